@@ -1,0 +1,120 @@
+"""Frozen settings, one section a reader: each part of the engine receives only its own.
+
+Owns the sections, sizes as text ("512MiB") and their checks; does not know where values come from (flags,
+a file, keyword arguments: ``manylora.flags``) nor what a device has free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+_UNITS = {
+    "": 1, "b": 1,
+    "k": 10**3, "kb": 10**3, "kib": 2**10,
+    "m": 10**6, "mb": 10**6, "mib": 2**20,
+    "g": 10**9, "gb": 10**9, "gib": 2**30,
+    "t": 10**12, "tb": 10**12, "tib": 2**40,
+}  # fmt: skip
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; one line for whoever wrote it."""
+
+
+def parse_size(value: str | int) -> int:
+    """Bytes from an int or from text such as "512MiB", "10GB", "4096"; raises ConfigError."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
+        if found is None or found[2].lower() not in _UNITS:
+            raise ConfigError(f"{value!r} is not a size; write it as 512MiB or 10GB")
+        size = int(float(found[1]) * _UNITS[found[2].lower()])
+    if size < 0:
+        raise ConfigError(f"{value!r} is not a size; it must not be negative")
+    return size
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PolicyConfig:
+    """All that the policy needs to know. Lengths in tokens."""
+
+    num_pages: int
+    page_tokens: int
+    max_model_len: int
+    max_num_seqs: int
+    max_batch_tokens: int
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise ConfigError(f"{field.name} must be at least 1, got {getattr(self, field.name)}")
+        if self.max_batch_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): each running sequence decodes one token a step"
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """Which base model, and how its weights are held."""
+
+    model: str
+    served_model_name: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    max_model_len: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The base model's id for clients."""
+        return self.served_model_name or self.model
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """The pool of pages. ``device_pool`` in bytes; None: chosen from free memory."""
+
+    page_tokens: int = 16
+    device_pool: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """How much runs at once; None: chosen for the device."""
+
+    max_num_seqs: int | None = None
+    max_batch_tokens: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """Adapters served from the start, and what may be loaded later."""
+
+    adapters: tuple[tuple[str, str], ...] = ()
+    adapter_dir: str | None = None
+    max_adapter_rank: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Everything that makes one engine."""
+
+    model: ModelSettings
+    cache: CacheSettings = CacheSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+    adapters: AdapterSettings = AdapterSettings()
+    journal: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HttpSettings:
+    """The server's own side."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    drain_timeout: float = 15.0
+    api_keys: tuple[str, ...] = ()

@@ -1,0 +1,145 @@
+"""What a front end may ask of an engine, wherever the engine runs.
+
+``EngineClient`` is the contract; ``engine.local`` runs the engine on a thread of this process and
+``engine.remote`` talks to one in a child process. Token ids in, token ids out: text is not known here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from manylora.types import AdapterCard, RequestError, RequestId, SamplingParams, TokenLogprobs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A request by adapter *name* (None: the base model)."""
+
+    id: RequestId
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    adapter: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Delta:
+    """News of one sample of a request: new tokens, in order, each once; perhaps its end.
+
+    ``logprobs`` is empty or as long as ``tokens``. ``finish_reason`` is "stop", "length", "abort" or
+    "error"; ``error`` accompanies "error" only. A refused request gets one Delta with sample 0 and an error.
+    ``stop_token`` tells that the last token is one of the request's stop ids (end-of-sequence among them):
+    such a token counts in usage but not in the text. ``queue_s`` and ``num_cached_tokens`` come with a
+    request's first Delta. ``at_s``: the engine's monotonic clock when the tokens were ready.
+    """
+
+    request: RequestId
+    sample: int
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: str | None = None
+    stop_token: bool = False
+    error: RequestError | None = None
+    num_cached_tokens: int = 0
+    queue_s: float = 0.0
+    at_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What stays true while an engine lives."""
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    num_pages: int
+    page_tokens: int
+    page_bytes: int
+    device: str
+    dtype: str
+    max_num_seqs: int
+    max_batch_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterLoad:
+    """One adapter at this moment. ``state``: absent, loading or resident (true residency, not activity)."""
+
+    name: str
+    state: str
+    num_pages: int
+    rank: int
+    running: int
+    waiting: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot: gauges of this moment and counters since the engine started."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_running: int = 0
+    pages_history: int = 0
+    pages_adapters: int = 0
+    base_running: int = 0
+    base_waiting: int = 0
+    adapters: tuple[AdapterLoad, ...] = ()
+    prefix_queries_tokens: int = 0
+    prefix_hits_tokens: int = 0
+    preemptions: int = 0
+    adapter_reads: int = 0
+    adapter_read_failures: int = 0
+    adapter_read_s: float = 0.0
+    adapter_evictions: int = 0
+    history_evictions: int = 0
+    steps: int = 0
+    step_s: float = 0.0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class EngineDead(Exception):
+    """The engine is gone; nothing more will come from it. The message says why."""
+
+
+class EngineClient(Protocol):
+    """Asynchronous; all methods are called from one event loop."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Facts that never change."""
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        """The request's deltas until each of its samples has finished; raises EngineDead.
+
+        Submits at once, on the call itself. Closing the iterator (``aclose``) aborts what still runs.
+        """
+
+    def abort(self, request: RequestId, sample: int | None = None, reason: str = "abort") -> None:
+        """End a request, or one of its samples, early: its Delta carries ``reason``. Unknown: ignored."""
+
+    async def add_adapter(self, name: str, path: str) -> AdapterCard:
+        """Serve the adapter at ``path`` under ``name``; raises AdapterError (duplicate name included)."""
+
+    async def remove_adapter(self, name: str) -> None:
+        """Refuse new requests for it at once; return when its running ones ended and its pages are free.
+
+        Raises AdapterError with status 404 for an unknown name.
+        """
+
+    async def adapters(self) -> tuple[AdapterCard, ...]:
+        """All served adapters in the order they were added."""
+
+    async def stats(self) -> EngineStats:
+        """A snapshot of this moment."""
+
+    async def wait_dead(self) -> str:
+        """Return, with the reason, once the engine has died by itself (not by close)."""
+
+    async def close(self) -> None:
+        """Abort everything, end the engine and free what it holds. Idempotent."""

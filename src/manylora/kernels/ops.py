@@ -1,0 +1,117 @@
+"""The operations that a decoder needs from a device, and the per-step inputs they share.
+
+One implementation a device: ``reference`` (plain torch, the truth), ``cpu`` (vectorised torch), ``triton``
+(CUDA). Host-side descriptions (numpy) are built once a step by the executor; ``plan_*`` turns them into
+whatever an implementation wants, once a step; every layer then reuses the plans.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionRows:
+    """The rows (one per scheduled sequence) of a flat batch of T tokens, in batch order.
+
+    ``query_start`` int32 [R+1]: row i's tokens are ``[query_start[i], query_start[i+1])``.
+    ``kv_len`` int32 [R]: context length at the end of this step, this step's tokens included; the row's
+    first query sits at position ``kv_len - num_queries``.
+    ``page_table`` int32 [R, W]: page ids; entries past ``ceil(kv_len / page_tokens)`` are arbitrary valid
+    ids (0) and must not be read as data.
+    """
+
+    query_start: np.ndarray
+    kv_len: np.ndarray
+    page_table: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraSegments:
+    """Runs of tokens that share an adapter; tokens in no segment belong to the base model.
+
+    ``start``, ``length`` int32 [S]: token ranges of the flat batch, ascending, disjoint.
+    ``records`` int64 [S, P, 3]: per segment and projection (table order of AdapterGeometry.projections):
+    (position of its first A cell in ``cells``, position of its first B cell, rank); rank 0: not adapted.
+    A row j (0 <= j < rank) of A takes ``geometry.cells(in_features)`` consecutive entries of ``cells`` from
+    ``first + j * that``; B likewise with ``out_features`` (B is stored transposed: rank rows of length out).
+    ``scales`` float32 [S, P, L]: lora_alpha / r (or rsLoRA's) per layer.
+    ``cells`` int64 tensor on the device: element offset, in the pool seen as one flat array of its dtype, of
+    a cell's *layer 0* bytes; layer l lies ``l * page.slab_elements`` further. Shared by all steps.
+    """
+
+    start: np.ndarray
+    length: np.ndarray
+    records: np.ndarray
+    scales: np.ndarray
+    cells: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class StepBatch:
+    """All tensors that one forward pass reads, on the device.
+
+    token_ids, positions, slots: int64 [T]; ``slots`` = page * page_tokens + offset, where a token's K and V go.
+    sample_index: int64 [M], the tokens whose logits are wanted. Plans are opaque to models.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    sample_index: torch.Tensor
+    attention: Any
+    lora: Any | None
+
+
+class Ops(Protocol):
+    """Device operations. ``pool`` is always ``[num_pages, layers, 2, page_tokens, kv_heads, head_dim]``."""
+
+    name: str
+
+    def plan_attention(self, rows: AttentionRows, page: PageShape, device: torch.device) -> Any:
+        """Prepare attention for all layers of a step. Valid for this step only."""
+
+    def plan_lora(
+        self, segments: LoraSegments, geometry: AdapterGeometry, device: torch.device
+    ) -> Any | None:
+        """Prepare LoRA for all layers of a step; None when there is no segment."""
+
+    def write_kv(
+        self, pool: torch.Tensor, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Store k, v ``[T, kv_heads, head_dim]`` at ``slots`` of the layer."""
+
+    def attention(
+        self, q: torch.Tensor, pool: torch.Tensor, layer: int, plan: Any, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """Causal attention of q ``[T, heads, head_dim]`` over the rows' pages (this step's K, V are already
+        written); ``window``: a query at position p sees positions > p - window. Returns [T, heads*head_dim]."""
+
+    def lora(
+        self, y: torch.Tensor, x: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup, plan: Any
+    ) -> None:
+        """In place: y[t, columns of p] += scale_p * (x[t] A_p) B_p for every projection p of the group, with
+        t's adapter. x ``[T, in]``, y ``[T, sum(out)]``, both contiguous in the last dimension."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """RMSNorm over the last dimension, variance in float32, as transformers' LlamaRMSNorm."""
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rms_norm(x + residual), x + residual); may reuse its arguments' memory."""
+
+    def rope(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate q ``[T, heads, D]`` and k ``[T, kv_heads, D]`` (two halves, not interleaved) by
+        cos, sin ``[max_positions, D/2]`` (float32) at ``positions``; may work in place."""
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up for ``[T, 2 * I]`` with gate first; returns ``[T, I]``."""

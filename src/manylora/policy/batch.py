@@ -1,0 +1,76 @@
+"""What runs in the next step: tokens per sequence within one budget, decodes and prompt chunks alike.
+
+Every decoding sequence gets its token; what is left of the budget goes to prompt chunks, oldest first, then
+to admissions in arrival order. Does not know what a page is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from manylora.config import PolicyConfig
+from manylora.policy.queues import Scheduled, Sequence, Stage, WaitingQueue
+from manylora.policy.reservations import Reservations
+
+
+def compose(
+    config: PolicyConfig,
+    held: Reservations,
+    waiting: WaitingQueue,
+    now: float,
+    note_admission: Callable[[Sequence], None],
+) -> list[Scheduled]:
+    """The rows of the next step; reserves what they need. Empty when nothing can run now."""
+    preemptions = held.counters.preemptions
+    rows, budget = _continue_running(config, held)
+    # Whoever was just preempted must not take the pages straight back from the one it made room for.
+    if held.counters.preemptions == preemptions:
+        rows += _admit(config, held, waiting, budget, now, note_admission)
+    return rows
+
+
+def _continue_running(config: PolicyConfig, held: Reservations) -> tuple[list[Scheduled], int]:
+    """Rows of the holders, and the budget that is left. Victims are newer, so never among earlier rows."""
+    running = [s for s in held.holders if s.stage is Stage.RUNNING]
+    budget = config.max_batch_tokens - sum(1 for s in running if s.num_remaining == 1)
+    rows = []
+    for sequence in running:
+        if sequence.stage is not Stage.RUNNING:
+            continue
+        is_decode = sequence.num_remaining == 1
+        num_tokens = 1 if is_decode else min(sequence.num_remaining, budget)
+        # The newest holder may find no room; it keeps what it has and tries again next step.
+        if num_tokens == 0 or not held.grow(sequence, num_tokens):
+            continue
+        if not is_decode:
+            budget -= num_tokens
+        rows.append(_row(sequence, num_tokens))
+    return rows, budget
+
+
+def _admit(
+    config: PolicyConfig,
+    held: Reservations,
+    waiting: WaitingQueue,
+    budget: int,
+    now: float,
+    note_admission: Callable[[Sequence], None],
+) -> list[Scheduled]:
+    """Admit in arrival order; the first that cannot reserve stops those behind it (design §4)."""
+    rows = []
+    while budget > 0 and len(held.holders) < config.max_num_seqs:
+        sequence = waiting.first()
+        if sequence is None or not held.admit(sequence, budget, now):
+            break
+        note_admission(sequence)
+        # One that waits for its adapter keeps its reservation and is passed by others.
+        if sequence.stage is Stage.RUNNING:
+            num_tokens = min(sequence.num_remaining, budget)
+            budget -= num_tokens
+            rows.append(_row(sequence, num_tokens))
+    return rows
+
+
+def _row(sequence: Sequence, num_tokens: int) -> Scheduled:
+    reaches_end = num_tokens == sequence.num_remaining
+    return Scheduled(sequence, num_tokens, 1 + sequence.num_unborn_forks if reaches_end else 0)

@@ -1,0 +1,155 @@
+"""Requests and sequences as the policy sees them, and the queue they wait in.
+
+Owns the per-sequence bookkeeping (tokens, pages, what is computed) and arrival order; decides nothing.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+import enum
+
+from manylora.policy.tree import Node
+from manylora.types import AdapterId, PageId, Request, SequenceId
+
+
+class Stage(enum.Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class RequestState:
+    """A live request: its samples that have not ended yet, and limits resolved on arrival."""
+
+    __slots__ = ("admitted", "max_tokens", "open_samples", "order", "request", "sequences", "stop_ids")
+
+    def __init__(self, request: Request, order: int, max_tokens: int) -> None:
+        self.request = request
+        self.order = order
+        self.max_tokens = max_tokens
+        self.stop_ids = frozenset(request.stop_ids)
+        self.admitted = False
+        # Samples without a sequence yet are open too: they fork off sample 0 when its prompt is computed.
+        self.open_samples = set(range(request.params.n))
+        self.sequences: dict[int, Sequence] = {}
+
+
+class Sequence:
+    """One sample of a request.
+
+    Page table ``pages``: the first ``num_shared`` belong to tree nodes on the path that ends in ``node`` (which
+    the sequence pins while it holds a reservation); the rest are its own.
+
+        tokens:  |<- prompt ->|<- generated ->|
+                 |<- num_computed ->|<- remaining ->|
+        pages:   [shared ... shared][own ... own]
+    """
+
+    __slots__ = (
+        "id", "is_known_to_executor", "node", "num_computed", "num_prompt", "num_shared",
+        "page_updates", "pages", "sample", "stage", "state", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, sequence: SequenceId, state: RequestState, sample: int, tokens: list[int]) -> None:
+        self.id = sequence
+        self.state = state
+        self.sample = sample
+        self.tokens = tokens
+        self.num_prompt = len(state.request.prompt)
+        self.num_computed = 0
+        self.pages: list[PageId] = []
+        self.num_shared = 0
+        self.node: Node | None = None
+        self.stage = Stage.WAITING
+        # False from each admission until a step brings a SequenceStart.
+        self.is_known_to_executor = False
+        self.page_updates: list[tuple[int, PageId]] = []
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Arrival order; earlier is more urgent and is preempted later."""
+        return (self.state.order, self.sample)
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens known but not computed; 1 while decoding."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def adapter(self) -> AdapterId:
+        return self.state.request.adapter
+
+    @property
+    def num_unborn_forks(self) -> int:
+        """Samples that will fork off this sequence once its prompt is computed."""
+        if self.sample != 0 or self.num_generated > 0:
+            return 0
+        return self.state.request.params.n - 1
+
+
+class WaitingQueue:
+    """Sequences in arrival order.
+
+    Admission takes only the first in line, so whoever returns (preempted, or a fork that found no room) came
+    before everybody who still waits for the first time: two queues, one behind the other, stay sorted.
+    """
+
+    def __init__(self) -> None:
+        self._returned: list[Sequence] = []
+        self._arrived: collections.deque[Sequence] = collections.deque()
+        self._num_arrived = 0
+
+    def __len__(self) -> int:
+        return len(self._returned) + self._num_arrived
+
+    def arrive(self, sequence: Sequence) -> None:
+        """A sequence of a new request, later than all others."""
+        self._arrived.append(sequence)
+        self._num_arrived += 1
+
+    def put_back(self, sequence: Sequence) -> None:
+        """A sequence of a request that was admitted before."""
+        sequence.stage = Stage.WAITING
+        bisect.insort(self._returned, sequence, key=lambda s: s.order)
+
+    def first(self) -> Sequence | None:
+        """The first in line."""
+        if self._returned:
+            return self._returned[0]
+        while self._arrived and self._arrived[0].stage is not Stage.WAITING:
+            self._arrived.popleft()
+        return self._arrived[0] if self._arrived else None
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a waiting sequence out, wherever it stands; the caller then changes its stage for good.
+
+        Inside ``_arrived`` it is only skipped later: a middle removal there means that it has ended.
+        """
+        if sequence in self._returned:
+            self._returned.remove(sequence)
+            return
+        self._num_arrived -= 1
+        if self._arrived[0] is sequence:
+            self._arrived.popleft()
+
+    def members(self) -> list[Sequence]:
+        """All that wait, in order."""
+        return self._returned + [s for s in self._arrived if s.stage is Stage.WAITING]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A row of the step in flight."""
+
+    sequence: Sequence
+    num_tokens: int
+    num_samples: int

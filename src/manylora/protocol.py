@@ -1,0 +1,259 @@
+"""The seam between what decides and what does: events in, commands out (design §1).
+
+``Replica.handle(event, now)`` returns commands; a driver executes them in order on an ``Executor`` and feeds
+what happened back as events. Only ints, strings and tuples cross, so a journal of events replays anywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+from manylora.types import (
+    AdapterId,
+    PageId,
+    Request,
+    RequestError,
+    RequestId,
+    SamplingParams,
+    SequenceId,
+    TokenLogprobs,
+)
+
+# ---------------------------------------------------------------- events
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arrive:
+    """A request has come."""
+
+    request: Request
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Abort:
+    """Stop a request, or one of its samples; ``reason`` becomes its finish reason ("abort", "stop")."""
+
+    request: RequestId
+    sample: int | None = None
+    reason: str = "abort"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepDone:
+    """The step ended. ``tokens``: per sampled row (sequence, tokens); n tokens where a row asked for n.
+
+    When not ``ok`` no row of the step counts as computed and ``error`` says why.
+    """
+
+    step: int
+    ok: bool
+    tokens: tuple[tuple[SequenceId, tuple[int, ...]], ...] = ()
+    device_s: float = 0.0
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterRead:
+    """An adapter's weights lie in the pages its ReadAdapter named, or could not be brought there."""
+
+    adapter: AdapterId
+    ok: bool
+    error: str = ""
+    read_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterAdded:
+    """From now on requests may name this adapter; it needs ``num_pages`` when resident."""
+
+    adapter: AdapterId
+    num_pages: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterRemoved:
+    """No new request may name it; AdapterFreed follows once its running requests and pages are gone."""
+
+    adapter: AdapterId
+
+
+Event = Arrive | Abort | StepDone | AdapterRead | AdapterAdded | AdapterRemoved
+
+
+# ---------------------------------------------------------------- commands
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SequenceStart:
+    """All an executor must know to run a sequence: on admission, on resumption after preemption, as a fork.
+
+    ``tokens`` = prompt + tokens generated so far; ``pages[i]`` holds positions
+    ``[i * page_tokens, (i+1) * page_tokens)``. The first ``num_computed`` positions are in the pages.
+    """
+
+    sequence: SequenceId
+    sample: int
+    adapter: AdapterId
+    tokens: tuple[int, ...]
+    num_prompt_tokens: int
+    num_computed: int
+    pages: tuple[PageId, ...]
+    params: SamplingParams
+    stop_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepRow:
+    """Compute positions ``[start, start + num_tokens)`` of a sequence, then draw ``num_samples`` tokens.
+
+    ``pages``: changes to its page table since the last step, as (index, page). ``num_samples`` is 0 for a
+    chunk that does not reach the end of the tokens, 1 normally, and n where a request's samples fork.
+    """
+
+    sequence: SequenceId
+    start: int
+    num_tokens: int
+    num_samples: int
+    pages: tuple[tuple[int, PageId], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunStep:
+    """Run one batch. ``starts`` come before the rows that use them."""
+
+    step: int
+    starts: tuple[SequenceStart, ...]
+    rows: tuple[StepRow, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EndSequence:
+    """Forget the sequence; its pages may be given to others from the next command on."""
+
+    sequence: SequenceId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CopyPages:
+    """Copy whole pages inside the device pool, ordered against compute: (source, destination)."""
+
+    pairs: tuple[tuple[PageId, PageId], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReadAdapter:
+    """Read the adapter from its source into these pages, off the step loop; answer with AdapterRead."""
+
+    adapter: AdapterId
+    pages: tuple[PageId, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EvictAdapter:
+    """The adapter is no longer resident; no step issued from now on reads it."""
+
+    adapter: AdapterId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterFreed:
+    """A removed adapter holds no page and no request any more."""
+
+    adapter: AdapterId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Emit:
+    """A generated token; ``position`` counts from 0 at the sample's first. Emitted once, whatever moved."""
+
+    request: RequestId
+    sample: int
+    position: int
+    token: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Admitted:
+    """The request left the queue for the first time; ``num_cached`` of its prompt's tokens were reused."""
+
+    request: RequestId
+    num_cached: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finish:
+    """One sample has ended: "stop", "length", "abort" or "error" (then ``error`` says why)."""
+
+    request: RequestId
+    sample: int
+    reason: str
+    error: RequestError | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reject:
+    """The request will not be served at all; nothing was or will be emitted for it."""
+
+    request: RequestId
+    error: RequestError
+
+
+Command = (
+    RunStep | EndSequence | CopyPages | ReadAdapter | EvictAdapter
+    | AdapterFreed | Emit | Admitted | Finish | Reject
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------- the executor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave: its StepDone, and log-probabilities by (sequence, index among its new tokens).
+
+    Log-probabilities go beside the event, not in it: policy never needs them.
+    """
+
+    done: StepDone
+    logprobs: dict[tuple[SequenceId, int], TokenLogprobs]
+
+
+class Executor(Protocol):
+    """Obeys commands on a device. Called from one thread, in command order; decides nothing."""
+
+    def run_step(self, step: RunStep) -> StepResult:
+        """Run the batch and wait for its tokens. Never raises: a failure is a StepDone with ok=False."""
+
+    def end_sequence(self, sequence: SequenceId) -> None:
+        """Forget a sequence (unknown ids are ignored)."""
+
+    def copy_pages(self, pairs: tuple[tuple[PageId, PageId], ...]) -> None:
+        """Copy pages, ordered after steps issued before and before steps issued later."""
+
+    def read_adapter(self, command: ReadAdapter, done: Callable[[AdapterRead], None]) -> None:
+        """Start the read and return at once; ``done`` is called from another thread exactly once."""
+
+    def evict_adapter(self, adapter: AdapterId) -> None:
+        """Forget where the adapter lies."""
+
+    def add_adapter(self, adapter: AdapterId, path: str) -> tuple[int, int]:
+        """Check that the adapter at ``path`` fits; return (pages it takes, its largest rank).
+
+        Reads headers only; called from any thread; raises AdapterError.
+        """
+
+    def remove_adapter(self, adapter: AdapterId) -> None:
+        """Forget an adapter that is not resident."""
+
+    def close(self) -> None:
+        """Wait for work in flight and free everything. Idempotent."""
+
+
+class AdapterError(Exception):
+    """An adapter at fault. ``status`` is the HTTP status that fits (400; 404 for no such folder)."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
