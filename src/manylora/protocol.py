@@ -166,12 +166,17 @@ class AdapterFreed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Emit:
-    """A generated token; ``position`` counts from 0 at the sample's first. Emitted once, whatever moved."""
+    """A generated token; ``position`` counts from 0 at the sample's first. Emitted once, whatever moved.
+
+    ``drawn_by``: (sequence, index among the tokens it drew in its last step), where a driver finds what the
+    executor said beside the token. A fork's first token is drawn by sample 0's sequence.
+    """
 
     request: RequestId
     sample: int
     position: int
     token: int
+    drawn_by: tuple[SequenceId, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,12 +15,17 @@ from manylora.types import AdapterCard, RequestError, RequestId, SamplingParams,
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A request by adapter *name* (None: the base model)."""
+    """A request by adapter *name* (None: the base model).
+
+    With ``stream=False`` each sample's tokens may come in one Delta, at its end: less traffic where nobody
+    reads along.
+    """
 
     id: RequestId
     prompt: tuple[int, ...]
     params: SamplingParams
     adapter: str | None = None
+    stream: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -27,13 +27,17 @@ def check(
     _check_sequences(held, waiting, requests)
     for row in in_flight or ():
         if row.sequence.stage is Stage.RUNNING:
-            assert tree.node(row.sequence.adapter).residence is Residence.RESIDENT, "a step reads resident pages"
+            assert tree.node(row.sequence.adapter).residence is Residence.RESIDENT, (
+                "a step reads resident pages"
+            )
 
 
 def _check_nodes(nodes: list[Node]) -> None:
     for node in nodes:
         assert node.pins >= 0, "pins never go below zero"
-        assert node.busy == node.pins + sum(child.busy for child in node.children.values()), "busy counts pins"
+        assert node.busy == node.pins + sum(child.busy for child in node.children.values()), (
+            "busy counts pins"
+        )
         if node.parent is not None:
             assert node.residence is Residence.RESIDENT, "KV nodes exist only while resident"
             assert node.parent.residence is Residence.RESIDENT, "a resident node's parent is resident"

@@ -42,8 +42,8 @@ class RequestState:
 class Sequence:
     """One sample of a request.
 
-    Page table ``pages``: the first ``num_shared`` belong to tree nodes on the path that ends in ``node`` (which
-    the sequence pins while it holds a reservation); the rest are its own.
+    Page table ``pages``: the first ``num_shared`` belong to tree nodes on the path that ends in ``node``
+    (which the sequence pins while it holds a reservation); the rest are its own.
 
         tokens:  |<- prompt ->|<- generated ->|
                  |<- num_computed ->|<- remaining ->|

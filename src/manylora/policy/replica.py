@@ -36,7 +36,7 @@ from manylora.protocol import (
     StepDone,
     StepRow,
 )
-from manylora.types import AdapterId, Request, RequestError, RequestId
+from manylora.types import AdapterId, Request, RequestError, RequestId, SequenceId
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -193,7 +193,8 @@ class Replica:
             return RequestError(
                 400,
                 f"This model's maximum context length is {limit} tokens. However, you requested "
-                f"{num_prompt + num_generated} tokens ({num_prompt} in the prompt, {num_generated} to generate)",
+                f"{num_prompt + num_generated} tokens ({num_prompt} in the prompt, {num_generated} for the "
+                "completion).",
                 "max_tokens" if num_prompt < limit else "prompt",
             )
         adapter_pages = self._tree.num_pages(request.adapter)
@@ -201,8 +202,9 @@ class Replica:
         if adapter_pages + kv_pages > self._config.num_pages:
             return RequestError(
                 400,
-                f"the request needs {adapter_pages + kv_pages} pages ({adapter_pages} for its adapter, {kv_pages} "
-                f"for {num_prompt + num_generated - 1} tokens) but the pool has {self._config.num_pages}",
+                f"the request needs {adapter_pages + kv_pages} pages ({adapter_pages} for its adapter, "
+                f"{kv_pages} for {num_prompt + num_generated - 1} tokens) but the pool has "
+                f"{self._config.num_pages}",
                 "max_tokens",
             )
         return None
@@ -248,9 +250,7 @@ class Replica:
     # ------------------------------------------------------------ adapters
 
     def _adapter_read(self, event: AdapterRead, now: float) -> None:
-        readers = [
-            s for s in self._held.holders if s.stage is Stage.LOADING and s.adapter == event.adapter
-        ]
+        readers = [s for s in self._held.holders if s.stage is Stage.LOADING and s.adapter == event.adapter]
         if event.ok:
             self._tree.finish_load(event.adapter, now)
             for sequence in readers:
@@ -337,7 +337,7 @@ class Replica:
                 self._fork(sequence, sample, tokens[sample], now)
         sequence.tokens.append(tokens[0])
         if sequence.sample in state.open_samples:
-            self._emit(sequence, now)
+            self._emit(sequence, (sequence.id, 0), now)
         elif sequence.stage is not Stage.ENDED:
             self._drop(sequence, now)
 
@@ -351,13 +351,13 @@ class Replica:
             self._waiting.put_back(child)
         elif copy is not None:
             self._commands.append(CopyPages((copy,)))
-        self._emit(child, now)
+        self._emit(child, (parent.id, sample), now)
 
-    def _emit(self, sequence: Sequence, now: float) -> None:
+    def _emit(self, sequence: Sequence, drawn_by: tuple[SequenceId, int], now: float) -> None:
         """Announce the newest token, and the end where this is it."""
         state, position = sequence.state, sequence.num_generated - 1
         token = sequence.tokens[-1]
-        self._commands.append(Emit(state.request.id, sequence.sample, position, token))
+        self._commands.append(Emit(state.request.id, sequence.sample, position, token, drawn_by))
         if token in state.stop_ids and position + 1 >= state.request.params.min_tokens:
             self._end_sample(state, sequence.sample, "stop", now)
         elif position + 1 >= state.max_tokens:

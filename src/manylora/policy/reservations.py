@@ -38,7 +38,11 @@ class Reservations:
     """Sequences that hold pages (running, or loading: waiting only for their adapter), oldest first."""
 
     def __init__(
-        self, config: PolicyConfig, tree: DependencyTree, waiting: WaitingQueue, emit: Callable[[Command], None]
+        self,
+        config: PolicyConfig,
+        tree: DependencyTree,
+        waiting: WaitingQueue,
+        emit: Callable[[Command], None],
     ) -> None:
         self._config = config
         self._tree = tree

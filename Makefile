@@ -1,0 +1,33 @@
+# On a fresh machine `make demo` and `make test` are all that is needed; both install into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check -q
+# PyPI's default torch brings gigabytes of CUDA. constraints.txt pins the versions known to work together.
+CONSTRAINTS := -c constraints.txt
+
+.PHONY: demo serve test check clean
+
+$(VENV)/.base: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install $(CONSTRAINTS) torch
+	$(PIP) install $(CONSTRAINTS) -e '.[demo]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	$(PIP) install $(CONSTRAINTS) -e '.[test]'
+	touch $@
+
+demo: $(VENV)/.base  ## serve the shipped model with all its adapters under a mixed load, and show what comes back
+	$(BIN)/python -m demo.run
+
+serve: $(VENV)/.base  ## the same server, kept up until Ctrl-C
+	$(BIN)/manylora serve demo/model --served-model-name manylora-demo --adapter-dir demo/adapters
+
+test: $(VENV)/.test  ## everything that CI runs
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,278 @@
+"""A PEFT adapter folder: what it adapts, at which ranks and scales, and whether it fits the base model.
+
+Reads adapter_config.json and the *header* of adapter_model.safetensors, never the weights. The tensors in
+the file are the truth for what is adapted and at what rank; the configuration must agree with them. Knows
+nothing of pages. No torch here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from manylora.adapters.loraconfig import LoraSettings, read_config
+from manylora.adapters.tensorfile import FileStamp, StoredTensor, read_header, stamp_of
+from manylora.kernels.shapes import AdapterGeometry, Projection
+from manylora.protocol import AdapterError
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+
+Side = Literal["A", "B"]
+
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_PEFT_PREFIX = "base_model.model."
+_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?P<adapter>\.default)?\.weight")
+
+# What a tensor's name says it is, for the message that refuses it; the first match counts.
+_UNSUPPORTED_TENSORS = (
+    ("lora_magnitude_vector", "DoRA"),
+    ("lora_embedding_", "LoRA on an embedding"),
+    ("trainable_tokens", "new or retrained tokens"),
+    ("modules_to_save", "modules_to_save"),
+    ("embed_tokens", "embeddings saved with the adapter (new tokens)"),
+    ("lm_head", "output embeddings saved with the adapter (new tokens)"),
+    ("lora_diag", "KaSA"),
+    (".bias", "a bias (bias or lora_bias)"),
+)  # fmt: skip
+
+# VeLoRA keeps compressed activations for its backward pass; its forward pass is plain LoRA.
+_IGNORED_TENSORS = ("lora_velora_embed",)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterSpec:
+    """What was found in an adapter's folder, checked against a model. Plain data: ``from_json(to_json())``.
+
+    ``ranks[p][l]``, ``scales[p][l]``: projection p (order of AdapterGeometry.projections) in layer l; rank 0
+    and scale 0 where it is not adapted. ``weights``, ``config``: stamps of the two files when inspected.
+    """
+
+    path: str
+    base_model: str | None
+    weights: FileStamp
+    config: FileStamp
+    dtype: str
+    rank: int
+    use_rslora: bool
+    modules: tuple[str, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    scales: tuple[tuple[float, ...], ...]
+    layer_prefix: str
+    key_prefix: str
+    key_infix: str
+
+    def tensor_name(self, layer: int, projection: Projection, side: Side) -> str:
+        """The tensor's name in the file."""
+        module = f"{self.key_prefix}{self.layer_prefix}.{layer}.{projection.module}"
+        return f"{module}.lora_{side}{self.key_infix}.weight"
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> AdapterSpec:
+        """Raises ValueError, TypeError or KeyError on what ``to_json`` did not write."""
+        fields = json.loads(text)
+        for key in ("weights", "config"):
+            fields[key] = FileStamp(**fields[key])
+        for key in ("ranks", "scales"):
+            fields[key] = _shared_rows(fields[key])
+        fields["modules"] = tuple(fields["modules"])
+        return cls(**fields)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Key:
+    """A LoRA tensor's name taken apart: ``prefix`` + ``module`` + ".lora_" + side + ``infix`` + ".weight"."""
+
+    prefix: str
+    module: str
+    side: Side
+    infix: str
+
+
+def inspect_adapter(
+    path: Path, geometry: AdapterGeometry, layer_prefix: str, max_rank: int | None
+) -> AdapterSpec:
+    """Read an adapter's headers and check that it can be served on this model.
+
+    ``layer_prefix``: the base model's name for its layers ("model.layers"). Raises AdapterError, with status
+    404 when there is no such folder and 400, saying exactly what is wrong, for everything else.
+    """
+    config_path, weights_path = adapter_files(path)
+    config_stamp, weights_stamp = stamp_of(config_path), stamp_of(weights_path)
+    settings = read_config(config_path)
+    layer_prefix = layer_prefix.rstrip(".")
+    tensors = read_header(weights_path)
+    modules, key_prefix, key_infix = _lora_modules(tensors)
+    known = dict(_places(geometry, layer_prefix))
+    _refuse_unknown_modules(modules, known, geometry, layer_prefix)
+    ranks = [[0] * geometry.page.layers for _ in geometry.projections]
+    scales = [[0.0] * geometry.page.layers for _ in geometry.projections]
+    for module, (layer, index, projection) in known.items():
+        if module in modules:
+            rank = _checked_rank(module, modules[module], projection, tensors)
+            _check_settings(settings, module, rank)
+            ranks[index][layer] = rank
+            scales[index][layer] = settings.scale(module, rank)
+    spec = AdapterSpec(
+        path=os.path.abspath(path),
+        base_model=settings.base_model,
+        weights=weights_stamp,
+        config=config_stamp,
+        dtype="+".join(sorted({tensors[name].dtype for side in modules.values() for name in side.values()})),
+        rank=max(max(row) for row in ranks),
+        use_rslora=settings.use_rslora,
+        modules=tuple(p.module for p, row in zip(geometry.projections, ranks) if any(row)),
+        ranks=_shared_rows(ranks),
+        scales=_shared_rows(scales),
+        layer_prefix=layer_prefix,
+        key_prefix=key_prefix,
+        key_infix=key_infix,
+    )
+    check_rank(spec, max_rank)
+    return spec
+
+
+def check_rank(spec: AdapterSpec, max_rank: int | None) -> None:
+    """Raises AdapterError when the adapter's largest rank is over the limit (None: no limit)."""
+    if max_rank is not None and spec.rank > max_rank:
+        raise AdapterError(f"the adapter has rank {spec.rank}, this server's largest is {max_rank}")
+
+
+def adapter_files(path: Path) -> tuple[Path, Path]:
+    """The adapter's configuration and weights. Raises AdapterError when either is not there."""
+    try:
+        names = sorted(os.listdir(path))
+    except (OSError, ValueError) as error:
+        raise AdapterError(f"no adapter folder {path}", status=404) from error
+    if CONFIG_NAME not in names:
+        raise AdapterError(f"{path} holds no {CONFIG_NAME}")
+    if WEIGHTS_NAME not in names:
+        pickles = [name for name in names if name.endswith(_PICKLE_SUFFIXES)]
+        if pickles:
+            raise AdapterError(
+                f"{path} holds {pickles[0]} but no {WEIGHTS_NAME}: "
+                "pickle files are refused, convert to safetensors"
+            )
+        raise AdapterError(f"{path} holds no {WEIGHTS_NAME}")
+    return path / CONFIG_NAME, path / WEIGHTS_NAME
+
+
+def _places(
+    geometry: AdapterGeometry, layer_prefix: str
+) -> Iterator[tuple[str, tuple[int, int, Projection]]]:
+    """Every module that may be adapted, in layer and projection order: name, (layer, index, projection)."""
+    for layer in range(geometry.page.layers):
+        for index, projection in enumerate(geometry.projections):
+            yield f"{layer_prefix}.{layer}.{projection.module}", (layer, index, projection)
+
+
+def _lora_modules(tensors: dict[str, StoredTensor]) -> tuple[dict[str, dict[Side, str]], str, str]:
+    """Tensor names by module and side, and the (prefix, infix) that all names share."""
+    modules: dict[str, dict[Side, str]] = {}
+    forms = set()
+    for name in tensors:
+        if name.endswith(_IGNORED_TENSORS):
+            continue
+        key = _parse_key(name)
+        forms.add((key.prefix, key.infix))
+        modules.setdefault(key.module, {})[key.side] = name
+    if not modules:
+        raise AdapterError("the adapter holds no LoRA tensors")
+    if len(forms) > 1:
+        raise AdapterError("the tensor names mix several forms (with and without prefix or adapter name)")
+    for module, sides in modules.items():
+        if len(sides) < 2:
+            there, missing = ("A", "B") if "A" in sides else ("B", "A")
+            raise AdapterError(f"{module[:200]} has lora_{there} but no lora_{missing}")
+    return modules, *forms.pop()
+
+
+def _parse_key(name: str) -> _Key:
+    match = _KEY.fullmatch(name)
+    if match is None:
+        kinds = (kind for part, kind in _UNSUPPORTED_TENSORS if part in name)
+        raise AdapterError(f"tensor {name[:200]} is not supported: {next(kinds, 'not a LoRA weight')}")
+    module = match["module"]
+    if module.rpartition(".")[2] == "lm_head":
+        raise AdapterError(f"tensor {name[:200]} is not supported: LoRA on lm_head")
+    prefix = _PEFT_PREFIX if module.startswith(_PEFT_PREFIX) else ""
+    side: Side = "A" if match["side"] == "A" else "B"
+    return _Key(prefix, module.removeprefix(_PEFT_PREFIX), side, match["adapter"] or "")
+
+
+def _refuse_unknown_modules(
+    modules: dict[str, dict[Side, str]], known: dict[str, Any], geometry: AdapterGeometry, layer_prefix: str
+) -> None:
+    unknown = [module for module in modules if module not in known]
+    if not unknown:
+        return
+    pattern = re.compile(re.escape(layer_prefix) + r"\.(\d{1,9})\.(.+)")
+    supported = {projection.module for projection in geometry.projections}
+
+    def order(module: str) -> tuple[int, str]:
+        match = pattern.fullmatch(module)
+        return (int(match[1]) if match else -1, module)
+
+    first = min(unknown, key=order)
+    tensor = modules[first]["A"][:200]
+    match = pattern.fullmatch(first)
+    if match and match[2] in supported:
+        raise AdapterError(
+            f"the adapter does not fit: tensor {tensor} is for layer {match[1]}, "
+            f"the base model has {geometry.page.layers} layers"
+        )
+    raise AdapterError(
+        f"the adapter does not fit: tensor {tensor} is for a module that the base model lacks or that "
+        f"cannot be adapted; these can: {layer_prefix}.N.[{', '.join(sorted(supported))}]"
+    )
+
+
+def _checked_rank(
+    module: str, names: dict[Side, str], projection: Projection, tensors: dict[str, StoredTensor]
+) -> int:
+    """The rank of a module whose two tensors fit the base model's weight."""
+    base = [projection.out_features, projection.in_features]
+    for side in ("A", "B"):
+        shape = list(tensors[names[side]].shape)
+        if len(shape) != 2 or 0 in shape:
+            raise AdapterError(
+                f"tensor {names[side]} has shape {shape}, not two positive dimensions "
+                "(weights saved without gathering their shards?)"
+            )
+        fits, form = (
+            (shape[1] == base[1], f"[rank, {base[1]}]")
+            if side == "A"
+            else (shape[0] == base[0], f"[{base[0]}, rank]")
+        )
+        if not fits:
+            raise AdapterError(
+                f"the adapter does not fit: tensor {names[side]} has shape {shape}, but the base model's "
+                f"{module} has shape {base} and needs {form}"
+            )
+    rank, rank_b = tensors[names["A"]].shape[0], tensors[names["B"]].shape[1]
+    if rank != rank_b:
+        raise AdapterError(f"{module}: lora_A has rank {rank}, lora_B has rank {rank_b}")
+    return rank
+
+
+def _check_settings(settings: LoraSettings, module: str, rank: int) -> None:
+    """The configuration names this module and gives it this rank; PEFT would else compute something else."""
+    if not settings.targets(module):
+        raise AdapterError(f"the adapter has tensors for {module}, which its {CONFIG_NAME} does not target")
+    stated = settings.rank(module)
+    if stated != rank:
+        raise AdapterError(f"{module} has rank {rank} by its tensors, {stated} by {CONFIG_NAME}")
+
+
+def _shared_rows(rows: Any) -> tuple[tuple[Any, ...], ...]:
+    """Rows as tuples, equal ones as one object: thousands of specs stay small."""
+    seen: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    return tuple(seen.setdefault(row, row) for row in map(tuple, rows))

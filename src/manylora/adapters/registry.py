@@ -1,0 +1,178 @@
+"""Remembers what inspecting adapters gave, so that starting with thousands of them reads no header twice.
+
+A cache and nothing more: what is served is decided elsewhere, and whatever is wrong with the database, the
+answer is the same as without it, only slower. One SQLite file, shared by threads and processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sqlite3
+import sys
+import threading
+from pathlib import Path
+
+from manylora.adapters.peft import AdapterSpec, adapter_files, check_rank, inspect_adapter
+from manylora.adapters.tensorfile import stamp_of
+from manylora.kernels.shapes import AdapterGeometry
+
+FORMAT_VERSION = 1
+"""Part of every key: raise it when AdapterSpec or what inspection accepts changes."""
+
+_BUSY_TIMEOUT_S = 2.0
+_TABLE = f"specs_{FORMAT_VERSION}"
+_CREATE = f"""CREATE TABLE IF NOT EXISTS {_TABLE} (
+    path BLOB NOT NULL, model TEXT NOT NULL, stamps TEXT NOT NULL, spec TEXT NOT NULL,
+    PRIMARY KEY (path, model)) WITHOUT ROWID"""
+
+_log = logging.getLogger(__name__)
+
+
+def default_path() -> Path | None:
+    """The database in the user's cache directory; None where there is no such directory."""
+    try:
+        if configured := os.environ.get("XDG_CACHE_HOME"):
+            root = Path(configured)
+        elif sys.platform == "win32":
+            root = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+        elif sys.platform == "darwin":
+            root = Path.home() / "Library" / "Caches"
+        else:
+            root = Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return root / "manylora" / "adapters.sqlite" if root.is_absolute() else None
+
+
+class Registry:
+    """Inspects adapters for one model through the cache. Thread-safe; ``close`` is idempotent."""
+
+    def __init__(self, geometry: AdapterGeometry, layer_prefix: str, path: Path | None = None) -> None:
+        """``path``: the database file, by default in the user's cache directory."""
+        self._geometry = geometry
+        self._layer_prefix = layer_prefix
+        self._model = fingerprint(geometry, layer_prefix)
+        self._path = path or default_path()
+        self._lock = threading.Lock()
+        self._warned = False
+        self._writable = False
+        self._connection: sqlite3.Connection | None = None
+        with self._lock:
+            self._open()
+
+    def inspect(self, path: Path, max_rank: int | None = None) -> AdapterSpec:
+        """As ``inspect_adapter``, without reading the files again while their stamps stay the same.
+
+        Raises AdapterError.
+        """
+        folder = os.path.abspath(path)
+        config, weights = (stamp_of(file) for file in adapter_files(Path(path)))
+        stamps = f"{config.size_bytes}:{config.mtime_ns}:{weights.size_bytes}:{weights.mtime_ns}"
+        with self._lock:
+            spec = self._find(folder, stamps)
+        if spec is None:
+            spec = inspect_adapter(Path(path), self._geometry, self._layer_prefix, None)
+            # Inspection takes its own stamps: a file replaced since ours must not be kept under them.
+            if (spec.config, spec.weights) == (config, weights):
+                with self._lock:
+                    self._keep(folder, stamps, spec)
+        check_rank(spec, max_rank)
+        return spec
+
+    def close(self) -> None:
+        with self._lock:
+            self._disconnect()
+
+    def _find(self, folder: str, stamps: str) -> AdapterSpec | None:
+        if self._connection is None:
+            return None
+        query = f"SELECT stamps, spec FROM {_TABLE} WHERE path = ? AND model = ?"
+        try:
+            row = self._connection.execute(query, (os.fsencode(folder), self._model)).fetchone()
+        except sqlite3.Error as error:
+            self._give_up_or_rebuild(error)
+            return None
+        if row is None or row[0] != stamps:
+            return None
+        try:
+            return AdapterSpec.from_json(row[1])
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
+
+    def _keep(self, folder: str, stamps: str, spec: AdapterSpec) -> None:
+        if self._connection is None or not self._writable:
+            return
+        row = (os.fsencode(folder), self._model, stamps, spec.to_json())
+        try:
+            self._connection.execute(f"INSERT OR REPLACE INTO {_TABLE} VALUES (?, ?, ?, ?)", row)
+        except sqlite3.OperationalError as error:
+            # Locked, full or read-only. Do not wait for it again with the next of thousands of adapters.
+            self._writable = False
+            self._warn(error)
+        except sqlite3.Error as error:
+            self._give_up_or_rebuild(error)
+
+    def _open(self) -> None:
+        try:
+            self._connect()
+        except (OSError, sqlite3.Error) as error:
+            self._give_up_or_rebuild(error)
+
+    def _connect(self) -> None:
+        if self._path is None:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            pass  # An existing database in a read-only place can still be read.
+        # Autocommit: every statement is its own transaction, so no lock outlives it.
+        connection = sqlite3.connect(
+            self._path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+        )
+        self._connection = connection
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute(_CREATE)
+            self._writable = True
+        except sqlite3.OperationalError as error:
+            self._writable = False
+            self._warn(error)
+
+    def _give_up_or_rebuild(self, error: Exception) -> None:
+        """A damaged database is deleted and made anew; one that cannot be used is let alone."""
+        self._warn(error)
+        self._disconnect()
+        damaged = isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError)
+        if not damaged or self._path is None:
+            return
+        try:
+            for suffix in ("", "-wal", "-shm"):
+                Path(f"{self._path}{suffix}").unlink(missing_ok=True)
+            self._connect()
+        except (OSError, sqlite3.Error):
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            try:
+                self._connection.close()
+            except sqlite3.Error:
+                pass
+        self._connection = None
+        self._writable = False
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            _log.warning("the adapter cache %s is not usable (%s); going on without it", self._path, error)
+        self._warned = True
+
+
+def fingerprint(geometry: AdapterGeometry, layer_prefix: str) -> str:
+    """All that an inspection's result depends on besides the adapter: layers, projections, names, format."""
+    projections = [(p.module, p.in_features, p.out_features) for p in geometry.projections]
+    described = [FORMAT_VERSION, layer_prefix.rstrip("."), geometry.page.layers, projections]
+    return hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,87 @@
+"""Names of adapters and the versions they stand for.
+
+Owns name -> version; a name given up and taken again gets a new version, so it never meets what the old one
+left behind. Does not know residency; the policy does.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import threading
+import time
+
+from manylora.protocol import AdapterError, Executor
+from manylora.types import AdapterCard, AdapterId
+
+
+class Catalog:
+    """Thread-safe; loading an adapter's headers happens on the caller's thread."""
+
+    def __init__(self, executor: Executor, num_pages: int) -> None:
+        self._executor = executor
+        self._num_pages = num_pages
+        self._lock = threading.Lock()
+        self._cards: dict[str, AdapterCard] = {}
+        self._pending: set[str] = set()
+        self._ids = itertools.count(1)
+        self._leaving: dict[AdapterId, concurrent.futures.Future[None]] = {}
+
+    def lookup(self, name: str) -> AdapterId | None:
+        """The version that a name stands for now."""
+        card = self._cards.get(name)
+        return None if card is None else card.id
+
+    def cards(self) -> tuple[AdapterCard, ...]:
+        with self._lock:
+            return tuple(self._cards.values())
+
+    def names(self) -> dict[AdapterId, AdapterCard]:
+        """Served versions."""
+        with self._lock:
+            return {card.id: card for card in self._cards.values()}
+
+    def add(self, name: str, path: str) -> AdapterCard:
+        """Check the adapter and give it a version; the caller then tells the policy. Raises AdapterError."""
+        with self._lock:
+            if name in self._cards or name in self._pending:
+                raise AdapterError(f"an adapter named {name!r} is already loaded")
+            self._pending.add(name)
+            adapter = next(self._ids)
+        try:
+            num_pages, rank = self._executor.add_adapter(adapter, path)
+            if num_pages + 1 > self._num_pages:
+                self._executor.remove_adapter(adapter)
+                raise AdapterError(
+                    f"the adapter takes {num_pages} pages and the device pool has {self._num_pages}, one of "
+                    "which must be left for a request: raise --device-pool"
+                )
+            card = AdapterCard(name, path, adapter, rank, num_pages, int(time.time()))
+            with self._lock:
+                self._cards[name] = card
+            return card
+        finally:
+            with self._lock:
+                self._pending.discard(name)
+
+    def remove(self, name: str) -> tuple[AdapterId, concurrent.futures.Future[None]]:
+        """Give up a name; the future is done when ``freed`` is called for the version."""
+        with self._lock:
+            card = self._cards.pop(name, None)
+            if card is None:
+                raise AdapterError(f"no adapter named {name!r} is loaded", status=404)
+            future = self._leaving[card.id] = concurrent.futures.Future()
+            return card.id, future
+
+    def freed(self, adapter: AdapterId) -> None:
+        """The policy holds nothing of this version any more."""
+        self._executor.remove_adapter(adapter)
+        with self._lock:
+            self._leaving.pop(adapter).set_result(None)
+
+    def fail_leaving(self, reason: Exception) -> None:
+        """The engine ended before it could free them."""
+        with self._lock:
+            for future in self._leaving.values():
+                future.set_exception(reason)
+            self._leaving.clear()

@@ -1,0 +1,281 @@
+"""The device loop: gives the policy its events, obeys its commands, reports what came of it.
+
+One thread owns the replica and the executor's steps. Owns no policy and no tensor; knows the real clock so
+that nobody else has to.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+
+from manylora.config import PolicyConfig
+from manylora.engine.catalog import Catalog
+from manylora.engine.client import (
+    AdapterLoad,
+    Delta,
+    EngineDead,
+    EngineInfo,
+    EngineStats,
+    GenerationRequest,
+)
+from manylora.engine.journal import JournalWriter
+from manylora.engine.outbox import Outbox
+from manylora.policy.replica import Replica
+from manylora.protocol import (
+    Abort,
+    AdapterAdded,
+    AdapterFreed,
+    AdapterRead,
+    AdapterRemoved,
+    Arrive,
+    CopyPages,
+    EndSequence,
+    Event,
+    EvictAdapter,
+    Executor,
+    ReadAdapter,
+    RunStep,
+    StepResult,
+)
+from manylora.types import BASE, AdapterCard, AdapterId, Request, RequestError, RequestId
+
+log = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 3
+"""Steps that may fail in a row before the device is taken for broken."""
+
+_STOP = object()
+
+
+@dataclasses.dataclass
+class _Meters:
+    adapter_read_s: float = 0.0
+    adapter_read_failures: int = 0
+    steps: int = 0
+    step_s: float = 0.0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class Driver:
+    """Runs one replica on one executor. Public methods may be called from any thread.
+
+    ``deliver`` is called on the loop's thread with the news of each round; ``died`` with the reason if the
+    loop ends by itself.
+    """
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        executor: Executor,
+        info: EngineInfo,
+        *,
+        journal: JournalWriter | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.info = info
+        self._executor = executor
+        self._clock = clock
+        self._journal = journal
+        self._replica = Replica(config)
+        self._catalog = Catalog(executor, config.num_pages)
+        self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._outbox = Outbox(clock)
+        self._meters = _Meters()
+        self._pending: StepResult | None = None
+        self._failed_steps = 0
+        self._thread: threading.Thread | None = None
+        self._dead: str | None = None
+        self._closing = False
+
+    # ------------------------------------------------------------ life
+
+    def start(self, deliver: Callable[[list[Delta]], None], died: Callable[[str], None]) -> None:
+        """Start the loop's thread."""
+        self._deliver = deliver
+        self._died = died
+        self._thread = threading.Thread(target=self._run, name="manylora-driver", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the loop after the step in flight and free the executor. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        self._inbox.put(_STOP)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._catalog.fail_leaving(EngineDead("the engine was closed"))
+        self._executor.close()
+        if self._journal is not None:
+            self._journal.close()
+
+    # ------------------------------------------------------------ what others ask
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request; an unknown adapter is answered by a Delta with status 404."""
+        self._inbox.put(request)
+
+    def abort(self, request: RequestId, sample: int | None, reason: str) -> None:
+        self._inbox.put(Abort(request, sample, reason))
+
+    def add_adapter(self, name: str, path: str) -> AdapterCard:
+        """Check and serve an adapter; blocks on file headers, never on the loop. Raises AdapterError."""
+        card = self._catalog.add(name, path)
+        self._inbox.put(AdapterAdded(card.id, card.num_pages))
+        return card
+
+    def remove_adapter(self, name: str) -> concurrent.futures.Future[None]:
+        """Stop serving a name at once; the future is done when nothing of it is left."""
+        adapter, freed = self._catalog.remove(name)
+        self._inbox.put(AdapterRemoved(adapter))
+        return freed
+
+    def adapters(self) -> tuple[AdapterCard, ...]:
+        return self._catalog.cards()
+
+    def stats(self) -> concurrent.futures.Future[EngineStats]:
+        """A snapshot taken between two steps."""
+        future: concurrent.futures.Future[EngineStats] = concurrent.futures.Future()
+        if self._dead is not None or self._closing:
+            future.set_exception(EngineDead(self._dead or "the engine was closed"))
+        else:
+            self._inbox.put(future)
+        return future
+
+    # ------------------------------------------------------------ the loop
+
+    def _run(self) -> None:
+        try:
+            while self._round():
+                self._flush()
+        except Exception as error:  # a bug, or a broken device: nothing can be trusted after it
+            log.exception("the engine's loop failed")
+            self._dead = f"the engine failed: {error}"
+            self._catalog.fail_leaving(EngineDead(self._dead))
+            self._died(self._dead)
+
+    def _round(self) -> bool:
+        """Everything that has come in, then the step that has ended. False when told to stop."""
+        item = self._inbox.get() if self._pending is None else None
+        while item is not None or not self._inbox.empty():
+            if item is None:
+                item = self._inbox.get_nowait()
+            if item is _STOP:
+                return False
+            self._take(item)
+            item = None
+        if self._pending is not None:
+            result, self._pending = self._pending, None
+            self._outbox.logprobs = result.logprobs
+            self._feed(result.done)
+        return True
+
+    def _take(self, item: object) -> None:
+        if isinstance(item, GenerationRequest):
+            self._arrive(item)
+        elif isinstance(item, concurrent.futures.Future):
+            item.set_result(self._stats())
+        else:
+            if isinstance(item, AdapterRead):
+                self._meters.adapter_read_s += item.read_s
+                self._meters.adapter_read_failures += not item.ok
+            self._feed(item)  # type: ignore[arg-type]  # the rest of the inbox are events
+
+    def _arrive(self, asked: GenerationRequest) -> None:
+        adapter = BASE if asked.adapter is None else self._catalog.lookup(asked.adapter)
+        eos_ids = () if asked.params.ignore_eos else self.info.eos_ids
+        stop_ids = tuple(dict.fromkeys((*eos_ids, *asked.params.stop_token_ids)))
+        params = asked.params
+        if params.seed is None:
+            # Chosen here, outside the policy, so that the journal knows it and a replay draws the same.
+            params = dataclasses.replace(params, seed=secrets.randbits(63))
+        request = Request(asked.id, adapter or BASE, asked.prompt, params, stop_ids)
+        self._outbox.open(request, asked.stream)
+        if adapter is None:
+            error = RequestError(404, f"The model `{asked.adapter}` does not exist.", "model")
+            self._outbox.reject(asked.id, error)
+            return
+        self._meters.prompt_tokens += len(asked.prompt)
+        self._feed(Arrive(request))
+
+    def _feed(self, event: Event) -> None:
+        now = self._clock()
+        if self._journal is not None:
+            self._journal.record(event, now)
+        for command in self._replica.handle(event, now):
+            match command:
+                case RunStep():
+                    self._flush()
+                    self._run_step(command)
+                case EndSequence():
+                    self._executor.end_sequence(command.sequence)
+                case CopyPages():
+                    self._executor.copy_pages(command.pairs)
+                case ReadAdapter():
+                    self._executor.read_adapter(command, self._inbox.put)
+                case EvictAdapter():
+                    self._executor.evict_adapter(command.adapter)
+                case AdapterFreed():
+                    self._catalog.freed(command.adapter)
+                case _:
+                    self._outbox.note(command)
+
+    def _run_step(self, step: RunStep) -> None:
+        result = self._executor.run_step(step)
+        self._pending = result
+        self._meters.steps += 1
+        self._meters.step_s += result.done.device_s
+        self._meters.generated_tokens += sum(len(tokens) for _, tokens in result.done.tokens)
+        self._failed_steps = 0 if result.done.ok else self._failed_steps + 1
+        if not result.done.ok:
+            log.error("step %d failed: %s", step.step, result.done.error)
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            raise RuntimeError(f"{self._failed_steps} steps in a row failed: {result.done.error}")
+
+    def _flush(self) -> None:
+        deltas = self._outbox.collect()
+        if deltas:
+            self._deliver(deltas)
+
+    def _stats(self) -> EngineStats:
+        snapshot, counters, meters = self._replica.snapshot(), self._replica.counters, self._meters
+        names: dict[AdapterId, AdapterCard] = self._catalog.names()
+        base = snapshot.adapters[0]
+        return EngineStats(
+            num_running=snapshot.num_running,
+            num_waiting=snapshot.num_waiting,
+            pages_total=snapshot.pages_total,
+            pages_free=snapshot.pages_free,
+            pages_running=snapshot.pages_running,
+            pages_history=snapshot.pages_history,
+            pages_adapters=snapshot.pages_adapters,
+            base_running=base.running,
+            base_waiting=base.waiting,
+            adapters=tuple(
+                AdapterLoad(
+                    names[use.adapter].name,
+                    use.state,
+                    use.num_pages,
+                    names[use.adapter].rank,
+                    use.running,
+                    use.waiting,
+                )
+                for use in snapshot.adapters
+                if use.adapter in names
+            ),
+            prefix_queries_tokens=counters.prefix_queries_tokens,
+            prefix_hits_tokens=counters.prefix_hits_tokens,
+            preemptions=counters.preemptions,
+            adapter_reads=counters.adapter_reads,
+            adapter_evictions=counters.adapter_evictions,
+            history_evictions=counters.history_evictions,
+            **dataclasses.asdict(meters),
+        )

@@ -1,0 +1,62 @@
+"""An engine on a thread of this process, as an EngineClient."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from manylora.engine.client import Delta, EngineInfo, EngineStats, GenerationRequest
+from manylora.engine.driver import Driver
+from manylora.engine.mailboxes import Mailboxes
+from manylora.types import AdapterCard, RequestId
+
+
+class LocalEngine:
+    """Must be created inside the event loop that will use it. Owns the driver."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._loop = asyncio.get_running_loop()
+        self._mailboxes = Mailboxes()
+        driver.start(self._deliver, self._died)
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        self._on_loop(self._mailboxes.dispatch, deltas)
+
+    def _died(self, reason: str) -> None:
+        self._on_loop(self._mailboxes.die, reason)
+
+    def _on_loop(self, call: object, argument: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call, argument)  # type: ignore[arg-type]
+        except RuntimeError:
+            pass  # the loop was closed first: nobody listens any more
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._driver.info
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        return self._mailboxes.open(request, self._driver.submit, self.abort)
+
+    def abort(self, request: RequestId, sample: int | None = None, reason: str = "abort") -> None:
+        self._driver.abort(request, sample, reason)
+
+    async def add_adapter(self, name: str, path: str) -> AdapterCard:
+        return await asyncio.to_thread(self._driver.add_adapter, name, path)
+
+    async def remove_adapter(self, name: str) -> None:
+        await asyncio.wrap_future(self._driver.remove_adapter(name))
+
+    async def adapters(self) -> tuple[AdapterCard, ...]:
+        return self._driver.adapters()
+
+    async def stats(self) -> EngineStats:
+        return await asyncio.wrap_future(self._driver.stats())
+
+    async def wait_dead(self) -> str:
+        return await self._mailboxes.wait_dead()
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._driver.close)
+        self._mailboxes.die("the engine was closed")

@@ -1,0 +1,102 @@
+"""Routes deltas to the iterators that wait for them, inside one event loop.
+
+The part that a local and a remote engine client share. Does not know where the engine is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from manylora.engine.client import Delta, EngineDead, GenerationRequest
+from manylora.types import InvalidRequest, RequestId
+
+
+class DeltaStream:
+    """One request's deltas. Not a generator: closing it before the first delta must abort as well."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        box: asyncio.Queue[Delta | EngineDead],
+        closed: Callable[[bool], None],
+    ) -> None:
+        self._box = box
+        self._num_open = request.params.n
+        self._closed = closed
+
+    def __aiter__(self) -> DeltaStream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._num_open == 0:
+            await self.aclose()
+            raise StopAsyncIteration
+        item = await self._box.get()
+        if isinstance(item, EngineDead):
+            self._num_open = 0
+            raise item
+        if item.finish_reason is not None:
+            # A refusal (a client's error) comes once, for all samples.
+            is_refusal = item.error is not None and item.error.status < 500
+            self._num_open = 0 if is_refusal else self._num_open - 1
+        return item
+
+    async def aclose(self) -> None:
+        """Abort what still runs. Idempotent."""
+        is_open, self._num_open = self._num_open > 0, 0
+        self._closed(is_open)
+
+
+class Mailboxes:
+    """One queue an open request. All methods run on the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[RequestId, asyncio.Queue[Delta | EngineDead]] = {}
+        self._dead: EngineDead | None = None
+        self._death: asyncio.Event = asyncio.Event()
+
+    def open(
+        self,
+        request: GenerationRequest,
+        submit: Callable[[GenerationRequest], None],
+        abort: Callable[[RequestId], None],
+    ) -> AsyncIterator[Delta]:
+        """Submit at once and return the request's deltas; closing them early aborts it."""
+        if self._dead is not None:
+            raise self._dead
+        if request.id in self._boxes:
+            raise InvalidRequest(f"request id {request.id!r} is already in use")
+        box: asyncio.Queue[Delta | EngineDead] = asyncio.Queue()
+        self._boxes[request.id] = box
+        submit(request)
+        return DeltaStream(request, box, lambda is_open: self._close(request.id, is_open, abort))
+
+    def _close(self, request: RequestId, is_open: bool, abort: Callable[[RequestId], None]) -> None:
+        if self._boxes.pop(request, None) is not None and is_open and self._dead is None:
+            abort(request)
+
+    def dispatch(self, deltas: list[Delta]) -> None:
+        """Put each delta where it is waited for; news of closed requests is dropped."""
+        for delta in deltas:
+            box = self._boxes.get(delta.request)
+            if box is not None:
+                box.put_nowait(delta)
+
+    def die(self, reason: str) -> None:
+        """End every open request with EngineDead, and every later one."""
+        if self._dead is not None:
+            return
+        self._dead = EngineDead(reason)
+        self._death.set()
+        for box in self._boxes.values():
+            box.put_nowait(self._dead)
+
+    @property
+    def dead(self) -> EngineDead | None:
+        return self._dead
+
+    async def wait_dead(self) -> str:
+        """Return the reason once ``die`` has been called."""
+        await self._death.wait()
+        return str(self._dead)

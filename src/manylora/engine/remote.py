@@ -1,0 +1,120 @@
+"""An engine in a child process, as an EngineClient: this side of the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections.abc import AsyncIterator
+
+from manylora.config import ConfigError, EngineSettings
+from manylora.engine import wire
+from manylora.engine.client import Delta, EngineDead, EngineInfo, EngineStats, GenerationRequest
+from manylora.engine.mailboxes import Mailboxes
+from manylora.protocol import AdapterError
+from manylora.types import AdapterCard, RequestId
+
+
+class RemoteEngine:
+    """Talks to ``engine.service`` over a connected socket. Create with ``connect``."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, info: EngineInfo) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._info = info
+        self._mailboxes = Mailboxes()
+        self._calls: dict[int, asyncio.Future[wire.Answer]] = {}
+        self._call_ids = itertools.count()
+        self._closing = False
+        self._listener = asyncio.create_task(self._listen())
+
+    @classmethod
+    async def connect(cls, sock: socket.socket, settings: EngineSettings) -> RemoteEngine:
+        """Tell the engine what to be and wait until the engine at the other end is ready.
+
+        Raises ConfigError where the user's settings are at fault, EngineDead where the engine just ended.
+        """
+        reader, writer = await asyncio.open_connection(sock=sock)
+        writer.write(wire.frame(wire.Start(settings)))
+        match await wire.read_from_engine(reader):
+            case wire.Ready(info):
+                return cls(reader, writer, info)
+            case wire.Failed(message, is_user_error):
+                writer.close()
+                raise ConfigError(message) if is_user_error else EngineDead(message)
+            case _:
+                writer.close()
+                raise EngineDead("the engine process ended while it was starting")
+
+    async def _listen(self) -> None:
+        reason = "the engine process died"
+        while (message := await wire.read_from_engine(self._reader)) is not None:
+            match message:
+                case wire.Deltas(deltas):
+                    self._mailboxes.dispatch(deltas)
+                case wire.Answer(id=call):
+                    future = self._calls.pop(call, None)
+                    if future is not None and not future.done():
+                        future.set_result(message)
+                case wire.Failed(text):
+                    reason = text
+                case _:
+                    pass  # start-up messages have no meaning here
+        self._die("the engine was closed" if self._closing else reason)
+
+    def _die(self, reason: str) -> None:
+        self._mailboxes.die(reason)
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineDead(reason))
+        self._calls.clear()
+
+    def _send(self, message: wire.ToEngine) -> None:
+        # Not awaited: the engine always reads, and its requests are small beside what the kernel buffers.
+        self._writer.write(wire.frame(message))
+
+    async def _call(self, what: str, name: str = "", path: str = "") -> wire.Answer:
+        if self._mailboxes.dead is not None:
+            raise self._mailboxes.dead
+        call = wire.Call(next(self._call_ids), what, name, path)
+        future = self._calls[call.id] = asyncio.get_running_loop().create_future()
+        self._send(call)
+        answer: wire.Answer = await future
+        if answer.status:
+            raise AdapterError(answer.message, answer.status)
+        return answer
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        return self._mailboxes.open(request, lambda asked: self._send(wire.Submit(asked)), self.abort)
+
+    def abort(self, request: RequestId, sample: int | None = None, reason: str = "abort") -> None:
+        if self._mailboxes.dead is None:
+            self._send(wire.Cancel(request, sample, reason))
+
+    async def add_adapter(self, name: str, path: str) -> AdapterCard:
+        return (await self._call("add", name, path)).cards[0]
+
+    async def remove_adapter(self, name: str) -> None:
+        await self._call("remove", name)
+
+    async def adapters(self) -> tuple[AdapterCard, ...]:
+        return (await self._call("adapters")).cards
+
+    async def stats(self) -> EngineStats:
+        stats = (await self._call("stats")).stats
+        assert stats is not None  # a stats call is answered by stats or by an error
+        return stats
+
+    async def wait_dead(self) -> str:
+        return await self._mailboxes.wait_dead()
+
+    async def close(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        self._writer.close()  # the engine takes the end of the stream as the word to end
+        await self._listener

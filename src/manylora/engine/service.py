@@ -1,0 +1,116 @@
+"""The engine's side of the wire: runs in the child process, between the socket and the driver."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import queue
+import socket
+import threading
+
+from manylora.engine import wire
+from manylora.engine.client import Delta, EngineStats
+from manylora.engine.driver import Driver
+from manylora.protocol import AdapterError
+from manylora.types import AdapterCard
+
+
+class Sender:
+    """Writes messages from any thread in the order given, on a thread of its own.
+
+    So neither encoding nor a slow reader ever delays a step.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._queue: queue.SimpleQueue[wire.ToServer | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="manylora-sender", daemon=True)
+        self._thread.start()
+
+    def send(self, message: wire.ToServer) -> None:
+        self._queue.put(message)
+
+    def close(self) -> None:
+        """Send what is queued, then stop."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (message := self._queue.get()) is not None:
+            try:
+                self._sock.sendall(wire.frame(message))
+            except OSError:
+                return  # the server is gone; the reading side ends the process
+
+
+def serve(sock: socket.socket, sender: Sender, driver: Driver) -> int:
+    """Serve until the server goes away (0) or the loop dies (1). Closes the driver."""
+    died = threading.Event()
+
+    def deliver(deltas: list[Delta]) -> None:
+        sender.send(wire.Deltas(deltas))
+
+    def on_death(reason: str) -> None:
+        died.set()
+        sender.send(wire.Failed(reason))
+        sender.close()
+        sock.shutdown(socket.SHUT_RDWR)  # wakes the reading loop below
+
+    driver.start(deliver, on_death)
+    sender.send(wire.Ready(driver.info))
+    # Adapter headers are read beside the loop, one at a time, so that many loads do not crowd out the rest.
+    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manylora-adapters") as loader:
+        while (message := wire.read_from_server(sock)) is not None:
+            match message:
+                case wire.Submit(request):
+                    driver.submit(request)
+                case wire.Cancel(request_id, sample, reason):
+                    driver.abort(request_id, sample, reason)
+                case wire.Call():
+                    _answer(message, driver, sender, loader)
+                case wire.Start():
+                    raise AssertionError("an engine starts once")
+        driver.close()
+    return 1 if died.is_set() else 0
+
+
+def _answer(
+    call: wire.Call, driver: Driver, sender: Sender, loader: concurrent.futures.ThreadPoolExecutor
+) -> None:
+    """Start what was asked for; its Answer follows, perhaps much later."""
+    future: concurrent.futures.Future[AdapterCard] | concurrent.futures.Future[None]
+    match call.what:
+        case "add":
+            future = loader.submit(driver.add_adapter, call.name, call.path)
+            future.add_done_callback(lambda done: sender.send(_card_answer(call.id, done)))
+        case "remove":
+            try:
+                future = driver.remove_adapter(call.name)
+            except AdapterError as error:
+                sender.send(wire.Answer(call.id, error.status, str(error)))
+                return
+            future.add_done_callback(lambda done: sender.send(_plain_answer(call.id, done)))
+        case "adapters":
+            sender.send(wire.Answer(call.id, cards=driver.adapters()))
+        case _:
+            stats = driver.stats()
+            stats.add_done_callback(lambda done: sender.send(_stats_answer(call.id, done)))
+
+
+def _failure(call: int, error: BaseException) -> wire.Answer:
+    status = error.status if isinstance(error, AdapterError) else 503
+    return wire.Answer(call, status, str(error))
+
+
+def _card_answer(call: int, done: concurrent.futures.Future[AdapterCard]) -> wire.Answer:
+    error = done.exception()
+    return wire.Answer(call, cards=(done.result(),)) if error is None else _failure(call, error)
+
+
+def _plain_answer(call: int, done: concurrent.futures.Future[None]) -> wire.Answer:
+    error = done.exception()
+    return wire.Answer(call) if error is None else _failure(call, error)
+
+
+def _stats_answer(call: int, done: concurrent.futures.Future[EngineStats]) -> wire.Answer:
+    error = done.exception()
+    return wire.Answer(call, stats=done.result()) if error is None else _failure(call, error)

@@ -1,0 +1,128 @@
+"""What a server process and its engine process say to each other, and how it is framed.
+
+Length-prefixed msgpack over one socket pair: both sides learn of the other's death from the end of the
+stream, at once and without polling. Does not know what messages are for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+
+import msgspec
+
+from manylora.config import EngineSettings
+from manylora.engine.client import Delta, EngineInfo, EngineStats, GenerationRequest
+from manylora.types import AdapterCard
+
+_LENGTH = struct.Struct("<I")
+
+
+class Start(msgspec.Struct, tag=True):
+    """The first message: what engine to build."""
+
+    settings: EngineSettings
+
+
+class Submit(msgspec.Struct, tag=True):
+    """Run a request."""
+
+    request: GenerationRequest
+
+
+class Cancel(msgspec.Struct, tag=True):
+    """End a request or one of its samples early."""
+
+    request: str
+    sample: int | None
+    reason: str
+
+
+class Call(msgspec.Struct, tag=True):
+    """Ask for something that is answered once: add, remove, adapters or stats."""
+
+    id: int
+    what: str
+    name: str = ""
+    path: str = ""
+
+
+ToEngine = Start | Submit | Cancel | Call
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The engine serves."""
+
+    info: EngineInfo
+
+
+class Failed(msgspec.Struct, tag=True):
+    """The engine will not come up, or has just died."""
+
+    message: str
+    is_user_error: bool = False
+
+
+class Deltas(msgspec.Struct, tag=True):
+    """News of requests."""
+
+    deltas: list[Delta]
+
+
+class Answer(msgspec.Struct, tag=True):
+    """The one answer to a Call; ``status`` is 0 when it went well."""
+
+    id: int
+    status: int = 0
+    message: str = ""
+    cards: tuple[AdapterCard, ...] = ()
+    stats: EngineStats | None = None
+
+
+ToServer = Ready | Failed | Deltas | Answer
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_to_server = msgspec.msgpack.Decoder(ToServer)
+
+
+def frame(message: ToEngine | ToServer) -> bytes:
+    """The message as bytes that can follow one another on a stream."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+async def read_from_engine(reader: asyncio.StreamReader) -> ToServer | None:
+    """The engine's next message; None when it has gone."""
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        message: ToServer = _to_server.decode(await reader.readexactly(length))
+        return message
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+def read_from_server(sock: socket.socket) -> ToEngine | None:
+    """The server's next message (blocking); None when it has gone."""
+    header = _receive(sock, _LENGTH.size)
+    if header is None:
+        return None
+    body = _receive(sock, _LENGTH.unpack(header)[0])
+    if body is None:
+        return None
+    message: ToEngine = _to_engine.decode(body)
+    return message
+
+
+def _receive(sock: socket.socket, size: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < size:
+        try:
+            chunk = sock.recv(min(size - len(data), 1 << 20))
+        except ConnectionError:
+            return None
+        if not chunk:
+            return None
+        data += chunk
+    return bytes(data)

@@ -1,0 +1,184 @@
+"""From settings to a worker that is ready to run, and the numbers that the policy is given.
+
+Owns the defaults that depend on the device and on the model, and what happens in which order: everything that
+can be refused from config.json alone is refused before weights are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from manylora.adapters.registry import Registry
+from manylora.config import ConfigError, EngineSettings, PolicyConfig, SchedulerSettings
+from manylora.devices.device import Device
+from manylora.devices.select import open_device
+from manylora.executor.worker import Worker
+from manylora.kernels.select import ops_for
+from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
+from manylora.memory.arena import Arena
+from manylora.memory.budget import in_mib, pool_bytes, pool_pages
+from manylora.models.config import config_groups, read_model_config
+from manylora.models.load import load_model, resolve_dtype
+from manylora.models.source import resolve_model
+from manylora.models.spec import ModelConfig
+
+_NUM_SEQS = {"cpu": 64, "cuda": 256}
+_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
+
+_WORKSPACE_BYTES = 512 * 2**20
+"""Libraries' own workspaces, kernels' partial results, fragmentation."""
+
+_SAMPLER_BYTES = 48
+"""Per logit: float32 logits and their copies, int64 weights and running sums, a sort's values and indices."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What stays true of a worker while it lives; the fields of ``engine.client.EngineInfo``."""
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    num_pages: int
+    page_tokens: int
+    page_bytes: int
+    device: str
+    dtype: str
+    max_num_seqs: int
+    max_batch_tokens: int
+
+
+def build_worker(
+    settings: EngineSettings,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    registry_path: Path | None = None,
+) -> tuple[Worker, PolicyConfig, ModelFacts]:
+    """Load the model and take the pool's memory.
+
+    ``progress(done_bytes, total_bytes)``: called while weights load. ``registry_path``: the cache of adapter
+    headers, by default in the user's cache directory. Raises ConfigError or ModelError, in one line.
+    """
+    folder = resolve_model(settings.model.model)
+    config = read_model_config(folder)
+    device = open_device(settings.model.device)
+    kind = "cuda" if device.torch_device.type == "cuda" else "cpu"
+    dtype = resolve_dtype(settings.model.dtype, kind, config.dtype)
+    page = _page_shape(config, settings.cache.page_tokens, dtype)
+    geometry = _geometry(page, config)
+    num_seqs, batch_tokens = _batch_sizes(settings.scheduler, kind)
+    max_positions = _model_len(settings.model.max_model_len, config, _most_pages(settings, device, page), page)
+
+    ops = ops_for(device.torch_device)
+    decoder = load_model(
+        folder,
+        ops=ops,
+        device=device.torch_device,
+        dtype=dtype,
+        load_format=_load_format(settings.model.load_format),
+        max_positions=max_positions,
+        progress=progress,
+    )
+    device.release_memory()
+    activations = activation_bytes(config, dtype, num_seqs, batch_tokens)
+    num_pages = pool_pages(pool_bytes(device, settings.cache.device_pool, activations), page.page_bytes)
+    max_model_len = _model_len(settings.model.max_model_len, config, num_pages, page)
+    arena = Arena(num_pages, page, dtype, device.torch_device)
+    registry = Registry(geometry, decoder.layer_prefix, registry_path)
+    worker = Worker(decoder, arena, geometry, device, registry, settings.adapters.max_adapter_rank)
+    policy = PolicyConfig(
+        num_pages=num_pages,
+        page_tokens=page.page_tokens,
+        max_model_len=max_model_len,
+        max_num_seqs=num_seqs,
+        max_batch_tokens=batch_tokens,
+    )
+    facts = ModelFacts(
+        model=settings.model.name,
+        max_model_len=max_model_len,
+        vocab_size=config.vocab_size,
+        eos_ids=config.eos_ids,
+        num_pages=num_pages,
+        page_tokens=page.page_tokens,
+        page_bytes=page.page_bytes,
+        device=device.name,
+        dtype=str(dtype).removeprefix("torch."),
+        max_num_seqs=num_seqs,
+        max_batch_tokens=batch_tokens,
+    )
+    return worker, policy, facts
+
+
+def activation_bytes(config: ModelConfig, dtype: torch.dtype, num_seqs: int, batch_tokens: int) -> int:
+    """A generous estimate of what a step takes beside weights and pool: the widest layer's tensors, the
+    sampler's, and workspaces."""
+    qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    widest = 6 * config.hidden_size + 3 * qkv + 4 * config.intermediate_size
+    layer = batch_tokens * widest * max(dtype.itemsize, 4)
+    return layer + num_seqs * config.vocab_size * _SAMPLER_BYTES + _WORKSPACE_BYTES
+
+
+def _page_shape(config: ModelConfig, page_tokens: int, dtype: torch.dtype) -> PageShape:
+    if page_tokens < 1:
+        raise ConfigError(f"page_tokens must be at least 1, got {page_tokens}")
+    return config.page_shape(page_tokens, dtype.itemsize)
+
+
+def _geometry(page: PageShape, config: ModelConfig) -> AdapterGeometry:
+    try:
+        return adapter_geometry(page, config_groups(config))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _batch_sizes(asked: SchedulerSettings, kind: str) -> tuple[int, int]:
+    """(max_num_seqs, max_batch_tokens); a default gives way to what was set for the other."""
+    num_seqs, batch_tokens = asked.max_num_seqs, asked.max_batch_tokens
+    if num_seqs is None:
+        num_seqs = min(_NUM_SEQS[kind], batch_tokens or _NUM_SEQS[kind])
+    if batch_tokens is None:
+        batch_tokens = max(_BATCH_TOKENS[kind], num_seqs)
+    return num_seqs, batch_tokens
+
+
+def _most_pages(settings: EngineSettings, device: Device, page: PageShape) -> int:
+    """No pool can have more pages than this: a first bound, before weights are loaded."""
+    most = settings.cache.device_pool if settings.cache.device_pool is not None else device.free_bytes()
+    return pool_pages(most, page.page_bytes)
+
+
+def _model_len(asked: int | None, config: ModelConfig, num_pages: int, page: PageShape) -> int:
+    """The longest context: as asked, else the model's own, cut to what one base request finds in the pool.
+
+    Raises ConfigError when what was asked for is more than the model or the pool can hold.
+    """
+    in_pool = num_pages * page.page_tokens
+    if asked is None:
+        return min(config.max_position_embeddings, in_pool)
+    if asked < 1:
+        raise ConfigError(f"max_model_len must be at least 1, got {asked}")
+    if asked > config.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len {asked} is more than the model's {config.max_position_embeddings} positions"
+        )
+    if asked > in_pool:
+        pages = -(-asked // page.page_tokens)
+        raise ConfigError(
+            f"max_model_len {asked} needs a pool of {in_mib(pages * page.page_bytes)}, but it has "
+            f"{in_mib(num_pages * page.page_bytes)}, for {in_pool} tokens: lower max_model_len or raise device_pool"
+        )
+    return asked
+
+
+def _load_format(name: str) -> Literal["auto", "dummy"]:
+    if name == "auto":
+        return "auto"
+    if name == "dummy":
+        return "dummy"
+    raise ConfigError(f"load_format {name!r} is not known: use auto or dummy")

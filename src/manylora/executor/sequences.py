@@ -1,0 +1,141 @@
+"""Running sequences as columns of arrays, so that a step's inputs are gathered without a loop over tokens.
+
+Owns each sequence's tokens, page table and parameters. Does not know batches or adapters' pages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import numpy as np
+
+from manylora.executor.sampler import SampledRow
+from manylora.protocol import SequenceStart, StepRow
+from manylora.types import PageId, SamplingParams, SequenceId
+
+_FIRST_SLOTS = 16
+_FIRST_TOKENS = 256
+_FIRST_PAGES = 16
+_NONE = np.zeros(0, dtype=np.int32)
+
+Undo = list[tuple[int, int, int]]
+"""Entries of page tables as they were: (slot, index, page)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sequence:
+    """What does not change while a sequence runs. ``slot``: its row in all arrays."""
+
+    slot: int
+    sample: int
+    num_prompt_tokens: int
+    params: SamplingParams
+    stop_ids: tuple[int, ...]
+    has_penalties: bool
+
+
+class SequenceTable:
+    """The sequences that the executor has been told of.
+
+    ``tokens`` int32 [slots, width]: prompt and generated. ``pages`` int32 [slots, width]: page tables;
+    entries past a sequence's own are stale but valid ids. ``adapters`` int64 [slots]. The arrays are replaced
+    when they grow: read them anew every step.
+    """
+
+    def __init__(self) -> None:
+        self._sequences: dict[SequenceId, _Sequence] = {}
+        self._free: list[int] = list(range(_FIRST_SLOTS - 1, -1, -1))
+        self.tokens = np.zeros((_FIRST_SLOTS, _FIRST_TOKENS), dtype=np.int32)
+        self.pages = np.zeros((_FIRST_SLOTS, _FIRST_PAGES), dtype=np.int32)
+        self.adapters = np.zeros(_FIRST_SLOTS, dtype=np.int64)
+
+    def __contains__(self, sequence: SequenceId) -> bool:
+        return sequence in self._sequences
+
+    def start(self, start: SequenceStart) -> None:
+        """Take a sequence up. Raises ValueError when it is running already; then nothing has changed."""
+        if start.sequence in self._sequences:
+            raise ValueError(f"sequence {start.sequence} is running already")
+        self.tokens = _widened(self.tokens, len(start.tokens))
+        self.pages = _widened(self.pages, len(start.pages))
+        if not self._free:
+            self._add_slots()
+        slot = self._free.pop()
+        self.tokens[slot, : len(start.tokens)] = start.tokens
+        self.pages[slot, : len(start.pages)] = start.pages
+        self.adapters[slot] = start.adapter
+        params = start.params
+        self._sequences[start.sequence] = _Sequence(
+            slot=slot,
+            sample=start.sample,
+            num_prompt_tokens=start.num_prompt_tokens,
+            params=params,
+            stop_ids=start.stop_ids,
+            has_penalties=bool(
+                params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+            ),
+        )
+
+    def end(self, sequence: SequenceId) -> None:
+        """Forget a sequence (unknown ones are ignored)."""
+        held = self._sequences.pop(sequence, None)
+        if held is not None:
+            self._free.append(held.slot)
+
+    def slots(self, rows: Iterable[StepRow]) -> list[int]:
+        """The rows' slots. Raises KeyError for an unknown sequence."""
+        sequences = self._sequences
+        return [sequences[row.sequence].slot for row in rows]
+
+    def update_pages(self, rows: Iterable[StepRow], undo: Undo) -> None:
+        """Carry the rows' changes into the page tables; ``undo`` receives what was there before."""
+        for row in rows:
+            if row.pages:
+                slot = self._sequences[row.sequence].slot
+                self._set_pages(slot, row.pages, undo)
+
+    def undo(self, changes: Undo) -> None:
+        """Take page table changes back."""
+        for slot, index, page in reversed(changes):
+            self.pages[slot, index] = page
+
+    def append(self, sequence: SequenceId, length: int, token: int) -> None:
+        """The sequence, ``length`` tokens long so far, has drawn another."""
+        self.tokens = _widened(self.tokens, length + 1)
+        self.tokens[self._sequences[sequence].slot, length] = token
+
+    def sampled_row(self, row: StepRow) -> SampledRow:
+        """What the sampler must know of a row that draws tokens at its end."""
+        held = self._sequences[row.sequence]
+        end = row.start + row.num_tokens
+        position = end - held.num_prompt_tokens
+        prompt_ids = output_ids = _NONE
+        if held.has_penalties:
+            known = self.tokens[held.slot, :end]
+            prompt_ids, output_ids = known[: held.num_prompt_tokens], known[held.num_prompt_tokens :]
+        samples = tuple((held.sample + i, position) for i in range(row.num_samples))
+        return SampledRow(held.params, prompt_ids, output_ids, held.stop_ids, samples)
+
+    def _set_pages(self, slot: int, changes: tuple[tuple[int, PageId], ...], undo: Undo) -> None:
+        self.pages = _widened(self.pages, max(index for index, _ in changes) + 1)
+        for index, page in changes:
+            undo.append((slot, index, int(self.pages[slot, index])))
+            self.pages[slot, index] = page
+
+    def _add_slots(self) -> None:
+        old = len(self.adapters)
+        self.tokens, self.pages, self.adapters = (
+            np.concatenate((array, np.zeros_like(array)))
+            for array in (self.tokens, self.pages, self.adapters)
+        )
+        self._free.extend(range(2 * old - 1, old - 1, -1))
+
+
+def _widened(array: np.ndarray, width: int) -> np.ndarray:
+    """The array with at least ``width`` columns: itself, or a copy twice as wide or more."""
+    if width <= array.shape[1]:
+        return array
+    wider = np.zeros((len(array), max(width, 2 * array.shape[1])), dtype=array.dtype)
+    wider[:, : array.shape[1]] = array
+    return wider

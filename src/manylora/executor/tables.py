@@ -1,0 +1,130 @@
+"""Where resident adapters lie, as kernels want to know it (``LoraSegments``).
+
+Owns the cell table on the device, shared by all adapters and steps, and each adapter's records and scales on
+the host. Does not read weights and does not choose pages.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+import numpy as np
+import torch
+
+from manylora.adapters.pack import AdapterLayout
+from manylora.devices.device import Device
+from manylora.types import AdapterId
+
+_FIRST_CELLS = 4096
+_FIRST_ROWS = 16
+
+
+class RangeAllocator:
+    """First fit over ``[0, capacity)``. Freed ranges join their free neighbours."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._free: list[tuple[int, int]] = [(0, capacity)] if capacity else []  # (start, end), ascending
+
+    def take(self, length: int) -> int | None:
+        """The start of a free range of this length (at least 1); None when there is none."""
+        for index, (start, end) in enumerate(self._free):
+            if end - start >= length:
+                if end - start == length:
+                    del self._free[index]
+                else:
+                    self._free[index] = (start + length, end)
+                return start
+        return None
+
+    def give(self, start: int, length: int) -> None:
+        """Take back a range that ``take`` gave."""
+        end = start + length
+        index = bisect.bisect(self._free, (start, end))
+        if index < len(self._free) and self._free[index][0] == end:
+            end = self._free.pop(index)[1]
+        if index > 0 and self._free[index - 1][1] == start:
+            start = self._free.pop(index - 1)[0]
+            index -= 1
+        self._free.insert(index, (start, end))
+
+    def grow(self, capacity: int) -> None:
+        """Add ``[self.capacity, capacity)`` to what is free."""
+        old, self.capacity = self.capacity, capacity
+        self.give(old, capacity - old)
+
+
+class AdapterTables:
+    """Entries of resident adapters. Used by the step loop's thread only; writes are ordered with its steps.
+
+    ``version`` changes whenever an entry does: what was built from an older one is to be built again.
+    """
+
+    def __init__(self, device: Device, num_projections: int, num_layers: int) -> None:
+        self._device = device
+        self._ranges = RangeAllocator(_FIRST_CELLS)
+        self._held: dict[AdapterId, tuple[int, int, int]] = {}  # row, first cell, number of cells
+        self._free_rows: list[int] = []
+        self._records = np.zeros((0, num_projections, 3), dtype=np.int64)
+        self._scales = np.zeros((0, num_projections, num_layers), dtype=np.float32)
+        self.cells = torch.zeros(_FIRST_CELLS, dtype=torch.int64, device=device.torch_device)
+        self.version = 0
+
+    def __contains__(self, adapter: AdapterId) -> bool:
+        return adapter in self._held
+
+    def put(self, adapter: AdapterId, layout: AdapterLayout, offsets: np.ndarray) -> None:
+        """Add an entry, in place of the adapter's old one. ``offsets``: ``cell_offsets`` of its pages."""
+        self.drop(adapter)
+        first = self._take_cells(len(offsets))
+        self.cells[first : first + len(offsets)].copy_(self._device.upload(offsets))
+        row = self._take_row()
+        records = layout.records.copy()
+        records[records[:, 2] > 0, :2] += first
+        self._records[row] = records
+        self._scales[row] = layout.scales
+        self._held[adapter] = (row, first, len(offsets))
+        self.version += 1
+
+    def drop(self, adapter: AdapterId) -> None:
+        """Forget an entry (unknown ones are ignored). Its cells are reused by a later ``put``."""
+        held = self._held.pop(adapter, None)
+        if held is not None:
+            row, first, count = held
+            self._free_rows.append(row)
+            self._ranges.give(first, count)
+            self.version += 1
+
+    def rows(self, adapters: list[AdapterId]) -> np.ndarray:
+        """int64 [S]: the adapters' rows, for ``segments``. Raises KeyError for one that is not resident."""
+        return np.array([self._held[adapter][0] for adapter in adapters], dtype=np.int64)
+
+    def entries(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Records int64 [S, P, 3], positions in ``cells``, and scales float32 [S, P, L]: copies."""
+        return self._records[rows], self._scales[rows]
+
+    def _take_cells(self, count: int) -> int:
+        first = self._ranges.take(count)
+        while first is None:
+            capacity = 2 * self._ranges.capacity
+            cells = self.cells.new_zeros(capacity)
+            cells[: len(self.cells)].copy_(self.cells)
+            self.cells = cells
+            self._ranges.grow(capacity)
+            first = self._ranges.take(count)
+        return first
+
+    def _take_row(self) -> int:
+        if not self._free_rows:
+            old = len(self._records)
+            new = max(_FIRST_ROWS, 2 * old)
+            self._records = _lengthened(self._records, new)
+            self._scales = _lengthened(self._scales, new)
+            self._free_rows.extend(range(new - 1, old - 1, -1))
+        return self._free_rows.pop()
+
+
+def _lengthened(array: np.ndarray, length: int) -> np.ndarray:
+    longer = np.zeros((length, *array.shape[1:]), dtype=array.dtype)
+    longer[: len(array)] = array
+    return longer

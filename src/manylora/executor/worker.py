@@ -1,0 +1,163 @@
+"""The executor of one device: obeys commands on the model, the pool and the adapters. Decides nothing.
+
+Owns the order in which a step touches sequences, tables, model and sampler, and that a step which fails
+leaves no trace in them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from manylora.adapters.pack import layout_of
+from manylora.adapters.peft import AdapterSpec
+from manylora.adapters.registry import Registry
+from manylora.devices.device import Device
+from manylora.executor.inputs import InputBuilder, StepInputs
+from manylora.executor.reader import AdapterReader
+from manylora.executor.sampler import sample
+from manylora.executor.sequences import SequenceTable, Undo
+from manylora.executor.tables import AdapterTables
+from manylora.kernels.shapes import AdapterGeometry
+from manylora.memory.arena import Arena
+from manylora.models.decoder import Decoder
+from manylora.protocol import AdapterRead, ReadAdapter, RunStep, StepDone, StepResult, StepRow
+from manylora.types import AdapterId, PageId, SequenceId, TokenLogprobs
+
+_log = logging.getLogger(__name__)
+
+Drawn = dict[int, tuple[list[int], list[TokenLogprobs | None]]]
+"""By row of the step: its tokens, and their log-probabilities where asked for."""
+
+
+class Worker:
+    """``protocol.Executor`` on one device. All but ``add_adapter`` and ``remove_adapter``: one thread."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        arena: Arena,
+        geometry: AdapterGeometry,
+        device: Device,
+        registry: Registry,
+        max_adapter_rank: int | None = None,
+    ) -> None:
+        """``geometry`` must be made of the arena's page shape and the decoder's groups."""
+        self._decoder: Decoder | None = decoder
+        self._arena = arena
+        self._geometry = geometry
+        self._device = device
+        self._registry = registry
+        self._max_adapter_rank = max_adapter_rank
+        self._specs: dict[AdapterId, AdapterSpec] = {}
+        self._sequences = SequenceTable()
+        self._tables = AdapterTables(device, len(geometry.projections), geometry.page.layers)
+        self._inputs: InputBuilder | None = InputBuilder(
+            self._sequences, self._tables, geometry, decoder.ops, device
+        )
+        self._reader = AdapterReader(arena, geometry, device)
+
+    # ------------------------------------------------------------ steps
+
+    def run_step(self, step: RunStep) -> StepResult:
+        began = time.perf_counter()
+        started: list[SequenceId] = []
+        changes: Undo = []
+        try:
+            self._settle_reads()
+            for start in step.starts:
+                self._sequences.start(start)
+                started.append(start.sequence)
+            self._sequences.update_pages(step.rows, changes)
+            drawn = self._run(step.rows)
+        except Exception as error:
+            self._sequences.undo(changes)
+            for sequence in started:
+                self._sequences.end(sequence)
+            _log.exception("step %d failed", step.step)
+            done = StepDone(step.step, False, (), time.perf_counter() - began, _one_line(error))
+            return StepResult(done, {})
+        return self._result(step, drawn, began)
+
+    def _run(self, rows: tuple[StepRow, ...]) -> Drawn:
+        if self._decoder is None or self._inputs is None:
+            raise RuntimeError("the executor is closed")
+        with torch.inference_mode():
+            inputs: StepInputs = self._inputs.build(rows)
+            logits = self._decoder.forward(inputs.batch, self._arena.pool)
+            if not inputs.sampled:
+                self._device.synchronize()
+                return {}
+            tokens, logprobs = sample(logits, inputs.sampled)
+        return dict(zip(inputs.sampled_rows, zip(tokens, logprobs)))
+
+    def _result(self, step: RunStep, drawn: Drawn, began: float) -> StepResult:
+        tokens = []
+        logprobs: dict[tuple[SequenceId, int], TokenLogprobs] = {}
+        for index, row in enumerate(step.rows):
+            if row.num_samples:
+                ids, found = drawn[index]
+                # What other samples drew comes back as their own SequenceStart.
+                self._sequences.append(row.sequence, row.start + row.num_tokens, ids[0])
+                tokens.append((row.sequence, tuple(ids)))
+                logprobs.update(((row.sequence, i), item) for i, item in enumerate(found) if item is not None)
+        done = StepDone(step.step, True, tuple(tokens), time.perf_counter() - began)
+        return StepResult(done, logprobs)
+
+    def end_sequence(self, sequence: SequenceId) -> None:
+        self._sequences.end(sequence)
+
+    def copy_pages(self, pairs: tuple[tuple[PageId, PageId], ...]) -> None:
+        self._arena.copy_pages(pairs)
+
+    # ------------------------------------------------------------ adapters
+
+    def add_adapter(self, adapter: AdapterId, path: str) -> tuple[int, int]:
+        spec = self._registry.inspect(Path(path), self._max_adapter_rank)
+        layout = layout_of(spec, self._geometry)
+        self._specs[adapter] = spec
+        return layout.num_pages, spec.rank
+
+    def remove_adapter(self, adapter: AdapterId) -> None:
+        self._specs.pop(adapter, None)
+
+    def read_adapter(self, command: ReadAdapter, done: Callable[[AdapterRead], None]) -> None:
+        try:
+            self._reader.start(self._specs.get(command.adapter), command, done)
+        except RuntimeError as error:
+            # Closed, or the device is broken: no thread will answer.
+            done(AdapterRead(command.adapter, False, _one_line(error)))
+
+    def evict_adapter(self, adapter: AdapterId) -> None:
+        self._settle_reads()
+        self._tables.drop(adapter)
+
+    def _settle_reads(self) -> None:
+        """Enter what has landed into the tables. A read is in here before its ``done`` is heard of."""
+        for landed in self._reader.take_landed():
+            self._tables.put(landed.adapter, landed.layout, landed.offsets)
+
+    # ------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        if self._decoder is None:
+            return
+        self._reader.close()
+        try:
+            self._device.synchronize()
+        except RuntimeError:
+            _log.exception("the device failed before it was closed")
+        self._decoder = None
+        self._inputs = None
+        self._arena.close()
+        self._registry.close()
+        self._device.release_memory()
+
+
+def _one_line(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,254 @@
+"""The one table of settings: command-line flags, config-file keys and keyword arguments of ``LLM`` alike.
+
+Owns names, types, defaults and help texts, and builds the frozen sections of ``manylora.config`` from plain
+values. Imports nothing heavy, so ``manylora --help`` stays quick.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from manylora.config import (
+    AdapterSettings,
+    CacheSettings,
+    ConfigError,
+    EngineSettings,
+    HttpSettings,
+    ModelSettings,
+    SchedulerSettings,
+    parse_size,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flag:
+    """One setting. ``kind``: str, int, float, size (bytes, or text like 512MiB) or path."""
+
+    name: str
+    kind: str
+    help: str
+    default: Any = None
+    choices: tuple[str, ...] = ()
+    repeats: bool = False
+    metavar: str | None = None
+    is_http: bool = False
+
+    @property
+    def option(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+FLAGS: tuple[Flag, ...] = (
+    Flag(
+        "served_model_name",
+        "str",
+        "the base model's id for clients (default: MODEL as given)",
+        metavar="NAME",
+    ),
+    Flag(
+        "adapter",
+        "str",
+        "serve this adapter under this name; may be repeated",
+        repeats=True,
+        metavar="NAME=PATH",
+    ),
+    Flag(
+        "adapter_dir",
+        "path",
+        "serve every adapter found in a folder of DIR under the folder's name, and allow loading more from "
+        "inside DIR at run time (off without this)",
+        metavar="DIR",
+    ),
+    Flag("host", "str", "address to listen on", "127.0.0.1", is_http=True),
+    Flag("port", "int", "port to listen on", 8000, is_http=True, metavar="N"),
+    Flag(
+        "device",
+        "str",
+        "where to run; auto takes a CUDA GPU when there is one",
+        "auto",
+        ("auto", "cpu", "cuda"),
+    ),
+    Flag(
+        "dtype",
+        "str",
+        "type of weights, adapters and KV; auto is float32 on a CPU and the checkpoint's own on CUDA "
+        "(bfloat16 for a float32 checkpoint)",
+        "auto",
+        ("auto", "float32", "float16", "bfloat16"),
+    ),
+    Flag(
+        "load_format",
+        "str",
+        "dummy fills the base with random weights, for performance work",
+        "auto",
+        ("auto", "dummy"),
+    ),
+    Flag(
+        "max_model_len",
+        "int",
+        "longest prompt plus answer, in tokens (default: the model's, as the pool allows)",
+        metavar="N",
+    ),
+    Flag("max_num_seqs", "int", "most sequences that run in one step (default: 256)", metavar="N"),
+    Flag(
+        "max_batch_tokens",
+        "int",
+        "most tokens that one step computes; longer prompts go in chunks",
+        metavar="N",
+    ),
+    Flag("page_tokens", "int", "tokens that one page of KV holds", 16, metavar="N"),
+    Flag(
+        "device_pool",
+        "size",
+        "memory for KV and adapters together, such as 512MiB or 10GB (default: on a CPU min(4 GiB, 25%% of "
+        "free memory), on CUDA most of what the weights leave)",
+        metavar="SIZE",
+    ),
+    Flag("max_adapter_rank", "int", "refuse adapters of a larger rank (default: no limit)", metavar="N"),
+    Flag(
+        "drain_timeout",
+        "float",
+        "seconds that running requests get to finish after SIGTERM",
+        15.0,
+        is_http=True,
+        metavar="S",
+    ),
+    Flag(
+        "api_key",
+        "str",
+        "accept only requests that carry this key; may be repeated",
+        repeats=True,
+        is_http=True,
+        metavar="KEY",
+    ),
+    Flag(
+        "journal", "path", "record every event the policy sees, to replay its decisions later", metavar="FILE"
+    ),
+)
+
+_BY_NAME = {flag.name: flag for flag in FLAGS}
+
+
+def convert(flag: Flag, value: Any) -> Any:
+    """A value from a file or a keyword as the flag's kind; raises ConfigError."""
+    if value is None:
+        return None
+    if flag.repeats:
+        return _as_list(flag, value)
+    if flag.choices and value not in flag.choices:
+        raise ConfigError(f"{flag.option} must be one of {', '.join(flag.choices)}, got {value!r}")
+    match flag.kind:
+        case "int":
+            if isinstance(value, bool) or not isinstance(value, int | str):
+                raise ConfigError(f"{flag.option} must be a whole number, got {value!r}")
+            try:
+                return int(value)
+            except ValueError:
+                raise ConfigError(f"{flag.option} must be a whole number, got {value!r}") from None
+        case "float":
+            try:
+                return float(value)
+            except (TypeError, ValueError):
+                raise ConfigError(f"{flag.option} must be a number, got {value!r}") from None
+        case "size":
+            try:
+                return parse_size(value)
+            except ConfigError as error:
+                raise ConfigError(f"{flag.option}: {error}") from None
+    if not isinstance(value, str | Path):
+        raise ConfigError(f"{flag.option} must be text, got {value!r}")
+    return str(value)
+
+
+def _as_list(flag: Flag, value: Any) -> list[str]:
+    if isinstance(value, Mapping):
+        value = [f"{name}={path}" for name, path in value.items()]
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise ConfigError(f"{flag.option} must be text or a list of texts, got {value!r}")
+    return list(value)
+
+
+def read_config_file(path: str) -> dict[str, Any]:
+    """A YAML or JSON file of settings, by flag name (dashes or underscores); raises ConfigError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the config file {path}: {error}") from None
+    try:
+        if path.endswith(".json"):
+            values = json.loads(text)
+        else:
+            import yaml
+
+            values = yaml.safe_load(text)
+    except Exception as error:  # each parser has its own errors
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"the config file {path} is not valid: {reason}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"the config file {path} must hold names and values")
+    return {str(name).replace("-", "_"): value for name, value in values.items()}
+
+
+def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSettings]:
+    """The frozen sections from values by flag name, ``model`` among them; raises ConfigError."""
+    unknown = sorted(set(values) - set(_BY_NAME) - {"model"})
+    if unknown:
+        raise ConfigError(f"unknown setting {unknown[0]!r}")
+    model = values.get("model")
+    if not isinstance(model, str | Path) or not str(model):
+        raise ConfigError("no model was given: name a local folder or a hub id")
+    got = {
+        flag.name: flag.default if values.get(flag.name) is None else convert(flag, values[flag.name])
+        for flag in FLAGS
+    }
+    _check(got)
+    engine = EngineSettings(
+        model=ModelSettings(
+            str(model),
+            got["served_model_name"],
+            got["device"],
+            got["dtype"],
+            got["load_format"],
+            got["max_model_len"],
+        ),
+        cache=CacheSettings(got["page_tokens"], got["device_pool"]),
+        scheduler=SchedulerSettings(got["max_num_seqs"], got["max_batch_tokens"]),
+        adapters=AdapterSettings(
+            _adapters(got["adapter"] or []), got["adapter_dir"], got["max_adapter_rank"]
+        ),
+        journal=got["journal"],
+    )
+    http = HttpSettings(got["host"], got["port"], got["drain_timeout"], tuple(got["api_key"] or ()))
+    return engine, http
+
+
+def _adapters(pairs: list[str]) -> tuple[tuple[str, str], ...]:
+    adapters: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, path = pair.partition("=")
+        if not (name and equals and path):
+            raise ConfigError(f"--adapter must be NAME=PATH, got {pair!r}")
+        if name in adapters:
+            raise ConfigError(f"--adapter names {name!r} twice")
+        adapters[name] = path
+    return tuple(adapters.items())
+
+
+def _check(got: Mapping[str, Any]) -> None:
+    for name in ("max_model_len", "max_num_seqs", "max_batch_tokens", "page_tokens", "max_adapter_rank"):
+        if got[name] is not None and got[name] < 1:
+            raise ConfigError(f"{_BY_NAME[name].option} must be at least 1, got {got[name]}")
+    if not 0 <= got["port"] <= 65535:
+        raise ConfigError(f"--port must be between 0 and 65535, got {got['port']}")
+    if not 0 <= got["drain_timeout"] < float("inf"):
+        raise ConfigError(f"--drain-timeout must be at least 0, got {got['drain_timeout']}")
+    if got["adapter_dir"] is not None and not Path(got["adapter_dir"]).is_dir():
+        raise ConfigError(f"--adapter-dir {got['adapter_dir']} is not a folder")

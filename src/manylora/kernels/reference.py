@@ -1,0 +1,158 @@
+"""Every operation in plain torch, one row, one segment, one rank row at a time: the truth for tests.
+
+Owns: the meaning of the operations. It does not know about speed; nothing serves with it. Sums are taken in
+float32 (float64 for float64 inputs) and rounded once, so it is at least as exact as any implementation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from manylora.kernels.ops import AttentionRows, LoraSegments
+from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferenceAttentionPlan:
+    rows: AttentionRows
+    page: PageShape
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferenceLoraPlan:
+    segments: LoraSegments
+    geometry: AdapterGeometry
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """The tensor in the precision in which sums are taken."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class ReferenceOps:
+    """The Ops protocol on any device and in any floating dtype."""
+
+    name = "reference"
+
+    def plan_attention(
+        self, rows: AttentionRows, page: PageShape, device: torch.device
+    ) -> ReferenceAttentionPlan:
+        return ReferenceAttentionPlan(rows, page)
+
+    def plan_lora(
+        self, segments: LoraSegments, geometry: AdapterGeometry, device: torch.device
+    ) -> ReferenceLoraPlan | None:
+        return ReferenceLoraPlan(segments, geometry) if len(segments.start) else None
+
+    def write_kv(
+        self, pool: torch.Tensor, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        page_tokens = pool.shape[3]
+        for t, slot in enumerate(slots.tolist()):
+            pool[slot // page_tokens, layer, 0, slot % page_tokens] = k[t]
+            pool[slot // page_tokens, layer, 1, slot % page_tokens] = v[t]
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        plan: ReferenceAttentionPlan,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        heads, dim = q.shape[1:]
+        page_tokens, kv_heads = pool.shape[3:5]
+        out = torch.zeros_like(q)
+        starts = plan.rows.query_start.tolist()
+        for row, kv_len in enumerate(plan.rows.kv_len.tolist()):
+            first, last = starts[row], starts[row + 1]
+            if first == last:
+                continue
+            num_pages = -(-kv_len // page_tokens)
+            pages = plan.rows.page_table[row, :num_pages].tolist()
+            k = torch.cat([pool[p, layer, 0] for p in pages])[:kv_len]  # [kv_len, kv_heads, D]
+            v = torch.cat([pool[p, layer, 1] for p in pages])[:kv_len]
+            position = torch.arange(kv_len - (last - first), kv_len, device=q.device)[:, None]
+            key = torch.arange(kv_len, device=q.device)[None, :]
+            visible = key <= position
+            if window is not None:
+                visible &= key > position - window
+            for head in range(heads):
+                group = head * kv_heads // heads
+                scores = wide(q[first:last, head]) @ wide(k[:, group]).T * scale
+                weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+                out[first:last, head] = (weights @ wide(v[:, group])).to(q.dtype)
+        return out.view(q.shape[0], heads * dim)
+
+    def lora(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        group: ProjectionGroup,
+        plan: ReferenceLoraPlan,
+    ) -> None:
+        segments, geometry = plan.segments, plan.geometry
+        for segment, (start, length) in enumerate(zip(segments.start.tolist(), segments.length.tolist())):
+            for i, projection in enumerate(group.projections):
+                index = geometry.projections.index(projection)
+                first_a, first_b, rank = segments.records[segment, index].tolist()
+                if rank == 0:
+                    continue
+                a = self._rows(pool, layer, geometry, segments.cells, first_a, rank, projection.in_features)
+                b = self._rows(pool, layer, geometry, segments.cells, first_b, rank, projection.out_features)
+                scale = float(segments.scales[segment, index, layer])
+                delta = wide(x[start : start + length]) @ wide(a).T @ wide(b) * scale
+                columns = y[start : start + length, group.offsets[i] : group.offsets[i + 1]]
+                columns.copy_(wide(columns) + delta)
+
+    @staticmethod
+    def _rows(
+        pool: torch.Tensor,
+        layer: int,
+        geometry: AdapterGeometry,
+        cells: torch.Tensor,
+        first: int,
+        rank: int,
+        elements: int,
+    ) -> torch.Tensor:
+        """The ``[rank, elements]`` matrix whose cells start at entry ``first`` of the cell table."""
+        flat = pool.view(-1)
+        per_row = geometry.cells(elements)
+        offset = layer * geometry.page.slab_elements
+        rows = []
+        for j in range(rank):
+            begins = (cells[first + j * per_row : first + (j + 1) * per_row] + offset).tolist()
+            row = torch.cat([flat[begin : begin + geometry.cell_elements] for begin in begins])
+            rows.append(row[:elements])
+        return torch.stack(rows)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        exact = wide(x)
+        normal = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
+        return weight * normal.to(x.dtype)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def rope(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        c, s = wide(cos[positions])[:, None], wide(sin[positions])[:, None]  # [T, 1, D/2]
+
+        def rotate(x: torch.Tensor) -> torch.Tensor:
+            left, right = wide(x).chunk(2, dim=-1)
+            return torch.cat((left * c - right * s, right * c + left * s), dim=-1).to(x.dtype)
+
+        return rotate(q), rotate(k)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = wide(gate_up).chunk(2, dim=-1)
+        return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)

@@ -1,0 +1,122 @@
+"""Triton kernels for what memory alone limits: norms, rotary embedding, activation, storing K and V."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    inner,
+    x_outer_stride,
+    x_inner_stride,
+    size,
+    eps,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row a program: row r lies at (r // inner) * x_outer_stride + (r % inner) * x_inner_stride of x, and
+    is contiguous in ``residual`` (which becomes x + residual, if ADD) and in ``out``."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    ok = column < size
+    begin = row // inner * x_outer_stride + row % inner * x_inner_stride
+    value = tl.load(x + begin + column, mask=ok, other=0.0)
+    if ADD:
+        old = tl.load(residual + row * size + column, mask=ok, other=0.0)
+        value = (value.to(tl.float32) + old.to(tl.float32)).to(value.dtype)
+        tl.store(residual + row * size + column, value, mask=ok)
+    exact = value.to(tl.float32)
+    normal = exact * tl.rsqrt(tl.sum(exact * exact, 0) / size + eps)
+    factor = tl.load(weight + column, mask=ok, other=0.0).to(tl.float32)
+    # Rounded before the weight is applied, as transformers does.
+    scaled = normal.to(value.dtype).to(tl.float32) * factor
+    tl.store(out + row * size + column, scaled.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def rope_kernel(
+    q,
+    k,
+    cos,
+    sin,
+    positions,
+    q_stride,
+    k_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    """Turns one token's heads in place; grid (T, blocks of q's heads + blocks of k's heads)."""
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    position = tl.load(positions + token).to(tl.int64)
+    half = tl.arange(0, BLOCK_HALF)
+    half_ok = half < HALF
+    c = tl.load(cos + position * HALF + half, mask=half_ok, other=0.0)[None, :]
+    s = tl.load(sin + position * HALF + half, mask=half_ok, other=0.0)[None, :]
+    q_blocks: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    if block < q_blocks:
+        first = block * BLOCK_HEADS
+        heads = HEADS - first
+        base = q + token * q_stride + first * (2 * HALF)
+    else:
+        first = (block - q_blocks) * BLOCK_HEADS
+        heads = KV_HEADS - first
+        base = k + token * k_stride + first * (2 * HALF)
+    head = tl.arange(0, BLOCK_HEADS)
+    ok = (head < heads)[:, None] & half_ok[None, :]
+    low = base + (head * (2 * HALF))[:, None] + half[None, :]
+    left = tl.load(low, mask=ok, other=0.0)
+    right = tl.load(low + HALF, mask=ok, other=0.0)
+    turned_left = left.to(tl.float32) * c - right.to(tl.float32) * s
+    turned_right = right.to(tl.float32) * c + left.to(tl.float32) * s
+    tl.store(low, turned_left.to(left.dtype), mask=ok)
+    tl.store(low + HALF, turned_right.to(left.dtype), mask=ok)
+
+
+@triton.jit
+def silu_mul_kernel(gate_up, out, stride, size, BLOCK: tl.constexpr):
+    """Grid (T, blocks of columns)."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = column < size
+    gate = tl.load(gate_up + token * stride + column, mask=ok, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + token * stride + size + column, mask=ok, other=0.0).to(tl.float32)
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + token * size + column, value.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def write_kv_kernel(
+    k,
+    v,
+    pool,
+    slots,
+    k_stride,
+    v_stride,
+    layer_offset,
+    value_offset,
+    page_stride,
+    PAGE_TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Stores one token's K and V (``WIDTH`` = kv_heads * head_dim, contiguous); grid (T,)."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    target = pool + slot // PAGE_TOKENS * page_stride + layer_offset + slot % PAGE_TOKENS * WIDTH
+    column = tl.arange(0, BLOCK)
+    ok = column < WIDTH
+    tl.store(target + column, tl.load(k + token * k_stride + column, mask=ok), mask=ok)
+    tl.store(target + value_offset + column, tl.load(v + token * v_stride + column, mask=ok), mask=ok)

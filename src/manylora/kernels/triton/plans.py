@@ -1,0 +1,231 @@
+"""The tables that the Triton kernels read, built on the host and sent in one copy a plan.
+
+Owns: how rows and segments are cut into tiles, and how the work is split so that a large GPU is busy. All
+launch sizes are decided here from host numbers; nothing reads the device back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from manylora.kernels.ops import AttentionRows, LoraSegments
+from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
+
+Ints = npt.NDArray[np.int64]
+Table = npt.NDArray[np.int32]
+
+ATTENTION_RECORD = 4
+LORA_RECORD = 16
+PREFILL_TILE = 128
+MIN_CHUNK = 128
+CHUNK_STEP = 64
+MAX_CHUNKS = 64
+# Batches up to this many tokens gain more from many small tiles than from few large ones.
+SMALL_BATCH = 256
+MAX_SPLITS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionTiles:
+    """Tiles of one size: launched together. ``chunk``: context slots of one split."""
+
+    records: torch.Tensor
+    num_tiles: int
+    tile: int
+    chunk: int
+    splits: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonAttentionPlan:
+    page_table: torch.Tensor
+    tiles: tuple[AttentionTiles, ...]
+    num_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupPlan:
+    """One projection group: its records ``[tiles, projections, LORA_RECORD]`` and launch sizes."""
+
+    records: torch.Tensor
+    projections: int
+    num_slots: int
+    rank_blocks: int
+    block_r: int
+    block_k: int
+    block_n: int
+    steps: int
+    splits: int
+    column_blocks: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonLoraPlan:
+    geometry: AdapterGeometry
+    cells: torch.Tensor
+    scales: torch.Tensor
+    num_layers: int
+    num_tiles: int
+    block_t: int
+    vector: bool
+    matrix: bool
+    align: int
+    groups: dict[str, GroupPlan]
+
+
+def upload(arrays: list[Table], device: torch.device) -> list[torch.Tensor]:
+    """All arrays in one asynchronous copy; each begins at a multiple of 16 bytes, as kernels expect."""
+    places = []
+    size = 0
+    for array in arrays:
+        places.append((size, array.size))
+        size += -(-array.size // 4) * 4
+    # Pinned memory is returned to torch's cache only after the copy, which it tracks itself.
+    host = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+    view = host.numpy()
+    for array, (begin, length) in zip(arrays, places):
+        view[begin : begin + length] = array.reshape(-1)
+    packed = host.to(device, non_blocking=True)
+    return [packed[begin : begin + length] for begin, length in places]
+
+
+def tiles_of(length: Ints, most: int) -> tuple[Ints, Ints]:
+    """(owner, place inside it) of every tile of runs of these lengths, cut into tiles of at most ``most``."""
+    count = -(-length // most)
+    owner = np.repeat(np.arange(len(length)), count)
+    inside = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
+    return owner, inside * most
+
+
+def attention_plan(
+    rows: AttentionRows, page: PageShape, device: torch.device, programs: int
+) -> TritonAttentionPlan:
+    """One-token rows and longer ones go into launches of their own: tile sizes differ."""
+    length = np.diff(rows.query_start).astype(np.int64)
+    width = max(1, -(-int(rows.kv_len.max(initial=0)) // page.page_tokens))
+    arrays = [np.ascontiguousarray(rows.page_table[:, :width], dtype=np.int32)]
+    sizes = []
+    for tile, members in ((1, length == 1), (PREFILL_TILE, length > 1)):
+        if not members.any():
+            continue
+        owner, inside = tiles_of(np.where(members, length, 0), tile)
+        record = np.empty((len(owner), ATTENTION_RECORD), dtype=np.int32)
+        record[:, 0] = owner * width
+        record[:, 1] = rows.query_start[owner] + inside
+        record[:, 2] = np.minimum(length[owner] - inside, tile)
+        record[:, 3] = rows.kv_len[owner] - length[owner] + inside
+        arrays.append(record)
+        context = record[:, 3] + record[:, 2]
+        longest = int(context.max())
+        # Equal shares of all the work, unless one row would then be cut too often.
+        share = max(int(context.sum()) * page.kv_heads // programs, MIN_CHUNK, -(-longest // MAX_CHUNKS))
+        chunk = -(-share // CHUNK_STEP) * CHUNK_STEP
+        sizes.append((len(owner), tile, chunk, -(-longest // chunk)))
+    table, *records = upload(arrays, device)
+    return TritonAttentionPlan(
+        page_table=table,
+        tiles=tuple(AttentionTiles(record, *size) for record, size in zip(records, sizes)),
+        num_tokens=int(rows.query_start[-1]),
+    )
+
+
+def lora_plan(
+    segments: LoraSegments, geometry: AdapterGeometry, device: torch.device, programs: int
+) -> TritonLoraPlan:
+    length = segments.length.astype(np.int64)
+    longest = int(length.max())
+    small = int(length.sum()) <= SMALL_BATCH or longest <= 16
+    block_t = 16 if small else min(64, max(16, power_of_two(longest)))
+    owner, inside = tiles_of(length, block_t)
+    count = np.minimum(length[owner] - inside, block_t)
+    arrays = [segments.scales.astype(np.float32).view(np.int32)]
+    plans: list[tuple[str, GroupPlan]] = []
+    first = 0
+    for group in geometry.groups:
+        indices = range(first, first + len(group.projections))
+        first = indices.stop
+        records, plan = _group_plan(segments, geometry, group, indices, owner, block_t, programs)
+        records[:, :, 0] = (segments.start[owner] + inside)[:, None]
+        records[:, :, 1] = count[:, None]
+        arrays.append(records)
+        plans.append((group.name, plan))
+    scales, *tables = upload(arrays, device)
+    return TritonLoraPlan(
+        geometry=geometry,
+        cells=segments.cells,
+        scales=scales.view(torch.float32),
+        num_layers=segments.scales.shape[2],
+        num_tiles=len(owner),
+        block_t=block_t,
+        vector=bool((count == 1).any()),
+        matrix=bool((count > 1).any()),
+        align=math.gcd(geometry.page.slab_elements, geometry.cell_elements, 16),
+        groups={name: dataclasses.replace(plan, records=table) for (name, plan), table in zip(plans, tables)},
+    )
+
+
+def _group_plan(
+    segments: LoraSegments,
+    geometry: AdapterGeometry,
+    group: ProjectionGroup,
+    indices: range,
+    owner: Ints,
+    block_t: int,
+    programs: int,
+) -> tuple[Table, GroupPlan]:
+    """The group's records, without the tiles' own columns, and its launch sizes."""
+    chosen = segments.records[:, indices.start : indices.stop]
+    ranks = chosen[owner, :, 2]
+    largest = ranks.max(axis=0, initial=0)
+    slots = -(-largest // 16) * 16
+    outputs = np.array([p.out_features for p in group.projections])
+    records = np.zeros((len(owner), len(indices), LORA_RECORD), dtype=np.int32)
+    records[:, :, 2] = ranks
+    records[:, :, 3:5] = chosen[owner, :, :2]
+    records[:, :, 5] = owner[:, None] * len(geometry.projections) + np.arange(indices.start, indices.stop)
+    records[:, :, 6] = np.cumsum(slots) - slots
+    records[:, :, 7] = outputs
+    records[:, :, 8] = group.offsets[:-1]
+    records[:, :, 9] = [geometry.cells(p.out_features) for p in group.projections]
+
+    cell = geometry.cell_elements
+    most = int(largest.max(initial=0))
+    block_r = 16 if block_t == 16 else min(64, max(16, power_of_two(most)))
+    block_k = block_of(cell, 256, group.in_features)
+    block_n = block_of(cell, 256 if block_t == 16 else 128, int(outputs.max()))
+    steps = -(-group.in_features // block_k)
+    work = max(1, int((-(-ranks // block_r)).sum()))
+    splits = 1
+    # Powers of four: few variants of the kernels to compile.
+    while splits * work < programs and splits * 4 <= min(steps, MAX_SPLITS):
+        splits *= 4
+    per_split = -(-steps // splits)
+    return records, GroupPlan(
+        records=torch.empty(0),
+        projections=len(indices),
+        num_slots=max(16, int(slots.sum())),
+        rank_blocks=max(1, -(-most // block_r)),
+        block_r=block_r,
+        block_k=block_k,
+        block_n=block_n,
+        steps=per_split,
+        splits=-(-steps // per_split),
+        column_blocks=-(-int(outputs.max()) // block_n),
+    )
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def block_of(cell: int, most: int, elements: int) -> int:
+    """Columns to load at once: within one cell where cells are long enough: then a row needs one pointer."""
+    most = max(16, min(most, power_of_two(elements)))
+    divisor = cell & -cell
+    return min(most, divisor) if divisor >= 32 else min(64, most)

@@ -1,0 +1,455 @@
+"""``LLM`` and ``AsyncLLM``: the engine inside the calling process, for scripts and for other servers.
+
+Owns the Python interface and the life of an in-process engine; the work is done by ``engine`` and ``text``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import threading
+import weakref
+from collections.abc import AsyncIterator, Coroutine, Generator, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from manylora.engine.client import EngineDead, EngineInfo, EngineStats, GenerationRequest
+from manylora.engine.driver import Driver
+from manylora.engine.local import LocalEngine
+from manylora.flags import build_settings
+from manylora.text.chat import render_chat
+from manylora.text.generate import TextDelta, TextOutput, TextStream, collect, generate_text
+from manylora.text.prompts import encode_text, fit_params, require_tokenizer
+from manylora.text.tokenizer import Tokenizer
+from manylora.types import AdapterCard, InvalidRequest, SamplingParams, TokenLogprobs
+
+Prompt = str | Sequence[int]
+Adapter = str | None
+Message = Mapping[str, Any]
+_Result = TypeVar("_Result")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log-probability; ``rank`` counts from 1, or is None where it is not among the top."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One finished sample. ``logprobs``: per token, token id -> Logprob, the chosen token included."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """One prompt's results: ``n`` samples, in order. ``adapter`` is None for the base model."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    adapter: str | None
+    outputs: list[CompletionOutput]
+    finished: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamOutput:
+    """News of one sample of one prompt while it runs: what is new, not what came before."""
+
+    request_id: str
+    prompt_index: int
+    sample: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+
+
+@dataclasses.dataclass(slots=True)
+class _Job:
+    """One prompt on its way."""
+
+    request: GenerationRequest
+    prompt: str | None
+    stream: TextStream | None = None
+
+
+class Generation:
+    """What ``AsyncLLM.generate`` returns: ``await`` it for all results, or iterate to see them grow."""
+
+    def __init__(self, llm: AsyncLLM, jobs: Coroutine[Any, Any, list[_Job]]) -> None:
+        self._llm = llm
+        self._jobs = jobs
+
+    def __await__(self) -> Generator[Any, Any, list[RequestOutput]]:
+        return self._all().__await__()
+
+    async def _all(self) -> list[RequestOutput]:
+        jobs = await self._jobs
+        return await self._llm._collect(jobs)
+
+    async def __aiter__(self) -> AsyncIterator[StreamOutput]:
+        jobs = await self._jobs
+        for job in jobs:
+            job.request = dataclasses.replace(job.request, stream=True)
+        queue: asyncio.Queue[StreamOutput | BaseException | None] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._llm._forward(i, job, queue)) for i, job in enumerate(jobs)]
+        try:
+            for _ in range(len(tasks)):
+                while (item := await queue.get()) is not None:
+                    if isinstance(item, BaseException):
+                        raise item
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class AsyncLLM:
+    """An engine in this process for asyncio programs. Settings are the command line's, with underscores.
+
+    Use inside one event loop; ``await close()``, ``async with`` or garbage collection free everything.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        adapters: Mapping[str, str] | None = None,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        **settings: Any,
+    ) -> None:
+        from manylora.main import build_driver, load_tokenizer
+
+        values = {**settings, "model": model, "device": device, "dtype": dtype}
+        if adapters:
+            values["adapter"] = [f"{name}={path}" for name, path in adapters.items()]
+        engine, _ = build_settings(values)
+        self._tokenizer: Tokenizer | None = load_tokenizer(engine.model.model)
+        self._driver: Driver = build_driver(engine)
+        self._engine: LocalEngine | None = None
+        self._ids = itertools.count()
+        # Ends the driver's thread and frees the pool even where nobody calls close().
+        self._finalizer = weakref.finalize(self, self._driver.close)
+
+    # ------------------------------------------------------------ generating
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        adapter: Adapter | Sequence[Adapter] = None,
+    ) -> Generation:
+        """Complete prompts (text or token ids), each with its adapter (None: the base).
+
+        ``await`` the result for a list in prompt order, or ``async for`` StreamOutput in it. Raises
+        InvalidRequest before anything runs where one of the prompts cannot be served.
+        """
+        return Generation(self, self._jobs(_as_prompts(prompts), params, adapter))
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, adapter: Adapter = None
+    ) -> AsyncIterator[StreamOutput]:
+        """One prompt, as it grows."""
+        return self.generate([prompt], params, adapter).__aiter__()
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        adapter: Adapter | Sequence[Adapter] = None,
+    ) -> Generation:
+        """Like ``generate`` for one conversation or a list of them, through the model's chat template."""
+        return Generation(self, self._chat_jobs(messages, params, adapter))
+
+    async def _chat_jobs(self, messages: Any, params: Any, adapter: Any) -> list[_Job]:
+        tokenizer = require_tokenizer(self._tokenizer, "messages")
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        texts: list[Prompt] = [render_chat(tokenizer, list(conversation)) for conversation in conversations]
+        return await self._jobs(texts, params, adapter, add_special_tokens=False)
+
+    async def _jobs(
+        self, prompts: list[Prompt], params: Any, adapter: Any, add_special_tokens: bool = True
+    ) -> list[_Job]:
+        """Check everything before anything runs."""
+        each_params = _spread(params if params is not None else SamplingParams(), len(prompts), "params")
+        each_adapter = _spread(adapter, len(prompts), "adapter")
+        served = {card.name for card in self._driver.adapters()}
+        jobs = []
+        for prompt, its_params, its_adapter in zip(prompts, each_params, each_adapter, strict=True):
+            if its_adapter is not None and its_adapter not in served:
+                raise InvalidRequest(f"no adapter named {its_adapter!r} is loaded", "adapter")
+            if isinstance(prompt, str):
+                ids = await encode_text(self._tokenizer, prompt, add_special_tokens=add_special_tokens)
+            else:
+                ids = tuple(prompt)
+            its_params = fit_params(ids, its_params, self.info, is_max_tokens_explicit=False)
+            request = GenerationRequest(
+                f"llm-{next(self._ids)}", ids, its_params, its_adapter, stream=bool(its_params.stop)
+            )
+            jobs.append(_Job(request, prompt if isinstance(prompt, str) else None))
+        return jobs
+
+    async def _collect(self, jobs: list[_Job]) -> list[RequestOutput]:
+        self._submit(jobs)
+        try:
+            return [await self._finished(job) for job in jobs]
+        finally:
+            for job in jobs:
+                if job.stream is not None:
+                    await job.stream.aclose()
+
+    def _submit(self, jobs: list[_Job]) -> None:
+        engine = self._connected()
+        for job in jobs:
+            job.stream = generate_text(engine, self._tokenizer, job.request)
+
+    async def _finished(self, job: _Job) -> RequestOutput:
+        assert job.stream is not None
+        outputs = await collect(job.stream, job.request.params.n)
+        return RequestOutput(
+            job.request.id,
+            job.prompt,
+            list(job.request.prompt),
+            job.request.adapter,
+            [self._completion(output, job.request.params) for output in outputs],
+        )
+
+    async def _forward(
+        self, index: int, job: _Job, queue: asyncio.Queue[StreamOutput | BaseException | None]
+    ) -> None:
+        """Put a job's stream on the queue, then None."""
+        try:
+            self._submit([job])
+            assert job.stream is not None
+            async with contextlib.aclosing(job.stream):
+                async for delta in job.stream:
+                    queue.put_nowait(_stream_output(index, job, delta))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    def _completion(self, output: TextOutput, params: SamplingParams) -> CompletionOutput:
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = [self._logprobs_at(position) for position in output.logprobs]
+        return CompletionOutput(
+            output.index, output.text, output.token_ids, logprobs, output.finish_reason, output.stop_reason
+        )
+
+    def _logprobs_at(self, position: TokenLogprobs) -> dict[int, Logprob]:
+        found = {
+            token: Logprob(logprob, rank, self._token_text(token))
+            for rank, (token, logprob) in enumerate(position.top, start=1)
+        }
+        found.setdefault(position.token, Logprob(position.logprob, None, self._token_text(position.token)))
+        return found
+
+    def _token_text(self, token: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)
+
+    # ------------------------------------------------------------ adapters, facts, end
+
+    async def add_adapter(self, name: str, path: str) -> AdapterCard:
+        """Serve the PEFT adapter in folder ``path`` as ``name``; raises AdapterError."""
+        return await self._connected().add_adapter(name, str(path))
+
+    async def remove_adapter(self, name: str) -> None:
+        """Refuse new requests for it, wait until its running ones have ended and its pages are free."""
+        await self._connected().remove_adapter(name)
+
+    async def adapters(self) -> tuple[AdapterCard, ...]:
+        """All served adapters."""
+        return self._driver.adapters()
+
+    async def stats(self) -> EngineStats:
+        """Gauges and counters of this moment."""
+        return await self._connected().stats()
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine is: context length, pages, device, dtype."""
+        return self._driver.info
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, if it has one."""
+        return self._tokenizer
+
+    def _connected(self) -> LocalEngine:
+        if not self._finalizer.alive:
+            raise EngineDead("the engine was closed")
+        if self._engine is None:
+            self._engine = LocalEngine(self._driver)
+        return self._engine
+
+    async def close(self) -> None:
+        """Abort what runs and free everything. Idempotent."""
+        if self._finalizer.detach() is None:
+            return
+        if self._engine is not None:
+            await self._engine.close()
+        else:
+            self._driver.close()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class LLM:
+    """An engine in this process for plain scripts: ``AsyncLLM`` behind blocking calls.
+
+    Starts threads, never processes. ``close()``, ``with`` or garbage collection free everything.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        adapters: Mapping[str, str] | None = None,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        **settings: Any,
+    ) -> None:
+        self._llm = AsyncLLM(model, adapters, device=device, dtype=dtype, **settings)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=_run_loop, args=(self._loop,), name="manylora-llm", daemon=True
+        )
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, _shut_down, self._llm, self._loop, self._thread)
+
+    def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        if not self._finalizer.alive:
+            work.close()
+            raise EngineDead("the engine was closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # such as KeyboardInterrupt: abort what runs
+            raise
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        adapter: Adapter | Sequence[Adapter] = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts (text or token ids), each with its adapter (None: the base); in prompt order.
+
+        Raises InvalidRequest before anything runs where one of the prompts cannot be served.
+        """
+        return self._wait(self._llm.generate(prompts, params, adapter)._all())
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        adapter: Adapter | Sequence[Adapter] = None,
+    ) -> list[RequestOutput]:
+        """Like ``generate`` for one conversation or a list of them, through the model's chat template."""
+        return self._wait(self._llm.chat(messages, params, adapter)._all())
+
+    def add_adapter(self, name: str, path: str) -> AdapterCard:
+        """Serve the PEFT adapter in folder ``path`` as ``name``; raises AdapterError."""
+        return self._wait(self._llm.add_adapter(name, path))
+
+    def remove_adapter(self, name: str) -> None:
+        """Refuse new requests for it, wait until its running ones have ended and its pages are free."""
+        self._wait(self._llm.remove_adapter(name))
+
+    def adapters(self) -> tuple[AdapterCard, ...]:
+        """All served adapters."""
+        return self._wait(self._llm.adapters())
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters of this moment."""
+        return self._wait(self._llm.stats())
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine is: context length, pages, device, dtype."""
+        return self._llm.info
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, if it has one."""
+        return self._llm.tokenizer
+
+    def close(self) -> None:
+        """Abort what runs and free everything. Idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+
+
+def _shut_down(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    if thread is threading.current_thread():
+        # The garbage collector may come by on the loop's own thread, which must not wait for itself.
+        llm._finalizer()
+        loop.stop()
+        return
+    asyncio.run_coroutine_threadsafe(llm.close(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def _as_prompts(prompts: Any) -> list[Prompt]:
+    """One prompt or several, as a list; raises InvalidRequest."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise InvalidRequest("prompts must be text, token ids or a list of either", "prompt")
+    listed = list(prompts)
+    if listed and all(isinstance(item, int) for item in listed):
+        return [listed]
+    if not all(isinstance(item, str | Sequence) for item in listed):
+        raise InvalidRequest("prompts must be text, token ids or a list of either", "prompt")
+    return listed
+
+
+def _spread(value: Any, count: int, name: str) -> list[Any]:
+    """One value for all, or one for each."""
+    if value is None or isinstance(value, str | SamplingParams):
+        return [value] * count
+    listed = list(value)
+    if len(listed) != count:
+        raise InvalidRequest(f"{name} has {len(listed)} entries for {count} prompts", name)
+    return listed
+
+
+def _stream_output(index: int, job: _Job, delta: TextDelta) -> StreamOutput:
+    if delta.error is not None:
+        raise InvalidRequest(delta.error.message, delta.error.param)
+    return StreamOutput(job.request.id, index, delta.sample, delta.text, delta.token_ids, delta.finish_reason)

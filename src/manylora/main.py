@@ -1,0 +1,260 @@
+"""The only wiring: builds engines from settings, and the two processes of a server.
+
+Parent: HTTP and text. Child (``python -m manylora.main FD``): model, pool and policy. They share one socket
+pair; whichever dies, the other learns it from the end of the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from manylora import __version__
+from manylora.adapters.sources import discover
+from manylora.config import AdapterSettings, ConfigError, EngineSettings, HttpSettings, PolicyConfig
+from manylora.engine import service, wire
+from manylora.engine.client import EngineDead, EngineInfo
+from manylora.engine.driver import Driver
+from manylora.engine.journal import JournalWriter
+from manylora.engine.remote import RemoteEngine
+from manylora.models.config import ModelError
+from manylora.models.source import resolve_model
+from manylora.progress import Bar
+from manylora.protocol import AdapterError
+from manylora.text.tokenizer import MissingTokenizer, Tokenizer, TokenizerError
+
+log = logging.getLogger("manylora")
+
+CHILD_EXIT_S = 10.0
+
+
+# ---------------------------------------------------------------- an engine in this process
+
+
+def build_driver(settings: EngineSettings, bar: Bar | None = None) -> Driver:
+    """A driver, not started, with its adapters added; raises ConfigError. Loads the model's weights."""
+    from manylora.executor.build import build_worker  # brings torch
+
+    try:
+        worker, config, facts = build_worker(settings, progress=bar)
+    except ModelError as error:
+        raise ConfigError(str(error)) from error
+    journal = None
+    try:
+        if settings.journal is not None:
+            journal = _open_journal(settings.journal, config)
+        info = EngineInfo(
+            model=settings.model.name,
+            max_model_len=config.max_model_len,
+            vocab_size=facts.vocab_size,
+            eos_ids=facts.eos_ids,
+            num_pages=config.num_pages,
+            page_tokens=config.page_tokens,
+            page_bytes=facts.page_bytes,
+            device=facts.device,
+            dtype=facts.dtype,
+            max_num_seqs=config.max_num_seqs,
+            max_batch_tokens=config.max_batch_tokens,
+        )
+        driver = Driver(config, worker, info, journal=journal)
+        add_initial_adapters(driver, settings.adapters)
+    except BaseException:
+        worker.close()
+        raise
+    return driver
+
+
+def _open_journal(path: str, config: PolicyConfig) -> JournalWriter:
+    try:
+        return JournalWriter(Path(path), config)
+    except OSError as error:
+        raise ConfigError(f"cannot write the journal {path}: {error}") from error
+
+
+def add_initial_adapters(driver: Driver, settings: AdapterSettings) -> None:
+    """Named adapters must be good (ConfigError); a bad one that was merely found is skipped, with a warning."""
+    for name, path in settings.adapters:
+        try:
+            driver.add_adapter(name, path)
+        except AdapterError as error:
+            raise ConfigError(f"adapter {name!r} cannot be served: {error}") from error
+    if settings.adapter_dir is None:
+        return
+    named = {name for name, _ in settings.adapters}
+    for name, folder in discover(Path(settings.adapter_dir)):
+        if name in named:
+            continue
+        try:
+            driver.add_adapter(name, str(folder))
+        except AdapterError as error:
+            log.warning("adapter %r in %s is skipped: %s", name, settings.adapter_dir, error)
+
+
+def load_tokenizer(model: str) -> Tokenizer | None:
+    """The model folder's tokenizer; None, with a warning, where it has none. Raises ConfigError."""
+    try:
+        return Tokenizer.from_folder(resolve_model(model))
+    except MissingTokenizer as error:
+        log.warning("%s", error)
+        return None
+    except (TokenizerError, ModelError) as error:
+        raise ConfigError(str(error)) from error
+
+
+# ---------------------------------------------------------------- the server process
+
+
+def run_server(engine: EngineSettings, http: HttpSettings) -> int:
+    """Serve until told to stop; the exit code. Raises ConfigError where the settings cannot work."""
+    configure_logging()
+    sock = _bind(http)  # first: a taken port must not cost a model load
+    try:
+        tokenizer = load_tokenizer(engine.model.model)
+        ours, theirs = socket.socketpair()
+        child = subprocess.Popen(
+            [sys.executable, "-m", "manylora.main", str(theirs.fileno())], pass_fds=[theirs.fileno()]
+        )
+        theirs.close()
+        try:
+            return _run_loop(_serve(engine, http, sock, ours, tokenizer))
+        finally:
+            ours.close()
+            _reap(child)
+    finally:
+        sock.close()
+
+
+def _run_loop(work: object) -> int:
+    try:
+        import uvloop
+
+        return int(uvloop.run(work))
+    except ImportError:
+        return int(asyncio.run(work))  # type: ignore[arg-type]
+
+
+async def _serve(
+    engine: EngineSettings,
+    http: HttpSettings,
+    sock: socket.socket,
+    ours: socket.socket,
+    tokenizer: Tokenizer | None,
+) -> int:
+    from manylora.server.app import create_app
+    from manylora.server.lifecycle import serve
+    from manylora.server.settings import ServerSettings
+
+    client = await _connect_unless_stopped(ours, engine)
+    if client is None:
+        return 0
+    try:
+        settings = ServerSettings(
+            served_model_name=engine.model.name,
+            model_root=engine.model.model,
+            version=__version__,
+            adapter_dir=Path(engine.adapters.adapter_dir) if engine.adapters.adapter_dir else None,
+            api_keys=http.api_keys,
+        )
+        app = create_app(client, tokenizer, settings)
+        host, port = sock.getsockname()[:2]
+        log.info("serving %s on http://%s:%d", engine.model.name, host, port)
+        gc.freeze()  # what start-up made lives on; do not look through it again
+        return await serve(app, sock, client, http.drain_timeout)
+    finally:
+        await client.close()
+
+
+async def _connect_unless_stopped(ours: socket.socket, engine: EngineSettings) -> RemoteEngine | None:
+    """Wait for the engine to come up; None when SIGTERM or SIGINT came first."""
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    connecting = asyncio.create_task(RemoteEngine.connect(ours, engine))
+    stopping = asyncio.create_task(stopped.wait())
+    try:
+        await asyncio.wait([connecting, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if connecting.done():
+            return connecting.result()
+        connecting.cancel()
+        return None
+    except EngineDead as error:
+        raise ConfigError(str(error)) from error
+    finally:
+        stopping.cancel()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def _bind(http: HttpSettings) -> socket.socket:
+    """The listening address, taken but not yet listened on; raises ConfigError."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            http.host, http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, proto)
+        # On Linux this lets a new server follow an old one at once, yet never share a port with a live one.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {http.host}:{http.port}: {error.strerror or error}") from error
+    return sock
+
+
+def _reap(child: subprocess.Popen[bytes]) -> None:
+    """The child ends by itself when the socket closes; make sure that it does."""
+    try:
+        child.wait(CHILD_EXIT_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+# ---------------------------------------------------------------- the engine process
+
+
+def run_engine(fd: int) -> int:
+    """The child: build what the first message asks for and serve it until the socket closes."""
+    # A terminal or a supervisor signals the whole group; the server decides when the engine ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    configure_logging()
+    sock = socket.socket(fileno=fd)
+    start = wire.read_from_server(sock)
+    if not isinstance(start, wire.Start):
+        return 1
+    sender = service.Sender(sock)
+    try:
+        driver = build_driver(start.settings, Bar("loading weights"))
+    except ConfigError as error:
+        sender.send(wire.Failed(str(error), is_user_error=True))
+        sender.close()
+        return 2
+    except Exception as error:
+        log.exception("the engine could not start")
+        sender.send(wire.Failed(f"the engine could not start: {error}"))
+        sender.close()
+        return 1
+    gc.collect()
+    gc.freeze()
+    return service.serve(sock, sender, driver)
+
+
+def configure_logging() -> None:
+    """One line an event on stderr; MANYLORA_LOG_LEVEL sets the level."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=os.environ.get("MANYLORA_LOG_LEVEL", "INFO").upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_engine(int(sys.argv[1])))

@@ -1,0 +1,73 @@
+"""Reads a model folder's config.json (and generation_config.json) into a ``ModelConfig``. Loads no torch.
+
+Owns the choice of family, what is refused whatever the family, and the LoRA groups that a config implies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from manylora.kernels.shapes import Projection, ProjectionGroup
+from manylora.models.fields import Fields
+from manylora.models.registry import BY_ARCHITECTURE, BY_MODEL_TYPE
+from manylora.models.spec import Family, ModelConfig, ModelError, RopeConfig
+
+__all__ = ["ModelConfig", "ModelError", "RopeConfig", "config_groups", "read_model_config"]
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """What the folder's JSON files say, missing fields filled in as transformers does.
+
+    Both on-disk layouts are read, transformers 4's and 5's. End-of-sequence ids come from
+    generation_config.json where it names any, as in transformers' generate, else from config.json.
+    Raises ModelError, in one line, when the model cannot be served.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise ModelError(f"{folder}: holds a LoRA adapter (adapter_config.json), not a base model")
+        raise ModelError(f"{folder}: not a model folder, config.json is missing")
+    fields = Fields.of_file(path)
+    family = _family(fields)
+    if "quantization_config" in fields:
+        method = fields.object_or_none("quantization_config")
+        name = method.text("quant_method", "unknown method") if method else "unknown method"
+        fields.fail(f"quantized checkpoints are not supported ({name}); use the unquantized model")
+    config = family.read(fields)
+    generation_path = folder / "generation_config.json"
+    eos_ids = config.eos_ids
+    if generation_path.is_file():
+        eos_ids = Fields.of_file(generation_path).token_ids("eos_token_id", ()) or eos_ids
+    dtype = fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch.")
+    return dataclasses.replace(config, eos_ids=eos_ids, dtype=dtype)
+
+
+def _family(fields: Fields) -> Family:
+    architectures = fields.texts_or_none("architectures") or ()
+    for name in architectures:
+        if name in BY_ARCHITECTURE:
+            return BY_ARCHITECTURE[name]
+    model_type = fields.text("model_type", "")
+    if not architectures and model_type in BY_MODEL_TYPE:
+        return BY_MODEL_TYPE[model_type]
+    given = ", ".join(architectures) or model_type or "none given"
+    fields.fail(f"architecture not supported: {given} (supported: {', '.join(BY_ARCHITECTURE)})")
+
+
+def config_groups(config: ModelConfig) -> tuple[ProjectionGroup, ...]:
+    """The projections of one decoder layer that LoRA may adapt, grouped by shared input, in order of use."""
+    names = config.names
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    sizes = (queries, keys, keys)
+    qkv = tuple(Projection(module, hidden, size) for module, size in zip(names.qkv, sizes, strict=True))
+    return (
+        ProjectionGroup("qkv", qkv),
+        ProjectionGroup("o", (Projection(names.attention_out, queries, hidden),)),
+        ProjectionGroup(
+            "gate_up" if config.gated_mlp else "fc1",
+            tuple(Projection(module, hidden, inner) for module in names.mlp_in),
+        ),
+        ProjectionGroup("down" if config.gated_mlp else "fc2", (Projection(names.mlp_out, inner, hidden),)),
+    )

@@ -1,0 +1,184 @@
+"""A whole decoder, and how one is put together from a config and a supply of weights.
+
+Owns the order of the parts. Does not know where weights come from (``weights``) nor what pages, adapters and
+requests are: all of that is in the batch and the pool that ``forward`` is handed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from manylora.kernels.ops import Ops, StepBatch
+from manylora.kernels.shapes import PageShape, ProjectionGroup
+from manylora.models.config import config_groups
+from manylora.models.layers import (
+    Attention,
+    Embedding,
+    GatedMlp,
+    Head,
+    HeadNorm,
+    Layer,
+    LayerNorm,
+    LoraLinear,
+    Norm,
+    PlainMlp,
+    PostNormLayer,
+    PreNormLayer,
+    RmsNorm,
+    Rope,
+    Step,
+)
+from manylora.models.rope import rope_tables
+from manylora.models.spec import ModelConfig
+from manylora.models.weights import Part, Weights
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Decoder:
+    """A base model ready to run.
+
+    ``groups``: the LoRA groups of every layer, in order of use. ``layer_prefix``: what comes before the
+    layer's number in a module path ("model.layers."), which is how adapter files name their targets.
+    """
+
+    config: ModelConfig
+    groups: tuple[ProjectionGroup, ...]
+    ops: Ops
+    embedding: Embedding
+    layers: tuple[Layer, ...]
+    head: Head
+
+    @property
+    def layer_prefix(self) -> str:
+        return self.config.names.layer_prefix
+
+    def page_shape(self, page_tokens: int, itemsize: int) -> PageShape:
+        """One page of this model's KV; ``itemsize`` is the pool dtype's, in bytes."""
+        return self.config.page_shape(page_tokens, itemsize)
+
+    def forward(self, batch: StepBatch, pool: torch.Tensor) -> torch.Tensor:
+        """float32 logits ``[M, vocab]`` of the tokens at ``batch.sample_index``.
+
+        Writes the batch's keys and values into ``pool``; changes nothing else. Positions must lie below the
+        ``max_positions`` that the model was loaded for. Meant to run under ``torch.inference_mode``.
+        """
+        step = Step(self.ops, batch, pool)
+        x = self.embedding(batch)
+        residual: torch.Tensor | None = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, step)
+        rows = batch.sample_index
+        # Gathered before the final norm and the head: prompts' other tokens need no logits.
+        return self.head(x[rows], None if residual is None else residual[rows], self.ops)
+
+
+def build_decoder(
+    config: ModelConfig, weights: Weights, ops: Ops, device: torch.device, max_positions: int
+) -> Decoder:
+    """Compose the decoder, taking every tensor from ``weights`` once, in the order of the layers.
+
+    ``max_positions``: how long a context may get; it sizes the position tables.
+    """
+    groups = config_groups(config)
+    names = config.names
+    rope = None
+    if config.rope is not None:
+        rope = Rope(*rope_tables(config, max_positions, device))
+    embedding = _embedding(config, weights)
+    layers = tuple(
+        _layer(config, groups, weights, layer, rope, max_positions) for layer in range(config.num_layers)
+    )
+    norm = _norm(config, weights, f"{names.body}{names.final_norm}") if config.final_norm else None
+    size, hidden = config.embedding_size, config.hidden_size
+    project = None
+    if size != hidden:
+        project = weights.take(Part(f"{names.body}{names.project_out}.weight", (size, hidden)))
+    head = embedding.tokens
+    if not config.tie_embeddings:
+        head = weights.take(Part(f"{names.head}.weight", (config.vocab_size, size)))
+    return Decoder(config, groups, ops, embedding, layers, Head(norm, project, head))
+
+
+def _embedding(config: ModelConfig, weights: Weights) -> Embedding:
+    names, size, hidden = config.names, config.embedding_size, config.hidden_size
+    tokens = weights.take(Part(f"{names.body}{names.embedding}.weight", (config.vocab_size, size)))
+    project = positions = None
+    if size != hidden:
+        project = weights.take(Part(f"{names.body}{names.project_in}.weight", (hidden, size)))
+    if config.rope is None:
+        rows = config.max_position_embeddings + config.position_offset
+        table = weights.take(Part(f"{names.body}{names.positions}.weight", (rows, hidden)))
+        positions = table[config.position_offset :]
+    return Embedding(tokens, project, positions)
+
+
+def _layer(
+    config: ModelConfig,
+    groups: tuple[ProjectionGroup, ...],
+    weights: Weights,
+    layer: int,
+    rope: Rope | None,
+    max_positions: int,
+) -> Layer:
+    names = config.names
+    prefix = f"{names.layer_prefix}{layer}."
+
+    def linear(group: ProjectionGroup, bias: bool) -> LoraLinear:
+        return _linear(group, weights, prefix, layer, bias)
+
+    qkv_group, out_group, first_group, second_group = groups
+    head_norm = None
+    qkv = linear(qkv_group, config.qkv_bias)
+    if config.qk_norm:
+        shape = (config.head_dim,)
+        head_norm = HeadNorm(
+            weights.take(Part(f"{prefix}{names.query_norm}.weight", shape)),
+            weights.take(Part(f"{prefix}{names.key_norm}.weight", shape)),
+            config.norm_eps,
+        )
+    window = config.windows[layer]
+    attention = Attention(
+        qkv=qkv,
+        out=linear(out_group, config.attention_out_bias),
+        head_norm=head_norm,
+        rope=rope,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5,
+        # A window as long as the longest context hides nothing: spare the kernels the test.
+        window=None if window is None or window >= max_positions else window,
+    )
+    first, second = linear(first_group, config.mlp_bias), linear(second_group, config.mlp_bias)
+    mlp: GatedMlp | PlainMlp = GatedMlp(first, second)
+    if not config.gated_mlp:
+        mlp = PlainMlp(first, second, _ACTIVATIONS[config.activation])
+    attention_norm = _norm(config, weights, f"{prefix}{names.attention_norm}")
+    mlp_norm = _norm(config, weights, f"{prefix}{names.mlp_norm}")
+    order = PreNormLayer if config.norm_before else PostNormLayer
+    return order(attention_norm=attention_norm, attention=attention, mlp_norm=mlp_norm, mlp=mlp)
+
+
+def _linear(group: ProjectionGroup, weights: Weights, prefix: str, layer: int, bias: bool) -> LoraLinear:
+    def parts(kind: str, *inner: int) -> list[Part]:
+        return [Part(f"{prefix}{p.module}.{kind}", (p.out_features, *inner)) for p in group.projections]
+
+    weight = weights.take(*parts("weight", group.in_features))
+    return LoraLinear(group, layer, weight, weights.take(*parts("bias")) if bias else None)
+
+
+def _norm(config: ModelConfig, weights: Weights, name: str) -> Norm:
+    shape = (config.hidden_size,)
+    if not config.norm_affine:
+        return LayerNorm(config.hidden_size, None, None, config.norm_eps)
+    weight = weights.take(Part(f"{name}.weight", shape))
+    if config.norm == "rms":
+        return RmsNorm(weight, config.norm_eps)
+    return LayerNorm(config.hidden_size, weight, weights.take(Part(f"{name}.bias", shape)), config.norm_eps)

@@ -1,0 +1,123 @@
+"""Typed reading of a JSON object (config.json and its parts), with one-line errors that name file and field.
+
+Knows JSON types, not models: what a field means and its default are its reader's business.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from manylora.models.spec import ModelError
+
+
+class Fields:
+    """The fields of one JSON object; ``origin`` says in errors where it comes from."""
+
+    def __init__(self, raw: Mapping[str, Any], origin: str) -> None:
+        self._raw = raw
+        self.origin = origin
+
+    @classmethod
+    def of_file(cls, path: Path) -> Fields:
+        """Read a JSON file that holds an object. Raises ModelError when it cannot be read as one."""
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
+        except ValueError as error:
+            raise ModelError(f"{path}: not valid JSON ({error})") from error
+        if not isinstance(raw, dict):
+            raise ModelError(f"{path}: must hold a JSON object, holds a {type(raw).__name__}")
+        return cls(raw, str(path))
+
+    def fail(self, message: str) -> NoReturn:
+        """Raise ModelError about this object."""
+        raise ModelError(f"{self.origin}: {message}")
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the field is there and not null."""
+        return self._raw.get(name) is not None
+
+    def integer(self, name: str, default: int, minimum: int = 1) -> int:
+        value = self._raw.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            self.fail(f"{name} must be a whole number of at least {minimum}, got {value!r}")
+        return value
+
+    def integer_or_none(self, name: str, default: int | None, minimum: int = 1) -> int | None:
+        if self._raw.get(name, default) is None:
+            return None
+        return self.integer(name, 0 if default is None else default, minimum)
+
+    def number(self, name: str, default: float) -> float:
+        value = self._raw.get(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            self.fail(f"{name} must be a number, got {value!r}")
+        return value
+
+    def positive(self, name: str) -> float:
+        """A number above 0 that must be there."""
+        if name not in self:
+            self.fail(f"{name} is missing")
+        value = self.number(name, 0.0)
+        if value <= 0:
+            self.fail(f"{name} must be above 0, got {value!r}")
+        return value
+
+    def number_or_none(self, name: str) -> float | None:
+        return self.number(name, 0.0) if name in self else None
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._raw.get(name, default)
+        if not isinstance(value, bool):
+            self.fail(f"{name} must be true or false, got {value!r}")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        value = self._raw.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            self.fail(f"{name} must be a string, got {value!r}")
+        return value
+
+    def texts_or_none(self, name: str) -> tuple[str, ...] | None:
+        value = self._raw.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            self.fail(f"{name} must be a list of strings, got {value!r}")
+        return tuple(value)
+
+    def object_or_none(self, name: str) -> Fields | None:
+        """A nested object; null and {} are both None."""
+        value = self._raw.get(name)
+        if value is None or value == {}:
+            return None
+        if not isinstance(value, dict):
+            self.fail(f"{name} must be an object, got {value!r}")
+        return Fields(value, f"{self.origin}, {name}")
+
+    def strings(self) -> dict[str, str]:
+        """All fields, which must be strings."""
+        return {name: self.text(name, "") for name in self._raw}
+
+    def objects(self) -> tuple[str, ...]:
+        """Names of the fields that are objects themselves."""
+        return tuple(name for name, value in self._raw.items() if isinstance(value, dict))
+
+    def token_ids(self, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+        """One token id or a list of them; an absent field is the default, null is none."""
+        if name not in self._raw:
+            return default
+        value = self._raw[name]
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            self.fail(f"{name} must be a token id or a list of them, got {value!r}")
+        return tuple(dict.fromkeys(ids))

@@ -1,0 +1,235 @@
+"""The parts that decoders are composed of: linears with LoRA, norms, attention, MLPs, and two layer orders.
+
+Each part holds its tensors and runs on a flat batch ``[T, features]`` of many sequences' tokens, without
+padding. Nothing here knows families, checkpoints or scheduling; LoRA and attention are the ops' work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from manylora.kernels.ops import Ops, StepBatch
+from manylora.kernels.shapes import ProjectionGroup
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """What every part reads of one forward pass. Valid for that pass only."""
+
+    ops: Ops
+    batch: StepBatch
+    pool: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoraLinear:
+    """A fused linear, weight ``[sum(out), in]``, and each token's own adapter on top."""
+
+    group: ProjectionGroup
+    layer: int
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """x ``[T, in]`` to ``[T, sum(out)]``, contiguous."""
+        y = functional.linear(x, self.weight, self.bias)
+        if step.batch.lora is not None:
+            step.ops.lora(y, x, step.pool, self.layer, self.group, step.batch.lora)
+        return y
+
+
+class Norm(Protocol):
+    """A norm fused with the residual sum before it."""
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, ops: Ops
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual); may reuse the memory of both arguments."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RmsNorm:
+    weight: torch.Tensor
+    eps: float
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, ops: Ops
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            return ops.rms_norm(x, self.weight, self.eps), x
+        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerNorm:
+    """Without weight and bias where the model has none."""
+
+    size: int
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    eps: float
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, ops: Ops
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x if residual is None else x + residual
+        return functional.layer_norm(total, (self.size,), self.weight, self.bias, self.eps), total
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HeadNorm:
+    """RMSNorm of each head of q and of k (Qwen3)."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
+        return ops.rms_norm(q, self.query, self.eps), ops.rms_norm(k, self.key, self.eps)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rope:
+    """cos, sin: float32 ``[max_positions, head_dim / 2]``, one pair shared by all layers."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        return step.ops.rope(q, k, self.cos, self.sin, step.batch.positions)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Attention:
+    """q, k, v in one product; k and v into the pool; attention over the rows' pages; the output product."""
+
+    qkv: LoraLinear
+    out: LoraLinear
+    head_norm: HeadNorm | None
+    rope: Rope | None
+    head_dim: int
+    scale: float
+    window: int | None
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        sizes = [p.out_features for p in self.qkv.group.projections]
+        # Views of one [T, q + k + v] tensor: the rows of q, k and v are strided, not copied.
+        parts = self.qkv(x, step).split_with_sizes(sizes, dim=-1)
+        q, k, v = (part.view(-1, part.shape[-1] // self.head_dim, self.head_dim) for part in parts)
+        if self.head_norm is not None:
+            q, k = self.head_norm(q, k, step.ops)
+        if self.rope is not None:
+            q, k = self.rope(q, k, step)
+        layer, batch = self.qkv.layer, step.batch
+        step.ops.write_kv(step.pool, layer, k, v, batch.slots)
+        mixed = step.ops.attention(q, step.pool, layer, batch.attention, self.scale, self.window)
+        return self.out(mixed, step)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GatedMlp:
+    """down(silu(gate(x)) * up(x))."""
+
+    gate_up: LoraLinear
+    down: LoraLinear
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        return self.down(step.ops.silu_mul(self.gate_up(x, step)), step)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlainMlp:
+    """second(activation(first(x)))."""
+
+    first: LoraLinear
+    second: LoraLinear
+    activation: Callable[[torch.Tensor], torch.Tensor]
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        return self.second(self.activation(self.first(x, step)), step)
+
+
+class Layer(Protocol):
+    """One decoder layer. The stream's value is x + residual (x alone where residual is None)."""
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The next (x, residual), each ``[T, hidden]``; may reuse the arguments' memory."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PreNormLayer:
+    """Norms before attention and MLP; each residual sum is fused into the norm that follows it."""
+
+    attention_norm: Norm
+    attention: Attention
+    mlp_norm: Norm
+    mlp: GatedMlp | PlainMlp
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x, residual = self.attention_norm(x, residual, step.ops)
+        x = self.attention(x, step)
+        x, residual = self.mlp_norm(x, residual, step.ops)
+        return self.mlp(x, step), residual
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PostNormLayer:
+    """Norms after each residual sum (opt-350m), so the stream is the norm's output and needs no residual."""
+
+    attention: Attention
+    attention_norm: Norm
+    mlp: GatedMlp | PlainMlp
+    mlp_norm: Norm
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x, _ = self.attention_norm(self.attention(x, step), x, step.ops)
+        x, _ = self.mlp_norm(self.mlp(x, step), x, step.ops)
+        return x, None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Embedding:
+    """tokens ``[vocab, embedding]``; ``project`` ``[hidden, embedding]`` and learned ``positions``
+    ``[max_positions, hidden]`` (row p is position p) where the model has them."""
+
+    tokens: torch.Tensor
+    project: torch.Tensor | None
+    positions: torch.Tensor | None
+
+    def __call__(self, batch: StepBatch) -> torch.Tensor:
+        x = functional.embedding(batch.token_ids, self.tokens)
+        if self.project is not None:
+            x = functional.linear(x, self.project)
+        if self.positions is not None:
+            x = x + functional.embedding(batch.positions, self.positions)
+        return x
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Head:
+    """From the stream to logits; ``project`` ``[embedding, hidden]``, ``weight`` ``[vocab, embedding]``."""
+
+    norm: Norm | None
+    project: torch.Tensor | None
+    weight: torch.Tensor
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, ops: Ops) -> torch.Tensor:
+        """float32 logits ``[M, vocab]`` of rows ``[M, hidden]``."""
+        if self.norm is not None:
+            x, _ = self.norm(x, residual, ops)
+        elif residual is not None:
+            x = x + residual
+        if self.project is not None:
+            x = functional.linear(x, self.project)
+        return functional.linear(x, self.weight).float()

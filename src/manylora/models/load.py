@@ -1,0 +1,100 @@
+"""From a model folder to a running decoder, and the choice of its dtype.
+
+Owns the order of loading: config, then a plan of every tensor, checked against the checkpoint before any
+memory is taken, then the copies. Does not know which device or operations it is given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from manylora.kernels.ops import Ops
+from manylora.models.config import read_model_config
+from manylora.models.decoder import Decoder, build_decoder
+from manylora.models.spec import ModelConfig, ModelError
+from manylora.models.weights import (
+    Checkpoint,
+    CheckpointWeights,
+    DummyWeights,
+    PlannedWeights,
+    planned_bytes,
+)
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_log = logging.getLogger(__name__)
+
+
+def resolve_dtype(name: str, device_type: Literal["cpu", "cuda"], checkpoint_dtype: str) -> torch.dtype:
+    """The dtype to run in. ``auto``: float32 on a CPU; on CUDA the checkpoint's, bfloat16 for float32.
+
+    Raises ModelError for names other than auto, float32, float16 and bfloat16.
+    """
+    if name == "auto":
+        if device_type == "cpu":
+            return torch.float32
+        name = "bfloat16" if checkpoint_dtype in ("float32", "float64") else checkpoint_dtype
+    if name not in _DTYPES:
+        raise ModelError(f"dtype {name!r} is not supported (supported: auto, {', '.join(_DTYPES)})")
+    return _DTYPES[name]
+
+
+def load_model(
+    folder: Path,
+    *,
+    ops: Ops,
+    device: torch.device,
+    dtype: torch.dtype,
+    load_format: Literal["auto", "dummy"] = "auto",
+    max_positions: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> Decoder:
+    """Load the model of ``folder`` onto ``device``.
+
+    ``dummy`` needs config.json alone and makes deterministic random weights. ``max_positions`` is the longest
+    context that will run. ``progress(done_bytes, total_bytes)`` is called after every tensor.
+    Raises ModelError, in one line, when the folder cannot be served.
+    """
+    config = read_model_config(folder)
+    if config.rope is None and max_positions > config.max_position_embeddings:
+        raise ModelError(
+            f"{folder}: the model has {config.max_position_embeddings} learned positions, "
+            f"too few for a context of {max_positions}"
+        )
+    if load_format == "dummy":
+        return build_decoder(config, DummyWeights(device, dtype), ops, device, max_positions)
+    with Checkpoint(folder) as checkpoint:
+        config = _resolve_tie(config, checkpoint)
+        plan = PlannedWeights()
+        build_decoder(config, plan, ops, torch.device("meta"), max_positions=1)
+        checkpoint.check(plan.parts)
+        total_bytes = planned_bytes(plan.parts, dtype)
+        weights = CheckpointWeights(checkpoint, device, dtype, total_bytes, progress)
+        return build_decoder(config, weights, ops, device, max_positions)
+
+
+def _resolve_tie(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """What "tied" means for the tensors that are stored, as transformers 5 decides it.
+
+    Of two equal matrices one is loaded; if only lm_head is stored it serves as embedding too; two that differ
+    show that the config is wrong, and both are used.
+    """
+    names = config.names
+    embedding, head = f"{names.body}{names.embedding}.weight", f"{names.head}.weight"
+    if not config.tie_embeddings or head not in checkpoint:
+        return config
+    if embedding not in checkpoint:
+        checkpoint.alias(embedding, head)
+        return config
+    if torch.equal(checkpoint.read(embedding), checkpoint.read(head)):
+        return config
+    _log.warning(
+        "%s: config.json ties lm_head to the embeddings, but the stored ones differ; both are used",
+        checkpoint.folder,
+    )
+    return dataclasses.replace(config, tie_embeddings=False)

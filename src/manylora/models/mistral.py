@@ -1,0 +1,27 @@
+"""Mistral: Llama's layers, with one sliding window for all of them where the config sets it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from manylora.models.fields import Fields
+from manylora.models.rotary import Defaults, read_rotary
+from manylora.models.spec import Family, ModelConfig
+
+_DEFAULTS = Defaults(
+    vocab_size=32000,
+    intermediate_size=14336,
+    max_position_embeddings=4096 * 32,
+    num_kv_heads=8,
+    eos_ids=(2,),
+    bos_id=1,
+)
+
+
+def _read(fields: Fields) -> ModelConfig:
+    config = read_rotary(fields, "mistral", "MistralForCausalLM", _DEFAULTS)
+    window = fields.integer_or_none("sliding_window", 4096)
+    return dataclasses.replace(config, windows=(window,) * config.num_layers)
+
+
+FAMILY = Family(name="mistral", architectures=("MistralForCausalLM",), read=_read)

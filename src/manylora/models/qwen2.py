@@ -1,0 +1,21 @@
+"""Qwen2 and Qwen2.5: Llama's layers with q, k, v biases; later layers may slide."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from manylora.models.fields import Fields
+from manylora.models.rotary import Defaults, qwen_windows, read_rotary
+from manylora.models.spec import Family, ModelConfig
+
+_DEFAULTS = Defaults(
+    vocab_size=151936, intermediate_size=22016, max_position_embeddings=32768, num_kv_heads=32
+)
+
+
+def _read(fields: Fields) -> ModelConfig:
+    config = read_rotary(fields, "qwen2", "Qwen2ForCausalLM", _DEFAULTS)
+    return dataclasses.replace(config, qkv_bias=True, windows=qwen_windows(fields, config.num_layers))
+
+
+FAMILY = Family(name="qwen2", architectures=("Qwen2ForCausalLM",), read=_read)

@@ -1,0 +1,32 @@
+"""Qwen3 (dense): q and k are normalised head by head before rope."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from manylora.models.fields import Fields
+from manylora.models.rotary import Defaults, qwen_windows, read_rotary
+from manylora.models.spec import Family, ModelConfig
+
+_DEFAULTS = Defaults(
+    vocab_size=151936,
+    intermediate_size=22016,
+    max_position_embeddings=32768,
+    num_kv_heads=32,
+    head_dim=128,
+)
+
+
+def _read(fields: Fields) -> ModelConfig:
+    config = read_rotary(fields, "qwen3", "Qwen3ForCausalLM", _DEFAULTS)
+    bias = fields.flag("attention_bias", False)
+    return dataclasses.replace(
+        config,
+        qk_norm=True,
+        qkv_bias=bias,
+        attention_out_bias=bias,
+        windows=qwen_windows(fields, config.num_layers),
+    )
+
+
+FAMILY = Family(name="qwen3", architectures=("Qwen3ForCausalLM",), read=_read)

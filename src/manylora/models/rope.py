@@ -1,0 +1,93 @@
+"""Cosine and sine tables of rotary positions, number for number as transformers computes them.
+
+Owns the frequency formulas of the supported kinds. Does not rotate anything: that is an operation of the
+kernels room.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from manylora.models.spec import ModelConfig, RopeConfig
+
+
+def rope_tables(
+    config: ModelConfig, max_positions: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin), float32 ``[max_positions, head_dim / 2]``, yarn's attention factor multiplied in.
+
+    The config must have rope settings.
+    """
+    rope = config.rope
+    if rope is None:
+        raise ValueError("the model has learned positions, not rotary ones")
+    # On the CPU whatever the device: pow and cos differ in the last bit between devices.
+    inverse, attention_factor = _frequencies(rope, config.head_dim, config.max_position_embeddings)
+    angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse
+    return (angles.cos() * attention_factor).to(device), (angles.sin() * attention_factor).to(device)
+
+
+def _frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> tuple[torch.Tensor, float]:
+    """(radians per position, float32 ``[head_dim / 2]``; factor for cos and sin)."""
+    powers = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if rope.kind == "yarn":
+        factor = rope.factor
+        if factor is None:
+            factor = max_position_embeddings / rope.original_max_positions
+        return _yarn(rope, powers, factor), _yarn_attention_factor(rope, factor)
+    inverse = 1.0 / powers
+    if rope.kind == "default":
+        return inverse, 1.0
+    if rope.factor is None:
+        raise ValueError(f"{rope.kind} rope needs a factor")
+    if rope.kind == "linear":
+        return inverse / rope.factor, 1.0
+    return _llama3(rope, inverse, rope.factor), 1.0
+
+
+def _llama3(rope: RopeConfig, inverse: torch.Tensor, factor: float) -> torch.Tensor:
+    """Long wavelengths divided by the factor, short ones kept, those between blended."""
+    original = rope.original_max_positions
+    longest = original / rope.low_freq_factor
+    shortest = original / rope.high_freq_factor
+    wavelength = 2 * math.pi / inverse
+    scaled = torch.where(wavelength > longest, inverse / factor, inverse)
+    blend = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - blend) * scaled / factor + blend * scaled
+    between = (wavelength >= shortest) & (wavelength <= longest)
+    return torch.where(between, blended, scaled)
+
+
+def _yarn(rope: RopeConfig, powers: torch.Tensor, factor: float) -> torch.Tensor:
+    """Interpolated frequencies blended into extrapolated ones along a ramp over the dimensions."""
+    half = len(powers)
+    dim = 2 * half
+
+    def dimension_of(rotations: float) -> float:
+        """The dimension that turns so often within the original context."""
+        turns = rope.original_max_positions / (rotations * 2 * math.pi)
+        return dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # transformers' guard against dividing by zero
+    ramp = ((torch.arange(half, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    keep = 1 - ramp
+    return 1.0 / (factor * powers) * (1 - keep) + 1.0 / powers * keep
+
+
+def _yarn_attention_factor(rope: RopeConfig, factor: float) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return scale(rope.mscale) / scale(rope.mscale_all_dim)
+    return scale(1.0)

@@ -1,0 +1,165 @@
+"""What the families with rotary positions, RMSNorm and a gated MLP share in their config.json.
+
+Owns the two on-disk spellings of rope (transformers 4: rope_theta and rope_scaling; 5: rope_parameters) and
+Qwen's choice of sliding-window layers. Knows no family's defaults and computes no table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import cast, get_args
+
+from manylora.models.fields import Fields
+from manylora.models.spec import ModelConfig, RopeConfig, RopeKind, TensorNames
+
+NAMES = TensorNames(
+    body="model.",
+    final_norm="norm",
+    attention_norm="input_layernorm",
+    mlp_norm="post_attention_layernorm",
+    attention_out="self_attn.o_proj",
+    mlp_in=("mlp.gate_proj", "mlp.up_proj"),
+    mlp_out="mlp.down_proj",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+    """What transformers' config class of a family fills in for missing fields.
+
+    ``num_kv_heads=None``: as many as heads; ``head_dim=None``: hidden_size / heads.
+    """
+
+    vocab_size: int
+    intermediate_size: int
+    max_position_embeddings: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+
+
+def read_rotary(fields: Fields, family: str, architecture: str, defaults: Defaults) -> ModelConfig:
+    """The settings common to these families: no biases, no windows, no q/k norm. Raises ModelError."""
+    hidden_size = fields.integer("hidden_size", 4096)
+    num_heads = fields.integer("num_attention_heads", 32)
+    num_layers = fields.integer("num_hidden_layers", 32)
+    num_kv_heads = fields.integer_or_none("num_key_value_heads", defaults.num_kv_heads) or num_heads
+    max_positions = fields.integer("max_position_embeddings", defaults.max_position_embeddings)
+    activation = fields.text("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        fields.fail(f"hidden_act {activation!r} is not supported (supported: silu)")
+    return ModelConfig(
+        family=family,
+        architecture=architecture,
+        names=NAMES,
+        vocab_size=fields.integer("vocab_size", defaults.vocab_size),
+        hidden_size=hidden_size,
+        embedding_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size", defaults.intermediate_size),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=_head_dim(fields, hidden_size, num_heads, num_kv_heads, defaults.head_dim),
+        max_position_embeddings=max_positions,
+        windows=(None,) * num_layers,
+        rope=read_rope(fields, max_positions),
+        norm="rms",
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        activation="silu",
+        tie_embeddings=fields.flag("tie_word_embeddings", False),
+        eos_ids=fields.token_ids("eos_token_id", defaults.eos_ids),
+        bos_id=fields.integer_or_none("bos_token_id", defaults.bos_id, minimum=0),
+    )
+
+
+def _head_dim(
+    fields: Fields, hidden_size: int, num_heads: int, num_kv_heads: int, default: int | None
+) -> int:
+    if num_heads % num_kv_heads:
+        fields.fail(
+            f"num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})"
+        )
+    head_dim = fields.integer_or_none("head_dim", default)
+    if head_dim is None:
+        if hidden_size % num_heads:
+            fields.fail(
+                f"hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads}) "
+                "where head_dim is not given"
+            )
+        head_dim = hidden_size // num_heads
+    if head_dim % 2:
+        fields.fail(f"head_dim must be even for rotary positions, got {head_dim}")
+    return head_dim
+
+
+def read_rope(fields: Fields, max_positions: int) -> RopeConfig:
+    """Rope settings in either spelling, with transformers' precedence. Raises ModelError."""
+    empty = Fields({}, fields.origin)
+    rope = fields.object_or_none("rope_scaling") or fields.object_or_none("rope_parameters") or empty
+    if nested := rope.objects():
+        rope.fail(f"settings by layer type ({', '.join(nested)}) are not supported")
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    supported = get_args(RopeKind)
+    if kind not in supported:
+        rope.fail(f"rope type {kind!r} is not supported (supported: {', '.join(supported)})")
+    for place in (rope, fields):
+        if place.number_or_none("partial_rotary_factor") not in (None, 1):
+            place.fail("partial_rotary_factor is only supported as 1")
+    theta_place = rope if "rope_theta" in rope else fields
+    theta = theta_place.number("rope_theta", 10000.0)
+    if theta <= 1:
+        theta_place.fail(f"rope_theta must be above 1, got {theta!r}")
+    config = RopeConfig(kind=cast(RopeKind, kind), theta=theta)
+    if kind == "default":
+        return config
+    if kind == "linear":
+        return dataclasses.replace(config, factor=rope.positive("factor"))
+    place = fields if "original_max_position_embeddings" in fields else rope
+    original = place.integer("original_max_position_embeddings", max_positions)
+    config = dataclasses.replace(config, original_max_positions=original)
+    return _read_llama3(rope, config) if kind == "llama3" else _read_yarn(rope, config)
+
+
+def _read_llama3(rope: Fields, config: RopeConfig) -> RopeConfig:
+    low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
+    if high <= low:
+        rope.fail(f"high_freq_factor ({high}) must be above low_freq_factor ({low})")
+    return dataclasses.replace(
+        config, factor=rope.positive("factor"), low_freq_factor=low, high_freq_factor=high
+    )
+
+
+def _read_yarn(rope: Fields, config: RopeConfig) -> RopeConfig:
+    return dataclasses.replace(
+        config,
+        factor=rope.positive("factor") if "factor" in rope else None,
+        beta_fast=rope.number_or_none("beta_fast") or 32.0,
+        beta_slow=rope.number_or_none("beta_slow") or 1.0,
+        attention_factor=rope.number_or_none("attention_factor"),
+        mscale=rope.number_or_none("mscale"),
+        mscale_all_dim=rope.number_or_none("mscale_all_dim"),
+        truncate=rope.flag("truncate", True),
+    )
+
+
+def qwen_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+    """Sliding windows of Qwen 2 and 3: off unless use_sliding_window, then by layer_types or from
+    max_window_layers on. Raises ModelError."""
+    window = None
+    if fields.flag("use_sliding_window", False):
+        window = fields.integer_or_none("sliding_window", 4096)
+    kinds = fields.texts_or_none("layer_types")
+    if kinds is None:
+        first = fields.integer("max_window_layers", 28, minimum=0)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if len(kinds) != num_layers:
+        fields.fail(f"layer_types names {len(kinds)} layers, num_hidden_layers is {num_layers}")
+    for kind in sorted(set(kinds)):
+        if kind not in ("full_attention", "sliding_attention"):
+            fields.fail(
+                f"layer type {kind!r} is not supported (supported: full_attention, sliding_attention)"
+            )
+    if window is None and "sliding_attention" in kinds:
+        fields.fail("layer_types has sliding_attention, but no sliding window is in use")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

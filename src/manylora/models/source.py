@@ -1,0 +1,47 @@
+"""From what the operator typed to a folder on disk: a local directory, else a model of the Hugging Face Hub.
+
+Downloads only what serving reads (safetensors, JSON, tokenizer files): never a pickle file, never code.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from manylora.models.spec import ModelError
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-][\w.-]*")
+_WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+_UNWANTED = ("original/*", "consolidated*", "onnx/*", "*/*.safetensors")
+
+
+def resolve_model(model: str) -> Path:
+    """The folder of a model named by path or hub id; a hub model is downloaded unless it is cached.
+
+    Raises ModelError, which says what to do, when there is no such folder and no download is possible.
+    """
+    path = Path(model).expanduser()
+    if model and path.is_dir():
+        return path
+    if path.is_file():
+        raise ModelError(f"{model}: is a file; name the folder that holds config.json")
+    if not _HUB_ID.fullmatch(model) or model.startswith("."):
+        raise ModelError(f"{model}: no such directory")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ModelError(
+            f"{model}: no such directory, and downloading it from the hub needs huggingface_hub: "
+            "pip install 'manylora[hub]'"
+        ) from error
+    try:
+        folder = snapshot_download(model, allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED))
+    except Exception as error:
+        # Errors of whatever HTTP package the hub client uses may come. They span paragraphs; the first line
+        # says what happened.
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ModelError(
+            f"{model}: no such directory, and the hub download failed ({reason}); check the name, the "
+            "network and HF_TOKEN, or download the model elsewhere and give its folder"
+        ) from error
+    return Path(folder)

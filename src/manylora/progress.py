@@ -1,0 +1,34 @@
+"""A progress bar on stderr for what takes long at start-up."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tqdm import tqdm
+
+
+class Bar:
+    """Call with (done, total) in bytes; draws on a terminal, stays silent elsewhere."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._bar: tqdm[Any] | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        bar = self._bar
+        if bar is None:
+            # disable=None: only where stderr is a terminal.
+            bar = tqdm(
+                total=total,
+                desc=self._what,
+                unit="B",
+                unit_scale=True,
+                file=sys.stderr,
+                disable=None,
+                leave=False,
+            )
+            self._bar = bar
+        bar.update(done - bar.n)
+        if done >= total:
+            bar.close()

@@ -1,0 +1,98 @@
+"""Loading and unloading adapters while the server runs.
+
+Decides which folders may be read; whether one holds an adapter that fits is the engine's to say.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse
+
+from manylora.engine.client import EngineClient
+from manylora.server.errors import ApiError, clipped
+from manylora.server.lifecycle import Lifecycle
+from manylora.server.metrics import Metrics
+from manylora.server.models import note_model
+from manylora.server.schemas import LoadAdapterBody, UnloadAdapterBody, read_body
+from manylora.server.settings import ServerSettings
+
+# Names become metric labels and log fields.
+_MAX_NAME_CHARS = 512
+
+
+def permitted_folder(path: str, root: Path | None) -> Path:
+    """The adapter folder that ``path`` means, links resolved, if it lies under ``root``.
+
+    A relative path is tried from the working directory, then from ``root``. Raises ApiError: 403 for a path
+    outside (whether or not it exists), 404 for no such folder, 400 for one that is no path at all.
+    """
+    if root is None:
+        raise ApiError(403, "loading adapters at run time is off: start the server with --adapter-dir")
+    try:
+        resolved_root = root.resolve()
+        candidates = [Path(path).resolve(), (resolved_root / path).resolve()]
+        inside = [folder for folder in candidates if folder.is_relative_to(resolved_root)]
+        if not inside:
+            raise ApiError(403, f"'{clipped(path)}' is outside the folder that adapters may be loaded from")
+        for folder in inside:
+            if folder.is_dir():
+                return folder
+    except (ValueError, OSError, RuntimeError) as error:
+        # A NUL byte, a name too long for the file system, or links that run in a circle.
+        raise ApiError(400, f"'{clipped(path)}' is not a usable path: {error}", param="lora_path") from error
+    raise ApiError(404, f"there is no adapter folder '{clipped(path)}'", param="lora_path")
+
+
+def _invalid(message: str, param: str) -> ApiError:
+    return ApiError(400, message, param=param, kind="InvalidUserInput")
+
+
+def routes(
+    client: EngineClient, settings: ServerSettings, lifecycle: Lifecycle, metrics: Metrics
+) -> APIRouter:
+    """/v1/load_lora_adapter and /v1/unload_lora_adapter."""
+    router = APIRouter(tags=["adapters"])
+
+    async def is_served(name: str) -> bool:
+        return any(card.name == name for card in await client.adapters())
+
+    @router.post("/v1/load_lora_adapter", summary="Serve an adapter from the permitted folder")
+    async def load(request: Request) -> PlainTextResponse:
+        if settings.adapter_dir is None:
+            permitted_folder("", None)
+        body = await read_body(request, LoadAdapterBody)
+        name = body.lora_name
+        if not name or not body.lora_path:
+            missing = "lora_path" if name else "lora_name"
+            raise _invalid("Both 'lora_name' and 'lora_path' must be provided.", missing)
+        note_model(request, name)
+        if len(name) > _MAX_NAME_CHARS:
+            raise _invalid(f"lora_name may have at most {_MAX_NAME_CHARS} characters", "lora_name")
+        if name == settings.served_model_name:
+            raise _invalid(f"'{name}' is the name of the base model.", "lora_name")
+        if await is_served(name):
+            hint = " Replacing it in place is not supported: unload it first." if body.load_inplace else ""
+            raise _invalid(f"The lora adapter '{name}' has already been loaded.{hint}", "lora_name")
+        folder = permitted_folder(body.lora_path, settings.adapter_dir)
+        async with lifecycle.interruptible():
+            await client.add_adapter(name, str(folder))
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    @router.post("/v1/unload_lora_adapter", summary="Stop serving an adapter; answers once it is gone")
+    async def unload(request: Request) -> PlainTextResponse:
+        body = await read_body(request, UnloadAdapterBody)
+        name = body.lora_name
+        if not name:
+            raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
+        note_model(request, name)
+        if not await is_served(name):
+            message = f"The lora adapter '{clipped(name)}' cannot be found."
+            raise ApiError(404, message, param="lora_name")
+        async with lifecycle.interruptible():
+            await client.remove_adapter(name)
+        metrics.forget(name)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    return router

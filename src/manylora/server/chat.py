@@ -1,0 +1,100 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from manylora.server.generation import GenerationResponse, Job, Service, StreamPlan, answer_id
+from manylora.server.logprobs import ChatLogprobs, TokenNames
+from manylora.server.models import Models, note_model
+from manylora.server.sampling import chat_params, max_chat_tokens
+from manylora.server.schemas import ChatBody, check_supported, read_body
+from manylora.server.streaming import ChunkWriter, Usage, encode
+from manylora.text.chat import render_chat
+from manylora.text.generate import TextDelta, TextOutput
+from manylora.text.prompts import encode_text, fit_params, require_tokenizer
+from manylora.types import TokenLogprobs
+
+_ROLE = b'"delta":{"role":"assistant","content":""}'
+
+
+class ChatShape:
+    """Choices with a ``message``, or with a ``delta`` after one that gives the role."""
+
+    def __init__(self, job: Job, names: TokenNames) -> None:
+        self._job = job
+        self._created_s = int(time.time())
+        num_top = job.params[0].logprobs
+        self._logprobs = None if num_top is None else ChatLogprobs(names, num_top)
+
+    def identity(self, is_chunk: bool) -> dict[str, str | int]:
+        """See Shape."""
+        return {
+            "id": self._job.id,
+            "object": "chat.completion.chunk" if is_chunk else "chat.completion",
+            "created": self._created_s,
+            "model": self._job.chosen.name,
+        }
+
+    def opening(self, writer: ChunkWriter, usage: Usage | None) -> bytes:
+        """See Shape."""
+        return b"".join(
+            writer.chunk(index, _ROLE, TextDelta(index), None, usage) for index in range(self._job.n)
+        )
+
+    def chunk(self, writer: ChunkWriter, index: int, delta: TextDelta, usage: Usage | None) -> bytes:
+        """See Shape."""
+        content = b'"delta":{"content":' + encode(delta.text) + b"}"
+        return writer.chunk(index, content, delta, self._encode(delta.logprobs), usage)
+
+    def choice(self, index: int, output: TextOutput) -> dict[str, Any]:
+        """See Shape."""
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            "logprobs": self._encode(output.logprobs),
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+
+    def _encode(self, logprobs: tuple[TokenLogprobs, ...] | list[TokenLogprobs]) -> dict[str, Any] | None:
+        return None if self._logprobs is None else self._logprobs.encode(logprobs)
+
+
+def routes(service: Service, models: Models) -> APIRouter:
+    """/v1/chat/completions."""
+    router = APIRouter(tags=["generation"])
+
+    @router.post("/v1/chat/completions", summary="Continue a conversation")
+    async def chat(request: Request) -> Response:
+        start_s = time.perf_counter()
+        body = await read_body(request, ChatBody)
+        note_model(request, body.model)
+        chosen = await models.choose(body.model)
+        check_supported(body)
+        params = chat_params(body)
+        tokenizer = require_tokenizer(service.tokenizer, "messages")
+        text = render_chat(
+            tokenizer,
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            template_kwargs=body.chat_template_kwargs,
+        )
+        # The template has written the special tokens already.
+        add_special_tokens = bool(body.add_special_tokens)
+        prompt = await encode_text(tokenizer, text, add_special_tokens=add_special_tokens, param="messages")
+        params = fit_params(
+            prompt,
+            params,
+            service.client.info,
+            is_max_tokens_explicit=max_chat_tokens(body) is not None,
+            param="messages",
+        )
+        job = Job(answer_id("chatcmpl", request), chosen, [prompt], [params], start_s)
+        names = TokenNames(tokenizer, bool(body.return_tokens_as_token_ids))
+        return GenerationResponse(service, job, ChatShape(job, names), StreamPlan.of(body))
+
+    return router

@@ -1,0 +1,149 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from manylora.server.generation import GenerationResponse, Job, Service, StreamPlan, answer_id
+from manylora.server.logprobs import CompletionLogprobs, TokenNames
+from manylora.server.models import Models, note_model
+from manylora.server.sampling import completion_params
+from manylora.server.schemas import CompletionBody, check_supported, read_body
+from manylora.server.streaming import ChunkWriter, Usage, encode
+from manylora.text.generate import TextDelta, TextOutput
+from manylora.text.prompts import encode_text, fit_params, require_tokenizer
+from manylora.types import InvalidRequest, SamplingParams
+
+# Each prompt is an engine request of its own; more than this would hold up the event loop.
+MAX_PROMPTS = 4096
+
+Prompt = str | list[int]
+
+
+class CompletionShape:
+    """Choices with ``text``. ``echoes`` holds, per prompt, the text that comes before the completion."""
+
+    def __init__(self, job: Job, names: TokenNames, echoes: list[str]) -> None:
+        self._job = job
+        self._created_s = int(time.time())
+        self._unechoed = {
+            prompt * job.n + sample: text for prompt, text in enumerate(echoes) for sample in range(job.n)
+        }
+        num_top = job.params[0].logprobs
+        self._logprobs = None if num_top is None else (names, num_top)
+        self._writers: dict[int, CompletionLogprobs] = {}
+
+    def identity(self, is_chunk: bool) -> dict[str, str | int]:
+        """See Shape."""
+        return {
+            "id": self._job.id,
+            "object": "text_completion",
+            "created": self._created_s,
+            "model": self._job.chosen.name,
+        }
+
+    def opening(self, writer: ChunkWriter, usage: Usage | None) -> bytes:
+        """See Shape."""
+        return b""
+
+    def chunk(self, writer: ChunkWriter, index: int, delta: TextDelta, usage: Usage | None) -> bytes:
+        """See Shape."""
+        text = self._unechoed.pop(index, "") + delta.text
+        return writer.chunk(index, b'"text":' + encode(text), delta, self._encode(index, delta), usage)
+
+    def choice(self, index: int, output: TextOutput) -> dict[str, Any]:
+        """See Shape."""
+        return {
+            "index": index,
+            "text": self._unechoed.pop(index, "") + output.text,
+            "logprobs": self._encode(index, output),
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+
+    def _encode(self, index: int, news: TextDelta | TextOutput) -> dict[str, Any] | None:
+        if self._logprobs is None:
+            return None
+        writer = self._writers.get(index)
+        if writer is None:
+            writer = self._writers[index] = CompletionLogprobs(*self._logprobs)
+        return writer.encode(news.logprobs)
+
+
+def split_prompts(prompt: str | list[Any]) -> list[Prompt]:
+    """One text, one list of token ids, or a list of either; raises InvalidRequest for anything else."""
+    prompts: list[Prompt]
+    if isinstance(prompt, str):
+        prompts = [prompt]
+    elif all(isinstance(item, int) for item in prompt):
+        # An empty list is an empty prompt.
+        prompts = [prompt]
+    elif all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) for item in prompt):
+        prompts = prompt
+    else:
+        raise InvalidRequest(
+            "prompt must be a string, a list of token ids, a list of strings or a list of lists of token ids",
+            "prompt",
+        )
+    if not all(prompts):
+        raise InvalidRequest("prompt must not be empty", "prompt")
+    if len(prompts) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt may hold at most {MAX_PROMPTS} prompts", "prompt")
+    return prompts
+
+
+def routes(service: Service, models: Models) -> APIRouter:
+    """/v1/completions."""
+    router = APIRouter(tags=["generation"])
+
+    async def fitted(
+        body: CompletionBody, prompt: Prompt, params: SamplingParams
+    ) -> tuple[tuple[int, ...], SamplingParams]:
+        if isinstance(prompt, str):
+            add_special_tokens = body.add_special_tokens is not False
+            token_ids = await encode_text(
+                service.tokenizer, prompt, add_special_tokens=add_special_tokens, param="prompt"
+            )
+        else:
+            token_ids = tuple(prompt)
+        is_explicit = body.max_tokens is not None
+        return token_ids, fit_params(
+            token_ids, params, service.client.info, is_max_tokens_explicit=is_explicit
+        )
+
+    def echoes(body: CompletionBody, prompts: list[Prompt], params: SamplingParams) -> list[str]:
+        if not body.echo:
+            return []
+        if body.logprobs is not None:
+            raise InvalidRequest("echo together with logprobs is not supported by this server", "echo")
+        tokenizer = require_tokenizer(service.tokenizer, "echo")
+        return [
+            prompt if isinstance(prompt, str) else tokenizer.decode(prompt, params.skip_special_tokens)
+            for prompt in prompts
+        ]
+
+    @router.post("/v1/completions", summary="Complete a prompt")
+    async def complete(request: Request) -> Response:
+        start_s = time.perf_counter()
+        body = await read_body(request, CompletionBody)
+        note_model(request, body.model)
+        chosen = await models.choose(body.model)
+        check_supported(body)
+        params = completion_params(body)
+        prompts = split_prompts(body.prompt)
+        fitting = [await fitted(body, prompt, params) for prompt in prompts]
+        job = Job(
+            answer_id("cmpl", request),
+            chosen,
+            [ids for ids, _ in fitting],
+            [fit for _, fit in fitting],
+            start_s,
+        )
+        names = TokenNames(service.tokenizer, bool(body.return_tokens_as_token_ids))
+        shape = CompletionShape(job, names, echoes(body, prompts, params))
+        return GenerationResponse(service, job, shape, StreamPlan.of(body))
+
+    return router

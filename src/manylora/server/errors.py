@@ -1,0 +1,118 @@
+"""The one error body that clients see, and what turns exceptions into it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from manylora.engine.client import EngineDead
+from manylora.protocol import AdapterError
+from manylora.text.generate import GenerationFailed
+from manylora.types import InvalidRequest, RequestError
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "ContentTooLargeError",
+    503: "ServiceUnavailableError",
+}
+# A message may quote what a client sent; a body of megabytes must not come back, or go to the log.
+_MAX_MESSAGE_CHARS = 2000
+
+
+class ApiError(Exception):
+    """An answer other than success, ready to be sent."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        kind: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.kind = kind or _TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
+        self.headers = headers
+
+    def body(self) -> bytes:
+        """The error as JSON."""
+        message = self.message
+        if len(message) > _MAX_MESSAGE_CHARS:
+            message = message[:_MAX_MESSAGE_CHARS] + " ..."
+        error = {"message": message, "type": self.kind, "param": self.param, "code": self.status}
+        return msgspec.json.encode({"error": error})
+
+    def response(self) -> Response:
+        """The error as an HTTP response."""
+        return Response(self.body(), self.status, self.headers, media_type="application/json")
+
+
+def unavailable(message: str) -> ApiError:
+    """503: the server cannot take or finish requests any more."""
+    return ApiError(503, message, headers={"Retry-After": "1", "Connection": "close"})
+
+
+def as_api_error(error: Exception) -> ApiError | None:
+    """What a client is told of an exception; None for one that nobody expected."""
+    match error:
+        case ApiError():
+            return error
+        case InvalidRequest():
+            return ApiError(400, str(error), param=error.param)
+        case GenerationFailed():
+            return _from_engine(error.error)
+        case AdapterError():
+            kind = "InvalidUserInput" if error.status == 400 else None
+            return ApiError(error.status, str(error), kind=kind)
+        case EngineDead():
+            return unavailable(f"the engine has died: {error}")
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail), headers=error.headers)
+        case RequestValidationError():
+            return ApiError(400, str(error))
+    return None
+
+
+def _from_engine(error: RequestError) -> ApiError:
+    if error.status == 503:
+        return unavailable(error.message)
+    return ApiError(error.status, error.message, param=error.param)
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    known = as_api_error(error)
+    if known is None:
+        raise error
+    return known.response()
+
+
+def install(app: FastAPI) -> None:
+    """Let every expected exception of an endpoint become an error body."""
+    expected: tuple[type[Exception], ...] = (
+        ApiError, InvalidRequest, GenerationFailed, AdapterError, EngineDead, HTTPException,
+        RequestValidationError,
+    )  # fmt: skip
+    for kind in expected:
+        app.add_exception_handler(kind, _answer)
+
+
+def bug(request_id: str) -> ApiError:
+    """500: what a client is told of an exception that nobody expected."""
+    return ApiError(500, f"internal error; the server's log says more under request id {request_id}")
+
+
+def clipped(text: str, limit: int = 200) -> str:
+    """A client's own words, short enough to quote."""
+    return text if len(text) <= limit else text[:limit] + "..."

@@ -1,0 +1,197 @@
+"""One generation request from submission to its last byte, the same for completions and chat.
+
+A route says what to run (``Job``) and how it looks on the wire (``Shape``); this runs it, counts it, and
+ends it when the client goes, the server stops or the engine dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Protocol
+
+import msgspec
+from fastapi import Request, Response
+from starlette.types import Receive, Scope, Send
+
+from manylora.engine.client import EngineClient, GenerationRequest
+from manylora.server.errors import as_api_error
+from manylora.server.lifecycle import Lifecycle
+from manylora.server.metrics import Metrics, Recorder
+from manylora.server.models import Chosen
+from manylora.server.schemas import SamplingFields
+from manylora.server.streaming import DONE, HEADERS, ChunkWriter, Usage, error_events, merged
+from manylora.text.generate import (
+    GenerationFailed,
+    TextDelta,
+    TextOutput,
+    TextStream,
+    add_delta,
+    generate_text,
+)
+from manylora.text.tokenizer import Tokenizer
+from manylora.types import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Service:
+    """What generation routes work with."""
+
+    client: EngineClient
+    tokenizer: Tokenizer | None
+    lifecycle: Lifecycle
+    metrics: Metrics
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """What to run: one engine request for each prompt. Choice ``prompt * n + sample`` is its answer."""
+
+    id: str
+    chosen: Chosen
+    prompts: Sequence[tuple[int, ...]]
+    params: Sequence[SamplingParams]
+    start_s: float
+
+    @property
+    def n(self) -> int:
+        """Samples of each prompt."""
+        return self.params[0].n
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamPlan:
+    """Whether and how an answer is streamed."""
+
+    is_on: bool
+    has_usage_chunk: bool
+    has_usage_always: bool
+
+    @classmethod
+    def of(cls, body: SamplingFields) -> StreamPlan:
+        """As the body's ``stream`` and ``stream_options`` ask."""
+        options = body.stream_options
+        has_usage = bool(options and options.include_usage)
+        is_continuous = bool(options and options.continuous_usage_stats)
+        return cls(bool(body.stream), has_usage, has_usage and is_continuous)
+
+
+class Shape(Protocol):
+    """How an answer looks on the wire. One instance serves one request."""
+
+    def identity(self, is_chunk: bool) -> dict[str, str | int]:
+        """The fields that open every chunk, and the whole answer."""
+
+    def opening(self, writer: ChunkWriter, usage: Usage | None) -> bytes:
+        """Chunks that come before all others, once the first delta is there."""
+
+    def chunk(self, writer: ChunkWriter, index: int, delta: TextDelta, usage: Usage | None) -> bytes:
+        """A delta of one choice as a chunk."""
+
+    def choice(self, index: int, output: TextOutput) -> dict[str, Any]:
+        """A whole choice."""
+
+
+Deltas = AsyncGenerator[tuple[int, TextDelta], None]
+
+# Client-chosen ids may repeat, so the engine's end in a number that does not.
+_serial = itertools.count()
+
+
+class GenerationResponse(Response):
+    """Runs a job while answering. Nothing is sent before the first delta, so a refusal keeps its status."""
+
+    def __init__(self, service: Service, job: Job, shape: Shape, plan: StreamPlan) -> None:
+        super().__init__()
+        self._service = service
+        self._job = job
+        self._shape = shape
+        self._plan = plan
+        self._usage = Usage(sum(len(prompt) for prompt in job.prompts))
+        self._has_begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        closing = contextlib.aclosing(self._deltas())
+        try:
+            # The last byte is sent outside: a client may leave once it has that, which is no interruption.
+            async with self._service.lifecycle.interruptible(receive), closing as deltas:
+                ending = await (self._stream(deltas, send) if self._plan.is_on else self._whole(deltas))
+        except Exception as error:
+            known = as_api_error(error)
+            if known is None or not self._has_begun:
+                raise
+            ending = error_events(known)
+        if self._plan.is_on:
+            await self._begin(send)
+            await send({"type": "http.response.body", "body": ending, "more_body": False})
+        else:
+            await Response(ending, media_type="application/json")(scope, receive, send)
+
+    async def _deltas(self) -> Deltas:
+        """Submit all prompts; every choice's deltas with its index, recorded, failures raised."""
+        job, recorders = self._job, []
+        streams: list[TextStream] = []
+        try:
+            for prompt, params in zip(job.prompts, job.params, strict=True):
+                streams.append(self._submit(prompt, params))
+                recorders.append(self._recorder(prompt, params))
+            async with contextlib.aclosing(merged(streams)) as deltas:
+                async for number, delta in deltas:
+                    recorders[number].observe(delta)
+                    if delta.error is not None:
+                        raise GenerationFailed(delta.error)
+                    self._usage.count(delta)
+                    yield number * job.n + delta.sample, delta
+        finally:
+            for recorder in recorders:
+                recorder.close()
+            # Idempotent, and needed where a later prompt could not be submitted.
+            for stream in streams:
+                await stream.aclose()
+
+    def _submit(self, prompt: tuple[int, ...], params: SamplingParams) -> TextStream:
+        request_id = f"{self._job.id}-{next(_serial)}"
+        request = GenerationRequest(request_id, prompt, params, self._job.chosen.adapter)
+        return generate_text(self._service.client, self._service.tokenizer, request)
+
+    def _recorder(self, prompt: tuple[int, ...], params: SamplingParams) -> Recorder:
+        adapter = self._job.chosen.adapter
+        return self._service.metrics.request(adapter, len(prompt), params.n, self._job.start_s)
+
+    async def _begin(self, send: Send) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
+
+    async def _stream(self, deltas: Deltas, send: Send) -> bytes:
+        """Send all chunks but the end of the stream, which it returns."""
+        shape, plan, usage = self._shape, self._plan, self._usage
+        writer = ChunkWriter(shape.identity(is_chunk=True))
+        always = usage if plan.has_usage_always else None
+        async for index, delta in deltas:
+            data = shape.chunk(writer, index, delta, always)
+            if not self._has_begun:
+                await self._begin(send)
+                data = shape.opening(writer, always) + data
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        return (writer.usage_chunk(usage) if plan.has_usage_chunk else b"") + DONE
+
+    async def _whole(self, deltas: Deltas) -> bytes:
+        """The whole answer, once all of it is there."""
+        outputs = [TextOutput(index) for index in range(len(self._job.prompts) * self._job.n)]
+        async for index, delta in deltas:
+            add_delta(outputs[index], delta)
+        answer = {
+            **self._shape.identity(is_chunk=False),
+            "choices": [self._shape.choice(index, output) for index, output in enumerate(outputs)],
+            "usage": self._usage.encode(),
+        }
+        return msgspec.json.encode(answer)
+
+
+def answer_id(prefix: str, request: Request) -> str:
+    """The answer's id, from the request's."""
+    return f"{prefix}-{request.state.request_id}"

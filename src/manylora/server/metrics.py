@@ -1,0 +1,161 @@
+"""Prometheus metrics: what the server measures of requests, beside what the engine reports of itself.
+
+Names and buckets are vLLM's wherever vLLM has the metric; ours start with ``manylora:``. Each app has a
+registry of its own.
+"""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+
+from manylora.engine.client import EngineInfo, EngineStats
+from manylora.server.collector import EngineCollector
+from manylora.text.generate import TextDelta
+
+_FIRST_TOKEN_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+    80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+_TOKEN_S = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+_REQUEST_S = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
+    960.0, 1920.0, 7680.0,
+)  # fmt: skip
+# One histogram per adapter: few buckets keep the page small with thousands of adapters.
+_ADAPTER_FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class Metrics:
+    """One app's metrics. ``base`` is the base model's id."""
+
+    def __init__(self, base: str, info: EngineInfo) -> None:
+        self._base = base
+        self._registry = CollectorRegistry()
+        self._engine = EngineCollector(base, info)
+        self._registry.register(self._engine)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            labelled = Histogram(name, text, ["model_name"], buckets=buckets, registry=self._registry)
+            return labelled.labels(base)
+
+        self.first_token_s = histogram(
+            "vllm:time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S
+        )
+        self.inter_token_s = histogram(
+            "vllm:inter_token_latency_seconds", "From one token of a sample to its next.", _TOKEN_S
+        )
+        self.per_output_token_s = histogram(
+            "vllm:request_time_per_output_token_seconds", "A sample's mean time per token after its first.",
+            _TOKEN_S,
+        )  # fmt: skip
+        self.end_to_end_s = histogram(
+            "vllm:e2e_request_latency_seconds", "Arrival to the last token.", _REQUEST_S
+        )
+        self.queue_s = histogram(
+            "vllm:request_queue_time_seconds", "Time spent waiting for admission.", _REQUEST_S
+        )
+        self.success = Counter(
+            "vllm:request_success", "Finished samples by reason.", ["model_name", "finished_reason"],
+            registry=self._registry,
+        )  # fmt: skip
+        for reason in ("stop", "length", "abort", "error"):
+            self.success.labels(base, reason)
+        self._adapter_requests = self._per_adapter("requests", "Requests taken.")
+        self._adapter_prompt = self._per_adapter("prompt_tokens", "Prompt tokens of requests taken.")
+        self._adapter_generated = self._per_adapter("generation_tokens", "Tokens generated.")
+        self._adapter_first_token_s = Histogram(
+            "manylora:adapter_time_to_first_token_seconds", "Arrival to first token, by adapter.",
+            ["adapter_name"], buckets=_ADAPTER_FIRST_TOKEN_S, registry=self._registry,
+        )  # fmt: skip
+
+    def _per_adapter(self, name: str, text: str) -> Counter:
+        text += " The base model counts under its own id."
+        return Counter(f"manylora:adapter_{name}", text, ["adapter_name"], registry=self._registry)
+
+    def request(self, adapter: str | None, num_prompt_tokens: int, n: int, start_s: float) -> Recorder:
+        """Start recording one engine request that arrived at ``start_s`` (time.perf_counter)."""
+        name = adapter or self._base
+        self._adapter_requests.labels(name).inc()
+        self._adapter_prompt.labels(name).inc(num_prompt_tokens)
+        return Recorder(
+            self, self._adapter_generated.labels(name), self._adapter_first_token_s.labels(name), n, start_s
+        )
+
+    def count_finished(self, reason: str, num_samples: int = 1) -> None:
+        """Count samples that ended for ``reason``."""
+        self.success.labels(self._base, reason).inc(num_samples)
+
+    def forget(self, adapter: str) -> None:
+        """Drop the series of an adapter that is served no more."""
+        for metric in (
+            self._adapter_requests,
+            self._adapter_prompt,
+            self._adapter_generated,
+            self._adapter_first_token_s,
+        ):
+            try:
+                metric.remove(adapter)
+            except KeyError:
+                continue
+
+    def render(self, stats: EngineStats | None) -> bytes:
+        """The page to scrape. ``stats`` None: the engine does not answer, its last snapshot is shown."""
+        self._engine.update(stats)
+        return generate_latest(self._registry)
+
+
+class Recorder:
+    """Watches the deltas of one engine request. Cheap: it runs once for every delta."""
+
+    def __init__(
+        self, metrics: Metrics, generated: Counter, first_token_s: Histogram, n: int, start_s: float
+    ) -> None:
+        self._metrics = metrics
+        self._generated = generated
+        self._adapter_first_token_s = first_token_s
+        self._start_s = start_s
+        self._num_open = n
+        self._has_token = False
+        self._first_s = [0.0] * n
+        self._last_s = [0.0] * n
+        self._num_tokens = [0] * n
+
+    def observe(self, delta: TextDelta) -> None:
+        """Record one delta as it is about to be sent."""
+        sample, num_new = delta.sample, len(delta.token_ids)
+        if num_new:
+            now_s = time.perf_counter()
+            self._generated.inc(num_new)
+            if not self._has_token:
+                self._has_token = True
+                self._metrics.first_token_s.observe(now_s - self._start_s)
+                self._adapter_first_token_s.observe(now_s - self._start_s)
+                self._metrics.queue_s.observe(delta.queue_s)
+            if self._num_tokens[sample]:
+                self._metrics.inter_token_s.observe((now_s - self._last_s[sample]) / num_new)
+            else:
+                self._first_s[sample] = now_s
+            self._last_s[sample] = now_s
+            self._num_tokens[sample] += num_new
+        if delta.finish_reason is not None:
+            self._finish(sample, delta.finish_reason)
+
+    def _finish(self, sample: int, reason: str) -> None:
+        self._num_open -= 1
+        self._metrics.count_finished(reason)
+        num_later = self._num_tokens[sample] - 1
+        if num_later > 0:
+            seconds = self._last_s[sample] - self._first_s[sample]
+            self._metrics.per_output_token_s.observe(seconds / num_later)
+        if self._num_open == 0:
+            self._metrics.end_to_end_s.observe(time.perf_counter() - self._start_s)
+
+    def close(self) -> None:
+        """The request is over; samples that have not finished were aborted. Idempotent."""
+        if self._num_open > 0:
+            self._metrics.count_finished("abort", self._num_open)
+            self._num_open = 0

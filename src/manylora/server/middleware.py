@@ -1,0 +1,155 @@
+"""What happens to every request, whatever its route: id and log line, refusal, API key, body size.
+
+Pure ASGI, so that streams pass through untouched and context variables survive.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from manylora.server.errors import ApiError, bug, clipped
+from manylora.server.lifecycle import Disconnected, Lifecycle
+
+logger = logging.getLogger("manylora.server.access")
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+# These answer while the server drains or its engine is dead, and without a key.
+_PROBES = frozenset({"/health", "/ping", "/version", "/metrics"})
+_CLIENT_CLOSED_REQUEST = 499
+
+
+class RequestLog:
+    """Gives each request its id (the client's own if it sent one) and one log line at its end."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start_s = time.perf_counter()
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        status = _CLIENT_CLOSED_REQUEST
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except (Disconnected, ClientDisconnect):
+            status = _CLIENT_CLOSED_REQUEST
+        except Exception:
+            logger.exception("request %s failed", request_id)
+            if status != _CLIENT_CLOSED_REQUEST:
+                raise
+            await bug(request_id).response()(scope, receive, send_with_id)
+        finally:
+            logger.info(
+                "id=%s model=%r status=%d duration=%.3fs %s %r",
+                request_id, state.get("model"), status, time.perf_counter() - start_s,
+                scope["method"], clipped(scope["path"]),
+            )  # fmt: skip
+
+
+class Gate:
+    """Counts open requests; refuses new ones while the server drains or its engine is dead."""
+
+    def __init__(self, app: ASGIApp, lifecycle: Lifecycle) -> None:
+        self._app = app
+        self._lifecycle = lifecycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http" or scope["path"] in _PROBES:
+            await self._app(scope, receive, send)
+            return
+        refusal = self._lifecycle.refusal()
+        if refusal is not None:
+            await refusal.response()(scope, receive, send)
+            return
+        with self._lifecycle.opened():
+            await self._app(scope, receive, send)
+
+
+class ApiKeys:
+    """Asks for one of the keys on /v1/*."""
+
+    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]) -> None:
+        self._app = app
+        # Digests have one length, so that comparing takes the same time whatever was sent.
+        self._digests = [_digest(key.encode()) for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] == "http" and self._is_guarded(scope["path"]) and not self._is_allowed(scope):
+            error = ApiError(401, "missing or wrong API key", headers={"WWW-Authenticate": "Bearer"})
+            await error.response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _is_guarded(self, path: str) -> bool:
+        return bool(self._digests) and (path == "/v1" or path.startswith("/v1/"))
+
+    def _is_allowed(self, scope: Scope) -> bool:
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            return False
+        # Header values come as latin-1; the bytes are what a key's UTF-8 is compared with.
+        digest = _digest(key.strip().encode("latin-1"))
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return any(matches)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class BodyLimit:
+    """Refuses a body over a size, by its announced length or, where none is announced, as it comes in."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = Headers(scope=scope).get("content-length", "")
+        if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
+            await self._too_large().response()(scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def receive_counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            if message["type"] == "http.request":
+                num_bytes += len(message.get("body", b""))
+                if num_bytes > self._max_bytes:
+                    raise self._too_large()
+            return message
+
+        await self._app(scope, receive_counted, send)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the request's body is over the limit of {self._max_bytes} bytes")

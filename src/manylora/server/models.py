@@ -1,0 +1,113 @@
+"""Which model a request means, and the cards that /v1/models shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from manylora.engine.client import EngineClient
+from manylora.server.errors import ApiError, clipped
+from manylora.server.settings import ServerSettings
+from manylora.types import AdapterCard
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chosen:
+    """The model of a request: ``name`` in the client's words, ``adapter`` None for the base."""
+
+    name: str
+    adapter: str | None
+
+
+class Models:
+    """The base model and the adapters that the engine serves now."""
+
+    def __init__(self, client: EngineClient, settings: ServerSettings) -> None:
+        self._client = client
+        self._settings = settings
+        self._created_s = int(time.time())
+
+    async def choose(self, name: str) -> Chosen:
+        """Match a name whole, else split at its last colon (``base:adapter``); else ApiError 404."""
+        base = self._settings.served_model_name
+        if name == base:
+            return Chosen(name, None)
+        served = {card.name for card in await self._client.adapters()}
+        if name in served:
+            return Chosen(name, name)
+        left, _, right = name.rpartition(":")
+        if left == base and right in served:
+            return Chosen(name, right)
+        raise ApiError(404, f"The model `{clipped(name)}` does not exist.", param="model")
+
+    async def cards(self) -> list[dict[str, Any]]:
+        """The base's card, then the adapters' in the order they were added."""
+        return [self._base_card(), *(self._adapter_card(card) for card in await self._client.adapters())]
+
+    async def card(self, name: str) -> dict[str, Any]:
+        """One model's card; raises ApiError 404."""
+        adapter = (await self.choose(name)).adapter
+        if adapter is None:
+            return self._base_card()
+        for card in await self._client.adapters():
+            if card.name == adapter:
+                return self._adapter_card(card)
+        raise ApiError(404, f"The model `{clipped(name)}` does not exist.", param="model")
+
+    def _base_card(self) -> dict[str, Any]:
+        settings = self._settings
+        return self._card(settings.served_model_name, self._created_s, settings.model_root, None)
+
+    def _adapter_card(self, card: AdapterCard) -> dict[str, Any]:
+        return self._card(card.name, card.created_s, card.path, self._settings.served_model_name)
+
+    def _card(self, name: str, created_s: int, root: str, parent: str | None) -> dict[str, Any]:
+        permission = {
+            "id": f"modelperm-{name}",
+            "object": "model_permission",
+            "created": created_s,
+            "allow_create_engine": False,
+            "allow_sampling": True,
+            "allow_logprobs": True,
+            "allow_search_indices": False,
+            "allow_view": True,
+            "allow_fine_tuning": False,
+            "organization": "*",
+            "group": None,
+            "is_blocking": False,
+        }
+        return {
+            "id": name,
+            "object": "model",
+            "created": created_s,
+            "owned_by": "manylora",
+            "root": root,
+            "parent": parent,
+            "max_model_len": self._client.info.max_model_len,
+            "permission": [permission],
+        }
+
+
+def note_model(request: Request, name: str) -> None:
+    """Leave the model's name for the log line."""
+    request.state.model = clipped(name)
+
+
+def routes(models: Models) -> APIRouter:
+    """/v1/models."""
+    router = APIRouter(tags=["models"])
+
+    @router.get("/v1/models", summary="The base model and every adapter served now")
+    async def list_models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": await models.cards()})
+
+    @router.get("/v1/models/{name:path}", summary="One model")
+    async def show_model(request: Request, name: str) -> JSONResponse:
+        note_model(request, name)
+        return JSONResponse(await models.card(name))
+
+    return router

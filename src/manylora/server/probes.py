@@ -1,0 +1,47 @@
+"""Routes for load balancers and dashboards: health, version, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from manylora.engine.client import EngineClient, EngineDead, EngineStats
+from manylora.server.lifecycle import Lifecycle
+from manylora.server.metrics import Metrics
+
+# A scrape must be answered even when the engine is too busy, or too dead, to say anything.
+_STATS_TIMEOUT_S = 2.0
+
+
+def routes(client: EngineClient, lifecycle: Lifecycle, metrics: Metrics, version: str) -> APIRouter:
+    """/health, /ping, /version and /metrics: open without a key, answered to the end."""
+    router = APIRouter(tags=["probes"])
+
+    async def health() -> Response:
+        return Response(status_code=503 if lifecycle.refusal() else 200)
+
+    for path, also in (("/health", "HEAD"), ("/ping", "POST")):
+        router.add_api_route(path, health, methods=["GET"], summary="200 while requests are taken")
+        router.add_api_route(path, health, methods=[also], include_in_schema=False)
+
+    @router.get("/version", summary="manylora's version")
+    async def show_version() -> JSONResponse:
+        return JSONResponse({"version": version})
+
+    async def stats() -> EngineStats | None:
+        try:
+            return await asyncio.wait_for(client.stats(), _STATS_TIMEOUT_S)
+        except (EngineDead, TimeoutError):
+            return None
+
+    @router.get("/metrics", summary="Prometheus metrics")
+    async def show_metrics() -> Response:
+        snapshot = await stats()
+        # With thousands of adapters the page takes milliseconds to write.
+        page = await asyncio.to_thread(metrics.render, snapshot)
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
+
+    return router

@@ -1,0 +1,58 @@
+"""Request fields to SamplingParams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from manylora.server.schemas import ChatBody, CompletionBody, SamplingFields
+from manylora.types import InvalidRequest, SamplingParams
+
+_SAME_NAME = (
+    "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids",
+    "include_stop_str_in_output", "skip_special_tokens", "seed", "ignore_eos", "logit_bias",
+    "presence_penalty", "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
+
+# Every stop string costs time for each character that this process, shared by all requests, sends.
+MAX_STOP_STRINGS = 128
+
+
+def completion_params(body: CompletionBody) -> SamplingParams:
+    """As /v1/completions asks for; raises InvalidRequest."""
+    given: dict[str, Any] = {"logprobs": body.logprobs}
+    if body.max_tokens is not None:
+        given["max_tokens"] = body.max_tokens
+    elif body.min_tokens is not None:
+        # The default length must not make a valid minimum invalid.
+        given["max_tokens"] = max(body.min_tokens, SamplingParams().max_tokens or 0)
+    return _params(body, given)
+
+
+def chat_params(body: ChatBody) -> SamplingParams:
+    """As /v1/chat/completions asks for: by default as many tokens as the context allows."""
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs may be given with logprobs=true only", "top_logprobs")
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= 20:
+        raise InvalidRequest("top_logprobs must be between 0 and 20", "top_logprobs")
+    return _params(
+        body,
+        {
+            "max_tokens": max_chat_tokens(body),
+            "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+        },
+    )
+
+
+def max_chat_tokens(body: ChatBody) -> int | None:
+    """``max_completion_tokens`` is the newer name of ``max_tokens`` and wins."""
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+
+
+def _params(body: SamplingFields, given: dict[str, Any]) -> SamplingParams:
+    for name in _SAME_NAME:
+        value = getattr(body, name)
+        if value is not None:
+            given[name] = value
+    if isinstance(body.stop, list) and len(body.stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"stop may hold at most {MAX_STOP_STRINGS} strings", "stop")
+    return SamplingParams(**given)

@@ -1,0 +1,196 @@
+"""Request bodies: their fields and types, and which fields are not supported.
+
+Types are strict (a string is no number), null means the default, unknown fields are ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request
+
+from manylora.server.errors import ApiError
+from manylora.types import InvalidRequest
+
+Body = TypeVar("Body")
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream carries beside text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """What both generation routes take."""
+
+    model: str
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    seed: int | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    add_special_tokens: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    user: str | None = None
+    # Named so that asking for them is refused rather than ignored.
+    best_of: Any = None
+    use_beam_search: Any = None
+    prompt_logprobs: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    logits_processors: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    truncate_prompt_tokens: Any = None
+    return_token_ids: Any = None
+    kv_transfer_params: Any = None
+
+
+class CompletionBody(SamplingFields, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: Any = None
+    prompt_embeds: Any = None
+
+
+class ChatBody(SamplingFields, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    audio: Any = None
+    modalities: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    chat_template: Any = None
+    continue_final_message: Any = None
+    documents: Any = None
+    echo: Any = None
+
+
+class LoadAdapterBody(msgspec.Struct, kw_only=True):
+    """POST /v1/load_lora_adapter."""
+
+    lora_name: str | None = None
+    lora_path: str | None = None
+    load_inplace: bool | None = None
+
+
+class UnloadAdapterBody(msgspec.Struct, kw_only=True):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: str | None = None
+
+
+BODIES = (CompletionBody, ChatBody, LoadAdapterBody, UnloadAdapterBody)
+
+_PARAM = re.compile(r"`\$\.(\w+)|field `(\w+)`")
+
+
+async def read_body(request: Request, kind: type[Body]) -> Body:
+    """The request's JSON body as ``kind``, whatever its content type; raises ApiError 400."""
+    raw = await request.body()
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        found = _PARAM.search(str(error))
+        raise ApiError(400, str(error), param=found and (found[1] or found[2])) from error
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+
+
+def _is_off(value: Any) -> bool:
+    """Absent, false, zero or empty: nothing was asked for."""
+    return not value
+
+
+def _is_plain_text(value: Any) -> bool:
+    return value is None or value == {"type": "text"}
+
+
+def _is_absent(value: Any) -> bool:
+    return value is None
+
+
+# What each unsupported field may hold without asking for anything.
+_HARMLESS: dict[str, Callable[[Any], bool]] = {
+    "use_beam_search": _is_off,
+    "prompt_logprobs": _is_absent,
+    "response_format": _is_plain_text,
+    "structured_outputs": _is_off,
+    "guided_json": _is_off,
+    "guided_regex": _is_off,
+    "guided_choice": _is_off,
+    "guided_grammar": _is_off,
+    "logits_processors": _is_off,
+    "allowed_token_ids": _is_absent,
+    "bad_words": _is_off,
+    "truncate_prompt_tokens": _is_absent,
+    "return_token_ids": _is_off,
+    "kv_transfer_params": _is_off,
+    "suffix": _is_off,
+    "prompt_embeds": _is_off,
+    "functions": _is_off,
+    "function_call": lambda value: value in (None, "none"),
+    "audio": _is_off,
+    "modalities": lambda value: value in (None, ["text"]),
+    "prediction": _is_off,
+    "web_search_options": _is_absent,
+    "chat_template": _is_off,
+    "continue_final_message": _is_off,
+    "documents": _is_off,
+}
+
+
+def check_supported(body: SamplingFields) -> None:
+    """Raise InvalidRequest, naming the field, where a body asks for what this server cannot do."""
+    for name, is_harmless in _HARMLESS.items():
+        if not is_harmless(getattr(body, name, None)):
+            raise InvalidRequest(f"{name} is not supported by this server", name)
+    if body.best_of not in (None, 1 if body.n is None else body.n):
+        raise InvalidRequest("best_of other than n is not supported by this server", "best_of")
+    if isinstance(body, ChatBody):
+        if body.echo:
+            raise InvalidRequest("echo is not supported for chat completions", "echo")
+        if body.tool_choice not in (None, "none", "auto"):
+            raise InvalidRequest(
+                "tool_choice other than 'none' is not supported by this server", "tool_choice"
+            )
+        if body.tools and body.tool_choice != "none":
+            raise InvalidRequest("tools are not supported by this server; set tool_choice to 'none'", "tools")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options may be given with stream=true only", "stream_options")

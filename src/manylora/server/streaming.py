@@ -1,0 +1,127 @@
+"""Server-sent events: chunks of an answer, errors within a stream, several streams as one.
+
+A chunk differs from the next in a few fields only, so the rest is encoded once per request and chunks are
+put together from bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, Sequence
+
+import msgspec
+
+from manylora.server.errors import ApiError
+from manylora.text.generate import TextDelta, TextStream
+
+DONE = b"data: [DONE]\n\n"
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Asks proxies of nginx's kind not to collect chunks.
+    (b"x-accel-buffering", b"no"),
+]
+
+encode = msgspec.json.encode
+
+
+@dataclasses.dataclass(slots=True)
+class Usage:
+    """Tokens of one HTTP request."""
+
+    num_prompt: int
+    num_completion: int = 0
+    num_cached: int = 0
+
+    def count(self, delta: TextDelta) -> None:
+        """Add a delta's tokens."""
+        self.num_completion += len(delta.token_ids)
+        self.num_cached += delta.num_cached_tokens
+
+    def encode(self) -> msgspec.Raw:
+        """In OpenAI's shape."""
+        return msgspec.Raw(
+            b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,'
+            b'"prompt_tokens_details":{"cached_tokens":%d}}'
+            % (self.num_prompt, self.num_prompt + self.num_completion, self.num_completion, self.num_cached)
+        )
+
+
+class ChunkWriter:
+    """Writes the chunks of one answer. ``content`` is the JSON of what a choice holds beside its ends."""
+
+    def __init__(self, identity: dict[str, str | int]) -> None:
+        self._start = b"data: " + encode(identity)[:-1] + b',"choices":['
+
+    def chunk(
+        self,
+        index: int,
+        content: bytes,
+        delta: TextDelta,
+        logprobs: dict[str, object] | None,
+        usage: Usage | None,
+    ) -> bytes:
+        """One choice's news."""
+        reason = delta.finish_reason
+        return b'%b{"index":%d,%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b}]%b}\n\n' % (
+            self._start,
+            index,
+            content,
+            b"null" if logprobs is None else encode(logprobs),
+            b"null" if reason is None else encode(reason),
+            b"null" if delta.stop_reason is None else encode(delta.stop_reason),
+            b"" if usage is None else b',"usage":' + usage.encode(),
+        )
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        """The last chunk, without choices, that ``stream_options.include_usage`` asks for."""
+        return b'%b],"usage":%b}\n\n' % (self._start, usage.encode())
+
+
+def error_events(error: ApiError) -> bytes:
+    """The end of a stream that failed after its first byte."""
+    return b"data: " + error.body() + b"\n\n" + DONE
+
+
+async def merged(streams: Sequence[TextStream]) -> AsyncGenerator[tuple[int, TextDelta], None]:
+    """The deltas of all streams as they come, each with its stream's number. Closes the streams."""
+    try:
+        if len(streams) == 1:
+            async for delta in streams[0]:
+                yield 0, delta
+        else:
+            async for pair in _interleaved(streams):
+                yield pair
+    finally:
+        for stream in streams:
+            await stream.aclose()
+
+
+async def _interleaved(streams: Sequence[TextStream]) -> AsyncGenerator[tuple[int, TextDelta], None]:
+    queue: asyncio.Queue[tuple[int, TextDelta] | Exception | None] = asyncio.Queue()
+
+    async def pump(number: int, stream: TextStream) -> None:
+        try:
+            async for delta in stream:
+                queue.put_nowait((number, delta))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    num_open = len(tasks)
+    try:
+        while num_open:
+            item = await queue.get()
+            if item is None:
+                num_open -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        # A stream must not be closed while a task still waits inside it.
+        await asyncio.gather(*tasks, return_exceptions=True)

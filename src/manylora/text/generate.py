@@ -1,0 +1,201 @@
+"""Text out of an engine: joins an EngineClient's token deltas with a tokenizer and stop strings.
+
+Used by the HTTP server and by the in-process classes alike; knows neither.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import cast
+
+from manylora.engine.client import Delta, EngineClient, GenerationRequest
+from manylora.text.detokenize import Detokenizer
+from manylora.text.stops import StopChecker, StopStrings
+from manylora.text.tokenizer import Tokenizer
+from manylora.types import InvalidRequest, RequestError, SamplingParams, TokenLogprobs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TextDelta:
+    """News of one sample: a Delta with its text.
+
+    ``text`` may be empty while characters or a possible stop string are held back. ``token_ids`` include the
+    token that ended the sample, ``text`` does not. ``stop_reason`` is the stop string or the id among
+    ``stop_token_ids`` that ended it. ``error`` comes with finish_reason "error" only.
+    """
+
+    sample: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: RequestError | None = None
+    num_cached_tokens: int = 0
+    queue_s: float = 0.0
+    at_s: float = 0.0
+
+
+@dataclasses.dataclass(slots=True)
+class TextOutput:
+    """One finished sample."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class GenerationFailed(Exception):
+    """The engine refused a request or broke it off."""
+
+    def __init__(self, error: RequestError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+def generate_text(
+    client: EngineClient, tokenizer: Tokenizer | None, request: GenerationRequest
+) -> TextStream:
+    """Submit a request now; its text comes from the stream. Without a tokenizer all text is empty.
+
+    Raises InvalidRequest for stop strings without a tokenizer. Iterating may raise EngineDead.
+    """
+    if tokenizer is None and request.params.stop:
+        raise InvalidRequest("this model has no tokenizer: use stop_token_ids in place of stop", "stop")
+    return TextStream(client, tokenizer, request)
+
+
+class TextStream:
+    """The deltas of one request. Ends when each sample has; ``aclose`` before that aborts what still runs."""
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, request: GenerationRequest) -> None:
+        self._client = client
+        self._request = request
+        params = request.params
+        stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self._samples = [_Sample(tokenizer, params, stops) for _ in range(params.n)]
+        self._num_open = params.n
+        self._deltas = client.generate(request)
+
+    def __aiter__(self) -> AsyncIterator[TextDelta]:
+        return self
+
+    async def __anext__(self) -> TextDelta:
+        while self._num_open:
+            delta = await self._deltas.__anext__()
+            sample = self._samples[delta.sample]
+            if sample.is_finished:
+                # The engine ran ahead of a stop string that was found here.
+                continue
+            out = sample.take(delta)
+            if out.finish_reason is not None:
+                self._num_open -= 1
+                if delta.finish_reason is None:
+                    self._client.abort(self._request.id, delta.sample, "stop")
+            return out
+        await self.aclose()
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Abort what still runs. Idempotent."""
+        self._num_open = 0
+        # EngineClient.generate promises an iterator that can be closed, which AsyncIterator has no word for.
+        await cast(AsyncGenerator[Delta, None], self._deltas).aclose()
+
+
+class _Sample:
+    """The text of one sample so far, as far as it is still needed."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, params: SamplingParams, stops: StopStrings | None
+    ) -> None:
+        self._params = params
+        self._detokenizer: Detokenizer | None = (
+            tokenizer.detokenizer(params.skip_special_tokens) if tokenizer else None
+        )
+        self._checker = StopChecker(stops) if stops else None
+        self._num_tokens = 0
+        self.is_finished = False
+
+    def take(self, delta: Delta) -> TextDelta:
+        """The delta with its text, cut short where a stop string ends it."""
+        hides_last = delta.stop_token and not self._params.include_stop_str_in_output
+        num_shown = len(delta.tokens) - hides_last
+        text = ""
+        for position, token in enumerate(delta.tokens):
+            self._num_tokens += 1
+            if position < num_shown:
+                text += self._add(token)
+            if self._checker and self._checker.found is not None:
+                return self._finish_at_stop(delta, position + 1, text)
+        stop_reason: int | str | None = None
+        finish_reason = delta.finish_reason
+        if finish_reason is not None:
+            self.is_finished = True
+            text += self._flush()
+            if self._checker and self._checker.found is not None:
+                finish_reason, stop_reason = "stop", self._checker.found
+            elif delta.stop_token and delta.tokens[-1] in self._params.stop_token_ids:
+                stop_reason = delta.tokens[-1]
+        return TextDelta(
+            delta.sample, text, delta.tokens, delta.logprobs, finish_reason, stop_reason, delta.error,
+            delta.num_cached_tokens, delta.queue_s, delta.at_s,
+        )  # fmt: skip
+
+    def _add(self, token: int) -> str:
+        if self._detokenizer is None:
+            return ""
+        text = self._detokenizer.add(token)
+        # Text of the first min_tokens tokens is out of reach of stop strings.
+        if self._checker is None or not text or self._num_tokens <= self._params.min_tokens:
+            return text
+        return self._checker.feed(text)
+
+    def _flush(self) -> str:
+        text = self._detokenizer.finish() if self._detokenizer else ""
+        if self._checker is None:
+            return text
+        return self._checker.feed(text) + self._checker.finish()
+
+    def _finish_at_stop(self, delta: Delta, num_tokens: int, text: str) -> TextDelta:
+        self.is_finished = True
+        return TextDelta(
+            delta.sample,
+            text,
+            delta.tokens[:num_tokens],
+            delta.logprobs[:num_tokens],
+            "stop",
+            self._checker.found if self._checker else None,
+            num_cached_tokens=delta.num_cached_tokens,
+            queue_s=delta.queue_s,
+            at_s=delta.at_s,
+        )
+
+
+async def collect(stream: TextStream, n: int) -> list[TextOutput]:
+    """Wait for all ``n`` samples, in order; raises GenerationFailed if one of them failed.
+
+    Closes the stream, so that a caller that is cancelled leaves nothing running.
+    """
+    outputs = [TextOutput(index) for index in range(n)]
+    try:
+        async for delta in stream:
+            if delta.error is not None:
+                raise GenerationFailed(delta.error)
+            add_delta(outputs[delta.sample], delta)
+    finally:
+        await stream.aclose()
+    return outputs
+
+
+def add_delta(output: TextOutput, delta: TextDelta) -> None:
+    """Append a delta to its sample."""
+    output.text += delta.text
+    output.token_ids.extend(delta.token_ids)
+    output.logprobs.extend(delta.logprobs)
+    output.finish_reason = delta.finish_reason
+    output.stop_reason = delta.stop_reason

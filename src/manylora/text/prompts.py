@@ -1,0 +1,87 @@
+"""Checks a prompt against what the engine can hold, before the engine sees it.
+
+Each refusal is an InvalidRequest in the words that OpenAI's clients know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+
+from manylora.engine.client import EngineInfo
+from manylora.text.tokenizer import Tokenizer
+from manylora.types import InvalidRequest, SamplingParams
+
+# Above this many characters encoding takes milliseconds: too long for an event loop that others share.
+_MAX_INLINE_CHARS = 4096
+
+
+def require_tokenizer(tokenizer: Tokenizer | None, param: str) -> Tokenizer:
+    """The tokenizer, or InvalidRequest: without one only prompts of token ids can be served."""
+    if tokenizer is None:
+        raise InvalidRequest("this model has no tokenizer: send the prompt as token ids", param)
+    return tokenizer
+
+
+async def encode_text(
+    tokenizer: Tokenizer | None, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
+) -> tuple[int, ...]:
+    """Token ids of a text; a long one is encoded on another thread."""
+    known = require_tokenizer(tokenizer, param)
+    if len(text) <= _MAX_INLINE_CHARS:
+        return tuple(known.encode(text, add_special_tokens))
+    return tuple(await asyncio.to_thread(known.encode, text, add_special_tokens))
+
+
+def fit_params(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    info: EngineInfo,
+    *,
+    is_max_tokens_explicit: bool,
+    param: str = "prompt",
+) -> SamplingParams:
+    """The parameters with which this prompt can run, or InvalidRequest.
+
+    A default ``max_tokens`` shrinks to what the context leaves; an explicit one that does not fit is refused.
+    """
+    if not prompt:
+        raise InvalidRequest("the prompt must hold at least one token", param)
+    # Length first: a prompt of millions of ids is not worth looking at one by one.
+    room = info.max_model_len - len(prompt)
+    if room < 1:
+        raise _over_context(len(prompt), "at least 1", len(prompt) + 1, info, param)
+    _check_token_ids(prompt, info.vocab_size, param)
+    _check_token_ids(params.stop_token_ids, info.vocab_size, "stop_token_ids")
+    _check_token_ids([token for token, _ in params.logit_bias], info.vocab_size, "logit_bias")
+    # Numbers that mean no more than a smaller one become it, so that none is too large for the wire.
+    max_tokens = params.max_tokens
+    fitted = {"min_tokens": min(params.min_tokens, room)}
+    if params.top_k > info.vocab_size:
+        fitted["top_k"] = 0
+    if max_tokens is not None and max_tokens > room:
+        if is_max_tokens_explicit:
+            raise _over_context(len(prompt), str(max_tokens), len(prompt) + max_tokens, info, "max_tokens")
+        fitted["max_tokens"] = room
+    is_same = all(getattr(params, name) == value for name, value in fitted.items())
+    return params if is_same else dataclasses.replace(params, **fitted)
+
+
+def _over_context(
+    num_prompt: int, completion: str, num_total: int, info: EngineInfo, param: str
+) -> InvalidRequest:
+    return InvalidRequest(
+        f"This model's maximum context length is {info.max_model_len} tokens. However, you requested "
+        f"{num_total} tokens ({num_prompt} in the prompt, {completion} for the completion). "
+        "Please reduce the length of the prompt or the completion.",
+        param,
+    )
+
+
+def _check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    for token in token_ids:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise InvalidRequest(f"{param} must be made of integer token ids", param)
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(f"token id {token} is not in the vocabulary of {vocab_size} tokens", param)

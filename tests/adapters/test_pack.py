@@ -1,0 +1,241 @@
+"""Packed pages read back as kernels read them: the same A and B, and PEFT's own delta."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from manylora.adapters import pack as pack_module
+from manylora.adapters.pack import cell_offsets, layout_of, load_adapter
+from manylora.adapters.peft import CONFIG_NAME, WEIGHTS_NAME
+from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
+from manylora.protocol import AdapterError
+from tests.adapters.tiny import (
+    ALL_MODULES,
+    LAYERS,
+    PREFIX,
+    edit_tensors,
+    geometry,
+    inspect,
+    llama_groups,
+    make,
+    pack,
+)
+
+KINDS: dict[str, dict[str, Any]] = {
+    "list": {"r": 4, "lora_alpha": 12},
+    "few": {"target_modules": ["q_proj", "down_proj"], "r": 3},
+    "full name": {"target_modules": ["model.layers.1.mlp.up_proj"], "r": 2},
+    "regex": {"target_modules": r".*layers\.[02]\.(self_attn|mlp)\.(q|k|up)_proj", "r": 5},
+    "all-linear": {"target_modules": "all-linear", "r": 6},
+    "excluded": {"target_modules": "all-linear", "exclude_modules": ["k_proj"]},
+    "rslora": {"r": 7, "lora_alpha": 16, "use_rslora": True},
+    "rank_pattern": {
+        "r": 4,
+        "rank_pattern": {r"layers\.0\..*q_proj": 9, "q_proj": 2, "model.layers.2.mlp.down_proj": 1},
+        "alpha_pattern": {"down_proj": 3, r".*\.v_proj": 40, "layers.1.self_attn.q_proj": 5.5},
+    },
+    "rslora with patterns": {
+        "use_rslora": True,
+        "rank_pattern": {"o_proj": 16},
+        "alpha_pattern": {"o_proj": 1},
+    },
+    "some layers": {"layers_to_transform": [0, 2], "r": 4},
+    "one layer": {"layers_to_transform": 1, "layers_pattern": "layers", "r": 4},
+    "velora": {"r": 4, "velora_config": {"num_groups": 8}},
+    "gaussian": {"init_lora_weights": "gaussian", "ensure_weight_tying": False},
+    "mica": {"init_lora_weights": "mica", "r": 4},
+    "orthogonal": {"init_lora_weights": "orthogonal", "r": 4},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_adapters_give_pefts_delta(kind: str, tmp_path: Path) -> None:
+    model = make(tmp_path, **KINDS[kind])
+    shape = geometry()
+    spec = inspect(tmp_path)
+    packed = pack(spec, shape)
+    modules = dict(model.named_modules())
+    adapted = 0
+    for layer in range(LAYERS):
+        for index, projection in enumerate(shape.projections):
+            module = modules[f"base_model.model.{PREFIX}.{layer}.{projection.module}"]
+            rank, scale = spec.ranks[index][layer], packed.layout.scales[index, layer]
+            a, b = packed.factor(index, layer, "A"), packed.factor(index, layer, "B")
+            assert not a[rank:].any()
+            assert not b[rank:].any()
+            if not hasattr(module, "lora_A"):
+                assert (rank, scale) == (0, 0)
+                continue
+            adapted += 1
+            assert torch.equal(a[:rank], module.lora_A["default"].weight)
+            assert torch.equal(b[:rank], module.lora_B["default"].weight.T)
+            assert scale == pytest.approx(module.scaling["default"], rel=1e-7)
+            expected = module.get_delta_weight("default").T
+            torch.testing.assert_close(a.T @ b * scale, expected, rtol=1e-5, atol=1e-5)
+    assert adapted == sum(rank > 0 for row in spec.ranks for rank in row) > 0
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pool", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_every_dtype_converts_as_torch_does(stored: torch.dtype, pool: torch.dtype, tmp_path: Path) -> None:
+    make(tmp_path, r=5)
+    edit_tensors(tmp_path, lambda tensors: {name: t.to(stored) for name, t in tensors.items()})
+    shape = geometry(itemsize=pool.itemsize)
+    spec = inspect(tmp_path, shape)
+    packed = pack(spec, shape, pool)
+    from safetensors.torch import load_file
+
+    tensors = load_file(tmp_path / WEIGHTS_NAME)
+    for index, projection in enumerate(shape.projections):
+        for layer in range(LAYERS):
+            a = tensors[spec.tensor_name(layer, projection, "A")]
+            b = tensors[spec.tensor_name(layer, projection, "B")]
+            assert torch.equal(packed.factor(index, layer, "A"), a.to(pool))
+            assert torch.equal(packed.factor(index, layer, "B"), b.T.to(pool))
+
+
+def test_a_small_window_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, r=11, rank_pattern={r"layers\.1\..*": 3})
+    shape = geometry(page_tokens=1)
+    spec = inspect(tmp_path)
+    whole = pack(spec, shape)
+    assert whole.layout.num_pages > 20
+    for pages in (1, 2, 7):
+        monkeypatch.setattr(pack_module, "WINDOW_BYTES", pages * shape.page.page_bytes)
+        assert torch.equal(pack(spec, shape).pool.nan_to_num(9), whole.pool.nan_to_num(9))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("side", ["A", "B"])
+def test_weights_that_are_not_finite_are_refused_by_name(value: float, side: str, tmp_path: Path) -> None:
+    make(tmp_path, r=2)
+    name = f"base_model.model.model.layers.1.mlp.up_proj.lora_{side}.weight"
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        tensors[name][1, 1] = value
+        return tensors
+
+    edit_tensors(tmp_path, spoil)
+    with pytest.raises(AdapterError, match=f"{name} holds NaN or infinity"):
+        pack(inspect(tmp_path), geometry())
+
+
+def test_a_value_that_the_pool_cannot_hold_is_refused(tmp_path: Path) -> None:
+    make(tmp_path, r=2)
+    edit_tensors(tmp_path, lambda tensors: {name: t * 1e6 for name, t in tensors.items()})
+    with pytest.raises(AdapterError, match="too large for torch.float16"):
+        pack(inspect(tmp_path, geometry(itemsize=2)), geometry(itemsize=2), torch.float16)
+    pack(inspect(tmp_path, geometry(itemsize=2)), geometry(itemsize=2), torch.bfloat16)
+
+
+def test_files_changed_since_inspection_are_refused(tmp_path: Path) -> None:
+    make(tmp_path, r=2)
+    spec = inspect(tmp_path)
+    for name in (WEIGHTS_NAME, CONFIG_NAME):
+        before = os.stat(tmp_path / name)
+        os.utime(tmp_path / name, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+        with pytest.raises(AdapterError, match="has changed"):
+            pack(spec, geometry())
+        os.utime(tmp_path / name, ns=(before.st_atime_ns, before.st_mtime_ns))
+    pack(spec, geometry())
+    # The same stamps around other contents: caught by what the header says.
+    stamps = os.stat(tmp_path / WEIGHTS_NAME)
+    data = (tmp_path / WEIGHTS_NAME).read_bytes()
+    (tmp_path / WEIGHTS_NAME).write_bytes(data.replace(b"layers.1.mlp.up_proj", b"layers.9.mlp.up_proj"))
+    os.utime(tmp_path / WEIGHTS_NAME, ns=(stamps.st_atime_ns, stamps.st_mtime_ns))
+    with pytest.raises(AdapterError, match="no longer"):
+        pack(spec, geometry())
+
+
+def test_a_file_cut_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    make(tmp_path, r=8)
+    shape = geometry(page_tokens=1)
+    spec = inspect(tmp_path)
+    layout = layout_of(spec, shape)
+    pack_module_window = pack_module.WINDOW_BYTES
+    pack_module.WINDOW_BYTES = shape.page.page_bytes
+
+    def write(number: int, image: torch.Tensor) -> None:
+        if number == 3:
+            os.truncate(tmp_path / WEIGHTS_NAME, spec.weights.size_bytes // 2)
+
+    try:
+        with pytest.raises(AdapterError, match="changed"):
+            load_adapter(spec, layout, shape, torch.float32, write)
+    finally:
+        pack_module.WINDOW_BYTES = pack_module_window
+
+
+def test_offsets_need_the_right_number_of_pages(tmp_path: Path) -> None:
+    make(tmp_path, r=2)
+    layout = layout_of(inspect(tmp_path), geometry())
+    with pytest.raises(ValueError, match="pages"):
+        cell_offsets(layout, geometry(), range(layout.num_pages + 1))
+    with pytest.raises(ValueError, match="4-byte"):
+        load_adapter(inspect(tmp_path), layout, geometry(), torch.bfloat16, lambda n, image: None)
+
+
+MODELS = {
+    "Llama-2-7B": (32, 4096, 32, 32, 128, 11008),
+    "Llama-2-13B": (40, 5120, 40, 40, 128, 13824),
+    "Llama-2-70B": (80, 8192, 64, 8, 128, 28672),
+    "Llama-3-8B": (32, 4096, 32, 8, 128, 14336),
+    "Qwen2.5-0.5B": (24, 896, 14, 2, 64, 4864),
+    "Qwen2.5-7B": (28, 3584, 28, 4, 128, 18944),
+    "Mistral-7B": (32, 4096, 32, 8, 128, 14336),
+}
+
+
+def model_geometry(model: str, page_tokens: int, itemsize: int) -> AdapterGeometry:
+    layers, hidden, heads, kv_heads, head_dim, inner = MODELS[model]
+    page = PageShape(layers, page_tokens, kv_heads, head_dim, itemsize)
+    return adapter_geometry(page, llama_groups(hidden, heads * head_dim, kv_heads * head_dim, inner))
+
+
+@pytest.mark.parametrize("page_tokens", [16, 32])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_little_of_a_page_is_wasted(model: str, page_tokens: int, itemsize: int) -> None:
+    shape = model_geometry(model, page_tokens, itemsize)
+    for rank in (8, 16, 64):
+        cells = sum(
+            rank * (shape.cells(p.in_features) + shape.cells(p.out_features)) for p in shape.projections
+        )
+        held = sum(rank * (p.in_features + p.out_features) for p in shape.projections)
+        pages = cells / shape.cells_per_page
+        assert 1 - held / (pages * shape.page.slab_elements) < 0.05
+    assert shape.cell_elements * itemsize % 16 == 0
+
+
+def test_packing_is_fast(tmp_path: Path) -> None:
+    """Two layers of Llama-3-8B at rank 64: the size that matters is the matrices', not their number."""
+    whole = model_geometry("Llama-3-8B", 16, 2)
+    shape = AdapterGeometry(PageShape(2, 16, 8, 128, 2), whole.groups, whole.cell_elements)
+    tensors = {}
+    for layer in range(2):
+        for p in shape.projections:
+            name = f"base_model.model.{PREFIX}.{layer}.{p.module}.lora_"
+            tensors[name + "A.weight"] = torch.ones(64, p.in_features, dtype=torch.bfloat16)
+            tensors[name + "B.weight"] = torch.ones(p.out_features, 64, dtype=torch.bfloat16)
+    save_file(tensors, tmp_path / WEIGHTS_NAME)
+    config = {"peft_type": "LORA", "r": 64, "lora_alpha": 64, "target_modules": ALL_MODULES}
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(config))
+    spec = inspect(tmp_path, shape)
+    layout = layout_of(spec, shape)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        load_adapter(spec, layout, shape, torch.bfloat16, lambda n, image: None)
+        seconds.append(time.perf_counter() - start)
+    # About 0.3 s per 100 MB on one core; the bound leaves room for a busy machine.
+    assert min(seconds) < 2.0 * spec.weights.size_bytes / 1e8
+    assert np.all(layout.scales == 1.0)

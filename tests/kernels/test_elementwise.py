@@ -1,0 +1,64 @@
+"""Norms, rotary embedding and the gated activation of every implementation against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from manylora.kernels.reference import ReferenceOps
+from tests.kernels.cases import TOLERANCE, error
+from tests.kernels.implementations import SUBJECTS, Subject
+
+REFERENCE = ReferenceOps()
+
+
+def normal(subject: Subject, *shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to(subject.dtype).to(subject.device)
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("shape", [(1, 7), (5, 96), (3, 4, 32), (2, 3000)])
+def test_rms_norm(subject: Subject, shape: tuple[int, ...]) -> None:
+    ops, tolerance = subject.ops(), TOLERANCE[subject.dtype]
+    x, residual, weight = (
+        normal(subject, *shape),
+        normal(subject, *shape, seed=1),
+        normal(subject, shape[-1], seed=2),
+    )
+    truth = REFERENCE.rms_norm(x.double(), weight.double(), 1e-5)
+    assert error(ops.rms_norm(x.clone(), weight, 1e-5), truth) < tolerance
+    # The middle heads of a fused projection: not contiguous.
+    wide = torch.cat((residual, x, residual), -1)
+    view = wide[..., shape[-1] : 2 * shape[-1]]
+    assert error(ops.rms_norm(view, weight, 1e-5), truth) < tolerance
+    total = x.double() + residual.double()
+    out, new = ops.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    assert error(new, total) < tolerance
+    assert error(out, REFERENCE.rms_norm(total, weight.double(), 1e-5)) < tolerance
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (5, 1, 12), (2, 2, 64)])
+@pytest.mark.parametrize("fused", [False, True])
+def test_rope(subject: Subject, heads: int, kv_heads: int, dim: int, fused: bool) -> None:
+    positions = torch.tensor([3, 0, 11, 7, 7], device=subject.device)
+    angles = torch.outer(torch.arange(12.0), 0.5 ** torch.arange(dim / 2.0)).to(subject.device)
+    cos, sin = angles.cos(), angles.sin()
+    qkv = normal(subject, 5, (heads + 2 * kv_heads) * dim)
+    q, k, _ = qkv.split((heads * dim, kv_heads * dim, kv_heads * dim), -1)
+    q, k = q.unflatten(1, (heads, dim)), k.unflatten(1, (kv_heads, dim))
+    if not fused:
+        q, k = q.contiguous(), k.contiguous()
+    truth = REFERENCE.rope(q.double(), k.double(), cos, sin, positions)
+    for out, expected in zip(subject.ops().rope(q, k, cos, sin, positions), truth):
+        assert out.shape == expected.shape
+        assert error(out, expected) < TOLERANCE[subject.dtype]
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("shape", [(1, 2), (5, 44), (3, 3000)])
+def test_silu_mul(subject: Subject, shape: tuple[int, int]) -> None:
+    gate_up = normal(subject, *shape)
+    truth = REFERENCE.silu_mul(gate_up.double())
+    assert error(subject.ops().silu_mul(gate_up), truth) < TOLERANCE[subject.dtype]

@@ -1,0 +1,149 @@
+"""Every implementation's LoRA against the reference: mixed ranks, gaps, any cell size, any strategy."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from manylora.kernels import cpu
+from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
+from tests.kernels.cases import TOLERANCE, llama_groups, lora_case
+from tests.kernels.implementations import SUBJECTS, Subject
+
+REFERENCE = ReferenceOps()
+NARROW = llama_groups(40, 48, 24, 72)
+WIDE = llama_groups(300, 160, 80, 530)
+
+
+def geometry_of(
+    dtype: torch.dtype, cell: int | None = None, dim: int = 12, wide: bool = False
+) -> AdapterGeometry:
+    page = PageShape(layers=3, page_tokens=4, kv_heads=2, head_dim=dim, itemsize=torch.finfo(dtype).bits // 8)
+    geometry = adapter_geometry(page, WIDE if wide else NARROW)
+    return geometry if cell is None else dataclasses.replace(geometry, cell_elements=cell)
+
+
+def check(
+    subject: Subject,
+    geometry: AdapterGeometry,
+    lengths: list[tuple[int, int]],
+    ranks: list[int],
+    seed: int = 0,
+    missing: float = 0.2,
+    same_scale: bool = False,
+) -> None:
+    case = lora_case(
+        seed,
+        device=subject.device,
+        dtype=subject.dtype,
+        lengths=lengths,
+        ranks=ranks,
+        geometry=geometry,
+        missing=missing,
+        same_scale=same_scale,
+    )
+    ops = subject.ops()
+    plan = ops.plan_lora(case.segments, geometry, subject.device)
+    assert plan is not None
+    truth_plan = REFERENCE.plan_lora(case.segments, geometry, subject.device)
+    assert truth_plan is not None
+    generator = torch.Generator().manual_seed(seed)
+    for group in geometry.groups:
+        x = torch.randn(case.num_tokens, group.in_features + 3, generator=generator)[:, : group.in_features]
+        y = torch.randn(case.num_tokens, group.offsets[-1] + 5, generator=generator)[:, : group.offsets[-1]]
+        x, y = x.to(subject.dtype).to(subject.device), y.to(subject.dtype).to(subject.device)
+        truth = torch.zeros_like(y, dtype=torch.float64)
+        REFERENCE.lora(truth, x.double(), case.pool.double(), case.layer, group, truth_plan)
+        out, again = y.clone(), y.clone()
+        ops.lora(out, x, case.pool, case.layer, group, plan)
+        ops.lora(again, x, case.pool, case.layer, group, plan)
+        assert torch.equal(out, again)
+        changed = out.double() - y.double()
+        if truth.norm() == 0:
+            assert changed.norm() == 0
+            continue
+        # Rounding y itself costs up to half a unit in its last place, which the added part may drown in.
+        allowed = TOLERANCE[subject.dtype] * (truth.norm() + y.double().norm() * 0.3)
+        assert (changed - truth).norm() < allowed
+        untouched = truth.abs().sum(1) == 0
+        assert torch.equal(out[untouched], y[untouched])
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("seed", range(4))
+def test_random_batches(subject: Subject, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    lengths = [(draw(0, 3), 1 if draw(0, 2) else draw(1, 30)) for _ in range(draw(1, 7))]
+    check(subject, geometry_of(subject.dtype), lengths, [1, 2, 5, 8, 16, 33, 70], seed)
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("cell", [8, 16, 32, 64, 192])
+def test_cells_shorter_and_longer_than_rows(subject: Subject, cell: int) -> None:
+    """The slab has 192 elements, the rows 24 to 72; a cell of 64 divides it, one of 192 is the whole slab."""
+    check(subject, geometry_of(subject.dtype, cell), [(1, 1), (0, 6), (2, 1)], [1, 4, 9])
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_slab_that_is_no_multiple_of_the_cell(subject: Subject) -> None:
+    geometry = geometry_of(subject.dtype, 64, dim=10)
+    assert geometry.page.slab_elements % geometry.cell_elements
+    check(subject, geometry, [(0, 3), (1, 1)], [2, 7])
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("cell", [8, 32, 64])
+def test_rows_long_enough_to_be_split(subject: Subject, cell: int) -> None:
+    """300 and 530 columns: several steps and several splits in a shrink, a last one that is cut short."""
+    check(subject, geometry_of(subject.dtype, cell, dim=16, wide=True), [(0, 1), (1, 3), (0, 1)], [3, 17])
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("length", [1, 2, 17, 40])
+def test_one_long_segment(subject: Subject, length: int) -> None:
+    check(subject, geometry_of(subject.dtype), [(3, length)], [70], missing=0.0, same_scale=True)
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("cost", [0, 10**9])
+def test_many_adapters_apart_and_together(
+    subject: Subject, cost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU a free call keeps segments apart, a dear one joins them all; both must be right."""
+    monkeypatch.setattr(cpu, "CALL_COST", cost)
+    lengths = [(i % 3 == 0, 1 + (i * 7) % 4) for i in range(6 if subject.small else 24)]
+    check(subject, geometry_of(subject.dtype), lengths, [1, 2, 4, 8, 16])
+    check(subject, geometry_of(subject.dtype), lengths, [8], missing=0.0, same_scale=True)
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_adapters_without_any_projection_of_a_group(subject: Subject) -> None:
+    check(subject, geometry_of(subject.dtype), [(0, 2), (1, 1)], [3], missing=1.0)
+
+
+def test_strategies_differ_as_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the guard: the two costs above do choose different products."""
+    geometry = geometry_of(torch.float32)
+    case = lora_case(
+        0,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        lengths=[(0, 2)] * 5,
+        ranks=[4],
+        geometry=geometry,
+        missing=0.0,
+    )
+    blocks = []
+    for cost in (0, 10**9):
+        monkeypatch.setattr(cpu, "CALL_COST", cost)
+        plan = cpu.CpuOps().plan_lora(case.segments, geometry, torch.device("cpu"))
+        assert plan is not None
+        blocks.append(len(plan.blocks["qkv"]))
+    assert blocks == [5, 1]

@@ -1,0 +1,103 @@
+"""The app over a fake engine: in process, or on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvloop
+from fastapi import FastAPI
+
+from manylora.server.app import create_app
+from manylora.server.lifecycle import serve
+from manylora.server.settings import ServerSettings
+from manylora.text.tokenizer import Tokenizer
+from tests.server.fakes import FakeEngine
+from tests.text import made
+
+BASE = "org/base"
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    with tempfile.TemporaryDirectory() as folder:
+        return Tokenizer.from_folder(made.layout_5(Path(folder)))
+
+
+def make_app(engine: FakeEngine, tokenizer: Tokenizer | None, **settings: Any) -> FastAPI:
+    return create_app(engine, tokenizer, ServerSettings(BASE, "/models/base", version="1.2.3", **settings))
+
+
+@contextlib.asynccontextmanager
+async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    """An HTTP client inside the app's lifespan; exceptions of the app show as 500, as they would outside."""
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+    ):
+        await asyncio.sleep(0)
+        yield client
+
+
+class RunningServer:
+    """``serve`` on a thread with an event loop of its own."""
+
+    def __init__(self, app: FastAPI, engine: FakeEngine, drain_timeout_s: float = 5.0) -> None:
+        self.app, self.engine = app, engine
+        self.exit_code: int | None = None
+        self._socket = socket.socket()
+        self._socket.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._drain_timeout_s = drain_timeout_s
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=lambda: uvloop.run(self._main()), daemon=True)
+
+    async def _main(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        serving = asyncio.create_task(serve(self.app, self._socket, self.engine, self._drain_timeout_s))
+        while True:
+            await asyncio.sleep(0.01)
+            with contextlib.suppress(OSError):
+                _, writer = await asyncio.open_connection(*self._socket.getsockname())
+                writer.close()
+                break
+        self._started.set()
+        self.exit_code = await serving
+
+    def call(self, function: Any, *args: Any) -> None:
+        self.loop.call_soon_threadsafe(function, *args)
+
+    def wait(self, timeout_s: float = 15.0) -> int | None:
+        self._thread.join(timeout_s)
+        return self.exit_code
+
+    def __enter__(self) -> RunningServer:
+        self._thread.start()
+        assert self._started.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread.is_alive():
+            # No signals outside the main thread: dying is the way to end the server from here.
+            self.call(self.engine.die, "end of test")
+            self._thread.join(15)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def running(engine: FakeEngine, tokenizer: Tokenizer, tmp_path: Path) -> Iterator[RunningServer]:
+    with RunningServer(make_app(engine, tokenizer, adapter_dir=tmp_path), engine) as server:
+        yield server

@@ -1,0 +1,250 @@
+"""Models, adapters, probes, metrics, docs."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from manylora.text.tokenizer import Tokenizer
+from tests.server.conftest import BASE, client_of, make_app
+from tests.server.fakes import FakeEngine
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The permitted root: a good and a broken adapter, links in and out; a secret beside it."""
+    root = tmp_path / "adapters"
+    for name in ("good", "broken", "deep/er"):
+        (root / name).mkdir(parents=True)
+    (tmp_path / "secret").mkdir()
+    (root / "out").symlink_to(tmp_path / "secret")
+    (root / "in").symlink_to(root / "good")
+    (root / "circle").symlink_to(root / "circle")
+    (root / "file").write_text("x")
+    return root
+
+
+def run(engine: FakeEngine, tokenizer: Tokenizer, scenario: Any, **settings: Any) -> Any:
+    async def main() -> Any:
+        async with client_of(make_app(engine, tokenizer, **settings)) as client:
+            return await scenario(client)
+
+    return asyncio.run(main())
+
+
+def test_cards(engine: FakeEngine, tokenizer: Tokenizer) -> None:
+    async def scenario(client: httpx.AsyncClient) -> None:
+        await engine.add_adapter("team/a d", "/adapters/ad")
+        listed = (await client.get("/v1/models")).json()
+        assert listed["object"] == "list"
+        base, adapter = listed["data"]
+        assert (base["id"], base["root"], base["parent"]) == (BASE, "/models/base", None)
+        assert (adapter["id"], adapter["root"], adapter["parent"]) == ("team/a d", "/adapters/ad", BASE)
+        keys = {
+            "id", "object", "created", "owned_by", "root", "parent", "max_model_len", "permission",
+        }  # fmt: skip
+        assert base.keys() == adapter.keys() == keys
+        assert base["max_model_len"] == 256
+        assert (await client.get(f"/v1/models/{BASE}")).json() == base
+        assert (await client.get("/v1/models/team%2Fa%20d")).json() == adapter
+        assert (await client.get(f"/v1/models/{BASE}:team/a d")).json() == adapter
+        missing = await client.get("/v1/models/none")
+        assert (missing.status_code, missing.json()["error"]["param"]) == (404, "model")
+
+    run(engine, tokenizer, scenario)
+
+
+def test_load_and_unload(engine: FakeEngine, tokenizer: Tokenizer, folder: Path) -> None:
+    async def scenario(client: httpx.AsyncClient) -> None:
+        body = {"lora_name": "x", "lora_path": str(folder / "good")}
+        loaded = await client.post(LOAD, json=body)
+        assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'x' added successfully.")
+        assert engine.cards["x"].path == str(folder / "good")
+        unloaded = await client.post(UNLOAD, json={"lora_name": "x"})
+        assert (unloaded.status_code, unloaded.text) == (
+            200,
+            "Success: LoRA adapter 'x' removed successfully.",
+        )
+        answer = await client.post("/v1/completions", json={"model": "x", "prompt": [5]})
+        assert answer.status_code == 404
+
+    run(engine, tokenizer, scenario, adapter_dir=folder)
+
+
+@pytest.mark.parametrize("path", ["good", "in", "deep/er", "./good", "deep/../good"])
+def test_relative_paths_and_links_inside(
+    engine: FakeEngine, tokenizer: Tokenizer, folder: Path, path: str
+) -> None:
+    async def scenario(client: httpx.AsyncClient) -> httpx.Response:
+        return await client.post(LOAD, json={"lora_name": "x", "lora_path": path})
+
+    assert run(engine, tokenizer, scenario, adapter_dir=folder).status_code == 200
+    assert Path(engine.cards["x"].path).parent.is_relative_to(folder)
+
+
+REFUSED = [
+    ({"lora_name": "x"}, 400, "InvalidUserInput"),
+    ({"lora_path": "good"}, 400, "InvalidUserInput"),
+    ({"lora_name": "", "lora_path": "good"}, 400, "InvalidUserInput"),
+    ({"lora_name": 3, "lora_path": "good"}, 400, "BadRequestError"),
+    ({"lora_name": BASE, "lora_path": "good"}, 400, "InvalidUserInput"),
+    ({"lora_name": "served", "lora_path": "good"}, 400, "InvalidUserInput"),
+    ({"lora_name": "served", "lora_path": "good", "load_inplace": True}, 400, "InvalidUserInput"),
+    ({"lora_name": "n" * 600, "lora_path": "good"}, 400, "InvalidUserInput"),
+    ({"lora_name": "x", "lora_path": "broken"}, 400, "InvalidUserInput"),
+    ({"lora_name": "x", "lora_path": "none"}, 404, "NotFoundError"),
+    ({"lora_name": "x", "lora_path": "file"}, 404, "NotFoundError"),
+    ({"lora_name": "x", "lora_path": "out"}, 403, "PermissionDeniedError"),
+    ({"lora_name": "x", "lora_path": "../secret"}, 403, "PermissionDeniedError"),
+    ({"lora_name": "x", "lora_path": "../nothing"}, 403, "PermissionDeniedError"),
+    ({"lora_name": "x", "lora_path": "/"}, 403, "PermissionDeniedError"),
+    ({"lora_name": "x", "lora_path": "circle"}, 400, "BadRequestError"),
+    ({"lora_name": "x", "lora_path": "a\x00b"}, 400, "BadRequestError"),
+    ({"lora_name": "x", "lora_path": "a" * 5000}, 400, "BadRequestError"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "kind"), REFUSED, ids=lambda value: str(value)[:50])
+def test_refused_loads(
+    engine: FakeEngine, tokenizer: Tokenizer, folder: Path, body: dict[str, Any], status: int, kind: str
+) -> None:
+    async def scenario(client: httpx.AsyncClient) -> httpx.Response:
+        await engine.add_adapter("served", "/adapters/served")
+        return await client.post(LOAD, json=body)
+
+    response = run(engine, tokenizer, scenario, adapter_dir=folder)
+    assert (response.status_code, response.json()["error"]["type"]) == (status, kind), response.text
+    assert list(engine.cards) == ["served"]
+
+
+def test_loading_is_off_without_a_folder(engine: FakeEngine, tokenizer: Tokenizer) -> None:
+    async def scenario(client: httpx.AsyncClient) -> None:
+        for body in ({"lora_name": "x", "lora_path": "/etc"}, {}):
+            response = await client.post(LOAD, json=body)
+            assert response.status_code == 403
+            assert "--adapter-dir" in response.json()["error"]["message"]
+
+    run(engine, tokenizer, scenario)
+
+
+def test_refused_unloads(engine: FakeEngine, tokenizer: Tokenizer) -> None:
+    async def scenario(client: httpx.AsyncClient) -> None:
+        for body, status in (({"lora_name": "none"}, 404), ({}, 400), ({"lora_name": BASE}, 404)):
+            assert (await client.post(UNLOAD, json=body)).status_code == status
+
+    run(engine, tokenizer, scenario)
+
+
+def test_unload_answers_once_running_requests_have_ended(tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(delay_s=0.02)
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        await engine.add_adapter("x", "/adapters/x")
+        body = {"model": "x", "prompt": [5], "max_tokens": 8}
+        running = asyncio.create_task(client.post("/v1/completions", json=body))
+        await asyncio.sleep(0.03)
+        unloading = asyncio.create_task(client.post(UNLOAD, json={"lora_name": "x"}))
+        await asyncio.sleep(0.03)
+        assert (await client.post("/v1/completions", json=body)).status_code == 404
+        assert not unloading.done()
+        assert (await running).status_code == 200
+        assert (await unloading).status_code == 200
+
+    run(engine, tokenizer, scenario)
+
+
+def test_probes_and_docs(engine: FakeEngine, tokenizer: Tokenizer) -> None:
+    async def scenario(client: httpx.AsyncClient) -> None:
+        for method, path in (("GET", "/health"), ("HEAD", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+            response = await client.request(method, path)
+            assert (response.status_code, response.content) == (200, b"")
+        assert (await client.get("/version")).json() == {"version": "1.2.3"}
+        page = (await client.get("/docs")).text
+        assert "swagger-ui" in page
+        assert "<code>POST /v1/chat/completions</code>" in page
+        document = (await client.get("/openapi.json")).json()
+        body = document["paths"]["/v1/completions"]["post"]["requestBody"]
+        name = body["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
+        assert "repetition_penalty" in document["components"]["schemas"][name]["properties"]
+
+    run(engine, tokenizer, scenario)
+
+
+def scraped(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def test_metrics(engine: FakeEngine, tokenizer: Tokenizer) -> None:
+    async def scenario(client: httpx.AsyncClient) -> None:
+        await engine.add_adapter("ad", "/adapters/ad")
+        await engine.add_adapter("idle", "/adapters/idle")
+        for model, n in (("ad", 2), (BASE, 1)):
+            body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 4, "n": n}
+            await client.post("/v1/completions", json=body)
+        values = scraped((await client.get("/metrics")).text)
+        label = {"model_name": BASE}
+        for name, value in {
+            "vllm:num_requests_running": 0, "vllm:num_requests_waiting": 2, "vllm:kv_cache_usage_perc": 0.2,
+            "vllm:prefix_cache_queries_total": 11, "vllm:prefix_cache_hits_total": 0,
+            "vllm:prompt_tokens_total": 123, "vllm:generation_tokens_total": 45,
+            "vllm:num_preemptions_total": 4, "vllm:num_gpu_loaded_lora_adapters": 2,
+            "vllm:time_to_first_token_seconds_count": 2, "vllm:e2e_request_latency_seconds_count": 2,
+            "vllm:request_queue_time_seconds_count": 2, "vllm:inter_token_latency_seconds_count": 9,
+            "vllm:request_time_per_output_token_seconds_count": 3, "manylora:engine_up": 1,
+        }.items():  # fmt: skip
+            assert values[name] == [(label, value)], name
+        assert (label | {"finished_reason": "length"}, 3) in values["vllm:request_success_total"]
+        loaded = {"level": "gpu", "pinned": "false", "rank": "8"}
+        for adapter in ("ad", "idle"):
+            assert (loaded | {"adapter_name": adapter}, 1) in values["vllm:lora_adapter_loaded"]
+            state = {"adapter_name": adapter, "state": "resident"}
+            assert (state, 1) in values["manylora:adapter_state"]
+        ((labels, seconds),) = values["vllm:lora_requests_info"]
+        assert labels.keys() == {"max_lora", "running_lora_adapters", "waiting_lora_adapters"}
+        assert seconds > 1.7e9
+        assert ({"adapter_name": "ad"}, 8) in values["manylora:adapter_generation_tokens_total"]
+        assert ({"adapter_name": BASE}, 3) in values["manylora:adapter_prompt_tokens_total"]
+        assert ({"use": "history"}, 21) in values["manylora:pages"]
+        await client.post(UNLOAD, json={"lora_name": "ad"})
+        assert 'adapter_name="ad"' not in (await client.get("/metrics")).text
+
+    run(engine, tokenizer, scenario)
+
+
+def test_running_adapters_show(tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(delay_s=0.05)
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        await engine.add_adapter("ad", "/adapters/ad")
+        task = asyncio.create_task(client.post("/v1/completions", json={"model": "ad", "prompt": [5]}))
+        await asyncio.sleep(0.02)
+        values = scraped((await client.get("/metrics")).text)
+        assert values["vllm:lora_requests_info"][0][0]["running_lora_adapters"] == "ad"
+        # Running pages and those of the adapter in use; history and idle adapters count as free.
+        assert values["vllm:kv_cache_usage_perc"][0][1] == pytest.approx(0.23)
+        await task
+
+    run(engine, tokenizer, scenario)
+
+
+def test_metrics_are_one_apps_own(tokenizer: Tokenizer) -> None:
+    first, second = FakeEngine(), FakeEngine()
+
+    async def scenario(client: httpx.AsyncClient) -> str:
+        await client.post("/v1/completions", json={"model": BASE, "prompt": [5]})
+        return (await client.get("/metrics")).text
+
+    for engine in (first, second):
+        values = scraped(run(engine, tokenizer, scenario))
+        assert values["vllm:time_to_first_token_seconds_count"][0][1] == 1

@@ -1,0 +1,330 @@
+"""Each refusal has its status and body; nothing that a client sends gives a 5xx."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from manylora.server.schemas import ChatBody, CompletionBody
+from manylora.text.tokenizer import Tokenizer
+from tests.server.conftest import BASE, client_of, make_app
+from tests.server.fakes import MAX_MODEL_LEN, TOO_LARGE, VOCAB_SIZE, FakeEngine
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+OK = {"model": BASE, "prompt": [5], "max_tokens": 2}
+OK_CHAT = {"model": BASE, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+
+
+def send(
+    app_settings: dict[str, Any], tokenizer: Tokenizer | None, *args: Any, **kwargs: Any
+) -> httpx.Response:
+    async def scenario() -> httpx.Response:
+        async with client_of(make_app(FakeEngine(), tokenizer, **app_settings)) as client:
+            return await client.request(*args, **kwargs)
+
+    return asyncio.run(scenario())
+
+
+def check(response: httpx.Response, status: int, kind: str, param: str | None) -> str:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    body = response.json()
+    assert body.keys() == {"error"}
+    error = body["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert (error["type"], error["param"], error["code"]) == (kind, param, status)
+    return str(error["message"])
+
+
+BAD = [
+    (COMPLETIONS, {"prompt": "x"}, "model"),
+    (COMPLETIONS, {"model": None, "prompt": "x"}, "model"),
+    (COMPLETIONS, {"model": BASE}, "prompt"),
+    (COMPLETIONS, OK | {"prompt": None}, "prompt"),
+    (COMPLETIONS, OK | {"prompt": ""}, "prompt"),
+    (COMPLETIONS, OK | {"prompt": []}, "prompt"),
+    (COMPLETIONS, OK | {"prompt": [[]]}, "prompt"),
+    (COMPLETIONS, OK | {"prompt": ["x", ""]}, "prompt"),
+    (COMPLETIONS, OK | {"prompt": ["x", 1]}, "prompt"),
+    (COMPLETIONS, OK | {"prompt": [1.5]}, "prompt"),
+    (COMPLETIONS, OK | {"prompt": [True]}, "prompt"),
+    (COMPLETIONS, OK | {"prompt": [VOCAB_SIZE]}, "prompt"),
+    (COMPLETIONS, OK | {"prompt": [-1]}, "prompt"),
+    (COMPLETIONS, OK | {"prompt": [2**70]}, "prompt"),
+    (COMPLETIONS, OK | {"prompt": [1] * MAX_MODEL_LEN}, "prompt"),
+    (COMPLETIONS, OK | {"prompt": [TOO_LARGE]}, "prompt"),
+    (COMPLETIONS, OK | {"prompt": [TOO_LARGE], "stream": True}, "prompt"),
+    (COMPLETIONS, OK | {"prompt": [[1]] * 5000}, "prompt"),
+    (COMPLETIONS, OK | {"max_tokens": MAX_MODEL_LEN}, "max_tokens"),
+    (COMPLETIONS, OK | {"max_tokens": 0}, "max_tokens"),
+    (COMPLETIONS, OK | {"max_tokens": "5"}, "max_tokens"),
+    (COMPLETIONS, OK | {"max_tokens": 5.0}, "max_tokens"),
+    (COMPLETIONS, OK | {"max_tokens": True}, "max_tokens"),
+    (COMPLETIONS, OK | {"max_tokens": 10**40}, "max_tokens"),
+    (COMPLETIONS, OK | {"n": 0}, "n"),
+    (COMPLETIONS, OK | {"n": 10**6}, "n"),
+    (COMPLETIONS, OK | {"temperature": -1}, "temperature"),
+    (COMPLETIONS, OK | {"top_p": 0}, "top_p"),
+    (COMPLETIONS, OK | {"logprobs": 21}, "logprobs"),
+    (COMPLETIONS, OK | {"logprobs": True}, "logprobs"),
+    (COMPLETIONS, OK | {"seed": 2**64}, "seed"),
+    (COMPLETIONS, OK | {"stop": [""]}, "stop"),
+    (COMPLETIONS, OK | {"stop": ["x"] * 1000}, "stop"),
+    (COMPLETIONS, OK | {"stop": 3}, "stop"),
+    (COMPLETIONS, OK | {"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
+    (COMPLETIONS, OK | {"logit_bias": {"x": 1}}, "logit_bias"),
+    (COMPLETIONS, OK | {"logit_bias": {"5": 101}}, "logit_bias"),
+    (COMPLETIONS, OK | {"logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias"),
+    (COMPLETIONS, OK | {"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    (COMPLETIONS, OK | {"stream_options": {"include_usage": True}}, "stream_options"),
+    (COMPLETIONS, OK | {"suffix": "x"}, "suffix"),
+    (COMPLETIONS, OK | {"best_of": 3}, "best_of"),
+    (COMPLETIONS, OK | {"echo": True, "logprobs": 1}, "echo"),
+    (COMPLETIONS, OK | {"prompt_logprobs": 0}, "prompt_logprobs"),
+    (COMPLETIONS, OK | {"response_format": {"type": "json_object"}}, "response_format"),
+    (COMPLETIONS, OK | {"min_tokens": 5}, "min_tokens"),
+    (CHAT, {"model": BASE}, "messages"),
+    (CHAT, OK_CHAT | {"messages": []}, "messages"),
+    (CHAT, OK_CHAT | {"messages": "hello"}, "messages"),
+    (CHAT, OK_CHAT | {"messages": ["hello"]}, "messages"),
+    (CHAT, OK_CHAT | {"messages": [{"role": "user", "content": "x " * 3000}]}, "messages"),
+    (CHAT, OK_CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    (CHAT, OK_CHAT | {"tools": [{"type": "function"}]}, "tools"),
+    (CHAT, OK_CHAT | {"tool_choice": "required"}, "tool_choice"),
+    (CHAT, OK_CHAT | {"tool_choice": {"type": "function"}}, "tool_choice"),
+    (CHAT, OK_CHAT | {"audio": {"voice": "x"}}, "audio"),
+    (CHAT, OK_CHAT | {"modalities": ["text", "audio"]}, "modalities"),
+    (CHAT, OK_CHAT | {"top_logprobs": 3}, "top_logprobs"),
+    (CHAT, OK_CHAT | {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    (CHAT, OK_CHAT | {"logprobs": 3}, "logprobs"),
+    (CHAT, OK_CHAT | {"max_completion_tokens": MAX_MODEL_LEN}, "max_tokens"),
+    (CHAT, OK_CHAT | {"chat_template": "{{ 1 }}"}, "chat_template"),
+    (CHAT, OK_CHAT | {"echo": True}, "echo"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), BAD, ids=lambda value: str(value)[:60])
+def test_bad_requests(tokenizer: Tokenizer, path: str, body: dict[str, Any], param: str) -> None:
+    check(send({}, tokenizer, "POST", path, json=body), 400, "BadRequestError", param)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"tools": [], "tool_choice": "auto"},
+        {"tools": [{"type": "function"}], "tool_choice": "none"},
+        {"response_format": {"type": "text"}},
+        {"modalities": ["text"], "parallel_tool_calls": True, "store": False, "whatever": {"x": [1]}},
+        {"top_logprobs": 0},
+        {"best_of": 1, "user": "me"},
+    ],
+)
+def test_harmless_fields(tokenizer: Tokenizer, extra: dict[str, Any]) -> None:
+    assert send({}, tokenizer, "POST", CHAT, json=OK_CHAT | extra).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"", b"{", b"[]", b"nul", b'"x"', b"\xff\xfe", b'{"model": "\xff"}', b'{"model": "\\ud800"}',
+        b'{"model":"' + BASE.encode() + b'","prompt":[5],"temperature":NaN}',
+        b'{"model":"' + BASE.encode() + b'","prompt":[5],"n":1' + b"0" * 6000 + b"}",
+        b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+    ids=lambda raw: repr(raw[:20]),
+)  # fmt: skip
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_malformed_json(tokenizer: Tokenizer, path: str, raw: bytes) -> None:
+    response = send({}, tokenizer, "POST", path, content=raw)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["type"] == "BadRequestError"
+
+
+def test_context_message(tokenizer: Tokenizer) -> None:
+    response = send({}, tokenizer, "POST", COMPLETIONS, json=OK | {"prompt": [1] * 300})
+    message = check(response, 400, "BadRequestError", "prompt")
+    assert message.startswith("This model's maximum context length is 256 tokens. However, you requested")
+
+
+def test_pool_message(tokenizer: Tokenizer) -> None:
+    response = send({}, tokenizer, "POST", COMPLETIONS, json=OK | {"prompt": [TOO_LARGE], "stream": True})
+    assert (
+        check(response, 400, "BadRequestError", "prompt") == "the request needs 200 pages; the pool has 100"
+    )
+
+
+@pytest.mark.parametrize("model", ["other", "base", f"{BASE}:other", "other:ad", f"{BASE}:", "", "x" * 10**5])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_unknown_model(tokenizer: Tokenizer, path: str, model: str) -> None:
+    body = (OK if path == COMPLETIONS else OK_CHAT) | {"model": model}
+    response = send({}, tokenizer, "POST", path, json=body)
+    assert "does not exist" in check(response, 404, "NotFoundError", "model")
+    assert len(response.content) < 1000
+
+
+def test_no_tokenizer() -> None:
+    for path, body, param in (
+        (COMPLETIONS, OK | {"prompt": "text"}, "prompt"),
+        (COMPLETIONS, OK | {"stop": "x"}, "stop"),
+        (COMPLETIONS, OK | {"echo": True}, "echo"),
+        (CHAT, OK_CHAT, "messages"),
+    ):
+        response = send({}, None, "POST", path, json=body)
+        assert "no tokenizer" in check(response, 400, "BadRequestError", param)
+
+
+def test_unknown_routes_and_methods(tokenizer: Tokenizer) -> None:
+    check(send({}, tokenizer, "GET", "/v1/nothing"), 404, "NotFoundError", None)
+    check(send({}, tokenizer, "GET", "/"), 404, "NotFoundError", None)
+    response = send({}, tokenizer, "GET", COMPLETIONS)
+    check(response, 405, "MethodNotAllowedError", None)
+    assert response.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "Basic secret"}],
+)
+def test_missing_or_wrong_key(tokenizer: Tokenizer, headers: dict[str, str]) -> None:
+    keys = {"api_keys": ("secret", "zweiter-Schlüssel")}
+    for method, path in (("POST", COMPLETIONS), ("GET", "/v1/models"), ("GET", "/v1/nothing")):
+        response = send(keys, tokenizer, method, path, headers=headers)
+        check(response, 401, "AuthenticationError", None)
+    for path in ("/health", "/metrics", "/version", "/ping", "/docs"):
+        assert send(keys, tokenizer, "GET", path, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("key", ["secret", "zweiter-Schlüssel"])
+def test_right_key(tokenizer: Tokenizer, key: str) -> None:
+    headers = {"Authorization": f"Bearer {key}".encode()}
+    keys = {"api_keys": ("secret", "zweiter-Schlüssel")}
+    assert send(keys, tokenizer, "GET", "/v1/models", headers=headers).status_code == 200
+
+
+def test_body_limit(tokenizer: Tokenizer) -> None:
+    limit = {"max_body_bytes": 1000}
+
+    async def chunks(size: int):
+        for _ in range(size // 100):
+            yield b" " * 100
+
+    body = json.dumps(OK).encode()
+    for content in (b" " * 1001, chunks(1100), chunks(10**6)):
+        response = send(limit, tokenizer, "POST", COMPLETIONS, content=content)
+        check(response, 413, "ContentTooLargeError", None)
+    padded = body + b" " * (1000 - len(body))
+    assert send(limit, tokenizer, "POST", COMPLETIONS, content=padded).status_code == 200
+
+
+@pytest.mark.parametrize("given_id", ["has space", "x" * 200, "ü", ""])
+def test_unusable_request_ids_are_replaced(tokenizer: Tokenizer, given_id: str) -> None:
+    response = send({}, tokenizer, "POST", COMPLETIONS, json=OK, headers={"x-request-id": given_id.encode()})
+    assert response.json()["id"] == f"cmpl-{response.headers['x-request-id']}"
+    assert len(response.headers["x-request-id"]) == 32
+
+
+def test_a_bug_is_a_500_in_the_same_shape(tokenizer: Tokenizer) -> None:
+    def broken(*_: Any) -> list[int]:
+        raise ZeroDivisionError
+
+    async def scenario() -> httpx.Response:
+        async with client_of(make_app(FakeEngine(broken), tokenizer)) as client:
+            return await client.post(COMPLETIONS, json=OK)
+
+    response = asyncio.run(scenario())
+    assert response.headers["x-request-id"] in check(response, 500, "InternalServerError", None)
+
+
+SCALARS = (
+    st.none() | st.booleans() | st.integers(-5, 300) | st.integers() | st.floats(allow_nan=False)
+    | st.text(max_size=5) | st.sampled_from([BASE, "ad", f"{BASE}:ad", "user", "none", "text"])
+)  # fmt: skip
+ANYTHING = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.text(max_size=4) | st.sampled_from(["role", "content", "type", "text"]), inner, max_size=4
+        )
+    ),
+    max_leaves=8,
+)
+LIKELY = {
+    "model": st.just(BASE),
+    "prompt": st.sampled_from(["x", "hello there", [5, 6], [[5], [6]]]),
+    "messages": st.just(OK_CHAT["messages"]),
+    "max_tokens": st.integers(1, 8),
+    "stream": st.booleans(),
+    "n": st.integers(1, 3),
+    "logprobs": st.integers(0, 3) | st.booleans(),
+}
+
+
+def bodies(kind: type, required: list[str]) -> st.SearchStrategy[dict[str, Any]]:
+    fields = {name: LIKELY.get(name, st.nothing()) | ANYTHING for name in kind.__struct_fields__}
+    mandatory = {name: LIKELY[name] | LIKELY[name] | fields[name] for name in required}
+    optional = {name: value for name, value in fields.items() if name not in mandatory}
+    few = st.lists(st.sampled_from(sorted(optional)), max_size=4, unique=True)
+    return few.flatmap(lambda names: st.fixed_dictionaries(mandatory | {n: optional[n] for n in names}))
+
+
+def allowed(response: httpx.Response) -> None:
+    assert response.status_code in (200, 400, 404), response.text
+    if response.status_code != 200:
+        assert response.json()["error"]["code"] == response.status_code
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_fuzz_generation(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        async with client_of(make_app(engine, tokenizer)) as client:
+            await engine.add_adapter("ad", "/adapters/ad")
+            for path, kind, required in (
+                (COMPLETIONS, CompletionBody, ["model", "prompt"]),
+                (CHAT, ChatBody, ["model", "messages"]),
+            ):
+                body = data.draw(bodies(kind, required))
+                allowed(await client.post(path, content=json.dumps(body).encode()))
+        assert engine.running == {}
+
+    asyncio.run(scenario())
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(raw=st.binary(max_size=40) | ANYTHING.map(lambda value: json.dumps(value).encode()))
+def test_fuzz_any_body_to_any_route(tokenizer: Tokenizer, tmp_path_factory: Any, raw: bytes) -> None:
+    folder = tmp_path_factory.getbasetemp()
+
+    async def scenario() -> None:
+        async with client_of(make_app(FakeEngine(), tokenizer, adapter_dir=folder)) as client:
+            for path in (COMPLETIONS, CHAT, "/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+                allowed(await client.post(path, content=raw))
+
+    asyncio.run(scenario())
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(name=ANYTHING, path=ANYTHING | st.text() | st.sampled_from(["\x00", "a" * 5000, "../..", "~", "/"]))
+def test_fuzz_adapter_routes(tokenizer: Tokenizer, tmp_path_factory: Any, name: Any, path: Any) -> None:
+    folder = tmp_path_factory.getbasetemp()
+
+    async def scenario() -> None:
+        async with client_of(make_app(FakeEngine(), tokenizer, adapter_dir=folder)) as client:
+            body = {"lora_name": name, "lora_path": path}
+            for route in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+                response = await client.post(route, content=json.dumps(body).encode())
+                assert response.status_code in (200, 400, 403, 404), response.text
+            if isinstance(name, str):
+                response = await client.get(f"/v1/models/{httpx.URL(path='/' + name).raw_path.decode()}")
+                assert response.status_code in (200, 404)
+
+    asyncio.run(scenario())

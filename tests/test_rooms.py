@@ -1,0 +1,109 @@
+"""Every import, lazy ones too, against the table of rooms in docs/architecture.md."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "src" / "manylora"
+BOTTOM = {"types", "config", "protocol"}
+FORBIDDEN_NAMES = {"utils", "util", "common", "manager", "helpers", "base", "misc"}
+
+# room -> manylora rooms it may import besides itself; a module at the top level is a room of its own.
+ROOMS: dict[str, set[str]] = {
+    "types": set(),
+    "config": {"types"},
+    "protocol": {"types", "config"},
+    "policy": BOTTOM,
+    "engine": BOTTOM | {"policy"},
+    "devices": BOTTOM,
+    "kernels": BOTTOM | {"devices"},
+    "memory": BOTTOM | {"devices", "kernels"},
+    "models": BOTTOM | {"devices", "kernels"},
+    "adapters": BOTTOM | {"devices", "kernels"},
+    "executor": BOTTOM | {"devices", "kernels", "memory", "models", "adapters"},
+    "text": {"types", "engine.client"},
+    "server": {"types", "protocol", "engine.client", "text"},
+    "bench": BOTTOM | {"engine.client", "kernels", "devices", "llm", "flags"},
+    "flags": {"config"},
+    "progress": set(),
+    "llm": BOTTOM | {"flags", "text", "engine", "main"},
+    "inspection": BOTTOM | {"adapters", "kernels", "models"},
+    "cli": {"", "config", "flags", "main", "inspection", "bench"},
+    "main": {"", "progress", "adapters", "engine", "executor", "models", "server", "text"} | BOTTOM,
+    "": {"llm", "types"},
+}
+TORCH = {"torch", "triton"}
+NO_TORCH = {"types", "config", "protocol", "policy", "engine", "text", "server", "flags", "llm", "cli", "main"}
+PURE = {"time", "random", "os", "asyncio", "threading", "secrets", "socket"}
+
+
+def modules() -> list[Path]:
+    return sorted(ROOT.rglob("*.py"))
+
+
+def room_of(parts: tuple[str, ...]) -> str:
+    return "" if parts in ((), ("__init__",)) else parts[0]
+
+
+def imports(path: Path) -> list[tuple[str, int]]:
+    """Absolute names of everything imported anywhere in the file, and the line."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            assert node.module is not None
+            if node.module == "manylora":  # a room, or a name of the package itself
+                rooms = [f"manylora.{a.name}" if a.name in ROOMS else "manylora" for a in node.names]
+                found += [(room, node.lineno) for room in rooms]
+            else:
+                found.append((node.module, node.lineno))
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_follow_the_table(path: Path) -> None:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    room = room_of(parts)
+    assert room in ROOMS, f"{room} is not in the table of rooms"
+    allowed = ROOMS[room] | {room}
+    for name, line in imports(path):
+        where = f"{path.relative_to(ROOT)}:{line}"
+        top, _, rest = name.partition(".")
+        if top == "manylora":
+            target = room_of(tuple(rest.split(".")) if rest else ())
+            ok = target in allowed or any(rest == a or rest.startswith(a + ".") for a in allowed if "." in a)
+            assert ok, f"{where}: {room or 'the package'} may not import {name}"
+        if top in TORCH:
+            assert room not in NO_TORCH, f"{where}: {room} does without {top}"
+        if room == "policy":
+            assert top not in PURE | {"numpy"}, f"{where}: policy imports {name}"
+            assert top in sys.stdlib_module_names | {"manylora"}, f"{where}: policy imports {name}"
+
+
+def test_torch_cuda_only_in_devices() -> None:
+    for path in modules():
+        if path.relative_to(ROOT).parts[0] != "devices":
+            assert "torch.cuda" not in path.read_text(), f"{path}: torch.cuda belongs in devices"
+
+
+def test_no_file_is_a_god_file() -> None:
+    for path in modules():
+        lines = path.read_text().count("\n")
+        assert lines <= 500, f"{path} has {lines} lines"
+        assert path.stem not in FORBIDDEN_NAMES, f"{path}: say what it owns"
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["manylora", "manylora.cli", "manylora.policy.replica", "manylora.engine.driver", "manylora.server.app"],
+)
+def test_imports_without_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
