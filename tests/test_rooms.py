@@ -38,7 +38,19 @@ ROOMS: dict[str, set[str]] = {
     "": {"llm", "types"},
 }
 TORCH = {"torch", "triton"}
-NO_TORCH = {"types", "config", "protocol", "policy", "engine", "text", "server", "flags", "llm", "cli", "main"}
+NO_TORCH = {
+    "types",
+    "config",
+    "protocol",
+    "policy",
+    "engine",
+    "text",
+    "server",
+    "flags",
+    "llm",
+    "cli",
+    "main",
+}
 PURE = {"time", "random", "os", "asyncio", "threading", "secrets", "socket"}
 
 

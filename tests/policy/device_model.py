@@ -1,6 +1,7 @@
-"""A device made of dictionaries: it remembers what every page holds, so that a step which reads a page that is
-not what its sequence believes fails at once, and its "model" is a hash, so that any schedule must give the
-tokens that an undisturbed run gives.
+"""A device made of dictionaries.
+
+It remembers what every page holds, so that a step which reads a page that is not what its sequence believes
+fails at once, and its "model" is a hash, so that any schedule must give an undisturbed run's tokens.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class DeviceModel:
                     assert start.sequence not in self.sequences
                     self.sequences[start.sequence] = _Sequence(start, list(start.tokens), list(start.pages))
                 # A sequence may be told to end while its step runs; its rows still finish.
-                # Likewise an adapter may be evicted meanwhile; its pages must stay intact until the step's end.
+                # Likewise an adapter may be evicted meanwhile; its pages stay intact until the step's end.
                 self.running = [self._resolve(row.sequence) for row in command.rows]
             case EndSequence():
                 del self.sequences[command.sequence]
@@ -104,7 +105,9 @@ class DeviceModel:
         for row, (sequence, weights) in zip(step.rows, self.running, strict=True):
             for page in weights:
                 for offset in range(self.page_tokens):
-                    assert self.content[page, offset] == ("weights", sequence.start.adapter), "intact adapters"
+                    assert self.content[page, offset] == ("weights", sequence.start.adapter), (
+                        "intact adapters"
+                    )
             self._run_row(sequence, row.start, row.num_tokens, row.pages)
             if row.num_samples:
                 tokens = tuple(

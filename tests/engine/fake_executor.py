@@ -1,0 +1,87 @@
+"""An Executor without tensors: its "model" is the hash of tests.policy.device_model."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from manylora.protocol import (
+    AdapterError,
+    AdapterRead,
+    ReadAdapter,
+    RunStep,
+    SequenceStart,
+    StepDone,
+    StepResult,
+)
+from manylora.types import AdapterId, PageId, SequenceId, TokenLogprobs
+from tests.policy.device_model import next_token
+
+
+class FakeExecutor:
+    def __init__(self) -> None:
+        self.sequences: dict[SequenceId, tuple[SequenceStart, list[int]]] = {}
+        self.known: dict[AdapterId, str] = {}
+        self.resident: set[AdapterId] = set()
+        self.failing_steps = 0
+        self.failing_reads = 0
+        self.step_s = 0.0
+        self.reads = 0
+        self.closed = 0
+
+    def run_step(self, step: RunStep) -> StepResult:
+        time.sleep(self.step_s)
+        for start in step.starts:
+            self.sequences[start.sequence] = (start, list(start.tokens))
+        if self.failing_steps:
+            self.failing_steps -= 1
+            return StepResult(StepDone(step.step, False, error="made to fail"), {})
+        drawn = []
+        logprobs = {}
+        for row in step.rows:
+            start, tokens = self.sequences[row.sequence]
+            if not row.num_samples:
+                continue
+            new = tuple(
+                next_token(start.adapter, tuple(tokens), start.sample + i) for i in range(row.num_samples)
+            )
+            for i, token in enumerate(new):
+                logprobs[row.sequence, i] = TokenLogprobs(token, -float(token))
+            tokens.append(new[0])
+            drawn.append((row.sequence, new))
+        return StepResult(StepDone(step.step, True, tuple(drawn)), logprobs)
+
+    def end_sequence(self, sequence: SequenceId) -> None:
+        self.sequences.pop(sequence, None)
+
+    def copy_pages(self, pairs: tuple[tuple[PageId, PageId], ...]) -> None:
+        pass
+
+    def read_adapter(self, command: ReadAdapter, done: Callable[[AdapterRead], None]) -> None:
+        def read() -> None:
+            self.reads += 1
+            time.sleep(0.01)
+            if self.failing_reads:
+                self.failing_reads -= 1
+                done(AdapterRead(command.adapter, False, "made to fail"))
+            else:
+                self.resident.add(command.adapter)
+                done(AdapterRead(command.adapter, True))
+
+        threading.Thread(target=read).start()
+
+    def evict_adapter(self, adapter: AdapterId) -> None:
+        self.resident.remove(adapter)
+
+    def add_adapter(self, adapter: AdapterId, path: str) -> tuple[int, int]:
+        if path == "bad":
+            raise AdapterError("no good")
+        self.known[adapter] = path
+        return int(path), 8
+
+    def remove_adapter(self, adapter: AdapterId) -> None:
+        del self.known[adapter]
+
+    def close(self) -> None:
+        self.closed += 1

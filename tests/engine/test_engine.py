@@ -1,0 +1,290 @@
+"""The engine's loop and both of its clients, on an executor without tensors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manylora.config import EngineSettings, ModelSettings, PolicyConfig
+from manylora.engine import service, wire
+from manylora.engine.client import Delta, EngineDead, EngineInfo, GenerationRequest
+from manylora.engine.driver import MAX_FAILED_STEPS, Driver
+from manylora.engine.journal import JournalWriter, read_journal
+from manylora.engine.local import LocalEngine
+from manylora.engine.remote import RemoteEngine
+from manylora.policy.replica import Replica
+from manylora.protocol import AdapterError
+from manylora.types import InvalidRequest, SamplingParams
+from tests.engine.fake_executor import FakeExecutor
+from tests.policy.device_model import undisturbed
+
+CONFIG = PolicyConfig(num_pages=40, page_tokens=4, max_model_len=64, max_num_seqs=8, max_batch_tokens=16)
+INFO = EngineInfo("fake", 64, 7, (6,), 40, 4, 64, "cpu", "float32", 8, 16)
+Engine = LocalEngine | RemoteEngine
+
+
+def request(
+    name: str, prompt: tuple[int, ...] = (1, 2, 3), adapter: str | None = None, **params: Any
+) -> GenerationRequest:
+    stream = params.pop("stream", True)
+    return GenerationRequest(
+        name, prompt, SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **params}), adapter, stream
+    )
+
+
+async def drain(deltas: AsyncIterator[Delta]) -> tuple[dict[int, list[int]], dict[int, str], list[Delta]]:
+    tokens: dict[int, list[int]] = {}
+    reasons: dict[int, str] = {}
+    seen = []
+    async for delta in deltas:
+        seen.append(delta)
+        tokens.setdefault(delta.sample, []).extend(delta.tokens)
+        if delta.finish_reason:
+            assert delta.sample not in reasons
+            reasons[delta.sample] = delta.finish_reason
+    return tokens, reasons, seen
+
+
+@contextlib.asynccontextmanager
+async def running(
+    kind: str, executor: FakeExecutor, journal: JournalWriter | None = None
+) -> AsyncIterator[Engine]:
+    driver = Driver(CONFIG, executor, INFO, journal=journal)
+    if kind == "local":
+        engine: Engine = LocalEngine(driver)
+        yield engine
+        await engine.close()
+        return
+    ours, theirs = socket.socketpair()
+
+    def child() -> None:
+        assert isinstance(wire.read_from_server(theirs), wire.Start)
+        service.serve(theirs, service.Sender(theirs), driver)
+        theirs.close()
+
+    thread = threading.Thread(target=child)
+    thread.start()
+    engine = await RemoteEngine.connect(ours, EngineSettings(ModelSettings("fake")))
+    yield engine
+    await engine.close()
+    await asyncio.to_thread(thread.join)
+
+
+kinds = pytest.mark.parametrize("kind", ["local", "remote"])
+
+
+@kinds
+def test_requests_get_their_own_tokens(kind: str) -> None:
+    async def scenario() -> None:
+        async with running(kind, FakeExecutor()) as engine:
+            card = await engine.add_adapter("first", "3")
+            assert (card.name, card.num_pages, card.rank) == ("first", 3, 8)
+            asked = [request(f"r{i}", (i, 2, 3), "first" if i % 2 else None, n=1 + i % 3) for i in range(12)]
+            results = await asyncio.gather(*[drain(engine.generate(r)) for r in asked])
+            for r, (tokens, reasons, _) in zip(asked, results, strict=True):
+                adapter = card.id if r.adapter else 0
+                for sample in range(r.params.n):
+                    assert tokens[sample] == undisturbed(adapter, r.prompt, r.params, (), sample)
+                    assert reasons[sample] == "length"
+            stats = await engine.stats()
+            assert stats.num_running == stats.num_waiting == stats.pages_running == 0
+            assert [(a.name, a.state) for a in stats.adapters] == [("first", "resident")]
+            assert stats.generated_tokens >= sum(8 * r.params.n for r in asked)
+
+    asyncio.run(scenario())
+
+
+@kinds
+def test_final_only_requests_come_in_one_delta(kind: str) -> None:
+    async def scenario() -> None:
+        async with running(kind, FakeExecutor()) as engine:
+            tokens, _, deltas = await drain(engine.generate(request("a", n=2, logprobs=0, stream=False)))
+            assert len(deltas) == 2
+            for delta in deltas:
+                assert [p.token for p in delta.logprobs] == list(delta.tokens) == tokens[delta.sample]
+                assert all(p.logprob == -float(p.token) for p in delta.logprobs)
+
+    asyncio.run(scenario())
+
+
+@kinds
+def test_stop_ids_are_marked(kind: str) -> None:
+    async def scenario() -> None:
+        async with running(kind, FakeExecutor()) as engine:
+            everything = tuple(range(6))
+            _, reasons, deltas = await drain(
+                engine.generate(request("a", stop_token_ids=everything, min_tokens=2))
+            )
+            assert reasons == {0: "stop"}
+            assert deltas[-1].stop_token
+            assert sum(len(d.tokens) for d in deltas) == 2
+
+    asyncio.run(scenario())
+
+
+@kinds
+def test_refusals(kind: str) -> None:
+    async def scenario() -> None:
+        async with running(kind, FakeExecutor()) as engine:
+            for bad, status in (
+                (request("a", adapter="nobody"), 404),
+                (request("b", prompt=()), 400),
+                (request("c", prompt=(1,) * 60, n=3), 400),
+            ):
+                _, _, deltas = await drain(engine.generate(bad))
+                assert [d.error.status for d in deltas if d.error] == [status]
+            with pytest.raises(AdapterError):
+                await engine.add_adapter("x", "bad")
+            with pytest.raises(AdapterError, match="40"):
+                await engine.add_adapter("x", "40")  # the whole pool: no page for a request
+            await engine.add_adapter("x", "1")
+            with pytest.raises(AdapterError, match="already"):
+                await engine.add_adapter("x", "1")
+            with pytest.raises(AdapterError) as unknown:
+                await engine.remove_adapter("y")
+            assert unknown.value.status == 404
+            tokens, _, _ = await drain(engine.generate(request("ok", adapter="x")))
+            assert len(tokens[0]) == 8
+
+    asyncio.run(scenario())
+
+
+@kinds
+def test_closing_the_iterator_aborts(kind: str) -> None:
+    async def scenario() -> None:
+        executor = FakeExecutor()
+        executor.step_s = 0.005
+        async with running(kind, executor) as engine:
+            never_read = engine.generate(request("a", max_tokens=50))
+            half_read = engine.generate(request("b", max_tokens=50))
+            await half_read.__anext__()
+            with pytest.raises(InvalidRequest, match="in use"):
+                engine.generate(request("b"))
+            await never_read.aclose()  # type: ignore[attr-defined]
+            await half_read.aclose()  # type: ignore[attr-defined]
+            while (await engine.stats()).num_running:
+                await asyncio.sleep(0.01)
+            assert (await engine.stats()).generated_tokens < 60
+
+    asyncio.run(scenario())
+
+
+@kinds
+def test_unload_waits_for_running_requests_and_a_new_version_is_read_again(kind: str) -> None:
+    async def scenario() -> None:
+        executor = FakeExecutor()
+        executor.step_s = 0.005
+        async with running(kind, executor) as engine:
+            first = await engine.add_adapter("x", "2")
+            stream = engine.generate(request("a", max_tokens=30, adapter="x"))
+            await stream.__anext__()
+            removal = asyncio.create_task(engine.remove_adapter("x"))
+            await asyncio.sleep(0.02)
+            assert not removal.done()
+            _, _, refused = await drain(engine.generate(request("b", adapter="x")))
+            assert refused[0].error is not None
+            assert refused[0].error.status == 404
+            second = await engine.add_adapter("x", "2")
+            assert second.id != first.id
+            tokens, _, _ = await drain(engine.generate(request("c", adapter="x")))
+            assert tokens[0] == undisturbed(second.id, (1, 2, 3), SamplingParams(max_tokens=8), (), 0)
+            await drain(stream)
+            await removal
+            assert first.id not in executor.known
+            assert first.id not in executor.resident
+            assert executor.reads == 2
+
+    asyncio.run(scenario())
+
+
+@kinds
+def test_a_failed_read_fails_its_requests_only(kind: str) -> None:
+    async def scenario() -> None:
+        executor = FakeExecutor()
+        executor.failing_reads = 1
+        async with running(kind, executor) as engine:
+            await engine.add_adapter("x", "2")
+            (_, _, bad), (good, _, _) = await asyncio.gather(
+                drain(engine.generate(request("a", adapter="x"))), drain(engine.generate(request("b")))
+            )
+            assert bad[0].error is not None
+            assert bad[0].error.status == 503
+            assert len(good[0]) == 8
+            tokens, _, _ = await drain(engine.generate(request("c", adapter="x")))
+            assert len(tokens[0]) == 8
+            assert (await engine.stats()).adapter_read_failures == 1
+
+    asyncio.run(scenario())
+
+
+@kinds
+def test_a_failed_step_fails_its_requests_and_a_broken_device_ends_the_engine(kind: str) -> None:
+    async def scenario() -> None:
+        executor = FakeExecutor()
+        async with running(kind, executor) as engine:
+            executor.failing_steps = 1
+            _, reasons, deltas = await drain(engine.generate(request("a", n=2)))
+            assert reasons == {0: "error", 1: "error"}
+            assert all(d.error is not None and d.error.status == 500 for d in deltas)
+            tokens, _, _ = await drain(engine.generate(request("b")))
+            assert len(tokens[0]) == 8
+            executor.failing_steps = 100
+            for i in range(MAX_FAILED_STEPS):
+                with contextlib.suppress(EngineDead):
+                    await drain(engine.generate(request(f"c{i}")))
+            assert "made to fail" in await engine.wait_dead()
+            with pytest.raises(EngineDead):
+                await drain(engine.generate(request("d")))
+
+    asyncio.run(scenario())
+
+
+@kinds
+def test_close_ends_what_runs(kind: str) -> None:
+    async def scenario() -> None:
+        executor = FakeExecutor()
+        executor.step_s = 0.01
+        async with running(kind, executor) as engine:
+            stream = engine.generate(request("a", max_tokens=60))
+            await stream.__anext__()
+        with pytest.raises(EngineDead):
+            await drain(stream)
+        assert executor.closed == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_journal_replays_into_the_same_commands(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    recorded: list[Any] = []
+
+    class Recording(JournalWriter):
+        def record(self, event: Any, now: float) -> None:
+            super().record(event, now)
+            recorded.append(event)
+
+    async def scenario() -> None:
+        async with running("local", FakeExecutor(), Recording(path, CONFIG)) as engine:
+            await engine.add_adapter("x", "3")
+            asked = [
+                request(f"r{i}", (i, 2, 3), "x" if i % 2 else None, n=2, max_tokens=20) for i in range(9)
+            ]
+            await asyncio.gather(*[drain(engine.generate(r)) for r in asked])
+            await engine.remove_adapter("x")
+
+    asyncio.run(scenario())
+    config, events = read_journal(path)
+    assert config == CONFIG
+    one, other = Replica(config), Replica(config)
+    replayed = list(events)
+    assert [event for _, event in replayed] == recorded
+    for (now, event), original in zip(replayed, recorded, strict=True):
+        assert one.handle(event, now) == other.handle(original, now)
+    assert one.snapshot().num_running == 0
