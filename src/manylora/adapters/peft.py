@@ -29,10 +29,11 @@ _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _PEFT_PREFIX = "base_model.model."
 _KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?P<adapter>\.default)?\.weight")
 
-# What a tensor's name says it is, for the message that refuses it; the first match counts.
+# Parts of the names of tensors that cannot be served, and what they are; the most telling first.
 _UNSUPPORTED_TENSORS = (
     ("lora_magnitude_vector", "DoRA"),
     ("lora_embedding_", "LoRA on an embedding"),
+    ("lm_head.lora_", "LoRA on lm_head"),
     ("trainable_tokens", "new or retrained tokens"),
     ("modules_to_save", "modules_to_save"),
     ("embed_tokens", "embeddings saved with the adapter (new tokens)"),
@@ -176,6 +177,10 @@ def _places(
 
 def _lora_modules(tensors: dict[str, StoredTensor]) -> tuple[dict[str, dict[Side, str]], str, str]:
     """Tensor names by module and side, and the (prefix, infix) that all names share."""
+    for part, kind in _UNSUPPORTED_TENSORS:
+        for name in tensors:
+            if part in name:
+                raise AdapterError(f"tensor {name[:200]} is not supported: {kind}")
     modules: dict[str, dict[Side, str]] = {}
     forms = set()
     for name in tensors:
@@ -198,11 +203,8 @@ def _lora_modules(tensors: dict[str, StoredTensor]) -> tuple[dict[str, dict[Side
 def _parse_key(name: str) -> _Key:
     match = _KEY.fullmatch(name)
     if match is None:
-        kinds = (kind for part, kind in _UNSUPPORTED_TENSORS if part in name)
-        raise AdapterError(f"tensor {name[:200]} is not supported: {next(kinds, 'not a LoRA weight')}")
+        raise AdapterError(f"tensor {name[:200]} is not supported: not a LoRA weight")
     module = match["module"]
-    if module.rpartition(".")[2] == "lm_head":
-        raise AdapterError(f"tensor {name[:200]} is not supported: LoRA on lm_head")
     prefix = _PEFT_PREFIX if module.startswith(_PEFT_PREFIX) else ""
     side: Side = "A" if match["side"] == "A" else "B"
     return _Key(prefix, module.removeprefix(_PEFT_PREFIX), side, match["adapter"] or "")
@@ -215,11 +217,13 @@ def _refuse_unknown_modules(
     if not unknown:
         return
     pattern = re.compile(re.escape(layer_prefix) + r"\.(\d{1,9})\.(.+)")
-    supported = {projection.module for projection in geometry.projections}
+    supported = [projection.module for projection in geometry.projections]
 
-    def order(module: str) -> tuple[int, str]:
+    def order(module: str) -> tuple[int, int, str]:
         match = pattern.fullmatch(module)
-        return (int(match[1]) if match else -1, module)
+        if match is None:
+            return -1, 0, module
+        return int(match[1]), supported.index(match[2]) if match[2] in supported else -1, module
 
     first = min(unknown, key=order)
     tensor = modules[first]["A"][:200]
@@ -231,7 +235,7 @@ def _refuse_unknown_modules(
         )
     raise AdapterError(
         f"the adapter does not fit: tensor {tensor} is for a module that the base model lacks or that "
-        f"cannot be adapted; these can: {layer_prefix}.N.[{', '.join(sorted(supported))}]"
+        f"cannot be adapted; these can: {layer_prefix}.N.[{', '.join(supported)}]"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from manylora.config import ConfigError
 from manylora.devices.device import PageWriter, copy_bytes
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_ALIGNMENT_BYTES = 64
 
 
 class CpuDevice:
@@ -25,6 +27,14 @@ class CpuDevice:
     def free_bytes(self) -> int:
         """What the machine could give without swapping, within the limits of this process's cgroups."""
         return max(0, min([_machine_free_bytes(), *_cgroup_free_bytes()]))
+
+    def zeros(self, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        # torch.zeros would write every byte, and a large pool would take seconds and all its memory at once;
+        # numpy's come untouched from the system. torch aligns its own tensors likewise.
+        num_bytes = math.prod(sizes) * dtype.itemsize
+        raw = np.zeros(num_bytes + _ALIGNMENT_BYTES, dtype=np.uint8)
+        begin = -raw.ctypes.data % _ALIGNMENT_BYTES
+        return torch.from_numpy(raw[begin : begin + num_bytes]).view(dtype).view(sizes)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array)
@@ -63,14 +73,11 @@ def _machine_free_bytes() -> int:
 
 def _cgroup_free_bytes() -> list[int]:
     """For every limited cgroup above this process: its limit less what it uses and cannot drop."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
     free = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
+    for line in _own_cgroups():
+        _, _, controllers_and_path = line.partition(":")
+        controllers, _, path = controllers_and_path.partition(":")
+        if line.startswith("0::"):
             files = ("memory.max", "memory.current", "inactive_file")
             root = _CGROUPS
         elif "memory" in controllers.split(","):
@@ -84,6 +91,14 @@ def _cgroup_free_bytes() -> list[int]:
             if place.is_relative_to(root) and (found := _limit(place, *files)) is not None:
                 free.append(found)
     return free
+
+
+def _own_cgroups() -> list[str]:
+    """Lines of the form hierarchy:controllers:path."""
+    try:
+        return Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
 
 
 def _limit(folder: Path, limit_file: str, usage_file: str, reclaimable: str) -> int | None:

@@ -3,6 +3,9 @@
 Steps run on the thread's current stream (torch's default one); pages are written on streams of their own.
 """
 
+# mypy: disallow-untyped-calls=False
+# torch's streams and events have no annotations.
+
 from __future__ import annotations
 
 import numpy as np
@@ -31,8 +34,11 @@ class CudaDevice:
 
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
-        cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
-        return free + cached
+        held = torch.cuda.memory_reserved(self.torch_device)
+        return free + held - torch.cuda.memory_allocated(self.torch_device)
+
+    def zeros(self, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(sizes, dtype=dtype, device=self.torch_device)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         # torch keeps the pinned copy until the transfer has ended.

@@ -35,6 +35,9 @@ class Device(Protocol):
     def free_bytes(self) -> int:
         """Memory that could be allocated now."""
 
+    def zeros(self, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A large tensor of zeros. Where the system can, memory is taken only as it is first written."""
+
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """The array on the device, ordered before later work. The caller never changes the array again."""
 

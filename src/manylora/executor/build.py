@@ -14,8 +14,7 @@ from typing import Literal
 import torch
 
 from manylora.adapters.registry import Registry
-from manylora.config import ConfigError, EngineSettings, PolicyConfig, SchedulerSettings
-from manylora.devices.device import Device
+from manylora.config import ConfigError, EngineSettings, PolicyConfig
 from manylora.devices.select import open_device
 from manylora.executor.worker import Worker
 from manylora.kernels.select import ops_for
@@ -26,6 +25,8 @@ from manylora.models.config import config_groups, read_model_config
 from manylora.models.load import load_model, resolve_dtype
 from manylora.models.source import resolve_model
 from manylora.models.spec import ModelConfig
+
+_Kind = Literal["cpu", "cuda"]
 
 _NUM_SEQS = {"cpu": 64, "cuda": 256}
 _BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
@@ -68,51 +69,41 @@ def build_worker(
     folder = resolve_model(settings.model.model)
     config = read_model_config(folder)
     device = open_device(settings.model.device)
-    kind = "cuda" if device.torch_device.type == "cuda" else "cpu"
+    kind: _Kind = "cuda" if device.torch_device.type == "cuda" else "cpu"
     dtype = resolve_dtype(settings.model.dtype, kind, config.dtype)
     page = _page_shape(config, settings.cache.page_tokens, dtype)
     geometry = _geometry(page, config)
-    num_seqs, batch_tokens = _batch_sizes(settings.scheduler, kind)
-    max_positions = _model_len(settings.model.max_model_len, config, _most_pages(settings, device, page), page)
+    asked_pool = settings.cache.device_pool
+    # No pool can be larger than what is free before the weights are there.
+    most_pages = pool_pages(device.free_bytes() if asked_pool is None else asked_pool, page.page_bytes)
+    limits = _limits(settings, config, kind, page, most_pages)
 
-    ops = ops_for(device.torch_device)
     decoder = load_model(
         folder,
-        ops=ops,
+        ops=ops_for(device.torch_device),
         device=device.torch_device,
         dtype=dtype,
         load_format=_load_format(settings.model.load_format),
-        max_positions=max_positions,
+        max_positions=limits.max_model_len,
         progress=progress,
     )
     device.release_memory()
-    activations = activation_bytes(config, dtype, num_seqs, batch_tokens)
-    num_pages = pool_pages(pool_bytes(device, settings.cache.device_pool, activations), page.page_bytes)
-    max_model_len = _model_len(settings.model.max_model_len, config, num_pages, page)
-    arena = Arena(num_pages, page, dtype, device.torch_device)
+    activations = activation_bytes(config, dtype, limits.max_num_seqs, limits.max_batch_tokens)
+    num_pages = pool_pages(pool_bytes(device, asked_pool, activations), page.page_bytes)
+    limits = _limits(settings, config, kind, page, num_pages)
+    arena = Arena(num_pages, page, dtype, device)
     registry = Registry(geometry, decoder.layer_prefix, registry_path)
     worker = Worker(decoder, arena, geometry, device, registry, settings.adapters.max_adapter_rank)
-    policy = PolicyConfig(
-        num_pages=num_pages,
-        page_tokens=page.page_tokens,
-        max_model_len=max_model_len,
-        max_num_seqs=num_seqs,
-        max_batch_tokens=batch_tokens,
-    )
     facts = ModelFacts(
         model=settings.model.name,
-        max_model_len=max_model_len,
         vocab_size=config.vocab_size,
         eos_ids=config.eos_ids,
-        num_pages=num_pages,
-        page_tokens=page.page_tokens,
         page_bytes=page.page_bytes,
         device=device.name,
         dtype=str(dtype).removeprefix("torch."),
-        max_num_seqs=num_seqs,
-        max_batch_tokens=batch_tokens,
+        **dataclasses.asdict(limits),
     )
-    return worker, policy, facts
+    return worker, limits, facts
 
 
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, num_seqs: int, batch_tokens: int) -> int:
@@ -137,20 +128,22 @@ def _geometry(page: PageShape, config: ModelConfig) -> AdapterGeometry:
         raise ConfigError(str(error)) from error
 
 
-def _batch_sizes(asked: SchedulerSettings, kind: str) -> tuple[int, int]:
-    """(max_num_seqs, max_batch_tokens); a default gives way to what was set for the other."""
-    num_seqs, batch_tokens = asked.max_num_seqs, asked.max_batch_tokens
+def _limits(
+    settings: EngineSettings, config: ModelConfig, kind: _Kind, page: PageShape, num_pages: int
+) -> PolicyConfig:
+    """What the policy may use of a pool of so many pages. A default gives way to what was set beside it."""
+    num_seqs, batch_tokens = settings.scheduler.max_num_seqs, settings.scheduler.max_batch_tokens
     if num_seqs is None:
         num_seqs = min(_NUM_SEQS[kind], batch_tokens or _NUM_SEQS[kind])
     if batch_tokens is None:
         batch_tokens = max(_BATCH_TOKENS[kind], num_seqs)
-    return num_seqs, batch_tokens
-
-
-def _most_pages(settings: EngineSettings, device: Device, page: PageShape) -> int:
-    """No pool can have more pages than this: a first bound, before weights are loaded."""
-    most = settings.cache.device_pool if settings.cache.device_pool is not None else device.free_bytes()
-    return pool_pages(most, page.page_bytes)
+    return PolicyConfig(
+        num_pages=num_pages,
+        page_tokens=page.page_tokens,
+        max_model_len=_model_len(settings.model.max_model_len, config, num_pages, page),
+        max_num_seqs=num_seqs,
+        max_batch_tokens=batch_tokens,
+    )
 
 
 def _model_len(asked: int | None, config: ModelConfig, num_pages: int, page: PageShape) -> int:
@@ -171,7 +164,8 @@ def _model_len(asked: int | None, config: ModelConfig, num_pages: int, page: Pag
         pages = -(-asked // page.page_tokens)
         raise ConfigError(
             f"max_model_len {asked} needs a pool of {in_mib(pages * page.page_bytes)}, but it has "
-            f"{in_mib(num_pages * page.page_bytes)}, for {in_pool} tokens: lower max_model_len or raise device_pool"
+            f"{in_mib(num_pages * page.page_bytes)}, for {in_pool} tokens: lower max_model_len or raise "
+            "device_pool"
         )
     return asked
 

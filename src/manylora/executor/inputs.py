@@ -46,7 +46,12 @@ class InputBuilder:
     """Builds one step's inputs at a time."""
 
     def __init__(
-        self, sequences: SequenceTable, tables: AdapterTables, geometry: AdapterGeometry, ops: Ops, device: Device
+        self,
+        sequences: SequenceTable,
+        tables: AdapterTables,
+        geometry: AdapterGeometry,
+        ops: Ops,
+        device: Device,
     ) -> None:
         self._sequences = sequences
         self._tables = tables
@@ -94,7 +99,10 @@ class InputBuilder:
         tensors = self._upload(token_ids, positions, places, last_tokens)
         torch_device = self._device.torch_device
         batch = StepBatch(
-            *tensors,
+            token_ids=tensors[0],
+            positions=tensors[1],
+            slots=tensors[2],
+            sample_index=tensors[3],
             attention=self._ops.plan_attention(attention_rows, self._geometry.page, torch_device),
             lora=self._plan_lora(self._segments(adapters, first, ends)),
         )

@@ -59,8 +59,8 @@ class AdapterReader:
     ) -> None:
         """Read into the command's pages; ``done`` is called once, after ``take_landed`` would give it.
 
-        ``spec`` None stands for an adapter that nobody knows. Raises RuntimeError after ``close``; ``done`` is
-        then not called.
+        ``spec`` None stands for an adapter that nobody knows. Raises RuntimeError after ``close``; then
+        ``done`` is not called.
         """
         writer = self._device.page_writer()
         self._threads.submit(self._run, spec, command, writer, done)

@@ -12,7 +12,7 @@ import numpy as np
 
 from manylora.executor.sampler import SampledRow
 from manylora.protocol import SequenceStart, StepRow
-from manylora.types import PageId, SamplingParams, SequenceId
+from manylora.types import PageId, SequenceId
 
 _FIRST_SLOTS = 16
 _FIRST_TOKENS = 256
@@ -25,14 +25,13 @@ Undo = list[tuple[int, int, int]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Sequence:
-    """What does not change while a sequence runs. ``slot``: its row in all arrays."""
+    """A sequence beside its arrays. ``slot``: its row in all of them. ``drawing`` is filled in every step."""
 
     slot: int
     sample: int
     num_prompt_tokens: int
-    params: SamplingParams
-    stop_ids: tuple[int, ...]
     has_penalties: bool
+    drawing: SampledRow
 
 
 class SequenceTable:
@@ -46,9 +45,9 @@ class SequenceTable:
     def __init__(self) -> None:
         self._sequences: dict[SequenceId, _Sequence] = {}
         self._free: list[int] = list(range(_FIRST_SLOTS - 1, -1, -1))
-        self.tokens = np.zeros((_FIRST_SLOTS, _FIRST_TOKENS), dtype=np.int32)
-        self.pages = np.zeros((_FIRST_SLOTS, _FIRST_PAGES), dtype=np.int32)
-        self.adapters = np.zeros(_FIRST_SLOTS, dtype=np.int64)
+        self.tokens: np.ndarray = np.zeros((_FIRST_SLOTS, _FIRST_TOKENS), dtype=np.int32)
+        self.pages: np.ndarray = np.zeros((_FIRST_SLOTS, _FIRST_PAGES), dtype=np.int32)
+        self.adapters: np.ndarray = np.zeros(_FIRST_SLOTS, dtype=np.int64)
 
     def __contains__(self, sequence: SequenceId) -> bool:
         return sequence in self._sequences
@@ -70,11 +69,10 @@ class SequenceTable:
             slot=slot,
             sample=start.sample,
             num_prompt_tokens=start.num_prompt_tokens,
-            params=params,
-            stop_ids=start.stop_ids,
             has_penalties=bool(
                 params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
             ),
+            drawing=SampledRow(params, _NONE, _NONE, start.stop_ids, ()),
         )
 
     def end(self, sequence: SequenceId) -> None:
@@ -100,22 +98,28 @@ class SequenceTable:
         for slot, index, page in reversed(changes):
             self.pages[slot, index] = page
 
-    def append(self, sequence: SequenceId, length: int, token: int) -> None:
-        """The sequence, ``length`` tokens long so far, has drawn another."""
-        self.tokens = _widened(self.tokens, length + 1)
-        self.tokens[self._sequences[sequence].slot, length] = token
+    def append(self, rows: list[StepRow], tokens: list[int]) -> None:
+        """Each row, which reached the end of its sequence, has drawn this token."""
+        ends = [row.start + row.num_tokens for row in rows]
+        self.tokens = _widened(self.tokens, max(ends, default=0) + 1)
+        self.tokens[self.slots(rows), ends] = tokens
 
     def sampled_row(self, row: StepRow) -> SampledRow:
-        """What the sampler must know of a row that draws tokens at its end."""
+        """What the sampler must know of a row that draws tokens at its end. Valid until the next call for
+        the same sequence."""
         held = self._sequences[row.sequence]
+        drawing, sample = held.drawing, held.sample
         end = row.start + row.num_tokens
         position = end - held.num_prompt_tokens
-        prompt_ids = output_ids = _NONE
+        if row.num_samples == 1:
+            drawing.samples = ((sample, position),)
+        else:
+            drawing.samples = tuple((sample + i, position) for i in range(row.num_samples))
         if held.has_penalties:
             known = self.tokens[held.slot, :end]
-            prompt_ids, output_ids = known[: held.num_prompt_tokens], known[held.num_prompt_tokens :]
-        samples = tuple((held.sample + i, position) for i in range(row.num_samples))
-        return SampledRow(held.params, prompt_ids, output_ids, held.stop_ids, samples)
+            drawing.prompt_ids = known[: held.num_prompt_tokens]
+            drawing.output_ids = known[held.num_prompt_tokens :]
+        return drawing
 
     def _set_pages(self, slot: int, changes: tuple[tuple[int, PageId], ...], undo: Undo) -> None:
         self.pages = _widened(self.pages, max(index for index, _ in changes) + 1)
@@ -125,10 +129,9 @@ class SequenceTable:
 
     def _add_slots(self) -> None:
         old = len(self.adapters)
-        self.tokens, self.pages, self.adapters = (
-            np.concatenate((array, np.zeros_like(array)))
-            for array in (self.tokens, self.pages, self.adapters)
-        )
+        self.tokens = np.concatenate((self.tokens, np.zeros_like(self.tokens)))
+        self.pages = np.concatenate((self.pages, np.zeros_like(self.pages)))
+        self.adapters = np.concatenate((self.adapters, np.zeros_like(self.adapters)))
         self._free.extend(range(2 * old - 1, old - 1, -1))
 
 

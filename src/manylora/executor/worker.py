@@ -73,7 +73,7 @@ class Worker:
                 self._sequences.start(start)
                 started.append(start.sequence)
             self._sequences.update_pages(step.rows, changes)
-            drawn = self._run(step.rows)
+            return self._result(step, self._run(step.rows), began)
         except Exception as error:
             self._sequences.undo(changes)
             for sequence in started:
@@ -81,7 +81,6 @@ class Worker:
             _log.exception("step %d failed", step.step)
             done = StepDone(step.step, False, (), time.perf_counter() - began, _one_line(error))
             return StepResult(done, {})
-        return self._result(step, drawn, began)
 
     def _run(self, rows: tuple[StepRow, ...]) -> Drawn:
         if self._decoder is None or self._inputs is None:
@@ -96,17 +95,16 @@ class Worker:
         return dict(zip(inputs.sampled_rows, zip(tokens, logprobs)))
 
     def _result(self, step: RunStep, drawn: Drawn, began: float) -> StepResult:
-        tokens = []
+        rows = [row for row in step.rows if row.num_samples]
+        results = [drawn[index] for index in sorted(drawn)]
+        # What other samples drew comes back as their own SequenceStart.
+        self._sequences.append(rows, [ids[0] for ids, _ in results])
         logprobs: dict[tuple[SequenceId, int], TokenLogprobs] = {}
-        for index, row in enumerate(step.rows):
-            if row.num_samples:
-                ids, found = drawn[index]
-                # What other samples drew comes back as their own SequenceStart.
-                self._sequences.append(row.sequence, row.start + row.num_tokens, ids[0])
-                tokens.append((row.sequence, tuple(ids)))
+        for row, (_, found) in zip(rows, results):
+            if found[0] is not None:
                 logprobs.update(((row.sequence, i), item) for i, item in enumerate(found) if item is not None)
-        done = StepDone(step.step, True, tuple(tokens), time.perf_counter() - began)
-        return StepResult(done, logprobs)
+        tokens = tuple((row.sequence, tuple(ids)) for row, (ids, _) in zip(rows, results))
+        return StepResult(StepDone(step.step, True, tokens, time.perf_counter() - began), logprobs)
 
     def end_sequence(self, sequence: SequenceId) -> None:
         self._sequences.end(sequence)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
+from manylora.devices.device import Device
 from manylora.kernels.shapes import PageShape
 from manylora.types import PageId
 
@@ -19,14 +20,14 @@ class Arena:
     Zeros, because a kernel may multiply a stale value by zero: whatever lies in a page must be finite.
     """
 
-    def __init__(self, num_pages: int, page: PageShape, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, num_pages: int, page: PageShape, dtype: torch.dtype, device: Device) -> None:
         if dtype.itemsize != page.itemsize:
             raise ValueError(f"pages of {page.itemsize}-byte elements cannot hold {dtype}")
         self.num_pages = num_pages
         self.shape = page
         self.dtype = dtype
         sizes = (num_pages, page.layers, 2, page.page_tokens, page.kv_heads, page.head_dim)
-        self._pool: torch.Tensor | None = torch.zeros(sizes, dtype=dtype, device=device)
+        self._pool: torch.Tensor | None = device.zeros(sizes, dtype)
 
     @property
     def pool(self) -> torch.Tensor:

@@ -24,7 +24,9 @@ def pool_bytes(device: Device, asked: int | None, activation_bytes: int) -> int:
     free = device.free_bytes()
     if asked is not None:
         if asked > free:
-            raise ConfigError(f"a pool of {in_mib(asked)} does not fit: {in_mib(free)} are free ({device.name})")
+            raise ConfigError(
+                f"a pool of {in_mib(asked)} does not fit: {in_mib(free)} are free ({device.name})"
+            )
         return asked
     if device.torch_device.type == "cpu":
         return min(_CPU_LARGEST_BYTES, int(free * _CPU_SHARE))

@@ -14,7 +14,7 @@ from manylora.engine.client import EngineClient
 from manylora.server.errors import ApiError, clipped
 from manylora.server.lifecycle import Lifecycle
 from manylora.server.metrics import Metrics
-from manylora.server.models import note_model
+from manylora.server.models import Models, note_model
 from manylora.server.schemas import LoadAdapterBody, UnloadAdapterBody, read_body
 from manylora.server.settings import ServerSettings
 
@@ -50,7 +50,11 @@ def _invalid(message: str, param: str) -> ApiError:
 
 
 def routes(
-    client: EngineClient, settings: ServerSettings, lifecycle: Lifecycle, metrics: Metrics
+    client: EngineClient,
+    settings: ServerSettings,
+    models: Models,
+    lifecycle: Lifecycle,
+    metrics: Metrics,
 ) -> APIRouter:
     """/v1/load_lora_adapter and /v1/unload_lora_adapter."""
     router = APIRouter(tags=["adapters"])
@@ -90,6 +94,7 @@ def routes(
         if not await is_served(name):
             message = f"The lora adapter '{clipped(name)}' cannot be found."
             raise ApiError(404, message, param="lora_name")
+        models.forget(name)
         async with lifecycle.interruptible():
             await client.remove_adapter(name)
         metrics.forget(name)

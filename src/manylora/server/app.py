@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator
-
 from fastapi import FastAPI
 
 from manylora.engine.client import EngineClient
 from manylora.server import adapters, chat, completions, docs, errors, models, probes
 from manylora.server.generation import Service
-from manylora.server.lifecycle import Lifecycle, watch_engine
+from manylora.server.lifecycle import Lifecycle
 from manylora.server.metrics import Metrics
 from manylora.server.middleware import ApiKeys, BodyLimit, Gate, RequestLog
 from manylora.server.settings import ServerSettings
@@ -19,17 +15,9 @@ from manylora.text.tokenizer import Tokenizer
 
 
 def create_app(client: EngineClient, tokenizer: Tokenizer | None, settings: ServerSettings) -> FastAPI:
-    """The ASGI app. Without a tokenizer prompts of token ids still work. Does not close the client."""
+    """The ASGI app, for ``lifecycle.serve`` to run. Without a tokenizer prompts of token ids still work."""
     lifecycle = Lifecycle()
     metrics = Metrics(settings.served_model_name, client.info)
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watch = asyncio.create_task(watch_engine(client, lifecycle))
-        try:
-            yield
-        finally:
-            watch.cancel()
 
     app = FastAPI(
         title="manylora",
@@ -37,7 +25,6 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, settings: Serv
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        lifespan=lifespan,
     )
     app.state.lifecycle = lifecycle
     errors.install(app)
@@ -47,7 +34,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, settings: Serv
     app.include_router(completions.routes(service, served))
     app.include_router(chat.routes(service, served))
     app.include_router(models.routes(served))
-    app.include_router(adapters.routes(client, settings, lifecycle, metrics))
+    app.include_router(adapters.routes(client, settings, served, lifecycle, metrics))
     app.include_router(probes.routes(client, lifecycle, metrics, settings.version))
     docs.install(app)
 

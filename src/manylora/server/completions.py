@@ -14,13 +14,11 @@ from manylora.server.sampling import completion_params
 from manylora.server.schemas import CompletionBody, check_supported, read_body
 from manylora.server.streaming import ChunkWriter, Usage, encode
 from manylora.text.generate import TextDelta, TextOutput
-from manylora.text.prompts import encode_text, fit_params, require_tokenizer
+from manylora.text.prompts import encode_texts, fit_params, require_tokenizer
 from manylora.types import InvalidRequest, SamplingParams
 
 # Each prompt is an engine request of its own; more than this would hold up the event loop.
 MAX_PROMPTS = 4096
-
-Prompt = str | list[int]
 
 
 class CompletionShape:
@@ -73,21 +71,19 @@ class CompletionShape:
         return writer.encode(news.logprobs)
 
 
-def split_prompts(prompt: str | list[Any]) -> list[Prompt]:
+def split_prompts(prompt: str | list[Any]) -> list[str] | list[list[int]]:
     """One text, one list of token ids, or a list of either; raises InvalidRequest for anything else."""
-    prompts: list[Prompt]
-    if isinstance(prompt, str):
-        prompts = [prompt]
-    elif all(isinstance(item, int) for item in prompt):
-        # An empty list is an empty prompt.
-        prompts = [prompt]
-    elif all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) for item in prompt):
-        prompts = prompt
-    else:
-        raise InvalidRequest(
-            "prompt must be a string, a list of token ids, a list of strings or a list of lists of token ids",
-            "prompt",
-        )
+    prompts: list[Any] = [prompt]
+    if isinstance(prompt, list):
+        kinds = set(map(type, prompt))
+        if kinds in ({str}, {list}):
+            prompts = prompt
+        elif kinds - {int}:
+            raise InvalidRequest(
+                "prompt must be a string, a list of token ids, a list of strings or a list of lists of "
+                "token ids",
+                "prompt",
+            )
     if not all(prompts):
         raise InvalidRequest("prompt must not be empty", "prompt")
     if len(prompts) > MAX_PROMPTS:
@@ -99,31 +95,26 @@ def routes(service: Service, models: Models) -> APIRouter:
     """/v1/completions."""
     router = APIRouter(tags=["generation"])
 
-    async def fitted(
-        body: CompletionBody, prompt: Prompt, params: SamplingParams
-    ) -> tuple[tuple[int, ...], SamplingParams]:
-        if isinstance(prompt, str):
-            add_special_tokens = body.add_special_tokens is not False
-            token_ids = await encode_text(
-                service.tokenizer, prompt, add_special_tokens=add_special_tokens, param="prompt"
-            )
-        else:
-            token_ids = tuple(prompt)
-        is_explicit = body.max_tokens is not None
-        return token_ids, fit_params(
-            token_ids, params, service.client.info, is_max_tokens_explicit=is_explicit
-        )
+    async def encoded(body: CompletionBody, prompts: list[Any]) -> list[tuple[int, ...]]:
+        if not isinstance(prompts[0], str):
+            return [tuple(prompt) for prompt in prompts]
+        add_special_tokens = body.add_special_tokens is not False
+        return await encode_texts(service.tokenizer, prompts, add_special_tokens=add_special_tokens)
 
-    def echoes(body: CompletionBody, prompts: list[Prompt], params: SamplingParams) -> list[str]:
+    def fitted(body: CompletionBody, prompts: list[tuple[int, ...]]) -> list[SamplingParams]:
+        params, info = completion_params(body), service.client.info
+        is_explicit = body.max_tokens is not None
+        return [fit_params(ids, params, info, is_max_tokens_explicit=is_explicit) for ids in prompts]
+
+    def echoes(body: CompletionBody, prompts: list[Any]) -> list[str]:
         if not body.echo:
             return []
         if body.logprobs is not None:
             raise InvalidRequest("echo together with logprobs is not supported by this server", "echo")
         tokenizer = require_tokenizer(service.tokenizer, "echo")
-        return [
-            prompt if isinstance(prompt, str) else tokenizer.decode(prompt, params.skip_special_tokens)
-            for prompt in prompts
-        ]
+        if isinstance(prompts[0], str):
+            return prompts
+        return [tokenizer.decode(ids, body.skip_special_tokens is not False) for ids in prompts]
 
     @router.post("/v1/completions", summary="Complete a prompt")
     async def complete(request: Request) -> Response:
@@ -132,18 +123,12 @@ def routes(service: Service, models: Models) -> APIRouter:
         note_model(request, body.model)
         chosen = await models.choose(body.model)
         check_supported(body)
-        params = completion_params(body)
         prompts = split_prompts(body.prompt)
-        fitting = [await fitted(body, prompt, params) for prompt in prompts]
-        job = Job(
-            answer_id("cmpl", request),
-            chosen,
-            [ids for ids, _ in fitting],
-            [fit for _, fit in fitting],
-            start_s,
-        )
+        token_ids = await encoded(body, prompts)
+        params = fitted(body, token_ids)
+        job = Job(answer_id("cmpl", request), chosen, token_ids, params, start_s)
         names = TokenNames(service.tokenizer, bool(body.return_tokens_as_token_ids))
-        shape = CompletionShape(job, names, echoes(body, prompts, params))
+        shape = CompletionShape(job, names, echoes(body, prompts))
         return GenerationResponse(service, job, shape, StreamPlan.of(body))
 
     return router

@@ -45,6 +45,12 @@ class Lifecycle:
         self._idle = asyncio.Event()
         self._idle.set()
         self.died = asyncio.Event()
+        self.stopping = asyncio.Event()
+        self.hurrying = asyncio.Event()
+
+    def stop(self) -> None:
+        """End the server: the first call lets open requests drain, a second one ends them."""
+        (self.hurrying if self.stopping.is_set() else self.stopping).set()
 
     def refusal(self) -> ApiError | None:
         """Why no new request is taken, or None while they are."""
@@ -151,8 +157,8 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def watch_engine(client: EngineClient, lifecycle: Lifecycle) -> None:
-    """Runs as long as the app: learns of the engine's death and ends what it left hanging."""
+async def _watch_engine(client: EngineClient, lifecycle: Lifecycle) -> None:
+    """Learn of the engine's death and end what it left hanging."""
     reason = await client.wait_dead()
     logger.error("the engine has died: %s", reason)
     lifecycle.die(reason)
@@ -170,31 +176,32 @@ async def serve(app: FastAPI, sock: socket.socket, client: EngineClient, drain_t
     """
     lifecycle: Lifecycle = app.state.lifecycle
     config = uvicorn.Config(
-        app, loop="none", http="httptools", ws="none", lifespan="on", log_config=None, access_log=False,
+        app, loop="none", http="httptools", ws="none", lifespan="off", log_config=None, access_log=False,
         server_header=False, timeout_keep_alive=65, timeout_graceful_shutdown=3,
     )  # fmt: skip
     server = _Server(config)
-    signalled, hurried = asyncio.Event(), asyncio.Event()
-    with _signals(signalled, hurried):
+    with _signals(lifecycle):
+        watch = asyncio.create_task(_watch_engine(client, lifecycle))
         serving = asyncio.create_task(server.serve(sockets=[sock]))
-        await _first(serving, signalled, lifecycle.died)
+        await _first(serving, lifecycle.stopping, lifecycle.died)
         # What came first decides: a supervisor's SIGTERM to a server whose engine died does not excuse it.
-        is_stopped = signalled.is_set() and not lifecycle.died.is_set()
+        is_stopped = lifecycle.stopping.is_set() and not lifecycle.died.is_set()
         if is_stopped:
-            await _drain(lifecycle, hurried, drain_timeout_s)
+            await _drain(lifecycle, drain_timeout_s)
         elif lifecycle.died.is_set():
             await asyncio.sleep(_DEATH_ANSWERS_S)
             await lifecycle.wait_idle(_LAST_WORDS_S)
         server.should_exit = True
         await serving
+        watch.cancel()
     return 0 if is_stopped else 1
 
 
-async def _drain(lifecycle: Lifecycle, hurried: asyncio.Event, timeout_s: float) -> None:
+async def _drain(lifecycle: Lifecycle, timeout_s: float) -> None:
     logger.info("draining: new requests are refused, open ones have %.0f s", timeout_s)
     lifecycle.drain()
     idle = asyncio.create_task(lifecycle.wait_idle(timeout_s))
-    await _first(idle, hurried, lifecycle.died)
+    await _first(idle, lifecycle.hurrying, lifecycle.died)
     idle.cancel()
     lifecycle.interrupt_all(unavailable("the server is shutting down"))
     await lifecycle.wait_idle(_LAST_WORDS_S)
@@ -209,17 +216,13 @@ async def _first(task: asyncio.Task[None] | asyncio.Task[bool], *events: asyncio
 
 
 @contextlib.contextmanager
-def _signals(first: asyncio.Event, second: asyncio.Event) -> Iterator[None]:
+def _signals(lifecycle: Lifecycle) -> Iterator[None]:
     loop = asyncio.get_running_loop()
-
-    def note() -> None:
-        (second if first.is_set() else first).set()
-
     handled = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        # Outside the main thread no handler can be set; then the caller's own thread ends the server.
+        # Outside the main thread no handler can be set; then the caller ends the server by ``stop``.
         with contextlib.suppress(RuntimeError, ValueError, NotImplementedError):
-            loop.add_signal_handler(number, note)
+            loop.add_signal_handler(number, lifecycle.stop)
             handled.append(number)
     try:
         yield

@@ -30,19 +30,34 @@ class Models:
         self._client = client
         self._settings = settings
         self._created_s = int(time.time())
+        # Names known to be served. The engine has the last word and refuses a name that is served no more;
+        # asking it for every request would cost a list of perhaps thousands.
+        self._names: frozenset[str] = frozenset()
 
     async def choose(self, name: str) -> Chosen:
         """Match a name whole, else split at its last colon (``base:adapter``); else ApiError 404."""
+        chosen = self._match(name)
+        if chosen is None:
+            self._names = frozenset(card.name for card in await self._client.adapters())
+            chosen = self._match(name)
+        if chosen is None:
+            raise ApiError(404, f"The model `{clipped(name)}` does not exist.", param="model")
+        return chosen
+
+    def forget(self, name: str) -> None:
+        """The adapter is about to be unloaded: ask the engine before naming it again."""
+        self._names -= {name}
+
+    def _match(self, name: str) -> Chosen | None:
         base = self._settings.served_model_name
         if name == base:
             return Chosen(name, None)
-        served = {card.name for card in await self._client.adapters()}
-        if name in served:
+        if name in self._names:
             return Chosen(name, name)
         left, _, right = name.rpartition(":")
-        if left == base and right in served:
+        if left == base and right in self._names:
             return Chosen(name, right)
-        raise ApiError(404, f"The model `{clipped(name)}` does not exist.", param="model")
+        return None
 
     async def cards(self) -> list[dict[str, Any]]:
         """The base's card, then the adapters' in the order they were added."""

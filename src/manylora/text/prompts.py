@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from manylora.engine.client import EngineInfo
 from manylora.text.tokenizer import Tokenizer
@@ -28,10 +29,26 @@ async def encode_text(
     tokenizer: Tokenizer | None, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
 ) -> tuple[int, ...]:
     """Token ids of a text; a long one is encoded on another thread."""
+    (token_ids,) = await encode_texts(tokenizer, [text], add_special_tokens=add_special_tokens, param=param)
+    return token_ids
+
+
+async def encode_texts(
+    tokenizer: Tokenizer | None,
+    texts: Sequence[str],
+    *,
+    add_special_tokens: bool = True,
+    param: str = "prompt",
+) -> list[tuple[int, ...]]:
+    """Token ids of texts; long or many ones are encoded on another thread."""
     known = require_tokenizer(tokenizer, param)
-    if len(text) <= _MAX_INLINE_CHARS:
-        return tuple(known.encode(text, add_special_tokens))
-    return tuple(await asyncio.to_thread(known.encode, text, add_special_tokens))
+
+    def encode_all() -> list[tuple[int, ...]]:
+        return [tuple(known.encode(text, add_special_tokens)) for text in texts]
+
+    if sum(map(len, texts)) <= _MAX_INLINE_CHARS:
+        return encode_all()
+    return await asyncio.to_thread(encode_all)
 
 
 def fit_params(
@@ -57,7 +74,7 @@ def fit_params(
     _check_token_ids([token for token, _ in params.logit_bias], info.vocab_size, "logit_bias")
     # Numbers that mean no more than a smaller one become it, so that none is too large for the wire.
     max_tokens = params.max_tokens
-    fitted = {"min_tokens": min(params.min_tokens, room)}
+    fitted: dict[str, Any] = {"min_tokens": min(params.min_tokens, room)}
     if params.top_k > info.vocab_size:
         fitted["top_k"] = 0
     if max_tokens is not None and max_tokens > room:

@@ -6,7 +6,8 @@ all that a program must know, so that one load leads to the cell table and a sec
     0 first token   1 tokens    2 rank          3 first A cell      4 first B cell     5 scale row
     6 first slot    7 outputs   8 first column  9 cells per B row   10-15 unused
 
-Slots are columns of the partial results ``[splits, tokens, slots]`` (float32): each projection of the group
+6 is in units of SLOTS, 7 and 8 in units of OUT_ALIGN: a factor that the compiler sees lets it load 16 bytes at
+once. Slots are columns of the partial results ``[splits, tokens, slots]`` (float32): each projection of the group
 owns as many as its largest rank in the step. Shrink splits the long dimension; every split stores its own
 plane, and expand adds the planes up in order, so results do not depend on timing and nothing needs zeroing.
 Programs past a segment's rank or a projection's columns return at once: mixed ranks are not padded.
@@ -23,12 +24,11 @@ import triton
 import triton.language as tl
 
 RECORD = tl.constexpr(16)
+SLOTS = tl.constexpr(16)
 
 
 @triton.jit
-def load_rows(
-    pool, table, row_ok, k0, limit, CELL: tl.constexpr, ALIGN: tl.constexpr, COLUMNS: tl.constexpr
-):
+def load_rows(pool, table, row_ok, k0, limit, CELL: tl.constexpr, ALIGN: tl.constexpr, COLUMNS: tl.constexpr):
     """``[rows, COLUMNS]`` elements from k0 on of the rows whose entries in the cell table begin at ``table``.
 
     ``pool`` already points at the layer. Places past ``limit``, and rows that are not ok, are zero.
@@ -83,7 +83,7 @@ def shrink_kernel(
     count = tl.load(record + 1)
     rank = tl.load(record + 2)
     first_cell = tl.load(record + 3)
-    first_slot = tl.load(record + 6)
+    first_slot = tl.load(record + 6) * SLOTS
     if first_row >= rank:
         return
     rows = first_row + tl.arange(0, BLOCK_R)
@@ -137,6 +137,7 @@ def expand_kernel(
     PROJECTIONS: tl.constexpr,
     CELL: tl.constexpr,
     ALIGN: tl.constexpr,
+    OUT_ALIGN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -159,9 +160,9 @@ def expand_kernel(
     rank = tl.load(record + 2)
     first_cell = tl.load(record + 4)
     scale_row = tl.load(record + 5)
-    first_slot = tl.load(record + 6)
-    outputs = tl.load(record + 7)
-    first_column = tl.load(record + 8)
+    first_slot = tl.load(record + 6) * SLOTS
+    outputs = tl.load(record + 7) * OUT_ALIGN
+    first_column = tl.load(record + 8) * OUT_ALIGN
     cells_per_row = tl.load(record + 9)
     if n0 >= outputs or rank == 0:
         return

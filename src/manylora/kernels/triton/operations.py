@@ -116,8 +116,10 @@ class TritonOps:
         page_tokens, kv_heads = pool.shape[3:5]
         heads = num_heads // kv_heads
         heads_padded, dim_padded = power_of_two(heads), max(16, power_of_two(dim))
-        narrow = q.dtype != torch.float32 and dim_padded <= 128
-        wanted = 16 if tiles.tile == 1 else (128 if narrow else 64)
+        # Blocks that fit the registers: float32 products run without tensor cores and need the smallest.
+        exact = q.dtype == torch.float32
+        narrow = not exact and dim_padded <= 128
+        wanted = 16 if tiles.tile == 1 or exact else (128 if narrow else 64)
         block_q = min(tiles.tile, max(1, wanted // heads_padded))
         block_m = max(16, block_q * heads_padded)
         final = tiles.splits == 1
@@ -152,7 +154,7 @@ class TritonOps:
             TILE=tiles.tile,
             BLOCK_Q=block_q,
             BLOCK_M=block_m,
-            BLOCK_N=64 if narrow else 32,
+            BLOCK_N=64 if narrow else 16 if exact else 32,
             WINDOWED=window is not None,
             FINAL=final,
             PRECISION=precision(q.dtype),
@@ -241,6 +243,7 @@ class TritonOps:
             layer,
             plan.num_layers,
             shape.column_blocks,
+            OUT_ALIGN=shape.out_align,
             BLOCK_N=shape.block_n,
             SPLITS=shape.splits,
             SPLITS_PADDED=power_of_two(shape.splits),

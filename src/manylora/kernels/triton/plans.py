@@ -21,6 +21,8 @@ Table = npt.NDArray[np.int32]
 
 ATTENTION_RECORD = 4
 LORA_RECORD = 16
+# Slots are counted in this unit, so that the kernels know their alignment.
+SLOT_UNIT = 16
 PREFILL_TILE = 128
 MIN_CHUNK = 128
 CHUNK_STEP = 64
@@ -62,6 +64,7 @@ class GroupPlan:
     steps: int
     splits: int
     column_blocks: int
+    out_align: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +143,10 @@ def lora_plan(
     length = segments.length.astype(np.int64)
     longest = int(length.max())
     small = int(length.sum()) <= SMALL_BATCH or longest <= 16
-    block_t = 16 if small else min(64, max(16, power_of_two(longest)))
+    if small or geometry.page.itemsize > 2:
+        block_t = 16
+    else:
+        block_t = min(64, power_of_two(longest))
     owner, inside = tiles_of(length, block_t)
     count = np.minimum(length[owner] - inside, block_t)
     arrays = [segments.scales.astype(np.float32).view(np.int32)]
@@ -182,22 +188,26 @@ def _group_plan(
     chosen = segments.records[:, indices.start : indices.stop]
     ranks = chosen[owner, :, 2]
     largest = ranks.max(axis=0, initial=0)
-    slots = -(-largest // 16) * 16
+    slots = -(-largest // SLOT_UNIT)
     outputs = np.array([p.out_features for p in group.projections])
+    out_align = math.gcd(*outputs.tolist(), 16)
     records = np.zeros((len(owner), len(indices), LORA_RECORD), dtype=np.int32)
     records[:, :, 2] = ranks
     records[:, :, 3:5] = chosen[owner, :, :2]
     records[:, :, 5] = owner[:, None] * len(geometry.projections) + np.arange(indices.start, indices.stop)
     records[:, :, 6] = np.cumsum(slots) - slots
-    records[:, :, 7] = outputs
-    records[:, :, 8] = group.offsets[:-1]
+    records[:, :, 7] = outputs // out_align
+    records[:, :, 8] = np.array(group.offsets[:-1]) // out_align
     records[:, :, 9] = [geometry.cells(p.out_features) for p in group.projections]
 
     cell = geometry.cell_elements
     most = int(largest.max(initial=0))
-    block_r = 16 if block_t == 16 else min(64, max(16, power_of_two(most)))
-    block_k = block_of(cell, 256, group.in_features)
-    block_n = block_of(cell, 256 if block_t == 16 else 128, int(outputs.max()))
+    # Blocks that fit the registers: float32 products run without tensor cores and need the smallest.
+    exact = geometry.page.itemsize > 2
+    wide = block_t > 16
+    block_r = min(32, max(16, power_of_two(most))) if wide else 16
+    block_k = block_of(cell, 64 if exact else 128 if wide else 256, group.in_features)
+    block_n = block_of(cell, 128 if exact or wide else 256, int(outputs.max()))
     steps = -(-group.in_features // block_k)
     work = max(1, int((-(-ranks // block_r)).sum()))
     splits = 1
@@ -208,7 +218,7 @@ def _group_plan(
     return records, GroupPlan(
         records=torch.empty(0),
         projections=len(indices),
-        num_slots=max(16, int(slots.sum())),
+        num_slots=max(1, int(slots.sum())) * SLOT_UNIT,
         rank_blocks=max(1, -(-most // block_r)),
         block_r=block_r,
         block_k=block_k,
@@ -216,6 +226,7 @@ def _group_plan(
         steps=per_split,
         splits=-(-steps // per_split),
         column_blocks=-(-int(outputs.max()) // block_n),
+        out_align=out_align,
     )
 
 
