@@ -18,6 +18,10 @@ _UNITS = {
 }  # fmt: skip
 
 
+LARGEST_NUMBER = 2**62
+"""No size and no count may be larger, so that each can cross to another process."""
+
+
 class ConfigError(ValueError):
     """A setting that cannot work; one line for whoever wrote it."""
 
@@ -30,9 +34,10 @@ def parse_size(value: str | int) -> int:
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
         if found is None or found[2].lower() not in _UNITS:
             raise ConfigError(f"{value!r} is not a size; write it as 512MiB or 10GB")
-        size = int(float(found[1]) * _UNITS[found[2].lower()])
-    if size < 0:
-        raise ConfigError(f"{value!r} is not a size; it must not be negative")
+        # Inexact above 2**53, and infinite above 2**1024; neither is a size that exists.
+        size = int(min(float(found[1]) * _UNITS[found[2].lower()], LARGEST_NUMBER))
+    if not 0 <= size <= LARGEST_NUMBER:
+        raise ConfigError(f"{value!r} is not a size; it must lie between 0 and {LARGEST_NUMBER}")
     return size
 
 

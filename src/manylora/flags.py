@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.config import (
+    LARGEST_NUMBER,
     AdapterSettings,
     CacheSettings,
     ConfigError,
@@ -246,9 +247,14 @@ def _check(got: Mapping[str, Any]) -> None:
     for name in ("max_model_len", "max_num_seqs", "max_batch_tokens", "page_tokens", "max_adapter_rank"):
         if got[name] is not None and got[name] < 1:
             raise ConfigError(f"{_BY_NAME[name].option} must be at least 1, got {got[name]}")
+        if got[name] is not None and got[name] > LARGEST_NUMBER:
+            raise ConfigError(f"{_BY_NAME[name].option} must be at most {LARGEST_NUMBER}, got {got[name]}")
     if not 0 <= got["port"] <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {got['port']}")
     if not 0 <= got["drain_timeout"] < float("inf"):
         raise ConfigError(f"--drain-timeout must be at least 0, got {got['drain_timeout']}")
     if got["adapter_dir"] is not None and not Path(got["adapter_dir"]).is_dir():
         raise ConfigError(f"--adapter-dir {got['adapter_dir']} is not a folder")
+    if not all(key.strip() for key in got["api_key"] or ()):
+        # Such as from an unset variable. It would let in everyone who sends an empty key.
+        raise ConfigError("--api-key must not be empty")

@@ -414,15 +414,24 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _shut_down(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    # Closed from here, not from the loop: at the interpreter's exit no new thread may be asked for.
+    llm._finalizer()
     if thread is threading.current_thread():
         # The garbage collector may come by on the loop's own thread, which must not wait for itself.
-        llm._finalizer()
         loop.stop()
         return
-    asyncio.run_coroutine_threadsafe(llm.close(), loop).result()
+    asyncio.run_coroutine_threadsafe(_let_go(llm), loop).result()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
+
+
+async def _let_go(llm: AsyncLLM) -> None:
+    """Tell everybody who still waits that the engine is gone, and let them hear it."""
+    if llm._engine is not None:
+        llm._engine.disconnect("the engine was closed")
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def _as_prompts(prompts: Any) -> list[Prompt]:

@@ -64,7 +64,7 @@ def build_driver(settings: EngineSettings, bar: Bar | None = None) -> Driver:
             max_batch_tokens=config.max_batch_tokens,
         )
         driver = Driver(config, worker, info, journal=journal)
-        add_initial_adapters(driver, settings.adapters)
+        add_initial_adapters(driver, settings.adapters, base=settings.model.name)
     except BaseException:
         worker.close()
         raise
@@ -74,25 +74,38 @@ def build_driver(settings: EngineSettings, bar: Bar | None = None) -> Driver:
 def _open_journal(path: str, config: PolicyConfig) -> JournalWriter:
     try:
         return JournalWriter(Path(path), config)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot write the journal {path}: {error}") from error
 
 
-def add_initial_adapters(driver: Driver, settings: AdapterSettings) -> None:
-    """Named adapters must be good (ConfigError); a bad one that was merely found is skipped, with a warning."""
+def add_initial_adapters(driver: Driver, settings: AdapterSettings, base: str) -> None:
+    """Named adapters must be good (ConfigError); a bad one that was merely found is skipped, with a warning.
+
+    No adapter can have the base model's name ``base``: requests for it would never reach the adapter.
+    """
+
+    def add(name: str, path: str) -> None:
+        if name == base:
+            raise AdapterError(f"{name!r} is the name of the base model")
+        driver.add_adapter(name, path)
+
     for name, path in settings.adapters:
         try:
-            driver.add_adapter(name, path)
+            add(name, path)
         except AdapterError as error:
             raise ConfigError(f"adapter {name!r} cannot be served: {error}") from error
     if settings.adapter_dir is None:
         return
     named = {name for name, _ in settings.adapters}
-    for name, folder in discover(Path(settings.adapter_dir)):
+    try:
+        found = discover(Path(settings.adapter_dir))
+    except AdapterError as error:
+        raise ConfigError(str(error)) from error
+    for name, folder in found:
         if name in named:
             continue
         try:
-            driver.add_adapter(name, str(folder))
+            add(name, str(folder))
         except AdapterError as error:
             log.warning("adapter %r in %s is skipped: %s", name, settings.adapter_dir, error)
 
@@ -203,9 +216,14 @@ def _bind(http: HttpSettings) -> socket.socket:
         # On Linux this lets a new server follow an old one at once, yet never share a port with a live one.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {http.host}:{http.port}: {error.strerror or error}") from error
+    except (OSError, UnicodeError) as error:  # the latter for what cannot be a host's name
+        raise _cannot_listen(http, error) from error
     return sock
+
+
+def _cannot_listen(http: HttpSettings, error: Exception) -> ConfigError:
+    reason = getattr(error, "strerror", None) or error
+    return ConfigError(f"cannot listen on {http.host}:{http.port}: {reason}")
 
 
 def _reap(child: subprocess.Popen[bytes]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from manylora.adapters import pack as pack_module
 from manylora.adapters.pack import cell_offsets, layout_of, load_adapter
@@ -92,8 +92,6 @@ def test_every_dtype_converts_as_torch_does(stored: torch.dtype, pool: torch.dty
     shape = geometry(itemsize=pool.itemsize)
     spec = inspect(tmp_path, shape)
     packed = pack(spec, shape, pool)
-    from safetensors.torch import load_file
-
     tensors = load_file(tmp_path / WEIGHTS_NAME)
     for index, projection in enumerate(shape.projections):
         for layer in range(LAYERS):
@@ -132,7 +130,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(value: float, side: str
 def test_a_value_that_the_pool_cannot_hold_is_refused(tmp_path: Path) -> None:
     make(tmp_path, r=2)
     edit_tensors(tmp_path, lambda tensors: {name: t * 1e6 for name, t in tensors.items()})
-    with pytest.raises(AdapterError, match="too large for torch.float16"):
+    with pytest.raises(AdapterError, match=r"too large for torch\.float16"):
         pack(inspect(tmp_path, geometry(itemsize=2)), geometry(itemsize=2), torch.float16)
     pack(inspect(tmp_path, geometry(itemsize=2)), geometry(itemsize=2), torch.bfloat16)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -268,6 +269,40 @@ def test_extreme_temperatures_and_logits_stay_finite() -> None:
     for temperature in (1e-300, 1e-5, 1.0, 100.0):
         drawn = sample(logits, [row(temperature=temperature, samples=tuple((i, 0) for i in range(50)))])[0][0]
         assert set(drawn) == {0, 3}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_draws_what_the_cpu_draws_and_waits_once() -> None:
+    kinds = [*FILTERS, *EDITS, {"temperature": 0.0}, {"logprobs": 3}]
+    logits = (noise(4 * len(kinds), 5000) * 4).round() / 4
+    rows = [
+        row(
+            prompt=(1, 2, 3),
+            output=(4, 4, 5),
+            stop=(7, 8),
+            samples=((0, 3), (1, 3))[: 1 + i % 2],
+            **{"temperature": 1.0, "seed": i, **kinds[i % len(kinds)]},
+        )
+        for i in range(len(logits))
+    ]
+    on_device = logits.cuda()
+    expected, expected_logprobs = sample(logits, rows)
+    sample(on_device, rows)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            tokens, logprobs = sample(on_device, rows)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([w for w in waits if "synchroniz" in str(w.message)]) == 1
+    assert tokens == expected
+    for found, wanted in zip(logprobs, expected_logprobs):
+        for a, b in zip(found, wanted):
+            if a is not None and b is not None:
+                assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+    assert sample(on_device, [row()] * len(rows))[0] == [[t] for t in logits.argmax(-1).tolist()]
 
 
 def test_plain_greedy_is_fast() -> None:

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from manylora.kernels import cpu
+from manylora.kernels import cpu_lora
+from manylora.kernels.cpu import CpuOps
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
 from tests.kernels.cases import TOLERANCE, llama_groups, lora_case
@@ -59,7 +60,7 @@ def check(
         REFERENCE.lora(truth, x.double(), case.pool.double(), case.layer, group, truth_plan)
         out, again = y.clone(), y.clone()
         ops.lora(out, x, case.pool, case.layer, group, plan)
-        ops.lora(again, x, case.pool, case.layer, group, plan)
+        ops.lora(again, x, case.pool, case.layer, group, plan)  # a plan serves many steps
         assert torch.equal(out, again)
         changed = out.double() - y.double()
         if truth.norm() == 0:
@@ -102,7 +103,10 @@ def test_slab_that_is_no_multiple_of_the_cell(subject: Subject) -> None:
 @pytest.mark.parametrize("cell", [8, 32, 64])
 def test_rows_long_enough_to_be_split(subject: Subject, cell: int) -> None:
     """300 and 530 columns: several steps and several splits in a shrink, a last one that is cut short."""
-    check(subject, geometry_of(subject.dtype, cell, dim=16, wide=True), [(0, 1), (1, 3), (0, 1)], [3, 17])
+    if subject.small and (cell == 8 or subject.dtype == torch.float16):
+        pytest.skip("the interpreter is slow; other cells and float32 take the same paths")
+    lengths = [(0, 1), (1, 3)] if subject.small else [(0, 1), (1, 3), (0, 1), (0, 20)]
+    check(subject, geometry_of(subject.dtype, cell, dim=16, wide=True), lengths, [3, 17])
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
@@ -117,7 +121,7 @@ def test_many_adapters_apart_and_together(
     subject: Subject, cost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the CPU a free call keeps segments apart, a dear one joins them all; both must be right."""
-    monkeypatch.setattr(cpu, "CALL_COST", cost)
+    monkeypatch.setattr(cpu_lora, "CALL_COST", cost)
     lengths = [(i % 3 == 0, 1 + (i * 7) % 4) for i in range(6 if subject.small else 24)]
     check(subject, geometry_of(subject.dtype), lengths, [1, 2, 4, 8, 16])
     check(subject, geometry_of(subject.dtype), lengths, [8], missing=0.0, same_scale=True)
@@ -135,15 +139,15 @@ def test_strategies_differ_as_estimated(monkeypatch: pytest.MonkeyPatch) -> None
         0,
         device=torch.device("cpu"),
         dtype=torch.float32,
-        lengths=[(0, 2)] * 5,
+        lengths=[(0, 1 + i) for i in range(5)],
         ranks=[4],
         geometry=geometry,
         missing=0.0,
     )
     blocks = []
     for cost in (0, 10**9):
-        monkeypatch.setattr(cpu, "CALL_COST", cost)
-        plan = cpu.CpuOps().plan_lora(case.segments, geometry, torch.device("cpu"))
+        monkeypatch.setattr(cpu_lora, "CALL_COST", cost)
+        plan = CpuOps().plan_lora(case.segments, geometry, torch.device("cpu"))
         assert plan is not None
         blocks.append(len(plan.blocks["qkv"]))
     assert blocks == [5, 1]

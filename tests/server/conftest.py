@@ -38,13 +38,9 @@ def make_app(engine: FakeEngine, tokenizer: Tokenizer | None, **settings: Any) -
 
 @contextlib.asynccontextmanager
 async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    """An HTTP client inside the app's lifespan; exceptions of the app show as 500, as they would outside."""
+    """An HTTP client of the app; exceptions of the app show as 500, as they would outside."""
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
-    ):
-        await asyncio.sleep(0)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
 
 
@@ -87,8 +83,9 @@ class RunningServer:
 
     def __exit__(self, *_: object) -> None:
         if self._thread.is_alive():
-            # No signals outside the main thread: dying is the way to end the server from here.
-            self.call(self.engine.die, "end of test")
+            # Twice: what a test left open need not drain.
+            self.call(self.app.state.lifecycle.stop)
+            self.call(self.app.state.lifecycle.stop)
             self._thread.join(15)
 
 

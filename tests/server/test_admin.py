@@ -160,6 +160,20 @@ def test_unload_answers_once_running_requests_have_ended(tokenizer: Tokenizer) -
     run(engine, tokenizer, scenario)
 
 
+def test_an_adapter_that_went_another_way_is_404(engine: FakeEngine, tokenizer: Tokenizer) -> None:
+    async def scenario(client: httpx.AsyncClient) -> None:
+        await engine.add_adapter("x", "/adapters/x")
+        for status in (200, 404, 404):
+            for stream in (False, True):
+                body = {"model": "x", "prompt": [5], "stream": stream}
+                response = await client.post("/v1/completions", json=body)
+                assert response.status_code == status
+            engine.cards.clear()
+        assert response.json()["error"]["param"] == "model"
+
+    run(engine, tokenizer, scenario)
+
+
 def test_probes_and_docs(engine: FakeEngine, tokenizer: Tokenizer) -> None:
     async def scenario(client: httpx.AsyncClient) -> None:
         for method, path in (("GET", "/health"), ("HEAD", "/health"), ("GET", "/ping"), ("POST", "/ping")):

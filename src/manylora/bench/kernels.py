@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 import time
@@ -127,7 +128,7 @@ def seconds_of(device: torch.device, step: Callable[[], None]) -> float:
         graph.replay()
         event.record()
     events[-1].synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:])) / 1e3
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) / 1e3
 
 
 def read_bandwidth(device: torch.device) -> float:
@@ -144,8 +145,8 @@ def void(_: object) -> None:
 def random_pool(page: PageShape, pages: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     shape = (pages, page.layers, 2, page.page_tokens, page.kv_heads, page.head_dim)
     pool = torch.empty(shape, dtype=dtype, device=device)
-    for part in pool.split(256):
-        part.normal_(std=0.05)
+    for begin in range(0, pages, 256):
+        pool[begin : begin + 256].normal_(std=0.05)
     return pool
 
 
@@ -238,9 +239,9 @@ def bench_lora(
     segments = segments_for(geometry, lengths, segment_ranks, len(pool), bench.device)
     plan = bench.ops.plan_lora(segments, geometry, bench.device)
     batch = sum(lengths)
-    made = {"dtype": bench.dtype, "device": bench.device}
-    inputs = [torch.randn(batch, group.in_features, **made) for group in geometry.groups]  # type: ignore[arg-type]
-    outputs = [torch.zeros(batch, group.offsets[-1], **made) for group in geometry.groups]  # type: ignore[arg-type]
+    dtype, device = bench.dtype, bench.device
+    inputs = [torch.randn(batch, group.in_features, dtype=dtype, device=device) for group in geometry.groups]
+    outputs = [torch.zeros(batch, group.offsets[-1], dtype=dtype, device=device) for group in geometry.groups]
 
     def step() -> None:
         for layer in range(decoder.layers):

@@ -59,4 +59,8 @@ class LocalEngine:
 
     async def close(self) -> None:
         await asyncio.to_thread(self._driver.close)
-        self._mailboxes.die("the engine was closed")
+        self.disconnect("the engine was closed")
+
+    def disconnect(self, reason: str) -> None:
+        """End every open request with EngineDead; the driver is, or is being, closed by other means."""
+        self._mailboxes.die(reason)

@@ -5,7 +5,7 @@ Owns: which segments share a block, and the index and scale tensors of blocks. I
 A block is one batched product over its segments: tokens are padded to the longest segment, ranks to the
 largest one of each projection. Padding repeats something real (the segment's last token, an adapter's last
 row) and gets scale zero, so that nothing stale is ever read. Segments of similar length are put together
-while that costs less arithmetic than another block costs calls; a long segment stays alone, as plain products.
+while that costs less arithmetic than another block costs calls; a long segment stays alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Ints = npt.NDArray[np.int64]
 # slower, and so are their calls).
 CALL_COST = 500_000
 # Bringing one element of A or B out of the pool costs as much as its products with this many tokens.
-GATHER_COST = 8
+GATHER_COST = 24
 # Elements that one block may bring out of the pool (a single segment may exceed it).
 GATHER_LIMIT = 1 << 23
 

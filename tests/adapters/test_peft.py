@@ -1,0 +1,473 @@
+"""What inspecting an adapter finds, and everything that it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from peft.utils.other import get_pattern_key
+from safetensors.torch import save_file
+
+from manylora.adapters.loraconfig import read_config
+from manylora.adapters.pack import layout_of, load_adapter
+from manylora.adapters.peft import CONFIG_NAME, WEIGHTS_NAME, AdapterSpec, inspect_adapter
+from manylora.adapters.report import describe, render
+from manylora.protocol import AdapterError
+from tests.adapters.tiny import HIDDEN, LAYERS, PREFIX, edit_config, edit_tensors, geometry, inspect, make
+
+Tensors = dict[str, torch.Tensor]
+KEY = "base_model.model.model.layers.{}.{}.lora_{}.weight"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters") / "plain"
+    make(folder, r=4, lora_alpha=10, target_modules=["q_proj", "v_proj", "down_proj"])
+    return folder
+
+
+@pytest.fixture
+def adapter(plain: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(plain, tmp_path / "copy"))
+
+
+def refused(folder: Path, message: str, status: int = 400, **arguments: Any) -> None:
+    with pytest.raises(AdapterError, match=message) as caught:
+        inspect(folder, **arguments)
+    assert caught.value.status == status
+
+
+def test_a_plain_adapter(adapter: Path) -> None:
+    spec = inspect(adapter)
+    assert spec.rank == 4
+    assert spec.modules == ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+    assert spec.ranks == ((4,) * 3, (0,) * 3, (4,) * 3, (0,) * 3, (0,) * 3, (0,) * 3, (4,) * 3)
+    assert spec.scales[0] == (2.5,) * LAYERS
+    assert spec.scales[1] == (0.0,) * LAYERS
+    assert spec.dtype == "F32"
+    assert spec.path == str(adapter)
+    assert spec.weights.size_bytes == os.path.getsize(adapter / WEIGHTS_NAME)
+    assert spec.tensor_name(2, geometry().projections[0], "B") == KEY.format(2, "self_attn.q_proj", "B")
+    assert AdapterSpec.from_json(spec.to_json()) == spec
+    assert inspect_adapter(adapter, geometry(), PREFIX + ".", None) == spec
+
+
+@pytest.mark.parametrize("prefix", ["base_model.model.", ""])
+@pytest.mark.parametrize("infix", ["", ".default"])
+def test_names_may_come_without_prefix_and_with_the_adapters_name(
+    prefix: str, infix: str, adapter: Path
+) -> None:
+    plain_spec = inspect(adapter)
+
+    def rename(name: str) -> str:
+        name = prefix + name.removeprefix("base_model.model.")
+        return name.replace(".weight", infix + ".weight")
+
+    edit_tensors(adapter, lambda tensors: {rename(name): t for name, t in tensors.items()})
+    spec = inspect(adapter)
+    assert (spec.ranks, spec.scales) == (plain_spec.ranks, plain_spec.scales)
+    load_adapter(spec, layout_of(spec, geometry()), geometry(), torch.float32, lambda n, image: None)
+
+
+def test_names_of_mixed_forms_are_refused(adapter: Path) -> None:
+    def mix(tensors: Tensors) -> Tensors:
+        first = next(iter(tensors))
+        return {
+            name.replace("base_model.model.", "" if name == first else name[:17]): t
+            for name, t in tensors.items()
+        }
+
+    edit_tensors(adapter, mix)
+    refused(adapter, "mix several forms")
+
+
+patterns = st.sampled_from(
+    ["q_proj", "proj", r"layers\.1\..*", "self_attn", ".*", "v_proj|q_proj", "layers.0.self_attn.q_proj",
+     "_proj", r"model\.layers\.\d+\.mlp\.down_proj", "^model.layers.2.mlp.down_proj", "attn.q_proj",
+     "[qv]_proj", "x"]
+)  # fmt: skip
+
+
+@given(keys=st.lists(patterns, unique=True, max_size=5), alphas=st.lists(patterns, unique=True, max_size=5))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_patterns_resolve_as_in_peft(keys: list[str], alphas: list[str], tmp_path: Path) -> None:
+    rank_pattern = {key: i + 1 for i, key in enumerate(keys)}
+    alpha_pattern = {key: i + 0.5 for i, key in enumerate(alphas)}
+    config = {"peft_type": "LORA", "r": 9, "rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern}
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(config))
+    found = read_config(tmp_path / CONFIG_NAME)
+    for layer in range(3):
+        for module in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"):
+            name = f"model.layers.{layer}.{module}"
+            rank = rank_pattern.get(get_pattern_key(list(rank_pattern), name), 9)
+            alpha = alpha_pattern.get(get_pattern_key(list(alpha_pattern), name), 8)
+            assert found.rank(name) == rank
+            assert found.scale(name, rank) == alpha / rank
+
+
+CONFIG_REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"peft_type": "LOHA"}, "peft_type 'LOHA'"),
+    ({"peft_type": None}, "peft_type"),
+    ({"use_dora": True}, "DoRA"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ({"bias": "all"}, "bias 'all'"),
+    ({"bias": "lora_only"}, "bias 'lora_only'"),
+    ({"lora_bias": True}, "lora_bias"),
+    ({"trainable_token_indices": [1]}, "new or retrained tokens"),
+    ({"target_parameters": ["experts.gate"]}, "target_parameters"),
+    ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication"),
+    ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
+    ({"use_qalora": True}, "QALoRA"),
+    ({"arrow_config": {"top_k": 2}}, "Arrow"),
+    ({"use_bdlora": {"nblocks": 2}}, "block-diagonal"),
+    ({"kasa_config": {"beta": 1e-4}}, "KaSA"),
+    ({"monteclora_config": {"num_samples": 8}}, "Monte Carlo"),
+    ({"megatron_config": {"x": 1}}, "Megatron"),
+    ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+    ({"enable_lora": [True, False]}, "enable_lora"),
+    ({"init_lora_weights": "pissa"}, "modified base weights"),
+    ({"init_lora_weights": "pissa_niter_16"}, "modified base weights"),
+    ({"init_lora_weights": "olora"}, "modified base weights"),
+    ({"init_lora_weights": "corda"}, "modified base weights"),
+    ({"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}, "modified base weights"),
+    ({"init_lora_weights": "lora_ga"}, "modified base weights"),
+    ({"init_lora_weights": "something new"}, "unknown init_lora_weights"),
+    ({"use_newlora": True}, "'use_newlora' is unknown"),
+    ({"newlora_config": {"a": 1}}, "'newlora_config' is unknown"),
+    ({"r": 0}, "r must hold a positive integer"),
+    ({"r": "8"}, "r must hold a positive integer"),
+    ({"r": 8}, "has rank 4 by its tensors, 8 by"),
+    ({"rank_pattern": {"v_proj": 2}}, r"layers\.0\.self_attn\.v_proj has rank 4 by its tensors, 2 by"),
+    ({"rank_pattern": {"v_proj": True}}, "rank_pattern must hold"),
+    ({"rank_pattern": ["v_proj"]}, "rank_pattern must be a mapping"),
+    ({"rank_pattern": {"(": 2}}, "not a regular expression"),
+    ({"alpha_pattern": {"(a+)+": 2}}, "repeats a group"),
+    ({"target_modules": ".*.*.*.*.*.*.*x"}, "repeats"),
+    ({"target_modules": "a" * 3000}, "is long"),
+    ({"lora_alpha": float("nan")}, "lora_alpha must hold a finite number"),
+    ({"lora_alpha": "x"}, "lora_alpha"),
+    ({"use_rslora": "yes"}, "use_rslora must be true or false"),
+    ({"target_modules": ["q_proj"]}, r"layers\.0\.self_attn\.v_proj, which .* does not target"),
+    ({"target_modules": []}, "does not target"),
+    ({"target_modules": "q_proj"}, "does not target"),
+    ({"target_modules": 3}, "target_modules must be"),
+    ({"exclude_modules": ["v_proj"]}, "does not target"),
+    ({"exclude_modules": ".*down_proj"}, "does not target"),
+    ({"layers_to_transform": [0, 1]}, r"layers\.2\.self_attn\.q_proj, which .* does not target"),
+    ({"layers_to_transform": [0, 1, 2], "layers_pattern": "h"}, "does not target"),
+    ({"layers_to_transform": "all"}, "layers_to_transform must be"),
+    ({"layers_to_transform": [0], "target_modules": "all-linear"}, "cannot be used"),
+    ({"layers_pattern": 3}, "layers_pattern must be"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), CONFIG_REFUSALS, ids=lambda v: str(v)[:40])
+def test_configurations_that_are_refused(changes: dict[str, Any], message: str, adapter: Path) -> None:
+    edit_config(adapter, **changes)
+    refused(adapter, message)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"base_model_name_or_path": None},
+        {"target_modules": None},
+        {"layers_to_transform": [], "layers_pattern": []},
+        {"layers_to_transform": [0, 1, 2], "layers_pattern": ["h", "layers"]},
+        {"rank_pattern": None, "alpha_pattern": None, "bias": None},
+        {"init_lora_weights": "eva", "eva_config": {"rho": 2.0}},
+        {"init_lora_weights": False},
+        {"a_later_pefts_number": 16},
+        {"modules_to_save": [], "trainable_token_indices": None},
+        {"target_modules": r"(?:.*?(?:language|model).*?(?:self_attn|mlp).*?(?:[qv]|down)_proj.*?)|(?:x)"},
+    ],
+    ids=str,
+)
+def test_configurations_that_change_nothing(changes: dict[str, Any], adapter: Path) -> None:
+    before = inspect(adapter)
+    edit_config(adapter, **changes)
+    after = inspect(adapter)
+    assert (after.ranks, after.scales) == (before.ranks, before.scales)
+
+
+REAL_REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"use_dora": True}, "DoRA"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ({"target_modules": ["q_proj", "embed_tokens"]}, "LoRA on an embedding"),
+    ({"target_modules": ["q_proj", "lm_head"]}, "LoRA on lm_head"),
+    ({"bias": "all", "target_modules": ["q_proj"]}, "bias 'all'"),
+    ({"lora_bias": True}, "lora_bias"),
+    ({"trainable_token_indices": [1, 2]}, "new or retrained tokens"),
+    ({"init_lora_weights": "pissa"}, "modified base weights"),
+    ({"init_lora_weights": "olora"}, "modified base weights"),
+    ({"kasa_config": {"beta": 0.1}}, "KaSA"),
+    ({"monteclora_config": {"num_samples": 2}}, "Monte Carlo"),
+]
+
+
+@pytest.mark.parametrize(("kind", "message"), REAL_REFUSALS, ids=str)
+def test_adapters_of_peft_that_are_refused(kind: dict[str, Any], message: str, tmp_path: Path) -> None:
+    make(tmp_path, **kind)
+    refused(tmp_path, message)
+    # And by the tensors alone, should the configuration not say so.
+    if kind.keys() & {"use_dora", "modules_to_save", "trainable_token_indices", "kasa_config"}:
+        edit_config(tmp_path, **dict.fromkeys(kind))
+        refused(tmp_path, "tensor .* is not supported")
+
+
+def rename(old: str, new: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name.replace(old, new): tensor for name, tensor in tensors.items()}
+
+
+def drop(part: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if part not in name}
+
+
+def put(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {**tensors, name: torch.zeros(shape, dtype=dtype)}
+
+
+TENSOR_REFUSALS: list[tuple[Callable[[Tensors], Tensors], str]] = [
+    (drop("lora_A"), "lora_B but no lora_A"),
+    (drop("layers.1.self_attn.q_proj.lora_B"), r"layers\.1\.self_attn\.q_proj has lora_A but no lora_B"),
+    (lambda tensors: {}, "no LoRA tensors"),
+    (
+        rename("layers.2", "layers.3"),
+        r"layers\.3\.self_attn\.q_proj\.lora_A.* is for layer 3, .* has 3 layers",
+    ),
+    (rename("layers.1", "layers.99999999999999"), "does not fit"),
+    (rename("v_proj", "qkv_proj"), r"layers\.0\.self_attn\.qkv_proj\.lora_A.* is for a module"),
+    (rename("model.model.layers", "model.encoder.layers"), "is for a module"),
+    (rename("lora_A", "lora_C"), "not a LoRA weight"),
+    (put("base_model.model.model.embed_tokens.weight", 4, 4), "embeddings saved with the adapter"),
+    (put("base_model.model.lm_head.weight", 4, 4), "new tokens"),
+    (put("base_model.model.model.layers.0.mlp.up_proj.lora_A.bias", 4), "a bias"),
+    (put(KEY.format(0, "self_attn.q_proj", "A"), 4, HIDDEN, dtype=torch.int32), "dtype I32"),
+    (put(KEY.format(0, "self_attn.q_proj", "A"), 4, HIDDEN, dtype=torch.float8_e4m3fn), "dtype F8_E4M3"),
+    (put(KEY.format(0, "self_attn.q_proj", "A"), 5, HIDDEN), "lora_A has rank 5, lora_B has rank 4"),
+    (put(KEY.format(0, "self_attn.q_proj", "A"), 0, HIDDEN), r"shape \[0, 64\], not two positive"),
+    (put(KEY.format(0, "self_attn.q_proj", "A"), 0), "not two positive"),
+    (put(KEY.format(0, "self_attn.q_proj", "A"), 4, 8, 8), "not two positive"),
+    (
+        put(KEY.format(1, "self_attn.v_proj", "B"), 64, 4),
+        r"model\.layers\.1\.self_attn\.v_proj\.lora_B\.weight has shape \[64, 4\], .* has shape \[32, 64\] "
+        r"and needs \[32, rank\]",
+    ),
+    (
+        put(KEY.format(1, "mlp.down_proj", "A"), 4, 100),
+        r"layers\.1\.mlp\.down_proj\.lora_A\.weight has shape \[4, 100\], .* has shape \[64, 112\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), TENSOR_REFUSALS, ids=lambda v: v[:40] if isinstance(v, str) else ""
+)
+def test_tensors_that_are_refused(change: Callable[[Tensors], Tensors], message: str, adapter: Path) -> None:
+    edit_tensors(adapter, change)
+    refused(adapter, message)
+
+
+def test_the_first_mismatch_is_named_in_layer_and_projection_order(adapter: Path) -> None:
+    def change(tensors: Tensors) -> Tensors:
+        for layer, module in ((2, "self_attn.q_proj"), (1, "mlp.down_proj"), (1, "self_attn.v_proj")):
+            tensors[KEY.format(layer, module, "A")] = torch.zeros(4, 7)
+        return tensors
+
+    edit_tensors(adapter, change)
+    refused(adapter, re.escape(KEY.format(1, "self_attn.v_proj", "A")))
+
+
+def test_rank_over_the_limit_names_both(adapter: Path) -> None:
+    assert inspect(adapter, max_rank=4).rank == 4
+    refused(adapter, "rank 4, this server's largest is 3", max_rank=3)
+
+
+def test_missing_folders_and_files(adapter: Path) -> None:
+    refused(adapter / "nothing", "no adapter folder", status=404)
+    refused(adapter / CONFIG_NAME, "no adapter folder", status=404)
+    refused(Path("\0"), "no adapter folder", status=404)
+    (adapter / WEIGHTS_NAME).unlink()
+    refused(adapter, f"no {WEIGHTS_NAME}")
+    os.mkfifo(adapter / WEIGHTS_NAME)
+    refused(adapter, "not a regular file")
+    (adapter / CONFIG_NAME).unlink()
+    refused(adapter, f"no {CONFIG_NAME}")
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "x.pt", "x.pth", "x.ckpt", "x.pkl"])
+def test_pickle_files_are_refused(name: str, adapter: Path) -> None:
+    (adapter / WEIGHTS_NAME).rename(adapter / name)
+    refused(adapter, "pickle files are refused, convert to safetensors")
+
+
+def test_pickles_under_a_safetensors_name_are_refused(adapter: Path) -> None:
+    torch.save({"x": torch.zeros(3)}, adapter / WEIGHTS_NAME)
+    refused(adapter, "zip archive .* pickle files are refused")
+    for protocol in (2, 4, 5):
+        (adapter / WEIGHTS_NAME).write_bytes(pickle.dumps({"x": list(range(1000))}, protocol))
+        refused(adapter, "is a pickle, .* pickle files are refused")
+
+
+def header(entries: Any, data: bytes = b"") -> bytes:
+    raw = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return len(raw).to_bytes(8, "little") + raw + data
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"x": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16], **changes}}
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        b"",
+        b"\x01",
+        (2**63).to_bytes(8, "little") + b"{}",
+        (100 * 2**20).to_bytes(8, "little") + b"{}" * 1000,
+        header([]),
+        header(b"{"),
+        header(b"[" * 100000),
+        header(b'{"x":' * 50000),
+        header(b"\xff\xfe"),
+        header(b'{"x": ' + b"9" * 10000 + b"}"),
+        header(b'{"x": {}, "x": {}}'),
+        header({"x": 3}),
+        header(entry(), b"1" * 15),
+        header(entry(), b"1" * 17),
+        header(entry(shape=[2, -2]), b"1" * 16),
+        header(entry(shape=[2, 3]), b"1" * 16),
+        header(entry(shape=[True, 4]), b"1" * 16),
+        header(entry(shape=[10**30, 10**30]), b"1" * 16),
+        header(entry(data_offsets=[16, 0]), b"1" * 16),
+        header(entry(data_offsets=[8, 24]), b"1" * 24),
+        header(entry(data_offsets=[0.0, 16.0]), b"1" * 16),
+        header(entry(data_offsets=[0]), b"1" * 16),
+        header(entry(dtype=None), b"1" * 16),
+        header({**entry(), "y": entry()["x"]}, b"1" * 16),
+    ],
+    ids=lambda contents: repr(contents[8:40]),
+)
+def test_malformed_safetensors_are_refused(contents: bytes, adapter: Path) -> None:
+    (adapter / WEIGHTS_NAME).write_bytes(contents)
+    refused(adapter, WEIGHTS_NAME)
+
+
+@pytest.mark.parametrize("contents", [b"", b"[]", b"{", b"\xff", b"[" * 100000, b" " * (5 * 2**20)])
+def test_malformed_configurations_are_refused(contents: bytes, adapter: Path) -> None:
+    (adapter / CONFIG_NAME).write_bytes(contents)
+    refused(adapter, CONFIG_NAME)
+
+
+def attempt(folder: Path) -> None:
+    """Inspect and load; nothing but AdapterError may come out."""
+    try:
+        spec = inspect(folder)
+        load_adapter(spec, layout_of(spec, geometry()), geometry(), torch.float32, lambda n, image: None)
+    except AdapterError as error:
+        refusal = error
+    else:
+        return
+    assert refusal.status == 400
+    assert str(refusal)
+
+
+damage = st.lists(st.tuples(st.floats(0, 1), st.binary(min_size=1, max_size=8)), min_size=1, max_size=4)
+
+
+@given(cut=st.floats(0, 1), edits=damage, header_only=st.booleans())
+@settings(max_examples=150, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_damaged_weights_never_do_worse_than_an_adapter_error(
+    plain: Path, tmp_path: Path, cut: float, edits: list[tuple[float, bytes]], header_only: bool
+) -> None:
+    folder = tmp_path / "fuzzed"
+    if not folder.exists():
+        shutil.copytree(plain, folder)
+    whole = (plain / WEIGHTS_NAME).read_bytes()
+    (folder / WEIGHTS_NAME).write_bytes(whole[: int(cut * len(whole))])
+    attempt(folder)
+    reach = int.from_bytes(whole[:8], "little") + 8 if header_only else len(whole)
+    damaged = bytearray(whole)
+    for where, replacement in edits:
+        start = int(where * (reach - 1))
+        damaged[start : start + len(replacement)] = replacement
+    (folder / WEIGHTS_NAME).write_bytes(damaged)
+    attempt(folder)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_damaged_configurations_never_do_worse_than_an_adapter_error(
+    plain: Path, tmp_path: Path, data: st.DataObject
+) -> None:
+    folder = tmp_path / "fuzzed"
+    if not folder.exists():
+        shutil.copytree(plain, folder)
+    config = json.loads((plain / CONFIG_NAME).read_text())
+    keys = data.draw(st.lists(st.sampled_from(sorted(config)), min_size=1, max_size=4))
+    config.update({key: data.draw(values) for key in keys})
+    (folder / CONFIG_NAME).write_text(json.dumps(config))
+    attempt(folder)
+
+
+def test_hostile_regular_expressions_end_soon(adapter: Path) -> None:
+    for pattern in ("(.*)*x", "(a|a)*x", ".*.*.*.*.*.*x", r"(\w+)+$", "((a{1,50}){1,50}){1,50}"):
+        edit_config(adapter, rank_pattern={pattern: 3}, target_modules=pattern)
+        start = time.perf_counter()
+        with pytest.raises(AdapterError):
+            inspect(adapter)
+        assert time.perf_counter() - start < 5
+
+
+def test_a_report_says_what_the_adapter_is_and_takes(adapter: Path) -> None:
+    shape = geometry()
+    spec = inspect(adapter)
+    layout = layout_of(spec, shape)
+    facts = json.loads(json.dumps(describe(spec, layout, shape)))
+    assert facts["ranks"] == [4]
+    assert facts["scales"] == [2.5]
+    assert facts["pages"] == layout.num_pages
+    assert facts["pool_bytes"] == layout.num_pages * shape.page.page_bytes
+    assert facts["layers"] == facts["of_layers"] == LAYERS
+    assert 0 <= facts["slack"] < 1
+    text = render(facts)
+    assert "rank       4" in text
+    assert "2.5 = lora_alpha / r" in text
+    make(adapter / "rs", use_rslora=True, rank_pattern={"q_proj": 2}, layers_to_transform=[1])
+    spec = inspect(adapter / "rs")
+    facts = describe(spec, layout_of(spec, shape), shape)
+    assert facts["ranks"] == [2, 8]
+    assert "rank       2 to 8" in render(facts)
+    assert "1 of 3 layers" in render(facts)
+    assert "sqrt" in render(facts)
+
+
+def test_inspection_reads_no_weights(adapter: Path) -> None:
+    """A large sparse file: inspecting it is as fast as its header is small."""
+    big = {
+        KEY.format(0, "self_attn.q_proj", side): torch.zeros(s)
+        for side, s in (("A", (4, 64)), ("B", (64, 4)))
+    }
+    save_file(big, adapter / WEIGHTS_NAME)
+    start = time.perf_counter()
+    for _ in range(20):
+        inspect(adapter)
+    assert (time.perf_counter() - start) / 20 < 0.05

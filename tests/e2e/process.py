@@ -1,0 +1,245 @@
+"""Real servers as real processes: started on a free port, watched, and always gone afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MODEL = str(REPOSITORY / "demo" / "model")
+BASE = "demo"
+START_TIMEOUT_S = 60.0
+EXIT_TIMEOUT_S = 30.0
+
+Json = dict[str, Any]
+
+
+def command(*args: str) -> list[str]:
+    """The command line, run by this interpreter: what the ``manylora`` script does."""
+    return [sys.executable, "-m", "manylora.cli", *args]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    found = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1", **changes}
+    return {**found, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run_cli(*args: str, timeout_s: float = 60.0, **env: str) -> subprocess.CompletedProcess[str]:
+    """A command that ends by itself."""
+    return subprocess.run(
+        command(*args),
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def wait_until(condition: Any, what: str, timeout_s: float = 10.0) -> None:
+    """Poll until true; fails with ``what``."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+class Server:
+    """``manylora serve`` in a process group of its own. Use with ``with``."""
+
+    def __init__(self, *args: str, model: str = MODEL, env: Mapping[str, str] | None = None) -> None:
+        self._log = tempfile.TemporaryFile(mode="w+b")
+        self.process = subprocess.Popen(
+            command("serve", model, "--served-model-name", BASE, "--port", "0", *args),
+            env=environment(**(env or {})),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
+        )
+        self._pids = [self.process.pid]
+        self.url = ""
+        self.http = httpx.Client(timeout=60.0)
+
+    @property
+    def log(self) -> str:
+        """All that the server has written so far."""
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), size, 0).decode(errors="replace")
+
+    def wait_ready(self) -> Server:
+        wait_until(lambda: self._found_port() or self.process.poll() is not None, "a port", START_TIMEOUT_S)
+        assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.log}"
+        wait_until(self._is_healthy, f"health\n{self.log}", START_TIMEOUT_S)
+        self._pids += children_of(self.process.pid)
+        self.http.base_url = httpx.URL(self.url)
+        return self
+
+    def _found_port(self) -> bool:
+        found = re.search(r"on (http://127\.0\.0\.1:\d+)", self.log)
+        if found:
+            self.url = found[1]
+        return found is not None
+
+    def _is_healthy(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    @property
+    def engine_pid(self) -> int:
+        """The child that runs the model."""
+        (child,) = children_of(self.process.pid)
+        return child
+
+    def wait_exit(self, timeout_s: float = EXIT_TIMEOUT_S) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the server did not end within {timeout_s} s:\n{self.log}") from None
+
+    def assert_all_gone(self, timeout_s: float = 10.0) -> None:
+        """No process of this server is left."""
+        wait_until(lambda: not any(map(is_running, self._pids)), f"processes gone\n{self.log}", timeout_s)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            print(f"---- log of the server, pid {self.process.pid}\n{self.log}", file=sys.stderr)
+        self.http.close()
+        for pid in {*self._pids, *children_of(self.process.pid)}:
+            if pid == self.process.pid or is_running(pid):
+                _kill(pid)
+        self.process.wait()
+        self._log.close()
+
+    # ------------------------------------------------------------ requests
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return self.http.post(path, json=body, **options)
+
+    def complete(self, **body: Any) -> httpx.Response:
+        """POST /v1/completions: greedy, on the base, unless told otherwise."""
+        return self.post("/v1/completions", completion(**body))
+
+    def text(self, **body: Any) -> str:
+        """The completion's text; the request must succeed."""
+        answer = self.complete(**body)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    def load(self, name: str, path: str | Path) -> httpx.Response:
+        return self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+
+    def unload(self, name: str) -> httpx.Response:
+        return self.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of /metrics by its name with labels."""
+        page = self.http.get("/metrics")
+        assert page.status_code == 200
+        lines = [line for line in page.text.splitlines() if line and not line.startswith("#")]
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+    def gauge(self, name: str) -> float:
+        return self.metrics()[name]
+
+    def wait_quiet(self, timeout_s: float = 10.0) -> dict[str, float]:
+        """Wait until nothing runs or waits and no page is held; the metrics then."""
+        quiet = (RUNNING, WAITING, PAGES_RUNNING)
+        found: dict[str, float] = {}
+
+        def is_quiet() -> bool:
+            found.update(self.metrics())
+            return not any(found[name] for name in quiet)
+
+        wait_until(is_quiet, "nothing running", timeout_s)
+        return found
+
+
+RUNNING = f'vllm:num_requests_running{{model_name="{BASE}"}}'
+WAITING = f'vllm:num_requests_waiting{{model_name="{BASE}"}}'
+PAGES_RUNNING = 'manylora:pages{use="running"}'
+PAGES_ADAPTERS = 'manylora:pages{use="adapters"}'
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def completion(**changes: Any) -> Json:
+    """The body of a short greedy completion."""
+    return {"model": BASE, "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0, **changes}
+
+
+def events(response: httpx.Response) -> Iterator[Json | str]:
+    """A stream's events as they come: JSON, or "[DONE]"."""
+    for line in response.iter_lines():
+        if line:
+            assert line.startswith("data: "), line
+            data = line.removeprefix("data: ")
+            yield data if data == "[DONE]" else json.loads(data)
+
+
+def assert_error(response: httpx.Response, status: int, *words: str, param: str | None = None) -> Json:
+    """The response is an error in OpenAI's shape that says all the words; returns the error."""
+    assert response.status_code == status, f"{response.status_code} instead of {status}: {response.text}"
+    body = response.json()
+    assert list(body) == ["error"], body
+    error: Json = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}, error
+    assert error["code"] == status
+    assert isinstance(error["type"], str)
+    assert error["type"]
+    for word in words:
+        assert word.lower() in error["message"].lower(), f"{word!r} is not in: {error['message']}"
+    if param is not None:
+        assert error["param"] == param
+    return error
+
+
+def lines_of(text: str) -> Sequence[str]:
+    return [line for line in text.splitlines() if line.strip()]

@@ -1,0 +1,129 @@
+"""Drives a worker by hand-made commands: scattered pages, page tables that grow step by step, no policy."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import random
+from pathlib import Path
+
+from manylora.executor.build import build_worker
+from manylora.protocol import AdapterRead, ReadAdapter, RunStep, SequenceStart, StepResult, StepRow
+from manylora.types import BASE, SamplingParams
+from tests.executor.tiny import settings_for
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=32)
+
+
+@dataclasses.dataclass
+class Sequence:
+    """What the driver believes of a sequence; ``tokens``: prompt and generated."""
+
+    adapter: int
+    tokens: list[int]
+    num_prompt: int
+    pages: list[int]
+    num_computed: int
+    start: SequenceStart | None
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+
+class Rig:
+    """A worker on a tiny model, and the pages that nobody holds."""
+
+    def __init__(self, model: Path, cache: Path, **settings: object) -> None:
+        self.worker, self.policy, self.facts = build_worker(
+            settings_for(model, **settings), registry_path=cache / "adapters.sqlite"
+        )
+        self.free = list(range(self.policy.num_pages))
+        random.Random(0).shuffle(self.free)
+        self.sequences: dict[int, Sequence] = {}
+        self.num_steps = 0
+
+    def take(self, count: int) -> list[int]:
+        return [self.free.pop() for _ in range(count)]
+
+    # ------------------------------------------------------------ adapters
+
+    def serve(self, adapter: int, path: Path) -> tuple[int, ...]:
+        """Add an adapter and bring it into pages of its own."""
+        num_pages, _ = self.worker.add_adapter(adapter, str(path))
+        pages = tuple(self.take(num_pages))
+        answer = self.read(adapter, pages)
+        assert answer.ok, answer.error
+        return pages
+
+    def read(self, adapter: int, pages: tuple[int, ...]) -> AdapterRead:
+        """Read and wait for the one answer."""
+        answers: queue.Queue[AdapterRead] = queue.Queue()
+        self.worker.read_adapter(ReadAdapter(adapter, pages), answers.put)
+        return answers.get(timeout=30)
+
+    # ------------------------------------------------------------ sequences
+
+    def open(
+        self,
+        sequence: int,
+        tokens: list[int],
+        adapter: int = BASE,
+        *,
+        num_prompt: int | None = None,
+        num_computed: int = 0,
+        pages: list[int] | None = None,
+        params: SamplingParams = GREEDY,
+        sample: int = 0,
+    ) -> Sequence:
+        """A sequence that starts with the next step. ``pages`` hold at least ``num_computed`` positions."""
+        num_prompt = len(tokens) if num_prompt is None else num_prompt
+        held = list(pages or ())
+        start = SequenceStart(
+            sequence, sample, adapter, tuple(tokens), num_prompt, num_computed, tuple(held), params, ()
+        )
+        opened = Sequence(adapter, list(tokens), num_prompt, held, num_computed, start)
+        self.sequences[sequence] = opened
+        return opened
+
+    def row(self, sequence: int, num_tokens: int | None = None, num_samples: int | None = None) -> StepRow:
+        """Everything not yet computed, or that many tokens of it; takes pages as they are needed."""
+        held = self.sequences[sequence]
+        left = len(held.tokens) - held.num_computed
+        num_tokens = left if num_tokens is None else num_tokens
+        changes = []
+        while len(held.pages) * self.policy.page_tokens < held.num_computed + num_tokens:
+            changes.append((len(held.pages), self.free.pop()))
+            held.pages.append(changes[-1][1])
+        if num_samples is None:
+            num_samples = 1 if num_tokens == left else 0
+        return StepRow(sequence, held.num_computed, num_tokens, num_samples, tuple(changes))
+
+    def command(self, *rows: StepRow) -> RunStep:
+        starts = []
+        for row in rows:
+            held = self.sequences[row.sequence]
+            if held.start is not None:
+                starts.append(held.start)
+        self.num_steps += 1
+        return RunStep(self.num_steps, tuple(starts), rows)
+
+    def step(self, *rows: StepRow) -> StepResult:
+        """Run the rows; on success the sequences advance."""
+        return self.run(self.command(*rows))
+
+    def run(self, command: RunStep) -> StepResult:
+        result = self.worker.run_step(command)
+        if result.done.ok:
+            for row in command.rows:
+                self.sequences[row.sequence].num_computed += row.num_tokens
+                self.sequences[row.sequence].start = None
+            for sequence, tokens in result.done.tokens:
+                self.sequences[sequence].tokens.append(tokens[0])
+        return result
+
+    def decode(self, steps: int, *sequences: int) -> None:
+        """So many steps in which each sequence computes what it has left."""
+        for _ in range(steps):
+            result = self.step(*(self.row(sequence) for sequence in sequences))
+            assert result.done.ok, result.done.error

@@ -1,0 +1,79 @@
+"""The worker on a GPU: pages written from side streams, and memory that comes back."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from manylora.protocol import AdapterRead, ReadAdapter
+from tests.executor.conftest import Files
+from tests.executor.drive import Rig
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def make(files: Files, tmp_path: Path, num_pages: int = 400) -> Rig:
+    return Rig(files.model, tmp_path, num_pages=num_pages, page_bytes=3072, device="cuda", dtype="float32")
+
+
+def check(rig: Rig, files: Files) -> None:
+    for held in rig.sequences.values():
+        prompt = held.tokens[: held.num_prompt]
+        files.reference.check_greedy(prompt, held.generated, files.path(held.adapter))
+
+
+def test_tokens_of_mixed_batches(files: Files, tmp_path: Path) -> None:
+    rig = make(files, tmp_path)
+    assert rig.facts.device.startswith("cuda (")
+    for adapter, path in files.adapters.items():
+        rig.serve(adapter, path)
+    for sequence in range(8):
+        rig.open(sequence, [sequence + i for i in range(3 + 2 * sequence)], adapter=sequence % 4)
+    rig.step(*(rig.row(sequence, 2) for sequence in range(8)))
+    rig.decode(8, *range(8))
+    check(rig, files)
+    rig.worker.close()
+
+
+def test_reads_over_pages_that_steps_have_just_used(files: Files, tmp_path: Path) -> None:
+    rig = make(files, tmp_path)
+    rig.serve(1, files.adapters[1])
+    num_pages, _ = rig.worker.add_adapter(2, str(files.adapters[2]))
+    rig.open(1, [5, 6, 7, 8], adapter=1)
+    for turn in range(12):
+        pages = tuple(rig.take(num_pages))
+        # Work on these very pages is still on its way when the read is asked for.
+        rig.worker.copy_pages(tuple((0, page) for page in pages) * 20)
+        answers: list[AdapterRead] = []
+        rig.worker.read_adapter(ReadAdapter(2, pages), answers.append)
+        rig.decode(1, 1)
+        while not answers:
+            rig.worker.copy_pages(((0, 0),))
+        assert answers[0].ok, answers[0].error
+        rig.open(100 + turn, [5 + turn, 6, 7, 8], adapter=2)
+        rig.decode(2, 100 + turn)
+        rig.worker.evict_adapter(2)
+        rig.free[:0] = pages
+    check(rig, files)
+    rig.worker.close()
+
+
+def test_close_frees_the_gpu(files: Files, tmp_path: Path) -> None:
+    make(files, tmp_path).worker.close()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    rig = make(files, tmp_path, num_pages=20000)
+    rig.serve(1, files.adapters[1])
+    rig.open(1, [5, 6, 7], adapter=1)
+    rig.decode(2, 1)
+    assert torch.cuda.memory_allocated() > before + 20000 * 3072
+    rig.worker.close()
+    gc.collect()
+    # The cell table of a few KiB lives as long as its worker.
+    assert torch.cuda.memory_allocated() < before + 2**20

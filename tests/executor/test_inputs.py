@@ -1,0 +1,181 @@
+"""The batch that rows become, against a token-by-token account of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manylora.adapters.pack import AdapterLayout
+from manylora.devices.cpu import CpuDevice
+from manylora.executor.inputs import InputBuilder, StepInputs
+from manylora.executor.sequences import SequenceTable
+from manylora.executor.tables import AdapterTables
+from manylora.kernels.ops import AttentionRows, LoraSegments
+from manylora.kernels.shapes import PageShape, Projection, ProjectionGroup, adapter_geometry
+from manylora.protocol import SequenceStart, StepRow
+from manylora.types import SamplingParams
+
+PAGE_TOKENS = 4
+PAGE = PageShape(layers=2, page_tokens=PAGE_TOKENS, kv_heads=1, head_dim=8, itemsize=4)
+GEOMETRY = adapter_geometry(PAGE, (ProjectionGroup("only", (Projection("p", 8, 8),)),))
+ADAPTERS = (1, 2, 3)
+
+
+class Recorder:
+    """Plans are what they were made of."""
+
+    def __init__(self) -> None:
+        self.num_lora_plans = 0
+
+    def plan_attention(self, rows: AttentionRows, page: PageShape, device: torch.device) -> AttentionRows:
+        return rows
+
+    def plan_lora(self, segments: LoraSegments, geometry: Any, device: torch.device) -> LoraSegments:
+        self.num_lora_plans += 1
+        return segments
+
+
+@dataclasses.dataclass
+class Bench:
+    ops: Recorder
+    sequences: SequenceTable
+    tables: AdapterTables
+    builder: InputBuilder
+
+
+def bench() -> Bench:
+    ops, sequences = Recorder(), SequenceTable()
+    tables = AdapterTables(CpuDevice(), 1, PAGE.layers)
+    for adapter in ADAPTERS:
+        put(tables, adapter)
+    return Bench(ops, sequences, tables, InputBuilder(sequences, tables, GEOMETRY, ops, CpuDevice()))  # type: ignore[arg-type]
+
+
+def put(tables: AdapterTables, adapter: int) -> None:
+    records = np.array([[0, adapter, adapter]], dtype=np.int64)
+    scales = np.full((1, PAGE.layers), adapter, dtype=np.float32)
+    tables.put(adapter, AdapterLayout(2 * adapter, 1, records, scales), np.arange(2 * adapter))
+
+
+def start(
+    sequence: int,
+    adapter: int,
+    tokens: list[int],
+    params: SamplingParams,
+    num_prompt: int = 1,
+    sample: int = 0,
+) -> SequenceStart:
+    pages = tuple(100 * sequence + i for i in range(-(-len(tokens) // PAGE_TOKENS)))
+    return SequenceStart(sequence, sample, adapter, tuple(tokens), num_prompt, 0, pages, params, (7,))
+
+
+def decoding(bench: Bench, adapters: list[int], length: int = 9) -> list[StepRow]:
+    for sequence, adapter in enumerate(adapters):
+        bench.sequences.start(start(sequence, adapter, list(range(length)), SamplingParams()))
+    return [StepRow(sequence, length - 1, 1, 1) for sequence in range(len(adapters))]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 30), st.data(), st.integers(0, 3)),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_every_token_is_where_it_belongs(drawn: list[tuple[int, int, Any, int]]) -> None:
+    made = bench()
+    rows = []
+    for sequence, (adapter, length, data, num_samples) in enumerate(drawn):
+        tokens = [1000 * sequence + i for i in range(length)]
+        made.sequences.start(start(sequence, adapter, tokens, SamplingParams()))
+        begin = data.draw(st.integers(0, length - 1))
+        rows.append(StepRow(sequence, begin, data.draw(st.integers(1, length - begin)), num_samples))
+    inputs = made.builder.build(rows)
+    check_batch(inputs, rows, [adapter for adapter, *_ in drawn])
+
+
+def check_batch(inputs: StepInputs, rows: list[StepRow], adapters: list[int]) -> None:
+    order = sorted(range(len(rows)), key=lambda i: (adapters[i], rows[i].num_tokens > 1, i))
+    expected = [
+        (rows[i].sequence, p) for i in order for p in range(rows[i].start, rows[i].start + rows[i].num_tokens)
+    ]
+    batch = inputs.batch
+    assert batch.token_ids.tolist() == [1000 * s + p for s, p in expected]
+    assert batch.positions.tolist() == [p for _, p in expected]
+    assert batch.slots.tolist() == [
+        (100 * s + p // PAGE_TOKENS) * PAGE_TOKENS + p % PAGE_TOKENS for s, p in expected
+    ]
+    assert {t.dtype for t in (batch.token_ids, batch.positions, batch.slots, batch.sample_index)} == {
+        torch.int64
+    }
+
+    attention = batch.attention
+    assert np.diff(attention.query_start).tolist() == [rows[i].num_tokens for i in order]
+    assert attention.query_start.dtype == attention.kv_len.dtype == attention.page_table.dtype == np.int32
+    for where, i in enumerate(order):
+        end = rows[i].start + rows[i].num_tokens
+        assert attention.kv_len[where] == end
+        pages = attention.page_table[where, : -(-end // PAGE_TOKENS)].tolist()
+        assert pages == [100 * rows[i].sequence + n for n in range(len(pages))]
+
+    sampled = [i for i in order if rows[i].num_samples]
+    assert inputs.sampled_rows == sampled
+    assert [expected[t] for t in batch.sample_index.tolist()] == [
+        (rows[i].sequence, rows[i].start + rows[i].num_tokens - 1) for i in sampled
+    ]
+
+    of_token = [adapters[i] for i in order for _ in range(rows[i].num_tokens)]
+    if not any(of_token):
+        assert batch.lora is None
+        return
+    covered = [0] * len(of_token)
+    for begin, length, records, scales in zip(
+        batch.lora.start, batch.lora.length, batch.lora.records, batch.lora.scales
+    ):
+        adapter = int(records[0, 2])
+        assert (scales == adapter).all()
+        covered[begin : begin + length] = [adapter] * length
+    assert covered == of_token
+    assert len(batch.lora.start) == len(set(of_token) - {0}), "one segment an adapter"
+
+
+def test_samples_of_a_row() -> None:
+    made = bench()
+    plain = SamplingParams(n=3)
+    penalised = SamplingParams(repetition_penalty=1.5)
+    made.sequences.start(start(0, 0, [5, 6, 7, 8], plain, num_prompt=2, sample=4))
+    made.sequences.start(start(1, 0, [5, 6, 7, 8], penalised, num_prompt=3))
+    inputs = made.builder.build([StepRow(0, 3, 1, 3), StepRow(1, 2, 2, 1)])
+    first, second = inputs.sampled
+    assert first.samples == ((4, 2), (5, 2), (6, 2))
+    assert first.stop_ids == (7,)
+    assert second.samples == ((0, 1),)
+    assert second.prompt_ids.tolist() == [5, 6, 7]
+    assert list(second.output_ids) == [8]
+
+
+def test_the_lora_plan_is_kept_until_something_changes() -> None:
+    made = bench()
+    rows = decoding(made, [1, 2, 2])
+    plan = made.builder.build(rows).batch.lora
+    made.sequences.append(rows, [1, 2, 3])
+    later = [dataclasses.replace(row, start=row.start + 1) for row in rows]
+    assert made.builder.build(later).batch.lora is plan
+    assert made.builder.build(later[:2]).batch.lora is not plan
+    assert made.ops.num_lora_plans == 2
+    put(made.tables, 3)
+    made.builder.build(later[:2])
+    assert made.ops.num_lora_plans == 3, "the cell table has changed"
+
+
+def test_an_adapter_that_is_not_resident() -> None:
+    made = bench()
+    rows = decoding(made, [1, 9])
+    with pytest.raises(KeyError):
+        made.builder.build(rows)

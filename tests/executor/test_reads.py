@@ -1,0 +1,150 @@
+"""Reading adapters: every read is answered once, and what goes wrong harms nobody else."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from manylora.executor import reader
+from manylora.protocol import AdapterError, AdapterRead, ReadAdapter
+from tests.executor.conftest import Files
+from tests.executor.drive import Rig
+
+
+@pytest.fixture
+def copied(files: Files, tmp_path: Path) -> Path:
+    """A copy of adapter 1, to be spoilt."""
+    return Path(shutil.copytree(files.adapters[1], tmp_path / "copied"))
+
+
+def edit_weights(folder: Path, value: float) -> None:
+    path = folder / "adapter_model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    next(iter(tensors.values()))[0, 0] = value
+    safetensors.torch.save_file(tensors, path)
+
+
+def test_a_file_changed_since_it_was_added(rig: Rig, copied: Path) -> None:
+    num_pages, rank = rig.worker.add_adapter(7, str(copied))
+    assert rank == 4
+    pages = tuple(rig.take(num_pages))
+    config = copied / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 64}))
+    answer = rig.read(7, pages)
+    assert not answer.ok
+    assert "changed" in answer.error
+    rig.open(1, [5, 6, 7], adapter=7)
+    assert not rig.step(rig.row(1)).done.ok
+    rig.worker.remove_adapter(7)
+
+
+def test_a_deleted_folder(rig: Rig, copied: Path) -> None:
+    num_pages, _ = rig.worker.add_adapter(7, str(copied))
+    shutil.rmtree(copied)
+    answer = rig.read(7, tuple(rig.take(num_pages)))
+    assert not answer.ok
+    assert "no adapter folder" in answer.error
+    with pytest.raises(AdapterError) as raised:
+        rig.worker.add_adapter(8, str(copied))
+    assert raised.value.status == 404
+
+
+def test_weights_that_are_not_finite_leave_the_pages_usable(rig: Rig, files: Files, copied: Path) -> None:
+    edit_weights(copied, float("nan"))
+    num_pages, _ = rig.worker.add_adapter(7, str(copied))
+    pages = tuple(rig.take(num_pages))
+    answer = rig.read(7, pages)
+    assert not answer.ok
+    assert "NaN" in answer.error
+    assert bool(torch.isfinite(rig.worker._arena.pool).all())
+    # The same pages now hold KV.
+    held = rig.open(1, [5, 6, 7, 8, 9, 10], adapter=1)
+    rig.free.extend(pages)
+    rig.decode(5, 1)
+    files.reference.check_greedy(held.tokens[:6], held.generated, files.path(1))
+
+
+def test_a_wrong_number_of_pages_is_an_answer_too(rig: Rig, files: Files) -> None:
+    rig.worker.add_adapter(7, str(files.adapters[1]))
+    answer = rig.read(7, tuple(rig.take(1)))
+    assert not answer.ok
+    assert "pages" in answer.error
+
+
+def test_an_unknown_adapter(rig: Rig) -> None:
+    assert rig.read(70, (1, 2)) == AdapterRead(70, False, "the adapter is not known", pytest.approx(0, abs=5))
+
+
+def test_a_rank_over_the_limit(files: Files, tmp_path: Path) -> None:
+    rig = Rig(files.model, tmp_path)
+    rig.worker._max_adapter_rank = 8
+    assert rig.worker.add_adapter(1, str(files.adapters[1]))[1] == 4
+    with pytest.raises(AdapterError, match="rank 9"):
+        rig.worker.add_adapter(2, str(files.adapters[2]))
+    rig.worker.close()
+
+
+def test_reads_go_on_beside_steps(rig: Rig, files: Files) -> None:
+    held = rig.open(1, [5, 6, 7], adapter=1)
+    answers: list[AdapterRead] = []
+    for adapter in range(20, 30):
+        num_pages, _ = rig.worker.add_adapter(adapter, str(files.adapters[2]))
+        rig.worker.read_adapter(ReadAdapter(adapter, tuple(rig.take(num_pages))), answers.append)
+        rig.decode(1, 1)
+    rig.worker.close()
+    assert sorted(answer.adapter for answer in answers) == list(range(20, 30))
+    files.reference.check_greedy([5, 6, 7], held.generated, files.path(1))
+
+
+def test_close_answers_reads_that_wait(rig: Rig, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, leave = threading.Event(), threading.Event()
+    real = reader.load_adapter
+
+    def slow(*arguments: object) -> None:
+        entered.set()
+        leave.wait(10)
+        real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(reader, "load_adapter", slow)
+    answers: list[AdapterRead] = []
+    for adapter in range(20, 25):
+        num_pages, _ = rig.worker.add_adapter(adapter, str(files.adapters[2]))
+        rig.worker.read_adapter(ReadAdapter(adapter, tuple(rig.take(num_pages))), answers.append)
+    assert entered.wait(10)
+    closing = threading.Thread(target=rig.worker.close)
+    closing.start()
+    leave.set()
+    closing.join(20)
+    assert not closing.is_alive()
+    assert sorted(answer.adapter for answer in answers) == list(range(20, 25))
+    assert any("closing" in answer.error for answer in answers)
+    rig.worker.read_adapter(ReadAdapter(20, (1,)), answers.append)
+    assert len(answers) == 6
+    assert not answers[-1].ok
+
+
+def test_close_frees_everything(files: Files, tmp_path: Path) -> None:
+    before = {thread.ident for thread in threading.enumerate()}
+    rig = Rig(files.model, tmp_path)
+    rig.serve(1, files.adapters[1])
+    rig.open(1, [5, 6, 7], adapter=1)
+    rig.decode(2, 1)
+    worker = rig.worker
+    held = [weakref.ref(worker._arena.pool), weakref.ref(worker._decoder)]
+    row = rig.row(1)
+    worker.close()
+    worker.close()
+    gc.collect()
+    assert [reference() for reference in held] == [None, None]
+    assert {thread.ident for thread in threading.enumerate()} <= before
+    assert not rig.step(row).done.ok, "a step after close is refused, not raised"
+    worker.end_sequence(1)
+    worker.evict_adapter(1)

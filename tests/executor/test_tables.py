@@ -1,0 +1,78 @@
+"""The cell table: ranges never overlap, and an adapter's entry is what its layout and pages say."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manylora.adapters.pack import AdapterLayout
+from manylora.devices.cpu import CpuDevice
+from manylora.executor.tables import AdapterTables, RangeAllocator
+
+NUM_LAYERS = 3
+
+
+def first_fit(used: set[int], capacity: int, length: int) -> int | None:
+    for start in range(capacity - length + 1):
+        if not any(place in used for place in range(start, start + length)):
+            return start
+    return None
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "give", "grow"]), st.integers(1, 9)), max_size=60))
+def test_ranges_against_a_set_of_places(operations: list[tuple[str, int]]) -> None:
+    ranges = RangeAllocator(12)
+    taken: list[tuple[int, int]] = []
+    used: set[int] = set()
+    for operation, number in operations:
+        if operation == "take":
+            start = ranges.take(number)
+            assert start == first_fit(used, ranges.capacity, number)
+            if start is not None:
+                taken.append((start, number))
+                used.update(range(start, start + number))
+        elif operation == "give" and taken:
+            start, length = taken.pop(number % len(taken))
+            ranges.give(start, length)
+            used.difference_update(range(start, start + length))
+        elif operation == "grow" and ranges.capacity < 60:
+            ranges.grow(ranges.capacity + number)
+    for start, length in taken:
+        ranges.give(start, length)
+    assert ranges.take(ranges.capacity) == 0, "what was given back is one range again"
+
+
+def layout(num_cells: int, seed: int) -> AdapterLayout:
+    """Two projections, the second not adapted for odd seeds."""
+    random = np.random.default_rng(seed)
+    records = np.array([[0, num_cells // 2, 3], [num_cells - 2, num_cells - 1, 1]], dtype=np.int64)
+    if seed % 2:
+        records[1] = 0
+    return AdapterLayout(num_cells, 1, records, random.random((2, NUM_LAYERS), dtype=np.float32))
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 6), st.integers(4, 3000)), min_size=1, max_size=40))
+def test_entries_survive_their_neighbours(operations: list[tuple[bool, int, int]]) -> None:
+    tables = AdapterTables(CpuDevice(), num_projections=2, num_layers=NUM_LAYERS)
+    held: dict[int, tuple[AdapterLayout, np.ndarray]] = {}
+    for step, (is_put, adapter, num_cells) in enumerate(operations):
+        version = tables.version
+        if is_put:
+            entry = layout(num_cells, step), np.random.default_rng(step).integers(0, 2**50, num_cells)
+            tables.put(adapter, *entry)
+            held[adapter] = entry
+            assert tables.version > version
+        else:
+            tables.drop(adapter)
+            assert (tables.version > version) == (held.pop(adapter, None) is not None)
+    adapters = sorted(held)
+    assert all(adapter in tables for adapter in adapters)
+    records, scales = tables.entries(tables.rows(adapters))
+    for index, adapter in enumerate(adapters):
+        expected, offsets = held[adapter]
+        assert (scales[index] == expected.scales).all()
+        base = int(records[index, 0, 0])
+        assert (tables.cells[base : base + len(offsets)].numpy() == offsets).all()
+        shifted = expected.records + np.array([base, base, 0])
+        assert (records[index] == np.where(expected.records[:, 2:] > 0, shifted, 0)).all()
