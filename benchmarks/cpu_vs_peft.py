@@ -162,8 +162,10 @@ def step_breakdown(ours: Manylora, prompts: list[list[int]], models: list[str | 
     ops = worker._decoder.ops
     for part in PARTS:
         timed(ops, part, part)
-    timed(worker._inputs, "build", "inputs")
+    for builder in worker._inputs:
+        timed(builder, "build", "inputs")
     timed(worker._decoder, "forward", "forward")
+    timed(worker, "_run_part", "part")
     timed(worker, "run_step", "step")
     timed(driver._replica, "handle", "policy")
     before, began = ours.llm.stats(), time.perf_counter()
@@ -171,6 +173,10 @@ def step_breakdown(ours: Manylora, prompts: list[list[int]], models: list[str | 
     wall = time.perf_counter() - began
     steps = ours.llm.stats().steps - before.steps
     per_step = {name: 1e3 * seconds / steps for name, seconds in spent.items()}
+    # The parts of a batch run side by side: their time is shown as its share of the step's wall time.
+    share = min(1.0, per_step["step"] / per_step["part"])
+    for name in (*PARTS, "inputs", "forward", "part"):
+        per_step[name] *= share
     inside = sum(per_step[part] for part in PARTS)
     return {
         "base matrix products and the rest of forward": per_step["forward"] - inside,
@@ -179,7 +185,8 @@ def step_breakdown(ours: Manylora, prompts: list[list[int]], models: list[str | 
         "write KV": per_step["write_kv"],
         "norms, rope, activation": sum(per_step[p] for p in PARTS[3:]),
         "inputs": per_step["inputs"],
-        "sampling and bookkeeping": per_step["step"] - per_step["forward"] - per_step["inputs"],
+        "sampling": per_step["part"] - per_step["forward"] - per_step["inputs"],
+        "handing over, waiting": per_step["step"] - per_step["part"],
         "policy": per_step["policy"],
         "loop, threads, text": 1e3 * wall / steps - per_step["step"] - per_step["policy"],
     }

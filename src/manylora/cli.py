@@ -6,6 +6,7 @@ Bad input: one line on stderr and exit code 2.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -92,9 +93,16 @@ def _serve(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in ("model", *(flag.name for flag in FLAGS))}
     values.update({name: value for name, value in given.items() if value is not None})
     engine, http = build_settings(values)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
     from manylora.main import run_server
 
     return run_server(engine, http)
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    """Told to stop before there was anything to stop."""
+    raise SystemExit(0)
 
 
 def _add_adapters(commands: Any) -> None:

@@ -34,8 +34,8 @@ def parse_size(value: str | int) -> int:
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
         if found is None or found[2].lower() not in _UNITS:
             raise ConfigError(f"{value!r} is not a size; write it as 512MiB or 10GB")
-        # Inexact above 2**53, and infinite above 2**1024; neither is a size that exists.
-        size = int(min(float(found[1]) * _UNITS[found[2].lower()], LARGEST_NUMBER))
+        # Bounded before it becomes an int: it may be infinite.
+        size = int(min(float(found[1]) * _UNITS[found[2].lower()], LARGEST_NUMBER + 1))
     if not 0 <= size <= LARGEST_NUMBER:
         raise ConfigError(f"{value!r} is not a size; it must lie between 0 and {LARGEST_NUMBER}")
     return size

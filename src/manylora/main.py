@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from manylora import __version__
@@ -24,7 +25,7 @@ from manylora.engine.client import EngineDead, EngineInfo
 from manylora.engine.driver import Driver
 from manylora.engine.journal import JournalWriter
 from manylora.engine.remote import RemoteEngine
-from manylora.models.config import ModelError
+from manylora.models.config import ModelError, read_model_config
 from manylora.models.source import resolve_model
 from manylora.progress import Bar
 from manylora.protocol import AdapterError
@@ -33,6 +34,7 @@ from manylora.text.tokenizer import MissingTokenizer, Tokenizer, TokenizerError
 log = logging.getLogger("manylora")
 
 CHILD_EXIT_S = 10.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 # ---------------------------------------------------------------- an engine in this process
@@ -115,7 +117,7 @@ def load_tokenizer(model: str) -> Tokenizer | None:
     try:
         return Tokenizer.from_folder(resolve_model(model))
     except MissingTokenizer as error:
-        log.warning("%s", error)
+        log.warning("%s", str(error))  # not the exception: whoever keeps records would keep this engine
         return None
     except (TokenizerError, ModelError) as error:
         raise ConfigError(str(error)) from error
@@ -129,19 +131,44 @@ def run_server(engine: EngineSettings, http: HttpSettings) -> int:
     configure_logging()
     sock = _bind(http)  # first: a taken port must not cost a model load
     try:
+        _check_model(engine.model.model)
         tokenizer = load_tokenizer(engine.model.model)
         ours, theirs = socket.socketpair()
-        child = subprocess.Popen(
-            [sys.executable, "-m", "manylora.main", str(theirs.fileno())], pass_fds=[theirs.fileno()]
-        )
-        theirs.close()
+        child = _start_engine(theirs)
         try:
             return _run_loop(_serve(engine, http, sock, ours, tokenizer))
+        except EngineDead as error:
+            log.error("%s", error)
+            return 1
         finally:
             ours.close()
             _reap(child)
     finally:
         sock.close()
+
+
+def _check_model(model: str) -> None:
+    """Refuse at once what the engine would refuse seconds later; raises ConfigError."""
+    try:
+        read_model_config(resolve_model(model))
+    except ModelError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _start_engine(sock: socket.socket) -> subprocess.Popen[bytes]:
+    """The child, at the other end of ``sock``, which is closed here.
+
+    A terminal or a supervisor signals the whole group; the server decides when the engine ends. So the child
+    starts with the signals blocked; one for this process waits until they are unblocked.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "manylora.main", str(sock.fileno())], pass_fds=[sock.fileno()]
+        )
+    finally:
+        sock.close()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def _run_loop(work: object) -> int:
@@ -164,10 +191,11 @@ async def _serve(
     from manylora.server.lifecycle import serve
     from manylora.server.settings import ServerSettings
 
-    client = await _connect_unless_stopped(ours, engine)
-    if client is None:
-        return 0
+    client = None
     try:
+        client = await _connect_unless_stopped(ours, engine)
+        if client is None:
+            return 0
         settings = ServerSettings(
             served_model_name=engine.model.name,
             model_root=engine.model.model,
@@ -176,34 +204,49 @@ async def _serve(
             api_keys=http.api_keys,
         )
         app = create_app(client, tokenizer, settings)
+        try:
+            sock.listen()  # fails where another server took the address and listened on it meanwhile
+        except OSError as error:
+            raise _cannot_listen(http, error) from error
         host, port = sock.getsockname()[:2]
-        log.info("serving %s on http://%s:%d", engine.model.name, host, port)
+        log.info("serving %s on http://%s:%d", engine.model.name, f"[{host}]" if ":" in host else host, port)
         gc.freeze()  # what start-up made lives on; do not look through it again
         return await serve(app, sock, client, http.drain_timeout)
     finally:
-        await client.close()
+        _ignore_signals()
+        if client is not None:
+            await client.close()
+
+
+def _ignore_signals() -> None:
+    """The end has begun already: whoever asks for it again must not turn an orderly one into a kill."""
+    loop = asyncio.get_running_loop()
+    for number in STOP_SIGNALS:
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)
 
 
 async def _connect_unless_stopped(ours: socket.socket, engine: EngineSettings) -> RemoteEngine | None:
-    """Wait for the engine to come up; None when SIGTERM or SIGINT came first."""
+    """Wait for the engine to come up; None when SIGTERM or SIGINT came first.
+
+    Raises ConfigError, and EngineDead where the settings are not at fault. The signals stay handled: whoever
+    handles them next replaces the handlers, and no signal meets none.
+    """
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stopped.set)
     connecting = asyncio.create_task(RemoteEngine.connect(ours, engine))
     stopping = asyncio.create_task(stopped.wait())
     try:
         await asyncio.wait([connecting, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if connecting.done():
+        if not stopped.is_set():
             return connecting.result()
         connecting.cancel()
+        await asyncio.gather(connecting, return_exceptions=True)
         return None
-    except EngineDead as error:
-        raise ConfigError(str(error)) from error
     finally:
         stopping.cancel()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
 
 
 def _bind(http: HttpSettings) -> socket.socket:
@@ -240,14 +283,13 @@ def _reap(child: subprocess.Popen[bytes]) -> None:
 
 def run_engine(fd: int) -> int:
     """The child: build what the first message asks for and serve it until the socket closes."""
-    # A terminal or a supervisor signals the whole group; the server decides when the engine ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_logging()
     sock = socket.socket(fileno=fd)
     start = wire.read_from_server(sock)
     if not isinstance(start, wire.Start):
         return 1
+    is_up = threading.Event()
+    threading.Thread(target=_end_with_server, args=(sock, is_up), daemon=True).start()
     sender = service.Sender(sock)
     try:
         driver = build_driver(start.settings, Bar("loading weights"))
@@ -262,7 +304,18 @@ def run_engine(fd: int) -> int:
         return 1
     gc.collect()
     gc.freeze()
+    is_up.set()
     return service.serve(sock, sender, driver)
+
+
+def _end_with_server(sock: socket.socket, is_up: threading.Event) -> None:
+    """While the engine loads its model it does not read: end it where the server goes away meanwhile."""
+    try:
+        is_gone = not sock.recv(1, socket.MSG_PEEK)
+    except OSError:
+        is_gone = True
+    if is_gone and not is_up.is_set():
+        os._exit(1)
 
 
 def configure_logging() -> None:

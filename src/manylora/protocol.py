@@ -56,12 +56,16 @@ class StepDone:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterRead:
-    """An adapter's weights lie in the pages its ReadAdapter named, or could not be brought there."""
+    """An adapter's weights lie in the pages its ReadAdapter named, or could not be brought there.
+
+    ``is_at_fault``: what its files hold is the reason, and not the device or the engine's end.
+    """
 
     adapter: AdapterId
     ok: bool
     error: str = ""
     read_s: float = 0.0
+    is_at_fault: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

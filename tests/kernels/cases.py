@@ -173,7 +173,8 @@ def lora_case(
 
 def error(out: torch.Tensor, truth: torch.Tensor) -> float:
     """||out - truth|| / ||truth||; NaN where anything is NaN."""
-    return float((out.double() - truth.double()).norm() / truth.double().norm())
+    out, truth = out.detach().double(), truth.detach().double()
+    return float((out - truth).norm() / truth.norm())
 
 
 TOLERANCE = {

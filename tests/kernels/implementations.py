@@ -27,11 +27,23 @@ class Subject:
     def small(self) -> bool:
         return self.kind == "interpreted"
 
+    def poison(self) -> None:
+        """Leave NaN in the memory that the device's allocator hands out next: an output or a partial result
+        that is not wholly written then shows."""
+        if self.kind == "gpu":
+            blocks = [torch.full((n,), float("nan"), device=self.device) for n in [1 << 17] * 16 + [1 << 24]]
+            del blocks
+
     def ops(self) -> Ops:
         if self.kind == "cpu":
             from manylora.kernels.cpu import CpuOps
 
             return CpuOps()
+        if self.kind == "compiled":
+            pytest.importorskip("numba")
+            from manylora.kernels.cpu_compiled import CompiledOps
+
+            return CompiledOps()
         if self.kind == "interpreted" and torch.cuda.is_available():
             pytest.skip("with a GPU the compiled kernels are tested instead")
         pytest.importorskip("triton")
@@ -47,6 +59,8 @@ SUBJECTS = [
         pytest.param(Subject("cpu", dtype), id=f"cpu-{str(dtype)[6:]}")
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
     ),
+    pytest.param(Subject("compiled", torch.float32), id="compiled-float32"),
+    pytest.param(Subject("compiled", torch.bfloat16), id="compiled-bfloat16"),
     pytest.param(Subject("interpreted", torch.float32), id="interpreted-float32"),
     pytest.param(Subject("interpreted", torch.float16), id="interpreted-float16"),
     pytest.param(Subject("gpu", torch.float32), id="gpu-float32", marks=GPU_MARKS),

@@ -20,6 +20,7 @@ def check(subject: Subject, case: AttentionCase) -> None:
         case.q.double(), case.pool.double(), case.layer, wide, case.scale, case.window
     )
     before = case.pool.clone()
+    subject.poison()
     # Plans and scratch are used again by the next layer; the same input must give the same bits.
     first, out = (
         ops.attention(case.q.clone(), case.pool, case.layer, plan, case.scale, case.window) for _ in range(2)

@@ -36,7 +36,10 @@ def test_popularities() -> None:
     skewed = segment_lengths("skewed", 64)
     assert sum(skewed) == 64
     assert skewed == sorted(skewed, reverse=True)
-    assert 7 <= len(skewed) <= 10
+    assert len(skewed) == 9
+    assert all(
+        min(segment_lengths("skewed", n)) > 0 and sum(segment_lengths("skewed", n)) == n for n in range(1, 70)
+    )
 
 
 def test_the_command_writes_what_it_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,11 @@ def valid_name(name: str) -> bool:
 
 
 def discover(folder: Path) -> list[tuple[str, Path]]:
-    """(name, path) of every subfolder that holds an adapter_config.json, by name.
+    """(name, path) of every subfolder that holds an adapter's configuration or weights, by name.
 
-    A subfolder whose name cannot be an adapter's is skipped with a warning. Raises AdapterError (404) when
-    ``folder`` is not a folder.
+    One without the other is listed as well: inspecting it says what is missing. A subfolder whose name
+    cannot be an adapter's is skipped with a warning. Raises AdapterError (404) when ``folder`` is not a
+    folder.
     """
     try:
         names = sorted(os.listdir(folder))
@@ -35,13 +36,21 @@ def discover(folder: Path) -> list[tuple[str, Path]]:
     found = []
     for name in names:
         path = folder / name
-        if not (path / CONFIG_NAME).is_file():
+        if not _is_meant_as_adapter(path):
             continue
         if valid_name(name):
             found.append((name, path))
         else:
             _log.warning("skipped the adapter folder %r: its name cannot name an adapter", str(path))
     return found
+
+
+def _is_meant_as_adapter(folder: Path) -> bool:
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return False
+    return any(name == CONFIG_NAME or name.startswith("adapter_model.") for name in names)
 
 
 def permitted(path: str, root: Path) -> Path:

@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -166,11 +167,11 @@ def segment_lengths(popularity: str, batch: int) -> list[int]:
     if popularity == "uniform":
         adapters = round(batch**0.5)
         return [batch // adapters + (i < batch % adapters) for i in range(adapters)]
-    lengths: list[int] = []
-    left = batch
-    while left:
-        lengths.append(max(1, min(left, round(left * (1 - 1 / SKEW)))))
-        left -= lengths[-1]
+    # Each adapter has 1.5 times the requests of the next; about one request for the last.
+    adapters = min(batch, 1 + math.ceil(math.log(max(batch / 3, 1), SKEW)))
+    weights = [SKEW**-i for i in range(adapters)]
+    lengths = [max(1, int(batch * weight / sum(weights))) for weight in weights]
+    lengths[0] += batch - sum(lengths)
     return lengths
 
 

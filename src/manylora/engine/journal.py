@@ -6,7 +6,9 @@ know pages), never text. Does not know how events come about.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,6 +18,8 @@ import msgspec
 from manylora import protocol
 from manylora.config import PolicyConfig
 from manylora.protocol import Event
+
+log = logging.getLogger(__name__)
 
 _EVENTS: dict[str, type[Any]] = {
     cls.__name__: cls
@@ -31,21 +35,39 @@ _EVENTS: dict[str, type[Any]] = {
 
 
 class JournalWriter:
-    """Appends events as they are handled."""
+    """Appends events as they are handled. A file that cannot be written any more ends the journal alone."""
 
     def __init__(self, path: Path, config: PolicyConfig) -> None:
-        self._file: TextIO = path.open("w", encoding="utf-8")
+        self._file: TextIO | None = path.open("w", encoding="utf-8")
         self._write({"policy": msgspec.to_builtins(config)})
 
     def _write(self, line: object) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        log.error("the journal ends here, it cannot be written: %s", error)
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
 
     def record(self, event: Event, now: float) -> None:
         """One event at the time that the replica was told."""
         self._write([now, type(event).__name__, msgspec.to_builtins(event)])
 
     def close(self) -> None:
-        self._file.close()
+        """Write what is still buffered. Idempotent."""
+        if self._file is None:
+            return
+        try:
+            self._file.close()
+        except OSError as error:
+            self._give_up(error)
 
 
 def read_journal(path: Path) -> tuple[PolicyConfig, Iterator[tuple[float, Event]]]:

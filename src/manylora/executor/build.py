@@ -7,6 +7,7 @@ can be refused from config.json alone is refused before weights are read.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -16,6 +17,7 @@ import torch
 from manylora.adapters.registry import Registry
 from manylora.config import ConfigError, EngineSettings, PolicyConfig
 from manylora.devices.select import open_device
+from manylora.executor.shards import SMALL_MODEL_BYTES, Shards
 from manylora.executor.worker import Worker
 from manylora.kernels.select import ops_for
 from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
@@ -25,6 +27,8 @@ from manylora.models.config import config_groups, read_model_config
 from manylora.models.load import load_model, resolve_dtype
 from manylora.models.source import resolve_model
 from manylora.models.spec import ModelConfig
+
+_log = logging.getLogger(__name__)
 
 _Kind = Literal["cpu", "cuda"]
 
@@ -78,9 +82,12 @@ def build_worker(
     most_pages = pool_pages(device.free_bytes() if asked_pool is None else asked_pool, page.page_bytes)
     limits = _limits(settings, config, kind, page, most_pages)
 
+    is_small = kind == "cpu" and weight_bytes(config, dtype) <= SMALL_MODEL_BYTES
+    ops = ops_for(device.torch_device, compiled=is_small and dtype is torch.float32)
+    _log.info("running on %s with %s kernels", device.name, ops.name)
     decoder = load_model(
         folder,
-        ops=ops_for(device.torch_device),
+        ops=ops,
         device=device.torch_device,
         dtype=dtype,
         load_format=_load_format(settings.model.load_format),
@@ -93,7 +100,9 @@ def build_worker(
     limits = _limits(settings, config, kind, page, num_pages)
     arena = Arena(num_pages, page, dtype, device)
     registry = Registry(geometry, decoder.layer_prefix, registry_path)
-    worker = Worker(decoder, arena, geometry, device, registry, settings.adapters.max_adapter_rank)
+    num_threads = torch.get_num_threads()
+    shards = Shards(num_threads) if is_small and num_threads > 1 else None
+    worker = Worker(decoder, arena, geometry, device, registry, settings.adapters.max_adapter_rank, shards)
     facts = ModelFacts(
         model=settings.model.name,
         vocab_size=config.vocab_size,
@@ -104,6 +113,13 @@ def build_worker(
         **dataclasses.asdict(limits),
     )
     return worker, limits, facts
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """About what the weights take: projections and embeddings."""
+    layer = sum(p.in_features * p.out_features for group in config_groups(config) for p in group.projections)
+    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
+    return (config.num_layers * layer + embeddings) * dtype.itemsize
 
 
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, num_seqs: int, batch_tokens: int) -> int:

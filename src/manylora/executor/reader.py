@@ -85,7 +85,7 @@ class AdapterReader:
         done: Callable[[AdapterRead], None],
     ) -> None:
         began = time.perf_counter()
-        error = ""
+        error, is_at_fault = "", False
         try:
             if spec is None:
                 raise AdapterError("the adapter is not known")
@@ -93,12 +93,13 @@ class AdapterReader:
         except _Closing:
             error = "the engine is closing"
         except AdapterError as failure:
-            error = str(failure)
+            error, is_at_fault = str(failure), spec is not None
             _log.warning("adapter %d could not be read: %s", command.adapter, error)
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
             _log.exception("reading adapter %d failed", command.adapter)
-        done(AdapterRead(command.adapter, not error, error, time.perf_counter() - began))
+        read_s = time.perf_counter() - began
+        done(AdapterRead(command.adapter, not error, error, read_s, is_at_fault))
 
     def _read(self, spec: AdapterSpec, command: ReadAdapter, writer: PageWriter) -> Landed:
         layout = layout_of(spec, self._geometry)

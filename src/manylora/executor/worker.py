@@ -6,11 +6,13 @@ leaves no trace in them.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from manylora.adapters.pack import layout_of
@@ -21,6 +23,7 @@ from manylora.executor.inputs import InputBuilder, StepInputs
 from manylora.executor.reader import AdapterReader
 from manylora.executor.sampler import sample
 from manylora.executor.sequences import SequenceTable, Undo
+from manylora.executor.shards import Shards
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.arena import Arena
@@ -45,8 +48,12 @@ class Worker:
         device: Device,
         registry: Registry,
         max_adapter_rank: int | None = None,
+        shards: Shards | None = None,
     ) -> None:
-        """``geometry`` must be made of the arena's page shape and the decoder's groups."""
+        """``geometry`` must be made of the arena's page shape and the decoder's groups.
+
+        ``shards``, if any, run parts of large enough batches side by side; the worker closes them.
+        """
         self._decoder: Decoder | None = decoder
         self._arena = arena
         self._geometry = geometry
@@ -56,9 +63,12 @@ class Worker:
         self._specs: dict[AdapterId, AdapterSpec] = {}
         self._sequences = SequenceTable()
         self._tables = AdapterTables(device, len(geometry.projections), geometry.page.layers)
-        self._inputs: InputBuilder | None = InputBuilder(
-            self._sequences, self._tables, geometry, decoder.ops, device
-        )
+        self._shards = shards
+        # One builder a shard: each remembers the plan of the step before.
+        self._inputs = [
+            InputBuilder(self._sequences, self._tables, geometry, decoder.ops, device)
+            for _ in range(shards.num_threads if shards else 1)
+        ]
         self._reader = AdapterReader(arena, geometry, device)
 
     # ------------------------------------------------------------ steps
@@ -83,16 +93,35 @@ class Worker:
             return StepResult(done, {})
 
     def _run(self, rows: tuple[StepRow, ...]) -> Drawn:
-        if self._decoder is None or self._inputs is None:
+        parts = None if self._shards is None else self._split(rows, self._shards)
+        if parts is None or self._shards is None:
+            return self._run_part(self._inputs[0], rows)
+        results = self._shards.run(
+            [
+                functools.partial(self._run_part, inputs, [rows[index] for index in part])
+                for inputs, part in zip(self._inputs, parts)
+            ]
+        )
+        return {part[index]: drawn for part, found in zip(parts, results) for index, drawn in found.items()}
+
+    def _split(self, rows: tuple[StepRow, ...], shards: Shards) -> list[list[int]] | None:
+        """Indices of each shard's rows; those of one adapter stay together but where a cut falls among them."""
+        adapters = self._sequences.adapters[self._sequences.slots(rows)]
+        order = np.argsort(adapters, kind="stable").tolist()
+        ranges = shards.split([rows[index].num_tokens for index in order])
+        return None if ranges is None else [[order[place] for place in part] for part in ranges]
+
+    def _run_part(self, inputs: InputBuilder, rows: Sequence[StepRow]) -> Drawn:
+        if self._decoder is None:
             raise RuntimeError("the executor is closed")
         with torch.inference_mode():
-            inputs: StepInputs = self._inputs.build(rows)
-            logits = self._decoder.forward(inputs.batch, self._arena.pool)
-            if not inputs.sampled:
+            built: StepInputs = inputs.build(rows)
+            logits = self._decoder.forward(built.batch, self._arena.pool)
+            if not built.sampled:
                 self._device.synchronize()
                 return {}
-            tokens, logprobs = sample(logits, inputs.sampled)
-        return dict(zip(inputs.sampled_rows, zip(tokens, logprobs)))
+            tokens, logprobs = sample(logits, built.sampled)
+        return dict(zip(built.sampled_rows, zip(tokens, logprobs)))
 
     def _result(self, step: RunStep, drawn: Drawn, began: float) -> StepResult:
         rows = [row for row in step.rows if row.num_samples]
@@ -149,8 +178,10 @@ class Worker:
             self._device.synchronize()
         except RuntimeError:
             _log.exception("the device failed before it was closed")
+        if self._shards is not None:
+            self._shards.close()
         self._decoder = None
-        self._inputs = None
+        self._inputs = []
         self._arena.close()
         self._registry.close()
         self._device.release_memory()

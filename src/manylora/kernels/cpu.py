@@ -16,6 +16,8 @@ adapter loader refuses weights that are not finite.
 
 from __future__ import annotations
 
+import threading
+
 import torch
 import torch.nn.functional as F
 
@@ -24,8 +26,12 @@ from manylora.kernels.cpu_lora import CpuLoraPlan, LoraBlock, plan_blocks
 from manylora.kernels.ops import AttentionRows, LoraSegments
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
 
-# Adapter matrices that a plan may keep outside the pool while it serves step after step.
-KEPT_BYTES = 64 << 20
+
+class _Scratch(threading.local):
+    """Each thread's own buffers: parts of a batch may run side by side."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
 
 class CpuOps:
@@ -34,13 +40,14 @@ class CpuOps:
     name = "cpu"
 
     def __init__(self) -> None:
-        self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._local = _Scratch()
 
     def _buffer(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """Scratch of this shape; reused, because fresh large allocations cost a page fault per 4 KiB."""
-        buffer = self._scratch.get((name, dtype))
+        buffers = self._local.buffers
+        buffer = buffers.get((name, dtype))
         if buffer is None or buffer.numel() < rows * columns:
-            buffer = self._scratch[name, dtype] = torch.empty(rows * columns, dtype=dtype)
+            buffer = buffers[name, dtype] = torch.empty(rows * columns, dtype=dtype)
         return buffer[: rows * columns].view(rows, columns)
 
     # ---- attention -------------------------------------------------------------------------------------
@@ -114,41 +121,18 @@ class CpuOps:
         group: ProjectionGroup,
         plan: CpuLoraPlan,
     ) -> None:
-        for number, block in enumerate(plan.blocks[group.name]):
-            cells = self._cells(pool, layer, group.name, number, block, plan)
+        for block in plan.blocks[group.name]:
+            cells = self._cells(pool, layer, block, plan)
             if block.tokens is None:
                 _add_one(y, x, layer, group, block, cells, plan.geometry)
             else:
                 _add_several(y, x, layer, group, block, cells, plan.geometry)
 
-    def _cells(
-        self,
-        pool: torch.Tensor,
-        layer: int,
-        group: str,
-        number: int,
-        block: LoraBlock,
-        plan: CpuLoraPlan,
-    ) -> torch.Tensor:
-        """The block's cells ``[n, cell_elements]``; from a plan's second step on a copy that it keeps."""
-        key = (layer, group, number)
-        kept = plan.kept.get(key)
-        if kept is not None:
-            return kept
+    def _cells(self, pool: torch.Tensor, layer: int, block: LoraBlock, plan: CpuLoraPlan) -> torch.Tensor:
+        """The block's cells ``[n, cell_elements]``, in scratch that the next call overwrites."""
         offset = layer * plan.geometry.page.slab_elements // plan.piece
-        pieces = pool.view(-1, plan.piece)[offset:]
-        size = len(block.pieces) * plan.piece * pool.itemsize
-        if (
-            key in plan.kept
-            and size + sum(k.nbytes for k in plan.kept.values() if k is not None) <= KEPT_BYTES
-        ):
-            gathered = plan.kept[key] = pieces.index_select(0, block.pieces).view(
-                -1, plan.geometry.cell_elements
-            )
-            return gathered
-        plan.kept[key] = None
         scratch = self._buffer("lora", len(block.pieces), plan.piece, pool.dtype)
-        torch.index_select(pieces, 0, block.pieces, out=scratch)
+        torch.index_select(pool.view(-1, plan.piece)[offset:], 0, block.pieces, out=scratch)
         return scratch.view(-1, plan.geometry.cell_elements)
 
     # ---- small operations ------------------------------------------------------------------------------

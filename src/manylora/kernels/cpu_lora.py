@@ -63,13 +63,11 @@ class LoraBlock:
 
 @dataclasses.dataclass(frozen=True)
 class CpuLoraPlan:
-    """``kept``: gathered matrices of (layer, group, block), for a plan that serves many steps; None after
-    their first use. A plan may be used as long as the cells that it names hold the same adapters."""
+    """A plan may be used as long as the cells that it names hold the same adapters."""
 
     geometry: AdapterGeometry
     piece: int
     blocks: dict[str, list[LoraBlock]]
-    kept: dict[tuple[int, str, int], torch.Tensor | None]
 
 
 def plan_blocks(segments: LoraSegments, geometry: AdapterGeometry) -> CpuLoraPlan:
@@ -84,7 +82,7 @@ def plan_blocks(segments: LoraSegments, geometry: AdapterGeometry) -> CpuLoraPla
             _block(segments, geometry, group, indices, chosen, piece)
             for chosen in _choose(segments, group, indices)
         ]
-    return CpuLoraPlan(geometry, piece, blocks, {})
+    return CpuLoraPlan(geometry, piece, blocks)
 
 
 def _choose(segments: LoraSegments, group: ProjectionGroup, indices: slice) -> list[Ints]:

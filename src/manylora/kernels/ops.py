@@ -94,7 +94,13 @@ class Ops(Protocol):
         written); ``window``: a query at position p sees positions > p - window. Returns [T, heads*head_dim]."""
 
     def lora(
-        self, y: torch.Tensor, x: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup, plan: Any
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        group: ProjectionGroup,
+        plan: Any,
     ) -> None:
         """In place: y[t, columns of p] += scale_p * (x[t] A_p) B_p for every projection p of the group, with
         t's adapter. x ``[T, in]``, y ``[T, sum(out)]``, both contiguous in the last dimension."""

@@ -256,7 +256,8 @@ class Replica:
             for sequence in readers:
                 sequence.stage = Stage.RUNNING
             return
-        error = RequestError(503, f"the adapter could not be read: {event.error}")
+        status = 400 if event.is_at_fault else 503
+        error = RequestError(status, f"the adapter could not be read: {event.error}", "model")
         for state in {s.state.order: s.state for s in readers}.values():
             self._fail_request(state, error, now)
         self._held.ledger.release(self._tree.cancel_load(event.adapter), step_in_flight=False)

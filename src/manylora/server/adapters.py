@@ -38,6 +38,10 @@ def permitted_folder(path: str, root: Path | None) -> Path:
             raise ApiError(403, f"'{clipped(path)}' is outside the folder that adapters may be loaded from")
         for folder in inside:
             if folder.is_dir():
+                if not all(file.resolve().is_relative_to(resolved_root) for file in folder.iterdir()):
+                    raise ApiError(
+                        403, f"'{clipped(path)}' holds a link to a file outside the permitted folder"
+                    )
                 return folder
     except (ValueError, OSError, RuntimeError) as error:
         # A NUL byte, a name too long for the file system, or links that run in a circle.

@@ -6,10 +6,12 @@ all that a program must know, so that one load leads to the cell table and a sec
     0 first token   1 tokens    2 rank          3 first A cell      4 first B cell     5 scale row
     6 first slot    7 outputs   8 first column  9 cells per B row   10-15 unused
 
-6 is in units of SLOTS, 7 and 8 in units of OUT_ALIGN: a factor that the compiler sees lets it load 16 bytes at
-once. Slots are columns of the partial results ``[splits, tokens, slots]`` (float32): each projection of the group
-owns as many as its largest rank in the step. Shrink splits the long dimension; every split stores its own
-plane, and expand adds the planes up in order, so results do not depend on timing and nothing needs zeroing.
+6 is in units of SLOTS, 7 and 8 in units of OUT_ALIGN: a factor that the compiler sees lets it load 16 bytes
+at once. Slots are columns of the partial results ``[splits, tokens, slots]`` (float32): each projection of
+the group owns as many as its largest rank in the step. Shrink splits the long dimension; every split stores
+its own plane, and expand adds the planes up in order, so results do not depend on timing and nothing needs
+zeroing.
+
 Programs past a segment's rank or a projection's columns return at once: mixed ranks are not padded.
 
 One-token tiles multiply and add without tensor cores, which would pad them to 16 tokens.

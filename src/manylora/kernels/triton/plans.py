@@ -143,10 +143,7 @@ def lora_plan(
     length = segments.length.astype(np.int64)
     longest = int(length.max())
     small = int(length.sum()) <= SMALL_BATCH or longest <= 16
-    if small or geometry.page.itemsize > 2:
-        block_t = 16
-    else:
-        block_t = min(64, power_of_two(longest))
+    block_t = 16 if small or geometry.page.itemsize > 2 else min(64, power_of_two(longest))
     owner, inside = tiles_of(length, block_t)
     count = np.minimum(length[owner] - inside, block_t)
     arrays = [segments.scales.astype(np.float32).view(np.int32)]
