@@ -1,4 +1,4 @@
-"""Mixed-adapter decoding on one GPU: Llama-2-7B and Llama-3-8B shapes with dummy weights, beside the roofline.
+"""Mixed-adapter decoding on one GPU: Llama-2-7B and Llama-3-8B shapes, dummy weights, beside the roofline.
 
 Per shape: 64 concurrent requests on the base alone, then over 64 adapters of mixed ranks 8-64; then adapter
 churn (load, use, unload, under a pool that cannot hold them all) for some minutes, after which no page and no
@@ -10,12 +10,11 @@ byte may be missing. Writes JSON; run from the repository's root:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import random
 import resource
-import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -29,12 +28,14 @@ from manylora import LLM, SamplingParams
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-2-7b": {
-        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
-        "intermediate_size": 11008, "vocab_size": 32000, "rope_theta": 10000.0, "max_position_embeddings": 4096,
+        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "intermediate_size": 11008, "vocab_size": 32000,
+        "rope_theta": 10000.0, "max_position_embeddings": 4096,
     },
     "llama-3-8b": {
-        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "intermediate_size": 14336, "vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": 8192,
+        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+        "rope_theta": 500000.0, "max_position_embeddings": 8192,
     },
 }  # fmt: skip
 RANKS = (8, 16, 32, 64)
@@ -45,8 +46,9 @@ def write_model(folder: Path, shape: dict[str, Any]) -> None:
     """A config.json is all that dummy weights need."""
     folder.mkdir(parents=True)
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
-        "torch_dtype": "bfloat16", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, **shape,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+        "bos_token_id": 1, "eos_token_id": 2, **shape,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
 
@@ -55,14 +57,14 @@ def projections(shape: dict[str, Any]) -> dict[str, tuple[int, int]]:
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
     return {
-        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (hidden, kv), "self_attn.v_proj": (hidden, kv),
-        "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (hidden, inner), "mlp.up_proj": (hidden, inner),
-        "mlp.down_proj": (inner, hidden),
+        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (hidden, kv),
+        "self_attn.v_proj": (hidden, kv), "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (hidden, inner), "mlp.up_proj": (hidden, inner), "mlp.down_proj": (inner, hidden),
     }  # fmt: skip
 
 
 def write_adapters(folder: Path, shape: dict[str, Any], count: int) -> dict[str, str]:
-    """``count`` adapters of the ranks in turn. Names of one rank link to one file; each still takes its own pages."""
+    """``count`` adapters of the ranks in turn. Those of one rank link to one file; each takes its own pages."""
     made: dict[int, Path] = {}
     adapters = {}
     for index in range(count):
@@ -218,15 +220,13 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     parser.add_argument("--churn-s", type=float, default=0.0)
+    parser.add_argument("--commit", default="unknown", help="noted in the report")
     args = parser.parse_args()
     bandwidth = measured_bandwidth()
     torch.cuda.empty_cache()
-    commit = ""
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip()
     report: dict[str, Any] = {
-        "command": f"python -m benchmarks.h200 --shapes {' '.join(args.shapes)} --churn-s {args.churn_s:g}",
-        "commit": commit, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "command": "python -m " + " ".join(["benchmarks.h200", *sys.argv[1:]]),
+        "commit": args.commit, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "bandwidth_bytes_per_s": bandwidth, "prompt_tokens": PROMPT, "generated_tokens": GENERATE, "shapes": {},
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,8 +1,8 @@
 """Splits a batch of a small model among CPU threads, each of which runs its rows from inputs to samples.
 
-Torch splits every operation among threads instead, which pays for large matrices; a model whose weights fit
-into the cache has operations of some ten microseconds, and forking and joining threads for each costs more than
-it gains. Rows of one step are independent: no row reads what another writes in the same step.
+Torch splits every operation among threads instead, which pays for large matrices; a model whose weights
+fit into the cache has operations of some ten microseconds, and forking and joining threads for each costs more
+than it gains. Rows of one step are independent: no row reads what another writes in the same step.
 Knows nothing of models or tensors.
 """
 

@@ -105,7 +105,7 @@ class Worker:
         return {part[index]: drawn for part, found in zip(parts, results) for index, drawn in found.items()}
 
     def _split(self, rows: tuple[StepRow, ...], shards: Shards) -> list[list[int]] | None:
-        """Indices of each shard's rows; those of one adapter stay together but where a cut falls among them."""
+        """Indices of each shard's rows; those of one adapter stay together unless a cut falls among them."""
         adapters = self._sequences.adapters[self._sequences.slots(rows)]
         order = np.argsort(adapters, kind="stable").tolist()
         ranges = shards.split([rows[index].num_tokens for index in order])

@@ -1,10 +1,13 @@
 """Compiled loops for the CPU in float32: what torch can only do by gathering pages first, done in place.
 
-Numba compiles them on first use and keeps them on disk. They read keys, values and adapter rows where they
-lie in the pool, so a step moves each byte once and no copy of an adapter exists anywhere. Arrays are numpy
-views of the tensors and contiguous, or the inner loops would not vectorise (nor with offsets that might be negative, hence the slices): where rows are strided (q, k, v
-are parts of one product) the array is flat and comes with its row stride. ``pool`` is flat. Each call runs on its caller's thread, without the GIL; the executor
-splits a batch among threads. Knows nothing of plans or torch; ``cpu_compiled`` calls it.
+Numba compiles them on first use and keeps them on disk. They read keys, values and adapter rows where they lie
+in the pool, so a step moves each byte once and no copy of an adapter exists anywhere. Each call runs on its
+caller's thread, without the GIL; the executor splits a batch among threads.
+
+Arrays are numpy views of the tensors and contiguous, or the inner loops would not vectorise (nor would they
+with offsets that might be negative, hence the slices). Where rows are strided (q, k, v are parts of one
+product) the array is flat and comes with its row stride. ``pool`` is flat. Knows nothing of plans or torch;
+``cpu_compiled`` calls it.
 """
 
 from __future__ import annotations
@@ -90,8 +93,9 @@ def _attend_head(
 @numba.njit(**_COMPILE)
 def attend(
     q: np.ndarray, q_stride: int, heads: int, dim: int, out: np.ndarray, pool: np.ndarray,
-    layer_keys: int, page_stride: int, page_tokens: int, kv_heads: int, tokens: np.ndarray, lengths: np.ndarray, page_table: np.ndarray, window: int, scale: float,
-    scores: np.ndarray, bits: np.ndarray,
+    layer_keys: int, page_stride: int, page_tokens: int, kv_heads: int, tokens: np.ndarray,
+    lengths: np.ndarray, page_table: np.ndarray, window: int, scale: float, scores: np.ndarray,
+    bits: np.ndarray,
 ) -> None:  # fmt: skip
     """Attention of single query tokens. q: rows of heads * D; out [T, heads * D], written for ``tokens`` only.
 
