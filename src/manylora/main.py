@@ -136,7 +136,7 @@ def run_server(engine: EngineSettings, http: HttpSettings) -> int:
         ours, theirs = socket.socketpair()
         child = _start_engine(theirs)
         try:
-            return _run_loop(_serve(engine, http, sock, ours, tokenizer))
+            return _run_loop(_serve(engine, http, sock, ours, tokenizer, child))
         except EngineDead as error:
             log.error("%s", error)
             return 1
@@ -186,6 +186,7 @@ async def _serve(
     sock: socket.socket,
     ours: socket.socket,
     tokenizer: Tokenizer | None,
+    child: subprocess.Popen[bytes],
 ) -> int:
     from manylora.server.app import create_app
     from manylora.server.lifecycle import serve
@@ -214,7 +215,9 @@ async def _serve(
         return await serve(app, sock, client, http.drain_timeout)
     finally:
         _ignore_signals()
-        if client is not None:
+        if client is None:
+            child.kill()  # it has not come up, so it holds nothing that needs an orderly end
+        else:
             await client.close()
 
 

@@ -45,7 +45,9 @@ class Bench:
         wanted = self.checkpoint.adapters if adapters is None else adapters
         return {name: str(self.checkpoint.adapters[name]) for name in wanted}
 
-    def _settings(self, num_pages: int = PLENTY_OF_PAGES, page_tokens: int = 4, **settings: Any) -> Any:
+    def _settings(
+        self, num_pages: int = PLENTY_OF_PAGES, page_tokens: int = 4, **settings: Any
+    ) -> dict[str, Any]:
         pool = num_pages * page_tokens * self.checkpoint.token_bytes
         fixed = {"device": "cpu", "dtype": "float32", "page_tokens": page_tokens, "device_pool": pool}
         return fixed | settings

@@ -26,9 +26,7 @@ class Oracle(Protocol):
         """[vocab]: what follows ``tokens``."""
 
 
-def assert_greedy(
-    oracle: Oracle, prompt: Sequence[int], adapter: str | None, tokens: Sequence[int]
-) -> None:
+def assert_greedy(oracle: Oracle, prompt: Sequence[int], adapter: str | None, tokens: Sequence[int]) -> None:
     """Each token is the reference's own choice after those before it, but for rounding."""
     context, rest = list(prompt), list(tokens)
     while rest:
@@ -39,10 +37,10 @@ def assert_greedy(
         context += rest[:same]
         best = oracle.next_logits(context, adapter).topk(2)
         gap = float(best.values[0] - best.values[1])
-        position = len(context) - len(prompt)
-        assert gap < CLOSE_LOGITS and rest[same] in best.indices.tolist(), (
-            f"token {position} under {adapter or 'the base'} is {rest[same]}, the reference says "
-            f"{expected[same]} by {gap:.4g}; prompt {list(prompt)}, got {list(tokens)}"
+        is_rounding = gap < CLOSE_LOGITS and rest[same] in best.indices.tolist()
+        assert is_rounding, (
+            f"token {len(context) - len(prompt)} under {adapter or 'the base'} is {rest[same]}, the "
+            f"reference says {expected[same]} by {gap:.4g}; prompt {list(prompt)}, got {list(tokens)}"
         )
         context.append(rest[same])
         rest = rest[same + 1 :]

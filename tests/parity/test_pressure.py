@@ -1,4 +1,4 @@
-"""With too few pages sequences are preempted, history and adapters are evicted and read again: same tokens."""
+"""Pages are short: sequences are preempted, history and adapters evicted and read again. Same tokens."""
 
 from __future__ import annotations
 

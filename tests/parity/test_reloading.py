@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import transformers
 
+from manylora.llm import RequestOutput
 from manylora.types import InvalidRequest
 from tests.parity.checkpoints import WEIGHTS_FILE, write_adapters
 from tests.parity.engines import Bench, greedy, random_tokens
 from tests.parity.reference import Reference, assert_greedy
 
 NUM_TOKENS = 10
+LONG = 40
 NAME = "changing"
 
 
@@ -91,28 +93,21 @@ def test_removal_while_requests_run(bench: Bench, versions: tuple[dict[str, Path
     paths, reference = versions
     prompts = [random_tokens(10 + i, 9, bench.checkpoint.vocab_size) for i in range(3)]
 
-    async def run() -> tuple[list[list[int]], list[list[int]]]:
+    async def run() -> tuple[list[RequestOutput], list[RequestOutput]]:
         async with bench.async_llm(["everything"], page_tokens=4, max_num_seqs=2) as llm:
             await llm.add_adapter(NAME, str(paths["v0"]))
-            old = [llm.stream(prompt, greedy(NUM_TOKENS), NAME) for prompt in prompts]
-            firsts = [await anext(old[0])]
-            running = [asyncio.create_task(_rest(stream)) for stream in old]
-            await asyncio.sleep(0)
-            other = asyncio.ensure_future(llm.generate(prompts, greedy(NUM_TOKENS), "everything")._all())
+            old = asyncio.ensure_future(llm.generate(prompts, greedy(LONG), NAME)._all())
+            other = asyncio.ensure_future(llm.generate(prompts, greedy(LONG), "everything")._all())
+            while (await llm.stats()).num_waiting < 2 * len(prompts) - 2:
+                await asyncio.sleep(0.001)
             await llm.remove_adapter(NAME)
             await llm.add_adapter(NAME, str(paths["v1"]))
-            new = await llm.generate(prompts, greedy(NUM_TOKENS), NAME)
-            before = await asyncio.gather(*running)
-            before[0] = [*firsts[0].token_ids, *before[0]]
-            bench.check(await other, NUM_TOKENS)
-            return before, [output.outputs[0].token_ids for output in new]
+            new = await llm.generate(prompts, greedy(LONG), NAME)
+            bench.check(await other, LONG)
+            return await old, new
 
     before, after = asyncio.run(run())
-    for prompt, old_tokens, new_tokens in zip(prompts, before, after):
-        assert len(old_tokens) == len(new_tokens) == NUM_TOKENS
-        assert_greedy(reference, prompt, "v0", old_tokens)
-        assert_greedy(reference, prompt, "v1", new_tokens)
-
-
-async def _rest(stream: object) -> list[int]:
-    return [token async for news in stream for token in news.token_ids]  # type: ignore[attr-defined]
+    for outputs, version in ((before, "v0"), (after, "v1")):
+        for output in outputs:
+            assert len(output.outputs[0].token_ids) == LONG
+            assert_greedy(reference, output.prompt_token_ids, version, output.outputs[0].token_ids)

@@ -33,7 +33,7 @@ def samples(llm: LLM, prompt: Sequence[int], params: SamplingParams, name: str |
 @pytest.mark.parametrize("length", [1, 16, 18])
 def test_greedy_samples_are_all_the_greedy_answer(bench: Bench, page_tokens: int, length: int) -> None:
     prompt = prompt_of(bench, length)
-    limits = {"max_num_seqs": 7, "max_batch_tokens": 11}
+    limits: Any = {"max_num_seqs": 7, "max_batch_tokens": 11}
     with bench.llm(page_tokens=page_tokens, **limits) as llm:
         outputs = llm.generate([prompt] * 3, greedy(NUM_TOKENS, n=3), [None, ADAPTER, "only-mlp"])
     assert [len(output.outputs) for output in outputs] == [3, 3, 3]
@@ -70,7 +70,7 @@ def test_shorter_answers_are_the_beginning(bench: Bench, alone: list[list[int]])
         {"page_tokens": 4, "max_num_seqs": 12, "max_batch_tokens": 12},
     ],
 )
-def test_in_another_batch(bench: Bench, alone: list[list[int]], settings: dict[str, int]) -> None:
+def test_in_another_batch(bench: Bench, alone: list[list[int]], settings: Any) -> None:
     """Neighbours of other models, other parameters and the same seed."""
     prompts = [random_tokens(i, 4 + 3 * i, bench.checkpoint.vocab_size) for i in range(len(bench.names))]
     others = [greedy(NUM_TOKENS), sampled(3, n=3), sampled(9, top_k=4, top_p=0.7, temperature=0.5)]
