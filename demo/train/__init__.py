@@ -1,0 +1,1 @@
+"""Scripts that train the demo model. Order: tokenizer, base, adapters, curves."""
