@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import re
@@ -83,7 +84,7 @@ class Server:
     """``manylora serve`` in a process group of its own. Use with ``with``."""
 
     def __init__(self, *args: str, model: str = MODEL, env: Mapping[str, str] | None = None) -> None:
-        self._log = tempfile.TemporaryFile(mode="w+b")
+        self._log = tempfile.TemporaryFile(mode="w+b")  # noqa: SIM115  (closed by __exit__)
         self.process = subprocess.Popen(
             command("serve", model, "--served-model-name", BASE, "--port", "0", *args),
             env=environment(**(env or {})),
@@ -94,7 +95,7 @@ class Server:
         )
         self._pids = [self.process.pid]
         self.url = ""
-        self.http = httpx.Client(timeout=60.0)
+        self.http = httpx.Client(timeout=60.0, limits=httpx.Limits(max_connections=None))
 
     @property
     def log(self) -> str:
@@ -161,6 +162,11 @@ class Server:
     def complete(self, **body: Any) -> httpx.Response:
         """POST /v1/completions: greedy, on the base, unless told otherwise."""
         return self.post("/v1/completions", completion(**body))
+
+    def complete_all(self, bodies: Sequence[Json]) -> list[httpx.Response]:
+        """All at the same time, answers in order."""
+        with concurrent.futures.ThreadPoolExecutor(len(bodies)) as threads:
+            return list(threads.map(lambda body: self.complete(**body), bodies))
 
     def text(self, **body: Any) -> str:
         """The completion's text; the request must succeed."""

@@ -1,0 +1,123 @@
+"""A pool that holds two or three of the adapters: they come and go, and nobody can tell from the answers."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import folders
+from tests.e2e.process import BASE, PAGES_ADAPTERS, Server, assert_error, completion, events
+
+POOL_PAGES = 128
+
+
+@pytest.fixture(scope="module")
+def small(adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A copy of the shipped adapters, and 4 MiB for all of them, KV included."""
+    root = shutil.copytree(adapters, tmp_path_factory.mktemp("small") / "adapters")
+    with Server("--adapter-dir", str(root), "--device-pool", "4MiB") as started:
+        yield started.wait_ready()
+        started.wait_quiet()
+
+
+def test_answers_are_those_of_a_large_pool(server: Server, small: Server, names: list[str]) -> None:
+    bodies = [{"model": model, "max_tokens": 24, "prompt": f"{model}: once upon a time"}
+              for model in [BASE, *names]]  # fmt: skip
+    expected = [answer.json()["choices"][0]["text"] for answer in server.complete_all(bodies)]
+    reads = 'manylora:adapter_reads_total{model_name="demo"}'
+    evictions = 'manylora:adapter_evictions_total{model_name="demo"}'
+    order = list(range(len(bodies))) * 3
+    random.Random(1).shuffle(order)
+    answers = small.complete_all([bodies[index] for index in order])
+    assert [answer.status_code for answer in answers] == [200] * len(order)
+    for index, answer in zip(order, answers):
+        assert answer.json()["choices"][0]["text"] == expected[index], bodies[index]["model"]
+    metrics = small.wait_quiet()
+    assert metrics[evictions] > 0
+    assert metrics[reads] > len(names)
+    pages = [metrics[f'manylora:pages{{use="{use}"}}'] for use in ("free", "running", "history", "adapters")]
+    assert sum(pages) == POOL_PAGES
+    resident = [name for name in names if metrics.get(_state(name))]
+    held = sum(metrics[f'manylora:adapter_pages{{adapter_name="{name}"}}'] for name in resident)
+    assert metrics[PAGES_ADAPTERS] == held
+    assert metrics['vllm:num_gpu_loaded_lora_adapters{model_name="demo"}'] == len(resident) < len(names)
+
+
+def _state(name: str) -> str:
+    return f'manylora:adapter_state{{adapter_name="{name}",state="resident"}}'
+
+
+def test_a_request_larger_than_the_pool_says_both_numbers(small: Server, adapters: Path) -> None:
+    """A wide adapter fits with a short request, and not with a long one."""
+    metrics = small.metrics()
+    name = max(metrics, key=lambda key: metrics[key] if key.startswith("manylora:adapter_pages{") else 0)
+    widest, pages = name.split('"')[1], int(metrics[name])
+    root = Path(small.http.get(f"/v1/models/{widest}").json()["root"])
+    folders.widened(root, root.parent / "wide", 110 // pages)
+    try:
+        assert small.load("wide", "wide").status_code == 200
+        pages = int(small.gauge('manylora:adapter_pages{adapter_name="wide"}'))
+        assert 64 < pages < POOL_PAGES
+        assert small.text(model="wide")
+        needed = str(pages + 64)
+        body = {"model": "wide", "prompt": [5] * 1000, "max_tokens": 24}
+        assert_error(small.complete(**body), 400, needed, str(POOL_PAGES), "pages")
+        assert_error(small.complete(stream=True, **body), 400, needed, str(POOL_PAGES), "pages")
+        assert_error(small.complete(n=2, **body), 400, str(POOL_PAGES), "pages")
+        assert small.text(model="wide")
+        assert small.unload("wide").status_code == 200
+    finally:
+        shutil.rmtree(root.parent / "wide")
+
+
+def test_an_adapter_larger_than_the_pool_is_refused_at_load(small: Server) -> None:
+    root = Path(small.http.get("/v1/models/german").json()["root"])
+    pages = int(small.gauge('manylora:adapter_pages{adapter_name="german"}'))
+    times = 2 * POOL_PAGES // pages
+    folders.widened(root, root.parent / "huge", times)
+    try:
+        error = assert_error(small.load("huge", "huge"), 400, str(POOL_PAGES), "pages")
+        assert any(
+            abs(int(word) - pages * times) < times for word in error["message"].split() if word.isdigit()
+        )
+    finally:
+        shutil.rmtree(root.parent / "huge")
+
+
+def test_long_requests_preempt_each_other_and_all_end(small: Server, server: Server) -> None:
+    """Together they need far more pages than there are."""
+    bodies = [{"prompt": f"Story {number}", "max_tokens": 110, "ignore_eos": True, "n": 2, "seed": number,
+               "temperature": 1.0} for number in range(10)]  # fmt: skip
+    answers = small.complete_all(bodies)
+    for body, answer in zip(bodies[:2], answers):
+        expected = server.complete(**body).json()["choices"]
+        assert [choice["text"] for choice in answer.json()["choices"]] == [c["text"] for c in expected]
+    assert small.gauge('vllm:num_preemptions_total{model_name="demo"}') > 0
+    assert all(answer.json()["usage"]["completion_tokens"] == 220 for answer in answers)
+    small.wait_quiet()
+
+
+def test_an_adapter_that_vanishes_from_the_disk(small: Server, adapters: Path, names: list[str]) -> None:
+    """Served while resident; once evicted it cannot come back: its requests fail, nobody else's."""
+    root = Path(small.http.get("/v1/models/german").json()["root"])
+    folders.copy_of(adapters / "german", root.parent / "gone")
+    assert small.load("gone", "gone").status_code == 200
+    expected = small.text(model="gone")
+    shutil.rmtree(root.parent / "gone")
+    body = completion(model="german", max_tokens=150, ignore_eos=True, stream=True)
+    with small.http.stream("POST", "/v1/completions", json=body) as stream:
+        chunks = events(stream)
+        next(chunks)
+        for _ in range(2):
+            for name in names:
+                small.text(model=name, max_tokens=1)
+        assert small.metrics()['manylora:adapter_state{adapter_name="gone",state="absent"}'] == 1
+        assert_error(small.complete(model="gone"), 400, "read")
+        *_, done = chunks
+    assert done == "[DONE]"
+    assert small.text(model="german") == expected
+    assert small.unload("gone").status_code == 200
