@@ -193,7 +193,12 @@ class AsyncLLM:
             if its_adapter is not None and its_adapter not in served:
                 raise InvalidRequest(f"no adapter named {its_adapter!r} is loaded", "adapter")
             if isinstance(prompt, str):
-                ids = await encode_text(self._tokenizer, prompt, add_special_tokens=add_special_tokens)
+                ids = await encode_text(
+                    self._tokenizer,
+                    prompt,
+                    add_special_tokens=add_special_tokens,
+                    limit=self.info.max_model_len,
+                )
             else:
                 ids = tuple(prompt)
             its_params = fit_params(ids, its_params, self.info, is_max_tokens_explicit=False)

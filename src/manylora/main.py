@@ -89,7 +89,7 @@ def add_initial_adapters(driver: Driver, settings: AdapterSettings, base: str) -
     def add(name: str, path: str) -> None:
         if name == base:
             raise AdapterError(f"{name!r} is the name of the base model")
-        driver.add_adapter(name, path)
+        driver.add_adapter(name, path, verify=False)
 
     for name, path in settings.adapters:
         try:

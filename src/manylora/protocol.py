@@ -247,10 +247,10 @@ class Executor(Protocol):
     def evict_adapter(self, adapter: AdapterId) -> None:
         """Forget where the adapter lies."""
 
-    def add_adapter(self, adapter: AdapterId, path: str) -> tuple[int, int]:
+    def add_adapter(self, adapter: AdapterId, path: str, verify: bool) -> tuple[int, int]:
         """Check that the adapter at ``path`` fits; return (pages it takes, its largest rank).
 
-        Reads headers only; called from any thread; raises AdapterError.
+        Reads headers, with ``verify`` all weights; called from any thread; raises AdapterError.
         """
 
     def remove_adapter(self, adapter: AdapterId) -> None:

@@ -239,24 +239,25 @@ def test_a_rank_over_the_limit_is_400(server: Server, adapters: Path, folder: Pa
     assert_error(server.load("wide", folder), 400, f"rank {rank}", "64")
 
 
-def test_weights_that_are_no_numbers_fail_their_own_requests_only(
-    server: Server, adapters: Path, folder: Path
-) -> None:
-    """Found only when the weights are read: no 5xx for it at any time."""
+def test_weights_that_are_no_numbers_are_400(server: Server, adapters: Path, folder: Path) -> None:
 
     def spoil(tensors: folders.Tensors) -> folders.Tensors:
         next(iter(tensors.values()))[:] = np.nan
         return tensors
 
     folders.with_tensors(adapters / "german", folder, spoil)
-    loaded = server.load("spoilt", folder)
-    if loaded.status_code != 200:
-        assert_error(loaded, 400)
-        return
-    assert_error(server.complete(model="spoilt"), 400)
-    assert_error(server.complete(model="spoilt", stream=True), 400)
+    assert_error(server.load("spoilt", folder), 400, "NaN or infinity")
+    assert_error(server.complete(model="spoilt"), 404)
     assert server.text(model="german")
-    assert server.unload("spoilt").status_code == 200
+
+
+@pytest.mark.parametrize("name", ["a/b", " ", "x\ny", "\x00"])
+def test_a_name_that_could_not_be_a_folders_is_400(server: Server, adapters: Path, name: str) -> None:
+    assert_error(server.load(name, adapters / "german"), 400, "lora_name")
+
+
+def test_a_text_far_over_the_context_is_refused_at_once(server: Server) -> None:
+    assert_error(server.complete(prompt="aaaa" * 2**20), 400, "maximum context length")
 
 
 def test_a_name_loaded_again_sees_its_new_weights(server: Server, adapters: Path, folder: Path) -> None:

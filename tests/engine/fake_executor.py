@@ -74,7 +74,7 @@ class FakeExecutor:
     def evict_adapter(self, adapter: AdapterId) -> None:
         self.resident.remove(adapter)
 
-    def add_adapter(self, adapter: AdapterId, path: str) -> tuple[int, int]:
+    def add_adapter(self, adapter: AdapterId, path: str, verify: bool) -> tuple[int, int]:
         if path == "bad":
             raise AdapterError("no good")
         self.known[adapter] = path

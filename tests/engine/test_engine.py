@@ -288,3 +288,32 @@ def test_a_journal_replays_into_the_same_commands(tmp_path: Path) -> None:
     for (now, event), original in zip(replayed, recorded, strict=True):
         assert one.handle(event, now) == other.handle(original, now)
     assert one.snapshot().num_running == 0
+
+
+@kinds
+def test_nobody_waits_for_an_engine_that_died_meanwhile(kind: str) -> None:
+    async def scenario() -> None:
+        executor = FakeExecutor()
+        async with running(kind, executor) as engine:
+            await engine.add_adapter("x", "2")
+            executor.step_s = 0.2
+            executor.failing_steps = 100
+            stream = engine.generate(request("a", adapter="x"))
+            await asyncio.sleep(0.1)  # the step that will fail is running now
+
+            def broken(step: object) -> None:
+                raise RuntimeError("device gone")
+
+            executor.run_step = broken  # type: ignore[assignment, method-assign]
+            other = engine.generate(request("b"))
+            asked = [asyncio.create_task(engine.stats()), asyncio.create_task(engine.remove_adapter("x"))]
+            for pending in (*asked, asyncio.create_task(drain(other))):
+                with contextlib.suppress(EngineDead, AdapterError):
+                    await asyncio.wait_for(pending, 10)
+            with contextlib.suppress(EngineDead):
+                await drain(stream)
+            await asyncio.wait_for(engine.wait_dead(), 10)
+            with pytest.raises((EngineDead, AdapterError)):
+                await asyncio.wait_for(engine.stats(), 10)
+
+    asyncio.run(scenario())

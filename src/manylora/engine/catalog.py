@@ -41,7 +41,7 @@ class Catalog:
         with self._lock:
             return {card.id: card for card in self._cards.values()}
 
-    def add(self, name: str, path: str) -> AdapterCard:
+    def add(self, name: str, path: str, verify: bool) -> AdapterCard:
         """Check the adapter and give it a version; the caller then tells the policy. Raises AdapterError."""
         with self._lock:
             if name in self._cards or name in self._pending:
@@ -49,7 +49,7 @@ class Catalog:
             self._pending.add(name)
             adapter = next(self._ids)
         try:
-            num_pages, rank = self._executor.add_adapter(adapter, path)
+            num_pages, rank = self._executor.add_adapter(adapter, path, verify)
             if num_pages + 1 > self._num_pages:
                 self._executor.remove_adapter(adapter)
                 raise AdapterError(

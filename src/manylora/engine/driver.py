@@ -92,7 +92,7 @@ class Driver:
         self._pending: StepResult | None = None
         self._failed_steps = 0
         self._thread: threading.Thread | None = None
-        self._dead: str | None = None
+        self._end: str | None = None
         self._closing = False
 
     # ------------------------------------------------------------ life
@@ -112,7 +112,8 @@ class Driver:
         self._inbox.put(_STOP)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        self._catalog.fail_leaving(EngineDead("the engine was closed"))
+        self._end = self._end or "the engine was closed"
+        self._abandon()
         self._executor.close()
         if self._journal is not None:
             self._journal.close()
@@ -126,16 +127,19 @@ class Driver:
     def abort(self, request: RequestId, sample: int | None, reason: str) -> None:
         self._inbox.put(Abort(request, sample, reason))
 
-    def add_adapter(self, name: str, path: str) -> AdapterCard:
-        """Check and serve an adapter; blocks on file headers, never on the loop. Raises AdapterError."""
-        card = self._catalog.add(name, path)
+    def add_adapter(self, name: str, path: str, *, verify: bool = True) -> AdapterCard:
+        """Check and serve an adapter; reads its files on the caller's thread. Raises AdapterError.
+
+        Without ``verify`` only headers are read: for thousands of adapters at start-up.
+        """
+        card = self._catalog.add(name, path, verify)
         self._inbox.put(AdapterAdded(card.id, card.num_pages))
         return card
 
     def remove_adapter(self, name: str) -> concurrent.futures.Future[None]:
         """Stop serving a name at once; the future is done when nothing of it is left."""
         adapter, freed = self._catalog.remove(name)
-        self._inbox.put(AdapterRemoved(adapter))
+        self._put(AdapterRemoved(adapter))
         return freed
 
     def adapters(self) -> tuple[AdapterCard, ...]:
@@ -144,11 +148,14 @@ class Driver:
     def stats(self) -> concurrent.futures.Future[EngineStats]:
         """A snapshot taken between two steps."""
         future: concurrent.futures.Future[EngineStats] = concurrent.futures.Future()
-        if self._dead is not None or self._closing:
-            future.set_exception(EngineDead(self._dead or "the engine was closed"))
-        else:
-            self._inbox.put(future)
+        self._put(future)
         return future
+
+    def _put(self, item: object) -> None:
+        """Into the inbox, for something that somebody waits for: the loop may have ended a moment ago."""
+        self._inbox.put(item)
+        if self._end is not None:
+            self._abandon()
 
     # ------------------------------------------------------------ the loop
 
@@ -158,9 +165,20 @@ class Driver:
                 self._flush()
         except Exception as error:  # a bug, or a broken device: nothing can be trusted after it
             log.exception("the engine's loop failed")
-            self._dead = f"the engine failed: {error}"
-            self._catalog.fail_leaving(EngineDead(self._dead))
-            self._died(self._dead)
+            self._end = f"the engine failed: {error}"
+            self._died(self._end)
+        else:
+            self._end = "the engine was closed"
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """Answer those who wait for something that the loop, now ended, will never say."""
+        error = EngineDead(self._end or "the engine has ended")
+        self._catalog.fail_leaving(error)
+        while not self._inbox.empty():
+            item = self._inbox.get()
+            if isinstance(item, concurrent.futures.Future):
+                item.set_exception(error)
 
     def _round(self) -> bool:
         """Everything that has come in, then the step that has ended. False when told to stop."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from manylora.adapters.pack import layout_of
+from manylora.adapters.pack import layout_of, load_adapter
 from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
 from manylora.devices.device import Device
@@ -143,9 +143,12 @@ class Worker:
 
     # ------------------------------------------------------------ adapters
 
-    def add_adapter(self, adapter: AdapterId, path: str) -> tuple[int, int]:
+    def add_adapter(self, adapter: AdapterId, path: str, verify: bool = False) -> tuple[int, int]:
         spec = self._registry.inspect(Path(path), self._max_adapter_rank)
         layout = layout_of(spec, self._geometry)
+        if verify:
+            # All that a read does, for nobody: finds weights that are damaged or not finite.
+            load_adapter(spec, layout, self._geometry, self._arena.pool.dtype, lambda page, image: None)
         self._specs[adapter] = spec
         return layout.num_pages, spec.rank
 

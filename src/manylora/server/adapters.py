@@ -78,6 +78,8 @@ def routes(
         note_model(request, name)
         if len(name) > _MAX_NAME_CHARS:
             raise _invalid(f"lora_name may have at most {_MAX_NAME_CHARS} characters", "lora_name")
+        if not name.isprintable() or name != name.strip() or "/" in name:
+            raise _invalid("lora_name must be printable, without '/' or space at its ends", "lora_name")
         if name == settings.served_model_name:
             raise _invalid(f"'{name}' is the name of the base model.", "lora_name")
         if await is_served(name):

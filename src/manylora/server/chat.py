@@ -85,7 +85,13 @@ def routes(service: Service, models: Models) -> APIRouter:
         )
         # The template has written the special tokens already.
         add_special_tokens = bool(body.add_special_tokens)
-        prompt = await encode_text(tokenizer, text, add_special_tokens=add_special_tokens, param="messages")
+        prompt = await encode_text(
+            tokenizer,
+            text,
+            add_special_tokens=add_special_tokens,
+            param="messages",
+            limit=service.client.info.max_model_len,
+        )
         params = fit_params(
             prompt,
             params,

@@ -99,7 +99,12 @@ def routes(service: Service, models: Models) -> APIRouter:
         if not isinstance(prompts[0], str):
             return [tuple(prompt) for prompt in prompts]
         add_special_tokens = body.add_special_tokens is not False
-        return await encode_texts(service.tokenizer, prompts, add_special_tokens=add_special_tokens)
+        return await encode_texts(
+            service.tokenizer,
+            prompts,
+            add_special_tokens=add_special_tokens,
+            limit=service.client.info.max_model_len,
+        )
 
     def fitted(body: CompletionBody, prompts: list[tuple[int, ...]]) -> list[SamplingParams]:
         params, info = completion_params(body), service.client.info

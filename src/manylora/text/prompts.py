@@ -26,10 +26,17 @@ def require_tokenizer(tokenizer: Tokenizer | None, param: str) -> Tokenizer:
 
 
 async def encode_text(
-    tokenizer: Tokenizer | None, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
+    tokenizer: Tokenizer | None,
+    text: str,
+    *,
+    add_special_tokens: bool = True,
+    param: str = "prompt",
+    limit: int | None = None,
 ) -> tuple[int, ...]:
     """Token ids of a text; a long one is encoded on another thread."""
-    (token_ids,) = await encode_texts(tokenizer, [text], add_special_tokens=add_special_tokens, param=param)
+    (token_ids,) = await encode_texts(
+        tokenizer, [text], add_special_tokens=add_special_tokens, param=param, limit=limit
+    )
     return token_ids
 
 
@@ -39,9 +46,21 @@ async def encode_texts(
     *,
     add_special_tokens: bool = True,
     param: str = "prompt",
+    limit: int | None = None,
 ) -> list[tuple[int, ...]]:
-    """Token ids of texts; long or many ones are encoded on another thread."""
+    """Token ids of texts; long or many ones are encoded on another thread.
+
+    A text that must give more than ``limit`` tokens, however it is cut, is refused before it costs any time.
+    """
     known = require_tokenizer(tokenizer, param)
+    longest = max(map(len, texts), default=0)
+    if limit is not None and longest > limit * known.longest_token_chars:
+        raise InvalidRequest(
+            f"This model's maximum context length is {limit} tokens. However, you requested at least "
+            f"{longest // known.longest_token_chars} tokens (a text of {longest} characters). "
+            "Please reduce the length of the prompt.",
+            param,
+        )
 
     def encode_all() -> list[tuple[int, ...]]:
         return [tuple(known.encode(text, add_special_tokens)) for text in texts]

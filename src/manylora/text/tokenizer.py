@@ -7,6 +7,7 @@ config does not override the post-processor that tokenizer.json brings.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -72,6 +73,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of token ids that the tokenizer knows, added ones included."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @functools.cached_property
+    def longest_token_chars(self) -> int:
+        """No token stands for more characters than this (byte-level pieces count bytes: never fewer)."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, as transformers' AutoTokenizer gives them."""
