@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import threading
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from manylora.engine.driver import Driver
 from manylora.engine.local import LocalEngine
 from manylora.flags import build_settings
 from manylora.text.chat import render_chat
-from manylora.text.generate import TextDelta, TextOutput, TextStream, collect, generate_text
+from manylora.text.generate import GenerationFailed, TextDelta, TextOutput, TextStream, collect, generate_text
 from manylora.text.prompts import encode_text, fit_params, require_tokenizer
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import AdapterCard, InvalidRequest, SamplingParams, TokenLogprobs
@@ -88,7 +88,7 @@ class _Job:
 class Generation:
     """What ``AsyncLLM.generate`` returns: ``await`` it for all results, or iterate to see them grow."""
 
-    def __init__(self, llm: AsyncLLM, jobs: Coroutine[Any, Any, list[_Job]]) -> None:
+    def __init__(self, llm: AsyncLLM, jobs: Callable[[], Coroutine[Any, Any, list[_Job]]]) -> None:
         self._llm = llm
         self._jobs = jobs
 
@@ -96,11 +96,10 @@ class Generation:
         return self._all().__await__()
 
     async def _all(self) -> list[RequestOutput]:
-        jobs = await self._jobs
-        return await self._llm._collect(jobs)
+        return await self._llm._collect(await self._jobs())
 
     async def __aiter__(self) -> AsyncIterator[StreamOutput]:
-        jobs = await self._jobs
+        jobs = await self._jobs()
         for job in jobs:
             job.request = dataclasses.replace(job.request, stream=True)
         queue: asyncio.Queue[StreamOutput | BaseException | None] = asyncio.Queue()
@@ -158,7 +157,7 @@ class AsyncLLM:
         ``await`` the result for a list in prompt order, or ``async for`` StreamOutput in it. Raises
         InvalidRequest before anything runs where one of the prompts cannot be served.
         """
-        return Generation(self, self._jobs(_as_prompts(prompts), params, adapter))
+        return Generation(self, lambda: self._jobs(_as_prompts(prompts), params, adapter))
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, adapter: Adapter = None
@@ -173,7 +172,7 @@ class AsyncLLM:
         adapter: Adapter | Sequence[Adapter] = None,
     ) -> Generation:
         """Like ``generate`` for one conversation or a list of them, through the model's chat template."""
-        return Generation(self, self._chat_jobs(messages, params, adapter))
+        return Generation(self, lambda: self._chat_jobs(messages, params, adapter))
 
     async def _chat_jobs(self, messages: Any, params: Any, adapter: Any) -> list[_Job]:
         tokenizer = require_tokenizer(self._tokenizer, "messages")
@@ -465,5 +464,5 @@ def _spread(value: Any, count: int, name: str) -> list[Any]:
 
 def _stream_output(index: int, job: _Job, delta: TextDelta) -> StreamOutput:
     if delta.error is not None:
-        raise InvalidRequest(delta.error.message, delta.error.param)
+        raise GenerationFailed(delta.error)
     return StreamOutput(job.request.id, index, delta.sample, delta.text, delta.token_ids, delta.finish_reason)
