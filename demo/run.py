@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -15,13 +16,12 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import httpx
 import openai
 from rich.console import Console
 from rich.progress import Progress
@@ -69,7 +69,7 @@ def load_tasks() -> list[Task]:
     ]
 
 
-@contextmanager
+@contextlib.contextmanager
 def server(console: Console) -> Iterator[str]:
     """A running server's address; it is stopped in the end."""
     with socket.socket() as probe:
@@ -97,11 +97,8 @@ def wait_until_healthy(address: str, process: subprocess.Popen[bytes]) -> None:
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise SystemExit(f"the server ended with exit code {process.returncode}")
-        try:
-            if httpx.get(f"{address}/health", timeout=1).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=1):
+            return
         time.sleep(0.1)
     raise SystemExit("the server did not come up in time")
 
