@@ -94,7 +94,9 @@ FLAGS: tuple[Flag, ...] = (
         "longest prompt plus answer, in tokens (default: the model's, as the pool allows)",
         metavar="N",
     ),
-    Flag("max_num_seqs", "int", "most sequences that run at once (default: 64 on a CPU, else 256)", metavar="N"),
+    Flag(
+        "max_num_seqs", "int", "most sequences that run at once (default: 64 on a CPU, else 256)", metavar="N"
+    ),
     Flag(
         "max_batch_tokens",
         "int",

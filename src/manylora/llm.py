@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Itera
 from types import TracebackType
 from typing import Any, TypeVar
 
-from manylora.engine.client import EngineDead, EngineInfo, EngineStats, GenerationRequest
+from manylora.engine.client import EngineDead, EngineStats, GenerationRequest
 from manylora.engine.driver import Driver
 from manylora.engine.local import LocalEngine
 from manylora.flags import build_settings
@@ -23,7 +23,7 @@ from manylora.text.chat import render_chat
 from manylora.text.generate import GenerationFailed, TextDelta, TextOutput, TextStream, collect, generate_text
 from manylora.text.prompts import encode_text, fit_params, require_tokenizer
 from manylora.text.tokenizer import Tokenizer
-from manylora.types import AdapterCard, InvalidRequest, SamplingParams, TokenLogprobs
+from manylora.types import AdapterCard, EngineInfo, InvalidRequest, SamplingParams, TokenLogprobs
 
 Prompt = str | Sequence[int]
 Adapter = str | None

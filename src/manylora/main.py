@@ -21,7 +21,7 @@ from manylora import __version__
 from manylora.adapters.sources import discover
 from manylora.config import AdapterSettings, ConfigError, EngineSettings, HttpSettings, PolicyConfig
 from manylora.engine import service, wire
-from manylora.engine.client import EngineDead, EngineInfo
+from manylora.engine.client import EngineDead
 from manylora.engine.driver import Driver
 from manylora.engine.journal import JournalWriter
 from manylora.engine.remote import RemoteEngine
@@ -45,26 +45,13 @@ def build_driver(settings: EngineSettings, bar: Bar | None = None) -> Driver:
     from manylora.executor.build import build_worker  # brings torch
 
     try:
-        worker, config, facts = build_worker(settings, progress=bar)
+        worker, config, info = build_worker(settings, progress=bar)
     except ModelError as error:
         raise ConfigError(str(error)) from error
     journal = None
     try:
         if settings.journal is not None:
             journal = _open_journal(settings.journal, config)
-        info = EngineInfo(
-            model=settings.model.name,
-            max_model_len=config.max_model_len,
-            vocab_size=facts.vocab_size,
-            eos_ids=facts.eos_ids,
-            num_pages=config.num_pages,
-            page_tokens=config.page_tokens,
-            page_bytes=facts.page_bytes,
-            device=facts.device,
-            dtype=facts.dtype,
-            max_num_seqs=config.max_num_seqs,
-            max_batch_tokens=config.max_batch_tokens,
-        )
         driver = Driver(config, worker, info, journal=journal)
         add_initial_adapters(driver, settings.adapters, base=settings.model.name)
     except BaseException:

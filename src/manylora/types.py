@@ -215,3 +215,20 @@ class AdapterCard:
     num_pages: int
     created_s: int
     state: str = "absent"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What stays true while an engine lives."""
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    num_pages: int
+    page_tokens: int
+    page_bytes: int
+    device: str
+    dtype: str
+    max_num_seqs: int
+    max_batch_tokens: int

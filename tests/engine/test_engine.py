@@ -14,14 +14,14 @@ import pytest
 
 from manylora.config import EngineSettings, ModelSettings, PolicyConfig
 from manylora.engine import service, wire
-from manylora.engine.client import Delta, EngineDead, EngineInfo, GenerationRequest
+from manylora.engine.client import Delta, EngineDead, GenerationRequest
 from manylora.engine.driver import MAX_FAILED_STEPS, Driver
 from manylora.engine.journal import JournalWriter, read_journal
 from manylora.engine.local import LocalEngine
 from manylora.engine.remote import RemoteEngine
 from manylora.policy.replica import Replica
 from manylora.protocol import AdapterError
-from manylora.types import InvalidRequest, SamplingParams
+from manylora.types import EngineInfo, InvalidRequest, SamplingParams
 from tests.engine.fake_executor import FakeExecutor
 from tests.policy.device_model import undisturbed
 

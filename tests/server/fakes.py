@@ -12,12 +12,11 @@ from manylora.engine.client import (
     AdapterLoad,
     Delta,
     EngineDead,
-    EngineInfo,
     EngineStats,
     GenerationRequest,
 )
 from manylora.protocol import AdapterError
-from manylora.types import AdapterCard, RequestError, TokenLogprobs
+from manylora.types import AdapterCard, EngineInfo, RequestError, TokenLogprobs
 
 VOCAB_SIZE = 420
 EOS = 1

@@ -10,7 +10,14 @@ import dataclasses
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from manylora.types import AdapterCard, RequestError, RequestId, SamplingParams, TokenLogprobs
+from manylora.types import (
+    AdapterCard,
+    EngineInfo,
+    RequestError,
+    RequestId,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,23 +56,6 @@ class Delta:
     num_cached_tokens: int = 0
     queue_s: float = 0.0
     at_s: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """What stays true while an engine lives."""
-
-    model: str
-    max_model_len: int
-    vocab_size: int
-    eos_ids: tuple[int, ...]
-    num_pages: int
-    page_tokens: int
-    page_bytes: int
-    device: str
-    dtype: str
-    max_num_seqs: int
-    max_batch_tokens: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ from manylora.engine.client import (
     AdapterLoad,
     Delta,
     EngineDead,
-    EngineInfo,
     EngineStats,
     GenerationRequest,
 )
@@ -44,7 +43,7 @@ from manylora.protocol import (
     RunStep,
     StepResult,
 )
-from manylora.types import BASE, AdapterCard, AdapterId, Request, RequestError, RequestId
+from manylora.types import BASE, AdapterCard, AdapterId, EngineInfo, Request, RequestError, RequestId
 
 log = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from manylora.engine.client import Delta, EngineInfo, EngineStats, GenerationRequest
+from manylora.engine.client import Delta, EngineStats, GenerationRequest
 from manylora.engine.driver import Driver
 from manylora.engine.mailboxes import Mailboxes
-from manylora.types import AdapterCard, RequestId
+from manylora.types import AdapterCard, EngineInfo, RequestId
 
 
 class LocalEngine:

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 
 from manylora.config import ConfigError, EngineSettings
 from manylora.engine import wire
-from manylora.engine.client import Delta, EngineDead, EngineInfo, EngineStats, GenerationRequest
+from manylora.engine.client import Delta, EngineDead, EngineStats, GenerationRequest
 from manylora.engine.mailboxes import Mailboxes
 from manylora.protocol import AdapterError
-from manylora.types import AdapterCard, RequestId
+from manylora.types import AdapterCard, EngineInfo, RequestId
 
 
 class RemoteEngine:

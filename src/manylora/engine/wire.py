@@ -13,8 +13,8 @@ import struct
 import msgspec
 
 from manylora.config import EngineSettings
-from manylora.engine.client import Delta, EngineInfo, EngineStats, GenerationRequest
-from manylora.types import AdapterCard
+from manylora.engine.client import Delta, EngineStats, GenerationRequest
+from manylora.types import AdapterCard, EngineInfo
 
 _LENGTH = struct.Struct("<I")
 

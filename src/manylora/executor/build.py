@@ -27,6 +27,7 @@ from manylora.models.config import config_groups, read_model_config
 from manylora.models.load import load_model, resolve_dtype
 from manylora.models.source import resolve_model
 from manylora.models.spec import ModelConfig
+from manylora.types import EngineInfo
 
 _log = logging.getLogger(__name__)
 
@@ -42,29 +43,12 @@ _SAMPLER_BYTES = 48
 """Per logit: float32 logits and their copies, int64 weights and running sums, a sort's values and indices."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What stays true of a worker while it lives; the fields of ``engine.client.EngineInfo``."""
-
-    model: str
-    max_model_len: int
-    vocab_size: int
-    eos_ids: tuple[int, ...]
-    num_pages: int
-    page_tokens: int
-    page_bytes: int
-    device: str
-    dtype: str
-    max_num_seqs: int
-    max_batch_tokens: int
-
-
 def build_worker(
     settings: EngineSettings,
     *,
     progress: Callable[[int, int], None] | None = None,
     registry_path: Path | None = None,
-) -> tuple[Worker, PolicyConfig, ModelFacts]:
+) -> tuple[Worker, PolicyConfig, EngineInfo]:
     """Load the model and take the pool's memory.
 
     ``progress(done_bytes, total_bytes)``: called while weights load. ``registry_path``: the cache of adapter
@@ -103,7 +87,7 @@ def build_worker(
     num_threads = torch.get_num_threads()
     shards = Shards(num_threads) if is_small and num_threads > 1 else None
     worker = Worker(decoder, arena, geometry, device, registry, settings.adapters.max_adapter_rank, shards)
-    facts = ModelFacts(
+    facts = EngineInfo(
         model=settings.model.name,
         vocab_size=config.vocab_size,
         eos_ids=config.eos_ids,

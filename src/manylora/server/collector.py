@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from manylora.engine.client import EngineInfo, EngineStats
+from manylora.engine.client import EngineStats
+from manylora.types import EngineInfo
 
 _COUNTERS = (
     ("vllm:prefix_cache_queries", "prefix_queries_tokens", "Prompt tokens looked up in the KV history."),

@@ -10,9 +10,10 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from manylora.engine.client import EngineInfo, EngineStats
+from manylora.engine.client import EngineStats
 from manylora.server.collector import EngineCollector
 from manylora.text.generate import TextDelta
+from manylora.types import EngineInfo
 
 _FIRST_TOKEN_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,

@@ -10,9 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from manylora.engine.client import EngineInfo
 from manylora.text.tokenizer import Tokenizer
-from manylora.types import InvalidRequest, SamplingParams
+from manylora.types import EngineInfo, InvalidRequest, SamplingParams
 
 # Above this many characters encoding takes milliseconds: too long for an event loop that others share.
 _MAX_INLINE_CHARS = 4096
