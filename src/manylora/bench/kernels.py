@@ -17,6 +17,7 @@ import itertools
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -134,9 +135,14 @@ def seconds_of(device: torch.device, step: Callable[[], None]) -> float:
 
 def read_bandwidth(device: torch.device) -> float:
     """Bytes per second of copying, bytes read and bytes written counted."""
-    source = torch.empty((1 << 30) if device.type == "cuda" else (1 << 26), dtype=torch.uint8, device=device)
+    source = torch.randn((1 << 30) if device.type == "cuda" else (1 << 24), device=device)
     target = torch.empty_like(source)
-    return 2 * source.numel() / seconds_of(device, lambda: void(target.copy_(source)))
+
+    def copy() -> None:
+        # By a kernel: what a graph captures of copy_() runs at two thirds of the speed on an H200.
+        torch.mul(source, 2.0, out=target)
+
+    return 2 * source.nbytes / seconds_of(device, copy)
 
 
 def void(_: object) -> None:
@@ -175,6 +181,14 @@ def segment_lengths(popularity: str, batch: int) -> list[int]:
     return lengths
 
 
+def cells_for(geometry: AdapterGeometry, ranks: list[int]) -> int:
+    """Cells that adapters of these ranks take, on every projection."""
+    per_rank = sum(
+        geometry.cells(p.in_features) + geometry.cells(p.out_features) for p in geometry.projections
+    )
+    return per_rank * sum(ranks)
+
+
 def segments_for(
     geometry: AdapterGeometry, lengths: list[int], ranks: list[int], num_pages: int, device: torch.device
 ) -> LoraSegments:
@@ -186,8 +200,10 @@ def segments_for(
     records = np.empty((len(ranks), len(projections), 3), dtype=np.int64)
     records[:, :, :2] = ends - count
     records[:, :, 2] = np.array(ranks)[:, None]
-    total = num_pages * geometry.cells_per_page
-    places = np.random.default_rng(0).permutation(total)[: int(ends.reshape(-1)[-1])]
+    total, needed = num_pages * geometry.cells_per_page, cells_for(geometry, ranks)
+    if needed > total:
+        raise ValueError(f"adapters of {needed} cells do not fit a pool of {num_pages} pages, {total} cells")
+    places = np.random.default_rng(0).permutation(total)[:needed]
     offsets = places // geometry.cells_per_page * geometry.page.page_elements
     offsets += places % geometry.cells_per_page * geometry.cell_elements
     length = np.array(lengths, dtype=np.int32)
@@ -259,18 +275,30 @@ def bench_lora(
     bench.add(worst, seconds, elements * bench.dtype.itemsize, op="lora", model=decoder.name, **setting)
 
 
-def all_lora(bench: Bench, decoder: Decoder, pool: torch.Tensor, batches: tuple[int, ...]) -> None:
-    for kind in ("r16", "r8-64"):
-        for batch in batches:
-            for popularity in POPULARITIES:
-                lengths = segment_lengths(popularity, batch)
-                ranks = [16 if kind == "r16" else (8, 16, 32, 64)[i % 4] for i in range(len(lengths))]
-                bench_lora(
-                    bench, decoder, pool, lengths, ranks, ranks=kind, batch=batch, popularity=popularity
-                )
+@dataclasses.dataclass(frozen=True)
+class LoraCase:
+    """Tokens and rank of each adapter in a batch."""
+
+    popularity: str
+    kind: str
+    lengths: list[int]
+    ranks: list[int]
+
+
+def lora_cases(batches: tuple[int, ...]) -> list[LoraCase]:
+    cases = [LoraCase("prefill", "r16", [2048], [16])]
+    for kind, batch, popularity in itertools.product(("r16", "r8-64"), batches, POPULARITIES):
+        lengths = segment_lengths(popularity, batch)
+        ranks = [16 if kind == "r16" else (8, 16, 32, 64)[i % 4] for i in range(len(lengths))]
+        cases.append(LoraCase(popularity, kind, lengths, ranks))
+    return cases
 
 
 # ---- attention -----------------------------------------------------------------------------------------
+
+
+def pages_of(context: int) -> int:
+    return -(-context // PAGE_TOKENS)
 
 
 def bench_attention(
@@ -278,7 +306,7 @@ def bench_attention(
 ) -> None:
     """``lengths``: queries and context of every row."""
     page = decoder.page(bench.dtype)
-    pages = [-(-context // PAGE_TOKENS) for _, context in lengths]
+    pages = [pages_of(context) for _, context in lengths]
     table = np.zeros((len(lengths), max(pages)), dtype=np.int32)
     free = np.random.default_rng(1).permutation(len(pool)).astype(np.int32)
     for row, count in enumerate(pages):
@@ -345,22 +373,39 @@ def bench_small(bench: Bench, decoder: Decoder, pool: torch.Tensor, batch: int) 
 # ---- all of it -----------------------------------------------------------------------------------------
 
 
+ATTENTION_CASES: tuple[tuple[str, list[tuple[int, int]]], ...] = (
+    ("decode 1024", [(1, 1024)]),
+    ("decode 1024", [(1, 1024)] * 8),
+    ("decode 1024", [(1, 1024)] * 64),
+    ("decode 100-1080", [(1, 100 + 140 * i) for i in range(8)]),
+    ("decode 16000", [(1, 16000)]),
+    ("prefill 2048", [(2048, 2048)]),
+    ("prefill 512 of 4096", [(512, 4096)]),
+)
+
+
+def pages_for(geometry: AdapterGeometry, cases: list[LoraCase]) -> int:
+    """The pages of a pool in which each case fits, and a few more."""
+    context = max(sum(pages_of(length) for _, length in lengths) for _, lengths in ATTENTION_CASES)
+    cells = max(cells_for(geometry, case.ranks) for case in cases)
+    return max(context, -(-cells // geometry.cells_per_page)) + 64
+
+
 def run_cuda(bench: Bench) -> None:
+    cases = lora_cases((1, 8, 32, 64))
     for decoder in CUDA_DECODERS:
-        # As many pages as 64 rows of 1024 tokens need; 64 adapters of mixed ranks need fewer.
-        pool = random_pool(decoder.page(bench.dtype), 64 * 64 + 64, bench.dtype, bench.device)
-        for batch in (1, 8, 64):
-            bench_attention(bench, decoder, pool, [(1, 1024)] * batch, batch=batch, rows="decode 1024")
-        bench_attention(
-            bench, decoder, pool, [(1, 100 + 140 * i) for i in range(8)], batch=8, rows="decode 100-1080"
-        )
-        bench_attention(bench, decoder, pool, [(1, 16000)], batch=1, rows="decode 16000")
-        bench_attention(bench, decoder, pool, [(2048, 2048)], batch=1, rows="prefill 2048")
-        bench_attention(bench, decoder, pool, [(512, 4096)], batch=1, rows="prefill 512 of 4096")
-        bench_lora(bench, decoder, pool, [2048], [16], ranks="r16", batch=2048, popularity="prefill")
+        page = decoder.page(bench.dtype)
+        pages = pages_for(adapter_geometry(page, decoder.groups()), cases)
+        pool = random_pool(page, pages, bench.dtype, bench.device)
+        for rows, lengths in ATTENTION_CASES:
+            bench_attention(bench, decoder, pool, lengths, batch=len(lengths), rows=rows)
         for batch in (1, 64):
             bench_small(bench, decoder, pool, batch)
-        all_lora(bench, decoder, pool, (1, 8, 32, 64))
+        for case in cases:
+            bench_lora(
+                bench, decoder, pool, case.lengths, case.ranks,
+                ranks=case.kind, batch=sum(case.lengths), popularity=case.popularity,
+            )  # fmt: skip
         del pool
 
 
@@ -381,8 +426,6 @@ def run_cpu(bench: Bench) -> None:
     rows = AttentionRows(
         np.arange(65, dtype=np.int32), np.arange(33, 97, dtype=np.int32), np.zeros((64, 6), np.int32)
     )
-    page, device = decoder.page(bench.dtype), bench.device
-
     page, device, ops = decoder.page(bench.dtype), bench.device, bench.ops
     query = torch.zeros(64, decoder.heads, decoder.head_dim, dtype=bench.dtype)
 
@@ -396,11 +439,16 @@ def run_cpu(bench: Bench) -> None:
     print(f"plan_lora r4-32: {seconds_of(device, plan_lora) * 1e6:.0f} us")
 
 
+def device_name(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default=None, help="float32, bfloat16 or float16 (default: by device)")
     parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--commit", default="unknown", help="noted in the JSON file")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     name = arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16")
@@ -412,7 +460,15 @@ def main() -> None:
     (run_cpu if device.type == "cpu" else run_cuda)(bench)
     print(f"{time.perf_counter() - begin:.0f} s")
     if arguments.out:
-        document = {"device": str(device), "dtype": name, "bytes_per_s": bandwidth, "rows": bench.rows}
+        document = {
+            "command": "python -m " + " ".join(["manylora.bench.kernels", *sys.argv[1:]]),
+            "commit": arguments.commit,
+            "device": device_name(device),
+            "torch": torch.__version__,
+            "dtype": name,
+            "bytes_per_s": bandwidth,
+            "rows": bench.rows,
+        }
         arguments.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
