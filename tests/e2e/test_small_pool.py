@@ -89,9 +89,12 @@ def test_an_adapter_larger_than_the_pool_is_refused_at_load(small: Server) -> No
 
 
 def test_long_requests_preempt_each_other_and_all_end(small: Server, server: Server) -> None:
-    """Together they need far more pages than there are."""
-    bodies = [{"prompt": f"Story {number}", "max_tokens": 110, "ignore_eos": True, "n": 2, "seed": number,
-               "temperature": 1.0} for number in range(10)]  # fmt: skip
+    """Together they need far more pages than there are.
+
+    Greedy: over 220 draws rounding, which differs between batches, now and then moves a sampled token.
+    """
+    bodies = [{"prompt": f"Story {number}", "max_tokens": 110, "ignore_eos": True, "n": 2,
+               "temperature": 0.0} for number in range(10)]  # fmt: skip
     answers = small.complete_all(bodies)
     for body, answer in zip(bodies[:2], answers):
         expected = server.complete(**body).json()["choices"]
