@@ -6,6 +6,7 @@ Bad input: one line on stderr and exit code 2.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -101,8 +102,11 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _leave(number: int, frame: object) -> NoReturn:
-    """Told to stop before there was anything to stop."""
-    raise SystemExit(0)
+    """Told to stop before there was anything to stop.
+
+    Not by an exception: it would be raised within whatever import is running, and some of those lose it.
+    """
+    os._exit(0)
 
 
 def _add_adapters(commands: Any) -> None:

@@ -150,9 +150,17 @@ def _start_engine(sock: socket.socket) -> subprocess.Popen[bytes]:
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        return subprocess.Popen(
+        child = subprocess.Popen(
             [sys.executable, "-m", "manylora.main", str(sock.fileno())], pass_fds=[sock.fileno()]
         )
+
+        def leave(number: int, frame: object) -> None:
+            child.kill()  # nothing is served yet, so nothing needs an orderly end
+            os._exit(0)
+
+        for number in STOP_SIGNALS:
+            signal.signal(number, leave)
+        return child
     finally:
         sock.close()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
