@@ -41,20 +41,59 @@ def parse_size(value: str | int) -> int:
     return size
 
 
+CACHE_POLICIES = (
+    "manylora", "fastlibra", "fastlibra-wom", "fastlibra-wos", "fastlibra-wol", "static-lru", "s-lora", "lru",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Which cache policy, and its numbers. ``tau_s`` and ``window_s`` are assumptions of ours where the
+    FastLibra paper is silent (its equation 5): the scale of its time decay, and how long a visit counts."""
+
+    policy: str = "manylora"
+    adapter_share: float = 0.2
+    """Of the device's pages, for adapters; static-lru only."""
+    tau_s: float = 10.0
+    window_s: float = 60.0
+    interval_s: float = 0.1
+    high_mark: float = 0.95
+    low_mark: float = 0.70
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        if self.policy not in CACHE_POLICIES:
+            raise ConfigError(f"cache policy {self.policy!r} is not known: use {', '.join(CACHE_POLICIES)}")
+        for name in ("tau_s", "window_s", "interval_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be more than 0, got {getattr(self, name)}")
+        if not 0 < self.adapter_share < 1:
+            raise ConfigError(f"adapter_share must lie between 0 and 1, got {self.adapter_share}")
+        if not 0 < self.low_mark <= self.high_mark <= 1:
+            raise ConfigError("the marks must satisfy 0 < low_mark <= high_mark <= 1")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class PolicyConfig:
-    """All that the policy needs to know. Lengths in tokens."""
+    """All that the policy needs to know. Lengths in tokens. Without host pages there is one tier."""
 
     num_pages: int
     page_tokens: int
     max_model_len: int
     max_num_seqs: int
     max_batch_tokens: int
+    num_host_pages: int = 0
+    page_bytes: int = 2 * 2**20
+    cache: CacheConfig = CacheConfig()
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 1:
-                raise ConfigError(f"{field.name} must be at least 1, got {getattr(self, field.name)}")
+        for name in (
+            "num_pages", "page_tokens", "max_model_len", "max_num_seqs", "max_batch_tokens", "page_bytes",
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_host_pages < 0:
+            raise ConfigError(f"num_host_pages must not be negative, got {self.num_host_pages}")
         if self.max_batch_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_num_seqs "
@@ -81,10 +120,14 @@ class ModelSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """The pool of pages. ``device_pool`` in bytes; None: chosen from free memory."""
+    """The two pools of pages, in bytes; None: chosen from free memory. A host pool of 0: one tier."""
 
     page_tokens: int = 16
     device_pool: int | None = None
+    host_pool: int | None = None
+    policy: CacheConfig = CacheConfig()
+    trace: str | None = None
+    """A file for decisions that a person can read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

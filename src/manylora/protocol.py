@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from manylora.types import (
     AdapterId,
+    CopyId,
     PageId,
     Request,
     RequestError,
@@ -20,6 +21,9 @@ from manylora.types import (
     SequenceId,
     TokenLogprobs,
 )
+
+Tier = Literal["device", "host"]
+"""Where pages are: each tier counts its own page ids from 0."""
 
 # ---------------------------------------------------------------- events
 
@@ -83,7 +87,25 @@ class AdapterRemoved:
     adapter: AdapterId
 
 
-Event = Arrive | Abort | StepDone | AdapterRead | AdapterAdded | AdapterRemoved
+@dataclasses.dataclass(frozen=True, slots=True)
+class CopyDone:
+    """A SwapPages has landed whole, or failed; then what its destination pages hold is unknown.
+
+    ``copy_s``: how long its own transfers took, without the time it waited for others.
+    """
+
+    copy: CopyId
+    ok: bool
+    copy_s: float = 0.0
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timer:
+    """The moment that the last SetTimer named has come (or has passed: a step may have been running)."""
+
+
+Event = Arrive | Abort | StepDone | AdapterRead | AdapterAdded | AdapterRemoved | CopyDone | Timer
 
 
 # ---------------------------------------------------------------- commands
@@ -148,15 +170,41 @@ class CopyPages:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadAdapter:
-    """Read the adapter from its source into these pages, off the step loop; answer with AdapterRead."""
+    """Read the adapter from its source into these pages, off the step loop; answer with AdapterRead.
+
+    On the device it is then resident; in host pages it waits for a SwapPages that names it.
+    """
 
     adapter: AdapterId
     pages: tuple[PageId, ...]
+    tier: Tier = "device"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SwapPages:
+    """Copy pages between the tiers beside compute; answer with CopyDone.
+
+    ``pairs``: (source, destination); the sources are the host's when ``to_device``, else the device's. The
+    destinations are nobody's else until the answer, and no issued step touches them. ``adapter``: these are
+    all the pages of this adapter, in order, and it is resident once they have landed.
+    """
+
+    copy: CopyId
+    to_device: bool
+    pairs: tuple[tuple[PageId, PageId], ...]
+    adapter: AdapterId | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SetTimer:
+    """Answer with Timer at ``at`` (on the clock of ``now``); replaces the one set before."""
+
+    at: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EvictAdapter:
-    """The adapter is no longer resident; no step issued from now on reads it."""
+    """The adapter is no longer resident on the device; no step issued from now on reads it."""
 
     adapter: AdapterId
 
@@ -192,6 +240,36 @@ class Admitted:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Ready:
+    """All that an admitted request reuses is on the device, for the first time; its prefill begins.
+
+    ``adapter_s``: how long it waited for its adapter since it was admitted; ``kv_s``: and for history after
+    that. Both 0 where nothing had to come.
+    """
+
+    request: RequestId
+    adapter_s: float
+    kv_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decided:
+    """One decision of the cache policy, for people; only with ``CacheConfig.trace``.
+
+    ``action``: "evict", "save", "drop", "load", "read", "prefetch", "drop-host", "preempt", ...; ``depth``: 0
+    for an adapter, else which page of its prefix; ``value``: what the policy thought the node worth (log
+    seconds), None where it was not asked; ``reason``: "demand", "busy", "idle", "queue", ...
+    """
+
+    action: str
+    adapter: AdapterId
+    depth: int
+    num_pages: int
+    reason: str
+    value: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Finish:
     """One sample has ended: "stop", "length", "abort" or "error" (then ``error`` says why)."""
 
@@ -210,8 +288,8 @@ class Reject:
 
 
 Command = (
-    RunStep | EndSequence | CopyPages | ReadAdapter | EvictAdapter
-    | AdapterFreed | Emit | Admitted | Finish | Reject
+    RunStep | EndSequence | CopyPages | SwapPages | ReadAdapter | EvictAdapter | SetTimer
+    | AdapterFreed | Emit | Admitted | Ready | Decided | Finish | Reject
 )  # fmt: skip
 
 
@@ -240,6 +318,13 @@ class Executor(Protocol):
 
     def copy_pages(self, pairs: tuple[tuple[PageId, PageId], ...]) -> None:
         """Copy pages, ordered after steps issued before and before steps issued later."""
+
+    def swap_pages(self, command: SwapPages, done: Callable[[CopyDone], None]) -> None:
+        """Start the copy and return at once; ``done`` is called from another thread exactly once.
+
+        Copies of one direction land in the order given. An adapter named by the command can be used by the
+        first step after ``done``.
+        """
 
     def read_adapter(self, command: ReadAdapter, done: Callable[[AdapterRead], None]) -> None:
         """Start the read and return at once; ``done`` is called from another thread exactly once."""

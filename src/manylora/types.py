@@ -26,6 +26,9 @@ SequenceId = int
 PageId = int
 """Index of a page in a pool."""
 
+CopyId = int
+"""A copy between the tiers; numbered from 1."""
+
 MAX_LOGPROBS = 20
 
 
@@ -232,3 +235,5 @@ class EngineInfo:
     dtype: str
     max_num_seqs: int
     max_batch_tokens: int
+    num_host_pages: int = 0
+    cache_policy: str = "manylora"

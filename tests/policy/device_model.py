@@ -1,7 +1,8 @@
 """A device made of dictionaries.
 
-It remembers what every page holds, so that a step which reads a page that is not what its sequence believes
-fails at once, and its "model" is a hash, so that any schedule must give an undisturbed run's tokens.
+It remembers what every page of both tiers holds, so that a step which reads a page that is not what its
+sequence believes fails at once, and its "model" is a hash, so that any schedule must give an undisturbed run's
+tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from manylora.protocol import (
     RunStep,
     SequenceStart,
     StepDone,
+    SwapPages,
 )
 from manylora.types import BASE, SamplingParams
 
@@ -52,6 +54,8 @@ class DeviceModel:
     def __init__(self, page_tokens: int) -> None:
         self.page_tokens = page_tokens
         self.content: dict[tuple[int, int], object] = {}
+        self.host: dict[tuple[int, int], object] = {}
+        self.copies: dict[int, tuple[SwapPages, list[tuple[object, ...]]]] = {}
         self.adapter_pages: dict[int, tuple[int, ...]] = {}
         self.sequences: dict[int, _Sequence] = {}
         self.reads: list[ReadAdapter] = []
@@ -77,12 +81,46 @@ class DeviceModel:
                         self.content[target, offset] = self.content.get((source, offset))
             case ReadAdapter():
                 assert command.adapter not in self.adapter_pages
+                assert all(read.adapter != command.adapter for read in self.reads), "one read at a time"
                 for page in command.pages:  # the read writes from now on
-                    for offset in range(self.page_tokens):
-                        self.content[page, offset] = "being read"
+                    self.fill(self.tier(command.tier), page, "being read")
                 self.reads.append(command)
+            case SwapPages():
+                origin, destination = self.tiers(command)
+                before = [self.whole(origin, page) for page, _ in command.pairs]
+                for _, page in command.pairs:
+                    self.fill(destination, page, ("being copied", command.copy))
+                self.copies[command.copy] = (command, before)
             case EvictAdapter():
                 del self.adapter_pages[command.adapter]
+
+    def tier(self, name: str) -> dict[tuple[int, int], object]:
+        return self.content if name == "device" else self.host
+
+    def tiers(
+        self, command: SwapPages
+    ) -> tuple[dict[tuple[int, int], object], dict[tuple[int, int], object]]:
+        return (self.host, self.content) if command.to_device else (self.content, self.host)
+
+    def whole(self, tier: dict[tuple[int, int], object], page: int) -> tuple[object, ...]:
+        return tuple(tier.get((page, offset)) for offset in range(self.page_tokens))
+
+    def fill(self, tier: dict[tuple[int, int], object], page: int, value: object) -> None:
+        for offset in range(self.page_tokens):
+            tier[page, offset] = value
+
+    def end_copy(self, copy: int, ok: bool) -> None:
+        """Land a copy, or break it off half way; what it read must have stayed as it was."""
+        command, before = self.copies.pop(copy)
+        source, target = self.tiers(command)
+        for (origin, page), values in zip(command.pairs, before, strict=True):
+            for offset in range(self.page_tokens):
+                assert target[page, offset] == ("being copied", copy), "nobody else writes a copy's target"
+                is_torn = not ok or source.get((origin, offset)) != values[offset]
+                target[page, offset] = ("torn", copy) if is_torn else values[offset]
+        if ok and command.adapter is not None:
+            assert command.adapter not in self.adapter_pages
+            self.adapter_pages[command.adapter] = tuple(page for _, page in command.pairs)
 
     def _resolve(self, sequence: int) -> tuple[_Sequence, tuple[int, ...]]:
         state = self.sequences[sequence]
@@ -92,10 +130,10 @@ class DeviceModel:
     def land(self, read: ReadAdapter, ok: bool) -> None:
         self.reads.remove(read)
         if ok:
-            self.adapter_pages[read.adapter] = read.pages
-            for page in read.pages:
-                for offset in range(self.page_tokens):
-                    self.content[page, offset] = ("weights", read.adapter)
+            if read.tier == "device":
+                self.adapter_pages[read.adapter] = read.pages
+            for index, page in enumerate(read.pages):
+                self.fill(self.tier(read.tier), page, ("weights", read.adapter, index))
 
     def finish_step(self, ok: bool) -> StepDone:
         step = self.step
@@ -103,11 +141,9 @@ class DeviceModel:
         self.step = None
         drawn = []
         for row, (sequence, weights) in zip(step.rows, self.running, strict=True):
-            for page in weights:
-                for offset in range(self.page_tokens):
-                    assert self.content[page, offset] == ("weights", sequence.start.adapter), (
-                        "intact adapters"
-                    )
+            for index, page in enumerate(weights):
+                expected = (("weights", sequence.start.adapter, index),) * self.page_tokens
+                assert self.whole(self.content, page) == expected, "intact adapters"
             self._run_row(sequence, row.start, row.num_tokens, row.pages)
             if row.num_samples:
                 tokens = tuple(

@@ -9,7 +9,8 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from manylora.config import PolicyConfig
+from manylora.config import CACHE_POLICIES, CacheConfig, PolicyConfig
+from manylora.policy.cache import adapter_pages_limit
 from manylora.policy.replica import Replica
 from manylora.protocol import (
     Abort,
@@ -19,13 +20,18 @@ from manylora.protocol import (
     AdapterRemoved,
     Admitted,
     Arrive,
+    CopyDone,
     Emit,
     Event,
     Finish,
+    Ready,
     Reject,
+    SetTimer,
+    Timer,
 )
 from manylora.types import BASE, Request, SamplingParams
 from tests.policy.device_model import VOCABULARY, DeviceModel, undisturbed
+from tests.policy.rig import check_order
 
 
 class ReplicaMachine(RuleBasedStateMachine):
@@ -36,10 +42,39 @@ class ReplicaMachine(RuleBasedStateMachine):
         page_tokens=st.sampled_from([1, 2, 4]),
         max_num_seqs=st.integers(1, 5),
         extra_budget=st.integers(0, 12),
+        num_host_pages=st.sampled_from([0, 2, 5, 9, 16, 40]),
+        policy=st.sampled_from(CACHE_POLICIES),
+        low_mark=st.sampled_from([0.3, 0.7]),
+        high_mark=st.sampled_from([0.7, 0.95]),
     )
-    def start(self, num_pages: int, page_tokens: int, max_num_seqs: int, extra_budget: int) -> None:
-        self.config = PolicyConfig(num_pages, page_tokens, 40, max_num_seqs, max_num_seqs + extra_budget)
+    def start(
+        self,
+        num_pages: int,
+        page_tokens: int,
+        max_num_seqs: int,
+        extra_budget: int,
+        num_host_pages: int,
+        policy: str,
+        low_mark: float,
+        high_mark: float,
+    ) -> None:
+        cache = CacheConfig(
+            policy, adapter_share=0.5, tau_s=2.0, window_s=8.0, low_mark=low_mark, high_mark=high_mark
+        )
+        self.config = PolicyConfig(
+            num_pages,
+            page_tokens,
+            40,
+            max_num_seqs,
+            max_num_seqs + extra_budget,
+            num_host_pages,
+            1000,
+            cache,
+        )
         self.replica = Replica(self.config)
+        self.most_adapter_pages = min(4, adapter_pages_limit(self.config))
+        self.timer: float | None = None
+        self.ready: set[str] = set()
         self.device = DeviceModel(page_tokens)
         self.now = 0.0
         self.ids = itertools.count()
@@ -55,7 +90,9 @@ class ReplicaMachine(RuleBasedStateMachine):
 
     def feed(self, event: Event) -> None:
         self.now += 0.25
-        for command in self.replica.handle(event, self.now):
+        commands = self.replica.handle(event, self.now)
+        check_order(commands)
+        for command in commands:
             self.note(command)
             self.device.obey(command)
         self.replica.check()
@@ -76,6 +113,14 @@ class ReplicaMachine(RuleBasedStateMachine):
                 assert command.request not in self.rejected
                 assert not any(request == command.request for request, _ in self.ended)
                 self.rejected.add(command.request)
+            case SetTimer():
+                assert command.at > self.now
+                self.timer = command.at
+            case Ready():
+                assert command.request not in self.ready, "a request becomes ready once"
+                assert command.adapter_s >= 0
+                assert command.kv_s >= 0
+                self.ready.add(command.request)
             case Admitted():
                 self.admission_order.append(command.request)
             case AdapterFreed():
@@ -97,6 +142,7 @@ class ReplicaMachine(RuleBasedStateMachine):
     @rule(num_pages=st.integers(1, 4))
     def add_adapter(self, num_pages: int) -> None:
         adapter = next(self.adapter_ids)
+        num_pages = min(num_pages, self.most_adapter_pages)
         self.adapters[adapter] = num_pages
         self.feed(AdapterAdded(adapter, num_pages))
 
@@ -151,10 +197,26 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.device.land(read, ok)
         self.feed(AdapterRead(read.adapter, ok, "" if ok else "made to fail"))
 
+    @precondition(lambda self: self.device.copies)
+    @rule(data=st.data(), ok=st.sampled_from([True] * 7 + [False]))
+    def end_copy(self, data: st.DataObject, ok: bool) -> None:
+        """In any order, and sometimes not at all."""
+        copy = data.draw(st.sampled_from(sorted(self.device.copies)))
+        self.device.end_copy(copy, ok)
+        self.feed(CopyDone(copy, ok, 0.01, "" if ok else "made to fail"))
+
+    @precondition(lambda self: self.timer is not None)
+    @rule()
+    def ring(self) -> None:
+        self.timer = None
+        self.feed(Timer())
+
     @invariant()
     def work_never_stalls(self) -> None:
         if hasattr(self, "device") and self.live():
-            assert self.device.step is not None or self.device.reads, "live requests keep something going"
+            assert self.device.step is not None or self.device.reads or self.device.copies, (
+                "live requests keep something going"
+            )
 
     # ------------------------------------------------------------ the end
 
@@ -166,6 +228,10 @@ class ReplicaMachine(RuleBasedStateMachine):
                 read = self.device.reads[0]
                 self.device.land(read, True)
                 self.feed(AdapterRead(read.adapter, True))
+            elif self.device.copies:
+                copy = min(self.device.copies)
+                self.device.end_copy(copy, True)
+                self.feed(CopyDone(copy, True, 0.01))
             elif self.device.step is not None:
                 self.feed(self.device.finish_step(ok=True))
             else:
@@ -184,6 +250,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         assert not self.device.sequences, "the executor was told to forget every sequence"
         snapshot = self.replica.snapshot()
         assert snapshot.num_running == snapshot.num_waiting == snapshot.pages_running == 0
+        assert snapshot.pages_loading == snapshot.pages_saving == 0
         used = snapshot.pages_free + snapshot.pages_history + snapshot.pages_adapters
         assert used == snapshot.pages_total
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from manylora.config import PolicyConfig
 from manylora.policy.queues import Scheduled, Sequence, Stage, WaitingQueue
-from manylora.policy.reservations import Reservations
+from manylora.policy.reservations import Growth, Reservations
 
 
 def compose(
@@ -21,10 +21,11 @@ def compose(
     note_admission: Callable[[Sequence], None],
 ) -> list[Scheduled]:
     """The rows of the next step; reserves what they need. Empty when nothing can run now."""
-    preemptions = held.counters.preemptions
+    preemptions = held.num_preemptions
+    held.begin_step()
     rows, budget = _continue_running(config, held)
     # Whoever was just preempted must not take the pages straight back from the one it made room for.
-    if held.counters.preemptions == preemptions:
+    if held.num_preemptions == preemptions:
         rows += _admit(config, held, waiting, budget, now, note_admission)
     return rows
 
@@ -39,8 +40,8 @@ def _continue_running(config: PolicyConfig, held: Reservations) -> tuple[list[Sc
             continue
         is_decode = sequence.num_remaining == 1
         num_tokens = 1 if is_decode else min(sequence.num_remaining, budget)
-        # The newest holder may find no room; it keeps what it has and tries again next step.
-        if num_tokens == 0 or not held.grow(sequence, num_tokens):
+        # It may find no room, or none before a copy has ended; it keeps what it has and tries again.
+        if num_tokens == 0 or held.grow(sequence, num_tokens) is not Growth.DONE:
             continue
         if not is_decode:
             budget -= num_tokens

@@ -5,53 +5,100 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping
 
+from manylora.policy.cache import Cache
 from manylora.policy.queues import RequestState, Scheduled, Stage, WaitingQueue
 from manylora.policy.reservations import Reservations
-from manylora.policy.tree import DependencyTree, Node, Residence
+from manylora.policy.tree import HostState, Node, Residence
 from manylora.types import RequestId
+
+_ON_DEVICE = (Residence.LOADING, Residence.RESIDENT)
 
 
 def check(
-    tree: DependencyTree,
+    cache: Cache,
     held: Reservations,
     waiting: WaitingQueue,
     requests: Mapping[RequestId, RequestState],
     in_flight: tuple[Scheduled, ...] | None,
 ) -> None:
     """Raise AssertionError, naming the invariant, where one does not hold."""
-    nodes = list(tree.all_nodes())
-    _check_nodes(nodes)
-    _check_counts(tree, nodes)
+    nodes = list(cache.tree.all_nodes())
+    for node in nodes:
+        _check_node(node)
+        if cache.tree.keeps_dependencies:
+            _check_dependencies(node)
+    _check_counts(cache, nodes)
     _check_pins(nodes, held)
-    _check_ownership(nodes, held)
-    _check_sequences(held, waiting, requests)
+    _check_ownership(cache, nodes, held)
+    _check_capacity(cache, held)
+    _check_sequences(cache, held, waiting, requests)
     for row in in_flight or ():
         if row.sequence.stage is Stage.RUNNING:
-            assert tree.node(row.sequence.adapter).residence is Residence.RESIDENT, (
-                "a step reads resident pages"
-            )
+            step: Node | None = row.sequence.node
+            while step is not None:
+                assert step.residence is Residence.RESIDENT, "a step reads resident pages"
+                step = step.parent
 
 
-def _check_nodes(nodes: list[Node]) -> None:
-    for node in nodes:
-        assert node.pins >= 0, "pins never go below zero"
-        assert node.busy == node.pins + sum(child.busy for child in node.children.values()), (
-            "busy counts pins"
-        )
-        if node.parent is not None:
-            assert node.residence is Residence.RESIDENT, "KV nodes exist only while resident"
-            assert node.parent.residence is Residence.RESIDENT, "a resident node's parent is resident"
-            assert node.parent.children.get(node.key) is node, "parents know their children"
-        if node.residence is Residence.ABSENT:
-            assert not node.pages, "absent nodes hold no pages"
-            assert node.busy == 0, "pinned nodes stay"
+def _check_node(node: Node) -> None:
+    assert node.pins >= 0, "pins never go below zero"
+    assert node.busy == node.pins + sum(child.busy for child in node.children.values()), "busy counts pins"
+    on_device = [child for child in node.children.values() if child.residence in _ON_DEVICE]
+    assert node.num_on_device == len(on_device), "children on the device are counted"
+    assert not node.is_dropped, "what was dropped is out of the tree"
+    if node.parent is not None:
+        assert node.parent.children.get(node.key) is node, "parents know their children"
+        assert node.children or not node.is_ghost, "a node is somewhere, or others hang below it"
+    if node.residence is Residence.ABSENT:
+        assert not node.pages, "absent nodes hold no pages"
+        assert node.busy == 0, "pinned nodes stay"
+    else:
+        assert len(node.pages) == node.num_pages, "nodes on the device hold their pages"
+    if node.residence is Residence.SAVING:
+        assert node.busy == 0, "pinned nodes stay"
+        assert node.host is HostState.FILLING, "a saving node is being saved"
+        assert node.move is not None, "a saving node has a copy in flight"
+    expected = 0 if node.host is HostState.NONE else node.num_pages
+    assert len(node.host_pages) == expected, "host copies hold their pages"
+    assert not node.has_landed or node.residence is Residence.LOADING, "only loading nodes wait for parents"
 
 
-def _check_counts(tree: DependencyTree, nodes: list[Node]) -> None:
-    evictable = sum(len(n.pages) for n in nodes if n.busy == 0 and n.residence is Residence.RESIDENT)
-    assert tree.evictable_pages == evictable, "evictable pages are counted"
+def _check_dependencies(node: Node) -> None:
+    parent = node.parent
+    if parent is None:
+        return
+    if node.residence is Residence.RESIDENT:
+        assert parent.residence is Residence.RESIDENT, "a resident node's parent is resident"
+    if node.residence is Residence.LOADING:
+        assert parent.residence in _ON_DEVICE, "a loading node's parent is resident or loading"
+        if node.has_landed:
+            assert parent.residence is Residence.LOADING, "what has landed waits only for its parent"
+    if parent.residence is Residence.SAVING:
+        assert node.residence not in _ON_DEVICE, "a saving node has no resident or loading child"
+    assert not parent.is_ghost, "device and host together stay connected"
+
+
+def _check_counts(cache: Cache, nodes: list[Node]) -> None:
+    tree = cache.tree
+
+    def pages(*residences: Residence) -> int:
+        return sum(len(n.pages) for n in nodes if n.residence in residences)
+
+    evictable = [n for n in nodes if n.busy == 0 and n.residence is Residence.RESIDENT]
+    assert tree.evictable_pages == sum(len(n.pages) for n in evictable), "evictable pages are counted"
+    history = [n for n in evictable if not n.is_adapter]
+    assert tree.idle_history_pages == len(history), "history is counted"
+    invalid = [n for n in history if tree.node(n.adapter).residence is not Residence.RESIDENT]
+    assert tree.invalid_pages() == len(invalid), "invalid history is counted"
+    assert not (invalid and tree.keeps_dependencies), "no history is without its adapter"
     assert tree.adapter_pages == sum(len(n.pages) for n in nodes if n.is_adapter), "adapter pages are counted"
     assert tree.history_pages == sum(len(n.pages) for n in nodes if not n.is_adapter), "KV pages are counted"
+    assert tree.saving_pages == pages(Residence.SAVING), "saving pages are counted"
+    assert tree.loading_pages == pages(Residence.LOADING), "loading pages are counted"
+    assert tree.host_adapter_pages == sum(len(n.host_pages) for n in nodes if n.is_adapter)
+    assert tree.host_history_pages == sum(len(n.host_pages) for n in nodes if not n.is_adapter)
+    resident = sum(n.is_adapter and n.num_pages > 0 and n.residence is Residence.RESIDENT for n in nodes)
+    assert tree.resident_adapters == resident, "resident adapters are counted"
 
 
 def _check_pins(nodes: list[Node], held: Reservations) -> None:
@@ -60,19 +107,39 @@ def _check_pins(nodes: list[Node], held: Reservations) -> None:
         assert node.pins == wanted[id(node)], "each holder pins its deepest node, nobody else pins"
 
 
-def _check_ownership(nodes: list[Node], held: Reservations) -> None:
-    owners: collections.Counter[int] = collections.Counter(held.ledger.unowned())
+def _check_ownership(cache: Cache, nodes: list[Node], held: Reservations) -> None:
+    owners: collections.Counter[int] = collections.Counter(cache.device.unowned())
+    host_owners: collections.Counter[int] = collections.Counter(cache.host.unowned())
     for node in nodes:
         owners.update(node.pages)
+        host_owners.update(node.host_pages)
+    for move in cache.moves():
+        owners.update(move.pages if move.owns_pages else ())
+        host_owners.update(move.host_pages if move.owns_host_pages else ())
     for sequence in held.holders:
         owners.update(sequence.pages[sequence.num_shared :])
-    assert owners == collections.Counter(range(held.ledger.num_pages)), "every page has exactly one owner"
-    if not held.step_in_flight:
-        assert held.ledger.num_deferred == 0, "nothing stays deferred without a step in flight"
+    assert owners == collections.Counter(range(cache.device.num_pages)), "every page has exactly one owner"
+    assert host_owners == collections.Counter(range(cache.host.num_pages)), "every host page has one owner"
+    if not cache.step_in_flight:
+        assert cache.device.num_deferred == 0, "nothing stays deferred without a step in flight"
+
+
+def _check_capacity(cache: Cache, held: Reservations) -> None:
+    tree = cache.tree
+    assert tree.adapter_pages <= cache.adapter_limit, "adapters stay within their part"
+    if cache.policy.has_parts:
+        own_pages = sum(len(s.pages) - s.num_shared for s in held.holders)
+        assert tree.history_pages + own_pages <= cache.device.num_pages - cache.adapter_limit, (
+            "KV stays within its part"
+        )
+    if not cache.policy.keeps_history and not cache.step_in_flight:
+        assert tree.idle_history_pages == 0, "no history is kept"
+    coming = sum(len(move.pages) for move in cache.moves() if move.to_device)
+    assert cache.pages_coming == coming, "pages on their way are counted"
 
 
 def _check_sequences(
-    held: Reservations, waiting: WaitingQueue, requests: Mapping[RequestId, RequestState]
+    cache: Cache, held: Reservations, waiting: WaitingQueue, requests: Mapping[RequestId, RequestState]
 ) -> None:
     members = waiting.members()
     assert len(members) == len(waiting), "the queue knows its length"
@@ -88,9 +155,13 @@ def _check_sequences(
         path = []
         node = sequence.node
         while node is not None and not node.is_adapter:
-            path.append(node.pages[0])
+            path.append(node)
             node = node.parent
         assert node is not None, "paths end in an adapter"
         assert node.adapter == sequence.adapter, "KV is never shared between adapters"
-        assert sequence.pages[: sequence.num_shared] == path[::-1], "shared pages are the path's"
+        is_ready = all(n.residence is Residence.RESIDENT for n in [node, *path])
+        assert (sequence.stage is Stage.RUNNING) == is_ready, "a sequence runs when all it reuses is there"
+        if is_ready:
+            shared = sequence.pages[: sequence.num_shared]
+            assert shared == [n.pages[0] for n in reversed(path)], "shared pages are the path's"
         assert sequence.num_computed < len(sequence.tokens), "the last token is always computed again"

@@ -5,13 +5,16 @@ Owns the per-sequence bookkeeping (tokens, pages, what is computed) and arrival 
 
 from __future__ import annotations
 
+import array
 import bisect
 import collections
 import dataclasses
 import enum
 
-from manylora.policy.tree import Node
+from manylora.policy.tree import Node, PageKey
 from manylora.types import AdapterId, PageId, Request, SequenceId
+
+_TOKEN_BYTES = 8
 
 
 class Stage(enum.Enum):
@@ -26,7 +29,9 @@ class Stage(enum.Enum):
 class RequestState:
     """A live request: its samples that have not ended yet, and limits resolved on arrival."""
 
-    __slots__ = ("admitted", "max_tokens", "open_samples", "order", "request", "sequences", "stop_ids")
+    __slots__ = (
+        "admitted", "is_ready", "max_tokens", "open_samples", "order", "request", "sequences", "stop_ids",
+    )  # fmt: skip
 
     def __init__(self, request: Request, order: int, max_tokens: int) -> None:
         self.request = request
@@ -34,6 +39,7 @@ class RequestState:
         self.max_tokens = max_tokens
         self.stop_ids = frozenset(request.stop_ids)
         self.admitted = False
+        self.is_ready = False
         # Samples without a sequence yet are open too: they fork off sample 0 when its prompt is computed.
         self.open_samples = set(range(request.params.n))
         self.sequences: dict[int, Sequence] = {}
@@ -51,8 +57,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "id", "is_known_to_executor", "node", "num_computed", "num_prompt", "num_shared",
-        "page_updates", "pages", "sample", "stage", "state", "tokens",
+        "adapter_s", "admitted_s", "id", "is_known_to_executor", "is_prefetched", "keys", "matched", "node",
+        "num_computed", "num_failed_copies", "num_prompt", "num_shared", "page_updates", "pages", "sample",
+        "stage", "state", "tokens",
     )  # fmt: skip
 
     def __init__(self, sequence: SequenceId, state: RequestState, sample: int, tokens: list[int]) -> None:
@@ -65,6 +72,12 @@ class Sequence:
         self.pages: list[PageId] = []
         self.num_shared = 0
         self.node: Node | None = None
+        self.matched: Node | None = None  # the deepest node that it found rather than computed
+        self.keys: list[PageKey] = []
+        self.admitted_s = 0.0
+        self.adapter_s: float | None = None  # how long it waited for its adapter, once it is there
+        self.num_failed_copies = 0
+        self.is_prefetched = False
         self.stage = Stage.WAITING
         # False from each admission until a step brings a SequenceStart.
         self.is_known_to_executor = False
@@ -87,6 +100,22 @@ class Sequence:
     @property
     def adapter(self) -> AdapterId:
         return self.state.request.adapter
+
+    def page_key(self, index: int, page_tokens: int) -> PageKey:
+        """The tokens of a full page."""
+        if index < len(self.keys):
+            return self.keys[index]
+        return self.page_keys(page_tokens)[index]
+
+    def page_keys(self, page_tokens: int) -> list[PageKey]:
+        """The tokens of all full pages, cut once."""
+        first, size = len(self.keys), page_tokens * _TOKEN_BYTES
+        num_new = len(self.tokens) // page_tokens - first
+        if num_new > 0:
+            new = self.tokens[first * page_tokens : (first + num_new) * page_tokens]
+            cells = array.array("q", new).tobytes()
+            self.keys.extend(cells[start : start + size] for start in range(0, len(cells), size))
+        return self.keys
 
     @property
     def num_unborn_forks(self) -> int:
@@ -140,6 +169,16 @@ class WaitingQueue:
         self._num_arrived -= 1
         if self._arrived[0] is sequence:
             self._arrived.popleft()
+
+    def leading(self, count: int) -> list[Sequence]:
+        """The first few in line."""
+        first = self._returned[:count]
+        for sequence in self._arrived:
+            if len(first) >= count:
+                break
+            if sequence.stage is Stage.WAITING:
+                first.append(sequence)
+        return first
 
     def members(self) -> list[Sequence]:
         """All that wait, in order."""

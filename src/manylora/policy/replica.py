@@ -11,10 +11,13 @@ import dataclasses
 
 from manylora.config import PolicyConfig
 from manylora.policy.batch import compose
+from manylora.policy.cache import Cache
+from manylora.policy.counters import Counters
 from manylora.policy.invariants import check
 from manylora.policy.queues import RequestState, Scheduled, Sequence, Stage, WaitingQueue
-from manylora.policy.reservations import Counters, Reservations
-from manylora.policy.tree import DependencyTree, Residence
+from manylora.policy.reservations import Reservations
+from manylora.policy.swap import Swapper
+from manylora.policy.tree import Node, Residence, subtree
 from manylora.protocol import (
     Abort,
     AdapterAdded,
@@ -24,19 +27,25 @@ from manylora.protocol import (
     Admitted,
     Arrive,
     Command,
+    CopyDone,
     CopyPages,
     Emit,
     EndSequence,
     Event,
-    EvictAdapter,
     Finish,
+    Ready,
     Reject,
     RunStep,
     SequenceStart,
+    SetTimer,
     StepDone,
     StepRow,
+    Timer,
 )
 from manylora.types import AdapterId, Request, RequestError, RequestId, SequenceId
+
+MAX_FAILED_COPIES = 3
+"""Copies that may fail a request before it is given up: each time it looks for another way."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,11 +57,17 @@ class AdapterUse:
     num_pages: int
     running: int
     waiting: int
+    host_state: str = "none"
+    history_pages: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The replica's gauges; pages by use add up to ``pages_total``. ``adapters`` includes the base (0)."""
+    """The replica's gauges; device pages by use add up to ``pages_total``. ``adapters`` includes the base (0).
+
+    ``pages_loading`` and ``pages_saving``: of these, how many are in flight. ``invalid_pages``: history on the
+    device whose adapter is not there.
+    """
 
     num_running: int
     num_waiting: int
@@ -61,6 +76,13 @@ class Snapshot:
     pages_running: int
     pages_history: int
     pages_adapters: int
+    pages_loading: int
+    pages_saving: int
+    invalid_pages: int
+    host_pages_total: int
+    host_pages_free: int
+    host_pages_history: int
+    host_pages_adapters: int
     adapters: tuple[AdapterUse, ...]
 
 
@@ -69,10 +91,12 @@ class Replica:
 
     def __init__(self, config: PolicyConfig) -> None:
         self._config = config
-        self._tree = DependencyTree()
         self._waiting = WaitingQueue()
         self._commands: list[Command] = []
-        self._held = Reservations(config, self._tree, self._waiting, self._commands.append)
+        self._cache = Cache(config, self._commands.append)
+        self._tree = self._cache.tree
+        self._held = Reservations(config, self._cache, self._waiting, self._commands.append)
+        self._swapper = Swapper(config.cache, self._cache, self._waiting, self._held.match)
         self._requests: dict[RequestId, RequestState] = {}
         self._live: collections.Counter[AdapterId] = collections.Counter()
         self._removing: set[AdapterId] = set()
@@ -80,11 +104,13 @@ class Replica:
         self._num_sequences = 0
         self._num_steps = 0
         self._in_flight: tuple[Scheduled, ...] | None = None
+        self._timer_is_set = False
 
     # ------------------------------------------------------------ the door
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """React to one event at time ``now`` (seconds, any origin, never decreasing)."""
+        self._cache.now = now
         match event:
             case Arrive():
                 self._arrive(event.request)
@@ -94,6 +120,11 @@ class Replica:
                 self._step_done(event, now)
             case AdapterRead():
                 self._adapter_read(event, now)
+            case CopyDone():
+                self._copy_done(event, now)
+            case Timer():
+                self._timer_is_set = False
+                self._swapper.tick(now)
             case AdapterAdded():
                 self._tree.add_adapter(event.adapter, event.num_pages)
             case AdapterRemoved():
@@ -101,8 +132,13 @@ class Replica:
                 self._removing.add(event.adapter)
         if self._removing:
             self._free_removed()
-        if self._in_flight is None:
-            self._start_step(now)
+        scheduled = self._compose(now) if self._in_flight is None else []
+        # Whatever runs beside compute starts before a step does.
+        self._swapper.use_idle_lane(now)
+        self._cache.flush()
+        self._set_timer(now)
+        if scheduled:
+            self._start_step(scheduled, now)
         commands = self._commands[:]
         self._commands.clear()
         return commands
@@ -110,7 +146,7 @@ class Replica:
     @property
     def counters(self) -> Counters:
         """Counts since the start (live object)."""
-        return self._held.counters
+        return self._cache.counters
 
     def snapshot(self) -> Snapshot:
         """The gauges of this moment. O(adapters + requests)."""
@@ -120,36 +156,41 @@ class Replica:
             where = running if sequence.stage is Stage.RUNNING else waiting
             where[sequence.adapter] += 1
         waiting.update(s.adapter for s in self._waiting.members())
-        nodes = list(self._tree.adapters())
-        idle_adapter_pages = sum(
-            len(n.pages) for n in nodes if n.busy == 0 and n.residence is Residence.RESIDENT
-        )
-        ledger = self._held.ledger
-        free = ledger.num_free + ledger.num_deferred
-        history = self._tree.evictable_pages - idle_adapter_pages
+        tree, device, host = self._tree, self._cache.device, self._cache.host
+        free = device.num_free + device.num_deferred
+        history = tree.idle_history_pages
         return Snapshot(
             num_running=running.total(),
             num_waiting=waiting.total(),
-            pages_total=ledger.num_pages,
+            pages_total=device.num_pages,
             pages_free=free,
-            pages_running=ledger.num_pages - free - history - self._tree.adapter_pages,
+            pages_running=device.num_pages - free - history - tree.adapter_pages,
             pages_history=history,
-            pages_adapters=self._tree.adapter_pages,
+            pages_adapters=tree.adapter_pages,
+            pages_loading=tree.loading_pages,
+            pages_saving=tree.saving_pages,
+            invalid_pages=tree.invalid_pages(),
+            host_pages_total=host.num_pages,
+            host_pages_free=host.num_free,
+            host_pages_history=tree.host_history_pages,
+            host_pages_adapters=tree.host_adapter_pages,
             adapters=tuple(
                 AdapterUse(
                     n.adapter,
                     n.residence.value,
-                    self._tree.num_pages(n.adapter),
+                    n.num_pages,
                     running[n.adapter],
                     waiting[n.adapter],
+                    n.host.value,
+                    tree.history_of(n.adapter),
                 )
-                for n in [self._tree.base, *nodes]
+                for n in [tree.base, *tree.adapters()]
             ),
         )
 
     def check(self) -> None:
         """Raise AssertionError if an invariant of design §4 does not hold. For tests; O(everything)."""
-        check(self._tree, self._held, self._waiting, self._requests, self._in_flight)
+        check(self._cache, self._held, self._waiting, self._requests, self._in_flight)
 
     # ------------------------------------------------------------ arrival and end
 
@@ -174,10 +215,16 @@ class Replica:
         """Tokens that one sample may generate: as asked, or as many as the context and the pool allow."""
         if request.params.max_tokens is not None:
             return request.params.max_tokens
-        kv_pages = self._config.num_pages - self._tree.num_pages(request.adapter)
+        kv_pages = self._kv_pages_beside(request.adapter)
         # The last token generated is never computed, so it needs no room in a page.
         in_pool = kv_pages * self._config.page_tokens + 1
         return min(self._config.max_model_len, in_pool) - len(request.prompt)
+
+    def _kv_pages_beside(self, adapter: AdapterId) -> int:
+        """Device pages that KV can have while the adapter is resident."""
+        if self._cache.policy.has_parts:
+            return self._config.num_pages - self._cache.adapter_limit
+        return self._config.num_pages - self._tree.node(adapter).num_pages
 
     def _refusal(self, request: Request) -> RequestError | None:
         """Why the request can never be served as asked, if so."""
@@ -197,14 +244,16 @@ class Replica:
                 "completion).",
                 "max_tokens" if num_prompt < limit else "prompt",
             )
-        adapter_pages = self._tree.num_pages(request.adapter)
+        adapter_pages = self._tree.node(request.adapter).num_pages
         kv_pages = self._held.pages_for(num_prompt + num_generated - 1)
-        if adapter_pages + kv_pages > self._config.num_pages:
+        room = self._kv_pages_beside(request.adapter)
+        if kv_pages > room:
             return RequestError(
                 400,
                 f"the request needs {adapter_pages + kv_pages} pages ({adapter_pages} for its adapter, "
                 f"{kv_pages} for {num_prompt + num_generated - 1} tokens) but the pool has "
-                f"{self._config.num_pages}",
+                f"{self._config.num_pages}"
+                + (f", of which {room} for tokens" if self._cache.policy.has_parts else ""),
                 "max_tokens",
             )
         return None
@@ -250,40 +299,83 @@ class Replica:
     # ------------------------------------------------------------ adapters
 
     def _adapter_read(self, event: AdapterRead, now: float) -> None:
-        readers = [s for s in self._held.holders if s.stage is Stage.LOADING and s.adapter == event.adapter]
-        if event.ok:
-            self._tree.finish_load(event.adapter, now)
-            for sequence in readers:
-                sequence.stage = Stage.RUNNING
-            return
-        status = 400 if event.is_at_fault else 503
-        error = RequestError(status, f"the adapter could not be read: {event.error}", "model")
-        for state in {s.state.order: s.state for s in readers}.values():
+        node = self._cache.read_ended(event)
+        if node is not None:
+            status = 400 if event.is_at_fault else 503
+            error = RequestError(status, f"the adapter could not be read: {event.error}", "model")
+            self._fail_waiting_for(node, error, now)
+            self._cache.abandon_load(node)
+        self._wake(now)
+
+    def _copy_done(self, event: CopyDone, now: float) -> None:
+        for node in self._cache.copy_ended(event):
+            if node.is_dropped:
+                continue
+            # The host's copy is not to be trusted either: KV is computed again, an adapter read again.
+            for sequence in self._waiting_for(node):
+                sequence.num_failed_copies += 1
+                if sequence.num_failed_copies >= MAX_FAILED_COPIES:
+                    error = RequestError(503, f"what the request needs could not be copied: {event.error}")
+                    self._fail_request(sequence.state, error, now)
+                elif sequence.stage is Stage.LOADING:
+                    self._held.put_back(sequence)
+            self._cache.abandon_load(node)
+            self._cache.discard(node)
+        self._wake(now)
+
+    def _waiting_for(self, node: Node) -> list[Sequence]:
+        """Loading sequences that cannot start without this node."""
+        below = {id(member) for member in subtree(node)}
+        return [s for s in self._held.holders if s.stage is Stage.LOADING and id(s.node) in below]
+
+    def _fail_waiting_for(self, node: Node, error: RequestError, now: float) -> None:
+        for state in {s.state.order: s.state for s in self._waiting_for(node)}.values():
             self._fail_request(state, error, now)
-        self._held.ledger.release(self._tree.cancel_load(event.adapter), step_in_flight=False)
+
+    def _wake(self, now: float) -> None:
+        """Let those run whose copies have all landed, and note how long each part of the wait was."""
+        for sequence in self._held.holders:
+            if sequence.stage is not Stage.LOADING:
+                continue
+            root = self._tree.node(sequence.adapter)
+            if sequence.adapter_s is None and root.residence is Residence.RESIDENT:
+                sequence.adapter_s = now - sequence.admitted_s
+            if self._held.start_if_ready(sequence):
+                self._note_ready(sequence, now)
 
     def _free_removed(self) -> None:
-        """Give back what removed adapters hold, once no request uses them and no read is under way."""
+        """Give back what removed adapters hold, once no request uses them and nothing is on its way."""
+        cache = self._cache
         for adapter in sorted(self._removing):
-            node = self._tree.node(adapter)
-            if self._live[adapter] or node.residence is Residence.LOADING:
+            if self._live[adapter] or adapter in cache.reads:
                 continue
-            if node.residence is Residence.RESIDENT:
-                # A step in flight may still run rows of a request that was just aborted.
-                pages = self._tree.drop_subtree(adapter)
-                self._held.ledger.release(pages, step_in_flight=self._held.step_in_flight)
-                self._commands.append(EvictAdapter(adapter))
+            node = self._tree.node(adapter)
+            cache.discard(node)
+            if cache.moves_of[adapter]:
+                continue
             self._tree.forget(adapter)
             self._removing.remove(adapter)
-            del self._live[adapter]
+            del self._live[adapter], cache.moves_of[adapter]
             self._commands.append(AdapterFreed(adapter))
+
+    # ------------------------------------------------------------ the clock
+
+    def _set_timer(self, now: float) -> None:
+        """Ask to be woken after an interval, while there is anything to watch."""
+        if self._timer_is_set:
+            return
+        if self._requests or self._swapper.may_bring_in:
+            self._timer_is_set = True
+            self._commands.append(SetTimer(now + self._config.cache.interval_s))
 
     # ------------------------------------------------------------ steps
 
-    def _start_step(self, now: float) -> None:
-        scheduled = compose(self._config, self._held, self._waiting, now, self._note_admission)
-        if not scheduled:
-            return
+    def _compose(self, now: float) -> list[Scheduled]:
+        return compose(
+            self._config, self._held, self._waiting, now, lambda sequence: self._note_admission(sequence, now)
+        )
+
+    def _start_step(self, scheduled: list[Scheduled], now: float) -> None:
         self._num_steps += 1
         starts, rows = [], []
         for item in scheduled:
@@ -303,20 +395,36 @@ class Replica:
             )
             sequence.page_updates.clear()
         self._in_flight = tuple(scheduled)
-        self._held.step_in_flight = True
+        self._cache.step_in_flight = True
+        self._cache.visits.batch(len(rows), now)
         self._commands.append(RunStep(self._num_steps, tuple(starts), tuple(rows)))
 
-    def _note_admission(self, sequence: Sequence) -> None:
+    def _note_admission(self, sequence: Sequence, now: float) -> None:
         if not sequence.state.admitted:
             sequence.state.admitted = True
             self._commands.append(Admitted(sequence.state.request.id, sequence.num_computed))
+        sequence.admitted_s = now
+        is_there = self._tree.node(sequence.adapter).residence is Residence.RESIDENT
+        sequence.adapter_s = 0.0 if is_there else None
+        if sequence.stage is Stage.RUNNING:
+            self._note_ready(sequence, now)
+
+    def _note_ready(self, sequence: Sequence, now: float) -> None:
+        state = sequence.state
+        if not state.is_ready:
+            state.is_ready = True
+            adapter_s = sequence.adapter_s or 0.0
+            kv_s = now - sequence.admitted_s - adapter_s
+            self._commands.append(Ready(state.request.id, adapter_s, kv_s))
 
     def _step_done(self, event: StepDone, now: float) -> None:
         if event.step != self._num_steps or self._in_flight is None:
             raise AssertionError(f"step {event.step} is not in flight")
         rows, self._in_flight = self._in_flight, None
-        self._held.step_in_flight = False
-        self._held.ledger.settle()
+        self._cache.step_in_flight = False
+        self._cache.device.settle()
+        if event.ok:
+            self._cache.rates.saw_step(len(rows), sum(row.num_tokens for row in rows), event.device_s)
         drawn = dict(event.tokens)
         for row in rows:
             sequence = row.sequence
@@ -329,6 +437,7 @@ class Replica:
             self._held.note_computed(sequence, row.num_tokens, now)
             if row.num_samples:
                 self._take_tokens(sequence, drawn[sequence.id], now)
+        self._wake(now)  # a page that was computed may be what another was waiting for
 
     def _take_tokens(self, sequence: Sequence, tokens: tuple[int, ...], now: float) -> None:
         """Append what was drawn; where a request's samples fork, there is one token for each."""

@@ -1,117 +1,130 @@
-"""Who holds which pages: admission, growth, release and preemption on the tree and the ledger together.
+"""What sequences hold: admission, growth, release and preemption.
 
-Every page has one owner: the ledger, a tree node, or one sequence's own part of its table. Reservations are
-all-or-nothing. Does not choose what runs; ``replica`` asks.
+Reservations are all-or-nothing. Owns the holders and their page tables; where pages come from is ``cache``'s,
+and what runs is ``batch``'s and ``replica``'s.
 """
 
 from __future__ import annotations
 
 import bisect
+import enum
 from collections.abc import Callable
 
 from manylora.config import PolicyConfig
-from manylora.policy.pages import PageLedger
+from manylora.policy.cache import Cache
 from manylora.policy.queues import Sequence, Stage, WaitingQueue
-from manylora.policy.tree import DependencyTree, Residence
-from manylora.protocol import Command, EndSequence, EvictAdapter, ReadAdapter
-from manylora.types import AdapterId, PageId
+from manylora.policy.tree import HostState, Node, Residence, path_to
+from manylora.protocol import Command, EndSequence
+from manylora.types import PageId
 
 
-class Counters:
-    """Counts since the start; read by whoever wants to show them."""
+class Growth(enum.Enum):
+    """Whether a sequence got its next pages: now, not yet (they are on their way), or not at all."""
 
-    __slots__ = (
-        "adapter_evictions", "adapter_reads", "history_evictions",
-        "preemptions", "prefix_hits_tokens", "prefix_queries_tokens",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.prefix_queries_tokens = 0
-        self.prefix_hits_tokens = 0
-        self.preemptions = 0
-        self.adapter_reads = 0
-        self.adapter_evictions = 0
-        self.history_evictions = 0
+    DONE = "done"
+    SOON = "soon"
+    NONE = "none"
 
 
 class Reservations:
-    """Sequences that hold pages (running, or loading: waiting only for their adapter), oldest first."""
+    """Sequences that hold pages (running, or loading: waiting for a copy), oldest first."""
 
     def __init__(
-        self,
-        config: PolicyConfig,
-        tree: DependencyTree,
-        waiting: WaitingQueue,
-        emit: Callable[[Command], None],
+        self, config: PolicyConfig, cache: Cache, waiting: WaitingQueue, emit: Callable[[Command], None]
     ) -> None:
         self._config = config
-        self._tree = tree
+        self._cache = cache
+        self._tree = cache.tree
         self._waiting = waiting
         self._emit = emit
-        self.ledger = PageLedger(config.num_pages)
-        self.counters = Counters()
+        self._promised = 0  # pages on their way that others in this step already wait for
         self.holders: list[Sequence] = []
-        self.step_in_flight = False
 
-    # ------------------------------------------------------------ pages
+    @property
+    def num_preemptions(self) -> int:
+        """How many sequences were preempted so far."""
+        return self._cache.counters.preemptions
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that this many tokens fill, the last perhaps partly."""
         return -(-num_tokens // self._config.page_tokens)
 
-    def _can_provide(self, count: int) -> bool:
-        return self.ledger.num_free + self._tree.evictable_pages >= count
-
-    def _provide(self, count: int) -> tuple[PageId, ...]:
-        """Take pages, evicting as needed; the caller has asked ``_can_provide``."""
-        while self.ledger.num_free < count:
-            evicted = self._tree.evict_next()
-            assert evicted is not None, "evictable pages were counted that cannot leave"
-            node, pages = evicted
-            # History and idle adapters are read by no step in flight: a step pins what it reads.
-            self.ledger.release(pages, step_in_flight=False)
-            if node.is_adapter:
-                self.counters.adapter_evictions += 1
-                self._emit(EvictAdapter(node.adapter))
-            else:
-                self.counters.history_evictions += 1
-        return self.ledger.take(count)
-
     # ------------------------------------------------------------ taking
+
+    def match(self, sequence: Sequence) -> list[Node]:
+        """History that the sequence can reuse, in either tier. Its last known token is always computed."""
+        if not self._cache.policy.keeps_history:
+            return []
+        size = self._config.page_tokens
+        return self._tree.match(
+            sequence.adapter, sequence.page_keys(size), (len(sequence.tokens) - 1) // size
+        )
 
     def admit(self, sequence: Sequence, first_chunk: int, now: float) -> bool:
         """Reserve all that the sequence needs to start, or nothing (design §4).
 
-        Pins the longest resident prefix, then takes pages for its adapter if absent and for the first
-        ``first_chunk`` tokens not yet computed. The last known token is always computed again.
+        Pins what it can reuse in either tier, then takes pages for what of that is not on the device (with
+        its adapter) and for the first ``first_chunk`` tokens that it must compute; starts the copies.
         """
-        tree, tokens = self._tree, sequence.tokens
-        adapter = sequence.adapter
-        root = tree.node(adapter)
-        matched = tree.match(
-            adapter, tokens, self._config.page_tokens, (len(tokens) - 1) // self._config.page_tokens
-        )
-        deepest = matched[-1] if matched else root
-        num_computed = len(matched) * self._config.page_tokens
-        chunk = min(first_chunk, len(tokens) - num_computed)
-        own_pages = self.pages_for(num_computed + chunk) - len(matched)
-        is_absent = root.residence is Residence.ABSENT
-        adapter_pages = tree.num_pages(adapter) if is_absent else 0
+        cache, tree = self._cache, self._tree
+        root = tree.node(sequence.adapter)
+        path = self.match(sequence)
+        cache.rescue(path)
+        deepest = path[-1] if path else root
+        missing = [node for node in path if node.residence is Residence.ABSENT]
+        num_computed = len(path) * self._config.page_tokens
+        chunk = min(first_chunk, len(sequence.tokens) - num_computed)
+        own_pages = self.pages_for(num_computed + chunk) - len(path)
+        adapter_pages = root.num_pages if root.residence is Residence.ABSENT else 0
         tree.pin(deepest)
-        if not self._can_provide(own_pages + adapter_pages):
+        if not cache.provide(own_pages + len(missing), adapter_pages):
             tree.unpin(deepest, deepest.last_use)
             return False
-        if is_absent:
-            self._start_read(adapter, self._provide(adapter_pages))
+        self._count_hits(root, path, len(sequence.tokens))
+        cache.load([root, *missing] if adapter_pages else missing, "demand")
+        cache.rescue(path)
+        cache.visits.matched(deepest, now)
         sequence.node = deepest
-        sequence.num_shared = len(matched)
+        sequence.matched = deepest
+        sequence.num_shared = len(path)
         sequence.num_computed = num_computed
-        sequence.pages = [node.pages[0] for node in matched]
-        sequence.pages.extend(self._provide(own_pages))
+        sequence.pages = [-1] * len(path)  # known when all are there
+        sequence.pages.extend(cache.device.take(own_pages))
         self._waiting.remove(sequence)
-        self._hold(sequence)
-        self.counters.prefix_queries_tokens += len(tokens)
-        self.counters.prefix_hits_tokens += num_computed
+        sequence.stage = Stage.LOADING
+        sequence.page_updates.clear()
+        bisect.insort(self.holders, sequence, key=lambda s: s.order)
+        self.start_if_ready(sequence)
+        return True
+
+    def _count_hits(self, root: Node, path: list[Node], num_tokens: int) -> None:
+        counters, size = self._cache.counters, self._config.page_tokens
+        on_host = sum(node.residence is Residence.ABSENT for node in path)
+        counters.prefix_queries_tokens += num_tokens
+        counters.prefix_hits_tokens += len(path) * size
+        counters.kv_hit_tokens_device += (len(path) - on_host) * size
+        counters.kv_hit_tokens_host += on_host * size
+        if root.num_pages == 0:
+            return
+        if root.residence is not Residence.ABSENT:
+            counters.adapter_hits_device += 1
+        elif root.host is not HostState.NONE:
+            counters.adapter_hits_host += 1
+        else:
+            counters.adapter_misses += 1
+
+    def start_if_ready(self, sequence: Sequence) -> bool:
+        """Let a loading sequence run if all it reuses is resident."""
+        assert sequence.node is not None
+        if self._tree.keeps_dependencies and sequence.node.residence is not Residence.RESIDENT:
+            return False  # one look suffices: whatever is resident has a resident parent
+        path = path_to(sequence.node)
+        if not all(node.residence is Residence.RESIDENT for node in path):
+            return False
+        if self._tree.node(sequence.adapter).residence is not Residence.RESIDENT:
+            return False
+        sequence.pages[: len(path)] = [node.pages[0] for node in path]
+        sequence.stage = Stage.RUNNING
         return True
 
     def admit_fork(self, child: Sequence, parent: Sequence) -> tuple[PageId, PageId] | None:
@@ -122,61 +135,86 @@ class Reservations:
         """
         assert parent.node is not None
         is_partial = child.num_prompt % self._config.page_tokens != 0
-        if is_partial and not self._can_provide(1):
+        if is_partial and not self._cache.provide(1):
             return None
-        own = self._provide(1) if is_partial else ()
+        own = self._cache.device.take(1) if is_partial else ()
         self._tree.pin(parent.node)
         child.node = parent.node
+        child.matched = parent.node
         child.num_shared = parent.num_shared
         child.num_computed = child.num_prompt
         child.pages = parent.pages[: parent.num_shared] + list(own)
-        self._hold(child)
+        child.stage = Stage.RUNNING
+        child.page_updates.clear()
+        bisect.insort(self.holders, child, key=lambda s: s.order)
         return (parent.pages[parent.num_shared], own[0]) if own else None
 
-    def _hold(self, sequence: Sequence) -> None:
-        """Make it a holder; its caller has taken it out of the queue."""
-        loading = self._tree.node(sequence.adapter).residence is Residence.LOADING
-        sequence.stage = Stage.LOADING if loading else Stage.RUNNING
-        sequence.page_updates.clear()
-        bisect.insort(self.holders, sequence, key=lambda s: s.order)
+    def begin_step(self) -> None:
+        """A step is about to be composed."""
+        self._promised = 0
 
-    def _start_read(self, adapter: AdapterId, pages: tuple[PageId, ...]) -> None:
-        self._tree.begin_load(adapter, pages)
-        self.counters.adapter_reads += 1
-        self._emit(ReadAdapter(adapter, pages))
-
-    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
+    def grow(self, sequence: Sequence, num_tokens: int) -> Growth:
         """Make room for the next ``num_tokens``, preempting newer holders if that is what it takes."""
         missing = self.pages_for(sequence.num_computed + num_tokens) - len(sequence.pages)
         if missing <= 0:
-            return True
-        while not self._can_provide(missing):
+            return Growth.DONE
+        while not self._cache.provide(missing + self._promised):
+            if self._cache.will_provide(missing + self._promised):
+                self._promised += missing
+                return Growth.SOON
             newest = self.holders[-1]
             if newest is sequence:
-                return False
+                return Growth.NONE
             self.preempt(newest)
-        for page in self._provide(missing):
+        for page in self._cache.device.take(missing):
             sequence.page_updates.append((len(sequence.pages), page))
             sequence.pages.append(page)
-        return True
+        return Growth.DONE
 
     # ------------------------------------------------------------ letting go
 
     def release(self, sequence: Sequence, now: float) -> None:
         """Take everything back from a holder. What it filled stays in the tree as history."""
-        assert sequence.node is not None
-        self.ledger.release(sequence.pages[sequence.num_shared :], step_in_flight=self.step_in_flight)
-        self._tree.unpin(sequence.node, now)
-        sequence.node = None
+        node, cache = sequence.node, self._cache
+        assert node is not None
+        assert sequence.matched is not None
+        own = sequence.pages[sequence.num_shared :]
+        cache.device.release(own, step_in_flight=cache.step_in_flight)
+        cache.visits.computed(sequence.matched, node, cache.now)
+        self._tree.unpin(node, now)
+        if not cache.policy.keeps_history:
+            self._drop_unused(node)
+        sequence.node = sequence.matched = None
         sequence.pages = []
         sequence.num_shared = 0
         sequence.num_computed = 0
         self.holders.remove(sequence)
 
+    def _drop_unused(self, node: Node) -> None:
+        """Keep nothing that no running request uses (the paper's S-LoRA baseline)."""
+        step: Node | None = node
+        while step is not None and step.busy == 0:
+            above = step.parent
+            if step.parent is not None and not step.children:
+                self._cache.discard(step)
+            elif step.parent is None and self._tree.may_leave(step):
+                self._cache.evict(step, None, "unused")
+            step = above
+
     def preempt(self, sequence: Sequence) -> None:
-        """Send a holder back to its place in the queue; it computes again what history does not keep."""
+        """Send a holder back to its place in the queue.
+
+        Its full pages stay as history, which leaves by way of the host where there is one: it swaps out
+        rather than computes again, as far as the cache policy finds that worth it.
+        """
         assert sequence.node is not None
-        self.counters.preemptions += 1
+        self._cache.counters.preemptions += 1
+        self._cache.decided("preempt", sequence.node, "no page is left")
+        self.put_back(sequence)
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Take a holder's reservation; it waits again, in its place."""
+        assert sequence.node is not None
         self.release(sequence, sequence.node.last_use)
         if sequence.is_known_to_executor:
             self._emit(EndSequence(sequence.id))
@@ -188,23 +226,24 @@ class Reservations:
     def note_computed(self, sequence: Sequence, num_tokens: int, now: float) -> None:
         """Tokens were computed; pages that are full now enter the tree.
 
-        Where an equal node exists already the sequence adopts its page and frees its own: the values agree
-        up to rounding, and every full page then belongs to the tree.
+        Where an equal node is on the device already the sequence adopts its page and frees its own: the
+        values agree up to rounding, and every full page then belongs to the tree.
         """
-        size = self._config.page_tokens
+        size, cache = self._config.page_tokens, self._cache
         sequence.num_computed += num_tokens
         while (sequence.num_shared + 1) * size <= sequence.num_computed:
             index = sequence.num_shared
             node = sequence.node
             assert node is not None
-            key = tuple(sequence.tokens[index * size : (index + 1) * size])
-            child = self._tree.child(node, key)
+            key = sequence.page_key(index, size)
+            child = node.children.get(key)
             if child is None:
-                child = self._tree.insert(node, key, sequence.pages[index], now)
-            else:
-                self.ledger.release((sequence.pages[index],), step_in_flight=self.step_in_flight)
+                child = self._tree.insert(node, key, now)
+            self._tree.move_pin(node, child)
+            own = sequence.pages[index]
+            if not cache.fill(child, (own,)):
+                cache.device.release((own,), step_in_flight=cache.step_in_flight)
                 sequence.pages[index] = child.pages[0]
                 sequence.page_updates.append((index, child.pages[0]))
-            self._tree.move_pin(node, child)
             sequence.node = child
             sequence.num_shared += 1

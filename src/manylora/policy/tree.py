@@ -1,29 +1,46 @@
 """The dependency tree (FastLibra §4): adapters under the root, KV pages under the adapter they depend on.
 
-Owns which node is resident, who pins what, and which node may leave next. A KV node is one full page of
-tokens computed under its adapter after its parent's tokens, so evicting leaves first can never strand KV
-whose adapter or prefix is gone. Does not know sequences, the free list, or why a page is wanted.
+Owns each node's states on the device and on the host, who pins what, and the counts that follow from both. A
+KV node is one full page of tokens computed under its adapter after its parent's tokens. Does not know free
+pages, copies, sequences, or what a node is worth; tells a listener whenever a node may have become a candidate
+to leave or to enter.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from manylora.types import BASE, AdapterId, PageId
 
-PageKey = tuple[int, ...]
-"""The tokens of one full page."""
+if TYPE_CHECKING:
+    from manylora.policy.cache import Move
+
+PageKey = bytes
+"""The tokens of one full page; bytes, because they keep their hash."""
 
 
 class Residence(enum.Enum):
-    """Where an adapter node stands on the device. KV nodes exist only while resident."""
+    """Where a node stands on the device; all but ABSENT own device pages.
+
+    LOADING: its contents are on the way, or there and waiting for the parent's. SAVING: it leaves as soon as
+    its copy on the host is complete; until then it can still be kept.
+    """
 
     ABSENT = "absent"
     LOADING = "loading"
     RESIDENT = "resident"
+    SAVING = "saving"
+
+
+class HostState(enum.Enum):
+    """Whether the host has a copy. FILLING owns host pages whose contents are on the way."""
+
+    NONE = "none"
+    FILLING = "filling"
+    HELD = "held"
 
 
 class Node:
@@ -34,59 +51,103 @@ class Node:
     """
 
     __slots__ = (
-        "adapter", "busy", "children", "key", "last_use",
-        "pages", "parent", "pins", "residence", "stamp",
+        "adapter",
+        "busy",
+        "children",
+        "depth",
+        "evicted_in",
+        "has_landed",
+        "host",
+        "host_pages",
+        "is_dropped",
+        "key",
+        "last_use",
+        "move",
+        "num_on_device",
+        "num_pages",
+        "pages",
+        "parent",
+        "pins",
+        "residence",
+        "stamps",
+        "visits",
+        "weighed_at",
+        "weight",
     )  # fmt: skip
 
-    def __init__(
-        self, adapter: AdapterId, parent: Node | None, key: PageKey, pages: tuple[PageId, ...]
-    ) -> None:
+    def __init__(self, adapter: AdapterId, parent: Node | None, key: PageKey, num_pages: int) -> None:
         self.adapter = adapter
         self.parent = parent
         self.key = key
-        self.pages = pages
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.num_pages = num_pages
         self.children: dict[PageKey, Node] = {}
+        self.num_on_device = 0  # children that are LOADING or RESIDENT
+        self.pages: tuple[PageId, ...] = ()
+        self.host_pages: tuple[PageId, ...] = ()
+        self.residence = Residence.ABSENT
+        self.host = HostState.NONE
+        self.has_landed = False  # LOADING, and only its parent is missing
+        self.move: Move | None = None  # its newest copy in flight
+        self.is_dropped = False
         self.pins = 0
         self.busy = 0
+        # What value models go by.
         self.last_use = 0.0
-        self.residence = Residence.RESIDENT
-        self.stamp = 0
+        self.visits = 0
+        self.weight = 0.0
+        self.weighed_at = 0.0
+        self.evicted_in = -2  # the interval in which the swapper last sent it away
+        self.stamps = [0, 0, 0]  # one for each list of candidates
 
     @property
     def is_adapter(self) -> bool:
         return self.parent is None
 
+    @property
+    def is_ghost(self) -> bool:
+        """In neither tier; kept only because others still hang below it (policies without dependencies)."""
+        return self.residence is Residence.ABSENT and self.host is HostState.NONE
+
 
 @dataclasses.dataclass
 class _AdapterEntry:
     node: Node
-    num_pages: int
     removed: bool = False
 
 
 class DependencyTree:
-    """Adapters and their KV. All methods are O(1) or O(depth of the path)."""
+    """Adapters and their KV. All methods are O(1) or O(depth of the path) unless they say otherwise."""
 
-    def __init__(self) -> None:
-        self.base = Node(BASE, None, (), ())
-        self._adapters: dict[AdapterId, _AdapterEntry] = {BASE: _AdapterEntry(self.base, 0)}
-        # Candidates to leave, by (last use, order of becoming one). Entries go stale; pop checks them.
-        self._history_heap: list[tuple[float, int, Node]] = []
-        self._adapter_heap: list[tuple[float, int, Node]] = []
-        self._stamps = 0
-        self.evictable_pages = 0
+    def __init__(self, keeps_dependencies: bool = True) -> None:
+        self.keeps_dependencies = keeps_dependencies
+        self.base = Node(BASE, None, b"", 0)
+        self.base.residence = Residence.RESIDENT
+        self._adapters: dict[AdapterId, _AdapterEntry] = {BASE: _AdapterEntry(self.base)}
+        self.changed: Callable[[Node], None] = lambda node: None
+        self.num_nodes = 0
+        # Device pages by what they hold, whatever the state; then some of them by state.
         self.history_pages = 0
         self.adapter_pages = 0
+        self.evictable_pages = 0  # of resident nodes that nobody pins
+        self.evictable_adapter_pages = 0
+        self._history_of: dict[AdapterId, int] = {}  # evictable KV pages
+        self.saving_pages = 0
+        self.loading_pages = 0
+        self.resident_adapters = 0
+        self.host_history_pages = 0
+        self.host_adapter_pages = 0
 
     # ------------------------------------------------------------ adapters
 
-    def add_adapter(self, adapter: AdapterId, num_pages: int) -> None:
+    def add_adapter(self, adapter: AdapterId, num_pages: int) -> Node:
         """Make an adapter known; it starts absent."""
         if adapter in self._adapters:
             raise AssertionError(f"adapter {adapter} was added before")
-        node = Node(adapter, None, (), ())
-        node.residence = Residence.ABSENT
-        self._adapters[adapter] = _AdapterEntry(node, num_pages)
+        node = Node(adapter, None, b"", num_pages)
+        self._adapters[adapter] = _AdapterEntry(node)
+        self.num_nodes += 1
+        return node
 
     def knows(self, adapter: AdapterId) -> bool:
         """Whether new requests may name the adapter."""
@@ -96,10 +157,6 @@ class DependencyTree:
     def node(self, adapter: AdapterId) -> Node:
         return self._adapters[adapter].node
 
-    def num_pages(self, adapter: AdapterId) -> int:
-        """Pages that the adapter takes when resident."""
-        return self._adapters[adapter].num_pages
-
     def adapters(self) -> Iterator[Node]:
         """All adapter nodes but the base's."""
         return (entry.node for adapter, entry in self._adapters.items() if adapter != BASE)
@@ -108,176 +165,231 @@ class DependencyTree:
         """No new request may name it."""
         self._adapters[adapter].removed = True
 
-    def begin_load(self, adapter: AdapterId, pages: tuple[PageId, ...]) -> Node:
-        """An absent adapter gets pages that a read will fill."""
-        node = self.node(adapter)
-        if node.residence is not Residence.ABSENT:
-            raise AssertionError(f"adapter {adapter} is {node.residence.value}, not absent")
-        node.pages = pages
-        node.residence = Residence.LOADING
-        self.adapter_pages += len(pages)
-        return node
-
-    def finish_load(self, adapter: AdapterId, now: float) -> None:
-        """The read has landed: the adapter is resident, and may leave if nobody pins it."""
-        node = self.node(adapter)
-        node.residence = Residence.RESIDENT
-        node.last_use = now
-        if node.busy == 0:
-            self.evictable_pages += len(node.pages)
-            self._offer(node)
-
-    def cancel_load(self, adapter: AdapterId) -> tuple[PageId, ...]:
-        """The read failed: the adapter is absent again; its pages are the caller's."""
-        node = self.node(adapter)
-        pages, node.pages = node.pages, ()
-        node.residence = Residence.ABSENT
-        self.adapter_pages -= len(pages)
-        return pages
-
     def forget(self, adapter: AdapterId) -> None:
-        """Drop an absent, unpinned adapter for good."""
+        """Drop an unpinned adapter that is in neither tier for good."""
         node = self.node(adapter)
-        if node.residence is not Residence.ABSENT or node.busy or node.children:
+        if not node.is_ghost or node.busy or node.children:
             raise AssertionError(f"adapter {adapter} is still in use")
+        node.is_dropped = True
+        self.num_nodes -= 1
         del self._adapters[adapter]
+        self._history_of.pop(adapter, None)
 
     # ------------------------------------------------------------ matching and growing
 
-    def match(self, adapter: AdapterId, tokens: list[int], page_tokens: int, max_pages: int) -> list[Node]:
-        """The longest chain of resident KV nodes that spells a prefix of ``tokens``, deepest last."""
-        node = self.node(adapter)
+    def match(self, adapter: AdapterId, keys: list[PageKey], max_pages: int) -> list[Node]:
+        """The longest chain of KV nodes, in either tier, that spells ``keys[:max_pages]``; deepest last."""
+        children = self.node(adapter).children
         found: list[Node] = []
-        for index in range(max_pages):
-            child = node.children.get(tuple(tokens[index * page_tokens : (index + 1) * page_tokens]))
-            if child is None:
+        for key in keys[:max_pages]:
+            child = children.get(key)
+            if child is None or (child.residence is Residence.ABSENT and child.host is HostState.NONE):
                 break
             found.append(child)
-            node = child
+            children = child.children
         return found
 
-    def child(self, parent: Node, key: PageKey) -> Node | None:
-        """The KV node that follows ``parent`` with these tokens, if there is one."""
-        return parent.children.get(key)
-
-    def insert(self, parent: Node, key: PageKey, page: PageId, now: float) -> Node:
-        """A full page becomes history under ``parent``. The new node is unpinned."""
-        node = Node(parent.adapter, parent, key, (page,))
+    def insert(self, parent: Node, key: PageKey, now: float) -> Node:
+        """A KV node under ``parent``: absent, in neither tier, for the caller to fill at once."""
+        node = Node(parent.adapter, parent, key, 1)
         node.last_use = now
         parent.children[key] = node
-        self.history_pages += 1
-        self.evictable_pages += 1
-        self._offer(node)
+        self.num_nodes += 1
         return node
 
+    def remove(self, node: Node) -> None:
+        """Take a KV node that is in neither tier, and without children, out of the tree.
+
+        Ghosts above it that were kept for its sake go too.
+        """
+        parent = node.parent
+        assert parent is not None, "an adapter is forgotten, not removed"
+        if not node.is_ghost or node.children or node.busy:
+            raise AssertionError("the node is still in use")
+        del parent.children[node.key]
+        node.is_dropped = True
+        self.num_nodes -= 1
+        if parent.parent is not None and parent.is_ghost and not parent.children and not parent.busy:
+            self.remove(parent)
+        else:
+            self.changed(parent)
+
+    # ------------------------------------------------------------ states
+
+    def set_device(self, node: Node, residence: Residence, pages: tuple[PageId, ...]) -> None:
+        """The node's new state on the device, with the pages it owns there from now on."""
+        was_on = node.residence is Residence.LOADING or node.residence is Residence.RESIDENT
+        if node.pages:
+            self._count_device(node, -1)
+        node.residence, node.pages = residence, pages
+        is_on = residence is Residence.LOADING or residence is Residence.RESIDENT
+        if pages:
+            self._count_device(node, 1)
+        if residence is not Residence.LOADING:
+            node.has_landed = False
+        parent = node.parent
+        if parent is not None and was_on != is_on:
+            parent.num_on_device += 1 if is_on else -1
+            if parent.num_on_device == 0:
+                self.changed(parent)
+        self.changed(node)
+
+    def set_host(self, node: Node, state: HostState, pages: tuple[PageId, ...]) -> None:
+        """The node's new state on the host, likewise."""
+        change = len(pages) - len(node.host_pages)
+        if node.parent is None:
+            self.host_adapter_pages += change
+        else:
+            self.host_history_pages += change
+        node.host, node.host_pages = state, pages
+        self.changed(node)
+
+    def _count_device(self, node: Node, sign: int) -> None:
+        size = sign * len(node.pages)
+        is_adapter = node.parent is None
+        if is_adapter:
+            self.adapter_pages += size
+        else:
+            self.history_pages += size
+        if node.residence is Residence.RESIDENT:
+            self.resident_adapters += sign * is_adapter
+            if node.busy == 0:
+                self._count_evictable(node, sign)
+        elif node.residence is Residence.SAVING:
+            self.saving_pages += size
+        elif node.residence is Residence.LOADING:
+            self.loading_pages += size
+
+    # ------------------------------------------------------------ pins
+
     def pin(self, node: Node) -> None:
-        """Hold the node, and thereby all it depends on, on the device."""
+        """Hold the node, and thereby all it depends on."""
         node.pins += 1
-        self._add_busy(node, 1)
+        resident = Residence.RESIDENT
+        num_kv_pages = 0
+        step = node
+        while step.parent is not None:
+            step.busy += 1
+            if step.busy == 1 and step.residence is resident:
+                num_kv_pages += 1
+            step = step.parent
+        step.busy += 1
+        num_pages = len(step.pages) if step.busy == 1 and step.residence is resident else 0
+        self._add_evictable(node.adapter, -num_kv_pages, -num_pages)
 
     def unpin(self, node: Node, now: float) -> None:
         """Let go of the node; the whole path counts as used now."""
         node.pins -= 1
-        self._add_busy(node, -1)
+        resident = Residence.RESIDENT
+        num_kv_pages = num_pages = 0
+        idle = []
         step: Node | None = node
         while step is not None:
-            step.last_use = max(step.last_use, now)
+            step.busy -= 1
+            if now > step.last_use:
+                step.last_use = now
+            if step.busy == 0:
+                if step.residence is resident:
+                    if step.parent is None:
+                        num_pages = len(step.pages)
+                    else:
+                        num_kv_pages += 1
+                # Of those that keep dependencies only leaves can leave; their parents are told in their turn.
+                if step is node or not self.keeps_dependencies:
+                    idle.append(step)
             step = step.parent
-        self._offer_if_leaf(node)
+        self._add_evictable(node.adapter, num_kv_pages, num_pages)
+        for step in idle:
+            self.changed(step)
 
     def move_pin(self, parent: Node, child: Node) -> None:
         """Exchange a pin on ``parent`` for one on its child. O(1): no subtree count above changes."""
         parent.pins -= 1
         child.pins += 1
         child.busy += 1
-        if child.busy == 1:
-            self.evictable_pages -= len(child.pages)
+        if child.busy == 1 and child.residence is Residence.RESIDENT:
+            self._count_evictable(child, -1)
 
-    def _add_busy(self, node: Node, change: int) -> None:
-        step: Node | None = node
-        while step is not None:
-            was_idle = step.busy == 0
-            step.busy += change
-            is_idle = step.busy == 0
-            if was_idle != is_idle and step.residence is Residence.RESIDENT:
-                self.evictable_pages += len(step.pages) if is_idle else -len(step.pages)
-            step = step.parent
+    def _count_evictable(self, node: Node, sign: int) -> None:
+        size = sign * len(node.pages)
+        is_adapter = node.parent is None
+        self._add_evictable(node.adapter, 0 if is_adapter else size, size if is_adapter else 0)
 
-    # ------------------------------------------------------------ leaving
+    def _add_evictable(self, adapter: AdapterId, kv_pages: int, adapter_pages: int) -> None:
+        self.evictable_pages += kv_pages + adapter_pages
+        self.evictable_adapter_pages += adapter_pages
+        if kv_pages:
+            self._history_of[adapter] = self._history_of.get(adapter, 0) + kv_pages
 
-    def _offer_if_leaf(self, node: Node) -> None:
-        """Walk up from a node that lost a pin: the first idle node without children may leave."""
-        if node.busy == 0 and not node.children and node.residence is Residence.RESIDENT:
-            self._offer(node)
+    @property
+    def idle_history_pages(self) -> int:
+        """Device pages of KV that no running request uses."""
+        return self.evictable_pages - self.evictable_adapter_pages
 
-    def _offer(self, node: Node) -> None:
-        if node.is_adapter and (node.adapter == BASE or not node.pages):
-            return
-        self._stamps += 1
-        node.stamp = self._stamps
-        heap = self._adapter_heap if node.is_adapter else self._history_heap
-        heapq.heappush(heap, (node.last_use, node.stamp, node))
-        # Without pressure nothing is ever popped; keep stale entries from piling up.
-        if len(heap) > 64 + 2 * (self.history_pages + len(self._adapters)):
-            heap[:] = [entry for entry in heap if self._may_leave(entry[2], entry[1])]
-            heapq.heapify(heap)
-
-    def _may_leave(self, node: Node, stamp: int) -> bool:
-        return (
-            node.stamp == stamp
-            and node.busy == 0
-            and not node.children
-            and bool(node.pages)
-            and node.residence is Residence.RESIDENT
+    def invalid_pages(self) -> int:
+        """Of these, those that no request could use as things are: their adapter is not resident. O(adapters)."""
+        return sum(
+            pages
+            for adapter, pages in self._history_of.items()
+            if pages and self.node(adapter).residence is not Residence.RESIDENT
         )
 
-    def evict_next(self) -> tuple[Node, tuple[PageId, ...]] | None:
-        """Evict the least recently used leaf: history first, adapters once no history can leave.
+    def history_of(self, adapter: AdapterId) -> int:
+        """Device pages of KV under this adapter that no running request uses."""
+        return self._history_of.get(adapter, 0)
 
-        Returns the node and its pages, now the caller's; None when nothing may leave.
-        """
-        for heap in (self._history_heap, self._adapter_heap):
-            while heap:
-                _, stamp, node = heapq.heappop(heap)
-                if self._may_leave(node, stamp):
-                    return node, self._evict(node)
-        return None
+    # ------------------------------------------------------------ who may leave, who may enter
 
-    def _evict(self, node: Node) -> tuple[PageId, ...]:
-        pages, node.pages = node.pages, ()
-        self.evictable_pages -= len(pages)
-        node.residence = Residence.ABSENT
-        if node.is_adapter:
-            self.adapter_pages -= len(pages)
-            return pages
-        self.history_pages -= len(pages)
-        parent = node.parent
-        assert parent is not None  # KV nodes always have one
-        del parent.children[node.key]
-        self._offer_if_leaf(parent)
-        return pages
+    def may_leave(self, node: Node) -> bool:
+        """Whether the device may do without it: leaves first, where dependencies are kept."""
+        return (
+            node.residence is Residence.RESIDENT
+            and node.busy == 0
+            and bool(node.pages)
+            and (node.num_on_device == 0 or not self.keeps_dependencies)
+        )
 
-    def drop_subtree(self, adapter: AdapterId) -> tuple[PageId, ...]:
-        """Evict an idle adapter with all its KV; returns every page, now the caller's."""
-        root = self.node(adapter)
-        if root.busy or root.residence is Residence.LOADING:
-            raise AssertionError(f"adapter {adapter} is in use")
-        freed: list[PageId] = []
-        stack = [root]
-        order: list[Node] = []
-        while stack:
-            node = stack.pop()
-            order.append(node)
-            stack.extend(node.children.values())
-        for node in reversed(order):
-            if node.pages:
-                freed.extend(self._evict(node))
-        return tuple(freed)
+    def may_enter(self, node: Node) -> bool:
+        """Whether a copy from the host would make it usable: parents first, where dependencies are kept."""
+        if node.residence is not Residence.ABSENT or node.host is not HostState.HELD or node.is_dropped:
+            return False
+        if self._adapters[node.adapter].removed:
+            return False
+        return (
+            node.parent is None or node.parent.residence is Residence.RESIDENT or not self.keeps_dependencies
+        )
+
+    def may_leave_host(self, node: Node) -> bool:
+        """Whether the host may drop its copy: one that the device has too, or a leaf of both tiers."""
+        if node.host is not HostState.HELD or node.is_dropped:
+            return False
+        if node.residence is Residence.RESIDENT:
+            return True
+        return node.residence is Residence.ABSENT and node.busy == 0 and not node.children
 
     def all_nodes(self) -> Iterator[Node]:
-        """Every node, parents first, for invariant checks."""
+        """Every node, parents first; for invariant checks and rare sweeps."""
         stack = [entry.node for entry in self._adapters.values()]
         while stack:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
+
+
+def subtree(root: Node) -> list[Node]:
+    """The node and all below it, parents first."""
+    order = [root]
+    for node in order:
+        order.extend(node.children.values())
+    return order
+
+
+def path_to(node: Node) -> list[Node]:
+    """The KV nodes from an adapter (left out) down to ``node``."""
+    path = []
+    step = node
+    while step.parent is not None:
+        path.append(step)
+        step = step.parent
+    path.reverse()
+    return path

@@ -1,0 +1,134 @@
+"""Nodes that may leave a tier, or enter one, kept in order of value as it changes.
+
+What a node is worth decays with time, but not so that nodes of one kind overtake each other: a value model
+names *buckets* within which the order stands still. Each bucket is a heap; a decision compares only their
+heads. So choosing is exact, and neither time nor the number of nodes costs anything.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Hashable
+
+from manylora.policy.tree import Node
+from manylora.policy.value import ValueModel
+
+_Entry = tuple[float, float, int, Node]
+"""Rank, tie-break by depth, stamp, node."""
+
+
+class Candidates:
+    """One list of candidates. ``slot``: which of a node's stamps is this list's.
+
+    ``takes_best``: the most valuable first (to enter) rather than the least (to leave). Entries go stale when
+    a node is offered again or is no candidate any more; ``pop`` passes over them.
+    """
+
+    def __init__(
+        self, slot: int, values: ValueModel, is_candidate: Callable[[Node], bool], takes_best: bool = False
+    ) -> None:
+        self._slot = slot
+        self._values = values
+        self._is_candidate = is_candidate
+        self._sign = -1.0 if takes_best else 1.0
+        self._buckets: dict[Hashable, list[_Entry]] = {}
+        self._stamps = 0
+        self._num_entries = 0
+        self._num_at_sweep = 0
+        # While a decision is made: each bucket's best entry, and which entry that is.
+        self._heads: list[tuple[float, float, int, Hashable]] | None = None
+        self._noted: dict[Hashable, int] = {}
+
+    def __bool__(self) -> bool:
+        """Whether there may be a candidate: entries may all be stale."""
+        return self._num_entries > 0
+
+    def offer(self, node: Node) -> None:
+        """The node is a candidate from now on, valued as it stands now."""
+        self._stamps += 1
+        node.stamps[self._slot] = self._stamps
+        bucket = self._values.bucket(node)
+        heap = self._buckets.get(bucket)
+        if heap is None:
+            heap = self._buckets[bucket] = []
+        # Among equals the deepest leaves first and enters last.
+        rank = self._sign * self._values.rank(node)
+        heapq.heappush(heap, (rank, -self._sign * node.depth, self._stamps, node))
+        self._num_entries += 1
+        if self._heads is not None and heap[0][3] is node:
+            self._note_head(bucket)
+        # Without pressure nothing is ever popped; keep stale entries from piling up.
+        if self._num_entries > 1024 + 4 * self._num_at_sweep:
+            self._sweep()
+
+    def begin(self, now: float) -> None:
+        """Start a decision at ``now``: values are compared as of then until ``end``."""
+        self._now = now
+        self._heads = []
+        self._noted.clear()
+        for bucket in list(self._buckets):
+            self._note_head(bucket)
+
+    def pop(self) -> tuple[Node, float] | None:
+        """The next candidate of the decision begun, with its value (log seconds); None when there is none."""
+        heads = self._heads
+        assert heads is not None, "a decision is begun before it is made"
+        while heads:
+            value, _, stamp, bucket = heapq.heappop(heads)
+            if self._noted.get(bucket) != stamp:
+                continue  # another became its bucket's best since
+            heap = self._clean(bucket)
+            if not heap or heap[0][2] != stamp:
+                self._note_head(bucket)
+                continue
+            node = heapq.heappop(heap)[3]
+            self._num_entries -= 1
+            node.stamps[self._slot] = 0
+            self._note_head(bucket)
+            return node, self._sign * value
+        return None
+
+    def end(self) -> None:
+        """The decision is made."""
+        self._heads = None
+
+    def _note_head(self, bucket: Hashable) -> None:
+        heap = self._clean(bucket)
+        if not heap:
+            self._noted.pop(bucket, None)
+            return
+        assert self._heads is not None
+        _, _, stamp, node = heap[0]
+        if self._noted.get(bucket) == stamp:
+            return
+        self._noted[bucket] = stamp
+        value, tie = self._values.value(node, self._now)
+        heapq.heappush(self._heads, (self._sign * value, self._sign * tie, stamp, bucket))
+
+    def _clean(self, bucket: Hashable) -> list[_Entry]:
+        """The bucket's heap with a valid entry at its head; an empty one is forgotten."""
+        heap = self._buckets.get(bucket)
+        if heap is None:
+            return []
+        while heap and not self._is_valid(heap[0]):
+            heapq.heappop(heap)
+            self._num_entries -= 1
+        if not heap:
+            del self._buckets[bucket]
+        return heap
+
+    def _is_valid(self, entry: _Entry) -> bool:
+        return entry[3].stamps[self._slot] == entry[2] and self._is_candidate(entry[3])
+
+    def _sweep(self) -> None:
+        for bucket in list(self._buckets):
+            kept = [entry for entry in self._buckets[bucket] if self._is_valid(entry)]
+            if kept:
+                heapq.heapify(kept)
+                self._buckets[bucket] = kept
+            else:
+                del self._buckets[bucket]
+        self._num_entries = sum(map(len, self._buckets.values()))
+        self._num_at_sweep = self._num_entries
+        if self._heads is not None:
+            self.begin(self._now)

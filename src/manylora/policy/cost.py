@@ -1,0 +1,70 @@
+"""What things take, learnt from what they took: transfers, reads, prefill. Numbers in, seconds out.
+
+Owns running estimates that start from modest assumptions; everything it learns arrives in events, so a replay
+learns the same.
+"""
+
+from __future__ import annotations
+
+_KEEP = 0.9
+"""How much of an estimate survives one observation."""
+
+_FIRST_COPY_BYTES_S = 20e9
+_FIRST_READ_BYTES_S = 1e9
+_FIRST_PREFILL_S = 50e-6  # a token
+_LEAST_PREFILL_TOKENS = 64
+
+
+class Rates:
+    """Seconds a page of ``page_bytes`` and ``page_tokens`` takes."""
+
+    def __init__(self, page_bytes: int, page_tokens: int) -> None:
+        self._page_tokens = page_tokens
+        self.page_in_s = page_bytes / _FIRST_COPY_BYTES_S
+        self.page_out_s = page_bytes / _FIRST_COPY_BYTES_S
+        self.page_read_s = page_bytes / _FIRST_READ_BYTES_S
+        self._token_s = _FIRST_PREFILL_S
+        self._decode_s = 0.0
+        self._num_copies = {True: 0, False: 0}
+        self._num_reads = 0
+
+    def page_prefill_s(self, prefix_class: int) -> float:
+        """Computing one page again, after a prefix of about 2 ** (prefix_class - 1) pages.
+
+        Attention over the prefix adds to what a token takes; a quarter more per doubling beyond 64 pages is
+        about what a 7B model shows.
+        """
+        return self._page_tokens * self._token_s * (1.0 + 0.25 * max(0, prefix_class - 7))
+
+    def saw_copy(self, num_pages: int, seconds: float, to_device: bool) -> None:
+        """A copy between the tiers has landed."""
+        if seconds <= 0 or not num_pages:
+            return
+        old = self.page_in_s if to_device else self.page_out_s
+        new = _blend(old, seconds / num_pages, self._num_copies[to_device])
+        self._num_copies[to_device] += 1
+        if to_device:
+            self.page_in_s = new
+        else:
+            self.page_out_s = new
+
+    def saw_read(self, num_pages: int, seconds: float) -> None:
+        """An adapter was read from its source."""
+        if seconds > 0 and num_pages:
+            self.page_read_s = _blend(self.page_read_s, seconds / num_pages, self._num_reads)
+            self._num_reads += 1
+
+    def saw_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """A step ended; with many more tokens than rows it was mostly prefill."""
+        if seconds <= 0:
+            return
+        if num_tokens == num_rows:
+            self._decode_s = seconds if not self._decode_s else _KEEP * self._decode_s + (1 - _KEEP) * seconds
+        elif num_tokens - num_rows >= _LEAST_PREFILL_TOKENS:
+            marginal = max(0.1 * seconds, seconds - self._decode_s) / (num_tokens - num_rows)
+            self._token_s = _KEEP * self._token_s + (1 - _KEEP) * marginal
+
+
+def _blend(old: float, seen: float, num_before: int) -> float:
+    """The first observation replaces the assumption."""
+    return seen if num_before == 0 else _KEEP * old + (1 - _KEEP) * seen

@@ -1,0 +1,75 @@
+"""The cache policies by name: each is a few choices that the same code obeys.
+
+Owns what distinguishes the paper, its ablations, its baselines and ours; does not know how a choice is carried
+out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from manylora.config import CacheConfig
+from manylora.policy.cost import Rates
+from manylora.policy.value import FastLibraValue, HostLoss, LeastRecentlyUsed, RealCost, ValueModel
+from manylora.policy.visits import Visits
+
+ModelMaker = Callable[[CacheConfig, Visits, Rates], ValueModel]
+
+
+def _lru(config: CacheConfig, visits: Visits, rates: Rates) -> ValueModel:
+    return LeastRecentlyUsed()
+
+
+def _fastlibra(config: CacheConfig, visits: Visits, rates: Rates) -> ValueModel:
+    return FastLibraValue(visits, rates, config.tau_s)
+
+
+def _fastlibra_without_reward(config: CacheConfig, visits: Visits, rates: Rates) -> ValueModel:
+    return FastLibraValue(visits, rates, config.tau_s, rewards_adapters=False)
+
+
+def _real_cost(config: CacheConfig, visits: Visits, rates: Rates) -> ValueModel:
+    return RealCost(rates, config.window_s)
+
+
+def _host_loss(config: CacheConfig, visits: Visits, rates: Rates) -> ValueModel:
+    return HostLoss(rates, config.window_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class CachePolicy:
+    """What a policy does.
+
+    ``keeps_dependencies``: no KV on the device without its adapter and its prefix. ``keeps_history``: a
+    finished request's KV and an unused adapter stay until their room is needed. ``swaps_by_itself``: keeps the
+    device between its two marks (FastLibra §5.3). ``prefetches``: brings what waiting requests need into idle
+    pages (S-LoRA §5.2). ``has_parts``: adapters and KV have a fixed share of the device each.
+    ``counts_visits``: its value model reads how many requests in the window used a node.
+    """
+
+    device_value: ModelMaker
+    host_value: ModelMaker = _lru
+    keeps_dependencies: bool = True
+    keeps_history: bool = True
+    swaps_by_itself: bool = False
+    prefetches: bool = False
+    has_parts: bool = False
+    counts_visits: bool = False
+
+
+POLICIES: dict[str, CachePolicy] = {
+    "manylora": CachePolicy(_real_cost, _host_loss, swaps_by_itself=True, prefetches=True),
+    "fastlibra": CachePolicy(_fastlibra, swaps_by_itself=True, counts_visits=True),
+    "fastlibra-wom": CachePolicy(
+        _fastlibra, keeps_dependencies=False, swaps_by_itself=True, counts_visits=True
+    ),
+    "fastlibra-wos": CachePolicy(_lru, swaps_by_itself=True),
+    "fastlibra-wol": CachePolicy(_fastlibra_without_reward, swaps_by_itself=True, counts_visits=True),
+    # The paper's vLLM (§2.2, §6.1): parts, each with its own LRU, and history offloaded to the host.
+    "static-lru": CachePolicy(_lru, keeps_dependencies=False, has_parts=True),
+    # The paper's S-LoRA (§6.1): one pool, adapters dropped when unused, no history.
+    "s-lora": CachePolicy(_lru, keeps_history=False, prefetches=True),
+    # One pool, one LRU. It keeps dependencies: only leaves leave.
+    "lru": CachePolicy(_lru),
+}

@@ -1,0 +1,127 @@
+"""The swapper (FastLibra §5.3) and the prefetch for the waiting queue (S-LoRA §5.2).
+
+Owns when nodes move without being asked for: at every interval, out above the high mark, in below the low one.
+Which nodes, is the value model's choice; how they move, ``cache``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from manylora.config import CacheConfig
+from manylora.policy.cache import Cache
+from manylora.policy.queues import Sequence, WaitingQueue
+from manylora.policy.tree import HostState, Node, Residence
+
+LANE_S = 0.005
+"""What it moves at a time, in seconds of the lane: a copy that somebody waits for stands behind it."""
+QUEUE_DEPTH = 8
+"""How far into the waiting queue it looks."""
+
+
+class Swapper:
+    """Moves nodes between the tiers at intervals."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        cache: Cache,
+        waiting: WaitingQueue,
+        match: Callable[[Sequence], list[Node]],
+    ) -> None:
+        self._cache = cache
+        self._waiting = waiting
+        self._match = match
+        total = cache.device.num_pages
+        self._high_pages = int(config.high_mark * total)
+        self._low_pages = -int(-config.low_mark * total // 1)
+        self._interval_s = config.interval_s
+        self._interval_began = float("-inf")
+        self._held_back: list[Node] = []
+
+    def tick(self, now: float) -> None:
+        """An interval has passed."""
+        cache = self._cache
+        if now - self._interval_began >= self._interval_s / 2:
+            self._interval_began = now
+            cache.interval += 1
+            for node in self._held_back:
+                if cache.tree.may_enter(node):
+                    cache.entering.offer(node)
+            self._held_back.clear()
+        cache.visits.expire(now)
+        self._sample()
+        if cache.policy.swaps_by_itself and cache.pages_used > self._high_pages:
+            cache.shrink(self._high_pages, "busy")
+
+    def _sample(self) -> None:
+        tree, counters = self._cache.tree, self._cache.counters
+        if tree.idle_history_pages:
+            counters.invalid_share_sum += tree.invalid_pages() / tree.idle_history_pages
+            counters.invalid_share_samples += 1
+
+    def use_idle_lane(self, now: float) -> None:
+        """Bring in what waiting requests need, then what is worth most, while nothing else is copied."""
+        cache = self._cache
+        if cache.pages_coming or cache.reads:
+            return
+        if cache.policy.prefetches:
+            self._prefetch()
+        if cache.policy.swaps_by_itself and cache.pages_used < self._low_pages and cache.entering:
+            self._bring_in(now)
+
+    @property
+    def may_bring_in(self) -> bool:
+        """Whether a later interval may find something to do while nothing happens."""
+        cache = self._cache
+        return cache.policy.swaps_by_itself and (
+            cache.pages_used > self._high_pages
+            or (cache.pages_used < self._low_pages and bool(self._held_back))
+        )
+
+    def _bring_in(self, now: float) -> None:
+        cache = self._cache
+        most_pages = max(1, int(LANE_S / cache.rates.page_in_s))
+        brought = 0
+        cache.begin_entering(now)
+        while brought < most_pages and cache.pages_used < self._low_pages:
+            chosen = cache.entering.pop()
+            if chosen is None:
+                break
+            node, value = chosen
+            if node.evicted_in >= cache.interval - 1:
+                self._held_back.append(node)  # no ping-pong: only a request brings it back so soon
+                continue
+            if not self._fits(node):
+                continue
+            cache.load([node], "idle", value)
+            brought += node.num_pages
+        cache.entering.end()
+
+    def _fits(self, node: Node) -> bool:
+        """Into idle pages, without passing the high mark."""
+        cache = self._cache
+        return (
+            cache.pages_used + node.num_pages <= self._high_pages and cache.device.num_free >= node.num_pages
+        )
+
+    def _prefetch(self) -> None:
+        """For the first in the queue, into idle pages only; an adapter with no room there at least is read."""
+        cache = self._cache
+        for sequence in self._waiting.leading(QUEUE_DEPTH):
+            if sequence.is_prefetched:
+                continue
+            sequence.is_prefetched = True
+            root = cache.tree.node(sequence.adapter)
+            for node in (root, *self._match(sequence)):
+                if node.residence is not Residence.ABSENT:
+                    continue
+                if self._fits(node) and (node.parent is None or node.host is HostState.HELD):
+                    cache.load([node], "queue")
+                    cache.counters.prefetches += 1
+                    continue
+                if node.is_adapter and node.host is HostState.NONE and node.num_pages <= cache.host.num_free:
+                    cache.read(node, "queue")
+                    cache.counters.prefetches += 1
+                if cache.tree.keeps_dependencies:
+                    break
