@@ -32,6 +32,16 @@ sizes are written as 512MiB or 10GB. The command line wins over the config file.
 """
 
 
+_BENCH_EXAMPLES = """\
+examples:
+  manylora bench serve --trace-file chat_5rps.jsonl.gz --url http://localhost:8000 --out result.json
+      a running server, manylora's or another with OpenAI's API, whose adapters are adapter-0, adapter-1, ...
+  manylora bench serve --trace-file chat_5rps.jsonl.gz --model ./llama --load-format dummy \\
+       --adapter-dir ./adapters --device-pool 12GB --warm-adapters
+      an engine in this process; takes the engine's settings of manylora serve
+"""
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse, but an error is one line."""
 
@@ -58,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands)
     _add_adapters(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -76,7 +87,7 @@ def _add_serve(commands: Any) -> None:
     serve.set_defaults(run=_serve)
 
 
-def _add_flag(parser: argparse.ArgumentParser, flag: Flag) -> None:
+def _add_flag(parser: argparse._ActionsContainer, flag: Flag) -> None:
     # Values stay text, and absent ones None, so that a config file and the command line convert alike.
     shown = "" if flag.default is None else f" (default: {flag.default})"
     options: dict[str, Any] = {"help": flag.help + shown, "default": None, "dest": flag.name}
@@ -146,6 +157,47 @@ def _adapters(args: argparse.Namespace) -> int:
     report = list_adapters if args.action == "list" else check_adapter
     print(report(settings, args.path, as_json=args.json))
     return 0
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="measure a server or an engine")
+    kinds = bench.add_subparsers(required=True, metavar="KIND")
+    serve = kinds.add_parser(
+        "serve",
+        help="replay a chat trace and report times to the first token, between tokens, and what was reused",
+        description="Replay a multi-turn chat trace, greedily and with exact lengths, and report. Exits 1 "
+        "where a turn failed.",
+        epilog=_BENCH_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for option, metavar, help_text in (
+        ("--url", "URL", "a running OpenAI-compatible server"),
+        ("--model", "DIR", "or an engine in this process, on this model"),
+        ("--trace-file", "FILE", "JSON lines of turns, perhaps gzipped"),
+        ("--rate-scale", "X", "replay X times as fast (default: 1)"),
+        ("--limit", "N", "only the first N turns"),
+        ("--seed", "N", "of the prompts' random tokens (default: 0)"),
+        ("--vocab-size", "N", "draw prompt tokens below N (default: 1000)"),
+        ("--adapter-name", "TEMPLATE", "name of the trace's adapter {} (default: adapter-{})"),
+        ("--out", "FILE", "write the report and every turn's times as JSON"),
+    ):
+        serve.add_argument(option, metavar=metavar, help=help_text, required=option == "--trace-file")
+    serve.add_argument("--warm-adapters", action="store_true", help="request every adapter once before")
+    serve.add_argument("--progress", action="store_true", help="a line on stderr every two seconds")
+    serve.add_argument("--api-key", metavar="KEY", help="for the server at --url")
+    engine = serve.add_argument_group("settings of an engine in this process, as for manylora serve")
+    for flag in FLAGS:
+        if not flag.is_http:
+            _add_flag(engine, flag)
+    serve.set_defaults(run=_bench_serve)
+
+
+def _bench_serve(args: argparse.Namespace) -> int:
+    from manylora.bench.serve import run, settings_from
+
+    names = ("model", *(flag.name for flag in FLAGS if not flag.is_http))
+    engine = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return run(settings_from(vars(args), engine))
 
 
 if __name__ == "__main__":

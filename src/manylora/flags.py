@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from manylora.config import (
+    CACHE_POLICIES,
     LARGEST_NUMBER,
     AdapterSettings,
+    CacheConfig,
     CacheSettings,
     ConfigError,
     EngineSettings,
@@ -103,7 +105,12 @@ FLAGS: tuple[Flag, ...] = (
         "most tokens that one step computes; longer prompts go in chunks",
         metavar="N",
     ),
-    Flag("page_tokens", "int", "tokens that one page of KV holds", 16, metavar="N"),
+    Flag(
+        "page_tokens",
+        "int",
+        "tokens that one page of KV holds (default: 16; 32 with --cache-policy static-lru)",
+        metavar="N",
+    ),
     Flag(
         "device_pool",
         "size",
@@ -111,6 +118,30 @@ FLAGS: tuple[Flag, ...] = (
         "free memory), on CUDA most of what the weights leave)",
         metavar="SIZE",
     ),
+    Flag(
+        "host_pool",
+        "size",
+        "host memory for adapters that have been read and for KV that had to leave the device; 0 for none "
+        "(default: on a CPU min(4 GiB, 25%% of free memory), on CUDA half of free memory)",
+        metavar="SIZE",
+    ),
+    Flag(
+        "cache_policy",
+        "str",
+        "who decides what stays on the device: ours, FastLibra's with its ablations, or a baseline",
+        "manylora",
+        CACHE_POLICIES,
+    ),
+    Flag(
+        "cache_adapter_share",
+        "float",
+        "the share of device pages that static-lru keeps for adapters",
+        0.2,
+        metavar="SHARE",
+    ),
+    Flag("cache_tau", "float", "scale of the time decay of FastLibra's equation 5", 10.0, metavar="S"),
+    Flag("cache_window", "float", "how long a visit counts towards a node's probability", 60.0, metavar="S"),
+    Flag("trace", "path", "write every cache decision as a line that a person can read", metavar="FILE"),
     Flag("max_adapter_rank", "int", "refuse adapters of a larger rank (default: no limit)", metavar="N"),
     Flag(
         "drain_timeout",
@@ -132,6 +163,9 @@ FLAGS: tuple[Flag, ...] = (
         "journal", "path", "record every event the policy sees, to replay its decisions later", metavar="FILE"
     ),
 )
+
+_PAGE_TOKENS = {"static-lru": 32}
+"""The FastLibra paper runs its vLLM baseline with blocks of 32 tokens (§2.2)."""
 
 _BY_NAME = {flag.name: flag for flag in FLAGS}
 
@@ -222,7 +256,19 @@ def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSetti
             got["load_format"],
             got["max_model_len"],
         ),
-        cache=CacheSettings(got["page_tokens"], got["device_pool"]),
+        cache=CacheSettings(
+            got["page_tokens"] or _PAGE_TOKENS.get(got["cache_policy"], 16),
+            got["device_pool"],
+            got["host_pool"],
+            CacheConfig(
+                policy=got["cache_policy"],
+                adapter_share=got["cache_adapter_share"],
+                tau_s=got["cache_tau"],
+                window_s=got["cache_window"],
+                trace=got["trace"] is not None,
+            ),
+            got["trace"],
+        ),
         scheduler=SchedulerSettings(got["max_num_seqs"], got["max_batch_tokens"]),
         adapters=AdapterSettings(
             _adapters(got["adapter"] or []), got["adapter_dir"], got["max_adapter_rank"]
@@ -251,6 +297,11 @@ def _check(got: Mapping[str, Any]) -> None:
             raise ConfigError(f"{_BY_NAME[name].option} must be at least 1, got {got[name]}")
         if got[name] is not None and got[name] > LARGEST_NUMBER:
             raise ConfigError(f"{_BY_NAME[name].option} must be at most {LARGEST_NUMBER}, got {got[name]}")
+    for name in ("cache_tau", "cache_window"):
+        if not 0 < got[name] < float("inf"):
+            raise ConfigError(f"{_BY_NAME[name].option} must be more than 0, got {got[name]}")
+    if not 0 < got["cache_adapter_share"] < 1:
+        raise ConfigError(f"--cache-adapter-share must lie between 0 and 1, got {got['cache_adapter_share']}")
     if not 0 <= got["port"] <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {got['port']}")
     if not 0 <= got["drain_timeout"] < float("inf"):

@@ -66,7 +66,11 @@ class RequestOutput:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamOutput:
-    """News of one sample of one prompt while it runs: what is new, not what came before."""
+    """News of one sample of one prompt while it runs: what is new, not what came before.
+
+    With a prompt's first news only: how many of its tokens were reused, and how long it waited for admission,
+    then for its adapter, then for its history.
+    """
 
     request_id: str
     prompt_index: int
@@ -74,6 +78,10 @@ class StreamOutput:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None
+    num_cached_tokens: int = 0
+    queue_s: float = 0.0
+    adapter_s: float = 0.0
+    kv_s: float = 0.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -465,4 +473,7 @@ def _spread(value: Any, count: int, name: str) -> list[Any]:
 def _stream_output(index: int, job: _Job, delta: TextDelta) -> StreamOutput:
     if delta.error is not None:
         raise GenerationFailed(delta.error)
-    return StreamOutput(job.request.id, index, delta.sample, delta.text, delta.token_ids, delta.finish_reason)
+    return StreamOutput(
+        job.request.id, index, delta.sample, delta.text, delta.token_ids, delta.finish_reason,
+        delta.num_cached_tokens, delta.queue_s, delta.adapter_s, delta.kv_s,
+    )  # fmt: skip

@@ -7,6 +7,7 @@ pair; whichever dies, the other learns it from the end of the stream.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -15,16 +16,19 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from manylora import __version__
 from manylora.adapters.sources import discover
-from manylora.config import AdapterSettings, ConfigError, EngineSettings, HttpSettings, PolicyConfig
+from manylora.config import AdapterSettings, ConfigError, EngineSettings, HttpSettings
 from manylora.engine import service, wire
 from manylora.engine.client import EngineDead
 from manylora.engine.driver import Driver
 from manylora.engine.journal import JournalWriter
 from manylora.engine.remote import RemoteEngine
+from manylora.engine.trace import TraceWriter
 from manylora.models.config import ModelError, read_model_config
 from manylora.models.source import resolve_model
 from manylora.progress import Bar
@@ -36,6 +40,8 @@ log = logging.getLogger("manylora")
 CHILD_EXIT_S = 10.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
+_Writer = TypeVar("_Writer")
+
 
 # ---------------------------------------------------------------- an engine in this process
 
@@ -44,27 +50,32 @@ def build_driver(settings: EngineSettings, bar: Bar | None = None) -> Driver:
     """A driver, not started, with its adapters added; raises ConfigError. Loads the model's weights."""
     from manylora.executor.build import build_worker  # brings torch
 
-    try:
-        worker, config, info = build_worker(settings, progress=bar)
-    except ModelError as error:
-        raise ConfigError(str(error)) from error
-    journal = None
-    try:
+    with contextlib.ExitStack() as undo:
+        trace = None
+        if settings.cache.trace is not None:
+            # First: a path that cannot be written must not cost a model load.
+            trace = _open("trace", settings.cache.trace, TraceWriter)
+            undo.callback(trace.close)
+        try:
+            worker, config, info = build_worker(settings, progress=bar)
+        except ModelError as error:
+            raise ConfigError(str(error)) from error
+        undo.callback(worker.close)
+        journal = None
         if settings.journal is not None:
-            journal = _open_journal(settings.journal, config)
-        driver = Driver(config, worker, info, journal=journal)
+            journal = _open("journal", settings.journal, lambda path: JournalWriter(path, config))
+            undo.callback(journal.close)
+        driver = Driver(config, worker, info, journal=journal, trace=trace)
         add_initial_adapters(driver, settings.adapters, base=settings.model.name)
-    except BaseException:
-        worker.close()
-        raise
+        undo.pop_all()
     return driver
 
 
-def _open_journal(path: str, config: PolicyConfig) -> JournalWriter:
+def _open(what: str, path: str, opened: Callable[[Path], _Writer]) -> _Writer:
     try:
-        return JournalWriter(Path(path), config)
+        return opened(Path(path))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the journal {path}: {error}") from error
+        raise ConfigError(f"cannot write the {what} {path}: {error}") from error
 
 
 def add_initial_adapters(driver: Driver, settings: AdapterSettings, base: str) -> None:

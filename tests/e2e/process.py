@@ -205,8 +205,8 @@ class Server:
 
 RUNNING = f'vllm:num_requests_running{{model_name="{BASE}"}}'
 WAITING = f'vllm:num_requests_waiting{{model_name="{BASE}"}}'
-PAGES_RUNNING = 'manylora:pages{use="running"}'
-PAGES_ADAPTERS = 'manylora:pages{use="adapters"}'
+PAGES_RUNNING = 'manylora:pages{tier="device",use="running"}'
+PAGES_ADAPTERS = 'manylora:pages{tier="device",use="adapters"}'
 
 
 def _kill(pid: int) -> None:

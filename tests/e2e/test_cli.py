@@ -63,6 +63,8 @@ BAD_VALUES = [
     ("--max-adapter-rank", "0"), ("--drain-timeout", "-1"), ("--drain-timeout", "nan"),
     ("--drain-timeout", "x"), ("--adapter", "x"), ("--adapter", "x="), ("--adapter", "=x"),
     ("--adapter-dir", "/no/such/folder"), ("--api-key", ""), ("--config", "/no/such/file"),
+    ("--cache-policy", "mru"), ("--cache-tau", "0"), ("--cache-window", "x"), ("--cache-adapter-share", "2"),
+    ("--host-pool", "-5"), ("--host-pool", "much"),
 ]  # fmt: skip
 
 
@@ -97,7 +99,7 @@ def test_addresses_that_cannot_be_listened_on() -> None:
     assert_refused("serve", MODEL, "--host", "x" * 70 + ".invalid", says=("cannot listen",))
 
 
-@pytest.mark.parametrize("case", ["cuda", "pool", "length", "journal", "adapter"])
+@pytest.mark.parametrize("case", ["cuda", "pool", "length", "journal", "trace", "adapter"])
 def test_what_only_the_engine_can_refuse(case: str, adapters: Path, tmp_path: Path) -> None:
     bad = folders.with_config(adapters / "german", tmp_path / "bad", use_dora=True)
     args, says = {
@@ -105,6 +107,7 @@ def test_what_only_the_engine_can_refuse(case: str, adapters: Path, tmp_path: Pa
         "pool": (("--device-pool", "1KiB"), ("pool", "pages")),
         "length": (("--max-model-len", "5000"), ("5000", "1024")),
         "journal": (("--journal", str(tmp_path / "none" / "journal")), ("journal", "No such file")),
+        "trace": (("--trace", str(tmp_path / "none" / "trace")), ("trace", "No such file")),
         "adapter": (("--adapter", f"x={bad}"), ("'x'", "DoRA")),
     }[case]
     assert_refused("serve", MODEL, "--port", "0", *args, says=says)

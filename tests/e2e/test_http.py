@@ -246,6 +246,9 @@ def test_probes_and_documents(server: Server) -> None:
     assert "/v1/load_lora_adapter" in server.http.get("/openapi.json").json()["paths"]
 
 
+TTFT_PARTS = ["queue", "adapter", "kv", "prefill"]
+
+
 def test_metrics_have_vllms_names_and_true_residency(server: Server) -> None:
     server.text(model="greek")
     metrics = server.metrics()
@@ -262,6 +265,16 @@ def test_metrics_have_vllms_names_and_true_residency(server: Server) -> None:
     resident = [name for name in metrics if name.startswith("vllm:lora_adapter_loaded{")]
     assert any('adapter_name="greek"' in name and 'level="gpu"' in name for name in resident)
     assert metrics['manylora:adapter_state{adapter_name="greek",state="resident"}'] == 1
+    parts = [metrics[f'manylora:ttft_part_seconds_sum{{part="{part}"}}'] for part in TTFT_PARTS]
+    assert sum(parts) == pytest.approx(metrics[f"vllm:time_to_first_token_seconds_sum{label}"], rel=0.01)
+    greek = [
+        f'manylora:adapter_ttft_part_seconds_total{{adapter_name="greek",part="{part}"}}'
+        for part in TTFT_PARTS
+    ]
+    assert metrics[greek[TTFT_PARTS.index("adapter")]] > 0  # it was read once
+    assert sum(metrics[name] for name in greek) == pytest.approx(
+        metrics['manylora:adapter_time_to_first_token_seconds_sum{adapter_name="greek"}'], rel=0.01
+    )
     assert metrics[PAGES_ADAPTERS] >= metrics['manylora:adapter_pages{adapter_name="greek"}'] > 0
 
 

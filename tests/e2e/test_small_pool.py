@@ -15,16 +15,35 @@ from tests.e2e.process import BASE, PAGES_ADAPTERS, Server, assert_error, comple
 POOL_PAGES = 128
 
 
+HOST_POOL = {1: "0", 2: "64MiB"}
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one tier", "two tiers"])
+def num_tiers(request: pytest.FixtureRequest) -> int:
+    tiers: int = request.param
+    return tiers
+
+
 @pytest.fixture(scope="module")
-def small(adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A copy of the shipped adapters, and 4 MiB for all of them, KV included."""
+def trace(tmp_path_factory: pytest.TempPathFactory, num_tiers: int) -> Path:
+    return tmp_path_factory.mktemp("trace") / "trace"
+
+
+@pytest.fixture(scope="module")
+def small(
+    adapters: Path, tmp_path_factory: pytest.TempPathFactory, trace: Path, num_tiers: int
+) -> Iterator[Server]:
+    """A copy of the shipped adapters, and 4 MiB of device pages for all of them, KV included."""
     root = shutil.copytree(adapters, tmp_path_factory.mktemp("small") / "adapters")
-    with Server("--adapter-dir", str(root), "--device-pool", "4MiB") as started:
+    pools = ("--device-pool", "4MiB", "--host-pool", HOST_POOL[num_tiers])
+    with Server("--adapter-dir", str(root), *pools, "--trace", str(trace)) as started:
         yield started.wait_ready()
         started.wait_quiet()
 
 
-def test_answers_are_those_of_a_large_pool(server: Server, small: Server, names: list[str]) -> None:
+def test_answers_are_those_of_a_large_pool(
+    server: Server, small: Server, names: list[str], num_tiers: int, trace: Path
+) -> None:
     bodies = [{"model": model, "max_tokens": 24, "prompt": f"{model}: once upon a time"}
               for model in [BASE, *names]]  # fmt: skip
     expected = [answer.json()["choices"][0]["text"] for answer in server.complete_all(bodies)]
@@ -38,8 +57,18 @@ def test_answers_are_those_of_a_large_pool(server: Server, small: Server, names:
         assert answer.json()["choices"][0]["text"] == expected[index], bodies[index]["model"]
     metrics = small.wait_quiet()
     assert metrics[evictions] > 0
-    assert metrics[reads] > len(names)
-    pages = [metrics[f'manylora:pages{{use="{use}"}}'] for use in ("free", "running", "history", "adapters")]
+    if num_tiers == 1:
+        assert metrics[reads] > len(names)
+    else:  # whatever left the device came back from the host
+        assert metrics[reads] == len(names)
+        assert metrics['manylora:swap_bytes_total{direction="in"}'] > 0
+        assert metrics['manylora:adapter_hits_total{tier="host"}'] > 0
+    lines = trace.read_text().splitlines()
+    assert any(f" {name}@" in line for name in names for line in lines)
+    left = "drop" if num_tiers == 1 else "evict"
+    assert any(f" {left} " in line and "adapter of" in line for line in lines)
+    uses = ("free", "running", "history", "adapters")
+    pages = [metrics[f'manylora:pages{{tier="device",use="{use}"}}'] for use in uses]
     assert sum(pages) == POOL_PAGES
     resident = [name for name in names if metrics.get(_state(name))]
     held = sum(metrics[f'manylora:adapter_pages{{adapter_name="{name}"}}'] for name in resident)
@@ -94,7 +123,7 @@ def test_long_requests_preempt_each_other_and_all_end(small: Server, server: Ser
     Greedy: over 220 draws rounding, which differs between batches, now and then moves a sampled token.
     """
     bodies = [{"prompt": f"Story {number}", "max_tokens": 110, "ignore_eos": True, "n": 2,
-               "temperature": 0.0} for number in range(10)]  # fmt: skip
+               "temperature": 0.0} for number in range(24)]  # fmt: skip
     answers = small.complete_all(bodies)
     for body, answer in zip(bodies[:2], answers):
         expected = server.complete(**body).json()["choices"]
@@ -104,8 +133,10 @@ def test_long_requests_preempt_each_other_and_all_end(small: Server, server: Ser
     small.wait_quiet()
 
 
-def test_an_adapter_that_vanishes_from_the_disk(small: Server, adapters: Path, names: list[str]) -> None:
-    """Served while resident; once evicted it cannot come back: its requests fail, nobody else's."""
+def test_an_adapter_that_vanishes_from_the_disk(
+    small: Server, adapters: Path, names: list[str], num_tiers: int
+) -> None:
+    """Served while a tier has it; after that it cannot come back: its requests fail, nobody else's."""
     root = Path(small.http.get("/v1/models/german").json()["root"])
     folders.copy_of(adapters / "german", root.parent / "gone")
     assert small.load("gone", "gone").status_code == 200
@@ -119,7 +150,11 @@ def test_an_adapter_that_vanishes_from_the_disk(small: Server, adapters: Path, n
             for name in names:
                 small.text(model=name, max_tokens=1)
         assert small.metrics()['manylora:adapter_state{adapter_name="gone",state="absent"}'] == 1
-        assert_error(small.complete(model="gone"), 400, "read")
+        if num_tiers == 1:
+            assert_error(small.complete(model="gone"), 400, "read")
+        else:
+            assert small.metrics()['manylora:adapter_host_state{adapter_name="gone",state="held"}'] == 1
+            assert small.text(model="gone") == expected
         *_, done = chunks
     assert done == "[DONE]"
     assert small.text(model="german") == expected

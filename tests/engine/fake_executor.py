@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 import time
 from collections.abc import Callable
@@ -9,11 +10,13 @@ from collections.abc import Callable
 from manylora.protocol import (
     AdapterError,
     AdapterRead,
+    CopyDone,
     ReadAdapter,
     RunStep,
     SequenceStart,
     StepDone,
     StepResult,
+    SwapPages,
 )
 from manylora.types import AdapterId, PageId, SequenceId, TokenLogprobs
 from tests.policy.device_model import next_token
@@ -26,6 +29,11 @@ class FakeExecutor:
         self.resident: set[AdapterId] = set()
         self.failing_steps = 0
         self.failing_reads = 0
+        self.failing_swaps = 0
+        self.swaps: list[SwapPages] = []
+        self.swap_gate = threading.Event()  # closed, no copy lands
+        self.swap_gate.set()
+        self._copier = concurrent.futures.ThreadPoolExecutor(1)  # so copies land in the order given
         self.step_s = 0.0
         self.reads = 0
         self.closed = 0
@@ -58,6 +66,22 @@ class FakeExecutor:
     def copy_pages(self, pairs: tuple[tuple[PageId, PageId], ...]) -> None:
         pass
 
+    def swap_pages(self, command: SwapPages, done: Callable[[CopyDone], None]) -> None:
+        self.swaps.append(command)
+        fails = self.failing_swaps > 0
+        self.failing_swaps -= fails
+
+        def swap() -> None:
+            self.swap_gate.wait()
+            if fails:
+                done(CopyDone(command.copy, False, error="made to fail"))
+                return
+            if command.to_device and command.adapter is not None:
+                self.resident.add(command.adapter)
+            done(CopyDone(command.copy, True, 0.001))
+
+        self._copier.submit(swap)
+
     def read_adapter(self, command: ReadAdapter, done: Callable[[AdapterRead], None]) -> None:
         def read() -> None:
             self.reads += 1
@@ -66,7 +90,8 @@ class FakeExecutor:
                 self.failing_reads -= 1
                 done(AdapterRead(command.adapter, False, "made to fail"))
             else:
-                self.resident.add(command.adapter)
+                if command.tier == "device":
+                    self.resident.add(command.adapter)
                 done(AdapterRead(command.adapter, True))
 
         threading.Thread(target=read).start()
@@ -82,6 +107,10 @@ class FakeExecutor:
 
     def remove_adapter(self, adapter: AdapterId) -> None:
         del self.known[adapter]
+
+    def wait_for_copies(self) -> None:
+        """Until each has been answered; there can be no more then."""
+        self._copier.shutdown()
 
     def close(self) -> None:
         self.closed += 1

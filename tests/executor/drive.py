@@ -5,10 +5,21 @@ from __future__ import annotations
 import dataclasses
 import queue
 import random
+from collections.abc import Sequence as Ordered
 from pathlib import Path
 
 from manylora.executor.build import build_worker
-from manylora.protocol import AdapterRead, ReadAdapter, RunStep, SequenceStart, StepResult, StepRow
+from manylora.protocol import (
+    AdapterRead,
+    CopyDone,
+    ReadAdapter,
+    RunStep,
+    SequenceStart,
+    StepResult,
+    StepRow,
+    SwapPages,
+    Tier,
+)
 from manylora.types import BASE, SamplingParams
 from tests.executor.tiny import settings_for
 
@@ -40,11 +51,17 @@ class Rig:
         )
         self.free = list(range(self.policy.num_pages))
         random.Random(0).shuffle(self.free)
+        self.free_host = list(range(self.policy.num_host_pages))
+        random.Random(1).shuffle(self.free_host)
         self.sequences: dict[int, Sequence] = {}
         self.num_steps = 0
+        self.num_copies = 0
 
     def take(self, count: int) -> list[int]:
         return [self.free.pop() for _ in range(count)]
+
+    def take_host(self, count: int) -> list[int]:
+        return [self.free_host.pop() for _ in range(count)]
 
     # ------------------------------------------------------------ adapters
 
@@ -56,10 +73,20 @@ class Rig:
         assert answer.ok, answer.error
         return pages
 
-    def read(self, adapter: int, pages: tuple[int, ...]) -> AdapterRead:
+    def read(self, adapter: int, pages: tuple[int, ...], tier: Tier = "device") -> AdapterRead:
         """Read and wait for the one answer."""
         answers: queue.Queue[AdapterRead] = queue.Queue()
-        self.worker.read_adapter(ReadAdapter(adapter, pages), answers.put)
+        self.worker.read_adapter(ReadAdapter(adapter, pages, tier), answers.put)
+        return answers.get(timeout=30)
+
+    def swap(
+        self, to_device: bool, sources: Ordered[int], destinations: Ordered[int], adapter: int | None = None
+    ) -> CopyDone:
+        """Copy pages between the tiers and wait for the one answer."""
+        self.num_copies += 1
+        pairs = tuple(zip(sources, destinations, strict=True))
+        answers: queue.Queue[CopyDone] = queue.Queue()
+        self.worker.swap_pages(SwapPages(self.num_copies, to_device, pairs, adapter), answers.put)
         return answers.get(timeout=30)
 
     # ------------------------------------------------------------ sequences

@@ -56,6 +56,7 @@ def settings_for(
     *,
     num_pages: int | None = None,
     page_bytes: int = 0,
+    num_host_pages: int | None = None,
     page_tokens: int = 4,
     max_num_seqs: int | None = None,
     max_batch_tokens: int | None = None,
@@ -63,11 +64,12 @@ def settings_for(
     device: str = "cpu",
     dtype: str = "auto",
 ) -> EngineSettings:
-    """Settings for a tiny model: small pages, a pool of ``num_pages`` pages (default: 64 MiB)."""
+    """Settings for a tiny model: small pages, pools of so many pages (default: 64 MiB each)."""
     pool = 64 * 2**20 if num_pages is None else num_pages * page_bytes
+    host_pool = 64 * 2**20 if num_host_pages is None else num_host_pages * page_bytes
     return EngineSettings(
         model=ModelSettings(model=str(model), device=device, dtype=dtype, max_model_len=max_model_len),
-        cache=CacheSettings(page_tokens=page_tokens, device_pool=pool),
+        cache=CacheSettings(page_tokens=page_tokens, device_pool=pool, host_pool=host_pool),
         scheduler=SchedulerSettings(max_num_seqs, max_batch_tokens),
     )
 

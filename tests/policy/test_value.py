@@ -9,7 +9,7 @@ from manylora.config import CacheConfig, PolicyConfig
 from manylora.policy.cache import Cache
 from manylora.policy.candidates import Candidates
 from manylora.policy.tree import HostState, Node, Residence
-from manylora.policy.value import FastLibraValue, HostLoss, LeastRecentlyUsed, RealCost, ValueModel
+from manylora.policy.value import FastLibraValue, LeastRecentlyUsed, RealCost, ValueModel
 
 
 def cache_of(policy: str, num_pages: int = 4000, num_host_pages: int = 4000) -> Cache:
@@ -103,7 +103,7 @@ def test_real_cost_is_what_coming_back_takes() -> None:
     tree, rates = cache.tree, cache.rates
     root = tree.add_adapter(1, 8)
     node = grow(cache, 1, 1)
-    model, host_model = RealCost(rates, 60.0), HostLoss(rates, 60.0)
+    model = RealCost(rates, 60.0)
     rates.saw_copy(10, 0.01, to_device=True)
     rates.saw_copy(10, 0.02, to_device=False)
     rates.saw_read(8, 0.8)
@@ -113,11 +113,9 @@ def test_real_cost_is_what_coming_back_takes() -> None:
     tree.set_host(node, HostState.HELD, cache.host.take(1))
     assert model.cost_s(root) == pytest.approx(0.008), "a transfer"
     assert model.cost_s(node) == pytest.approx(0.001)
-    assert host_model.cost_s(root) == pytest.approx(0.8)
-    assert host_model.cost_s(node) == pytest.approx(0.002), "the device has it too: only the write is saved"
 
 
-@pytest.mark.parametrize("kind", ["lru", "fastlibra", "real cost", "host"])
+@pytest.mark.parametrize("kind", ["lru", "fastlibra", "real cost"])
 @pytest.mark.parametrize("takes_best", [False, True])
 def test_candidates_come_in_order_of_value(kind: str, takes_best: bool) -> None:
     """Against sorting all of them at each decision, while visits come, age and expire in between."""
@@ -131,7 +129,6 @@ def test_candidates_come_in_order_of_value(kind: str, takes_best: bool) -> None:
         "lru": LeastRecentlyUsed(),
         "fastlibra": FastLibraValue(cache.visits, cache.rates, 5.0),
         "real cost": RealCost(cache.rates, 20.0),
-        "host": HostLoss(cache.rates, 20.0),
     }
     model = models[kind]
     out: set[int] = set()

@@ -40,7 +40,7 @@ class FakeEngine:
         self.info = EngineInfo(
             model="base", max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, eos_ids=(EOS,), num_pages=100,
             page_tokens=16, page_bytes=4096, device="cpu", dtype="float32", max_num_seqs=32,
-            max_batch_tokens=512,
+            max_batch_tokens=512, num_host_pages=60,
         )  # fmt: skip
         self.script = script
         self.delay_s = delay_s
@@ -92,13 +92,20 @@ class FakeEngine:
     async def stats(self) -> EngineStats:
         self._check_alive()
         loads = tuple(
-            AdapterLoad(card.name, card.state, card.num_pages, card.rank, self._num_running(card.name), 0)
+            AdapterLoad(
+                card.name, card.state, card.num_pages, card.rank, self._num_running(card.name), 0, "held", 5
+            )
             for card in self.cards.values()
         )
         return EngineStats(
             num_running=len(self.running), num_waiting=2, pages_total=100, pages_free=50, pages_running=20,
             pages_history=21, pages_adapters=9, adapters=loads, prefix_queries_tokens=11, preemptions=4,
-            prompt_tokens=123, generated_tokens=45, adapter_reads=6,
+            prompt_tokens=123, generated_tokens=45, adapter_reads=6, pages_loading=3, pages_saving=1,
+            invalid_pages=7, host_pages_total=60, host_pages_free=30, host_pages_history=18,
+            host_pages_adapters=12, kv_hit_tokens_device=32, kv_hit_tokens_host=16, adapter_hits_device=8,
+            adapter_hits_host=5, adapter_misses=2, pages_swapped_in=10, pages_swapped_out=20, swap_in_s=0.5,
+            swap_out_s=0.25, swaps_failed=1, history_drops=9, host_evictions=13, prefetches=14,
+            invalid_share_sum=1.5, invalid_share_samples=6,
         )  # fmt: skip
 
     async def wait_dead(self) -> str:
@@ -204,7 +211,7 @@ class FakeStream:
         delta = Delta(self.request.id, sample, tuple(tokens), self._logprobs(tokens), reason, is_stop)
         if self.is_first:
             self.is_first = False
-            delta = dataclasses.replace(delta, num_cached_tokens=2, queue_s=0.001)
+            delta = dataclasses.replace(delta, num_cached_tokens=2, queue_s=1.0, adapter_s=2.0, kv_s=4.0)
         return delta
 
     def _logprobs(self, tokens: list[int]) -> tuple[TokenLogprobs, ...]:

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from manylora.text.tokenizer import Tokenizer
-from tests.server.conftest import BASE, client_of, make_app
+from tests.server.conftest import BASE, RunningServer, client_of, make_app
 from tests.server.fakes import FakeEngine
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -191,6 +191,9 @@ def test_probes_and_docs(engine: FakeEngine, tokenizer: Tokenizer) -> None:
     run(engine, tokenizer, scenario)
 
 
+LABELS = ["tier", "use", "direction", "model_name"]
+
+
 def scraped(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(text):
@@ -229,11 +232,65 @@ def test_metrics(engine: FakeEngine, tokenizer: Tokenizer) -> None:
         assert seconds > 1.7e9
         assert ({"adapter_name": "ad"}, 8) in values["manylora:adapter_generation_tokens_total"]
         assert ({"adapter_name": BASE}, 3) in values["manylora:adapter_prompt_tokens_total"]
-        assert ({"use": "history"}, 21) in values["manylora:pages"]
+        assert ({"tier": "device", "use": "history"}, 21) in values["manylora:pages"]
         await client.post(UNLOAD, json={"lora_name": "ad"})
         assert 'adapter_name="ad"' not in (await client.get("/metrics")).text
 
     run(engine, tokenizer, scenario)
+
+
+def test_metrics_of_the_cache(running: RunningServer) -> None:
+    url = f"{running.url}/metrics"
+    values = scraped(httpx.get(url).text)
+    for name, series in {
+        "manylora:pages": {
+            ("device", "free"): 50, ("device", "running"): 20, ("device", "history"): 21,
+            ("device", "adapters"): 9, ("host", "free"): 30, ("host", "history"): 18, ("host", "adapters"): 12,
+        },
+        "manylora:pages_moving": {("in",): 3, ("out",): 1},
+        "manylora:invalid_history_share": {(): 7 / 21},
+        "manylora:invalid_history_share_mean": {(): 0.25},
+        "manylora:kv_hit_tokens_total": {("device",): 32, ("host",): 16},
+        "manylora:adapter_hits_total": {("device",): 8, ("host",): 5},
+        "manylora:adapter_misses_total": {(BASE,): 2},
+        "manylora:swap_bytes_total": {("in",): 10 * 4096, ("out",): 20 * 4096},
+        "manylora:swap_seconds_total": {("in",): 0.5, ("out",): 0.25},
+        "manylora:swap_failures_total": {(BASE,): 1},
+        "manylora:history_page_drops_total": {(BASE,): 9},
+        "manylora:host_evictions_total": {(BASE,): 13},
+        "manylora:prefetches_total": {(BASE,): 14},
+    }.items():  # fmt: skip
+        found = {tuple(labels[key] for key in sorted(labels, key=LABELS.index)): value
+                 for labels, value in values[name]}  # fmt: skip
+        assert found == series, name
+    ((shape, _),) = values["vllm:cache_config_info"]
+    assert (shape["num_gpu_blocks"], shape["num_cpu_blocks"]) == ("100", "60")
+
+
+def test_metrics_say_what_the_first_token_waited_for(running: RunningServer, engine: FakeEngine) -> None:
+    """The fake's first deltas claim seconds that have not passed, so nothing is left for the prefill."""
+    with httpx.Client(base_url=running.url) as client:
+        running.call(asyncio.ensure_future, engine.add_adapter("ad", "/adapters/ad"))
+        for model, stream in ((BASE, False), ("ad", False), ("ad", True)):
+            body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 4, "n": 2, "stream": stream}
+            assert client.post("/v1/completions", json=body).status_code == 200
+        values = scraped(client.get("/metrics").text)
+        parts = {"queue": 1.0, "adapter": 2.0, "kv": 4.0, "prefill": 0.0}
+        for part, seconds in parts.items():
+            assert ({"part": part}, 3) in values["manylora:ttft_part_seconds_count"]
+            assert ({"part": part}, 3 * seconds) in values["manylora:ttft_part_seconds_sum"]
+            for name, count in (("ad", 2), (BASE, 1)):
+                labels = {"adapter_name": name, "part": part}
+                assert (labels, count * seconds) in values["manylora:adapter_ttft_part_seconds_total"]
+                totals = values["manylora:adapter_time_to_first_token_seconds_count"]
+                assert ({"adapter_name": name}, count) in totals
+        for name, state in (("state", "resident"), ("host_state", "held")):
+            assert ({"adapter_name": "ad", "state": state}, 1) in values[f"manylora:adapter_{name}"]
+        assert ({"adapter_name": "ad"}, 5) in values["manylora:adapter_history_pages"]
+        levels = {labels["level"] for labels, _ in values["vllm:lora_adapter_loaded"]}
+        assert levels == {"gpu", "cpu"}
+        assert client.post(UNLOAD, json={"lora_name": "ad"}).status_code == 200
+        assert 'adapter_name="ad"' not in client.get("/metrics").text
 
 
 def test_running_adapters_show(tokenizer: Tokenizer) -> None:

@@ -1,13 +1,16 @@
 """An adapter's weights as pages: where each row goes, and the bytes of each page.
 
 Owns the order of rows inside an adapter: projection by projection in table order, all rows of A, then all
-rows of B transposed. Does not know where pages lie or how they get to a device: it hands over page images.
+rows of B transposed. Does not know where pages lie or how they get to a device: it fills page images, in place
+where it is given them, else it hands them over.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,9 @@ _TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloa
 
 _SERIAL_ELEMENTS = 16384
 """torch copies so few elements in the calling thread."""
+
+_TILE_ELEMENTS, _CHECKED_ELEMENTS = 16384, 65536
+"""What is transposed, or checked, at a time: it stays in the processor's cache between two uses."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +110,40 @@ def load_adapter(
     tensor at a time. Raises AdapterError when the files changed since they were inspected or a weight is not
     finite; pages written before that are to be thrown away.
     """
+    page = geometry.page
+    count = max(1, min(WINDOW_BYTES // page.page_bytes, layout.num_pages))
+    with _open(spec, layout, geometry, dtype) as loader:
+        window = torch.zeros((count, page.layers, page.slab_elements), dtype=dtype)
+        for first in range(0, layout.num_pages, count):
+            images = window[: layout.num_pages - first]
+            loader.fill(first, images)
+            for number, image in enumerate(images, first):
+                write_page(number, image)
+
+
+def load_into(
+    spec: AdapterSpec,
+    layout: AdapterLayout,
+    geometry: AdapterGeometry,
+    dtype: torch.dtype,
+    pages: Sequence[torch.Tensor],
+    check: Callable[[], None],
+) -> None:
+    """Like ``load_adapter``, in place: ``pages[n]`` ``[layers, slab_elements]``, on the CPU, contiguous.
+
+    Reads each tensor once. Every byte of the pages is written, whatever they held. ``check`` is called now
+    and then and may raise to break off.
+    """
+    if len(pages) != layout.num_pages:
+        raise ValueError(f"the adapter takes {layout.num_pages} pages, got {len(pages)}")
+    with _open(spec, layout, geometry, dtype) as loader:
+        loader.fill(0, pages, check)
+
+
+@contextmanager
+def _open(
+    spec: AdapterSpec, layout: AdapterLayout, geometry: AdapterGeometry, dtype: torch.dtype
+) -> Iterator[_Loader]:
     if dtype.itemsize != geometry.page.itemsize:
         raise ValueError(f"pages of {geometry.page.itemsize}-byte elements cannot hold {dtype}")
     config_path, weights_path = adapter_files(Path(spec.path))
@@ -111,11 +151,7 @@ def load_adapter(
     tensors = read_header(weights_path)
     try:
         with open(weights_path, "rb", buffering=0) as file:
-            loader = _Loader(spec, layout, geometry, dtype, write_page, tensors, file)
-            for index in range(len(geometry.projections)):
-                loader.add(index, "A")
-                loader.add(index, "B")
-            loader.finish()
+            yield _Loader(spec, layout, geometry, dtype, tensors, file)
     except OSError as error:
         raise AdapterError(f"cannot read {weights_path.name}: {error.strerror or error}") from error
     # Once more: bytes replaced while they were read must not be served as the version that was inspected.
@@ -129,11 +165,10 @@ def _check_unchanged(spec: AdapterSpec, config_path: Path, weights_path: Path) -
 
 
 class _Loader:
-    """Appends rows, all layers alike, to a window of whole pages; hands full pages over.
+    """Fills page images, layer by layer of each projection's A and B.
 
     Works on bit patterns with numpy: it runs beside the step loop, and torch's copies of this size would wake
-    a second team of compute threads. ``window`` [layers, cells, cell_elements]: the cells of the pages being
-    put together and, past them, room for the row that does not end inside them.
+    a second team of compute threads.
     """
 
     def __init__(
@@ -142,64 +177,81 @@ class _Loader:
         layout: AdapterLayout,
         geometry: AdapterGeometry,
         dtype: torch.dtype,
-        write_page: WritePage,
         tensors: dict[str, StoredTensor],
         file: FileIO,
     ) -> None:
         self.spec = spec
+        self.layout = layout
         self.geometry = geometry
         self.dtype = dtype
-        self.write_page = write_page
         self.tensors = tensors
         self.file = file
-        longest = max(max(p.in_features, p.out_features) for p in geometry.projections)
-        pages = max(1, min(WINDOW_BYTES // geometry.page.page_bytes, layout.num_pages))
-        self.full = pages * geometry.cells_per_page
-        self.capacity = self.full + geometry.cells(longest)
-        layers, cell = geometry.page.layers, geometry.cell_elements
-        bits = _BITS[dtype].unsigned
-        self.window = np.zeros((layers, self.capacity, cell), dtype=bits)
-        self.image = np.zeros((layers, geometry.page.slab_elements), dtype=bits)
+        self.bits = _BITS[dtype].unsigned
         self.buffer = np.empty(max((t.size_bytes for t in tensors.values()), default=0), dtype=np.uint8)
-        self.used = 0
-        self.next_page = 0
 
-    def add(self, index: int, side: Side) -> None:
-        """Append the rows of one projection's A or B, as many at a time as the window has room for."""
+    def fill(
+        self, first_page: int, pages: Iterable[torch.Tensor], check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Write every byte of the adapter's pages from ``first_page`` on."""
+        images = [page.view(torch.uint8).numpy().view(self.bits) for page in pages]
+        per_page, size = self.geometry.cells_per_page, self.geometry.cell_elements
+        begin = first_page * per_page
+        end = min(begin + len(images) * per_page, self.layout.num_cells)
+        for index, projection in enumerate(self.geometry.projections):
+            first_a, first_b, rank = self.layout.records[index].tolist()
+            sides: tuple[tuple[Side, int, int], ...] = (
+                ("A", first_a, projection.in_features),
+                ("B", first_b, projection.out_features),
+            )
+            for side, first, length in sides:
+                cells = self.geometry.cells(length)
+                rows = range(max(0, (begin - first) // cells), min(rank, -(-(end - first) // cells)))
+                if rows:
+                    check()
+                    self._add(images, index, side, length, rows, first + rows.start * cells - begin)
+        for number, image in enumerate(images, first_page):
+            used = min(per_page, self.layout.num_cells - number * per_page)
+            image[:, used * size :] = 0
+
+    def _add(
+        self, images: list[np.ndarray], index: int, side: Side, length: int, rows: range, first_cell: int
+    ) -> None:
+        """Write rows of one projection's A or B, all layers; cells before and past the images fall away."""
         projection, ranks = self.geometry.projections[index], self.spec.ranks[index]
-        length = projection.in_features if side == "A" else projection.out_features
+        per_page, size = self.geometry.cells_per_page, self.geometry.cell_elements
         cells = self.geometry.cells(length)
-        row = 0
-        while row < max(ranks):
-            count = min(max(ranks) - row, (self.capacity - self.used) // cells)
-            rows = slice(self.used, self.used + count * cells)
-            for layer, rank in enumerate(ranks):
-                present = min(rank - row, count)
-                if present > 0:
-                    target = self.window[layer, rows].reshape(count, -1)[:present, :length]
-                    target[:] = self._rows(projection, layer, rank, side, slice(row, row + present))
-            row += count
-            self.used += count * cells
-            if self.used >= self.full:
-                self._flush(self.full)
+        block = np.zeros((len(rows), cells * size), dtype=self.bits)
+        flat = block.reshape(-1)
+        begin, end = max(0, first_cell), min(first_cell + len(rows) * cells, len(images) * per_page)
+        cuts = [begin, *range((begin // per_page + 1) * per_page, end, per_page), end]
+        for layer, rank in enumerate(ranks):
+            present = min(rank, rows.stop) - rows.start
+            if present > 0:
+                self._rows(projection, layer, rank, side, rows.start, block[:present, :length])
+            block[max(present, 0) :] = 0  # left from a layer of a larger rank
+            for start, stop in itertools.pairwise(cuts):
+                page, cell = divmod(start, per_page)
+                target = images[page][layer, cell * size : (cell + stop - start) * size]
+                target[:] = flat[(start - first_cell) * size : (stop - first_cell) * size]
 
-    def finish(self) -> None:
-        """Hand over the last, partly filled pages."""
-        if self.used:
-            self._flush(self.used)
-
-    def _rows(self, projection: Projection, layer: int, rank: int, side: Side, rows: slice) -> np.ndarray:
-        """Rows of a layer's A, or of its B transposed: [rows, length], valid until the next call."""
+    def _rows(
+        self, projection: Projection, layer: int, rank: int, side: Side, first: int, target: np.ndarray
+    ) -> None:
+        """Read rows from ``first`` on of a layer's A, or of its B transposed: target [rows, length]."""
         name = self.spec.tensor_name(layer, projection, side)
         stored = self.tensors.get(name)
         shape = (rank, projection.in_features) if side == "A" else (projection.out_features, rank)
         if stored is None or stored.shape != shape:
             raise AdapterError(f"tensor {name} is no longer what it was when the adapter was added")
-        if side == "B":
-            return self._read(name, stored, 0, stored.size_bytes).reshape(shape)[:, rows].T
-        row_bytes = stored.size_bytes // rank
-        part = self._read(name, stored, rows.start * row_bytes, (rows.stop - rows.start) * row_bytes)
-        return part.reshape(-1, projection.in_features)
+        if side == "A":
+            row_bytes = stored.size_bytes // rank
+            part = self._read(name, stored, first * row_bytes, len(target) * row_bytes)
+            target[:] = part.reshape(target.shape)
+            return
+        whole = self._read(name, stored, 0, stored.size_bytes).reshape(shape)[:, first : first + len(target)]
+        tile = max(1, _TILE_ELEMENTS // len(target))
+        for at in range(0, len(whole), tile):
+            target[:, at : at + tile] = whole[at : at + tile].T
 
     def _read(self, name: str, stored: StoredTensor, begin: int, size_bytes: int) -> np.ndarray:
         """A flat part of a tensor as bit patterns of the pool's dtype."""
@@ -215,25 +267,15 @@ class _Loader:
             raise AdapterError(f"tensor {name} holds a value too large for {self.dtype}")
         return converted
 
-    def _flush(self, cells: int) -> None:
-        """Hand over the pages of the first ``cells`` cells and move what lies past them to the front."""
-        per_page = self.geometry.cells_per_page
-        filled = self.image[:, : per_page * self.geometry.cell_elements]
-        for first in range(0, cells, per_page):
-            page = self.window[:, first : first + per_page]
-            filled[:] = page.reshape(len(page), -1)
-            self.write_page(self.next_page, torch.from_numpy(self.image).view(self.dtype))
-            self.next_page += 1
-        rest = self.window[:, cells : self.used].copy()
-        self.window.fill(0)
-        self.used = rest.shape[1]
-        self.window[:, : self.used] = rest
-
 
 def _all_finite(values: np.ndarray, dtype: torch.dtype) -> bool:
     bits = _BITS[dtype]
-    magnitudes = np.bitwise_and(values.view(bits.unsigned), bits.magnitude)
-    return int(magnitudes.max(initial=0)) < bits.infinity
+    patterns = values.view(bits.unsigned)
+    for at in range(0, len(patterns), _CHECKED_ELEMENTS):
+        magnitudes = np.bitwise_and(patterns[at : at + _CHECKED_ELEMENTS], bits.magnitude)
+        if int(magnitudes.max()) >= bits.infinity:
+            return False
+    return True
 
 
 def _converted(values: np.ndarray, source: torch.dtype, target: torch.dtype) -> np.ndarray:

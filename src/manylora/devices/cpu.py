@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from manylora.config import ConfigError
-from manylora.devices.device import PageWriter, copy_bytes
+from manylora.devices.device import CopyLane, PageWriter, copy_bytes
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _ALIGNMENT_BYTES = 64
@@ -20,6 +22,7 @@ class CpuDevice:
     """The Device protocol on the CPU."""
 
     name = "cpu"
+    copies_from_pinned = False
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
@@ -42,6 +45,18 @@ class CpuDevice:
     def page_writer(self) -> PageWriter:
         return _CpuPageWriter()
 
+    def issued(self) -> object:
+        return None
+
+    def copy_lane(self) -> CopyLane:
+        return CpuCopyLane()
+
+    def pin(self, memory: torch.Tensor) -> None:
+        return
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        return
+
     def synchronize(self) -> None:
         return
 
@@ -55,6 +70,25 @@ class _CpuPageWriter:
 
     def close(self) -> None:
         return
+
+
+class CpuCopyLane:
+    """Copies in the calling thread; large ones leave the interpreter to others meanwhile."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def begin(self, issued: object) -> None:
+        self._seconds = 0.0
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        began = time.perf_counter()
+        copy_bytes(target, source)
+        self._seconds += time.perf_counter() - began
+
+    def end(self) -> Callable[[], float]:
+        seconds = self._seconds
+        return lambda: seconds
 
 
 def _machine_free_bytes() -> int:

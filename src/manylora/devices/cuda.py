@@ -1,6 +1,7 @@
 """A CUDA device. The only place where ``torch.cuda`` is named.
 
-Steps run on the thread's current stream (torch's default one); pages are written on streams of their own.
+Steps run on the thread's current stream (torch's default one); pages are written and copied on streams of
+their own.
 """
 
 # mypy: disallow-untyped-calls=False
@@ -8,14 +9,25 @@ Steps run on the thread's current stream (torch's default one); pages are writte
 
 from __future__ import annotations
 
+import collections
+import ctypes
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 from manylora.config import ConfigError
-from manylora.devices.device import PageWriter, copy_bytes
+from manylora.devices.device import CopyLane, PageWriter, copy_bytes
 
 _STAGED_PAGES = 4
 """Pinned pages of one writer: while one is filled the others are on their way."""
+
+_MARK_BYTES, _MARKS_AHEAD = 16 * 2**20, 4
+"""A lane waits when more than so many marks, so many bytes apart, are on their way: about a millisecond, and
+what has not begun can still be broken off."""
+
+_MADV_POPULATE_WRITE = 23
+"""From Linux 5.14 on: takes memory without changing what it holds. Elsewhere the call fails and does nothing."""
 
 
 def cuda_is_available() -> bool:
@@ -24,6 +36,8 @@ def cuda_is_available() -> bool:
 
 class CudaDevice:
     """The Device protocol on the current CUDA device. Raises ConfigError when there is none."""
+
+    copies_from_pinned = True
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
@@ -46,6 +60,25 @@ class CudaDevice:
 
     def page_writer(self) -> PageWriter:
         return _CudaPageWriter(self.torch_device)
+
+    def issued(self) -> object:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return event
+
+    def copy_lane(self) -> CopyLane:
+        return _CudaCopyLane(self.torch_device)
+
+    def pin(self, memory: torch.Tensor) -> None:
+        # Taken here first: inside the driver, which holds its locks meanwhile, steps would wait for it.
+        address, size = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)
+        ctypes.CDLL(None).madvise(address, size, _MADV_POPULATE_WRITE)
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
@@ -81,3 +114,46 @@ class _CudaPageWriter:
     def close(self) -> None:
         self._stream.synchronize()
         self._stages.clear()
+
+
+class _CudaCopyLane:
+    """One stream. Does little per copy, for it shares the interpreter with the step loop; waits asleep."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._begun = self._timer()
+        self._marks: collections.deque[torch.cuda.Event] = collections.deque()
+        self._unmarked_bytes = 0
+
+    def begin(self, issued: object) -> None:
+        assert isinstance(issued, torch.cuda.Event)
+        # Of this thread alone, which has no other work on the device.
+        torch.cuda.set_stream(self._stream)
+        self._stream.wait_event(issued)
+        self._begun = self._timer()
+        self._begun.record(self._stream)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+        self._unmarked_bytes += source.nbytes
+        if self._unmarked_bytes < _MARK_BYTES:
+            return
+        mark = torch.cuda.Event(blocking=True)
+        mark.record(self._stream)
+        self._unmarked_bytes = 0
+        self._marks.append(mark)
+        if len(self._marks) > _MARKS_AHEAD:
+            self._marks.popleft().synchronize()
+
+    def end(self) -> Callable[[], float]:
+        begun, ended = self._begun, self._timer()
+        ended.record(self._stream)
+
+        def wait() -> float:
+            ended.synchronize()
+            return float(begun.elapsed_time(ended)) / 1e3
+
+        return wait
+
+    def _timer(self) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True, blocking=True)

@@ -5,6 +5,7 @@ One implementation a kind of device. Owns no tensor of the engine; does not know
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +25,24 @@ class PageWriter(Protocol):
         """Return when every write has landed. Raises what went wrong on the way."""
 
 
+class CopyLane(Protocol):
+    """Copies between host and device memory beside the steps, in order. Used by one thread, which has no
+    other work on the device."""
+
+    def begin(self, issued: object) -> None:
+        """Copies from here on wait for the work that ``issued`` stands for (see ``Device.issued``)."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Start to copy between contiguous tensors of one size and dtype, after those started before.
+
+        Returns early, unless much is on its way already.
+        """
+
+    def end(self) -> Callable[[], float]:
+        """Gives a function for any thread: it waits until all that was started since ``begin`` has landed
+        and returns the seconds which those copies took, or raises what went wrong with them."""
+
+
 class Device(Protocol):
     """A device that runs one engine's steps, in the order they are issued."""
 
@@ -31,6 +50,9 @@ class Device(Protocol):
     """For people: "cpu", "cuda (NVIDIA H200)"."""
 
     torch_device: torch.device
+
+    copies_from_pinned: bool
+    """Whether ``pin`` makes copies with host memory faster."""
 
     def free_bytes(self) -> int:
         """Memory that could be allocated now."""
@@ -43,6 +65,23 @@ class Device(Protocol):
 
     def page_writer(self) -> PageWriter:
         """A writer whose writes come after everything issued so far."""
+
+    def issued(self) -> object:
+        """Stands for everything issued so far, for ``CopyLane.begin``. Called on the step loop's thread."""
+
+    def copy_lane(self) -> CopyLane:
+        """A lane whose copies run beside steps and beside other lanes."""
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """Take all of this host memory and lock it, for direct copies; the caller's thread waits.
+
+        ``memory`` begins and ends at the system's page boundaries and must be given to ``unpin`` before it
+        is freed. Raises RuntimeError when the system or the driver refuses; then the calling thread uses the
+        device no more, for it may be told so again.
+        """
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """Undo ``pin`` of the same tensor, with no copy on its way. Raises RuntimeError like ``pin``."""
 
     def synchronize(self) -> None:
         """Wait for everything issued. Raises errors that the device reports late."""

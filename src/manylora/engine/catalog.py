@@ -1,7 +1,7 @@
 """Names of adapters and the versions they stand for.
 
 Owns name -> version; a name given up and taken again gets a new version, so it never meets what the old one
-left behind. Does not know residency; the policy does.
+left behind. A version keeps its label until it is freed. Does not know residency; the policy does.
 """
 
 from __future__ import annotations
@@ -12,17 +12,22 @@ import threading
 import time
 
 from manylora.protocol import AdapterError, Executor
-from manylora.types import AdapterCard, AdapterId
+from manylora.types import BASE, AdapterCard, AdapterId
 
 
 class Catalog:
-    """Thread-safe; loading an adapter's headers happens on the caller's thread."""
+    """Thread-safe; loading an adapter's headers happens on the caller's thread.
 
-    def __init__(self, executor: Executor, num_pages: int) -> None:
+    ``adapter_pages_limit``: how many of the device pool's ``num_pages`` one adapter may take.
+    """
+
+    def __init__(self, executor: Executor, num_pages: int, adapter_pages_limit: int) -> None:
         self._executor = executor
         self._num_pages = num_pages
+        self._adapter_pages_limit = adapter_pages_limit
         self._lock = threading.Lock()
         self._cards: dict[str, AdapterCard] = {}
+        self._labels: dict[AdapterId, str] = {BASE: "base"}
         self._pending: set[str] = set()
         self._ids = itertools.count(1)
         self._leaving: dict[AdapterId, concurrent.futures.Future[None]] = {}
@@ -41,6 +46,10 @@ class Catalog:
         with self._lock:
             return {card.id: card for card in self._cards.values()}
 
+    def label(self, adapter: AdapterId) -> str:
+        """A version for people to read, such as "german@3": known until it is freed, on one line."""
+        return self._labels.get(adapter, f"@{adapter}")
+
     def add(self, name: str, path: str, verify: bool) -> AdapterCard:
         """Check the adapter and give it a version; the caller then tells the policy. Raises AdapterError."""
         with self._lock:
@@ -50,15 +59,16 @@ class Catalog:
             adapter = next(self._ids)
         try:
             num_pages, rank = self._executor.add_adapter(adapter, path, verify)
-            if num_pages + 1 > self._num_pages:
+            if num_pages > self._adapter_pages_limit:
                 self._executor.remove_adapter(adapter)
                 raise AdapterError(
-                    f"the adapter takes {num_pages} pages and the device pool has {self._num_pages}, one of "
-                    "which must be left for a request: raise --device-pool"
+                    f"the adapter takes {num_pages} pages and the device pool has {self._num_pages}, of which "
+                    f"adapters may take {self._adapter_pages_limit}: raise --device-pool"
                 )
             card = AdapterCard(name, path, adapter, rank, num_pages, int(time.time()))
             with self._lock:
                 self._cards[name] = card
+                self._labels[adapter] = f"{name if name.isprintable() else ascii(name)}@{adapter}"
             return card
         finally:
             with self._lock:
@@ -77,6 +87,7 @@ class Catalog:
         """The policy holds nothing of this version any more."""
         self._executor.remove_adapter(adapter)
         with self._lock:
+            self._labels.pop(adapter, None)
             self._leaving.pop(adapter).set_result(None)
 
     def fail_leaving(self, reason: Exception) -> None:

@@ -42,8 +42,9 @@ class Delta:
     ``logprobs`` is empty or as long as ``tokens``. ``finish_reason`` is "stop", "length", "abort" or
     "error"; ``error`` accompanies "error" only. A refused request gets one Delta with sample 0 and an error.
     ``stop_token`` tells that the last token is one of the request's stop ids (end-of-sequence among them):
-    such a token counts in usage but not in the text. ``queue_s`` and ``num_cached_tokens`` come with a
-    request's first Delta. ``at_s``: the engine's monotonic clock when the tokens were ready.
+    such a token counts in usage but not in the text. ``at_s``: the engine's monotonic clock when the tokens
+    were ready. What comes with a request's first Delta only: ``num_cached_tokens``, and how long it waited for
+    admission (``queue_s``), then for its adapter (``adapter_s``), then for its history (``kv_s``).
     """
 
     request: RequestId
@@ -55,12 +56,18 @@ class Delta:
     error: RequestError | None = None
     num_cached_tokens: int = 0
     queue_s: float = 0.0
+    adapter_s: float = 0.0
+    kv_s: float = 0.0
     at_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterLoad:
-    """One adapter at this moment. ``state``: absent, loading or resident (true residency, not activity)."""
+    """One adapter at this moment (true residency, not activity).
+
+    ``state`` on the device: absent, loading, resident or saving; ``host_state``: none, filling or held.
+    ``num_pages``: what it takes when resident; ``history_pages``: idle KV pages on the device, computed under it.
+    """
 
     name: str
     state: str
@@ -68,11 +75,17 @@ class AdapterLoad:
     rank: int
     running: int
     waiting: int
+    host_state: str = "none"
+    history_pages: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot: gauges of this moment and counters since the engine started."""
+    """A snapshot: gauges of this moment and counters since the engine started.
+
+    Pages of the device by use add up to ``pages_total``; of them ``pages_loading`` and ``pages_saving`` are
+    being copied. ``invalid_pages``: history on the device whose adapter is not there.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -81,17 +94,39 @@ class EngineStats:
     pages_running: int = 0
     pages_history: int = 0
     pages_adapters: int = 0
+    pages_loading: int = 0
+    pages_saving: int = 0
+    invalid_pages: int = 0
+    host_pages_total: int = 0
+    host_pages_free: int = 0
+    host_pages_history: int = 0
+    host_pages_adapters: int = 0
     base_running: int = 0
     base_waiting: int = 0
     adapters: tuple[AdapterLoad, ...] = ()
     prefix_queries_tokens: int = 0
     prefix_hits_tokens: int = 0
+    kv_hit_tokens_device: int = 0
+    kv_hit_tokens_host: int = 0
+    adapter_hits_device: int = 0
+    adapter_hits_host: int = 0
+    adapter_misses: int = 0
     preemptions: int = 0
     adapter_reads: int = 0
     adapter_read_failures: int = 0
     adapter_read_s: float = 0.0
     adapter_evictions: int = 0
     history_evictions: int = 0
+    history_drops: int = 0
+    host_evictions: int = 0
+    prefetches: int = 0
+    pages_swapped_in: int = 0
+    pages_swapped_out: int = 0
+    swap_in_s: float = 0.0
+    swap_out_s: float = 0.0
+    swaps_failed: int = 0
+    invalid_share_sum: float = 0.0
+    invalid_share_samples: int = 0
     steps: int = 0
     step_s: float = 0.0
     prompt_tokens: int = 0

@@ -26,7 +26,9 @@ from manylora.engine.client import (
 )
 from manylora.engine.journal import JournalWriter
 from manylora.engine.outbox import Outbox
-from manylora.policy.replica import Replica
+from manylora.engine.trace import TraceWriter
+from manylora.policy.cache import adapter_pages_limit
+from manylora.policy.replica import AdapterUse, Replica
 from manylora.protocol import (
     Abort,
     AdapterAdded,
@@ -35,13 +37,17 @@ from manylora.protocol import (
     AdapterRemoved,
     Arrive,
     CopyPages,
+    Decided,
     EndSequence,
     Event,
     EvictAdapter,
     Executor,
     ReadAdapter,
     RunStep,
+    SetTimer,
     StepResult,
+    SwapPages,
+    Timer,
 )
 from manylora.types import BASE, AdapterCard, AdapterId, EngineInfo, Request, RequestError, RequestId
 
@@ -51,6 +57,8 @@ MAX_FAILED_STEPS = 3
 """Steps that may fail in a row before the device is taken for broken."""
 
 _STOP = object()
+
+_STATS = {field.name for field in dataclasses.fields(EngineStats)} - {"adapters"}
 
 
 @dataclasses.dataclass
@@ -77,18 +85,24 @@ class Driver:
         info: EngineInfo,
         *,
         journal: JournalWriter | None = None,
+        trace: TraceWriter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.info = info
         self._executor = executor
         self._clock = clock
+        self._start_s = clock()
         self._journal = journal
+        self._trace = trace
         self._replica = Replica(config)
-        self._catalog = Catalog(executor, config.num_pages)
+        # A request needs a page beside its adapter's.
+        limit = min(adapter_pages_limit(config), config.num_pages - 1)
+        self._catalog = Catalog(executor, config.num_pages, limit)
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._outbox = Outbox(clock)
         self._meters = _Meters()
         self._pending: StepResult | None = None
+        self._timer_at: float | None = None
         self._failed_steps = 0
         self._thread: threading.Thread | None = None
         self._end: str | None = None
@@ -114,8 +128,9 @@ class Driver:
         self._end = self._end or "the engine was closed"
         self._abandon()
         self._executor.close()
-        if self._journal is not None:
-            self._journal.close()
+        for file in (self._journal, self._trace):
+            if file is not None:
+                file.close()
 
     # ------------------------------------------------------------ what others ask
 
@@ -162,6 +177,8 @@ class Driver:
         try:
             while self._round():
                 self._flush()
+                if self._trace is not None:
+                    self._trace.flush()
         except Exception as error:  # a bug, or a broken device: nothing can be trusted after it
             log.exception("the engine's loop failed")
             self._end = f"the engine failed: {error}"
@@ -180,8 +197,8 @@ class Driver:
                 item.set_exception(error)
 
     def _round(self) -> bool:
-        """Everything that has come in, then the step that has ended. False when told to stop."""
-        item = self._inbox.get() if self._pending is None else None
+        """Everything that has come in, the timer if it is due, the step that has ended. False: told to stop."""
+        item = self._wait() if self._pending is None else None
         while item is not None or not self._inbox.empty():
             if item is None:
                 item = self._inbox.get_nowait()
@@ -189,11 +206,24 @@ class Driver:
                 return False
             self._take(item)
             item = None
-        if self._pending is not None:
-            result, self._pending = self._pending, None
+        # Taken before the timer is told: a step that it starts ends only after what comes in meanwhile.
+        result, self._pending = self._pending, None
+        if self._timer_at is not None and self._clock() >= self._timer_at:
+            self._timer_at = None
+            self._feed(Timer())
+        if result is not None:
             self._outbox.logprobs = result.logprobs
             self._feed(result.done)
         return True
+
+    def _wait(self) -> object | None:
+        """The next thing to come in; None where the timer is due first."""
+        if self._timer_at is None:
+            return self._inbox.get()
+        try:
+            return self._inbox.get(timeout=max(self._timer_at - self._clock(), 0.0))
+        except queue.Empty:
+            return None
 
     def _take(self, item: object) -> None:
         if isinstance(item, GenerationRequest):
@@ -236,12 +266,20 @@ class Driver:
                     self._executor.end_sequence(command.sequence)
                 case CopyPages():
                     self._executor.copy_pages(command.pairs)
+                case SwapPages():
+                    self._executor.swap_pages(command, self._inbox.put)
                 case ReadAdapter():
                     self._executor.read_adapter(command, self._inbox.put)
                 case EvictAdapter():
                     self._executor.evict_adapter(command.adapter)
+                case SetTimer():
+                    self._timer_at = command.at
                 case AdapterFreed():
                     self._catalog.freed(command.adapter)
+                case Decided():
+                    if self._trace is not None:
+                        label = self._catalog.label(command.adapter)
+                        self._trace.write(command, label, now - self._start_s)
                 case _:
                     self._outbox.note(command)
 
@@ -263,36 +301,29 @@ class Driver:
             self._deliver(deltas)
 
     def _stats(self) -> EngineStats:
-        snapshot, counters, meters = self._replica.snapshot(), self._replica.counters, self._meters
+        """Snapshot, counters and meters have the names that their fields have here."""
+        snapshot = self._replica.snapshot()
         names: dict[AdapterId, AdapterCard] = self._catalog.names()
         base = snapshot.adapters[0]
+        sources = (snapshot, self._replica.counters, self._meters)
         return EngineStats(
-            num_running=snapshot.num_running,
-            num_waiting=snapshot.num_waiting,
-            pages_total=snapshot.pages_total,
-            pages_free=snapshot.pages_free,
-            pages_running=snapshot.pages_running,
-            pages_history=snapshot.pages_history,
-            pages_adapters=snapshot.pages_adapters,
             base_running=base.running,
             base_waiting=base.waiting,
             adapters=tuple(
-                AdapterLoad(
-                    names[use.adapter].name,
-                    use.state,
-                    use.num_pages,
-                    names[use.adapter].rank,
-                    use.running,
-                    use.waiting,
-                )
-                for use in snapshot.adapters
-                if use.adapter in names
+                _load(use, names[use.adapter]) for use in snapshot.adapters if use.adapter in names
             ),
-            prefix_queries_tokens=counters.prefix_queries_tokens,
-            prefix_hits_tokens=counters.prefix_hits_tokens,
-            preemptions=counters.preemptions,
-            adapter_reads=counters.adapter_reads,
-            adapter_evictions=counters.adapter_evictions,
-            history_evictions=counters.history_evictions,
-            **dataclasses.asdict(meters),
+            **{name: getattr(source, name) for source in sources for name in _STATS if hasattr(source, name)},
         )
+
+
+def _load(use: AdapterUse, card: AdapterCard) -> AdapterLoad:
+    return AdapterLoad(
+        name=card.name,
+        rank=card.rank,
+        state=use.state,
+        num_pages=use.num_pages,
+        running=use.running,
+        waiting=use.waiting,
+        host_state=use.host_state,
+        history_pages=use.history_pages,
+    )

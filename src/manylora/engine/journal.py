@@ -6,55 +6,31 @@ know pages), never text. Does not know how events come about.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
+import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import msgspec
 
-from manylora import protocol
 from manylora.config import PolicyConfig
+from manylora.engine.lines import LineFile
 from manylora.protocol import Event
 
-log = logging.getLogger(__name__)
-
-_EVENTS: dict[str, type[Any]] = {
-    cls.__name__: cls
-    for cls in (
-        protocol.Arrive,
-        protocol.Abort,
-        protocol.StepDone,
-        protocol.AdapterRead,
-        protocol.AdapterAdded,
-        protocol.AdapterRemoved,
-    )
-}
+_EVENTS: dict[str, type[Any]] = {cls.__name__: cls for cls in typing.get_args(Event)}
 
 
 class JournalWriter:
     """Appends events as they are handled. A file that cannot be written any more ends the journal alone."""
 
     def __init__(self, path: Path, config: PolicyConfig) -> None:
-        self._file: TextIO | None = path.open("w", encoding="utf-8")
+        """Start the file anew; raises OSError or ValueError where it cannot be written."""
+        self._file = LineFile(path, "journal")
         self._write({"policy": msgspec.to_builtins(config)})
 
     def _write(self, line: object) -> None:
-        if self._file is None:
-            return
-        try:
-            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        except OSError as error:
-            self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        log.error("the journal ends here, it cannot be written: %s", error)
-        file, self._file = self._file, None
-        if file is not None:
-            with contextlib.suppress(OSError):
-                file.close()
+        self._file.write(json.dumps(line, separators=(",", ":")))
 
     def record(self, event: Event, now: float) -> None:
         """One event at the time that the replica was told."""
@@ -62,12 +38,7 @@ class JournalWriter:
 
     def close(self) -> None:
         """Write what is still buffered. Idempotent."""
-        if self._file is None:
-            return
-        try:
-            self._file.close()
-        except OSError as error:
-            self._give_up(error)
+        self._file.close()
 
 
 def read_journal(path: Path) -> tuple[PolicyConfig, Iterator[tuple[float, Event]]]:

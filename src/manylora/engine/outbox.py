@@ -1,4 +1,4 @@
-"""Turns the policy's Emit, Admitted, Finish and Reject into deltas, one per sample and round.
+"""Turns the policy's Emit, Admitted, Ready, Finish and Reject into deltas, one per sample and round.
 
 Owns what is known of each open request on its way out: whether it streams, when it came, what was held back.
 Does not know where deltas go.
@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 
 from manylora.engine.client import Delta
-from manylora.protocol import Admitted, Command, Emit, Finish, Reject
+from manylora.protocol import Admitted, Command, Emit, Finish, Ready, Reject
 from manylora.types import Request, RequestError, RequestId, SequenceId, TokenLogprobs
 
 
@@ -28,6 +28,8 @@ class _Open:
     stream: bool
     arrived_s: float
     queue_s: float = 0.0
+    adapter_s: float = 0.0
+    kv_s: float = 0.0
     num_cached_tokens: int = 0
     told: bool = False
     num_ended: int = 0
@@ -59,6 +61,9 @@ class Outbox:
                 entry = self._open[command.request]
                 entry.queue_s = self._clock() - entry.arrived_s
                 entry.num_cached_tokens = command.num_cached
+            case Ready():
+                entry = self._open[command.request]
+                entry.adapter_s, entry.kv_s = command.adapter_s, command.kv_s
             case Finish():
                 self._end(command.request, command.sample, command.reason, command.error)
             case Reject():
@@ -114,5 +119,7 @@ class Outbox:
             error=sample.error,
             num_cached_tokens=entry.num_cached_tokens if is_first else 0,
             queue_s=entry.queue_s if is_first else 0.0,
+            adapter_s=entry.adapter_s if is_first else 0.0,
+            kv_s=entry.kv_s if is_first else 0.0,
             at_s=at_s,
         )

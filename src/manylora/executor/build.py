@@ -6,7 +6,6 @@ can be refused from config.json alone is refused before weights are read.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -15,14 +14,16 @@ from typing import Literal
 import torch
 
 from manylora.adapters.registry import Registry
-from manylora.config import ConfigError, EngineSettings, PolicyConfig
+from manylora.config import CacheSettings, ConfigError, EngineSettings, PolicyConfig
+from manylora.devices.device import Device
 from manylora.devices.select import open_device
 from manylora.executor.shards import SMALL_MODEL_BYTES, Shards
 from manylora.executor.worker import Worker
 from manylora.kernels.select import ops_for
 from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
 from manylora.memory.arena import Arena
-from manylora.memory.budget import in_mib, pool_bytes, pool_pages
+from manylora.memory.budget import host_pool_pages, in_mib, pool_bytes, pool_pages
+from manylora.memory.host import HostPool
 from manylora.models.config import config_groups, read_model_config
 from manylora.models.load import load_model, resolve_dtype
 from manylora.models.source import resolve_model
@@ -49,7 +50,7 @@ def build_worker(
     progress: Callable[[int, int], None] | None = None,
     registry_path: Path | None = None,
 ) -> tuple[Worker, PolicyConfig, EngineInfo]:
-    """Load the model and take the pool's memory.
+    """Load the model and take the pools' memory.
 
     ``progress(done_bytes, total_bytes)``: called while weights load. ``registry_path``: the cache of adapter
     headers, by default in the user's cache directory. Raises ConfigError or ModelError, in one line.
@@ -80,23 +81,54 @@ def build_worker(
     )
     device.release_memory()
     activations = activation_bytes(config, dtype, limits.max_num_seqs, limits.max_batch_tokens)
-    num_pages = pool_pages(pool_bytes(device, asked_pool, activations), page.page_bytes)
-    limits = _limits(settings, config, kind, page, num_pages)
+    num_pages, num_host_pages = _num_pages(settings.cache, device, kind, page, activations)
+    limits = _limits(settings, config, kind, page, num_pages, num_host_pages)
     arena = Arena(num_pages, page, dtype, device)
+    host = HostPool(num_host_pages, page, dtype, device)
     registry = Registry(geometry, decoder.layer_prefix, registry_path)
     num_threads = torch.get_num_threads()
     shards = Shards(num_threads) if is_small and num_threads > 1 else None
-    worker = Worker(decoder, arena, geometry, device, registry, settings.adapters.max_adapter_rank, shards)
-    facts = EngineInfo(
+    max_rank = settings.adapters.max_adapter_rank
+    worker = Worker(decoder, arena, host, geometry, device, registry, max_rank, shards)
+    return worker, limits, _info(settings, config, limits, device, dtype)
+
+
+def _num_pages(
+    cache: CacheSettings, device: Device, kind: _Kind, page: PageShape, activations: int
+) -> tuple[int, int]:
+    """Pages of the device's pool and of the host's."""
+    size = page.page_bytes
+    num_pages = pool_pages(pool_bytes(device, cache.device_pool, activations), size)
+    promised = num_pages * size if kind == "cpu" else 0
+    num_host_pages = host_pool_pages(open_device("cpu"), cache.host_pool, kind, promised, size)
+    _log.info(
+        "the device's pool has %d pages (%s), the host's %d (%s)",
+        num_pages,
+        in_mib(num_pages * size),
+        num_host_pages,
+        in_mib(num_host_pages * size),
+    )
+    return num_pages, num_host_pages
+
+
+def _info(
+    settings: EngineSettings, config: ModelConfig, limits: PolicyConfig, device: Device, dtype: torch.dtype
+) -> EngineInfo:
+    return EngineInfo(
         model=settings.model.name,
         vocab_size=config.vocab_size,
         eos_ids=config.eos_ids,
-        page_bytes=page.page_bytes,
+        max_model_len=limits.max_model_len,
+        num_pages=limits.num_pages,
+        page_tokens=limits.page_tokens,
+        page_bytes=limits.page_bytes,
         device=device.name,
         dtype=str(dtype).removeprefix("torch."),
-        **dataclasses.asdict(limits),
+        max_num_seqs=limits.max_num_seqs,
+        max_batch_tokens=limits.max_batch_tokens,
+        num_host_pages=limits.num_host_pages,
+        cache_policy=limits.cache.policy,
     )
-    return worker, limits, facts
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -129,9 +161,14 @@ def _geometry(page: PageShape, config: ModelConfig) -> AdapterGeometry:
 
 
 def _limits(
-    settings: EngineSettings, config: ModelConfig, kind: _Kind, page: PageShape, num_pages: int
+    settings: EngineSettings,
+    config: ModelConfig,
+    kind: _Kind,
+    page: PageShape,
+    num_pages: int,
+    num_host_pages: int = 0,
 ) -> PolicyConfig:
-    """What the policy may use of a pool of so many pages. A default gives way to what was set beside it."""
+    """What the policy may use of pools of so many pages. A default gives way to what was set beside it."""
     num_seqs, batch_tokens = settings.scheduler.max_num_seqs, settings.scheduler.max_batch_tokens
     if num_seqs is None:
         num_seqs = min(_NUM_SEQS[kind], batch_tokens or _NUM_SEQS[kind])
@@ -143,6 +180,9 @@ def _limits(
         max_model_len=_model_len(settings.model.max_model_len, config, num_pages, page),
         max_num_seqs=num_seqs,
         max_batch_tokens=batch_tokens,
+        num_host_pages=num_host_pages,
+        page_bytes=page.page_bytes,
+        cache=settings.cache.policy,
     )
 
 

@@ -1,28 +1,28 @@
-"""Brings adapters from their files into the pool, beside the step loop.
+"""Brings adapters from their files into the pages of either tier, beside the step loop.
 
-Owns the threads that read, and the one answer that each read gets. Does not touch the adapter tables: what
-has landed waits until the step loop takes it.
+Owns the threads that read, and the one answer that each read gets. Does not touch the adapter tables: it
+only tells what has landed on the device.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 
-from manylora.adapters.pack import AdapterLayout, cell_offsets, layout_of, load_adapter
+from manylora.adapters.pack import AdapterLayout, cell_offsets, layout_of, load_adapter, load_into
 from manylora.adapters.peft import AdapterSpec
 from manylora.devices.device import Device, PageWriter
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.arena import Arena
+from manylora.memory.host import HostPool
 from manylora.protocol import AdapterError, AdapterRead, ReadAdapter
-from manylora.types import AdapterId
+from manylora.types import AdapterId, PageId
 
 READERS = 2
 """Reads at a time: one waits for its file while the other packs; more would take cores from the steps."""
@@ -32,11 +32,18 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Landed:
-    """An adapter whose weights lie in its pages; ``offsets`` as ``cell_offsets`` gives them."""
+    """An adapter whose weights lie in its device pages; ``offsets`` as ``cell_offsets`` gives them."""
 
     adapter: AdapterId
     layout: AdapterLayout
     offsets: np.ndarray
+
+    @classmethod
+    def at(
+        cls, adapter: AdapterId, layout: AdapterLayout, geometry: AdapterGeometry, pages: Sequence[PageId]
+    ) -> Landed:
+        """Raises ValueError when the layout takes another number of pages."""
+        return cls(adapter, layout, cell_offsets(layout, geometry, pages))
 
 
 class _Closing(Exception):
@@ -44,33 +51,35 @@ class _Closing(Exception):
 
 
 class AdapterReader:
-    """Reads in the background. ``start``, ``take_landed`` and ``close`` belong to the step loop's thread."""
+    """Reads in the background. ``start`` and ``close`` belong to the step loop's thread."""
 
-    def __init__(self, arena: Arena, geometry: AdapterGeometry, device: Device) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        host: HostPool,
+        geometry: AdapterGeometry,
+        device: Device,
+        landed: Callable[[Landed], None],
+    ) -> None:
+        """``landed`` is called on a reading thread, before the ``done`` of a read into device pages."""
         self._arena = arena
+        self._host = host
         self._geometry = geometry
         self._device = device
+        self._note_landed = landed
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="manylora-adapter-read")
-        self._landed: collections.deque[Landed] = collections.deque()
         self._closing = False
 
     def start(
         self, spec: AdapterSpec | None, command: ReadAdapter, done: Callable[[AdapterRead], None]
     ) -> None:
-        """Read into the command's pages; ``done`` is called once, after ``take_landed`` would give it.
+        """Read into the command's pages; ``done`` is called once.
 
         ``spec`` None stands for an adapter that nobody knows. Raises RuntimeError after ``close``; then
         ``done`` is not called.
         """
-        writer = self._device.page_writer()
+        writer = self._device.page_writer() if command.tier == "device" else None
         self._threads.submit(self._run, spec, command, writer, done)
-
-    def take_landed(self) -> list[Landed]:
-        """Adapters that have landed since the last call, in order."""
-        landed = []
-        while self._landed:
-            landed.append(self._landed.popleft())
-        return landed
 
     def close(self) -> None:
         """Break reads off, answer every one that is left, end the threads. Idempotent."""
@@ -81,7 +90,7 @@ class AdapterReader:
         self,
         spec: AdapterSpec | None,
         command: ReadAdapter,
-        writer: PageWriter,
+        writer: PageWriter | None,
         done: Callable[[AdapterRead], None],
     ) -> None:
         began = time.perf_counter()
@@ -89,7 +98,10 @@ class AdapterReader:
         try:
             if spec is None:
                 raise AdapterError("the adapter is not known")
-            self._landed.append(self._read(spec, command, writer))
+            if writer is None:
+                self._read_to_host(spec, command)
+            else:
+                self._note_landed(self._read_to_device(spec, command, writer))
         except _Closing:
             error = "the engine is closing"
         except AdapterError as failure:
@@ -101,20 +113,28 @@ class AdapterReader:
         read_s = time.perf_counter() - began
         done(AdapterRead(command.adapter, not error, error, read_s, is_at_fault))
 
-    def _read(self, spec: AdapterSpec, command: ReadAdapter, writer: PageWriter) -> Landed:
+    def _read_to_device(self, spec: AdapterSpec, command: ReadAdapter, writer: PageWriter) -> Landed:
         layout = layout_of(spec, self._geometry)
-        offsets = cell_offsets(layout, self._geometry, command.pages)
+        landed = Landed.at(command.adapter, layout, self._geometry, command.pages)
 
         def write_page(number: int, image: torch.Tensor) -> None:
-            if self._closing:
-                raise _Closing
+            self._check_open()
             writer.write(self._arena.page(command.pages[number]), image)
 
         try:
-            if self._closing:
-                raise _Closing
+            self._check_open()
             load_adapter(spec, layout, self._geometry, self._arena.dtype, write_page)
         finally:
             # Also after a failure: the pages go to others, which a late write must not meet.
             writer.close()
-        return Landed(command.adapter, layout, offsets)
+        return landed
+
+    def _read_to_host(self, spec: AdapterSpec, command: ReadAdapter) -> None:
+        layout = layout_of(spec, self._geometry)
+        pages = [self._host.page(page) for page in command.pages]
+        self._check_open()
+        load_into(spec, layout, self._geometry, self._host.dtype, pages, self._check_open)
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise _Closing

@@ -6,6 +6,7 @@ leaves no trace in them.
 
 from __future__ import annotations
 
+import collections
 import functools
 import logging
 import time
@@ -20,15 +21,27 @@ from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
 from manylora.devices.device import Device
 from manylora.executor.inputs import InputBuilder, StepInputs
-from manylora.executor.reader import AdapterReader
+from manylora.executor.reader import AdapterReader, Landed
 from manylora.executor.sampler import sample
 from manylora.executor.sequences import SequenceTable, Undo
 from manylora.executor.shards import Shards
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.arena import Arena
+from manylora.memory.copier import Copier, one_line
+from manylora.memory.host import HostPool
 from manylora.models.decoder import Decoder
-from manylora.protocol import AdapterRead, ReadAdapter, RunStep, StepDone, StepResult, StepRow
+from manylora.protocol import (
+    AdapterError,
+    AdapterRead,
+    CopyDone,
+    ReadAdapter,
+    RunStep,
+    StepDone,
+    StepResult,
+    StepRow,
+    SwapPages,
+)
 from manylora.types import AdapterId, PageId, SequenceId, TokenLogprobs
 
 _log = logging.getLogger(__name__)
@@ -44,18 +57,20 @@ class Worker:
         self,
         decoder: Decoder,
         arena: Arena,
+        host: HostPool,
         geometry: AdapterGeometry,
         device: Device,
         registry: Registry,
         max_adapter_rank: int | None = None,
         shards: Shards | None = None,
     ) -> None:
-        """``geometry`` must be made of the arena's page shape and the decoder's groups.
+        """``geometry`` must be made of the pools' page shape and the decoder's groups.
 
-        ``shards``, if any, run parts of large enough batches side by side; the worker closes them.
+        ``shards``, if any, run parts of large enough batches side by side. The worker closes what it is given.
         """
         self._decoder: Decoder | None = decoder
         self._arena = arena
+        self._host = host
         self._geometry = geometry
         self._device = device
         self._registry = registry
@@ -69,7 +84,9 @@ class Worker:
             InputBuilder(self._sequences, self._tables, geometry, decoder.ops, device)
             for _ in range(shards.num_threads if shards else 1)
         ]
-        self._reader = AdapterReader(arena, geometry, device)
+        self._landed: collections.deque[Landed] = collections.deque()
+        self._reader = AdapterReader(arena, host, geometry, device, self._landed.append)
+        self._copier = Copier(arena, host, device)
 
     # ------------------------------------------------------------ steps
 
@@ -78,7 +95,7 @@ class Worker:
         started: list[SequenceId] = []
         changes: Undo = []
         try:
-            self._settle_reads()
+            self._enter_landed()
             for start in step.starts:
                 self._sequences.start(start)
                 started.append(start.sequence)
@@ -89,7 +106,7 @@ class Worker:
             for sequence in started:
                 self._sequences.end(sequence)
             _log.exception("step %d failed", step.step)
-            done = StepDone(step.step, False, (), time.perf_counter() - began, _one_line(error))
+            done = StepDone(step.step, False, (), time.perf_counter() - began, one_line(error))
             return StepResult(done, {})
 
     def _run(self, rows: tuple[StepRow, ...]) -> Drawn:
@@ -160,15 +177,43 @@ class Worker:
             self._reader.start(self._specs.get(command.adapter), command, done)
         except RuntimeError as error:
             # Closed, or the device is broken: no thread will answer.
-            done(AdapterRead(command.adapter, False, _one_line(error)))
+            done(AdapterRead(command.adapter, False, one_line(error)))
 
     def evict_adapter(self, adapter: AdapterId) -> None:
-        self._settle_reads()
+        self._enter_landed()
         self._tables.drop(adapter)
 
-    def _settle_reads(self) -> None:
-        """Enter what has landed into the tables. A read is in here before its ``done`` is heard of."""
-        for landed in self._reader.take_landed():
+    def swap_pages(self, command: SwapPages, done: Callable[[CopyDone], None]) -> None:
+        try:
+            self._copier.start(command, self._landing(command), done)
+        except (AdapterError, RuntimeError, ValueError) as error:
+            # Removed meanwhile, closed, or a wrong command: no thread will answer.
+            done(CopyDone(command.copy, False, error=one_line(error)))
+
+    def _landing(self, command: SwapPages) -> Callable[[], None]:
+        """What to do on the copier's thread once the pages have landed."""
+        adapter = command.adapter
+        if adapter is None or not command.to_device:
+            return lambda: None
+        pages = [destination for _, destination in command.pairs]
+        landed = Landed.at(adapter, layout_of(self._spec(adapter), self._geometry), self._geometry, pages)
+
+        def enter() -> None:
+            self._spec(adapter)
+            self._landed.append(landed)
+
+        return enter
+
+    def _spec(self, adapter: AdapterId) -> AdapterSpec:
+        spec = self._specs.get(adapter)
+        if spec is None:
+            raise AdapterError("the adapter is not known")
+        return spec
+
+    def _enter_landed(self) -> None:
+        """Enter what has landed into the tables. It is among it before its ``done`` is heard of."""
+        while self._landed:
+            landed = self._landed.popleft()
             self._tables.put(landed.adapter, landed.layout, landed.offsets)
 
     # ------------------------------------------------------------ the end
@@ -177,6 +222,7 @@ class Worker:
         if self._decoder is None:
             return
         self._reader.close()
+        self._copier.close()
         try:
             self._device.synchronize()
         except RuntimeError:
@@ -186,10 +232,6 @@ class Worker:
         self._decoder = None
         self._inputs = []
         self._arena.close()
+        self._host.close()
         self._registry.close()
         self._device.release_memory()
-
-
-def _one_line(error: Exception) -> str:
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

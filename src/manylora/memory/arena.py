@@ -1,4 +1,4 @@
-"""The one pool of pages, for KV and for adapters alike (design §3).
+"""The device's pool of pages, for KV and for adapters alike (design §3).
 
 Owns the allocation and its views. Does not know what a page holds or who owns it: that is the policy's.
 """
@@ -28,6 +28,7 @@ class Arena:
         self.dtype = dtype
         sizes = (num_pages, page.layers, 2, page.page_tokens, page.kv_heads, page.head_dim)
         self._pool: torch.Tensor | None = device.zeros(sizes, dtype)
+        self._bytes: torch.Tensor | None = self._pool.view(-1).view(torch.uint8)
 
     @property
     def pool(self) -> torch.Tensor:
@@ -42,6 +43,15 @@ class Arena:
             raise IndexError(f"page {page} is not one of the pool's {self.num_pages}")
         return self.pool[page].view(self.shape.layers, self.shape.slab_elements)
 
+    def run(self, first: PageId, count: int) -> torch.Tensor:
+        """The bytes of ``count`` pages that lie side by side, uint8: a view."""
+        if self._bytes is None:
+            raise RuntimeError("the pool is closed")
+        if not 0 <= first <= first + count <= self.num_pages:
+            raise IndexError(f"page {first + count - 1} is not one of the pool's {self.num_pages}")
+        size = self.shape.page_bytes
+        return self._bytes[first * size : (first + count) * size]
+
     def copy_pages(self, pairs: Iterable[tuple[PageId, PageId]]) -> None:
         """Copy (source, destination) pages one after another, ordered with the device's other work."""
         for source, destination in pairs:
@@ -49,4 +59,4 @@ class Arena:
 
     def close(self) -> None:
         """Free the pool. Idempotent; views that others still hold keep it alive."""
-        self._pool = None
+        self._pool = self._bytes = None

@@ -1,9 +1,11 @@
-"""How large the pool may be.
+"""How large the pools may be.
 
-Owns the rules from free memory to a number of pages; does not allocate.
+Owns the rules from free memory to numbers of pages; does not allocate.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 from manylora.config import ConfigError
 from manylora.devices.device import Device
@@ -13,6 +15,8 @@ SMALLEST_POOL_PAGES = 4
 
 _CPU_SHARE, _CPU_LARGEST_BYTES = 0.25, 4 * 2**30
 _CUDA_SHARE = 0.90
+_HOST_SHARE = {"cpu": 0.25, "cuda": 0.5}
+_HOST_LARGEST_BYTES = {"cpu": 4 * 2**30, "cuda": 64 * 2**30}
 
 
 def pool_bytes(device: Device, asked: int | None, activation_bytes: int) -> int:
@@ -42,6 +46,24 @@ def pool_pages(num_bytes: int, page_bytes: int) -> int:
             f"at least {SMALLEST_POOL_PAGES} are needed, {in_mib(SMALLEST_POOL_PAGES * page_bytes)}"
         )
     return pages
+
+
+def host_pool_pages(
+    machine: Device, asked: int | None, kind: Literal["cpu", "cuda"], promised_bytes: int, page_bytes: int
+) -> int:
+    """Pages for the host pool: as many as were asked for, else the default share of what is free now.
+
+    ``machine``: the CPU as a device, whatever the engine runs on; ``kind``: what it runs on; ``promised_bytes``:
+    what the device's pool will take of the machine's memory as it fills. 0 when not even one page fits. Raises
+    ConfigError when more is asked for than is free.
+    """
+    free = max(0, machine.free_bytes() - promised_bytes)
+    if asked is None:
+        asked = min(_HOST_LARGEST_BYTES[kind], int(free * _HOST_SHARE[kind]))
+    elif asked > free:
+        beside = f" beside the device's pool of {in_mib(promised_bytes)}" if promised_bytes else ""
+        raise ConfigError(f"a host pool of {in_mib(asked)} does not fit: {in_mib(free)} are free{beside}")
+    return asked // page_bytes
 
 
 def in_mib(num_bytes: int) -> str:

@@ -53,8 +53,9 @@ class Cache:
         self.adapter_limit = adapter_pages_limit(config)
         self._emit = emit
         self._traces = config.cache.trace
-        window_s = config.cache.window_s
-        self.visits = Visits(window_s, window_s, self.policy.counts_visits, self._offer)
+        self.visits = Visits(
+            config.cache.window_s, config.cache.tau_s, self.policy.counts_visits, self._offer
+        )
         self.visits.tells_all = not self.policy.keeps_dependencies
         device_value = self.policy.device_value(config.cache, self.visits, self.rates)
         host_value = self.policy.host_value(config.cache, self.visits, self.rates)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from manylora.config import CacheConfig
 from manylora.policy.cost import Rates
-from manylora.policy.value import FastLibraValue, HostLoss, LeastRecentlyUsed, RealCost, ValueModel
+from manylora.policy.value import FastLibraValue, LeastRecentlyUsed, RealCost, ValueModel
 from manylora.policy.visits import Visits
 
 ModelMaker = Callable[[CacheConfig, Visits, Rates], ValueModel]
@@ -30,11 +30,7 @@ def _fastlibra_without_reward(config: CacheConfig, visits: Visits, rates: Rates)
 
 
 def _real_cost(config: CacheConfig, visits: Visits, rates: Rates) -> ValueModel:
-    return RealCost(rates, config.window_s)
-
-
-def _host_loss(config: CacheConfig, visits: Visits, rates: Rates) -> ValueModel:
-    return HostLoss(rates, config.window_s)
+    return RealCost(rates, config.tau_s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +55,7 @@ class CachePolicy:
 
 
 POLICIES: dict[str, CachePolicy] = {
-    "manylora": CachePolicy(_real_cost, _host_loss, swaps_by_itself=True, prefetches=True),
+    "manylora": CachePolicy(_real_cost, swaps_by_itself=True, prefetches=True),
     "fastlibra": CachePolicy(_fastlibra, swaps_by_itself=True, counts_visits=True),
     "fastlibra-wom": CachePolicy(
         _fastlibra, keeps_dependencies=False, swaps_by_itself=True, counts_visits=True

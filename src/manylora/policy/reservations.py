@@ -99,16 +99,16 @@ class Reservations:
 
     def _count_hits(self, root: Node, path: list[Node], num_tokens: int) -> None:
         counters, size = self._cache.counters, self._config.page_tokens
-        on_host = sum(node.residence is Residence.ABSENT for node in path)
+        on_host = sum(node.residence in (Residence.ABSENT, Residence.LOADING) for node in path)
         counters.prefix_queries_tokens += num_tokens
         counters.prefix_hits_tokens += len(path) * size
         counters.kv_hit_tokens_device += (len(path) - on_host) * size
         counters.kv_hit_tokens_host += on_host * size
         if root.num_pages == 0:
             return
-        if root.residence is not Residence.ABSENT:
+        if root.residence is Residence.RESIDENT:
             counters.adapter_hits_device += 1
-        elif root.host is not HostState.NONE:
+        elif root.host is HostState.HELD:
             counters.adapter_hits_host += 1
         else:
             counters.adapter_misses += 1

@@ -17,6 +17,9 @@ from manylora.policy.visits import Visits
 Value = tuple[float, float]
 """What is compared first, and what decides between equals."""
 
+_LEAST_WEIGHT = 1e-6
+"""Of what nobody has asked for yet."""
+
 
 class ValueModel(Protocol):
     """What candidates are ordered by. Within a bucket, order by rank and by value agree at every moment."""
@@ -125,27 +128,9 @@ class RealCost:
         return
 
 
-class HostLoss(RealCost):
-    """What the host's copy is worth: what it saves against the source or the prefill.
-
-    Next to nothing for KV that the device has as well: it saves one write.
-    """
-
-    def bucket(self, node: Node) -> Hashable:
-        if node.parent is None:
-            return (-1, node.num_pages)
-        return (node.depth.bit_length(), bool(node.pages))
-
-    def cost_s(self, node: Node) -> float:
-        rates = self._rates
-        if node.parent is None:
-            return node.num_pages * rates.page_read_s
-        return rates.page_out_s if node.pages else rates.page_prefill_s(node.depth.bit_length())
-
-
 def _softplus(x: float) -> float:
     return x + math.log1p(math.exp(-x)) if x > 0 else math.log1p(math.exp(x))
 
 
 def _log_weight(node: Node) -> float:
-    return math.log(node.weight) if node.weight > 0 else -1e9
+    return math.log(max(node.weight, _LEAST_WEIGHT))

@@ -11,6 +11,9 @@ from prometheus_client.registry import Collector
 from manylora.engine.client import EngineStats
 from manylora.types import EngineInfo
 
+_TIERS = ("device", "host")
+_DIRECTIONS = ("in", "out")
+
 _COUNTERS = (
     ("vllm:prefix_cache_queries", "prefix_queries_tokens", "Prompt tokens looked up in the KV history."),
     ("vllm:prefix_cache_hits", "prefix_hits_tokens", "Prompt tokens found in the KV history."),
@@ -22,6 +25,11 @@ _COUNTERS = (
     ("manylora:adapter_read_seconds", "adapter_read_s", "Time spent reading adapters."),
     ("manylora:adapter_evictions", "adapter_evictions", "Adapters that left the pool."),
     ("manylora:history_page_evictions", "history_evictions", "Pages of KV history that left the pool."),
+    ("manylora:history_page_drops", "history_drops", "Pages of KV history that neither tier has any more."),
+    ("manylora:host_evictions", "host_evictions", "Adapters and pages of KV that left the host's pool."),
+    ("manylora:adapter_misses", "adapter_misses", "Admissions whose adapter was in neither tier."),
+    ("manylora:prefetches", "prefetches", "Adapters and pages of KV fetched for requests in the queue."),
+    ("manylora:swap_failures", "swaps_failed", "Copies between the tiers that failed."),
     ("manylora:steps", "steps", "Steps run."),
     ("manylora:step_seconds", "step_s", "Time spent in steps."),
 )
@@ -54,6 +62,9 @@ class EngineCollector(Collector):
         yield self._lora_requests(stats)
         yield from _residency(stats, self._base)
         yield from _pages(stats)
+        yield from _invalid(stats)
+        yield from _hits(stats)
+        yield from _swaps(stats, self._info.page_bytes)
         yield from _adapters(stats)
 
     def _load(self, stats: EngineStats) -> Iterator[Metric]:
@@ -76,9 +87,11 @@ class EngineCollector(Collector):
             gauge.add_metric([self._base], value)
             yield gauge
         info = GaugeMetricFamily(
-            "vllm:cache_config_info", "Shape of the pool.", labels=["block_size", "num_gpu_blocks"]
-        )
-        info.add_metric([str(self._info.page_tokens), str(self._info.num_pages)], 1)
+            "vllm:cache_config_info", "Shape of the pools.",
+            labels=["block_size", "num_gpu_blocks", "num_cpu_blocks", "cache_policy"],
+        )  # fmt: skip
+        shape = (self._info.page_tokens, self._info.num_pages, self._info.num_host_pages)
+        info.add_metric([*map(str, shape), self._info.cache_policy], 1)
         yield info
 
     def _lora_requests(self, stats: EngineStats) -> Metric:
@@ -96,15 +109,18 @@ class EngineCollector(Collector):
 
 
 def _residency(stats: EngineStats, base: str) -> Iterator[Metric]:
-    """True residency, as the metric standard to come has it: ``gpu`` is the tier that steps read from."""
+    """True residency, as the metric standard to come has it: ``gpu`` is the tier that steps read from, ``cpu``
+    the host's. An adapter may be in both."""
     resident = [load for load in stats.adapters if load.state == "resident"]
+    held = [load for load in stats.adapters if load.host_state == "held"]
     loaded = GaugeMetricFamily(
         "vllm:lora_adapter_loaded",
-        "1 for each adapter whose weights are in the device pool, in use or idle.",
+        "1 for each adapter whose weights are in the device (gpu) or host (cpu) pool, in use or idle.",
         labels=["adapter_name", "level", "pinned", "rank"],
     )
-    for load in resident:
-        loaded.add_metric([load.name, "gpu", "false", str(load.rank)], 1)
+    for level, loads in (("gpu", resident), ("cpu", held)):
+        for load in loads:
+            loaded.add_metric([load.name, level, "false", str(load.rank)], 1)
     yield loaded
     count = GaugeMetricFamily(
         "vllm:num_gpu_loaded_lora_adapters", "Adapters in the device pool.", labels=["model_name"]
@@ -114,30 +130,82 @@ def _residency(stats: EngineStats, base: str) -> Iterator[Metric]:
 
 
 def _pages(stats: EngineStats) -> Iterator[Metric]:
-    gauge = GaugeMetricFamily("manylora:pages", "Pages of the device pool by use.", labels=["use"])
+    pages = GaugeMetricFamily(
+        "manylora:pages", "Pages of the device and host pools by use.", labels=["tier", "use"]
+    )
     for use in ("free", "running", "history", "adapters"):
-        gauge.add_metric([use], getattr(stats, f"pages_{use}"))
-    yield gauge
+        pages.add_metric(["device", use], getattr(stats, f"pages_{use}"))
+    for use in ("free", "history", "adapters"):
+        pages.add_metric(["host", use], getattr(stats, f"host_pages_{use}"))
+    yield pages
+    moving = GaugeMetricFamily(
+        "manylora:pages_moving",
+        "Pages of the device that are being filled (in) or copied to the host before they leave (out).",
+        labels=["direction"],
+    )
+    for direction, count in zip(_DIRECTIONS, (stats.pages_loading, stats.pages_saving)):
+        moving.add_metric([direction], count)
+    yield moving
+
+
+def _invalid(stats: EngineStats) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "manylora:invalid_history_share",
+        "Share (0 to 1) of the device's history whose adapter is not on the device.",
+        value=stats.invalid_pages / max(stats.pages_history, 1),
+    )
+    yield GaugeMetricFamily(
+        "manylora:invalid_history_share_mean",
+        "The same, as the mean of all samples since the start.",
+        value=stats.invalid_share_sum / max(stats.invalid_share_samples, 1),
+    )
+
+
+def _hits(stats: EngineStats) -> Iterator[Metric]:
+    for name, field, text in (
+        ("manylora:kv_hit_tokens", "kv_hit_tokens", "Prompt tokens found in the history, by where it was."),
+        ("manylora:adapter_hits", "adapter_hits", "Admissions whose adapter had been read, by where it was."),
+    ):
+        hits = CounterMetricFamily(name, text, labels=["tier"])
+        for tier in _TIERS:
+            hits.add_metric([tier], getattr(stats, f"{field}_{tier}"))
+        yield hits
+
+
+def _swaps(stats: EngineStats, page_bytes: int) -> Iterator[Metric]:
+    num_bytes = CounterMetricFamily(
+        "manylora:swap_bytes", "Copied to the device (in) and to the host (out).", labels=["direction"]
+    )
+    seconds = CounterMetricFamily(
+        "manylora:swap_seconds", "Time that these copies took.", labels=["direction"]
+    )
+    for direction in _DIRECTIONS:
+        num_bytes.add_metric([direction], getattr(stats, f"pages_swapped_{direction}") * page_bytes)
+        seconds.add_metric([direction], getattr(stats, f"swap_{direction}_s"))
+    yield from (num_bytes, seconds)
 
 
 def _adapters(stats: EngineStats) -> Iterator[Metric]:
-    state = GaugeMetricFamily(
-        "manylora:adapter_state",
-        "1 for the state that each served adapter is in: absent, loading or resident.",
-        labels=["adapter_name", "state"],
+    def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(f"manylora:adapter_{name}", text, labels=["adapter_name", *labels])
+
+    state = gauge(
+        "state",
+        "1 for the state that each served adapter is in on the device: absent, loading, resident or saving.",
+        "state",
     )
-    pages = GaugeMetricFamily(
-        "manylora:adapter_pages", "Pages that an adapter takes when resident.", labels=["adapter_name"]
+    host_state = gauge(
+        "host_state", "1 for the state of each served adapter on the host: none, filling or held.", "state"
     )
-    running = GaugeMetricFamily(
-        "manylora:adapter_running_requests", "Running requests by adapter.", labels=["adapter_name"]
-    )
-    waiting = GaugeMetricFamily(
-        "manylora:adapter_waiting_requests", "Waiting requests by adapter.", labels=["adapter_name"]
-    )
+    pages = gauge("pages", "Pages that an adapter takes when resident.")
+    history = gauge("history_pages", "Pages of idle KV on the device, by its adapter.")
+    running = gauge("running_requests", "Running requests by adapter.")
+    waiting = gauge("waiting_requests", "Waiting requests by adapter.")
     for load in stats.adapters:
         state.add_metric([load.name, load.state], 1)
+        host_state.add_metric([load.name, load.host_state], 1)
         pages.add_metric([load.name], load.num_pages)
+        history.add_metric([load.name], load.history_pages)
         running.add_metric([load.name], load.running)
         waiting.add_metric([load.name], load.waiting)
-    yield from (state, pages, running, waiting)
+    yield from (state, host_state, pages, history, running, waiting)

@@ -6,6 +6,7 @@ registry of its own.
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -28,6 +29,10 @@ _REQUEST_S = (
 )  # fmt: skip
 # One histogram per adapter: few buckets keep the page small with thousands of adapters.
 _ADAPTER_FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+PARTS = ("queue", "adapter", "kv", "prefill")
+"""Of the time to a request's first token, in order: waiting for admission, then for its adapter, then for its
+history, and the rest."""
 
 
 class Metrics:
@@ -72,6 +77,19 @@ class Metrics:
             "manylora:adapter_time_to_first_token_seconds", "Arrival to first token, by adapter.",
             ["adapter_name"], buckets=_ADAPTER_FIRST_TOKEN_S, registry=self._registry,
         )  # fmt: skip
+        part_s = Histogram(
+            "manylora:ttft_part_seconds",
+            "Arrival to first token in parts: queue (until admission), adapter (until its adapter was there), kv "
+            "(until its history was), prefill (the rest).",
+            ["part"], buckets=_FIRST_TOKEN_S, registry=self._registry,
+        )  # fmt: skip
+        self._part_s = [part_s.labels(part) for part in PARTS]
+        self._adapter_part_s = Counter(
+            "manylora:adapter_ttft_part_seconds",
+            "Parts of the time to first token, summed by adapter; manylora:adapter_time_to_first_token_seconds "
+            "counts the requests.",
+            ["adapter_name", "part"], registry=self._registry,
+        )  # fmt: skip
 
     def _per_adapter(self, name: str, text: str) -> Counter:
         text += " The base model counts under its own id."
@@ -82,9 +100,19 @@ class Metrics:
         name = adapter or self._base
         self._adapter_requests.labels(name).inc()
         self._adapter_prompt.labels(name).inc(num_prompt_tokens)
-        return Recorder(
-            self, self._adapter_generated.labels(name), self._adapter_first_token_s.labels(name), n, start_s
-        )
+        return Recorder(self, name, self._adapter_generated.labels(name), n, start_s)
+
+    def count_first_token(self, adapter: str, delta: TextDelta, seconds: float) -> None:
+        """Record when a request's first token, which ``delta`` brings, came, and what it waited for."""
+        self.first_token_s.observe(seconds)
+        self._adapter_first_token_s.labels(adapter).observe(seconds)
+        self.queue_s.observe(delta.queue_s)
+        waited = (delta.queue_s, delta.adapter_s, delta.kv_s)
+        # Two processes' clocks: never less than nothing.
+        parts_s = (*waited, max(seconds - sum(waited), 0.0))
+        for part, part_s, histogram in zip(PARTS, parts_s, self._part_s, strict=True):
+            histogram.observe(part_s)
+            self._adapter_part_s.labels(adapter, part).inc(part_s)
 
     def count_finished(self, reason: str, num_samples: int = 1) -> None:
         """Count samples that ended for ``reason``."""
@@ -98,10 +126,11 @@ class Metrics:
             self._adapter_generated,
             self._adapter_first_token_s,
         ):
-            try:
+            with contextlib.suppress(KeyError):
                 metric.remove(adapter)
-            except KeyError:
-                continue
+        for part in PARTS:
+            with contextlib.suppress(KeyError):
+                self._adapter_part_s.remove(adapter, part)
 
     def render(self, stats: EngineStats | None) -> bytes:
         """The page to scrape. ``stats`` None: the engine does not answer, its last snapshot is shown."""
@@ -112,12 +141,10 @@ class Metrics:
 class Recorder:
     """Watches the deltas of one engine request. Cheap: it runs once for every delta."""
 
-    def __init__(
-        self, metrics: Metrics, generated: Counter, first_token_s: Histogram, n: int, start_s: float
-    ) -> None:
+    def __init__(self, metrics: Metrics, adapter: str, generated: Counter, n: int, start_s: float) -> None:
         self._metrics = metrics
+        self._adapter = adapter
         self._generated = generated
-        self._adapter_first_token_s = first_token_s
         self._start_s = start_s
         self._num_open = n
         self._has_token = False
@@ -133,9 +160,7 @@ class Recorder:
             self._generated.inc(num_new)
             if not self._has_token:
                 self._has_token = True
-                self._metrics.first_token_s.observe(now_s - self._start_s)
-                self._adapter_first_token_s.observe(now_s - self._start_s)
-                self._metrics.queue_s.observe(delta.queue_s)
+                self._metrics.count_first_token(self._adapter, delta, now_s - self._start_s)
             if self._num_tokens[sample]:
                 self._metrics.inter_token_s.observe((now_s - self._last_s[sample]) / num_new)
             else:

@@ -34,6 +34,8 @@ class TextDelta:
     error: RequestError | None = None
     num_cached_tokens: int = 0
     queue_s: float = 0.0
+    adapter_s: float = 0.0
+    kv_s: float = 0.0
     at_s: float = 0.0
 
 
@@ -143,7 +145,7 @@ class _Sample:
                 stop_reason = delta.tokens[-1]
         return TextDelta(
             delta.sample, text, delta.tokens, delta.logprobs, finish_reason, stop_reason, delta.error,
-            delta.num_cached_tokens, delta.queue_s, delta.at_s,
+            delta.num_cached_tokens, delta.queue_s, delta.adapter_s, delta.kv_s, delta.at_s,
         )  # fmt: skip
 
     def _add(self, token: int) -> str:
@@ -172,6 +174,8 @@ class _Sample:
             self._checker.found if self._checker else None,
             num_cached_tokens=delta.num_cached_tokens,
             queue_s=delta.queue_s,
+            adapter_s=delta.adapter_s,
+            kv_s=delta.kv_s,
             at_s=delta.at_s,
         )
 

@@ -1,0 +1,170 @@
+"""What a benchmark sends requests to: an engine in this process, or (``bench.http_target``) a server.
+
+Token ids in, token ids out. An engine in this process shares Python's lock with its client, so the client does
+as little as it can for each token: it appends to a list on the driver's own thread, and no event loop wakes
+before the request's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import itertools
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from manylora.config import ConfigError, EngineSettings
+from manylora.engine.client import Delta, GenerationRequest
+from manylora.engine.driver import Driver
+from manylora.types import RequestId, SamplingParams
+
+PARTS = tuple(
+    field.name for field in dataclasses.fields(Delta) if field.name.endswith("_s") and field.name != "at_s"
+)
+"""The parts of the time to the first token that a request's first Delta tells."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """One request: greedy, exactly ``max_tokens`` tokens. ``adapter``: its name; None for the base."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    adapter: str | None
+
+
+@dataclasses.dataclass(slots=True)
+class Answer:
+    """What came of a call. Times on ``time.monotonic``; ``first_s`` is None where no token came."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    first_s: float | None = None
+    last_s: float = 0.0
+    cached_tokens: int | None = None
+    """Prompt tokens that were not computed again, where the target tells."""
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Parts of the time to the first token, in seconds, where the target tells."""
+    error: str | None = None
+
+
+class Target(Protocol):
+    """Used from one event loop."""
+
+    description: dict[str, Any]
+    """What it is, for the report."""
+    vocab_size: int | None
+    max_model_len: int | None
+    adapters: frozenset[str]
+
+    async def generate(self, call: Call) -> Answer:
+        """The call's answer; what goes wrong is said in it, never raised."""
+
+    async def counters(self) -> dict[str, float]:
+        """Every number that the target tells of itself, by name; empty where it tells none."""
+
+    async def close(self) -> None:
+        """Free what the target holds."""
+
+
+class EngineTarget:
+    """An engine on a thread of this process. Must be created inside the event loop that will use it."""
+
+    def __init__(self, driver: Driver) -> None:
+        """Takes over ``driver``, not yet started."""
+        info = driver.info
+        self.description = {"kind": "engine in process", **dataclasses.asdict(info)}
+        self.vocab_size: int | None = info.vocab_size
+        self.max_model_len: int | None = info.max_model_len
+        self.adapters = frozenset(card.name for card in driver.adapters())
+        self._driver = driver
+        self._loop = asyncio.get_running_loop()
+        self._open: dict[RequestId, tuple[Answer, asyncio.Future[Answer]]] = {}
+        self._ids = itertools.count()
+        self._death: str | None = None
+        gc.collect()
+        gc.freeze()  # as a server does: the collector must not look through the engine during a run
+        driver.start(self._deliver, self._died)
+
+    async def generate(self, call: Call) -> Answer:
+        """See Target."""
+        if self._death is not None:
+            return Answer(error=self._death)
+        request = f"bench-{next(self._ids)}"
+        params = SamplingParams(max_tokens=call.max_tokens, temperature=0.0, ignore_eos=True, seed=0)
+        future: asyncio.Future[Answer] = self._loop.create_future()
+        self._open[request] = (Answer(), future)
+        self._driver.submit(GenerationRequest(request, call.prompt, params, call.adapter))
+        return await future
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        """On the driver's thread, between two steps."""
+        now = time.monotonic()
+        ended = []
+        for delta in deltas:
+            answer, _ = self._open[delta.request]
+            if answer.cached_tokens is None:
+                answer.cached_tokens = delta.num_cached_tokens
+                answer.parts = {name: getattr(delta, name) for name in PARTS}
+            if delta.tokens:
+                if answer.first_s is None:
+                    answer.first_s = now
+                answer.last_s = now
+                answer.tokens.extend(delta.tokens)
+            if delta.finish_reason is not None:
+                answer.error = delta.error.message if delta.error else None
+                ended.append(delta.request)
+        if ended:
+            self._loop.call_soon_threadsafe(self._wake, ended)
+
+    def _wake(self, ended: list[RequestId]) -> None:
+        for request in ended:
+            answer, future = self._open.pop(request)
+            if not future.done():  # such as cancelled
+                future.set_result(answer)
+
+    def _died(self, reason: str) -> None:
+        self._loop.call_soon_threadsafe(self._fail_all, reason)
+
+    def _fail_all(self, reason: str) -> None:
+        self._death = reason
+        for answer, _ in self._open.values():
+            answer.error = reason
+        self._wake(list(self._open))
+
+    async def counters(self) -> dict[str, float]:
+        """All numeric fields of EngineStats, whichever it has."""
+        stats = await asyncio.wrap_future(self._driver.stats())
+        return numbers_of(dataclasses.asdict(stats))
+
+    async def close(self) -> None:
+        """Abort what runs; the driver ends and frees everything."""
+        await asyncio.to_thread(self._driver.close)
+        gc.unfreeze()
+
+
+def open_engine(settings: EngineSettings) -> EngineTarget:
+    """Load what the settings say; blocks meanwhile. Raises ConfigError."""
+    from manylora.main import build_driver  # brings torch
+
+    return EngineTarget(build_driver(settings))
+
+
+def numbers_of(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers of a nested mapping, with dots between names; lists and texts are left out."""
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found.update(numbers_of(value, f"{prefix}{name}."))
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def check_names(target: Target, names: set[str]) -> None:
+    """Raise ConfigError where the target does not serve one of these adapters."""
+    missing = sorted(names - target.adapters)
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ConfigError(f"the trace asks for adapter {missing[0]!r}{more}, which is not served")

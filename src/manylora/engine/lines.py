@@ -1,0 +1,62 @@
+"""A text file that grows by lines and may fail without taking its writer down.
+
+What the journal and the trace have in common. Does not know what lines say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+from typing import TextIO
+
+log = logging.getLogger(__name__)
+
+
+class LineFile:
+    """Buffered. ``what`` names it in the log, once, where it cannot be written any more.
+
+    Opening raises OSError or ValueError; nothing later raises.
+    """
+
+    def __init__(self, path: Path, what: str) -> None:
+        self._what = what
+        self._file: TextIO | None = path.open("w", encoding="utf-8")
+        self._has_news = False
+
+    def write(self, line: str) -> None:
+        """Append a line; it may stay in the buffer."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(line + "\n")
+            self._has_news = True
+        except OSError as error:
+            self._give_up(error)
+
+    def flush(self) -> None:
+        """Let readers of the file see what was written; costs nothing where nothing was."""
+        if self._file is None or not self._has_news:
+            return
+        self._has_news = False
+        try:
+            self._file.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Write what is still buffered. Idempotent."""
+        if self._file is None:
+            return
+        try:
+            self._file.close()
+            self._file = None
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        log.error("the %s ends here, it cannot be written: %s", self._what, error)
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()

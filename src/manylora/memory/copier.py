@@ -1,0 +1,150 @@
+"""Copies of pages between the host pool and the device pool, beside compute.
+
+Owns the two lanes, one a direction, the cutting of a copy into transfers, and the one answer that each copy
+gets. Does not know what the pages hold.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from manylora.devices.device import CopyLane, Device
+from manylora.memory.arena import Arena
+from manylora.memory.host import HostPool
+from manylora.protocol import CopyDone, SwapPages
+from manylora.types import PageId
+
+TRANSFER_BYTES = 16 * 2**20
+"""The largest transfer: a step's own small ones wait behind it, about a third of a millisecond."""
+
+_log = logging.getLogger(__name__)
+
+_CLOSING = "the engine is closing"
+
+
+class _Lane:
+    """One direction: a thread that issues transfers, and one that waits for them and answers, so that the
+    next copy is on its way while the one before is being answered."""
+
+    def __init__(self, name: str, copies: CopyLane) -> None:
+        self.copies = copies
+        self.issuing = ThreadPoolExecutor(1, thread_name_prefix=f"manylora-{name}")
+        self.answering = ThreadPoolExecutor(1, thread_name_prefix=f"manylora-{name}-done")
+
+    def close(self) -> None:
+        self.issuing.shutdown(wait=True)
+        self.answering.shutdown(wait=True)
+
+
+class Copier:
+    """Copies in the background; those of one direction land and are answered in the order given.
+
+    ``start`` and ``close`` belong to the step loop's thread.
+    """
+
+    def __init__(self, arena: Arena, host: HostPool, device: Device) -> None:
+        self._arena = arena
+        self._host = host
+        self._device = device
+        self._lanes = {
+            True: _Lane("copy-in", device.copy_lane()),
+            False: _Lane("copy-out", device.copy_lane()),
+        }
+        self._closing = False
+
+    def start(self, command: SwapPages, landed: Callable[[], None], done: Callable[[CopyDone], None]) -> None:
+        """Copy after everything issued so far. ``done`` is called once, from another thread.
+
+        ``landed`` is called just before, if the copy went well; when it raises, the copy has failed. Raises
+        RuntimeError after ``close``; then neither is called.
+        """
+        lane = self._lanes[command.to_device]
+        lane.issuing.submit(self._issue, lane, command, self._device.issued(), landed, done)
+
+    def close(self) -> None:
+        """Break copies off, answer every one that is left, end the threads. Idempotent."""
+        self._closing = True
+        for lane in self._lanes.values():
+            lane.close()
+
+    def _issue(
+        self,
+        lane: _Lane,
+        command: SwapPages,
+        issued: object,
+        landed: Callable[[], None],
+        done: Callable[[CopyDone], None],
+    ) -> None:
+        error, wait = "", None
+        try:
+            lane.copies.begin(issued)
+            error = self._transfer(lane.copies, command)
+        except Exception as failure:
+            error = one_line(failure)
+        try:
+            # Also after a failure: the pages go to others, which a late transfer must not meet.
+            wait = lane.copies.end()
+        except Exception as failure:
+            error = error or one_line(failure)
+        lane.answering.submit(self._answer, command, error, wait, landed, done)
+
+    def _transfer(self, copies: CopyLane, command: SwapPages) -> str:
+        """Start the copy's transfers; what broke them off, or nothing."""
+        most_pages = max(1, TRANSFER_BYTES // self._host.shape.page_bytes)
+        for source, destination, count in merged(
+            command.pairs, command.to_device, most_pages, self._host.chunk_pages
+        ):
+            if self._closing:
+                return _CLOSING
+            if command.to_device:
+                copies.copy(self._arena.run(destination, count), self._host.run(source, count))
+            else:
+                copies.copy(self._host.run(destination, count), self._arena.run(source, count))
+        return ""
+
+    def _answer(
+        self,
+        command: SwapPages,
+        error: str,
+        wait: Callable[[], float] | None,
+        landed: Callable[[], None],
+        done: Callable[[CopyDone], None],
+    ) -> None:
+        seconds = 0.0
+        try:
+            seconds = wait() if wait else 0.0
+            if not error:
+                landed()
+        except Exception as failure:
+            error = error or one_line(failure)
+        if error and error != _CLOSING:
+            _log.warning("copy %d failed: %s", command.copy, error)
+        done(CopyDone(command.copy, not error, seconds, error))
+
+
+def merged(
+    pairs: Iterable[tuple[PageId, PageId]], to_device: bool, most_pages: int, chunk_pages: int
+) -> list[tuple[PageId, PageId, int]]:
+    """Runs of pages side by side in both pools: (first source, first destination, count).
+
+    None has more than ``most_pages``, nor reaches across the border of two of the host pool's chunks.
+    """
+    runs: list[tuple[PageId, PageId, int]] = []
+    for source, destination in sorted(pairs):
+        host = source if to_device else destination
+        if runs and host % chunk_pages:
+            first_source, first_destination, count = runs[-1]
+            follows = (source, destination) == (first_source + count, first_destination + count)
+            if follows and count < most_pages:
+                runs[-1] = first_source, first_destination, count + 1
+                continue
+        runs.append((source, destination, 1))
+    return runs
+
+
+def one_line(error: Exception) -> str:
+    """The error's type and the first line of its text."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,122 @@
+"""The host tier's pages: memory of the machine, of the same shape as the device pool's pages.
+
+Owns the memory and its pinning. Does not know what a page holds or who owns it: that is the policy's.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import threading
+import time
+
+import torch
+
+from manylora.config import ConfigError
+from manylora.devices.device import Device
+from manylora.kernels.shapes import PageShape
+from manylora.memory.budget import in_mib
+from manylora.types import PageId
+
+CHUNK_BYTES = 256 * 2**20
+"""Pinned at a time: the driver may keep steps waiting for so long."""
+
+_log = logging.getLogger(__name__)
+
+
+class HostPool:
+    """``num_pages`` pages, zero at first, in shared memory without a name: the system frees it with us.
+
+    Memory is taken as pages are first written; where copies gain by it, a thread of its own takes and pins
+    all of it in the background, chunk by chunk. No copy may reach across the border of two chunks.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page: PageShape,
+        dtype: torch.dtype,
+        device: Device,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        """Raises ConfigError when the system does not give the memory."""
+        if dtype.itemsize != page.itemsize:
+            raise ValueError(f"pages of {page.itemsize}-byte elements cannot hold {dtype}")
+        self.num_pages = num_pages
+        self.shape = page
+        self.dtype = dtype
+        # Chunks begin at the system's page boundaries too.
+        step = mmap.PAGESIZE // math.gcd(page.page_bytes, mmap.PAGESIZE)
+        self.chunk_pages = step * max(1, chunk_bytes // (step * page.page_bytes))
+        self._bytes: torch.Tensor | None = _shared_memory(num_pages * page.page_bytes)
+        self._device = device
+        self._pinned: list[torch.Tensor] = []
+        self._closing = threading.Event()
+        self._pinner: threading.Thread | None = None
+        if num_pages and device.copies_from_pinned:
+            size = self.chunk_pages * page.page_bytes
+            chunks = [self._bytes[at : at + size] for at in range(0, len(self._bytes), size)]
+            self._pinner = threading.Thread(
+                target=self._pin, args=(chunks,), name="manylora-host-pin", daemon=True
+            )
+            self._pinner.start()
+
+    @property
+    def pinned_bytes(self) -> int:
+        """How much is pinned by now."""
+        return sum(chunk.nbytes for chunk in self._pinned)
+
+    def page(self, page: PageId) -> torch.Tensor:
+        """One page as ``[layers, slab_elements]``: a view, contiguous."""
+        return self.run(page, 1).view(self.dtype).view(self.shape.layers, self.shape.slab_elements)
+
+    def run(self, first: PageId, count: int) -> torch.Tensor:
+        """The bytes of ``count`` pages that lie side by side, uint8: a view."""
+        if self._bytes is None:
+            raise RuntimeError("the host pool is closed")
+        if not 0 <= first <= first + count <= self.num_pages:
+            raise IndexError(f"page {first + count - 1} is not one of the host pool's {self.num_pages}")
+        size = self.shape.page_bytes
+        return self._bytes[first * size : (first + count) * size]
+
+    def close(self) -> None:
+        """Free the memory. Idempotent; call it with no copy on its way. Views that others hold keep it."""
+        self._closing.set()
+        if self._pinner is not None:
+            self._pinner.join()
+        while self._pinned:
+            try:
+                self._device.unpin(self._pinned.pop())
+            except RuntimeError as error:
+                _log.warning("a part of the host pool could not be unpinned: %s", error)
+        self._bytes = None
+
+    def _pin(self, chunks: list[torch.Tensor]) -> None:
+        began = time.perf_counter()
+        for chunk in chunks:
+            if self._closing.is_set():
+                return
+            try:
+                self._device.pin(chunk)
+            except RuntimeError as error:
+                # A refusal says so for the next chunks too; CUDA remembers it for this thread alone.
+                _log.warning(
+                    "the host pool is pinned up to %s only, its copies are slower past that: %s",
+                    in_mib(self.pinned_bytes),
+                    str(error).partition("\n")[0],
+                )
+                return
+            self._pinned.append(chunk)
+        _log.info("pinned the host pool in %.1f s", time.perf_counter() - began)
+
+
+def _shared_memory(num_bytes: int) -> torch.Tensor:
+    """Zeros, uint8, a whole number of the system's pages; unmapped with the last view."""
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    rounded = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        return torch.frombuffer(mmap.mmap(-1, rounded), dtype=torch.uint8)
+    except (OSError, OverflowError, ValueError) as error:
+        raise ConfigError(f"no memory for a host pool of {in_mib(num_bytes)}: {error}") from error

@@ -1,0 +1,130 @@
+"""Multi-turn chat traces: who says how much to which adapter, and when.
+
+Owns the file format (JSON lines, perhaps gzipped; benchmarks/data/README.md) and its checks. A trace holds
+lengths, no text; whoever replays it makes up the tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from manylora.config import ConfigError
+
+_COUNTS = ("conversation", "turn", "adapter", "rank", "history_tokens", "user_tokens", "reply_tokens")
+_GZIP = b"\x1f\x8b"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Turn:
+    """One request of a conversation. ``arrival_s`` counts from the start of the trace; lengths in tokens.
+
+    The prompt is the conversation so far (``history_tokens``) and ``user_tokens`` new ones.
+    """
+
+    arrival_s: float
+    conversation: int
+    turn: int
+    adapter: int
+    rank: int
+    history_tokens: int
+    user_tokens: int
+    reply_tokens: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the whole prompt."""
+        return self.history_tokens + self.user_tokens
+
+
+def read_turns(path: Path, limit: int | None = None) -> tuple[Turn, ...]:
+    """The first ``limit`` turns (None: all) in order of arrival; raises ConfigError, in one line."""
+    if limit is not None and limit < 1:
+        raise ConfigError(f"the limit must be at least 1, got {limit}")
+    turns = sorted(_parsed(path), key=lambda turn: turn.arrival_s)
+    if not turns:
+        raise ConfigError(f"the trace {path} is empty")
+    # A prefix of the arrivals holds whole conversations' beginnings, so it is a trace as well.
+    kept = tuple(turns[:limit])
+    _check_conversations(path, kept)
+    return kept
+
+
+def conversations(turns: Iterable[Turn]) -> dict[int, tuple[Turn, ...]]:
+    """The turns of each conversation, in order."""
+    found: dict[int, list[Turn]] = {}
+    for turn in turns:
+        found.setdefault(turn.conversation, []).append(turn)
+    return {number: tuple(turns) for number, turns in found.items()}
+
+
+def prefix_bound(turns: Sequence[Turn]) -> float:
+    """The share of prompt tokens that an endless cache would have computed before: the history's."""
+    return sum(turn.history_tokens for turn in turns) / sum(turn.prompt_tokens for turn in turns)
+
+
+def shrunk(turns: Sequence[Turn], divisor: int) -> tuple[Turn, ...]:
+    """The same conversations with lengths divided, at least 1 token each: for models of short contexts."""
+    history: dict[int, int] = {}
+    small = []
+    for turn in turns:
+        before = history.get(turn.conversation, 0)
+        user, reply = max(1, turn.user_tokens // divisor), max(1, turn.reply_tokens // divisor)
+        small.append(dataclasses.replace(turn, history_tokens=before, user_tokens=user, reply_tokens=reply))
+        history[turn.conversation] = before + user + reply
+    return tuple(small)
+
+
+def _parsed(path: Path) -> list[Turn]:
+    try:
+        raw = path.read_bytes()
+        text = (gzip.decompress(raw) if raw.startswith(_GZIP) else raw).decode()
+    except OSError as error:
+        raise ConfigError(f"cannot read the trace {path}: {error.strerror or error}") from error
+    except (EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise ConfigError(f"the trace {path} is damaged: {error}") from error
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    return [_turn(line, f"the trace {path}, line {number}") for number, line in lines]
+
+
+def _turn(line: str, where: str) -> Turn:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from error
+    if not isinstance(row, Mapping):
+        raise ConfigError(f"{where}: not an object")
+    names = [field.name for field in dataclasses.fields(Turn)]
+    for name in names:
+        if name not in row:
+            raise ConfigError(f"{where}: there is no {name}")
+    for name in _COUNTS:
+        least = 1 if name in ("user_tokens", "reply_tokens") else 0
+        if type(row[name]) is not int or row[name] < least:
+            raise ConfigError(f"{where}: {name} must be a whole number from {least}, got {row[name]!r}")
+    arrival_s = row["arrival_s"]
+    if type(arrival_s) not in (int, float) or not 0 <= arrival_s < math.inf:
+        raise ConfigError(f"{where}: arrival_s must be a time in seconds, got {arrival_s!r}")
+    return Turn(**{name: row[name] for name in names})
+
+
+def _check_conversations(path: Path, turns: Sequence[Turn]) -> None:
+    for number, its_turns in conversations(turns).items():
+        history = 0
+        for index, turn in enumerate(its_turns):
+            where = f"the trace {path}: conversation {number}"
+            if turn.turn != index:
+                raise ConfigError(f"{where} has turn {turn.turn} where turn {index} should come")
+            if turn.adapter != its_turns[0].adapter:
+                raise ConfigError(f"{where} changes its adapter at turn {index}")
+            if turn.history_tokens != history:
+                raise ConfigError(
+                    f"{where}, turn {index}: history_tokens is {turn.history_tokens}, but the turns before "
+                    f"it hold {history}"
+                )
+            history += turn.user_tokens + turn.reply_tokens

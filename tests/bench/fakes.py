@@ -1,0 +1,56 @@
+"""A target that answers after a moment with tokens that a test can foretell, and notes what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from manylora.bench.targets import Answer, Call
+from manylora.workloads.chat import Turn
+
+
+def reply_to(call: Call) -> list[int]:
+    """Depends on the whole prompt and the adapter."""
+    start = sum(call.prompt) + 31 * len(call.prompt) + len(call.adapter or "")
+    return [5 + (start + 7 * i) % 90 for i in range(call.max_tokens)]
+
+
+class FakeTarget:
+    def __init__(self, names: set[str], fails: Callable[[Call], str | None] = lambda call: None) -> None:
+        self.description: dict[str, Any] = {"kind": "fake"}
+        self.vocab_size: int | None = 1000
+        self.max_model_len: int | None = 2048
+        self.adapters = frozenset(names)
+        self.calls: list[tuple[float, Call]] = []
+        self.running = self.most_running = 0
+        self.fails = fails
+        self.delay_s = 0.02
+        self.cached_tokens: int | None = None
+        self.parts: dict[str, float] = {}
+
+    async def generate(self, call: Call) -> Answer:
+        self.calls.append((time.monotonic(), call))
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        await asyncio.sleep(self.delay_s)
+        first_s = time.monotonic()
+        await asyncio.sleep(self.delay_s)
+        self.running -= 1
+        error = self.fails(call)
+        if error is not None:
+            return Answer(error=error)
+        return Answer(reply_to(call), first_s, time.monotonic(), self.cached_tokens, dict(self.parts))
+
+    async def counters(self) -> dict[str, float]:
+        return {"calls": len(self.calls), "constant": 3.0}
+
+    async def close(self) -> None:
+        pass
+
+
+def turn(
+    conversation: int, index: int, arrival_s: float, history: int, user: int = 4, reply: int = 3
+) -> Turn:
+    return Turn(arrival_s, conversation, index, conversation % 3, 8, history, user, reply)

@@ -1,0 +1,218 @@
+"""The loop with the real policy and two tiers: copies, parts of the time to first token, trace, stats."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from manylora.config import CacheConfig, PolicyConfig
+from manylora.engine.client import AdapterLoad, Delta, EngineStats, GenerationRequest
+from manylora.engine.driver import Driver, _Meters
+from manylora.engine.journal import JournalWriter, read_journal
+from manylora.engine.local import LocalEngine
+from manylora.engine.trace import TraceWriter
+from manylora.policy.replica import Replica
+from manylora.protocol import AdapterError, CopyDone, Decided, Timer
+from manylora.types import SamplingParams
+from tests.engine.fake_executor import FakeExecutor
+from tests.engine.test_engine import CONFIG, INFO, drain, kinds, request, running
+from tests.policy.device_model import undisturbed
+
+SMALL = PolicyConfig(
+    num_pages=16, page_tokens=4, max_model_len=64, max_num_seqs=4, max_batch_tokens=16, num_host_pages=60,
+    cache=CacheConfig(trace=True, interval_s=0.01),
+)  # fmt: skip
+NAMES = [f"a{i}" for i in range(5)]
+
+
+@contextlib.asynccontextmanager
+async def small_engine(
+    executor: FakeExecutor,
+    config: PolicyConfig = SMALL,
+    journal: JournalWriter | None = None,
+    trace: TraceWriter | None = None,
+) -> AsyncIterator[LocalEngine]:
+    engine = LocalEngine(Driver(config, executor, INFO, journal=journal, trace=trace))
+    for name in NAMES:
+        await engine.add_adapter(name, "3")
+    yield engine
+    await engine.close()
+
+
+async def turns(engine: LocalEngine, rounds: int = 4) -> None:
+    """Conversations that take turns, more than the device holds; every token is checked."""
+    ids = {card.name: card.id for card in await engine.adapters()}
+    prompts = {name: tuple(range(9)) for name in NAMES}
+    for turn in range(rounds):
+        asked = [request(f"{name}-{turn}", prompts[name], name, max_tokens=4) for name in NAMES]
+
+        async def ask(r: GenerationRequest) -> None:
+            assert r.adapter is not None
+            tokens, reasons, _ = await drain(engine.generate(r))
+            assert tokens[0] == undisturbed(ids[r.adapter], r.prompt, r.params, (), 0)
+            assert reasons == {0: "length"}
+            prompts[r.adapter] = (*r.prompt, *tokens[0], 7)
+
+        await asyncio.gather(*[ask(r) for r in asked])
+
+
+def test_copies_fail_and_nobody_can_tell_from_the_tokens() -> None:
+    async def scenario() -> None:
+        executor = FakeExecutor()
+        async with small_engine(executor) as engine:
+            await turns(engine)
+            assert executor.swaps
+            executor.failing_swaps = 3
+            await turns(engine)
+            stats = await engine.stats()
+        assert executor.failing_swaps == 0
+        assert stats.swaps_failed == 3
+        assert stats.pages_swapped_in > 0
+        assert stats.swap_in_s > 0.0
+
+    asyncio.run(scenario())
+
+
+def test_stats_are_the_policys() -> None:
+    """Each figure has one owner, and its name is the same there; what nobody fills would always be 0."""
+    config = dataclasses.replace(SMALL)
+    snapshot, counters = Replica(config).snapshot(), Replica(config).counters
+    owners = [
+        {field.name for field in dataclasses.fields(owner)} for owner in (snapshot, counters, _Meters())
+    ]
+    shown = {field.name for field in dataclasses.fields(EngineStats)}
+    assert sum(map(len, owners)) == len(set.union(*owners))
+    assert shown == set.union(*owners) | {"base_running", "base_waiting"}
+    use = {field.name for field in dataclasses.fields(snapshot.adapters[0])}
+    assert {field.name for field in dataclasses.fields(AdapterLoad)} == use - {"adapter"} | {"name", "rank"}
+
+
+def test_stats_of_two_tiers_add_up() -> None:
+    async def scenario() -> None:
+        async with small_engine(FakeExecutor()) as engine:
+            await turns(engine)
+            stats = await engine.stats()
+        uses = (stats.pages_free, stats.pages_running, stats.pages_history, stats.pages_adapters)
+        assert sum(uses) == stats.pages_total == 16
+        assert stats.host_pages_total == 60
+        assert stats.host_pages_history + stats.host_pages_adapters > 0
+        assert stats.kv_hit_tokens_device + stats.kv_hit_tokens_host == stats.prefix_hits_tokens > 0
+        assert stats.adapter_hits_device + stats.adapter_hits_host + stats.adapter_misses >= 20
+        assert {load.host_state for load in stats.adapters} <= {"none", "filling", "held"}
+        assert any(load.host_state == "held" for load in stats.adapters)
+
+    asyncio.run(scenario())
+
+
+@kinds
+def test_the_first_delta_says_what_a_request_waited_for(kind: str) -> None:
+    async def scenario() -> None:
+        async with running(kind, FakeExecutor()) as engine:
+            await engine.add_adapter("x", "3")
+
+            async def first_and_rest(name: str) -> tuple[Delta, list[Delta]]:
+                _, _, deltas = await drain(engine.generate(request(name, adapter="x")))
+                return deltas[0], deltas[1:]
+
+            cold, rest = await first_and_rest("cold")
+            assert cold.adapter_s > 0.0
+            assert cold.kv_s == 0.0
+            assert rest
+            assert all(d.adapter_s == d.kv_s == d.queue_s == 0.0 for d in rest)
+            warm, _ = await first_and_rest("warm")
+            assert warm.adapter_s == warm.kv_s == 0.0
+
+    asyncio.run(scenario())
+
+
+LINE = re.compile(r" *\d+\.\d{3} s  [a-z-]+ +a\d@\d+ +(adapter of 3 pages|page \d+ of its prefix) +[a-z]+")
+
+
+def test_a_trace_of_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+
+    async def scenario() -> None:
+        async with small_engine(FakeExecutor(), trace=TraceWriter(path)) as engine:
+            await turns(engine)
+
+    asyncio.run(scenario())
+    lines = path.read_text().splitlines()
+    assert lines
+    assert all(LINE.match(line) for line in lines), lines
+    times = [float(line.split()[0]) for line in lines]
+    assert times == sorted(times)
+    assert 0.0 <= times[0] < 60.0  # since the engine's start
+    assert any("page 1 of its prefix" in line for line in lines)
+    assert any("worth" in line for line in lines)
+
+
+def test_trace_lines(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    trace = TraceWriter(path)
+    trace.write(Decided("evict", 3, 7, 1, "demand", -3.214), "german@3", 12.3451)
+    trace.write(Decided("read", 3, 0, 12, "queue"), "german@3", 12.5)
+    trace.flush()
+    expected = [
+        "    12.345 s  evict       german@3                  page 7 of its prefix       demand    worth -3.21",
+        "    12.500 s  read        german@3                  adapter of 12 pages        queue",
+    ]
+    assert path.read_text().splitlines() == expected
+    trace.close()
+    trace.close()
+
+
+def test_a_trace_that_cannot_be_written_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with small_engine(FakeExecutor(), trace=TraceWriter(Path("/dev/full"))) as engine:
+            await turns(engine)
+
+    asyncio.run(scenario())
+    assert len([r for r in caplog.records if "the trace ends here" in r.getMessage()]) == 1
+
+
+def test_a_journal_of_copies_and_timers_replays_into_the_same_commands(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    obeyed: list[object] = []
+
+    async def scenario() -> None:
+        driver = Driver(SMALL, FakeExecutor(), INFO, journal=JournalWriter(path, SMALL))
+        decide = driver._replica.handle
+        driver._replica.handle = lambda event, now: _kept(decide(event, now), obeyed)  # type: ignore[method-assign]
+        engine = LocalEngine(driver)
+        for name in NAMES:
+            await engine.add_adapter(name, "3")
+        await turns(engine)
+        await engine.close()
+
+    asyncio.run(scenario())
+    config, events = read_journal(path)
+    assert config == SMALL
+    replica, replayed = Replica(config), list(events)
+    assert {CopyDone, Timer} <= {type(event) for _, event in replayed}
+    assert [command for now, event in replayed for command in replica.handle(event, now)] == obeyed
+
+
+def _kept(commands: list[object], kept: list[object]) -> list[object]:
+    kept += commands
+    return commands
+
+
+@pytest.mark.parametrize(("policy", "limit"), [("manylora", 39), ("lru", 39), ("static-lru", 8)])
+def test_an_adapter_larger_than_its_room_is_refused_with_both_sizes(policy: str, limit: int) -> None:
+    async def scenario() -> None:
+        config = dataclasses.replace(CONFIG, cache=CacheConfig(policy=policy, adapter_share=0.2))
+        engine = LocalEngine(Driver(config, FakeExecutor(), INFO))
+        with pytest.raises(AdapterError, match=f"takes {limit + 1} pages .* 40, .* may take {limit}:"):
+            await engine.add_adapter("x", str(limit + 1))
+        card = await engine.add_adapter("x", str(limit))
+        tokens, _, _ = await drain(engine.generate(request("r", (1,), "x", max_tokens=3)))
+        assert tokens[0] == undisturbed(card.id, (1,), SamplingParams(max_tokens=3), (), 0)
+        await engine.close()
+
+    asyncio.run(scenario())

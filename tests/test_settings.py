@@ -1,0 +1,131 @@
+"""Settings of the cache from each place that a user may write them: flags, a config file, keyword arguments."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import manylora.main
+from manylora.cli import main
+from manylora.config import (
+    CACHE_POLICIES,
+    CacheConfig,
+    CacheSettings,
+    ConfigError,
+    EngineSettings,
+    PolicyConfig,
+)
+from manylora.flags import build_settings
+from manylora.llm import LLM, AsyncLLM
+
+GIVEN = {
+    "host_pool": "2GiB", "device_pool": "1GiB", "cache_policy": "static-lru", "cache_adapter_share": 0.3,
+    "cache_tau": 2.5, "cache_window": 30, "trace": "decisions.txt",
+}  # fmt: skip
+EXPECTED = CacheSettings(
+    page_tokens=32,
+    device_pool=2**30,
+    host_pool=2**31,
+    policy=CacheConfig("static-lru", adapter_share=0.3, tau_s=2.5, window_s=30.0, trace=True),
+    trace="decisions.txt",
+)
+
+
+class Reached(Exception):
+    """The settings came where an engine would be built from them."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        super().__init__()
+        self.cache = settings.cache
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is served; this process keeps its signal handlers."""
+
+    def reached(settings: EngineSettings, *_: Any) -> None:
+        raise Reached(settings)
+
+    monkeypatch.setattr(manylora.main, "run_server", reached)
+    monkeypatch.setattr(manylora.main, "build_driver", reached)
+    monkeypatch.setattr(manylora.main, "load_tokenizer", lambda model: None)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def options(values: dict[str, Any]) -> list[str]:
+    return [word for name, value in values.items() for word in ("--" + name.replace("_", "-"), str(value))]
+
+
+def served(*args: str) -> CacheSettings:
+    with pytest.raises(Reached) as reached:
+        main(["serve", "model", *args])
+    return reached.value.cache
+
+
+@pytest.mark.usefixtures("stopped")
+def test_flags_reach_the_engine() -> None:
+    assert served(*options(GIVEN)) == EXPECTED
+    assert served() == CacheSettings()
+    assert served("--host-pool", "0").host_pool == 0
+    assert served("--cache-policy", "static-lru", "--page-tokens", "16").page_tokens == 16
+    for policy in CACHE_POLICIES:
+        assert served("--cache-policy", policy).policy.policy == policy
+
+
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize("dashes", [False, True])
+def test_a_config_file_reaches_the_engine_and_the_command_line_wins(tmp_path: Path, dashes: bool) -> None:
+    file = tmp_path / "serve.json"
+    file.write_text(json.dumps({k.replace("_", "-") if dashes else k: v for k, v in GIVEN.items()}))
+    assert served("--config", str(file)) == EXPECTED
+    assert served("--config", str(file), "--cache-tau", "7").policy.tau_s == 7.0
+
+
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_keyword_arguments_reach_the_engine(kind: type[LLM] | type[AsyncLLM]) -> None:
+    with pytest.raises(Reached) as reached:
+        kind("model", **GIVEN)
+    assert reached.value.cache == EXPECTED
+
+
+BAD = [
+    ("cache_policy", "mru"), ("cache_tau", 0), ("cache_tau", -1), ("cache_tau", "nan"), ("cache_tau", "inf"),
+    ("cache_tau", "soon"), ("cache_window", 0), ("cache_window", "x"), ("cache_adapter_share", 2),
+    ("cache_adapter_share", 0), ("cache_adapter_share", 1), ("cache_adapter_share", "nan"),
+    ("host_pool", "10XB"), ("host_pool", -5), ("trace", 5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_a_bad_value_is_named(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match="--" + name.replace("_", "-")) as refused:
+        build_settings({"model": "m", name: value})
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("wrong", [
+    {"policy": "mru"}, {"tau_s": 0.0}, {"tau_s": float("nan")}, {"window_s": -1.0}, {"interval_s": 0.0},
+    {"adapter_share": 1.0}, {"adapter_share": float("nan")}, {"low_mark": 0.96}, {"high_mark": 1.1},
+    {"low_mark": 0.0},
+], ids=str)  # fmt: skip
+def test_the_caches_own_checks(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        CacheConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_host_pages": -1}, {"page_bytes": 0}, {"max_batch_tokens": 7}], ids=str
+)
+def test_the_policys_own_checks(wrong: dict[str, int]) -> None:
+    fine = {"num_pages": 9, "page_tokens": 4, "max_model_len": 64, "max_num_seqs": 8, "max_batch_tokens": 16}
+    with pytest.raises(ConfigError):
+        PolicyConfig(**{**fine, **wrong})
