@@ -1,0 +1,1 @@
+"""Runs the engine's own policy in virtual time: no device, no clock, the same commands."""
