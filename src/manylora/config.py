@@ -57,7 +57,8 @@ class CacheConfig:
     tau_s: float = 10.0
     window_s: float = 60.0
     interval_s: float = 0.1
-    high_mark: float = 0.95
+    high_mark: float | None = None
+    """None: the policy's own, 0.95 in the paper."""
     low_mark: float = 0.70
     trace: bool = False
 
@@ -69,7 +70,7 @@ class CacheConfig:
                 raise ConfigError(f"{name} must be more than 0, got {getattr(self, name)}")
         if not 0 < self.adapter_share < 1:
             raise ConfigError(f"adapter_share must lie between 0 and 1, got {self.adapter_share}")
-        if not 0 < self.low_mark <= self.high_mark <= 1:
+        if not 0 < self.low_mark <= (self.high_mark or 1) <= 1:
             raise ConfigError("the marks must satisfy 0 < low_mark <= high_mark <= 1")
 
 

@@ -216,7 +216,8 @@ def test_above_the_high_mark_nodes_leave_until_it_is_met(policy: str) -> None:
     rig = Rig(policy, num_pages=40, num_host_pages=80, low_mark=0.5, high_mark=0.75)
     for seed in range(1, 6):
         rig.serve(f"r{seed}", BASE, prompt(seed, 7))
-    assert rig.replica.snapshot().pages_free < 10
+    if policy != "manylora":  # which looks after every step
+        assert rig.replica.snapshot().pages_free < 10
     rig.ask("x", BASE, prompt(9, 1), 2)
     rig.settle(rings=1)
     rig.settle()

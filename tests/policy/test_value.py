@@ -103,15 +103,15 @@ def test_real_cost_is_what_coming_back_takes() -> None:
     tree, rates = cache.tree, cache.rates
     root = tree.add_adapter(1, 8)
     node = grow(cache, 1, 1)
-    model = RealCost(rates, 60.0)
+    model = RealCost(rates, cache.counters, 60.0)
     rates.saw_copy(10, 0.01, to_device=True)
     rates.saw_copy(10, 0.02, to_device=False)
     rates.saw_read(8, 0.8)
-    assert model.cost_s(root) == pytest.approx(0.8), "without a host copy it is read again"
+    assert model.cost_s(root) == pytest.approx(rates.step_s + 0.8), "without a host copy it is read again"
     assert model.cost_s(node) == pytest.approx(min(0.003, rates.page_prefill_s(1))), "written, then read back"
     tree.set_host(root, HostState.HELD, cache.host.take(8))
     tree.set_host(node, HostState.HELD, cache.host.take(1))
-    assert model.cost_s(root) == pytest.approx(0.008), "a transfer"
+    assert model.cost_s(root) == pytest.approx(rates.step_s + 0.008), "a transfer"
     assert model.cost_s(node) == pytest.approx(0.001)
 
 
@@ -128,7 +128,7 @@ def test_candidates_come_in_order_of_value(kind: str, takes_best: bool) -> None:
     models: dict[str, ValueModel] = {
         "lru": LeastRecentlyUsed(),
         "fastlibra": FastLibraValue(cache.visits, cache.rates, 5.0),
-        "real cost": RealCost(cache.rates, 20.0),
+        "real cost": RealCost(cache.rates, cache.counters, 20.0),
     }
     model = models[kind]
     out: set[int] = set()

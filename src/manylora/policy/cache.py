@@ -54,11 +54,11 @@ class Cache:
         self._emit = emit
         self._traces = config.cache.trace
         self.visits = Visits(
-            config.cache.window_s, config.cache.tau_s, self.policy.counts_visits, self._offer
+            config.cache.window_s, config.cache.window_s, self.policy.counts_visits, self._offer
         )
         self.visits.tells_all = not self.policy.keeps_dependencies
-        device_value = self.policy.device_value(config.cache, self.visits, self.rates)
-        host_value = self.policy.host_value(config.cache, self.visits, self.rates)
+        device_value = self.policy.device_value(config.cache, self.visits, self.rates, self.counters)
+        host_value = self.policy.host_value(config.cache, self.visits, self.rates, self.counters)
         self._device_value = device_value
         self._leaving = Candidates(0, device_value, self.tree.may_leave)
         # Parts of their own need lists of their own.

@@ -12,17 +12,19 @@ _KEEP = 0.9
 _FIRST_COPY_BYTES_S = 20e9
 _FIRST_READ_BYTES_S = 1e9
 _FIRST_PREFILL_S = 50e-6  # a token
+_FIRST_STEP_S = 0.01
 _LEAST_PREFILL_TOKENS = 64
 
 
 class Rates:
-    """Seconds a page of ``page_bytes`` and ``page_tokens`` takes."""
+    """Seconds a page of ``page_bytes`` and ``page_tokens`` takes; ``step_s``: a step."""
 
     def __init__(self, page_bytes: int, page_tokens: int) -> None:
         self._page_tokens = page_tokens
         self.page_in_s = page_bytes / _FIRST_COPY_BYTES_S
         self.page_out_s = page_bytes / _FIRST_COPY_BYTES_S
         self.page_read_s = page_bytes / _FIRST_READ_BYTES_S
+        self.step_s = _FIRST_STEP_S
         self._token_s = _FIRST_PREFILL_S
         self._decode_s = 0.0
         self._num_copies = {True: 0, False: 0}
@@ -58,6 +60,7 @@ class Rates:
         """A step ended; with many more tokens than rows it was mostly prefill."""
         if seconds <= 0:
             return
+        self.step_s = _KEEP * self.step_s + (1 - _KEEP) * seconds
         if num_tokens == num_rows:
             self._decode_s = seconds if not self._decode_s else _KEEP * self._decode_s + (1 - _KEEP) * seconds
         elif num_tokens - num_rows >= _LEAST_PREFILL_TOKENS:

@@ -11,26 +11,29 @@ from collections.abc import Callable
 
 from manylora.config import CacheConfig
 from manylora.policy.cost import Rates
+from manylora.policy.counters import Counters
 from manylora.policy.value import FastLibraValue, LeastRecentlyUsed, RealCost, ValueModel
 from manylora.policy.visits import Visits
 
-ModelMaker = Callable[[CacheConfig, Visits, Rates], ValueModel]
+ModelMaker = Callable[[CacheConfig, Visits, Rates, Counters], ValueModel]
 
 
-def _lru(config: CacheConfig, visits: Visits, rates: Rates) -> ValueModel:
+def _lru(config: CacheConfig, visits: Visits, rates: Rates, counters: Counters) -> ValueModel:
     return LeastRecentlyUsed()
 
 
-def _fastlibra(config: CacheConfig, visits: Visits, rates: Rates) -> ValueModel:
+def _fastlibra(config: CacheConfig, visits: Visits, rates: Rates, counters: Counters) -> ValueModel:
     return FastLibraValue(visits, rates, config.tau_s)
 
 
-def _fastlibra_without_reward(config: CacheConfig, visits: Visits, rates: Rates) -> ValueModel:
+def _fastlibra_without_reward(
+    config: CacheConfig, visits: Visits, rates: Rates, counters: Counters
+) -> ValueModel:
     return FastLibraValue(visits, rates, config.tau_s, rewards_adapters=False)
 
 
-def _real_cost(config: CacheConfig, visits: Visits, rates: Rates) -> ValueModel:
-    return RealCost(rates, config.tau_s)
+def _real_cost(config: CacheConfig, visits: Visits, rates: Rates, counters: Counters) -> ValueModel:
+    return RealCost(rates, counters, config.window_s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +42,8 @@ class CachePolicy:
 
     ``keeps_dependencies``: no KV on the device without its adapter and its prefix. ``keeps_history``: a
     finished request's KV and an unused adapter stay until their room is needed. ``swaps_by_itself``: keeps the
-    device between its two marks (FastLibra §5.3). ``prefetches``: brings what waiting requests need into idle
+    device between its two marks (FastLibra §5.3), of which ``high_mark`` is the upper; ``swaps_every_step``: looks
+    at it after every step rather than every interval. ``prefetches``: brings what waiting requests need into idle
     pages (S-LoRA §5.2). ``has_parts``: adapters and KV have a fixed share of the device each.
     ``counts_visits``: its value model reads how many requests in the window used a node.
     """
@@ -52,10 +56,15 @@ class CachePolicy:
     prefetches: bool = False
     has_parts: bool = False
     counts_visits: bool = False
+    high_mark: float = 0.95
+    swaps_every_step: bool = False
 
 
 POLICIES: dict[str, CachePolicy] = {
-    "manylora": CachePolicy(_real_cost, swaps_by_itself=True, prefetches=True),
+    # What arrives within one interval can pass 5 % of the device; then it waits for pages to be saved.
+    "manylora": CachePolicy(
+        _real_cost, swaps_by_itself=True, prefetches=True, high_mark=0.90, swaps_every_step=True
+    ),
     "fastlibra": CachePolicy(_fastlibra, swaps_by_itself=True, counts_visits=True),
     "fastlibra-wom": CachePolicy(
         _fastlibra, keeps_dependencies=False, swaps_by_itself=True, counts_visits=True

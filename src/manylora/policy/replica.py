@@ -437,6 +437,7 @@ class Replica:
             self._held.note_computed(sequence, row.num_tokens, now)
             if row.num_samples:
                 self._take_tokens(sequence, drawn[sequence.id], now)
+        self._swapper.step_ended()
         self._wake(now)  # a page that was computed may be what another was waiting for
 
     def _take_tokens(self, sequence: Sequence, tokens: tuple[int, ...], now: float) -> None:

@@ -6,6 +6,7 @@ Which nodes, is the value model's choice; how they move, ``cache``'s.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from manylora.config import CacheConfig
@@ -33,8 +34,9 @@ class Swapper:
         self._waiting = waiting
         self._match = match
         total = cache.device.num_pages
-        self._high_pages = int(config.high_mark * total)
-        self._low_pages = -int(-config.low_mark * total // 1)
+        high_mark = config.high_mark or cache.policy.high_mark
+        self._high_pages = int(high_mark * total)
+        self._low_pages = math.ceil(min(config.low_mark, high_mark) * total)
         self._interval_s = config.interval_s
         self._interval_began = float("-inf")
         self._held_back: list[Node] = []
@@ -51,6 +53,15 @@ class Swapper:
             self._held_back.clear()
         cache.visits.expire(now)
         self._sample()
+        self._keep_room()
+
+    def step_ended(self) -> None:
+        """Pages may have been filled, and sequences have ended."""
+        if self._cache.policy.swaps_every_step:
+            self._keep_room()
+
+    def _keep_room(self) -> None:
+        cache = self._cache
         if cache.policy.swaps_by_itself and cache.pages_used > self._high_pages:
             cache.shrink(self._high_pages, "busy")
 

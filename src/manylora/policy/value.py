@@ -11,14 +11,19 @@ from collections.abc import Hashable
 from typing import Protocol
 
 from manylora.policy.cost import Rates
+from manylora.policy.counters import Counters
 from manylora.policy.tree import HostState, Node
 from manylora.policy.visits import Visits
 
 Value = tuple[float, float]
 """What is compared first, and what decides between equals."""
 
+REUSE_S = 15.0
+"""How fast KV loses value: about the pause between two turns of a conversation."""
 _LEAST_WEIGHT = 1e-6
 """Of what nobody has asked for yet."""
+_PRIOR_TOKENS = 1000
+"""Prompts begin by looking wholly reusable; so many tokens later what was seen counts half."""
 
 
 class ValueModel(Protocol):
@@ -91,46 +96,54 @@ class FastLibraValue:
 
 
 class RealCost:
-    """Ours: seconds that getting the node back would really take, per page, times how often it is asked for.
+    """Ours: what a miss would really cost, for each page that keeping the node takes, times how soon and how
+    surely it will be asked for.
 
-    From a host copy that is the transfer; without one (so that leaving costs a write, or loses it) an
-    adapter's read from its source or a KV page's prefill after its prefix. Frequencies age by a factor e in
-    ``aging_s`` at every visit, which keeps the order within a bucket still: log(weight) + time / aging.
+    Cost: from a host copy the transfer; without one (so that leaving costs a write, or loses it) an adapter's
+    read from its source or a KV page's prefill after its prefix. A request that misses its adapter waits a step
+    besides, however small the adapter. How often: an adapter's visits, aged by a factor e in ``aging_s``; for
+    KV, which one conversation uses a few times and then never again, the share of prompts that history served
+    so far, decaying with the time since its last use. Both as rates per second, so that they compare.
     """
 
-    def __init__(self, rates: Rates, aging_s: float) -> None:
+    def __init__(self, rates: Rates, counters: Counters, aging_s: float) -> None:
         self._rates = rates
+        self._counters = counters
         self._aging_s = aging_s
+        self._log_reuse = 0.0
 
     def bucket(self, node: Node) -> Hashable:
-        if node.parent is None:
-            return (-1, node.num_pages, node.host is HostState.HELD)
-        return (node.depth.bit_length(), 1, node.host is HostState.HELD)
+        kind = -node.num_pages if node.parent is None else node.depth.bit_length()
+        return (kind, node.host is HostState.HELD)
 
     def rank(self, node: Node) -> float:
-        return _log_weight(node) + node.weighed_at / self._aging_s
+        if node.parent is None:
+            return math.log(max(node.weight, _LEAST_WEIGHT)) + node.weighed_at / self._aging_s
+        return node.last_use
 
     def value(self, node: Node, now: float) -> Value:
-        log_value = math.log(self.cost_s(node) / node.num_pages)
-        return (log_value + _log_weight(node) - (now - node.weighed_at) / self._aging_s, node.last_use)
+        log_cost = math.log(self.cost_s(node) / node.num_pages)
+        if node.parent is None:
+            log_rate = self.rank(node) - now / self._aging_s - math.log(self._aging_s)
+        else:
+            log_rate = self._log_reuse - (now - node.last_use) / REUSE_S - math.log(REUSE_S)
+        return (log_cost + log_rate, node.last_use)
 
     def cost_s(self, node: Node) -> float:
         """Seconds to have the node again, from where it would be after leaving."""
         rates = self._rates
-        if node.host is HostState.HELD:
-            return node.num_pages * rates.page_in_s
         if node.parent is None:
-            return node.num_pages * rates.page_read_s
+            page_s = rates.page_in_s if node.host is HostState.HELD else rates.page_read_s
+            return rates.step_s + node.num_pages * page_s
+        if node.host is HostState.HELD:
+            return rates.page_in_s
         # It would be saved: written now and read back later, but never at more than computing it again.
         return min(rates.page_out_s + rates.page_in_s, rates.page_prefill_s(node.depth.bit_length()))
 
     def refresh(self, now: float, num_adapters: int) -> None:
-        return
+        hits = self._counters.prefix_hits_tokens + _PRIOR_TOKENS
+        self._log_reuse = math.log(hits / (self._counters.prefix_queries_tokens + _PRIOR_TOKENS))
 
 
 def _softplus(x: float) -> float:
     return x + math.log1p(math.exp(-x)) if x > 0 else math.log1p(math.exp(x))
-
-
-def _log_weight(node: Node) -> float:
-    return math.log(max(node.weight, _LEAST_WEIGHT))

@@ -51,16 +51,14 @@ class Visits:
     def _visit(self, above: Node | None, deepest: Node, now: float) -> None:
         if self._counts_window:
             self._count(above, deepest, now)
-        step: Node | None = deepest
-        weighed_at, aging = now, 1.0  # nodes of a path were mostly visited together
-        while step is not None and step is not above:
+        step: Node = deepest
+        while step.parent is not None and step is not above:
             step.last_use = now
-            if step.weighed_at != weighed_at:
-                weighed_at = step.weighed_at
-                aging = math.exp((weighed_at - now) / self._aging_s)
-            step.weight = 1.0 + step.weight * aging
-            step.weighed_at = now
             step = step.parent
+        if step is not above:
+            step.last_use = now
+            step.weight = 1.0 + step.weight * math.exp((step.weighed_at - now) / self._aging_s)
+            step.weighed_at = now
 
     def _count(self, above: Node | None, deepest: Node, now: float) -> None:
         self._log.append((now, above, deepest))
