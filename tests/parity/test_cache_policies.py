@@ -29,7 +29,9 @@ def converse(bench: Bench, policy: str, num_pages: int, host_pool: int, **settin
     ) as llm:
         for turn in range(TURNS):
             order = [(i * 7 + turn) % len(names) for i in range(len(names))]
-            outputs = llm.generate([histories[i] for i in order], greedy(NUM_TOKENS), [names[i] for i in order])
+            outputs = llm.generate(
+                [histories[i] for i in order], greedy(NUM_TOKENS), [names[i] for i in order]
+            )
             bench.check(outputs, NUM_TOKENS)
             for i, output in zip(order, outputs, strict=True):
                 more = random_tokens(400 + 10 * turn + i, 7, bench.checkpoint.vocab_size)

@@ -47,11 +47,11 @@ def test_preemption_while_prompts_are_chunked(bench: Bench) -> None:
 
 
 def test_adapters_take_turns(bench: Bench) -> None:
-    """The pool holds the largest adapter and one request: each round reads every adapter again."""
+    """The pool holds the largest adapter and one request, no host: each round reads every adapter again."""
     sizes = bench.adapter_pages(4)
     prompts = [random_tokens(40 + i, 12, bench.checkpoint.vocab_size) for i in range(len(sizes))]
     num_pages = max(sizes.values()) + pages_of(12 + NUM_TOKENS, 4)
-    with bench.llm(page_tokens=4, num_pages=num_pages) as llm:
+    with bench.llm(page_tokens=4, num_pages=num_pages, host_pool=0) as llm:
         for _ in range(2):
             bench.check(llm.generate(prompts, greedy(NUM_TOKENS), list(sizes)), NUM_TOKENS)
         stats = llm.stats()

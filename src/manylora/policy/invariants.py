@@ -93,6 +93,8 @@ def _check_counts(cache: Cache, nodes: list[Node]) -> None:
     assert not (invalid and tree.keeps_dependencies), "no history is without its adapter"
     assert tree.adapter_pages == sum(len(n.pages) for n in nodes if n.is_adapter), "adapter pages are counted"
     assert tree.history_pages == sum(len(n.pages) for n in nodes if not n.is_adapter), "KV pages are counted"
+    pinned = sum(len(n.pages) for n in nodes if n.busy and not n.is_adapter)
+    assert tree.pinned_history_pages == pinned, "KV pages in use are counted"
     assert tree.saving_pages == pages(Residence.SAVING), "saving pages are counted"
     assert tree.loading_pages == pages(Residence.LOADING), "loading pages are counted"
     assert tree.host_adapter_pages == sum(len(n.host_pages) for n in nodes if n.is_adapter)

@@ -132,6 +132,7 @@ class DependencyTree:
         self.evictable_pages = 0  # of resident nodes that nobody pins
         self.evictable_adapter_pages = 0
         self._history_of: dict[AdapterId, int] = {}  # evictable KV pages
+        self.pinned_history_pages = 0
         self.saving_pages = 0
         self.loading_pages = 0
         self.resident_adapters = 0
@@ -251,6 +252,8 @@ class DependencyTree:
             self.adapter_pages += size
         else:
             self.history_pages += size
+            if node.busy:
+                self.pinned_history_pages += size
         if node.residence is Residence.RESIDENT:
             self.resident_adapters += sign * is_adapter
             if node.busy == 0:
@@ -270,8 +273,10 @@ class DependencyTree:
         step = node
         while step.parent is not None:
             step.busy += 1
-            if step.busy == 1 and step.residence is resident:
-                num_kv_pages += 1
+            if step.busy == 1:
+                self.pinned_history_pages += len(step.pages)
+                if step.residence is resident:
+                    num_kv_pages += 1
             step = step.parent
         step.busy += 1
         num_pages = len(step.pages) if step.busy == 1 and step.residence is resident else 0
@@ -289,6 +294,8 @@ class DependencyTree:
             if now > step.last_use:
                 step.last_use = now
             if step.busy == 0:
+                if step.parent is not None:
+                    self.pinned_history_pages -= len(step.pages)
                 if step.residence is resident:
                     if step.parent is None:
                         num_pages = len(step.pages)
@@ -307,8 +314,10 @@ class DependencyTree:
         parent.pins -= 1
         child.pins += 1
         child.busy += 1
-        if child.busy == 1 and child.residence is Residence.RESIDENT:
-            self._count_evictable(child, -1)
+        if child.busy == 1:
+            self.pinned_history_pages += len(child.pages)
+            if child.residence is Residence.RESIDENT:
+                self._count_evictable(child, -1)
 
     def _count_evictable(self, node: Node, sign: int) -> None:
         size = sign * len(node.pages)
