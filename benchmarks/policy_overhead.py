@@ -134,6 +134,7 @@ def measure(policy: str, num_nodes: int, with_host: bool) -> dict[str, object]:
         "request_mean_ms": 1e3 * statistics.fmean(requests),
         "request_p99_ms": 1e3 * sorted(requests)[int(0.99 * len(requests))],
         "decision_mean_ms": 1e3 * statistics.fmean(decisions),
+        "decision_median_ms": 1e3 * statistics.median(decisions),
         "decision_max_ms": 1e3 * max(decisions),
     }
 

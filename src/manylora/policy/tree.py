@@ -212,8 +212,8 @@ class DependencyTree:
         self.num_nodes -= 1
         if parent.parent is not None and parent.is_ghost and not parent.children and not parent.busy:
             self.remove(parent)
-        else:
-            self.changed(parent)
+        elif parent.host is HostState.HELD:
+            self.changed(parent)  # a leaf of both tiers now; as one of the device it was offered before
 
     # ------------------------------------------------------------ states
 
