@@ -25,7 +25,7 @@ MOST_PAGES_A_COPY = 64
 """A longer queue is cut, so that what arrived first can be used while the rest is on its way."""
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Move:
     """One node's part of a copy. It owns what its node has let go of meanwhile, until the copy has ended."""
 

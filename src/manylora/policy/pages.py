@@ -33,6 +33,8 @@ class PageLedger:
         """Exactly ``count`` pages; the caller has made sure that they are there."""
         if count > len(self._free):
             raise AssertionError(f"took {count} pages where {len(self._free)} are free")
+        if count == 1:  # the usual case, in the middle of decisions
+            return (self._free.pop(),)
         return tuple(self._free.pop() for _ in range(count))
 
     def release(self, pages: Iterable[PageId], *, step_in_flight: bool) -> None:
