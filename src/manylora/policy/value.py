@@ -22,6 +22,8 @@ REUSE_S = 15.0
 """How fast KV loses value: about the pause between two turns of a conversation."""
 _LEAST_WEIGHT = 1e-6
 """Of what nobody has asked for yet."""
+_DEPTH_CLASSES = 20
+"""Depths up to a power of two that no context reaches."""
 _PRIOR_TOKENS = 1000
 """Prompts begin by looking wholly reusable; so many tokens later what was seen counts half."""
 
@@ -110,7 +112,9 @@ class RealCost:
         self._rates = rates
         self._counters = counters
         self._aging_s = aging_s
-        self._log_reuse = 0.0
+        # By depth class, log seconds of a KV page that was used just now: without and with a host copy.
+        self._fresh_kv: list[tuple[float, float]] = []
+        self.refresh(0.0, 0)
 
     def bucket(self, node: Node) -> Hashable:
         kind = -node.num_pages if node.parent is None else node.depth.bit_length()
@@ -122,27 +126,35 @@ class RealCost:
         return node.last_use
 
     def value(self, node: Node, now: float) -> Value:
-        log_cost = math.log(self.cost_s(node) / node.num_pages)
         if node.parent is None:
+            log_cost = math.log(self.cost_s(node) / node.num_pages)
             log_rate = self.rank(node) - now / self._aging_s - math.log(self._aging_s)
-        else:
-            log_rate = self._log_reuse - (now - node.last_use) / REUSE_S - math.log(REUSE_S)
-        return (log_cost + log_rate, node.last_use)
+            return (log_cost + log_rate, node.last_use)
+        fresh = self._fresh_kv[min(node.depth.bit_length(), _DEPTH_CLASSES - 1)]
+        return (fresh[node.host is HostState.HELD] - (now - node.last_use) / REUSE_S, node.last_use)
 
     def cost_s(self, node: Node) -> float:
         """Seconds to have the node again, from where it would be after leaving."""
+        is_held = node.host is HostState.HELD
+        if node.parent is not None:
+            return self._kv_cost_s(node.depth.bit_length(), is_held)
         rates = self._rates
-        if node.parent is None:
-            page_s = rates.page_in_s if node.host is HostState.HELD else rates.page_read_s
-            return rates.step_s + node.num_pages * page_s
-        if node.host is HostState.HELD:
+        return rates.step_s + node.num_pages * (rates.page_in_s if is_held else rates.page_read_s)
+
+    def _kv_cost_s(self, depth_class: int, is_held: bool) -> float:
+        rates = self._rates
+        if is_held:
             return rates.page_in_s
         # It would be saved: written now and read back later, but never at more than computing it again.
-        return min(rates.page_out_s + rates.page_in_s, rates.page_prefill_s(node.depth.bit_length()))
+        return min(rates.page_out_s + rates.page_in_s, rates.page_prefill_s(depth_class))
 
     def refresh(self, now: float, num_adapters: int) -> None:
         hits = self._counters.prefix_hits_tokens + _PRIOR_TOKENS
-        self._log_reuse = math.log(hits / (self._counters.prefix_queries_tokens + _PRIOR_TOKENS))
+        reuse = hits / (self._counters.prefix_queries_tokens + _PRIOR_TOKENS) / REUSE_S
+        self._fresh_kv = [
+            (math.log(reuse * self._kv_cost_s(c, False)), math.log(reuse * self._kv_cost_s(c, True)))
+            for c in range(_DEPTH_CLASSES)
+        ]
 
 
 def _softplus(x: float) -> float:
