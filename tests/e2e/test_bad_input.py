@@ -147,15 +147,15 @@ def test_a_body_over_the_limit_is_413(server: Server) -> None:
 
 
 def test_a_long_prompt_holds_nobody_up(server: Server) -> None:
-    """Encoding a megabyte takes a second; the server answers others meanwhile."""
+    """Encoding three megabytes takes seconds; the server answers others meanwhile."""
     with ThreadPoolExecutor(1) as thread:
-        long = thread.submit(server.complete, prompt=["ab c" * 2**11] * 128)
+        long = thread.submit(server.complete, prompt=["ab c" * 2**11] * 384)
         num_answers = 0
         while not long.done():
             assert server.http.get("/health").status_code == 200
             num_answers += 1
         assert_error(long.result(), 400, "1024")
-    assert num_answers > 10
+    assert num_answers > 3, "a few may slip in at either end of an encoding that blocks"
 
 
 EXTREMES = [
