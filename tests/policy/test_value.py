@@ -135,7 +135,7 @@ def test_candidates_come_in_order_of_value(kind: str, takes_best: bool) -> None:
     members = {id(node) for node in nodes}
     candidates = Candidates(0, model, lambda node: id(node) in members - out, takes_best)
     cache.visits._changed = candidates.offer  # the class under test instead of the cache's own lists
-    cache.visits.tells_all = True
+    cache.visits._only_leaves_matter = False
     for node in nodes:
         candidates.offer(node)
     now = 0.0

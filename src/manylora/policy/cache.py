@@ -54,9 +54,12 @@ class Cache:
         self._emit = emit
         self._traces = config.cache.trace
         self.visits = Visits(
-            config.cache.window_s, config.cache.window_s, self.policy.counts_visits, self._offer
+            config.cache.window_s,
+            config.cache.window_s,
+            self._offer,
+            counts_window=self.policy.counts_visits,
+            only_leaves_matter=self.policy.keeps_dependencies,
         )
-        self.visits.tells_all = not self.policy.keeps_dependencies
         device_value = self.policy.device_value(config.cache, self.visits, self.rates, self.counters)
         host_value = self.policy.host_value(config.cache, self.visits, self.rates, self.counters)
         self._device_value = device_value

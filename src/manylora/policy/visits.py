@@ -21,11 +21,18 @@ class Visits:
     those it computed when it lets go of them (the paper updates a node's frequency when it is generated too).
 
     ``changed`` is called for nodes whose count fell because a visit left the window; without
-    ``counts_window`` nobody reads those counts, and they are not kept.
+    ``counts_window`` nobody reads those counts, and they are not kept. ``only_leaves_matter``: of nodes with
+    children on the device it need not be told.
     """
 
     def __init__(
-        self, window_s: float, aging_s: float, counts_window: bool, changed: Callable[[Node], None]
+        self,
+        window_s: float,
+        aging_s: float,
+        changed: Callable[[Node], None],
+        *,
+        counts_window: bool,
+        only_leaves_matter: bool,
     ) -> None:
         self._window_s = window_s
         self._counts_window = counts_window
@@ -36,7 +43,7 @@ class Visits:
         self._batch_rows = 0
         self._adapters: dict[Node, None] = {}  # those with visits
         self.num_requests = 0
-        self.tells_all = False  # or only of nodes that may be leaves
+        self._only_leaves_matter = only_leaves_matter
 
     def matched(self, deepest: Node, now: float) -> None:
         """A request was admitted that uses the path down to ``deepest``."""
@@ -81,7 +88,7 @@ class Visits:
                 if step.visits == 0 and step.parent is None:
                     self._adapters.pop(step, None)
                 if step.busy == 0:
-                    may_be_leaf = self.tells_all or step.num_on_device == 0
+                    may_be_leaf = not self._only_leaves_matter or step.num_on_device == 0
                     if may_be_leaf or step.host is HostState.HELD:
                         self._changed(step)
                 step = step.parent
