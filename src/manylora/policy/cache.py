@@ -163,9 +163,8 @@ class Cache:
             self._leave_device(node)
             self.decided("evict", node, reason, value)
         elif node.host is HostState.FILLING and not node.is_adapter:
-            self.tree.set_device(
-                node, Residence.SAVING, node.pages
-            )  # saved once, kept, and now not after all
+            # A save was begun, the node was kept meanwhile, and now is not after all.
+            self.tree.set_device(node, Residence.SAVING, node.pages)
             self.decided("save", node, reason, value)
         elif not node.is_adapter and self._host_provide(1):
             self._save(node)
@@ -180,6 +179,10 @@ class Cache:
         self.tree.set_device(node, Residence.ABSENT, ())
         # An aborted request's rows may still be in the step in flight.
         self.device.release(pages, step_in_flight=self.step_in_flight)
+        self._note_left(node)
+
+    def _note_left(self, node: Node) -> None:
+        """A node whose contents were on the device is there no more."""
         if node.is_adapter:
             self.counters.adapter_evictions += 1
             self._emit(EvictAdapter(node.adapter))
@@ -226,11 +229,7 @@ class Cache:
         if host_pages and move is None:
             self.host.release(host_pages, step_in_flight=False)
         if was_there and pages:
-            if node.is_adapter:
-                self.counters.adapter_evictions += 1
-                self._emit(EvictAdapter(node.adapter))
-            else:
-                self.counters.history_evictions += 1
+            self._note_left(node)
 
     # ------------------------------------------------------------ the host
 

@@ -37,20 +37,16 @@ class Swapper:
         high_mark = config.high_mark or cache.policy.high_mark
         self._high_pages = int(high_mark * total)
         self._low_pages = math.ceil(min(config.low_mark, high_mark) * total)
-        self._interval_s = config.interval_s
-        self._interval_began = float("-inf")
         self._held_back: list[Node] = []
 
     def tick(self, now: float) -> None:
         """An interval has passed."""
         cache = self._cache
-        if now - self._interval_began >= self._interval_s / 2:
-            self._interval_began = now
-            cache.interval += 1
-            for node in self._held_back:
-                if cache.tree.may_enter(node):
-                    cache.entering.offer(node)
-            self._held_back.clear()
+        cache.interval += 1
+        for node in self._held_back:
+            if cache.tree.may_enter(node):
+                cache.entering.offer(node)
+        self._held_back.clear()
         cache.visits.expire(now)
         self._sample()
         self._keep_room()
