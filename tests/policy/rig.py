@@ -38,12 +38,14 @@ class Rig:
         num_host_pages: int = 40,
         max_num_seqs: int = 4,
         trace: bool = False,
+        copy_page_s: float = 1e-5,
         **marks: float,
     ) -> None:
         cache = CacheConfig(policy, trace=trace, **{"adapter_share": 0.4, **marks})
         self.config = PolicyConfig(num_pages, PAGE, 200, max_num_seqs, 64, num_host_pages, 2**21, cache)
         self.replica = Replica(self.config)
         self.device = DeviceModel(PAGE)
+        self.copy_page_s = copy_page_s
         self.now = 0.0
         self.timer: float | None = None
         self.commands: list[Command] = []
@@ -78,8 +80,9 @@ class Rig:
 
     def land_copy(self, copy: int | None = None, ok: bool = True) -> None:
         copy = min(self.device.copies) if copy is None else copy
+        copy_s = self.copy_page_s * len(self.device.copies[copy][0].pairs)
         self.device.end_copy(copy, ok)
-        self.feed(CopyDone(copy, ok, 0.001, "" if ok else "made to fail"))
+        self.feed(CopyDone(copy, ok, copy_s, "" if ok else "made to fail"))
 
     def land_read(self) -> None:
         read = self.device.reads[0]

@@ -198,12 +198,12 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.feed(AdapterRead(read.adapter, ok, "" if ok else "made to fail"))
 
     @precondition(lambda self: self.device.copies)
-    @rule(data=st.data(), ok=st.sampled_from([True] * 7 + [False]))
-    def end_copy(self, data: st.DataObject, ok: bool) -> None:
-        """In any order, and sometimes not at all."""
+    @rule(data=st.data(), ok=st.sampled_from([True] * 7 + [False]), copy_s=st.sampled_from([1e-6, 1.0]))
+    def end_copy(self, data: st.DataObject, ok: bool, copy_s: float) -> None:
+        """In any order, and sometimes not at all; so slow at times that computing is cheaper."""
         copy = data.draw(st.sampled_from(sorted(self.device.copies)))
         self.device.end_copy(copy, ok)
-        self.feed(CopyDone(copy, ok, 0.01, "" if ok else "made to fail"))
+        self.feed(CopyDone(copy, ok, copy_s, "" if ok else "made to fail"))
 
     @precondition(lambda self: self.timer is not None)
     @rule()

@@ -192,6 +192,36 @@ def test_preemption_swaps_out_rather_than_computing_again() -> None:
     assert again <= 2 * PAGE * rig.replica.counters.preemptions, "at most the partial page and the last token"
 
 
+def test_history_that_is_cheaper_to_compute_than_to_copy_is_not_saved() -> None:
+    rig = Rig(num_pages=16, copy_page_s=1.0)
+    for turn, seed in enumerate((1, 2, 3, 1)):
+        rig.serve(f"first {turn}", BASE, prompt(seed, 7))
+    assert rig.swaps(to_device=True), "at first nobody knows, then a copy shows how slow they are here"
+    rig.commands.clear()
+    for seed in (1, 2, 3):
+        rig.serve(f"then {seed}", BASE, prompt(seed, 7))
+    assert not rig.of(SwapPages)
+    assert rig.replica.counters.history_drops > 0
+
+
+def test_one_slow_copy_does_not_end_saving_for_ever() -> None:
+    rig = Rig(num_pages=16, copy_page_s=0.0005)  # a page computes in 0.2 ms, it believes
+    for turn in range(600):
+        rig.serve(f"r{turn}", BASE, prompt(turn % 3, 7))
+        if rig.swaps(to_device=True):
+            rig.copy_page_s = 1e-5
+    assert len([swap for swap in rig.of(SwapPages) if swap.to_device]) > 100
+
+
+def test_a_slow_lane_does_not_keep_adapters_on_the_host() -> None:
+    rig = Rig(num_pages=10, copy_page_s=1.0)
+    for adapter in (1, 2, 1, 2):
+        if adapter not in {read.adapter for read in rig.of(ReadAdapter)}:
+            rig.add(adapter, 4)
+        rig.serve(f"r{len(rig.commands)}", adapter, prompt(adapter, 4))
+    assert rig.replica.counters.adapter_reads == 2, "an adapter cannot be computed"
+
+
 def test_unloading_during_a_copy_frees_everything() -> None:
     rig = Rig("lru", num_pages=12)
     rig.add(1, 3)

@@ -112,6 +112,9 @@ def test_real_cost_is_what_coming_back_takes() -> None:
     tree.set_host(root, HostState.HELD, cache.host.take(8))
     tree.set_host(node, HostState.HELD, cache.host.take(1))
     assert model.cost_s(root) == pytest.approx(rates.step_s + 0.008), "a transfer"
+    assert rates.page_prefill_s(1) < 0.001
+    assert model.cost_s(node) == pytest.approx(rates.page_prefill_s(1)), "computing it is cheaper than either"
+    rates.saw_step(1, 101, 1.0)  # now prefill is slow
     assert model.cost_s(node) == pytest.approx(0.001)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from manylora.config import PolicyConfig
 from manylora.policy.candidates import Candidates
@@ -156,7 +156,10 @@ class Cache:
     # ------------------------------------------------------------ leaving
 
     def evict(self, node: Node, value: float | None, reason: str) -> None:
-        """Send a candidate away: at once where the host has a copy, else by way of one, else for good."""
+        """Send a candidate away: at once where the host has a copy, else by way of one, else for good.
+
+        For good, too, where KV would rather be computed again than come back.
+        """
         if reason == "busy":
             node.evicted_in = self.interval
         if node.host is HostState.HELD:
@@ -166,12 +169,18 @@ class Cache:
             # A save was begun, the node was kept meanwhile, and now is not after all.
             self.tree.set_device(node, Residence.SAVING, node.pages)
             self.decided("save", node, reason, value)
-        elif not node.is_adapter and self._host_provide(1):
+        elif not node.is_adapter and self.is_copy_cheaper([node]) and self._host_provide(1):
             self._save(node)
             self.decided("save", node, reason, value)
         else:
             self.decided("drop", node, reason, value)
             self._lose(node)
+
+    def is_copy_cheaper(self, kv: Sequence[Node]) -> bool:
+        """Whether bringing these pages from the host takes less than computing them; yes, where not weighed."""
+        if not self.policy.weighs_recomputing:
+            return True
+        return self.rates.copy_is_cheaper([node.depth.bit_length() for node in kv])
 
     def _leave_device(self, node: Node) -> None:
         """Free the device pages of a node whose contents are safe, or not wanted."""
@@ -462,6 +471,10 @@ class Cache:
                     member.move = None
             self.tree.set_device(member, Residence.ABSENT, ())
             self.device.release(pages, step_in_flight=self.step_in_flight)
+
+    def candidates(self) -> tuple[set[Node], set[Node]]:
+        """Who is on the lists of what may leave the device, and the host; for invariant checks."""
+        return {*self._leaving.members(), *self._leaving_adapters.members()}, {*self._leaving_host.members()}
 
     def moves(self) -> Iterable[Move]:
         """Every copy's part that is queued or in flight, for invariant checks."""

@@ -8,7 +8,7 @@ heads. So choosing is exact, and neither time nor the number of nodes costs anyt
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 
 from manylora.policy.tree import Node
 from manylora.policy.value import ValueModel
@@ -42,6 +42,10 @@ class Candidates:
     def __bool__(self) -> bool:
         """Whether there may be a candidate: entries may all be stale."""
         return self._num_entries > 0
+
+    def members(self) -> Iterator[Node]:
+        """Every candidate, in no order; for invariant checks."""
+        return (entry[3] for heap in self._buckets.values() for entry in heap if self._is_valid(entry))
 
     def offer(self, node: Node) -> None:
         """The node is a candidate from now on, valued as it stands now."""

@@ -6,6 +6,8 @@ learns the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _KEEP = 0.9
 """How much of an estimate survives one observation."""
 
@@ -14,6 +16,8 @@ _FIRST_READ_BYTES_S = 1e9
 _FIRST_PREFILL_S = 50e-6  # a token
 _FIRST_STEP_S = 0.01
 _LEAST_PREFILL_TOKENS = 64
+_HOPE = 1 / 2000
+"""How much less a transfer is believed to take for each page that was computed instead."""
 
 
 class Rates:
@@ -49,6 +53,17 @@ class Rates:
             self.page_in_s = new
         else:
             self.page_out_s = new
+
+    def copy_is_cheaper(self, prefix_classes: Sequence[int]) -> bool:
+        """Whether bringing one page for each of these from the host takes less than computing them.
+
+        An estimate that keeps copies from being made would never be corrected, so a no makes it more hopeful.
+        """
+        num_pages = len(prefix_classes)
+        if num_pages * self.page_in_s <= sum(map(self.page_prefill_s, prefix_classes)):
+            return True
+        self.page_in_s *= (1 - _HOPE) ** num_pages
+        return False
 
     def saw_read(self, num_pages: int, seconds: float) -> None:
         """An adapter was read from its source."""

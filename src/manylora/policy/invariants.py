@@ -28,6 +28,7 @@ def check(
         if cache.tree.keeps_dependencies:
             _check_dependencies(node)
     _check_counts(cache, nodes)
+    _check_candidates(cache, nodes)
     _check_pins(nodes, held)
     _check_ownership(cache, nodes, held)
     _check_capacity(cache, held)
@@ -76,6 +77,15 @@ def _check_dependencies(node: Node) -> None:
     if parent.residence is Residence.SAVING:
         assert node.residence not in _ON_DEVICE, "a saving node has no resident or loading child"
     assert not parent.is_ghost, "device and host together stay connected"
+
+
+def _check_candidates(cache: Cache, nodes: list[Node]) -> None:
+    leaving, leaving_host = cache.candidates()
+    assert leaving == {n for n in nodes if cache.tree.may_leave(n)}, (
+        "what may leave the device is on its list"
+    )
+    may_leave_host = {n for n in nodes if cache.tree.may_leave_host(n)}
+    assert leaving_host == may_leave_host, "what may leave the host is on its list"
 
 
 def _check_counts(cache: Cache, nodes: list[Node]) -> None:

@@ -40,12 +40,13 @@ def _real_cost(config: CacheConfig, visits: Visits, rates: Rates, counters: Coun
 class CachePolicy:
     """What a policy does.
 
-    ``keeps_dependencies``: no KV on the device without its adapter and its prefix. ``keeps_history``: a
-    finished request's KV and an unused adapter stay until their room is needed. ``swaps_by_itself``: keeps the
-    device between its two marks (FastLibra §5.3), of which ``high_mark`` is the upper; ``swaps_every_step``: looks
-    at it after every step rather than every interval. ``prefetches``: brings what waiting requests need into idle
-    pages (S-LoRA §5.2). ``has_parts``: adapters and KV have a fixed share of the device each.
-    ``counts_visits``: its value model reads how many requests in the window used a node.
+    ``keeps_dependencies``: no KV on the device without its adapter and its prefix. ``keeps_history``: a finished
+    request's KV and an unused adapter stay until their room is needed. ``swaps_by_itself``: keeps the device
+    between its two marks (FastLibra §5.3), of which ``high_mark`` is the upper; ``swaps_every_step``: looks at
+    it after every step rather than every interval. ``weighs_recomputing``: KV is saved to the host, and comes
+    back from there, only where that takes less than computing it again. ``prefetches``: brings what waiting
+    requests need into idle pages (S-LoRA §5.2). ``has_parts``: adapters and KV have a fixed share of the
+    device each. ``counts_visits``: its value model reads how many requests in the window used a node.
     """
 
     device_value: ModelMaker
@@ -58,12 +59,18 @@ class CachePolicy:
     counts_visits: bool = False
     high_mark: float = 0.95
     swaps_every_step: bool = False
+    weighs_recomputing: bool = False
 
 
 POLICIES: dict[str, CachePolicy] = {
     # What arrives within one interval can pass 5 % of the device; then it waits for pages to be saved.
     "manylora": CachePolicy(
-        _real_cost, swaps_by_itself=True, prefetches=True, high_mark=0.90, swaps_every_step=True
+        _real_cost,
+        swaps_by_itself=True,
+        prefetches=True,
+        high_mark=0.90,
+        swaps_every_step=True,
+        weighs_recomputing=True,
     ),
     "fastlibra": CachePolicy(_fastlibra, swaps_by_itself=True, counts_visits=True),
     "fastlibra-wom": CachePolicy(

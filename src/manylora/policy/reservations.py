@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import enum
+import itertools
 from collections.abc import Callable
 
 from manylora.config import PolicyConfig
@@ -70,8 +71,11 @@ class Reservations:
         root = tree.node(sequence.adapter)
         path = self.match(sequence)
         cache.rescue(path)
-        deepest = path[-1] if path else root
         missing = [node for node in path if node.residence is Residence.ABSENT]
+        if not cache.is_copy_cheaper(missing):
+            path = [*itertools.takewhile(lambda node: node.residence is not Residence.ABSENT, path)]
+            missing = []
+        deepest = path[-1] if path else root
         num_computed = len(path) * self._config.page_tokens
         chunk = min(first_chunk, len(sequence.tokens) - num_computed)
         own_pages = self.pages_for(num_computed + chunk) - len(path)
@@ -204,8 +208,8 @@ class Reservations:
     def preempt(self, sequence: Sequence) -> None:
         """Send a holder back to its place in the queue.
 
-        Its full pages stay as history, which leaves by way of the host where there is one: it swaps out
-        rather than computes again, as far as the cache policy finds that worth it.
+        Its full pages stay as history, which leaves by way of the host: it swaps out rather than computes
+        again, unless the cache policy finds computing cheaper.
         """
         assert sequence.node is not None
         self._cache.counters.preemptions += 1

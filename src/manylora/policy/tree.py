@@ -301,8 +301,8 @@ class DependencyTree:
                         num_pages = len(step.pages)
                     else:
                         num_kv_pages += 1
-                # Of those that keep dependencies only leaves can leave; their parents are told in their turn.
-                if step is node or not self.keeps_dependencies:
+                # With dependencies only the device's leaves can leave (the path may go on in the host alone).
+                if step is node or step.num_on_device == 0 or not self.keeps_dependencies:
                     idle.append(step)
             step = step.parent
         self._add_evictable(node.adapter, num_kv_pages, num_pages)

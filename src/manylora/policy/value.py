@@ -143,10 +143,9 @@ class RealCost:
 
     def _kv_cost_s(self, depth_class: int, is_held: bool) -> float:
         rates = self._rates
-        if is_held:
-            return rates.page_in_s
-        # It would be saved: written now and read back later, but never at more than computing it again.
-        return min(rates.page_out_s + rates.page_in_s, rates.page_prefill_s(depth_class))
+        # Without a copy it would be saved: written now and read back later. Never more than computing it again.
+        copy_s = rates.page_in_s if is_held else rates.page_out_s + rates.page_in_s
+        return min(copy_s, rates.page_prefill_s(depth_class))
 
     def refresh(self, now: float, num_adapters: int) -> None:
         hits = self._counters.prefix_hits_tokens + _PRIOR_TOKENS
