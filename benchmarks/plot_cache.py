@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,33 @@ def line_of(run: Run) -> str:
 
 
 def measured(report: dict[str, Any]) -> list[Run]:
-    """The runs that gave numbers, vLLM's among them."""
-    runs = [*report["runs"], *report["reference"]["vllm"]]
-    return [run for run in runs if "error" not in run and run["summary"]["ttft_ms"]]
+    """What gave numbers, vLLM's among it: a run for each system and rate, of medians where several were made.
+
+    ``num_runs``: of how many; ``ttft_range_ms``: their lowest and highest mean. Runs with a reason to be
+    ``set_aside`` do not count.
+    """
+    same: dict[tuple[str, float], list[Run]] = {}
+    for run in [*report["runs"], *report["reference"]["vllm"]]:
+        if "error" not in run and "set_aside" not in run and run["summary"]["ttft_ms"]:
+            same.setdefault((run["policy"], run["offered_per_s"]), []).append(run)
+    return [_pooled(runs) for runs in same.values()]
+
+
+def _pooled(runs: Sequence[Run]) -> Run:
+    means = [run["summary"]["ttft_ms"]["mean"] for run in runs]
+    return {
+        **runs[0],
+        "num_runs": len(runs),
+        "ttft_range_ms": (min(means), max(means)),
+        "summary": _median([run["summary"] for run in runs]),
+    }
+
+
+def _median(values: Sequence[Any]) -> Any:
+    """Number by number; None where any is missing."""
+    if isinstance(values[0], dict):
+        return {name: _median([value.get(name) for value in values]) for name in values[0]}
+    return None if any(value is None for value in values) else statistics.median(values)
 
 
 def compare(report: dict[str, Any]) -> dict[str, Any]:
@@ -113,20 +138,20 @@ def _is_borne(run: Run) -> bool:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """All runs beside vLLM's, then the changes beside the paper's."""
+    """What was measured beside vLLM's, then the changes beside the paper's."""
     lines = [
-        "| offered req/s | system | done/s | output tok/s | TTFT ms mean / p50 / p99 | TPOT ms mean "
-        "| prefix hit | adapter hit | failed |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| offered req/s | system | runs | done/s | output tok/s | TTFT ms mean / p50 / p99 | mean, lowest-highest "
+        "| TPOT ms mean | prefix hit | adapter hit | failed |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for run in sorted(measured(report), key=lambda run: run["offered_per_s"]):
         summary = run["summary"]
         ttft = " / ".join(f"{summary['ttft_ms'][name]:.1f}" for name in ("mean", "p50", "p99"))
         tpot = f"{summary['tpot_ms']['mean']:.2f}" if summary["tpot_ms"] else "-"
         lines.append(
-            f"| {run['offered_per_s']:g} | {run['policy']} | {summary['done_per_s']:.2f} "
-            f"| {summary['output_tokens_per_s']:.0f} | {ttft} | {tpot} | {_share(summary['prefix_hit'])} "
-            f"| {_share(summary.get('adapter_hit'))} | {summary['failed']} |"
+            f"| {run['offered_per_s']:g} | {run['policy']} | {run['num_runs']} | {summary['done_per_s']:.2f} "
+            f"| {summary['output_tokens_per_s']:.0f} | {ttft} | {_range(run['ttft_range_ms'])} | {tpot} | {_share(summary['prefix_hit'])} "
+            f"| {_share(summary.get('adapter_hit'))} | {summary['failed']:g} |"
         )
     found = compare(report)
     lines += ["", "| req/s | ours | against | TTFT mean | TPOT mean |", "|---|---|---|---|---|"]
@@ -152,6 +177,10 @@ def markdown(report: dict[str, Any]) -> str:
         f"\nThe paper's peaks: {PAPER['vLLM']['peak_ratio']} x vLLM's, {PAPER['S-LoRA']['peak_ratio']} x S-LoRA's."
     ]
     return "\n".join(lines) + "\n"
+
+
+def _range(bounds: tuple[float, float]) -> str:
+    return "-" if bounds[0] == bounds[1] else f"{bounds[0]:.1f}-{bounds[1]:.1f}"
 
 
 def _share(value: float | None) -> str:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks import h200_cache
-from benchmarks.plot_cache import POLICIES, VLLM, compare, draw, markdown
+from benchmarks.plot_cache import POLICIES, VLLM, compare, draw, markdown, measured
 
 
 def test_the_toy_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,6 +88,18 @@ def test_changes_and_peaks_by_hand() -> None:
     assert found["peak_per_s"]["s-lora"] == {"borne": 10, "too_much": 20}
     assert found["peak_per_s"]["lru"] == {"borne": None, "too_much": 10}
     assert found["peak_per_s"]["vLLM 0.26.0"] == {"borne": 10, "too_much": 20}
+
+
+def test_repeated_runs_count_by_their_medians() -> None:
+    runs = [run_of("manylora", 10, ttft, tpot) for ttft, tpot in ((30, 8), (90, 9), (40, 7))]
+    runs.append({**run_of("manylora", 10, 4000, 50), "set_aside": "the machine was busy"})
+    runs.append(run_of("s-lora", 10, 80, 16))
+    found = {run["policy"]: run for run in measured({"runs": runs, "reference": {"vllm": []}})}
+    assert found["manylora"]["num_runs"] == 3
+    assert found["manylora"]["ttft_range_ms"] == (30, 90)
+    assert found["manylora"]["summary"] == {"ttft_ms": {"mean": 40}, "tpot_ms": {"mean": 8}, "failed": 0}
+    changes = compare({"runs": runs, "reference": {"vllm": []}})["at_rate"]
+    assert [row["ttft_change"] for row in changes] == [-0.5]
 
 
 @pytest.mark.parametrize(
