@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from manylora.types import (
     AdapterId,
@@ -130,8 +130,7 @@ class SequenceStart:
     stop_ids: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepRow:
+class StepRow(NamedTuple):
     """Compute positions ``[start, start + num_tokens)`` of a sequence, then draw ``num_samples`` tokens.
 
     ``pages``: changes to its page table since the last step, as (index, page). ``num_samples`` is 0 for a
@@ -216,8 +215,7 @@ class AdapterFreed:
     adapter: AdapterId
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(NamedTuple):
     """A generated token; ``position`` counts from 0 at the sample's first. Emitted once, whatever moved.
 
     ``drawn_by``: (sequence, index among the tokens it drew in its last step), where a driver finds what the

@@ -32,20 +32,19 @@ def compose(
 
 def _continue_running(config: PolicyConfig, held: Reservations) -> tuple[list[Scheduled], int]:
     """Rows of the holders, and the budget that is left. Victims are newer, so never among earlier rows."""
-    running = [s for s in held.holders if s.stage is Stage.RUNNING]
-    budget = config.max_batch_tokens - sum(1 for s in running if s.num_remaining == 1)
+    running = [(s, s.num_remaining) for s in held.holders if s.stage is Stage.RUNNING]
+    budget = config.max_batch_tokens - sum(1 for _, remaining in running if remaining == 1)
     rows = []
-    for sequence in running:
+    for sequence, remaining in running:
         if sequence.stage is not Stage.RUNNING:
             continue
-        is_decode = sequence.num_remaining == 1
-        num_tokens = 1 if is_decode else min(sequence.num_remaining, budget)
+        num_tokens = 1 if remaining == 1 else min(remaining, budget)
         # It may find no room, or none before a copy has ended; it keeps what it has and tries again.
         if num_tokens == 0 or held.grow(sequence, num_tokens) is not Growth.DONE:
             continue
-        if not is_decode:
+        if remaining > 1:
             budget -= num_tokens
-        rows.append(_row(sequence, num_tokens))
+        rows.append(_row(sequence, num_tokens, remaining))
     return rows, budget
 
 
@@ -66,12 +65,12 @@ def _admit(
         note_admission(sequence)
         # One that waits for its adapter keeps its reservation and is passed by others.
         if sequence.stage is Stage.RUNNING:
-            num_tokens = min(sequence.num_remaining, budget)
+            remaining = sequence.num_remaining
+            num_tokens = min(remaining, budget)
             budget -= num_tokens
-            rows.append(_row(sequence, num_tokens))
+            rows.append(_row(sequence, num_tokens, remaining))
     return rows
 
 
-def _row(sequence: Sequence, num_tokens: int) -> Scheduled:
-    reaches_end = num_tokens == sequence.num_remaining
-    return Scheduled(sequence, num_tokens, 1 + sequence.num_unborn_forks if reaches_end else 0)
+def _row(sequence: Sequence, num_tokens: int, remaining: int) -> Scheduled:
+    return Scheduled(sequence, num_tokens, 1 + sequence.num_unborn_forks if num_tokens == remaining else 0)

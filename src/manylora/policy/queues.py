@@ -8,8 +8,8 @@ from __future__ import annotations
 import array
 import bisect
 import collections
-import dataclasses
 import enum
+from typing import NamedTuple
 
 from manylora.policy.tree import Node, PageKey
 from manylora.types import AdapterId, PageId, Request, SequenceId
@@ -185,8 +185,7 @@ class WaitingQueue:
         return self._returned + [s for s in self._arrived if s.stage is Stage.WAITING]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Scheduled:
+class Scheduled(NamedTuple):
     """A row of the step in flight."""
 
     sequence: Sequence

@@ -42,7 +42,7 @@ from manylora.protocol import (
     StepRow,
     Timer,
 )
-from manylora.types import AdapterId, Request, RequestError, RequestId, SequenceId
+from manylora.types import AdapterId, PageId, Request, RequestError, RequestId, SequenceId
 
 MAX_FAILED_COPIES = 3
 """Copies that may fail a request before it is given up: each time it looks for another way."""
@@ -335,9 +335,7 @@ class Replica:
 
     def _wake(self, now: float) -> None:
         """Let those run whose copies have all landed, and note how long each part of the wait was."""
-        for sequence in self._held.holders:
-            if sequence.stage is not Stage.LOADING:
-                continue
+        for sequence in [s for s in self._held.holders if s.stage is Stage.LOADING]:
             root = self._tree.node(sequence.adapter)
             if sequence.adapter_s is None and root.residence is Residence.RESIDENT:
                 sequence.adapter_s = now - sequence.admitted_s
@@ -379,22 +377,17 @@ class Replica:
     def _start_step(self, scheduled: list[Scheduled], now: float) -> None:
         self._num_steps += 1
         starts, rows = [], []
-        for item in scheduled:
-            sequence = item.sequence
+        for sequence, num_tokens, num_samples in scheduled:
+            updates = sequence.page_updates
             if not sequence.is_known_to_executor:
                 starts.append(_start_of(sequence))
                 sequence.is_known_to_executor = True
-                sequence.page_updates.clear()
-            rows.append(
-                StepRow(
-                    sequence.id,
-                    sequence.num_computed,
-                    item.num_tokens,
-                    item.num_samples,
-                    tuple(sequence.page_updates),
-                )
-            )
-            sequence.page_updates.clear()
+                updates.clear()
+            changed: tuple[tuple[int, PageId], ...] = ()
+            if updates:
+                changed = tuple(updates)
+                updates.clear()
+            rows.append(StepRow(sequence.id, sequence.num_computed, num_tokens, num_samples, changed))
         self._in_flight = tuple(scheduled)
         self._cache.step_in_flight = True
         self._cache.visits.batch(len(rows), now)
@@ -427,16 +420,16 @@ class Replica:
         if event.ok:
             self._cache.rates.saw_step(len(rows), sum(row.num_tokens for row in rows), event.device_s)
         drawn = dict(event.tokens)
-        for row in rows:
-            sequence = row.sequence
+        note_computed = self._held.note_computed
+        for sequence, num_tokens, num_samples in rows:
             if sequence.stage is Stage.ENDED:
                 continue
             if not event.ok:
                 error = RequestError(500, f"the step that ran this request failed: {event.error}")
                 self._fail_request(sequence.state, error, now)
                 continue
-            self._held.note_computed(sequence, row.num_tokens, now)
-            if row.num_samples:
+            note_computed(sequence, num_tokens, now)
+            if num_samples:
                 self._take_tokens(sequence, drawn[sequence.id], now)
         self._swapper.step_ended()
         self._wake(now)  # a page that was computed may be what another was waiting for
@@ -444,9 +437,10 @@ class Replica:
     def _take_tokens(self, sequence: Sequence, tokens: tuple[int, ...], now: float) -> None:
         """Append what was drawn; where a request's samples fork, there is one token for each."""
         state = sequence.state
-        for sample in range(1, len(tokens)):
-            if sample in state.open_samples:
-                self._fork(sequence, sample, tokens[sample], now)
+        if len(tokens) > 1:
+            for sample in range(1, len(tokens)):
+                if sample in state.open_samples:
+                    self._fork(sequence, sample, tokens[sample], now)
         sequence.tokens.append(tokens[0])
         if sequence.sample in state.open_samples:
             self._emit(sequence, (sequence.id, 0), now)
@@ -467,12 +461,11 @@ class Replica:
 
     def _emit(self, sequence: Sequence, drawn_by: tuple[SequenceId, int], now: float) -> None:
         """Announce the newest token, and the end where this is it."""
-        state, position = sequence.state, sequence.num_generated - 1
-        token = sequence.tokens[-1]
-        self._commands.append(Emit(state.request.id, sequence.sample, position, token, drawn_by))
-        if token in state.stop_ids and position + 1 >= state.request.params.min_tokens:
+        state, count, token = sequence.state, sequence.num_generated, sequence.tokens[-1]
+        self._commands.append(Emit(state.request.id, sequence.sample, count - 1, token, drawn_by))
+        if token in state.stop_ids and count >= state.request.params.min_tokens:
             self._end_sample(state, sequence.sample, "stop", now)
-        elif position + 1 >= state.max_tokens:
+        elif count >= state.max_tokens:
             self._end_sample(state, sequence.sample, "length", now)
 
 

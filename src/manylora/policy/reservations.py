@@ -159,9 +159,10 @@ class Reservations:
 
     def grow(self, sequence: Sequence, num_tokens: int) -> Growth:
         """Make room for the next ``num_tokens``, preempting newer holders if that is what it takes."""
-        missing = self.pages_for(sequence.num_computed + num_tokens) - len(sequence.pages)
-        if missing <= 0:
+        num_tokens += sequence.num_computed
+        if num_tokens <= len(sequence.pages) * self._config.page_tokens:
             return Growth.DONE
+        missing = self.pages_for(num_tokens) - len(sequence.pages)
         while not self._cache.provide(missing + self._promised):
             if self._cache.will_provide(missing + self._promised):
                 self._promised += missing
@@ -234,8 +235,8 @@ class Reservations:
         values agree up to rounding, and every full page then belongs to the tree.
         """
         size, cache = self._config.page_tokens, self._cache
-        sequence.num_computed += num_tokens
-        while (sequence.num_shared + 1) * size <= sequence.num_computed:
+        num_computed = sequence.num_computed = sequence.num_computed + num_tokens
+        while (sequence.num_shared + 1) * size <= num_computed:
             index = sequence.num_shared
             node = sequence.node
             assert node is not None

@@ -22,8 +22,6 @@ REUSE_S = 15.0
 """How fast KV loses value: about the pause between two turns of a conversation."""
 _LEAST_WEIGHT = 1e-6
 """Of what nobody has asked for yet."""
-_DEPTH_CLASSES = 20
-"""Depths up to a power of two that no context reaches."""
 _PRIOR_TOKENS = 1000
 """Prompts begin by looking wholly reusable; so many tokens later what was seen counts half."""
 
@@ -112,8 +110,10 @@ class RealCost:
         self._rates = rates
         self._counters = counters
         self._aging_s = aging_s
-        # By depth class, log seconds of a KV page that was used just now: without and with a host copy.
-        self._fresh_kv: list[tuple[float, float]] = []
+        # Log seconds of a KV page that was used just now, by depth class and whether the host has a copy; made
+        # as a decision asks for them.
+        self._fresh_kv: dict[tuple[int, bool], float] = {}
+        self._log_reuse = 0.0
         self.refresh(0.0, 0)
 
     def bucket(self, node: Node) -> Hashable:
@@ -130,8 +130,11 @@ class RealCost:
             log_cost = math.log(self.cost_s(node) / node.num_pages)
             log_rate = self.rank(node) - now / self._aging_s - math.log(self._aging_s)
             return (log_cost + log_rate, node.last_use)
-        fresh = self._fresh_kv[min(node.depth.bit_length(), _DEPTH_CLASSES - 1)]
-        return (fresh[node.host is HostState.HELD] - (now - node.last_use) / REUSE_S, node.last_use)
+        kind = (node.depth.bit_length(), node.host is HostState.HELD)
+        fresh = self._fresh_kv.get(kind)
+        if fresh is None:
+            fresh = self._fresh_kv[kind] = self._log_reuse + math.log(self._kv_cost_s(*kind))
+        return (fresh - (now - node.last_use) / REUSE_S, node.last_use)
 
     def cost_s(self, node: Node) -> float:
         """Seconds to have the node again, from where it would be after leaving."""
@@ -150,10 +153,8 @@ class RealCost:
     def refresh(self, now: float, num_adapters: int) -> None:
         hits = self._counters.prefix_hits_tokens + _PRIOR_TOKENS
         reuse = hits / (self._counters.prefix_queries_tokens + _PRIOR_TOKENS) / REUSE_S
-        self._fresh_kv = [
-            (math.log(reuse * self._kv_cost_s(c, False)), math.log(reuse * self._kv_cost_s(c, True)))
-            for c in range(_DEPTH_CLASSES)
-        ]
+        self._log_reuse = math.log(reuse)
+        self._fresh_kv.clear()
 
 
 def _softplus(x: float) -> float:

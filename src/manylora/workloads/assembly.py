@@ -1,0 +1,201 @@
+"""Streams out of what loaders read: pieces from text, requests from lengths or dialogs, adapters, start times.
+
+Two conventions hold for every loader here:
+- A file without times gives requests that all arrive at 0, whole conversations one after the other;
+  ``with_starts`` puts start times from elsewhere on them.
+- A file without adapters gives each request a *key*, its own name for who asks (a model, a client, a language
+  pair, a conversation's id; each loader says which), and ``Adapters`` turns keys into adapters. Without one all
+  requests are the base's; ``assign`` chooses afterwards, by conversation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from manylora.config import ConfigError
+from manylora.workloads.stream import Encode, Piece, Stream, StreamRequest, in_order
+
+BYTES_PER_TOKEN = 4
+"""For lengths without a tokenizer: a rule of thumb for English (recalled, not measured here), where a character is
+a byte. Other scripts count by their UTF-8 bytes, which tokenizers of mostly English vocabularies split finer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """Which adapter serves a key (None: the base), and the rank of each adapter that is served."""
+
+    ranks: tuple[int, ...] = ()
+    choose: Callable[[str], int | None] = lambda key: None
+
+    @staticmethod
+    def by_hash(ranks: Sequence[int]) -> Adapters:
+        """Keys spread evenly and at random, the same on every machine."""
+        count = _at_least_one(ranks)
+        return Adapters(tuple(ranks), lambda key: int(_digest(key), 16) % count)
+
+    @staticmethod
+    def in_turn(ranks: Sequence[int]) -> Adapters:
+        """The first key takes adapter 0, the next new one adapter 1, and so on, round and round."""
+        count = _at_least_one(ranks)
+        known: dict[str, int] = {}
+        return Adapters(tuple(ranks), lambda key: known.setdefault(key, len(known) % count))
+
+    @staticmethod
+    def named(adapters: Sequence[str], ranks: Sequence[int], others: int | None = None) -> Adapters:
+        """Key ``adapters[i]`` takes adapter i; any other key takes ``others``."""
+        if len(adapters) != len(ranks):
+            raise ConfigError(f"{len(adapters)} adapters are named, {len(ranks)} ranks given")
+        numbers = {key: number for number, key in enumerate(adapters)}
+        return Adapters(tuple(ranks), lambda key: numbers.get(key, others))
+
+
+class TextPieces:
+    """Pieces of prompts and lengths of replies from text: token ids with a tokenizer, else estimated lengths.
+
+    Equal texts give equal pieces. The identity is a digest, so that a stream holds nobody's words.
+    """
+
+    def __init__(self, encode: Encode | None = None) -> None:
+        self._encode = encode
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For a stream's notes: how lengths came about."""
+        if self._encode is not None:
+            return ("lengths: counted by the given tokenizer",)
+        return (f"lengths: no tokenizer, a token for every {BYTES_PER_TOKEN} UTF-8 bytes, rounded up",)
+
+    def pieces(self, *texts: str) -> tuple[Piece, ...]:
+        """One piece for each text that has tokens."""
+        found = []
+        for text in texts:
+            tokens = None if self._encode is None else tuple(self._encode(text))
+            length = _estimate(text) if tokens is None else len(tokens)
+            if length:
+                found.append(Piece(_digest(text), length, tokens))
+        return tuple(found)
+
+    def length(self, text: str) -> int:
+        """In tokens."""
+        return _estimate(text) if self._encode is None else len(self._encode(text))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a dialog. ``ours``: the model says it; else it is input, a person's or a tool's."""
+
+    ours: bool
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Dialog:
+    """Messages in order, and the key of whoever holds the dialog."""
+
+    key: str
+    messages: tuple[Message, ...]
+
+
+def lone_request(
+    arrival_s: float, number: int, input_tokens: int, output_tokens: int, adapter: int | None, source: str
+) -> StreamRequest:
+    """A request known by its lengths: a conversation of its own, a prompt shared with nobody."""
+    prompt = (Piece((source, number), input_tokens),)
+    return StreamRequest(arrival_s, adapter, number, 0, prompt, output_tokens)
+
+
+def dialog_requests(
+    number: int, dialog: Dialog, adapters: Adapters, pieces: TextPieces
+) -> Iterator[StreamRequest]:
+    """The turns of a dialog as conversation ``number``, all arriving at 0.
+
+    A turn's prompt is all input since the model spoke; what the model says until the next input is one reply.
+    What it says before any input (a greeting) belongs to the first prompt. Input at the end that nobody answers
+    is left out, and a dialog without any answered input gives no turn.
+    """
+    adapter = adapters.choose(dialog.key)
+    prompt: list[Piece] = []
+    heard = False
+    reply, turn = 0, 0
+    for message in (*dialog.messages, Message(False, "")):
+        if message.ours and heard:
+            reply += pieces.length(message.text)
+            continue
+        if not message.ours and reply:
+            yield StreamRequest(0.0, adapter, number, turn, tuple(prompt), reply)
+            prompt, reply, turn = [], 0, turn + 1
+            heard = False
+        said = pieces.pieces(message.text)
+        prompt += said
+        heard = heard or (not message.ours and bool(said))
+
+
+def dialog_stream(
+    name: str, dialogs: Iterable[Dialog], adapters: Adapters, pieces: TextPieces, notes: Callable[[], Sequence[str]]
+) -> Stream:
+    """A stream of dialogs; conversations are numbered in order. ``notes`` is asked when all were read."""
+    requests = [
+        request
+        for number, dialog in enumerate(dialogs)
+        for request in dialog_requests(number, dialog, adapters, pieces)
+    ]
+    return in_order(name, requests, adapters.ranks, (*notes(), *pieces.notes, NO_TIMES))
+
+
+NO_TIMES = "arrival times: none in the source, all 0 until start times are given"
+
+
+def assign(stream: Stream, ranks: Sequence[int], choose: Callable[[StreamRequest], int | None]) -> Stream:
+    """The same stream with other adapters: ``choose`` is asked once a conversation, with its first turn, in
+    order of arrival. Raises ConfigError for an adapter that ``ranks`` does not have."""
+    chosen: dict[int, int | None] = {}
+    requests = []
+    for request in stream.requests:
+        if request.conversation not in chosen:
+            chosen[request.conversation] = choose(request)
+        requests.append(dataclasses.replace(request, adapter=chosen[request.conversation]))
+    return dataclasses.replace(stream, requests=tuple(requests), ranks=tuple(ranks))
+
+
+def with_starts(
+    stream: Stream, starts_s: Iterable[float], think_s: float | Callable[[], float] = 0.0
+) -> Stream:
+    """The same conversations, the i-th (in order of arrival) starting at the i-th time; seconds.
+
+    A later turn arrives ``think_s`` after the turn before it arrived (a function: drawn anew for each); it waits
+    for its reply besides. As many conversations as there are times, at most all. Raises ConfigError if none.
+    """
+    times = iter(starts_s)
+    arrivals: dict[int, float] = {}
+    requests = []
+    for request in stream.requests:
+        number = request.conversation
+        if request.turn == 0:
+            start = next(times, math.inf)
+            if start == math.inf:
+                break
+            arrivals[number] = start
+        elif number in arrivals:
+            arrivals[number] += think_s() if callable(think_s) else think_s
+        else:
+            continue
+        requests.append(dataclasses.replace(request, arrival_s=arrivals[number]))
+    notes = [note for note in stream.notes if note != NO_TIMES]
+    return in_order(stream.name, requests, stream.ranks, notes)
+
+
+def _estimate(text: str) -> int:
+    return -(-len(text.strip().encode("utf-8", "surrogatepass")) // BYTES_PER_TOKEN)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def _at_least_one(ranks: Sequence[int]) -> int:
+    if not ranks:
+        raise ConfigError("requests can be spread over 1 adapter or more, not over none")
+    return len(ranks)

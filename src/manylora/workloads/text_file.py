@@ -1,0 +1,257 @@
+"""Published text files, line by line: gzip or plain, CSV or JSON, and an error that names the file and the line.
+
+Owns reading, positions and the count of lines left out; does not know what any format means. A loader gives a
+function that turns one line, row or record into a value and raises ``BadLine`` where it cannot.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from manylora.config import ConfigError
+
+Value = TypeVar("Value")
+
+_GZIP = b"\x1f\x8b"
+_BYTE_ORDER_MARK = "\ufeff"
+_SHOWN_CHARS = 60
+_MISSING = object()
+
+
+class BadLine(ValueError):
+    """A line that is not what the format promises: what was expected, and what is there."""
+
+    def __init__(self, expected: str, found: object) -> None:
+        super().__init__(f"expected {expected}, found {shown(found)}")
+
+
+class TextFile:
+    """One file. Malformed lines raise ConfigError, or with ``skip_bad_lines`` are left out and counted.
+
+    ``skipped`` counts while the file is read; it is complete when the iterator ends. Every method reads the file
+    from its beginning, once. All raise ConfigError, in one line, for a file that cannot be read.
+    """
+
+    def __init__(self, path: Path | str, skip_bad_lines: bool = False) -> None:
+        self.path = Path(path)
+        self.skipped = 0
+        self._skip = skip_bad_lines
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For a stream's notes: how many lines were left out, nothing if none."""
+        return (f"{self.path.name}: {self.skipped} malformed lines left out",) if self.skipped else ()
+
+    def lines(self, parse: Callable[[str], Value]) -> Iterator[Value]:
+        """What ``parse`` makes of each line that is not blank."""
+        for number, raw in self._raw_lines():
+            yield from self._parsed(number, raw, parse)
+
+    def rows(
+        self,
+        columns: Sequence[str],
+        parse: Callable[[Mapping[str, str]], Value],
+        *,
+        delimiter: str = ",",
+        quoted: bool = True,
+        header: bool = True,
+    ) -> Iterator[Value]:
+        """What ``parse`` makes of each row of a table whose header has at least ``columns``.
+
+        ``header`` False: there is none, and the columns are exactly these. ``quoted``: cells may stand in double
+        quotes. Raises ConfigError for a header that lacks a column, also when lines are skipped.
+        """
+        quoting = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
+        names: list[str] | None = None if header else list(columns)
+
+        def cells(line: str) -> list[str]:
+            return next(csv.reader([line], delimiter=delimiter, quoting=quoting), [])
+
+        def row(line: str) -> Value:
+            assert names is not None
+            found = cells(line)
+            if len(found) != len(names):
+                raise BadLine(f"{len(names)} columns", f"{len(found)}: {line}")
+            return parse(dict(zip(names, found)))
+
+        for number, raw in self._raw_lines():
+            if names is None:
+                names = [name.strip() for name in cells(raw.decode("utf-8-sig", "replace"))]
+                self._check_header(number, names, columns)
+            else:
+                yield from self._parsed(number, raw, row)
+        if names is None:
+            raise ConfigError(f"{self.path}: expected a header with {', '.join(columns)}, found an empty file")
+
+    def records(self, parse: Callable[[Mapping[str, Any]], Value]) -> Iterator[Value]:
+        """What ``parse`` makes of each JSON object: one a line (JSONL), or in one array over the whole file.
+
+        An array is held in memory whole. Where its JSON breaks, nothing after can be read: with
+        ``skip_bad_lines`` that counts as one line.
+        """
+        start = b""
+        for _, raw in self._raw_lines():
+            start = raw.lstrip(_BYTE_ORDER_MARK.encode()).lstrip()[:1]
+            break
+        if start == b"[":
+            yield from self._array(parse)
+        else:
+            yield from self.lines(lambda line: parse(an_object(_json(line))))
+
+    def _check_header(self, number: int, names: Sequence[str], columns: Sequence[str]) -> None:
+        missing = [column for column in columns if column not in names]
+        if missing:
+            raise ConfigError(
+                f"{self.path}, line {number}: expected a header with {', '.join(columns)}, "
+                f"found {shown(','.join(names))}"
+            )
+
+    def _raw_lines(self) -> Iterator[tuple[int, bytes]]:
+        """Numbered from 1; blank ones left out."""
+        number = 0
+        try:
+            with self.path.open("rb") as probe:
+                zipped = probe.read(2) == _GZIP
+            with gzip.open(self.path, "rb") if zipped else self.path.open("rb") as file:
+                for number, line in enumerate(file, start=1):
+                    if not line.isspace():
+                        yield number, line
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            # What follows the damage is unreadable, so this is one line, the last.
+            self._refuse(number + 1, BadLine("gzip data to the end of the file", str(error)))
+        except OSError as error:
+            raise ConfigError(f"cannot read {self.path}: {error.strerror or error}") from error
+
+    def _parsed(self, number: int, raw: bytes, parse: Callable[[str], Value]) -> Iterator[Value]:
+        try:
+            line = raw.decode().rstrip("\r\n").removeprefix(_BYTE_ORDER_MARK)
+            value = parse(line)
+        except UnicodeDecodeError:
+            self._refuse(number, BadLine("UTF-8 text", raw[:_SHOWN_CHARS]))
+        except (BadLine, csv.Error) as error:
+            self._refuse(number, error)
+        else:
+            yield value
+
+    def _array(self, parse: Callable[[Mapping[str, Any]], Value]) -> Iterator[Value]:
+        text = b"".join(raw for _, raw in self._numbered_whole()).decode("utf-8-sig", "replace")
+        decoder = json.JSONDecoder()
+        at, line, counted = text.index("[") + 1, 1, 0
+        while True:
+            at = _after_space(text, at)
+            line, counted = line + text.count("\n", counted, at), at
+            if text.startswith("]", at):
+                return
+            try:
+                record, at = decoder.raw_decode(text, at)
+            except (ValueError, RecursionError):
+                self._refuse(line, BadLine("a whole JSON object in the array", text[at : at + 2 * _SHOWN_CHARS]))
+                return
+            try:
+                value = parse(an_object(record))
+            except BadLine as error:
+                self._refuse(line, error)
+            else:
+                yield value
+            at = _after_space(text, at)
+            if text.startswith(",", at):
+                at += 1
+            elif not text.startswith("]", at):
+                line += text.count("\n", counted, at)
+                self._refuse(line, BadLine("a comma or the array's end", text[at : at + _SHOWN_CHARS]))
+                return
+
+    def _numbered_whole(self) -> Iterator[tuple[int, bytes]]:
+        """All lines, blank ones as well, so that positions in the text are lines of the file."""
+        before = 0
+        for number, raw in self._raw_lines():
+            yield number, b"\n" * (number - before - 1) + raw
+            before = number
+
+    def _refuse(self, number: int, problem: Exception) -> None:
+        if not self._skip:
+            raise ConfigError(f"{self.path}, line {number}: {problem}") from problem
+        self.skipped += 1
+
+
+def shown(found: object) -> str:
+    """One short line of whatever was found."""
+    if found is _MISSING:
+        return "nothing"
+    text = found if isinstance(found, str) else repr(found)
+    text = " ".join(text.split())
+    return repr(text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "...")
+
+
+def an_object(value: object) -> Mapping[str, Any]:
+    """A JSON object; raises BadLine."""
+    if not isinstance(value, dict):
+        raise BadLine("a JSON object", value)
+    return value
+
+
+def whole(row: Mapping[str, Any], name: str, least: int = 0) -> int:
+    """The whole number ``name``, from text or JSON; raises BadLine, also below ``least``."""
+    found = row.get(name, _MISSING)
+    expected = f"{name}, a whole number from {least}"
+    try:
+        number = int(found) if isinstance(found, str) else found
+    except ValueError:
+        raise BadLine(expected, found) from None
+    if not isinstance(number, int) or isinstance(number, bool) or number < least:
+        raise BadLine(expected, found)
+    return number
+
+
+def decimal(row: Mapping[str, Any], name: str, least: float = 0.0) -> float:
+    """The finite number ``name``, from text or JSON; raises BadLine, also below ``least``."""
+    found = row.get(name, _MISSING)
+    try:
+        number = float(found) if isinstance(found, str | int | float) else math.nan
+    except (ValueError, OverflowError):
+        number = math.nan
+    if isinstance(found, bool) or not least <= number < math.inf:
+        bound = "" if least == -math.inf else f" from {least:g}"
+        raise BadLine(f"{name}, a number{bound}", found)
+    return number
+
+
+def text(row: Mapping[str, Any], name: str) -> str:
+    """The text ``name``; raises BadLine for anything else, also for none."""
+    found = row.get(name, _MISSING)
+    if not isinstance(found, str):
+        raise BadLine(f"{name}, a text", found)
+    return found
+
+
+def array(row: Mapping[str, Any], name: str) -> Sequence[Any]:
+    """The JSON array ``name``; raises BadLine."""
+    found = row.get(name, _MISSING)
+    if not isinstance(found, list):
+        raise BadLine(f"{name}, an array", found)
+    return found
+
+
+def parsed_json(line: str, what: str) -> Any:
+    """JSON inside a field; raises BadLine saying ``what`` it should be."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        raise BadLine(what, line) from None
+
+
+def _json(line: str) -> Any:
+    return parsed_json(line, "one JSON object a line")
+
+
+def _after_space(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r\n":
+        at += 1
+    return at
