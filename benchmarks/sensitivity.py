@@ -22,9 +22,9 @@ from typing import Any
 
 from manylora.config import CACHE_POLICIES, CacheConfig, PolicyConfig, parse_size
 from manylora.sim.costs import DeviceCosts
-from manylora.sim.replay import Load, Replay
+from manylora.sim.replay import Replay
 from manylora.sim.summary import Summary, summarize
-from manylora.workloads.chat import Turn, read_turns
+from manylora.workloads.chat import Turn, read_turns, to_stream
 
 TRACES = Path(__file__).parent / "data"
 NUM_ADAPTERS = 100
@@ -81,10 +81,11 @@ def simulate(
         cache=cache,
     )
     turns = read_turns(TRACES / f"chat_{workload.trace_rps}rps.jsonl.gz", limit)
-    load = Load(turns, adapter_pages(turns, page_bytes), workload.rate_scale)
+    stream = to_stream(turns, ranks=ranks_of(turns)).with_rate(workload.rate_scale)
+    pages = [pages_of(rank, page_bytes) for rank in stream.ranks]
     runs = []
     for step_base_s in step_bases_s:
-        replay = Replay(load, config, DeviceCosts(step_base_s=step_base_s))
+        replay = Replay(stream, config, DeviceCosts(step_base_s=step_base_s), pages)
         replay.run()
         print(
             f"{workload.name}, {cache.policy}: {replay.num_events} events, "
@@ -95,11 +96,17 @@ def simulate(
     return {name: round(statistics.fmean(run[name] for run in runs), 4) for name in runs[0]}
 
 
-def adapter_pages(turns: Sequence[Turn], page_bytes: int) -> dict[int, int]:
-    """All adapters that are served; the traces' even ones have rank 32, odd ones 64."""
-    ranks = {adapter: 64 if adapter % 2 else 32 for adapter in range(NUM_ADAPTERS)}
-    ranks.update((turn.adapter, turn.rank) for turn in turns)
-    return {adapter: -(-rank * RANK_BYTES // page_bytes) for adapter, rank in ranks.items()}
+def ranks_of(turns: Sequence[Turn]) -> list[int]:
+    """Of all adapters that are served; the traces' even ones have rank 32, odd ones 64."""
+    ranks = [64 if adapter % 2 else 32 for adapter in range(NUM_ADAPTERS)]
+    for turn in turns:
+        ranks[turn.adapter] = turn.rank
+    return ranks
+
+
+def pages_of(rank: int, page_bytes: int) -> int:
+    """What an adapter takes."""
+    return -(-rank * RANK_BYTES // page_bytes)
 
 
 def compare_policies(workloads: Iterable[Workload], limit: int | None) -> dict[str, dict[str, Summary]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 
@@ -11,30 +11,34 @@ from manylora.config import CACHE_POLICIES, CacheConfig, ConfigError, PolicyConf
 from manylora.protocol import Command, CopyDone, RunStep, SequenceStart, StepRow, SwapPages
 from manylora.sim.costs import DeviceCosts
 from manylora.sim.device import SimulatedDevice
-from manylora.sim.replay import Load, Replay
+from manylora.sim.replay import Replay
 from manylora.sim.summary import summarize
 from manylora.types import SamplingParams
-from manylora.workloads.chat import Turn
+from manylora.workloads.stream import Piece, Stream, StreamRequest
 
 PAGE_TOKENS = 4
 PAGE_BYTES = 1000
 COSTS = DeviceCosts(copy_bytes_s=1e6, copy_base_s=0.0, read_bytes_s=1e5)
 
 
-def chat(num_conversations: int = 12, num_turns: int = 3, gap_s: float = 0.05) -> list[Turn]:
+def request(
+    arrival_s: float, conversation: int, turn: int, adapter: int | None, new: int, reply: int
+) -> StreamRequest:
+    return StreamRequest(arrival_s, adapter, conversation, turn, (Piece((conversation, turn), new),), reply)
+
+
+def stream_of(*requests: StreamRequest) -> Stream:
+    return Stream("made up", requests, (8,) * 5)
+
+
+def chat(num_conversations: int = 12, num_turns: int = 3, gap_s: float = 0.05) -> Stream:
     """Conversations that take turns, over four adapters."""
-    turns = []
+    requests = []
     for number in range(num_conversations * num_turns):
         turn, conversation = divmod(number, num_conversations)
         user, reply = 5 + conversation % 3, 4 + conversation % 5
-        turns.append(
-            Turn(number * gap_s, conversation, turn, conversation % 4, 8, turn * (user + reply), user, reply)
-        )
-    return turns
-
-
-def load_of(turns: list[Turn]) -> Load:
-    return Load(turns, dict.fromkeys(range(5), 4))
+        requests.append(request(number * gap_s, conversation, turn, conversation % 4, user, reply))
+    return stream_of(*requests)
 
 
 def config_of(policy: str = "manylora", num_pages: int = 40, num_host_pages: int = 80) -> PolicyConfig:
@@ -42,18 +46,28 @@ def config_of(policy: str = "manylora", num_pages: int = 40, num_host_pages: int
     return PolicyConfig(num_pages, PAGE_TOKENS, 200, 8, 64, num_host_pages, PAGE_BYTES, cache)
 
 
-def run(policy: str = "manylora", load: Load | None = None, config: PolicyConfig | None = None) -> Replay:
-    replay = Replay(load or load_of(chat()), config or config_of(policy), COSTS)
+def replay_of(
+    policy: str = "manylora",
+    stream: Stream | None = None,
+    config: PolicyConfig | None = None,
+    costs: DeviceCosts = COSTS,
+    **kwargs: Any,
+) -> Replay:
+    return Replay(stream or chat(), config or config_of(policy), costs, [4] * 5, **kwargs)
+
+
+def run(policy: str = "manylora", stream: Stream | None = None, config: PolicyConfig | None = None) -> Replay:
+    replay = replay_of(policy, stream, config)
     replay.run()
     return replay
 
 
 @pytest.mark.parametrize("policy", CACHE_POLICIES)
 def test_invariants_hold_after_every_event_and_every_turn_ends(policy: str) -> None:
-    replay = Replay(load_of(chat()), config_of(policy), COSTS)
+    replay = replay_of(policy)
     while replay.advance():
         replay.replica.check()
-    assert [o.num_tokens for o in replay.outcomes] == [o.turn.reply_tokens for o in replay.outcomes]
+    assert [o.num_tokens for o in replay.outcomes] == [o.request.output_tokens for o in replay.outcomes]
     assert len(replay.outcomes) == 36
     assert replay.replica.counters.pages_swapped_in > 0, "the run is under pressure"
 
@@ -67,7 +81,7 @@ def test_nothing_is_left_in_flight(policy: str) -> None:
 
 def commands_of() -> list[tuple[float, Command]]:
     seen: list[tuple[float, Command]] = []
-    Replay(load_of(chat()), config_of(), COSTS, lambda now, command: seen.append((now, command))).run()
+    replay_of(watch=lambda now, command: seen.append((now, command))).run()
     return seen
 
 
@@ -77,25 +91,42 @@ def test_same_inputs_give_the_same_run() -> None:
 
 
 def test_a_second_turn_finds_its_history() -> None:
-    first, second = Turn(0.0, 0, 0, 2, 8, 0, 10, 9), Turn(9.0, 0, 1, 2, 8, 19, 7, 3)
-    replay = run(load=load_of([first, second]), config=config_of(num_pages=100))
+    turns = stream_of(request(0.0, 0, 0, 2, 10, 9), request(9.0, 0, 1, 2, 7, 3))
+    replay = run(stream=turns, config=config_of(num_pages=100))
     # The reply's last token was drawn but never computed: 18 of 19 tokens, four full pages of them.
     assert [outcome.num_cached for outcome in replay.outcomes] == [0, 16]
+    assert [outcome.prompt_tokens for outcome in replay.outcomes] == [10, 26]
     assert summarize(replay)["prefix_hit"] == pytest.approx(16 / (10 + 26), abs=1e-4)
 
 
+def test_prompts_that_begin_alike_share_pages() -> None:
+    def asking(arrival_s: float, adapter: int | None, *pieces: Piece) -> StreamRequest:
+        return StreamRequest(arrival_s, adapter, int(arrival_s), 0, pieces, 2)
+
+    common, ids = Piece("system", 8), Piece("real", 8, (5, 6, 7, 8, 9, 10, 11, 12))
+    stream = stream_of(
+        asking(0.0, 1, common, Piece("a", 9)), asking(1.0, 1, common, Piece("b", 9)),
+        asking(2.0, 2, common, Piece("a", 9)), asking(3.0, 1, Piece("a", 9)), asking(4.0, None, ids, common),
+        asking(5.0, None, Piece("other", 8, ids.tokens), Piece("c", 3)),
+    )  # fmt: skip
+    cached = [o.num_cached for o in run(stream=stream, config=config_of(num_pages=100)).outcomes]
+    assert cached == [0, 8, 0, 0, 0, 8], "by adapter, by what came before, by the ids themselves"
+
+
 def test_a_turn_waits_for_the_reply_before_it() -> None:
-    turns = [Turn(0.0, 0, 0, 2, 8, 0, 10, 50), Turn(0.01, 0, 1, 2, 8, 60, 7, 3)]
-    first, second = run(load=load_of(turns), config=config_of(num_pages=100)).outcomes
+    turns = stream_of(*(request(0.01 * turn, 0, turn, 2, 7, reply) for turn, reply in enumerate((50, 3, 4))))
+    first, second, third = run(stream=turns, config=config_of(num_pages=100)).outcomes
     assert second.handed_s == first.end_s > 50 * COSTS.step_base_s
+    assert third.handed_s == second.end_s
     assert first.ttft_s < second.handed_s
 
 
 def test_what_comes_while_a_step_runs_is_handed_over_at_its_end() -> None:
     seen: list[tuple[float, Command]] = []
-    turns = [Turn(0.0, 0, 0, 2, 8, 0, 10, 3), Turn(0.001, 1, 0, 3, 8, 0, 10, 2)]
-    load = load_of(turns)
-    replay = Replay(load, config_of(), DeviceCosts(step_base_s=1.0), lambda now, c: seen.append((now, c)))
+    stream = stream_of(request(0.0, 0, 0, 2, 10, 3), request(0.001, 1, 0, 3, 10, 2))
+    replay = replay_of(
+        stream=stream, costs=DeviceCosts(step_base_s=1.0), watch=lambda now, c: seen.append((now, c))
+    )
     replay.run()
     steps = [(now, len(command.rows)) for now, command in seen if isinstance(command, RunStep)][-3:]
     assert [num_rows for _, num_rows in steps] == [1, 2, 2], "the second joins the first's second step"
@@ -103,9 +134,19 @@ def test_what_comes_while_a_step_runs_is_handed_over_at_its_end() -> None:
     assert [round(outcome.ttft_s, 1) for outcome in replay.outcomes] == [1.0, 2.0]
 
 
-def test_a_faster_trace_arrives_faster() -> None:
-    load = dataclasses.replace(load_of(chat()), rate_scale=2.0)
-    handed = [outcome.handed_s for outcome in run(load=load).outcomes if outcome.turn.turn == 0]
+def test_the_parts_of_the_time_to_the_first_token() -> None:
+    """One that waits for a slot, one for its adapter, one for its history: each notes where its time went."""
+    replay = run("lru", config=config_of("lru", num_pages=28))
+    for outcome in replay.outcomes:
+        parts = (outcome.queue_s, outcome.adapter_s, outcome.kv_s)
+        assert min(parts) >= 0
+        assert sum(parts) + COSTS.step_base_s <= outcome.ttft_s + 1e-9
+    for name in ("queue_s", "adapter_s", "kv_s"):
+        assert any(getattr(outcome, name) > 0 for outcome in replay.outcomes), name
+
+
+def test_a_faster_stream_arrives_faster() -> None:
+    handed = [o.handed_s for o in run(stream=chat().with_rate(2.0)).outcomes if o.request.turn == 0]
     assert handed == pytest.approx([0.025 * number for number in range(12)])
 
 
@@ -143,7 +184,7 @@ def test_a_step_is_priced_by_what_it_computes() -> None:
 def test_a_policy_that_forgets_somebody_is_found_out() -> None:
     # No adapter takes no page, so nothing ever brings this one.
     with pytest.raises(RuntimeError, match="1 requests wait"):
-        run(load=Load([Turn(0.0, 0, 0, 2, 8, 0, 10, 3)], {2: 0}, is_warm=False))
+        Replay(stream_of(request(0.0, 0, 0, 2, 10, 3)), config_of(), COSTS, [0] * 5, is_warm=False).run()
 
 
 def test_bad_input_is_refused_in_a_line() -> None:
@@ -151,11 +192,7 @@ def test_bad_input_is_refused_in_a_line() -> None:
         DeviceCosts(copy_bytes_s=0)
     with pytest.raises(ConfigError, match="read_base_s must be a number"):
         DeviceCosts(read_base_s=-1)
-    with pytest.raises(ConfigError, match="no turns"):
-        load_of([])
-    with pytest.raises(ConfigError, match="rate_scale must be above 0"):
-        Load(chat(), dict.fromkeys(range(4), 4), rate_scale=0)
-    with pytest.raises(ConfigError, match="how many pages adapter 3 takes"):
-        Load(chat(), dict.fromkeys(range(3), 4))
-    with pytest.raises(ConfigError, match=r"the trace does not fit: .*maximum context"):
-        run(load=load_of([Turn(0.0, 0, 0, 2, 8, 0, 300, 9)]))
+    with pytest.raises(ConfigError, match="made up has 5 adapters, not 3"):
+        Replay(chat(), config_of(), COSTS, [4] * 3)
+    with pytest.raises(ConfigError, match=r"the workload does not fit: .*maximum context"):
+        run(stream=stream_of(request(0.0, 0, 0, 2, 300, 9)))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from benchmarks.sensitivity import (
     Workload,
-    adapter_pages,
     compare_policies,
     grid_of,
     page_of,
+    pages_of,
+    ranks_of,
     sweep_fastlibra,
     sweep_manylora,
     table_of,
@@ -44,5 +45,6 @@ def test_the_page_says_that_nothing_was_measured() -> None:
 
 
 def test_adapters_take_what_their_ranks_fill() -> None:
-    pages = adapter_pages((), page_bytes=8 * 2**20)
-    assert (len(pages), pages[0], pages[1]) == (100, 8, 16)
+    ranks = ranks_of(())
+    assert len(ranks) == 100
+    assert [pages_of(rank, page_bytes=8 * 2**20) for rank in ranks[:2]] == [8, 16]

@@ -37,6 +37,8 @@ class Swapper:
         high_mark = config.high_mark or cache.policy.high_mark
         self._high_pages = int(high_mark * total)
         self._low_pages = math.ceil(min(config.low_mark, high_mark) * total)
+        # Each decision costs something whatever its size: who looks after every step makes room for several.
+        self._slack_pages = total // 64 if cache.policy.swaps_every_step else 0
         self._held_back: list[Node] = []
 
     def tick(self, now: float) -> None:
@@ -59,7 +61,7 @@ class Swapper:
     def _keep_room(self) -> None:
         cache = self._cache
         if cache.policy.swaps_by_itself and cache.pages_used > self._high_pages:
-            cache.shrink(self._high_pages, "busy")
+            cache.shrink(self._high_pages - self._slack_pages, "busy")
 
     def _sample(self) -> None:
         tree, counters = self._cache.tree, self._cache.counters

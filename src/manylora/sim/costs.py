@@ -1,10 +1,59 @@
-"""What a simulated device takes for what it is told: assumed rates in, seconds out."""
+"""What a simulated device takes for what it is told: seconds by the numbers that a step, copy or read has.
+
+``StepCosts`` is what the simulator asks. Three answer it: ``DeviceCosts`` by assumed rates (here),
+``sim.analytical.AnalyticalCosts`` by a hardware's data sheet, ``sim.fit.FittedCosts`` by a profile measured with
+``manylora profile``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Protocol
 
 from manylora.config import ConfigError
+
+
+class StepCosts(Protocol):
+    """Seconds of one device, never less for more work. Asked once a simulated step: numbers in, a few
+    multiplications, a number out. All byte counts are whole pages, as the pools hold them."""
+
+    @property
+    def reads_at_once(self) -> int:
+        """How many adapters are read side by side."""
+
+    def step_s(
+        self,
+        num_decodes: int,
+        num_prefill_tokens: int,
+        num_kv_tokens: int,
+        adapter_bytes: int,
+        num_adapters: int = 0,
+        num_prefill_pairs: int = 0,
+        adapter_token_bytes: int = 0,
+        /,
+    ) -> float:
+        """One batch, from its start to its tokens.
+
+        ``num_decodes``: rows of one token; ``num_prefill_tokens``: tokens of all longer rows. ``num_kv_tokens``:
+        positions that the rows' ends stand at, summed: what attention reads. ``adapter_bytes``, of the
+        ``num_adapters`` distinct ones in the batch. ``num_prefill_pairs``: how many positions each prefill token
+        attends to, summed (``prefill_pairs``). ``adapter_token_bytes``: each token's adapter's bytes, summed over
+        all tokens: the adapters' arithmetic.
+        """
+
+    def overhead_s(self, num_rows: int, /) -> float:
+        """Between a step of so many rows and the next: the policy's and the driver's time."""
+
+    def copy_s(self, num_bytes: int, to_device: bool = True, /) -> float:
+        """One copy between the tiers, once the lane is its own."""
+
+    def read_s(self, num_bytes: int, to_device: bool = False, /) -> float:
+        """One adapter from its source into pages of the host, or of the device, once a reader is free."""
+
+
+def prefill_pairs(start: int, num_tokens: int) -> int:
+    """Positions that tokens ``start`` to ``start + num_tokens`` attend to, themselves included, summed."""
+    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,9 +87,17 @@ class DeviceCosts:
                 raise ConfigError(f"{name} must be more than 0")
 
     def step_s(
-        self, num_decodes: int, num_prefill_tokens: int, num_kv_tokens: int, adapter_bytes: int
+        self,
+        num_decodes: int,
+        num_prefill_tokens: int,
+        num_kv_tokens: int,
+        adapter_bytes: int,
+        num_adapters: int = 0,
+        num_prefill_pairs: int = 0,
+        adapter_token_bytes: int = 0,
+        /,
     ) -> float:
-        """One batch."""
+        """See StepCosts; the last three cost nothing here."""
         return (
             self.step_base_s
             + num_decodes * self.decode_row_s
@@ -49,10 +106,14 @@ class DeviceCosts:
             + adapter_bytes / self.adapter_bytes_s
         )
 
-    def copy_s(self, num_bytes: int) -> float:
-        """One copy between the tiers, once the lane is its own."""
+    def overhead_s(self, num_rows: int, /) -> float:
+        """Part of ``step_base_s`` here."""
+        return 0.0
+
+    def copy_s(self, num_bytes: int, to_device: bool = True, /) -> float:
+        """See StepCosts; both ways alike."""
         return self.copy_base_s + num_bytes / self.copy_bytes_s
 
-    def read_s(self, num_bytes: int) -> float:
-        """One adapter from its source, once a reader is free."""
+    def read_s(self, num_bytes: int, to_device: bool = False, /) -> float:
+        """See StepCosts; both tiers alike."""
         return self.read_base_s + num_bytes / self.read_bytes_s

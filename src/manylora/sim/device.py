@@ -7,6 +7,7 @@ Owns the lanes on which copies and reads queue; knows no policy and no requests.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 
 from manylora.protocol import (
     AdapterRead,
@@ -19,7 +20,7 @@ from manylora.protocol import (
     StepDone,
     SwapPages,
 )
-from manylora.sim.costs import DeviceCosts
+from manylora.sim.costs import StepCosts, prefill_pairs
 from manylora.types import AdapterId, SequenceId
 
 Answer = tuple[float, StepDone | CopyDone | AdapterRead]
@@ -29,11 +30,12 @@ Answer = tuple[float, StepDone | CopyDone | AdapterRead]
 class SimulatedDevice:
     """Prices commands. Moments are seconds of the caller's clock, which never goes back."""
 
-    def __init__(self, costs: DeviceCosts, page_bytes: int, adapter_pages: dict[AdapterId, int]) -> None:
+    def __init__(self, costs: StepCosts, page_bytes: int, adapter_pages: Mapping[AdapterId, int]) -> None:
         self._costs = costs
         self._page_bytes = page_bytes
-        self._adapter_pages = adapter_pages
-        self._sequences: dict[SequenceId, SequenceStart] = {}
+        self._adapter_bytes = {adapter: pages * page_bytes for adapter, pages in adapter_pages.items()}
+        # By sequence: its adapter, and what its last token would be at position 0.
+        self._sequences: dict[SequenceId, tuple[AdapterId, int]] = {}
         self._lane_free_at = {True: 0.0, False: 0.0}
         self._readers_free_at = [0.0] * costs.reads_at_once
         self.busy_until = 0.0
@@ -43,44 +45,54 @@ class SimulatedDevice:
         match command:
             case RunStep():
                 return self._run_step(command, now)
+            case EndSequence():
+                self._sequences.pop(command.sequence, None)
             case SwapPages():
                 return self._copy(command, now)
             case ReadAdapter():
                 return self._read(command, now)
-            case EndSequence():
-                self._sequences.pop(command.sequence, None)
         return None
 
     def _run_step(self, step: RunStep, now: float) -> Answer:
+        sequences, adapter_bytes = self._sequences, self._adapter_bytes
         for start in step.starts:
-            self._sequences[start.sequence] = start
+            sequences[start.sequence] = _known(start)
         drawn = []
-        decodes = prefill = kv = 0
+        decodes = prefill = pairs = kv = token_bytes = 0
         adapters = set()
-        for row in step.rows:
-            start = self._sequences[row.sequence]
-            end = row.start + row.num_tokens
-            if row.num_tokens == 1:
+        for number, first, num_tokens, num_samples, _ in step.rows:
+            adapter, token_at_0 = sequences[number]
+            end = first + num_tokens
+            kv += end
+            if num_tokens == 1:
                 decodes += 1
             else:
-                prefill += row.num_tokens
-            kv += end
-            adapters.add(start.adapter)
-            if row.num_samples:
-                drawn.append((row.sequence, (start.tokens[0] + end,) * row.num_samples))
-        pages = sum(self._adapter_pages.get(adapter, 0) for adapter in adapters)
-        seconds = self._costs.step_s(decodes, prefill, kv, pages * self._page_bytes)
-        self.busy_until = now + seconds
+                prefill += num_tokens
+                pairs += prefill_pairs(first, num_tokens)
+            if adapter in adapter_bytes:
+                adapters.add(adapter)
+                token_bytes += num_tokens * adapter_bytes[adapter]
+            if num_samples:
+                drawn.append((number, (token_at_0 + end,) * num_samples))
+        batch_bytes = sum(adapter_bytes[adapter] for adapter in adapters)
+        costs = self._costs
+        seconds = costs.step_s(decodes, prefill, kv, batch_bytes, len(adapters), pairs, token_bytes)
+        self.busy_until = now + costs.overhead_s(len(step.rows)) + seconds
         return self.busy_until, StepDone(step.step, True, tuple(drawn), seconds)
 
     def _copy(self, command: SwapPages, now: float) -> Answer:
-        seconds = self._costs.copy_s(len(command.pairs) * self._page_bytes)
-        end = max(now, self._lane_free_at[command.to_device]) + seconds
-        self._lane_free_at[command.to_device] = end
+        to_device = command.to_device
+        seconds = self._costs.copy_s(len(command.pairs) * self._page_bytes, to_device)
+        end = max(now, self._lane_free_at[to_device]) + seconds
+        self._lane_free_at[to_device] = end
         return end, CopyDone(command.copy, True, seconds)
 
     def _read(self, command: ReadAdapter, now: float) -> Answer:
-        seconds = self._costs.read_s(len(command.pages) * self._page_bytes)
+        seconds = self._costs.read_s(len(command.pages) * self._page_bytes, command.tier == "device")
         end = max(now, heapq.heappop(self._readers_free_at)) + seconds
         heapq.heappush(self._readers_free_at, end)
         return end, AdapterRead(command.adapter, True, read_s=seconds)
+
+
+def _known(start: SequenceStart) -> tuple[AdapterId, int]:
+    return start.adapter, start.tokens[-1] + 1 - len(start.tokens)

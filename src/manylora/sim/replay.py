@@ -1,17 +1,18 @@
-"""Replays a chat trace through the engine's own ``Replica`` in virtual time.
+"""Replays a request stream through the engine's own ``Replica`` in virtual time.
 
 Steps are synchronous, as in ``engine.driver``: what comes while one runs is handed over when it has ended,
-before its StepDone. A conversation's token at position p is its number times 2**20, plus p: so a turn's
-prompt spells the history, the replies of the simulated device included.
+before its StepDone. Where a stream names no token ids, a piece's tokens are 2**20 times the number of its
+identity, and those that follow; so a turn's prompt spells the history, the simulated device's replies included.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import heapq
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from manylora.config import ConfigError, PolicyConfig
 from manylora.policy.counters import Counters
@@ -24,15 +25,16 @@ from manylora.protocol import (
     Emit,
     Event,
     Finish,
+    Ready,
     Reject,
     SetTimer,
     StepDone,
     Timer,
 )
-from manylora.sim.costs import DeviceCosts
+from manylora.sim.costs import StepCosts
 from manylora.sim.device import SimulatedDevice
-from manylora.types import AdapterId, Request, RequestId, SamplingParams
-from manylora.workloads.chat import Turn
+from manylora.types import BASE, AdapterId, Request, RequestId, SamplingParams
+from manylora.workloads.stream import Piece, Stream, StreamRequest
 
 _MOST_TOKENS = 2**20
 _WARM_TOKENS = 8
@@ -41,12 +43,20 @@ _MOST_TIMERS = 10_000
 
 
 @dataclasses.dataclass(slots=True)
-class TurnOutcome:
-    """When one turn was handed over, gave its first token and its last; in seconds from the trace's start."""
+class Outcome:
+    """What came of one request. Moments count from the stream's start, in seconds.
 
-    turn: Turn
+    The time to the first token is ``queue_s`` (until admitted), ``adapter_s`` and ``kv_s`` (until what it waits
+    for is on the device), and the rest: steps.
+    """
+
+    request: StreamRequest
+    prompt_tokens: int
     handed_s: float
     num_cached: int = 0
+    queue_s: float = 0.0
+    adapter_s: float = 0.0
+    kv_s: float = 0.0
     first_s: float = 0.0
     end_s: float = 0.0
     num_tokens: int = 0
@@ -61,66 +71,47 @@ class TurnOutcome:
         return (self.end_s - self.first_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Load:
-    """What is replayed. ``adapter_pages``: what each adapter of the trace takes, and others that are served.
-
-    ``rate_scale`` 2: the trace's arrivals come twice as fast. ``is_warm``: every adapter is asked for once
-    before the trace starts.
-    """
-
-    turns: Sequence[Turn]
-    adapter_pages: Mapping[int, int]
-    rate_scale: float = 1.0
-    is_warm: bool = True
-
-    def __post_init__(self) -> None:
-        if not self.turns:
-            raise ConfigError("there are no turns to replay")
-        if not 0 < self.rate_scale < float("inf"):
-            raise ConfigError(f"rate_scale must be above 0, got {self.rate_scale}")
-        unknown = {turn.adapter for turn in self.turns} - set(self.adapter_pages)
-        if unknown:
-            raise ConfigError(f"nothing says how many pages adapter {min(unknown)} takes")
-
-
 class Replay:
     """One run. ``advance`` hands over one event; ``run`` all of them.
 
-    ``watch`` is told of every command, with its moment.
+    ``adapter_pages``: what each adapter of the stream takes. ``is_warm``: every adapter is asked for once before
+    the stream starts. ``watch`` is told of every command, with its moment.
     """
 
     def __init__(
         self,
-        load: Load,
+        stream: Stream,
         config: PolicyConfig,
-        costs: DeviceCosts,
+        costs: StepCosts,
+        adapter_pages: Sequence[int],
+        is_warm: bool = True,
         watch: Callable[[float, Command], None] | None = None,
     ) -> None:
+        if len(adapter_pages) != len(stream.ranks):
+            raise ConfigError(f"{stream.name} has {len(stream.ranks)} adapters, not {len(adapter_pages)}")
+        self.stream = stream
         self.replica = Replica(config)
         self.now = 0.0
-        self.outcomes: list[TurnOutcome] = []
+        self.outcomes: list[Outcome] = []
         self.counters_at_start = Counters()
         self.num_events = 0
         self.handle_s = 0.0  # of real time
-        self._load = load
         self._watch = watch
-        # The base model is 0 for the policy, so a trace's adapter 0 is its adapter 1.
-        pages = {adapter + 1: num_pages for adapter, num_pages in load.adapter_pages.items()}
+        # The base model is 0 for the policy, so a stream's adapter 0 is its adapter 1.
+        pages = {adapter + 1: num_pages for adapter, num_pages in enumerate(adapter_pages)}
         self._device = SimulatedDevice(costs, config.page_bytes, pages)
         self._due: list[tuple[float, bool, int, Event]] = []
         self._num_due = 0
         self._timer: Timer | None = None
         self._timers_in_a_row = 0
-        self._began_s = 0.0
+        self._began_s: float | None = None
+        self._num_handed = 0  # of the stream's requests that arrived
+        self._open: dict[RequestId, Outcome] = {}
+        self._prompts = _Prompts(stream)
         self._warming: set[RequestId] = set()
-        self._open: dict[RequestId, TurnOutcome] = {}
-        self._next_turns: dict[int, collections.deque[Turn]] = {}
-        for turn in sorted(load.turns, key=lambda turn: turn.arrival_s):
-            self._next_turns.setdefault(turn.conversation, collections.deque()).append(turn)
-        for adapter, num_pages in sorted(pages.items()):
-            self._put(0.0, AdapterAdded(adapter, num_pages))
-        self._warm_up(sorted(pages) if load.is_warm else [])
+        for adapter, num_pages in pages.items():
+            self._tell(AdapterAdded(adapter, num_pages))
+        self._warm_up(pages if is_warm else ())
 
     def run(self) -> None:
         """Replay to the end; raises RuntimeError when the policy leaves somebody waiting for ever."""
@@ -132,22 +123,49 @@ class Replay:
 
     def advance(self) -> bool:
         """Hand the next event to the replica and obey; False when there is none."""
-        while self._due:
-            due, _, _, event = heapq.heappop(self._due)
-            if isinstance(event, Timer) and event is not self._timer:
-                continue  # another was set since
-            self.now = max(self.now, due, self._device.busy_until)
-            began = time.perf_counter()
-            commands = self.replica.handle(event, self.now)
-            self.handle_s += time.perf_counter() - began
-            self.num_events += 1
-            self._timers_in_a_row = self._timers_in_a_row + 1 if isinstance(event, Timer) else 0
+        due, event = self._next()
+        if event is None:
+            return False
+        self.now = max(self.now, due, self._device.busy_until)
+        self._timers_in_a_row = self._timers_in_a_row + 1 if type(event) is Timer else 0
+        self._tell(event)
+        return True
+
+    def _tell(self, event: Event) -> None:
+        began = time.perf_counter()
+        commands = self.replica.handle(event, self.now)
+        self.handle_s += time.perf_counter() - began
+        self.num_events += 1
+        if self._watch is not None:
             for command in commands:
+                self._watch(self.now, command)
+        for command in commands:
+            if type(command) is Emit:
+                self._note_token(command)
+            else:
                 self._obey(command)
-            return True
-        return False
 
     # ------------------------------------------------------------ events and commands
+
+    def _next(self) -> tuple[float, Event | None]:
+        """The next event and when it is due: arrivals, then what the device and the timer bring."""
+        requests = self.stream.requests
+        while True:
+            arrival_s = None
+            if self._began_s is not None and self._num_handed < len(requests):
+                arrival_s = self._began_s + requests[self._num_handed].arrival_s
+            if arrival_s is not None and (not self._due or arrival_s <= self._due[0][0]):
+                request = requests[self._num_handed]
+                self._num_handed += 1
+                if self._prompts.is_free(request):
+                    return arrival_s, self._hand_over(request, arrival_s)
+            elif self._due:
+                due, _, _, event = heapq.heappop(self._due)
+                # Of timers only the one that was set last counts.
+                if type(event) is not Timer or event is self._timer:
+                    return due, event
+            else:
+                return 0.0, None
 
     def _put(self, due: float, event: Event) -> None:
         """Hand over the event then. Of what is due at once, a step's end comes last."""
@@ -155,64 +173,66 @@ class Replay:
         heapq.heappush(self._due, (due, isinstance(event, StepDone), self._num_due, event))
 
     def _obey(self, command: Command) -> None:
-        if self._watch is not None:
-            self._watch(self.now, command)
         match command:
             case SetTimer():
                 self._timer = Timer()
                 self._put(command.at, self._timer)
             case Admitted():
-                if command.request in self._open:
-                    self._open[command.request].num_cached = command.num_cached
-            case Emit():
-                if command.request in self._open:
-                    self._note_token(self._open[command.request])
+                outcome = self._open.get(command.request)
+                if outcome is not None:
+                    outcome.num_cached = command.num_cached
+                    outcome.queue_s = self._since_start() - outcome.handed_s
+            case Ready():
+                outcome = self._open.get(command.request)
+                if outcome is not None:
+                    outcome.adapter_s, outcome.kv_s = command.adapter_s, command.kv_s
             case Finish():
                 self._finish(command)
             case Reject():
-                raise ConfigError(f"the trace does not fit: {command.error.message}")
+                raise ConfigError(f"the workload does not fit: {command.error.message}")
             case _:
                 answer = self._device.obey(command, self.now)
                 if answer is not None:
                     self._put(*answer)
 
-    # ------------------------------------------------------------ conversations
+    def _since_start(self) -> float:
+        return self.now - (self._began_s or 0.0)
 
-    def _warm_up(self, adapters: list[AdapterId]) -> None:
+    # ------------------------------------------------------------ requests
+
+    def _warm_up(self, adapters: Sequence[AdapterId] | dict[AdapterId, int]) -> None:
         for adapter in adapters:
-            request = f"warm-{adapter}"
-            self._warming.add(request)
-            # Conversations of negative numbers are nobody's.
-            self._put(0.0, Arrive(_request(request, adapter, -adapter, _WARM_TOKENS, 1)))
-        if not adapters:
+            name = f"warm-{adapter}"
+            self._warming.add(name)
+            first = -adapter * _MOST_TOKENS  # numbers that no piece has
+            tokens = tuple(range(first, first + _WARM_TOKENS))
+            self._put(0.0, Arrive(_request(name, adapter, tokens, 1)))
+        if not self._warming:
             self._begin()
 
     def _begin(self) -> None:
-        """The trace starts now."""
+        """The stream starts now."""
         self._began_s = self.now
         self.counters_at_start = dataclasses.replace(self.replica.counters)
-        for conversation in list(self._next_turns):
-            self._hand_over_next(conversation)
 
-    def _hand_over_next(self, conversation: int) -> None:
-        """The conversation's next turn comes at its time, or now where that has passed."""
-        turns = self._next_turns[conversation]
-        if not turns:
-            del self._next_turns[conversation]
-            return
-        turn = turns.popleft()
-        handed = max(self.now, self._began_s + turn.arrival_s / self._load.rate_scale)
-        request = f"{conversation}-{turn.turn}"
-        outcome = TurnOutcome(turn, handed - self._began_s)
+    def _hand_over(self, request: StreamRequest, moment: float) -> Event:
+        prompt = self._prompts.take(request)
+        name = f"{request.conversation}-{request.turn}"
+        outcome = Outcome(request, len(prompt), moment - (self._began_s or 0.0))
         self.outcomes.append(outcome)
-        self._open[request] = outcome
-        prompt = _request(request, turn.adapter + 1, conversation, turn.prompt_tokens, turn.reply_tokens)
-        self._put(handed, Arrive(prompt))
+        self._open[name] = outcome
+        adapter = BASE if request.adapter is None else request.adapter + 1
+        return Arrive(_request(name, adapter, prompt, request.output_tokens))
 
-    def _note_token(self, outcome: TurnOutcome) -> None:
-        outcome.end_s = self.now - self._began_s
-        outcome.first_s = outcome.first_s if outcome.num_tokens else outcome.end_s
+    def _note_token(self, command: Emit) -> None:
+        outcome = self._open.get(command.request)
+        if outcome is None:
+            return
+        outcome.end_s = self._since_start()
+        if outcome.num_tokens == 0:
+            outcome.first_s = outcome.end_s
         outcome.num_tokens += 1
+        self._prompts.heard(outcome.request, command.token)
 
     def _finish(self, command: Finish) -> None:
         if command.error is not None:
@@ -221,13 +241,70 @@ class Replay:
             self._warming.remove(command.request)
             if not self._warming:
                 self._begin()
-        else:
-            self._hand_over_next(self._open.pop(command.request).turn.conversation)
+            return
+        following = self._prompts.ended(self._open.pop(command.request).request)
+        if following is not None:
+            self._put(self.now, self._hand_over(following, self.now))
 
 
-def _request(
-    name: RequestId, adapter: AdapterId, conversation: int, num_prompt: int, num_reply: int
-) -> Request:
-    first = conversation * _MOST_TOKENS
-    params = SamplingParams(max_tokens=num_reply, temperature=0.0, seed=0, ignore_eos=True)
-    return Request(name, adapter, tuple(range(first, first + num_prompt)), params)
+class _Prompts:
+    """What is said in conversations, and whose turn has to wait for the reply before it."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._last_turn = {request.conversation: request.turn for request in stream.requests}
+        self._said: dict[int, list[int]] = {}  # of conversations that go on
+        self._busy: dict[int, collections.deque[StreamRequest]] = {}  # with the turns that wait
+        self._first_tokens: dict[Hashable, int] = {}
+
+    def is_free(self, request: StreamRequest) -> bool:
+        """Whether the turn can be handed over; if not, it is remembered."""
+        waiting = self._busy.get(request.conversation)
+        if waiting is None:
+            return True
+        waiting.append(request)
+        return False
+
+    def take(self, request: StreamRequest) -> tuple[int, ...]:
+        """The turn's prompt; its conversation is busy until the reply has ended."""
+        self._busy.setdefault(request.conversation, collections.deque())
+        prompt: list[int] = self._said.get(request.conversation, [])
+        for piece in request.prompt:
+            prompt.extend(self._tokens(piece))
+        if self._goes_on(request):
+            self._said[request.conversation] = prompt
+        return tuple(prompt)
+
+    def heard(self, request: StreamRequest, token: int) -> None:
+        """A token of the reply."""
+        if self._goes_on(request):
+            self._said[request.conversation].append(token)
+
+    def ended(self, request: StreamRequest) -> StreamRequest | None:
+        """The reply has ended; returns the turn that waited for it."""
+        if not self._goes_on(request):
+            self._said.pop(request.conversation, None)
+        waiting = self._busy[request.conversation]
+        if waiting:
+            return waiting.popleft()
+        del self._busy[request.conversation]
+        return None
+
+    def _goes_on(self, request: StreamRequest) -> bool:
+        return request.turn < self._last_turn[request.conversation]
+
+    def _tokens(self, piece: Piece) -> Sequence[int]:
+        if piece.tokens is not None:
+            return piece.tokens
+        if piece.num_tokens > _MOST_TOKENS:
+            raise ConfigError(f"a piece of {piece.num_tokens} tokens is longer than {_MOST_TOKENS}")
+        first = self._first_tokens.setdefault(piece.identity, len(self._first_tokens) * _MOST_TOKENS)
+        return range(first, first + piece.num_tokens)
+
+
+def _request(name: RequestId, adapter: AdapterId, prompt: tuple[int, ...], num_reply: int) -> Request:
+    return Request(name, adapter, prompt, _greedy(num_reply))
+
+
+@functools.lru_cache(maxsize=4096)
+def _greedy(num_reply: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_reply, temperature=0.0, seed=0, ignore_eos=True)

@@ -29,9 +29,7 @@ def summarize(replay: Replay) -> Summary:
         **_spread_ms("tpot", [outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None]),
         "done_per_s": len(outcomes) / end_s,
         "output_tokens_per_s": sum(outcome.num_tokens for outcome in outcomes) / end_s,
-        "prefix_hit": _share(
-            sum(o.num_cached for o in outcomes), sum(o.turn.prompt_tokens for o in outcomes)
-        ),
+        "prefix_hit": _share(sum(o.num_cached for o in outcomes), sum(o.prompt_tokens for o in outcomes)),
         "kv_hit_device": _share(grown["kv_hit_tokens_device"], tokens),
         "kv_hit_host": _share(grown["kv_hit_tokens_host"], tokens),
         "adapter_hit_device": _share(grown["adapter_hits_device"], adapters),

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from manylora.config import ConfigError
+from manylora.workloads.stream import Piece, Stream, StreamRequest, in_order
 
 _COUNTS = ("conversation", "turn", "adapter", "rank", "history_tokens", "user_tokens", "reply_tokens")
 _GZIP = b"\x1f\x8b"
@@ -78,6 +79,37 @@ def shrunk(turns: Sequence[Turn], divisor: int) -> tuple[Turn, ...]:
         small.append(dataclasses.replace(turn, history_tokens=before, user_tokens=user, reply_tokens=reply))
         history[turn.conversation] = before + user + reply
     return tuple(small)
+
+
+def to_stream(turns: Iterable[Turn], name: str = "chat", ranks: Sequence[int] | None = None) -> Stream:
+    """The turns as a stream; no two prompts share anything but their own conversation's history.
+
+    ``ranks``: of all adapters served. None: of those that the trace names, and for numbers between them that it
+    does not name the lowest of these ranks. Raises ConfigError for ranks that are not the trace's.
+    """
+    turns = tuple(turns)
+    named = {turn.adapter: turn.rank for turn in turns}
+    if ranks is None:
+        lowest = min(named.values(), default=0)
+        ranks = [named.get(adapter, lowest) for adapter in range(max(named, default=-1) + 1)]
+    for turn in turns:
+        if turn.adapter >= len(ranks) or ranks[turn.adapter] != turn.rank:
+            given = ranks[turn.adapter] if turn.adapter < len(ranks) else "none"
+            raise ConfigError(
+                f"{name}: adapter {turn.adapter} has rank {turn.rank} in the trace, {given} given"
+            )
+    requests = [
+        StreamRequest(
+            turn.arrival_s,
+            turn.adapter,
+            turn.conversation,
+            turn.turn,
+            (Piece((turn.conversation, turn.turn), turn.user_tokens),),
+            turn.reply_tokens,
+        )
+        for turn in turns
+    ]
+    return in_order(name, requests, ranks, ("chat trace generated for this project: lengths, no text",))
 
 
 def _parsed(path: Path) -> list[Turn]:
