@@ -1,0 +1,219 @@
+"""One cell of an experiment in simulation: a scenario at a rate, a model on some cards, a cache policy.
+
+Owns how pools are sized and what is measured of a run; which cells there are is each experiment's.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from manylora.config import CacheConfig, ConfigError, PolicyConfig
+from manylora.sim.analytical import AnalyticalCosts
+from manylora.sim.hardware import HARDWARE
+from manylora.sim.replay import Outcome, Replay
+from manylora.sim.shapes import ModelShape, shape_named
+from manylora.sim.summary import summarize
+from manylora.workloads.scenarios import scenario
+
+GIB = 2**30
+MEMORY_SHARE = 0.9
+"""Of a card's memory that an engine takes (vLLM's default); weights come off it, the rest is the pool."""
+HOST_POOL_BYTES = 200 * GIB
+"""Assumed, of the paper's 256 GB of main memory."""
+RUNNING_AT_ONCE = 256
+BATCH_TOKENS = 8192
+STATIC_PAGE_TOKENS = 32
+PAGE_TOKENS = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cell:
+    """``pool_like``: the hardware whose ratio of pool to weights limits the pool, where it is another.
+
+    ``sample_s``: how often the device's allocation is noted, in virtual seconds; 0: never.
+    """
+
+    scenario: str
+    policy: str
+    rate: float
+    num_adapters: int
+    duration_s: float
+    model: str = "llama-2-7b"
+    cards: int = 1
+    hardware: str = "fastlibra-npu"
+    pool_like: str | None = None
+    popularity: str | None = None
+    arrivals: str | None = None
+    adapter_share: float = 0.2
+    seed: int = 0
+    sample_s: float = 0.0
+
+    @property
+    def page_tokens(self) -> int:
+        return STATIC_PAGE_TOKENS if self.policy == "static-lru" else PAGE_TOKENS
+
+
+CellResult = dict[str, Any]
+"""Numbers by name: ``sim.summary``'s, the parts of TTFT, the pool's use; ``samples`` where they were asked for."""
+
+
+def pool_bytes(shape: ModelShape, hardware: str, cards: int) -> int:
+    """What weights leave of ``cards`` cards, split ideally. Raises ConfigError where they leave nothing."""
+    memory = int(MEMORY_SHARE * cards * HARDWARE[hardware].memory_bytes)
+    if memory <= shape.weight_bytes:
+        raise ConfigError(f"{shape.name} does not fit on {cards} x {hardware}")
+    return memory - shape.weight_bytes
+
+
+def device_pages(cell: Cell, shape: ModelShape) -> int:
+    """The pool in pages."""
+    room = pool_bytes(shape, cell.hardware, cell.cards)
+    if cell.pool_like is not None:
+        room = min(room, pool_bytes(shape, cell.pool_like, cell.cards))
+    return room // shape.page_bytes(cell.page_tokens)
+
+
+def run_cell(cell: Cell, most_ttft_ms: float | None = None) -> CellResult:
+    """Simulate; equal cells give equal results. With ``most_ttft_ms`` a run that cannot stay below is given up."""
+    shape = shape_named(cell.model)
+    page_bytes = shape.page_bytes(cell.page_tokens)
+    config = PolicyConfig(
+        num_pages=device_pages(cell, shape),
+        page_tokens=cell.page_tokens,
+        max_model_len=4096,
+        max_num_seqs=RUNNING_AT_ONCE,
+        max_batch_tokens=BATCH_TOKENS,
+        num_host_pages=HOST_POOL_BYTES // page_bytes,
+        page_bytes=page_bytes,
+        cache=CacheConfig(cell.policy, adapter_share=cell.adapter_share),
+    )
+    stream = scenario(
+        cell.scenario, cell.rate, cell.num_adapters, cell.duration_s, cell.seed,
+        popularity=cell.popularity, arrivals=cell.arrivals,
+    )  # fmt: skip
+    costs = AnalyticalCosts(shape, HARDWARE[cell.hardware], cell.cards)
+    pages = [shape.adapter_pages(rank, cell.page_tokens) for rank in stream.ranks]
+    replay = Replay(stream, config, costs, pages)
+    if most_ttft_ms is not None and not _stays_below(replay, most_ttft_ms / 1e3):
+        return {"ttft_mean_ms": float("inf")}
+    usage = _Usage(replay)
+    next_sample_s = 0.0
+    while replay.advance():
+        now_s = replay.since_start_s
+        if now_s is not None and now_s >= next_sample_s:
+            usage.note(now_s)
+            next_sample_s = now_s + (cell.sample_s or 1.0)
+    replay.run()  # raises where somebody was forgotten
+    result: CellResult = {**summarize(replay), **_parts_ms(replay.outcomes), **usage.summary()}
+    if cell.sample_s:
+        result["samples"] = usage.samples
+        result["ttft_over_time"] = _over_time(replay.outcomes, cell.sample_s)
+    return result
+
+
+def _stays_below(replay: Replay, limit_s: float) -> bool:
+    """Run to the end, unless the mean TTFT can no longer stay below the limit, whatever comes."""
+    total, look_s = len(replay.stream.requests), 0.0
+    while replay.advance():
+        now_s = replay.since_start_s
+        if now_s is None or now_s < look_s:
+            continue
+        look_s = now_s + 5.0
+        waited = (o.ttft_s if o.num_tokens else now_s - o.handed_s for o in replay.outcomes)
+        if sum(waited) > limit_s * total:
+            return False
+    return True
+
+
+class _Usage:
+    """The device's pages by use, over time."""
+
+    def __init__(self, replay: Replay) -> None:
+        self._replay = replay
+        self.samples: list[dict[str, float]] = []
+
+    def note(self, at_s: float) -> None:
+        now = self._replay.replica.snapshot()
+        total = now.pages_total
+        self.samples.append(
+            {
+                "at_s": round(at_s, 3),
+                "running": now.pages_running / total,
+                "history": now.pages_history / total,
+                "adapters": now.pages_adapters / total,
+                "invalid": now.invalid_pages / total,
+                "waiting": now.num_waiting,
+                "running_adapters": sum(1 for use in now.adapters if use.running and use.adapter),
+            }
+        )
+
+    def summary(self) -> CellResult:
+        samples = self.samples or [{"running": 0.0, "history": 0.0, "adapters": 0.0, "invalid": 0.0}]
+        mean = {
+            name: statistics.fmean(sample[name] for sample in samples)
+            for name in ("running", "history", "adapters", "invalid")
+        }
+        in_use = mean["running"] + mean["history"] + mean["adapters"]
+        return {
+            **{f"pool_{name}": round(value, 4) for name, value in mean.items()},
+            "pool_used": round(in_use, 4),
+        }
+
+
+def _parts_ms(outcomes: list[Outcome]) -> CellResult:
+    """Mean milliseconds of each part of the time to the first token."""
+    parts = {
+        "queue": [o.queue_s for o in outcomes],
+        "adapter": [o.adapter_s for o in outcomes],
+        "kv": [o.kv_s for o in outcomes],
+        "steps": [o.ttft_s - o.queue_s - o.adapter_s - o.kv_s for o in outcomes],
+    }
+    return {f"ttft_{name}_ms": round(1e3 * statistics.fmean(seconds), 3) for name, seconds in parts.items()}
+
+
+def _over_time(outcomes: list[Outcome], window_s: float) -> list[tuple[float, float]]:
+    """(window's start, mean TTFT in ms of what was asked for in it)."""
+    windows: dict[int, list[float]] = {}
+    for outcome in outcomes:
+        windows.setdefault(int(outcome.handed_s // window_s), []).append(outcome.ttft_s)
+    return [(number * window_s, 1e3 * statistics.fmean(windows[number])) for number in sorted(windows)]
+
+
+def run_cells(cells: Iterable[Cell], workers: int, show: Callable[[str], None]) -> dict[Cell, CellResult]:
+    """All of them, each once, in ``workers`` processes."""
+    wanted = list(dict.fromkeys(cells))
+    results: dict[Cell, CellResult] = {}
+    if workers == 1 or len(wanted) == 1:
+        for cell in wanted:
+            results[cell] = run_cell(cell)
+            show(f"{len(results)} of {len(wanted)} simulations done")
+        return results
+    with concurrent.futures.ProcessPoolExecutor(workers) as pool:
+        running = {pool.submit(run_cell, cell): cell for cell in wanted}
+        for done in concurrent.futures.as_completed(running):
+            results[running[done]] = done.result()
+            show(f"{len(results)} of {len(wanted)} simulations done")
+    return {cell: results[cell] for cell in wanted}
+
+
+def peak_rate(cell: Cell, limit_ms: float = 500.0, tolerance: float = 0.05, highest: float = 200.0) -> float:
+    """The highest rate, within ``tolerance`` of itself, at which the mean TTFT stays below the limit (§6.1).
+
+    Doubles from ``cell.rate`` and bisects; 0 where even a hundredth of that rate is too much.
+    """
+
+    def is_borne(rate: float) -> bool:
+        result = run_cell(dataclasses.replace(cell, rate=rate, sample_s=0.0), limit_ms)
+        return bool(result["ttft_mean_ms"] < limit_ms)
+
+    low, high = 0.0, cell.rate
+    while high <= highest and is_borne(high):
+        low, high = high, 2 * high
+    while high > cell.rate / 100 and high - low > tolerance * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_borne(middle) else (low, middle)
+    return low

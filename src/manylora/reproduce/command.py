@@ -1,0 +1,56 @@
+"""``manylora reproduce``: one command for each table and figure of the papers."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from manylora.config import ConfigError
+from manylora.reproduce.experiment import Device, Scale, Setup, show_progress
+from manylora.reproduce.registry import TITLES, experiment
+from manylora.reproduce.report import Headline
+
+
+def reproduce(
+    name: str, out: Path, scale: Scale, device: Device | None = None, seed: int = 0, workers: int = 0
+) -> None:
+    """Run the experiment, write ``NAME.json`` and ``NAME.png``, print the headline. Raises ConfigError."""
+    found = experiment(name)
+    if device is not None and device not in found.devices:
+        raise ConfigError(f"{name} runs on {' or '.join(found.devices)}, not on {device}")
+    chosen = device or found.devices[0]
+    if chosen == "cuda" and not _has_cuda():
+        raise ConfigError(f"{name} needs a CUDA device, and there is none")
+    began = time.monotonic()
+    report = found.run(Setup(scale, chosen, seed, workers, lambda line: show_progress(f"{name}: {line}")))
+    try:
+        written = report.write(out)
+        found.draw(report, written.with_suffix(".png"))
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
+    print(f"{name}: {found.title} ({time.monotonic() - began:.0f} s)", file=sys.stderr)
+    for figure in report.headline:
+        print(f"  {_shown(figure)}")
+    print(f"  {written}")
+
+
+def print_list() -> None:
+    """All names, a line each."""
+    width = max(map(len, TITLES))
+    for name, title in TITLES.items():
+        print(f"{name:<{width}}  {title}")
+
+
+def _shown(figure: Headline) -> str:
+    ours = "-" if figure.ours is None else f"{figure.ours:.4g}"
+    if figure.paper is None:
+        return f"{figure.metric}: {ours}"
+    return f"{figure.metric}: {ours} (paper: {figure.paper:.4g}{', recalled' if figure.is_recalled else ''})"
+
+
+def _has_cuda() -> bool:
+    # torch is wanted only by those who ask for a GPU, and takes seconds to import.
+    from manylora.devices.cuda import cuda_is_available
+
+    return cuda_is_available()

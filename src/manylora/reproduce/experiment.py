@@ -1,0 +1,59 @@
+"""What an experiment is, and how much of it is run.
+
+Every experiment is a file of its own that ends in ``EXPERIMENT``; ``registry`` knows their names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from manylora.reproduce.report import Report
+
+T = TypeVar("T")
+Scale = Literal["full", "quick", "smoke"]
+Device = Literal["sim", "cpu", "cuda"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setup:
+    """How to run. ``quick``: under two minutes on two cores; ``smoke``: a few seconds, to see that it works.
+
+    ``workers``: processes that share independent parts; 0: as many as there are cores.
+    """
+
+    scale: Scale = "full"
+    device: Device = "sim"
+    seed: int = 0
+    workers: int = 0
+    show: Callable[[str], None] = lambda line: None
+
+    @property
+    def num_workers(self) -> int:
+        return self.workers or os.cpu_count() or 1
+
+    def pick(self, full: T, quick: T, smoke: T) -> T:
+        """By scale."""
+        choices: dict[Scale, T] = {"full": full, "quick": quick, "smoke": smoke}
+        return choices[self.scale]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Experiment:
+    """``devices``: where it can run, the default first. ``draw``: the picture, like the paper's."""
+
+    name: str
+    title: str
+    devices: tuple[Device, ...]
+    run: Callable[[Setup], Report]
+    draw: Callable[[Report, Path], None]
+
+
+def show_progress(line: str) -> None:
+    """One line on stderr that the next one replaces on a terminal."""
+    end = "\r" if sys.stderr.isatty() else "\n"
+    print(f"{line:<100}", end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,67 @@
+"""What an experiment found: rows as in the paper's table or figure, and its headline beside the paper's.
+
+Owns the form of ``NAME.json``; does not know how experiments run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Headline:
+    """One figure. ``paper``: only where the paper's text states it; ``is_recalled``: not read there, but from
+    memory."""
+
+    metric: str
+    ours: float | None
+    paper: float | None = None
+    is_recalled: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """``settings``: all that a repetition needs. ``notes``: what was assumed, substituted or left out."""
+
+    experiment: str
+    title: str
+    settings: dict[str, Any]
+    rows: list[Row]
+    headline: list[Headline]
+    notes: tuple[str, ...] = ()
+
+    def write(self, folder: Path) -> Path:
+        """``NAME.json`` in the folder, which is made; returns its path. Raises OSError."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.experiment}.json"
+        headline = []
+        for figure in self.headline:
+            values: Row = {"metric": figure.metric, "ours": figure.ours, "paper": figure.paper}
+            headline.append({**values, "paper_is_recalled": True} if figure.is_recalled else values)
+        values = {**dataclasses.asdict(self), "headline": headline, "notes": list(self.notes)}
+        path.write_text(json.dumps(values, indent=1) + "\n")
+        return path
+
+
+def ratio(ours: float | None, other: float | None) -> float | None:
+    """``ours / other``, where both are there."""
+    if ours is None or not other:
+        return None
+    return round(ours / other, 4)
+
+
+def change(ours: float | None, other: float | None) -> float | None:
+    """``ours / other - 1``: -0.5 is half."""
+    quotient = ratio(ours, other)
+    return None if quotient is None else round(quotient - 1, 4)
+
+
+def mean(values: list[float | None]) -> float | None:
+    """Of those that are there."""
+    there = [value for value in values if value is not None]
+    return sum(there) / len(there) if there else None
