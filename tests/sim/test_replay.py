@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -143,6 +144,41 @@ def test_the_parts_of_the_time_to_the_first_token() -> None:
         assert sum(parts) + COSTS.step_base_s <= outcome.ttft_s + 1e-9
     for name in ("queue_s", "adapter_s", "kv_s"):
         assert any(getattr(outcome, name) > 0 for outcome in replay.outcomes), name
+
+
+def pressed(num_requests: int, num_turns: int) -> Replay:
+    """Conversations of 20 tokens each way, whose next turns come at once, on a small device and a large host."""
+    requests = [
+        request(0.05 * number, number // num_turns, number % num_turns, number // num_turns % 4, 20, 20)
+        for number in range(num_requests)
+    ]
+    config = dataclasses.replace(config_of(num_pages=60, num_host_pages=2000), max_model_len=300)
+    # A page comes in 0.13 ms and, so the policy assumes, is computed in 0.2.
+    costs = DeviceCosts(copy_bytes_s=8e6, copy_base_s=0.0)
+    return replay_of(stream=stream_of(*requests), config=config, costs=costs)
+
+
+def test_nothing_is_fetched_below_what_leaves() -> None:
+    replay = pressed(60, num_turns=5)
+    while replay.advance():
+        replay.replica.check()
+    assert replay.replica.counters.prefetches > 0
+
+
+def test_history_that_nobody_asks_for_again_is_copied_no_more() -> None:
+    """A service of single turns learns it; one of conversations goes on saving."""
+
+    def saved_of(num_turns: int) -> tuple[int, int]:
+        """Pages saved, and pages that left the device."""
+        replay = pressed(900, num_turns)
+        replay.run()
+        counters = replay.replica.counters
+        return counters.pages_swapped_out, counters.history_evictions
+
+    saved, left = saved_of(num_turns=1)
+    assert saved < 0.3 * left
+    saved, left = saved_of(num_turns=5)
+    assert saved > 0.5 * left
 
 
 def test_a_faster_stream_arrives_faster() -> None:

@@ -16,6 +16,7 @@ from manylora.policy.cost import Rates
 from manylora.policy.counters import Counters
 from manylora.policy.pages import PageLedger
 from manylora.policy.policies import POLICIES
+from manylora.policy.saving import Saving
 from manylora.policy.tree import DependencyTree, HostState, Node, Residence, subtree
 from manylora.policy.visits import Visits
 from manylora.protocol import AdapterRead, Command, CopyDone, Decided, EvictAdapter, ReadAdapter, SwapPages
@@ -46,6 +47,7 @@ class Cache:
         self.device = PageLedger(config.num_pages)
         self.host = PageLedger(config.num_host_pages)
         self.rates = Rates(config.page_bytes, config.page_tokens)
+        self._saving = Saving(self.rates)
         self.counters = Counters()
         self.now = 0.0
         self.interval = 0
@@ -158,7 +160,7 @@ class Cache:
     def evict(self, node: Node, value: float | None, reason: str) -> None:
         """Send a candidate away: at once where the host has a copy, else by way of one, else for good.
 
-        For good, too, where KV would rather be computed again than come back.
+        For good, too, where KV is not worth the copy.
         """
         if reason == "busy":
             node.evicted_in = self.interval
@@ -169,7 +171,7 @@ class Cache:
             # A save was begun, the node was kept meanwhile, and now is not after all.
             self.tree.set_device(node, Residence.SAVING, node.pages)
             self.decided("save", node, reason, value)
-        elif not node.is_adapter and self.is_copy_cheaper([node]) and self._host_provide(1):
+        elif not node.is_adapter and self._is_worth_saving(node) and self._host_provide(1):
             self._save(node)
             self.decided("save", node, reason, value)
         else:
@@ -181,6 +183,9 @@ class Cache:
         if not self.policy.weighs_recomputing:
             return True
         return self.rates.copy_is_cheaper([node.depth.bit_length() for node in kv])
+
+    def _is_worth_saving(self, node: Node) -> bool:
+        return not self.policy.weighs_recomputing or self._saving.pays(node.depth.bit_length(), self.now)
 
     def _leave_device(self, node: Node) -> None:
         """Free the device pages of a node whose contents are safe, or not wanted."""
@@ -201,6 +206,7 @@ class Cache:
     def _save(self, node: Node) -> None:
         self.tree.set_device(node, Residence.SAVING, node.pages)
         self.tree.set_host(node, HostState.FILLING, self.host.take(1))
+        self._saving.saved()
         self._queue(node, to_device=False)
 
     def _lose(self, node: Node) -> None:
@@ -289,6 +295,8 @@ class Cache:
     def load(self, nodes: Iterable[Node], reason: str, value: float | None = None) -> None:
         """Bring absent nodes, parents first, into pages that ``provide`` has freed."""
         for node in nodes:
+            if reason == "demand" and not node.is_adapter:
+                self._saving.came_back(1)
             self.tree.set_device(node, Residence.LOADING, self.device.take(node.num_pages))
             if node.host is HostState.HELD:
                 self._queue(node, to_device=True)

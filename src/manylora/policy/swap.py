@@ -123,6 +123,8 @@ class Swapper:
             sequence.is_prefetched = True
             root = cache.tree.node(sequence.adapter)
             for node in (root, *self._match(sequence)):
+                if node.residence is Residence.SAVING and cache.tree.keeps_dependencies:
+                    break  # nothing comes below what leaves
                 if node.residence is not Residence.ABSENT:
                     continue
                 if self._fits(node) and (node.parent is None or node.host is HostState.HELD):

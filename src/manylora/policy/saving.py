@@ -1,0 +1,49 @@
+"""Whether KV that leaves the device is worth a copy on the host. Owns what earlier copies brought back.
+
+Decides by numbers alone; who leaves, and how, is ``cache``'s.
+"""
+
+from __future__ import annotations
+
+from manylora.policy.cost import Rates
+
+_PRIOR_PAGES = 128
+"""Saved pages that count as having come back once, before any was seen."""
+_MEMORY_PAGES = 8192
+"""After so many saved pages both counts are halved: what was asked for long ago says little."""
+_WRITE_SHARE = 0.05
+"""Of a write's time: what it costs others, whose steps run on beside it (1 to 3 % slower on an H200)."""
+_TRIAL_S = 1.0
+_TRIALS_EVERY = 16
+"""One second of so many saves whatever is believed, or nobody would notice that history is asked for again."""
+
+
+class Saving:
+    """A page saved is worth what it is worth to have it back, times how often saved pages came back so far."""
+
+    def __init__(self, rates: Rates) -> None:
+        self._rates = rates
+        self._saved = 0.0
+        self._came_back = 0.0
+
+    def pays(self, prefix_class: int, now: float) -> bool:
+        """For one page after a prefix of this class (see Rates.page_prefill_s)."""
+        if not self._rates.copy_is_cheaper((prefix_class,)):
+            return False
+        if int(now / _TRIAL_S) % _TRIALS_EVERY == 0:
+            return True
+        rates = self._rates
+        returns = (self._came_back + _PRIOR_PAGES) / (self._saved + _PRIOR_PAGES)
+        gain_s = returns * (rates.page_prefill_s(prefix_class) - rates.page_in_s)
+        return gain_s >= _WRITE_SHARE * rates.page_out_s
+
+    def saved(self) -> None:
+        """A page was written to the host."""
+        self._saved += 1
+        if self._saved > _MEMORY_PAGES:
+            self._saved /= 2
+            self._came_back /= 2
+
+    def came_back(self, num_pages: int) -> None:
+        """Requests asked for pages that only the host had."""
+        self._came_back += num_pages

@@ -1,0 +1,44 @@
+"""Whether copies to the host pay: by what earlier ones brought back."""
+
+from manylora.policy.cost import Rates
+from manylora.policy.saving import Saving
+from tests.policy.rig import PAGE
+
+USUAL = 5.0
+"""A moment that is not of a trial; 16.0 is."""
+
+
+def rates_of(page_in_s: float, prefill_token_s: float) -> Rates:
+    rates = Rates(page_bytes=2**20, page_tokens=PAGE)
+    rates.saw_copy(1, page_in_s, to_device=True)
+    rates.saw_copy(1, page_in_s, to_device=False)
+    for _ in range(200):
+        rates.saw_step(1, 101, 100 * prefill_token_s)
+    return rates
+
+
+def test_copies_that_never_come_back_are_made_no_more_but_for_trials() -> None:
+    saving = Saving(rates_of(page_in_s=0.003, prefill_token_s=0.001))
+    assert saving.pays(1, USUAL), "nobody knows yet"
+    for _ in range(5000):
+        saving.saved()
+    # One in 40 is believed to come back and to save 1 ms then: less than a twentieth of the 3 ms of its write.
+    assert not saving.pays(1, USUAL)
+    assert saving.pays(1, 16.0)
+    saving.came_back(1000)
+    assert saving.pays(1, USUAL)
+
+
+def test_what_was_seen_long_ago_is_forgotten() -> None:
+    saving = Saving(rates_of(0.001, 0.001))
+    for _ in range(100_000):
+        saving.saved()
+    saving.came_back(2000)
+    assert saving.pays(1, USUAL), "a fifth or more of those that are remembered"
+
+
+def test_copies_slower_than_computing_never_pay() -> None:
+    saving = Saving(rates_of(page_in_s=0.1, prefill_token_s=0.001))
+    saving.came_back(10_000)
+    assert not saving.pays(1, USUAL)
+    assert not saving.pays(1, 16.0)
