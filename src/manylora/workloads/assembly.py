@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from manylora.config import ConfigError
@@ -114,35 +113,48 @@ def dialog_requests(
 
     A turn's prompt is all input since the model spoke; what the model says until the next input is one reply.
     What it says before any input (a greeting) belongs to the first prompt. Input at the end that nobody answers
-    is left out, and a dialog without any answered input gives no turn.
+    is left out, and a dialog without any answered input gives no turn. No chat template is put around anything.
     """
     adapter = adapters.choose(dialog.key)
+    for turn, (prompt, reply_tokens) in enumerate(_exchanges(dialog, pieces)):
+        yield StreamRequest(0.0, adapter, number, turn, prompt, reply_tokens)
+
+
+def _exchanges(dialog: Dialog, pieces: TextPieces) -> Iterator[tuple[tuple[Piece, ...], int]]:
     prompt: list[Piece] = []
-    heard = False
-    reply, turn = 0, 0
-    for message in (*dialog.messages, Message(False, "")):
-        if message.ours and heard:
-            reply += pieces.length(message.text)
-            continue
-        if not message.ours and reply:
-            yield StreamRequest(0.0, adapter, number, turn, tuple(prompt), reply)
-            prompt, reply, turn = [], 0, turn + 1
-            heard = False
+    heard, reply_tokens = False, 0
+    for message in dialog.messages:
         said = pieces.pieces(message.text)
-        prompt += said
-        heard = heard or (not message.ours and bool(said))
+        if message.ours and heard:
+            reply_tokens += sum(piece.num_tokens for piece in said)
+        elif said:
+            if reply_tokens:
+                yield tuple(prompt), reply_tokens
+                prompt, heard, reply_tokens = [], False, 0
+            prompt += said
+            heard = heard or not message.ours
+    if reply_tokens:
+        yield tuple(prompt), reply_tokens
 
 
 def dialog_stream(
-    name: str, dialogs: Iterable[Dialog], adapters: Adapters, pieces: TextPieces, notes: Callable[[], Sequence[str]]
+    name: str,
+    dialogs: Iterable[Dialog],
+    adapters: Adapters,
+    pieces: TextPieces,
+    notes: Callable[[], Sequence[str]],
 ) -> Stream:
     """A stream of dialogs; conversations are numbered in order. ``notes`` is asked when all were read."""
-    requests = [
-        request
-        for number, dialog in enumerate(dialogs)
-        for request in dialog_requests(number, dialog, adapters, pieces)
-    ]
-    return in_order(name, requests, adapters.ranks, (*notes(), *pieces.notes, NO_TIMES))
+    requests: list[StreamRequest] = []
+    unanswered = 0
+    for number, dialog in enumerate(dialogs):
+        turns = list(dialog_requests(number, dialog, adapters, pieces))
+        requests += turns
+        unanswered += not turns
+    about = [*notes(), *pieces.notes, NO_TIMES]
+    if unanswered:
+        about.append(f"{unanswered} dialogs without an answer left out")
+    return in_order(name, requests, adapters.ranks, about)
 
 
 NO_TIMES = "arrival times: none in the source, all 0 until start times are given"
@@ -174,15 +186,13 @@ def with_starts(
     for request in stream.requests:
         number = request.conversation
         if request.turn == 0:
-            start = next(times, math.inf)
-            if start == math.inf:
-                break
-            arrivals[number] = start
+            start = next(times, None)
+            if start is not None:
+                arrivals[number] = start
         elif number in arrivals:
             arrivals[number] += think_s() if callable(think_s) else think_s
-        else:
-            continue
-        requests.append(dataclasses.replace(request, arrival_s=arrivals[number]))
+        if number in arrivals:
+            requests.append(dataclasses.replace(request, arrival_s=arrivals[number]))
     notes = [note for note in stream.notes if note != NO_TIMES]
     return in_order(stream.name, requests, stream.ranks, notes)
 

@@ -22,6 +22,7 @@ Value = TypeVar("Value")
 _GZIP = b"\x1f\x8b"
 _BYTE_ORDER_MARK = "\ufeff"
 _SHOWN_CHARS = 60
+_LARGEST_COUNT = 10**9
 _MISSING = object()
 
 
@@ -54,6 +55,14 @@ class TextFile:
         for number, raw in self._raw_lines():
             yield from self._parsed(number, raw, parse)
 
+    def every_line(self) -> Iterator[str | None]:
+        """Each line, blank ones as well; None for one that is not UTF-8. Nothing is skipped."""
+        for _, raw in self._raw_lines(blank=True):
+            try:
+                yield raw.decode().rstrip("\r\n").removeprefix(_BYTE_ORDER_MARK)
+            except UnicodeDecodeError:
+                yield None
+
     def rows(
         self,
         columns: Sequence[str],
@@ -68,11 +77,15 @@ class TextFile:
         ``header`` False: there is none, and the columns are exactly these. ``quoted``: cells may stand in double
         quotes. Raises ConfigError for a header that lacks a column, also when lines are skipped.
         """
-        quoting = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
         names: list[str] | None = None if header else list(columns)
 
         def cells(line: str) -> list[str]:
-            return next(csv.reader([line], delimiter=delimiter, quoting=quoting), [])
+            if not quoted:
+                return line.split(delimiter)
+            try:
+                return next(csv.reader([line], delimiter=delimiter, strict=True), [])
+            except csv.Error:
+                raise BadLine("cells, each quoted wholly or not at all", line) from None
 
         def row(line: str) -> Value:
             assert names is not None
@@ -83,12 +96,13 @@ class TextFile:
 
         for number, raw in self._raw_lines():
             if names is None:
-                names = [name.strip() for name in cells(raw.decode("utf-8-sig", "replace"))]
-                self._check_header(number, names, columns)
+                names = self._header(number, raw, cells, columns)
             else:
                 yield from self._parsed(number, raw, row)
         if names is None:
-            raise ConfigError(f"{self.path}: expected a header with {', '.join(columns)}, found an empty file")
+            raise ConfigError(
+                f"{self.path}: expected a header with {', '.join(columns)}, found an empty file"
+            )
 
     def records(self, parse: Callable[[Mapping[str, Any]], Value]) -> Iterator[Value]:
         """What ``parse`` makes of each JSON object: one a line (JSONL), or in one array over the whole file.
@@ -105,23 +119,50 @@ class TextFile:
         else:
             yield from self.lines(lambda line: parse(an_object(_json(line))))
 
-    def _check_header(self, number: int, names: Sequence[str], columns: Sequence[str]) -> None:
-        missing = [column for column in columns if column not in names]
-        if missing:
-            raise ConfigError(
-                f"{self.path}, line {number}: expected a header with {', '.join(columns)}, "
-                f"found {shown(','.join(names))}"
-            )
+    def members(self, parse: Callable[[str, Any], Value]) -> Iterator[Value]:
+        """What ``parse`` makes of each name and value of the one JSON object that is the whole file.
 
-    def _raw_lines(self) -> Iterator[tuple[int, bytes]]:
-        """Numbered from 1; blank ones left out."""
+        A file whose JSON breaks has nothing to read: with ``skip_bad_lines`` that counts as one line.
+        """
+        whole_text = self._whole()
+        try:
+            found = an_object(json.loads(whole_text))
+        except json.JSONDecodeError as error:
+            self._refuse(error.lineno, BadLine("JSON to the end of the file", whole_text[error.pos :]))
+            return
+        except (BadLine, RecursionError):
+            self._refuse(1, BadLine("one JSON object", whole_text))
+            return
+        for name, value in found.items():
+            try:
+                member = parse(name, value)
+            except BadLine as error:
+                self._refuse(whole_text.count("\n", 0, whole_text.index(json.dumps(name))) + 1, error)
+            else:
+                yield member
+
+    def _header(
+        self, number: int, raw: bytes, cells: Callable[[str], list[str]], columns: Sequence[str]
+    ) -> list[str]:
+        line = raw.decode("utf-8-sig", "replace").rstrip("\r\n")
+        try:
+            names = [name.strip() for name in cells(line)]
+        except BadLine:
+            names = []
+        if not set(columns) <= set(names):
+            expected = f"a header with {', '.join(columns)}"
+            raise ConfigError(f"{self.path}, line {number}: {BadLine(expected, line)}")
+        return names
+
+    def _raw_lines(self, blank: bool = False) -> Iterator[tuple[int, bytes]]:
+        """Numbered from 1; without blank ones unless asked for."""
         number = 0
         try:
             with self.path.open("rb") as probe:
                 zipped = probe.read(2) == _GZIP
             with gzip.open(self.path, "rb") if zipped else self.path.open("rb") as file:
                 for number, line in enumerate(file, start=1):
-                    if not line.isspace():
+                    if blank or not line.isspace():
                         yield number, line
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             # What follows the damage is unreadable, so this is one line, the last.
@@ -135,13 +176,13 @@ class TextFile:
             value = parse(line)
         except UnicodeDecodeError:
             self._refuse(number, BadLine("UTF-8 text", raw[:_SHOWN_CHARS]))
-        except (BadLine, csv.Error) as error:
+        except BadLine as error:
             self._refuse(number, error)
         else:
             yield value
 
     def _array(self, parse: Callable[[Mapping[str, Any]], Value]) -> Iterator[Value]:
-        text = b"".join(raw for _, raw in self._numbered_whole()).decode("utf-8-sig", "replace")
+        text = self._whole()
         decoder = json.JSONDecoder()
         at, line, counted = text.index("[") + 1, 1, 0
         while True:
@@ -152,7 +193,9 @@ class TextFile:
             try:
                 record, at = decoder.raw_decode(text, at)
             except (ValueError, RecursionError):
-                self._refuse(line, BadLine("a whole JSON object in the array", text[at : at + 2 * _SHOWN_CHARS]))
+                self._refuse(
+                    line, BadLine("a whole JSON object in the array", text[at : at + 2 * _SHOWN_CHARS])
+                )
                 return
             try:
                 value = parse(an_object(record))
@@ -168,12 +211,8 @@ class TextFile:
                 self._refuse(line, BadLine("a comma or the array's end", text[at : at + _SHOWN_CHARS]))
                 return
 
-    def _numbered_whole(self) -> Iterator[tuple[int, bytes]]:
-        """All lines, blank ones as well, so that positions in the text are lines of the file."""
-        before = 0
-        for number, raw in self._raw_lines():
-            yield number, b"\n" * (number - before - 1) + raw
-            before = number
+    def _whole(self) -> str:
+        return b"".join(raw for _, raw in self._raw_lines(blank=True)).decode("utf-8-sig", "replace")
 
     def _refuse(self, number: int, problem: Exception) -> None:
         if not self._skip:
@@ -198,14 +237,13 @@ def an_object(value: object) -> Mapping[str, Any]:
 
 
 def whole(row: Mapping[str, Any], name: str, least: int = 0) -> int:
-    """The whole number ``name``, from text or JSON; raises BadLine, also below ``least``."""
+    """The count ``name``, from text or JSON; raises BadLine, also below ``least`` and for absurdly many."""
     found = row.get(name, _MISSING)
-    expected = f"{name}, a whole number from {least}"
-    try:
-        number = int(found) if isinstance(found, str) else found
-    except ValueError:
-        raise BadLine(expected, found) from None
-    if not isinstance(number, int) or isinstance(number, bool) or number < least:
+    expected = f"{name}, a whole number from {least} to {_LARGEST_COUNT}"
+    # int() also takes 1_000, which no format here means.
+    plain = isinstance(found, str) and found.isascii() and found.strip().removeprefix("-").isdecimal()
+    number = int(found) if plain and len(found) < _SHOWN_CHARS else found
+    if type(number) is not int or not least <= number <= _LARGEST_COUNT:
         raise BadLine(expected, found)
     return number
 
@@ -214,16 +252,16 @@ def decimal(row: Mapping[str, Any], name: str, least: float = 0.0) -> float:
     """The finite number ``name``, from text or JSON; raises BadLine, also below ``least``."""
     found = row.get(name, _MISSING)
     try:
-        number = float(found) if isinstance(found, str | int | float) else math.nan
+        number = float(found) if type(found) in (str, int, float) and "_" not in str(found) else math.nan
     except (ValueError, OverflowError):
         number = math.nan
-    if isinstance(found, bool) or not least <= number < math.inf:
+    if not least <= number < math.inf:
         bound = "" if least == -math.inf else f" from {least:g}"
         raise BadLine(f"{name}, a number{bound}", found)
     return number
 
 
-def text(row: Mapping[str, Any], name: str) -> str:
+def string(row: Mapping[str, Any], name: str) -> str:
     """The text ``name``; raises BadLine for anything else, also for none."""
     found = row.get(name, _MISSING)
     if not isinstance(found, str):

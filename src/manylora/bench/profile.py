@@ -1,0 +1,361 @@
+"""``manylora profile``: what steps, copies, reads and the engine itself take on this device with this model.
+
+The real executor runs a grid of batches; then the whole engine runs for a moment. The report is a profile
+(``sim.profile``), from which the simulator's costs are fitted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from manylora.bench.profile_grid import Limits, make_batches
+from manylora.bench.profile_rig import Rig, rounded, undisturbed
+from manylora.bench.targets import Call, EngineTarget
+from manylora.config import ConfigError, EngineSettings, PolicyConfig
+from manylora.engine.driver import Driver
+from manylora.executor.build import build_worker
+from manylora.executor.reader import READERS
+from manylora.executor.worker import Worker
+from manylora.flags import build_settings
+from manylora.models.config import ModelConfig, ModelError, config_groups, read_model_config
+from manylora.models.source import resolve_model
+from manylora.sim.fit import FittedCosts, fit_profile
+from manylora.sim.profile import FORMAT, OverheadPoint, Profile, StepPoint, save_profile
+from manylora.sim.shapes import ModelShape
+from manylora.types import EngineInfo
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is measured, how much of it is done, and how much there is."""
+
+RANKS = (64, 8, 32, 16)
+"""Of the adapters, in turn; 64 and 32 are the FastLibra paper's."""
+
+_HOST_POOL = {"cpu": "256MiB", "cuda": "2GiB"}
+_ADAPTER_ROOM = 0.3
+_ENGINE_RUNS, _ENGINE_STEPS = 5, 40
+_ATTENTION_GROUPS = ("qkv", "o")
+_PACKAGES = ("manylora", "torch", "numpy", "triton", "numba", "flashinfer-python")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProfileSettings:
+    """What to profile. ``engine``: settings by flag name, ``model`` too. ``budget_s``: for timing the grid's
+    steps, each of which is timed once at least."""
+
+    engine: Mapping[str, Any]
+    out: Path
+    name: str | None = None
+    adapter_modules: str = "attention"
+    is_quick: bool = False
+    budget_s: float = 100.0
+    commit: str = "unknown"
+
+    def __post_init__(self) -> None:
+        if self.adapter_modules not in ("attention", "all"):
+            raise ConfigError(f"--adapter-modules must be attention or all, got {self.adapter_modules!r}")
+        if not 0 < self.budget_s < float("inf"):
+            raise ConfigError(f"--budget must be more than 0, got {self.budget_s}")
+        if not self.out.parent.is_dir():
+            raise ConfigError(f"--out {self.out}: there is no such folder")
+
+    @property
+    def repeats(self) -> int:
+        """Of every measurement; the lower quartile counts."""
+        return 5 if self.is_quick else 9
+
+
+def run(settings: ProfileSettings) -> int:
+    """Measure, write the file, say how well costs fit. Raises ConfigError."""
+    profile = measure(settings, Bars())
+    save_profile(profile, settings.out)
+    print(describe(profile, fit_profile(profile)))
+    print(f"written to {settings.out}")
+    return 0
+
+
+def measure(settings: ProfileSettings, progress: Progress) -> Profile:
+    """The profile, on a worker that is made and closed here. Raises ConfigError."""
+    engine = _engine_settings(settings)
+    try:
+        config = read_model_config(resolve_model(engine.model.model))
+        worker, policy, info = build_worker(engine)
+    except ModelError as error:
+        raise ConfigError(str(error)) from error
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            paths = _write_adapters(Path(folder), config, info.dtype, settings, policy.max_num_seqs)
+            return _measure(settings, worker, policy, info, config, paths, progress)
+    finally:
+        worker.close()
+
+
+def _engine_settings(settings: ProfileSettings) -> EngineSettings:
+    values = dict(settings.engine)
+    if values.get("host_pool") is None:
+        on_cpu = values.get("device") == "cpu" or not torch.accelerator.is_available()
+        values["host_pool"] = _HOST_POOL["cpu" if on_cpu else "cuda"]
+    return build_settings(values)[0]
+
+
+def _measure(
+    settings: ProfileSettings,
+    worker: Worker,
+    policy: PolicyConfig,
+    info: EngineInfo,
+    config: ModelConfig,
+    paths: list[Path],
+    progress: Progress,
+) -> Profile:
+    rig = Rig(worker, policy)
+    progress("adapters", 0, 1)
+    rig.serve(paths, _ADAPTER_ROOM)
+    if not rig.num_adapters:
+        raise ConfigError("the device's pool is too small for one adapter: raise --device-pool")
+    progress("adapters", 1, 1)
+    reads = rig.reads(range(1, 1 + min(len(RANKS), rig.num_adapters)), settings.repeats)
+    steps = _steps(settings, rig, policy, progress)
+    # Last: by now a large host pool is pinned.
+    copies = rig.copies(settings.repeats)
+    rig.forget_adapters()
+    overheads = asyncio.run(_overheads(Driver(policy, worker, info), progress))
+    shape = shape_of(config, settings.name or Path(info.model).name, getattr(torch, info.dtype).itemsize)
+    return Profile(
+        format=FORMAT,
+        machine=machine_name(info.device),
+        model=shape,
+        fingerprint=shape.fingerprint,
+        dtype=info.dtype,
+        page_tokens=policy.page_tokens,
+        adapter_modules=tuple(
+            p.module.rpartition(".")[2] for p in _projections(config, settings.adapter_modules)
+        ),
+        reads_at_once=READERS,
+        versions=_versions(),
+        commit=settings.commit,
+        steps=tuple(steps),
+        copies=tuple(copies),
+        reads=tuple(reads),
+        overheads=tuple(overheads),
+    )
+
+
+def _steps(settings: ProfileSettings, rig: Rig, policy: PolicyConfig, progress: Progress) -> list[StepPoint]:
+    limits = Limits(
+        max_seqs=policy.max_num_seqs,
+        max_tokens=policy.max_batch_tokens,
+        max_len=policy.max_model_len,
+        num_pages=rig.num_free_pages,
+        page_tokens=policy.page_tokens,
+        num_adapters=rig.num_adapters,
+    )
+    batches = make_batches(limits, settings.is_quick)
+    for done, batch in enumerate(batches):
+        progress("rehearsal", done, len(batches))
+        rig.rehearse(batch)
+    progress("rehearsal", len(batches), len(batches))
+    # Pass after pass, so that what disturbs the machine for a while disturbs no batch every time.
+    times: list[list[float]] = [[] for _ in batches]
+    ends_at = time.monotonic() + settings.budget_s
+    total = settings.repeats * len(batches)
+    for done in range(total):
+        if time.monotonic() > ends_at and done >= len(batches):
+            break
+        progress("steps", done, total)
+        times[done % len(batches)].append(rig.time(batches[done % len(batches)]))
+    progress("steps", total, total)
+    return [rig.point(batch, undisturbed(seconds)) for batch, seconds in zip(batches, times)]
+
+
+async def _overheads(driver: Driver, progress: Progress) -> list[OverheadPoint]:
+    """The engine's own time between two steps, at several numbers of rows; closes the driver."""
+    most = driver.info.max_num_seqs
+    target = EngineTarget(driver)
+    counts = sorted({1, max(1, most // 8), max(1, most // 2), most})
+    points = []
+    try:
+        for done, count in enumerate(counts):
+            progress("engine", done, len(counts))
+            found = [await _overhead(target, count) for _ in range(1 + _ENGINE_RUNS)]
+            seconds = undisturbed([point.seconds for point in found[1:]])
+            points.append(dataclasses.replace(found[0], seconds=rounded(seconds)))
+        progress("engine", len(counts), len(counts))
+    finally:
+        await target.close()
+    return points
+
+
+async def _overhead(target: EngineTarget, count: int) -> OverheadPoint:
+    prompt_tokens, max_tokens = 8, min(_ENGINE_STEPS, (target.max_model_len or 4096) - 8)
+    before, began = await target.counters(), time.perf_counter()
+    calls = [Call((3 + number % 7,) * prompt_tokens, max_tokens, None) for number in range(count)]
+    answers = await asyncio.gather(*(target.generate(call) for call in calls))
+    wall_s = time.perf_counter() - began
+    failed = [answer.error for answer in answers if answer.error]
+    if failed:
+        raise ConfigError(f"the engine could not run {count} requests: {failed[0]}")
+    after = await target.counters()
+    steps = after["steps"] - before["steps"]
+    seconds = (wall_s - (after["step_s"] - before["step_s"])) / steps
+    return OverheadPoint(round(count * max_tokens / steps), max(seconds, 1e-9))
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+def shape_of(config: ModelConfig, name: str, itemsize: int) -> ModelShape:
+    """The model's sizes."""
+    return ModelShape(
+        name=name,
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate=config.intermediate_size,
+        vocab=config.vocab_size,
+        itemsize=itemsize,
+        is_gated=config.gated_mlp,
+        is_tied=config.tie_embeddings,
+    )
+
+
+def machine_name(device: str) -> str:
+    """The device; of a CPU also which one, and on how many threads."""
+    if device != "cpu":
+        return device
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"cpu ({names[0] if names else model}, {torch.get_num_threads()} threads)"
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _projections(config: ModelConfig, which: str) -> list[Any]:
+    groups = config_groups(config)
+    return [
+        p for group in groups if which == "all" or group.name in _ATTENTION_GROUPS for p in group.projections
+    ]
+
+
+def _write_adapters(
+    folder: Path, config: ModelConfig, dtype: str, settings: ProfileSettings, max_seqs: int
+) -> list[Path]:
+    """Random PEFT adapters of RANKS in turn, as many as rows. Those of one rank share a file, not pages."""
+    projections = _projections(config, settings.adapter_modules)
+    stems = [
+        (f"base_model.model.{config.names.layer_prefix}{layer}.{p.module}", p)
+        for layer in range(config.num_layers)
+        for p in projections
+    ]
+    generator = torch.Generator().manual_seed(0)
+    for rank in RANKS:
+        tensors = {}
+        for stem, p in stems:
+            for side, sizes in (("A", (rank, p.in_features)), ("B", (p.out_features, rank))):
+                values = torch.empty(sizes, dtype=getattr(torch, dtype)).uniform_(
+                    -0.02, 0.02, generator=generator
+                )
+                tensors[f"{stem}.lora_{side}.weight"] = values
+        save_file(tensors, folder / f"rank-{rank}.safetensors")
+    paths = []
+    for index in range(min(max_seqs, 16 if settings.is_quick else 48)):
+        rank = RANKS[index % len(RANKS)]
+        own = folder / f"adapter-{index}"
+        own.mkdir()
+        modules = sorted({p.module.rpartition(".")[2] for p in projections})
+        peft = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules}
+        (own / "adapter_config.json").write_text(json.dumps(peft))
+        (own / "adapter_model.safetensors").symlink_to(folder / f"rank-{rank}.safetensors")
+        paths.append(own)
+    return paths
+
+
+# ---------------------------------------------------------------- for people
+
+
+class Bars:
+    """A bar on stderr for each part; silent where stderr is no terminal."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm[Any] | None = None
+        self._what = ""
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if self._bar is None or what != self._what:
+            self._what = what
+            self._bar = tqdm(total=total, desc=what, file=sys.stderr, disable=None, leave=False)
+        self._bar.update(done - self._bar.n)
+        if done >= total:
+            self._bar.close()
+
+
+def describe(profile: Profile, costs: FittedCosts) -> str:
+    """How many points there are and how far the fitted costs are from them."""
+
+    def error(of: Any) -> str:
+        return f"mean {100 * of.mean:.1f} %, largest {100 * of.largest:.1f} %, {of.num_points} batches"
+
+    def rate(line: tuple[float, float]) -> str:
+        per_s = f"{1e-9 / line[1]:.3g} GB/s" if line[1] else "any rate"
+        return f"{1e6 * line[0]:.0f} us + {per_s}"
+
+    most_rows = max(point.num_rows for point in profile.overheads)
+    return "\n".join(
+        (
+            f"model         {profile.model}, {profile.dtype}",
+            f"machine       {profile.machine}",
+            f"fit           {len(costs.planes)} planes",
+            f"  error       {error(costs.seen)}",
+            f"  held out    {error(costs.held_out)}",
+            f"to device     {rate(costs.copy_in)}",
+            f"to host       {rate(costs.copy_out)}",
+            f"reads         {rate(costs.read_out)} to the host, {rate(costs.read_in)} to the device",
+            f"between steps {1e6 * costs.overhead_s(1):.0f} us with 1 row, "
+            f"{1e6 * costs.overhead_s(most_rows):.0f} us with {most_rows}",
+        )
+    )
+
+
+def settings_from(values: Mapping[str, Any], engine: Mapping[str, Any]) -> ProfileSettings:
+    """From the command line's values, texts or None; raises ConfigError."""
+    is_quick = bool(values.get("quick"))
+    text = values.get("budget")
+    try:
+        budget_s = (25.0 if is_quick else 100.0) if text is None else float(text)
+    except ValueError:
+        raise ConfigError(f"--budget must be a number of seconds, got {text!r}") from None
+    return ProfileSettings(
+        engine=engine,
+        out=Path(values["out"]),
+        name=values.get("name"),
+        adapter_modules=values.get("adapter_modules") or "attention",
+        is_quick=is_quick,
+        budget_s=budget_s,
+        commit=values.get("commit") or "unknown",
+    )

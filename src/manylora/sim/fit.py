@@ -1,0 +1,248 @@
+"""Costs fitted to a profile: a step takes the largest of a few planes over its numbers, none with a falling slope.
+
+One plane for each thing that may bound a step: launches, memory, arithmetic; within one, the first rows and tokens
+may weigh more than the rest. How many planes there are, one to three, is decided by the steps that the fit did not
+see, so the held-out error is of the best of three. Copies, reads and the engine's own time are lines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manylora.config import ConfigError
+from manylora.sim.profile import Profile, StepPoint
+
+Array = NDArray[np.float64]
+
+FEATURES = (
+    "a step", "with prefill", "with adapters", "num_decodes", "first decodes", "num_prefill_tokens",
+    "first prefill tokens", "num_kv_tokens", "adapter_bytes", "num_adapters", "num_prefill_pairs",
+    "adapter_token_bytes",
+)  # fmt: skip
+"""What a plane has a coefficient for, in seconds each."""
+
+FIRST_DECODES, FIRST_TOKENS = 16, 64
+"""The first rows and the first tokens of a batch may cost more than those after, which use a device better."""
+
+_MOST_PLANES = 3
+_WORTH, _LEAST_WORTH = 0.9, 1e-3
+"""Another plane must bring the held-out error down to this share, and by so much."""
+_ROUNDS = 40
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FitError:
+    """|fitted / measured - 1| over some points."""
+
+    mean: float
+    largest: float
+    num_points: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FittedCosts:
+    """``StepCosts`` from measurements. ``planes``: coefficients in the order of FEATURES; lines: (seconds,
+    seconds a byte or row). ``seen`` and ``held_out``: the steps' errors."""
+
+    planes: tuple[tuple[float, ...], ...]
+    copy_in: tuple[float, float]
+    copy_out: tuple[float, float]
+    read_in: tuple[float, float]
+    read_out: tuple[float, float]
+    overhead: tuple[float, float]
+    reads_at_once: int
+    seen: FitError
+    held_out: FitError
+
+    def on_cards(self, cards: int) -> FittedCosts:
+        """The same device ``cards`` times, split ideally: a step takes that much less, launches included, and
+        bytes cross that many links. Reads and the engine's own time stay. Raises ConfigError."""
+        if cards < 1:
+            raise ConfigError(f"cards must be at least 1, got {cards}")
+        return dataclasses.replace(
+            self,
+            planes=tuple(tuple(seconds / cards for seconds in plane) for plane in self.planes),
+            copy_in=(self.copy_in[0], self.copy_in[1] / cards),
+            copy_out=(self.copy_out[0], self.copy_out[1] / cards),
+        )
+
+    def step_s(
+        self,
+        num_decodes: int,
+        num_prefill_tokens: int,
+        num_kv_tokens: int,
+        adapter_bytes: int,
+        num_adapters: int = 0,
+        num_prefill_pairs: int = 0,
+        adapter_token_bytes: int = 0,
+        /,
+    ) -> float:
+        """See StepCosts."""
+        longest = 0.0
+        first_decodes = num_decodes if num_decodes < FIRST_DECODES else FIRST_DECODES
+        first_tokens = num_prefill_tokens if num_prefill_tokens < FIRST_TOKENS else FIRST_TOKENS
+        for plane in self.planes:
+            step, prefill, lora, row, first_row, token, first_token, kv, byte, adapter, pair, work = plane
+            seconds = step + num_decodes * row + first_decodes * first_row + num_kv_tokens * kv
+            if num_prefill_tokens:
+                seconds += prefill + num_prefill_tokens * token + first_tokens * first_token
+                seconds += num_prefill_pairs * pair
+            if adapter_bytes:
+                seconds += lora + adapter_bytes * byte + num_adapters * adapter + adapter_token_bytes * work
+            if seconds > longest:
+                longest = seconds
+        return longest
+
+    def overhead_s(self, num_rows: int, /) -> float:
+        """See StepCosts."""
+        return self.overhead[0] + num_rows * self.overhead[1]
+
+    def copy_s(self, num_bytes: int, to_device: bool = True, /) -> float:
+        """See StepCosts."""
+        base_s, byte_s = self.copy_in if to_device else self.copy_out
+        return base_s + num_bytes * byte_s
+
+    def read_s(self, num_bytes: int, to_device: bool = False, /) -> float:
+        """See StepCosts."""
+        base_s, byte_s = self.read_in if to_device else self.read_out
+        return base_s + num_bytes * byte_s
+
+
+def fit_profile(profile: Profile) -> FittedCosts:
+    """Costs with the least squares of relative errors, to four digits: equal on every machine, whatever its linear
+    algebra does in the last bits."""
+    seen = [point for point in profile.steps if not point.is_held_out]
+    held_out = [point for point in profile.steps if point.is_held_out]
+    planes = _four_digits(_best_planes(seen, held_out))
+    return FittedCosts(
+        planes=tuple(tuple(plane) for plane in planes.tolist()),
+        copy_in=_line([(p.num_bytes, p.seconds) for p in profile.copies if p.to_device]),
+        copy_out=_line([(p.num_bytes, p.seconds) for p in profile.copies if not p.to_device]),
+        read_in=_line([(p.num_bytes, p.seconds) for p in profile.reads if p.to_device]),
+        read_out=_line([(p.num_bytes, p.seconds) for p in profile.reads if not p.to_device]),
+        overhead=_line([(p.num_rows, p.seconds) for p in profile.overheads]),
+        reads_at_once=profile.reads_at_once,
+        seen=_error(planes, seen),
+        held_out=_error(planes, held_out),
+    )
+
+
+def _best_planes(seen: Sequence[StepPoint], held_out: Sequence[StepPoint]) -> Array:
+    best, best_error = None, float("inf")
+    for count in range(1, _MOST_PLANES + 1):
+        planes = fit_planes(_features(seen), _seconds(seen), count)
+        error = _error(planes, held_out).mean
+        if error < min(_WORTH * best_error, best_error - _LEAST_WORTH):
+            best, best_error = planes, error
+    if best is None:
+        raise ConfigError("no plane fits the profile's steps")
+    return best
+
+
+def _features(points: Sequence[StepPoint]) -> Array:
+    """[points, FEATURES]."""
+    return np.array(
+        [
+            (
+                1, p.num_prefill_tokens > 0, p.adapter_bytes > 0, p.num_decodes,
+                min(p.num_decodes, FIRST_DECODES), p.num_prefill_tokens,
+                min(p.num_prefill_tokens, FIRST_TOKENS), p.num_kv_tokens, p.adapter_bytes, p.num_adapters,
+                p.num_prefill_pairs, p.adapter_token_bytes,
+            )
+            for p in points
+        ],
+        dtype=np.float64,
+    )  # fmt: skip
+
+
+def _seconds(points: Sequence[StepPoint]) -> Array:
+    return np.array([point.seconds for point in points])
+
+
+def _error(planes: Array, points: Sequence[StepPoint]) -> FitError:
+    errors = np.abs((_features(points) @ planes.T).max(axis=1) / _seconds(points) - 1)
+    return FitError(float(errors.mean()), float(errors.max()), len(points))
+
+
+def fit_planes(features: Array, seconds: Array, count: int) -> Array:
+    """``count`` planes [count, features], coefficients from 0, whose largest comes nearest to ``seconds``.
+
+    Alternates between giving each point to its largest plane and fitting each plane to its points, from several
+    first divisions of the points: by their seconds and by each feature. The best is kept.
+    """
+    relative = features / seconds[:, None]
+    # Divisions by the features that tell points apart, and by the time itself.
+    keys = [seconds, *(column for column in features.T if len(np.unique(column)) > count)]
+    best, best_loss = np.zeros((count, features.shape[1])), float("inf")
+    for key in keys[:1] if count == 1 else keys:
+        owner = np.argsort(np.argsort(key, kind="stable"), kind="stable") * count // len(key)
+        for planes in _alternate(relative, owner, count):
+            loss = float((((relative @ planes.T).max(axis=1) - 1) ** 2).sum())
+            if loss < best_loss:
+                best, best_loss = planes, loss
+    return best
+
+
+def _alternate(relative: Array, owner: NDArray[np.int64], count: int) -> list[Array]:
+    """The planes after every round, until the division stands still."""
+    rounds = []
+    planes = np.zeros((count, relative.shape[1]))
+    for _ in range(_ROUNDS):
+        planes = planes.copy()
+        for plane in range(count):
+            own = relative[owner == plane]
+            if len(own):
+                planes[plane] = nonnegative_least_squares(own, np.ones(len(own)))
+        rounds.append(planes)
+        largest = (relative @ planes.T).argmax(axis=1)
+        if np.array_equal(largest, owner):
+            break
+        owner = largest
+    return rounds
+
+
+def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """(seconds, seconds for each unit), from 0, with the least relative error."""
+    units = np.array([units for units, _ in points], dtype=np.float64)
+    seconds = np.array([seconds for _, seconds in points])
+    features = np.stack((np.ones(len(points)), units), axis=1) / seconds[:, None]
+    base_s, unit_s = _four_digits(nonnegative_least_squares(features, np.ones(len(points)))).tolist()
+    return base_s, unit_s
+
+
+def _four_digits(values: Array) -> Array:
+    return np.array([float(f"{value:.4g}") for value in values.flat]).reshape(values.shape)
+
+
+def nonnegative_least_squares(features: Array, targets: Array) -> Array:
+    """The x >= 0 that minimises |features @ x - targets|, by Lawson and Hanson's active sets (1974)."""
+    scale = np.linalg.norm(features, axis=0)
+    scale[scale == 0] = 1.0
+    scaled = features / scale
+    size = features.shape[1]
+    x = np.zeros(size)
+    active = np.zeros(size, dtype=bool)
+    for _ in range(3 * size):
+        gradient = scaled.T @ (targets - scaled @ x)
+        gradient[active] = -np.inf
+        entering = int(gradient.argmax())
+        if gradient[entering] <= 1e-10 * len(targets):
+            break
+        active[entering] = True
+        while True:
+            solved = np.zeros(size)
+            solved[active] = np.linalg.lstsq(scaled[:, active], targets, rcond=None)[0]
+            bad = active & (solved <= 0)
+            if not bad.any():
+                break
+            # As far towards the solution as no coefficient falls below 0; those at 0 leave.
+            step = float((x[bad] / (x[bad] - solved[bad])).min())
+            x = x + step * (solved - x)
+            active &= x > 1e-12
+            x[~active] = 0.0
+        x = solved
+    return np.asarray(x / scale)

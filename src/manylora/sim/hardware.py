@@ -1,0 +1,111 @@
+"""Accelerators as a few numbers: memory, its bandwidth, arithmetic, the link to the host.
+
+Peak values are the vendors' data sheets', per card and without sparsity; what of a peak a serving engine gets is
+an efficiency beside it, assumed unless a description says measured. The data sheets were not at hand when this
+was written: each value was recalled, and all but the A10's arithmetic were compared with public summaries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from manylora.config import ConfigError
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hardware:
+    """One card. Rates are per second: ``flops`` dense and in 16 bits, ``link_bytes_s`` each way to the host.
+    Vendors' gigabytes of memory are taken for 2**30 bytes.
+
+    ``source``: where the peaks are from, and what of them is assumed.
+    """
+
+    name: str
+    memory_bytes: int
+    memory_bytes_s: float
+    flops: float
+    link_bytes_s: float
+    source: str
+    memory_efficiency: float = 0.80
+    flops_efficiency: float = 0.60
+    link_efficiency: float = 0.85
+    adapter_efficiency: float = 0.28
+    """Of ``memory_bytes_s``: what LoRA kernels read adapters at. The engine's on an H200: 9.6 GB of 64 adapters
+    added 7.2 ms to a step (docs/results/h200.md)."""
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "memory_bytes_s", "flops", "link_bytes_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} of {self.name} must be more than 0, got {getattr(self, name)}")
+        for name in ("memory_efficiency", "flops_efficiency", "link_efficiency", "adapter_efficiency"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(
+                    f"{name} of {self.name} must lie between 0 and 1, got {getattr(self, name)}"
+                )
+
+    @property
+    def sustained_memory_bytes_s(self) -> float:
+        """What steps read at."""
+        return self.memory_bytes_s * self.memory_efficiency
+
+    @property
+    def sustained_flops(self) -> float:
+        """What matrix products of prefill run at."""
+        return self.flops * self.flops_efficiency
+
+    @property
+    def sustained_adapter_bytes_s(self) -> float:
+        """What steps read the adapters in their batch at."""
+        return self.memory_bytes_s * self.adapter_efficiency
+
+    @property
+    def sustained_link_bytes_s(self) -> float:
+        """What copies of pages run at, one way."""
+        return self.link_bytes_s * self.link_efficiency
+
+
+_VENDOR = "vendor data sheet, recalled; efficiencies assumed"
+
+NPU_MEMORY_BYTES_S = 1.2e12
+"""Assumed: the FastLibra paper names no bandwidth, and no model. ``NPU_MEMORY_CHOICES`` vary it."""
+
+NPU_MEMORY_CHOICES = (0.8e12, 1.2e12, 1.6e12)
+
+
+def fastlibra_npu(memory_bytes_s: float = NPU_MEMORY_BYTES_S) -> Hardware:
+    """The FastLibra paper's card (§2.2, its table of specifications): 64 GB, 256 TFLOPS in FP16, PCIe 4 x16,
+    with an assumed memory bandwidth."""
+    return Hardware(
+        "fastlibra-npu", 64 * GIB, memory_bytes_s, 256e12, 32e9,
+        f"FastLibra §2.2; memory bandwidth assumed to be {memory_bytes_s / 1e12:g} TB/s; efficiencies assumed",
+    )  # fmt: skip
+
+
+HARDWARE: dict[str, Hardware] = {
+    hardware.name: hardware
+    for hardware in (
+        Hardware("a10", 24 * GIB, 600e9, 125e12, 32e9, _VENDOR),
+        Hardware("a100-40", 40 * GIB, 1555e9, 312e12, 32e9, _VENDOR),
+        Hardware("a100-80", 80 * GIB, 2039e9, 312e12, 32e9, _VENDOR + " (SXM)"),
+        Hardware("h100", 80 * GIB, 3350e9, 989.4e12, 64e9, _VENDOR + " (SXM)"),
+        Hardware("h200", 141 * GIB, 4800e9, 989.4e12, 64e9, _VENDOR + " (SXM)"),
+        Hardware(
+            "h200-measured", 141 * GIB, 4800e9, 989.4e12, 64e9,
+            "data sheet as for h200; ceilings measured (docs/results/cache_h200.json): device copy 4.30 TB/s, "
+            "16-bit matrix product 808 TFLOP/s, host link 55.5 GB/s",
+            4.303 / 4.8, 807.9 / 989.4, 55.5 / 64,
+        ),
+        fastlibra_npu(),
+    )
+}  # fmt: skip
+"""By name. ``h200-measured`` has what single large operations reached, an upper limit for a model's; the others'
+assumed efficiencies are about what a 7B model's steps reached on an H200 (docs/results/h200.md)."""
+
+
+def hardware_named(name: str) -> Hardware:
+    """Raises ConfigError, which lists the names."""
+    if name not in HARDWARE:
+        raise ConfigError(f"hardware {name!r} is not known: use {', '.join(HARDWARE)}")
+    return HARDWARE[name]

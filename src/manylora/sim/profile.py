@@ -1,0 +1,166 @@
+"""A profile: what steps, copies and reads took on one machine with one model, as ``manylora profile`` measured it.
+
+Owns the file's form (JSON), its checks, and the refusal of a profile of something else. ``sim.fit`` makes costs of
+it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from manylora.config import ConfigError
+from manylora.sim.shapes import ModelShape
+
+FORMAT = "manylora-profile-1"
+
+
+def _check_numbers(point: Any) -> None:
+    for field in dataclasses.fields(point):
+        value = getattr(point, field.name)
+        if not 0 <= value < float("inf"):
+            raise ConfigError(f"{field.name} must be a number from 0, got {value}")
+    if not point.seconds > 0:
+        raise ConfigError("seconds must be more than 0")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepPoint:
+    """One batch and the median of its times. The numbers are those of ``costs.StepCosts.step_s``.
+
+    ``is_held_out``: kept from the fit, to tell its error.
+    """
+
+    num_decodes: int
+    num_prefill_tokens: int
+    num_kv_tokens: int
+    adapter_bytes: int
+    num_adapters: int
+    num_prefill_pairs: int
+    adapter_token_bytes: int
+    seconds: float
+    is_held_out: bool = False
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TransferPoint:
+    """One copy between the tiers, or one read of an adapter from its source, alone on the machine.
+
+    ``to_device``: whether its destination is the device's pages.
+    """
+
+    to_device: bool
+    num_bytes: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OverheadPoint:
+    """A run of the whole engine with so many rows a step: its mean time between two steps."""
+
+    num_rows: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Profile:
+    """All of one run. ``versions``: of what was measured with; ``adapter_modules``: what its adapters adapt."""
+
+    format: str
+    machine: str
+    model: ModelShape
+    fingerprint: str
+    dtype: str
+    page_tokens: int
+    adapter_modules: tuple[str, ...]
+    reads_at_once: int
+    versions: dict[str, str]
+    commit: str
+    steps: tuple[StepPoint, ...]
+    copies: tuple[TransferPoint, ...]
+    reads: tuple[TransferPoint, ...]
+    overheads: tuple[OverheadPoint, ...]
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise ConfigError(f"its format is {self.format!r}, not {FORMAT!r}")
+        if self.fingerprint != self.model.fingerprint:
+            raise ConfigError(f"its fingerprint {self.fingerprint} is not that of its model, {self.model}")
+        if self.reads_at_once < 1 or self.page_tokens < 1:
+            raise ConfigError("reads_at_once and page_tokens must be at least 1")
+        for name in ("copies", "reads"):
+            ways = {point.to_device for point in getattr(self, name)}
+            if len(ways) < 2:
+                raise ConfigError(f"its {name} must go both to the device and to the host")
+        if not self.overheads:
+            raise ConfigError("it names no overhead")
+        if not any(point.is_held_out for point in self.steps):
+            raise ConfigError("none of its steps is held out")
+        if all(point.is_held_out for point in self.steps):
+            raise ConfigError("all of its steps are held out")
+
+    def expect(self, model: ModelShape | None = None, machine: str | None = None) -> None:
+        """Raise ConfigError, with both names, where it is of another model or another machine."""
+        if model is not None and model.fingerprint != self.fingerprint:
+            raise ConfigError(f"the profile is of {self.model} and does not fit {model}")
+        if machine is not None and machine != self.machine:
+            raise ConfigError(f"the profile is of the machine {self.machine!r}, not of {machine!r}")
+
+
+def load_profile(path: Path) -> Profile:
+    """Read a profile; raises ConfigError, in one line that names the file."""
+    try:
+        return _decode(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read the profile {path}: {error.strerror}") from error
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ConfigError(f"the profile {path} is not valid: {error}") from error
+
+
+def _decode(data: bytes) -> Profile:
+    return msgspec.json.decode(data, type=Profile)
+
+
+def save_profile(profile: Profile, path: Path) -> None:
+    """Write a profile, one point a line; raises ConfigError where it cannot be written."""
+    lines = []
+    for name, value in msgspec.to_builtins(profile).items():
+        if value and isinstance(value, list | tuple) and isinstance(value[0], dict):
+            rows = ",\n  ".join(json.dumps(row) for row in value)
+            lines.append(f' "{name}": [\n  {rows}\n ]')
+        else:
+            lines.append(f' "{name}": {json.dumps(value)}')
+    try:
+        path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write the profile {path}: {error.strerror}") from error
+
+
+def shipped_profiles() -> tuple[str, ...]:
+    """Names of the profiles that come with the package."""
+    folder = resources.files("manylora.sim") / "profiles"
+    names = [file.name for file in folder.iterdir()]
+    return tuple(sorted(name.removesuffix(".json") for name in names if name.endswith(".json")))
+
+
+def find_profile(name: str) -> Profile:
+    """A profile by the name of a shipped one or by the path of a file; raises ConfigError."""
+    if name in shipped_profiles():
+        return _decode((resources.files("manylora.sim") / "profiles" / f"{name}.json").read_bytes())
+    if not Path(name).is_file():
+        raise ConfigError(f"profile {name!r} is neither a file nor one of {', '.join(shipped_profiles())}")
+    return load_profile(Path(name))

@@ -1,0 +1,238 @@
+"""Published files as streams: which loader reads which format, and how a file is fitted to a rate and adapters."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+from manylora.config import ConfigError
+from manylora.workloads import (
+    alpaca,
+    azure_functions,
+    azure_llm,
+    burstgpt,
+    chat,
+    conversations,
+    extracts,
+    mooncake,
+    parallel_text,
+    servegen,
+    taskmaster,
+)
+from manylora.workloads.arrivals import check_load
+from manylora.workloads.assembly import NO_TIMES, Adapters, assign, lone_request, with_starts
+from manylora.workloads.popularity import Popularity, mapped_functions, parse_ranks
+from manylora.workloads.scenarios import RANKS, THINK_S
+from manylora.workloads.stream import Stream, StreamRequest, in_order
+from manylora.workloads.terms import Form, Number, parse_term, suggestion
+
+MOONCAKE_STEP_S = 3.0
+"""Its conversation trace's timestamps come in such steps; arrivals are spread over them."""
+_SERVEGEN_DURATION_S = 600.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wish:
+    """What a workload is asked to be; None: as it is in the file, or as its name has it.
+
+    ``rate``: requests a second, in the mean. ``popularity`` draws an adapter for each conversation; without one
+    the file's own keys take the adapters in turn (docs of each loader: what a key is).
+    """
+
+    rate: float | None = None
+    num_adapters: int | None = None
+    duration_s: float | None = None
+    seed: int = 0
+    popularity: str | None = None
+    ranks: str | None = None
+
+    def drawn_ranks(self, count: int) -> tuple[int, ...]:
+        """FastLibra's 32 and 64 at random (§6.1), or as asked."""
+        return parse_ranks(self.ranks or RANKS, count, Random(f"{self.seed} ranks"))
+
+    def own_adapters(self) -> Adapters | None:
+        """For the keys that a file has; None where they are not to be used."""
+        if self.num_adapters is None or self.popularity is not None:
+            return None
+        return Adapters.in_turn(self.drawn_ranks(self.num_adapters))
+
+
+def read_file(path: Path, file_format: str, wish: Wish) -> Stream:
+    """The file as a stream, fitted to the wish. Raises ConfigError, in one line."""
+    if file_format not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise ConfigError(
+            f"there is no format {file_format!r}; there are {known}{suggestion(file_format, FORMATS)}"
+        )
+    if not os.path.exists(path):
+        raise ConfigError(f"cannot read {path}: there is no such file")
+    check_load(1.0 if wish.rate is None else wish.rate, 1.0 if wish.duration_s is None else wish.duration_s)
+    if wish.popularity is not None and wish.num_adapters is None:
+        raise ConfigError(f"a popularity, {wish.popularity}, needs a number of adapters")
+    stream = FORMATS[file_format].read(path, wish)
+    if wish.popularity is not None and not FORMATS[file_format].has_functions:
+        stream = _with_popularity(stream, wish.popularity, wish)
+    stream = _at_rate(stream, wish)
+    if wish.duration_s is None:
+        return stream
+    kept = tuple(request for request in stream.requests if request.arrival_s < wish.duration_s)
+    return dataclasses.replace(stream, requests=kept)
+
+
+def _with_popularity(stream: Stream, popularity: str, wish: Wish) -> Stream:
+    assert wish.num_adapters is not None
+    draws = Popularity.parse(popularity).draws(wish.num_adapters, Random(f"{wish.seed} adapters"))
+    stream = assign(stream, wish.drawn_ranks(wish.num_adapters), lambda _first: next(draws))
+    return dataclasses.replace(stream, notes=(*stream.notes, f"popularity: {popularity}, seed {wish.seed}"))
+
+
+def _at_rate(stream: Stream, wish: Wish) -> Stream:
+    if wish.rate is None:
+        return stream
+    if NO_TIMES not in stream.notes:
+        count, span_s = len(stream.requests), stream.duration_s
+        if wish.duration_s is not None and (wanted := max(1, round(wish.rate * wish.duration_s))) < count:
+            # Only as many as come within the duration, so that these, not the whole file, have the rate.
+            count, span_s = wanted, stream.requests[wanted].arrival_s
+        if span_s == 0:
+            raise ConfigError(f"{stream.name}: requests that all come at once have no rate to be scaled")
+        return stream.first(count).with_rate(wish.rate * span_s / count)
+    dice = Random(f"{wish.seed} arrivals")
+    conversations = len({request.conversation for request in stream.requests})
+    start_rate = wish.rate * conversations / len(stream.requests)
+    starts = itertools.accumulate(dice.expovariate(start_rate) for _ in range(conversations))
+    stream = with_starts(stream, starts, lambda: dice.expovariate(1 / THINK_S))
+    note = (
+        f"arrivals: conversations start at random, {wish.rate:g} turns/s; turns {THINK_S:g} s apart (assumed)"
+    )
+    return dataclasses.replace(stream, notes=(*stream.notes, note))
+
+
+def _chat(path: Path, wish: Wish) -> Stream:
+    stream = chat.to_stream(chat.read_turns(path))
+    if (adapters := wish.own_adapters()) is None:
+        return stream
+    return assign(stream, adapters.ranks, lambda first: adapters.choose(str(first.adapter)))
+
+
+def _ntrex(path: Path, wish: Wish) -> Stream:
+    """As many language pairs as adapters, at random (FastLibra §6.2)."""
+    others = [code for code in parallel_text.languages(path) if code != "eng"]
+    pairs = [pair for other in others for pair in (("eng", other), (other, "eng"))]
+    count = wish.num_adapters or len(pairs)
+    if count > len(pairs):
+        raise ConfigError(f"{path} has {len(pairs)} pairs with English, fewer than {count} adapters")
+    chosen = Random(f"{wish.seed} pairs").sample(pairs, count)
+    texts = {f"{source}-{target}": parallel_text.read_tsv(path, source, target) for source, target in chosen}
+    adapters = Adapters.named(list(texts), wish.drawn_ranks(count))
+    return parallel_text.load(texts, adapters=None if wish.popularity else adapters)
+
+
+def _servegen(path: Path, wish: Wish) -> Stream:
+    if path.is_dir():
+        clients = servegen.read_folder(path)
+    else:
+        clients = servegen.read_condensed(
+            path, path.with_name(path.name.replace("rates.csv", "lengths.jsonl"))
+        )
+    duration_s = wish.duration_s or _SERVEGEN_DURATION_S
+
+    def made(rate_scale: float) -> Stream:
+        return servegen.generate(
+            clients,
+            seed=wish.seed,
+            duration_s=duration_s,
+            rate_scale=rate_scale,
+            adapters=wish.own_adapters(),
+        )
+
+    stream = made(1.0)
+    return stream if wish.rate is None else made(wish.rate * duration_s / len(stream.requests))
+
+
+_SKEWNESS = {"skewness": Form((Number("functions", 1, 1e6),))}
+
+
+def _functions(calls: azure_functions.Invocations, wish: Wish) -> Stream:
+    """Function i for adapter i, the busiest of them (FastLibra §6.2), or with ``skewness(k)`` all functions after
+    dLoRA §7.1; lengths of first rounds of ShareGPT conversations, as dLoRA takes ShareGPT's."""
+    count = wish.num_adapters or len(calls.arrivals_s)
+    if wish.popularity is None:
+        calls = calls.busiest(count)
+        adapters, mapping = tuple(range(count)), f"the {count} busiest functions, one each"
+    else:
+        _, (skewness,) = parse_term("a mapping of functions to adapters", wish.popularity, _SKEWNESS)
+        adapters = mapped_functions([len(t) for t in calls.arrivals_s.values()], count, int(skewness))
+        mapping = f"functions by invocations, {int(skewness)} at a time round and round (dLoRA)"
+    dice = Random(f"{wish.seed} lengths")
+    firsts = [rounds[0] for rounds in extracts.sharegpt_conversations()]
+
+    def requests() -> Iterator[StreamRequest]:
+        for number, (moment, function) in enumerate(calls.merged()):
+            first = dice.choice(firsts)
+            adapter = adapters[function]
+            yield lone_request(moment, number, first.new, first.generated, adapter, "azure-functions")
+
+    lengths = "lengths: first rounds of ShareGPT conversations in Llama-2 tokens (Apache-2.0)"
+    notes = (*calls.notes, lengths, f"adapters: {mapping}")
+    return in_order("azure-functions", requests(), wish.drawn_ranks(count), notes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Format:
+    """``about`` it, in a line. ``has_functions``: its popularity is a mapping of functions to adapters."""
+
+    about: str
+    read: Callable[[Path, Wish], Stream]
+    has_functions: bool = False
+
+
+FORMATS = {
+    "chat": Format("multi-turn chat with adapters, JSON lines (benchmarks/data)", _chat),
+    "azure-llm": Format(
+        "Azure LLM inference traces 2023 and 2024, CSV",
+        lambda path, wish: azure_llm.load(path, adapters=wish.own_adapters()),
+    ),
+    "azure-functions-2019": Format(
+        "Azure Functions 2019, invocations by minute, CSV; --popularity skewness(k): dLoRA's mapping",
+        lambda path, wish: _functions(azure_functions.load_2019(path, seed=wish.seed), wish),
+        has_functions=True,
+    ),
+    "azure-functions-2021": Format(
+        "Azure Functions 2021, an invocation a line, CSV; likewise",
+        lambda path, wish: _functions(azure_functions.load_2021(path), wish),
+        has_functions=True,
+    ),
+    "mooncake": Format(
+        "Mooncake traces with hash_ids, JSON lines",
+        lambda path, wish: mooncake.load(
+            path, adapters=wish.own_adapters(), spread_s=MOONCAKE_STEP_S, seed=wish.seed
+        ),
+    ),
+    "servegen": Format(
+        "ServeGen clients: a model's folder, or CSV of rates beside JSON lines of lengths", _servegen
+    ),
+    "burstgpt": Format("BurstGPT, CSV", lambda path, wish: burstgpt.load(path, adapters=wish.own_adapters())),
+    "sharegpt": Format(
+        "ShareGPT conversations, JSON; no times",
+        lambda path, wish: conversations.load_sharegpt(path, adapters=wish.own_adapters()),
+    ),
+    "lmsys": Format(
+        "LMSYS conversations, JSON; no times",
+        lambda path, wish: conversations.load_lmsys(path, adapters=wish.own_adapters()),
+    ),
+    "taskmaster": Format(
+        "Taskmaster dialogs, JSON; no times",
+        lambda path, wish: taskmaster.load(path, adapters=wish.own_adapters()),
+    ),
+    "alpaca": Format(
+        "Alpaca instructions, JSON; no times",
+        lambda path, wish: alpaca.load(path, adapters=wish.own_adapters()),
+    ),
+    "ntrex": Format("NTREX sentences, a TSV of languages, an adapter a pair; no times", _ntrex),
+}
+"""By the name that ``--format`` takes."""

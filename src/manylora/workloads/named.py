@@ -1,0 +1,143 @@
+"""The catalogue of workloads by name: FastLibra's scenarios, S-LoRA's settings, made-up ones, and files."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+from manylora.config import ConfigError
+from manylora.workloads.formats import FORMATS, Wish, read_file
+from manylora.workloads.scenarios import RANKS, SCENARIOS, scenario
+from manylora.workloads.stream import Stream
+from manylora.workloads.synthetic import Synthetic, synthetic
+from manylora.workloads.terms import split_terms, suggestion
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Load:
+    rate: float
+    num_adapters: int
+    duration_s: float
+
+
+_SCENARIO_LOAD = _Load(1.6, 100, 1800.0)
+"""The one setting that FastLibra §6.5 states."""
+_SYNTHETIC_LOAD = _Load(2.0, 200, 300.0)
+
+_S_LORA = {
+    "s-lora-s1": (Synthetic(ranks="8"), _SYNTHETIC_LOAD),
+    "s-lora-s2": (Synthetic(ranks="cycle(64,32,16,8)"), _Load(10.0, 200, 300.0)),
+    "s-lora-s4": (Synthetic(ranks="cycle(64,32,16)"), _Load(6.0, 400, 300.0)),
+}
+"""Ranks and loads from the published benchmarks/exp_suite.py (suites a10g, a100-80-S2, a100-80-S4)."""
+
+_CHATS = {f"chat-{rate}": Path(f"benchmarks/data/chat_{rate}rps.jsonl.gz") for rate in (5, 10, 20)}
+
+_ABOUT = {
+    "chatbot": "FastLibra's chatbot: ShareGPT conversations, arrivals of Azure's chat service",
+    "translation": "FastLibra's translation: NTREX sentences, an adapter a language pair, Azure Functions calls",
+    "agent": "FastLibra's personal agent: Taskmaster dialogs with tools, Azure Functions calls",
+    "s-lora-s1": "S-LoRA's synthetic workload, setting S1: rank 8",
+    "s-lora-s2": "S-LoRA's setting S2: ranks 64, 32, 16, 8",
+    "s-lora-s4": "S-LoRA's setting S4: ranks 64, 32, 16",
+    "chat-5": "multi-turn chat at 5 requests a second (benchmarks/data of a checkout)",
+    "chat-10": "the same at 10",
+    "chat-20": "the same at 20",
+    "synthetic": "made up: synthetic:arrivals=gamma(2),popularity=zipf(1),prompt=uniform(8,512),output=128",
+}
+
+
+def catalogue() -> dict[str, str]:
+    """Each name, and what it is in a line."""
+    return dict(_ABOUT)
+
+
+def named(
+    text: str,
+    *,
+    rate: float | None = None,
+    num_adapters: int | None = None,
+    duration_s: float | None = None,
+    seed: int = 0,
+    popularity: str | None = None,
+    ranks: str | None = None,
+    file_format: str | None = None,
+) -> Stream:
+    """The workload ``text``: a name of the catalogue, ``synthetic:...`` or the path of a file of ``file_format``.
+
+    ``rate``: requests a second; ``duration_s``: seconds. What is None is the name's own. Raises ConfigError.
+    """
+    wish = Wish(rate, num_adapters, duration_s, seed, popularity, ranks)
+    if file_format is not None:
+        return read_file(Path(text), file_format, wish)
+    head, _, rest = text.partition(":")
+    if head == "synthetic":
+        return _synthetic(_parts(rest), _SYNTHETIC_LOAD, wish, text)
+    if text in SCENARIOS:
+        return _scenario(text, wish)
+    if text in _S_LORA:
+        return _synthetic(*_S_LORA[text], wish, text)
+    if text in _CHATS:
+        if not _CHATS[text].exists():
+            raise ConfigError(
+                f"{text} is {_CHATS[text]} of a checkout; elsewhere name its path and format chat"
+            )
+        return read_file(_CHATS[text], "chat", wish)
+    if text and os.path.exists(text):  # Path's raises for names that are too long
+        raise ConfigError(f"{text} is a file: name its format, one of {', '.join(FORMATS)}")
+    raise ConfigError(
+        f"there is no workload and no file {text!r}; names are {', '.join(_ABOUT)}{suggestion(text, _ABOUT)}"
+    )
+
+
+def _load(load: _Load, wish: Wish) -> _Load:
+    return _Load(
+        load.rate if wish.rate is None else wish.rate,
+        load.num_adapters if wish.num_adapters is None else wish.num_adapters,
+        load.duration_s if wish.duration_s is None else wish.duration_s,
+    )
+
+
+def _scenario(name: str, wish: Wish) -> Stream:
+    load = _load(_SCENARIO_LOAD, wish)
+    return scenario(
+        name,
+        load.rate,
+        load.num_adapters,
+        load.duration_s,
+        wish.seed,
+        popularity=wish.popularity,
+        ranks=wish.ranks or RANKS,
+    )
+
+
+def _synthetic(parts: Synthetic, load: _Load, wish: Wish, name: str) -> Stream:
+    parts = dataclasses.replace(
+        parts, popularity=wish.popularity or parts.popularity, ranks=wish.ranks or parts.ranks
+    )
+    load = _load(load, wish)
+    return synthetic(
+        parts,
+        rate=load.rate,
+        num_adapters=load.num_adapters,
+        duration_s=load.duration_s,
+        seed=wish.seed,
+        name=name.partition(":")[0],
+    )
+
+
+def _parts(text: str) -> Synthetic:
+    """From 'arrivals=gamma(2),prompt=uniform(8,512)'."""
+    known = [field.name for field in dataclasses.fields(Synthetic)]
+    found: dict[str, str] = {}
+    for term in split_terms(text) if text else []:
+        key, equals, value = (part.strip() for part in term.partition("="))
+        if key not in known or not equals or not value:
+            raise ConfigError(
+                f"{term!r} is no part of a synthetic workload; write {'=, '.join(known)}={suggestion(key, known)}"
+            )
+        if key in found:
+            raise ConfigError(f"a synthetic workload has one {key}, not two")
+        found[key] = value
+    return Synthetic(**found)

@@ -1,0 +1,25 @@
+"""The profiles' benchmark, with its toy shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import h200_profile
+from manylora.sim.profile import load_profile
+
+
+def test_the_toy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--toy", "--folder", str(tmp_path / "new"), "--commit", "abc", "--steps-budget", "0.01"]
+    assert h200_profile.main(args) == 0
+    found = load_profile(tmp_path / "new" / "h200-toy.json")
+    found.expect(model=h200_profile.TOY)
+    assert found.commit == "abc"
+    assert "written to" in capsys.readouterr().out
+
+
+def test_a_shape_without_time_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--folder", str(tmp_path), "--shapes", "llama-2-7b", "--time-budget", "1"]
+    assert h200_profile.main(args) == 1
+    assert "no time left for llama-2-7b" in capsys.readouterr().out

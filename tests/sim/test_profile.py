@@ -1,0 +1,237 @@
+"""Profiles as files, and costs fitted to them: known coefficients found again, nothing that falls."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from manylora.config import ConfigError
+from manylora.sim.fit import FEATURES, fit_profile, nonnegative_least_squares
+from manylora.sim.profile import (
+    FORMAT,
+    OverheadPoint,
+    Profile,
+    StepPoint,
+    TransferPoint,
+    find_profile,
+    load_profile,
+    save_profile,
+    shipped_profiles,
+)
+from manylora.sim.shapes import SHAPES
+
+Load = tuple[int, int, int, int, int, int, int]
+SHAPE = SHAPES["llama-2-7b"]
+
+
+def loads(count: int = 240) -> list[Load]:
+    """Random batches: decoding, prefill and both; with adapters and without."""
+    source = random.Random(0)
+    found = []
+    for _ in range(count):
+        decodes = source.choice((0, 1, 2, 5, 14, 30, 64, 100))
+        prefill = source.choice((0, 0, 0, 16, 100, 700, 3000)) or (0 if decodes else 50)
+        kv = (decodes + prefill) * source.randint(1, 2000)
+        adapters = source.choice((0, 1, 4, 20)) if decodes + prefill > 20 else 0
+        each = source.choice((10**7, 10**8))
+        work = (decodes + prefill) * each if adapters else 0
+        found.append((decodes, prefill, kv, adapters * each, adapters, prefill * kv // 2, work))
+    return found
+
+
+def profile_of(seconds: Callable[[Load], float], noise: float = 0.0) -> Profile:
+    source = random.Random(1)
+    steps = [
+        StepPoint(*load, seconds(load) * (1 + noise * source.uniform(-1, 1)), index % 4 == 0)
+        for index, load in enumerate(loads())
+    ]
+    ways = [(way, size) for way in (True, False) for size in (10**5, 10**6, 10**7)]
+    return Profile(
+        FORMAT, "machine", SHAPE, SHAPE.fingerprint, "bfloat16", 16, ("q_proj",), 2, {"python": "3"}, "abc",
+        tuple(steps),
+        tuple(TransferPoint(way, size, 1e-4 + size * (1e-9 if way else 2e-9)) for way, size in ways),
+        tuple(TransferPoint(way, size, 1e-3 + size * (4e-9 if way else 3e-9)) for way, size in ways),
+        (OverheadPoint(1, 1.1e-4), OverheadPoint(100, 1.1e-3)),
+    )  # fmt: skip
+
+
+def linear(load: Load) -> float:
+    decodes, prefill, kv, adapter_bytes, _, pairs, work = load
+    first = 1e-5 * min(decodes, 16)
+    return (
+        5e-3
+        + 2e-5 * decodes
+        + first
+        + 2e-5 * prefill
+        + 1e-7 * kv
+        + 3e-12 * adapter_bytes
+        + 1e-11 * pairs
+        + 1e-14 * work
+    )
+
+
+def bounded(load: Load) -> float:
+    """By launches, by memory or by arithmetic."""
+    decodes, prefill, kv, adapter_bytes, _, pairs, _ = load
+    attention = 1.2e-7 * kv + 1e-11 * pairs
+    launches = 7e-3 + (3e-3 if adapter_bytes else 0) + 1e-5 * decodes
+    memory = 3.5e-3 + attention + 3e-12 * adapter_bytes
+    return max(launches, memory, 2.2e-5 * (prefill + decodes) + attention + 3e-12 * adapter_bytes)
+
+
+def test_a_linear_device_is_found_again() -> None:
+    costs = fit_profile(profile_of(linear))
+    assert len(costs.planes) == 1
+    plane = dict(zip(FEATURES, costs.planes[0]))
+    assert plane["a step"] == pytest.approx(5e-3, rel=1e-3)
+    assert plane["num_decodes"] == pytest.approx(2e-5, rel=1e-2)
+    assert plane["first decodes"] == pytest.approx(1e-5, rel=1e-2)
+    assert plane["num_prefill_tokens"] == pytest.approx(2e-5, rel=1e-2)
+    assert plane["num_kv_tokens"] == pytest.approx(1e-7, rel=1e-2)
+    assert plane["adapter_bytes"] == pytest.approx(3e-12, rel=1e-2)
+    assert costs.held_out.largest < 1e-3
+
+
+def test_a_device_with_three_bounds_is_found_again() -> None:
+    costs = fit_profile(profile_of(bounded))
+    assert len(costs.planes) > 1
+    assert costs.held_out.mean < 0.02
+    assert costs.step_s(1, 0, 100, 0) == pytest.approx(7e-3, rel=0.03)
+    assert costs.held_out.num_points == 60
+    assert costs.seen.num_points == 180
+
+
+def test_noise_shows_in_the_held_out_error() -> None:
+    costs = fit_profile(profile_of(linear, noise=0.1))
+    assert 0.02 < costs.held_out.mean < 0.1
+    assert costs.step_s(30, 0, 30_000, 0) == pytest.approx(linear((30, 0, 30_000, 0, 0, 0, 0)), rel=0.05)
+
+
+def test_lines_are_found_again() -> None:
+    costs = fit_profile(profile_of(linear))
+    assert costs.copy_s(5 * 10**6) == pytest.approx(5.1e-3)
+    assert costs.copy_s(5 * 10**6, False) == pytest.approx(10.1e-3)
+    assert costs.read_s(10**6) == pytest.approx(4e-3)
+    assert costs.read_s(10**6, True) == pytest.approx(5e-3)
+    assert costs.overhead_s(50) == pytest.approx(1e-4 + 50e-5)
+    assert costs.reads_at_once == 2
+
+
+def test_cards_share_steps_and_copies() -> None:
+    one = fit_profile(profile_of(bounded))
+    four = one.on_cards(4)
+    assert four.step_s(8, 100, 9000, 10**8, 2) == pytest.approx(one.step_s(8, 100, 9000, 10**8, 2) / 4)
+    assert four.copy_s(10**7) == pytest.approx(1e-4 + 1e-2 / 4)
+    assert (four.read_s(10**6), four.overhead_s(3)) == (one.read_s(10**6), one.overhead_s(3))
+    with pytest.raises(ConfigError, match="cards"):
+        one.on_cards(0)
+
+
+def test_more_never_takes_less() -> None:
+    costs = fit_profile(profile_of(bounded, noise=0.2))
+    source = random.Random(2)
+    for load in loads(50):
+        more = list(load)
+        more[source.randrange(len(more))] += 10**6
+        assert costs.step_s(*more) >= costs.step_s(*load)
+
+
+def test_the_same_profile_gives_the_same_costs_but_for_the_last_bits() -> None:
+    profile = profile_of(bounded, 0.1)
+    # What another machine's linear algebra might do.
+    shaken = tuple(
+        dataclasses.replace(point, seconds=point.seconds * (1 + 1e-14 * (index % 3 - 1)))
+        for index, point in enumerate(profile.steps)
+    )
+    costs = fit_profile(profile)
+    assert fit_profile(profile) == costs
+    assert fit_profile(dataclasses.replace(profile, steps=shaken)).planes == costs.planes
+
+
+def test_nonnegative_least_squares_is_the_best_there_is() -> None:
+    # Against all sets of columns, solved freely: the best of those without a negative coefficient.
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        features, targets = generator.normal(size=(12, 4)), generator.normal(size=12)
+        best = float((targets**2).sum())
+        for count in range(1, 5):
+            for columns in itertools.combinations(range(4), count):
+                some = features[:, columns]
+                x = np.linalg.lstsq(some, targets, rcond=None)[0]
+                if (x >= 0).all():
+                    best = min(best, float(((some @ x - targets) ** 2).sum()))
+        found = nonnegative_least_squares(features, targets)
+        assert (found >= 0).all()
+        assert float(((features @ found - targets) ** 2).sum()) == pytest.approx(best)
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_a_file_gives_the_profile_back(tmp_path: Path) -> None:
+    profile = profile_of(bounded, 0.1)
+    save_profile(profile, tmp_path / "p.json")
+    assert load_profile(tmp_path / "p.json") == profile
+    assert find_profile(str(tmp_path / "p.json")) == profile
+    assert len((tmp_path / "p.json").read_text().splitlines()) < len(profile.steps) + 50
+
+
+def test_a_profile_of_something_else_is_refused_with_both_names() -> None:
+    profile = profile_of(linear)
+    profile.expect(dataclasses.replace(SHAPE, name="renamed"), "machine")
+    with pytest.raises(ConfigError, match=r"llama-2-7b .* llama-2-13b"):
+        profile.expect(model=SHAPES["llama-2-13b"])
+    with pytest.raises(ConfigError, match="'machine', not of 'cuda"):
+        profile.expect(machine="cuda (NVIDIA H200)")
+
+
+def damage(text: str, path: Path) -> str:
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_profile(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert "\n" not in message
+    return message
+
+
+def test_damaged_files_are_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    save_profile(profile_of(linear), path)
+    good = json.loads(path.read_text())
+
+    def changed(**values: object) -> str:
+        return json.dumps({**good, **values})
+
+    first = good["steps"][0]
+    assert "truncated" in damage(path.read_text()[:-100], path)
+    assert "machine" in damage(json.dumps({k: v for k, v in good.items() if k != "machine"}), path)
+    assert "format" in damage(changed(format="manylora-profile-9"), path)
+    assert "fingerprint" in damage(changed(model={**good["model"], "layers": 31}), path)
+    assert "seconds" in damage(changed(steps=[{**first, "seconds": 0}, *good["steps"][1:]]), path)
+    assert "steps[0]" in damage(changed(steps=[{**first, "num_decodes": "many"}]), path)
+    assert "held out" in damage(changed(steps=[first]), path)
+    assert "copies" in damage(changed(copies=good["copies"][:2]), path)
+    assert "overhead" in damage(changed(overheads=[]), path)
+    assert "valid" in damage("[]", path)
+    with pytest.raises(ConfigError, match="cannot read the profile"):
+        load_profile(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="cannot write the profile"):
+        save_profile(profile_of(linear), tmp_path / "no" / "p.json")
+
+
+def test_shipped_profiles_are_whole() -> None:
+    assert "cpu-demo" in shipped_profiles()
+    for name in shipped_profiles():
+        costs = fit_profile(find_profile(name))
+        assert costs.held_out.mean < 0.25
+        assert 0 < costs.step_s(1, 0, 16, 0) < costs.step_s(8, 500, 4000, 10**6, 4, 10**6, 10**8)
+    with pytest.raises(ConfigError, match="cpu-demo"):
+        find_profile("nobody")
