@@ -257,7 +257,10 @@ class Driver:
         now = self._clock()
         if self._journal is not None:
             self._journal.record(event, now)
-        for command in self._replica.handle(event, now):
+        commands = self._replica.handle(event, now)
+        if self._journal is not None:
+            self._journal.answered(commands)
+        for command in commands:
             match command:
                 case RunStep():
                     self._flush()

@@ -1,8 +1,8 @@
 """Replays a request stream through the engine's own ``Replica`` in virtual time.
 
-Steps are synchronous, as in ``engine.driver``: what comes while one runs is handed over when it has ended,
-before its StepDone. Where a stream names no token ids, a piece's tokens are 2**20 times the number of its
-identity, and those that follow; so a turn's prompt spells the history, the simulated device's replies included.
+The order of events is ``loop``'s. Where a stream names no token ids, a piece's tokens are 2**20 times the number
+of its identity, and those that follow; so a turn's prompt spells the history, the simulated device's replies
+included.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ import collections
 import dataclasses
 import functools
 import heapq
-import time
 from collections.abc import Callable, Hashable, Sequence
 
 from manylora.config import ConfigError, PolicyConfig
 from manylora.policy.counters import Counters
-from manylora.policy.replica import Replica
 from manylora.protocol import (
     AdapterAdded,
     Admitted,
@@ -27,12 +25,11 @@ from manylora.protocol import (
     Finish,
     Ready,
     Reject,
-    SetTimer,
-    StepDone,
     Timer,
 )
 from manylora.sim.costs import StepCosts
 from manylora.sim.device import SimulatedDevice
+from manylora.sim.loop import VirtualLoop
 from manylora.types import BASE, AdapterId, Request, RequestId, SamplingParams
 from manylora.workloads.stream import Piece, Stream, StreamRequest
 
@@ -60,6 +57,8 @@ class Outcome:
     first_s: float = 0.0
     end_s: float = 0.0
     num_tokens: int = 0
+    is_dropped: bool = False
+    """Early abort refused it; it has no tokens, and of its moments only ``end_s`` means something."""
 
     @property
     def ttft_s(self) -> float:
@@ -71,7 +70,7 @@ class Outcome:
         return (self.end_s - self.first_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
 
 
-class Replay:
+class Replay(VirtualLoop):
     """One run. ``advance`` hands over one event; ``run`` all of them.
 
     ``adapter_pages``: what each adapter of the stream takes. ``is_warm``: every adapter is asked for once before
@@ -89,29 +88,26 @@ class Replay:
     ) -> None:
         if len(adapter_pages) != len(stream.ranks):
             raise ConfigError(f"{stream.name} has {len(stream.ranks)} adapters, not {len(adapter_pages)}")
-        self.stream = stream
-        self.replica = Replica(config)
-        self.now = 0.0
-        self.outcomes: list[Outcome] = []
-        self.counters_at_start = Counters()
-        self.num_events = 0
-        self.handle_s = 0.0  # of real time
-        self._watch = watch
         # The base model is 0 for the policy, so a stream's adapter 0 is its adapter 1.
         pages = {adapter + 1: num_pages for adapter, num_pages in enumerate(adapter_pages)}
-        self._device = SimulatedDevice(costs, config.page_bytes, pages)
-        self._due: list[tuple[float, bool, int, Event]] = []
-        self._num_due = 0
-        self._timer: Timer | None = None
-        self._timers_in_a_row = 0
+        super().__init__(config, SimulatedDevice(costs, config.page_bytes, pages), watch)
+        self.stream = stream
+        self.outcomes: list[Outcome] = []
+        self.counters_at_start = Counters()
         self._began_s: float | None = None
         self._num_handed = 0  # of the stream's requests that arrived
         self._open: dict[RequestId, Outcome] = {}
         self._prompts = _Prompts(stream)
-        self._warming: set[RequestId] = set()
+        self._warming: dict[RequestId, Request] = {}
+        self._drops = config.admission == "early-abort"
         for adapter, num_pages in pages.items():
             self._tell(AdapterAdded(adapter, num_pages))
         self._warm_up(pages if is_warm else ())
+
+    @property
+    def since_start_s(self) -> float | None:
+        """Seconds of virtual time since the stream's start; None while adapters are warmed."""
+        return None if self._began_s is None else self.now - self._began_s
 
     def run(self) -> None:
         """Replay to the end; raises RuntimeError when the policy leaves somebody waiting for ever."""
@@ -120,30 +116,6 @@ class Replay:
         num_waiting = len(self._open) + len(self._warming)
         if self._due or num_waiting:
             raise RuntimeError(f"only timers come, if anything, and {num_waiting} requests wait")
-
-    def advance(self) -> bool:
-        """Hand the next event to the replica and obey; False when there is none."""
-        due, event = self._next()
-        if event is None:
-            return False
-        self.now = max(self.now, due, self._device.busy_until)
-        self._timers_in_a_row = self._timers_in_a_row + 1 if type(event) is Timer else 0
-        self._tell(event)
-        return True
-
-    def _tell(self, event: Event) -> None:
-        began = time.perf_counter()
-        commands = self.replica.handle(event, self.now)
-        self.handle_s += time.perf_counter() - began
-        self.num_events += 1
-        if self._watch is not None:
-            for command in commands:
-                self._watch(self.now, command)
-        for command in commands:
-            if type(command) is Emit:
-                self._note_token(command)
-            else:
-                self._obey(command)
 
     # ------------------------------------------------------------ events and commands
 
@@ -161,22 +133,13 @@ class Replay:
                     return arrival_s, self._hand_over(request, arrival_s)
             elif self._due:
                 due, _, _, event = heapq.heappop(self._due)
-                # Of timers only the one that was set last counts.
-                if type(event) is not Timer or event is self._timer:
+                if type(event) is not Timer or self._may_fire(event, due):
                     return due, event
             else:
                 return 0.0, None
 
-    def _put(self, due: float, event: Event) -> None:
-        """Hand over the event then. Of what is due at once, a step's end comes last."""
-        self._num_due += 1
-        heapq.heappush(self._due, (due, isinstance(event, StepDone), self._num_due, event))
-
-    def _obey(self, command: Command) -> None:
+    def _note(self, command: Admitted | Ready | Finish | Reject) -> None:
         match command:
-            case SetTimer():
-                self._timer = Timer()
-                self._put(command.at, self._timer)
             case Admitted():
                 outcome = self._open.get(command.request)
                 if outcome is not None:
@@ -190,10 +153,6 @@ class Replay:
                 self._finish(command)
             case Reject():
                 raise ConfigError(f"the workload does not fit: {command.error.message}")
-            case _:
-                answer = self._device.obey(command, self.now)
-                if answer is not None:
-                    self._put(*answer)
 
     def _since_start(self) -> float:
         return self.now - (self._began_s or 0.0)
@@ -203,10 +162,10 @@ class Replay:
     def _warm_up(self, adapters: Sequence[AdapterId] | dict[AdapterId, int]) -> None:
         for adapter in adapters:
             name = f"warm-{adapter}"
-            self._warming.add(name)
             first = -adapter * _MOST_TOKENS  # numbers that no piece has
             tokens = tuple(range(first, first + _WARM_TOKENS))
-            self._put(0.0, Arrive(_request(name, adapter, tokens, 1)))
+            self._warming[name] = _request(name, adapter, tokens, 1)
+            self._put(0.0, Arrive(self._warming[name]))
         if not self._warming:
             self._begin()
 
@@ -235,10 +194,17 @@ class Replay:
         self._prompts.heard(outcome.request, command.token)
 
     def _finish(self, command: Finish) -> None:
+        outcome = self._open.get(command.request)
         if command.error is not None:
-            raise RuntimeError(f"request {command.request} failed: {command.error.message}")
+            # On a simulated device nothing fails, so it was early abort.
+            if not self._drops or command.error.status != 503:
+                raise RuntimeError(f"request {command.request} failed: {command.error.message}")
+            if outcome is None:
+                self._put(self.now, Arrive(self._warming[command.request]))
+                return
+            outcome.is_dropped, outcome.end_s = True, self._since_start()
         if command.request in self._warming:
-            self._warming.remove(command.request)
+            del self._warming[command.request]
             if not self._warming:
                 self._begin()
             return

@@ -1,0 +1,132 @@
+"""A replica and a device in virtual time: events are handed over in the order in which ``engine.driver`` does.
+
+Steps are synchronous, as there: what comes while one runs is handed over when it has ended, then the timer if it
+is due, then the step's StepDone. Does not know where requests come from.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from manylora.config import PolicyConfig
+from manylora.policy.replica import Replica
+from manylora.protocol import (
+    Admitted,
+    Command,
+    Emit,
+    Event,
+    Finish,
+    Ready,
+    Reject,
+    SetTimer,
+    StepDone,
+    Timer,
+)
+
+_RANKS: dict[type[Event], int] = {Timer: 1, StepDone: 2}
+"""Among what is due at one moment."""
+
+
+class Device(Protocol):
+    """Obeys commands in virtual time. ``busy_until``: when the step commanded last ends."""
+
+    busy_until: float
+
+    def obey(self, command: Command, now: float) -> tuple[float, Event] | None:
+        """When the command is done and what it leads to; None for what takes no time."""
+
+
+class VirtualLoop:
+    """``advance`` hands over one event. ``watch`` is told of every command, with its moment."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        device: Device,
+        watch: Callable[[float, Command], None] | None = None,
+    ) -> None:
+        self.replica = Replica(config)
+        self.now = 0.0
+        self.num_events = 0
+        self.handle_s = 0.0  # of real time
+        self._watch = watch
+        self._device = device
+        self._due: list[tuple[float, int, int, Event]] = []
+        self._num_due = 0
+        self._timer: Timer | None = None
+        self._timers_in_a_row = 0
+
+    def advance(self) -> bool:
+        """Hand the next event to the replica and obey; False when there is none."""
+        due, event = self._next()
+        if event is None:
+            return False
+        self.now = max(self.now, due, self._device.busy_until)
+        self._timers_in_a_row = self._timers_in_a_row + 1 if type(event) is Timer else 0
+        self._tell(event)
+        return True
+
+    def _tell(self, event: Event) -> list[Command]:
+        began = time.perf_counter()
+        commands = self.replica.handle(event, self.now)
+        self.handle_s += time.perf_counter() - began
+        self.num_events += 1
+        if self._watch is not None:
+            for command in commands:
+                self._watch(self.now, command)
+        for command in commands:
+            if type(command) is Emit:
+                self._note_token(command)
+            else:
+                self._obey(command)
+        return commands
+
+    # ------------------------------------------------------------ what is due
+
+    def _next(self) -> tuple[float, Event | None]:
+        """The next event and when it is due."""
+        while self._due:
+            due, _, _, event = heapq.heappop(self._due)
+            if type(event) is not Timer or self._may_fire(event, due):
+                return due, event
+        return 0.0, None
+
+    def _may_fire(self, timer: Timer, due: float) -> bool:
+        """Of timers only the one that was set last counts, and it waits for the step in flight."""
+        if timer is not self._timer:
+            return False
+        if due >= self._device.busy_until:
+            return True
+        self._put(self._device.busy_until, timer)
+        return False
+
+    def _put(self, due: float, event: Event) -> None:
+        """Hand over the event then. Of what is due at once, the timer and a step's end come last."""
+        self._num_due += 1
+        heapq.heappush(self._due, (due, _RANKS.get(type(event), 0), self._num_due, event))
+
+    # ------------------------------------------------------------ commands
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case SetTimer():
+                self._set_timer(command)
+            case Admitted() | Ready() | Finish() | Reject():
+                self._note(command)
+            case _:
+                answer = self._device.obey(command, self.now)
+                if answer is not None:
+                    self._put(*answer)
+
+    def _set_timer(self, command: SetTimer) -> None:
+        self._timer = Timer()
+        self._put(command.at, self._timer)
+
+    def _note(self, command: Admitted | Ready | Finish | Reject) -> None:
+        """News of a request."""
+
+    def _note_token(self, command: Emit) -> None:
+        """A token of a request."""

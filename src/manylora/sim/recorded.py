@@ -1,0 +1,224 @@
+"""A real run's arrivals and measured times, and the loop of ``loop`` on a device that takes just these.
+
+Owns what is taken out of a recorded run, and what is not: the order of its events. Knows no file format.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from manylora.config import PolicyConfig
+from manylora.protocol import (
+    AdapterRead,
+    Command,
+    CopyDone,
+    Event,
+    ReadAdapter,
+    RunStep,
+    SetTimer,
+    StepDone,
+    SwapPages,
+    Timer,
+)
+from manylora.sim.loop import VirtualLoop
+
+Asked = tuple[str, int]
+"""What an answer is to: ("step", its number), ("copy", its number), ("read", the adapter), ("timer", 0)."""
+
+
+class Told(NamedTuple):
+    """An event, when the replica was told, and what it commanded."""
+
+    now: float
+    event: Event
+    commands: Sequence[Command]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """One thing that came. ``event`` is None where the recording ends before the answer.
+
+    ``took_s``: from the command to the answer; of a timer from the moment it was set for; of what nobody asked
+    for from the clock's zero. ``late_s``: how long it then stood in line, behind others, with the loop awake.
+    """
+
+    event: Event | None
+    took_s: float = 0.0
+    late_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    """What came unasked (requests, aborts, adapters) and, by what was asked and in that order, the answers."""
+
+    given: Sequence[Measured]
+    answers: Mapping[Asked, Sequence[Measured]]
+
+
+# ---------------------------------------------------------------- what was measured
+
+
+def measured(told: Sequence[Told]) -> Recording:
+    """Arrivals, durations and results of a run; how they are found out, ``conformance`` says."""
+    due = _due(told)
+    given: list[Measured] = []
+    answers: dict[Asked, list[Measured]] = collections.defaultdict(list)
+    asked_s: dict[Asked, float] = {}
+    before = busy_until = 0.0
+    for number, (now, event, commands) in enumerate(told):
+        late_s = _gap(max(before, due[number], busy_until), now)
+        before = now
+        asked = _answered_by(event)
+        if asked is None:
+            given.append(Measured(event, due[number], late_s))
+        elif asked in asked_s:
+            answers[asked][-1] = Measured(event, _gap(asked_s.pop(asked), due[number]), late_s)
+        for command in commands:
+            asks = _asks(command)
+            if asks is None:
+                continue
+            asked_s[asks] = command.at if isinstance(command, SetTimer) else now
+            took_s = 0.0
+            if isinstance(command, RunStep):
+                busy_until = told[number + 1].now if number + 1 < len(told) else now
+                took_s = _gap(now, busy_until)
+            answers[asks].append(Measured(None, took_s))
+    return Recording(given, answers)
+
+
+def _due(told: Sequence[Told]) -> list[float]:
+    """When each event came: when the loop turned to it, or, where a step kept the loop, during that step."""
+    due = [now for now, _, _ in told]
+    began: int | None = None
+    timer_at = 0.0
+    timers_at = []
+    for number, (_, event, commands) in enumerate(told):
+        timers_at.append(timer_at)
+        if began is not None and isinstance(event, StepDone):
+            _move_into_step(told, due, timers_at, began, number)
+            began = None
+        for command in commands:
+            if isinstance(command, SetTimer):
+                timer_at = command.at
+            elif isinstance(command, RunStep):
+                began = number
+    if began is not None:
+        _move_into_step(told, due, timers_at, began, len(told))
+    return due
+
+
+def _move_into_step(
+    told: Sequence[Told], due: list[float], timers_at: Sequence[float], began: int, ended: int
+) -> None:
+    """Events after ``began`` and before ``ended`` came while the step ran, which took until the first of them."""
+    inside = range(began + 1, ended)
+    start_s = told[began].now
+    end_s = told[began + 1].now if began + 1 < len(told) else start_s
+    for place, number in enumerate(inside, 1):
+        if isinstance(told[number].event, Timer):
+            due[number] = min(max(timers_at[number], math.nextafter(start_s, math.inf)), end_s)
+        else:
+            due[number] = start_s + (end_s - start_s) * place / (len(inside) + 1)
+    if ended < len(told):
+        due[ended] = end_s
+
+
+def _gap(start_s: float, end_s: float) -> float:
+    """What is to be added to ``start_s`` so that it gives ``end_s`` to the last bit."""
+    gap_s = end_s - start_s
+    while start_s + gap_s < end_s:
+        gap_s = math.nextafter(gap_s, math.inf)
+    while start_s + gap_s > end_s:
+        gap_s = math.nextafter(gap_s, -math.inf)
+    return gap_s
+
+
+def _asks(command: Command) -> Asked | None:
+    match command:
+        case RunStep():
+            return "step", command.step
+        case SwapPages():
+            return "copy", command.copy
+        case ReadAdapter():
+            return "read", command.adapter
+        case SetTimer():
+            return "timer", 0
+    return None
+
+
+def _answered_by(event: Event) -> Asked | None:
+    match event:
+        case StepDone():
+            return "step", event.step
+        case CopyDone():
+            return "copy", event.copy
+        case AdapterRead():
+            return "read", event.adapter
+        case Timer():
+            return "timer", 0
+    return None
+
+
+# ---------------------------------------------------------------- the same again
+
+
+class RecordedDevice:
+    """Answers what was answered, after the time that it took."""
+
+    def __init__(self, answers: Mapping[Asked, Sequence[Measured]]) -> None:
+        self.busy_until = 0.0
+        self.late_s: dict[int, float] = {}  # by the identity of events that wait
+        self._answers: dict[Asked, Iterator[Measured]] = {asked: iter(of) for asked, of in answers.items()}
+
+    def obey(self, command: Command, now: float) -> tuple[float, Event] | None:
+        """As ``loop.Device`` has it; None also where the recording has no answer."""
+        asks = _asks(command)
+        if asks is None:
+            return None
+        answer = self.answer(asks)
+        done_s = now + answer.took_s
+        if isinstance(command, RunStep):
+            self.busy_until = done_s
+        return None if answer.event is None else (done_s, answer.event)
+
+    def answer(self, asks: Asked) -> Measured:
+        """The next answer to that; one without an event where there is none."""
+        answer = next(self._answers.get(asks, iter(())), Measured(None))
+        if answer.event is not None:
+            self.late_s[id(answer.event)] = answer.late_s
+        return answer
+
+
+class RecordedLoop(VirtualLoop):
+    """A fresh replica that lives through a recording. The loop's heap decides what is handed over when."""
+
+    def __init__(self, config: PolicyConfig, recording: Recording) -> None:
+        self._recorded = RecordedDevice(recording.answers)
+        super().__init__(config, self._recorded)
+        for come in recording.given:
+            if come.event is not None:
+                self._recorded.late_s[id(come.event)] = come.late_s
+                self._put(come.took_s, come.event)
+
+    def next_told(self) -> Told | None:
+        """Hand over one event; None when there is none."""
+        due, event = self._next()
+        if event is None:
+            return None
+        self.now = due
+        return Told(due, event, self._tell(event))
+
+    def _next(self) -> tuple[float, Event | None]:
+        due, event = super()._next()
+        late_s = self._recorded.late_s.pop(id(event), 0.0)
+        return max(self.now, due, self._recorded.busy_until) + late_s, event
+
+    def _set_timer(self, command: SetTimer) -> None:
+        answer = self._recorded.answer(("timer", 0))
+        self._timer = Timer()
+        self._recorded.late_s[id(self._timer)] = answer.late_s
+        self._put(command.at + answer.took_s, self._timer)

@@ -1,0 +1,297 @@
+"""Real runs on the shipped model, replayed by a fresh policy and lived through again in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from manylora import AsyncLLM, SamplingParams
+from manylora.config import CacheConfig, PolicyConfig
+from manylora.engine.client import EngineStats
+from manylora.engine.driver import Driver
+from manylora.engine.journal import JournalWriter, fingerprint, read_answered
+from manylora.engine.local import LocalEngine
+from manylora.protocol import Abort, AdapterRead, Arrive, CopyDone, Event, RunStep, StepDone
+from manylora.sim.conformance import recorded_commands, replay_difference, simulation_difference
+from manylora.sim.recorded import Measured, Recording, Told, measured
+from manylora.types import Request
+from tests.engine.fake_executor import FakeExecutor
+from tests.engine.test_engine import INFO, drain, request
+
+DEMO = Path(__file__).parents[2] / "demo"
+NAMES = ("turkish", "french", "spanish", "greek", "coffee", "russian")
+POOLS = {"page_tokens": 8, "device_pool": "1792KiB", "host_pool": "2MiB", "cache_adapter_share": 0.5}
+"""112 device pages and 128 of the host; the adapters take 205, half of the device at most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A journal, and what a fresh replica makes of it."""
+
+    config: PolicyConfig
+    entries: Sequence[tuple[float, Event, str | None]]
+    told: Sequence[Told]
+
+    @property
+    def kinds(self) -> set[str]:
+        """Names of all events and commands."""
+        return {type(thing).__name__ for told in self.told for thing in (told.event, *told.commands)}
+
+
+def read(path: Path) -> Run:
+    config, answered = read_answered(path)
+    entries = list(answered)
+    return Run(config, entries, list(recorded_commands(config, [(now, event) for now, event, _ in entries])))
+
+
+def adapter_path(name: str) -> str:
+    return str(DEMO / "adapters" / name)
+
+
+async def conversation(llm: AsyncLLM, seed: int) -> None:
+    """Two turns; every fifth has two samples, every fourth is given up in the middle of its second turn."""
+    rng = random.Random(seed)
+    await asyncio.sleep(rng.random() * 0.8)
+    prompt = rng.choices(range(5, 4000), k=rng.randint(5, 60))
+    for turn in range(2):
+        num_tokens = rng.randint(8, 60)
+        params = SamplingParams(
+            temperature=0.0 if seed % 2 else 0.7, seed=seed, max_tokens=num_tokens, ignore_eos=True,
+            n=2 if seed % 5 == 0 else 1,
+        )  # fmt: skip
+        stream = llm.stream(prompt, params, NAMES[seed % len(NAMES)] if seed % 9 else None)
+        replies: dict[int, list[int]] = collections.defaultdict(list)
+        async for news in stream:
+            replies[news.sample] += news.token_ids
+            if turn == 1 and seed % 4 == 0 and len(replies[0]) > 3:
+                break
+        await stream.aclose()  # type: ignore[attr-defined]  # it is a generator
+        prompt = [*prompt, *replies[0], 7, 8, 9]
+
+
+async def crowd(policy: str, journal: Path) -> EngineStats:
+    """Conversations at once, an adapter that comes and goes, a crush, and an end while a request runs."""
+    adapters = {name: adapter_path(name) for name in NAMES}
+    settings = {"device": "cpu", "cache_policy": policy, "journal": str(journal), "max_num_seqs": 8, **POOLS}
+    async with AsyncLLM(str(DEMO / "model"), adapters, **settings) as llm:  # type: ignore[arg-type]
+
+        async def come_and_go() -> None:
+            await asyncio.sleep(0.4)
+            await llm.add_adapter("guest", adapter_path("french"))
+            params = SamplingParams(max_tokens=30, ignore_eos=True, seed=1)
+            asked = asyncio.create_task(llm.generate([[5, 6, 7, 8, 9]], params, "guest")._all())
+            await asyncio.sleep(0.05)
+            await llm.remove_adapter("guest")
+            await asked
+
+        await asyncio.gather(come_and_go(), *(conversation(llm, seed) for seed in range(15)))
+        # Eight that start where seven can end.
+        params = SamplingParams(temperature=0.0, max_tokens=115, ignore_eos=True)
+        await llm.generate([[5, 6, 7, seed] for seed in range(8)], params)
+        stats = await llm.stats()
+        endless = llm.stream([5, 6, 7], SamplingParams(max_tokens=400, ignore_eos=True, seed=1))
+        await anext(endless)
+    return stats
+
+
+@pytest.fixture(scope="module", params=["manylora", "fastlibra", "static-lru"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    journal = tmp_path_factory.mktemp(request.param) / "journal"
+    stats = asyncio.run(crowd(request.param, journal))
+    assert stats.preemptions > 0
+    assert min(stats.pages_swapped_in, stats.pages_swapped_out) > 0
+    assert min(stats.adapter_evictions, stats.history_evictions, stats.host_evictions) > 0
+    assert stats.adapter_reads > len(NAMES)
+    return read(journal)
+
+
+def came_during_steps(told: Sequence[Told]) -> collections.Counter[str]:
+    """Events between a RunStep and its StepDone, by name."""
+    names: collections.Counter[str] = collections.Counter()
+    is_running = False
+    for _, event, commands in told:
+        is_running = is_running and not isinstance(event, StepDone)
+        names[type(event).__name__] += is_running
+        is_running = is_running or any(isinstance(command, RunStep) for command in commands)
+    return names
+
+
+def test_a_real_run_comes_out_the_same_again(run: Run) -> None:
+    assert run.kinds >= {
+        "Arrive", "Abort", "StepDone", "AdapterRead", "AdapterAdded", "AdapterRemoved", "CopyDone", "Timer",
+        "RunStep", "SwapPages", "ReadAdapter", "CopyPages", "EvictAdapter", "AdapterFreed", "EndSequence",
+    }  # fmt: skip
+    assert all(commanded is not None for _, _, commanded in run.entries)
+    assert str(replay_difference(run.config, run.entries, fingerprint)) == "None"
+    assert str(simulation_difference(run.config, run.told)) == "None"
+    held_back = came_during_steps(run.told)
+    assert {name for name, count in held_back.items() if count} >= {"Arrive", "CopyDone", "Timer"}
+
+
+def test_changed_settings_are_noticed(run: Run) -> None:
+    cache = dataclasses.replace(run.config.cache, policy="lru")
+    for config in (
+        dataclasses.replace(run.config, cache=cache),
+        dataclasses.replace(run.config, max_num_seqs=2),
+    ):
+        replayed = replay_difference(config, run.entries, fingerprint)
+        simulated = simulation_difference(config, run.told)
+        assert replayed is not None
+        assert simulated is not None
+        assert replayed.number == simulated.number, "both see the first"
+        assert "fingerprint" in str(replayed)
+        assert " there, " in str(simulated)
+
+
+def middle(run: Run, kind: str) -> int:
+    """Where the event of that kind in the middle of the run is."""
+    places = [place for place, told in enumerate(run.told) if type(told.event).__name__ == kind]
+    return places[len(places) // 2]
+
+
+def changed(recording: Recording, event: Event, change: Callable[[Measured], Measured]) -> Recording:
+    """With another measurement of one event."""
+
+    def of(measurements: Sequence[Measured]) -> list[Measured]:
+        return [change(m) if m.event is event else m for m in measurements]
+
+    return Recording(of(recording.given), {asked: of(m) for asked, m in recording.answers.items()})
+
+
+@pytest.mark.parametrize("kind", ["StepDone", "CopyDone"])
+def test_a_lost_event_is_noticed(run: Run, kind: str) -> None:
+    place = middle(run, kind)
+    entries = [*run.entries[:place], *run.entries[place + 1 :]]
+    replayed = replay_difference(run.config, entries, fingerprint)
+    assert replayed is not None
+    assert replayed.number > place
+    event = run.told[place].event
+    lost = changed(measured(run.told), event, lambda m: dataclasses.replace(m, event=None))
+    simulated = simulation_difference(run.config, run.told, lost)
+    assert simulated is not None
+    assert (simulated.number, simulated.event) == (place + 1, event)
+    assert "here comes" in simulated.what
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale", "more_s"),
+    [("StepDone", 1.01, 0.0), ("StepDone", 0.5, 0.0)]
+    + [(kind, 1.0, 0.5) for kind in ("CopyDone", "AdapterRead", "Timer", "Arrive", "Abort")],
+)
+def test_another_duration_is_noticed(run: Run, kind: str, scale: float, more_s: float) -> None:
+    event = run.told[middle(run, kind)].event
+
+    def longer(m: Measured) -> Measured:
+        return dataclasses.replace(m, took_s=m.took_s * scale + more_s)
+
+    simulated = simulation_difference(run.config, run.told, changed(measured(run.told), event, longer))
+    assert simulated is not None
+    assert simulated.number <= middle(run, kind) + 1
+    assert " s here, " in simulated.what or "here comes" in simulated.what
+
+
+# ---------------------------------------------------------------- a device that fails
+
+
+CONFIG = PolicyConfig(
+    num_pages=16, page_tokens=4, max_model_len=64, max_num_seqs=4, max_batch_tokens=16, num_host_pages=40,
+    cache=CacheConfig(interval_s=0.01),
+)  # fmt: skip
+
+
+@pytest.fixture
+def failing(tmp_path: Path) -> Run:
+    """Steps, copies and reads that fail, on an executor whose copies take next to no time."""
+
+    async def scenario() -> None:
+        executor = FakeExecutor()
+        journal = JournalWriter(tmp_path / "journal", CONFIG)
+        engine = LocalEngine(Driver(CONFIG, executor, INFO, journal=journal))
+        executor.failing_reads = executor.failing_swaps = 2
+        for name in "abcde":
+            await engine.add_adapter(name, "3")
+        for turn in range(4):
+            executor.failing_steps = turn % 2
+            asked = [
+                request(f"{name}-{turn}", tuple(range(9 + turn)), name, max_tokens=9, n=1 + turn % 2)
+                for name in "abcde"
+            ]
+            await asyncio.gather(*[drain(engine.generate(r)) for r in asked])
+        await engine.close()
+
+    asyncio.run(scenario())
+    return read(tmp_path / "journal")
+
+
+def test_failures_come_out_the_same_again(failing: Run) -> None:
+    failed = {type(told.event) for told in failing.told if getattr(told.event, "ok", True) is False}
+    assert failed == {StepDone, CopyDone, AdapterRead}
+    assert str(replay_difference(failing.config, failing.entries, fingerprint)) == "None"
+    assert str(simulation_difference(failing.config, failing.told)) == "None"
+
+
+# ---------------------------------------------------------------- by hand
+
+
+PARAMS = SamplingParams(max_tokens=1, seed=0, ignore_eos=True)
+
+
+PATIENT = dataclasses.replace(CONFIG, cache=CacheConfig(interval_s=60.0))
+
+
+def by_hand() -> list[Told]:
+    """One step from 5.0 to 6.0 s; a request comes meanwhile and is told at 6.5 s, StepDone at 7.0 s."""
+    first, second = (Arrive(Request(name, 0, (1, 2, 3), PARAMS)) for name in ("first", "second"))
+    events = [
+        (5.0, first),
+        (6.0, Abort("nobody")),
+        (6.5, second),
+        (7.0, StepDone(1, True, ((1, (4,)),))),
+    ]
+    return list(recorded_commands(PATIENT, events))
+
+
+def test_what_is_measured() -> None:
+    recording = measured(by_hand())
+    # Told while the step ran or while the loop caught up: fed a third and two thirds into the step's second.
+    assert [(m.took_s, m.late_s) for m in recording.given] == [
+        (5.0, 0.0), (pytest.approx(5 + 1 / 3), 0.0), (pytest.approx(5 + 2 / 3), 0.5),
+    ]  # fmt: skip
+    (step,) = recording.answers["step", 1]
+    assert (step.took_s, step.late_s) == (1.0, 0.5)
+    # The second request's step has no answer yet.
+    assert recording.answers["step", 2] == [Measured(None, 0.0)]
+    assert simulation_difference(PATIENT, by_hand()) is None
+
+
+def test_a_difference_reads_like_this() -> None:
+    told = by_hand()
+    times = changed(measured(told), told[2].event, lambda m: dataclasses.replace(m, late_s=0.75))
+    assert str(simulation_difference(PATIENT, told, times)) == (
+        f"event 3 at 6.500000000 s, {repr(told[2].event)[:160]}...: at 6.750000000 s here, +0.250000000 s"
+    )
+    *_, row = told[0].commands
+    assert isinstance(row, RunStep)
+    other = dataclasses.replace(row, rows=(row.rows[0]._replace(num_tokens=2),))
+    told[0] = told[0]._replace(commands=[*told[0].commands[:-1], other])
+    number = len(told[0].commands)
+    assert f": command {number}, RunStep.rows[0].num_tokens is 2 there, 3 here" in str(
+        simulation_difference(PATIENT, told)
+    )
+    told[0] = told[0]._replace(commands=told[0].commands[:-1])
+    assert f": command {number} is nothing there, RunStep(step=1" in str(simulation_difference(PATIENT, told))
+
+
+def test_a_journal_that_makes_no_sense_says_where() -> None:
+    entries = [(now, event, fingerprint(commands)) for now, event, commands in by_hand()]
+    entries.append((8.0, StepDone(9, True), None))
+    assert str(replay_difference(PATIENT, entries, fingerprint)) == (
+        f"event 5 at 8.000000000 s, {entries[4][1]!r}: "
+        "the policy fails here: AssertionError: step 9 is not in flight"
+    )
