@@ -35,7 +35,8 @@ from manylora.bench.summary import as_rows
 from manylora.bench.targets import open_engine
 from manylora.config import CACHE_POLICIES, ConfigError, parse_size
 from manylora.flags import build_settings
-from manylora.workloads.chat import Turn, conversations, read_turns, shrunk
+from manylora.workloads.chat import Turn, conversations, read_turns, shrunk, to_stream
+from manylora.workloads.stream import Stream
 
 ROOT = Path(__file__).parents[1]
 TRACES = Path(__file__).parent / "data"
@@ -121,6 +122,13 @@ def ranks_of(scale: Scale) -> list[int]:
             for turn in read_turns(path):
                 ranks[turn.adapter] = turn.rank
     return ranks
+
+
+def stream_of(turns: Sequence[Turn], scale: Scale, speed: float) -> Stream:
+    """``speed`` times as fast, on the adapters of the scale: a toy's are not of the traces' ranks."""
+    ranks = ranks_of(scale)
+    served = [dataclasses.replace(turn, rank=ranks[turn.adapter]) for turn in turns]
+    return to_stream(served, ranks=ranks).with_rate(speed)
 
 
 def write_adapters(folder: Path, shape: dict[str, Any], ranks: Sequence[int]) -> None:
@@ -291,16 +299,17 @@ class Comparison:
         run["engine_info"] = target.description
         try:
             replayed = ReplaySettings(
-                rate_scale=cell.scale * self.scale.speed,
-                seed=self.args.seed,
-                show=show_on_stderr if self.args.progress else None,
+                seed=self.args.seed, show=show_on_stderr if self.args.progress else None
             )
+            stream = stream_of(turns, self.scale, cell.scale * self.scale.speed)
             names = [f"adapter-{adapter}" for adapter in range(self.scale.num_adapters)]
             async with asyncio.timeout(self.args.run_limit):
-                found = await measure(target, turns, replayed, is_warm=True, extra_adapters=names)
+                found = await measure(target, stream, replayed, is_warm=True, extra_adapters=names)
         finally:
             await target.close()
         run["summary"], run["counters"] = found.summary, found.engine
+        if found.error is not None:
+            run["error"] = found.error
         self._save_turns(run, found)
 
     async def _rehearse(self, values: dict[str, Any]) -> None:
@@ -309,10 +318,11 @@ class Comparison:
             return
         target = open_engine(build_settings(values)[0])
         try:
-            results = await replay(target, turns, ReplaySettings(self.scale.speed, REHEARSAL_SEED))
+            stream = stream_of(turns, self.scale, self.scale.speed)
+            done = await replay(target, stream, ReplaySettings(REHEARSAL_SEED))
         finally:
             await target.close()
-        errors = [result.error for result in results if result.error is not None]
+        errors = [result.error for result in done.results if result.error is not None]
         print(f"rehearsed {len(turns)} turns, {len(errors)} failed {errors[:1]}", flush=True)
 
     def _save_turns(self, run: dict[str, Any], found: Measured) -> None:

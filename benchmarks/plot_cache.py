@@ -84,10 +84,10 @@ def _pooled(runs: Sequence[Run]) -> Run:
 
 
 def _median(values: Sequence[Any]) -> Any:
-    """Number by number; None where any is missing."""
-    if isinstance(values[0], dict):
+    """Number by number; None where any is missing, and for what is no number."""
+    if all(isinstance(value, dict) for value in values):
         return {name: _median([value.get(name) for value in values]) for name in values[0]}
-    return None if any(value is None for value in values) else statistics.median(values)
+    return statistics.median(values) if all(isinstance(value, int | float) for value in values) else None
 
 
 def compare(report: dict[str, Any]) -> dict[str, Any]:

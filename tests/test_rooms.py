@@ -30,12 +30,15 @@ ROOMS: dict[str, set[str]] = {
     "server": {"types", "protocol", "engine.client", "text"},
     "workloads": BOTTOM,
     "sim": BOTTOM | {"policy", "workloads"},
-    "bench": BOTTOM | {"engine", "kernels", "devices", "flags", "main", "workloads"},
+    "bench": BOTTOM
+    | {"engine", "executor", "kernels", "devices", "flags", "main", "models", "sim", "workloads"},
+    "reproduce": BOTTOM
+    | {"adapters", "bench", "devices", "engine", "flags", "kernels", "policy", "sim", "workloads"},
     "flags": {"config"},
     "progress": set(),
     "llm": BOTTOM | {"flags", "text", "engine", "main"},
     "inspection": BOTTOM | {"adapters", "kernels", "models"},
-    "cli": {"", "config", "flags", "main", "inspection", "bench"},
+    "cli": {"", "config", "flags", "main", "inspection", "bench", "workloads", "reproduce"},
     "main": {"", "progress", "adapters", "engine", "executor", "models", "server", "text"} | BOTTOM,
     "": {"llm", "types"},
 }

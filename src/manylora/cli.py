@@ -10,11 +10,14 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, Literal, NoReturn
 
 from manylora import __version__
+from manylora.bench import command as bench_command
 from manylora.config import ConfigError
 from manylora.flags import FLAGS, Flag, build_settings, read_config_file
+from manylora.workloads import command as workload_command
 
 _SERVE_EXAMPLES = """\
 examples:
@@ -32,13 +35,21 @@ sizes are written as 512MiB or 10GB. The command line wins over the config file.
 """
 
 
-_BENCH_EXAMPLES = """\
+_PROFILE_FLAGS = (
+    "device", "dtype", "load_format", "max_model_len", "max_num_seqs", "max_batch_tokens", "page_tokens",
+    "device_pool", "host_pool",
+)  # fmt: skip
+
+
+_PROFILE_EXAMPLES = """\
 examples:
-  manylora bench serve --trace-file chat_5rps.jsonl.gz --url http://localhost:8000 --out result.json
-      a running server, manylora's or another with OpenAI's API, whose adapters are adapter-0, adapter-1, ...
-  manylora bench serve --trace-file chat_5rps.jsonl.gz --model ./llama --load-format dummy \\
-       --adapter-dir ./adapters --device-pool 12GB --warm-adapters
-      an engine in this process; takes the engine's settings of manylora serve
+  manylora profile --model ./llama --out llama-here.json
+  manylora profile --model ./demo/model --adapter-modules all --quick --out demo.json
+      about a minute on a CPU; take one that does nothing else
+  manylora profile --model ./folder-with-config.json --load-format dummy --name llama-2-7b --out 7b.json
+      no weights are needed to know what they cost
+
+without --host-pool it has 256 MiB on a CPU and 2 GiB elsewhere, enough for what is copied here.
 """
 
 
@@ -68,7 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands)
     _add_adapters(commands)
-    _add_bench(commands)
+    bench_command.add_parser(commands, _add_flag)
+    workload_command.add_parser(commands)
+    _add_profile(commands)
+    _add_reproduce(commands)
     return parser
 
 
@@ -159,43 +173,72 @@ def _adapters(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_bench(commands: Any) -> None:
-    bench = commands.add_parser("bench", help="measure a server or an engine")
-    kinds = bench.add_subparsers(required=True, metavar="KIND")
-    serve = kinds.add_parser(
-        "serve",
-        help="replay a chat trace and report times to the first token, between tokens, and what was reused",
-        description="Replay a multi-turn chat trace, greedily and with exact lengths, and report. Exits 1 "
-        "where a turn failed.",
-        epilog=_BENCH_EXAMPLES,
+def _add_reproduce(commands: Any) -> None:
+    reproduce = commands.add_parser(
+        "reproduce",
+        help="redraw a table or figure of the papers, in simulation or on this device",
+        description="Redraw a table or figure of the papers that manylora unifies: NAME.json, with the paper's "
+        "figures beside ours, and a picture.",
+    )
+    reproduce.add_argument("name", nargs="?", metavar="NAME", help="such as fastlibra-fig11; see --list")
+    reproduce.add_argument("--list", action="store_true", help="name all experiments")
+    scale = reproduce.add_mutually_exclusive_group()
+    scale.add_argument("--smoke", action="store_true", help="seconds: only whether it works")
+    scale.add_argument("--quick", action="store_true", help="under two minutes: fewer cases, shorter runs")
+    reproduce.add_argument(
+        "--device", choices=("sim", "cpu", "cuda"), help="where (default: the experiment's)"
+    )
+    reproduce.add_argument("--out", metavar="DIR", help="write NAME.json and NAME.png here")
+    reproduce.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
+    reproduce.add_argument("--workers", type=int, default=0, help="processes (default: one a core)")
+    reproduce.set_defaults(run=_reproduce)
+
+
+def _reproduce(args: argparse.Namespace) -> int:
+    from manylora.reproduce.command import print_list, reproduce
+
+    if args.list:
+        print_list()
+        return 0
+    if args.name is None or args.out is None:
+        raise ConfigError("reproduce needs a NAME and --out DIR; --list names the experiments")
+    if args.workers < 0:
+        raise ConfigError(f"--workers must be at least 0, got {args.workers}")
+    scale: Literal["full", "quick", "smoke"] = "smoke" if args.smoke else "quick" if args.quick else "full"
+    reproduce(args.name, Path(args.out), scale, args.device, args.seed, args.workers)
+    return 0
+
+
+def _add_profile(commands: Any) -> None:
+    profile = commands.add_parser(
+        "profile",
+        help="measure what steps, copies and reads take on this device, for the simulator",
+        description="Measure what steps, copies between the tiers, adapter reads and the engine itself take "
+        "on this device with this model, and write a profile for the simulator.",
+        epilog=_PROFILE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    profile.add_argument("--model", metavar="MODEL", required=True, help="a local folder, or a hub id")
     for option, metavar, help_text in (
-        ("--url", "URL", "a running OpenAI-compatible server"),
-        ("--model", "DIR", "or an engine in this process, on this model"),
-        ("--trace-file", "FILE", "JSON lines of turns, perhaps gzipped"),
-        ("--rate-scale", "X", "replay X times as fast (default: 1)"),
-        ("--limit", "N", "only the first N turns"),
-        ("--seed", "N", "of the prompts' random tokens (default: 0)"),
-        ("--vocab-size", "N", "draw prompt tokens below N (default: 1000)"),
-        ("--adapter-name", "TEMPLATE", "name of the trace's adapter {} (default: adapter-{})"),
-        ("--out", "FILE", "write the report and every turn's times as JSON"),
+        ("--out", "FILE", "write the profile here"),
+        ("--name", "NAME", "the model's name in the profile (default: its folder's)"),
+        ("--adapter-modules", "WHICH", "what the random adapters adapt: attention (default) or all"),
+        ("--budget", "SECONDS", "time steps again while no more has passed (default: 100, quick 25)"),
+        ("--commit", "TEXT", "noted in the profile"),
     ):
-        serve.add_argument(option, metavar=metavar, help=help_text, required=option == "--trace-file")
-    serve.add_argument("--warm-adapters", action="store_true", help="request every adapter once before")
-    serve.add_argument("--progress", action="store_true", help="a line on stderr every two seconds")
-    serve.add_argument("--api-key", metavar="KEY", help="for the server at --url")
-    engine = serve.add_argument_group("settings of an engine in this process, as for manylora serve")
+        profile.add_argument(option, metavar=metavar, help=help_text, required=option == "--out")
+    profile.add_argument("--quick", action="store_true", help="a coarser grid, fewer repeats")
+    engine = profile.add_argument_group("settings of the engine, as for manylora serve")
     for flag in FLAGS:
-        if not flag.is_http:
+        if flag.name in _PROFILE_FLAGS:
             _add_flag(engine, flag)
-    serve.set_defaults(run=_bench_serve)
+    profile.set_defaults(run=_profile)
 
 
-def _bench_serve(args: argparse.Namespace) -> int:
-    from manylora.bench.serve import run, settings_from
+def _profile(args: argparse.Namespace) -> int:
+    from manylora.bench.profile import run, settings_from
 
-    names = ("model", *(flag.name for flag in FLAGS if not flag.is_http))
+    names = ("model", *_PROFILE_FLAGS)
     engine = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return run(settings_from(vars(args), engine))
 

@@ -8,16 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 from manylora.bench.targets import Answer, Call
-from manylora.workloads.chat import Turn
+from manylora.workloads.stream import Piece, Stream, StreamRequest, in_order
 
 
 def reply_to(call: Call) -> list[int]:
     """Depends on the whole prompt and the adapter."""
+    assert not isinstance(call.prompt, str)
     start = sum(call.prompt) + 31 * len(call.prompt) + len(call.adapter or "")
     return [5 + (start + 7 * i) % 90 for i in range(call.max_tokens)]
 
 
 class FakeTarget:
+    is_exact = True
+
     def __init__(self, names: set[str], fails: Callable[[Call], str | None] = lambda call: None) -> None:
         self.description: dict[str, Any] = {"kind": "fake"}
         self.vocab_size: int | None = 1000
@@ -29,6 +32,7 @@ class FakeTarget:
         self.delay_s = 0.02
         self.cached_tokens: int | None = None
         self.parts: dict[str, float] = {}
+        self.death: str | None = None
 
     async def generate(self, call: Call) -> Answer:
         self.calls.append((time.monotonic(), call))
@@ -41,16 +45,28 @@ class FakeTarget:
         error = self.fails(call)
         if error is not None:
             return Answer(error=error)
-        return Answer(reply_to(call), first_s, time.monotonic(), self.cached_tokens, dict(self.parts))
+        last_s = time.monotonic()
+        answer = Answer(reply_to(call), first_s, last_s, self.cached_tokens, dict(self.parts))
+        answer.itls_s = [last_s - first_s]
+        return answer
 
     async def counters(self) -> dict[str, float]:
         return {"calls": len(self.calls), "constant": 3.0}
+
+    async def lost(self) -> str | None:
+        return self.death
 
     async def close(self) -> None:
         pass
 
 
 def turn(
-    conversation: int, index: int, arrival_s: float, history: int, user: int = 4, reply: int = 3
-) -> Turn:
-    return Turn(arrival_s, conversation, index, conversation % 3, 8, history, user, reply)
+    conversation: int, index: int, arrival_s: float, new_tokens: int = 4, reply: int = 3
+) -> StreamRequest:
+    pieces = (Piece((conversation, index), new_tokens),)
+    return StreamRequest(arrival_s, conversation % 3, conversation, index, pieces, reply)
+
+
+def stream_of(*requests: StreamRequest) -> Stream:
+    """Of three adapters of rank 8."""
+    return in_order("made up", requests, (8, 8, 8), ())

@@ -8,24 +8,35 @@ import itertools
 
 import pytest
 
-from manylora.bench.replay import ReplaySettings, TurnResult, check_fit, replay, warm_adapters
+from manylora.bench.prompts import joined
+from manylora.bench.replay import (
+    Halt,
+    Replayed,
+    ReplaySettings,
+    RequestResult,
+    check_fit,
+    replay,
+    warm_adapters,
+)
 from manylora.bench.serve import measure
-from manylora.bench.summary import as_rows, difference, summarize, table
+from manylora.bench.summary import Objective, as_rows, difference, fairness, jain, summarize, table, warnings
+from manylora.bench.targets import Call, Prompt
 from manylora.config import ConfigError
-from tests.bench.fakes import FakeTarget, reply_to, turn
+from manylora.workloads.stream import Piece, StreamRequest
+from tests.bench.fakes import FakeTarget, reply_to, stream_of, turn
 
 NAMES = {"adapter-0", "adapter-1", "adapter-2"}
-TURNS = (turn(0, 0, 0.0, 0), turn(1, 0, 0.01, 0), turn(0, 1, 0.02, 7), turn(0, 2, 0.3, 14))
+STREAM = stream_of(turn(0, 0, 0.0), turn(1, 0, 0.01), turn(0, 1, 0.02), turn(0, 2, 0.3))
 
 
 def test_prompts_carry_the_targets_own_replies() -> None:
     target = FakeTarget(NAMES)
-    results = asyncio.run(replay(target, TURNS, ReplaySettings()))
+    results = asyncio.run(replay(target, STREAM, ReplaySettings())).results
     mine = [call for _, call in target.calls if call.adapter == "adapter-0"]
     assert [len(call.prompt) for call in mine] == [4, 4 + 3 + 4, 4 + 3 + 4 + 3 + 4]
     assert all(call.max_tokens == 3 for call in mine)
     for before, after in itertools.pairwise(mine):
-        assert after.prompt[: len(before.prompt) + 3] == before.prompt + tuple(reply_to(before))
+        assert after.prompt[: len(before.prompt) + 3] == joined(before.prompt, tuple(reply_to(before)))
     assert [(r.conversation, r.turn, r.prompt_tokens) for r in results] == [
         (0, 0, 4), (1, 0, 4), (0, 1, 11), (0, 2, 18),
     ]  # fmt: skip
@@ -34,7 +45,7 @@ def test_prompts_carry_the_targets_own_replies() -> None:
 
 def test_a_turn_waits_for_the_reply_before_it_and_counts_from_its_handing_over() -> None:
     target = FakeTarget(NAMES)
-    first, _, second, third = asyncio.run(replay(target, TURNS, ReplaySettings()))
+    first, _, second, third = asyncio.run(replay(target, STREAM, ReplaySettings())).results
     assert second.handed_s >= first.end_s > second.arrival_s
     assert second.waited_s == pytest.approx(first.end_s - second.arrival_s)
     assert second.ttft_s < second.handed_s + second.ttft_s - second.arrival_s  # the wait is not in it
@@ -47,18 +58,45 @@ def test_a_turn_waits_for_the_reply_before_it_and_counts_from_its_handing_over()
         assert result.tpot_s >= target.delay_s / 2  # two gaps between three tokens
 
 
-def test_seeds_and_rate_scale() -> None:
-    def prompts(settings: ReplaySettings) -> dict[tuple[str | None, int], tuple[int, ...]]:
+def test_prompts_depend_on_seed_and_identity_alone() -> None:
+    def prompts(settings: ReplaySettings, rate: float = 1.0) -> dict[tuple[str | None, int], Prompt]:
         target = FakeTarget(NAMES)
-        asyncio.run(replay(target, TURNS, settings))
+        asyncio.run(replay(target, STREAM.with_rate(rate), settings))
         return {(call.adapter, len(call.prompt)): call.prompt for _, call in target.calls}
 
     base = prompts(ReplaySettings())
-    assert base == prompts(ReplaySettings(rate_scale=3.0))
+    assert base == prompts(ReplaySettings(), rate=3.0)
     assert all(base[key] != other for key, other in prompts(ReplaySettings(seed=1)).items())
-    assert all(3 <= token < 6 for token in prompts(ReplaySettings(vocab_size=6))["adapter-1", 4])
-    results = asyncio.run(replay(FakeTarget(NAMES), TURNS, ReplaySettings(rate_scale=2.0)))
-    assert [result.arrival_s for result in results] == [0.0, 0.005, 0.01, 0.15]
+    assert all(3 <= int(token) < 6 for token in prompts(ReplaySettings(vocab_size=6))["adapter-1", 4])
+
+
+def test_equal_pieces_give_equal_tokens_and_named_ones_are_used() -> None:
+    shared, named = Piece("system", 6), Piece("mine", 2, (900, 901))
+    requests = [
+        StreamRequest(0.0, None, 0, 0, (shared, named), 1),
+        StreamRequest(0.0, 2, 1, 0, (shared, Piece("yours", 3)), 1),
+        StreamRequest(0.0, 2, 2, 0, (Piece("system", 9),), 1),
+    ]
+    target = FakeTarget(NAMES)
+    results = asyncio.run(replay(target, stream_of(*requests), ReplaySettings())).results
+    one, two, longer = (tuple(call.prompt) for _, call in target.calls)
+    assert one[:6] == two[:6] == longer[:6]
+    assert one[6:] == (900, 901)
+    assert (len(two), len(longer)) == (9, 9)
+    assert two[6:] != longer[6:]
+    assert [(result.adapter, result.rank) for result in results] == [
+        (None, 0), ("adapter-2", 8), ("adapter-2", 8),
+    ]  # fmt: skip
+
+
+def test_words_for_servers_without_tokens() -> None:
+    prompts = ReplaySettings(is_text=True).prompts()
+    first, second = prompts.new(turn(0, 0, 0.0)), prompts.new(turn(0, 1, 0.0))
+    assert isinstance(first, str)
+    assert isinstance(second, str)
+    assert len(first.split()) == len(second.split()) == 4
+    assert first != second
+    assert first == ReplaySettings(is_text=True).prompts().new(turn(0, 0, 5.0))
 
 
 def test_a_failed_turn_takes_the_rest_of_its_conversation_along() -> None:
@@ -66,14 +104,48 @@ def test_a_failed_turn_takes_the_rest_of_its_conversation_along() -> None:
         return "refused" if len(getattr(call, "prompt", ())) == 11 else None
 
     target = FakeTarget(NAMES, fails)
-    results = asyncio.run(replay(target, TURNS, ReplaySettings()))
+    results = asyncio.run(replay(target, STREAM, ReplaySettings())).results
     assert [result.error for result in results] == [
         None, None, "refused", "an earlier turn of its conversation failed",
     ]  # fmt: skip
     assert len(target.calls) == 3
-    summary = summarize(TURNS, results)
+    summary = summarize(STREAM, results)
     assert (summary["requests"], summary["failed"], summary["first_error"]) == (4, 2, "refused")
     assert "refused" in table(summary)
+
+
+def test_a_lost_target_ends_the_replay_and_what_came_is_kept() -> None:
+    target = FakeTarget(NAMES, lambda call: "broke off" if call.adapter == "adapter-1" else None)
+    target.death = "the server is gone"
+    stream = stream_of(turn(0, 0, 0.0), turn(1, 0, 0.15), turn(2, 0, 600.0), turn(0, 1, 900.0))
+    done = asyncio.run(replay(target, stream, ReplaySettings()))
+    assert done.error == "the server is gone"
+    assert [(result.conversation, result.error) for result in done.results] == [(0, None), (1, "broke off")]
+    summary = summarize(stream, done.results)
+    assert (summary["planned"], summary["requests"], summary["failed"]) == (4, 2, 1)
+    assert "2 (1 failed), 2 of 4 not made" in table(summary)
+
+
+def test_a_halted_replay_keeps_what_it_has() -> None:
+    target = FakeTarget(NAMES)
+    whole = target.generate
+
+    async def for_ever(call: Call):  # type: ignore[no-untyped-def]
+        if call.adapter == "adapter-1":
+            await asyncio.sleep(3600)
+        return await whole(call)
+
+    target.generate = for_ever  # type: ignore[method-assign]
+
+    async def run() -> Replayed:
+        halt = Halt()
+        asyncio.get_running_loop().call_later(0.3, halt.call, "interrupted")
+        stream = stream_of(turn(0, 0, 0.0), turn(1, 0, 0.0), turn(2, 0, 3600.0))
+        return await replay(target, stream, ReplaySettings(), halt)
+
+    done = asyncio.run(run())
+    assert done.error == "interrupted"
+    assert {(result.conversation, result.error) for result in done.results} == {(0, None), (1, "interrupted")}
 
 
 def test_too_few_tokens_are_a_failure() -> None:
@@ -86,7 +158,7 @@ def test_too_few_tokens_are_a_failure() -> None:
         return answer
 
     target.generate = cut  # type: ignore[method-assign]
-    results = asyncio.run(replay(target, TURNS[:1], ReplaySettings()))
+    results = asyncio.run(replay(target, STREAM.first(1), ReplaySettings())).results
     assert results[0].error == "2 tokens came instead of 3"
 
 
@@ -103,7 +175,7 @@ def test_warming_asks_for_every_adapter_once() -> None:
 
 def test_measuring_counts_nothing_of_the_warm_up() -> None:
     target = FakeTarget(NAMES)
-    found = asyncio.run(measure(target, TURNS, ReplaySettings(), is_warm=True, extra_adapters=["adapter-2"]))
+    found = asyncio.run(measure(target, STREAM, ReplaySettings(), is_warm=True, extra_adapters=["adapter-2"]))
     assert len(target.calls) == 4 + 3
     assert found.engine == {"calls": 4}
     assert found.summary["requests"] == len(found.results) == 4
@@ -122,15 +194,14 @@ def test_what_cannot_be_served_is_refused_before(change: dict[str, object], word
     for name, value in change.items():
         setattr(target, name, value)
     with pytest.raises(ConfigError, match=words):
-        check_fit(target, TURNS, ReplaySettings())
+        check_fit(target, STREAM, ReplaySettings())
     assert target.calls == []
 
 
 @pytest.mark.parametrize(
     "bad",
     [
-        {"rate_scale": 0}, {"rate_scale": float("inf")}, {"rate_scale": float("nan")}, {"vocab_size": 3},
-        {"adapter_name": "same"}, {"adapter_name": "{0}{1}"}, {"adapter_name": "{"},
+        {"vocab_size": 3}, {"adapter_name": "same"}, {"adapter_name": "{0}{1}"}, {"adapter_name": "{"},
     ],
 )  # fmt: skip
 def test_bad_replay_settings(bad: dict[str, object]) -> None:
@@ -138,11 +209,11 @@ def test_bad_replay_settings(bad: dict[str, object]) -> None:
         ReplaySettings(**bad)  # type: ignore[arg-type]
 
 
-def result(**changes: object) -> TurnResult:
-    plain = TurnResult(
+def result(**changes: object) -> RequestResult:
+    plain = RequestResult(
         conversation=0, turn=0, adapter="adapter-0", rank=8, arrival_s=1.0, handed_s=1.0, waited_s=0.0,
         lag_s=0.001, prompt_tokens=100, reply_tokens=11, ttft_s=0.1, tpot_s=0.02, end_s=1.3,
-        cached_tokens=50, parts={"queue_s": 0.01, "adapter_s": 0.0},
+        cached_tokens=50, parts={"queue_s": 0.01, "adapter_s": 0.0}, itls_s=[0.01, 0.03], text="abc",
     )  # fmt: skip
     return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
 
@@ -154,7 +225,7 @@ def test_the_summary_by_hand() -> None:
                parts={"queue_s": 0.03, "adapter_s": 0.2}),
         result(arrival_s=1.5, reply_tokens=1, ttft_s=0.2, tpot_s=None, cached_tokens=None, parts={}),
     ]  # fmt: skip
-    summary = summarize(TURNS, results)
+    summary = summarize(STREAM, results)
     assert summary["wall_s"] == 4.0
     assert summary["done_per_s"] == 3 / 4
     assert summary["offered_per_s"] == 3 / 2
@@ -169,12 +240,19 @@ def test_the_summary_by_hand() -> None:
     assert summary["ttft_parts_ms"]["queue_s"]["max"] == pytest.approx(30)
     text = table(summary)
     assert "mean 200.0  p50 200.0" in text
+    assert summary["itl_ms"]["mean"] == pytest.approx(20)
+    assert summary["itl_ms"]["max"] == pytest.approx(30)
+    assert summary["e2e_ms"]["max"] == pytest.approx(3000)
+    assert summary["total_tokens_per_s"] == (300 + 23) / 4
+    assert summary["goodput_per_s"] is None
     assert "0.25 (0.57)" in text
-    assert as_rows(results)[0]["parts"] == {"queue_s": 0.01, "adapter_s": 0.0}
+    row = as_rows(results)[0]
+    assert row["parts"] == {"queue_s": 0.01, "adapter_s": 0.0}
+    assert not row.keys() & {"text", "itls_s"}
 
 
 def test_a_summary_of_failures_alone_has_no_numbers_made_up() -> None:
-    summary = summarize(TURNS, [result(error="gone", end_s=0.0)])
+    summary = summarize(STREAM, [result(error="gone", end_s=0.0)])
     assert summary["ttft_ms"] is None
     assert summary["prefix_hit"] is None
     assert summary["adapter_hit"] is None
@@ -183,3 +261,55 @@ def test_a_summary_of_failures_alone_has_no_numbers_made_up() -> None:
 
 def test_difference() -> None:
     assert difference({"a": 1.0, "b": 2.0}, {"a": 4.0, "b": 2.0, "new": 5.0}) == {"a": 3.0, "new": 5.0}
+
+
+def test_goodput_by_hand() -> None:
+    results = [
+        result(),  # 100, 20, 300 ms
+        result(ttft_s=0.2),
+        result(tpot_s=None, reply_tokens=1),
+        result(tpot_s=0.03),
+        result(end_s=6.5),
+        result(error="gone"),
+    ]
+    objective = Objective.parse(["ttft:100", "tpot:25", "e2el:5000"])
+    assert [objective.is_met(each) for each in results] == [True, False, True, False, False, False]
+    summary = summarize(STREAM, results, objective)
+    assert summary["goodput_per_s"] == pytest.approx(2 / 6.5)
+    assert summary["good_share"] == 2 / 6
+    assert all(map(Objective.parse(["ttft:250"]).is_met, results[:5]))
+
+
+@pytest.mark.parametrize("bad", ["ttft", "ttft:", "ttft:x", "ttft:-1", "itl:5", ":5", "ttft:nan", "ttft:inf"])
+def test_bad_objectives(bad: str) -> None:
+    with pytest.raises(ConfigError, match="write ttft:MS"):
+        Objective.parse([bad])
+
+
+def test_fairness_by_hand() -> None:
+    results = [
+        result(), result(ttft_s=0.3), result(adapter="adapter-1", ttft_s=0.4, reply_tokens=2),
+        result(adapter=None, error="gone"),
+    ]  # fmt: skip
+    found = fairness(results)
+    assert found is not None
+    assert found["adapters"]["adapter-0"] == {
+        "requests": 2, "failed": 0, "output_tokens": 22, "mean_ttft_ms": pytest.approx(200),
+    }  # fmt: skip
+    assert found["adapters"]["(base)"] == {
+        "requests": 1, "failed": 1, "output_tokens": 0, "mean_ttft_ms": None,
+    }  # fmt: skip
+    assert found["jain_ttft"] == pytest.approx(600**2 / (2 * (200**2 + 400**2)))
+    assert found["jain_output_tokens"] == pytest.approx(24**2 / (3 * (22**2 + 2**2)))
+    assert found["best"]["adapter"] == "adapter-0"
+    assert found["worst_over_best"] == pytest.approx(2)
+    assert fairness([result(error="gone")]) is None
+    assert jain([5, 5, 5]) == pytest.approx(1)
+    assert jain([5, 0, 0, 0]) == pytest.approx(1 / 4)
+
+
+def test_a_late_client_is_warned_of() -> None:
+    assert warnings(summarize(STREAM, [result(lag_s=0.009)])) == []
+    (line,) = warnings(summarize(STREAM, [result(lag_s=0.011)]))
+    assert "p99 lag of 11.0 ms" in line
+    assert warnings(summarize(STREAM, [result(error="gone")])) == []

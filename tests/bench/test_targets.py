@@ -18,7 +18,8 @@ from manylora.bench.serve import measure
 from manylora.bench.targets import Answer, Call, EngineTarget, numbers_of, open_engine
 from manylora.config import ConfigError
 from manylora.flags import build_settings
-from manylora.workloads.chat import Turn, read_turns, shrunk
+from manylora.workloads.chat import read_turns, shrunk, to_stream
+from manylora.workloads.stream import Stream
 from tests.e2e.process import MODEL, REPOSITORY, Server
 
 CALL = Call((30, 31, 32, 33, 34), 6, "adapter-1")
@@ -44,9 +45,10 @@ def engine(adapters: str) -> EngineTarget:
     return open_engine(build_settings(settings)[0])
 
 
-def turns() -> tuple[Turn, ...]:
+def chat() -> Stream:
     small = shrunk(read_turns(REPOSITORY / "benchmarks" / "data" / "chat_5rps.jsonl.gz", 25), 16)
-    return tuple(dataclasses.replace(turn, adapter=turn.adapter % 3) for turn in small)
+    turns = (dataclasses.replace(turn, adapter=turn.adapter % 3, rank=8) for turn in small)
+    return to_stream(turns, ranks=(8, 8, 8)).with_rate(10.0)
 
 
 def test_an_engine_and_a_server_give_the_same_tokens(adapters: str, server: Server) -> None:
@@ -75,22 +77,22 @@ def test_an_engine_and_a_server_give_the_same_tokens(adapters: str, server: Serv
 
 
 def test_a_trace_on_both(adapters: str, server: Server) -> None:
-    settings = ReplaySettings(rate_scale=10.0)
+    settings = ReplaySettings()
 
     async def inside() -> Any:
         target = engine(adapters)
         try:
-            return await measure(target, turns(), settings, is_warm=True)
+            return await measure(target, chat(), settings, is_warm=True)
         finally:
             await target.close()
 
     async def over_http() -> Any:
-        return await measure(await HttpTarget.connect(server.url, "secret"), turns(), settings, is_warm=True)
+        return await measure(await HttpTarget.connect(server.url, "secret"), chat(), settings, is_warm=True)
 
     for found in (asyncio.run(inside()), asyncio.run(over_http())):
         assert [result.error for result in found.results] == [None] * 25
         assert 0 < found.summary["prefix_hit"] <= found.summary["prefix_bound"]
-        assert max(found.engine.values()) >= sum(turn.reply_tokens for turn in turns())
+        assert max(found.engine.values()) >= sum(request.output_tokens for request in chat().requests)
 
 
 def test_refusals_are_answers(adapters: str, server: Server) -> None:
@@ -177,7 +179,7 @@ def test_return_token_ids_comes_first() -> None:
     assert answer.tokens == [40, 41, 42, 43]
     assert answer.cached_tokens == 2
     assert answer.error is None
-    assert target.description["token_ids_by"] == ["return_token_ids"]
+    assert target.description["asked_for"] == ["ignore_eos", "return_token_ids"]
     assert target.description["model"] == "m"
 
 

@@ -1,1 +1,1 @@
-"""Measurements of the kernels; whole-system ones are in the repository's benchmarks/ folder."""
+"""Measurements: of servers and engines under a workload, of steps for the simulator, of kernels."""

@@ -1,138 +1,238 @@
-"""``manylora bench serve``: replay a chat trace against an engine or a server, and report."""
+"""``manylora bench serve`` and ``bench offline``: replay a workload against an engine or a server, and report."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from manylora.bench.http_client import allow_many_connections
 from manylora.bench.http_target import HttpTarget
-from manylora.bench.replay import ReplaySettings, TurnResult, check_fit, replay, show_on_stderr, warm_adapters
-from manylora.bench.summary import Summary, as_rows, difference, summarize, table
+from manylora.bench.picture import check_plot, draw
+from manylora.bench.processes import processes_for, replay_apart
+from manylora.bench.replay import Halt, ReplaySettings, RequestResult, check_fit, replay, warm_adapters
+from manylora.bench.summary import Objective, Summary, as_rows, difference, summarize, table, warnings
 from manylora.bench.targets import Target, open_engine
+from manylora.bench.vllm_names import offline_fields, serve_fields
 from manylora.config import ConfigError
 from manylora.flags import build_settings
-from manylora.workloads.chat import Turn, read_turns
+from manylora.workloads.stream import Stream, prompt_tokens
+
+INTERRUPTED = "interrupted"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """What to replay against what. Either ``url``, or ``engine``: settings by flag name, ``model`` too."""
+    """What to measure on what. Either ``url``, or ``engine``: settings by flag name, ``model`` too."""
 
-    trace_file: Path
     replay: ReplaySettings
     url: str | None = None
     api_key: str | None = None
+    client_processes: int | None = None
+    """That send requests to the server at ``url``; None: as many as the workload needs."""
     engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    limit: int | None = None
     is_warm: bool = False
-    """Request every adapter of the trace once before."""
+    """Request every adapter of the workload once before."""
+    skip_too_long: bool = False
+    """Leave out turns that the target's longest request cannot hold, and those after them."""
+    objective: Objective | None = None
+    is_offline: bool = False
+    """Ask for throughput rather than times."""
+    notes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """For the report: where the workload came from."""
     out: Path | None = None
+    plot: Path | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """One replay. ``engine``: how the target's own numbers grew meanwhile."""
+    """One replay. ``engine``: how the target's own numbers grew meanwhile; ``error``: why it ended early."""
 
     summary: Summary
     engine: dict[str, float]
-    results: list[TurnResult]
+    results: list[RequestResult]
+    error: str | None = None
 
 
-def run(settings: BenchSettings) -> int:
-    """Measure, print the table, write the file; 1 where a turn failed. Raises ConfigError."""
+def check(settings: BenchSettings) -> None:
+    """What can be known before anything is loaded; raises ConfigError."""
+    if settings.is_offline and "model" not in settings.engine:
+        raise ConfigError("name --model, for an engine in this process")
     if (settings.url is None) == ("model" not in settings.engine):
         raise ConfigError("name either --url, a running server, or --model, for an engine in this process")
     if settings.url is not None and settings.engine:
         name = next(iter(settings.engine)).replace("_", "-")
         raise ConfigError(f"--{name} is for an engine in this process; the server at --url has its own")
+    if settings.url is None and settings.client_processes is not None:
+        raise ConfigError("--client-processes send requests to a server at --url")
+    if settings.client_processes is not None and settings.client_processes < 0:
+        raise ConfigError(f"--client-processes must be at least 0, got {settings.client_processes}")
+    if settings.url is None and settings.replay.is_text:
+        raise ConfigError("--prompts text is for a server at --url; an engine in this process takes tokens")
     if settings.out is not None and not settings.out.parent.is_dir():
         raise ConfigError(f"--out {settings.out}: there is no such folder")
-    turns = read_turns(settings.trace_file, settings.limit)
+    if settings.plot is not None:
+        check_plot(settings.plot)
+
+
+def run(settings: BenchSettings, stream: Stream) -> int:
+    """Measure, print the table, write the files.
+
+    The exit code: 1 where a request failed or the target was lost, 130 where it was interrupted; whatever came
+    until then is reported and marked. Raises ConfigError.
+    """
+    check(settings)
     try:
-        report = asyncio.run(_run(settings, turns))
+        report, results = asyncio.run(_run(settings, stream))
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print(INTERRUPTED, file=sys.stderr)
         return 130
     print(table(report["summary"]))
+    for line in report["warnings"]:
+        print(f"warning: {line}", file=sys.stderr)
+    if report["error"] is not None:
+        print(f"not complete: {report['error']}", file=sys.stderr)
     if settings.out is not None:
         try:
             settings.out.write_text(json.dumps(report, indent=1) + "\n")
         except OSError as error:
             raise ConfigError(f"cannot write {settings.out}: {error.strerror}") from error
-    return 1 if report["summary"]["failed"] else 0
+    if settings.plot is not None:
+        draw(results, f"{stream.name}: {len(results):,} requests", settings.plot)
+    if report["error"] == INTERRUPTED:
+        return 130
+    return 1 if report["summary"]["failed"] or report["error"] is not None else 0
 
 
-async def _run(settings: BenchSettings, turns: Sequence[Turn]) -> dict[str, Any]:
-    target: Target
-    if settings.url is not None:
-        target = await HttpTarget.connect(settings.url, settings.api_key)
-    else:
-        target = open_engine(build_settings(settings.engine)[0])
+async def _run(settings: BenchSettings, stream: Stream) -> tuple[dict[str, Any], list[RequestResult]]:
+    target = await _target(settings, stream)
     try:
-        found = await measure(target, turns, settings.replay, settings.is_warm)
+        if settings.skip_too_long:
+            stream = fitting(stream, target.max_model_len)
+        halt = Halt()
+        with _interrupting(halt):
+            found = await measure(
+                target,
+                stream,
+                settings.replay,
+                settings.is_warm,
+                objective=settings.objective,
+                client_processes=settings.client_processes,
+                halt=halt,
+            )
     finally:
         await target.close()
-    return {
+    return _report(settings, stream, target, found), found.results
+
+
+async def _target(settings: BenchSettings, stream: Stream) -> Target:
+    if settings.url is None:
+        return open_engine(build_settings(settings.engine)[0])
+    allow_many_connections()
+    needs_ids = any(request.turn > 0 for request in stream.requests)
+    return await HttpTarget.connect(settings.url, settings.api_key, needs_ids, settings.replay.is_text)
+
+
+def _report(settings: BenchSettings, stream: Stream, target: Target, found: Measured) -> dict[str, Any]:
+    """The names of ``vllm bench`` first, then ours."""
+    model = target.description.get("model")
+    fields = serve_fields(found.summary, found.results, None if model is None else str(model))
+    if settings.is_offline:
+        fields |= offline_fields(found.summary)
+    if settings.url is None:
+        fields["backend"] = "manylora"
+    return fields | {
+        "is_complete": found.error is None,
+        "error": found.error,
+        "warnings": [] if settings.is_offline else warnings(found.summary),
         "target": target.description,
+        "workload": {"name": stream.name, "notes": list(stream.notes), **settings.notes},
         "settings": {
-            "trace_file": settings.trace_file.name, "limit": settings.limit, "warm_adapters": settings.is_warm,
-            "rate_scale": settings.replay.rate_scale, "seed": settings.replay.seed,
-            "vocab_size": settings.replay.vocab_size, **settings.engine,
+            "warm_adapters": settings.is_warm,
+            "seed": settings.replay.seed,
+            "vocab_size": settings.replay.vocab_size,
+            "prompts": "text" if settings.replay.is_text else "tokens",
+            "goodput": None if settings.objective is None else dataclasses.asdict(settings.objective),
+            **settings.engine,
         },
         "summary": found.summary,
         "engine": found.engine,
         "requests": as_rows(found.results),
-    }  # fmt: skip
+    }
 
 
 async def measure(
     target: Target,
-    turns: Sequence[Turn],
+    stream: Stream,
     settings: ReplaySettings,
     is_warm: bool = False,
     extra_adapters: Sequence[str] = (),
+    *,
+    objective: Objective | None = None,
+    client_processes: int | None = None,
+    halt: Halt | None = None,
 ) -> Measured:
-    """Check, warm up, replay. ``extra_adapters`` are warmed as well. Raises ConfigError."""
-    check_fit(target, turns, settings)
+    """Check, warm up, replay. ``extra_adapters`` are warmed as well. Raises ConfigError.
+
+    ``client_processes``: that send requests to a server; 0: this one. None: as many as the stream needs.
+    """
+    check_fit(target, stream, settings)
     if is_warm:
-        names = {settings.name_of(adapter) for adapter in sorted({turn.adapter for turn in turns})}
+        named = {request.adapter for request in stream.requests}
+        names = {settings.name_of(adapter) for adapter in named if adapter is not None}
         await warm_adapters(target, sorted(names.union(extra_adapters)), settings)
     before = await target.counters()
-    results = await replay(target, turns, settings)
-    after = await target.counters()
-    return Measured(summarize(turns, results), difference(before, after), results)
+    if isinstance(target, HttpTarget) and client_processes != 0:
+        count = client_processes or processes_for(stream)
+        done = await replay_apart(target.access, stream, settings, count, halt)
+    else:
+        done = await replay(target, stream, settings, halt)
+    after = await target.counters() if done.error is None else {}
+    summary = summarize(stream, done.results, objective)
+    return Measured(summary, difference(before, after), done.results, done.error)
 
 
-def settings_from(values: Mapping[str, Any], engine: Mapping[str, Any]) -> BenchSettings:
-    """From the command line's values, texts or None; raises ConfigError."""
+def fitting(stream: Stream, most_tokens: int | None) -> Stream:
+    """Without the turns that are longer than that, reply included, and what follows them; raises ConfigError."""
+    if most_tokens is None:
+        return stream
+    ended: set[int] = set()
+    kept = []
+    for length, request in zip(prompt_tokens(stream.requests), stream.requests):
+        if length + request.output_tokens > most_tokens:
+            ended.add(request.conversation)
+        if request.conversation not in ended:
+            kept.append(request)
+    skipped = len(stream.requests) - len(kept)
+    if not kept:
+        raise ConfigError(f"no request of {stream.name} has at most {most_tokens} tokens")
+    if not skipped:
+        return stream
+    note = f"{skipped} of {len(stream.requests)} requests left out: over {most_tokens} tokens, or after such"
+    return dataclasses.replace(stream, requests=tuple(kept), notes=(*stream.notes, note))
 
-    def number(name: str, kind: type, default: Any) -> Any:
-        text = values.get(name)
-        try:
-            return default if text is None else kind(text)
-        except ValueError:
-            word = "a whole number" if kind is int else "a number"
-            raise ConfigError(f"--{name.replace('_', '-')} must be {word}, got {text!r}") from None
 
-    replayed = ReplaySettings(
-        rate_scale=number("rate_scale", float, 1.0),
-        seed=number("seed", int, 0),
-        vocab_size=number("vocab_size", int, 1000),
-        adapter_name=values.get("adapter_name") or "adapter-{}",
-        show=show_on_stderr if values.get("progress") else None,
-    )
-    return BenchSettings(
-        trace_file=Path(values["trace_file"]),
-        replay=replayed,
-        url=values.get("url"),
-        api_key=values.get("api_key"),
-        engine=engine,
-        limit=number("limit", int, None),
-        is_warm=bool(values.get("warm_adapters")),
-        out=Path(values["out"]) if values.get("out") else None,
-    )
+@contextlib.contextmanager
+def _interrupting(halt: Halt) -> Iterator[None]:
+    """The first Ctrl-C halts the replay, what it has is kept; a second one ends the program."""
+    loop = asyncio.get_running_loop()
+
+    def on_interrupt() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        halt.call(INTERRUPTED)
+
+    try:
+        loop.add_signal_handler(signal.SIGINT, on_interrupt)
+    except (NotImplementedError, RuntimeError, ValueError):  # not on Windows, and not on another thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)

@@ -26,18 +26,25 @@ PARTS = tuple(
 """The parts of the time to the first token that a request's first Delta tells."""
 
 
+Prompt = tuple[int, ...] | str
+"""Token ids; or text, for servers that take no ids."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
     """One request: greedy, exactly ``max_tokens`` tokens. ``adapter``: its name; None for the base."""
 
-    prompt: tuple[int, ...]
+    prompt: Prompt
     max_tokens: int
     adapter: str | None
 
 
 @dataclasses.dataclass(slots=True)
 class Answer:
-    """What came of a call. Times on ``time.monotonic``; ``first_s`` is None where no token came."""
+    """What came of a call. Times on ``time.monotonic``; ``first_s`` is None where no token came.
+
+    ``itls_s``: the times between one delivery of tokens and the next; nearly always a delivery is one token.
+    """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     first_s: float | None = None
@@ -47,6 +54,29 @@ class Answer:
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
     """Parts of the time to the first token, in seconds, where the target tells."""
     error: str | None = None
+    itls_s: list[float] = dataclasses.field(default_factory=list)
+    text: str = ""
+    """Where the target writes text."""
+    prompt_length: int | None = None
+    reply_length: int | None = None
+    """In tokens, where the target tells."""
+
+    def delivered(self, now: float) -> None:
+        """Tokens came at ``now``."""
+        if self.first_s is None:
+            self.first_s = now
+        else:
+            self.itls_s.append(now - self.last_s)
+        self.last_s = now
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the reply: its ids, or as the target tells, or as many as there were deliveries."""
+        if self.tokens:
+            return len(self.tokens)
+        if self.reply_length is not None:
+            return self.reply_length
+        return 0 if self.first_s is None else 1 + len(self.itls_s)
 
 
 class Target(Protocol):
@@ -58,11 +88,18 @@ class Target(Protocol):
     max_model_len: int | None
     adapters: frozenset[str]
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether it can be told to generate so many tokens, no fewer."""
+
     async def generate(self, call: Call) -> Answer:
         """The call's answer; what goes wrong is said in it, never raised."""
 
     async def counters(self) -> dict[str, float]:
         """Every number that the target tells of itself, by name; empty where it tells none."""
+
+    async def lost(self) -> str | None:
+        """Why it can serve nothing any more, in a line; None while it can."""
 
     async def close(self) -> None:
         """Free what the target holds."""
@@ -70,6 +107,8 @@ class Target(Protocol):
 
 class EngineTarget:
     """An engine on a thread of this process. Must be created inside the event loop that will use it."""
+
+    is_exact = True
 
     def __init__(self, driver: Driver) -> None:
         """Takes over ``driver``, not yet started."""
@@ -91,6 +130,8 @@ class EngineTarget:
         """See Target."""
         if self._death is not None:
             return Answer(error=self._death)
+        if isinstance(call.prompt, str):
+            return Answer(error="an engine in this process takes token ids")
         request = f"bench-{next(self._ids)}"
         params = SamplingParams(max_tokens=call.max_tokens, temperature=0.0, ignore_eos=True, seed=0)
         future: asyncio.Future[Answer] = self._loop.create_future()
@@ -108,9 +149,7 @@ class EngineTarget:
                 answer.cached_tokens = delta.num_cached_tokens
                 answer.parts = {name: getattr(delta, name) for name in PARTS}
             if delta.tokens:
-                if answer.first_s is None:
-                    answer.first_s = now
-                answer.last_s = now
+                answer.delivered(now)
                 answer.tokens.extend(delta.tokens)
             if delta.finish_reason is not None:
                 answer.error = delta.error.message if delta.error else None
@@ -137,6 +176,10 @@ class EngineTarget:
         """All numeric fields of EngineStats, whichever it has."""
         stats = await asyncio.wrap_future(self._driver.stats())
         return numbers_of(dataclasses.asdict(stats))
+
+    async def lost(self) -> str | None:
+        """See Target."""
+        return self._death
 
     async def close(self) -> None:
         """Abort what runs; the driver ends and frees everything."""
@@ -167,4 +210,4 @@ def check_names(target: Target, names: set[str]) -> None:
     missing = sorted(names - target.adapters)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ConfigError(f"the trace asks for adapter {missing[0]!r}{more}, which is not served")
+        raise ConfigError(f"the workload asks for adapter {missing[0]!r}{more}, which is not served")

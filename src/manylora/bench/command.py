@@ -1,0 +1,199 @@
+"""``manylora bench``: its parsers, and what they run on use."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from manylora.config import ConfigError
+from manylora.flags import FLAGS, Flag
+
+AddFlag = Callable[[argparse._ActionsContainer, Flag], None]
+
+_SERVE_EXAMPLES = """\
+examples:
+  manylora bench serve --workload chatbot --rate 2 --adapters 20 --duration 300 --url http://localhost:8000
+      a running server, manylora's or another with OpenAI's API, whose adapters are adapter-0, adapter-1, ...
+  manylora bench serve --workload 'synthetic:popularity=zipf(1)' --rate 8 --duration 60 --url localhost:8000 \\
+       --goodput ttft:500 tpot:50 --out result.json --plot result.png
+  manylora bench serve --trace-file chat_5rps.jsonl.gz --model ./llama --load-format dummy \\
+       --adapter-dir ./adapters --device-pool 12GB --warm-adapters
+      an engine in this process; takes the engine's settings of manylora serve
+
+workloads: manylora workload list; what one is like: manylora workload describe
+"""
+
+_OFFLINE_EXAMPLES = """\
+examples:
+  manylora bench offline --workload 'synthetic:prompt=512,output=128' --rate 10 --duration 30 --all-at-once \\
+       --model ./llama --load-format dummy --adapter-dir ./adapters
+      300 requests, handed over at once
+"""
+
+_Option = tuple[str, type, str, str]
+_WORKLOAD: tuple[_Option, ...] = (
+    ("--workload", str, "NAME", "a name from manylora workload list, synthetic:..., or a file of --format"),
+    ("--trace-file", str, "FILE", "instead: a chat trace, JSON lines of turns, perhaps gzipped"),
+    ("--format", str, "FORMAT", "of the file"),
+    ("--rate", float, "X", "requests a second, in the mean"),
+    ("--adapters", int, "N", "how many the workload's requests fall to"),
+    ("--duration", float, "SECONDS", "only so long"),
+    ("--popularity", str, "TERM", "how requests fall to adapters, such as zipf(1)"),
+    ("--ranks", str, "TERM", "of the adapters, for the report, such as random(32,64)"),
+    ("--rate-scale", float, "X", "replay X times as fast (default: 1)"),
+    ("--limit", int, "N", "only the first N requests"),
+    ("--seed", int, "N", "of whatever is drawn, tokens too (default: 0)"),
+    ("--vocab-size", int, "N", "draw tokens that the workload does not name below N (default: 1000)"),
+    ("--adapter-name", str, "TEMPLATE", "name of the workload's adapter {} (default: adapter-{})"),
+)
+_REPORT: tuple[_Option, ...] = (
+    ("--out", Path, "FILE", "write the report and every request's times as JSON"),
+    ("--plot", Path, "FILE", "draw times to the first token, between tokens, and requests over time"),
+)
+_CLIENT: tuple[_Option, ...] = (
+    ("--url", str, "URL", "a running OpenAI-compatible server"),
+    ("--api-key", str, "KEY", "for the server"),
+    ("--client-processes", int, "N", "that send requests to it (default: by rate); 0: none but this"),
+)
+
+
+def add_parser(commands: Any, add_flag: AddFlag) -> None:
+    """Adds ``manylora bench`` to the command line's subparsers; ``add_flag`` adds a setting of the engine."""
+    bench = commands.add_parser("bench", help="measure a server or an engine")
+    kinds = bench.add_subparsers(required=True, metavar="KIND")
+    serve = kinds.add_parser(
+        "serve",
+        help="replay a workload and report times to the first token, between tokens, and what was reused",
+        description="Replay a workload, greedily and with exact lengths, and report. Exits 1 where a request "
+        "failed or the server was lost; what was measured until then is kept.",
+        epilog=_SERVE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    server = serve.add_argument_group("a running server")
+    _add(server, _CLIENT)
+    server.add_argument(
+        "--prompts", choices=("tokens", "text"), default="tokens",
+        help="text: words, for servers that take no token ids (default: tokens)",
+    )  # fmt: skip
+    _add_common(serve, add_flag)
+    serve.add_argument(
+        "--goodput",
+        nargs="+",
+        metavar="NAME:MS",
+        help="count requests within ttft:500 tpot:50 e2el:5000, say",
+    )
+    serve.set_defaults(run=_serve)
+    offline = kinds.add_parser(
+        "offline",
+        help="throughput of an engine in this process",
+        description="Hand a workload's requests to an engine in this process, all at once unless --rate is "
+        "given, and report the throughput until the last has ended. A turn waits for the reply before it.",
+        epilog=_OFFLINE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_common(offline, add_flag)
+    offline.add_argument(
+        "--all-at-once", action="store_true", help="all at once although --rate, with which they were drawn"
+    )
+    offline.set_defaults(run=_offline)
+
+
+def _add_common(parser: argparse.ArgumentParser, add_flag: AddFlag) -> None:
+    _add(parser.add_argument_group("the workload"), _WORKLOAD)
+    _add(parser, _REPORT)
+    parser.add_argument("--warm-adapters", action="store_true", help="request every adapter once before")
+    parser.add_argument(
+        "--skip-too-long", action="store_true", help="leave out turns that are longer than what is served"
+    )
+    parser.add_argument("--progress", action="store_true", help="a line on stderr every two seconds")
+    engine = parser.add_argument_group("an engine in this process, with the settings of manylora serve")
+    engine.add_argument("--model", metavar="MODEL", help="a local folder, or a hub id")
+    for flag in FLAGS:
+        if not flag.is_http:
+            add_flag(engine, flag)
+
+
+def _add(parser: argparse._ActionsContainer, options: tuple[_Option, ...]) -> None:
+    for option, kind, metavar, help_text in options:
+        parser.add_argument(option, type=kind, metavar=metavar, help=help_text)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from manylora.bench.serve import check, run
+    from manylora.bench.summary import Objective
+
+    settings = dataclasses.replace(
+        _settings(args),
+        url=args.url,
+        api_key=args.api_key,
+        client_processes=args.client_processes,
+        objective=None if args.goodput is None else Objective.parse(args.goodput),
+    )
+    check(settings)
+    return run(settings, _stream(args))
+
+
+def _offline(args: argparse.Namespace) -> int:
+    from manylora.bench.serve import check, run
+    from manylora.workloads.stream import StreamRequest
+
+    settings = dataclasses.replace(_settings(args), is_offline=True)
+    check(settings)
+    stream = _stream(args)
+    if args.rate is None or args.all_at_once:
+
+        def at_once(request: StreamRequest) -> StreamRequest:
+            return dataclasses.replace(request, arrival_s=0.0)
+
+        stream = dataclasses.replace(stream, requests=tuple(map(at_once, stream.requests)))
+    return run(settings, stream)
+
+
+def _stream(args: argparse.Namespace) -> Any:
+    from manylora.workloads.named import named
+
+    if (args.workload is None) == (args.trace_file is None):
+        raise ConfigError("name either --workload, such as chatbot, or --trace-file")
+    stream = named(
+        args.workload or args.trace_file,
+        rate=args.rate,
+        num_adapters=args.adapters,
+        duration_s=args.duration,
+        seed=args.seed or 0,
+        popularity=args.popularity,
+        ranks=args.ranks,
+        file_format=args.format or (None if args.trace_file is None else "chat"),
+    )
+    if args.rate_scale is not None:
+        stream = stream.with_rate(args.rate_scale)
+    return stream if args.limit is None else stream.first(args.limit)
+
+
+def _settings(args: argparse.Namespace) -> Any:
+    """All but what ``bench serve`` alone knows."""
+    from manylora.bench.replay import ReplaySettings, show_on_stderr
+    from manylora.bench.serve import BenchSettings
+
+    names = ("model", *(flag.name for flag in FLAGS if not flag.is_http))
+    noted = ("workload", "format", "rate", "adapters", "duration", "popularity", "rate_scale", "limit")
+    notes = {name: getattr(args, name) for name in noted if getattr(args, name) is not None}
+    if args.trace_file is not None:
+        notes["trace_file"] = Path(args.trace_file).name
+    return BenchSettings(
+        replay=ReplaySettings(
+            seed=args.seed or 0,
+            vocab_size=1000 if args.vocab_size is None else args.vocab_size,
+            adapter_name=args.adapter_name or "adapter-{}",
+            is_text=getattr(args, "prompts", "tokens") == "text",
+            show=show_on_stderr if args.progress else None,
+        ),
+        engine={name: getattr(args, name) for name in names if getattr(args, name) is not None},
+        is_warm=args.warm_adapters,
+        skip_too_long=args.skip_too_long,
+        notes=notes,
+        out=args.out,
+        plot=args.plot,
+    )

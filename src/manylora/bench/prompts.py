@@ -1,0 +1,69 @@
+"""A stream's pieces as prompts: the stream's own token ids, or made-up ones, or words.
+
+What is made up depends on the seed and the piece's identity alone, and is the same on every machine: equal
+identities give equal tokens, and of two lengths the shorter is the longer's beginning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from manylora.bench.targets import Prompt
+from manylora.workloads.stream import Piece, StreamRequest
+
+FIRST_TOKEN = 3
+"""Ids below it are special tokens in most vocabularies."""
+
+_LIST = (
+    "time year people way day man thing woman life child world school state family student group country "
+    "problem hand part place case week company system program question work government number night point "
+    "home water room mother area money story fact month lot right study book eye job word business issue side "
+    "kind head house service friend father power hour game line end member law car city community name "
+    "president team minute idea body information back parent face others level office door health person art "
+    "war history party result change morning reason research girl guy moment air"
+)
+_WORDS = _LIST.split()
+
+
+class Prompts:
+    """``vocab_size``: ids are drawn below it, evenly. ``is_text``: words instead, one for each token."""
+
+    def __init__(self, seed: int, vocab_size: int, is_text: bool = False) -> None:
+        self._seed = seed
+        self._vocab_size = vocab_size
+        self._is_text = is_text
+
+    def nothing(self) -> Prompt:
+        """Said before a conversation's first turn."""
+        return "" if self._is_text else ()
+
+    def new(self, request: StreamRequest) -> Prompt:
+        """What the turn adds to its conversation; made anew each time."""
+        if self._is_text:
+            return "".join(self._words(piece) for piece in request.prompt)
+        return tuple(token for piece in request.prompt for token in self._tokens(piece))
+
+    def made_up(self, what: str, length: int) -> Prompt:
+        """A prompt apart from any stream."""
+        piece = Piece(what, length)
+        return self._words(piece) if self._is_text else tuple(self._tokens(piece))
+
+    def _tokens(self, piece: Piece) -> tuple[int, ...] | list[int]:
+        if piece.tokens is not None:
+            return piece.tokens
+        choices = self._vocab_size - FIRST_TOKEN
+        return (self._numbers(piece) % choices + FIRST_TOKEN).tolist()
+
+    def _words(self, piece: Piece) -> str:
+        return "".join(f"{_WORDS[number]} " for number in self._numbers(piece) % len(_WORDS))
+
+    def _numbers(self, piece: Piece) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+        name = f"{self._seed}/{piece.identity!r}"
+        return np.frombuffer(hashlib.shake_128(name.encode()).digest(4 * piece.num_tokens), "<u4")
+
+
+def joined(before: Prompt, after: Prompt) -> Prompt:
+    """One after the other; both of one kind."""
+    return before + after  # type: ignore[operator]
