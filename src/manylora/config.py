@@ -74,6 +74,22 @@ class CacheConfig:
             raise ConfigError("the marks must satisfy 0 < low_mark <= high_mark <= 1")
 
 
+ADMISSIONS = ("fcfs", "lcfs", "early-abort")
+FIRST_STEP_S = 0.5
+"""What early abort allows for the step that gives the first token."""
+
+
+def check_admission(admission: str, slo_ttft_s: float | None) -> None:
+    """Raises ConfigError for an admission policy and a first-token objective that make no sense together."""
+    if admission not in ADMISSIONS:
+        raise ConfigError(f"admission {admission!r} is not known: use {', '.join(ADMISSIONS)}")
+    if slo_ttft_s is None:
+        if admission == "early-abort":
+            raise ConfigError("admission early-abort needs slo_ttft, the objective for the first token")
+    elif not FIRST_STEP_S < slo_ttft_s < float("inf"):
+        raise ConfigError(f"slo_ttft must be more than {FIRST_STEP_S} seconds, got {slo_ttft_s}")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class PolicyConfig:
     """All that the policy needs to know. Lengths in tokens. Without host pages there is one tier."""
@@ -86,8 +102,12 @@ class PolicyConfig:
     num_host_pages: int = 0
     page_bytes: int = 2 * 2**20
     cache: CacheConfig = CacheConfig()
+    admission: str = "fcfs"
+    slo_ttft_s: float | None = None
+    """When a request's first token should have come, after its arrival; early-abort only."""
 
     def __post_init__(self) -> None:
+        check_admission(self.admission, self.slo_ttft_s)
         for name in (
             "num_pages", "page_tokens", "max_model_len", "max_num_seqs", "max_batch_tokens", "page_bytes",
         ):  # fmt: skip
@@ -133,10 +153,15 @@ class CacheSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """How much runs at once; None: chosen for the device."""
+    """How much runs at once (None: chosen for the device), and who is admitted next."""
 
     max_num_seqs: int | None = None
     max_batch_tokens: int | None = None
+    admission: str = "fcfs"
+    slo_ttft_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_admission(self.admission, self.slo_ttft_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.config import (
+    ADMISSIONS,
     CACHE_POLICIES,
     LARGEST_NUMBER,
     AdapterSettings,
@@ -104,6 +105,20 @@ FLAGS: tuple[Flag, ...] = (
         "int",
         "most tokens that one step computes; longer prompts go in chunks",
         metavar="N",
+    ),
+    Flag(
+        "admission",
+        "str",
+        "whose turn it is when there is room: the oldest, the newest, or (early-abort) whoever can still be "
+        "served within --slo-ttft, others being refused with 503",
+        "fcfs",
+        ADMISSIONS,
+    ),
+    Flag(
+        "slo_ttft",
+        "float",
+        "when a request's first token should have come, after its arrival; early-abort only",
+        metavar="S",
     ),
     Flag(
         "page_tokens",
@@ -269,7 +284,9 @@ def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSetti
             ),
             got["trace"],
         ),
-        scheduler=SchedulerSettings(got["max_num_seqs"], got["max_batch_tokens"]),
+        scheduler=SchedulerSettings(
+            got["max_num_seqs"], got["max_batch_tokens"], got["admission"], got["slo_ttft"]
+        ),
         adapters=AdapterSettings(
             _adapters(got["adapter"] or []), got["adapter_dir"], got["max_adapter_rank"]
         ),

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from manylora.config import CACHE_POLICIES, CacheConfig, PolicyConfig
+from manylora.config import ADMISSIONS, CACHE_POLICIES, FIRST_STEP_S, CacheConfig, PolicyConfig
 from manylora.policy.cache import adapter_pages_limit
 from manylora.policy.replica import Replica
 from manylora.protocol import (
@@ -33,6 +33,9 @@ from manylora.types import BASE, Request, SamplingParams
 from tests.policy.device_model import VOCABULARY, DeviceModel, undisturbed
 from tests.policy.rig import check_order
 
+EVENT_S = 0.25
+"""From each event to the next."""
+
 
 class ReplicaMachine(RuleBasedStateMachine):
     """Drives a Replica against the dictionary device."""
@@ -46,6 +49,8 @@ class ReplicaMachine(RuleBasedStateMachine):
         policy=st.sampled_from(CACHE_POLICIES),
         low_mark=st.sampled_from([0.3, 0.7]),
         high_mark=st.sampled_from([0.7, 0.95]),
+        admission=st.sampled_from(["fcfs", *ADMISSIONS]),
+        slo_ttft_s=st.sampled_from([0.75, 2.0, 5.0]),
     )
     def start(
         self,
@@ -57,6 +62,8 @@ class ReplicaMachine(RuleBasedStateMachine):
         policy: str,
         low_mark: float,
         high_mark: float,
+        admission: str,
+        slo_ttft_s: float,
     ) -> None:
         cache = CacheConfig(
             policy, adapter_share=0.5, tau_s=2.0, window_s=8.0, low_mark=low_mark, high_mark=high_mark
@@ -70,6 +77,8 @@ class ReplicaMachine(RuleBasedStateMachine):
             num_host_pages,
             1000,
             cache,
+            admission,
+            slo_ttft_s,
         )
         self.replica = Replica(self.config)
         self.most_adapter_pages = min(4, adapter_pages_limit(self.config))
@@ -85,11 +94,12 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.emitted: dict[tuple[str, int], list[int]] = {}
         self.adapters: dict[int, int] = {}
         self.removed: set[int] = set()
+        self.arrived_s: dict[str, float] = {}
         self.admission_order: list[str] = []
         self.adapter_ids = itertools.count(1)
 
     def feed(self, event: Event) -> None:
-        self.now += 0.25
+        self.now += EVENT_S
         commands = self.replica.handle(event, self.now)
         check_order(commands)
         for command in commands:
@@ -109,6 +119,8 @@ class ReplicaMachine(RuleBasedStateMachine):
                 assert key not in self.ended, "each sample ends exactly once"
                 assert command.request not in self.rejected
                 self.ended[key] = command.reason
+                if command.error is not None and "first token" in command.error.message:
+                    self.note_refusal(command)
             case Reject():
                 assert command.request not in self.rejected
                 assert not any(request == command.request for request, _ in self.ended)
@@ -128,6 +140,15 @@ class ReplicaMachine(RuleBasedStateMachine):
                 self.removed.remove(command.adapter)
                 live = [r for r in self.requests.values() if r.adapter == command.adapter]
                 assert all(self.has_ended(r) for r in live), "freed only when nobody uses it"
+
+    def note_refusal(self, command: Finish) -> None:
+        """Somebody waited too long; only early abort says so, and only to those who never began."""
+        assert self.config.admission == "early-abort"
+        assert self.config.slo_ttft_s is not None
+        assert (command.reason, command.error and command.error.status) == ("error", 503)
+        assert command.request not in self.admission_order
+        waited_s = self.now - self.arrived_s[command.request]
+        assert waited_s + FIRST_STEP_S >= self.config.slo_ttft_s
 
     def has_ended(self, request: Request) -> bool:
         return request.id in self.rejected or all(
@@ -171,6 +192,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         stop_ids = (VOCABULARY - 1,) if stops else ()
         request = Request(f"r{next(self.ids)}", adapter, tuple(prompt), params, stop_ids)
         self.requests[request.id] = request
+        self.arrived_s[request.id] = self.now + EVENT_S
         self.feed(Arrive(request))
         if adapter in self.removed:
             assert request.id in self.rejected
@@ -246,7 +268,9 @@ class ReplicaMachine(RuleBasedStateMachine):
                     )
                     assert self.emitted[request.id, sample] == expected, "no schedule changes tokens"
         firsts = [int(request[1:]) for request in self.admission_order]
-        assert firsts == sorted(firsts), "admission is in arrival order: nobody starves"
+        assert len(firsts) == len(set(firsts)), "a request is admitted for the first time once"
+        if self.config.admission == "fcfs":
+            assert firsts == sorted(firsts), "admission is in arrival order: nobody starves"
         assert not self.device.sequences, "the executor was told to forget every sequence"
         snapshot = self.replica.snapshot()
         assert snapshot.num_running == snapshot.num_waiting == snapshot.pages_running == 0

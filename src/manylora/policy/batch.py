@@ -1,7 +1,7 @@
 """What runs in the next step: tokens per sequence within one budget, decodes and prompt chunks alike.
 
 Every decoding sequence gets its token; what is left of the budget goes to prompt chunks, oldest first, then
-to admissions in arrival order. Does not know what a page is.
+to admissions, in the order that ``admission`` sets. Does not know what a page is.
 """
 
 from __future__ import annotations
@@ -9,24 +9,37 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from manylora.config import PolicyConfig
+from manylora.policy.admission import Admission
 from manylora.policy.queues import Scheduled, Sequence, Stage, WaitingQueue
 from manylora.policy.reservations import Growth, Reservations
+
+Note = Callable[[Sequence, float], None]
+"""Told of a sequence, and of the time."""
 
 
 def compose(
     config: PolicyConfig,
     held: Reservations,
     waiting: WaitingQueue,
+    admission: Admission,
     now: float,
-    note_admission: Callable[[Sequence], None],
+    note_admission: Note,
+    refuse: Note,
 ) -> list[Scheduled]:
-    """The rows of the next step; reserves what they need. Empty when nothing can run now."""
+    """The rows of the next step; reserves what they need. Empty when nothing can run now.
+
+    ``refuse`` ends the request of a sequence for which it is too late.
+    """
     preemptions = held.num_preemptions
     held.begin_step()
     rows, budget = _continue_running(config, held)
     # Whoever was just preempted must not take the pages straight back from the one it made room for.
-    if held.num_preemptions == preemptions:
+    if held.num_preemptions == preemptions and budget > 0 and len(held.holders) < config.max_num_seqs:
+        for sequence in admission.begin_round(now):
+            refuse(sequence, now)
+        num_before = len(held.holders)
         rows += _admit(config, held, waiting, budget, now, note_admission)
+        admission.end_round(len(held.holders) - num_before)
     return rows
 
 
@@ -54,15 +67,15 @@ def _admit(
     waiting: WaitingQueue,
     budget: int,
     now: float,
-    note_admission: Callable[[Sequence], None],
+    note_admission: Note,
 ) -> list[Scheduled]:
-    """Admit in arrival order; the first that cannot reserve stops those behind it (design §4)."""
+    """Admit one after the other; the first that cannot reserve stops those behind it (design §4)."""
     rows = []
     while budget > 0 and len(held.holders) < config.max_num_seqs:
         sequence = waiting.first()
         if sequence is None or not held.admit(sequence, budget, now):
             break
-        note_admission(sequence)
+        note_admission(sequence, now)
         # One that waits for its adapter keeps its reservation and is passed by others.
         if sequence.stage is Stage.RUNNING:
             remaining = sequence.num_remaining

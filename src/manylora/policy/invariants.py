@@ -155,8 +155,9 @@ def _check_sequences(
 ) -> None:
     members = waiting.members()
     assert len(members) == len(waiting), "the queue knows its length"
-    orders = [s.order for s in members]
-    assert orders == sorted(orders), "the queue is in arrival order"
+    for was_admitted in (True, False):
+        orders = [s.order for s in members if s.state.admitted is was_admitted]
+        assert orders == sorted(orders), "each part of the queue is in arrival order"
     assert [s.order for s in held.holders] == sorted(s.order for s in held.holders), "holders are sorted"
     known = {id(s) for state in requests.values() for s in state.sequences.values()}
     assert known == {id(s) for s in [*members, *held.holders]}, "each live sequence waits or holds"

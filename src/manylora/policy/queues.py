@@ -30,12 +30,14 @@ class RequestState:
     """A live request: its samples that have not ended yet, and limits resolved on arrival."""
 
     __slots__ = (
-        "admitted", "is_ready", "max_tokens", "open_samples", "order", "request", "sequences", "stop_ids",
+        "admitted", "arrived_s", "is_ready", "max_tokens", "open_samples", "order", "request", "sequences",
+        "stop_ids",
     )  # fmt: skip
 
-    def __init__(self, request: Request, order: int, max_tokens: int) -> None:
+    def __init__(self, request: Request, order: int, max_tokens: int, arrived_s: float) -> None:
         self.request = request
         self.order = order
+        self.arrived_s = arrived_s
         self.max_tokens = max_tokens
         self.stop_ids = frozenset(request.stop_ids)
         self.admitted = False
@@ -126,13 +128,15 @@ class Sequence:
 
 
 class WaitingQueue:
-    """Sequences in arrival order.
+    """Two queues, one behind the other, each in arrival order.
 
-    Admission takes only the first in line, so whoever returns (preempted, or a fork that found no room) came
-    before everybody who still waits for the first time: two queues, one behind the other, stay sorted.
+    Whoever returns (preempted, or a fork that found no room) comes before everybody who still waits for the first
+    time; of those the oldest or the newest is next, as ``is_newest_first`` says at the moment. Admission takes
+    only the first in line, so the second queue shrinks at its ends.
     """
 
     def __init__(self) -> None:
+        self.is_newest_first = False
         self._returned: list[Sequence] = []
         self._arrived: collections.deque[Sequence] = collections.deque()
         self._num_arrived = 0
@@ -154,9 +158,14 @@ class WaitingQueue:
         """The first in line."""
         if self._returned:
             return self._returned[0]
-        while self._arrived and self._arrived[0].stage is not Stage.WAITING:
-            self._arrived.popleft()
-        return self._arrived[0] if self._arrived else None
+        arrived = self._arrived
+        if self.is_newest_first:
+            while arrived and arrived[-1].stage is not Stage.WAITING:
+                arrived.pop()
+            return arrived[-1] if arrived else None
+        while arrived and arrived[0].stage is not Stage.WAITING:
+            arrived.popleft()
+        return arrived[0] if arrived else None
 
     def remove(self, sequence: Sequence) -> None:
         """Take a waiting sequence out, wherever it stands; the caller then changes its stage for good.
@@ -169,19 +178,31 @@ class WaitingQueue:
         self._num_arrived -= 1
         if self._arrived[0] is sequence:
             self._arrived.popleft()
+        elif self._arrived[-1] is sequence:
+            self._arrived.pop()
 
     def leading(self, count: int) -> list[Sequence]:
         """The first few in line."""
         first = self._returned[:count]
-        for sequence in self._arrived:
+        for sequence in reversed(self._arrived) if self.is_newest_first else self._arrived:
             if len(first) >= count:
                 break
             if sequence.stage is Stage.WAITING:
                 first.append(sequence)
         return first
 
+    def arrived_until(self, moment: float) -> list[Sequence]:
+        """Those that came by then and were never admitted, in arrival order."""
+        early = []
+        for sequence in self._arrived:
+            if sequence.state.arrived_s > moment:
+                break
+            if sequence.stage is Stage.WAITING:
+                early.append(sequence)
+        return early
+
     def members(self) -> list[Sequence]:
-        """All that wait, in order."""
+        """All that wait: those that returned, then the others, each in arrival order."""
         return self._returned + [s for s in self._arrived if s.stage is Stage.WAITING]
 
 

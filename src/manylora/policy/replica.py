@@ -10,6 +10,7 @@ import collections
 import dataclasses
 
 from manylora.config import PolicyConfig
+from manylora.policy.admission import Admission
 from manylora.policy.batch import compose
 from manylora.policy.cache import Cache
 from manylora.policy.counters import Counters
@@ -92,6 +93,7 @@ class Replica:
     def __init__(self, config: PolicyConfig) -> None:
         self._config = config
         self._waiting = WaitingQueue()
+        self._admission = Admission(config, self._waiting)
         self._commands: list[Command] = []
         self._cache = Cache(config, self._commands.append)
         self._tree = self._cache.tree
@@ -200,7 +202,7 @@ class Replica:
         if error is not None:
             self._commands.append(Reject(request.id, error))
             return
-        state = RequestState(request, self._num_arrivals, self._token_limit(request))
+        state = RequestState(request, self._num_arrivals, self._token_limit(request), self._cache.now)
         self._num_arrivals += 1
         self._requests[request.id] = state
         self._live[request.adapter] += 1
@@ -370,9 +372,15 @@ class Replica:
     # ------------------------------------------------------------ steps
 
     def _compose(self, now: float) -> list[Scheduled]:
-        return compose(
-            self._config, self._held, self._waiting, now, lambda sequence: self._note_admission(sequence, now)
-        )
+        note, refuse = self._note_admission, self._refuse
+        return compose(self._config, self._held, self._waiting, self._admission, now, note, refuse)
+
+    def _refuse(self, sequence: Sequence, now: float) -> None:
+        waited_s, objective_s = now - sequence.state.arrived_s, self._config.slo_ttft_s
+        message = f"after {waited_s:.1f} s in the queue, no first token can come within {objective_s:g} s"
+        self._fail_request(sequence.state, RequestError(503, message), now)
+        if self._removing:
+            self._free_removed()
 
     def _start_step(self, scheduled: list[Scheduled], now: float) -> None:
         self._num_steps += 1

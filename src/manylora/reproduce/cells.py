@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import statistics
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeVar
 
 from manylora.config import CacheConfig, ConfigError, PolicyConfig
 from manylora.sim.analytical import AnalyticalCosts
 from manylora.sim.hardware import HARDWARE
+from manylora.sim.limits import reference
 from manylora.sim.replay import Outcome, Replay
 from manylora.sim.shapes import ModelShape, shape_named
 from manylora.sim.summary import summarize
 from manylora.workloads.scenarios import scenario
+from manylora.workloads.stream import Stream
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+R = TypeVar("R")
 
 GIB = 2**30
 MEMORY_SHARE = 0.9
@@ -28,13 +35,16 @@ RUNNING_AT_ONCE = 256
 BATCH_TOKENS = 8192
 STATIC_PAGE_TOKENS = 32
 PAGE_TOKENS = 16
+REFERENCE = "cached"
+"""In the place of a policy: unlimited pages and all resident (``sim.limits.reference``); no bound."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cell:
     """``pool_like``: the hardware whose ratio of pool to weights limits the pool, where it is another.
 
-    ``sample_s``: how often the device's allocation is noted, in virtual seconds; 0: never.
+    ``policy``: or ``REFERENCE``. ``is_warm``: every adapter was asked for once before. ``sample_s``: how often
+    the device's allocation is noted, in virtual seconds; 0: never.
     """
 
     scenario: str
@@ -50,6 +60,7 @@ class Cell:
     arrivals: str | None = None
     adapter_share: float = 0.2
     seed: int = 0
+    is_warm: bool = True
     sample_s: float = 0.0
 
     @property
@@ -79,25 +90,10 @@ def device_pages(cell: Cell, shape: ModelShape) -> int:
 
 def run_cell(cell: Cell, most_ttft_ms: float | None = None) -> CellResult:
     """Simulate; equal cells give equal results. With ``most_ttft_ms`` a run that cannot stay below is given up."""
-    shape = shape_named(cell.model)
-    page_bytes = shape.page_bytes(cell.page_tokens)
-    config = PolicyConfig(
-        num_pages=device_pages(cell, shape),
-        page_tokens=cell.page_tokens,
-        max_model_len=4096,
-        max_num_seqs=RUNNING_AT_ONCE,
-        max_batch_tokens=BATCH_TOKENS,
-        num_host_pages=HOST_POOL_BYTES // page_bytes,
-        page_bytes=page_bytes,
-        cache=CacheConfig(cell.policy, adapter_share=cell.adapter_share),
-    )
-    stream = scenario(
-        cell.scenario, cell.rate, cell.num_adapters, cell.duration_s, cell.seed,
-        popularity=cell.popularity, arrivals=cell.arrivals,
-    )  # fmt: skip
-    costs = AnalyticalCosts(shape, HARDWARE[cell.hardware], cell.cards)
-    pages = [shape.adapter_pages(rank, cell.page_tokens) for rank in stream.ranks]
-    replay = Replay(stream, config, costs, pages)
+    if cell.policy == REFERENCE:
+        unlimited = reference(*_inputs(cell))
+        return {**summarize(unlimited), **_parts_ms(unlimited.outcomes)}
+    replay = cell_replay(cell)
     if most_ttft_ms is not None and not _stays_below(replay, most_ttft_ms / 1e3):
         return {"ttft_mean_ms": float("inf")}
     usage = _Usage(replay)
@@ -113,6 +109,50 @@ def run_cell(cell: Cell, most_ttft_ms: float | None = None) -> CellResult:
         result["samples"] = usage.samples
         result["ttft_over_time"] = _over_time(replay.outcomes, cell.sample_s)
     return result
+
+
+def cell_replay(cell: Cell) -> Replay:
+    """The cell, not yet run."""
+    return Replay(*_inputs(cell), is_warm=cell.is_warm)
+
+
+def _inputs(cell: Cell) -> tuple[Stream, PolicyConfig, AnalyticalCosts, list[int]]:
+    """What ``Replay`` takes."""
+    shape, stream = shape_named(cell.model), cell_stream(cell)
+    pages = [shape.adapter_pages(rank, cell.page_tokens) for rank in stream.ranks]
+    return stream, _config(cell, shape), cell_costs(cell), pages
+
+
+def cell_costs(cell: Cell) -> AnalyticalCosts:
+    """What things take on the cell's cards."""
+    return AnalyticalCosts(shape_named(cell.model), HARDWARE[cell.hardware], cell.cards)
+
+
+def _config(cell: Cell, shape: ModelShape) -> PolicyConfig:
+    page_bytes = shape.page_bytes(cell.page_tokens)
+    cache = CacheConfig("lru" if cell.policy == REFERENCE else cell.policy, adapter_share=cell.adapter_share)
+    return PolicyConfig(
+        num_pages=device_pages(cell, shape),
+        page_tokens=cell.page_tokens,
+        max_model_len=4096,
+        max_num_seqs=RUNNING_AT_ONCE,
+        max_batch_tokens=BATCH_TOKENS,
+        num_host_pages=HOST_POOL_BYTES // page_bytes,
+        page_bytes=page_bytes,
+        cache=cache,
+    )
+
+
+def cell_stream(cell: Cell) -> Stream:
+    """What is asked for; the same under every policy."""
+    return _stream(
+        cell.scenario, cell.rate, cell.num_adapters, cell.duration_s, cell.seed,
+        popularity=cell.popularity, arrivals=cell.arrivals,
+    )  # fmt: skip
+
+
+_stream = functools.lru_cache(maxsize=2)(scenario)
+"""Cells that differ in policy alone often follow one another."""
 
 
 def _stays_below(replay: Replay, limit_s: float) -> bool:
@@ -185,19 +225,32 @@ def _over_time(outcomes: list[Outcome], window_s: float) -> list[tuple[float, fl
 
 def run_cells(cells: Iterable[Cell], workers: int, show: Callable[[str], None]) -> dict[Cell, CellResult]:
     """All of them, each once, in ``workers`` processes."""
-    wanted = list(dict.fromkeys(cells))
-    results: dict[Cell, CellResult] = {}
-    if workers == 1 or len(wanted) == 1:
-        for cell in wanted:
-            results[cell] = run_cell(cell)
-            show(f"{len(results)} of {len(wanted)} simulations done")
+    return in_parallel(run_cell, {cell: cell for cell in cells}, workers, show, "simulations done")
+
+
+def in_parallel(
+    call: Callable[[T], R],
+    arguments: dict[K, T],
+    workers: int,
+    show: Callable[[str], None],
+    what: str,
+) -> dict[K, R]:
+    """``call`` of each argument, by its key, in the arguments' order; in ``workers`` processes, if more than 1."""
+    results: dict[K, R] = {}
+
+    def note(key: K, result: R) -> None:
+        results[key] = result
+        show(f"{len(results)} of {len(arguments)} {what}")
+
+    if workers == 1 or len(arguments) == 1:
+        for key, argument in arguments.items():
+            note(key, call(argument))
         return results
     with concurrent.futures.ProcessPoolExecutor(workers) as pool:
-        running = {pool.submit(run_cell, cell): cell for cell in wanted}
+        running = {pool.submit(call, argument): key for key, argument in arguments.items()}
         for done in concurrent.futures.as_completed(running):
-            results[running[done]] = done.result()
-            show(f"{len(results)} of {len(wanted)} simulations done")
-    return {cell: results[cell] for cell in wanted}
+            note(running[done], done.result())
+    return {key: results[key] for key in arguments}
 
 
 def peak_rate(cell: Cell, limit_ms: float = 500.0, tolerance: float = 0.05, highest: float = 200.0) -> float:

@@ -5,18 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from manylora.reproduce import drawing
-from manylora.reproduce.cells import CellResult, run_cells
+from manylora.reproduce.cells import REFERENCE
 from manylora.reproduce.experiment import Experiment, Setup
-from manylora.reproduce.fastlibra_grid import (
-    BASELINES,
-    NOTES,
-    POLICIES,
-    Case,
-    cases,
-    duration_s,
-    peaks,
-    rate_shares,
-)
+from manylora.reproduce.fastlibra_grid import BASELINES, NOTES, POLICIES, SHOWN, Grid, cases, pairs, run_grid
 from manylora.reproduce.report import Headline, Report, Row, change, mean, ratio
 
 PAPER = {
@@ -29,72 +20,52 @@ PEAK_TTFT_MS = 500.0
 
 def run(setup: Setup) -> Report:
     """Peaks first, then every policy at the same shares of ``fastlibra``'s peak."""
-    found = cases(setup)
-    peak = peaks([(case, policy) for case in found for policy in POLICIES], setup)
-    rates = {case: [share * peak[case, "fastlibra"] for share in rate_shares(setup)] for case in found}
-    cells = {
-        (case, policy, rate): case.cell(policy, rate, setup)
-        for case in found
-        for policy in POLICIES
-        for rate in rates[case]
-    }
-    results = run_cells(cells.values(), setup.num_workers, setup.show)
-    rows: list[Row] = []
-    for case in found:
-        runs = {policy: [results[cells[case, policy, rate]] for rate in rates[case]] for policy in POLICIES}
-        for policy in POLICIES:
-            rows.append(_row(case, policy, rates[case], runs, peak[case, policy]))
-    settings = {
-        "scale": setup.scale, "seed": setup.seed, "duration_s": duration_s(setup),
-        "rate_shares": list(rate_shares(setup)), "hardware": "fastlibra-npu",
-        "rates": {case.name: rates[case] for case in found},
-    }  # fmt: skip
-    return Report(EXPERIMENT.name, EXPERIMENT.title, settings, rows, _headline(rows), NOTES)
+    grid = run_grid(setup, cases(setup), SHOWN, peaks_of=POLICIES)
+    rows = [_row(grid, case, policy) for case in grid.cases for policy in SHOWN]
+    return Report(EXPERIMENT.name, EXPERIMENT.title, grid.settings(setup), rows, _headline(rows), NOTES)
 
 
-def _row(case: Case, policy: str, rates: list[float], runs: dict[str, list[CellResult]], peak: float) -> Row:
+def _row(grid: Grid, case: str, policy: str) -> Row:
+    mine = grid.runs[case, policy]
     sustained = [
-        index
-        for index in range(len(rates))
-        if all(of[index]["ttft_mean_ms"] < PEAK_TTFT_MS for of in runs.values())
+        run
+        for index, run in enumerate(mine)
+        if all(grid.runs[case, each][index]["ttft_mean_ms"] < PEAK_TTFT_MS for each in POLICIES)
     ]
-    mine = runs[policy]
+    # Without limits on memory a peak would say nothing of a policy.
+    peak = None if policy == REFERENCE else round(grid.peaks[case, policy], 3)
     return {
-        "case": case.name, "policy": policy, "peak_per_s": round(peak, 3),
-        "ttft_mean_ms": mean([run["ttft_mean_ms"] for run in mine]),
-        "tpot_mean_ms": mean([run["tpot_mean_ms"] for run in mine]),
-        "ttft_sustained_ms": mean([mine[index]["ttft_mean_ms"] for index in sustained]),
-        "tpot_sustained_ms": mean([mine[index]["tpot_mean_ms"] for index in sustained]),
+        "case": case, "policy": policy, "peak_per_s": peak,
+        "ttft_mean_ms": grid.mean(case, policy, "ttft_mean_ms"),
+        "tpot_mean_ms": grid.mean(case, policy, "tpot_mean_ms"),
+        "ttft_sustained_ms": mean([run["ttft_mean_ms"] for run in sustained]),
+        "tpot_sustained_ms": mean([run["tpot_mean_ms"] for run in sustained]),
         "ttft_ms_by_rate": [run["ttft_mean_ms"] for run in mine],
     }  # fmt: skip
 
 
 def _headline(rows: list[Row]) -> list[Headline]:
     """Means over all cases of the changes in each."""
-    by_case: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        by_case.setdefault(row["case"], {})[row["policy"]] = row
     figures = []
     for ours in ("fastlibra", "manylora"):
         for baseline in BASELINES:
             name, ttft, tpot, peak = PAPER[baseline]
             is_papers = ours == "fastlibra"
-            pairs = [(of[ours], of[baseline]) for of in by_case.values()]
             for metric, paper in (("ttft", ttft), ("tpot", tpot)):
                 for over, stated in (("mean", paper), ("sustained", None)):
-                    changes = [change(a[f"{metric}_{over}_ms"], b[f"{metric}_{over}_ms"]) for a, b in pairs]
+                    compared = pairs(rows, ours, baseline, f"{metric}_{over}_ms", "case")
                     figures.append(
                         Headline(
-                            f"{ours}: {metric.upper()} against {name}, {over} rates", mean(changes),
-                            stated if is_papers else None,
+                            f"{ours}: {metric.upper()} against {name}, {over} rates",
+                            mean([change(a, b) for a, b in compared]), stated if is_papers else None,
                         )
                     )  # fmt: skip
-            ratios = [ratio(a["peak_per_s"], b["peak_per_s"]) for a, b in pairs]
+            ratios = [ratio(a, b) for a, b in pairs(rows, ours, baseline, "peak_per_s", "case")]
             figures.append(Headline(f"{ours}: peak over {name}'s", mean(ratios), peak if is_papers else None))
-    against = [
-        change(of["manylora"]["ttft_mean_ms"], of["fastlibra"]["ttft_mean_ms"]) for of in by_case.values()
-    ]
-    figures.append(Headline("manylora: TTFT against fastlibra, mean rates", mean(against)))
+    for other in ("fastlibra", REFERENCE):
+        compared = pairs(rows, "manylora", other, "ttft_mean_ms", "case")
+        changes = [change(a, b) for a, b in compared]
+        figures.append(Headline(f"manylora: TTFT against {other}, mean rates", mean(changes)))
     return figures
 
 

@@ -5,64 +5,47 @@ Rates are fixed before policies are compared: shares of the peak that ``fastlibr
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from manylora.reproduce.cells import Cell, peak_rate
+from manylora.reproduce.cells import REFERENCE, Cell, CellResult, in_parallel, peak_rate, run_cells
 from manylora.reproduce.experiment import Setup
+from manylora.reproduce.report import Row, mean
 
 SCENARIOS = ("chatbot", "translation", "agent")
 MODELS = (("llama-2-7b", 1), ("llama-2-13b", 2), ("codellama-34b", 4))
 """With the cards that the paper gives them (§6.1)."""
 ADAPTERS = (20, 50, 100)
 BASELINES = ("static-lru", "s-lora")
+PAPERS_NAMES = {"static-lru": "vLLM", "s-lora": "S-LoRA"}
 VARIANTS = ("fastlibra-wom", "fastlibra-wos", "fastlibra-wol")
 POLICIES = ("manylora", "fastlibra", *BASELINES)
-NOTES = (
+SHOWN = (*POLICIES, REFERENCE)
+FIRST_RATES = {"chatbot": 4.0, "translation": 32.0, "agent": 32.0}
+"""Where the search for a peak begins; translations and agents' turns are short."""
+SIMULATION_NOTES = (
     "Simulated: the engine's own policy on a device of assumed costs (manylora.sim.analytical), ideally split "
     "over the cards.",
     "The paper's NPU has no stated memory bandwidth: 1.2 TB/s is assumed.",
     "static-lru stands for the paper's vLLM with LRU offloading (§6.1), s-lora for its S-LoRA.",
-    "Adapters of rank 32 or 64 on q, k, v, o (the paper does not name the modules); every one was asked for once "
-    "before.",
+    "Adapters of rank 32 or 64 on q, k, v, o (the paper does not name the modules).",
 )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Case:
-    """One group of bars of the paper's figures, as "7B-20" in a scenario."""
-
-    scenario: str
-    model: str
-    cards: int
-    num_adapters: int
-
-    @property
-    def name(self) -> str:
-        size = self.model.rpartition("-")[2].upper()
-        return f"{self.scenario} {size}-{self.num_adapters}"
-
-    def cell(self, policy: str, rate: float, setup: Setup, **others: Any) -> Cell:
-        """The case under a policy at a rate."""
-        return Cell(
-            self.scenario, policy, rate, self.num_adapters, duration_s(setup),
-            model=self.model, cards=self.cards, seed=setup.seed, **others,
-        )  # fmt: skip
+WARM_NOTE = "Every adapter was asked for once before the start."
+NOTES = (
+    *SIMULATION_NOTES,
+    WARM_NOTE,
+    "Rates are shares of the peak that fastlibra bears in each case (mean TTFT below 500 ms); figures are means "
+    "over them, then over cases.",
+    "cached, where it is shown: the same arrivals with unlimited pages and all resident; a reference, not a "
+    "bound.",
+)
 
 
 def duration_s(setup: Setup) -> float:
     """Of one run: the paper's half hour, or less."""
-    return setup.pick(1800.0, 60.0, 8.0)
-
-
-def cases(setup: Setup) -> list[Case]:
-    """All of the paper's; a few with less time."""
-    scenarios: Sequence[str] = setup.pick(SCENARIOS, SCENARIOS, SCENARIOS[:1])
-    models: Sequence[tuple[str, int]] = setup.pick(MODELS, MODELS[:1], MODELS[:1])
-    adapters: Sequence[int] = setup.pick(ADAPTERS, (100,), (20,))
-    return [Case(s, model, cards, n) for s in scenarios for model, cards in models for n in adapters]
+    return setup.pick(1800.0, 30.0, 4.0)
 
 
 def rate_shares(setup: Setup) -> tuple[float, ...]:
@@ -70,16 +53,104 @@ def rate_shares(setup: Setup) -> tuple[float, ...]:
     return setup.pick(tuple(n / 10 for n in range(1, 11)), (0.4, 0.9), (0.5,))
 
 
-def peaks(wanted: Sequence[tuple[Case, str]], setup: Setup) -> dict[tuple[Case, str], float]:
-    """The peak rate of each case under each policy, by bisection."""
-    tolerance = setup.pick(0.03, 0.2, 0.5)
-    found: dict[tuple[Case, str], float] = {}
-    with concurrent.futures.ProcessPoolExecutor(setup.num_workers) as pool:
-        running = {
-            pool.submit(peak_rate, case.cell(policy, 2.0, setup), tolerance=tolerance): (case, policy)
-            for case, policy in wanted
-        }
-        for done in concurrent.futures.as_completed(running):
-            found[running[done]] = done.result()
-            setup.show(f"{len(found)} of {len(running)} peak rates found")
-    return {key: found[key] for key in wanted}
+def cases(setup: Setup) -> dict[str, Cell]:
+    """All of the paper's, named as in its figures ("7B-20" in a scenario); a few with less time.
+
+    Policy and rate are for others to fill in: here ``fastlibra``, and where the search for its peak begins.
+    """
+    scenarios: Sequence[str] = setup.pick(SCENARIOS, SCENARIOS, SCENARIOS[:1])
+    models: Sequence[tuple[str, int]] = setup.pick(MODELS, MODELS[:1], MODELS[:1])
+    adapters: Sequence[int] = setup.pick(ADAPTERS, (100,), (20,))
+    return {
+        f"{scenario} {model.rpartition('-')[2].upper()}-{num}": Cell(
+            scenario, "fastlibra", FIRST_RATES[scenario], num, duration_s(setup),
+            model=model, cards=cards, seed=setup.seed,
+        )
+        for scenario in scenarios
+        for model, cards in models
+        for num in adapters
+    }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Cases by name. ``runs``: of a case under a policy, one for each of the case's ``rates``; ``peaks``: of those
+    policies whose were asked for."""
+
+    cases: dict[str, Cell]
+    rates: dict[str, list[float]]
+    peaks: dict[tuple[str, str], float]
+    runs: dict[tuple[str, str], list[CellResult]]
+
+    def settings(self, setup: Setup) -> dict[str, Any]:
+        """All that a repetition needs."""
+        return {
+            "scale": setup.scale, "seed": setup.seed, "rate_shares": list(rate_shares(setup)),
+            "cases": {name: dataclasses.asdict(cell) for name, cell in self.cases.items()},
+            "rates": self.rates,
+        }  # fmt: skip
+
+    def mean(self, case: str, policy: str, field: str) -> float | None:
+        """Over the case's rates."""
+        return mean([run[field] for run in self.runs[case, policy]])
+
+
+def run_grid(
+    setup: Setup, found: dict[str, Cell], policies: Sequence[str], peaks_of: Sequence[str] = ()
+) -> Grid:
+    """Every policy in every case, at shares of ``fastlibra``'s peak; and the peaks of ``peaks_of``."""
+    searched = dict.fromkeys(("fastlibra", *peaks_of))
+    peaks = _peaks(setup, ((case, policy) for case in found for policy in searched), found)
+    rates = {case: [share * peaks[case, "fastlibra"] for share in rate_shares(setup)] for case in found}
+    # Policies of one case and rate in a row: they share the stream.
+    cells = {
+        (case, rate, policy): dataclasses.replace(cell, rate=rate, policy=policy)
+        for case, cell in found.items()
+        for rate in rates[case]
+        for policy in policies
+    }
+    results = run_cells(cells.values(), setup.num_workers, setup.show)
+    runs = {
+        (case, policy): [results[cells[case, rate, policy]] for rate in rates[case]]
+        for case in found
+        for policy in policies
+    }
+    return Grid(found, rates, peaks, runs)
+
+
+def _peaks(
+    setup: Setup, wanted: Iterable[tuple[str, str]], found: Mapping[str, Cell]
+) -> dict[tuple[str, str], float]:
+    """The peak rate of each case under each policy, by bisection from the case's own rate."""
+    cells = {(case, policy): dataclasses.replace(found[case], policy=policy) for case, policy in wanted}
+    return find_peaks(setup, cells)
+
+
+def find_peaks(setup: Setup, cells: Mapping[Any, Cell]) -> dict[Any, float]:
+    """Of each cell, by bisection from its rate; coarser with less time."""
+    search = functools.partial(
+        peak_rate, tolerance=setup.pick(0.03, 0.25, 0.5), highest=setup.pick(400.0, 200.0, 8.0)
+    )
+    return in_parallel(search, dict(cells), setup.num_workers, setup.show, "peak rates found")
+
+
+def scenario_rows(grid: Grid, policies: Sequence[str], fields: Mapping[str, str]) -> list[Row]:
+    """A row for each scenario under each policy: means over rates, then over cases.
+
+    ``fields``: a result's, by the name it gets in the row.
+    """
+    rows: list[Row] = []
+    for scenario in dict.fromkeys(cell.scenario for cell in grid.cases.values()):
+        inside = [case for case, cell in grid.cases.items() if cell.scenario == scenario]
+        for policy in policies:
+            row: Row = {"scenario": scenario, "policy": policy}
+            for name, field in fields.items():
+                row[name] = mean([grid.mean(case, policy, field) for case in inside])
+            rows.append(row)
+    return rows
+
+
+def pairs(rows: Sequence[Row], ours: str, other: str, field: str, by: str) -> list[tuple[Any, Any]]:
+    """(our policy's value, the other's) for each value of ``by``."""
+    values = {(row[by], row["policy"]): row[field] for row in rows}
+    return [(values[place, ours], values[place, other]) for place in dict.fromkeys(row[by] for row in rows)]

@@ -14,14 +14,17 @@ Summary = dict[str, float]
 
 
 def summarize(replay: Replay) -> Summary:
-    """A finished replay, in numbers that depend on nothing but its inputs; shares are of 1, times in ms."""
-    outcomes = replay.outcomes
+    """A finished replay, in numbers that depend on nothing but its inputs; shares are of 1, times in ms.
+
+    Of dropped requests nothing counts but the moment of the last end.
+    """
+    outcomes = [outcome for outcome in replay.outcomes if not outcome.is_dropped]
     before, after = replay.counters_at_start, replay.replica.counters
     grown = {
         field.name: getattr(after, field.name) - getattr(before, field.name)
         for field in dataclasses.fields(after)
     }
-    end_s = max(outcome.end_s for outcome in outcomes)
+    end_s = max(outcome.end_s for outcome in replay.outcomes)
     adapters = sum(grown[name] for name in ("adapter_hits_device", "adapter_hits_host", "adapter_misses"))
     tokens = grown["prefix_queries_tokens"]
     return {

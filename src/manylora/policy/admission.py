@@ -1,0 +1,46 @@
+"""Whose turn it is to be admitted, and for whom it is too late (S-LoRA §4.3, §7.5).
+
+Owns the three admission policies; does not know what an admission takes, nor how a request is told of its end.
+"""
+
+from __future__ import annotations
+
+from manylora.config import FIRST_STEP_S, PolicyConfig
+from manylora.policy.queues import Sequence, WaitingQueue
+
+KEPT = 0.7
+"""How much of a moving average survives one observation. The authors' abort_req_queue.py keeps 0.3 and
+truncates."""
+
+
+class Admission:
+    """``fcfs``: oldest first; ``lcfs``: newest first; ``early-abort``: whoever can still be served in time.
+
+    Who was admitted before comes first in all of them. Early abort is as in the authors' repository, of which the
+    paper gives the idea: a round drops requests that have waited so long that, with ``FIRST_STEP_S`` for the step
+    to come, their first token would miss the objective. Then it takes the newest first where the queue grows by as
+    many as are admitted, else the oldest. ``growth`` averages, over rounds, how many more wait than after the
+    last round that admitted anybody; ``admitted``, over those, how many it admitted.
+    """
+
+    def __init__(self, config: PolicyConfig, waiting: WaitingQueue) -> None:
+        self._waiting = waiting
+        self._objective_s = config.slo_ttft_s if config.admission == "early-abort" else None
+        self._num_left = 0
+        self.growth = 1.0
+        self.admitted = 1.0
+        waiting.is_newest_first = config.admission == "lcfs"
+
+    def begin_round(self, now: float) -> list[Sequence]:
+        """There is room for somebody; sets the queue's order and returns those for whom it is too late."""
+        if self._objective_s is None:
+            return []
+        self.growth = KEPT * self.growth + (1 - KEPT) * (len(self._waiting) - self._num_left)
+        self._waiting.is_newest_first = self.growth >= self.admitted
+        return self._waiting.arrived_until(now + FIRST_STEP_S - self._objective_s)
+
+    def end_round(self, num_admitted: int) -> None:
+        """So many were admitted."""
+        if num_admitted and self._objective_s is not None:
+            self.admitted = KEPT * self.admitted + (1 - KEPT) * num_admitted
+            self._num_left = len(self._waiting)

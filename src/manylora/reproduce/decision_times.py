@@ -1,0 +1,135 @@
+"""What the cache policy's own decisions cost in real time (FastLibra §6.10), in this process, without a device.
+
+A tree of adapters and N KV nodes of one page (960 tokens = 60 pages a conversation, so N / 60 of them), nearly
+full. Timed: (1) match and update: a request of 960 tokens that matches 60 pages (page keys cut before) is matched,
+pinned, counted as a visit, released again, and as old a visit expires; (2) a decision: choosing and evicting
+victims for 64 pages at 96 % use, with host copies to fall back on or without.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+
+from manylora.config import CacheConfig, PolicyConfig
+from manylora.policy.cache import Cache
+from manylora.policy.tree import Node, PageKey, Residence
+
+NUM_ADAPTERS = 1000
+PAGES_A_CONVERSATION = 60
+ADAPTER_PAGES = 8
+VICTIM_PAGES = 64
+WINDOW_S = 60.0
+
+
+def build(
+    policy: str, num_nodes: int, with_host: bool, rng: random.Random
+) -> tuple[Cache, list[list[PageKey]]]:
+    """A full tree at 96 % use, each conversation visited at a moment of its own."""
+    num_conversations = num_nodes // PAGES_A_CONVERSATION
+    num_adapters = min(NUM_ADAPTERS, num_conversations)
+    used = num_nodes + num_adapters * ADAPTER_PAGES
+    num_pages = int(used / 0.96)
+    config = PolicyConfig(
+        num_pages,
+        16,
+        4096,
+        64,
+        8192,
+        4 * num_pages if with_host else 0,
+        2**21,
+        CacheConfig(policy, window_s=WINDOW_S),
+    )
+    cache = Cache(config, lambda command: None)
+    for adapter in range(1, num_adapters + 1):
+        cache.tree.add_adapter(adapter, ADAPTER_PAGES)
+    conversations = []
+    now = 0.0
+    spacing_s = WINDOW_S / num_conversations  # one enters the window as one leaves it
+    for number in range(num_conversations):
+        now += spacing_s
+        cache.now = now
+        root = cache.tree.node(_adapter_of(number))
+        if not root.pages:
+            cache.tree.set_device(root, Residence.RESIDENT, cache.device.take(root.num_pages))
+        keys = [rng.randbytes(16 * 8) for _ in range(PAGES_A_CONVERSATION)]
+        conversations.append(keys)
+        node: Node = root
+        cache.tree.pin(root)
+        for key in keys:
+            child = cache.tree.insert(node, key, now)
+            cache.tree.move_pin(node, child)
+            cache.fill(child, cache.device.take(1))
+            node = child
+        cache.visits.matched(node, now)
+        cache.tree.unpin(node, now)
+    return cache, conversations
+
+
+def _adapter_of(conversation: int) -> int:
+    return 1 + conversation % NUM_ADAPTERS
+
+
+def time_requests(
+    cache: Cache, conversations: list[list[PageKey]], count: int, rng: random.Random
+) -> list[float]:
+    """Seconds of each request's match, pin, visit, unpin, and of the expiry of what left the window."""
+    tree, visits = cache.tree, cache.visits
+    seconds = []
+    now = cache.now
+    for _ in range(count):
+        number = rng.randrange(len(conversations))
+        keys, adapter = conversations[number], _adapter_of(number)
+        now += WINDOW_S / len(conversations)  # each request sees about one expire
+        cache.now = now
+        began = time.perf_counter()
+        path = tree.match(adapter, keys, PAGES_A_CONVERSATION)
+        deepest = path[-1] if path else tree.node(adapter)
+        tree.pin(deepest)
+        visits.matched(deepest, now)
+        tree.unpin(deepest, now)
+        visits.expire(now)
+        seconds.append(time.perf_counter() - began)
+        assert len(path) == PAGES_A_CONVERSATION
+    return seconds
+
+
+def time_decisions(cache: Cache, count: int) -> list[float]:
+    """Seconds of each choice of victims for 64 pages; the pages are taken, so that use stays at 96 %."""
+    seconds = []
+    for _ in range(count):
+        cache.now += 0.1
+        cache.visits.expire(cache.now)  # requests pay for this, see above
+        target = cache.pages_used - VICTIM_PAGES
+        began = time.perf_counter()
+        cache.shrink(target, "busy")
+        seconds.append(time.perf_counter() - began)
+        assert cache.pages_used <= target
+        cache.device.take(min(VICTIM_PAGES, cache.device.num_free))
+    return seconds
+
+
+def measure(
+    policy: str, num_nodes: int, with_host: bool, num_requests: int = 2000, num_decisions: int = 100
+) -> dict[str, object]:
+    """Milliseconds of real time of requests and of decisions; raises AssertionError for a tree that is too small
+    for so many decisions."""
+    rng = random.Random(7)
+    cache, conversations = build(policy, num_nodes, with_host, rng)
+    gc.collect()
+    gc.freeze()
+    requests = time_requests(cache, conversations, num_requests, rng)
+    decisions = time_decisions(cache, num_decisions)
+    gc.unfreeze()
+    return {
+        "policy": policy,
+        "nodes": num_nodes,
+        "host_pool": with_host,
+        "request_mean_ms": 1e3 * statistics.fmean(requests),
+        "request_p99_ms": 1e3 * sorted(requests)[int(0.99 * len(requests))],
+        "decision_mean_ms": 1e3 * statistics.fmean(decisions),
+        "decision_median_ms": 1e3 * statistics.median(decisions),
+        "decision_max_ms": 1e3 * max(decisions),
+    }

@@ -1,0 +1,49 @@
+"""FastLibra's Figure 2: the time to the first token of its vLLM over time, in the three scenarios (§2.2)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from manylora.reproduce import drawing
+from manylora.reproduce.experiment import Experiment, Setup
+from manylora.reproduce.fastlibra_grid import SCENARIOS
+from manylora.reproduce.fastlibra_vllm import NOTES, settings, watch, watched_cells
+from manylora.reproduce.report import Headline, Report, Row
+
+PAPER_TTFT_MS = {"chatbot": 1032.4, "translation": 1905.1, "agent": 730.8}
+"""§2.2: "the TTFT of the three benchmarks ... on average", in the order in which it names them."""
+
+
+def run(setup: Setup) -> Report:
+    """Each scenario once, in windows of a sixtieth of its time."""
+    cells = watched_cells(setup, SCENARIOS)
+    results = watch(setup, cells)
+    rows: list[Row] = [
+        {"scenario": scenario, "at_s": at_s, "ttft_mean_ms": ttft_ms}
+        for scenario, result in results.items()
+        for at_s, ttft_ms in result["ttft_over_time"]
+    ]
+    headline = []
+    for scenario, result in results.items():
+        most = max(ttft_ms for _, ttft_ms in result["ttft_over_time"])
+        headline.append(
+            Headline(f"{scenario}: mean TTFT, ms", result["ttft_mean_ms"], PAPER_TTFT_MS[scenario])
+        )
+        headline.append(Headline(f"{scenario}: TTFT in the worst window, ms", round(most, 1)))
+    return Report(EXPERIMENT.name, EXPERIMENT.title, settings(setup, cells), rows, headline, NOTES)
+
+
+def draw(report: Report, path: Path) -> None:
+    """A panel for each scenario, over the time of arrival."""
+    drawing.curves(
+        report, path, (("ttft_mean_ms", "TTFT"),), x=("at_s", "time, s"), panel="scenario", y="TTFT, ms"
+    )
+
+
+EXPERIMENT = Experiment(
+    "fastlibra-fig2",
+    "TTFT over time of vLLM with static parts for LoRA and KV (static-lru), in three scenarios",
+    ("sim",),
+    run,
+    draw,
+)

@@ -1,0 +1,94 @@
+"""Punica's Figure 10: one transformer layer with LoRA, by batch, model, length and popularity (§7.1)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from manylora.reproduce import drawing
+from manylora.reproduce.experiment import Experiment, Setup
+from manylora.reproduce.punica_workload import POPULARITIES, RANK, model_counts
+from manylora.reproduce.report import Headline, Report, Row, mean, ratio
+from manylora.sim.shapes import shape_named
+
+MODELS = ("llama-2-7b", "llama-2-13b")
+LENGTHS = (512, 2048)
+PAPER_GROWTH = {("llama-2-7b", 512): 1.72}
+"""§7.1: "only increases by 72% when the batch size increases from 1 to 32 when the sequence length is 512"; the
+text does not say of which model, so it stands beside the first."""
+NUM_LAYERS = 4
+NOTES = (
+    f"{NUM_LAYERS} layers with weights of their own in one captured graph, cold caches, divided by {NUM_LAYERS}; "
+    "dummy weights, rank 16 on all linear modules; embeddings, head and sampler left out.",
+    "Every row decodes one token and attends to as many positions as the length says.",
+)
+
+
+def run(setup: Setup) -> Report:
+    """All popularities of one batch in turn, batch by batch."""
+    from manylora.bench.dummies import DEMO
+    from manylora.bench.kernels import device_name
+    from manylora.bench.layers import LayerCase, LayerRig
+
+    batches = setup.pick((1, 2, 4, 8, 16, 24, 32), (1, 8, 32), (1, 4))
+    lengths, repeats = setup.pick((LENGTHS, 50), (LENGTHS, 15), ((32, 64), 2))
+    shapes = setup.pick(
+        [shape_named(name) for name in MODELS], [shape_named(name) for name in MODELS], [DEMO]
+    )
+    rows: list[Row] = []
+    machine = ""
+    for shape in shapes:
+        cases = {
+            (length, batch, popularity): LayerCase(length, model_counts(popularity, batch))
+            for length in lengths
+            for batch in batches
+            for popularity in POPULARITIES
+        }
+        rig = LayerRig(shape, setup.device, RANK, NUM_LAYERS, list(cases.values()))
+        machine = device_name(rig.device)
+        for length in lengths:
+            for batch in batches:
+                found = rig.seconds([cases[length, batch, one] for one in POPULARITIES], repeats)
+                for popularity, seconds in zip(POPULARITIES, found, strict=True):
+                    setting = {
+                        "model": shape.name,
+                        "length": length,
+                        "batch": batch,
+                        "popularity": popularity,
+                    }
+                    rows.append({"case": f"{shape.name}, length {length}", **setting, "ms": 1e3 * seconds})
+                setup.show(f"{shape.name}, length {length}, batch {batch}")
+        del rig  # before the next one's pool is taken
+    settings = {"scale": setup.scale, "device": setup.device, "machine": machine, "repeats": repeats}
+    return Report(EXPERIMENT.name, EXPERIMENT.title, settings, rows, _headline(rows), NOTES)
+
+
+def _headline(rows: list[Row]) -> list[Headline]:
+    at = {(row["case"], row["popularity"], row["batch"]): row for row in rows}
+    last = rows[-1]["batch"]
+    figures = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        several = [at[case, popularity, last]["ms"] for popularity in POPULARITIES]
+        grown = [ratio(at[case, one, last]["ms"], at[case, one, 1]["ms"]) for one in POPULARITIES]
+        row = at[case, POPULARITIES[0], last]
+        stated = PAPER_GROWTH.get((row["model"], row["length"])) if last == 32 else None
+        figures.append(Headline(f"{case}: batch {last} over 1, mean of popularities", mean(grown), stated))
+        slowest = ratio(max(several), min(several))
+        figures.append(Headline(f"{case}: slowest popularity over fastest, batch {last}", slowest))
+    return figures
+
+
+def draw(report: Report, path: Path) -> None:
+    """Time over batch size, a panel for each model and length, a line for each popularity."""
+    drawing.line_panels(
+        report, path, panel="case", series="popularity", x=("batch", "batch size"), y=("ms", "ms a layer"),
+        is_shared=False,
+    )  # fmt: skip
+
+
+EXPERIMENT = Experiment(
+    "punica-fig10",
+    "One transformer layer with LoRA, by batch size, model, length and popularity",
+    ("cuda",),
+    run,
+    draw,
+)

@@ -1,0 +1,81 @@
+"""Punica's Figure 9: the batched LoRA operator by rank, batch and popularity (§7.1)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from manylora.reproduce import drawing
+from manylora.reproduce.experiment import Experiment, Setup
+from manylora.reproduce.punica_fig8 import SIZES
+from manylora.reproduce.punica_workload import POPULARITIES, model_counts
+from manylora.reproduce.report import Headline, Report, Row, ratio
+
+RANKS = (8, 16, 32, 64)
+PAPER_ONE_US = 42.0
+"""§7.1: a single request, "around 42 us for all four ranks"."""
+PAPER_DISTINCT_US = {8: 72.0, 16: 75.0, 32: 89.0, 64: 118.0}
+"""§7.1: Distinct at batch 64. Where models are shared: "around 42 us to 45 us" throughout."""
+NOTES = (
+    "Input and output size as in Figure 8, from the published benchmark; the text names none.",
+    "On CUDA: device time of captured launches with cold caches; the paper's times hold the launches, which make "
+    "up much of a small batch's. On a CPU: wall time of one thread, warm caches; a core is busy at batch 1 "
+    "already, which the paper's GPU is not, so times grow with the batch.",
+)
+
+
+def run(setup: Setup) -> Report:
+    """All ranks of one batch in turn, batch by batch."""
+    from manylora.reproduce.lora_rig import LoraRig
+
+    batches = setup.pick((1, 2, 4, 8, 16, 24, 32, 48, 64), (1, 4, 16, 64), (1, 8))
+    (h1, h2), repeats = setup.pick((SIZES, 100), (SIZES, 15), ((256, 688), 3))
+    rig = LoraRig(setup.device, h1, h2, batches[-1], RANKS[-1])
+    rows: list[Row] = []
+    for popularity in POPULARITIES:
+        for batch in batches:
+            cases = [rig.case(model_counts(popularity, batch), rank) for rank in RANKS]
+            found = rig.seconds([rig.sgmv(case) for case in cases], repeats)
+            for rank, case, seconds in zip(RANKS, cases, found, strict=True):
+                setting = {"popularity": popularity, "rank": rank, "batch": batch, "models": len(case.counts)}
+                rows.append({**setting, "us": seconds * 1e6, "error": rig.error(case)})
+            setup.show(f"{popularity}, batch {batch}")
+    settings = {
+        "scale": setup.scale, "device": setup.device, "h1": h1, "h2": h2, "repeats": repeats, **rig.description,
+    }  # fmt: skip
+    headline = _headline(rows, setup.device == "cuda")
+    return Report(EXPERIMENT.name, EXPERIMENT.title, settings, rows, headline, NOTES)
+
+
+def _headline(rows: list[Row], is_gpu: bool) -> list[Headline]:
+    """Growth with the batch; absolute times beside the paper's only where a GPU ran."""
+    at = {(row["popularity"], row["rank"], row["batch"]): row["us"] for row in rows}
+    last = rows[-1]["batch"]
+    figures = []
+    for rank in RANKS:
+        stated = PAPER_DISTINCT_US[rank] if last == 64 else None
+        for popularity in POPULARITIES:
+            one, many = at[popularity, rank, 1], at[popularity, rank, last]
+            is_stated = popularity == "distinct" and stated is not None
+            grown = round(stated / PAPER_ONE_US, 4) if is_stated and stated else None
+            name = f"{popularity}, rank {rank}"
+            figures.append(Headline(f"{name}: batch {last} over 1", ratio(many, one), grown))
+            if is_gpu:
+                figures.append(Headline(f"{name}: batch 1, us", one, PAPER_ONE_US))
+                figures.append(Headline(f"{name}: batch {last}, us", many, stated if is_stated else None))
+    return figures
+
+
+def draw(report: Report, path: Path) -> None:
+    """Time over batch size, a panel for each popularity, a line for each rank."""
+    drawing.line_panels(
+        report, path, panel="popularity", series="rank", x=("batch", "batch size"), y=("us", "us")
+    )
+
+
+EXPERIMENT = Experiment(
+    "punica-fig9",
+    "The batched LoRA operator by rank and batch size, by popularity of the adapters",
+    ("cpu", "cuda"),
+    run,
+    draw,
+)
