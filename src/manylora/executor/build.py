@@ -183,6 +183,8 @@ def _limits(
         num_host_pages=num_host_pages,
         page_bytes=page.page_bytes,
         cache=settings.cache.policy,
+        admission=settings.scheduler.admission,
+        slo_ttft_s=settings.scheduler.slo_ttft_s,
     )
 
 

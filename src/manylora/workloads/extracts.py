@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import gzip
 import itertools
 from collections.abc import Sequence
@@ -57,6 +58,7 @@ def taskmaster_dialogs() -> dict[str, list[tuple[Round, ...]]]:
     return dialogs
 
 
+@functools.cache
 def _rows(name: str) -> list[list[str]]:
     with gzip.open(_FOLDER / name, "rt", encoding="utf-8") as file:
         return list(csv.reader(file))
