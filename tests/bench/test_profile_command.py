@@ -8,6 +8,7 @@ import pytest
 
 from manylora.bench.profile_grid import Batch, Limits, make_batches
 from manylora.cli import main
+from manylora.sim.costs import StepWork
 from manylora.sim.fit import fit_profile
 from manylora.sim.profile import load_profile
 from tests.e2e.process import MODEL
@@ -48,7 +49,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert one.adapter_token_bytes == 4 * one.adapter_bytes
     assert {point.num_rows for point in found.overheads} >= {1, 4}
     costs = fit_profile(found)
-    assert costs.step_s(4, 16, 100, one.adapter_bytes, 1) > 0
+    assert costs.step_s(StepWork(4, 16, 100, one.adapter_bytes, 1)) > 0
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from manylora.reproduce.s_lora_cells import (
 )
 from manylora.reproduce.s_lora_fig7 import arena_like
 from manylora.sim.analytical import AnalyticalCosts
+from manylora.sim.costs import StepWork
 from manylora.sim.hardware import HARDWARE
 from manylora.workloads.stream import Piece, Stream, StreamRequest
 
@@ -145,10 +146,12 @@ def test_padded_copies_by_hand() -> None:
     """Three rows of decode: three copies, each read, written and read again; the rest as without LoRA."""
     shape, card = SETTINGS["S2"].shape, HARDWARE["a10"]
     padded, plain = PaddedCopies(shape, "a10", 10**8), AnalyticalCosts(shape, card)
-    extra_s = padded.step_s(3, 0, 30, 5 * 10**7, 2) - plain.step_s(3, 0, 30, 0)
+    extra_s = padded.step_s(StepWork(3, 0, 30, 5 * 10**7, 2)) - plain.step_s(StepWork(3, 0, 30, 0))
     arithmetic_s = 2 * 3 * 10**8 / shape.itemsize / card.sustained_flops
     assert extra_s == pytest.approx(9 * 10**8 / card.sustained_memory_bytes_s + arithmetic_s)
-    assert padded.step_s(3, 0, 30, 0) == plain.step_s(3, 0, 30, 0), "the base model needs no copies"
+    assert padded.step_s(StepWork(3, 0, 30, 0)) == plain.step_s(StepWork(3, 0, 30, 0)), (
+        "the base model needs no copies"
+    )
 
 
 def request(number: int, adapter: int, arrival_s: float, prompt: int, output: int) -> StreamRequest:

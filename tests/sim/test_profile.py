@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from manylora.config import ConfigError
+from manylora.sim.costs import StepWork
 from manylora.sim.fit import FEATURES, fit_profile, nonnegative_least_squares
 from manylora.sim.profile import (
     FORMAT,
@@ -103,7 +104,7 @@ def test_a_device_with_three_bounds_is_found_again() -> None:
     costs = fit_profile(profile_of(bounded))
     assert len(costs.planes) > 1
     assert costs.held_out.mean < 0.02
-    assert costs.step_s(1, 0, 100, 0) == pytest.approx(7e-3, rel=0.03)
+    assert costs.step_s(StepWork(1, 0, 100, 0)) == pytest.approx(7e-3, rel=0.03)
     assert costs.held_out.num_points == 60
     assert costs.seen.num_points == 180
 
@@ -111,7 +112,9 @@ def test_a_device_with_three_bounds_is_found_again() -> None:
 def test_noise_shows_in_the_held_out_error() -> None:
     costs = fit_profile(profile_of(linear, noise=0.1))
     assert 0.02 < costs.held_out.mean < 0.1
-    assert costs.step_s(30, 0, 30_000, 0) == pytest.approx(linear((30, 0, 30_000, 0, 0, 0, 0)), rel=0.05)
+    assert costs.step_s(StepWork(30, 0, 30_000, 0)) == pytest.approx(
+        linear((30, 0, 30_000, 0, 0, 0, 0)), rel=0.05
+    )
 
 
 def test_lines_are_found_again() -> None:
@@ -127,7 +130,9 @@ def test_lines_are_found_again() -> None:
 def test_cards_share_steps_and_copies() -> None:
     one = fit_profile(profile_of(bounded))
     four = one.on_cards(4)
-    assert four.step_s(8, 100, 9000, 10**8, 2) == pytest.approx(one.step_s(8, 100, 9000, 10**8, 2) / 4)
+    assert four.step_s(StepWork(8, 100, 9000, 10**8, 2)) == pytest.approx(
+        one.step_s(StepWork(8, 100, 9000, 10**8, 2)) / 4
+    )
     assert four.copy_s(10**7) == pytest.approx(1e-4 + 1e-2 / 4)
     assert (four.read_s(10**6), four.overhead_s(3)) == (one.read_s(10**6), one.overhead_s(3))
     with pytest.raises(ConfigError, match="cards"):
@@ -140,7 +145,7 @@ def test_more_never_takes_less() -> None:
     for load in loads(50):
         more = list(load)
         more[source.randrange(len(more))] += 10**6
-        assert costs.step_s(*more) >= costs.step_s(*load)
+        assert costs.step_s(StepWork(*more)) >= costs.step_s(StepWork(*load))
 
 
 def test_the_same_profile_gives_the_same_costs_but_for_the_last_bits() -> None:
@@ -232,6 +237,10 @@ def test_shipped_profiles_are_whole() -> None:
     for name in shipped_profiles():
         costs = fit_profile(find_profile(name))
         assert costs.held_out.mean < 0.25
-        assert 0 < costs.step_s(1, 0, 16, 0) < costs.step_s(8, 500, 4000, 10**6, 4, 10**6, 10**8)
+        assert (
+            0
+            < costs.step_s(StepWork(1, 0, 16, 0))
+            < costs.step_s(StepWork(8, 500, 4000, 10**6, 4, 10**6, 10**8))
+        )
     with pytest.raises(ConfigError, match="cpu-demo"):
         find_profile("nobody")

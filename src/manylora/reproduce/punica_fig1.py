@@ -8,7 +8,7 @@ from manylora.reproduce import drawing
 from manylora.reproduce.experiment import Experiment, Setup
 from manylora.reproduce.report import Headline, Report, Row, ratio
 from manylora.sim.analytical import AnalyticalCosts
-from manylora.sim.costs import prefill_pairs
+from manylora.sim.costs import StepWork, prefill_pairs
 from manylora.sim.hardware import HARDWARE
 from manylora.sim.shapes import ModelShape, shape_named
 
@@ -65,10 +65,10 @@ def _simulated(wanted: list[tuple[str, int, int]]) -> tuple[list[float], Row]:
     seconds = []
     for stage, length, batch in wanted:
         if stage == "decode":
-            seconds.append(costs.step_s(batch, 0, batch * (length + 1), 0))
+            seconds.append(costs.step_s(StepWork(batch, 0, batch * (length + 1), 0)))
         else:
             tokens, pairs = batch * length, batch * prefill_pairs(0, length)
-            seconds.append(costs.step_s(0, tokens, tokens, 0, 0, pairs))
+            seconds.append(costs.step_s(StepWork(0, tokens, tokens, 0, 0, pairs)))
     return seconds, {"model": MODEL, "hardware": HARDWARE_NAME}
 
 

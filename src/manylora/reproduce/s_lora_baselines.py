@@ -9,7 +9,7 @@ from manylora.config import CacheConfig, PolicyConfig
 from manylora.reproduce.report import Row
 from manylora.reproduce.s_lora_cells import BATCH_TOKENS, PAGE_TOKENS, SETTINGS, Case, stream_of, summary
 from manylora.sim.analytical import AnalyticalCosts
-from manylora.sim.costs import prefill_pairs
+from manylora.sim.costs import StepWork, prefill_pairs
 from manylora.sim.hardware import HARDWARE
 from manylora.sim.replay import Outcome, Replay
 from manylora.workloads.stream import Stream, StreamRequest
@@ -109,12 +109,14 @@ def _generate(
     length, count = max(request.new_tokens for request in batch), len(batch)
     pairs = count * prefill_pairs(0, length)
     tokens = count * length
-    now += costs.step_s(0, tokens, tokens, adapter_bytes, 1, pairs, tokens * adapter_bytes)
+    now += costs.step_s(StepWork(0, tokens, tokens, adapter_bytes, 1, pairs, tokens * adapter_bytes))
     first_s = now
     done = 1
     for request in sorted(batch, key=lambda request: request.output_tokens):
         while done < request.output_tokens:
-            now += costs.step_s(count, 0, count * (length + done), adapter_bytes, 1, 0, count * adapter_bytes)
+            now += costs.step_s(
+                StepWork(count, 0, count * (length + done), adapter_bytes, 1, 0, count * adapter_bytes)
+            )
             done += 1
         count -= 1
         outcomes.append(

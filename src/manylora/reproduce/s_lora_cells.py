@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.reproduce.report import Row
 from manylora.sim.analytical import AnalyticalCosts
-from manylora.sim.costs import StepCosts
+from manylora.sim.costs import StepCosts, StepWork
 from manylora.sim.hardware import HARDWARE
 from manylora.sim.replay import Outcome, Replay
 from manylora.sim.shapes import ModelShape, shape_named
@@ -151,29 +151,14 @@ class PaddedCopies(AnalyticalCosts):
         self._padded_bytes = padded_bytes
         self._memory_byte_s = 1 / HARDWARE[hardware].sustained_memory_bytes_s
 
-    def step_s(
-        self,
-        num_decodes: int,
-        num_prefill_tokens: int,
-        num_kv_tokens: int,
-        adapter_bytes: int,
-        num_adapters: int = 0,
-        num_prefill_pairs: int = 0,
-        adapter_token_bytes: int = 0,
-        /,
-    ) -> float:
+    def step_s(self, work: StepWork, /) -> float:
         """See StepCosts."""
-        num_copies = max(num_decodes, num_adapters) if num_adapters else 0
-        num_tokens = num_decodes + num_prefill_tokens if num_adapters else 0
-        base_s = super().step_s(
-            num_decodes,
-            num_prefill_tokens,
-            num_kv_tokens,
-            0,
-            0,
-            num_prefill_pairs,
-            num_tokens * self._padded_bytes,
+        num_copies = max(work.num_decodes, work.num_adapters) if work.num_adapters else 0
+        num_tokens = work.num_decodes + work.num_prefill_tokens if work.num_adapters else 0
+        padded = work._replace(
+            adapter_bytes=0, num_adapters=0, adapter_token_bytes=num_tokens * self._padded_bytes
         )
+        base_s = super().step_s(padded)
         return base_s + 3 * num_copies * self._padded_bytes * self._memory_byte_s
 
 

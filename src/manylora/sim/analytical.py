@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from manylora.config import ConfigError
+from manylora.sim.costs import StepWork
 from manylora.sim.hardware import Hardware
 from manylora.sim.shapes import ModelShape
 
@@ -76,26 +77,16 @@ class AnalyticalCosts:
         self._read_base_s = read_base_s
         self._read_byte_s = 1 / read_bytes_s
 
-    def step_s(
-        self,
-        num_decodes: int,
-        num_prefill_tokens: int,
-        num_kv_tokens: int,
-        adapter_bytes: int,
-        num_adapters: int = 0,
-        num_prefill_pairs: int = 0,
-        adapter_token_bytes: int = 0,
-        /,
-    ) -> float:
+    def step_s(self, work: StepWork, /) -> float:
         """See StepCosts."""
-        linear_s = (num_decodes + num_prefill_tokens) * self._token_s
-        lora_s = adapter_bytes * self._adapter_byte_s
-        lora_flops_s = adapter_token_bytes * self._adapter_token_byte_s
+        linear_s = (work.num_decodes + work.num_prefill_tokens) * self._token_s
+        lora_s = work.adapter_bytes * self._adapter_byte_s
+        lora_flops_s = work.adapter_token_bytes * self._adapter_token_byte_s
         return (
             self._launch_s
             + (linear_s if linear_s > self._weights_s else self._weights_s)
-            + num_kv_tokens * self._kv_token_s
-            + num_prefill_pairs * self._pair_s
+            + work.num_kv_tokens * self._kv_token_s
+            + work.num_prefill_pairs * self._pair_s
             + (lora_flops_s if lora_flops_s > lora_s else lora_s)
         )
 

@@ -8,9 +8,28 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from manylora.config import ConfigError
+
+
+class StepWork(NamedTuple):
+    """What one batch has to do.
+
+    ``num_decodes``: rows of one token; ``num_prefill_tokens``: tokens of all longer rows. ``num_kv_tokens``:
+    positions that the rows' ends stand at, summed: what attention reads. ``adapter_bytes``, of the
+    ``num_adapters`` distinct ones in the batch. ``num_prefill_pairs``: how many positions each prefill token
+    attends to, summed (``prefill_pairs``). ``adapter_token_bytes``: each token's adapter's bytes, summed over all
+    tokens: the adapters' arithmetic.
+    """
+
+    num_decodes: int
+    num_prefill_tokens: int
+    num_kv_tokens: int
+    adapter_bytes: int = 0
+    num_adapters: int = 0
+    num_prefill_pairs: int = 0
+    adapter_token_bytes: int = 0
 
 
 class StepCosts(Protocol):
@@ -21,25 +40,8 @@ class StepCosts(Protocol):
     def reads_at_once(self) -> int:
         """How many adapters are read side by side."""
 
-    def step_s(
-        self,
-        num_decodes: int,
-        num_prefill_tokens: int,
-        num_kv_tokens: int,
-        adapter_bytes: int,
-        num_adapters: int = 0,
-        num_prefill_pairs: int = 0,
-        adapter_token_bytes: int = 0,
-        /,
-    ) -> float:
-        """One batch, from its start to its tokens.
-
-        ``num_decodes``: rows of one token; ``num_prefill_tokens``: tokens of all longer rows. ``num_kv_tokens``:
-        positions that the rows' ends stand at, summed: what attention reads. ``adapter_bytes``, of the
-        ``num_adapters`` distinct ones in the batch. ``num_prefill_pairs``: how many positions each prefill token
-        attends to, summed (``prefill_pairs``). ``adapter_token_bytes``: each token's adapter's bytes, summed over
-        all tokens: the adapters' arithmetic.
-        """
+    def step_s(self, work: StepWork, /) -> float:
+        """One batch, from its start to its tokens."""
 
     def overhead_s(self, num_rows: int, /) -> float:
         """Between a step of so many rows and the next: the policy's and the driver's time."""
@@ -86,24 +88,14 @@ class DeviceCosts:
             if not getattr(self, name):
                 raise ConfigError(f"{name} must be more than 0")
 
-    def step_s(
-        self,
-        num_decodes: int,
-        num_prefill_tokens: int,
-        num_kv_tokens: int,
-        adapter_bytes: int,
-        num_adapters: int = 0,
-        num_prefill_pairs: int = 0,
-        adapter_token_bytes: int = 0,
-        /,
-    ) -> float:
+    def step_s(self, work: StepWork, /) -> float:
         """See StepCosts; the last three cost nothing here."""
         return (
             self.step_base_s
-            + num_decodes * self.decode_row_s
-            + num_prefill_tokens * self.prefill_token_s
-            + num_kv_tokens * self.kv_token_s
-            + adapter_bytes / self.adapter_bytes_s
+            + work.num_decodes * self.decode_row_s
+            + work.num_prefill_tokens * self.prefill_token_s
+            + work.num_kv_tokens * self.kv_token_s
+            + work.adapter_bytes / self.adapter_bytes_s
         )
 
     def overhead_s(self, num_rows: int, /) -> float:

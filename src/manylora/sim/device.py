@@ -20,7 +20,7 @@ from manylora.protocol import (
     StepDone,
     SwapPages,
 )
-from manylora.sim.costs import StepCosts, prefill_pairs
+from manylora.sim.costs import StepCosts, StepWork, prefill_pairs
 from manylora.types import AdapterId, SequenceId
 
 Answer = tuple[float, StepDone | CopyDone | AdapterRead]
@@ -76,7 +76,7 @@ class SimulatedDevice:
                 drawn.append((number, (token_at_0 + end,) * num_samples))
         batch_bytes = sum(adapter_bytes[adapter] for adapter in adapters)
         costs = self._costs
-        seconds = costs.step_s(decodes, prefill, kv, batch_bytes, len(adapters), pairs, token_bytes)
+        seconds = costs.step_s(StepWork(decodes, prefill, kv, batch_bytes, len(adapters), pairs, token_bytes))
         self.busy_until = now + costs.overhead_s(len(step.rows)) + seconds
         return self.busy_until, StepDone(step.step, True, tuple(drawn), seconds)
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manylora.config import ConfigError
+from manylora.sim.costs import StepWork
 from manylora.sim.profile import Profile, StepPoint
 
 Array = NDArray[np.float64]
@@ -70,29 +71,22 @@ class FittedCosts:
             copy_out=(self.copy_out[0], self.copy_out[1] / cards),
         )
 
-    def step_s(
-        self,
-        num_decodes: int,
-        num_prefill_tokens: int,
-        num_kv_tokens: int,
-        adapter_bytes: int,
-        num_adapters: int = 0,
-        num_prefill_pairs: int = 0,
-        adapter_token_bytes: int = 0,
-        /,
-    ) -> float:
+    def step_s(self, work: StepWork, /) -> float:
         """See StepCosts."""
+        decodes, prefill_tokens, kv_tokens, adapter_bytes, num_adapters, pairs, token_bytes = work
         longest = 0.0
-        first_decodes = num_decodes if num_decodes < FIRST_DECODES else FIRST_DECODES
-        first_tokens = num_prefill_tokens if num_prefill_tokens < FIRST_TOKENS else FIRST_TOKENS
+        first_decodes = decodes if decodes < FIRST_DECODES else FIRST_DECODES
+        first_tokens = prefill_tokens if prefill_tokens < FIRST_TOKENS else FIRST_TOKENS
         for plane in self.planes:
-            step, prefill, lora, row, first_row, token, first_token, kv, byte, adapter, pair, work = plane
-            seconds = step + num_decodes * row + first_decodes * first_row + num_kv_tokens * kv
-            if num_prefill_tokens:
-                seconds += prefill + num_prefill_tokens * token + first_tokens * first_token
-                seconds += num_prefill_pairs * pair
+            step, prefill, lora, row, first_row, token, first_token, kv, byte, adapter, pair, token_byte = (
+                plane
+            )
+            seconds = step + decodes * row + first_decodes * first_row + kv_tokens * kv
+            if prefill_tokens:
+                seconds += prefill + prefill_tokens * token + first_tokens * first_token
+                seconds += pairs * pair
             if adapter_bytes:
-                seconds += lora + adapter_bytes * byte + num_adapters * adapter + adapter_token_bytes * work
+                seconds += lora + adapter_bytes * byte + num_adapters * adapter + token_bytes * token_byte
             if seconds > longest:
                 longest = seconds
         return longest
