@@ -165,7 +165,7 @@ def test_the_lora_plan_is_kept_until_something_changes() -> None:
     rows = decoding(made, [1, 2, 2])
     plan = made.builder.build(rows).batch.lora
     made.sequences.append(rows, [1, 2, 3])
-    later = [dataclasses.replace(row, start=row.start + 1) for row in rows]
+    later = [row._replace(start=row.start + 1) for row in rows]
     assert made.builder.build(later).batch.lora is plan
     assert made.builder.build(later[:2]).batch.lora is not plan
     assert made.ops.num_lora_plans == 2

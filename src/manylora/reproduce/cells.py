@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
-from manylora.config import CacheConfig, ConfigError, PolicyConfig
+from manylora.config import CacheConfig, PolicyConfig
 from manylora.sim.analytical import AnalyticalCosts
 from manylora.sim.hardware import HARDWARE
 from manylora.sim.limits import reference
@@ -72,19 +72,12 @@ CellResult = dict[str, Any]
 """Numbers by name: ``sim.summary``'s, the parts of TTFT, the pool's use; ``samples`` where they were asked for."""
 
 
-def pool_bytes(shape: ModelShape, hardware: str, cards: int) -> int:
-    """What weights leave of ``cards`` cards, split ideally. Raises ConfigError where they leave nothing."""
-    memory = int(MEMORY_SHARE * cards * HARDWARE[hardware].memory_bytes)
-    if memory <= shape.weight_bytes:
-        raise ConfigError(f"{shape.name} does not fit on {cards} x {hardware}")
-    return memory - shape.weight_bytes
-
-
 def device_pages(cell: Cell, shape: ModelShape) -> int:
-    """The pool in pages."""
-    room = pool_bytes(shape, cell.hardware, cell.cards)
-    if cell.pool_like is not None:
-        room = min(room, pool_bytes(shape, cell.pool_like, cell.cards))
+    """The pool in pages. Raises ConfigError where weights leave no room."""
+    room = min(
+        AnalyticalCosts(shape, HARDWARE[hardware], cell.cards).pool_bytes(MEMORY_SHARE)
+        for hardware in {cell.hardware, cell.pool_like or cell.hardware}
+    )
     return room // shape.page_bytes(cell.page_tokens)
 
 

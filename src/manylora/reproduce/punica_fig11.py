@@ -9,7 +9,7 @@ from pathlib import Path
 from manylora.bench.closed_loop import Gate, LoopRequest, LoopResult
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.reproduce import drawing
-from manylora.reproduce.cells import HOST_POOL_BYTES, PAGE_TOKENS, in_parallel, pool_bytes
+from manylora.reproduce.cells import HOST_POOL_BYTES, PAGE_TOKENS, in_parallel
 from manylora.reproduce.experiment import Experiment, Setup
 from manylora.reproduce.punica_loop import SimulatedLoop
 from manylora.reproduce.punica_workload import (
@@ -145,10 +145,11 @@ def _gate(run: Run, requests: list[TextRequest]) -> tuple[Gate, list[LoopRequest
 
 def _simulate(arguments: tuple[Run, Load]) -> LoopResult:
     one, load = arguments
-    shape, hardware = shape_named(one.model), HARDWARE[HARDWARE_NAME]
+    shape = shape_named(one.model)
+    costs = AnalyticalCosts(shape, HARDWARE[HARDWARE_NAME])
     page_bytes = shape.page_bytes(PAGE_TOKENS)
     config = PolicyConfig(
-        num_pages=pool_bytes(shape, HARDWARE_NAME, 1) // page_bytes,
+        num_pages=costs.pool_bytes() // page_bytes,
         page_tokens=PAGE_TOKENS,
         max_model_len=MOST_TOKENS,
         max_num_seqs=AT_ONCE,
@@ -159,7 +160,7 @@ def _simulate(arguments: tuple[Run, Load]) -> LoopResult:
     )
     gate, requests = _gate(one, load.requests(one))
     adapter_pages = shape.adapter_pages(RANK, PAGE_TOKENS, shape.modules)
-    return SimulatedLoop(requests, gate, config, AnalyticalCosts(shape, hardware), adapter_pages).run()
+    return SimulatedLoop(requests, gate, config, costs, adapter_pages).run()
 
 
 def _measure(
