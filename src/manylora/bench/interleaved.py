@@ -53,7 +53,7 @@ def _on_cpu(steps: Sequence[Step], repeats: int) -> list[float]:
 
 def _on_cuda(device: torch.device, steps: Sequence[Step], repeats: int) -> list[float]:
     module = torch.get_device_module(device)
-    graphs = [_captured(module, step) for step in steps]
+    graphs = [captured(module, step) for step in steps]
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)
     pairs: list[list[tuple[torch.Event, torch.Event]]] = [[] for _ in steps]
     for number in range(repeats + 1):
@@ -72,7 +72,8 @@ def _on_cuda(device: torch.device, steps: Sequence[Step], repeats: int) -> list[
     ]
 
 
-def _captured(module: Any, step: Step) -> Any:
+def captured(module: Any, step: Step) -> Any:
+    """A CUDA graph of the step, which has run once before, so that its kernels are compiled."""
     side = module.Stream()
     side.wait_stream(module.current_stream())
     with module.stream(side):

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from manylora.bench.interleaved import captured
 from manylora.kernels.ops import AttentionRows, LoraSegments, Ops
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.select import ops_for
@@ -115,14 +116,7 @@ def seconds_of(device: torch.device, step: Callable[[], None]) -> float:
             samples.append(time.perf_counter() - begin)
         return min(samples)
     module = torch.get_device_module(device)
-    side = module.Stream()
-    side.wait_stream(module.current_stream())
-    with module.stream(side):
-        step()  # compiles
-    module.current_stream().wait_stream(side)
-    graph = module.CUDAGraph()
-    with module.graph(graph):
-        step()
+    graph = captured(module, step)
     graph.replay()
     events = [torch.Event(device, enable_timing=True) for _ in range(REPEATS + 1)]
     events[0].record()
