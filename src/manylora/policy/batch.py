@@ -45,19 +45,24 @@ def compose(
 
 def _continue_running(config: PolicyConfig, held: Reservations) -> tuple[list[Scheduled], int]:
     """Rows of the holders, and the budget that is left. Victims are newer, so never among earlier rows."""
-    running = [(s, s.num_remaining) for s in held.holders if s.stage is Stage.RUNNING]
-    budget = config.max_batch_tokens - sum(1 for _, remaining in running if remaining == 1)
-    rows = []
+    page_tokens, is_running = config.page_tokens, Stage.RUNNING
+    running = [(s, len(s.tokens) - s.num_computed) for s in held.holders if s.stage is is_running]
+    budget = config.max_batch_tokens - sum(remaining == 1 for _, remaining in running)
+    rows: list[Scheduled] = []
     for sequence, remaining in running:
-        if sequence.stage is not Stage.RUNNING:
+        if sequence.stage is not is_running:
             continue
         num_tokens = 1 if remaining == 1 else min(remaining, budget)
+        if num_tokens == 0:
+            continue
+        has_room = sequence.num_computed + num_tokens <= len(sequence.pages) * page_tokens
         # It may find no room, or none before a copy has ended; it keeps what it has and tries again.
-        if num_tokens == 0 or held.grow(sequence, num_tokens) is not Growth.DONE:
+        if not has_room and held.grow(sequence, num_tokens) is not Growth.DONE:
             continue
         if remaining > 1:
             budget -= num_tokens
-        rows.append(_row(sequence, num_tokens, remaining))
+        num_samples = 1 + sequence.num_unborn_forks if num_tokens == remaining else 0
+        rows.append((sequence, num_tokens, num_samples))
     return rows, budget
 
 
@@ -70,7 +75,7 @@ def _admit(
     note_admission: Note,
 ) -> list[Scheduled]:
     """Admit one after the other; the first that cannot reserve stops those behind it (design §4)."""
-    rows = []
+    rows: list[Scheduled] = []
     while budget > 0 and len(held.holders) < config.max_num_seqs:
         sequence = waiting.first()
         if sequence is None or not held.admit(sequence, budget, now):
@@ -81,9 +86,6 @@ def _admit(
             remaining = sequence.num_remaining
             num_tokens = min(remaining, budget)
             budget -= num_tokens
-            rows.append(_row(sequence, num_tokens, remaining))
+            num_samples = 1 + sequence.num_unborn_forks if num_tokens == remaining else 0
+            rows.append((sequence, num_tokens, num_samples))
     return rows
-
-
-def _row(sequence: Sequence, num_tokens: int, remaining: int) -> Scheduled:
-    return Scheduled(sequence, num_tokens, 1 + sequence.num_unborn_forks if num_tokens == remaining else 0)

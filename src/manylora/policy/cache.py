@@ -17,7 +17,18 @@ from manylora.policy.counters import Counters
 from manylora.policy.pages import PageLedger
 from manylora.policy.policies import POLICIES
 from manylora.policy.saving import Saving
-from manylora.policy.tree import DependencyTree, HostState, Node, Residence, subtree
+from manylora.policy.tree import (
+    ABSENT,
+    FILLING,
+    HELD,
+    LOADING,
+    NO_COPY,
+    RESIDENT,
+    SAVING,
+    DependencyTree,
+    Node,
+    subtree,
+)
 from manylora.policy.visits import Visits
 from manylora.protocol import AdapterRead, Command, CopyDone, Decided, EvictAdapter, ReadAdapter, SwapPages
 from manylora.types import AdapterId, CopyId, PageId
@@ -83,9 +94,9 @@ class Cache:
     def _offer(self, node: Node) -> None:
         """Something about the node changed: it may have become a candidate, or one of another value."""
         tree = self.tree
-        if node.residence is Residence.RESIDENT and tree.may_leave(node):
+        if node.residence is RESIDENT and node.busy == 0 and tree.may_leave(node):
             (self._leaving_adapters if node.parent is None else self._leaving).offer(node)
-        if node.host is HostState.HELD:
+        if node.host is HELD:
             if self.policy.swaps_by_itself and tree.may_enter(node):
                 self.entering.offer(node)
             if tree.may_leave_host(node):
@@ -101,8 +112,7 @@ class Cache:
     @property
     def pages_used(self) -> int:
         """Device pages that are neither free nor about to be."""
-        ledger = self.device
-        return ledger.num_pages - ledger.num_free - ledger.num_deferred - self.tree.saving_pages
+        return self.device.num_used - self.tree.saving_pages
 
     def _free_for_adapters(self) -> int:
         return min(self.device.num_free, self.adapter_limit - self.tree.adapter_pages)
@@ -164,14 +174,14 @@ class Cache:
         """
         if reason == "busy":
             node.evicted_in = self.interval
-        if node.host is HostState.HELD:
+        if node.host is HELD:
             self._leave_device(node)
             self.decided("evict", node, reason, value)
-        elif node.host is HostState.FILLING and not node.is_adapter:
+        elif node.host is FILLING and not node.is_adapter:
             # A save was begun, the node was kept meanwhile, and now is not after all.
-            self.tree.set_device(node, Residence.SAVING, node.pages)
+            self.tree.set_device(node, SAVING, node.pages)
             self.decided("save", node, reason, value)
-        elif not node.is_adapter and self._is_worth_saving(node) and self._host_provide(1):
+        elif node.parent is not None and self._is_worth_saving(node) and self._host_provide(1):
             self._save(node)
             self.decided("save", node, reason, value)
         else:
@@ -182,7 +192,7 @@ class Cache:
         """Whether bringing these pages from the host takes less than computing them; yes, where not weighed."""
         if not self.policy.weighs_recomputing:
             return True
-        return self.rates.copy_is_cheaper([node.depth.bit_length() for node in kv])
+        return not kv or self.rates.copy_is_cheaper([node.depth.bit_length() for node in kv])
 
     def _is_worth_saving(self, node: Node) -> bool:
         return not self.policy.weighs_recomputing or self._saving.pays(node.depth.bit_length(), self.now)
@@ -190,7 +200,7 @@ class Cache:
     def _leave_device(self, node: Node) -> None:
         """Free the device pages of a node whose contents are safe, or not wanted."""
         pages = node.pages
-        self.tree.set_device(node, Residence.ABSENT, ())
+        self.tree.set_device(node, ABSENT, ())
         # An aborted request's rows may still be in the step in flight.
         self.device.release(pages, step_in_flight=self.step_in_flight)
         self._note_left(node)
@@ -204,8 +214,8 @@ class Cache:
             self.counters.history_evictions += 1
 
     def _save(self, node: Node) -> None:
-        self.tree.set_device(node, Residence.SAVING, node.pages)
-        self.tree.set_host(node, HostState.FILLING, self.host.take(1))
+        self.tree.set_device(node, SAVING, node.pages)
+        self.tree.set_host(node, FILLING, self.host.take(1))
         self._saving.saved()
         self._queue(node, to_device=False)
 
@@ -214,15 +224,15 @@ class Cache:
         if self.tree.keeps_dependencies or not node.children:
             self.discard(node)
             return
-        if node.residence is not Residence.ABSENT:
+        if node.residence is not ABSENT:
             self._leave_device(node)
         self.counters.history_drops += not node.is_adapter
 
     def discard(self, root: Node) -> None:
         """Take a node and all below it out of both tiers. Nobody pins them; an adapter stays known."""
-        for node in reversed(subtree(root)):
+        for node in reversed(subtree(root)) if root.children else (root,):
             self._let_go(node)
-            if not (node.is_adapter or node.is_dropped):
+            if node.parent is not None and not node.is_dropped:
                 self.counters.history_drops += 1
                 self.tree.remove(node)
 
@@ -234,11 +244,11 @@ class Cache:
             move.owns_pages = bool(node.pages)
             move.owns_host_pages = bool(node.host_pages)
         pages, host_pages = node.pages, node.host_pages
-        was_there = node.residence is Residence.RESIDENT
+        was_there = node.residence is RESIDENT
         if pages:
-            self.tree.set_device(node, Residence.ABSENT, ())
+            self.tree.set_device(node, ABSENT, ())
         if host_pages:
-            self.tree.set_host(node, HostState.NONE, ())
+            self.tree.set_host(node, NO_COPY, ())
         if pages and move is None:
             self.device.release(pages, step_in_flight=self.step_in_flight)
         if host_pages and move is None:
@@ -267,9 +277,9 @@ class Cache:
         self.counters.host_evictions += 1
         self.decided("drop-host", node, "host is full", value)
         pages = node.host_pages
-        self.tree.set_host(node, HostState.NONE, ())
+        self.tree.set_host(node, NO_COPY, ())
         self.host.release(pages, step_in_flight=False)
-        if node.residence is Residence.ABSENT and not node.is_adapter:
+        if node.residence is ABSENT and not node.is_adapter:
             self.counters.history_drops += 1
             self.tree.remove(node)
 
@@ -278,13 +288,13 @@ class Cache:
     def rescue(self, path: Iterable[Node]) -> None:
         """Keep nodes of a path, parents first, that were about to leave and whose parents have not left."""
         for node in path:
-            if node.residence is not Residence.SAVING:
+            if node.residence is not SAVING:
                 continue
             if self._parent_is_there(node):
-                self.tree.set_device(node, Residence.RESIDENT, node.pages)
+                self.tree.set_device(node, RESIDENT, node.pages)
                 self._land_children(node)
-            elif node.parent is not None and node.parent.residence is Residence.LOADING:
-                self.tree.set_device(node, Residence.LOADING, node.pages)
+            elif node.parent is not None and node.parent.residence is LOADING:
+                self.tree.set_device(node, LOADING, node.pages)
                 node.has_landed = True
 
     def begin_entering(self, now: float) -> None:
@@ -297,11 +307,11 @@ class Cache:
         for node in nodes:
             if reason == "demand" and not node.is_adapter:
                 self._saving.came_back(1)
-            self.tree.set_device(node, Residence.LOADING, self.device.take(node.num_pages))
-            if node.host is HostState.HELD:
+            self.tree.set_device(node, LOADING, self.device.take(node.num_pages))
+            if node.host is HELD:
                 self._queue(node, to_device=True)
                 self.decided("load", node, reason, value)
-            elif node.host is HostState.NONE:
+            elif node.host is NO_COPY:
                 assert node.is_adapter, "KV without a host copy cannot be brought back"
                 self.read(node, reason)
 
@@ -312,10 +322,10 @@ class Cache:
         goes_to_host = self._host_provide(node.num_pages)
         self.reads[node.adapter] = (node, not goes_to_host)
         if goes_to_host:
-            self.tree.set_host(node, HostState.FILLING, self.host.take(node.num_pages))
+            self.tree.set_host(node, FILLING, self.host.take(node.num_pages))
             self._emit(ReadAdapter(node.adapter, node.host_pages, "host"))
         else:
-            assert node.residence is Residence.LOADING, "a read to the device needs pages there"
+            assert node.residence is LOADING, "a read to the device needs pages there"
             self._emit(ReadAdapter(node.adapter, node.pages, "device"))
 
     def read_ended(self, event: AdapterRead) -> Node | None:
@@ -326,32 +336,32 @@ class Cache:
             if to_device:
                 self._land(node)
             else:
-                self.tree.set_host(node, HostState.HELD, node.host_pages)
-                if node.residence is Residence.LOADING:
+                self.tree.set_host(node, HELD, node.host_pages)
+                if node.residence is LOADING:
                     self._queue(node, to_device=True)
             return None
         if not to_device:
             pages = node.host_pages
-            self.tree.set_host(node, HostState.NONE, ())
+            self.tree.set_host(node, NO_COPY, ())
             self.host.release(pages, step_in_flight=False)
-        return node if node.residence is Residence.LOADING else None
+        return node if node.residence is LOADING else None
 
     def fill(self, node: Node, pages: tuple[PageId, ...]) -> bool:
         """A running sequence has computed this page: it becomes the node's, unless the node has its own.
 
         Whether the sequence's page was taken; if not, it is to use the node's.
         """
-        if node.residence is Residence.SAVING or node.has_landed:
-            self.tree.set_device(node, Residence.RESIDENT, node.pages)
+        if node.residence is SAVING or node.has_landed:
+            self.tree.set_device(node, RESIDENT, node.pages)
             self._land_children(node)
             return False
-        if node.residence is Residence.RESIDENT:
+        if node.residence is RESIDENT:
             return False
-        if node.residence is Residence.LOADING:
+        if node.residence is LOADING:
             assert node.move is not None
             node.move.owns_pages = True  # what was coming comes for nobody
             node.move = None
-        self.tree.set_device(node, Residence.RESIDENT, pages)
+        self.tree.set_device(node, RESIDENT, pages)
         self._land_children(node)
         return True
 
@@ -436,14 +446,14 @@ class Cache:
     def _saved(self, node: Node, ok: bool) -> None:
         """A copy to the host has ended: a node that still wants to leave now does."""
         if ok:
-            self.tree.set_host(node, HostState.HELD, node.host_pages)
-            if node.residence is Residence.SAVING:
+            self.tree.set_host(node, HELD, node.host_pages)
+            if node.residence is SAVING:
                 self._leave_device(node)
             return
         pages = node.host_pages
-        self.tree.set_host(node, HostState.NONE, ())
+        self.tree.set_host(node, NO_COPY, ())
         self.host.release(pages, step_in_flight=False)
-        if node.residence is Residence.SAVING:
+        if node.residence is SAVING:
             self._lose(node)
 
     def _land(self, node: Node) -> None:
@@ -451,7 +461,7 @@ class Cache:
         if not self._parent_is_there(node):
             node.has_landed = True
             return
-        self.tree.set_device(node, Residence.RESIDENT, node.pages)
+        self.tree.set_device(node, RESIDENT, node.pages)
         self._land_children(node)
 
     def _land_children(self, node: Node) -> None:
@@ -459,25 +469,25 @@ class Cache:
         for child in node.children.values():
             if child.has_landed:
                 self._land(child)
-            elif child.residence is Residence.ABSENT:
+            elif child.residence is ABSENT:
                 self._offer(child)
 
     def _parent_is_there(self, node: Node) -> bool:
         if node.parent is None or not self.tree.keeps_dependencies:
             return True
-        return node.parent.residence is Residence.RESIDENT
+        return node.parent.residence is RESIDENT
 
     def abandon_load(self, node: Node) -> None:
         """What a loading node waited for will not come: it, and whatever below it is loading, is absent."""
         for member in reversed(subtree(node)):
-            if member.residence is not Residence.LOADING:
+            if member.residence is not LOADING:
                 continue
             pages, move = member.pages, member.move
             if move is not None:
                 move.owns_pages, pages = True, ()
                 if move.to_device:
                     member.move = None
-            self.tree.set_device(member, Residence.ABSENT, ())
+            self.tree.set_device(member, ABSENT, ())
             self.device.release(pages, step_in_flight=self.step_in_flight)
 
     def candidates(self) -> tuple[set[Node], set[Node]]:

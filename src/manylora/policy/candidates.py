@@ -38,6 +38,7 @@ class Candidates:
         # While a decision is made: each bucket's best entry, and which entry that is.
         self._heads: list[tuple[float, float, int, Hashable]] | None = None
         self._noted: dict[Hashable, int] = {}
+        self._changed: set[Hashable] = set()  # buckets that may have another best entry than was noted
 
     def __bool__(self) -> bool:
         """Whether there may be a candidate: entries may all be stale."""
@@ -59,8 +60,8 @@ class Candidates:
         rank = self._sign * self._values.rank(node)
         heapq.heappush(heap, (rank, -self._sign * node.depth, self._stamps, node))
         self._num_entries += 1
-        if self._heads is not None and heap[0][3] is node:
-            self._note_head(bucket)
+        if self._heads is not None:
+            self._changed.add(bucket)
         # Without pressure nothing is ever popped; keep stale entries from piling up.
         if self._num_entries > 1024 + 4 * self._num_at_sweep:
             self._sweep()
@@ -70,13 +71,15 @@ class Candidates:
         self._now = now
         self._heads = []
         self._noted.clear()
-        for bucket in list(self._buckets):
-            self._note_head(bucket)
+        self._changed = set(self._buckets)
 
     def pop(self) -> tuple[Node, float] | None:
         """The next candidate of the decision begun, with its value (log seconds); None when there is none."""
         heads = self._heads
         assert heads is not None, "a decision is begun before it is made"
+        for bucket in self._changed:
+            self._note_head(bucket)
+        self._changed.clear()
         while heads:
             value, _, stamp, bucket = heapq.heappop(heads)
             if self._noted.get(bucket) != stamp:
@@ -88,7 +91,7 @@ class Candidates:
             node = heapq.heappop(heap)[3]
             self._num_entries -= 1
             node.stamps[self._slot] = 0
-            self._note_head(bucket)
+            self._changed.add(bucket)
             return node, self._sign * value
         return None
 

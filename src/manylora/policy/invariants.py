@@ -33,9 +33,9 @@ def check(
     _check_ownership(cache, nodes, held)
     _check_capacity(cache, held)
     _check_sequences(cache, held, waiting, requests)
-    for row in in_flight or ():
-        if row.sequence.stage is Stage.RUNNING:
-            step: Node | None = row.sequence.node
+    for sequence, _, _ in in_flight or ():
+        if sequence.stage is Stage.RUNNING:
+            step: Node | None = sequence.node
             while step is not None:
                 assert step.residence is Residence.RESIDENT, "a step reads resident pages"
                 step = step.parent

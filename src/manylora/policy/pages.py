@@ -29,6 +29,11 @@ class PageLedger:
         """Pages that become free when the step in flight ends."""
         return len(self._deferred)
 
+    @property
+    def num_used(self) -> int:
+        """Pages that are neither free nor about to be."""
+        return self.num_pages - len(self._free) - len(self._deferred)
+
     def take(self, count: int) -> tuple[PageId, ...]:
         """Exactly ``count`` pages; the caller has made sure that they are there."""
         if count > len(self._free):

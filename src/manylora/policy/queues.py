@@ -9,7 +9,6 @@ import array
 import bisect
 import collections
 import enum
-from typing import NamedTuple
 
 from manylora.policy.tree import Node, PageKey
 from manylora.types import AdapterId, PageId, Request, SequenceId
@@ -60,8 +59,8 @@ class Sequence:
 
     __slots__ = (
         "adapter_s", "admitted_s", "id", "is_known_to_executor", "is_prefetched", "keys", "matched", "node",
-        "num_computed", "num_failed_copies", "num_prompt", "num_shared", "page_updates", "pages", "sample",
-        "stage", "state", "tokens",
+        "num_computed", "num_failed_copies", "num_prompt", "num_shared", "num_unborn_forks", "page_updates",
+        "pages", "sample", "stage", "state", "tokens",
     )  # fmt: skip
 
     def __init__(self, sequence: SequenceId, state: RequestState, sample: int, tokens: list[int]) -> None:
@@ -79,6 +78,8 @@ class Sequence:
         self.admitted_s = 0.0
         self.adapter_s: float | None = None  # how long it waited for its adapter, once it is there
         self.num_failed_copies = 0
+        # Samples that will fork off this sequence once its prompt is computed.
+        self.num_unborn_forks = state.request.params.n - 1 if sample == 0 else 0
         self.is_prefetched = False
         self.stage = Stage.WAITING
         # False from each admission until a step brings a SequenceStart.
@@ -116,15 +117,8 @@ class Sequence:
         if num_new > 0:
             new = self.tokens[first * page_tokens : (first + num_new) * page_tokens]
             cells = array.array("q", new).tobytes()
-            self.keys.extend(cells[start : start + size] for start in range(0, len(cells), size))
+            self.keys += [cells[start : start + size] for start in range(0, len(cells), size)]
         return self.keys
-
-    @property
-    def num_unborn_forks(self) -> int:
-        """Samples that will fork off this sequence once its prompt is computed."""
-        if self.sample != 0 or self.num_generated > 0:
-            return 0
-        return self.state.request.params.n - 1
 
 
 class WaitingQueue:
@@ -206,9 +200,5 @@ class WaitingQueue:
         return self._returned + [s for s in self._arrived if s.stage is Stage.WAITING]
 
 
-class Scheduled(NamedTuple):
-    """A row of the step in flight."""
-
-    sequence: Sequence
-    num_tokens: int
-    num_samples: int
+Scheduled = tuple[Sequence, int, int]
+"""A row of the step in flight: the sequence, tokens to compute, samples to draw."""

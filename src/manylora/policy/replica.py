@@ -18,7 +18,7 @@ from manylora.policy.invariants import check
 from manylora.policy.queues import RequestState, Scheduled, Sequence, Stage, WaitingQueue
 from manylora.policy.reservations import Reservations
 from manylora.policy.swap import Swapper
-from manylora.policy.tree import Node, Residence, subtree
+from manylora.policy.tree import RESIDENT, Node, subtree
 from manylora.protocol import (
     Abort,
     AdapterAdded,
@@ -337,9 +337,10 @@ class Replica:
 
     def _wake(self, now: float) -> None:
         """Let those run whose copies have all landed, and note how long each part of the wait was."""
-        for sequence in [s for s in self._held.holders if s.stage is Stage.LOADING]:
+        loading = Stage.LOADING
+        for sequence in [s for s in self._held.holders if s.stage is loading]:
             root = self._tree.node(sequence.adapter)
-            if sequence.adapter_s is None and root.residence is Residence.RESIDENT:
+            if sequence.adapter_s is None and root.residence is RESIDENT:
                 sequence.adapter_s = now - sequence.admitted_s
             if self._held.start_if_ready(sequence):
                 self._note_ready(sequence, now)
@@ -386,15 +387,14 @@ class Replica:
         self._num_steps += 1
         starts, rows = [], []
         for sequence, num_tokens, num_samples in scheduled:
-            updates = sequence.page_updates
+            changed: tuple[tuple[int, PageId], ...] = ()
+            if sequence.page_updates:
+                changed = tuple(sequence.page_updates)
+                sequence.page_updates.clear()
             if not sequence.is_known_to_executor:
                 starts.append(_start_of(sequence))
                 sequence.is_known_to_executor = True
-                updates.clear()
-            changed: tuple[tuple[int, PageId], ...] = ()
-            if updates:
-                changed = tuple(updates)
-                updates.clear()
+                changed = ()
             rows.append(StepRow(sequence.id, sequence.num_computed, num_tokens, num_samples, changed))
         self._in_flight = tuple(scheduled)
         self._cache.step_in_flight = True
@@ -406,7 +406,7 @@ class Replica:
             sequence.state.admitted = True
             self._commands.append(Admitted(sequence.state.request.id, sequence.num_computed))
         sequence.admitted_s = now
-        is_there = self._tree.node(sequence.adapter).residence is Residence.RESIDENT
+        is_there = self._tree.node(sequence.adapter).residence is RESIDENT
         sequence.adapter_s = 0.0 if is_there else None
         if sequence.stage is Stage.RUNNING:
             self._note_ready(sequence, now)
@@ -426,17 +426,21 @@ class Replica:
         self._cache.step_in_flight = False
         self._cache.device.settle()
         if event.ok:
-            self._cache.rates.saw_step(len(rows), sum(row.num_tokens for row in rows), event.device_s)
+            self._cache.rates.saw_step(
+                len(rows), sum([num_tokens for _, num_tokens, _ in rows]), event.device_s
+            )
         drawn = dict(event.tokens)
-        note_computed = self._held.note_computed
+        page_tokens, held, ended = self._config.page_tokens, self._held, Stage.ENDED
         for sequence, num_tokens, num_samples in rows:
-            if sequence.stage is Stage.ENDED:
+            if sequence.stage is ended:
                 continue
             if not event.ok:
                 error = RequestError(500, f"the step that ran this request failed: {event.error}")
                 self._fail_request(sequence.state, error, now)
                 continue
-            note_computed(sequence, num_tokens, now)
+            sequence.num_computed += num_tokens
+            if sequence.num_computed >= (sequence.num_shared + 1) * page_tokens:
+                held.enter_full_pages(sequence, now)
             if num_samples:
                 self._take_tokens(sequence, drawn[sequence.id], now)
         self._swapper.step_ended()
@@ -449,6 +453,7 @@ class Replica:
             for sample in range(1, len(tokens)):
                 if sample in state.open_samples:
                     self._fork(sequence, sample, tokens[sample], now)
+            sequence.num_unborn_forks = 0
         sequence.tokens.append(tokens[0])
         if sequence.sample in state.open_samples:
             self._emit(sequence, (sequence.id, 0), now)
@@ -469,7 +474,8 @@ class Replica:
 
     def _emit(self, sequence: Sequence, drawn_by: tuple[SequenceId, int], now: float) -> None:
         """Announce the newest token, and the end where this is it."""
-        state, count, token = sequence.state, sequence.num_generated, sequence.tokens[-1]
+        state, tokens = sequence.state, sequence.tokens
+        count, token = len(tokens) - sequence.num_prompt, tokens[-1]
         self._commands.append(Emit(state.request.id, sequence.sample, count - 1, token, drawn_by))
         if token in state.stop_ids and count >= state.request.params.min_tokens:
             self._end_sample(state, sequence.sample, "stop", now)

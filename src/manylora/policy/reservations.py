@@ -14,7 +14,7 @@ from collections.abc import Callable
 from manylora.config import PolicyConfig
 from manylora.policy.cache import Cache
 from manylora.policy.queues import Sequence, Stage, WaitingQueue
-from manylora.policy.tree import HostState, Node, Residence, path_to
+from manylora.policy.tree import ABSENT, HELD, LOADING, RESIDENT, Node, path_to
 from manylora.protocol import Command, EndSequence
 from manylora.types import PageId
 
@@ -71,15 +71,15 @@ class Reservations:
         root = tree.node(sequence.adapter)
         path = self.match(sequence)
         cache.rescue(path)
-        missing = [node for node in path if node.residence is Residence.ABSENT]
+        missing = [node for node in path if node.residence is ABSENT]
         if not cache.is_copy_cheaper(missing):
-            path = [*itertools.takewhile(lambda node: node.residence is not Residence.ABSENT, path)]
+            path = [*itertools.takewhile(lambda node: node.residence is not ABSENT, path)]
             missing = []
         deepest = path[-1] if path else root
         num_computed = len(path) * self._config.page_tokens
         chunk = min(first_chunk, len(sequence.tokens) - num_computed)
         own_pages = self.pages_for(num_computed + chunk) - len(path)
-        adapter_pages = root.num_pages if root.residence is Residence.ABSENT else 0
+        adapter_pages = root.num_pages if root.residence is ABSENT else 0
         tree.pin(deepest)
         if not cache.provide(own_pages + len(missing), adapter_pages):
             tree.unpin(deepest, deepest.last_use)
@@ -103,16 +103,16 @@ class Reservations:
 
     def _count_hits(self, root: Node, path: list[Node], num_tokens: int) -> None:
         counters, size = self._cache.counters, self._config.page_tokens
-        on_host = sum(node.residence in (Residence.ABSENT, Residence.LOADING) for node in path)
+        on_host = sum(node.residence in (ABSENT, LOADING) for node in path)
         counters.prefix_queries_tokens += num_tokens
         counters.prefix_hits_tokens += len(path) * size
         counters.kv_hit_tokens_device += (len(path) - on_host) * size
         counters.kv_hit_tokens_host += on_host * size
         if root.num_pages == 0:
             return
-        if root.residence is Residence.RESIDENT:
+        if root.residence is RESIDENT:
             counters.adapter_hits_device += 1
-        elif root.host is HostState.HELD:
+        elif root.host is HELD:
             counters.adapter_hits_host += 1
         else:
             counters.adapter_misses += 1
@@ -120,12 +120,12 @@ class Reservations:
     def start_if_ready(self, sequence: Sequence) -> bool:
         """Let a loading sequence run if all it reuses is resident."""
         assert sequence.node is not None
-        if self._tree.keeps_dependencies and sequence.node.residence is not Residence.RESIDENT:
+        if self._tree.keeps_dependencies and sequence.node.residence is not RESIDENT:
             return False  # one look suffices: whatever is resident has a resident parent
         path = path_to(sequence.node)
-        if not all(node.residence is Residence.RESIDENT for node in path):
+        if not all(node.residence is RESIDENT for node in path):
             return False
-        if self._tree.node(sequence.adapter).residence is not Residence.RESIDENT:
+        if self._tree.node(sequence.adapter).residence is not RESIDENT:
             return False
         sequence.pages[: len(path)] = [node.pages[0] for node in path]
         sequence.stage = Stage.RUNNING
@@ -228,15 +228,14 @@ class Reservations:
 
     # ------------------------------------------------------------ filling
 
-    def note_computed(self, sequence: Sequence, num_tokens: int, now: float) -> None:
-        """Tokens were computed; pages that are full now enter the tree.
+    def enter_full_pages(self, sequence: Sequence, now: float) -> None:
+        """Tokens were computed: pages that are full now enter the tree.
 
         Where an equal node is on the device already the sequence adopts its page and frees its own: the
         values agree up to rounding, and every full page then belongs to the tree.
         """
         size, cache = self._config.page_tokens, self._cache
-        num_computed = sequence.num_computed = sequence.num_computed + num_tokens
-        while (sequence.num_shared + 1) * size <= num_computed:
+        while (sequence.num_shared + 1) * size <= sequence.num_computed:
             index = sequence.num_shared
             node = sequence.node
             assert node is not None

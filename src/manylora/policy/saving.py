@@ -28,13 +28,14 @@ class Saving:
 
     def pays(self, prefix_class: int, now: float) -> bool:
         """For one page after a prefix of this class (see Rates.page_prefill_s)."""
-        if not self._rates.copy_is_cheaper((prefix_class,)):
+        rates = self._rates
+        prefill_s = rates.page_prefill_s(prefix_class)
+        if prefill_s < rates.page_in_s and not rates.copy_is_cheaper((prefix_class,)):
             return False
         if int(now / _TRIAL_S) % _TRIALS_EVERY == 0:
             return True
-        rates = self._rates
         returns = (self._came_back + _PRIOR_PAGES) / (self._saved + _PRIOR_PAGES)
-        gain_s = returns * (rates.page_prefill_s(prefix_class) - rates.page_in_s)
+        gain_s = returns * (prefill_s - rates.page_in_s)
         return gain_s >= _WRITE_SHARE * rates.page_out_s
 
     def saved(self) -> None:

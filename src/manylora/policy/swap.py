@@ -12,7 +12,7 @@ from collections.abc import Callable
 from manylora.config import CacheConfig
 from manylora.policy.cache import Cache
 from manylora.policy.queues import Sequence, WaitingQueue
-from manylora.policy.tree import HostState, Node, Residence
+from manylora.policy.tree import ABSENT, HELD, NO_COPY, SAVING, Node
 
 LANE_S = 0.005
 """What it moves at a time, in seconds of the lane: a copy that somebody waits for stands behind it."""
@@ -123,15 +123,15 @@ class Swapper:
             sequence.is_prefetched = True
             root = cache.tree.node(sequence.adapter)
             for node in (root, *self._match(sequence)):
-                if node.residence is Residence.SAVING and cache.tree.keeps_dependencies:
+                if node.residence is SAVING and cache.tree.keeps_dependencies:
                     break  # nothing comes below what leaves
-                if node.residence is not Residence.ABSENT:
+                if node.residence is not ABSENT:
                     continue
-                if self._fits(node) and (node.parent is None or node.host is HostState.HELD):
+                if self._fits(node) and (node.parent is None or node.host is HELD):
                     cache.load([node], "queue")
                     cache.counters.prefetches += 1
                     continue
-                if node.is_adapter and node.host is HostState.NONE and node.num_pages <= cache.host.num_free:
+                if node.is_adapter and node.host is NO_COPY and node.num_pages <= cache.host.num_free:
                     cache.read(node, "queue")
                     cache.counters.prefetches += 1
                 if cache.tree.keeps_dependencies:

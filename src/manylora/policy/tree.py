@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from manylora.types import BASE, AdapterId, PageId
 
@@ -41,6 +41,17 @@ class HostState(enum.Enum):
     NONE = "none"
     FILLING = "filling"
     HELD = "held"
+
+
+# Names of their own: the policy asks for them all the time, and in Python 3.11 an Enum's attribute takes three
+# times as long as a function call.
+ABSENT: Final = Residence.ABSENT
+LOADING: Final = Residence.LOADING
+RESIDENT: Final = Residence.RESIDENT
+SAVING: Final = Residence.SAVING
+NO_COPY: Final = HostState.NONE
+FILLING: Final = HostState.FILLING
+HELD: Final = HostState.HELD
 
 
 class Node:
@@ -85,8 +96,8 @@ class Node:
         self.num_on_device = 0  # children that are LOADING or RESIDENT
         self.pages: tuple[PageId, ...] = ()
         self.host_pages: tuple[PageId, ...] = ()
-        self.residence = Residence.ABSENT
-        self.host = HostState.NONE
+        self.residence = ABSENT
+        self.host = NO_COPY
         self.has_landed = False  # LOADING, and only its parent is missing
         self.move: Move | None = None  # its newest copy in flight
         self.is_dropped = False
@@ -107,7 +118,7 @@ class Node:
     @property
     def is_ghost(self) -> bool:
         """In neither tier; kept only because others still hang below it (policies without dependencies)."""
-        return self.residence is Residence.ABSENT and self.host is HostState.NONE
+        return self.residence is ABSENT and self.host is NO_COPY
 
 
 @dataclasses.dataclass
@@ -122,7 +133,7 @@ class DependencyTree:
     def __init__(self, keeps_dependencies: bool = True) -> None:
         self.keeps_dependencies = keeps_dependencies
         self.base = Node(BASE, None, b"", 0)
-        self.base.residence = Residence.RESIDENT
+        self.base.residence = RESIDENT
         self._adapters: dict[AdapterId, _AdapterEntry] = {BASE: _AdapterEntry(self.base)}
         self.changed: Callable[[Node], None] = lambda node: None
         self.num_nodes = 0
@@ -184,7 +195,7 @@ class DependencyTree:
         found: list[Node] = []
         for key in keys[:max_pages]:
             child = children.get(key)
-            if child is None or (child.residence is Residence.ABSENT and child.host is HostState.NONE):
+            if child is None or (child.residence is ABSENT and child.host is NO_COPY):
                 break
             found.append(child)
             children = child.children
@@ -212,21 +223,22 @@ class DependencyTree:
         self.num_nodes -= 1
         if parent.parent is not None and parent.is_ghost and not parent.children and not parent.busy:
             self.remove(parent)
-        elif parent.host is HostState.HELD:
+        elif parent.host is HELD:
             self.changed(parent)  # a leaf of both tiers now; as one of the device it was offered before
 
     # ------------------------------------------------------------ states
 
     def set_device(self, node: Node, residence: Residence, pages: tuple[PageId, ...]) -> None:
         """The node's new state on the device, with the pages it owns there from now on."""
-        was_on = node.residence is Residence.LOADING or node.residence is Residence.RESIDENT
+        before = node.residence
+        was_on = before is LOADING or before is RESIDENT
         if node.pages:
             self._count_device(node, -1)
         node.residence, node.pages = residence, pages
-        is_on = residence is Residence.LOADING or residence is Residence.RESIDENT
+        is_on = residence is LOADING or residence is RESIDENT
         if pages:
             self._count_device(node, 1)
-        if residence is not Residence.LOADING:
+        if residence is not LOADING:
             node.has_landed = False
         parent = node.parent
         if parent is not None and was_on != is_on:
@@ -254,13 +266,13 @@ class DependencyTree:
             self.history_pages += size
             if node.busy:
                 self.pinned_history_pages += size
-        if node.residence is Residence.RESIDENT:
+        if node.residence is RESIDENT:
             self.resident_adapters += sign * is_adapter
             if node.busy == 0:
                 self._count_evictable(node, sign)
-        elif node.residence is Residence.SAVING:
+        elif node.residence is SAVING:
             self.saving_pages += size
-        elif node.residence is Residence.LOADING:
+        elif node.residence is LOADING:
             self.loading_pages += size
 
     # ------------------------------------------------------------ pins
@@ -268,24 +280,22 @@ class DependencyTree:
     def pin(self, node: Node) -> None:
         """Hold the node, and thereby all it depends on."""
         node.pins += 1
-        resident = Residence.RESIDENT
         num_kv_pages = 0
         step = node
         while step.parent is not None:
             step.busy += 1
             if step.busy == 1:
                 self.pinned_history_pages += len(step.pages)
-                if step.residence is resident:
+                if step.residence is RESIDENT:
                     num_kv_pages += 1
             step = step.parent
         step.busy += 1
-        num_pages = len(step.pages) if step.busy == 1 and step.residence is resident else 0
+        num_pages = len(step.pages) if step.busy == 1 and step.residence is RESIDENT else 0
         self._add_evictable(node.adapter, -num_kv_pages, -num_pages)
 
     def unpin(self, node: Node, now: float) -> None:
         """Let go of the node; the whole path counts as used now."""
         node.pins -= 1
-        resident = Residence.RESIDENT
         num_kv_pages = num_pages = 0
         idle = []
         step: Node | None = node
@@ -296,7 +306,7 @@ class DependencyTree:
             if step.busy == 0:
                 if step.parent is not None:
                     self.pinned_history_pages -= len(step.pages)
-                if step.residence is resident:
+                if step.residence is RESIDENT:
                     if step.parent is None:
                         num_pages = len(step.pages)
                     else:
@@ -316,7 +326,7 @@ class DependencyTree:
         child.busy += 1
         if child.busy == 1:
             self.pinned_history_pages += len(child.pages)
-            if child.residence is Residence.RESIDENT:
+            if child.residence is RESIDENT:
                 self._count_evictable(child, -1)
 
     def _count_evictable(self, node: Node, sign: int) -> None:
@@ -340,7 +350,7 @@ class DependencyTree:
         return sum(
             pages
             for adapter, pages in self._history_of.items()
-            if pages and self.node(adapter).residence is not Residence.RESIDENT
+            if pages and self.node(adapter).residence is not RESIDENT
         )
 
     def history_of(self, adapter: AdapterId) -> int:
@@ -352,7 +362,7 @@ class DependencyTree:
     def may_leave(self, node: Node) -> bool:
         """Whether the device may do without it: leaves first, where dependencies are kept."""
         return (
-            node.residence is Residence.RESIDENT
+            node.residence is RESIDENT
             and node.busy == 0
             and bool(node.pages)
             and (node.num_on_device == 0 or not self.keeps_dependencies)
@@ -360,21 +370,19 @@ class DependencyTree:
 
     def may_enter(self, node: Node) -> bool:
         """Whether a copy from the host would make it usable: parents first, where dependencies are kept."""
-        if node.residence is not Residence.ABSENT or node.host is not HostState.HELD or node.is_dropped:
+        if node.residence is not ABSENT or node.host is not HELD or node.is_dropped:
             return False
         if self._adapters[node.adapter].removed:
             return False
-        return (
-            node.parent is None or node.parent.residence is Residence.RESIDENT or not self.keeps_dependencies
-        )
+        return node.parent is None or node.parent.residence is RESIDENT or not self.keeps_dependencies
 
     def may_leave_host(self, node: Node) -> bool:
         """Whether the host may drop its copy: one that the device has too, or a leaf of both tiers."""
-        if node.host is not HostState.HELD or node.is_dropped:
+        if node.host is not HELD or node.is_dropped:
             return False
-        if node.residence is Residence.RESIDENT:
+        if node.residence is RESIDENT:
             return True
-        return node.residence is Residence.ABSENT and node.busy == 0 and not node.children
+        return node.residence is ABSENT and node.busy == 0 and not node.children
 
     def all_nodes(self) -> Iterator[Node]:
         """Every node, parents first; for invariant checks and rare sweeps."""

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from manylora.policy.cost import Rates
 from manylora.policy.counters import Counters
-from manylora.policy.tree import HostState, Node
+from manylora.policy.tree import HELD, Node
 from manylora.policy.visits import Visits
 
 Value = tuple[float, float]
@@ -118,7 +118,7 @@ class RealCost:
 
     def bucket(self, node: Node) -> Hashable:
         kind = -node.num_pages if node.parent is None else node.depth.bit_length()
-        return (kind, node.host is HostState.HELD)
+        return (kind, node.host is HELD)
 
     def rank(self, node: Node) -> float:
         if node.parent is None:
@@ -130,7 +130,7 @@ class RealCost:
             log_cost = math.log(self.cost_s(node) / node.num_pages)
             log_rate = self.rank(node) - now / self._aging_s - math.log(self._aging_s)
             return (log_cost + log_rate, node.last_use)
-        kind = (node.depth.bit_length(), node.host is HostState.HELD)
+        kind = (node.depth.bit_length(), node.host is HELD)
         fresh = self._fresh_kv.get(kind)
         if fresh is None:
             fresh = self._fresh_kv[kind] = self._log_reuse + math.log(self._kv_cost_s(*kind))
@@ -138,7 +138,7 @@ class RealCost:
 
     def cost_s(self, node: Node) -> float:
         """Seconds to have the node again, from where it would be after leaving."""
-        is_held = node.host is HostState.HELD
+        is_held = node.host is HELD
         if node.parent is not None:
             return self._kv_cost_s(node.depth.bit_length(), is_held)
         rates = self._rates

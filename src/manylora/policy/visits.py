@@ -9,7 +9,7 @@ import collections
 import math
 from collections.abc import Callable
 
-from manylora.policy.tree import HostState, Node
+from manylora.policy.tree import HELD, Node
 from manylora.types import BASE
 
 BATCH_WINDOW_S = 5.0
@@ -89,12 +89,14 @@ class Visits:
                     self._adapters.pop(step, None)
                 if step.busy == 0:
                     may_be_leaf = not self._only_leaves_matter or step.num_on_device == 0
-                    if may_be_leaf or step.host is HostState.HELD:
+                    if may_be_leaf or step.host is HELD:
                         self._changed(step)
                 step = step.parent
 
     def batch(self, num_rows: int, now: float) -> None:
         """A step of so many rows was started."""
+        if not self._counts_window:
+            return
         self._batches.append((now, num_rows))
         self._batch_rows += num_rows
         while self._batches[0][0] < now - BATCH_WINDOW_S:

@@ -16,7 +16,6 @@ from manylora.protocol import (
     EndSequence,
     ReadAdapter,
     RunStep,
-    SequenceStart,
     StepDone,
     SwapPages,
 )
@@ -34,8 +33,8 @@ class SimulatedDevice:
         self._costs = costs
         self._page_bytes = page_bytes
         self._adapter_bytes = {adapter: pages * page_bytes for adapter, pages in adapter_pages.items()}
-        # By sequence: its adapter, and what its last token would be at position 0.
-        self._sequences: dict[SequenceId, tuple[AdapterId, int]] = {}
+        # By sequence: its adapter with its bytes, and what its last token would be at position 0.
+        self._sequences: dict[SequenceId, tuple[AdapterId, int, int]] = {}
         self._lane_free_at = {True: 0.0, False: 0.0}
         self._readers_free_at = [0.0] * costs.reads_at_once
         self.busy_until = 0.0
@@ -54,14 +53,15 @@ class SimulatedDevice:
         return None
 
     def _run_step(self, step: RunStep, now: float) -> Answer:
-        sequences, adapter_bytes = self._sequences, self._adapter_bytes
+        sequences = self._sequences
         for start in step.starts:
-            sequences[start.sequence] = _known(start)
+            token_at_0 = start.tokens[-1] + 1 - len(start.tokens)
+            sequences[start.sequence] = start.adapter, self._adapter_bytes.get(start.adapter, 0), token_at_0
         drawn = []
         decodes = prefill = pairs = kv = token_bytes = 0
-        adapters = set()
+        adapters: dict[AdapterId, int] = {}
         for number, first, num_tokens, num_samples, _ in step.rows:
-            adapter, token_at_0 = sequences[number]
+            adapter, num_bytes, token_at_0 = sequences[number]
             end = first + num_tokens
             kv += end
             if num_tokens == 1:
@@ -69,14 +69,14 @@ class SimulatedDevice:
             else:
                 prefill += num_tokens
                 pairs += prefill_pairs(first, num_tokens)
-            if adapter in adapter_bytes:
-                adapters.add(adapter)
-                token_bytes += num_tokens * adapter_bytes[adapter]
+            if num_bytes:
+                adapters[adapter] = num_bytes
+                token_bytes += num_tokens * num_bytes
             if num_samples:
                 drawn.append((number, (token_at_0 + end,) * num_samples))
-        batch_bytes = sum(adapter_bytes[adapter] for adapter in adapters)
+        work = StepWork(decodes, prefill, kv, sum(adapters.values()), len(adapters), pairs, token_bytes)
         costs = self._costs
-        seconds = costs.step_s(StepWork(decodes, prefill, kv, batch_bytes, len(adapters), pairs, token_bytes))
+        seconds = costs.step_s(work)
         self.busy_until = now + costs.overhead_s(len(step.rows)) + seconds
         return self.busy_until, StepDone(step.step, True, tuple(drawn), seconds)
 
@@ -92,7 +92,3 @@ class SimulatedDevice:
         end = max(now, heapq.heappop(self._readers_free_at)) + seconds
         heapq.heappush(self._readers_free_at, end)
         return end, AdapterRead(command.adapter, True, read_s=seconds)
-
-
-def _known(start: SequenceStart) -> tuple[AdapterId, int]:
-    return start.adapter, start.tokens[-1] + 1 - len(start.tokens)

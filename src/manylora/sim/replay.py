@@ -50,6 +50,8 @@ class Outcome:
     request: StreamRequest
     prompt_tokens: int
     handed_s: float
+    said: list[int] | None = dataclasses.field(default=None, repr=False, compare=False)
+    """The conversation so far, where it goes on after this turn."""
     num_cached: int = 0
     queue_s: float = 0.0
     adapter_s: float = 0.0
@@ -175,9 +177,9 @@ class Replay(VirtualLoop):
         self.counters_at_start = dataclasses.replace(self.replica.counters)
 
     def _hand_over(self, request: StreamRequest, moment: float) -> Event:
-        prompt = self._prompts.take(request)
+        prompt, said = self._prompts.take(request)
         name = f"{request.conversation}-{request.turn}"
-        outcome = Outcome(request, len(prompt), moment - (self._began_s or 0.0))
+        outcome = Outcome(request, len(prompt), moment - (self._began_s or 0.0), said)
         self.outcomes.append(outcome)
         self._open[name] = outcome
         adapter = BASE if request.adapter is None else request.adapter + 1
@@ -187,11 +189,12 @@ class Replay(VirtualLoop):
         outcome = self._open.get(command.request)
         if outcome is None:
             return
-        outcome.end_s = self._since_start()
+        outcome.end_s = self.now - (self._began_s or 0.0)
         if outcome.num_tokens == 0:
             outcome.first_s = outcome.end_s
         outcome.num_tokens += 1
-        self._prompts.heard(outcome.request, command.token)
+        if outcome.said is not None:
+            outcome.said.append(command.token)
 
     def _finish(self, command: Finish) -> None:
         outcome = self._open.get(command.request)
@@ -230,20 +233,20 @@ class _Prompts:
         waiting.append(request)
         return False
 
-    def take(self, request: StreamRequest) -> tuple[int, ...]:
-        """The turn's prompt; its conversation is busy until the reply has ended."""
-        self._busy.setdefault(request.conversation, collections.deque())
-        prompt: list[int] = self._said.get(request.conversation, [])
-        for piece in request.prompt:
-            prompt.extend(self._tokens(piece))
-        if self._goes_on(request):
-            self._said[request.conversation] = prompt
-        return tuple(prompt)
+    def take(self, request: StreamRequest) -> tuple[tuple[int, ...], list[int] | None]:
+        """The turn's prompt, and where its reply is to be added, if another turn follows.
 
-    def heard(self, request: StreamRequest, token: int) -> None:
-        """A token of the reply."""
-        if self._goes_on(request):
-            self._said[request.conversation].append(token)
+        The conversation is busy until the reply has ended.
+        """
+        self._busy.setdefault(request.conversation, collections.deque())
+        said = self._said.get(request.conversation, [])
+        for piece in request.prompt:
+            said.extend(self._tokens(piece))
+        prompt = tuple(said)
+        if not self._goes_on(request):
+            return prompt, None
+        self._said[request.conversation] = said
+        return prompt, said
 
     def ended(self, request: StreamRequest) -> StreamRequest | None:
         """The reply has ended; returns the turn that waited for it."""
