@@ -105,9 +105,13 @@ class PolicyConfig:
     admission: str = "fcfs"
     slo_ttft_s: float | None = None
     """When a request's first token should have come, after its arrival; early-abort only."""
+    pipeline_depth: int = 1
+    """Steps in flight at most. With 2, a step is decided while the one before it still runs."""
 
     def __post_init__(self) -> None:
         check_admission(self.admission, self.slo_ttft_s)
+        if self.pipeline_depth not in (1, 2):
+            raise ConfigError(f"pipeline_depth must be 1 or 2, got {self.pipeline_depth}")
         for name in (
             "num_pages", "page_tokens", "max_model_len", "max_num_seqs", "max_batch_tokens", "page_bytes",
         ):  # fmt: skip
@@ -182,6 +186,8 @@ class EngineSettings:
     scheduler: SchedulerSettings = SchedulerSettings()
     adapters: AdapterSettings = AdapterSettings()
     journal: str | None = None
+    cuda_graphs: str = "auto"
+    """auto: decoding steps are captured where the device can; off: every step is launched kernel by kernel."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

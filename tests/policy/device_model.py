@@ -51,28 +51,33 @@ class _Sequence:
 
 
 class DeviceModel:
-    def __init__(self, page_tokens: int) -> None:
+    """Steps end in the order in which they were commanded, at most ``most_steps`` of them in flight.
+
+    What a step reads and writes it reads and writes when it ends: whatever was taken from it too early is seen.
+    """
+
+    def __init__(self, page_tokens: int, most_steps: int = 1) -> None:
         self.page_tokens = page_tokens
+        self.most_steps = most_steps
         self.content: dict[tuple[int, int], object] = {}
         self.host: dict[tuple[int, int], object] = {}
         self.copies: dict[int, tuple[SwapPages, list[tuple[object, ...]]]] = {}
         self.adapter_pages: dict[int, tuple[int, ...]] = {}
         self.sequences: dict[int, _Sequence] = {}
         self.reads: list[ReadAdapter] = []
-        self.step: RunStep | None = None
-        self.running: list[tuple[_Sequence, tuple[int, ...]]] = []
+        # Steps in flight, oldest first, each with its rows' sequences and weights.
+        self.steps: list[tuple[RunStep, list[tuple[_Sequence, tuple[int, ...]]]]] = []
 
     def obey(self, command: Command) -> None:
         match command:
             case RunStep():
-                assert self.step is None, "one step at a time"
-                self.step = command
+                assert len(self.steps) < self.most_steps, "no more steps than it can take"
                 for start in command.starts:
                     assert start.sequence not in self.sequences
                     self.sequences[start.sequence] = _Sequence(start, list(start.tokens), list(start.pages))
                 # A sequence may be told to end while its step runs; its rows still finish.
                 # Likewise an adapter may be evicted meanwhile; its pages stay intact until the step's end.
-                self.running = [self._resolve(row.sequence) for row in command.rows]
+                self.steps.append((command, [self._resolve(row.sequence) for row in command.rows]))
             case EndSequence():
                 del self.sequences[command.sequence]
             case CopyPages():
@@ -136,11 +141,9 @@ class DeviceModel:
                 self.fill(self.tier(read.tier), page, ("weights", read.adapter, index))
 
     def finish_step(self, ok: bool) -> StepDone:
-        step = self.step
-        assert step is not None
-        self.step = None
+        step, running = self.steps.pop(0)
         drawn = []
-        for row, (sequence, weights) in zip(step.rows, self.running, strict=True):
+        for row, (sequence, weights) in zip(step.rows, running, strict=True):
             for index, page in enumerate(weights):
                 expected = (("weights", sequence.start.adapter, index),) * self.page_tokens
                 assert self.whole(self.content, page) == expected, "intact adapters"

@@ -106,7 +106,7 @@ class Rig:
                 self.land_read()
             elif self.device.copies:
                 self.land_copy()
-            elif self.device.step is not None:
+            elif self.device.steps:
                 self.end_step()
             elif rings and self.timer is not None:
                 rings -= 1

@@ -51,6 +51,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         high_mark=st.sampled_from([0.7, 0.95]),
         admission=st.sampled_from(["fcfs", *ADMISSIONS]),
         slo_ttft_s=st.sampled_from([0.75, 2.0, 5.0]),
+        pipeline_depth=st.sampled_from([1, 2]),
     )
     def start(
         self,
@@ -64,6 +65,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         high_mark: float,
         admission: str,
         slo_ttft_s: float,
+        pipeline_depth: int,
     ) -> None:
         cache = CacheConfig(
             policy, adapter_share=0.5, tau_s=2.0, window_s=8.0, low_mark=low_mark, high_mark=high_mark
@@ -79,12 +81,13 @@ class ReplicaMachine(RuleBasedStateMachine):
             cache,
             admission,
             slo_ttft_s,
+            pipeline_depth,
         )
         self.replica = Replica(self.config)
         self.most_adapter_pages = min(4, adapter_pages_limit(self.config))
         self.timer: float | None = None
         self.ready: set[str] = set()
-        self.device = DeviceModel(page_tokens)
+        self.device = DeviceModel(page_tokens, pipeline_depth)
         self.now = 0.0
         self.ids = itertools.count()
         self.requests: dict[str, Request] = {}
@@ -101,7 +104,8 @@ class ReplicaMachine(RuleBasedStateMachine):
     def feed(self, event: Event) -> None:
         self.now += EVENT_S
         commands = self.replica.handle(event, self.now)
-        check_order(commands)
+        if self.config.pipeline_depth == 1:
+            check_order(commands)
         for command in commands:
             self.note(command)
             self.device.obey(command)
@@ -207,7 +211,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         if whole:
             assert self.has_ended(self.requests[request])
 
-    @precondition(lambda self: self.device.step is not None)
+    @precondition(lambda self: self.device.steps)
     @rule(fails=st.sampled_from([False] * 15 + [True]))
     def end_step(self, fails: bool) -> None:
         self.feed(self.device.finish_step(ok=not fails))
@@ -236,7 +240,7 @@ class ReplicaMachine(RuleBasedStateMachine):
     @invariant()
     def work_never_stalls(self) -> None:
         if hasattr(self, "device") and self.live():
-            assert self.device.step is not None or self.device.reads or self.device.copies, (
+            assert self.device.steps or self.device.reads or self.device.copies, (
                 "live requests keep something going"
             )
 
@@ -254,7 +258,7 @@ class ReplicaMachine(RuleBasedStateMachine):
                 copy = min(self.device.copies)
                 self.device.end_copy(copy, True)
                 self.feed(CopyDone(copy, True, 0.01))
-            elif self.device.step is not None:
+            elif self.device.steps:
                 self.feed(self.device.finish_step(ok=True))
             else:
                 break

@@ -99,7 +99,7 @@ def test_others_run_while_one_waits_for_its_copy() -> None:
     rig.ask("cold", 1, prompt(1, 1), 2)
     assert rig.device.reads
     rig.ask("warm", BASE, prompt(2, 1), 3)
-    while rig.device.step is not None:
+    while rig.device.steps:
         rig.now += 0.5
         rig.end_step()
     rig.check_answer("warm")

@@ -46,7 +46,11 @@ def compose(
 def _continue_running(config: PolicyConfig, held: Reservations) -> tuple[list[Scheduled], int]:
     """Rows of the holders, and the budget that is left. Victims are newer, so never among earlier rows."""
     page_tokens, is_running = config.page_tokens, Stage.RUNNING
-    running = [(s, len(s.tokens) - s.num_computed) for s in held.holders if s.stage is is_running]
+    running = [
+        (s, len(s.tokens) + s.num_coming - s.num_scheduled)
+        for s in held.holders
+        if s.stage is is_running and not (s.num_coming and s.must_wait)
+    ]
     budget = config.max_batch_tokens - sum(remaining == 1 for _, remaining in running)
     rows: list[Scheduled] = []
     for sequence, remaining in running:
@@ -55,7 +59,7 @@ def _continue_running(config: PolicyConfig, held: Reservations) -> tuple[list[Sc
         num_tokens = 1 if remaining == 1 else min(remaining, budget)
         if num_tokens == 0:
             continue
-        has_room = sequence.num_computed + num_tokens <= len(sequence.pages) * page_tokens
+        has_room = sequence.num_scheduled + num_tokens <= len(sequence.pages) * page_tokens
         # It may find no room, or none before a copy has ended; it keeps what it has and tries again.
         if not has_room and held.grow(sequence, num_tokens) is not Growth.DONE:
             continue
@@ -78,7 +82,8 @@ def _admit(
     rows: list[Scheduled] = []
     while budget > 0 and len(held.holders) < config.max_num_seqs:
         sequence = waiting.first()
-        if sequence is None or not held.admit(sequence, budget, now):
+        # Whoever was preempted with a row in flight comes back when that has ended.
+        if sequence is None or sequence.num_in_flight or not held.admit(sequence, budget, now):
             break
         note_admission(sequence, now)
         # One that waits for its adapter keeps its reservation and is passed by others.

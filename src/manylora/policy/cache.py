@@ -62,7 +62,6 @@ class Cache:
         self.counters = Counters()
         self.now = 0.0
         self.interval = 0
-        self.step_in_flight = False
         self.adapter_limit = adapter_pages_limit(config)
         self._emit = emit
         self._traces = config.cache.trace
@@ -202,7 +201,7 @@ class Cache:
         pages = node.pages
         self.tree.set_device(node, ABSENT, ())
         # An aborted request's rows may still be in the step in flight.
-        self.device.release(pages, step_in_flight=self.step_in_flight)
+        self.device.release(pages)
         self._note_left(node)
 
     def _note_left(self, node: Node) -> None:
@@ -250,9 +249,9 @@ class Cache:
         if host_pages:
             self.tree.set_host(node, NO_COPY, ())
         if pages and move is None:
-            self.device.release(pages, step_in_flight=self.step_in_flight)
+            self.device.release(pages)
         if host_pages and move is None:
-            self.host.release(host_pages, step_in_flight=False)
+            self.host.release(host_pages)
         if was_there and pages:
             self._note_left(node)
 
@@ -278,7 +277,7 @@ class Cache:
         self.decided("drop-host", node, "host is full", value)
         pages = node.host_pages
         self.tree.set_host(node, NO_COPY, ())
-        self.host.release(pages, step_in_flight=False)
+        self.host.release(pages)
         if node.residence is ABSENT and not node.is_adapter:
             self.counters.history_drops += 1
             self.tree.remove(node)
@@ -343,7 +342,7 @@ class Cache:
         if not to_device:
             pages = node.host_pages
             self.tree.set_host(node, NO_COPY, ())
-            self.host.release(pages, step_in_flight=False)
+            self.host.release(pages)
         return node if node.residence is LOADING else None
 
     def fill(self, node: Node, pages: tuple[PageId, ...]) -> bool:
@@ -425,9 +424,9 @@ class Cache:
             elif is_current:
                 self._saved(node, event.ok)
             if move.owns_pages:
-                self.device.release(move.pages, step_in_flight=self.step_in_flight)
+                self.device.release(move.pages)
             if move.owns_host_pages:
-                self.host.release(move.host_pages, step_in_flight=False)
+                self.host.release(move.host_pages)
         return failed
 
     def _count_copy(self, to_device: bool, num_pages: int, event: CopyDone) -> None:
@@ -452,7 +451,7 @@ class Cache:
             return
         pages = node.host_pages
         self.tree.set_host(node, NO_COPY, ())
-        self.host.release(pages, step_in_flight=False)
+        self.host.release(pages)
         if node.residence is SAVING:
             self._lose(node)
 
@@ -488,7 +487,7 @@ class Cache:
                 if move.to_device:
                     member.move = None
             self.tree.set_device(member, ABSENT, ())
-            self.device.release(pages, step_in_flight=self.step_in_flight)
+            self.device.release(pages)
 
     def candidates(self) -> tuple[set[Node], set[Node]]:
         """Who is on the lists of what may leave the device, and the host; for invariant checks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from manylora.policy.cache import Cache
 from manylora.policy.queues import RequestState, Scheduled, Stage, WaitingQueue
@@ -19,7 +19,7 @@ def check(
     held: Reservations,
     waiting: WaitingQueue,
     requests: Mapping[RequestId, RequestState],
-    in_flight: tuple[Scheduled, ...] | None,
+    in_flight: Iterable[list[Scheduled]],
 ) -> None:
     """Raise AssertionError, naming the invariant, where one does not hold."""
     nodes = list(cache.tree.all_nodes())
@@ -33,12 +33,25 @@ def check(
     _check_ownership(cache, nodes, held)
     _check_capacity(cache, held)
     _check_sequences(cache, held, waiting, requests)
-    for sequence, _, _ in in_flight or ():
+    _check_in_flight(held, [row for rows in in_flight for row in rows])
+
+
+def _check_in_flight(held: Reservations, rows: list[Scheduled]) -> None:
+    for sequence, _, _ in rows:
         if sequence.stage is Stage.RUNNING:
             step: Node | None = sequence.node
             while step is not None:
                 assert step.residence is Residence.RESIDENT, "a step reads resident pages"
                 step = step.parent
+    for sequence in held.holders:
+        own = [(num_tokens, num_samples) for s, num_tokens, num_samples in rows if s is sequence]
+        assert sequence.num_in_flight == len(own), "rows in flight are counted"
+        assert sequence.num_coming == sum(num_samples > 0 for _, num_samples in own), (
+            "coming tokens are counted"
+        )
+        scheduled = sequence.num_computed + sum(num_tokens for num_tokens, _ in own)
+        assert sequence.num_scheduled == scheduled, "what is in flight becomes computed"
+        assert sequence.num_scheduled <= len(sequence.tokens) + sequence.num_coming
 
 
 def _check_node(node: Node) -> None:
@@ -132,7 +145,7 @@ def _check_ownership(cache: Cache, nodes: list[Node], held: Reservations) -> Non
         owners.update(sequence.pages[sequence.num_shared :])
     assert owners == collections.Counter(range(cache.device.num_pages)), "every page has exactly one owner"
     assert host_owners == collections.Counter(range(cache.host.num_pages)), "every host page has one owner"
-    if not cache.step_in_flight:
+    if not cache.device.is_step_in_flight:
         assert cache.device.num_deferred == 0, "nothing stays deferred without a step in flight"
 
 
@@ -144,7 +157,7 @@ def _check_capacity(cache: Cache, held: Reservations) -> None:
         assert tree.history_pages + own_pages <= cache.device.num_pages - cache.adapter_limit, (
             "KV stays within its part"
         )
-    if not cache.policy.keeps_history and not cache.step_in_flight:
+    if not cache.policy.keeps_history and not cache.device.is_step_in_flight:
         assert tree.idle_history_pages == 0, "no history is kept"
     coming = sum(len(move.pages) for move in cache.moves() if move.to_device)
     assert cache.pages_coming == coming, "pages on their way are counted"

@@ -52,15 +52,18 @@ class Sequence:
     Page table ``pages``: the first ``num_shared`` belong to tree nodes on the path that ends in ``node``
     (which the sequence pins while it holds a reservation); the rest are its own.
 
-        tokens:  |<- prompt ->|<- generated ->|
-                 |<- num_computed ->|<- remaining ->|
+        tokens:  |<- prompt ->|<- generated ->|<- num_coming ->|
+                 |<- num_computed ->|<- in flight ->|<- remaining ->|
+                 |<-        num_scheduled         ->|
         pages:   [shared ... shared][own ... own]
+
+    Without a step in flight nothing is coming, and what was scheduled is computed.
     """
 
     __slots__ = (
         "adapter_s", "admitted_s", "id", "is_known_to_executor", "is_prefetched", "keys", "matched", "node",
-        "num_computed", "num_failed_copies", "num_prompt", "num_shared", "num_unborn_forks", "page_updates",
-        "pages", "sample", "stage", "state", "tokens",
+        "num_coming", "num_computed", "num_failed_copies", "num_in_flight", "num_prompt", "num_scheduled",
+        "num_shared", "num_unborn_forks", "page_updates", "pages", "sample", "stage", "state", "tokens",
     )  # fmt: skip
 
     def __init__(self, sequence: SequenceId, state: RequestState, sample: int, tokens: list[int]) -> None:
@@ -70,6 +73,9 @@ class Sequence:
         self.tokens = tokens
         self.num_prompt = len(state.request.prompt)
         self.num_computed = 0
+        self.num_scheduled = 0
+        self.num_in_flight = 0  # steps in flight that have a row of it
+        self.num_coming = 0  # tokens that they draw for it
         self.pages: list[PageId] = []
         self.num_shared = 0
         self.node: Node | None = None
@@ -93,12 +99,14 @@ class Sequence:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens known but not computed; 1 while decoding."""
-        return len(self.tokens) - self.num_computed
+        """Tokens known, or soon known, that no step computes yet; 1 while decoding."""
+        return len(self.tokens) + self.num_coming - self.num_scheduled
 
     @property
-    def num_generated(self) -> int:
-        return len(self.tokens) - self.num_prompt
+    def must_wait(self) -> bool:
+        """Whether it can go on only when the token that is coming has come: others fork off then, or it ends."""
+        num_generated = len(self.tokens) - self.num_prompt + self.num_coming
+        return self.num_coming > 0 and (self.num_unborn_forks > 0 or num_generated >= self.state.max_tokens)
 
     @property
     def adapter(self) -> AdapterId:

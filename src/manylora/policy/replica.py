@@ -105,7 +105,7 @@ class Replica:
         self._num_arrivals = 0
         self._num_sequences = 0
         self._num_steps = 0
-        self._in_flight: tuple[Scheduled, ...] | None = None
+        self._in_flight: collections.deque[list[Scheduled]] = collections.deque()  # oldest first
         self._timer_is_set = False
 
     # ------------------------------------------------------------ the door
@@ -134,13 +134,8 @@ class Replica:
                 self._removing.add(event.adapter)
         if self._removing:
             self._free_removed()
-        scheduled = self._compose(now) if self._in_flight is None else []
-        # Whatever runs beside compute starts before a step does.
-        self._swapper.use_idle_lane(now)
-        self._cache.flush()
-        self._set_timer(now)
-        if scheduled:
-            self._start_step(scheduled, now)
+        while self._start_next(now):
+            pass
         commands = self._commands[:]
         self._commands.clear()
         return commands
@@ -372,6 +367,18 @@ class Replica:
 
     # ------------------------------------------------------------ steps
 
+    def _start_next(self, now: float) -> bool:
+        """Start what can start now; whether another step may follow at once."""
+        depth, in_flight = self._config.pipeline_depth, self._in_flight
+        scheduled = self._compose(now) if len(in_flight) < depth else []
+        # Whatever runs beside compute starts before a step does.
+        self._swapper.use_idle_lane(now)
+        self._cache.flush()
+        self._set_timer(now)
+        if scheduled:
+            self._start_step(scheduled, now)
+        return bool(scheduled) and len(in_flight) < depth
+
     def _compose(self, now: float) -> list[Scheduled]:
         note, refuse = self._note_admission, self._refuse
         return compose(self._config, self._held, self._waiting, self._admission, now, note, refuse)
@@ -395,9 +402,13 @@ class Replica:
                 starts.append(_start_of(sequence))
                 sequence.is_known_to_executor = True
                 changed = ()
-            rows.append(StepRow(sequence.id, sequence.num_computed, num_tokens, num_samples, changed))
-        self._in_flight = tuple(scheduled)
-        self._cache.step_in_flight = True
+            rows.append(StepRow(sequence.id, sequence.num_scheduled, num_tokens, num_samples, changed))
+            sequence.num_scheduled += num_tokens
+            sequence.num_in_flight += 1
+            if num_samples:
+                sequence.num_coming += 1
+        self._in_flight.append(scheduled)
+        self._cache.device.step_started(self._num_steps)
         self._cache.visits.batch(len(rows), now)
         self._commands.append(RunStep(self._num_steps, tuple(starts), tuple(rows)))
 
@@ -420,27 +431,31 @@ class Replica:
             self._commands.append(Ready(state.request.id, adapter_s, kv_s))
 
     def _step_done(self, event: StepDone, now: float) -> None:
-        if event.step != self._num_steps or self._in_flight is None:
-            raise AssertionError(f"step {event.step} is not in flight")
-        rows, self._in_flight = self._in_flight, None
-        self._cache.step_in_flight = False
-        self._cache.device.settle()
+        if event.step != self._num_steps - len(self._in_flight) + 1:
+            raise AssertionError(f"step {event.step} is not the oldest in flight")
+        rows = self._in_flight.popleft()
+        self._cache.device.step_ended(event.step)
         if event.ok:
             self._cache.rates.saw_step(
                 len(rows), sum([num_tokens for _, num_tokens, _ in rows]), event.device_s
             )
         drawn = dict(event.tokens)
-        page_tokens, held, ended = self._config.page_tokens, self._held, Stage.ENDED
+        page_tokens, held, ended, running = self._config.page_tokens, self._held, Stage.ENDED, Stage.RUNNING
         for sequence, num_tokens, num_samples in rows:
             if sequence.stage is ended:
                 continue
+            sequence.num_in_flight -= 1
+            if num_samples:
+                sequence.num_coming -= 1
             if not event.ok:
                 error = RequestError(500, f"the step that ran this request failed: {event.error}")
                 self._fail_request(sequence.state, error, now)
                 continue
-            sequence.num_computed += num_tokens
-            if sequence.num_computed >= (sequence.num_shared + 1) * page_tokens:
-                held.enter_full_pages(sequence, now)
+            # One that was preempted meanwhile keeps its token, but not its pages.
+            if sequence.stage is running:
+                sequence.num_computed += num_tokens
+                if sequence.num_computed >= (sequence.num_shared + 1) * page_tokens:
+                    held.enter_full_pages(sequence, now)
             if num_samples:
                 self._take_tokens(sequence, drawn[sequence.id], now)
         self._swapper.step_ended()
@@ -463,7 +478,7 @@ class Replica:
     def _fork(self, parent: Sequence, sample: int, token: int, now: float) -> None:
         child = self._new_sequence(parent.state, sample, [*parent.tokens, token])
         copy = None
-        if len(self._held.holders) < self._config.max_num_seqs:
+        if parent.node is not None and len(self._held.holders) < self._config.max_num_seqs:
             copy = self._held.admit_fork(child, parent)
         if child.node is None:
             # No room: it waits in its place and finds the prompt's full pages in the tree.

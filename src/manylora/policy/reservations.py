@@ -91,7 +91,7 @@ class Reservations:
         sequence.node = deepest
         sequence.matched = deepest
         sequence.num_shared = len(path)
-        sequence.num_computed = num_computed
+        sequence.num_computed = sequence.num_scheduled = num_computed
         sequence.pages = [-1] * len(path)  # known when all are there
         sequence.pages.extend(cache.device.take(own_pages))
         self._waiting.remove(sequence)
@@ -146,7 +146,7 @@ class Reservations:
         child.node = parent.node
         child.matched = parent.node
         child.num_shared = parent.num_shared
-        child.num_computed = child.num_prompt
+        child.num_computed = child.num_scheduled = child.num_prompt
         child.pages = parent.pages[: parent.num_shared] + list(own)
         child.stage = Stage.RUNNING
         child.page_updates.clear()
@@ -159,7 +159,7 @@ class Reservations:
 
     def grow(self, sequence: Sequence, num_tokens: int) -> Growth:
         """Make room for the next ``num_tokens``, preempting newer holders if that is what it takes."""
-        num_tokens += sequence.num_computed
+        num_tokens += sequence.num_scheduled
         if num_tokens <= len(sequence.pages) * self._config.page_tokens:
             return Growth.DONE
         missing = self.pages_for(num_tokens) - len(sequence.pages)
@@ -184,7 +184,7 @@ class Reservations:
         assert node is not None
         assert sequence.matched is not None
         own = sequence.pages[sequence.num_shared :]
-        cache.device.release(own, step_in_flight=cache.step_in_flight)
+        cache.device.release(own)
         cache.visits.computed(sequence.matched, node, cache.now)
         self._tree.unpin(node, now)
         if not cache.policy.keeps_history:
@@ -192,7 +192,7 @@ class Reservations:
         sequence.node = sequence.matched = None
         sequence.pages = []
         sequence.num_shared = 0
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_scheduled = 0
         self.holders.remove(sequence)
 
     def _drop_unused(self, node: Node) -> None:
@@ -246,7 +246,7 @@ class Reservations:
             self._tree.move_pin(node, child)
             own = sequence.pages[index]
             if not cache.fill(child, (own,)):
-                cache.device.release((own,), step_in_flight=cache.step_in_flight)
+                cache.device.release((own,))
                 sequence.pages[index] = child.pages[0]
                 sequence.page_updates.append((index, child.pages[0]))
             sequence.node = child
