@@ -7,13 +7,13 @@ way. Owns how nodes leave and come; does not know requests, nor when the swapper
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from manylora.config import PolicyConfig
 from manylora.policy.candidates import Candidates
 from manylora.policy.cost import Rates
 from manylora.policy.counters import Counters
+from manylora.policy.moves import Move
 from manylora.policy.pages import PageLedger
 from manylora.policy.policies import POLICIES
 from manylora.policy.saving import Saving
@@ -35,18 +35,6 @@ from manylora.types import AdapterId, CopyId, PageId
 
 MOST_PAGES_A_COPY = 64
 """A longer queue is cut, so that what arrived first can be used while the rest is on its way."""
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Move:
-    """One node's part of a copy. It owns what its node has let go of meanwhile, until the copy has ended."""
-
-    node: Node
-    to_device: bool
-    pages: tuple[PageId, ...]
-    host_pages: tuple[PageId, ...]
-    owns_pages: bool = False
-    owns_host_pages: bool = False
 
 
 class Cache:

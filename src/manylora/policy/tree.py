@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from manylora.types import BASE, AdapterId, PageId
 
 if TYPE_CHECKING:
-    from manylora.policy.cache import Move
+    from manylora.policy.moves import Move
 
 PageKey = bytes
 """The tokens of one full page; bytes, because they keep their hash."""
