@@ -6,6 +6,7 @@ that nobody else has to.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import logging
@@ -28,7 +29,8 @@ from manylora.engine.journal import JournalWriter
 from manylora.engine.outbox import Outbox
 from manylora.engine.trace import TraceWriter
 from manylora.policy.cache import adapter_pages_limit
-from manylora.policy.replica import AdapterUse, Replica
+from manylora.policy.replica import Replica
+from manylora.policy.snapshot import AdapterUse
 from manylora.protocol import (
     Abort,
     AdapterAdded,
@@ -42,6 +44,7 @@ from manylora.protocol import (
     Event,
     EvictAdapter,
     Executor,
+    IssuedStep,
     ReadAdapter,
     RunStep,
     SetTimer,
@@ -101,7 +104,7 @@ class Driver:
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._outbox = Outbox(clock)
         self._meters = _Meters()
-        self._pending: StepResult | None = None
+        self._in_flight: collections.deque[IssuedStep] = collections.deque()  # oldest first
         self._timer_at: float | None = None
         self._failed_steps = 0
         self._thread: threading.Thread | None = None
@@ -197,8 +200,8 @@ class Driver:
                 item.set_exception(error)
 
     def _round(self) -> bool:
-        """Everything that has come in, the timer if it is due, the step that has ended. False: told to stop."""
-        item = self._wait() if self._pending is None else None
+        """Everything that has come in, the timer if it is due, the end of the oldest step. False: told to stop."""
+        item = None if self._in_flight else self._wait()
         while item is not None or not self._inbox.empty():
             if item is None:
                 item = self._inbox.get_nowait()
@@ -207,13 +210,13 @@ class Driver:
             self._take(item)
             item = None
         # Taken before the timer is told: a step that it starts ends only after what comes in meanwhile.
-        result, self._pending = self._pending, None
+        oldest = self._in_flight.popleft() if self._in_flight else None
         if self._timer_at is not None and self._clock() >= self._timer_at:
             self._timer_at = None
             self._feed(Timer())
-        if result is not None:
-            self._outbox.logprobs = result.logprobs
-            self._feed(result.done)
+        if oldest is not None:
+            self._flush()
+            self._step_ended(oldest.wait())
         return True
 
     def _wait(self) -> object | None:
@@ -263,8 +266,9 @@ class Driver:
         for command in commands:
             match command:
                 case RunStep():
+                    # Where the device is the caller's own processor, issuing is running.
                     self._flush()
-                    self._run_step(command)
+                    self._in_flight.append(self._executor.issue_step(command))
                 case EndSequence():
                     self._executor.end_sequence(command.sequence)
                 case CopyPages():
@@ -286,17 +290,18 @@ class Driver:
                 case _:
                     self._outbox.note(command)
 
-    def _run_step(self, step: RunStep) -> None:
-        result = self._executor.run_step(step)
-        self._pending = result
+    def _step_ended(self, result: StepResult) -> None:
+        done = result.done
         self._meters.steps += 1
-        self._meters.step_s += result.done.device_s
-        self._meters.generated_tokens += sum(len(tokens) for _, tokens in result.done.tokens)
-        self._failed_steps = 0 if result.done.ok else self._failed_steps + 1
-        if not result.done.ok:
-            log.error("step %d failed: %s", step.step, result.done.error)
+        self._meters.step_s += done.device_s
+        self._meters.generated_tokens += sum(len(tokens) for _, tokens in done.tokens)
+        self._failed_steps = 0 if done.ok else self._failed_steps + 1
+        if not done.ok:
+            log.error("step %d failed: %s", done.step, done.error)
         if self._failed_steps >= MAX_FAILED_STEPS:
-            raise RuntimeError(f"{self._failed_steps} steps in a row failed: {result.done.error}")
+            raise RuntimeError(f"{self._failed_steps} steps in a row failed: {done.error}")
+        self._outbox.logprobs = result.logprobs
+        self._feed(done)
 
     def _flush(self) -> None:
         deltas = self._outbox.collect()

@@ -7,7 +7,6 @@ is ``batch``'s choice, who holds which page is ``reservations``'. Knows no clock
 from __future__ import annotations
 
 import collections
-import dataclasses
 
 from manylora.config import PolicyConfig
 from manylora.policy.admission import Admission
@@ -17,6 +16,7 @@ from manylora.policy.counters import Counters
 from manylora.policy.invariants import check
 from manylora.policy.queues import RequestState, Scheduled, Sequence, Stage, WaitingQueue
 from manylora.policy.reservations import Reservations
+from manylora.policy.snapshot import AdapterUse, Snapshot
 from manylora.policy.swap import Swapper
 from manylora.policy.tree import RESIDENT, Node, subtree
 from manylora.protocol import (
@@ -47,44 +47,6 @@ from manylora.types import AdapterId, PageId, Request, RequestError, RequestId, 
 
 MAX_FAILED_COPIES = 3
 """Copies that may fail a request before it is given up: each time it looks for another way."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AdapterUse:
-    """One adapter at this moment; requests count once per sequence."""
-
-    adapter: AdapterId
-    state: str
-    num_pages: int
-    running: int
-    waiting: int
-    host_state: str = "none"
-    history_pages: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The replica's gauges; device pages by use add up to ``pages_total``. ``adapters`` includes the base (0).
-
-    ``pages_loading`` and ``pages_saving``: of these, how many are in flight. ``invalid_pages``: history on the
-    device whose adapter is not there.
-    """
-
-    num_running: int
-    num_waiting: int
-    pages_total: int
-    pages_free: int
-    pages_running: int
-    pages_history: int
-    pages_adapters: int
-    pages_loading: int
-    pages_saving: int
-    invalid_pages: int
-    host_pages_total: int
-    host_pages_free: int
-    host_pages_history: int
-    host_pages_adapters: int
-    adapters: tuple[AdapterUse, ...]
 
 
 class Replica:
