@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prefix", default="h200-", help="of the files' names")
     parser.add_argument("--time-budget", type=float, default=250.0, metavar="S")
     parser.add_argument(
-        "--steps-budget", type=float, default=30.0, metavar="S", help="for a shape's timed steps"
+        "--steps-budget", type=float, default=30.0, metavar="S", help="for watching a shape's engine"
     )
     parser.add_argument("--commit", default="unknown", help="noted in the profiles")
     parser.add_argument("--toy", action="store_true")

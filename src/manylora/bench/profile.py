@@ -1,7 +1,8 @@
 """``manylora profile``: what steps, copies, reads and the engine itself take on this device with this model.
 
-The real executor runs a grid of batches; then the whole engine runs for a moment. The report is a profile
-(``sim.profile``), from which the simulator's costs are fitted.
+The whole engine serves clients under one load after another (``bench.profile_loads``), and what its steps took is
+noted: an engine's steps share the machine with its policy, its event loop and its copies, and take longer than the
+same batches one by one. The report is a profile (``sim.profile``), from which the simulator's costs are fitted.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from manylora.bench.profile_grid import Limits, make_batches
-from manylora.bench.profile_rig import Rig, rounded, undisturbed
-from manylora.bench.targets import Call, EngineTarget
+from manylora.bench.profile_loads import Load, Room, make_loads, overhead_points, run_load, step_points
+from manylora.bench.profile_rig import Rig
+from manylora.bench.step_log import LentExecutor, StepLog
+from manylora.bench.targets import EngineTarget
 from manylora.config import ConfigError, EngineSettings, PolicyConfig
 from manylora.engine.driver import Driver
 from manylora.executor.build import build_worker
@@ -34,7 +37,7 @@ from manylora.flags import build_settings
 from manylora.models.config import ModelConfig, ModelError, config_groups, read_model_config
 from manylora.models.source import resolve_model
 from manylora.sim.fit import FittedCosts, fit_profile
-from manylora.sim.profile import FORMAT, OverheadPoint, Profile, StepPoint, save_profile
+from manylora.sim.profile import FORMAT, Profile, save_profile
 from manylora.sim.shapes import ModelShape
 from manylora.types import EngineInfo
 
@@ -46,15 +49,16 @@ RANKS = (64, 8, 32, 16)
 
 _HOST_POOL = {"cpu": "256MiB", "cuda": "2GiB"}
 _ADAPTER_ROOM = 0.3
-_ENGINE_RUNS, _ENGINE_STEPS = 5, 40
+_KV_ROOM = 0.6
+_MOST_PASSES = 5
 _ATTENTION_GROUPS = ("qkv", "o")
 _PACKAGES = ("manylora", "torch", "numpy", "triton", "numba", "flashinfer-python")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProfileSettings:
-    """What to profile. ``engine``: settings by flag name, ``model`` too. ``budget_s``: for timing the grid's
-    steps, each of which is timed once at least."""
+    """What to profile. ``engine``: settings by flag name, ``model`` too. ``budget_s``: for watching the
+    engine, pass after pass over its loads, one pass at least."""
 
     engine: Mapping[str, Any]
     out: Path
@@ -74,7 +78,7 @@ class ProfileSettings:
 
     @property
     def repeats(self) -> int:
-        """Of every measurement; the lower quartile counts."""
+        """Of every copy and read."""
         return 5 if self.is_quick else 9
 
 
@@ -96,11 +100,119 @@ def measure(settings: ProfileSettings, progress: Progress) -> Profile:
     except ModelError as error:
         raise ConfigError(str(error)) from error
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            paths = _write_adapters(Path(folder), config, info.dtype, settings, policy.max_num_seqs)
-            return _measure(settings, worker, policy, info, config, paths, progress)
+        with Profiler(settings, worker, policy, info, config, progress) as profiler:
+            profiler.watch()
+            return profiler.profile()
     finally:
         worker.close()
+
+
+class Profiler:
+    """Profiles a worker that serves nobody meanwhile; the worker stays open. A context: its files go at the end.
+
+    ``watch`` may be called for one part of the loads after another, with other work between, so that a machine
+    whose speed changes over minutes is seen as often fast and slow as that work sees it. Raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        settings: ProfileSettings,
+        worker: Worker,
+        policy: PolicyConfig,
+        info: EngineInfo,
+        config: ModelConfig,
+        progress: Progress,
+    ) -> None:
+        """Reads adapters and rehearses, for what only a first run of a batch costs."""
+        self._settings = settings
+        self._worker = worker
+        self._policy = policy
+        self._info = info
+        self._config = config
+        self._progress = progress
+        self._log = StepLog()
+        self._folder = tempfile.TemporaryDirectory()
+        try:
+            folder = Path(self._folder.name)
+            self._prepare(_write_adapters(folder, config, info.dtype, settings, policy.max_num_seqs))
+        except BaseException:
+            self._folder.cleanup()
+            raise
+
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._folder.cleanup()
+
+    def _prepare(self, paths: list[Path]) -> None:
+        rig = Rig(self._worker, self._policy)
+        self._progress("adapters", 0, 1)
+        rig.serve(paths, _ADAPTER_ROOM)
+        if not rig.num_adapters:
+            raise ConfigError("the device's pool is too small for one adapter: raise --device-pool")
+        self._progress("adapters", 1, 1)
+        self._reads = rig.reads(range(1, 1 + min(len(RANKS), rig.num_adapters)), self._settings.repeats)
+        _rehearse(self._settings, rig, self._policy, self._progress)
+        # Last: by now a large host pool is pinned.
+        self._copies = rig.copies(self._settings.repeats)
+        self._paths = paths[: rig.num_adapters]
+        rig.forget_adapters()
+
+    def watch(self, part: int = 0, num_parts: int = 1) -> None:
+        """Run an engine under this part of the loads, once at least, and for its part of the time."""
+        room = Room(
+            max_seqs=self._policy.max_num_seqs,
+            max_len=self._policy.max_model_len,
+            num_tokens=int(_KV_ROOM * self._policy.num_pages) * self._policy.page_tokens,
+            num_adapters=len(self._paths),
+        )
+        loads = make_loads(room, self._settings.is_quick)[part::num_parts]
+        log = asyncio.run(self._watched(loads, self._settings.budget_s / num_parts))
+        self._log.steps += log.steps
+
+    async def _watched(self, loads: Sequence[Load], budget_s: float) -> StepLog:
+        lent = LentExecutor(self._worker, self._policy.page_bytes)
+        driver = Driver(self._policy, lent, self._info)
+        names = [f"profile-{number}" for number in range(len(self._paths))]
+        for name, path in zip(names, self._paths):
+            driver.add_adapter(name, str(path), verify=False)
+        target = EngineTarget(driver)
+        total = _MOST_PASSES * len(loads)
+        ends_at = time.monotonic() + budget_s
+        try:
+            for done in range(total):
+                if time.monotonic() > ends_at and done >= len(loads):
+                    break
+                self._progress("engine", done, total)
+                await run_load(target, loads[done % len(loads)], names, seed=done)
+        finally:
+            await target.close()
+        self._progress("engine", total, total)
+        return lent.log()
+
+    def profile(self) -> Profile:
+        """Of all that was watched."""
+        settings, info = self._settings, self._info
+        name = settings.name or Path(info.model).name
+        shape = shape_of(self._config, name, getattr(torch, info.dtype).itemsize)
+        projections = _projections(self._config, settings.adapter_modules)
+        return Profile(
+            format=FORMAT,
+            machine=machine_name(info.device),
+            model=shape,
+            fingerprint=shape.fingerprint,
+            dtype=info.dtype,
+            page_tokens=self._policy.page_tokens,
+            adapter_modules=tuple(p.module.rpartition(".")[2] for p in projections),
+            reads_at_once=READERS,
+            versions=_versions(),
+            commit=settings.commit,
+            steps=tuple(step_points(self._log.steps)),
+            copies=tuple(self._copies),
+            reads=tuple(self._reads),
+            overheads=tuple(overhead_points(self._log.steps)),
+        )
 
 
 def _engine_settings(settings: ProfileSettings) -> EngineSettings:
@@ -111,49 +223,8 @@ def _engine_settings(settings: ProfileSettings) -> EngineSettings:
     return build_settings(values)[0]
 
 
-def _measure(
-    settings: ProfileSettings,
-    worker: Worker,
-    policy: PolicyConfig,
-    info: EngineInfo,
-    config: ModelConfig,
-    paths: list[Path],
-    progress: Progress,
-) -> Profile:
-    rig = Rig(worker, policy)
-    progress("adapters", 0, 1)
-    rig.serve(paths, _ADAPTER_ROOM)
-    if not rig.num_adapters:
-        raise ConfigError("the device's pool is too small for one adapter: raise --device-pool")
-    progress("adapters", 1, 1)
-    reads = rig.reads(range(1, 1 + min(len(RANKS), rig.num_adapters)), settings.repeats)
-    steps = _steps(settings, rig, policy, progress)
-    # Last: by now a large host pool is pinned.
-    copies = rig.copies(settings.repeats)
-    rig.forget_adapters()
-    overheads = asyncio.run(_overheads(Driver(policy, worker, info), progress))
-    shape = shape_of(config, settings.name or Path(info.model).name, getattr(torch, info.dtype).itemsize)
-    return Profile(
-        format=FORMAT,
-        machine=machine_name(info.device),
-        model=shape,
-        fingerprint=shape.fingerprint,
-        dtype=info.dtype,
-        page_tokens=policy.page_tokens,
-        adapter_modules=tuple(
-            p.module.rpartition(".")[2] for p in _projections(config, settings.adapter_modules)
-        ),
-        reads_at_once=READERS,
-        versions=_versions(),
-        commit=settings.commit,
-        steps=tuple(steps),
-        copies=tuple(copies),
-        reads=tuple(reads),
-        overheads=tuple(overheads),
-    )
-
-
-def _steps(settings: ProfileSettings, rig: Rig, policy: PolicyConfig, progress: Progress) -> list[StepPoint]:
+def _rehearse(settings: ProfileSettings, rig: Rig, policy: PolicyConfig, progress: Progress) -> None:
+    """Run every kind of batch once, for what only a first run costs, such as kernels to compile."""
     limits = Limits(
         max_seqs=policy.max_num_seqs,
         max_tokens=policy.max_batch_tokens,
@@ -167,50 +238,6 @@ def _steps(settings: ProfileSettings, rig: Rig, policy: PolicyConfig, progress: 
         progress("rehearsal", done, len(batches))
         rig.rehearse(batch)
     progress("rehearsal", len(batches), len(batches))
-    # Pass after pass, so that what disturbs the machine for a while disturbs no batch every time.
-    times: list[list[float]] = [[] for _ in batches]
-    ends_at = time.monotonic() + settings.budget_s
-    total = settings.repeats * len(batches)
-    for done in range(total):
-        if time.monotonic() > ends_at and done >= len(batches):
-            break
-        progress("steps", done, total)
-        times[done % len(batches)].append(rig.time(batches[done % len(batches)]))
-    progress("steps", total, total)
-    return [rig.point(batch, undisturbed(seconds)) for batch, seconds in zip(batches, times)]
-
-
-async def _overheads(driver: Driver, progress: Progress) -> list[OverheadPoint]:
-    """The engine's own time between two steps, at several numbers of rows; closes the driver."""
-    most = driver.info.max_num_seqs
-    target = EngineTarget(driver)
-    counts = sorted({1, max(1, most // 8), max(1, most // 2), most})
-    points = []
-    try:
-        for done, count in enumerate(counts):
-            progress("engine", done, len(counts))
-            found = [await _overhead(target, count) for _ in range(1 + _ENGINE_RUNS)]
-            seconds = undisturbed([point.seconds for point in found[1:]])
-            points.append(dataclasses.replace(found[0], seconds=rounded(seconds)))
-        progress("engine", len(counts), len(counts))
-    finally:
-        await target.close()
-    return points
-
-
-async def _overhead(target: EngineTarget, count: int) -> OverheadPoint:
-    prompt_tokens, max_tokens = 8, min(_ENGINE_STEPS, (target.max_model_len or 4096) - 8)
-    before, began = await target.counters(), time.perf_counter()
-    calls = [Call((3 + number % 7,) * prompt_tokens, max_tokens, None) for number in range(count)]
-    answers = await asyncio.gather(*(target.generate(call) for call in calls))
-    wall_s = time.perf_counter() - began
-    failed = [answer.error for answer in answers if answer.error]
-    if failed:
-        raise ConfigError(f"the engine could not run {count} requests: {failed[0]}")
-    after = await target.counters()
-    steps = after["steps"] - before["steps"]
-    seconds = (wall_s - (after["step_s"] - before["step_s"])) / steps
-    return OverheadPoint(round(count * max_tokens / steps), max(seconds, 1e-9))
 
 
 # ---------------------------------------------------------------- what is measured

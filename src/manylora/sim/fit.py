@@ -33,6 +33,9 @@ _MOST_PLANES = 3
 _WORTH, _LEAST_WORTH = 0.9, 1e-3
 """Another plane must bring the held-out error down to this share, and by so much."""
 _ROUNDS = 40
+_POLISHES = 3
+_LEAST_SHARE = 0.1
+_SURE_STEPS = 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,7 +131,7 @@ def fit_profile(profile: Profile) -> FittedCosts:
 def _best_planes(seen: Sequence[StepPoint], held_out: Sequence[StepPoint]) -> Array:
     best, best_error = None, float("inf")
     for count in range(1, _MOST_PLANES + 1):
-        planes = fit_planes(_features(seen), _seconds(seen), count)
+        planes = fit_planes(_features(seen), _seconds(seen), count, _weights(seen))
         error = _error(planes, held_out).mean
         if error < min(_WORTH * best_error, best_error - _LEAST_WORTH):
             best, best_error = planes, error
@@ -157,46 +160,64 @@ def _seconds(points: Sequence[StepPoint]) -> Array:
     return np.array([point.seconds for point in points])
 
 
+def _weights(points: Sequence[StepPoint]) -> Array:
+    """A mean is the surer, the more steps it is of; that soon ceases to matter beside what no plane has."""
+    return np.array([min(point.num_steps, _SURE_STEPS) for point in points], dtype=np.float64)
+
+
 def _error(planes: Array, points: Sequence[StepPoint]) -> FitError:
     errors = np.abs((_features(points) @ planes.T).max(axis=1) / _seconds(points) - 1)
-    return FitError(float(errors.mean()), float(errors.max()), len(points))
+    return FitError(float(np.average(errors, weights=_weights(points))), float(errors.max()), len(points))
 
 
-def fit_planes(features: Array, seconds: Array, count: int) -> Array:
+def fit_planes(features: Array, seconds: Array, count: int, weights: Array | None = None) -> Array:
     """``count`` planes [count, features], coefficients from 0, whose largest comes nearest to ``seconds``.
 
-    Alternates between giving each point to its largest plane and fitting each plane to its points, from several
-    first divisions of the points: by their seconds and by each feature. The best is kept.
+    ``weights``: of the points' squared errors. Alternates between giving each point to its largest plane and
+    fitting each plane to its points, from several first divisions of the points: by their seconds and by each
+    feature. The best is kept. Errors are relative to what was measured, then to what was fitted: else points that
+    happened to be short would count for more than those that were long, and the fit would fall short of the mean.
     """
-    relative = features / seconds[:, None]
+    roots = np.sqrt(np.ones(len(seconds)) if weights is None else weights)
+    scale = roots / seconds
     # Divisions by the features that tell points apart, and by the time itself.
     keys = [seconds, *(column for column in features.T if len(np.unique(column)) > count)]
     best, best_loss = np.zeros((count, features.shape[1])), float("inf")
     for key in keys[:1] if count == 1 else keys:
         owner = np.argsort(np.argsort(key, kind="stable"), kind="stable") * count // len(key)
-        for planes in _alternate(relative, owner, count):
-            loss = float((((relative @ planes.T).max(axis=1) - 1) ** 2).sum())
+        for planes in _alternate(features * scale[:, None], seconds * scale, owner, count):
+            loss = float(((((features @ planes.T).max(axis=1) - seconds) * scale) ** 2).sum())
             if loss < best_loss:
                 best, best_loss = planes, loss
+    for _ in range(_POLISHES):
+        values = features @ best.T
+        scale = roots / np.maximum(values.max(axis=1), _LEAST_SHARE * seconds)
+        best = _refitted(features * scale[:, None], seconds * scale, values.argmax(axis=1), best)
     return best
 
 
-def _alternate(relative: Array, owner: NDArray[np.int64], count: int) -> list[Array]:
+def _alternate(features: Array, targets: Array, owner: NDArray[np.int64], count: int) -> list[Array]:
     """The planes after every round, until the division stands still."""
     rounds = []
-    planes = np.zeros((count, relative.shape[1]))
+    planes = np.zeros((count, features.shape[1]))
     for _ in range(_ROUNDS):
-        planes = planes.copy()
-        for plane in range(count):
-            own = relative[owner == plane]
-            if len(own):
-                planes[plane] = nonnegative_least_squares(own, np.ones(len(own)))
+        planes = _refitted(features, targets, owner, planes)
         rounds.append(planes)
-        largest = (relative @ planes.T).argmax(axis=1)
+        largest = (features @ planes.T).argmax(axis=1)
         if np.array_equal(largest, owner):
             break
         owner = largest
     return rounds
+
+
+def _refitted(features: Array, targets: Array, owner: NDArray[np.int64], planes: Array) -> Array:
+    """Each plane fitted to the points that it owns; one that owns none stays."""
+    planes = planes.copy()
+    for plane in range(len(planes)):
+        own = owner == plane
+        if own.any():
+            planes[plane] = nonnegative_least_squares(features[own], targets[own])
+    return planes
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:

@@ -17,7 +17,9 @@ import msgspec
 from manylora.config import ConfigError
 from manylora.sim.shapes import ModelShape
 
-FORMAT = "manylora-profile-1"
+FORMAT = "manylora-profile-2"
+ALONE_FORMAT = "manylora-profile-1"
+"""Of steps run one by one, without an engine around them: an engine's own take longer. Still read."""
 
 
 def _check_numbers(point: Any) -> None:
@@ -31,9 +33,9 @@ def _check_numbers(point: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepPoint:
-    """One batch and the median of its times. The numbers are those of ``costs.StepCosts.step_s``.
+    """Batches that are alike, and the mean of their times. The numbers are those of ``costs.StepWork``.
 
-    ``is_held_out``: kept from the fit, to tell its error.
+    ``is_held_out``: kept from the fit, to tell its error. ``num_steps``: how many steps it is the mean of.
     """
 
     num_decodes: int
@@ -45,9 +47,12 @@ class StepPoint:
     adapter_token_bytes: int
     seconds: float
     is_held_out: bool = False
+    num_steps: int = 1
 
     def __post_init__(self) -> None:
         _check_numbers(self)
+        if self.num_steps < 1:
+            raise ConfigError(f"num_steps must be at least 1, got {self.num_steps}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,7 +72,7 @@ class TransferPoint:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OverheadPoint:
-    """A run of the whole engine with so many rows a step: its mean time between two steps."""
+    """The engine's mean time between a step and the next one, of so many rows."""
 
     num_rows: int
     seconds: float
@@ -96,8 +101,8 @@ class Profile:
     overheads: tuple[OverheadPoint, ...]
 
     def __post_init__(self) -> None:
-        if self.format != FORMAT:
-            raise ConfigError(f"its format is {self.format!r}, not {FORMAT!r}")
+        if self.format not in (FORMAT, ALONE_FORMAT):
+            raise ConfigError(f"its format is {self.format!r}, not {FORMAT!r} or {ALONE_FORMAT!r}")
         if self.fingerprint != self.model.fingerprint:
             raise ConfigError(f"its fingerprint {self.fingerprint} is not that of its model, {self.model}")
         if self.reads_at_once < 1 or self.page_tokens < 1:

@@ -1,0 +1,204 @@
+"""What ``benchmarks.simulator_reality`` serves and simulates, and its report's files."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.h200_cache import REAL, ROOT, TRACES, Scale, stream_of, turns_of
+from benchmarks.plot_reality import compare, draw, lines_of
+from manylora.config import ConfigError, PolicyConfig
+from manylora.sim.costs import StepCosts, StepWork
+from manylora.sim.fit import fit_profile
+from manylora.sim.profile import Profile
+from manylora.sim.replay import Outcome, Replay
+from manylora.sim.summary import summarize
+from manylora.workloads.stream import Stream
+
+Run = dict[str, Any]
+
+DEMO = Scale(
+    shape={},
+    model=ROOT / "demo" / "model",
+    engine={
+        "device": "cpu", "dtype": "float32", "max_num_seqs": 32, "max_batch_tokens": 1024, "device_pool": "8MiB",
+    },
+    num_adapters=20,
+    ranks=(8, 16),
+    divisor=4,
+)  # fmt: skip
+TOY = dataclasses.replace(
+    DEMO,
+    engine={
+        **DEMO.engine,
+        "max_num_seqs": 8,
+        "max_batch_tokens": 256,
+        "device_pool": "2MiB",
+        "max_model_len": 256,
+    },
+    num_adapters=8,
+    ranks=(4, 8),
+    divisor=16,
+    num_conversations=8,
+    speed=25.0,
+)
+"""For tests: as short as can be."""
+
+_ENTRY = re.compile(r"(\d+)(?:\*(\d+\.?\d*))?(?:x(\d+))?")
+SCALES = {"cuda": REAL, "cpu": DEMO, "toy": TOY}
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """A trace by its rate, replayed ``scale`` times as fast, ``rounds`` times one after another."""
+
+    rate: str
+    scale: float
+    rounds: int
+
+    @property
+    def offered_per_s(self) -> float:
+        return float(self.rate) * self.scale
+
+
+def loads_from(text: str) -> list[Load]:
+    """From "5x2,10,20*0.6": the 5/s trace twice, the 10/s one, the 20/s one at 12/s. Raises ConfigError."""
+    loads = []
+    for entry in text.split(","):
+        found = _ENTRY.fullmatch(entry)
+        if found is None:
+            raise ConfigError(f"--rates: {entry!r} is not RATE, RATE*SCALE or RATE*SCALExROUNDS")
+        rate, scale, rounds = found.groups()
+        if not (TRACES / f"chat_{rate}rps.jsonl.gz").is_file():
+            raise ConfigError(f"there is no trace of {rate!r}/s in {TRACES}")
+        load = Load(rate, float(scale or 1), int(rounds or 1))
+        if not load.scale > 0 or load.rounds < 1:
+            raise ConfigError(f"--rates: scale and rounds must be above 0 in {entry!r}")
+        loads.append(load)
+    return loads
+
+
+def stream_for(load: Load, scale: Scale) -> Stream:
+    """The trace, said over and over in new words, so that a 99th percentile is of enough requests."""
+    turns = turns_of(load.rate, scale)
+    span_s = turns[-1].arrival_s * (1 + 1 / len(turns))
+    conversations = 1 + max(turn.conversation for turn in turns)
+    repeated = [
+        dataclasses.replace(
+            turn,
+            arrival_s=turn.arrival_s + number * span_s,
+            conversation=turn.conversation + number * conversations,
+        )
+        for number in range(load.rounds)
+        for turn in turns
+    ]
+    return stream_of(repeated, scale, load.scale * scale.speed)
+
+
+# ---------------------------------------------------------------- simulated
+
+
+class _Noted:
+    """Costs that remember what they were asked."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+        self.reads_at_once = costs.reads_at_once
+        self.overhead_s = costs.overhead_s
+        self.copy_s = costs.copy_s
+        self.read_s = costs.read_s
+        self.seconds: list[float] = []
+
+    def step_s(self, work: StepWork, /) -> float:
+        """See StepCosts."""
+        seconds = self._costs.step_s(work)
+        self.seconds.append(seconds)
+        return seconds
+
+
+def simulate(stream: Stream, policy: PolicyConfig, costs: StepCosts, adapter_pages: Sequence[int]) -> Run:
+    """The same stream in virtual time."""
+    noted = _Noted(costs)
+    replayed = Replay(stream, policy, noted, adapter_pages)
+    began_s = time.perf_counter()
+    replayed.run()
+    real_s = time.perf_counter() - began_s
+    end_s = max(outcome.end_s for outcome in replayed.outcomes)
+    return {
+        **summarize(replayed),
+        **{f"{part}_ms": _mean_ms(replayed.outcomes, f"{part}_s") for part in ("queue", "adapter", "kv")},
+        "num_steps": len(noted.seconds),
+        "step_mean_ms": 1e3 * sum(noted.seconds) / len(noted.seconds),
+        "virtual_s": end_s,
+        "real_s": real_s,
+    }
+
+
+def _mean_ms(outcomes: Sequence[Outcome], name: str) -> float:
+    return 1e3 * sum(getattr(outcome, name) for outcome in outcomes) / len(outcomes)
+
+
+# ---------------------------------------------------------------- the report
+
+
+class Report:
+    """All files beside ``--out``, written after every part."""
+
+    def __init__(self, out: Path, head: Run) -> None:
+        self.out = out
+        self.head: Run = {**head, "runs": []}
+        self.logs: list[Run] = []
+
+    @classmethod
+    def of(cls, out: Path, earlier: Path) -> Report:
+        """An earlier one's runs and logs."""
+        head = json.loads(earlier.read_text())
+        report = cls(out, head)
+        report.head["runs"] = head["runs"]
+        report.logs = json.loads(gzip.decompress(beside(earlier, ".log.json.gz").read_bytes()))
+        return report
+
+    def add(self, run: Run, log: Run) -> None:
+        """One measured run."""
+        self.head["runs"].append(run)
+        self.logs.append(log)
+        self.save()
+
+    def simulate_all(self, profile: Profile, scale: Scale) -> None:
+        """Beside every measured run the simulated one; then the comparison and the picture."""
+        costs = fit_profile(profile)
+        policy = msgspec.convert(self.head["policy"], PolicyConfig)
+        for run in self.head["runs"]:
+            stream = stream_for(Load(run["trace_rate"], run["rate_scale"], run["rounds"]), scale)
+            run["simulated"] = simulate(stream, policy, costs, run["adapter_pages"])
+        self.head["profile"] = {
+            "machine": profile.machine, "model": str(profile.model), "format": profile.format,
+            "commit": profile.commit, "fit_error": dataclasses.asdict(costs.held_out),
+        }  # fmt: skip
+        self.head["comparison"] = compare(self.head["runs"], self.logs, costs)
+        self.save()
+        print(lines_of(self.head["comparison"]), flush=True)
+        draw(self.head, self.logs, costs, beside(self.out, ".png"))
+
+    def save(self) -> None:
+        """Whole or not at all."""
+        _replace(self.out, (json.dumps(self.head, indent=1) + "\n").encode())
+        _replace(beside(self.out, ".log.json.gz"), gzip.compress(json.dumps(self.logs).encode(), mtime=0))
+
+
+def beside(out: Path, ending: str) -> Path:
+    return out.with_name(out.name.removesuffix(".json") + ending)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    scratch = path.with_name(path.name + ".part")
+    scratch.write_bytes(data)
+    scratch.replace(path)

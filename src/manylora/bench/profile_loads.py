@@ -1,0 +1,186 @@
+"""Loads under which a profile watches the engine, and what its log of steps comes to.
+
+A load is a number of clients that converse for a while, each its next turn after the reply. Loads differ in all
+that a step's time may depend on, over doublings; none is like any workload. Equal limits give equal loads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+
+from manylora.bench.step_log import LoggedStep
+from manylora.bench.targets import Call, EngineTarget
+from manylora.config import ConfigError
+from manylora.sim.costs import StepWork
+from manylora.sim.profile import OverheadPoint, StepPoint
+
+_REPLY = 24
+_TURNS = 3
+_SHORTEST = 16
+_MOST_TOKENS = 65536
+"""Of one load's prompts."""
+_VOCABULARY = range(3, 250)
+
+_ALIKE = 0.2
+"""Steps whose numbers all differ by less than about this share count as one batch."""
+_STALL = 4.0
+"""Times the median of its like: a stall, not what a step takes."""
+_HELD_OUT = 4
+"""Every so many batches one is kept from the fit."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """``clients`` at once, each of ``turns`` turns. ``context``: tokens of a first prompt; ``reply``: of each
+    reply on average; where there are several turns both vary. ``adapters`` go round the clients."""
+
+    clients: int
+    context: int
+    adapters: int
+    turns: int = 1
+    reply: int = _REPLY
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Room:
+    """What an engine can take at once. ``num_tokens``: of KV beside the adapters."""
+
+    max_seqs: int
+    max_len: int
+    num_tokens: int
+    num_adapters: int
+
+
+def make_loads(room: Room, is_quick: bool) -> list[Load]:
+    """All loads, shuffled, so that a machine that slows down bends no one direction."""
+    found = []
+    for clients in _doublings(1, room.max_seqs, 4 if is_quick else 2):
+        each = min(room.max_len, min(room.num_tokens, _MOST_TOKENS) // clients)
+        reply = max(1, min(_REPLY, each // 4))
+        longest = each - reply - 1
+        if longest < 1:
+            continue
+        shortest = min(_SHORTEST, longest)
+        middle = round((shortest * longest) ** 0.5)
+        many = min(clients, room.num_adapters)
+        kinds = [(shortest, 0), (shortest, many), (longest, 0), (longest, many), (longest, 1), (middle, 1)]
+        found += [Load(clients, context, min(adapters, many), 1, reply) for context, adapters in kinds]
+        # Several turns grow, and come while others decode.
+        found += [
+            Load(clients, max(1, context // _TURNS), many, _TURNS, reply) for context in (middle, longest)
+        ]
+        found.append(Load(clients, max(1, longest // _TURNS), 0, _TURNS, reply))
+    found = list(dict.fromkeys(found))
+    random.Random(0).shuffle(found)
+    return found
+
+
+def _doublings(first: int, last: int, factor: int) -> list[int]:
+    values = []
+    while first < last:
+        values.append(first)
+        first *= factor
+    return [*values, last]
+
+
+# ---------------------------------------------------------------- under load
+
+
+async def run_load(target: EngineTarget, load: Load, adapters: Sequence[str], seed: int) -> None:
+    """Until every client has had its turns; raises ConfigError where a request fails."""
+    source = random.Random(seed)
+    plans = [list(_turns(load, target.max_model_len or load.context, source)) for _ in range(load.clients)]
+    names = [adapters[number % load.adapters] if load.adapters else None for number in range(load.clients)]
+    await asyncio.gather(*(_converse(target, plan, name) for plan, name in zip(plans, names)))
+
+
+async def _converse(
+    target: EngineTarget, turns: Iterable[tuple[tuple[int, ...], int]], adapter: str | None
+) -> None:
+    history: tuple[int, ...] = ()
+    for new, num_reply in turns:
+        prompt = (*history, *new)
+        answer = await target.generate(Call(prompt, num_reply, adapter))
+        if answer.error is not None:
+            raise ConfigError(f"the engine could not run a prompt of {len(prompt)} tokens: {answer.error}")
+        history = (*prompt, *answer.tokens)
+
+
+def _turns(load: Load, most: int, source: random.Random) -> Iterator[tuple[tuple[int, ...], int]]:
+    """What is said in each turn, and how long the reply is to be."""
+    said = 0
+    for turn in range(load.turns):
+        num_new, num_reply = load.context, load.reply
+        if load.turns > 1:
+            num_new = max(
+                1, round(load.context * (source.uniform(0.5, 1.5) if turn == 0 else source.random()))
+            )
+            num_reply = max(1, round(load.reply * source.uniform(0.2, 1.8)))
+        said += num_new + num_reply
+        if said >= most:
+            return
+        yield tuple(source.choices(_VOCABULARY, k=num_new)), num_reply
+
+
+# ---------------------------------------------------------------- what was seen
+
+
+def step_points(steps: Sequence[LoggedStep]) -> list[StepPoint]:
+    """Batches that are alike, each with the mean of its times; in an order that depends on nothing but them."""
+    groups: dict[tuple[int, ...], list[LoggedStep]] = {}
+    for step in steps:
+        groups.setdefault(_kind(step.work), []).append(step)
+    points = []
+    for number, kind in enumerate(sorted(groups)):
+        kept = _without_stalls(groups[kind])
+        means = StepWork(*(round(statistics.fmean(values)) for values in zip(*(step.work for step in kept))))
+        points.append(
+            StepPoint(
+                **means._asdict(),
+                seconds=_rounded(statistics.fmean(step.took_s for step in kept)),
+                is_held_out=number % _HELD_OUT == _HELD_OUT - 1,
+                num_steps=len(kept),
+            )
+        )
+    return points
+
+
+def _kind(work: StepWork) -> tuple[int, ...]:
+    """Equal for batches that are alike: every number to a few steps a doubling."""
+    return tuple(_level(number) for number in work)
+
+
+def _level(number: int) -> int:
+    level, size = 0, 1.0
+    while size <= number:
+        size *= 1 + _ALIKE
+        level += 1
+    return level
+
+
+def _without_stalls(steps: Sequence[LoggedStep]) -> list[LoggedStep]:
+    most_s = _STALL * statistics.median(step.took_s for step in steps)
+    return [step for step in steps if step.took_s <= most_s]
+
+
+def overhead_points(steps: Sequence[LoggedStep]) -> list[OverheadPoint]:
+    """Mean times before a step that follows at once, by doublings of its rows."""
+    groups: dict[int, list[tuple[int, float]]] = {}
+    for step in steps:
+        if step.gap_s is not None:
+            groups.setdefault(step.num_rows.bit_length(), []).append((step.num_rows, step.gap_s))
+    points = []
+    for _, found in sorted(groups.items()):
+        most_s = _STALL * statistics.median(gap_s for _, gap_s in found)
+        kept = [(rows, gap_s) for rows, gap_s in found if gap_s <= most_s]
+        rows = round(statistics.fmean(rows for rows, _ in kept))
+        points.append(OverheadPoint(rows, _rounded(statistics.fmean(gap_s for _, gap_s in kept))))
+    return points
+
+
+def _rounded(seconds: float) -> float:
+    return max(float(f"{seconds:.6g}"), 1e-9)

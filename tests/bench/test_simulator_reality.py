@@ -1,0 +1,114 @@
+"""The simulator against reality, whole, at the size of a toy; its streams and its comparison by hand."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import simulator_reality
+from benchmarks.plot_reality import compare, lines_of
+from benchmarks.reality_runs import TOY, Load, loads_from, stream_for
+from manylora.config import ConfigError
+from manylora.sim.costs import DeviceCosts, StepWork
+from manylora.sim.profile import FORMAT, load_profile
+from manylora.workloads.stream import prompt_tokens
+
+
+def test_the_toy_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "reality.json"
+    args = ["--toy", "--rates", "10", "--out", str(out), "--commit", "abc"]
+    simulator_reality.main([*args, "--work", str(tmp_path), "--profile-budget", "0.01"])
+    report = json.loads(out.read_text())
+    (run,) = report["runs"]
+    requests = stream_for(Load("10", 1, 1), TOY).requests
+    assert run["summary"]["failed"] == 0
+    assert run["summary"]["requests"] == len(requests)
+    assert report["commit"] == "abc"
+    assert load_profile(tmp_path / "reality.profile.json").format == FORMAT
+
+    (log,) = json.loads(gzip.decompress((tmp_path / "reality.log.json.gz").read_bytes()))
+    steps = [dict(zip(log["step_columns"], step, strict=True)) for step in log["steps"]]
+    # Every prompt token that was not reused is in a step, and so is every generated token but the first.
+    computed = sum(prompt_tokens(requests)) - sum(request["cached_tokens"] for request in log["requests"])
+    later = sum(request.output_tokens - 1 for request in requests)
+    assert sum(step["num_decodes"] + step["num_prefill_tokens"] for step in steps) == computed + later
+    assert all(step["took_s"] > 0 and step["num_rows"] >= step["num_decodes"] for step in steps)
+    ends = [step["began_s"] + step["took_s"] for step in steps]
+    for before, step in zip(ends, steps[1:]):
+        assert step["gap_s"] is None or step["gap_s"] == pytest.approx(step["began_s"] - before, abs=5e-6)
+
+    # The same decisions lead to the same hits; both sides generate all that was asked for.
+    metrics = report["comparison"][0]["metrics"]
+    assert metrics["prefix_hit"]["ratio"] == pytest.approx(1, abs=0.1)
+    assert metrics["num_steps"]["simulated"] <= later + len(requests)
+    assert (tmp_path / "reality.png").stat().st_size > 10_000
+    assert {point["num_decodes"] for point in report["alone"]} >= {1, 8}
+
+    capsys.readouterr()
+    second = tmp_path / "second.json"
+    simulator_reality.main(["--again", str(out), "--out", str(second)])
+    assert json.loads(second.read_text())["comparison"] == report["comparison"]
+    assert "mean time to the first token" in capsys.readouterr().out
+
+
+def test_a_trace_is_repeated_in_new_conversations() -> None:
+    once, twice = stream_for(Load("10", 1, 1), TOY), stream_for(Load("10", 1, 2), TOY)
+    count = len(once.requests)
+    assert twice.requests[:count] == once.requests
+    for first, second in zip(once.requests, twice.requests[count:], strict=True):
+        assert (first.turn, first.adapter, first.output_tokens) == (
+            second.turn,
+            second.adapter,
+            second.output_tokens,
+        )
+        assert second.arrival_s > once.duration_s
+    assert not {r.conversation for r in once.requests} & {r.conversation for r in twice.requests[count:]}
+
+
+def test_rates_are_read() -> None:
+    assert loads_from("5x2,10,20*0.6,20*0.5x3") == [
+        Load("5", 1.0, 2), Load("10", 1.0, 1), Load("20", 0.6, 1), Load("20", 0.5, 3),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["7", "10*x", "10*-1", "10x0", "10xx", ""])
+def test_bad_rates(text: str) -> None:
+    with pytest.raises(ConfigError):
+        loads_from(text)
+
+
+def test_the_comparison_by_hand() -> None:
+    ms = {"mean": 30.0, "p50": 25.0, "p99": 80.0}
+    part = {"mean": 2.0}
+    run: dict[str, Any] = {
+        "offered_per_s": 10.0,
+        "summary": {
+            "ttft_ms": ms, "tpot_ms": {"mean": 8.0}, "output_tokens_per_s": 100.0, "done_per_s": 1.0,
+            "prefix_hit": 0.5, "ttft_parts_ms": {"queue_s": part, "adapter_s": part, "kv_s": part},
+        },
+        "counters": {"pages_swapped_in": 4, "pages_swapped_out": 0},
+        "simulated": {"ttft_mean_ms": 24.0, "ttft_p50_ms": 25.0, "ttft_p99_ms": 100.0, "tpot_mean_ms": 8.0,
+                      "pages_in": 5, "pages_out": 0},
+    }  # fmt: skip
+    steps = [
+        [0.0, 0.010, None, 1, 1, *StepWork(0, 100, 100)],
+        [0.011, 0.007, 0.001, 3, 2, *StepWork(3, 0, 300)],
+        [0.020, 0.009, 0.002, 2, 0, *StepWork(2, 0, 200)],
+    ]
+    costs = DeviceCosts(step_base_s=4e-3, decode_row_s=0, prefill_token_s=1e-5, kv_token_s=0)
+    (row,) = compare([run], [{"steps": steps}], costs)
+    assert row["metrics"]["ttft_mean_ms"] == {"measured": 30.0, "simulated": 24.0, "ratio": 0.8}
+    assert row["metrics"]["ttft_p99_ms"]["ratio"] == 1.25
+    assert row["metrics"]["pages_out"]["ratio"] is None
+    assert row["metrics"]["gap_mean_ms"]["measured"] == 1.5
+    assert [
+        (step["kind"], step["rows"], step["measured_ms"], step["simulated_ms"]) for step in row["steps"]
+    ] == [
+        ("decode only", "2-3", 8.0, 4.0),
+        ("with prefill", "1-1", 10.0, 5.0),
+    ]
+    assert "| mean time to the first token, ms | 30 | 24 | 0.80 |" in lines_of([row])
