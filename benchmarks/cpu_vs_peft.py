@@ -159,14 +159,15 @@ def step_breakdown(ours: Manylora, prompts: list[list[int]], models: list[str | 
 
         object.__setattr__(owner, method, wrapper)  # some owners are frozen
 
-    ops = worker._decoder.ops
+    decoder = worker._forward.decoder
+    ops = decoder.ops
     for part in PARTS:
         timed(ops, part, part)
-    for builder in worker._inputs:
-        timed(builder, "build", "inputs")
-    timed(worker._decoder, "forward", "forward")
+    for part_of_worker in worker._parts:
+        timed(part_of_worker.inputs, "build", "inputs")
+    timed(decoder, "forward", "forward")
     timed(worker, "_run_part", "part")
-    timed(worker, "run_step", "step")
+    timed(worker, "issue_step", "step")
     timed(driver._replica, "handle", "policy")
     before, began = ours.llm.stats(), time.perf_counter()
     ours.run(prompts, models)

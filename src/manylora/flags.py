@@ -141,6 +141,14 @@ FLAGS: tuple[Flag, ...] = (
         metavar="SIZE",
     ),
     Flag(
+        "cuda_graphs",
+        "str",
+        "auto captures decoding steps at start-up, which spares the host their launches; off launches every "
+        "kernel each time",
+        "auto",
+        ("auto", "off"),
+    ),
+    Flag(
         "cache_policy",
         "str",
         "who decides what stays on the device: ours, FastLibra's with its ablations, or a baseline",
@@ -291,6 +299,7 @@ def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSetti
             _adapters(got["adapter"] or []), got["adapter_dir"], got["max_adapter_rank"]
         ),
         journal=got["journal"],
+        cuda_graphs=got["cuda_graphs"],
     )
     http = HttpSettings(got["host"], got["port"], got["drain_timeout"], tuple(got["api_key"] or ()))
     return engine, http

@@ -305,11 +305,37 @@ class StepResult:
     logprobs: dict[tuple[SequenceId, int], TokenLogprobs]
 
 
+class IssuedStep:
+    """A step on its way. ``wait`` belongs to the thread that issued it."""
+
+    def __init__(self, finish: Callable[[], StepResult]) -> None:
+        """``finish``: called once; waits, and never raises."""
+        self._finish = finish
+        self._result: StepResult | None = None
+
+    def wait(self) -> StepResult:
+        """The result, once its tokens are on the host; the same each time."""
+        if self._result is None:
+            self._result = self._finish()
+            self._finish = _finished
+        return self._result
+
+
+def _finished() -> StepResult:
+    raise AssertionError("a step ends once")
+
+
 class Executor(Protocol):
     """Obeys commands on a device. Called from one thread, in command order; decides nothing."""
 
-    def run_step(self, step: RunStep) -> StepResult:
-        """Run the batch and wait for its tokens. Never raises: a failure is a StepDone with ok=False."""
+    def issue_step(self, step: RunStep) -> IssuedStep:
+        """Start the batch; returns before it has ended where the device works beside its caller.
+
+        Steps run in the order given and are waited for in it, at most two at a time. A row may compute the token
+        that the step before it, still on its way, draws for the same sequence (the first one where it draws
+        several). A sequence may be ended meanwhile: what is drawn for it is reported all the same. Never raises:
+        a failure is a StepDone with ok=False.
+        """
 
     def end_sequence(self, sequence: SequenceId) -> None:
         """Forget a sequence (unknown ids are ignored)."""

@@ -11,6 +11,7 @@ from manylora.protocol import (
     AdapterError,
     AdapterRead,
     CopyDone,
+    IssuedStep,
     ReadAdapter,
     RunStep,
     SequenceStart,
@@ -37,6 +38,10 @@ class FakeExecutor:
         self.step_s = 0.0
         self.reads = 0
         self.closed = 0
+
+    def issue_step(self, step: RunStep) -> IssuedStep:
+        result = self.run_step(step)
+        return IssuedStep(lambda: result)
 
     def run_step(self, step: RunStep) -> StepResult:
         time.sleep(self.step_s)

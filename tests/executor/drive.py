@@ -12,6 +12,7 @@ from manylora.executor.build import build_worker
 from manylora.protocol import (
     AdapterRead,
     CopyDone,
+    IssuedStep,
     ReadAdapter,
     RunStep,
     SequenceStart,
@@ -23,6 +24,7 @@ from manylora.protocol import (
 from manylora.types import BASE, SamplingParams
 from tests.executor.tiny import settings_for
 
+LATE = -1
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32)
 
 
@@ -45,9 +47,11 @@ class Sequence:
 class Rig:
     """A worker on a tiny model, and the pages that nobody holds."""
 
-    def __init__(self, model: Path, cache: Path, **settings: object) -> None:
+    def __init__(
+        self, model: Path, cache: Path, *, pads_steps: bool | None = None, **settings: object
+    ) -> None:
         self.worker, self.policy, self.facts = build_worker(
-            settings_for(model, **settings), registry_path=cache / "adapters.sqlite"
+            settings_for(model, **settings), registry_path=cache / "adapters.sqlite", pads_steps=pads_steps
         )
         self.free = list(range(self.policy.num_pages))
         random.Random(0).shuffle(self.free)
@@ -140,7 +144,35 @@ class Rig:
         return self.run(self.command(*rows))
 
     def run(self, command: RunStep) -> StepResult:
-        result = self.worker.run_step(command)
+        return self.finish(command, self.worker.issue_step(command))
+
+    def issue(self, *rows: StepRow) -> tuple[RunStep, IssuedStep]:
+        """Start a step. The sequences advance by its rows at once, and know of its tokens that they are coming:
+        ``LATE`` stands for each of them until ``finish``."""
+        command = self.command(*rows)
+        issued = self.worker.issue_step(command)
+        for row in rows:
+            held = self.sequences[row.sequence]
+            held.num_computed += row.num_tokens
+            held.start = None
+            if row.num_samples:
+                held.tokens.append(LATE)
+        return command, issued
+
+    def arrive(self, command: RunStep, issued: IssuedStep) -> StepResult:
+        """Wait for a step that ``issue`` started."""
+        result = issued.wait()
+        assert result.done.ok, result.done.error
+        for row in command.rows:
+            if row.num_samples:
+                self.sequences[row.sequence].tokens[row.start + row.num_tokens] = dict(result.done.tokens)[
+                    row.sequence
+                ][0]
+        return result
+
+    def finish(self, command: RunStep, issued: IssuedStep) -> StepResult:
+        """Wait for a step; on success the sequences advance."""
+        result = issued.wait()
         if result.done.ok:
             for row in command.rows:
                 self.sequences[row.sequence].num_computed += row.num_tokens
@@ -148,6 +180,17 @@ class Rig:
             for sequence, tokens in result.done.tokens:
                 self.sequences[sequence].tokens.append(tokens[0])
         return result
+
+    def decode_overlapped(self, steps: int, *sequences: int) -> None:
+        """As ``decode``, each step but the first issued while the one before it is on its way."""
+        before = None
+        for _ in range(steps):
+            issued = self.issue(*(self.row(sequence) for sequence in sequences))
+            if before is not None:
+                self.arrive(*before)
+            before = issued
+        if before is not None:
+            self.arrive(*before)
 
     def decode(self, steps: int, *sequences: int) -> None:
         """So many steps in which each sequence computes what it has left."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +15,6 @@ from manylora.devices.cpu import CpuDevice
 from manylora.executor.inputs import InputBuilder, StepInputs
 from manylora.executor.sequences import SequenceTable
 from manylora.executor.tables import AdapterTables
-from manylora.kernels.ops import AttentionRows, LoraSegments
 from manylora.kernels.shapes import PageShape, Projection, ProjectionGroup, adapter_geometry
 from manylora.protocol import SequenceStart, StepRow
 from manylora.types import SamplingParams
@@ -27,34 +25,19 @@ GEOMETRY = adapter_geometry(PAGE, (ProjectionGroup("only", (Projection("p", 8, 8
 ADAPTERS = (1, 2, 3)
 
 
-class Recorder:
-    """Plans are what they were made of."""
-
-    def __init__(self) -> None:
-        self.num_lora_plans = 0
-
-    def plan_attention(self, rows: AttentionRows, page: PageShape, device: torch.device) -> AttentionRows:
-        return rows
-
-    def plan_lora(self, segments: LoraSegments, geometry: Any, device: torch.device) -> LoraSegments:
-        self.num_lora_plans += 1
-        return segments
-
-
 @dataclasses.dataclass
 class Bench:
-    ops: Recorder
     sequences: SequenceTable
     tables: AdapterTables
     builder: InputBuilder
 
 
 def bench() -> Bench:
-    ops, sequences = Recorder(), SequenceTable()
+    sequences = SequenceTable()
     tables = AdapterTables(CpuDevice(), 1, PAGE.layers)
     for adapter in ADAPTERS:
         put(tables, adapter)
-    return Bench(ops, sequences, tables, InputBuilder(sequences, tables, GEOMETRY, ops, CpuDevice()))  # type: ignore[arg-type]
+    return Bench(sequences, tables, InputBuilder(sequences, tables, GEOMETRY))
 
 
 def put(tables: AdapterTables, adapter: int) -> None:
@@ -105,15 +88,14 @@ def check_batch(inputs: StepInputs, rows: list[StepRow], adapters: list[int]) ->
     expected = [
         (rows[i].sequence, p) for i in order for p in range(rows[i].start, rows[i].start + rows[i].num_tokens)
     ]
-    batch = inputs.batch
+    batch = inputs
     assert batch.token_ids.tolist() == [1000 * s + p for s, p in expected]
     assert batch.positions.tolist() == [p for _, p in expected]
     assert batch.slots.tolist() == [
         (100 * s + p // PAGE_TOKENS) * PAGE_TOKENS + p % PAGE_TOKENS for s, p in expected
     ]
-    assert {t.dtype for t in (batch.token_ids, batch.positions, batch.slots, batch.sample_index)} == {
-        torch.int64
-    }
+    numbers = (batch.token_ids, batch.positions, batch.slots, batch.sample_index, batch.late_index)
+    assert {array.dtype for array in numbers} == {np.dtype(np.int64)}
 
     attention = batch.attention
     assert np.diff(attention.query_start).tolist() == [rows[i].num_tokens for i in order]
@@ -160,18 +142,58 @@ def test_samples_of_a_row() -> None:
     assert list(second.output_ids) == [8]
 
 
-def test_the_lora_plan_is_kept_until_something_changes() -> None:
+def test_segments_are_kept_until_something_changes() -> None:
     made = bench()
     rows = decoding(made, [1, 2, 2])
-    plan = made.builder.build(rows).batch.lora
-    made.sequences.append(rows, [1, 2, 3])
+    segments = made.builder.build(rows).lora
+    made.sequences.settle(made.sequences.expect(rows), [1, 2, 3])
     later = [row._replace(start=row.start + 1) for row in rows]
-    assert made.builder.build(later).batch.lora is plan
-    assert made.builder.build(later[:2]).batch.lora is not plan
-    assert made.ops.num_lora_plans == 2
+    assert made.builder.build(later).lora is segments
+    fewer = made.builder.build(later[:2]).lora
+    assert fewer is not segments
     put(made.tables, 3)
-    made.builder.build(later[:2])
-    assert made.ops.num_lora_plans == 3, "the cell table has changed"
+    assert made.builder.build(later[:2]).lora is not fewer, "the cell table has changed"
+
+
+def test_a_token_that_is_not_known_yet_is_named_by_its_entry() -> None:
+    made = bench()
+    rows = decoding(made, [2, 0])
+    inputs = made.builder.build(rows)
+    expected = made.sequences.expect(rows)
+    later = [row._replace(start=row.start + 1) for row in rows]
+    late = made.builder.build(later)
+    assert (-late.token_ids).tolist() == inputs.late_index.tolist() == late.late_index.tolist()
+    assert len(set(late.token_ids.tolist())) == 2
+    assert 0 not in late.token_ids, "entry 0 is nobody's"
+    made.sequences.settle(expected, [71, 72])
+    assert made.builder.build(later).token_ids.tolist() == [72, 71], "the base model's row comes first"
+
+
+def test_tokens_that_do_not_exist() -> None:
+    made = bench()
+    (row,) = decoding(made, [0])
+    after = row._replace(start=row.start + 1)
+    with pytest.raises(ValueError, match="does not have"):
+        made.builder.build([after])
+    expected = made.sequences.expect([row])
+    made.builder.build([after])
+    made.sequences.forget(expected)
+    with pytest.raises(ValueError, match="does not have"):
+        made.builder.build([after])
+    with pytest.raises(ValueError, match="negative"):
+        made.sequences.start(start(9, 0, [5, -1], SamplingParams()))
+
+
+def test_what_a_sequence_drew_is_not_its_successors() -> None:
+    made = bench()
+    (row,) = decoding(made, [0])
+    expected = made.sequences.expect([row])
+    made.sequences.end(row.sequence)
+    made.sequences.start(start(7, 0, list(range(12)), SamplingParams()))
+    made.sequences.settle(expected, [1234])
+    slot = made.sequences.slots([row._replace(sequence=7)])[0]
+    assert made.sequences.tokens[slot, :12].tolist() == list(range(12))
+    assert made.sequences.lengths[slot] == 12
 
 
 def test_an_adapter_that_is_not_resident() -> None:

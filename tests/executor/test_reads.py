@@ -138,7 +138,7 @@ def test_close_frees_everything(files: Files, tmp_path: Path) -> None:
     rig.open(1, [5, 6, 7], adapter=1)
     rig.decode(2, 1)
     worker = rig.worker
-    held = [weakref.ref(worker._arena.pool), weakref.ref(worker._decoder)]
+    held = [weakref.ref(worker._arena.pool), weakref.ref(worker._forward.decoder)]
     row = rig.row(1)
     worker.close()
     worker.close()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from manylora.executor.sampler import TOP_K_WITHOUT_SORT, SampledRow, sample, uniform
+from manylora.executor.sampler import TOP_K_WITHOUT_SORT, Results, SampledRow, draw, greedy, uniform
 from manylora.types import SamplingParams, TokenLogprobs
 
 
@@ -28,6 +28,15 @@ def row(
         stop_ids=stop,
         samples=((0, len(output)),) if samples is None else samples,
     )
+
+
+def sample(logits: torch.Tensor, rows: list[SampledRow]) -> Results:
+    """The draws, waited for."""
+    drawn = draw(logits, rows)
+    found = drawn.read(drawn.packed.cpu().numpy())
+    for i, (first, tokens) in enumerate(zip(drawn.first.tolist(), found[0], strict=True)):
+        assert not tokens or first == tokens[0], f"row {i}"
+    return found
 
 
 def noise(rows: int, size: int, seed: int = 0) -> torch.Tensor:
@@ -264,6 +273,32 @@ def test_logprobs_come_from_the_raw_logits_and_include_the_chosen_token() -> Non
     assert len(sample(logits[:, :5], [row(logprobs=20)] * 5)[1][0][0].top) == 5  # type: ignore[union-attr]
 
 
+def test_a_token_that_only_the_device_knows_is_penalised_like_any_other() -> None:
+    logits = noise(3, 30)
+    late = torch.tensor([4, 5, 17])
+    edits = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 2.0}
+    told = [row(prompt=(1,), output=(2, 2, token), **edits) for token in (4, 5, 17)]
+    untold = [row(prompt=(1,), output=(2, 2, -entry), **edits) for entry in (7, 1, 3)]
+    for x, r, token in zip(logits, told, (4, 5, 17)):
+        # The penalised token is the likeliest before, and another one after.
+        x[token] = x.max() + 0.5
+        assert int(edited_reference(x.numpy(), r).argmax()) != token
+    chosen = [int(edited_reference(x.numpy(), r).argmax()) for x, r in zip(logits, told)]
+    assert draw(logits, untold, late=late).first.tolist() == chosen
+    mixed = [row(), untold[1], told[2]]
+    assert draw(logits, mixed, late=late).first.tolist() == [4, *chosen[1:]]
+    assert draw(logits, told).first.tolist() == chosen
+
+
+def test_greedy_tokens_that_are_known_are_not_looked_for_again() -> None:
+    logits = noise(3, 30)
+    best = greedy(logits)
+    drawn = draw(logits, [row()] * 3, best)
+    assert drawn.first is best
+    edited = draw(logits, [row(), row(logit_bias={3: 100.0}), row()], best)
+    assert edited.first.tolist() == [int(best[0]), 3, int(best[2])]
+
+
 def test_extreme_temperatures_and_logits_stay_finite() -> None:
     logits = torch.tensor([[1e38, -1e38, 0.0, 1e38]])
     for temperature in (1e-300, 1e-5, 1.0, 100.0):
@@ -273,7 +308,7 @@ def test_extreme_temperatures_and_logits_stay_finite() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_gpu_draws_what_the_cpu_draws_and_waits_once() -> None:
+def test_a_gpu_draws_what_the_cpu_draws_and_waits_for_nothing() -> None:
     kinds = [*FILTERS, *EDITS, {"temperature": 0.0}, {"logprobs": 3}]
     logits = (noise(4 * len(kinds), 5000) * 4).round() / 4
     rows = [
@@ -293,10 +328,11 @@ def test_a_gpu_draws_what_the_cpu_draws_and_waits_once() -> None:
     try:
         with warnings.catch_warnings(record=True) as waits:
             warnings.simplefilter("always")
-            tokens, logprobs = sample(on_device, rows)
+            drawn = draw(on_device, rows)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len([w for w in waits if "synchroniz" in str(w.message)]) == 1
+    assert not [w for w in waits if "synchroniz" in str(w.message)]
+    tokens, logprobs = drawn.read(drawn.packed.cpu().numpy())
     assert tokens == expected
     for found, wanted in zip(logprobs, expected_logprobs):
         for a, b in zip(found, wanted):

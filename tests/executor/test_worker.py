@@ -230,7 +230,7 @@ def test_a_failed_step_leaves_no_trace(rig: Rig, files: Files, monkeypatch: pyte
         raise RuntimeError("made to fail\nat length")
 
     with monkeypatch.context() as patch:
-        patch.setattr("manylora.executor.worker.sample", fail)
+        patch.setattr("manylora.executor.worker.draw", fail)
         result = rig.run(command)
     assert not result.done.ok
     assert result.done.step == command.step

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from manylora.config import ConfigError
-from manylora.devices.device import CopyLane, PageWriter, copy_bytes
+from manylora.devices.device import CopyLane, Mirror, PageWriter, Tensors, copy_bytes
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _ALIGNMENT_BYTES = 64
@@ -23,6 +23,7 @@ class CpuDevice:
 
     name = "cpu"
     copies_from_pinned = False
+    captures = False
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
@@ -41,6 +42,20 @@ class CpuDevice:
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array)
+
+    def download(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
+        # A copy: the next step may write to the same memory before anybody looks.
+        found = tensor.numpy().copy()
+        return lambda: found
+
+    def mirror(self, length: int) -> Mirror:
+        return _CpuMirror(length)
+
+    def capture(self, run: Callable[[], Tensors]) -> Callable[[], Tensors]:
+        return run
+
+    def captured_bytes(self) -> int:
+        return 0
 
     def page_writer(self) -> PageWriter:
         return _CpuPageWriter()
@@ -62,6 +77,14 @@ class CpuDevice:
 
     def release_memory(self) -> None:
         return
+
+
+class _CpuMirror:
+    def __init__(self, length: int) -> None:
+        self.tensor = torch.zeros(length, dtype=torch.int64)
+
+    def send(self, numbers: np.ndarray) -> None:
+        self.tensor.numpy()[: len(numbers)] = numbers
 
 
 class _CpuPageWriter:

@@ -10,14 +10,16 @@ their own.
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 
 from manylora.config import ConfigError
-from manylora.devices.device import CopyLane, PageWriter, copy_bytes
+from manylora.devices.device import CopyLane, Mirror, PageWriter, Tensors, copy_bytes
 
 _STAGED_PAGES = 4
 """Pinned pages of one writer: while one is filled the others are on their way."""
@@ -25,6 +27,9 @@ _STAGED_PAGES = 4
 _MARK_BYTES, _MARKS_AHEAD = 16 * 2**20, 4
 """A lane waits when more than so many marks, so many bytes apart, are on their way: about a millisecond, and
 what has not begun can still be broken off."""
+
+_MIRROR_STAGES = 4
+"""Pinned buffers of one mirror: more than the steps that are in flight at a time."""
 
 _MADV_POPULATE_WRITE = 23
 """From Linux 5.14 on: takes memory without changing what it holds. Elsewhere the call fails and does nothing."""
@@ -38,6 +43,7 @@ class CudaDevice:
     """The Device protocol on the current CUDA device. Raises ConfigError when there is none."""
 
     copies_from_pinned = True
+    captures = True
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
@@ -45,6 +51,7 @@ class CudaDevice:
             raise ConfigError(f"device cuda was asked for, but this torch ({torch.__version__}) {built}")
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.name = f"cuda ({torch.cuda.get_device_name(self.torch_device)})"
+        self._captures: _Captures | None = None
 
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
@@ -57,6 +64,29 @@ class CudaDevice:
     def upload(self, array: np.ndarray) -> torch.Tensor:
         # torch keeps the pinned copy until the transfer has ended.
         return torch.from_numpy(array).pin_memory().to(self.torch_device, non_blocking=True)
+
+    def download(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.numel() > 0)
+        host.copy_(tensor, non_blocking=True)
+        landed = torch.cuda.Event()
+        landed.record(torch.cuda.current_stream(self.torch_device))
+
+        def wait() -> np.ndarray:
+            landed.synchronize()
+            return np.asarray(host.numpy())
+
+        return wait
+
+    def mirror(self, length: int) -> Mirror:
+        return _CudaMirror(length, self.torch_device)
+
+    def capture(self, run: Callable[[], Tensors]) -> Callable[[], Tensors]:
+        if self._captures is None:
+            self._captures = _Captures(self.torch_device)
+        return self._captures.capture(run)
+
+    def captured_bytes(self) -> int:
+        return 0 if self._captures is None else self._captures.num_bytes
 
     def page_writer(self) -> PageWriter:
         return _CudaPageWriter(self.torch_device)
@@ -85,6 +115,86 @@ class CudaDevice:
 
     def release_memory(self) -> None:
         torch.cuda.empty_cache()
+
+
+class _Captures:
+    """CUDA graphs that share one pool of memory, since they are replayed one after another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self.num_bytes = 0
+
+    def capture(self, run: Callable[[], Tensors]) -> Callable[[], Tensors]:
+        run()  # compiles kernels and loads modules, which a capture may not
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        free_before, _ = torch.cuda.mem_get_info(self._device)
+        # Not torch.cuda.graph, which collects garbage each time: tenths of a second for tens of graphs.
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            # Other threads go on allocating and copying meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                outputs = run()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        current.wait_stream(self._stream)
+        free_after, _ = torch.cuda.mem_get_info(self._device)
+        self.num_bytes += max(0, free_before - free_after)
+        borrowed = tuple(_borrowed(output) for output in outputs)
+        del outputs
+
+        def replay() -> Tensors:
+            graph.replay()
+            return borrowed
+
+        return replay
+
+
+class _Address:
+    """Memory of a tensor that may be gone, as torch takes it up without a copy."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        if not tensor.is_contiguous():
+            raise ValueError("only contiguous tensors can be borrowed")
+        kinds = {torch.float32: "<f4", torch.int64: "<i8"}
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "typestr": kinds[tensor.dtype],
+            "version": 2,
+        }
+
+
+def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor at the same place that does not hold its memory: later captures may use it for their own."""
+    return torch.as_tensor(_Address(tensor), device=tensor.device)
+
+
+class _CudaMirror:
+    """Pinned buffers taken in turn, each with the event that tells when it may be filled again."""
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        self.tensor = torch.zeros(length, dtype=torch.int64, device=device)
+        self._stages = [
+            (torch.zeros(length, dtype=torch.int64, pin_memory=True), torch.cuda.Event())
+            for _ in range(_MIRROR_STAGES)
+        ]
+        self._turn = 0
+
+    def send(self, numbers: np.ndarray) -> None:
+        self._turn = (self._turn + 1) % _MIRROR_STAGES
+        stage, landed = self._stages[self._turn]
+        landed.synchronize()
+        count = len(numbers)
+        stage.numpy()[:count] = numbers
+        self.tensor[:count].copy_(stage[:count], non_blocking=True)
+        landed.record(torch.cuda.current_stream(self.tensor.device))
 
 
 class _CudaPageWriter:

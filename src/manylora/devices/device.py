@@ -11,6 +11,21 @@ from typing import Protocol
 import numpy as np
 import torch
 
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Mirror(Protocol):
+    """Numbers for the device, at one address: what a captured step reads. Used by the step loop's thread."""
+
+    tensor: torch.Tensor
+    """int64, on the device. The first entries are what was sent last."""
+
+    def send(self, numbers: np.ndarray) -> None:
+        """Copy ``numbers`` (int64, one dimension) to the front of ``tensor``, after all work issued so far.
+
+        Does not wait for that work; ``numbers`` may be reused at once. Raises ValueError when it is too long.
+        """
+
 
 class PageWriter(Protocol):
     """Writes page images into the pool while steps run. Made on the step loop's thread, used by one other."""
@@ -62,6 +77,30 @@ class Device(Protocol):
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """The array on the device, ordered before later work. The caller never changes the array again."""
+
+    def download(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
+        """Start to copy to the host what the tensor holds after all work issued so far; later work may change it.
+
+        Gives a function for one later call: it waits for the copy and returns it, or raises what went wrong
+        on the device until then.
+        """
+
+    def mirror(self, length: int) -> Mirror:
+        """Memory for ``Mirror``: ``length`` numbers, zero at first."""
+
+    captures: bool
+    """Whether ``capture`` spares the host the launches."""
+
+    def capture(self, run: Callable[[], Tensors]) -> Callable[[], Tensors]:
+        """Run once, then record ``run``'s launches; gives a function that launches them again.
+
+        It returns what ``run`` returned, with new contents, which any later replay of any capture may overwrite.
+        ``run`` must launch the same work at the same addresses whatever memory holds, return contiguous tensors,
+        and not wait for the device. Raises RuntimeError where the device refuses.
+        """
+
+    def captured_bytes(self) -> int:
+        """Device memory that captures hold."""
 
     def page_writer(self) -> PageWriter:
         """A writer whose writes come after everything issued so far."""

@@ -17,6 +17,8 @@ from manylora.adapters.registry import Registry
 from manylora.config import CacheSettings, ConfigError, EngineSettings, PolicyConfig
 from manylora.devices.device import Device
 from manylora.devices.select import open_device
+from manylora.executor.graphs import MAX_BYTES as GRAPH_BYTES
+from manylora.executor.graphs import GraphLimits, Progress
 from manylora.executor.shards import SMALL_MODEL_BYTES, Shards
 from manylora.executor.worker import Worker
 from manylora.kernels.select import ops_for
@@ -48,12 +50,16 @@ def build_worker(
     settings: EngineSettings,
     *,
     progress: Callable[[int, int], None] | None = None,
+    capture_progress: Progress | None = None,
     registry_path: Path | None = None,
+    pads_steps: bool | None = None,
 ) -> tuple[Worker, PolicyConfig, EngineInfo]:
     """Load the model and take the pools' memory.
 
-    ``progress(done_bytes, total_bytes)``: called while weights load. ``registry_path``: the cache of adapter
-    headers, by default in the user's cache directory. Raises ConfigError or ModelError, in one line.
+    ``progress(done_bytes, total_bytes)``: called while weights load; ``capture_progress(done, total)``: while
+    decoding steps are captured. ``registry_path``: the cache of adapter headers, by default in the user's cache
+    directory. ``pads_steps``: whether decoding steps run at fixed sizes; None: where the device can capture them
+    and the settings allow it. Raises ConfigError or ModelError, in one line.
     """
     folder = resolve_model(settings.model.model)
     config = read_model_config(folder)
@@ -67,6 +73,8 @@ def build_worker(
     most_pages = pool_pages(device.free_bytes() if asked_pool is None else asked_pool, page.page_bytes)
     limits = _limits(settings, config, kind, page, most_pages)
 
+    if pads_steps is None:
+        pads_steps = device.captures and settings.cuda_graphs == "auto"
     is_small = kind == "cpu" and weight_bytes(config, dtype) <= SMALL_MODEL_BYTES
     ops = ops_for(device.torch_device, compiled=is_small and dtype is torch.float32)
     _log.info("running on %s with %s kernels", device.name, ops.name)
@@ -81,15 +89,23 @@ def build_worker(
     )
     device.release_memory()
     activations = activation_bytes(config, dtype, limits.max_num_seqs, limits.max_batch_tokens)
+    if pads_steps and device.captures:
+        activations += GRAPH_BYTES
     num_pages, num_host_pages = _num_pages(settings.cache, device, kind, page, activations)
     limits = _limits(settings, config, kind, page, num_pages, num_host_pages)
-    arena = Arena(num_pages, page, dtype, device)
+    # One page more where steps are padded: what padding tokens write goes there.
+    arena = Arena(num_pages + pads_steps, page, dtype, device)
     host = HostPool(num_host_pages, page, dtype, device)
     registry = Registry(geometry, decoder.layer_prefix, registry_path)
     num_threads = torch.get_num_threads()
-    shards = Shards(num_threads) if is_small and num_threads > 1 else None
+    shards = Shards(num_threads) if is_small and num_threads > 1 and not pads_steps else None
     max_rank = settings.adapters.max_adapter_rank
     worker = Worker(decoder, arena, host, geometry, device, registry, max_rank, shards)
+    if pads_steps:
+        graph_limits = GraphLimits(
+            limits.max_num_seqs, limits.max_batch_tokens, limits.max_model_len, max_rank
+        )
+        worker.use_graphs(graph_limits, num_pages, capture_progress)
     return worker, limits, _info(settings, config, limits, device, dtype)
 
 

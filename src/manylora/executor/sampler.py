@@ -7,7 +7,8 @@ top_k=1 is greedy. Knows tensors and SamplingParams; nothing of models, pages or
 
 A draw depends on the row's logits and on (seed, sample, position), never on the batch: probabilities become
 integers, whose sums are exact in any order, and the token is the inverse of their running sum at one uniform
-number. All tensor work stays on the logits' device; results come back in one copy.
+number. All tensor work stays on the logits' device and nothing waits for it: what the host is to know leaves
+in one tensor.
 """
 
 from __future__ import annotations
@@ -30,12 +31,17 @@ _LEAST_TEMPERATURE = 1e-30
 """Smaller ones are 0 in float32."""
 
 
+Results = tuple[list[list[int]], list[list[TokenLogprobs | None]]]
+"""Per row and draw: the token, and its log-probabilities (None where not asked for)."""
+
+
 @dataclasses.dataclass(slots=True)
 class SampledRow:
     """One row of logits and what to draw from it.
 
-    ``output_ids``: generated so far, read by the penalties only. ``samples``: per wanted draw (sample index,
-    output position); all draws of a row are at one position.
+    ``output_ids``: generated so far, read by the penalties only; where the last one is negative it is the row's
+    ``late`` token. ``samples``: per wanted draw (sample index, output position); all draws of a row are at one
+    position.
     """
 
     params: SamplingParams
@@ -45,37 +51,55 @@ class SampledRow:
     samples: tuple[tuple[int, int], ...]
 
 
-def sample(
-    logits: torch.Tensor, rows: Sequence[SampledRow]
-) -> tuple[list[list[int]], list[list[TokenLogprobs | None]]]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Draws:
+    """What was drawn, still on the device.
+
+    ``first`` int64 [M]: each row's first draw (its most likely token where it draws none). ``packed``: what
+    ``read`` turns into the results once it is on the host.
+    """
+
+    first: torch.Tensor
+    packed: torch.Tensor
+    read: Callable[[np.ndarray], Results]
+
+
+def draw(
+    logits: torch.Tensor,
+    rows: Sequence[SampledRow],
+    best: torch.Tensor | None = None,
+    late: torch.Tensor | None = None,
+) -> Draws:
     """Draw every row's tokens from ``logits`` float32 [M, V]; M = len(rows). Does not change ``logits``.
 
-    Returns, per row and draw, the token and its log-probabilities (None where not asked for). Token ids
-    outside the vocabulary, in prompts, stop_ids or logit_bias, are ignored. Where every token is ruled out,
-    token 0 is drawn.
+    ``best``: the greedy tokens of ``logits``, where they are known. ``late`` int64 [M]: each row's last token, for
+    rows whose last token is known on the device only. Token ids outside the vocabulary, in prompts, stop_ids or
+    logit_bias, are ignored. Where every token is ruled out, token 0 is drawn.
     """
     if all(_is_plain(row) for row in rows):
-        best = _best(logits).tolist()
-        return (
-            [[token] * len(row.samples) for token, row in zip(best, rows)],
-            [[None] * len(row.samples) for row in rows],
-        )
-    edited = _edited(logits, rows)
-    drawn = _Drawn(_best(edited), rows)
+        best = greedy(logits) if best is None else best
+        counts = [len(row.samples) for row in rows]
+        return Draws(best, best, lambda found: _repeated(found.tolist(), counts))
+    edited = _edited(logits, rows, late)
+    drawn = _Drawn(greedy(edited), rows)
     random = [i for i, row in enumerate(rows) if row.params.temperature > 0 and row.samples]
     if random:
         chosen = [rows[i] for i in random]
         weights = _weights(edited[_to(edited, random)], [row.params for row in chosen])
         drawn.put(random, _draws(weights, chosen))
-    return drawn.fetch(logits)
+    return drawn.packed(logits)
 
 
-def _best(logits: torch.Tensor) -> torch.Tensor:
+def greedy(logits: torch.Tensor) -> torch.Tensor:
     """int64 [M]: the first of each row's largest logits."""
     if logits.device.type == "cpu":
         # numpy's is vectorised: 30 us for [64, 4096] on one core, where torch's takes 570.
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)
+
+
+def _repeated(tokens: list[int], counts: list[int]) -> Results:
+    return [[token] * n for token, n in zip(tokens, counts)], [[None] * n for n in counts]
 
 
 def _largest(values: torch.Tensor, width: int) -> torch.Tensor:
@@ -121,13 +145,17 @@ def _holds_back(row: SampledRow) -> bool:
 
 
 def _to(like: torch.Tensor, values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    return torch.as_tensor(values, dtype=dtype).to(like.device, non_blocking=True)
+    host = torch.as_tensor(values, dtype=dtype)
+    if like.is_cuda and host.numel():
+        # From pageable memory a copy may wait for all work before it.
+        host = host.pin_memory()
+    return host.to(like.device, non_blocking=True)
 
 
 # ---------------------------------------------------------------- changes to the logits
 
 
-def _edited(logits: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tensor:
+def _edited(logits: torch.Tensor, rows: Sequence[SampledRow], late: torch.Tensor | None) -> torch.Tensor:
     """float32 [M, V] after logit_bias, min_tokens and penalties; a copy where anything changes."""
     index = [i for i, row in enumerate(rows) if _is_edited(row)]
     if not index:
@@ -136,7 +164,7 @@ def _edited(logits: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tensor:
     part = logits[_to(logits, index)].float()
     _add_bias(part, changed)
     _mask_stops(part, changed)
-    _penalise(part, changed)
+    _penalise(part, changed, None if late is None else late[_to(logits, index)])
     return logits.float().index_copy(0, _to(logits, index), part)
 
 
@@ -166,7 +194,7 @@ def _mask_stops(part: torch.Tensor, rows: Sequence[SampledRow]) -> None:
         part.view(-1).index_fill_(0, _to(part, held), float("-inf"))
 
 
-def _penalise(part: torch.Tensor, rows: Sequence[SampledRow]) -> None:
+def _penalise(part: torch.Tensor, rows: Sequence[SampledRow], late: torch.Tensor | None) -> None:
     params = [row.params for row in rows]
     if any(p.repetition_penalty != 1 for p in params):
         seen = _counts(
@@ -177,6 +205,7 @@ def _penalise(part: torch.Tensor, rows: Sequence[SampledRow]) -> None:
                 else ()
                 for row in rows
             ],
+            late,
         )
         penalty = _column(part, params, lambda p: p.repetition_penalty)
         scaled = torch.where(part > 0, part / penalty, part * penalty)
@@ -188,19 +217,25 @@ def _penalise(part: torch.Tensor, rows: Sequence[SampledRow]) -> None:
                 row.output_ids if p.frequency_penalty or p.presence_penalty else ()
                 for row, p in zip(rows, params)
             ],
+            late,
         )
         part -= _column(part, params, lambda p: p.frequency_penalty) * counts
         part -= _column(part, params, lambda p: p.presence_penalty) * (counts > 0)
 
 
-def _counts(part: torch.Tensor, ids: Sequence[Any]) -> torch.Tensor:
-    """float32 [R, V]: how often each token is among each row's ids."""
+def _counts(part: torch.Tensor, ids: Sequence[Any], late: torch.Tensor | None) -> torch.Tensor:
+    """float32 [R, V]: how often each token is among each row's ids, late ones included."""
     size = part.shape[1]
-    flat = []
+    flat, ends_late = [], []
     for i, tokens in enumerate(ids):
         array = np.asarray(tokens, dtype=np.int64)
         flat.append(array[(array >= 0) & (array < size)] + i * size)
+        if late is not None and len(array) and array[-1] < 0:
+            ends_late.append(i)
     where = _to(part, np.concatenate(flat))
+    if late is not None and ends_late:
+        owners = _to(part, ends_late)
+        where = torch.cat((where, late[owners] + owners * size))
     # Whole numbers far below 2**24: exact in float32, in whatever order a device adds them.
     counts = torch.zeros(part.numel(), dtype=torch.float32, device=part.device)
     ones = torch.ones(len(where), dtype=torch.float32, device=part.device)
@@ -291,11 +326,12 @@ def _draws(weights: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tensor:
 
 
 class _Drawn:
-    """The draws of all rows, one after another, and their way back to the host."""
+    """The draws of all rows, one after another, and what the host is to know of them."""
 
     def __init__(self, best: torch.Tensor, rows: Sequence[SampledRow]) -> None:
         """``best`` int64 [M]: the greedy tokens, which every draw is until ``put`` says otherwise."""
         self.rows = rows
+        self.best = best
         self.starts = [0]
         for row in rows:
             self.starts.append(self.starts[-1] + len(row.samples))
@@ -310,11 +346,10 @@ class _Drawn:
         source = [r * width + n for r, i in enumerate(index) for n in range(len(self.rows[i].samples))]
         self.tokens = self.tokens.index_copy(0, _to(draws, where), draws.view(-1)[_to(draws, source)])
 
-    def fetch(self, logits: torch.Tensor) -> tuple[list[list[int]], list[list[TokenLogprobs | None]]]:
+    def packed(self, logits: torch.Tensor) -> Draws:
         asked = [i for i, row in enumerate(self.rows) if row.params.logprobs is not None and row.samples]
         if not asked:
-            tokens = self.tokens.tolist()
-            return self._by_row(tokens), self._by_row([None] * len(tokens))
+            return Draws(self._first(), self.tokens, lambda found: self._by_row(found.tolist()))
         width = min(max(self.rows[i].params.logprobs or 0 for i in asked), logits.shape[1])
         logprobs = logits[_to(logits, asked)].float().log_softmax(dim=-1)
         top = logprobs.topk(width, dim=-1)
@@ -322,16 +357,29 @@ class _Drawn:
         own = logprobs[_to(logits, [a for a, _ in draws]), self.tokens[_to(logits, [d for _, d in draws])]]
         # One copy to the host for all: float64 holds token ids and float32 values exactly.
         parts = (self.tokens, own, top.values.reshape(-1), top.indices.reshape(-1))
-        flat = torch.cat([part.double() for part in parts]).cpu().numpy()
-        ends = np.cumsum([len(part) for part in parts])
-        tokens_, own_, values, indices = np.split(flat, ends[:-1])
-        tokens = [int(token) for token in tokens_]
-        found: list[TokenLogprobs | None] = [None] * len(tokens)
-        for (a, d), logprob in zip(draws, own_.tolist()):
-            wanted = slice(a * width, a * width + min(self.rows[asked[a]].params.logprobs or 0, width))
-            alternatives = zip(indices[wanted].astype(int).tolist(), values[wanted].tolist())
-            found[d] = TokenLogprobs(tokens[d], logprob, tuple(alternatives))
-        return self._by_row(tokens), self._by_row(found)
+        ends = np.cumsum([len(part) for part in parts])[:-1]
 
-    def _by_row(self, flat: list[Any]) -> list[list[Any]]:
-        return [flat[begin:end] for begin, end in zip(self.starts, self.starts[1:])]
+        def read(packed: np.ndarray) -> Results:
+            tokens, own, values, indices = np.split(packed, ends)
+            ids = tokens.astype(int).tolist()
+            found: list[TokenLogprobs | None] = [None] * len(ids)
+            for (a, d), logprob in zip(draws, own.tolist()):
+                wanted = slice(a * width, a * width + min(self.rows[asked[a]].params.logprobs or 0, width))
+                alternatives = zip(indices[wanted].astype(int).tolist(), values[wanted].tolist())
+                found[d] = TokenLogprobs(ids[d], logprob, tuple(alternatives))
+            return self._by_row(ids, found)
+
+        return Draws(self._first(), torch.cat([part.double() for part in parts]), read)
+
+    def _first(self) -> torch.Tensor:
+        """Each row's first draw; of rows that draw nothing, whatever stands there."""
+        if self.starts == list(range(len(self.rows) + 1)) or not len(self.tokens):
+            return self.tokens if len(self.tokens) else self.best
+        last = len(self.tokens) - 1
+        return self.tokens[_to(self.tokens, [min(start, last) for start in self.starts[:-1]])]
+
+    def _by_row(self, tokens: list[int], found: list[TokenLogprobs | None] | None = None) -> Results:
+        if found is None:
+            found = [None] * len(tokens)
+        ranges = [slice(begin, end) for begin, end in zip(self.starts, self.starts[1:])]
+        return [tokens[part] for part in ranges], [found[part] for part in ranges]

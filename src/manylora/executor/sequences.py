@@ -1,6 +1,7 @@
 """Running sequences as columns of arrays, so that a step's inputs are gathered without a loop over tokens.
 
-Owns each sequence's tokens, page table and parameters. Does not know batches or adapters' pages.
+Owns each sequence's tokens, page table and parameters, and which tokens only the device knows so far: a step
+may be issued before the tokens of the step before it have arrived. Does not know batches or adapters' pages.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from manylora.types import PageId, SequenceId
 _FIRST_SLOTS = 16
 _FIRST_TOKENS = 256
 _FIRST_PAGES = 16
+
+LATE_ENTRIES = 2**16
+"""Length of the device's array of late tokens. Entry 0 is nobody's."""
+
 _NONE = np.zeros(0, dtype=np.int32)
 
 Undo = list[tuple[int, int, int]]
@@ -34,12 +39,22 @@ class _Sequence:
     drawing: SampledRow
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Expected:
+    """Tokens that a step will have drawn, one for each of its sampling rows: who and where."""
+
+    sequences: list[tuple[SequenceId, _Sequence]]
+    ends: np.ndarray
+
+
 class SequenceTable:
     """The sequences that the executor has been told of.
 
-    ``tokens`` int32 [slots, width]: prompt and generated. ``pages`` int32 [slots, width]: page tables;
-    entries past a sequence's own are stale but valid ids. ``adapters`` int64 [slots]. The arrays are replaced
-    when they grow: read them anew every step.
+    ``tokens`` int32 [slots, width]: prompt and generated; a token that has been drawn but is not known yet is
+    -i, where i is the slot's entry among the device's late tokens (slot + 1). ``lengths`` int64 [slots]: how many
+    tokens there are, late ones included. ``pages`` int32 [slots, width]: page tables; entries past a sequence's
+    own are stale but valid ids. ``adapters`` int64 [slots]. The arrays are replaced when they grow: read them
+    anew every step.
     """
 
     def __init__(self) -> None:
@@ -48,6 +63,7 @@ class SequenceTable:
         self.tokens: np.ndarray = np.zeros((_FIRST_SLOTS, _FIRST_TOKENS), dtype=np.int32)
         self.pages: np.ndarray = np.zeros((_FIRST_SLOTS, _FIRST_PAGES), dtype=np.int32)
         self.adapters: np.ndarray = np.zeros(_FIRST_SLOTS, dtype=np.int64)
+        self.lengths: np.ndarray = np.zeros(_FIRST_SLOTS, dtype=np.int64)
 
     def __contains__(self, sequence: SequenceId) -> bool:
         return sequence in self._sequences
@@ -56,6 +72,8 @@ class SequenceTable:
         """Take a sequence up. Raises ValueError when it is running already; then nothing has changed."""
         if start.sequence in self._sequences:
             raise ValueError(f"sequence {start.sequence} is running already")
+        if min(start.tokens, default=0) < 0:
+            raise ValueError(f"sequence {start.sequence} has a negative token")
         self.tokens = _widened(self.tokens, len(start.tokens))
         self.pages = _widened(self.pages, len(start.pages))
         if not self._free:
@@ -64,6 +82,7 @@ class SequenceTable:
         self.tokens[slot, : len(start.tokens)] = start.tokens
         self.pages[slot, : len(start.pages)] = start.pages
         self.adapters[slot] = start.adapter
+        self.lengths[slot] = len(start.tokens)
         params = start.params
         self._sequences[start.sequence] = _Sequence(
             slot=slot,
@@ -98,11 +117,27 @@ class SequenceTable:
         for slot, index, page in reversed(changes):
             self.pages[slot, index] = page
 
-    def append(self, rows: list[StepRow], tokens: list[int]) -> None:
-        """Each row, which reached the end of its sequence, has drawn this token."""
-        ends = [row.start + row.num_tokens for row in rows]
-        self.tokens = _widened(self.tokens, max(ends, default=0) + 1)
-        self.tokens[self.slots(rows), ends] = tokens
+    def expect(self, rows: list[StepRow]) -> Expected:
+        """Each row, which reaches the end of its sequence, draws a token; it stays late until ``settle``."""
+        sequences = [(row.sequence, self._sequences[row.sequence]) for row in rows]
+        ends = np.array([row.start + row.num_tokens for row in rows], dtype=np.int64)
+        slots = np.array([held.slot for _, held in sequences], dtype=np.int64)
+        self.tokens = _widened(self.tokens, int(ends.max(initial=-1)) + 1)
+        self.tokens[slots, ends] = -(slots + 1)
+        self.lengths[slots] = ends + 1
+        return Expected(sequences, ends)
+
+    def settle(self, expected: Expected, tokens: list[int]) -> None:
+        """These were the tokens; sequences that have ended meanwhile are passed over."""
+        for (sequence, held), end, token in zip(expected.sequences, expected.ends.tolist(), tokens):
+            if self._sequences.get(sequence) is held:
+                self.tokens[held.slot, end] = token
+
+    def forget(self, expected: Expected) -> None:
+        """There are no such tokens: the step failed."""
+        for (sequence, held), end in zip(expected.sequences, expected.ends.tolist()):
+            if self._sequences.get(sequence) is held:
+                self.lengths[held.slot] = end
 
     def sampled_row(self, row: StepRow) -> SampledRow:
         """What the sampler must know of a row that draws tokens at its end. Valid until the next call for
@@ -129,9 +164,12 @@ class SequenceTable:
 
     def _add_slots(self) -> None:
         old = len(self.adapters)
+        if 2 * old >= LATE_ENTRIES:
+            raise ValueError(f"more than {old} sequences run at once")
         self.tokens = np.concatenate((self.tokens, np.zeros_like(self.tokens)))
         self.pages = np.concatenate((self.pages, np.zeros_like(self.pages)))
         self.adapters = np.concatenate((self.adapters, np.zeros_like(self.adapters)))
+        self.lengths = np.concatenate((self.lengths, np.zeros_like(self.lengths)))
         self._free.extend(range(2 * old - 1, old - 1, -1))
 
 

@@ -103,14 +103,18 @@ class AdapterTables:
         """Records int64 [S, P, 3], positions in ``cells``, and scales float32 [S, P, L]: copies."""
         return self._records[rows], self._scales[rows]
 
+    def reserve(self, num_cells: int) -> None:
+        """Make the cell table at least so long: until more is needed it stays where it is."""
+        if num_cells > self._ranges.capacity:
+            cells = self.cells.new_zeros(num_cells)
+            cells[: len(self.cells)].copy_(self.cells)
+            self.cells = cells
+            self._ranges.grow(num_cells)
+
     def _take_cells(self, count: int) -> int:
         first = self._ranges.take(count)
         while first is None:
-            capacity = 2 * self._ranges.capacity
-            cells = self.cells.new_zeros(capacity)
-            cells[: len(self.cells)].copy_(self.cells)
-            self.cells = cells
-            self._ranges.grow(capacity)
+            self.reserve(2 * self._ranges.capacity)
             first = self._ranges.take(count)
         return first
 

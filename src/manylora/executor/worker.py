@@ -7,6 +7,7 @@ leaves no trace in them.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import logging
 import time
@@ -20,10 +21,12 @@ from manylora.adapters.pack import layout_of, load_adapter
 from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
 from manylora.devices.device import Device
-from manylora.executor.inputs import InputBuilder, StepInputs
+from manylora.executor.forward import EagerSteps, Forward
+from manylora.executor.graphs import GraphLimits, Progress, StepGraphs
+from manylora.executor.inputs import InputBuilder
 from manylora.executor.reader import AdapterReader, Landed
-from manylora.executor.sampler import sample
-from manylora.executor.sequences import SequenceTable, Undo
+from manylora.executor.sampler import Results, draw
+from manylora.executor.sequences import Expected, SequenceTable, Undo
 from manylora.executor.shards import Shards
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import AdapterGeometry
@@ -35,6 +38,7 @@ from manylora.protocol import (
     AdapterError,
     AdapterRead,
     CopyDone,
+    IssuedStep,
     ReadAdapter,
     RunStep,
     StepDone,
@@ -46,8 +50,25 @@ from manylora.types import AdapterId, PageId, SequenceId, TokenLogprobs
 
 _log = logging.getLogger(__name__)
 
-Drawn = dict[int, tuple[list[int], list[TokenLogprobs | None]]]
-"""By row of the step: its tokens, and their log-probabilities where asked for."""
+
+_MOST_CELLS = 2**22
+"""Cells that the table has room for from the start: 32 MiB."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Part:
+    """What one thread runs steps with: each remembers what it planned for the step before."""
+
+    inputs: InputBuilder
+    eager: EagerSteps
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Drawn:
+    """Rows of a step, and how to learn what they drew; ``read`` waits for the device."""
+
+    rows: list[int]
+    read: Callable[[], Results]
 
 
 class Worker:
@@ -68,7 +89,8 @@ class Worker:
 
         ``shards``, if any, run parts of large enough batches side by side. The worker closes what it is given.
         """
-        self._decoder: Decoder | None = decoder
+        self._forward: Forward | None = Forward(decoder, arena, geometry, device)
+        self._graphs: StepGraphs | None = None
         self._arena = arena
         self._host = host
         self._geometry = geometry
@@ -79,18 +101,44 @@ class Worker:
         self._sequences = SequenceTable()
         self._tables = AdapterTables(device, len(geometry.projections), geometry.page.layers)
         self._shards = shards
-        # One builder a shard: each remembers the plan of the step before.
-        self._inputs = [
-            InputBuilder(self._sequences, self._tables, geometry, decoder.ops, device)
+        self._parts = [
+            _Part(
+                InputBuilder(self._sequences, self._tables, geometry),
+                EagerSteps(self._forward, geometry, device),
+            )
             for _ in range(shards.num_threads if shards else 1)
         ]
+        self._ended_s = 0.0
         self._landed: collections.deque[Landed] = collections.deque()
         self._reader = AdapterReader(arena, host, geometry, device, self._landed.append)
         self._copier = Copier(arena, host, device)
 
     # ------------------------------------------------------------ steps
 
+    def use_graphs(self, limits: GraphLimits, scratch_page: int, progress: Progress | None = None) -> None:
+        """Run decoding steps at fixed sizes from now on, captured where the device can; before the first step.
+
+        ``scratch_page``: of the device's pool, and nobody's. Does nothing but log where it cannot be.
+        """
+        assert self._forward is not None
+        try:
+            graphs = StepGraphs(
+                self._forward, self._tables, self._geometry, self._device, limits, scratch_page
+            )
+        except ValueError as error:
+            _log.warning("decoding steps run eagerly: %s", error)
+            return
+        if self._device.captures:
+            # A table that moves must be captured again: make room for all that the pool can hold, within reason.
+            self._tables.reserve(min(self._arena.num_pages * self._geometry.cells_per_page, _MOST_CELLS))
+            graphs.capture_all(progress)
+        self._graphs = graphs
+
     def run_step(self, step: RunStep) -> StepResult:
+        """Issue and wait."""
+        return self.issue_step(step).wait()
+
+    def issue_step(self, step: RunStep) -> IssuedStep:
         began = time.perf_counter()
         started: list[SequenceId] = []
         changes: Undo = []
@@ -100,26 +148,27 @@ class Worker:
                 self._sequences.start(start)
                 started.append(start.sequence)
             self._sequences.update_pages(step.rows, changes)
-            return self._result(step, self._run(step.rows), began)
+            drawn = self._run(step.rows)
+            # What other samples drew comes back as their own SequenceStart.
+            expected = self._sequences.expect([row for row in step.rows if row.num_samples])
+            return IssuedStep(functools.partial(self._finish, step, drawn, expected, began))
         except Exception as error:
             self._sequences.undo(changes)
             for sequence in started:
                 self._sequences.end(sequence)
-            _log.exception("step %d failed", step.step)
-            done = StepDone(step.step, False, (), time.perf_counter() - began, one_line(error))
-            return StepResult(done, {})
+            failed = self._failed(step, error, began)
+            return IssuedStep(lambda: failed)
 
-    def _run(self, rows: tuple[StepRow, ...]) -> Drawn:
+    def _run(self, rows: tuple[StepRow, ...]) -> list[_Drawn]:
         parts = None if self._shards is None else self._split(rows, self._shards)
         if parts is None or self._shards is None:
-            return self._run_part(self._inputs[0], rows)
-        results = self._shards.run(
+            return [self._run_part(self._parts[0], rows, range(len(rows)))]
+        return self._shards.run(
             [
-                functools.partial(self._run_part, inputs, [rows[index] for index in part])
-                for inputs, part in zip(self._inputs, parts)
+                functools.partial(self._run_part, part, [rows[index] for index in indices], indices)
+                for part, indices in zip(self._parts, parts)
             ]
         )
-        return {part[index]: drawn for part, found in zip(parts, results) for index, drawn in found.items()}
 
     def _split(self, rows: tuple[StepRow, ...], shards: Shards) -> list[list[int]] | None:
         """Indices of each shard's rows; those of one adapter stay together unless a cut falls among them."""
@@ -128,29 +177,49 @@ class Worker:
         ranges = shards.split([rows[index].num_tokens for index in order])
         return None if ranges is None else [[order[place] for place in part] for part in ranges]
 
-    def _run_part(self, inputs: InputBuilder, rows: Sequence[StepRow]) -> Drawn:
-        if self._decoder is None:
+    def _run_part(self, part: _Part, rows: Sequence[StepRow], indices: Sequence[int]) -> _Drawn:
+        """``indices``: the rows' places in the step."""
+        forward = self._forward
+        if forward is None:
             raise RuntimeError("the executor is closed")
         with torch.inference_mode():
-            built: StepInputs = inputs.build(rows)
-            logits = self._decoder.forward(built.batch, self._arena.pool)
-            if not built.sampled:
-                self._device.synchronize()
-                return {}
-            tokens, logprobs = sample(logits, built.sampled)
-        return dict(zip(built.sampled_rows, zip(tokens, logprobs)))
+            inputs = part.inputs.build(rows)
+            outputs = None if self._graphs is None else self._graphs.run(inputs)
+            if outputs is None:
+                outputs = part.eager.run(inputs)
+            draws = draw(outputs.logits, inputs.sampled, outputs.best, outputs.last)
+            if draws.first is not outputs.best:
+                forward.redraw(outputs.late_index, draws.first)
+            arrived = self._device.download(draws.packed)
+        return _Drawn([indices[row] for row in inputs.sampled_rows], lambda: draws.read(arrived()))
 
-    def _result(self, step: RunStep, drawn: Drawn, began: float) -> StepResult:
+    def _finish(self, step: RunStep, drawn: list[_Drawn], expected: Expected, began: float) -> StepResult:
+        found: dict[int, tuple[list[int], list[TokenLogprobs | None]]] = {}
+        try:
+            for part in drawn:
+                found.update(zip(part.rows, zip(*part.read())))
+        except Exception as error:
+            self._sequences.forget(expected)
+            return self._failed(step, error, began)
         rows = [row for row in step.rows if row.num_samples]
-        results = [drawn[index] for index in sorted(drawn)]
-        # What other samples drew comes back as their own SequenceStart.
-        self._sequences.append(rows, [ids[0] for ids, _ in results])
+        results = [found[index] for index in sorted(found)]
+        self._sequences.settle(expected, [ids[0] for ids, _ in results])
         logprobs: dict[tuple[SequenceId, int], TokenLogprobs] = {}
-        for row, (_, found) in zip(rows, results):
-            if found[0] is not None:
-                logprobs.update(((row.sequence, i), item) for i, item in enumerate(found) if item is not None)
+        for row, (_, said) in zip(rows, results):
+            if said[0] is not None:
+                logprobs.update(((row.sequence, i), item) for i, item in enumerate(said) if item is not None)
         tokens = tuple((row.sequence, tuple(ids)) for row, (ids, _) in zip(rows, results))
-        return StepResult(StepDone(step.step, True, tokens, time.perf_counter() - began), logprobs)
+        return StepResult(StepDone(step.step, True, tokens, self._step_s(began)), logprobs)
+
+    def _failed(self, step: RunStep, error: Exception, began: float) -> StepResult:
+        _log.error("step %d failed", step.step, exc_info=error)
+        return StepResult(StepDone(step.step, False, (), self._step_s(began), one_line(error)), {})
+
+    def _step_s(self, began: float) -> float:
+        """Seconds of a step that ends now: since it was issued, or since the step before it ended."""
+        now = time.perf_counter()
+        seconds, self._ended_s = now - max(began, self._ended_s), now
+        return seconds
 
     def end_sequence(self, sequence: SequenceId) -> None:
         self._sequences.end(sequence)
@@ -219,7 +288,7 @@ class Worker:
     # ------------------------------------------------------------ the end
 
     def close(self) -> None:
-        if self._decoder is None:
+        if self._forward is None:
             return
         self._reader.close()
         self._copier.close()
@@ -229,8 +298,8 @@ class Worker:
             _log.exception("the device failed before it was closed")
         if self._shards is not None:
             self._shards.close()
-        self._decoder = None
-        self._inputs = []
+        self._forward = self._graphs = None
+        self._parts = []
         self._arena.close()
         self._host.close()
         self._registry.close()

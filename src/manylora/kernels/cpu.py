@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from manylora.kernels.cpu_attention import CpuAttentionPlan, group_rows
 from manylora.kernels.cpu_lora import CpuLoraPlan, LoraBlock, plan_blocks
-from manylora.kernels.ops import AttentionRows, LoraSegments
+from manylora.kernels.ops import AttentionRows, HeadNorm, LoraSegments, Rotary, rotated_then_stored
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
 
 
@@ -51,6 +51,9 @@ class CpuOps:
         return buffer[: rows * columns].view(rows, columns)
 
     # ---- attention -------------------------------------------------------------------------------------
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, weight, bias)
 
     def plan_attention(self, rows: AttentionRows, page: PageShape, device: torch.device) -> CpuAttentionPlan:
         return CpuAttentionPlan(rows, page)
@@ -155,6 +158,20 @@ class CpuOps:
             turned = rotate(both, c, s)
             return turned[:, : q.shape[1]], turned[:, q.shape[1] :]
         return rotate(q, c, s), rotate(k, c, s)
+
+    def rotate_and_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        rotary: Rotary,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        norm: HeadNorm | None,
+    ) -> torch.Tensor:
+        return rotated_then_stored(self, q, k, v, pool, layer, rotary, positions, slots, norm)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

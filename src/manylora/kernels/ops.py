@@ -58,6 +58,7 @@ class StepBatch:
     """All tensors that one forward pass reads, on the device.
 
     token_ids, positions, slots: int64 [T]; ``slots`` = page * page_tokens + offset, where a token's K and V go.
+    A negative slot (padding of a captured batch, on CUDA only): nothing is stored.
     sample_index: int64 [M], the tokens whose logits are wanted. Plans are opaque to models.
     """
 
@@ -69,10 +70,30 @@ class StepBatch:
     lora: Any | None
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rotary:
+    """cos, sin: float32 ``[max_positions, head_dim / 2]``, one pair shared by all layers."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HeadNorm:
+    """RMSNorm of each head of q and of k (Qwen3): weights ``[head_dim]``."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
+
+
 class Ops(Protocol):
     """Device operations. ``pool`` is always ``[num_pages, layers, 2, page_tokens, kv_heads, head_dim]``."""
 
     name: str
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x ``[T, in]`` times weight ``[out, in]`` transposed, plus bias ``[out]``, rounded once."""
 
     def plan_attention(self, rows: AttentionRows, page: PageShape, device: torch.device) -> Any:
         """Prepare attention for all layers of a step. Valid for this step only."""
@@ -119,5 +140,40 @@ class Ops(Protocol):
         """Rotate q ``[T, heads, D]`` and k ``[T, kv_heads, D]`` (two halves, not interleaved) by
         cos, sin ``[max_positions, D/2]`` (float32) at ``positions``; may work in place."""
 
+    def rotate_and_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        rotary: Rotary,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        norm: HeadNorm | None,
+    ) -> torch.Tensor:
+        """``rms_norm`` of q's and k's heads (where ``norm`` is given), ``rope``, ``write_kv``, in this order and
+        rounded as by them. Returns the turned q; may work in place on q and k."""
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up for ``[T, 2 * I]`` with gate first; returns ``[T, I]``."""
+
+
+def rotated_then_stored(
+    ops: Ops,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    rotary: Rotary,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    norm: HeadNorm | None,
+) -> torch.Tensor:
+    """``Ops.rotate_and_store`` by the operations that it stands for."""
+    if norm is not None:
+        q, k = ops.rms_norm(q, norm.query, norm.eps), ops.rms_norm(k, norm.key, norm.eps)
+    q, k = ops.rope(q, k, rotary.cos, rotary.sin, positions)
+    ops.write_kv(pool, layer, k, v, slots)
+    return q

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from torch.nn import functional
 
-from manylora.kernels.ops import AttentionRows, LoraSegments
+from manylora.kernels.ops import AttentionRows, HeadNorm, LoraSegments, Rotary, rotated_then_stored
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
 
 
@@ -35,6 +36,9 @@ class ReferenceOps:
     """The Ops protocol on any device and in any floating dtype."""
 
     name = "reference"
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return functional.linear(wide(x), wide(weight), None if bias is None else wide(bias)).to(x.dtype)
 
     def plan_attention(
         self, rows: AttentionRows, page: PageShape, device: torch.device
@@ -153,6 +157,20 @@ class ReferenceOps:
 
         return rotate(q), rotate(k)
 
+    def rotate_and_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        rotary: Rotary,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        norm: HeadNorm | None,
+    ) -> torch.Tensor:
+        return rotated_then_stored(self, q, k, v, pool, layer, rotary, positions, slots, norm)
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = wide(gate_up).chunk(2, dim=-1)
-        return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+        return (functional.silu(gate) * up).to(gate_up.dtype)

@@ -25,6 +25,7 @@ def ops_for(device: torch.device, *, compiled: bool = False) -> Ops:
         return CpuOps()
     if device.type == "cuda":
         from manylora.kernels.triton.operations import TritonOps
+        from manylora.kernels.triton.products import products_on
 
-        return TritonOps()
+        return TritonOps(products=products_on(device))
     raise ValueError(f"no kernels for device type {device.type!r}: use cpu or cuda")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from manylora.kernels.ops import Ops, StepBatch
+from manylora.kernels.ops import HeadNorm, Ops, Rotary, StepBatch
 from manylora.kernels.shapes import PageShape, ProjectionGroup
 from manylora.models.config import config_groups
 from manylora.models.layers import (
@@ -20,7 +20,6 @@ from manylora.models.layers import (
     Embedding,
     GatedMlp,
     Head,
-    HeadNorm,
     Layer,
     LayerNorm,
     LoraLinear,
@@ -29,7 +28,6 @@ from manylora.models.layers import (
     PostNormLayer,
     PreNormLayer,
     RmsNorm,
-    Rope,
     Step,
 )
 from manylora.models.rope import rope_tables
@@ -92,7 +90,7 @@ def build_decoder(
     names = config.names
     rope = None
     if config.rope is not None:
-        rope = Rope(*rope_tables(config, max_positions, device))
+        rope = Rotary(*rope_tables(config, max_positions, device))
     embedding = _embedding(config, weights)
     layers = tuple(
         _layer(config, groups, weights, layer, rope, max_positions) for layer in range(config.num_layers)
@@ -126,7 +124,7 @@ def _layer(
     groups: tuple[ProjectionGroup, ...],
     weights: Weights,
     layer: int,
-    rope: Rope | None,
+    rope: Rotary | None,
     max_positions: int,
 ) -> Layer:
     names = config.names

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from manylora.kernels.ops import Ops, StepBatch
+from manylora.kernels.ops import HeadNorm, Ops, Rotary, StepBatch
 from manylora.kernels.shapes import ProjectionGroup
 
 
@@ -37,7 +37,7 @@ class LoraLinear:
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x ``[T, in]`` to ``[T, sum(out)]``, contiguous."""
-        y = functional.linear(x, self.weight, self.bias)
+        y = step.ops.linear(x, self.weight, self.bias)
         if step.batch.lora is not None:
             step.ops.lora(y, x, step.pool, self.layer, self.group, step.batch.lora)
         return y
@@ -82,36 +82,16 @@ class LayerNorm:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class HeadNorm:
-    """RMSNorm of each head of q and of k (Qwen3)."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    eps: float
-
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
-        return ops.rms_norm(q, self.query, self.eps), ops.rms_norm(k, self.key, self.eps)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Rope:
-    """cos, sin: float32 ``[max_positions, head_dim / 2]``, one pair shared by all layers."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        return step.ops.rope(q, k, self.cos, self.sin, step.batch.positions)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Attention:
-    """q, k, v in one product; k and v into the pool; attention over the rows' pages; the output product."""
+    """q, k, v in one product; k and v into the pool; attention over the rows' pages; the output product.
+
+    ``head_norm`` only where there is ``rope``.
+    """
 
     qkv: LoraLinear
     out: LoraLinear
     head_norm: HeadNorm | None
-    rope: Rope | None
+    rope: Rotary | None
     head_dim: int
     scale: float
     window: int | None
@@ -121,12 +101,13 @@ class Attention:
         # Views of one [T, q + k + v] tensor: the rows of q, k and v are strided, not copied.
         parts = self.qkv(x, step).split_with_sizes(sizes, dim=-1)
         q, k, v = (part.view(-1, part.shape[-1] // self.head_dim, self.head_dim) for part in parts)
-        if self.head_norm is not None:
-            q, k = self.head_norm(q, k, step.ops)
-        if self.rope is not None:
-            q, k = self.rope(q, k, step)
         layer, batch = self.qkv.layer, step.batch
-        step.ops.write_kv(step.pool, layer, k, v, batch.slots)
+        if self.rope is None:
+            step.ops.write_kv(step.pool, layer, k, v, batch.slots)
+        else:
+            q = step.ops.rotate_and_store(
+                q, k, v, step.pool, layer, self.rope, batch.positions, batch.slots, self.head_norm
+            )
         mixed = step.ops.attention(q, step.pool, layer, batch.attention, self.scale, self.window)
         return self.out(mixed, step)
 
@@ -232,4 +213,4 @@ class Head:
             x = x + residual
         if self.project is not None:
             x = functional.linear(x, self.project)
-        return functional.linear(x, self.weight).float()
+        return ops.linear(x, self.weight, None).float()

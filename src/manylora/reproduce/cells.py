@@ -13,9 +13,13 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
 from manylora.config import CacheConfig, PolicyConfig
+from manylora.protocol import Command
 from manylora.sim.analytical import AnalyticalCosts
+from manylora.sim.costs import StepCosts
+from manylora.sim.fit import FittedCosts, fit_profile
 from manylora.sim.hardware import HARDWARE
-from manylora.sim.limits import reference
+from manylora.sim.limits import Recorder, reference, summarize_limits
+from manylora.sim.profile import find_profile
 from manylora.sim.replay import Outcome, Replay
 from manylora.sim.shapes import ModelShape, shape_named
 from manylora.sim.summary import summarize
@@ -35,6 +39,8 @@ RUNNING_AT_ONCE = 256
 BATCH_TOKENS = 8192
 STATIC_PAGE_TOKENS = 32
 PAGE_TOKENS = 16
+MEASURED = "h200-profile"
+"""In the place of a hardware: an H200, with costs from the profiles of it that come with manylora."""
 REFERENCE = "cached"
 """In the place of a policy: unlimited pages and all resident (``sim.limits.reference``); no bound."""
 
@@ -74,58 +80,82 @@ CellResult = dict[str, Any]
 
 def device_pages(cell: Cell, shape: ModelShape) -> int:
     """The pool in pages. Raises ConfigError where weights leave no room."""
+    described = "h200" if cell.hardware == MEASURED else cell.hardware
     room = min(
         AnalyticalCosts(shape, HARDWARE[hardware], cell.cards).pool_bytes(MEMORY_SHARE)
-        for hardware in {cell.hardware, cell.pool_like or cell.hardware}
+        for hardware in {described, cell.pool_like or described}
     )
     return room // shape.page_bytes(cell.page_tokens)
 
 
-def run_cell(cell: Cell, most_ttft_ms: float | None = None) -> CellResult:
-    """Simulate; equal cells give equal results. With ``most_ttft_ms`` a run that cannot stay below is given up."""
+def run_cell(cell: Cell, most_ttft_ms: float | None = None, with_limits: bool = False) -> CellResult:
+    """Simulate; equal cells give equal results. With ``most_ttft_ms`` a run whose mean TTFT cannot stay below is
+    given up: then that mean is infinite, and all that there is.
+
+    ``with_limits``: also what any policy could have kept, at most (``sim.limits.summarize_limits``).
+    """
     if cell.policy == REFERENCE:
         unlimited = reference(*_inputs(cell))
         return {**summarize(unlimited), **_parts_ms(unlimited.outcomes)}
-    replay = cell_replay(cell)
-    if most_ttft_ms is not None and not _stays_below(replay, most_ttft_ms / 1e3):
-        return {"ttft_mean_ms": float("inf")}
+    record = Recorder(cell.page_tokens) if with_limits else None
+    replay = cell_replay(cell, record.watch if record else None)
     usage = _Usage(replay)
-    next_sample_s = 0.0
+    next_sample_s = next_look_s = 0.0
     while replay.advance():
+        if record and not replay.outcomes:
+            record.begin()
         now_s = replay.since_start_s
-        if now_s is not None and now_s >= next_sample_s:
+        if now_s is None:
+            continue
+        if now_s >= next_sample_s:
             usage.note(now_s)
             next_sample_s = now_s + (cell.sample_s or 1.0)
+        if most_ttft_ms is not None and now_s >= next_look_s:
+            if _is_hopeless(replay, most_ttft_ms / 1e3, now_s):
+                return {"ttft_mean_ms": float("inf")}
+            next_look_s = now_s + max(5.0, cell.duration_s / 100)
     replay.run()  # raises where somebody was forgotten
     result: CellResult = {**summarize(replay), **_parts_ms(replay.outcomes), **usage.summary()}
+    if record:
+        result.update(summarize_limits(record, cell_config(cell)))
     if cell.sample_s:
         result["samples"] = usage.samples
         result["ttft_over_time"] = _over_time(replay.outcomes, cell.sample_s)
     return result
 
 
-def cell_replay(cell: Cell) -> Replay:
+def cell_replay(cell: Cell, watch: Callable[[float, Command], None] | None = None) -> Replay:
     """The cell, not yet run."""
-    return Replay(*_inputs(cell), is_warm=cell.is_warm)
+    return Replay(*_inputs(cell), is_warm=cell.is_warm, watch=watch)
 
 
-def _inputs(cell: Cell) -> tuple[Stream, PolicyConfig, AnalyticalCosts, list[int]]:
+def _inputs(cell: Cell) -> tuple[Stream, PolicyConfig, StepCosts, list[int]]:
     """What ``Replay`` takes."""
     shape, stream = shape_named(cell.model), cell_stream(cell)
     pages = [shape.adapter_pages(rank, cell.page_tokens) for rank in stream.ranks]
-    return stream, _config(cell, shape), cell_costs(cell), pages
+    return stream, cell_config(cell), cell_costs(cell), pages
 
 
-def cell_costs(cell: Cell) -> AnalyticalCosts:
+def cell_costs(cell: Cell) -> StepCosts:
     """What things take on the cell's cards."""
+    if cell.hardware == MEASURED:
+        return _fitted(cell.model).on_cards(cell.cards)
     return AnalyticalCosts(shape_named(cell.model), HARDWARE[cell.hardware], cell.cards)
 
 
-def _config(cell: Cell, shape: ModelShape) -> PolicyConfig:
-    page_bytes = shape.page_bytes(cell.page_tokens)
+@functools.cache
+def _fitted(model: str) -> FittedCosts:
+    profile = find_profile(f"h200-{model}")
+    profile.expect(shape_named(model))
+    return fit_profile(profile)
+
+
+def cell_config(cell: Cell) -> PolicyConfig:
+    """The policy's, with the cell's pools."""
+    page_bytes = shape_named(cell.model).page_bytes(cell.page_tokens)
     cache = CacheConfig("lru" if cell.policy == REFERENCE else cell.policy, adapter_share=cell.adapter_share)
     return PolicyConfig(
-        num_pages=device_pages(cell, shape),
+        num_pages=device_pages(cell, shape_named(cell.model)),
         page_tokens=cell.page_tokens,
         max_model_len=4096,
         max_num_seqs=RUNNING_AT_ONCE,
@@ -148,18 +178,10 @@ _stream = functools.lru_cache(maxsize=2)(scenario)
 """Cells that differ in policy alone often follow one another."""
 
 
-def _stays_below(replay: Replay, limit_s: float) -> bool:
-    """Run to the end, unless the mean TTFT can no longer stay below the limit, whatever comes."""
-    total, look_s = len(replay.stream.requests), 0.0
-    while replay.advance():
-        now_s = replay.since_start_s
-        if now_s is None or now_s < look_s:
-            continue
-        look_s = now_s + 5.0
-        waited = (o.ttft_s if o.num_tokens else now_s - o.handed_s for o in replay.outcomes)
-        if sum(waited) > limit_s * total:
-            return False
-    return True
+def _is_hopeless(replay: Replay, limit_s: float, now_s: float) -> bool:
+    """Whether the mean TTFT cannot stay below the limit, whatever comes: all have already waited too long."""
+    waited = (o.ttft_s if o.num_tokens else now_s - o.handed_s for o in replay.outcomes)
+    return sum(waited) > limit_s * len(replay.stream.requests)
 
 
 class _Usage:
@@ -227,12 +249,17 @@ def in_parallel(
     workers: int,
     show: Callable[[str], None],
     what: str,
+    keep: Callable[[K, R], None] = lambda key, result: None,
 ) -> dict[K, R]:
-    """``call`` of each argument, by its key, in the arguments' order; in ``workers`` processes, if more than 1."""
+    """``call`` of each argument, by its key, in the arguments' order; in ``workers`` processes, if more than 1.
+
+    ``keep`` is told of each result when it is there, here.
+    """
     results: dict[K, R] = {}
 
     def note(key: K, result: R) -> None:
         results[key] = result
+        keep(key, result)
         show(f"{len(results)} of {len(arguments)} {what}")
 
     if workers == 1 or len(arguments) == 1:

@@ -2,7 +2,9 @@
 
 One plane for each thing that may bound a step: launches, memory, arithmetic; within one, the first rows and tokens
 may weigh more than the rest. How many planes there are, one to three, is decided by the steps that the fit did not
-see, so the held-out error is of the best of three. Copies, reads and the engine's own time are lines.
+see, so the held-out error is of the best of three. The planes' form is that of typical steps, their level that of
+the mean: an engine's steps are now and then late, by much, and by chance. Copies, reads and the engine's own time
+are lines.
 """
 
 from __future__ import annotations
@@ -33,9 +35,14 @@ _MOST_PLANES = 3
 _WORTH, _LEAST_WORTH = 0.9, 1e-3
 """Another plane must bring the held-out error down to this share, and by so much."""
 _ROUNDS = 40
-_POLISHES = 3
+_POLISHES = 5
 _LEAST_SHARE = 0.1
+_LEAST_ERROR = 1e-6
 _SURE_STEPS = 10
+_FAR = 2.0
+"""Times the median error: a step further off counts by its error, not by the square (Huber 1964)."""
+_STALL = 4.0
+"""Times what is fitted: a stall, not what a step takes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,11 +117,11 @@ class FittedCosts:
 
 
 def fit_profile(profile: Profile) -> FittedCosts:
-    """Costs with the least squares of relative errors, to four digits: equal on every machine, whatever its linear
-    algebra does in the last bits."""
+    """Costs with the least relative errors, to four digits: equal on every machine, whatever its linear algebra
+    does in the last bits."""
     seen = [point for point in profile.steps if not point.is_held_out]
     held_out = [point for point in profile.steps if point.is_held_out]
-    planes = _four_digits(_best_planes(seen, held_out))
+    planes = _four_digits(_levelled(_best_planes(seen, held_out), seen))
     return FittedCosts(
         planes=tuple(tuple(plane) for plane in planes.tolist()),
         copy_in=_line([(p.num_bytes, p.seconds) for p in profile.copies if p.to_device]),
@@ -138,6 +145,14 @@ def _best_planes(seen: Sequence[StepPoint], held_out: Sequence[StepPoint]) -> Ar
     if best is None:
         raise ConfigError("no plane fits the profile's steps")
     return best
+
+
+def _levelled(planes: Array, points: Sequence[StepPoint]) -> Array:
+    """So much higher or lower that all steps together take what they took."""
+    fitted, seconds = (_features(points) @ planes.T).max(axis=1), _seconds(points)
+    num_steps = np.array([point.num_steps for point in points])
+    counted = num_steps * (seconds <= _STALL * fitted)
+    return np.asarray(planes * (counted @ seconds) / (counted @ fitted))
 
 
 def _features(points: Sequence[StepPoint]) -> Array:
@@ -175,8 +190,7 @@ def fit_planes(features: Array, seconds: Array, count: int, weights: Array | Non
 
     ``weights``: of the points' squared errors. Alternates between giving each point to its largest plane and
     fitting each plane to its points, from several first divisions of the points: by their seconds and by each
-    feature. The best is kept. Errors are relative to what was measured, then to what was fitted: else points that
-    happened to be short would count for more than those that were long, and the fit would fall short of the mean.
+    feature. The best is polished.
     """
     roots = np.sqrt(np.ones(len(seconds)) if weights is None else weights)
     scale = roots / seconds
@@ -189,10 +203,25 @@ def fit_planes(features: Array, seconds: Array, count: int, weights: Array | Non
             loss = float(((((features @ planes.T).max(axis=1) - seconds) * scale) ** 2).sum())
             if loss < best_loss:
                 best, best_loss = planes, loss
-    for _ in range(_POLISHES):
-        values = features @ best.T
-        scale = roots / np.maximum(values.max(axis=1), _LEAST_SHARE * seconds)
-        best = _refitted(features * scale[:, None], seconds * scale, values.argmax(axis=1), best)
+    return _polished(features, seconds, roots, best)
+
+
+def _polished(features: Array, seconds: Array, roots: Array, planes: Array) -> Array:
+    """The planes refitted a few times, with errors relative to what was fitted, not measured: else points that
+    happened to be short would count for more than those that were long. Points far off count for less. Of all
+    rounds the one with the least error; its measure, the logarithm, favours neither the short nor the long."""
+    best, best_loss = planes, float("inf")
+    for _ in range(_POLISHES + 1):
+        values = features @ planes.T
+        fitted = np.maximum(values.max(axis=1), _LEAST_SHARE * seconds)
+        loss = float((roots**2) @ np.abs(np.log(seconds / fitted)))
+        if loss < best_loss:
+            best, best_loss = planes, loss
+        errors = np.abs(seconds / fitted - 1)
+        far = max(_FAR * float(np.median(errors)), _LEAST_ERROR)
+        trust = np.where(seconds > _STALL * fitted, 0.0, far / np.maximum(errors, far))
+        scale = roots * np.sqrt(trust) / fitted
+        planes = _refitted(features * scale[:, None], seconds * scale, values.argmax(axis=1), planes)
     return best
 
 

@@ -112,9 +112,12 @@ def write_kv_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Stores one token's K and V (``WIDTH`` = kv_heads * head_dim, contiguous); grid (T,)."""
+    """Stores one token's K and V (``WIDTH`` = kv_heads * head_dim, contiguous), unless its slot is negative;
+    grid (T,)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
+    if slot < 0:
+        return
     target = pool + slot // PAGE_TOKENS * page_stride + layer_offset + slot % PAGE_TOKENS * WIDTH
     column = tl.arange(0, BLOCK)
     ok = column < WIDTH

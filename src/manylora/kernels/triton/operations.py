@@ -6,14 +6,13 @@ send their tables in one asynchronous copy each; so everything between them can 
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 
-from manylora.kernels.ops import AttentionRows, LoraSegments
+from manylora.kernels.ops import AttentionRows, HeadNorm, LoraSegments, Rotary
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
-from manylora.kernels.triton.attention import attend_kernel, combine_kernel
+from manylora.kernels.triton.attending import PagedAttention, flat_heads, precision
+from manylora.kernels.triton.attention_plans import FixedAttention, TritonAttentionPlan
 from manylora.kernels.triton.elementwise import (
     rms_norm_kernel,
     rope_kernel,
@@ -21,29 +20,16 @@ from manylora.kernels.triton.elementwise import (
     write_kv_kernel,
 )
 from manylora.kernels.triton.lora import expand_kernel, shrink_kernel
+from manylora.kernels.triton.placing import rotate_and_store_kernel
 from manylora.kernels.triton.plans import (
-    AttentionTiles,
-    TritonAttentionPlan,
     TritonLoraPlan,
-    attention_plan,
     lora_plan,
     power_of_two,
 )
+from manylora.kernels.triton.products import Products
 
 # Programs that keep a large GPU busy: 4 on each of 132 multiprocessors.
 BUSY_PROGRAMS = 528
-
-
-def precision(dtype: torch.dtype) -> str:
-    """float32 products are exact (no TF32): tests ask for token-for-token equality."""
-    return "ieee" if dtype == torch.float32 else "tf32"
-
-
-def flat_heads(x: torch.Tensor) -> torch.Tensor:
-    """x ``[T, heads, D]`` with each token's heads side by side: itself, or a copy where it must be."""
-    if x.stride(2) == 1 and x.stride(1) == x.shape[2]:
-        return x
-    return x.contiguous()
 
 
 class TritonOps:
@@ -51,15 +37,31 @@ class TritonOps:
 
     name = "triton"
 
-    def __init__(self, programs: int = BUSY_PROGRAMS) -> None:
+    def __init__(self, programs: int = BUSY_PROGRAMS, products: Products | None = None) -> None:
         self._programs = programs
+        self._attention = PagedAttention(programs)
+        self._products = products or Products({}, 1)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self._products(x, weight, bias)
 
     # ---- attention -------------------------------------------------------------------------------------
 
     def plan_attention(
         self, rows: AttentionRows, page: PageShape, device: torch.device
     ) -> TritonAttentionPlan:
-        return attention_plan(rows, page, device, self._programs)
+        return self._attention.plan(rows, page, device)
+
+    def fixed_attention(
+        self,
+        num_rows: int,
+        max_context: int,
+        page: PageShape,
+        device: torch.device,
+        num_tokens: int | None = None,
+    ) -> FixedAttention:
+        """For captured steps of at most so many rows: of one token each, or of ``num_tokens`` in all."""
+        return self._attention.fixed(num_rows, max_context, page, device, num_tokens)
 
     def write_kv(
         self, pool: torch.Tensor, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
@@ -92,92 +94,7 @@ class TritonOps:
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        num_tokens, heads, dim = q.shape
-        q = flat_heads(q)
-        # Tokens of no row (padding of a captured batch) must not carry NaN onwards.
-        fresh = torch.empty if plan.num_tokens == num_tokens else torch.zeros
-        out = fresh((num_tokens, heads * dim), dtype=q.dtype, device=q.device)
-        for tiles in plan.tiles:
-            self._attend(q, pool, layer, plan.page_table, tiles, scale, window, out)
-        return out
-
-    @staticmethod
-    def _attend(
-        q: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        page_table: torch.Tensor,
-        tiles: AttentionTiles,
-        scale: float,
-        window: int | None,
-        out: torch.Tensor,
-    ) -> None:
-        num_tokens, num_heads, dim = q.shape
-        page_tokens, kv_heads = pool.shape[3:5]
-        heads = num_heads // kv_heads
-        heads_padded, dim_padded = power_of_two(heads), max(16, power_of_two(dim))
-        # Blocks that fit the registers: float32 products run without tensor cores and need the smallest.
-        exact = q.dtype == torch.float32
-        narrow = not exact and dim_padded <= 128
-        wanted = 16 if tiles.tile == 1 or exact else (128 if narrow else 64)
-        block_q = min(tiles.tile, max(1, wanted // heads_padded))
-        block_m = max(16, block_q * heads_padded)
-        final = tiles.splits == 1
-        partial = statistics = out
-        if not final:
-            shape = (tiles.splits, num_tokens, num_heads)
-            partial = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
-            statistics = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
-        attend_kernel[(tiles.num_tiles * (tiles.tile // block_q), kv_heads, tiles.splits)](
-            q,
-            pool,
-            page_table,
-            tiles.records,
-            out,
-            partial,
-            statistics,
-            q.stride(0),
-            num_tokens,
-            num_heads,
-            layer * pool.stride(1),
-            pool.stride(2),
-            pool.stride(0),
-            pool.stride(3),
-            tiles.chunk,
-            scale * math.log2(math.e),
-            window or 0,
-            HEADS=heads,
-            HEADS_PADDED=heads_padded,
-            DIM=dim,
-            DIM_PADDED=dim_padded,
-            PAGE_TOKENS=page_tokens,
-            TILE=tiles.tile,
-            BLOCK_Q=block_q,
-            BLOCK_M=block_m,
-            BLOCK_N=64 if narrow else 16 if exact else 32,
-            WINDOWED=window is not None,
-            FINAL=final,
-            PRECISION=precision(q.dtype),
-            num_warps=8 if block_m >= 128 else 4,
-            num_stages=3 if narrow else 2,
-        )
-        if not final:
-            combine_kernel[(tiles.num_tiles * tiles.tile, num_heads)](
-                out,
-                partial,
-                statistics,
-                tiles.records,
-                num_tokens,
-                num_heads,
-                tiles.chunk,
-                window or 0,
-                DIM=dim,
-                DIM_PADDED=dim_padded,
-                TILE=tiles.tile,
-                BLOCK_Q=block_q,
-                WINDOWED=window is not None,
-                num_warps=1,
-            )
+        return self._attention(q, pool, layer, plan, scale, window)
 
     # ---- LoRA ------------------------------------------------------------------------------------------
 
@@ -309,6 +226,51 @@ class TritonOps:
                 BLOCK_HALF=power_of_two(half),
             )
         return q, k
+
+    def rotate_and_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        rotary: Rotary,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        norm: HeadNorm | None,
+    ) -> torch.Tensor:
+        q, k, v = flat_heads(q), flat_heads(k), flat_heads(v)
+        heads, kv_heads, half = q.shape[1], k.shape[1], q.shape[2] // 2
+        block = min(8, power_of_two(heads))
+        blocks = triton.cdiv(heads, block) + 2 * triton.cdiv(kv_heads, block)
+        if len(positions):
+            rotate_and_store_kernel[(len(positions), blocks)](
+                q,
+                k,
+                v,
+                pool,
+                rotary.cos,
+                rotary.sin,
+                positions,
+                slots,
+                q if norm is None else norm.query,
+                k if norm is None else norm.key,
+                0.0 if norm is None else norm.eps,
+                q.stride(0),
+                k.stride(0),
+                v.stride(0),
+                layer * pool.stride(1),
+                pool.stride(2),
+                pool.stride(0),
+                PAGE_TOKENS=pool.shape[3],
+                HEADS=heads,
+                KV_HEADS=kv_heads,
+                HALF=half,
+                BLOCK_HEADS=block,
+                BLOCK_HALF=power_of_two(half),
+                NORMED=norm is not None,
+            )
+        return q
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         size = gate_up.shape[-1] // 2

@@ -1,6 +1,6 @@
 """The tables that the Triton kernels read, built on the host and sent in one copy a plan.
 
-Owns: how rows and segments are cut into tiles, and how the work is split so that a large GPU is busy. All
+Owns: how segments are cut into tiles, and how the work is split so that a large GPU is busy. All
 launch sizes are decided here from host numbers; nothing reads the device back.
 """
 
@@ -13,41 +13,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from manylora.kernels.ops import AttentionRows, LoraSegments
-from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
+from manylora.kernels.ops import LoraSegments
+from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
 
 Ints = npt.NDArray[np.int64]
 Table = npt.NDArray[np.int32]
 
-ATTENTION_RECORD = 4
 LORA_RECORD = 16
 # Slots are counted in this unit, so that the kernels know their alignment.
 SLOT_UNIT = 16
-PREFILL_TILE = 128
-MIN_CHUNK = 128
-CHUNK_STEP = 64
-MAX_CHUNKS = 64
 # Batches up to this many tokens gain more from many small tiles than from few large ones.
 SMALL_BATCH = 256
 MAX_SPLITS = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionTiles:
-    """Tiles of one size: launched together. ``chunk``: context slots of one split."""
-
-    records: torch.Tensor
-    num_tiles: int
-    tile: int
-    chunk: int
-    splits: int
-
-
-@dataclasses.dataclass(frozen=True)
-class TritonAttentionPlan:
-    page_table: torch.Tensor
-    tiles: tuple[AttentionTiles, ...]
-    num_tokens: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,38 +80,6 @@ def tiles_of(length: Ints, most: int) -> tuple[Ints, Ints]:
     owner = np.repeat(np.arange(len(length)), count)
     inside = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
     return owner, inside * most
-
-
-def attention_plan(
-    rows: AttentionRows, page: PageShape, device: torch.device, programs: int
-) -> TritonAttentionPlan:
-    """One-token rows and longer ones go into launches of their own: tile sizes differ."""
-    length = np.diff(rows.query_start).astype(np.int64)
-    width = max(1, -(-int(rows.kv_len.max(initial=0)) // page.page_tokens))
-    arrays = [np.ascontiguousarray(rows.page_table[:, :width], dtype=np.int32)]
-    sizes = []
-    for tile, members in ((1, length == 1), (PREFILL_TILE, length > 1)):
-        if not members.any():
-            continue
-        owner, inside = tiles_of(np.where(members, length, 0), tile)
-        record = np.empty((len(owner), ATTENTION_RECORD), dtype=np.int32)
-        record[:, 0] = owner * width
-        record[:, 1] = rows.query_start[owner] + inside
-        record[:, 2] = np.minimum(length[owner] - inside, tile)
-        record[:, 3] = rows.kv_len[owner] - length[owner] + inside
-        arrays.append(record)
-        context = record[:, 3] + record[:, 2]
-        longest = int(context.max())
-        # Equal shares of all the work, unless one row would then be cut too often.
-        share = max(int(context.sum()) * page.kv_heads // programs, MIN_CHUNK, -(-longest // MAX_CHUNKS))
-        chunk = -(-share // CHUNK_STEP) * CHUNK_STEP
-        sizes.append((len(owner), tile, chunk, -(-longest // chunk)))
-    table, *records = upload(arrays, device)
-    return TritonAttentionPlan(
-        page_table=table,
-        tiles=tuple(AttentionTiles(record, *size) for record, size in zip(records, sizes)),
-        num_tokens=int(rows.query_start[-1]),
-    )
 
 
 def lora_plan(

@@ -1,0 +1,509 @@
+"""The operations of a decoding step beside LoRA on one GPU: errors, times, and the choices that follow.
+
+Products of few tokens (the library's against ours, over a list of configurations), norms, rope and the storing
+of K and V, the gated activation, attention (ours against FlashInfer), and whole base layers before and after.
+Every time is that of one call inside a CUDA graph, over memory that is not in the cache where serving would find
+it so; floors are bytes over the read bandwidth measured in the same run. Parts that fail are reported and the
+rest goes on. Writes everything to ``--out`` after each part and ends with one compact line; run from the
+repository's root:
+
+    python -m benchmarks.h200_ops --out ops.json [--table src/manylora/kernels/tuned/linear.json]
+"""
+
+# mypy: disallow-untyped-calls=False
+# torch's streams and events have no annotations.
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import importlib.util
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch.nn import functional
+
+from benchmarks import h200_ops_attention as attending
+from benchmarks.h200_ops_timing import cold_time, graph_time, relative_error
+from manylora.kernels.ops import HeadNorm, Rotary
+from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.triton.attending import DecodeConfig
+from manylora.kernels.triton.operations import TritonOps
+from manylora.kernels.triton.products import BUCKETS, LinearConfig, Products, bucket_of
+
+DTYPE = torch.bfloat16
+BATCHES = (1, 8, 16, 32, 64, 128)
+LINEARS = {
+    "7b.qkv": (4096, 12288),
+    "7b.gate_up": (4096, 22016),
+    "7b.down": (11008, 4096),
+    "7b.head": (4096, 32000),
+    "8b.qkv": (4096, 6144),
+    "both.o": (4096, 4096),
+    "8b.gate_up": (4096, 28672),
+    "8b.down": (14336, 4096),
+    "8b.head": (4096, 128256),
+}
+"""in_features, out_features."""
+
+LAYERS = {
+    "llama-2-7b": (32, 32, ("7b.qkv", "both.o", "7b.gate_up", "7b.down")),
+    "llama-3-8b": (32, 8, ("8b.qkv", "both.o", "8b.gate_up", "8b.down")),
+}
+"""Heads, key heads, and the products of a layer."""
+
+MEASURED_LAYERS, CONTEXT = 6, 512
+COLD_BYTES = 400 * 2**20
+WORTH = 0.97
+"""Ours is chosen where it takes less than this share of the library's time."""
+
+
+@dataclasses.dataclass
+class Run:
+    """What the parts share: the report, where it goes, and what was measured so far."""
+
+    out: Path
+    began: float
+    report: dict[str, Any]
+    bytes_per_s: float = 4.3e12
+    choices: dict[tuple[int, int, int], LinearConfig] = dataclasses.field(default_factory=dict)
+
+    def part(self, name: str, work: Callable[[Run], Any]) -> None:
+        begin = time.perf_counter()
+        try:
+            self.report[name] = work(self)
+        except Exception:
+            self.report[name] = {"failed": traceback.format_exc(limit=-4)[-1500:]}
+            print(f"{name} FAILED\n{traceback.format_exc()}", flush=True)
+            torch.cuda.synchronize()
+        took, total = time.perf_counter() - begin, time.perf_counter() - self.began
+        self.report.setdefault("seconds", {})[name] = round(took, 1)
+        print(f"-- {name}: {took:.1f} s, {total:.0f} s in all", flush=True)
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        self.out.write_text(json.dumps(self.report))
+
+    def floor_us(self, num_bytes: float) -> float:
+        return num_bytes / self.bytes_per_s * 1e6
+
+
+# ---------------------------------------------------------------- what is there
+
+
+def probe(_: Run) -> dict[str, Any]:
+    found = importlib.util.find_spec("flashinfer")
+    version = ""
+    if found is not None:
+        import flashinfer
+
+        version = flashinfer.__version__
+    nvcc = shutil.which("nvcc")
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "flashinfer": version,
+        "flashinfer_cubins": importlib.util.find_spec("flashinfer_cubin") is not None,
+        "flashinfer_jit_cache": importlib.util.find_spec("flashinfer_jit_cache") is not None,
+        "nvcc": nvcc,
+        "ninja": shutil.which("ninja"),
+        "CUDA_HOME": os.environ.get("CUDA_HOME"),
+        "cores": os.cpu_count(),
+    }
+
+
+def bandwidth(run: Run) -> dict[str, float]:
+    source = torch.empty(1 << 31, dtype=torch.int8, device="cuda").random_()
+    target = torch.empty_like(source)
+    words = source.view(torch.float32)
+    copy = 2 * source.nbytes / graph_time(lambda: torch.mul(words, 2.0, out=target.view(torch.float32)))
+    read = source.nbytes / graph_time(lambda: words.sum())
+    run.bytes_per_s = max(copy, read)
+    return {"copy_tb_s": copy / 1e12, "read_tb_s": read / 1e12}
+
+
+# ---------------------------------------------------------------- products
+
+
+def configs(block_m: int) -> list[LinearConfig]:
+    """What is tried for so many tokens; shared memory of 227 KB a multiprocessor bounds it."""
+    blocks: list[tuple[int, int, int, int, int, bool]] = {
+        16: [
+            (32, 128, 3, 4, 4, False),
+            (32, 256, 2, 4, 4, False),
+            (64, 64, 3, 4, 6, True),
+            (64, 128, 2, 4, 4, True),
+            (64, 128, 3, 4, 3, True),
+            (64, 256, 1, 4, 4, True),
+            (128, 64, 2, 4, 5, True),
+            (128, 128, 1, 4, 5, True),
+            (128, 128, 2, 8, 2, True),
+        ],
+        32: [
+            (32, 128, 3, 4, 4, False),
+            (64, 64, 3, 4, 5, True),
+            (64, 128, 2, 4, 4, True),
+            (64, 128, 3, 4, 3, True),
+            (64, 256, 1, 4, 4, True),
+            (128, 64, 2, 4, 5, True),
+            (128, 128, 1, 4, 5, True),
+        ],
+        64: [
+            (64, 64, 3, 4, 4, True),
+            (64, 128, 2, 4, 3, True),
+            (64, 64, 2, 4, 6, False),
+            (128, 64, 2, 4, 4, True),
+            (128, 64, 2, 8, 4, True),
+            (128, 128, 1, 4, 4, True),
+            (128, 128, 1, 8, 4, True),
+            (256, 64, 1, 8, 5, True),
+        ],
+        128: [
+            (64, 64, 2, 4, 4, True),
+            (64, 128, 2, 4, 2, True),
+            (64, 64, 2, 4, 4, False),
+            (128, 64, 1, 8, 4, True),
+            (128, 64, 1, 8, 6, True),
+            (128, 64, 1, 8, 6, False),
+            (128, 128, 1, 8, 3, True),
+            (256, 64, 1, 8, 4, True),
+        ],
+    }[block_m]
+    return [LinearConfig(*block, described) for block in blocks for described in (False, True)]
+
+
+def compile_one(setting: tuple[int | str, LinearConfig | DecodeConfig]) -> str | None:
+    """In a process of its own: fills Triton's cache. The error, if any, in one line."""
+    size, config = setting
+    try:
+        if isinstance(config, DecodeConfig):
+            attending.compile_decode(str(size), config)
+        else:
+            x = torch.zeros(int(size), 4096, dtype=DTYPE, device="cuda")
+            weight = torch.zeros(2048, 4096, dtype=DTYPE, device="cuda")
+            Products({}, 132).run(x, weight, None, config)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{setting}: {str(error)[:200] or type(error).__name__}"
+    return None
+
+
+def compile_all(_: Run) -> dict[str, Any]:
+    settings: list[Any] = [(block_m, config) for block_m in BUCKETS for config in configs(block_m)]
+    settings += itertools.product(attending.HEADS, attending.CONFIGS)
+    workers = max(1, min(12, (os.cpu_count() or 2) - 3))
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        errors = [error for error in pool.map(compile_one, settings, timeout=150) if error]
+    return {"settings": len(settings), "errors": errors}
+
+
+def tensors(num_tokens: int, inputs: int, outputs: int, flat: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+    """x, and as many weight matrices, cut from ``flat``, as do not fit the cache."""
+    x = torch.randn(num_tokens, inputs, device="cuda").to(DTYPE)
+    size = inputs * outputs
+    count = max(1, min(flat.numel() // size, -(-COLD_BYTES // (2 * size))))
+    return x, [flat[i * size : (i + 1) * size].view(outputs, inputs) for i in range(count)]
+
+
+@contextlib.contextmanager
+def library(name: str) -> Iterator[None]:
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library(name)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
+
+
+def linears(run: Run) -> dict[str, Any]:
+    """Per product and batch: microseconds of cuBLAS, cuBLASLt and our best, the floor, and which it was."""
+    flat = torch.empty(1 << 30, dtype=DTYPE, device="cuda").normal_(std=0.02)
+    failures: set[str] = set()
+    rows = {
+        f"{name} {batch}": linear_row(run, name, batch, flat, failures)
+        for name, batch in itertools.product(LINEARS, BATCHES)
+    }
+    return {"rows": rows, "failures": sorted(failures)}
+
+
+def linear_row(run: Run, name: str, batch: int, flat: torch.Tensor, failures: set[str]) -> dict[str, Any]:
+    inputs, outputs = LINEARS[name]
+    products = Products({}, torch.cuda.get_device_properties(0).multi_processor_count)
+    x, weights = tensors(batch, inputs, outputs, flat)
+    times: dict[str, float] = {}
+    for kind in ("cublas", "cublaslt"):
+        with library(kind):
+            times[kind] = cold_time(lambda w: functional.linear(x, w), weights) * 1e6
+
+    def seconds(config: LinearConfig, rounds: int) -> float:
+        return cold_time(lambda w: products.run(x, w, None, config), weights, rounds)
+
+    found: list[tuple[float, LinearConfig]] = []
+    block_m = bucket_of(batch)
+    assert block_m is not None
+    for config in configs(block_m):
+        try:
+            found.append((seconds(config, 2), config))
+        except Exception as error:
+            failures.add(f"{block_m} {config}: {str(error)[:120]}")
+    found.sort(key=lambda pair: pair[0])
+    best, config = min(((seconds(c, 5), c) for _, c in found[:3]), key=lambda pair: pair[0])
+    ours, default, floor = best * 1e6, times["cublas"], run.floor_us(2 * inputs * outputs)
+    if block_m == batch and ours < WORTH * default:
+        run.choices[block_m, inputs, outputs] = config
+    print(
+        f"{name:<11} {batch:>3}  cublas {default:7.1f} = x{default / floor:.2f}  lt {times['cublaslt']:7.1f}"
+        f"  ours {ours:7.1f} = x{ours / floor:.2f}  {dataclasses.astuple(config)}",
+        flush=True,
+    )
+    return {
+        "cublas": round(default, 2),
+        "cublaslt": round(times["cublaslt"], 2),
+        "ours": round(ours, 2),
+        "floor": round(floor, 2),
+        "top": [[round(t * 1e6, 2), list(dataclasses.astuple(c))] for t, c in found[:6]],
+    }
+
+
+def linear_errors(run: Run) -> dict[str, Any]:
+    """Relative errors against float32 products, and whether a second run gives the same bits."""
+    products = Products(run.choices, torch.cuda.get_device_properties(0).multi_processor_count)
+    flat = torch.empty(1 << 27, dtype=DTYPE, device="cuda").normal_(std=0.02)
+    rows = {}
+    for (block_m, inputs, outputs), config in sorted(run.choices.items()):
+        if inputs * outputs > flat.numel():
+            continue
+        x, (weight, *_) = tensors(block_m - 1, inputs, outputs, flat)
+        truth = functional.linear(x.float(), weight.float())
+        out = products.run(x, weight, None, config)
+        library_error = relative_error(functional.linear(x, weight), truth)
+        rows[f"{block_m} {inputs} {outputs}"] = {
+            "ours": relative_error(out, truth),
+            "library": library_error,
+            "same_bits": bool(
+                all(torch.equal(out, products.run(x, weight, None, config)) for _ in range(20))
+            ),
+        }
+    errors = [row["ours"] / row["library"] for row in rows.values()]
+    print(f"products: error over the library's at most {max(errors, default=0):.3f}", flush=True)
+    return rows
+
+
+def save_table(run: Run, path: Path) -> None:
+    device = torch.cuda.get_device_name()
+    stored = json.loads(path.read_text()) if path.is_file() else {}
+    stored[device] = [
+        {"tokens": tokens, "in": inputs, "out": outputs, **dataclasses.asdict(config)}
+        for (tokens, inputs, outputs), config in sorted(run.choices.items())
+    ]
+    rows = ",\n".join(
+        f'  "{name}": [\n' + ",\n".join(f"    {json.dumps(row)}" for row in found) + "\n  ]"
+        for name, found in sorted(stored.items())
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{\n" + rows + "\n}\n")
+
+
+# ---------------------------------------------------------------- what memory limits
+
+
+def elementwise(_: Run) -> dict[str, Any]:
+    """Errors against the reference in float64, and times of fused and separate operations."""
+    rows: dict[str, Any] = {}
+    for model, batch in itertools.product(LAYERS, (*BATCHES, 2048)):
+        heads, kv_heads, names = LAYERS[model]
+        small = small_operations(batch, LINEARS[names[2]][1] // 2)
+        placing = placing_heads(batch, heads, kv_heads)
+        row = {"us": small[0] | placing[0], "error": small[1] | placing[1]}
+        rows[f"{model} {batch}"] = row
+        print(f"{model} {batch}: {row}", flush=True)
+    return rows
+
+
+Found = tuple[dict[str, float], dict[str, float]]
+"""Microseconds and errors, by name."""
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").to(DTYPE)
+
+
+def us(step: Callable[[], object]) -> float:
+    """Microseconds of one of many calls in a row, their data in the cache as in serving."""
+    return round(graph_time(step, 64) * 1e6, 2)
+
+
+def rounded(error: float) -> float:
+    return float(f"{error:.2e}")
+
+
+def small_operations(batch: int, middle: int) -> Found:
+    ops, reference = TritonOps(), ReferenceOps()
+    x, residual, weight, gate_up = (
+        normal(batch, 4096),
+        normal(batch, 4096),
+        normal(4096),
+        normal(batch, 2 * middle),
+    )
+    truth, total = reference.add_rms_norm(x.double(), residual.double(), weight.double(), 1e-5)
+    normed, kept = ops.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    errors = {
+        "add_rms_norm": rounded(relative_error(normed, truth)),
+        "residual": rounded(relative_error(kept, total)),
+        "silu_mul": rounded(relative_error(ops.silu_mul(gate_up), reference.silu_mul(gate_up.double()))),
+    }
+    times = {
+        "add_rms_norm": us(lambda: ops.add_rms_norm(x, residual, weight, 1e-5)),
+        "add, rms_norm": us(lambda: ops.rms_norm(x + residual, weight, 1e-5)),
+        "silu_mul": us(lambda: ops.silu_mul(gate_up)),
+        "torch silu, mul": us(lambda: functional.silu(gate_up[:, :middle]) * gate_up[:, middle:]),
+    }
+    return times, errors
+
+
+def placing_heads(batch: int, heads: int, kv_heads: int, dim: int = 128) -> Found:
+    ops, reference = TritonOps(), ReferenceOps()
+    widths = [heads * dim, kv_heads * dim, kv_heads * dim]
+    qkv = normal(batch, sum(widths))
+    pool = torch.zeros(max(8, -(-batch // 16)), 2, 2, 16, kv_heads, dim, dtype=DTYPE, device="cuda")
+    angles = torch.outer(torch.arange(4096.0), 1e4 ** -torch.arange(0, 1, 2 / dim)).cuda()
+    rotary = Rotary(angles.cos(), angles.sin())
+    positions = torch.randint(4096, (batch,), device="cuda")
+    slots = torch.randperm(pool.shape[0] * 16, device="cuda")[:batch]
+    norm = HeadNorm(normal(dim), normal(dim), 1e-6)
+
+    def parts(of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = (part.unflatten(1, (-1, dim)) for part in torch.split(of, widths, -1))
+        return q, k, v
+
+    wide_pool, wide_norm = pool.double(), HeadNorm(norm.query.double(), norm.key.double(), norm.eps)
+    truth = reference.rotate_and_store(
+        *parts(qkv.double()), wide_pool, 1, rotary, positions, slots, wide_norm
+    )
+    turned = ops.rotate_and_store(*parts(qkv.clone()), pool, 1, rotary, positions, slots, norm)
+    errors = {
+        "rotate": rounded(relative_error(turned, truth)),
+        "store": rounded(relative_error(pool, wide_pool)),
+    }
+    q, k, v = parts(qkv)
+
+    def separate() -> None:
+        ops.rope(q, k, rotary.cos, rotary.sin, positions)
+        ops.write_kv(pool, 1, k, v, slots)
+
+    times = {
+        "rotate_and_store": us(
+            lambda: ops.rotate_and_store(q, k, v, pool, 1, rotary, positions, slots, None)
+        ),
+        "with head norms": us(lambda: ops.rotate_and_store(q, k, v, pool, 1, rotary, positions, slots, norm)),
+        "rope, write_kv": us(separate),
+    }
+    return times, errors
+
+
+# ---------------------------------------------------------------- whole layers
+
+
+def layers(run: Run) -> dict[str, Any]:
+    """A base decoding layer in a graph: as it was (library, separate operations) and as it is now."""
+    rows: dict[str, Any] = {}
+    for model in LAYERS:
+        shapes = [LINEARS[name] for name in LAYERS[model][2]]
+        weights = [[normal(n, k) * k**-0.5 for k, n in shapes] for _ in range(MEASURED_LAYERS)]
+        for batch in (1, 16, 32, 64, 128):
+            row = layer_row(run, model, batch, weights)
+            rows[f"{model} {batch}"] = row
+            print(f"layer {model} {batch}: {row}", flush=True)
+    return rows
+
+
+def layer_row(run: Run, model: str, batch: int, weights: list[list[torch.Tensor]]) -> dict[str, float]:
+    heads, kv_heads, names = LAYERS[model]
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    step = attending.LayerStep(batch, CONTEXT, heads, kv_heads, len(weights), DTYPE)
+    product_bytes = sum(2 * inputs * outputs for inputs, outputs in (LINEARS[name] for name in names))
+    row = {
+        "floor": run.floor_us(product_bytes + step.kv_bytes),
+        "floor_products": run.floor_us(product_bytes),
+    }
+    x, wide = normal(batch, 4096), normal(batch, LINEARS[names[3]][0])
+
+    def measure(name: str, ops: TritonOps, fused: bool) -> None:
+        def products() -> None:
+            for layer in weights:
+                for weight in layer:
+                    ops.linear(x if weight.shape[1] == 4096 else wide, weight, None)
+
+        row[f"products_{name}"] = graph_time(products) / len(weights) * 1e6
+        row[name] = graph_time(lambda: step.run(ops, x, weights, fused)) / len(weights) * 1e6
+
+    measure("before", TritonOps(products=Products({}, 1)), False)
+    measure("now", TritonOps(products=Products(run.choices, multiprocessors)), True)
+    return {key: round(value, 1) for key, value in row.items()}
+
+
+# ---------------------------------------------------------------- all
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--table", type=Path, help="write the chosen configurations of products here")
+    parser.add_argument("--skip", nargs="*", default=[], help="parts to leave out")
+    parser.add_argument("--jit", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.jit:
+        attending.build_flashinfer(options.jit)
+        return
+    run = Run(options.out, time.perf_counter(), {"argv": sys.argv[1:]})
+    builds: dict[str, subprocess.Popen[bytes]] = {}
+    if importlib.util.find_spec("flashinfer") is not None and "flashinfer" not in options.skip:
+        for kind in attending.BUILDS:
+            command = [sys.executable, "-m", "benchmarks.h200_ops", "--out", "unused", "--jit", kind]
+            log = options.out.parent / f"jit_{kind}.log"
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("wb") as file:
+                builds[kind] = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    parts: dict[str, Callable[[Run], Any]] = {
+        "probe": probe,
+        "compile": compile_all,
+        "bandwidth": bandwidth,
+        "linears": linears,
+        "linear_errors": linear_errors,
+        "elementwise": elementwise,
+        "decode": lambda run: attending.decode(run.floor_us),
+        "prefill": lambda run: attending.prefill(),
+        "layers": layers,
+        "flashinfer_builds": lambda run: attending.wait_for(
+            builds, options.out.parent, run.began + attending.BUILT_BY_S
+        ),
+        "flashinfer": lambda run: attending.flashinfer(run.floor_us),
+    }
+    for name, work in parts.items():
+        if name not in options.skip:
+            run.part(name, work)
+            if name == "linears" and options.table is not None:
+                save_table(run, options.table)
+    rows = run.report.get("linears", {}).get("rows", {})
+    worst = {name: round(min(row["cublas"], row["ours"]) / row["floor"], 2) for name, row in rows.items()}
+    failed = [name for name in parts if "failed" in (run.report.get(name) or {})]
+    summary = {"failed": failed, "over_floor": worst, "layers": run.report.get("layers")}
+    print(json.dumps(summary, separators=(",", ":")), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""One step's work on the device, from numbers and plans to logits and the most likely tokens.
+
+Owns the device's late tokens: those that have been drawn and that the next step may read before the host knows
+them. The same function runs eagerly and under capture. Does not know rows, sequences or sampling parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+
+from manylora.devices.device import Device
+from manylora.executor.inputs import StepInputs
+from manylora.executor.sampler import greedy
+from manylora.executor.sequences import LATE_ENTRIES
+from manylora.kernels.ops import LoraSegments, StepBatch
+from manylora.kernels.shapes import AdapterGeometry
+from manylora.memory.arena import Arena
+from manylora.models.decoder import Decoder
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Numbers:
+    """What ``StepInputs`` calls by the same names, on the device."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    sample_index: torch.Tensor
+    late_index: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Outputs:
+    """Of the M rows that draw: ``logits`` float32 [M, V], ``best`` int64 [M]: the first of each row's largest,
+    ``last`` int64 [M]: the token that stands before, ``late_index`` int64 [M]."""
+
+    logits: torch.Tensor
+    best: torch.Tensor
+    last: torch.Tensor
+    late_index: torch.Tensor
+
+    def first(self, count: int) -> Outputs:
+        """Of the first ``count`` rows only."""
+        if count == len(self.best):
+            return self
+        return Outputs(self.logits[:count], self.best[:count], self.last[:count], self.late_index[:count])
+
+
+class Forward:
+    """Runs the decoder on one device. ``late`` int64 [LATE_ENTRIES]: the late tokens."""
+
+    def __init__(self, decoder: Decoder, arena: Arena, geometry: AdapterGeometry, device: Device) -> None:
+        self.decoder = decoder
+        self._arena = arena
+        self._geometry = geometry
+        self._device = device
+        self.late = device.zeros((LATE_ENTRIES,), torch.int64)
+
+    def compute(self, numbers: Numbers, attention: Any, lora: Any | None, has_late: bool = True) -> Outputs:
+        """The step, given its plans; the most likely tokens become late tokens. Does not wait for the device.
+
+        Without ``has_late`` no token id may be negative.
+        """
+        token_ids = numbers.token_ids
+        if has_late:
+            known = self.late[(-token_ids).clamp_(min=0)]
+            token_ids = torch.where(token_ids < 0, known, token_ids)
+        batch = StepBatch(
+            token_ids=token_ids,
+            positions=numbers.positions,
+            slots=numbers.slots,
+            sample_index=numbers.sample_index,
+            attention=attention,
+            lora=lora,
+        )
+        logits = self.decoder.forward(batch, self._arena.pool)
+        best = greedy(logits)
+        self.redraw(numbers.late_index, best)
+        return Outputs(logits, best, token_ids[numbers.sample_index], numbers.late_index)
+
+    def redraw(self, late_index: torch.Tensor, tokens: torch.Tensor) -> None:
+        """These were drawn, whatever was most likely."""
+        self.late.index_copy_(0, late_index, tokens)
+
+
+class EagerSteps:
+    """Steps launched one operation after another. Remembers the LoRA plan, which seldom changes."""
+
+    def __init__(self, forward: Forward, geometry: AdapterGeometry, device: Device) -> None:
+        self._forward = forward
+        self._geometry = geometry
+        self._device = device
+        self._segments: LoraSegments | None = None
+        self._lora: Any | None = None
+
+    def run(self, inputs: StepInputs) -> Outputs:
+        ops, device = self._forward.decoder.ops, self._device.torch_device
+        arrays = (
+            inputs.token_ids, inputs.positions, inputs.slots, inputs.sample_index, inputs.late_index,
+        )  # fmt: skip
+        packed = self._device.upload(np.concatenate(arrays))
+        numbers = Numbers(*torch.split(packed, [len(array) for array in arrays]))
+        if inputs.lora is not self._segments:
+            self._segments, self._lora = inputs.lora, None
+            if inputs.lora is not None:
+                self._lora = ops.plan_lora(inputs.lora, self._geometry, device)
+        attention = ops.plan_attention(inputs.attention, self._geometry.page, device)
+        has_late = bool((inputs.token_ids < 0).any())
+        return self._forward.compute(numbers, attention, self._lora, has_late)

@@ -1,0 +1,273 @@
+"""Steps at fixed sizes, captured once and replayed: the host launches one thing instead of hundreds.
+
+Decoding steps, and steps with prompts whose kernels take less time than their launches. A step is padded to its
+bucket. Padding tokens read and write a page that nobody owns, belong to no row and to no adapter, and what they
+give is thrown away. Everything that changes between steps is in device memory at fixed addresses: numbers in a
+mirror, tables in the operations' fixed plans. Owns the buckets and what was captured for them; does not know what
+a capture is, which is the device's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from manylora.devices.device import Device, Tensors
+from manylora.executor.fixed import FixedAttention, FixedLora, fixed_attention, fixed_lora, has_fixed_plans
+from manylora.executor.forward import Forward, Numbers, Outputs
+from manylora.executor.inputs import StepInputs
+from manylora.executor.tables import AdapterTables
+from manylora.kernels.ops import AttentionRows, LoraSegments
+from manylora.kernels.shapes import AdapterGeometry
+
+RANK_CLASSES = (16, 64, 256)
+"""A step belongs to the first that its largest rank fits; beyond the last it runs eagerly."""
+
+COMMON_RANK = 64
+"""Classes up to this one are captured ahead of time, others when a step asks for them."""
+
+MIXED_TOKENS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+"""Tokens that steps with prompts are padded to. The kernels of larger ones take longer than their launches."""
+
+MAX_BYTES = 2**30
+"""No more is captured once captures hold so much of the device's memory."""
+
+Progress = Callable[[int, int], None]
+
+_NO_ROWS = AttentionRows(np.zeros(1, np.int32), np.zeros(0, np.int32), np.zeros((0, 1), np.int32))
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bucket:
+    """``num_tokens`` of at most ``num_rows`` rows, adapters of ranks up to ``max_rank`` (0: none).
+
+    As many rows as tokens: a decoding step, every row of which has one token.
+    """
+
+    num_tokens: int
+    num_rows: int
+    max_rank: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GraphLimits:
+    """What steps may hold: rows, tokens, tokens of a context, and ranks (None: any)."""
+
+    max_num_seqs: int
+    max_batch_tokens: int
+    max_model_len: int
+    max_adapter_rank: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Captured:
+    attention: FixedAttention
+    lora: FixedLora | None
+    cells: torch.Tensor | None
+    replay: Callable[[], Outputs]
+
+
+def bucket_sizes(most: int) -> list[int]:
+    """Rows that steps are padded to, ascending, up to ``most``: finer where a row more costs more."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32)]
+    return [*[size for size in sizes if size < most], most]
+
+
+class StepGraphs:
+    """Runs steps in their buckets. Used by the step loop's thread."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        tables: AdapterTables,
+        geometry: AdapterGeometry,
+        device: Device,
+        limits: GraphLimits,
+        scratch_page: int,
+    ) -> None:
+        """``scratch_page``: of the pool, and nobody else's. Raises ValueError where nothing can be captured."""
+        if device.captures and not has_fixed_plans(forward.decoder.ops):
+            raise ValueError(f"{forward.decoder.ops.name} kernels have no fixed plans")
+        self._forward = forward
+        self._tables = tables
+        self._geometry = geometry
+        self._device = device
+        self._limits = limits
+        self._scratch_slot = scratch_page * geometry.page.page_tokens
+        self._sizes = bucket_sizes(limits.max_num_seqs)
+        largest = limits.max_adapter_rank
+        self._ranks = sorted({rank if largest is None else min(rank, largest) for rank in RANK_CLASSES})
+        # From a step's number of rows to its bucket's.
+        self._size_of = [next(s for s in self._sizes if s >= n) for n in range(limits.max_num_seqs + 1)]
+        self._mixed = [size for size in MIXED_TOKENS if size <= limits.max_batch_tokens]
+        most_tokens = max([limits.max_num_seqs, *self._mixed])
+        self._mirror = device.mirror(3 * most_tokens + 2 * limits.max_num_seqs)
+        self._attention: dict[tuple[int, int], FixedAttention] = {}
+        self._captured: dict[Bucket, _Captured] = {}
+        self._is_full = False
+        self._segments: LoraSegments | None = None
+        self._rank = 0
+
+    def capture_all(self, progress: Progress | None = None) -> None:
+        """Capture what steps are likely to ask for, the largest first. ``progress(done, total)``.
+
+        Stops with one warning where the device refuses or its memory is short: other steps run eagerly.
+        """
+        began = time.perf_counter()
+        ranks = [0, *(rank for rank in self._ranks if rank <= COMMON_RANK)]
+        sizes = [(size, size) for size in self._sizes] + [self._mixed_size(size) for size in self._mixed]
+        buckets = [
+            Bucket(*size, rank) for size in sorted(set(sizes), reverse=True) for rank in reversed(ranks)
+        ]
+        gc.collect()  # what is garbage now would be freed in the middle of a capture
+        for done, bucket in enumerate(buckets):
+            if progress is not None:
+                progress(done, len(buckets))
+            if self._get(bucket) is None:
+                break
+        if progress is not None:
+            progress(len(buckets), len(buckets))
+        self._device.synchronize()
+        self._device.release_memory()
+        _log.info(
+            "captured %d of %d steps of up to %d decoding rows or %d tokens, ranks %s, in %.1f s and %.0f MiB",
+            len(self._captured),
+            len(buckets),
+            self._sizes[-1],
+            self._mixed[-1] if self._mixed else 0,
+            ", ".join(str(rank) for rank in ranks),
+            time.perf_counter() - began,
+            self._device.captured_bytes() / 2**20,
+        )
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._captured)
+
+    def run(self, inputs: StepInputs) -> Outputs | None:
+        """The step's outputs, of its M drawing rows; None where it is not one for a bucket."""
+        bucket = self._bucket(inputs)
+        captured = None if bucket is None else self._get(bucket)
+        if bucket is None or captured is None:
+            return None
+        num_tokens = len(inputs.token_ids)
+        try:
+            captured.attention.fill(inputs.attention)
+            if captured.lora is not None:
+                captured.lora.fill(inputs.lora, num_tokens)
+        except ValueError as error:
+            # More prompts than the tables have room for, say.
+            _log.debug("a step of %d tokens runs eagerly: %s", num_tokens, error)
+            return None
+        self._mirror.send(self._padded(inputs, bucket))
+        return captured.replay().first(len(inputs.sample_index))
+
+    # ------------------------------------------------------------ buckets
+
+    def _bucket(self, inputs: StepInputs) -> Bucket | None:
+        size = self._size(len(inputs.token_ids), len(inputs.attention.kv_len))
+        if size is None:
+            return None
+        if inputs.lora is None:
+            return Bucket(*size, 0)
+        if inputs.lora is not self._segments:
+            self._segments = inputs.lora
+            self._rank = int(inputs.lora.records[:, :, 2].max(initial=0))
+        return next((Bucket(*size, rank) for rank in self._ranks if self._rank <= rank), None)
+
+    def _size(self, num_tokens: int, num_rows: int) -> tuple[int, int] | None:
+        if num_rows > self._limits.max_num_seqs:
+            return None
+        if num_tokens == num_rows:
+            return self._size_of[num_rows], self._size_of[num_rows]
+        return next((self._mixed_size(size) for size in self._mixed if num_tokens <= size), None)
+
+    def _mixed_size(self, num_tokens: int) -> tuple[int, int]:
+        """Tokens, and fewer rows, so that it is none of the decoding buckets."""
+        return num_tokens, min(num_tokens - 1, self._limits.max_num_seqs)
+
+    def _padded(self, inputs: StepInputs | None, bucket: Bucket) -> np.ndarray:
+        """All numbers of the step one after the other, as ``_numbers`` cuts them; None: nothing but padding."""
+        tokens, rows = bucket.num_tokens, bucket.num_rows
+        numbers = np.zeros(3 * tokens + 2 * rows, dtype=np.int64)
+        numbers[2 * tokens : 3 * tokens] = self._scratch_slot
+        if inputs is None:
+            return numbers
+        count, drawing = len(inputs.token_ids), len(inputs.sample_index)
+        of_tokens, of_rows = numbers[: 3 * tokens].reshape(3, tokens), numbers[3 * tokens :].reshape(2, rows)
+        of_tokens[0, :count] = inputs.token_ids
+        of_tokens[1, :count] = inputs.positions
+        of_tokens[2, :count] = inputs.slots
+        of_rows[0, :drawing] = inputs.sample_index
+        of_rows[1, :drawing] = inputs.late_index
+        return numbers
+
+    def _numbers(self, bucket: Bucket) -> Numbers:
+        tokens, rows = bucket.num_tokens, bucket.num_rows
+        sizes = [tokens, tokens, tokens, rows, rows]
+        return Numbers(*torch.split(self._mirror.tensor[: sum(sizes)], sizes))
+
+    # ------------------------------------------------------------ captures
+
+    def _get(self, bucket: Bucket) -> _Captured | None:
+        """What was captured for the bucket, now if need be; None where nothing more is captured."""
+        captured = self._captured.get(bucket)
+        if captured is not None and (captured.lora is None or captured.cells is self._tables.cells):
+            return captured
+        # There is none, or the cell table that it reads has moved.
+        self._captured.pop(bucket, None)
+        if self._is_full:
+            return None
+        if self._device.captured_bytes() >= MAX_BYTES:
+            self._stop(f"captures hold {MAX_BYTES >> 20} MiB")
+            return None
+        try:
+            with torch.inference_mode():
+                captured = self._capture(bucket)
+        except RuntimeError as error:
+            self._stop(str(error).strip().partition("\n")[0])
+            return None
+        self._captured[bucket] = captured
+        return captured
+
+    def _stop(self, why: str) -> None:
+        self._is_full = True
+        _log.warning("steps other than the %d captured ones run eagerly: %s", len(self._captured), why)
+
+    def _capture(self, bucket: Bucket) -> _Captured:
+        ops, device, geometry = self._forward.decoder.ops, self._device.torch_device, self._geometry
+        tokens, rows = bucket.num_tokens, bucket.num_rows
+        attention = self._attention.get((tokens, rows))
+        if attention is None:
+            longest = self._limits.max_model_len
+            attention = fixed_attention(ops, tokens, rows, longest, geometry.page, device)
+            self._attention[tokens, rows] = attention
+        cells = self._tables.cells
+        lora = None
+        if bucket.max_rank:
+            lora = fixed_lora(ops, tokens, bucket.max_rank, geometry, cells, device)
+        numbers = self._numbers(bucket)
+
+        def run() -> Tensors:
+            found = self._forward.compute(numbers, attention.plan, None if lora is None else lora.plan)
+            return found.logits, found.best, found.last
+
+        # Captured on nothing but padding: the capture runs too, and must leave no trace.
+        attention.fill(_NO_ROWS)
+        if lora is not None:
+            lora.fill(None, tokens)
+        self._mirror.send(self._padded(None, bucket))
+        replay = self._device.capture(run)
+
+        def outputs() -> Outputs:
+            logits, best, last = replay()
+            return Outputs(logits, best, last, numbers.late_index)
+
+        return _Captured(attention, lora, cells, outputs)

@@ -1,0 +1,241 @@
+"""What the LoRA kernels are to do in a step, as tables that they read on the device.
+
+Owns: how segments are cut into tiles and shrink's work into entries, and where partial results lie. The
+tables have a capacity, and kernels read from them how much of it is in use, so a launch captured in a CUDA graph
+serves every batch that fits. Launch sizes and block sizes are the launcher's.
+
+A *tile* is a run of at most so many tokens with one adapter, or with none (expand may have to write zeros
+there). An *entry* of shrink is a tile and up to BLOCKS blocks of ROWS rank rows each, of any projection of a
+group.
+Programs find all that they need in one record of WORDS int32:
+
+    tile   0 first token  1 tokens  2 row of ``scales``  3 unused, then for each projection of the group
+           4 rank  5 position of its first B cell  6 first unit  7 unused
+    entry  0 first token  1 tokens  2-3 unused, then for each block
+           4 rank rows in it  5 position of its first A cell  6 its unit
+
+A *unit* is ROWS float32 partial results of one token: the block's unit u and its token t own
+``[(u + t) * ROWS, (u + t + 1) * ROWS)`` of each split's plane.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from manylora.kernels.ops import LoraSegments
+from manylora.kernels.shapes import AdapterGeometry
+
+Ints = npt.NDArray[np.int64]
+Table = npt.NDArray[np.int32]
+
+WORDS = 16
+ROWS = 16
+BLOCKS = 4
+MOST_PROJECTIONS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupWork:
+    """One group's tables. ``counts`` int32 [3]: tiles with an adapter, all tiles, entries."""
+
+    counts: torch.Tensor
+    tiles: torch.Tensor
+    entries: torch.Tensor
+    size: GroupSize
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupArrays:
+    """The same on the host: ``tiles`` [n, WORDS], ``entries`` [m, WORDS]; ``units`` that they take."""
+
+    counts: Table
+    tiles: Table
+    entries: Table
+    units: int
+
+
+def runs_of(segments: LoraSegments, num_tokens: int) -> tuple[Ints, Ints, Ints]:
+    """(start, length, segment) of every run of tokens in the batch; segment -1: the base model's."""
+    start = segments.start.astype(np.int64)
+    end = start + segments.length
+    gap_start = np.concatenate(([0], end))
+    gap_length = np.concatenate((start, [num_tokens])) - gap_start
+    keep = gap_length > 0
+    return (
+        np.concatenate((start, gap_start[keep])),
+        np.concatenate((segments.length.astype(np.int64), gap_length[keep])),
+        np.concatenate((np.arange(len(start)), np.full(int(keep.sum()), -1))),
+    )
+
+
+def work_arrays(
+    segments: LoraSegments,
+    geometry: AdapterGeometry,
+    runs: tuple[Ints, Ints, Ints],
+    tile_tokens: int,
+    blocks: dict[str, int],
+) -> dict[str, GroupArrays]:
+    """Each group's tables for these runs, tiles with an adapter first.
+
+    ``blocks``: by group, how many blocks of rank rows share an entry (at most BLOCKS).
+    """
+    run_start, run_length, run_segment = runs
+    count = -(-run_length // tile_tokens)
+    run = np.repeat(np.arange(len(count)), count)
+    inside = (np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)) * tile_tokens
+    start = run_start[run] + inside
+    length = np.minimum(run_length[run] - inside, tile_tokens)
+    segment = run_segment[run]
+    adapted = segment >= 0
+    arrays = {}
+    first = 0
+    for group in geometry.groups:
+        last = first + len(group.projections)
+        records = np.zeros((len(start), last - first, 3), dtype=np.int64)
+        records[adapted] = segments.records[segment[adapted], first:last]
+        a_cells = geometry.cells(group.in_features)
+        tiles = np.zeros((len(start), WORDS), dtype=np.int32)
+        tiles[:, 0], tiles[:, 1] = start, length
+        tiles[:, 2] = np.maximum(segment, 0) * len(geometry.projections) + first
+        # Blocks of rank rows, tile by tile and projection by projection.
+        per_projection = -(-records[:, :, 2] // ROWS)
+        units = per_projection * length[:, None]
+        first_unit = np.cumsum(units.reshape(-1)).reshape(units.shape) - units
+        for p in range(last - first):
+            tiles[:, 4 + 4 * p] = records[:, p, 2]
+            tiles[:, 5 + 4 * p] = np.where(records[:, p, 2] > 0, records[:, p, 1], 0)
+            tiles[:, 6 + 4 * p] = first_unit[:, p]
+        entries = _entries(
+            start, length, records, per_projection, first_unit, a_cells, blocks.get(group.name, 1)
+        )
+        counts = np.array([int(adapted.sum()), len(tiles), len(entries)], dtype=np.int32)
+        arrays[group.name] = GroupArrays(counts, tiles, entries, int(units.sum()))
+        first = last
+    return arrays
+
+
+def _entries(
+    start: Ints,
+    length: Ints,
+    records: Ints,
+    per_projection: Ints,
+    first_unit: Ints,
+    a_cells: int,
+    blocks: int,
+) -> Table:
+    """Shrink's entries: each tile's blocks of rank rows, ``blocks`` of them side by side."""
+    per_tile = per_projection.sum(1)
+    tile = np.repeat(np.arange(len(start)), per_tile)
+    pair = np.repeat(np.arange(per_projection.size), per_projection.reshape(-1))
+    flat_count = per_projection.reshape(-1)
+    number = np.arange(len(pair)) - np.repeat(np.cumsum(flat_count) - flat_count, flat_count)
+    rank, first_cell = records[:, :, 2].reshape(-1)[pair], records[:, :, 0].reshape(-1)[pair]
+    within = np.arange(len(tile)) - np.repeat(np.cumsum(per_tile) - per_tile, per_tile)
+    entries_of_tile = -(-per_tile // blocks)
+    entry = (np.cumsum(entries_of_tile) - entries_of_tile)[tile] + within // blocks
+    place = 4 + 3 * (within % blocks)
+    entries = np.zeros((int(entries_of_tile.sum()), WORDS), dtype=np.int32)
+    entries[entry, 0], entries[entry, 1] = start[tile], length[tile]
+    entries[entry, place] = np.minimum(rank - number * ROWS, ROWS)
+    entries[entry, place + 1] = first_cell + number * ROWS * a_cells
+    entries[entry, place + 2] = first_unit.reshape(-1)[pair] + number * length[tile]
+    return entries
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupSize:
+    """Records and units that one group's tables have room for."""
+
+    tiles: int
+    entries: int
+    units: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Room of the tables: by group, and segments' rows of scales."""
+
+    groups: dict[str, GroupSize]
+    segments: int
+
+
+def sizes_of(arrays: dict[str, GroupArrays], segments: LoraSegments) -> Sizes:
+    """Exactly what these arrays take."""
+    groups = {
+        name: GroupSize(max(1, len(found.tiles)), max(1, len(found.entries)), max(1, found.units))
+        for name, found in arrays.items()
+    }
+    return Sizes(groups, len(segments.start))
+
+
+def largest_sizes(
+    geometry: AdapterGeometry, tokens: int, segments: int, rank: int, tile_tokens: int
+) -> Sizes:
+    """Room for every batch of so many tokens and segments with adapters up to the rank.
+
+    A run may begin a tile that is not full; runs are the segments and the gaps around them.
+    """
+    tiles = min(tokens, 2 * segments + 1 + tokens // tile_tokens)
+    adapted = min(tokens, segments + tokens // tile_tokens)
+    blocks = -(-rank // ROWS)
+    groups = {}
+    for group in geometry.groups:
+        count = len(group.projections)
+        groups[group.name] = GroupSize(tiles, adapted * count * blocks, tokens * count * blocks)
+    return Sizes(groups, segments)
+
+
+class WorkBuffer:
+    """Tables on a device, at addresses that do not change. ``fill`` overwrites them."""
+
+    def __init__(self, geometry: AdapterGeometry, sizes: Sizes, device: torch.device) -> None:
+        self.geometry = geometry
+        self.sizes = sizes
+        self._device = device
+        lengths = [4 * len(geometry.groups)]
+        for group in geometry.groups:
+            if len(group.projections) > MOST_PROJECTIONS:
+                raise ValueError(f"LoRA kernels take {MOST_PROJECTIONS} projections a group at most")
+            size = sizes.groups[group.name]
+            lengths += [size.tiles * WORDS, size.entries * WORDS]
+        scales = sizes.segments * len(geometry.projections) * geometry.page.layers
+        lengths.append(-(-scales // 4) * 4)
+        ends = np.cumsum(lengths).tolist()
+        self._places = list(zip([0, *ends], ends))
+        self._packed = torch.zeros(ends[-1], dtype=torch.int32, device=device)
+        parts = [self._packed[begin:end] for begin, end in self._places]
+        self.scales = parts[-1].view(torch.float32)
+        self.groups = {
+            group.name: GroupWork(
+                counts=parts[0][4 * index : 4 * index + 3],
+                tiles=parts[1 + 2 * index],
+                entries=parts[2 + 2 * index],
+                size=sizes.groups[group.name],
+            )
+            for index, group in enumerate(geometry.groups)
+        }
+
+    def fill(self, segments: LoraSegments, arrays: dict[str, GroupArrays]) -> None:
+        """Make these the tables' contents, by one asynchronous copy. Raises ValueError where they do not fit."""
+        # Pinned memory returns to torch's cache only after the copy, which torch tracks itself.
+        host = torch.empty(len(self._packed), dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        view = host.numpy()
+        for index, group in enumerate(self.geometry.groups):
+            found = arrays[group.name]
+            if found.units > self.sizes.groups[group.name].units:
+                raise ValueError(f"{found.units} units of LoRA results exceed the tables' room")
+            view[4 * index : 4 * index + 3] = found.counts
+            self._place(view, 1 + 2 * index, found.tiles)
+            self._place(view, 2 + 2 * index, found.entries)
+        self._place(view, len(self._places) - 1, segments.scales.astype(np.float32).view(np.int32))
+        self._packed.copy_(host, non_blocking=True)
+
+    def _place(self, view: Table, part: int, table: Table) -> None:
+        begin, end = self._places[part]
+        if table.size > end - begin:
+            raise ValueError(f"a LoRA table of {table.size} words exceeds its room of {end - begin}")
+        view[begin : begin + table.size] = table.reshape(-1)

@@ -1,0 +1,102 @@
+"""A Triton kernel for what lies between the q, k, v product and attention: head norms, rope, storing K and V."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _normed(left, right, weight, half, half_ok, eps, HALF: tl.constexpr):
+    """RMSNorm of heads held as two halves, rounded where transformers rounds."""
+    wide_left, wide_right = left.to(tl.float32), right.to(tl.float32)
+    squares = tl.sum(wide_left * wide_left, 1) + tl.sum(wide_right * wide_right, 1)
+    factor = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+    by_left = tl.load(weight + half, mask=half_ok, other=0.0).to(tl.float32)[None, :]
+    by_right = tl.load(weight + HALF + half, mask=half_ok, other=0.0).to(tl.float32)[None, :]
+    wide_left = (wide_left * factor).to(left.dtype).to(tl.float32) * by_left
+    wide_right = (wide_right * factor).to(left.dtype).to(tl.float32) * by_right
+    return wide_left.to(left.dtype), wide_right.to(left.dtype)
+
+
+@triton.jit
+def rotate_and_store_kernel(
+    q,
+    k,
+    v,
+    pool,
+    cos,
+    sin,
+    positions,
+    slots,
+    query_norm,
+    key_norm,
+    eps,
+    q_stride,
+    k_stride,
+    v_stride,
+    layer_offset,
+    value_offset,
+    page_stride,
+    PAGE_TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    """One token's heads; grid (T, blocks of q's heads + of k's + of v's). q is turned in place; k, turned, and
+    v go into the pool alone. A token whose slot is negative stores nothing."""
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    q_blocks: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    kv_blocks: tl.constexpr = (KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    half = tl.arange(0, BLOCK_HALF)
+    half_ok = half < HALF
+    head = tl.arange(0, BLOCK_HEADS)
+    slot = tl.load(slots + token).to(tl.int64)
+    # C's division would round a negative slot towards zero, into a page that exists.
+    place = tl.maximum(slot, 0)
+    width: tl.constexpr = KV_HEADS * 2 * HALF
+    stored = pool + place // PAGE_TOKENS * page_stride + layer_offset + place % PAGE_TOKENS * width
+
+    is_query = block < q_blocks
+    is_value = block >= q_blocks + kv_blocks
+    if is_query:
+        first = block * BLOCK_HEADS
+        source = q + token * q_stride
+        target = source
+        heads = HEADS - first
+    elif is_value:
+        first = (block - q_blocks - kv_blocks) * BLOCK_HEADS
+        source = v + token * v_stride
+        target = stored + value_offset
+        heads = KV_HEADS - first
+    else:
+        first = (block - q_blocks) * BLOCK_HEADS
+        source = k + token * k_stride
+        target = stored
+        heads = KV_HEADS - first
+    ok = (head < heads)[:, None] & half_ok[None, :]
+    inside = ((first + head) * (2 * HALF))[:, None] + half[None, :]
+    left = tl.load(source + inside, mask=ok, other=0.0)
+    right = tl.load(source + inside + HALF, mask=ok, other=0.0)
+    if not is_value:
+        if NORMED:
+            if is_query:
+                left, right = _normed(left, right, query_norm, half, half_ok, eps, HALF)
+            else:
+                left, right = _normed(left, right, key_norm, half, half_ok, eps, HALF)
+        position = tl.load(positions + token).to(tl.int64)
+        c = tl.load(cos + position * HALF + half, mask=half_ok, other=0.0)[None, :]
+        s = tl.load(sin + position * HALF + half, mask=half_ok, other=0.0)[None, :]
+        turned = left.to(tl.float32) * c - right.to(tl.float32) * s
+        right = (right.to(tl.float32) * c + left.to(tl.float32) * s).to(right.dtype)
+        left = turned.to(left.dtype)
+    ok &= is_query | (slot >= 0)
+    tl.store(target + inside, left, mask=ok)
+    tl.store(target + inside + HALF, right, mask=ok)

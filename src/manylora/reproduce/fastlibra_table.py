@@ -1,0 +1,108 @@
+"""FastLibra's evaluation in one table: its policies, ours and limits, in all cases of §6.3 and §6.9.
+
+The peaks of ``fastlibra`` are found first and written down; then every policy runs at the same shares of them.
+What is finished lies in a store, so that a run that was stopped goes on, and a part of the table can be read
+before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+from pathlib import Path
+
+from manylora.reproduce.cells import Cell, in_parallel
+from manylora.reproduce.experiment import Experiment, Setup
+from manylora.reproduce.fastlibra_table_cases import COMPARED, RatesFile, Table, table
+from manylora.reproduce.fastlibra_table_peaks import Peak, Search, peak, rounded, run_into
+from manylora.reproduce.fastlibra_table_report import TITLE, report
+from manylora.reproduce.fastlibra_table_store import CellStore
+from manylora.reproduce.fastlibra_table_text import draw
+from manylora.reproduce.report import Report
+
+GUESSED_BY = 6
+"""A peak is guessed with runs so much shorter, where runs are long."""
+_LONG_S = 600.0
+
+
+def run(setup: Setup) -> Report:
+    """On the NPU's description, with nothing kept."""
+    return table_report(setup, "npu", None)
+
+
+def table_report(setup: Setup, hardware: str, store: Path | None, is_run: bool = True) -> Report:
+    """Run what the store does not have, and report all that it has. Without ``is_run``: only report.
+
+    The rates lie beside the store, in ``fastlibra_rates_HARDWARE.json``; where that file is there already, they
+    are taken from it. Raises ConfigError.
+    """
+    if store is None:
+        with tempfile.TemporaryDirectory() as folder:
+            return table_report(setup, hardware, Path(folder) / "cells.jsonl", is_run)
+    shown = table(setup, hardware)
+    rates = RatesFile(store.with_name(f"fastlibra_rates_{hardware}.json"), shown)
+    if is_run:
+        find_rates(setup, shown, rates, store)
+        fill(setup, shown, rates, store)
+    return report(setup, shown, rates.rates, CellStore(store))
+
+
+def find_rates(setup: Setup, shown: Table, rates: RatesFile, store: Path) -> None:
+    """``fastlibra``'s peaks where they are not written down yet, each written at once."""
+    unknown = {case: cell for case, cell in shown.cases.items() if case not in rates.rates}
+    if unknown:
+        search = functools.partial(_first_peak, store, shown)
+        in_parallel(search, unknown, setup.num_workers, setup.show, "rates found", rates.fix)
+
+
+def fill(setup: Setup, shown: Table, rates: RatesFile, store: Path) -> None:
+    """Case by case: every policy at every rate, then the policies' peaks."""
+    for number, case in enumerate(shown.cases, 1):
+        finished = CellStore(store)
+        cells = {
+            cell: cell for cell in shown.cells(case, rates.rates).values() if finished.find(cell) is None
+        }
+        where = f"{case} ({number} of {len(shown.cases)})"
+        if cells:
+            what = f"simulations done, {where}"
+            in_parallel(functools.partial(_run, store), cells, setup.num_workers, setup.show, what)
+        if case in shown.main:
+            searched = {policy: shown.peak_cell(case, policy, rates.rates) for policy in COMPARED}
+            search = functools.partial(_peak, store, shown.search)
+            in_parallel(search, searched, setup.num_workers, setup.show, f"peaks found, {where}")
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(path: Path) -> CellStore:
+    """Once in each process."""
+    return CellStore(path)
+
+
+def _run(store: Path, cell: Cell) -> None:
+    run_into(_opened(store), cell)
+
+
+def _peak(store: Path, search: Search, cell: Cell) -> Peak:
+    opened = _opened(store)
+    opened.refresh()
+    return peak(cell, opened, search)
+
+
+def _first_peak(store: Path, shown: Table, cell: Cell) -> Peak:
+    """From a guess that shorter runs make, where runs are long."""
+    guess = cell
+    if cell.duration_s >= _LONG_S:
+        shorter = dataclasses.replace(cell, duration_s=cell.duration_s / GUESSED_BY)
+        found = _peak(store, shown.guess, shorter).per_s
+        guess = dataclasses.replace(cell, rate=rounded(found)) if found else cell
+    return _peak(store, shown.search, guess)
+
+
+EXPERIMENT = Experiment(
+    "fastlibra-table",
+    TITLE,
+    ("sim",),
+    run,
+    draw,
+)

@@ -1,0 +1,144 @@
+"""A captured step's attention: one plan, filled again and again, against the reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from manylora.kernels.ops import AttentionRows
+from manylora.kernels.reference import ReferenceOps
+from tests.kernels.cases import TOLERANCE, AttentionCase, attention_case, error
+from tests.kernels.implementations import SUBJECTS, Subject
+
+REFERENCE = ReferenceOps()
+TRITON = [subject for subject in SUBJECTS if subject.id.startswith(("interpreted", "gpu"))]
+
+
+def decoding(subject: Subject, seed: int, contexts: list[int], window: int | None = None) -> AttentionCase:
+    lengths = [(1, context) for context in contexts]
+    return attention_case(
+        seed, device=subject.device, dtype=subject.dtype, lengths=lengths, window=window, page_tokens=16
+    )
+
+
+def check(subject: Subject, case: AttentionCase, out: torch.Tensor) -> None:
+    plan = REFERENCE.plan_attention(case.rows, case.page, subject.device)
+    truth = REFERENCE.attention(
+        case.q.double(), case.pool.double(), case.layer, plan, case.scale, case.window
+    )
+    assert error(out[: len(truth)], truth) < TOLERANCE[subject.dtype]
+
+
+def padded(q: torch.Tensor, count: int) -> torch.Tensor:
+    """With tokens of NaN up to ``count``."""
+    return torch.cat([q, q.new_full((count - len(q), *q.shape[1:]), float("nan"))])
+
+
+@pytest.mark.parametrize("subject", TRITON)
+@pytest.mark.parametrize("window", [None, 70])
+def test_one_plan_serves_any_rows_within_its_bucket(subject: Subject, window: int | None) -> None:
+    """More rows and longer contexts than at first, then fewer: nothing of an earlier step is left."""
+    ops = subject.ops()
+    fixed = None
+    for seed, contexts in enumerate(([7, 64], [1, 300, 65, 128, 500], [250], [600, 3, 3, 3, 3])):
+        case = decoding(subject, seed, contexts, window)
+        if fixed is None:
+            fixed = ops.fixed_attention(5, 600, case.page, subject.device)
+        fixed.fill(case.rows)
+        subject.poison()
+        q = padded(case.q, 5)
+        out, again = (
+            ops.attention(q.clone(), case.pool, case.layer, fixed.plan, case.scale, window) for _ in range(2)
+        )
+        assert torch.equal(out, again)
+        check(subject, case, out)
+        assert not out[len(contexts) :].any(), "padding gets zeros"
+
+
+@pytest.mark.parametrize("subject", TRITON)
+def test_one_plan_serves_prompts_beside_decoding_rows(subject: Subject) -> None:
+    ops = subject.ops()
+    fixed = None
+    for seed, lengths in enumerate(([(1, 30), (20, 20)], [(17, 80), (1, 200), (9, 9)], [(1, 1)])):
+        case = attention_case(
+            seed, device=subject.device, dtype=subject.dtype, lengths=lengths, page_tokens=16
+        )
+        if fixed is None:
+            fixed = ops.fixed_attention(3, 200, case.page, subject.device, num_tokens=32)
+        fixed.fill(case.rows)
+        subject.poison()
+        out = ops.attention(padded(case.q, 32), case.pool, case.layer, fixed.plan, case.scale, None)
+        check(subject, case, out)
+        assert not out[len(case.q) :].any()
+
+
+@pytest.mark.parametrize("contexts", [[1, 1, 1], [65]], ids=["too many rows", "too long a context"])
+def test_what_does_not_fit_is_refused(contexts: list[int]) -> None:
+    subject = TRITON[0].values[0]
+    assert isinstance(subject, Subject)
+    case = decoding(subject, 0, contexts)
+    fixed = subject.ops().fixed_attention(2, 64, case.page, subject.device)
+    with pytest.raises(ValueError, match="larger than what was captured"):
+        fixed.fill(case.rows)
+
+
+def test_prompts_do_not_fit_a_decoding_plan() -> None:
+    subject = TRITON[0].values[0]
+    assert isinstance(subject, Subject)
+    case = attention_case(0, device=subject.device, dtype=subject.dtype, lengths=[(2, 2)])
+    fixed = subject.ops().fixed_attention(2, 64, case.page, subject.device)
+    with pytest.raises(ValueError, match="larger than what was captured"):
+        fixed.fill(case.rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_captured_graph_replays_with_other_rows() -> None:
+    subject = Subject("gpu", torch.bfloat16)
+    ops, module = subject.ops(), torch.get_device_module("cuda")
+    first = decoding(subject, 0, [40, 3])
+    fixed = ops.fixed_attention(6, 700, first.page, subject.device)
+    shape = (64, *first.pool.shape[1:])
+    pool = torch.zeros(shape, dtype=subject.dtype, device=subject.device)
+    q = torch.zeros((6, *first.q.shape[1:]), dtype=subject.dtype, device=subject.device)
+
+    def step() -> torch.Tensor:
+        return ops.attention(q, pool, 1, fixed.plan, first.scale, None)
+
+    step()
+    graph = module.CUDAGraph()
+    with module.graph(graph):
+        out = step()
+    for seed, contexts in enumerate(([40, 3], [1, 2, 3, 4, 5, 6], [690, 1], [128] * 6)):
+        case = decoding(subject, seed, contexts)
+        pool.zero_()
+        pool[: len(case.pool), 1] = case.pool[:, case.layer].nan_to_num()
+        q.zero_()
+        q[: len(contexts)] = case.q
+        fixed.fill(case.rows)
+        graph.replay()
+        truth = REFERENCE.attention(
+            case.q.double(),
+            pool.double(),
+            1,
+            REFERENCE.plan_attention(case.rows, case.page, q.device),
+            case.scale,
+            None,
+        )
+        assert error(out[: len(contexts)], truth) < TOLERANCE[subject.dtype]
+        eager = ops.plan_attention(case.rows, case.page, q.device)
+        again = ops.attention(case.q, pool, 1, eager, case.scale, None)
+        assert error(again, out[: len(contexts)]) < 1e-2
+        assert not np.isnan(out.float().cpu().numpy()).any()
+
+
+def test_rows_of_an_empty_batch() -> None:
+    subject = TRITON[0].values[0]
+    assert isinstance(subject, Subject)
+    page = decoding(subject, 0, [4]).page
+    rows = AttentionRows(np.zeros(1, np.int32), np.zeros(0, np.int32), np.zeros((0, 1), np.int32))
+    plan = subject.ops().plan_attention(rows, page, subject.device)
+    pool = torch.zeros(1, page.layers, 2, page.page_tokens, page.kv_heads, page.head_dim)
+    q = torch.zeros(0, page.kv_heads, page.head_dim)
+    assert subject.ops().attention(q, pool, 0, plan, 1.0, None).shape == (0, page.kv_heads * page.head_dim)

@@ -1,0 +1,149 @@
+"""The Triton LoRA kernels driven by tables: what they add or write, and tables that are filled again."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from manylora.kernels.ops import LoraSegments
+from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
+from tests.kernels.cases import TOLERANCE, LoraCase, llama_groups, lora_case
+from tests.kernels.implementations import SUBJECTS, Subject
+
+pytest.importorskip("triton")
+
+from manylora.kernels.triton.lora_launch import DEFAULT, LoraConfig, LoraKernels, LoraPlan, TileConfig
+from manylora.kernels.triton.lora_work import runs_of
+
+REFERENCE = ReferenceOps()
+DEVICES = [
+    s for s in SUBJECTS if isinstance(s.values[0], Subject) and s.values[0].kind in ("interpreted", "gpu")
+]
+SMALL = LoraConfig(
+    short=dataclasses.replace(
+        DEFAULT.short, chunk=32, shrink_columns=32, shrink_step=16, expand_columns=32, expand_step=16
+    ),
+    long=DEFAULT.long,
+    long_run=6,
+)  # fmt: skip
+"""Several splits, steps and blocks of columns even for rows of some 50 elements."""
+
+
+def geometry_of(dtype: torch.dtype) -> AdapterGeometry:
+    page = PageShape(layers=2, page_tokens=4, kv_heads=2, head_dim=12, itemsize=torch.finfo(dtype).bits // 8)
+    return adapter_geometry(page, llama_groups(40, 48, 24, 72))
+
+
+def case_of(subject: Subject, lengths: list[tuple[int, int]], ranks: list[int], seed: int = 0) -> LoraCase:
+    geometry = geometry_of(subject.dtype)
+    return lora_case(
+        seed, device=subject.device, dtype=subject.dtype, lengths=lengths, ranks=ranks, geometry=geometry
+    )
+
+
+def added(case: LoraCase, x: torch.Tensor, group_index: int) -> torch.Tensor:
+    """In float64, what LoRA adds for the group."""
+    group = case.geometry.groups[group_index]
+    plan = REFERENCE.plan_lora(case.segments, case.geometry, x.device)
+    truth = torch.zeros(len(x), group.offsets[-1], dtype=torch.float64, device=x.device)
+    if plan is not None:
+        REFERENCE.lora(truth, x.double(), case.pool.double(), case.layer, group, plan)
+    return truth
+
+
+def inputs_of(case: LoraCase, subject: Subject, num_tokens: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(num_tokens, group.in_features) for group in case.geometry.groups]
+    return [torch.randn(s, generator=generator).to(subject.dtype).to(subject.device) for s in shapes]
+
+
+def check(kernels: LoraKernels, plan: LoraPlan, case: LoraCase, subject: Subject, num_tokens: int) -> None:
+    """Writing everywhere, adding where there is an adapter, and nothing else touched; both exactly alike."""
+    for index, (group, x) in enumerate(zip(case.geometry.groups, inputs_of(case, subject, num_tokens))):
+        truth = added(case, x, index)
+        subject.poison()
+        partial = kernels.shrink(x, case.pool, case.layer, group, plan)
+        written = torch.full_like(truth, float("nan"), dtype=subject.dtype)
+        kernels.expand(written, partial, case.pool, case.layer, group, plan, add=False)
+        plus = torch.zeros_like(written)
+        kernels.expand(plus, partial, case.pool, case.layer, group, plan)
+        assert torch.equal(written, plus)
+        assert (written.double() - truth).norm() <= TOLERANCE[subject.dtype] * truth.norm()
+
+
+@pytest.mark.parametrize("subject", DEVICES)
+@pytest.mark.parametrize("programs", [0, 1])
+def test_mixed_lengths_and_ranks(subject: Subject, programs: int) -> None:
+    """One-token, short and long runs, gaps before, between and after; few programs that take many items."""
+
+    def limited(config: TileConfig) -> TileConfig:
+        return dataclasses.replace(config, shrink_programs=programs, expand_programs=programs)
+
+    config = dataclasses.replace(SMALL, short=limited(SMALL.short), long=limited(SMALL.long))
+    case = case_of(subject, [(2, 1), (0, 3), (1, 9), (0, 1)], [1, 5, 16, 40])
+    kernels = LoraKernels(config, 2)
+    plan = kernels.plan(case.segments, case.geometry, subject.device, case.num_tokens, cover=True)
+    assert len(plan.parts) == 2
+    check(kernels, plan, case, subject, case.num_tokens)
+
+
+@pytest.mark.parametrize("subject", DEVICES)
+def test_activation_in_expand(subject: Subject) -> None:
+    case = case_of(subject, [(1, 1), (0, 3), (1, 9)], [4, 17])
+    kernels = LoraKernels(SMALL, 2)
+    plan = kernels.plan(case.segments, case.geometry, subject.device, case.num_tokens, cover=True)
+    group, x = case.geometry.groups[2], inputs_of(case, subject, case.num_tokens)[2]
+    y = torch.randn(len(x), group.offsets[-1], generator=torch.Generator().manual_seed(2))
+    y = y.to(subject.dtype).to(subject.device)
+    partial = kernels.shrink(x, case.pool, case.layer, group, plan)
+    out = kernels.expand_silu(y, partial, case.pool, case.layer, group, plan)
+    gate, up = (y.double() + added(case, x, 2)).chunk(2, -1)
+    truth = torch.nn.functional.silu(gate) * up
+    assert (out.double() - truth).norm() <= TOLERANCE[subject.dtype] * truth.norm()
+
+
+@pytest.mark.parametrize("subject", DEVICES)
+def test_tables_are_filled_again(subject: Subject) -> None:
+    """More segments than before, fewer, none: only what is in the tables now is done."""
+    case = case_of(subject, [(0, 1), (1, 2), (0, 1), (1, 3)], [3, 20])
+    kernels = LoraKernels(dataclasses.replace(SMALL, long_run=100), 2)
+    plan = kernels.reserve(case.geometry, case.segments.cells, 12, 32)
+    for chosen in ([1], [0, 1, 2, 3], [3], []):
+        part = part_of(case, chosen)
+        kernels.refill(plan, part.segments if chosen else None, 12)
+        check(kernels, plan, part, subject, 12)
+
+
+def test_tables_that_are_too_small_are_refused() -> None:
+    subject = Subject("interpreted", torch.float32)
+    case = case_of(subject, [(0, 1), (0, 1), (0, 1)], [20])
+    kernels = LoraKernels(SMALL, 2)
+    plan = kernels.reserve(case.geometry, case.segments.cells, 2, 32)
+    with pytest.raises(ValueError, match="exceed"):
+        kernels.refill(plan, case.segments, 3)
+
+
+def test_runs_cover_every_token_once() -> None:
+    segments = LoraSegments(
+        np.array([2, 5], np.int32), np.array([1, 4], np.int32), np.zeros((2, 1, 3), np.int64),
+        np.zeros((2, 1, 1), np.float32), torch.zeros(1, dtype=torch.int64),
+    )  # fmt: skip
+    start, length, segment = runs_of(segments, 11)
+    owner = np.full(11, -9)
+    for first, count, which in zip(start, length, segment):
+        assert (owner[first : first + count] == -9).all()
+        owner[first : first + count] = which
+    assert owner.tolist() == [-1, -1, 0, -1, -1, 1, 1, 1, 1, -1, -1]
+
+
+def part_of(case: LoraCase, chosen: list[int]) -> LoraCase:
+    """The case with some of its segments only."""
+    whole = case.segments
+    part = LoraSegments(
+        whole.start[chosen], whole.length[chosen], whole.records[chosen], whole.scales[chosen], whole.cells
+    )
+    return dataclasses.replace(case, segments=part, adapters=[case.adapters[i] for i in chosen])

@@ -1,0 +1,83 @@
+"""Head norms, rope and the storing of K and V in one operation, against the three in a row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from manylora.kernels.ops import HeadNorm, Rotary
+from manylora.kernels.reference import ReferenceOps
+from tests.kernels.cases import TOLERANCE, error
+from tests.kernels.implementations import SUBJECTS, Subject
+
+REFERENCE = ReferenceOps()
+TOKENS, PAGES, LAYERS, PAGE_TOKENS = 5, 4, 3, 4
+
+
+def make(
+    subject: Subject, heads: int, kv_heads: int, dim: int, normed: bool
+) -> tuple[torch.Tensor, torch.Tensor, Rotary, torch.Tensor, torch.Tensor, HeadNorm | None]:
+    generator = torch.Generator().manual_seed(heads)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(subject.dtype).to(subject.device)
+
+    qkv = normal(TOKENS, (heads + 2 * kv_heads) * dim)
+    pool = normal(PAGES, LAYERS, 2, PAGE_TOKENS, kv_heads, dim)
+    angles = torch.outer(torch.arange(12.0), 0.5 ** torch.arange(dim / 2.0)).to(subject.device)
+    positions = torch.tensor([3, 0, 11, 7, 7], device=subject.device)
+    slots = torch.randperm(PAGES * PAGE_TOKENS, generator=generator)[:TOKENS].to(subject.device)
+    norm = HeadNorm(normal(dim), normal(dim), 1e-5) if normed else None
+    return qkv, pool, Rotary(angles.cos(), angles.sin()), positions, slots, norm
+
+
+def parts(qkv: torch.Tensor, heads: int, kv_heads: int, dim: int) -> list[torch.Tensor]:
+    """Views of the fused product, as the model has them: rows are not contiguous."""
+    split = qkv.split((heads * dim, kv_heads * dim, kv_heads * dim), -1)
+    return [part.unflatten(1, (-1, dim)) for part in split]
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (5, 1, 12), (2, 2, 64), (12, 3, 8)])
+@pytest.mark.parametrize("normed", [False, True])
+def test_equals_norm_then_rope_then_write(
+    subject: Subject, heads: int, kv_heads: int, dim: int, normed: bool
+) -> None:
+    qkv, pool, rotary, positions, slots, norm = make(subject, heads, kv_heads, dim, normed)
+    wide_norm = None if norm is None else HeadNorm(norm.query.double(), norm.key.double(), norm.eps)
+    wide_pool = pool.double()
+    expected = REFERENCE.rotate_and_store(
+        *parts(qkv.double(), heads, kv_heads, dim), wide_pool, 1, rotary, positions, slots, wide_norm
+    )
+    stored = pool.clone()
+    out = subject.ops().rotate_and_store(
+        *parts(qkv, heads, kv_heads, dim), stored, 1, rotary, positions, slots, norm
+    )
+    assert out.shape == expected.shape
+    assert error(out, expected) < TOLERANCE[subject.dtype]
+    assert error(stored, wide_pool) < TOLERANCE[subject.dtype]
+    untouched = torch.ones(PAGES * PAGE_TOKENS, dtype=torch.bool, device=subject.device)
+    untouched[slots] = False
+    for layer in range(LAYERS):
+        chosen = untouched if layer == 1 else torch.ones_like(untouched)
+        before, after = (
+            p[:, layer].movedim(1, 0).flatten(1, 2)[:, chosen]  # [2, slots, kv_heads, dim]
+            for p in (pool, stored)
+        )
+        assert torch.equal(before, after), "only the tokens' slots of the layer are written"
+
+
+@pytest.mark.parametrize("subject", [s for s in SUBJECTS if s.id.startswith(("interpreted", "gpu"))])
+def test_padding_is_not_stored(subject: Subject) -> None:
+    qkv, pool, rotary, positions, slots, _ = make(subject, 4, 2, 32, False)
+    slots = torch.tensor([2, -1, 7, -1, -1], device=subject.device)
+    q, k, v = parts(qkv, 4, 2, 32)
+    for fused in (True, False):
+        stored, ops = pool.clone(), subject.ops()
+        if fused:
+            ops.rotate_and_store(q, k, v, stored, 0, rotary, positions, slots, None)
+        else:
+            ops.write_kv(stored, 0, k, v, slots)
+        changed = (stored != pool).flatten(4).any(-1)  # [pages, layers, 2, page_tokens]
+        where = {(p * PAGE_TOKENS + t, layer) for p, layer, _, t in changed.nonzero().tolist()}
+        assert where == {(2, 0), (7, 0)}
