@@ -293,5 +293,5 @@ def test_a_journal_that_makes_no_sense_says_where() -> None:
     entries.append((8.0, StepDone(9, True), None))
     assert str(replay_difference(PATIENT, entries, fingerprint)) == (
         f"event 5 at 8.000000000 s, {entries[4][1]!r}: "
-        "the policy fails here: AssertionError: step 9 is not in flight"
+        "the policy fails here: AssertionError: step 9 is not the oldest in flight"
     )
