@@ -79,6 +79,12 @@ FIRST_STEP_S = 0.5
 """What early abort allows for the step that gives the first token."""
 
 
+def check_pipeline_depth(pipeline_depth: int) -> None:
+    """Raises ConfigError."""
+    if pipeline_depth not in (1, 2):
+        raise ConfigError(f"pipeline_depth must be 1 or 2, got {pipeline_depth}")
+
+
 def check_admission(admission: str, slo_ttft_s: float | None) -> None:
     """Raises ConfigError for an admission policy and a first-token objective that make no sense together."""
     if admission not in ADMISSIONS:
@@ -110,8 +116,7 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         check_admission(self.admission, self.slo_ttft_s)
-        if self.pipeline_depth not in (1, 2):
-            raise ConfigError(f"pipeline_depth must be 1 or 2, got {self.pipeline_depth}")
+        check_pipeline_depth(self.pipeline_depth)
         for name in (
             "num_pages", "page_tokens", "max_model_len", "max_num_seqs", "max_batch_tokens", "page_bytes",
         ):  # fmt: skip
@@ -163,9 +168,13 @@ class SchedulerSettings:
     max_batch_tokens: int | None = None
     admission: str = "fcfs"
     slo_ttft_s: float | None = None
+    pipeline_depth: int | None = None
+    """Steps in flight at most."""
 
     def __post_init__(self) -> None:
         check_admission(self.admission, self.slo_ttft_s)
+        if self.pipeline_depth is not None:
+            check_pipeline_depth(self.pipeline_depth)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

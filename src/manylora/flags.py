@@ -121,6 +121,13 @@ FLAGS: tuple[Flag, ...] = (
         metavar="S",
     ),
     Flag(
+        "pipeline_depth",
+        "int",
+        "steps in flight at most: with 2, a step is decided while the one before it runs (default: 2 on a GPU, "
+        "1 on a CPU)",
+        metavar="N",
+    ),
+    Flag(
         "page_tokens",
         "int",
         "tokens that one page of KV holds (default: 16; 32 with --cache-policy static-lru)",
@@ -293,7 +300,11 @@ def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSetti
             got["trace"],
         ),
         scheduler=SchedulerSettings(
-            got["max_num_seqs"], got["max_batch_tokens"], got["admission"], got["slo_ttft"]
+            got["max_num_seqs"],
+            got["max_batch_tokens"],
+            got["admission"],
+            got["slo_ttft"],
+            got["pipeline_depth"],
         ),
         adapters=AdapterSettings(
             _adapters(got["adapter"] or []), got["adapter_dir"], got["max_adapter_rank"]

@@ -75,10 +75,13 @@ async def conversation(llm: AsyncLLM, seed: int) -> None:
         prompt = [*prompt, *replies[0], 7, 8, 9]
 
 
-async def crowd(policy: str, journal: Path) -> EngineStats:
+async def crowd(policy: str, pipeline_depth: int, journal: Path) -> EngineStats:
     """Conversations at once, an adapter that comes and goes, a crush, and an end while a request runs."""
     adapters = {name: adapter_path(name) for name in NAMES}
-    settings = {"device": "cpu", "cache_policy": policy, "journal": str(journal), "max_num_seqs": 8, **POOLS}
+    settings = {
+        "device": "cpu", "cache_policy": policy, "journal": str(journal), "max_num_seqs": 8,
+        "pipeline_depth": pipeline_depth, **POOLS,
+    }  # fmt: skip
     async with AsyncLLM(str(DEMO / "model"), adapters, **settings) as llm:  # type: ignore[arg-type]
 
         async def come_and_go() -> None:
@@ -100,10 +103,14 @@ async def crowd(policy: str, journal: Path) -> EngineStats:
     return stats
 
 
-@pytest.fixture(scope="module", params=["manylora", "fastlibra", "static-lru"])
+@pytest.fixture(
+    scope="module",
+    params=[("manylora", 1), ("manylora", 2), ("fastlibra", 1), ("static-lru", 2)],
+    ids=lambda param: f"{param[0]}-{param[1]}",
+)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    journal = tmp_path_factory.mktemp(request.param) / "journal"
-    stats = asyncio.run(crowd(request.param, journal))
+    journal = tmp_path_factory.mktemp(request.param[0]) / "journal"
+    stats = asyncio.run(crowd(*request.param, journal))
     assert stats.preemptions > 0
     assert min(stats.pages_swapped_in, stats.pages_swapped_out) > 0
     assert min(stats.adapter_evictions, stats.history_evictions, stats.host_evictions) > 0
@@ -164,6 +171,10 @@ def changed(recording: Recording, event: Event, change: Callable[[Measured], Mea
     return Recording(of(recording.given), {asked: of(m) for asked, m in recording.answers.items()})
 
 
+DIFFERENCES = (" s here, ", "here comes", "is not the oldest in flight")
+"""The last with two steps in flight, of the second one."""
+
+
 @pytest.mark.parametrize("kind", ["StepDone", "CopyDone"])
 def test_a_lost_event_is_noticed(run: Run, kind: str) -> None:
     place = middle(run, kind)
@@ -175,8 +186,9 @@ def test_a_lost_event_is_noticed(run: Run, kind: str) -> None:
     lost = changed(measured(run.told), event, lambda m: dataclasses.replace(m, event=None))
     simulated = simulation_difference(run.config, run.told, lost)
     assert simulated is not None
-    assert (simulated.number, simulated.event) == (place + 1, event)
-    assert "here comes" in simulated.what
+    # Without its end the loop does not wait for the step, and hands over sooner what came while it ran.
+    assert simulated.number == place + 1 if kind == "CopyDone" else simulated.number <= place + 1
+    assert any(says in simulated.what for says in DIFFERENCES)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +205,7 @@ def test_another_duration_is_noticed(run: Run, kind: str, scale: float, more_s: 
     simulated = simulation_difference(run.config, run.told, changed(measured(run.told), event, longer))
     assert simulated is not None
     assert simulated.number <= middle(run, kind) + 1
-    assert " s here, " in simulated.what or "here comes" in simulated.what
+    assert any(says in simulated.what for says in DIFFERENCES)
 
 
 # ---------------------------------------------------------------- a device that fails

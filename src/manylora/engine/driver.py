@@ -200,8 +200,13 @@ class Driver:
                 item.set_exception(error)
 
     def _round(self) -> bool:
-        """Everything that has come in, the timer if it is due, the end of the oldest step. False: told to stop."""
-        item = None if self._in_flight else self._wait()
+        """The oldest step's end or the first thing to come in; all that has come in by then, the timer if it is
+        due, and only then that the step has ended, so that the next one knows of it all. False: told to stop."""
+        item = result = None
+        if self._in_flight:
+            result = self._in_flight.popleft().wait()
+        else:
+            item = self._wait()
         while item is not None or not self._inbox.empty():
             if item is None:
                 item = self._inbox.get_nowait()
@@ -209,14 +214,13 @@ class Driver:
                 return False
             self._take(item)
             item = None
-        # Taken before the timer is told: a step that it starts ends only after what comes in meanwhile.
-        oldest = self._in_flight.popleft() if self._in_flight else None
-        if self._timer_at is not None and self._clock() >= self._timer_at:
+        # Last before a step's end: where a first step has just been issued, that is in the next round.
+        is_last = result is not None or not self._in_flight
+        if is_last and self._timer_at is not None and self._clock() >= self._timer_at:
             self._timer_at = None
             self._feed(Timer())
-        if oldest is not None:
-            self._flush()
-            self._step_ended(oldest.wait())
+        if result is not None:
+            self._step_ended(result)
         return True
 
     def _wait(self) -> object | None:

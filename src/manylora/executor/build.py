@@ -39,6 +39,9 @@ _Kind = Literal["cpu", "cuda"]
 _NUM_SEQS = {"cpu": 64, "cuda": 256}
 _BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
 
+_PIPELINE_DEPTH = {"cpu": 1, "cuda": 2}
+"""On a CPU a step is run by the loop that decides on it."""
+
 _WORKSPACE_BYTES = 512 * 2**20
 """Libraries' own workspaces, kernels' partial results, fragmentation."""
 
@@ -201,6 +204,7 @@ def _limits(
         cache=settings.cache.policy,
         admission=settings.scheduler.admission,
         slo_ttft_s=settings.scheduler.slo_ttft_s,
+        pipeline_depth=settings.scheduler.pipeline_depth or _PIPELINE_DEPTH[kind],
     )
 
 

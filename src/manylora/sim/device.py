@@ -37,7 +37,7 @@ class SimulatedDevice:
         self._sequences: dict[SequenceId, tuple[AdapterId, int, int]] = {}
         self._lane_free_at = {True: 0.0, False: 0.0}
         self._readers_free_at = [0.0] * costs.reads_at_once
-        self.busy_until = 0.0
+        self._steps_end = 0.0
 
     def obey(self, command: Command, now: float) -> Answer | None:
         """What the command leads to; None for what takes no time."""
@@ -77,8 +77,9 @@ class SimulatedDevice:
         work = StepWork(decodes, prefill, kv, sum(adapters.values()), len(adapters), pairs, token_bytes)
         costs = self._costs
         seconds = costs.step_s(work)
-        self.busy_until = now + costs.overhead_s(len(step.rows)) + seconds
-        return self.busy_until, StepDone(step.step, True, tuple(drawn), seconds)
+        # What is done between steps is hidden by a step that still runs.
+        self._steps_end = max(now + costs.overhead_s(len(step.rows)), self._steps_end) + seconds
+        return self._steps_end, StepDone(step.step, True, tuple(drawn), seconds)
 
     def _copy(self, command: SwapPages, now: float) -> Answer:
         to_device = command.to_device

@@ -1,11 +1,12 @@
 """A replica and a device in virtual time: events are handed over in the order in which ``engine.driver`` does.
 
-Steps are synchronous, as there: what comes while one runs is handed over when it has ended, then the timer if it
-is due, then the step's StepDone. Does not know where requests come from.
+As there, the loop waits for the oldest step in flight: what comes meanwhile is handed over when it has ended, then
+the timer if it is due, then the step's StepDone. Does not know where requests come from.
 """
 
 from __future__ import annotations
 
+import collections
 import heapq
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from manylora.protocol import (
     Finish,
     Ready,
     Reject,
+    RunStep,
     SetTimer,
     StepDone,
     Timer,
@@ -31,9 +33,7 @@ _RANKS: dict[type[Event], int] = {Timer: 1, StepDone: 2}
 
 
 class Device(Protocol):
-    """Obeys commands in virtual time. ``busy_until``: when the step commanded last ends."""
-
-    busy_until: float
+    """Obeys commands in virtual time; steps run one after another."""
 
     def obey(self, command: Command, now: float) -> tuple[float, Event] | None:
         """When the command is done and what it leads to; None for what takes no time."""
@@ -54,6 +54,7 @@ class VirtualLoop:
         self.handle_s = 0.0  # of real time
         self._watch = watch
         self._device = device
+        self._ends: collections.deque[float] = collections.deque()  # of the steps in flight, oldest first
         self._due: list[tuple[float, int, int, Event]] = []
         self._num_due = 0
         self._timer: Timer | None = None
@@ -64,12 +65,14 @@ class VirtualLoop:
         due, event = self._next()
         if event is None:
             return False
-        self.now = max(self.now, due, self._device.busy_until)
+        self.now = max(self.now, due, self._waits_until())
         self._timers_in_a_row = self._timers_in_a_row + 1 if type(event) is Timer else 0
         self._tell(event)
         return True
 
     def _tell(self, event: Event) -> list[Command]:
+        if type(event) is StepDone:
+            self._ends.popleft()
         began = time.perf_counter()
         commands = self.replica.handle(event, self.now)
         self.handle_s += time.perf_counter() - began
@@ -94,13 +97,16 @@ class VirtualLoop:
                 return due, event
         return 0.0, None
 
+    def _waits_until(self) -> float:
+        return self._ends[0] if self._ends else 0.0
+
     def _may_fire(self, timer: Timer, due: float) -> bool:
-        """Of timers only the one that was set last counts, and it waits for the step in flight."""
+        """Of timers only the one that was set last counts, and it waits for the oldest step in flight."""
         if timer is not self._timer:
             return False
-        if due >= self._device.busy_until:
+        if due >= self._waits_until():
             return True
-        self._put(self._device.busy_until, timer)
+        self._put(self._waits_until(), timer)
         return False
 
     def _put(self, due: float, event: Event) -> None:
@@ -120,6 +126,8 @@ class VirtualLoop:
                 answer = self._device.obey(command, self.now)
                 if answer is not None:
                     self._put(*answer)
+                    if type(command) is RunStep:
+                        self._ends.append(answer[0])
 
     def _set_timer(self, command: SetTimer) -> None:
         self._timer = Timer()

@@ -68,53 +68,76 @@ def measured(told: Sequence[Told]) -> Recording:
     given: list[Measured] = []
     answers: dict[Asked, list[Measured]] = collections.defaultdict(list)
     asked_s: dict[Asked, float] = {}
-    before = busy_until = 0.0
+    steps_end = _steps_end(told)
+    in_flight: collections.deque[float] = collections.deque()  # when they end
+    before = 0.0
     for number, (now, event, commands) in enumerate(told):
-        late_s = _gap(max(before, due[number], busy_until), now)
+        late_s = _gap(max(before, due[number], in_flight[0] if in_flight else 0.0), now)
         before = now
         asked = _answered_by(event)
         if asked is None:
             given.append(Measured(event, due[number], late_s))
         elif asked in asked_s:
             answers[asked][-1] = Measured(event, _gap(asked_s.pop(asked), due[number]), late_s)
+        if isinstance(event, StepDone) and in_flight:
+            in_flight.popleft()
         for command in commands:
             asks = _asks(command)
             if asks is None:
                 continue
             asked_s[asks] = command.at if isinstance(command, SetTimer) else now
-            took_s = 0.0
-            if isinstance(command, RunStep):
-                busy_until = told[number + 1].now if number + 1 < len(told) else now
-                took_s = _gap(now, busy_until)
-            answers[asks].append(Measured(None, took_s))
+            if isinstance(command, RunStep) and command.step in steps_end:
+                in_flight.append(steps_end[command.step])
+            answers[asks].append(Measured(None))
     return Recording(given, answers)
+
+
+def _waits(told: Sequence[Told]) -> Iterator[tuple[int, int]]:
+    """Each wait for a step: the last event before the loop turned to it, and the step's StepDone or the
+    recording's end. What lies between came while the loop waited, or stood in line then."""
+    in_flight = 0
+    began: int | None = None
+    for number, (_, event, commands) in enumerate(told):
+        if began is not None and isinstance(event, StepDone):
+            yield began, number
+            in_flight -= 1
+            began = number if in_flight else None
+        num_issued = sum(isinstance(command, RunStep) for command in commands)
+        in_flight += num_issued
+        if num_issued and began is None:
+            began = number
+    if began is not None:
+        yield began, len(told)
+
+
+def _steps_end(told: Sequence[Told]) -> dict[int, float]:
+    """When the loop saw each step end: when it turned to the first event after its wait."""
+    return {
+        event.step: told[began + 1].now
+        for began, ended in _waits(told)
+        if ended < len(told) and isinstance(event := told[ended].event, StepDone)
+    }
 
 
 def _due(told: Sequence[Told]) -> list[float]:
     """When each event came: when the loop turned to it, or, where a step kept the loop, during that step."""
     due = [now for now, _, _ in told]
-    began: int | None = None
     timer_at = 0.0
     timers_at = []
-    for number, (_, event, commands) in enumerate(told):
+    for _, _, commands in told:
         timers_at.append(timer_at)
-        if began is not None and isinstance(event, StepDone):
-            _move_into_step(told, due, timers_at, began, number)
-            began = None
         for command in commands:
             if isinstance(command, SetTimer):
                 timer_at = command.at
-            elif isinstance(command, RunStep):
-                began = number
-    if began is not None:
-        _move_into_step(told, due, timers_at, began, len(told))
+    for began, ended in _waits(told):
+        _move_into_step(told, due, timers_at, began, ended)
     return due
 
 
 def _move_into_step(
     told: Sequence[Told], due: list[float], timers_at: Sequence[float], began: int, ended: int
 ) -> None:
-    """Events after ``began`` and before ``ended`` came while the step ran, which took until the first of them."""
+    """Events after ``began`` and before ``ended`` came while the loop waited, which it did until the first of them."""
     inside = range(began + 1, ended)
     start_s = told[began].now
     end_s = told[began + 1].now if began + 1 < len(told) else start_s
@@ -170,7 +193,6 @@ class RecordedDevice:
     """Answers what was answered, after the time that it took."""
 
     def __init__(self, answers: Mapping[Asked, Sequence[Measured]]) -> None:
-        self.busy_until = 0.0
         self.late_s: dict[int, float] = {}  # by the identity of events that wait
         self._answers: dict[Asked, Iterator[Measured]] = {asked: iter(of) for asked, of in answers.items()}
 
@@ -180,10 +202,7 @@ class RecordedDevice:
         if asks is None:
             return None
         answer = self.answer(asks)
-        done_s = now + answer.took_s
-        if isinstance(command, RunStep):
-            self.busy_until = done_s
-        return None if answer.event is None else (done_s, answer.event)
+        return None if answer.event is None else (now + answer.took_s, answer.event)
 
     def answer(self, asks: Asked) -> Measured:
         """The next answer to that; one without an event where there is none."""
@@ -215,7 +234,7 @@ class RecordedLoop(VirtualLoop):
     def _next(self) -> tuple[float, Event | None]:
         due, event = super()._next()
         late_s = self._recorded.late_s.pop(id(event), 0.0)
-        return max(self.now, due, self._recorded.busy_until) + late_s, event
+        return max(self.now, due, self._waits_until()) + late_s, event
 
     def _set_timer(self, command: SetTimer) -> None:
         answer = self._recorded.answer(("timer", 0))
