@@ -69,14 +69,16 @@ class Bench:
         assert all(read.ok for read in answers), [read.error for read in answers if not read.ok]
         return time.perf_counter() - began
 
-    def starts(self, batch: int, adapted: bool, params: SamplingParams, room: int) -> list[SequenceStart]:
+    def starts(
+        self, batch: int, adapted: bool, params: SamplingParams, room: int, context: int = CONTEXT
+    ) -> list[SequenceStart]:
         """Sequences with their context computed (whatever lies in the pages) and room for more tokens."""
-        count = -(-(CONTEXT + room) // PAGE_TOKENS)
+        count = -(-(context + room) // PAGE_TOKENS)
         pages = self._free[: batch * count]
-        tokens = tuple(range(5, 5 + CONTEXT + 1))
+        tokens = tuple(range(5, 5 + context + 1))
         return [
             SequenceStart(
-                number, 0, number if adapted else BASE, tokens, CONTEXT, CONTEXT,
+                number, 0, number if adapted else BASE, tokens, context, context,
                 tuple(pages[(number - 1) * count : number * count]), params, (),
             )
             for number in range(1, batch + 1)
@@ -108,7 +110,7 @@ class Bench:
 
     def device_ms(self, starts: list[SequenceStart], adapted: bool, repeats: int) -> float:
         """What the captured step's kernels take, replayed back to back."""
-        assert self.issue(CONTEXT, starts, True).wait().done.ok
+        assert self.issue(starts[0].num_computed, starts, True).wait().done.ok
         graphs = self.worker._graphs
         assert graphs is not None
         replay = graphs._captured[Bucket(len(starts), len(starts), RANK if adapted else 0)].replay
@@ -130,12 +132,14 @@ def measure(bench: Bench, bandwidth: float, steps: int) -> list[dict[str, Any]]:
     rows = []
     for adapted in (False, True):
         for batch in BATCHES:
-            floor = weight_bytes(shape) + batch * kv_bytes(shape, CONTEXT + steps / 2)
+            floor = weight_bytes(shape) + batch * kv_bytes(shape, CONTEXT + 2 + steps / 2)
             floor += batch * adapter_bytes(shape, RANK) if adapted else 0
             row: dict[str, Any] = {"batch": batch, "lora": f"distinct r{RANK}" if adapted else "none"}
             row["floor_ms"] = 1e3 * floor / bandwidth
             starts = bench.starts(batch, adapted, GREEDY, steps + 1)
-            row["gpu_ms"] = bench.device_ms(starts, adapted, 20)
+            # Of the middle one of the steps below, whose context grows.
+            middle = bench.starts(batch, adapted, GREEDY, 1, CONTEXT + 2 + steps // 2)
+            row["gpu_ms"] = bench.device_ms(middle, adapted, 20)
             for depth in (1, 2):
                 found = bench.decode(starts, steps, depth)
                 row[f"wall{depth}_ms"], row["issue_ms"] = found["wall_ms"], found["issue_ms"]

@@ -46,7 +46,7 @@ _Writer = TypeVar("_Writer")
 # ---------------------------------------------------------------- an engine in this process
 
 
-def build_driver(settings: EngineSettings, bar: Bar | None = None) -> Driver:
+def build_driver(settings: EngineSettings, *, shows_progress: bool = False) -> Driver:
     """A driver, not started, with its adapters added; raises ConfigError. Loads the model's weights."""
     from manylora.executor.build import build_worker  # brings torch
 
@@ -57,7 +57,11 @@ def build_driver(settings: EngineSettings, bar: Bar | None = None) -> Driver:
             trace = _open("trace", settings.cache.trace, TraceWriter)
             undo.callback(trace.close)
         try:
-            worker, config, info = build_worker(settings, progress=bar)
+            worker, config, info = build_worker(
+                settings,
+                progress=Bar("loading weights") if shows_progress else None,
+                capture_progress=Bar("capturing steps", "step") if shows_progress else None,
+            )
         except ModelError as error:
             raise ConfigError(str(error)) from error
         undo.callback(worker.close)
@@ -301,7 +305,7 @@ def run_engine(fd: int) -> int:
     threading.Thread(target=_end_with_server, args=(sock, is_up), daemon=True).start()
     sender = service.Sender(sock)
     try:
-        driver = build_driver(start.settings, Bar("loading weights"))
+        driver = build_driver(start.settings, shows_progress=True)
     except ConfigError as error:
         sender.send(wire.Failed(str(error), is_user_error=True))
         sender.close()

@@ -9,10 +9,11 @@ from tqdm import tqdm
 
 
 class Bar:
-    """Call with (done, total) in bytes; draws on a terminal, stays silent elsewhere."""
+    """Call with (done, total), in bytes unless a ``unit`` is given; draws on a terminal, silent elsewhere."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, unit: str = "B") -> None:
         self._what = what
+        self._unit = unit
         self._bar: tqdm[Any] | None = None
 
     def __call__(self, done: int, total: int) -> None:
@@ -22,8 +23,8 @@ class Bar:
             bar = tqdm(
                 total=total,
                 desc=self._what,
-                unit="B",
-                unit_scale=True,
+                unit=self._unit,
+                unit_scale=self._unit == "B",
                 file=sys.stderr,
                 disable=None,
                 leave=False,

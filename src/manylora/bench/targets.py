@@ -187,11 +187,11 @@ class EngineTarget:
         gc.unfreeze()
 
 
-def open_engine(settings: EngineSettings) -> EngineTarget:
+def open_engine(settings: EngineSettings, *, shows_progress: bool = False) -> EngineTarget:
     """Load what the settings say; blocks meanwhile. Raises ConfigError."""
     from manylora.main import build_driver  # brings torch
 
-    return EngineTarget(build_driver(settings))
+    return EngineTarget(build_driver(settings, shows_progress=shows_progress))
 
 
 def numbers_of(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

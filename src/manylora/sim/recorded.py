@@ -137,7 +137,7 @@ def _due(told: Sequence[Told]) -> list[float]:
 def _move_into_step(
     told: Sequence[Told], due: list[float], timers_at: Sequence[float], began: int, ended: int
 ) -> None:
-    """Events after ``began`` and before ``ended`` came while the loop waited, which it did until the first of them."""
+    """Events after ``began`` and before ``ended`` came while the loop waited, until the first of them."""
     inside = range(began + 1, ended)
     start_s = told[began].now
     end_s = told[began + 1].now if began + 1 < len(told) else start_s

@@ -1,0 +1,362 @@
+"""The workloads that vLLM 0.26 was measured with on one H200, on manylora: Llama-2-7B shape, dummy weights.
+
+One engine's worker serves them all, in process, bfloat16, token ids in and out, greedy, ``ignore_eos``, tail
+included. Parts: ``offline`` (1,000 requests at once, by number of sequences and popularity), ``prefill`` (8 prompts
+of 2,000), ``first`` (the first token of a prompt of 64: adapter in the pool, in host memory, never read), ``chat``
+(the traces in ``benchmarks/data``, one pool of 12.6 GiB), ``start``. From the repository's root:
+
+    python -m benchmarks.h200_aims --out aims.json --commit "$(git rev-parse --short HEAD)"
+
+vLLM's figures and the byte floors of the same workloads stand beside (another machine of the kind). ``--toy``
+does it all on the demo model on a CPU. What does not fit into ``--time-budget`` seconds is left out and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import gc
+import gzip
+import json
+import logging
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import h200, h200_cache
+from manylora.bench.dummies import DEMO, write_adapters
+from manylora.bench.replay import ReplaySettings
+from manylora.bench.serve import measure
+from manylora.bench.targets import Answer, Call, EngineTarget
+from manylora.config import PolicyConfig
+from manylora.engine.driver import Driver
+from manylora.executor.build import build_worker
+from manylora.flags import build_settings
+from manylora.sim.shapes import SHAPES as MODEL_SHAPES
+from manylora.types import EngineInfo
+
+RANK = 16
+NUM_ADAPTERS = 128
+OFFLINE = Path(__file__).parent / "data" / "offline_1000.jsonl.gz"
+CELLS = (
+    (32, None), (32, "distinct"), (128, None), (128, "distinct"), (32, "uniform"), (32, "identical"),
+    (32, "skewed"),
+)  # fmt: skip
+"""``max_num_seqs`` and popularity."""
+VLLM = {
+    "32 None": 3298, "32 distinct": 1150, "32 uniform": 1363, "32 skewed": 1583, "32 identical": 1760,
+    "128 None": 5271, "128 distinct": 1788, "prefill None": 44767, "prefill adapters": 30914,
+}  # fmt: skip
+FLOOR = {
+    "32 None": 5081, "32 distinct": 4643, "32 uniform": 4788, "32 skewed": 4960, "32 identical": 5062,
+    "128 None": 7856, "128 distinct": 7051, "prefill None": 58800,
+}  # fmt: skip
+AIM = {
+    "32 None": 4300, "32 distinct": 3600, "32 uniform": 3850, "32 skewed": 3900, "32 identical": 4000,
+    "128 None": 6300, "128 distinct": 5300, "prefill None": 46000, "prefill adapters": 43000,
+}  # fmt: skip
+"""Tokens a second: generated, and of prompts in ``prefill``."""
+
+
+class Lent:
+    """The worker for one engine: ``close`` leaves it open, without the engine's adapters."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._adapters: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
+
+    def add_adapter(self, adapter: int, path: str, verify: bool) -> tuple[int, int]:
+        found: tuple[int, int] = self._worker.add_adapter(adapter, path, verify)
+        self._adapters.append(adapter)
+        return found
+
+    def remove_adapter(self, adapter: int) -> None:
+        self._adapters.remove(adapter)
+        self._worker.remove_adapter(adapter)
+
+    def close(self) -> None:
+        time.sleep(0.3)  # copies under way land
+        for adapter in list(self._adapters):
+            self._worker.evict_adapter(adapter)
+            self.remove_adapter(adapter)
+
+
+@dataclasses.dataclass
+class Aims:
+    """The worker, what it serves, and the report, which is written after every measurement."""
+
+    worker: Any
+    policy: PolicyConfig
+    info: EngineInfo
+    adapters: Mapping[str, str]
+    report: dict[str, Any]
+    args: argparse.Namespace
+    began_s: float
+    num_runs: int = 0
+
+    def open(self, adapters: Mapping[str, str] | None = None, **limits: int) -> EngineTarget:
+        """A new engine on the worker. ``limits``: of its policy."""
+        policy = dataclasses.replace(self.policy, **limits)
+        info = dataclasses.replace(self.info, num_pages=policy.num_pages, max_num_seqs=policy.max_num_seqs)
+        driver = Driver(policy, Lent(self.worker), info)  # type: ignore[arg-type]  # hands on to a worker
+        for name, path in (self.adapters if adapters is None else adapters).items():
+            driver.add_adapter(name, path, verify=False)
+        return EngineTarget(driver)
+
+    def prompt(self, length: int) -> tuple[int, ...]:
+        """Random tokens, other ones each time: nothing is found in a cache."""
+        self.num_runs += 1
+        return tuple(random.Random(self.num_runs).choices(range(3, self.info.vocab_size), k=length))
+
+    def call(self, length: int, max_tokens: int, adapter: int | None) -> Call:
+        return Call(self.prompt(length), max_tokens, None if adapter is None else f"adapter-{adapter}")
+
+    def has(self, seconds: float, what: str) -> bool:
+        """Whether so much time is left."""
+        left = self.args.time_budget - (time.monotonic() - self.began_s)
+        if left < seconds:
+            self.report["left_out"].append(what)
+        return left >= seconds
+
+    def note(self, part: str, row: dict[str, Any]) -> None:
+        row = {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
+        self.report.setdefault(part, []).append(row)
+        print(f"{time.monotonic() - self.began_s:6.1f} s  {part}: {json.dumps(row)}", flush=True)
+        Path(self.args.out).write_text(json.dumps(self.report, indent=1))
+        gc.collect()
+
+
+def compared(key: str, rate: float) -> dict[str, Any]:
+    """The rate beside vLLM's, the aim and the floor."""
+    found: dict[str, Any] = {"tokens_per_s": round(rate, 1)}
+    for name, figures in (("vllm", VLLM), ("aim", AIM), ("floor", FLOOR)):
+        found[name] = figures.get(key)
+    return found
+
+
+def failed(answers: Sequence[Answer]) -> list[str]:
+    return [answer.error for answer in answers if answer.error is not None][:1]
+
+
+async def offline(aims: Aims) -> None:
+    """1,000 requests given at once."""
+    with gzip.open(OFFLINE, "rt") as file:
+        rows = [json.loads(line) for line in file]
+    if aims.args.toy:
+        rows = [
+            {
+                **row,
+                "prompt_tokens": row["prompt_tokens"] // 16 + 1,
+                "output_tokens": row["output_tokens"] // 16 + 1,
+            }
+            for row in rows[:40]
+        ]
+    for num_seqs, popularity in CELLS:
+        key = f"{num_seqs} {popularity}"
+        if not aims.has(10.0 if aims.args.toy else 38.0, f"offline {key}"):
+            continue
+        target = aims.open(max_num_seqs=num_seqs)
+        adapters = [None if popularity is None else row[popularity] % len(aims.adapters) for row in rows]
+        named = sorted({adapter for adapter in adapters if adapter is not None})
+        warm = await asyncio.gather(
+            *(target.generate(aims.call(8, 2, adapter)) for adapter in (*named, None))
+        )
+        calls = [
+            aims.call(row["prompt_tokens"], row["output_tokens"], adapter)
+            for row, adapter in zip(rows, adapters)
+        ]
+        before = await target.counters()
+        began_s = time.monotonic()
+        answers = await asyncio.gather(*(target.generate(call) for call in calls))
+        seconds = time.monotonic() - began_s
+        after = await target.counters()
+        num_tokens = sum(len(answer.tokens) for answer in answers)
+        steps = after["steps"] - before["steps"]
+        await target.close()
+        aims.note(
+            "offline",
+            {
+                "max_num_seqs": num_seqs, "popularity": popularity, **compared(key, num_tokens / seconds),
+                "seconds": seconds, "tokens": num_tokens, "steps": steps,
+                "busy": (after["step_s"] - before["step_s"]) / seconds,
+                "preemptions": after["preemptions"] - before["preemptions"], "errors": failed([*warm, *answers]),
+            },
+        )  # fmt: skip
+
+
+async def prefill(aims: Aims) -> None:
+    """8 prompts of 2,000 tokens, one token out: the median of five."""
+    length = 60 if aims.args.toy else 2000
+    target = aims.open()
+    for kind in (None, "adapters"):
+        if not aims.has(8.0, f"prefill {kind}"):
+            continue
+        seconds, errors = [], []
+        for _ in range(6):  # the first one compiles
+            calls = [aims.call(length, 1, None if kind is None else number) for number in range(8)]
+            began_s = time.monotonic()
+            answers = await asyncio.gather(*(target.generate(call) for call in calls))
+            seconds.append(time.monotonic() - began_s)
+            errors += failed(answers)
+        middle = statistics.median(seconds[1:])
+        row = {"kind": kind, **compared(f"prefill {kind}", 8 * length / middle)}
+        aims.note("prefill", {**row, "ms": [round(1e3 * one, 2) for one in seconds], "errors": errors[:1]})
+    await target.close()
+
+
+async def first(aims: Aims) -> None:
+    """One request at a time, of 64 tokens with one token out: the median time to it, in ms."""
+    if not aims.has(15.0, "first"):
+        return
+    card_pages = 1 + max(aims.worker.add_adapter(10**6, aims.adapters["adapter-0"], False)[0], 1)
+    aims.worker.remove_adapter(10**6)
+    many = min(len(aims.adapters), 40)
+    # Room for 8 adapters, so that those not used for long are in host memory only.
+    target = aims.open(num_pages=8 * card_pages + 16, max_model_len=min(aims.policy.max_model_len, 128))
+
+    async def ms(adapter: int | None) -> float:
+        began_s = time.monotonic()
+        answer = await target.generate(aims.call(64, 1, adapter))
+        if answer.error is not None or answer.first_s is None:
+            raise RuntimeError(answer.error)
+        await asyncio.sleep(0.02)
+        return 1e3 * (answer.first_s - began_s)
+
+    base = [await ms(None) for _ in range(20)]
+    never = [await ms(adapter) for adapter in range(many)]
+    await asyncio.sleep(0.5)
+    host = [await ms(adapter) for adapter in range(many)]
+    warm = []
+    for adapter in range(many - 4, many):
+        await ms(adapter)
+        warm += [await ms(adapter) for _ in range(5)]
+    stats = await target.counters()
+    await target.close()
+    for kind, found, vllm, aim in (
+        ("no adapter", base[2:], None, None), ("warm adapter", warm, 10.6, 5),
+        ("adapter in host memory", host, 21.2, 7), ("adapter never read", never, 113.7, 50),
+    ):  # fmt: skip
+        middle, worst = statistics.median(found), max(found)
+        aims.note("first", {"kind": kind, "ms": middle, "most_ms": worst, "vllm_ms": vllm, "aim_ms": aim})
+    aims.report["first_counters"] = {name: stats[name] for name in ("adapter_reads", "adapter_evictions")}
+
+
+async def chat(aims: Aims, folder: Path) -> None:
+    """The chat traces, 100 adapters of rank 32 or 64 on q, k, v and o, all requested once before."""
+    scale = h200_cache.TOY if aims.args.toy else h200_cache.REAL
+    shape = json.loads((h200_cache.ROOT / "demo" / "model" / "config.json").read_text())
+    ranks = h200_cache.ranks_of(scale)
+    h200_cache.write_adapters(folder, shape if aims.args.toy else scale.shape, ranks)
+    names = {f"adapter-{number}": str(folder / f"adapter-{number}") for number in range(scale.num_adapters)}
+    pages = h200_cache.parse_size(str(scale.engine["device_pool"])) // aims.policy.page_bytes
+    for rate in aims.args.rates.split(","):
+        if not aims.has(10.0 if aims.args.toy else 65.0, f"chat {rate}"):
+            continue
+        target = aims.open(
+            names,
+            num_pages=pages,
+            max_num_seqs=scale.engine["max_num_seqs"],
+            max_model_len=min(aims.policy.max_model_len, pages * aims.policy.page_tokens),
+        )
+        stream = h200_cache.stream_of(h200_cache.turns_of(rate, scale), scale, scale.speed)
+        try:
+            found = await measure(
+                target, stream, ReplaySettings(0), is_warm=True, extra_adapters=sorted(names)
+            )
+        finally:
+            await target.close()
+        aims.note("chat", {"offered_per_s": float(rate), "summary": found.summary, "counters": found.engine})
+
+
+def start_again(settings: Mapping[str, Any]) -> float:
+    """Seconds from the start of a process to an engine that is ready, compile caches being warm."""
+    import subprocess
+
+    code = (
+        "import json, sys; from manylora import LLM; values = json.loads(sys.argv[1]); "
+        "llm = LLM(values.pop('model'), **values); print('ready', flush=True); llm.close()"
+    )
+    began_s = time.monotonic()
+    with subprocess.Popen(
+        [sys.executable, "-c", code, json.dumps(settings)], stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        return time.monotonic() - began_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--commit", default="unknown", help="noted in the report")
+    parser.add_argument("--parts", default="offline,prefill,first,chat")
+    parser.add_argument("--rates", default="2,10,20", help="of chat, requests a second")
+    parser.add_argument("--host-pool", default="24GiB")
+    parser.add_argument("--time-budget", type=float, default=500.0)
+    parser.add_argument("--set", action="append", default=[], help="NAME=VALUE, a setting of the engine")
+    parser.add_argument("--toy", action="store_true")
+    args = parser.parse_args()
+    began_s = time.monotonic()
+    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
+    report: dict[str, Any] = {
+        "command": "python -m " + " ".join(["benchmarks.h200_aims", *sys.argv[1:]]), "commit": args.commit,
+        "torch": torch.__version__, "left_out": [],
+    }  # fmt: skip
+    if not args.toy:
+        report |= {"device": torch.cuda.get_device_name(), "ceilings": h200_cache.ceilings()}
+        torch.cuda.empty_cache()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        if args.toy:
+            shape = DEMO
+            engine: dict[str, Any] = {
+                **h200_cache.TOY.engine, "max_num_seqs": 32, "device_pool": "32MiB", "host_pool": "16MiB",
+                "model": str(h200_cache.TOY.model),
+            }  # fmt: skip
+        else:
+            shape = MODEL_SHAPES["llama-2-7b"]
+            h200.write_model(folder / "model", h200.SHAPES["llama-2-7b"])
+            engine = {
+                "model": str(folder / "model"), "device": "cuda", "dtype": "bfloat16", "load_format": "dummy",
+                "max_model_len": 4096, "max_num_seqs": 128, "max_batch_tokens": 8192, "device_pool": "76GiB",
+                "host_pool": args.host_pool,
+            }  # fmt: skip
+        engine |= dict(one.split("=", 1) for one in args.set)
+        adapters = write_adapters(folder / "adapters", shape, RANK, 8 if args.toy else NUM_ADAPTERS)
+        build_s = time.monotonic()
+        worker, policy, info = build_worker(
+            build_settings(engine)[0], registry_path=folder / "registry.sqlite"
+        )
+        report["build_s"] = round(time.monotonic() - build_s, 2)
+        report["policy"] = dataclasses.asdict(policy)
+        aims = Aims(worker, policy, info, adapters, report, args, began_s)
+        try:
+            for part in args.parts.split(","):
+                if part == "chat":
+                    asyncio.run(chat(aims, folder / "chat"))
+                elif part != "start":
+                    asyncio.run({"offline": offline, "prefill": prefill, "first": first}[part](aims))
+        finally:
+            worker.close()
+        if "start" in args.parts.split(","):
+            aims.note("start", {"again_s": start_again({**engine, "host_pool": 0})})
+    print(
+        "AIMS " + json.dumps({name: report.get(name) for name in ("offline", "prefill", "first", "left_out")})
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""``manylora warmup``: run what a server will run, for what only a first run costs."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from manylora.bench.random_adapters import write_random_adapters
+from manylora.bench.targets import Call, EngineTarget, open_engine
+from manylora.config import ConfigError, EngineSettings
+from manylora.flags import build_settings
+from manylora.models.config import config_groups, read_model_config
+from manylora.models.source import resolve_model
+from manylora.models.spec import ModelError
+
+RANKS = (8, 64, 256)
+"""One of each of the classes that steps with adapters are captured for."""
+
+PROMPTS = (1, 100, 700, 3000)
+"""Tokens: lengths that take other kernels, or a captured step."""
+
+
+def run(values: Mapping[str, Any]) -> int:
+    """``values``: settings of the engine. Raises ConfigError."""
+    settings = build_settings({"host_pool": 0, **values})[0]
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        asyncio.run(_run(settings, Path(scratch), began_s))
+    return 0
+
+
+async def _run(settings: EngineSettings, folder: Path, began_s: float) -> None:
+    largest = settings.adapters.max_adapter_rank
+    ranks = sorted({rank if largest is None else min(rank, largest) for rank in RANKS})
+    try:
+        config = read_model_config(resolve_model(settings.model.model))
+    except ModelError as error:
+        raise ConfigError(str(error)) from error
+    projections = [projection for group in config_groups(config) for projection in group.projections]
+    dtype = settings.model.dtype if settings.model.dtype != "auto" else "float16"
+    paths = write_random_adapters(folder, config, projections, dtype, ranks, len(ranks))
+    adapters = tuple((f"rank-{rank}", str(path)) for rank, path in zip(ranks, paths))
+    served = dataclasses.replace(settings.adapters, adapters=adapters, adapter_dir=None)
+    target = open_engine(dataclasses.replace(settings, adapters=served), shows_progress=True)
+    ready_s = time.monotonic()
+    try:
+        num_requests = await _serve(target, [name for name, _ in adapters])
+    finally:
+        await target.close()
+    ended_s = time.monotonic()
+    print(
+        f"{target.description['device']}: engine ready in {ready_s - began_s:.1f} s, {num_requests} requests in "
+        f"{ended_s - ready_s:.1f} s; what they compiled is cached"
+    )
+
+
+async def _serve(target: EngineTarget, names: list[str]) -> int:
+    """Each prompt length with each adapter and without, alone and then all together; returns how many."""
+    longest = (target.max_model_len or 2048) - 4
+    lengths = sorted({min(length, longest) for length in PROMPTS})
+    calls = [
+        Call(tuple(5 + (place * 7 + number) % 97 for place in range(length)), 3, name)
+        for number, (length, name) in enumerate(
+            (length, name) for name in (None, *names) for length in lengths
+        )
+    ]
+    answers = []
+    for done, call in enumerate(calls):
+        answers.append(await target.generate(call))
+        if sys.stderr.isatty():
+            print(f"\rrequest {done + 1} of {len(calls)}", end="", file=sys.stderr)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    answers += await asyncio.gather(*(target.generate(call) for call in calls))
+    errors = [answer.error for answer in answers if answer.error is not None]
+    if errors:
+        raise ConfigError(f"a request failed: {errors[0]}")
+    return len(answers)
