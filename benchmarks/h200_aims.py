@@ -1,9 +1,10 @@
 """The workloads that vLLM 0.26 was measured with on one H200, on manylora: Llama-2-7B shape, dummy weights.
 
-One engine's worker serves them all, in process, bfloat16, token ids in and out, greedy, ``ignore_eos``, tail
-included. Parts: ``offline`` (1,000 requests at once, by number of sequences and popularity), ``prefill`` (8 prompts
-of 2,000), ``first`` (the first token of a prompt of 64: adapter in the pool, in host memory, never read), ``chat``
-(the traces in ``benchmarks/data``, one pool of 12.6 GiB), ``start``. From the repository's root:
+One engine's worker serves them all, in process, bfloat16, token ids in and out, greedy, ``ignore_eos``, with the
+tail. Parts: ``offline`` (1,000 requests at once, by number of sequences and popularity), ``prefill`` (8 prompts of
+2,000), ``first`` (the first token of a prompt of 64: adapter in the pool, in host memory, never read), ``chat`` (the
+traces in ``benchmarks/data``, one pool of 12.6 GiB), ``many`` (Distinct over 1,000 adapters; needs a host pool of
+80 GiB), ``start`` (a process, until it is ready). From the repository's root:
 
     python -m benchmarks.h200_aims --out aims.json --commit "$(git rev-parse --short HEAD)"
 
@@ -137,31 +138,48 @@ class Aims:
         gc.collect()
 
 
-def compared(key: str, rate: float) -> dict[str, Any]:
-    """The rate beside vLLM's, the aim and the floor."""
-    found: dict[str, Any] = {"tokens_per_s": round(rate, 1)}
-    for name, figures in (("vllm", VLLM), ("aim", AIM), ("floor", FLOOR)):
-        found[name] = figures.get(key)
-    return found
+def beside(key: str) -> dict[str, Any]:
+    """vLLM's rate, the aim and the floor."""
+    return {name: figures.get(key) for name, figures in (("vllm", VLLM), ("aim", AIM), ("floor", FLOOR))}
 
 
 def failed(answers: Sequence[Answer]) -> list[str]:
     return [answer.error for answer in answers if answer.error is not None][:1]
 
 
-async def offline(aims: Aims) -> None:
-    """1,000 requests given at once."""
+def offline_rows(is_toy: bool) -> list[dict[str, int]]:
     with gzip.open(OFFLINE, "rt") as file:
         rows = [json.loads(line) for line in file]
-    if aims.args.toy:
-        rows = [
-            {
-                **row,
-                "prompt_tokens": row["prompt_tokens"] // 16 + 1,
-                "output_tokens": row["output_tokens"] // 16 + 1,
-            }
-            for row in rows[:40]
-        ]
+    if not is_toy:
+        return rows
+    lengths = ("prompt_tokens", "output_tokens")
+    return [{**row, **{name: row[name] // 16 + 1 for name in lengths}} for row in rows[:40]]
+
+
+async def run_offline(
+    aims: Aims, target: EngineTarget, rows: Sequence[dict[str, int]], adapters: Sequence[int | None]
+) -> dict[str, Any]:
+    """All at once, until the last has ended."""
+    calls = [
+        aims.call(row["prompt_tokens"], row["output_tokens"], adapter) for row, adapter in zip(rows, adapters)
+    ]
+    before = await target.counters()
+    began_s = time.monotonic()
+    answers = await asyncio.gather(*(target.generate(call) for call in calls))
+    seconds = time.monotonic() - began_s
+    after = await target.counters()
+    passed = {name: after[name] - before[name] for name in after if name in before}
+    num_tokens = sum(len(answer.tokens) for answer in answers)
+    return {
+        "tokens_per_s": num_tokens / seconds, "seconds": seconds, "tokens": num_tokens,
+        "steps": passed["steps"], "busy": passed["step_s"] / seconds, "preemptions": passed["preemptions"],
+        "pages_swapped_in": passed["pages_swapped_in"], "errors": failed(answers),
+    }  # fmt: skip
+
+
+async def offline(aims: Aims) -> None:
+    """1,000 requests given at once."""
+    rows = offline_rows(aims.args.toy)
     for num_seqs, popularity in CELLS:
         key = f"{num_seqs} {popularity}"
         if not aims.has(10.0 if aims.args.toy else 38.0, f"offline {key}"):
@@ -172,27 +190,32 @@ async def offline(aims: Aims) -> None:
         warm = await asyncio.gather(
             *(target.generate(aims.call(8, 2, adapter)) for adapter in (*named, None))
         )
-        calls = [
-            aims.call(row["prompt_tokens"], row["output_tokens"], adapter)
-            for row, adapter in zip(rows, adapters)
-        ]
-        before = await target.counters()
-        began_s = time.monotonic()
-        answers = await asyncio.gather(*(target.generate(call) for call in calls))
-        seconds = time.monotonic() - began_s
-        after = await target.counters()
-        num_tokens = sum(len(answer.tokens) for answer in answers)
-        steps = after["steps"] - before["steps"]
+        found = await run_offline(aims, target, rows, adapters)
         await target.close()
-        aims.note(
-            "offline",
-            {
-                "max_num_seqs": num_seqs, "popularity": popularity, **compared(key, num_tokens / seconds),
-                "seconds": seconds, "tokens": num_tokens, "steps": steps,
-                "busy": (after["step_s"] - before["step_s"]) / seconds,
-                "preemptions": after["preemptions"] - before["preemptions"], "errors": failed([*warm, *answers]),
-            },
-        )  # fmt: skip
+        row = {"max_num_seqs": num_seqs, "popularity": popularity, **beside(key), **found}
+        aims.note("offline", {**row, "errors": failed(warm) + found["errors"]})
+
+
+async def many(aims: Aims, folder: Path) -> None:
+    """Every one of the 1,000 requests on an adapter of its own, all of which are in host memory."""
+    rows = offline_rows(aims.args.toy)
+    if not aims.has(5.0 if aims.args.toy else 130.0, "many"):
+        return
+    source = Path(aims.adapters["adapter-0"])
+    adapters = {}
+    for number in range(len(rows)):
+        own = folder / f"adapter-{number}"
+        own.mkdir(parents=True)
+        for file in source.iterdir():
+            (own / file.name).symlink_to(file.resolve())
+        adapters[own.name] = str(own)
+    target = aims.open(adapters, max_num_seqs=32)
+    began_s = time.monotonic()
+    warm = await asyncio.gather(*(target.generate(aims.call(8, 1, number)) for number in range(len(rows))))
+    read_s = time.monotonic() - began_s
+    row = await run_offline(aims, target, rows, list(range(len(rows))))
+    await target.close()
+    aims.note("many", {"max_num_seqs": 32, "read_s": read_s, **row, "errors": failed(warm) + row["errors"]})
 
 
 async def prefill(aims: Aims) -> None:
@@ -210,7 +233,7 @@ async def prefill(aims: Aims) -> None:
             seconds.append(time.monotonic() - began_s)
             errors += failed(answers)
         middle = statistics.median(seconds[1:])
-        row = {"kind": kind, **compared(f"prefill {kind}", 8 * length / middle)}
+        row = {"kind": kind, "tokens_per_s": 8 * length / middle, **beside(f"prefill {kind}")}
         aims.note("prefill", {**row, "ms": [round(1e3 * one, 2) for one in seconds], "errors": errors[:1]})
     await target.close()
 
@@ -345,8 +368,8 @@ def main() -> None:
         aims = Aims(worker, policy, info, adapters, report, args, began_s)
         try:
             for part in args.parts.split(","):
-                if part == "chat":
-                    asyncio.run(chat(aims, folder / "chat"))
+                if part in ("chat", "many"):
+                    asyncio.run({"chat": chat, "many": many}[part](aims, folder / part))
                 elif part != "start":
                     asyncio.run({"offline": offline, "prefill": prefill, "first": first}[part](aims))
         finally:
@@ -354,7 +377,10 @@ def main() -> None:
         if "start" in args.parts.split(","):
             aims.note("start", {"again_s": start_again({**engine, "host_pool": 0})})
     print(
-        "AIMS " + json.dumps({name: report.get(name) for name in ("offline", "prefill", "first", "left_out")})
+        "AIMS "
+        + json.dumps(
+            {name: report.get(name) for name in ("offline", "prefill", "first", "many", "start", "left_out")}
+        )
     )
 
 
