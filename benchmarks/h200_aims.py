@@ -2,8 +2,8 @@
 
 One engine's worker serves them all, in process, bfloat16, token ids in and out, greedy, ``ignore_eos``, with the
 tail. Parts: ``offline`` (1,000 requests at once, by number of sequences and popularity), ``prefill`` (8 prompts of
-2,000), ``first`` (the first token of a prompt of 64: adapter in the pool, in host memory, never read), ``chat`` (the
-traces in ``benchmarks/data``, one pool of 12.6 GiB), ``many`` (Distinct over 1,000 adapters; needs a host pool of
+2,000), ``first`` (the first token of a prompt of 64: adapter in the pool, in host memory, not read), ``chat``
+(traces in ``benchmarks/data``, one pool of 12.6 GiB), ``many`` (Distinct over 1,000 adapters; needs a host pool of
 80 GiB), ``start`` (a process, until it is ready). From the repository's root:
 
     python -m benchmarks.h200_aims --out aims.json --commit "$(git rev-parse --short HEAD)"
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from benchmarks import h200, h200_cache
-from manylora.bench.dummies import DEMO, write_adapters
+from manylora.bench.random_adapters import write_random_adapters
 from manylora.bench.replay import ReplaySettings
 from manylora.bench.serve import measure
 from manylora.bench.targets import Answer, Call, EngineTarget
@@ -41,7 +41,8 @@ from manylora.config import PolicyConfig
 from manylora.engine.driver import Driver
 from manylora.executor.build import build_worker
 from manylora.flags import build_settings
-from manylora.sim.shapes import SHAPES as MODEL_SHAPES
+from manylora.models.config import config_groups, read_model_config
+from manylora.protocol import IssuedStep, RunStep, StepResult
 from manylora.types import EngineInfo
 
 RANK = 16
@@ -67,15 +68,42 @@ AIM = {
 """Tokens a second: generated, and of prompts in ``prefill``."""
 
 
+STEP_TOKENS = (64, 128, 192, 256, 320, 384, 512, 1024, 2048, 10**9)
+
+
 class Lent:
     """The worker for one engine: ``close`` leaves it open, without the engine's adapters."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._adapters: list[int] = []
+        self.steps: list[tuple[int, int, float]] = []
+        """Rows, tokens, seconds."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._worker, name)
+
+    def issue_step(self, step: RunStep) -> IssuedStep:
+        issued = self._worker.issue_step(step)
+        num_rows, num_tokens = len(step.rows), sum(row.num_tokens for row in step.rows)
+
+        def finish() -> StepResult:
+            result: StepResult = issued.wait()
+            self.steps.append((num_rows, num_tokens, result.done.device_s))
+            return result
+
+        return IssuedStep(finish)
+
+    def by_tokens(self) -> dict[str, list[float]]:
+        """Of decoding steps, and of others by tokens up to: how many, mean rows, mean tokens, mean ms."""
+        found: dict[str, list[tuple[int, int, float]]] = {}
+        for step in self.steps:
+            size = next((size for size in STEP_TOKENS if step[1] <= size), STEP_TOKENS[-1])
+            found.setdefault("decode" if step[0] == step[1] else f"<={size}", []).append(step)
+        return {
+            name: [len(steps), *(round(statistics.fmean(column), 4) for column in zip(*steps))]
+            for name, steps in found.items()
+        }
 
     def add_adapter(self, adapter: int, path: str, verify: bool) -> tuple[int, int]:
         found: tuple[int, int] = self._worker.add_adapter(adapter, path, verify)
@@ -105,12 +133,14 @@ class Aims:
     args: argparse.Namespace
     began_s: float
     num_runs: int = 0
+    lent: Any = None
 
     def open(self, adapters: Mapping[str, str] | None = None, **limits: int) -> EngineTarget:
         """A new engine on the worker. ``limits``: of its policy."""
         policy = dataclasses.replace(self.policy, **limits)
         info = dataclasses.replace(self.info, num_pages=policy.num_pages, max_num_seqs=policy.max_num_seqs)
-        driver = Driver(policy, Lent(self.worker), info)  # type: ignore[arg-type]  # hands on to a worker
+        self.lent = Lent(self.worker)
+        driver = Driver(policy, self.lent, info)  # type: ignore[arg-type]  # hands on to a worker
         for name, path in (self.adapters if adapters is None else adapters).items():
             driver.add_adapter(name, path, verify=False)
         return EngineTarget(driver)
@@ -164,6 +194,7 @@ async def run_offline(
         aims.call(row["prompt_tokens"], row["output_tokens"], adapter) for row, adapter in zip(rows, adapters)
     ]
     before = await target.counters()
+    aims.lent.steps.clear()
     began_s = time.monotonic()
     answers = await asyncio.gather(*(target.generate(call) for call in calls))
     seconds = time.monotonic() - began_s
@@ -173,7 +204,8 @@ async def run_offline(
     return {
         "tokens_per_s": num_tokens / seconds, "seconds": seconds, "tokens": num_tokens,
         "steps": passed["steps"], "busy": passed["step_s"] / seconds, "preemptions": passed["preemptions"],
-        "pages_swapped_in": passed["pages_swapped_in"], "errors": failed(answers),
+        "pages_swapped_in": passed["pages_swapped_in"], "steps_by_tokens": aims.lent.by_tokens(),
+        "errors": failed(answers),
     }  # fmt: skip
 
 
@@ -235,6 +267,7 @@ async def prefill(aims: Aims) -> None:
         middle = statistics.median(seconds[1:])
         row = {"kind": kind, "tokens_per_s": 8 * length / middle, **beside(f"prefill {kind}")}
         aims.note("prefill", {**row, "ms": [round(1e3 * one, 2) for one in seconds], "errors": errors[:1]})
+    aims.report["prefill_steps"] = aims.lent.by_tokens()
     await target.close()
 
 
@@ -272,6 +305,7 @@ async def first(aims: Aims) -> None:
     ):  # fmt: skip
         middle, worst = statistics.median(found), max(found)
         aims.note("first", {"kind": kind, "ms": middle, "most_ms": worst, "vllm_ms": vllm, "aim_ms": aim})
+    aims.report["first_steps"] = aims.lent.by_tokens()
     aims.report["first_counters"] = {name: stats[name] for name in ("adapter_reads", "adapter_evictions")}
 
 
@@ -344,13 +378,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         if args.toy:
-            shape = DEMO
             engine: dict[str, Any] = {
                 **h200_cache.TOY.engine, "max_num_seqs": 32, "device_pool": "32MiB", "host_pool": "16MiB",
                 "model": str(h200_cache.TOY.model),
             }  # fmt: skip
         else:
-            shape = MODEL_SHAPES["llama-2-7b"]
             h200.write_model(folder / "model", h200.SHAPES["llama-2-7b"])
             engine = {
                 "model": str(folder / "model"), "device": "cuda", "dtype": "bfloat16", "load_format": "dummy",
@@ -358,7 +390,13 @@ def main() -> None:
                 "host_pool": args.host_pool,
             }  # fmt: skip
         engine |= dict(one.split("=", 1) for one in args.set)
-        adapters = write_adapters(folder / "adapters", shape, RANK, 8 if args.toy else NUM_ADAPTERS)
+        config = read_model_config(Path(engine["model"]))
+        modules = [projection for group in config_groups(config) for projection in group.projections]
+        (folder / "adapters").mkdir()
+        paths = write_random_adapters(
+            folder / "adapters", config, modules, engine["dtype"], [RANK], 8 if args.toy else NUM_ADAPTERS
+        )
+        adapters = {path.name: str(path) for path in paths}
         build_s = time.monotonic()
         worker, policy, info = build_worker(
             build_settings(engine)[0], registry_path=folder / "registry.sqlite"

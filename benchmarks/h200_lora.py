@@ -1,9 +1,11 @@
 """LoRA kernels on one GPU: checks and times every variant, alone and in a layer. For development.
 
-    python -m benchmarks.h200_lora --out lora.json [--seconds 330]
+    python -m benchmarks.h200_lora --out lora.json [--seconds 100]
 
-Sections in order, each within what is left of the time: checks, a sweep of sizes for decoding, schemes and
-batches on the best of them, the same for prompts, the other model and ranks. Prints a line of JSON a section.
+Sections in order, each within what is left of the time: checks, a sweep of sizes for decoding, schemes at batch
+64 on the best of them, the same for prompts, and the other model at batch 32 and 128. Prints a line of JSON a
+section, and at the end the row that ``kernels/tuned/lora.json`` wants for this device. ``served`` is what models
+call.
 """
 
 from __future__ import annotations
@@ -28,10 +30,13 @@ from benchmarks.lora_layer import Layers, Rig
 from manylora.bench.interleaved import captured
 from manylora.bench.kernels import CUDA_DECODERS, Decoder, read_bandwidth, segment_lengths
 from manylora.kernels.shapes import ProjectionGroup
+from manylora.kernels.triton.lora import AdaptedLinears, as_row, lora_kernels_on
 from manylora.kernels.triton.lora_launch import DEFAULT, LoraConfig, LoraKernels
+from manylora.kernels.triton.operations import TritonOps
+from manylora.kernels.triton.products import Products, products_on
 
 AIMS_US = {"distinct": 65.0, "uniform": 20.0, "identical": 15.0}
-POPULARITIES = tuple(AIMS_US)
+POPULARITIES = ("distinct", "uniform", "skewed", "identical")
 LAYERS = 8
 
 SHRINKS = {
@@ -40,10 +45,8 @@ SHRINKS = {
         "shrink_programs": programs, "shrink_registers": registers,
     }
     for chunk, columns, step, warps, programs, registers in (
-        (512, 512, 256, 4, 0, 128), (1024, 1024, 256, 4, 0, 0), (1024, 256, 256, 4, 0, 0),
-        (512, 512, 512, 4, 0, 0), (512, 256, 256, 4, 0, 0), (256, 256, 256, 2, 0, 0), (256, 256, 256, 4, 0, 0),
-        (512, 512, 256, 4, 4, 128), (1024, 1024, 512, 8, 0, 0), (1024, 1024, 256, 4, 0, 128),
-        (512, 512, 256, 4, 0, 96), (512, 256, 256, 4, 8, 0), (2048, 1024, 256, 4, 0, 128),
+        (512, 256, 256, 4, 16, 0), (512, 512, 512, 4, 16, 0), (1024, 1024, 256, 4, 16, 0),
+        (256, 256, 256, 4, 16, 0), (1024, 512, 512, 4, 16, 168),
     )
 }  # fmt: skip
 EXPANDS = {
@@ -52,23 +55,27 @@ EXPANDS = {
         "expand_registers": registers,
     }
     for columns, step, warps, programs, registers in (
-        (512, 256, 4, 0, 128), (1024, 256, 4, 0, 128), (512, 512, 4, 0, 0), (512, 256, 2, 0, 168),
-        (256, 256, 4, 0, 96), (256, 128, 2, 0, 128), (512, 256, 4, 4, 128), (512, 128, 4, 0, 96),
-        (1024, 512, 8, 0, 0), (1024, 256, 4, 4, 128),
+        (512, 128, 2, 16, 168), (512, 128, 2, 0, 168), (512, 256, 2, 16, 0), (512, 256, 4, 16, 0),
+        (1024, 256, 4, 16, 0), (256, 256, 4, 16, 0), (512, 64, 2, 16, 128),
     )
 }  # fmt: skip
 LONG_SHRINKS = {
     f"t{tokens}k{step}w{warps}s{stages}": {
-        "tile_tokens": tokens, "shrink_step": step, "shrink_warps": warps, "stages": stages,
+        "tile_tokens": tokens,
+        "shrink_step": step,
+        "shrink_warps": warps,
+        "stages": stages,
     }
-    for tokens, step, warps, stages in (
-        (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3), (64, 64, 4, 4), (64, 128, 4, 3), (64, 256, 4, 2),
+    for tokens, step, warps, stages in ((64, 128, 4, 3), (128, 128, 8, 3))
+}
+LONG_EXPANDS = {
+    f"n{columns}m{step}w{warps}r{registers}": {
+        "expand_columns": columns, "expand_step": step, "expand_warps": warps, "expand_registers": registers,
+    }
+    for columns, step, warps, registers in (
+        (512, 64, 4, 128), (1024, 64, 4, 96), (256, 64, 4, 96), (64, 64, 4, 128), (512, 128, 8, 128),
     )
 }  # fmt: skip
-LONG_EXPANDS = {
-    f"n{columns}w{warps}": {"expand_columns": columns, "expand_step": columns, "expand_warps": warps}
-    for columns, warps in ((128, 8), (128, 4), (256, 8), (64, 4))
-}
 
 
 Step = Callable[[], object]
@@ -79,6 +86,10 @@ class Run:
 
     def __init__(self, rig: Rig, deadline: float, rounds: int, multiprocessors: int) -> None:
         self.rig, self.deadline, self.rounds, self.sms = rig, deadline, rounds, multiprocessors
+        on_cuda = rig.device.type == "cuda"
+        self.products: Products | None = products_on(rig.device) if on_cuda else None
+        self.stored = lora_kernels_on(rig.device).config
+        """What the engine would use now."""
         self.rows: list[dict[str, Any]] = []
         self.failures: dict[str, str] = {}
 
@@ -256,10 +267,8 @@ def schemes_section(
 ) -> None:  # fmt: skip
     """What every scheme adds to the base, with and without dependent launch."""
     steps: dict[str, Step] = {}
-    today = today_step(run, lengths, ranks)
-    if today is not None:
-        steps["today"] = today
-    for pdl, names in ((False, ("base", "alone", *schemes)), (True, pdl_schemes)):
+    steps.update(run.attempt("served", lambda: served(run, config, lengths, ranks)) or {})
+    for pdl, names in ((False, ("base", *schemes)), (True, pdl_schemes)):
         chosen = dataclasses.replace(config, pdl=pdl)
         for name in names:
             layers = run.layers(
@@ -267,79 +276,83 @@ def schemes_section(
             )
             steps[name + ("+pdl" if pdl else "")] = functools.partial(layers.run, name)
     us = run.us(steps)
-    base = us.get("base", 0.0)
-    kept = {"base": base} | {
-        name: value - (0.0 if "alone" in name else base) for name, value in us.items() if name != "base"
-    }
+    bases = {name: us.get(name, 0.0) for name in ("base", "served base")}
+    kept = dict(bases)
+    for name, value in us.items():
+        if name not in bases:
+            base = "served base" if name.startswith("served") else "base"
+            kept[name] = value - (0.0 if "alone" in name else bases[base])
     floor = run.rig.adapter_bytes(ranks) / bandwidth * 1e6
     run.add(section, {"model": run.rig.decoder.name, **setting, "case": case}, kept, floor)
 
 
-def today_step(run: Run, lengths: list[int], ranks: list[int]) -> Step | None:
-    """The kernels in use now, after the linear."""
-    from manylora.kernels.triton.operations import TritonOps
-
-    rig, ops = run.rig, TritonOps()
-    if not hasattr(ops, "plan_lora"):
-        return None
-    segments = rig.segments(lengths, ranks)
-    plan = ops.plan_lora(segments, rig.geometry, rig.device)
-    if plan is None:
-        return None
+def served_step(run: Run, lengths: list[int], ranks: list[int], plan: Any, ops: TritonOps) -> Step:
+    """What models call: linears with adapters, the activation with its own, and the rest as the schemes do it."""
+    rig = run.rig
     layers = Layers(rig, None, None, sum(lengths))
+    layers.y = dict(layers.y)  # others' results stay where they are
 
-    def today(layer: int, group: ProjectionGroup) -> None:
-        layers._linear(layer, group)
-        ops.lora(layers.y[group.name], layers.x[group.name], rig.pool, layer, group, plan)
-        layers._consume(group, False)
+    def one(layer: int, group: ProjectionGroup) -> None:
+        linear = ops.lora_gated if group.name == "gate_up" else ops.lora_linear
+        weight = rig.weights[layer][group.name]
+        layers.y[group.name] = linear(layers.x[group.name], weight, None, rig.pool, layer, group, plan)
+        if group.name != "gate_up":
+            layers._consume(group, False)
 
     def step() -> None:
         for layer in range(rig.layers):
             for group in rig.geometry.groups:
-                today(layer, group)
+                one(layer, group)
 
     return step
 
 
-def bucket_section(run: Run, config: LoraConfig, batch: int) -> None:
-    """The price of launches sized for the bucket: reserved plans filled with few and with many segments."""
-    for case, (lengths, ranks) in decode_cases(batch, 16).items():
-        segments = run.rig.segments(lengths, ranks)
-        steps: dict[str, Step] = {}
-        for name, programs in (("exact", None), ("each", 0), ("4", 4), ("8", 8), ("16", 16)):
-            chosen = short(config, shrink_programs=programs or 0, expand_programs=programs or 0)
-            kernels = run.kernels(config if programs is None else chosen)
-            if programs is None:
-                plan = kernels.plan(segments, run.rig.geometry, run.rig.device, batch)
-            else:
-                plan = kernels.reserve(run.rig.geometry, segments.cells, batch, 64)
-                kernels.refill(plan, segments, batch)
-            layers = Layers(run.rig, kernels, plan, batch)
-            steps[name] = functools.partial(layers.run, "alone")
-        run.add("bucket", {"batch": batch, "case": case}, run.us(steps), 0.0)
+def served(run: Run, config: LoraConfig, lengths: list[int], ranks: list[int]) -> dict[str, Step]:
+    """With an exact plan, and for decoding with one for the bucket as captured steps have it."""
+    rig, batch = run.rig, sum(lengths)
+    segments = rig.segments(lengths, ranks)
+    pdl = run.is_cuda
+    steps: dict[str, Step] = {}
+    for beside in (False, True):
+        ops = TritonOps(products=run.products)
+        chosen = run.kernels(dataclasses.replace(config, pdl=pdl, beside=beside))
+        ops._linears = AdaptedLinears(chosen, ops.linear, rig.device)
+        if not beside:
+            steps["served base"] = served_step(run, lengths, ranks, None, ops)
+            exact = ops.plan_lora(segments, rig.geometry, rig.device)
+            steps["served"] = served_step(run, lengths, ranks, exact, ops)
+        if batch <= 512:
+            rank = 16 if max(ranks) <= 16 else 64
+            fixed = ops.fixed_lora(batch, rank, rig.geometry, segments.cells, rig.device)
+            fixed.fill(segments, batch)
+            name = "served fixed, beside" if beside else "served fixed"
+            steps[name] = served_step(run, lengths, ranks, fixed.plan, ops)
+    return steps
 
 
 def decode(run: Run, bandwidth: float) -> LoraConfig:
     checker = Checker(run.rig)
     some = slice(None if run.is_cuda else 2)
-    shrinks = {name: short(DEFAULT, **sizes) for name, sizes in list(SHRINKS.items())[some]}
+    began = dataclasses.replace(run.stored, pdl=run.is_cuda)
+    shrinks = {name: short(began, **sizes) for name, sizes in list(SHRINKS.items())[some]}
     good = checked(run, checker, shrinks)
-    cases = decode_cases(64 if run.is_cuda else 6, 16)
+    cases = {name: decode_cases(64 if run.is_cuda else 6, 16)[name] for name in AIMS_US}
     floors = {name: run.rig.adapter_bytes(ranks) / bandwidth * 1e6 for name, (_, ranks) in cases.items()}
     best = sweep(run, "shrinks", good, cases, floors, AIMS_US)
     expands = {name: short(shrinks[best], **sizes) for name, sizes in list(EXPANDS.items())[some]}
     good = checked(run, checker, expands)
     best_expand = sweep(run, "expands", good, cases, floors, AIMS_US)
     chosen = expands[best_expand]
-    both = {f"chosen pdl={pdl}": dataclasses.replace(chosen, pdl=pdl) for pdl in (False, True)}
+    modes = (False, True) if run.is_cuda else (False,)
+    both = {f"chosen pdl={pdl}": dataclasses.replace(chosen, pdl=pdl) for pdl in modes}
     for name, config in checked(run, checker, both, thorough=True).items():
         worst = run.attempt(f"replays {name}", functools.partial(check_replays, run.rig, run.kernels(config)))
         print(f"replays, {name}: error {worst}", flush=True)
     return chosen
 
 
-SCHEMES = ("after", "side", "first", "delta", "silu", "side_silu")
-PDL_SCHEMES = ("alone", "after", "side", "first", "delta", "silu", "side_silu")
+SCHEMES = ("after", "delta")
+PDL_SCHEMES = ("alone", "after", "side", "first", "delta")
 
 
 def prefill(run: Run, chosen: LoraConfig, bandwidth: float) -> LoraConfig:
@@ -359,39 +372,30 @@ def prefill(run: Run, chosen: LoraConfig, bandwidth: float) -> LoraConfig:
     compile_all(run, list(expands.values()), lengths)
     good = checked(run, checker, expands)
     best = sweep(run, "expands", good, case, floor, {"8x2000": 300.0})
-    both = {f"long pdl={pdl}": dataclasses.replace(expands[best], pdl=pdl) for pdl in (False, True)}
+    modes = (False, True) if run.is_cuda else (False,)
+    both = {f"long pdl={pdl}": dataclasses.replace(expands[best], pdl=pdl) for pdl in modes}
     compile_all(run, list(both.values()), lengths, ("alone", "first", "silu"))
     checked(run, checker, both, thorough=True)
     schemes_section(
         run, "prefill", expands[best], "8x2000", lengths, ranks, {"rank": 16}, bandwidth,
-        ("after", "side", "first", "delta", "silu", "first_silu"), ("after", "first_silu"),
+        ("alone", "after", "first", "silu", "first_silu"), ("after", "first_silu") if run.is_cuda else (),
     )  # fmt: skip
     run.rig = dataclasses.replace(rig, layers=layers)
     return expands[best]
 
 
-def settings(is_cuda: bool) -> list[tuple[int, int, tuple[str, ...]]]:
-    """(batch, rank, popularities), the most wanted first."""
-    if not is_cuda:
-        return [(5, 16, ("uniform",))]
-    few = [
-        (1, 16, ("distinct",)),
-        (32, 16, ("distinct",)),
-        (64, 64, ("distinct", "uniform")),
-        (64, 8, ("distinct",)),
-    ]
-    return [*((batch, 16, POPULARITIES) for batch in (64, 128, 16)), *few]
-
-
-def batches(run: Run, chosen: LoraConfig, bandwidth: float, reserve_s: float) -> None:
-    for batch, rank, popularities in settings(run.is_cuda):
-        for popularity in popularities:
+def batches(
+    run: Run, chosen: LoraConfig, bandwidth: float, wanted: tuple[int, ...], reserve_s: float
+) -> None:
+    for batch in wanted:
+        for popularity in POPULARITIES:
             if run.left() < reserve_s:
-                return
-            lengths, ranks = decode_cases(batch, rank)[popularity]
+                print(f"no time for {run.rig.decoder.name}, batch {batch}, {popularity}", flush=True)
+                continue
+            lengths, ranks = decode_cases(batch, 16)[popularity]
             schemes_section(
-                run, "decode", chosen, popularity, lengths, ranks, {"batch": batch, "rank": rank}, bandwidth,
-                SCHEMES, PDL_SCHEMES,
+                run, "decode", chosen, popularity, lengths, ranks, {"batch": batch, "rank": 16}, bandwidth,
+                SCHEMES, PDL_SCHEMES if run.is_cuda else (),
             )  # fmt: skip
 
 
@@ -401,7 +405,7 @@ TINY = Decoder("tiny", 2, 64, 4, 2, 16, 96)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=330.0)
+    parser.add_argument("--seconds", type=float, default=100.0)
     parser.add_argument("--rehearse", action="store_true", help="tiny, in the interpreter, without a GPU")
     arguments = parser.parse_args()
     began = time.perf_counter()
@@ -428,11 +432,11 @@ def main() -> None:
             try:
                 if number == 0:
                     config = decode(run, bandwidth)
-                    batches(run, config, bandwidth, 110.0)
-                    bucket_section(run, config, 64 if run.is_cuda else 8)
-                    config = prefill(run, config, bandwidth)
+                    batches(run, config, bandwidth, (64,) if run.is_cuda else (5,), 50.0)
+                    if run.left() > 35.0:
+                        config = prefill(run, config, bandwidth)
                 else:
-                    batches(run, config, bandwidth, 40.0)
+                    batches(run, config, bandwidth, (32, 128), 3.0)
             except Exception:
                 traceback.print_exc()
             rows += run.rows
@@ -449,9 +453,11 @@ def save(
     config: LoraConfig,
     bandwidth: float,
 ) -> None:
+    print("TUNED " + json.dumps(as_row(config)), flush=True)
     document = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__, "bytes_per_s": bandwidth, "config": dataclasses.asdict(config),
+        "tuned": as_row(config),
         "failures": failures, "rows": rows,
     }  # fmt: skip
     print("CONFIG " + json.dumps(document["config"]), flush=True)

@@ -7,7 +7,7 @@ it so; floors are bytes over the read bandwidth measured in the same run. Parts 
 rest goes on. Writes everything to ``--out`` after each part and ends with one compact line; run from the
 repository's root:
 
-    python -m benchmarks.h200_ops --out ops.json [--table src/manylora/kernels/tuned/linear.json]
+    python -m benchmarks.h200_ops --out ops.json [--table src/manylora/kernels/tuned/linear.json] [--linears-only]
 """
 
 # mypy: disallow-untyped-calls=False
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import contextlib
 import dataclasses
 import importlib.util
 import itertools
@@ -29,7 +28,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,27 +37,22 @@ import triton
 from torch.nn import functional
 
 from benchmarks import h200_ops_attention as attending
-from benchmarks.h200_ops_timing import cold_time, graph_time, relative_error
+from benchmarks.h200_ops_linears import (
+    BATCHES,
+    DTYPE,
+    LINEARS,
+    Linears,
+    compile_linear,
+    configs,
+    errors,
+    save_table,
+)
+from benchmarks.h200_ops_timing import graph_time, relative_error
 from manylora.kernels.ops import HeadNorm, Rotary
 from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.triton.attending import DecodeConfig
+from manylora.kernels.triton.decode_table import DecodeConfig, DecodeTable, stored_table
 from manylora.kernels.triton.operations import TritonOps
-from manylora.kernels.triton.products import BUCKETS, LinearConfig, Products, bucket_of
-
-DTYPE = torch.bfloat16
-BATCHES = (1, 8, 16, 32, 64, 128)
-LINEARS = {
-    "7b.qkv": (4096, 12288),
-    "7b.gate_up": (4096, 22016),
-    "7b.down": (11008, 4096),
-    "7b.head": (4096, 32000),
-    "8b.qkv": (4096, 6144),
-    "both.o": (4096, 4096),
-    "8b.gate_up": (4096, 28672),
-    "8b.down": (14336, 4096),
-    "8b.head": (4096, 128256),
-}
-"""in_features, out_features."""
+from manylora.kernels.triton.products import BUCKETS, Choice, LinearConfig, Products, Shape
 
 LAYERS = {
     "llama-2-7b": (32, 32, ("7b.qkv", "both.o", "7b.gate_up", "7b.down")),
@@ -67,9 +61,7 @@ LAYERS = {
 """Heads, key heads, and the products of a layer."""
 
 MEASURED_LAYERS, CONTEXT = 6, 512
-COLD_BYTES = 400 * 2**20
-WORTH = 0.97
-"""Ours is chosen where it takes less than this share of the library's time."""
+OTHER_PARTS = ("elementwise", "decode", "prefill", "flashinfer_builds", "flashinfer")
 
 
 @dataclasses.dataclass
@@ -80,7 +72,7 @@ class Run:
     began: float
     report: dict[str, Any]
     bytes_per_s: float = 4.3e12
-    choices: dict[tuple[int, int, int], LinearConfig] = dataclasses.field(default_factory=dict)
+    linears: Linears | None = None
 
     def part(self, name: str, work: Callable[[Run], Any]) -> None:
         begin = time.perf_counter()
@@ -138,53 +130,6 @@ def bandwidth(run: Run) -> dict[str, float]:
 # ---------------------------------------------------------------- products
 
 
-def configs(block_m: int) -> list[LinearConfig]:
-    """What is tried for so many tokens; shared memory of 227 KB a multiprocessor bounds it."""
-    blocks: list[tuple[int, int, int, int, int, bool]] = {
-        16: [
-            (32, 128, 3, 4, 4, False),
-            (32, 256, 2, 4, 4, False),
-            (64, 64, 3, 4, 6, True),
-            (64, 128, 2, 4, 4, True),
-            (64, 128, 3, 4, 3, True),
-            (64, 256, 1, 4, 4, True),
-            (128, 64, 2, 4, 5, True),
-            (128, 128, 1, 4, 5, True),
-            (128, 128, 2, 8, 2, True),
-        ],
-        32: [
-            (32, 128, 3, 4, 4, False),
-            (64, 64, 3, 4, 5, True),
-            (64, 128, 2, 4, 4, True),
-            (64, 128, 3, 4, 3, True),
-            (64, 256, 1, 4, 4, True),
-            (128, 64, 2, 4, 5, True),
-            (128, 128, 1, 4, 5, True),
-        ],
-        64: [
-            (64, 64, 3, 4, 4, True),
-            (64, 128, 2, 4, 3, True),
-            (64, 64, 2, 4, 6, False),
-            (128, 64, 2, 4, 4, True),
-            (128, 64, 2, 8, 4, True),
-            (128, 128, 1, 4, 4, True),
-            (128, 128, 1, 8, 4, True),
-            (256, 64, 1, 8, 5, True),
-        ],
-        128: [
-            (64, 64, 2, 4, 4, True),
-            (64, 128, 2, 4, 2, True),
-            (64, 64, 2, 4, 4, False),
-            (128, 64, 1, 8, 4, True),
-            (128, 64, 1, 8, 6, True),
-            (128, 64, 1, 8, 6, False),
-            (128, 128, 1, 8, 3, True),
-            (256, 64, 1, 8, 4, True),
-        ],
-    }[block_m]
-    return [LinearConfig(*block, described) for block in blocks for described in (False, True)]
-
-
 def compile_one(setting: tuple[int | str, LinearConfig | DecodeConfig]) -> str | None:
     """In a process of its own: fills Triton's cache. The error, if any, in one line."""
     size, config = setting
@@ -192,18 +137,17 @@ def compile_one(setting: tuple[int | str, LinearConfig | DecodeConfig]) -> str |
         if isinstance(config, DecodeConfig):
             attending.compile_decode(str(size), config)
         else:
-            x = torch.zeros(int(size), 4096, dtype=DTYPE, device="cuda")
-            weight = torch.zeros(2048, 4096, dtype=DTYPE, device="cuda")
-            Products({}, 132).run(x, weight, None, config)
+            compile_linear(int(size), config)
         torch.cuda.synchronize()
     except Exception as error:
         return f"{setting}: {str(error)[:200] or type(error).__name__}"
     return None
 
 
-def compile_all(_: Run) -> dict[str, Any]:
+def compile_all(decoding: bool) -> dict[str, Any]:
     settings: list[Any] = [(block_m, config) for block_m in BUCKETS for config in configs(block_m)]
-    settings += itertools.product(attending.HEADS, attending.CONFIGS)
+    if decoding:
+        settings += itertools.product(attending.HEADS, attending.CONFIGS)
     workers = max(1, min(12, (os.cpu_count() or 2) - 3))
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
@@ -211,111 +155,14 @@ def compile_all(_: Run) -> dict[str, Any]:
     return {"settings": len(settings), "errors": errors}
 
 
-def tensors(num_tokens: int, inputs: int, outputs: int, flat: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
-    """x, and as many weight matrices, cut from ``flat``, as do not fit the cache."""
-    x = torch.randn(num_tokens, inputs, device="cuda").to(DTYPE)
-    size = inputs * outputs
-    count = max(1, min(flat.numel() // size, -(-COLD_BYTES // (2 * size))))
-    return x, [flat[i * size : (i + 1) * size].view(outputs, inputs) for i in range(count)]
-
-
-@contextlib.contextmanager
-def library(name: str) -> Iterator[None]:
-    before = torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.preferred_blas_library(name)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.preferred_blas_library(before)
-
-
-def linears(run: Run) -> dict[str, Any]:
-    """Per product and batch: microseconds of cuBLAS, cuBLASLt and our best, the floor, and which it was."""
-    flat = torch.empty(1 << 30, dtype=DTYPE, device="cuda").normal_(std=0.02)
-    failures: set[str] = set()
-    rows = {
-        f"{name} {batch}": linear_row(run, name, batch, flat, failures)
-        for name, batch in itertools.product(LINEARS, BATCHES)
-    }
-    return {"rows": rows, "failures": sorted(failures)}
-
-
-def linear_row(run: Run, name: str, batch: int, flat: torch.Tensor, failures: set[str]) -> dict[str, Any]:
-    inputs, outputs = LINEARS[name]
-    products = Products({}, torch.cuda.get_device_properties(0).multi_processor_count)
-    x, weights = tensors(batch, inputs, outputs, flat)
-    times: dict[str, float] = {}
-    for kind in ("cublas", "cublaslt"):
-        with library(kind):
-            times[kind] = cold_time(lambda w: functional.linear(x, w), weights) * 1e6
-
-    def seconds(config: LinearConfig, rounds: int) -> float:
-        return cold_time(lambda w: products.run(x, w, None, config), weights, rounds)
-
-    found: list[tuple[float, LinearConfig]] = []
-    block_m = bucket_of(batch)
-    assert block_m is not None
-    for config in configs(block_m):
-        try:
-            found.append((seconds(config, 2), config))
-        except Exception as error:
-            failures.add(f"{block_m} {config}: {str(error)[:120]}")
-    found.sort(key=lambda pair: pair[0])
-    best, config = min(((seconds(c, 5), c) for _, c in found[:3]), key=lambda pair: pair[0])
-    ours, default, floor = best * 1e6, times["cublas"], run.floor_us(2 * inputs * outputs)
-    if block_m == batch and ours < WORTH * default:
-        run.choices[block_m, inputs, outputs] = config
-    print(
-        f"{name:<11} {batch:>3}  cublas {default:7.1f} = x{default / floor:.2f}  lt {times['cublaslt']:7.1f}"
-        f"  ours {ours:7.1f} = x{ours / floor:.2f}  {dataclasses.astuple(config)}",
-        flush=True,
-    )
-    return {
-        "cublas": round(default, 2),
-        "cublaslt": round(times["cublaslt"], 2),
-        "ours": round(ours, 2),
-        "floor": round(floor, 2),
-        "top": [[round(t * 1e6, 2), list(dataclasses.astuple(c))] for t, c in found[:6]],
-    }
+def linears(run: Run, seconds: float) -> dict[str, Any]:
+    run.linears = Linears(run.floor_us, time.perf_counter() + seconds)
+    return run.linears.measure()
 
 
 def linear_errors(run: Run) -> dict[str, Any]:
-    """Relative errors against float32 products, and whether a second run gives the same bits."""
-    products = Products(run.choices, torch.cuda.get_device_properties(0).multi_processor_count)
-    flat = torch.empty(1 << 27, dtype=DTYPE, device="cuda").normal_(std=0.02)
-    rows = {}
-    for (block_m, inputs, outputs), config in sorted(run.choices.items()):
-        if inputs * outputs > flat.numel():
-            continue
-        x, (weight, *_) = tensors(block_m - 1, inputs, outputs, flat)
-        truth = functional.linear(x.float(), weight.float())
-        out = products.run(x, weight, None, config)
-        library_error = relative_error(functional.linear(x, weight), truth)
-        rows[f"{block_m} {inputs} {outputs}"] = {
-            "ours": relative_error(out, truth),
-            "library": library_error,
-            "same_bits": bool(
-                all(torch.equal(out, products.run(x, weight, None, config)) for _ in range(20))
-            ),
-        }
-    errors = [row["ours"] / row["library"] for row in rows.values()]
-    print(f"products: error over the library's at most {max(errors, default=0):.3f}", flush=True)
-    return rows
-
-
-def save_table(run: Run, path: Path) -> None:
-    device = torch.cuda.get_device_name()
-    stored = json.loads(path.read_text()) if path.is_file() else {}
-    stored[device] = [
-        {"tokens": tokens, "in": inputs, "out": outputs, **dataclasses.asdict(config)}
-        for (tokens, inputs, outputs), config in sorted(run.choices.items())
-    ]
-    rows = ",\n".join(
-        f'  "{name}": [\n' + ",\n".join(f"    {json.dumps(row)}" for row in found) + "\n  ]"
-        for name, found in sorted(stored.items())
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("{\n" + rows + "\n}\n")
+    assert run.linears is not None
+    return errors(run.linears.dependent)
 
 
 # ---------------------------------------------------------------- what memory limits
@@ -419,7 +266,8 @@ def placing_heads(batch: int, heads: int, kv_heads: int, dim: int = 128) -> Foun
 
 
 def layers(run: Run) -> dict[str, Any]:
-    """A base decoding layer in a graph: as it was (library, separate operations) and as it is now."""
+    """A base decoding layer in a graph: by the library and separate operations, fused and by our choices, and
+    the same with dependent launches."""
     rows: dict[str, Any] = {}
     for model in LAYERS:
         shapes = [LINEARS[name] for name in LAYERS[model][2]]
@@ -434,15 +282,25 @@ def layers(run: Run) -> dict[str, Any]:
 def layer_row(run: Run, model: str, batch: int, weights: list[list[torch.Tensor]]) -> dict[str, float]:
     heads, kv_heads, names = LAYERS[model]
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    step = attending.LayerStep(batch, CONTEXT, heads, kv_heads, len(weights), DTYPE)
+    tables = {
+        "before": DecodeTable(),
+        "now": stored_table(torch.cuda.get_device_name(), heads // kv_heads, 128),
+    }
+    steps = {
+        name: attending.LayerStep(batch, CONTEXT, heads, kv_heads, len(weights), DTYPE, table)
+        for name, table in tables.items()
+    }
     product_bytes = sum(2 * inputs * outputs for inputs, outputs in (LINEARS[name] for name in names))
     row = {
-        "floor": run.floor_us(product_bytes + step.kv_bytes),
+        "floor": run.floor_us(product_bytes + steps["now"].kv_bytes),
         "floor_products": run.floor_us(product_bytes),
     }
     x, wide = normal(batch, 4096), normal(batch, LINEARS[names[3]][0])
 
-    def measure(name: str, ops: TritonOps, fused: bool) -> None:
+    def measure(name: str, choices: Mapping[Shape, Choice], dependent: bool) -> None:
+        ops = TritonOps(products=Products(choices, multiprocessors), dependent=dependent)
+        step, fused = steps["before" if name == "before" else "now"], name != "before"
+
         def products() -> None:
             for layer in weights:
                 for weight in layer:
@@ -451,9 +309,26 @@ def layer_row(run: Run, model: str, batch: int, weights: list[list[torch.Tensor]
         row[f"products_{name}"] = graph_time(products) / len(weights) * 1e6
         row[name] = graph_time(lambda: step.run(ops, x, weights, fused)) / len(weights) * 1e6
 
-    measure("before", TritonOps(products=Products({}, 1)), False)
-    measure("now", TritonOps(products=Products(run.choices, multiprocessors)), True)
+    assert run.linears is not None
+    measure("before", {}, False)
+    measure("library", {}, False)
+    measure("plain", run.linears.plain, False)
+    measure("dependent", run.linears.dependent, True)
+    measure("library_dependent", {}, True)
     return {key: round(value, 1) for key, value in row.items()}
+
+
+def choose(run: Run, path: Path) -> dict[str, float]:
+    """Store the choices with dependent launches if whole layers take less time by them."""
+    assert run.linears is not None
+    rows = run.report["layers"].values()
+    total = {
+        kind: round(sum(row[kind] for row in rows), 1) for kind in ("before", "library", "plain", "dependent")
+    }
+    better = total["dependent"] < total["plain"]
+    save_table(run.linears.dependent if better else run.linears.plain, path)
+    print(f"all layers: {total}; stored with{'' if better else 'out'} dependent launches", flush=True)
+    return total
 
 
 # ---------------------------------------------------------------- all
@@ -464,6 +339,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--table", type=Path, help="write the chosen configurations of products here")
     parser.add_argument("--skip", nargs="*", default=[], help="parts to leave out")
+    parser.add_argument("--linears-only", action="store_true", help="products, and layers by the choices")
+    parser.add_argument("--seconds", type=float, default=90, help="for the products' measuring")
     parser.add_argument("--jit", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.jit:
@@ -471,7 +348,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     run = Run(options.out, time.perf_counter(), {"argv": sys.argv[1:]})
     builds: dict[str, subprocess.Popen[bytes]] = {}
-    if importlib.util.find_spec("flashinfer") is not None and "flashinfer" not in options.skip:
+    skipped = {*options.skip, *(OTHER_PARTS if options.linears_only else ())}
+    if importlib.util.find_spec("flashinfer") is not None and "flashinfer" not in skipped:
         for kind in attending.BUILDS:
             command = [sys.executable, "-m", "benchmarks.h200_ops", "--out", "unused", "--jit", kind]
             log = options.out.parent / f"jit_{kind}.log"
@@ -480,9 +358,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 builds[kind] = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     parts: dict[str, Callable[[Run], Any]] = {
         "probe": probe,
-        "compile": compile_all,
+        "compile": lambda run: compile_all("decode" not in skipped),
         "bandwidth": bandwidth,
-        "linears": linears,
+        "linears": lambda run: linears(run, options.seconds),
         "linear_errors": linear_errors,
         "elementwise": elementwise,
         "decode": lambda run: attending.decode(run.floor_us),
@@ -494,12 +372,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "flashinfer": lambda run: attending.flashinfer(run.floor_us),
     }
     for name, work in parts.items():
-        if name not in options.skip:
+        if name not in skipped:
             run.part(name, work)
-            if name == "linears" and options.table is not None:
-                save_table(run, options.table)
+    if options.table is not None:
+        run.part("choice", lambda run: choose(run, options.table))
     rows = run.report.get("linears", {}).get("rows", {})
-    worst = {name: round(min(row["cublas"], row["ours"]) / row["floor"], 2) for name, row in rows.items()}
+    kinds = ("cublas", "cublaslt", "plain", "dependent")
+    worst = {name: round(min(row[kind][0] for kind in kinds) / row["floor"], 2) for name, row in rows.items()}
     failed = [name for name in parts if "failed" in (run.report.get(name) or {})]
     summary = {"failed": failed, "over_floor": worst, "layers": run.report.get("layers")}
     print(json.dumps(summary, separators=(",", ":")), flush=True)

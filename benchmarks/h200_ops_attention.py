@@ -25,7 +25,8 @@ import torch
 from benchmarks.h200_ops_timing import cold_time, relative_error
 from manylora.kernels.ops import AttentionRows, Rotary
 from manylora.kernels.shapes import PageShape
-from manylora.kernels.triton.attending import DecodeConfig, PagedAttention
+from manylora.kernels.triton.attending import PagedAttention
+from manylora.kernels.triton.decode_table import DecodeConfig, DecodeTable
 from manylora.kernels.triton.operations import TritonOps
 
 DTYPE = torch.bfloat16
@@ -50,6 +51,8 @@ PREFILLS = {
     "1 x 2048": [(2048, 2048)],
     "8 x 512": [(512, 512)] * 8,
     "8 x 2000": [(2000, 2000)] * 8,
+    "16 x 256": [(256, 256)] * 16,
+    "16 x 128": [(128, 128)] * 16,
     "4 x 256 after 1792": [(256, 2048)] * 4,
     "16 x 64": [(64, 64)] * 16,
 }
@@ -136,12 +139,16 @@ def decode(floor_us: Callable[[float], float]) -> dict[str, Any]:
     return rows
 
 
+def always(config: DecodeConfig) -> DecodeTable:
+    return DecodeTable(((1, config),))
+
+
 def compile_decode(name: str, config: DecodeConfig) -> None:
     """Run the decoding kernel once on little data."""
     heads, kv_heads, dim = HEADS[name]
     pool = Pool(heads, kv_heads, dim, num_pages=64)
     rows = pool.sets([(1, 600)])[0]
-    attention = PagedAttention(64, config)
+    attention = PagedAttention(64, always(config))
     plan = attention.plan(rows, pool.page, pool.memory.device)
     attention(pool.queries(rows), pool.memory, 0, plan, pool.scale, None)
 
@@ -157,9 +164,9 @@ def decode_row(pool: Pool, lengths: Sequence[tuple[int, int]]) -> dict[str, Any]
         return round(cold_time(one, calls(plans), rounds) * 1e6, 2)
 
     for programs, config in itertools.product(PROGRAMS, CONFIGS):
-        attention = PagedAttention(programs, config)
+        attention = PagedAttention(programs, always(config))
         plans = [attention.plan(rows, pool.page, q.device) for rows in sets]
-        found.append((microseconds(attention, plans, 3), programs, *dataclasses.astuple(config)))
+        found.append((microseconds(attention, plans, 3), programs, *dataclasses.astuple(config)[:3]))
     attention = PagedAttention(PROGRAMS[1])
     fixed = [attention.fixed(len(lengths), 16384, pool.page, q.device) for _ in sets]
     for plan, rows in zip(fixed, sets):
@@ -400,7 +407,14 @@ class LayerStep:
     """A decoding step of base layers, on equal contexts."""
 
     def __init__(
-        self, batch: int, context: int, heads: int, kv_heads: int, layers: int, dtype: torch.dtype
+        self,
+        batch: int,
+        context: int,
+        heads: int,
+        kv_heads: int,
+        layers: int,
+        dtype: torch.dtype,
+        decoding: DecodeTable,
     ) -> None:
         self._heads, self._kv_heads, self._dim = heads, kv_heads, 128
         pages = -(-context // PAGE_TOKENS)
@@ -410,7 +424,8 @@ class LayerStep:
         table = order.reshape(batch, pages)
         starts, contexts = np.arange(batch + 1, dtype=np.int32), np.full(batch, context, np.int32)
         page = PageShape(layers, PAGE_TOKENS, kv_heads, self._dim, 2)
-        self._fixed = TritonOps().fixed_attention(batch, context, page, torch.device("cuda"))
+        ops = TritonOps(decoding=decoding)
+        self._fixed = ops.fixed_attention(batch, context, page, torch.device("cuda"))
         self._fixed.fill(AttentionRows(starts, contexts, table))
         last = torch.from_numpy(table[:, -1]).cuda().long()
         self._slots = last * PAGE_TOKENS + (context - 1) % PAGE_TOKENS

@@ -18,7 +18,7 @@ TOLERANCE = 8e-3
 
 def mixed_case(rig: Rig) -> tuple[LoraSegments, int]:
     """Mixed lengths and ranks, gaps before, between and after, projections without adapter."""
-    lengths, ranks = [1, 1, 5, 17, 1, 40, 2], [16, 8, 64, 5, 33, 16, 1]
+    lengths, ranks = [1, 1, 5, 17, 1, 150, 2], [16, 8, 64, 5, 33, 16, 1]
     segments = rig.segments(lengths, ranks)
     gaps = [2, 0, 1, 0, 3, 0, 1]
     start = [sum(lengths[:i]) + sum(gaps[: i + 1]) for i in range(len(lengths))]

@@ -31,7 +31,14 @@ METRICS = (
 AIMS = ("ttft_mean_ms", "ttft_p99_ms", "output_tokens_per_s", "done_per_s")
 """To be within 15 % of what is measured."""
 
+WORK = slice(5, 5 + len(StepWork._fields))
+"""A step's columns of its work; after it comes, in newer logs, its CPU time."""
 KINDS = ("decode only", "with prefill")
+
+
+def work_of(step: Sequence[Any]) -> StepWork:
+    """Of a row of a log."""
+    return StepWork(*step[WORK])
 
 
 def compare(runs: Sequence[Run], logs: Sequence[Run], costs: StepCosts) -> list[Run]:
@@ -47,7 +54,41 @@ def compare(runs: Sequence[Run], logs: Sequence[Run], costs: StepCosts) -> list[
             if real is not None and made is not None:
                 ratio = _short(made / real) if real else None
                 metrics[name] = {"measured": _short(real), "simulated": _short(made), "ratio": ratio}
-        rows.append({"offered_per_s": run["offered_per_s"], "metrics": metrics, "steps": _steps(log, costs)})
+                if run["as_it_was"].get(name) is not None:
+                    metrics[name]["as_it_was"] = _short(run["as_it_was"][name])
+        rows.append(
+            {
+                "offered_per_s": run["offered_per_s"], "metrics": metrics, "steps": _steps(log, costs),
+                "wall_per_cpu": _wall_per_cpu(log),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def _wall_per_cpu(log: Run) -> float | None:
+    """Of its steps: how much longer they took than their thread computed."""
+    if "cpu_s" not in log["step_columns"]:
+        return None
+    return _short(sum(step[1] for step in log["steps"]) / sum(step[-1] for step in log["steps"]))
+
+
+def medians(comparison: Sequence[Run], names: Sequence[str] = AIMS) -> list[Run]:
+    """By rate, of the runs at it: the median of each metric, measured and simulated, and their ratio."""
+    rates: dict[float, list[Run]] = {}
+    for row in comparison:
+        rates.setdefault(row["offered_per_s"], []).append(row["metrics"])
+    rows = []
+    for rate, runs in sorted(rates.items()):
+        metrics = {}
+        for name in names:
+            found: Run = {
+                kind: statistics.median(run[name][kind] for run in runs)
+                for kind in ("measured", "simulated", "as_it_was")
+            }
+            found["lowest"] = min(run[name]["measured"] for run in runs)
+            found["highest"] = max(run[name]["measured"] for run in runs)
+            metrics[name] = found | {"ratio": _short(found["simulated"] / found["measured"])}
+        rows.append({"offered_per_s": rate, "num_runs": len(runs), "metrics": metrics})
     return rows
 
 
@@ -74,7 +115,7 @@ def _steps(log: Run, costs: StepCosts) -> list[Run]:
     """By kind and doublings of the rows: how many steps, their mean, and that of the costs' for the same."""
     groups: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for step in log["steps"]:
-        work = StepWork(*step[5:])
+        work = work_of(step)
         key = (int(work.num_prefill_tokens > 0), int(step[3]).bit_length())
         groups.setdefault(key, []).append((step[1], costs.step_s(work)))
     rows = []
@@ -96,24 +137,39 @@ def _short(value: float) -> float:
 
 
 def lines_of(comparison: Sequence[Run]) -> str:
-    """A Markdown table for each rate."""
-    lines = []
+    """Markdown: what is aimed at by rate, medians of the runs; then a table for each run."""
+    lines = [
+        "| requests/s | | measured | (lowest-highest) | simulated | ratio | as it was |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    titles = dict(METRICS)
+    for row in medians(comparison):
+        for name, found in row["metrics"].items():
+            spread = f"{found['lowest']:g}-{found['highest']:g}" if row["num_runs"] > 1 else "one run"
+            lines.append(
+                f"| {row['offered_per_s']:g} | {titles[name]} | {found['measured']:g} | {spread} | "
+                f"{found['simulated']:g} | {found['ratio']:.2f} | {found['as_it_was']:g} |"
+            )
     for row in comparison:
         lines += [
-            f"\n{row['offered_per_s']:g} requests/s",
+            f"\n{row['offered_per_s']:g} requests/s"
+            + (f", steps {row['wall_per_cpu']:.2f} times their CPU time" if row["wall_per_cpu"] else ""),
             "",
-            "| | measured | simulated | ratio |",
-            "|---|---|---|---|",
+            "| | measured | simulated | ratio | as it was |",
+            "|---|---|---|---|---|",
         ]
         for name, title in METRICS:
             found = row["metrics"].get(name)
             if found is not None:
                 ratio = "" if found["ratio"] is None else f"{found['ratio']:.2f}"
-                lines.append(f"| {title} | {found['measured']:g} | {found['simulated']:g} | {ratio} |")
+                own = f"{found['as_it_was']:g}" if "as_it_was" in found else ""
+                lines.append(
+                    f"| {title} | {found['measured']:g} | {found['simulated']:g} | {ratio} | {own} |"
+                )
         for step in row["steps"]:
             what = f"{step['num_steps']} steps, {step['kind']}, {step['rows']} rows, ms"
             lines.append(
-                f"| {what} | {step['measured_ms']:g} | {step['simulated_ms']:g} | {step['ratio']:.2f} |"
+                f"| {what} | {step['measured_ms']:g} | {step['simulated_ms']:g} | {step['ratio']:.2f} | |"
             )
     return "\n".join(lines)
 
@@ -125,9 +181,9 @@ def draw(report: Run, logs: Sequence[Run], costs: StepCosts, path: Path) -> None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = sorted(report["comparison"], key=lambda row: row["offered_per_s"])
-    figure, axes = pyplot.subplots(2, 3, figsize=(13, 7), layout="constrained")
     names = ("ttft_mean_ms", "ttft_p99_ms", "tpot_mean_ms", "output_tokens_per_s")
+    rows = medians(report["comparison"], names)
+    figure, axes = pyplot.subplots(2, 3, figsize=(13, 7), layout="constrained")
     titles = dict(METRICS)
     for axis, name in zip(axes.flat, names):
         xs = [row["offered_per_s"] for row in rows]
@@ -138,12 +194,14 @@ def draw(report: Run, logs: Sequence[Run], costs: StepCosts, path: Path) -> None
         )
         axis.plot(xs, real, "o-", label="measured")
         axis.plot(xs, made, "s--", label="simulated")
+        own = [row["metrics"][name]["as_it_was"] for row in rows]
+        axis.plot(xs, own, "x:", color="gray", label="simulated with each run's own speed")
         axis.set(title=titles[name], xlabel="offered requests per s", ylim=(0, None))
         axis.grid(alpha=0.3)
     axes[0, 0].legend(fontsize=8)
     for axis, has_prefill in zip((axes[1, 1], axes[1, 2]), (False, True)):
         pairs = [
-            (1e3 * costs.step_s(StepWork(*step[5:])), 1e3 * step[1])
+            (1e3 * costs.step_s(work_of(step)), 1e3 * step[1])
             for log in logs
             for step in log["steps"]
             if (step[6] > 0) == has_prefill

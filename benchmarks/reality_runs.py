@@ -7,14 +7,14 @@ import gzip
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from benchmarks.h200_cache import REAL, ROOT, TRACES, Scale, stream_of, turns_of
-from benchmarks.plot_reality import compare, draw, lines_of
+from benchmarks.plot_reality import compare, draw, lines_of, work_of
 from manylora.config import ConfigError, PolicyConfig
 from manylora.sim.costs import StepCosts, StepWork
 from manylora.sim.fit import fit_profile
@@ -52,6 +52,8 @@ TOY = dataclasses.replace(
 )
 """For tests: as short as can be."""
 
+WINDOW_S = 5.0
+"""Of AsItWas: long beside a step, short beside a machine's changes of speed."""
 _ENTRY = re.compile(r"(\d+)(?:\*(\d+\.?\d*))?(?:x(\d+))?")
 SCALES = {"cuda": REAL, "cpu": DEMO, "toy": TOY}
 
@@ -106,7 +108,7 @@ def stream_for(load: Load, scale: Scale) -> Stream:
 # ---------------------------------------------------------------- simulated
 
 
-class _Noted:
+class Noted:
     """Costs that remember what they were asked."""
 
     def __init__(self, costs: StepCosts) -> None:
@@ -124,10 +126,50 @@ class _Noted:
         return seconds
 
 
-def simulate(stream: Stream, policy: PolicyConfig, costs: StepCosts, adapter_pages: Sequence[int]) -> Run:
+class AsItWas(Noted):
+    """Costs with a run's own speed, from its log: how much more or less than ``costs`` say each window's steps and
+    the times between them took all together, and what reads took. What still differs is the simulator's doing, not
+    the profile's."""
+
+    def __init__(self, costs: StepCosts, log: Run) -> None:
+        super().__init__(costs)
+        sums: dict[int, list[float]] = {}
+        for step in log["steps"]:
+            began_s, took_s, gap_s, num_rows = step[:4]
+            found = sums.setdefault(int(began_s // WINDOW_S), [0.0, 0.0])
+            found[0] += took_s + (gap_s or 0.0)
+            found[1] += costs.step_s(work_of(step)) + (0.0 if gap_s is None else costs.overhead_s(num_rows))
+        self._factors = {window: took_s / cost_s for window, (took_s, cost_s) in sums.items()}
+        self._reads = {
+            way: sum(read[2] for read in log["reads"] if read[3] == way)
+            / max(1, sum(read[4] for read in log["reads"] if read[3] == way))
+            for way in (False, True)
+        }
+        self.overhead_s = self._overhead_s
+        self.read_s = self._read_s
+        self.now: Callable[[], float] = float
+
+    def step_s(self, work: StepWork, /) -> float:
+        """See StepCosts."""
+        seconds = self._costs.step_s(work) * self._factor()
+        self.seconds.append(seconds)
+        return seconds
+
+    def _overhead_s(self, num_rows: int, /) -> float:
+        return self._costs.overhead_s(num_rows) * self._factor()
+
+    def _factor(self) -> float:
+        return self._factors.get(int(self.now() // WINDOW_S), 1.0)
+
+    def _read_s(self, num_bytes: int, to_device: bool = False, /) -> float:
+        return num_bytes * self._reads[to_device] or self._costs.read_s(num_bytes, to_device)
+
+
+def simulate(stream: Stream, policy: PolicyConfig, noted: Noted, adapter_pages: Sequence[int]) -> Run:
     """The same stream in virtual time."""
-    noted = _Noted(costs)
     replayed = Replay(stream, policy, noted, adapter_pages)
+    if isinstance(noted, AsItWas):
+        noted.now = lambda: replayed.now
     began_s = time.perf_counter()
     replayed.run()
     real_s = time.perf_counter() - began_s
@@ -176,9 +218,10 @@ class Report:
         """Beside every measured run the simulated one; then the comparison and the picture."""
         costs = fit_profile(profile)
         policy = msgspec.convert(self.head["policy"], PolicyConfig)
-        for run in self.head["runs"]:
+        for run, log in zip(self.head["runs"], self.logs, strict=True):
             stream = stream_for(Load(run["trace_rate"], run["rate_scale"], run["rounds"]), scale)
-            run["simulated"] = simulate(stream, policy, costs, run["adapter_pages"])
+            run["simulated"] = simulate(stream, policy, Noted(costs), run["adapter_pages"])
+            run["as_it_was"] = simulate(stream, policy, AsItWas(costs, log), run["adapter_pages"])
         self.head["profile"] = {
             "machine": profile.machine, "model": str(profile.model), "format": profile.format,
             "commit": profile.commit, "fit_error": dataclasses.asdict(costs.held_out),

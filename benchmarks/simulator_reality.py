@@ -11,7 +11,8 @@ From the repository's root:
 ``cuda``: Llama-2-7B's shape, dummy weights, 100 adapters of rank 32 or 64, one pool of 12.6 GiB. ``cpu``: the
 shipped demo model on one thread, the traces' lengths divided. Beside ``--out`` are written its picture (.png), the
 steps (.log.json.gz) and the profile (.profile.json). ``--again`` simulates an earlier report's streams anew, with
-no engine.
+no engine. Each stream is simulated a second time 'as it was': with the speed that the engine had in every five
+seconds of it, and what its reads took; that tells the simulator's error from the machine's changes of speed.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def _plain(log: StepLog, first: int, start_s: float) -> Run:
     """The log as rows of numbers, with the names of their columns."""
     steps = [
         [round(step.began_s - start_s, 6), round(step.took_s, 6), step.gap_s and round(step.gap_s, 6),
-         step.num_rows, step.num_new, *step.work]
+         step.num_rows, step.num_new, *step.work, round(step.cpu_s, 6)]
         for step in log.steps[first:]
     ]  # fmt: skip
     moved = {
@@ -150,7 +151,7 @@ def _plain(log: StepLog, first: int, start_s: float) -> Run:
         for name, moves in (("copies", log.copies), ("reads", log.reads))
     }  # fmt: skip
     return {
-        "step_columns": ["began_s", "took_s", "gap_s", "num_rows", "num_new", *StepWork._fields],
+        "step_columns": ["began_s", "took_s", "gap_s", "num_rows", "num_new", *StepWork._fields, "cpu_s"],
         "transfer_columns": ["began_s", "waited_s", "took_s", "to_device", "num_bytes"],
         "steps": steps,
         **moved,

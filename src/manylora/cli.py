@@ -41,6 +41,8 @@ _PROFILE_FLAGS = (
 )  # fmt: skip
 
 
+_WARMUP_FLAGS = (*_PROFILE_FLAGS, "max_adapter_rank", "cuda_graphs", "pipeline_depth")
+
 _PROFILE_EXAMPLES = """\
 examples:
   manylora profile --model ./llama --out llama-here.json
@@ -82,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     bench_command.add_parser(commands, _add_flag)
     workload_command.add_parser(commands)
     _add_profile(commands)
+    _add_warmup(commands)
     _add_reproduce(commands)
     return parser
 
@@ -191,6 +194,15 @@ def _add_reproduce(commands: Any) -> None:
     reproduce.add_argument("--out", metavar="DIR", help="write NAME.json and NAME.png here")
     reproduce.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
     reproduce.add_argument("--workers", type=int, default=0, help="processes (default: one a core)")
+    reproduce.add_argument(
+        "--hardware", metavar="NAME", help="of a simulated table: npu or h200 (default: npu)"
+    )
+    reproduce.add_argument(
+        "--store", metavar="FILE", help="finished cells of a table: a stopped run goes on from here"
+    )
+    reproduce.add_argument(
+        "--report-only", action="store_true", help="report what the store has, run nothing"
+    )
     reproduce.set_defaults(run=_reproduce)
 
 
@@ -205,7 +217,10 @@ def _reproduce(args: argparse.Namespace) -> int:
     if args.workers < 0:
         raise ConfigError(f"--workers must be at least 0, got {args.workers}")
     scale: Literal["full", "quick", "smoke"] = "smoke" if args.smoke else "quick" if args.quick else "full"
-    reproduce(args.name, Path(args.out), scale, args.device, args.seed, args.workers)
+    reproduce(
+        args.name, Path(args.out), scale, args.device, args.seed, args.workers, hardware=args.hardware,
+        store=Path(args.store) if args.store else None, is_run=not args.report_only,
+    )  # fmt: skip
     return 0
 
 
@@ -233,6 +248,28 @@ def _add_profile(commands: Any) -> None:
         if flag.name in _PROFILE_FLAGS:
             _add_flag(engine, flag)
     profile.set_defaults(run=_profile)
+
+
+def _add_warmup(commands: Any) -> None:
+    warmup = commands.add_parser(
+        "warmup",
+        help="compile all that serving a model needs, so that later starts are quick",
+        description="Start an engine, run requests of every kind with random adapters on all modules, and end. "
+        "What was compiled stays in the caches of Triton and FlashInfer, which image builds can keep.",
+    )
+    warmup.add_argument("model", metavar="MODEL", help="a local folder, or a hub id")
+    engine = warmup.add_argument_group("settings of the engine, as for manylora serve")
+    for flag in FLAGS:
+        if flag.name in _WARMUP_FLAGS:
+            _add_flag(engine, flag)
+    warmup.set_defaults(run=_warmup)
+
+
+def _warmup(args: argparse.Namespace) -> int:
+    from manylora.bench.warmup import run
+
+    names = ("model", *_WARMUP_FLAGS)
+    return run({name: getattr(args, name) for name in names if getattr(args, name) is not None})
 
 
 def _profile(args: argparse.Namespace) -> int:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks import simulator_reality
-from benchmarks.plot_reality import compare, lines_of
-from benchmarks.reality_runs import TOY, Load, loads_from, stream_for
+from benchmarks.plot_reality import compare, lines_of, medians
+from benchmarks.reality_runs import TOY, WINDOW_S, AsItWas, Load, loads_from, stream_for
 from manylora.config import ConfigError
 from manylora.sim.costs import DeviceCosts, StepWork
 from manylora.sim.profile import FORMAT, load_profile
@@ -92,16 +92,20 @@ def test_the_comparison_by_hand() -> None:
         },
         "counters": {"pages_swapped_in": 4, "pages_swapped_out": 0},
         "simulated": {"ttft_mean_ms": 24.0, "ttft_p50_ms": 25.0, "ttft_p99_ms": 100.0, "tpot_mean_ms": 8.0,
-                      "pages_in": 5, "pages_out": 0},
+                      "pages_in": 5, "pages_out": 0, "output_tokens_per_s": 100.0, "done_per_s": 9.0},
+        "as_it_was": {"ttft_mean_ms": 29.0, "ttft_p99_ms": 81.0, "output_tokens_per_s": 100.0, "done_per_s": 9.0},
     }  # fmt: skip
     steps = [
-        [0.0, 0.010, None, 1, 1, *StepWork(0, 100, 100)],
-        [0.011, 0.007, 0.001, 3, 2, *StepWork(3, 0, 300)],
-        [0.020, 0.009, 0.002, 2, 0, *StepWork(2, 0, 200)],
+        [0.0, 0.010, None, 1, 1, *StepWork(0, 100, 100), 0.007],
+        [0.011, 0.007, 0.001, 3, 2, *StepWork(3, 0, 300), 0.003],
+        [0.020, 0.009, 0.002, 2, 0, *StepWork(2, 0, 200), 0.003],
     ]
     costs = DeviceCosts(step_base_s=4e-3, decode_row_s=0, prefill_token_s=1e-5, kv_token_s=0)
-    (row,) = compare([run], [{"steps": steps}], costs)
-    assert row["metrics"]["ttft_mean_ms"] == {"measured": 30.0, "simulated": 24.0, "ratio": 0.8}
+    (row,) = compare([run], [{"step_columns": ["cpu_s"], "steps": steps}], costs)
+    assert row["metrics"]["ttft_mean_ms"] == {
+        "measured": 30.0, "simulated": 24.0, "ratio": 0.8, "as_it_was": 29.0,
+    }  # fmt: skip
+    assert row["wall_per_cpu"] == 2.0
     assert row["metrics"]["ttft_p99_ms"]["ratio"] == 1.25
     assert row["metrics"]["pages_out"]["ratio"] is None
     assert row["metrics"]["gap_mean_ms"]["measured"] == 1.5
@@ -111,4 +115,37 @@ def test_the_comparison_by_hand() -> None:
         ("decode only", "2-3", 8.0, 4.0),
         ("with prefill", "1-1", 10.0, 5.0),
     ]
-    assert "| mean time to the first token, ms | 30 | 24 | 0.80 |" in lines_of([row])
+    assert "| mean time to the first token, ms | 30 | 24 | 0.80 | 29 |" in lines_of([row])
+
+    other = {
+        **row,
+        "metrics": {**row["metrics"], "ttft_mean_ms": {**row["metrics"]["ttft_mean_ms"], "measured": 18.0}},
+    }
+    (median,) = medians([row, other])
+    assert (median["offered_per_s"], median["num_runs"]) == (10.0, 2)
+    assert median["metrics"]["ttft_mean_ms"] == {
+        "measured": 24.0, "simulated": 24.0, "as_it_was": 29.0, "lowest": 18.0, "highest": 30.0, "ratio": 1.0,
+    }  # fmt: skip
+    assert "| 10 | mean time to the first token, ms | 24 | 18-30 | 24 | 1.00 | 29 |" in lines_of([row, other])
+
+
+def test_a_run_gives_its_own_speed_back() -> None:
+    costs = DeviceCosts(step_base_s=4e-3, decode_row_s=0, prefill_token_s=1e-5, kv_token_s=0)
+    work = StepWork(2, 0, 200)
+    # 4 and 12 ms where the costs say 4: 8 on average; in the next window 2.
+    took = [(0.0, 0.004), (WINDOW_S - 1e-3, 0.012), (WINDOW_S, 0.002)]
+    log = {
+        "steps": [[began_s, took_s, None, 2, 0, *work] for began_s, took_s in took],
+        "reads": [[0.0, 0.3, 0.2, 0, 1000], [0.0, 0.3, 0.4, 0, 2000]],
+    }
+    own = AsItWas(costs, log)
+    now = 1.0
+    own.now = lambda: now
+    assert own.step_s(work) == pytest.approx(8e-3)
+    assert own.step_s(StepWork(0, 400, 400)) == pytest.approx(2 * costs.step_s(StepWork(0, 400, 400)))
+    now = WINDOW_S
+    assert own.step_s(work) == pytest.approx(2e-3)
+    now = 10 * WINDOW_S
+    assert own.step_s(work) == pytest.approx(4e-3)
+    assert own.read_s(500, False) == pytest.approx(0.1)
+    assert own.read_s(500, True) == costs.read_s(500, True)

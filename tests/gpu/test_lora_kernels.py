@@ -6,11 +6,13 @@ import dataclasses
 
 import pytest
 import torch
+from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from manylora.kernels.triton.lora_launch import DEFAULT, LoraKernels
-from tests.kernels.cases import TOLERANCE
+from manylora.kernels.triton.lora import AdaptedLinears, FixedLora
+from manylora.kernels.triton.lora_launch import DEFAULT, LoraConfig, LoraKernels, LoraPlan
+from tests.kernels.cases import TOLERANCE, LoraCase
 from tests.kernels.implementations import Subject
 from tests.kernels.test_lora_kernels import added, case_of, inputs_of, part_of
 
@@ -54,3 +56,95 @@ def test_replay_follows_the_tables(dtype: torch.dtype, pdl: bool) -> None:
             truth = added(part, x, index)
             assert (y.double() - truth).norm() <= TOLERANCE[dtype] * truth.norm()
             assert torch.equal(y, outputs[index])
+
+
+def linears(config: LoraConfig, case: LoraCase, tokens: int, dtype: torch.dtype) -> Linears:
+    """A layer's four linears with adapters as models call them, and what they gave last."""
+    generator = torch.Generator().manual_seed(5)
+    weights = [
+        (torch.randn(group.offsets[-1], group.in_features, generator=generator) * group.in_features**-0.5)
+        for group in case.geometry.groups
+    ]
+    made = AdaptedLinears(LoraKernels(config, 132), functional.linear, case.pool.device)
+    inputs = inputs_of(case, Subject("gpu", dtype), tokens)
+    return Linears(made, case, inputs, [w.to(dtype).to(case.pool.device) for w in weights], [])
+
+
+@dataclasses.dataclass
+class Linears:
+    made: AdaptedLinears
+    case: LoraCase
+    inputs: list[torch.Tensor]
+    weights: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+
+    def step(self, plan: LoraPlan) -> None:
+        case = self.case
+        self.outputs = []
+        for group, x, weight in zip(case.geometry.groups, self.inputs, self.weights):
+            given = (x, weight, None, case.pool, case.layer, group, plan)
+            if group.name == "gate_up":
+                self.outputs.append(self.made.gated(*given, silu_mul))
+            else:
+                self.outputs.append(self.made(*given))
+
+    def check(self, part: LoraCase, dtype: torch.dtype) -> None:
+        for index, (x, weight, y) in enumerate(zip(self.inputs, self.weights, self.outputs)):
+            truth = x.double() @ weight.double().T + added(part, x, index)
+            if part.geometry.groups[index].name == "gate_up":
+                truth = silu_mul(truth)
+            assert (y.double() - truth).norm() <= 2 * TOLERANCE[dtype] * truth.norm()
+
+
+def silu_mul(y: torch.Tensor) -> torch.Tensor:
+    gate, up = y.chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("beside", [False, True])
+def test_captured_linears(dtype: torch.dtype, beside: bool) -> None:
+    """Replayed with more segments than at capture, fewer and none, on one stream and on two; dependent launch
+    changes no bit, nor does a second replay."""
+    subject, tokens = Subject("gpu", dtype), 24
+    case = case_of(subject, [(0, 1), (1, 2), (0, 1), (1, 13), (2, 1)], [3, 20, 64])
+    found = []
+    for pdl in (False, True):
+        layer = linears(dataclasses.replace(DEFAULT, pdl=pdl, beside=beside), case, tokens, dtype)
+        fixed = FixedLora(layer.made.kernels, tokens, 64, case.geometry, case.segments.cells)
+        fixed.fill(part_of(case, [1]).segments, tokens)
+        layer.step(fixed.plan)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            layer.step(fixed.plan)
+        for chosen in ([0, 1, 2, 3, 4], [3], [], [2, 4]):
+            part = part_of(case, chosen)
+            fixed.fill(part.segments if chosen else None, tokens)
+            subject.poison()
+            graph.replay()
+            layer.check(part, dtype)
+            first = [y.clone() for y in layer.outputs]
+            graph.replay()
+            assert all(torch.equal(a, b) for a, b in zip(first, layer.outputs))
+            found.append(first)
+    half = len(found) // 2
+    for plain, dependent in zip(found[:half], found[half:]):
+        assert all(torch.equal(a, b) for a, b in zip(plain, dependent))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pdl", [False, True])
+def test_prompts(dtype: torch.dtype, pdl: bool) -> None:
+    """Long runs in a batch with short ones and none: expand writes and the product adds, activation in expand."""
+    subject = Subject("gpu", dtype)
+    case = case_of(subject, [(3, 1), (0, 300), (2, 1), (1, 150)], [16, 7, 64])
+    config = dataclasses.replace(DEFAULT, pdl=pdl, writes_first=True, gates=True)
+    layer = linears(config, case, case.num_tokens + 5, dtype)
+    plan = layer.made.plan(case.segments, case.geometry, subject.device)
+    assert len(plan.parts) == 2
+    subject.poison()
+    layer.step(plan)
+    layer.check(case, dtype)
+    first = layer.outputs
+    layer.step(plan)
+    assert all(torch.equal(a, b) for a, b in zip(first, layer.outputs))

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from manylora.cli import main
 from manylora.config import ConfigError
 from manylora.policy.policies import POLICIES
 from manylora.reproduce.cells import MEASURED, REFERENCE, Cell, cell_config, cell_costs, run_cell
@@ -220,6 +221,15 @@ def test_the_full_table_is_the_papers() -> None:
         assert set(full.policies("agent 34B-100")) == {*POLICIES, REFERENCE}
 
 
+def test_a_model_is_run_in_every_scenario_before_the_next() -> None:
+    shown = table(Setup("full"), "npu")
+    batches = shown.batches
+    assert sorted(case for batch in batches for case in batch) == sorted(shown.cases)
+    assert batches[0][:4] == ["chatbot 7B-20", "translation 7B-20", "agent 7B-20", "chatbot 7B-50"]
+    assert [len({shown.cases[case].model for case in batch}) for batch in batches] == [1, 1, 1, 1]
+    assert batches[-1] == list(shown.many)
+
+
 def test_cells_of_one_rate_differ_in_policy_alone() -> None:
     shown = table(SMOKE, "npu")
     (case,) = shown.cases
@@ -301,7 +311,7 @@ def test_a_part_of_the_table_says_what_is_missing(stored: tuple[Path, Report], t
     assert nothing.rows == []
     assert nothing.settings["missing"] == ["chatbot 7B-20: rates"]
     draw(nothing, tmp_path / "nothing.png")
-    assert "- chatbot 7B-20: rates" in (tmp_path / "nothing.md").read_text()
+    assert "- not even rates: chatbot 7B-20" in (tmp_path / "nothing.md").read_text()
     (tmp_path / rates.name).write_bytes(rates.read_bytes())
     kept = [line for line in path.read_text().splitlines() if json.loads(line)["cell"]["policy"] != "s-lora"]
     part.write_text("\n".join(kept) + "\n")
@@ -318,14 +328,46 @@ def test_a_part_of_the_table_says_what_is_missing(stored: tuple[Path, Report], t
     assert ours["fastlibra: TTFT against vLLM"] is not None
     draw(report, tmp_path / "part.png")
     text = (tmp_path / "part.md").read_text()
-    assert "**Partial**: 1 entries" in text
-    assert "- chatbot 7B-20, s-lora: 0 of 1 rates" in text
+    assert "**Partial**: 8 of 9 simulations, 7 of 8 peaks are there" in text
+    assert "- chatbot 7B-20: 8 of 9 simulations, 7 of 8 peaks" in text
 
 
 def test_the_text_explains_gaps_by_their_parts(stored: tuple[Path, Report]) -> None:
     _, found = stored
     text = markdown(found)
     by_policy = {row["policy"]: row for row in found.rows}
+    (rate,) = found.settings["rates"]["chatbot 7B-20"]
+    assert f"| {rate:g} | {by_policy['fastlibra']['ttft_mean_ms']:.1f} |" in text
     gap = by_policy["s-lora"]["ttft_mean_ms"] - by_policy["manylora"]["ttft_mean_ms"]
     assert f"- chatbot: s-lora waits {gap:+.1f} ms longer than manylora: queue" in text
     assert "**Partial**" not in text
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_takes_hardware_and_store(stored: tuple[Path, Report], tmp_path: Path) -> None:
+    path, found = stored
+    arguments = ["reproduce", "fastlibra-table", "--smoke", "--report-only", "--store", str(path)]
+    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "fastlibra-table.json").read_text())["rows"] == found.rows
+    assert main([*arguments, "--out", str(tmp_path), "--hardware", "h200"]) == 0
+    missing = json.loads((tmp_path / "fastlibra-table-h200.json").read_text())["settings"]["missing"]
+    assert missing == ["chatbot 7B-20: rates"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["fastlibra-table", "--hardware", "a100"], "--hardware must be npu or h200"),
+        (["fastlibra-fig12", "--hardware", "npu"], "fastlibra-fig12 has no choice of hardware"),
+        (["fastlibra-fig12", "--report-only"], "fastlibra-fig12 keeps nothing"),
+    ],
+)
+def test_options_that_fit_nothing_end_with_one_line(
+    arguments: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reproduce", *arguments, "--out", str(tmp_path)]) == 2
+    last = capsys.readouterr().err.strip().splitlines()
+    assert len(last) == 1
+    assert expected in last[0]

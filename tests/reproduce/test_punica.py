@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from manylora.bench.kernels_settings import POPULARITIES, model_counts
 from manylora.cli import main
 from manylora.reproduce import punica_fig11
 from manylora.reproduce.command import reproduce
 from manylora.reproduce.experiment import Device, Setup
 from manylora.reproduce.punica_fig7 import sgmv_bytes, sgmv_flop
 from manylora.reproduce.punica_fig11 import BACKBONE, MIXED, SINGLE, Load
-from manylora.reproduce.punica_workload import POPULARITIES, model_counts
 from manylora.reproduce.registry import experiment
 
 NAMES = tuple(f"punica-fig{number}" for number in (1, 7, 8, 9, 10, 11))

@@ -7,7 +7,8 @@ from collections import Counter
 
 import pytest
 
-from manylora.reproduce.punica_workload import MOST_TOKENS, POPULARITIES, model_counts, text_requests
+from manylora.bench.kernels_settings import POPULARITIES, model_counts
+from manylora.reproduce.punica_workload import MOST_TOKENS, text_requests
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,6 +17,7 @@ from manylora.config import ConfigError
 from manylora.sim.costs import StepWork
 from manylora.sim.fit import FEATURES, fit_profile, nonnegative_least_squares
 from manylora.sim.profile import (
+    ALONE_FORMAT,
     FORMAT,
     OverheadPoint,
     Profile,
@@ -188,6 +190,45 @@ def test_a_file_gives_the_profile_back(tmp_path: Path) -> None:
     assert len((tmp_path / "p.json").read_text().splitlines()) < len(profile.steps) + 50
 
 
+def test_points_as_objects_and_steps_run_alone_are_still_read(tmp_path: Path) -> None:
+    profile = dataclasses.replace(profile_of(linear), format=ALONE_FORMAT)
+    fields = msgspec.to_builtins(profile)
+    for point in fields["steps"]:
+        del point["num_steps"]
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(fields))
+    found = load_profile(path)
+    assert found == profile
+    assert {point.num_steps for point in found.steps} == {1}
+
+
+def test_a_mean_of_more_steps_counts_for_more() -> None:
+    # Two groups of like batches that no costs can both have: the fit is nearer to the one seen more often.
+    profile = profile_of(linear)
+
+    def fitted(most: int, least: int) -> float:
+        steps = tuple(
+            StepPoint(1, 0, 100, 0, 0, 0, 0, seconds, number % 4 == 0, num_steps)
+            for number in range(40)
+            for seconds, num_steps in ((0.010, most), (0.012, least))
+        )
+        return fit_profile(dataclasses.replace(profile, steps=steps)).step_s(StepWork(1, 0, 100, 0))
+
+    assert fitted(1, 1) == pytest.approx(0.011, rel=1e-3)
+    assert 0.010 < fitted(9, 1) < 0.0104
+    assert 0.0116 < fitted(1, 9) < 0.012
+
+
+@pytest.mark.parametrize("seconds", [linear, bounded])
+def test_noise_does_not_bend_the_sum(seconds: Callable[[Load], float]) -> None:
+    # 20 % either way: what all steps together take is what they took, and what they take without the noise.
+    noisy = profile_of(seconds, 0.2)
+    costs = fit_profile(noisy)
+    fitted = sum(costs.step_s(StepWork(*load)) for load in loads())
+    assert fitted == pytest.approx(sum(point.seconds for point in noisy.steps), rel=0.02)
+    assert fitted == pytest.approx(sum(seconds(load) for load in loads()), rel=0.02)
+
+
 def test_a_profile_of_something_else_is_refused_with_both_names() -> None:
     profile = profile_of(linear)
     profile.expect(dataclasses.replace(SHAPE, name="renamed"), "machine")
@@ -215,15 +256,25 @@ def test_damaged_files_are_refused_in_one_line(tmp_path: Path) -> None:
     def changed(**values: object) -> str:
         return json.dumps({**good, **values})
 
-    first = good["steps"][0]
+    columns, rows = good["steps"]["columns"], good["steps"]["rows"]
+    first = dict(zip(columns, rows[0], strict=True))
+
+    def steps(*points: object) -> str:
+        return json.dumps({**good, "steps": points})
+
     assert "truncated" in damage(path.read_text()[:-100], path)
     assert "machine" in damage(json.dumps({k: v for k, v in good.items() if k != "machine"}), path)
     assert "format" in damage(changed(format="manylora-profile-9"), path)
     assert "fingerprint" in damage(changed(model={**good["model"], "layers": 31}), path)
-    assert "seconds" in damage(changed(steps=[{**first, "seconds": 0}, *good["steps"][1:]]), path)
-    assert "steps[0]" in damage(changed(steps=[{**first, "num_decodes": "many"}]), path)
-    assert "held out" in damage(changed(steps=[first]), path)
-    assert "copies" in damage(changed(copies=good["copies"][:2]), path)
+    assert "seconds" in damage(steps({**first, "seconds": 0}), path)
+    assert "steps[0]" in damage(steps({**first, "num_decodes": "many"}), path)
+    assert "held out" in damage(steps(first), path)
+    assert "num_steps" in damage(steps({**first, "num_steps": 0}), path)
+    assert "steps[0] has 10 values for 9 columns" in damage(
+        changed(steps={"columns": columns[:-1], "rows": rows}), path
+    )
+    assert "rows" in damage(changed(steps={"columns": columns, "rows": [["many"]]}), path)
+    assert "copies" in damage(changed(copies={**good["copies"], "rows": good["copies"]["rows"][:1]}), path)
     assert "overhead" in damage(changed(overheads=[]), path)
     assert "valid" in damage("[]", path)
     with pytest.raises(ConfigError, match="cannot read the profile"):

@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, wait
 from contextlib import contextmanager
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -128,16 +130,18 @@ def load_into(
     dtype: torch.dtype,
     pages: Sequence[torch.Tensor],
     check: Callable[[], None],
+    threads: Executor | None = None,
 ) -> None:
     """Like ``load_adapter``, in place: ``pages[n]`` ``[layers, slab_elements]``, on the CPU, contiguous.
 
     Reads each tensor once. Every byte of the pages is written, whatever they held. ``check`` is called now
-    and then and may raise to break off.
+    and then and may raise to break off. ``threads``: for parts of the work, side by side; none of them runs on
+    after the call.
     """
     if len(pages) != layout.num_pages:
         raise ValueError(f"the adapter takes {layout.num_pages} pages, got {len(pages)}")
     with _open(spec, layout, geometry, dtype) as loader:
-        loader.fill(0, pages, check)
+        loader.fill(0, pages, check, threads)
 
 
 @contextmanager
@@ -187,16 +191,21 @@ class _Loader:
         self.tensors = tensors
         self.file = file
         self.bits = _BITS[dtype].unsigned
-        self.buffer = np.empty(max((t.size_bytes for t in tensors.values()), default=0), dtype=np.uint8)
+        self.buffer_bytes = max((t.size_bytes for t in tensors.values()), default=0)
 
     def fill(
-        self, first_page: int, pages: Iterable[torch.Tensor], check: Callable[[], None] = lambda: None
+        self,
+        first_page: int,
+        pages: Iterable[torch.Tensor],
+        check: Callable[[], None] = lambda: None,
+        threads: Executor | None = None,
     ) -> None:
         """Write every byte of the adapter's pages from ``first_page`` on."""
         images = [page.view(torch.uint8).numpy().view(self.bits) for page in pages]
         per_page, size = self.geometry.cells_per_page, self.geometry.cell_elements
         begin = first_page * per_page
         end = min(begin + len(images) * per_page, self.layout.num_cells)
+        jobs: list[Callable[[], None]] = []
         for index, projection in enumerate(self.geometry.projections):
             first_a, first_b, rank = self.layout.records[index].tolist()
             sides: tuple[tuple[Side, int, int], ...] = (
@@ -207,16 +216,26 @@ class _Loader:
                 cells = self.geometry.cells(length)
                 rows = range(max(0, (begin - first) // cells), min(rank, -(-(end - first) // cells)))
                 if rows:
-                    check()
-                    self._add(images, index, side, length, rows, first + rows.start * cells - begin)
+                    first_cell = first + rows.start * cells - begin
+                    jobs.append(partial(self._add, images, index, side, length, rows, first_cell, check))
+        _run_all(jobs, threads)
         for number, image in enumerate(images, first_page):
             used = min(per_page, self.layout.num_cells - number * per_page)
             image[:, used * size :] = 0
 
     def _add(
-        self, images: list[np.ndarray], index: int, side: Side, length: int, rows: range, first_cell: int
+        self,
+        images: list[np.ndarray],
+        index: int,
+        side: Side,
+        length: int,
+        rows: range,
+        first_cell: int,
+        check: Callable[[], None],
     ) -> None:
         """Write rows of one projection's A or B, all layers; cells before and past the images fall away."""
+        check()
+        buffer = np.empty(self.buffer_bytes, dtype=np.uint8)
         projection, ranks = self.geometry.projections[index], self.spec.ranks[index]
         per_page, size = self.geometry.cells_per_page, self.geometry.cell_elements
         cells = self.geometry.cells(length)
@@ -227,7 +246,7 @@ class _Loader:
         for layer, rank in enumerate(ranks):
             present = min(rank, rows.stop) - rows.start
             if present > 0:
-                self._rows(projection, layer, rank, side, rows.start, block[:present, :length])
+                self._rows(projection, layer, rank, side, rows.start, block[:present, :length], buffer)
             block[max(present, 0) :] = 0  # left from a layer of a larger rank
             for start, stop in itertools.pairwise(cuts):
                 page, cell = divmod(start, per_page)
@@ -235,7 +254,14 @@ class _Loader:
                 target[:] = flat[(start - first_cell) * size : (stop - first_cell) * size]
 
     def _rows(
-        self, projection: Projection, layer: int, rank: int, side: Side, first: int, target: np.ndarray
+        self,
+        projection: Projection,
+        layer: int,
+        rank: int,
+        side: Side,
+        first: int,
+        target: np.ndarray,
+        buffer: np.ndarray,
     ) -> None:
         """Read rows from ``first`` on of a layer's A, or of its B transposed: target [rows, length]."""
         name = self.spec.tensor_name(layer, projection, side)
@@ -245,17 +271,18 @@ class _Loader:
             raise AdapterError(f"tensor {name} is no longer what it was when the adapter was added")
         if side == "A":
             row_bytes = stored.size_bytes // rank
-            part = self._read(name, stored, first * row_bytes, len(target) * row_bytes)
+            part = self._read(name, stored, first * row_bytes, buffer[: len(target) * row_bytes])
             target[:] = part.reshape(target.shape)
             return
-        whole = self._read(name, stored, 0, stored.size_bytes).reshape(shape)[:, first : first + len(target)]
+        whole = self._read(name, stored, 0, buffer[: stored.size_bytes]).reshape(shape)[
+            :, first : first + len(target)
+        ]
         tile = max(1, _TILE_ELEMENTS // len(target))
         for at in range(0, len(whole), tile):
             target[:, at : at + tile] = whole[at : at + tile].T
 
-    def _read(self, name: str, stored: StoredTensor, begin: int, size_bytes: int) -> np.ndarray:
-        """A flat part of a tensor as bit patterns of the pool's dtype."""
-        part = self.buffer[:size_bytes]
+    def _read(self, name: str, stored: StoredTensor, begin: int, part: np.ndarray) -> np.ndarray:
+        """A flat part of a tensor, read into ``part``, as bit patterns of the pool's dtype."""
         read_into(self.file, stored.begin + begin, part.data, name)
         source = _TORCH_DTYPES[stored.dtype]
         if not _all_finite(part, source):
@@ -266,6 +293,18 @@ class _Loader:
         if not _all_finite(converted, self.dtype):
             raise AdapterError(f"tensor {name} holds a value too large for {self.dtype}")
         return converted
+
+
+def _run_all(jobs: Sequence[Callable[[], None]], threads: Executor | None) -> None:
+    """Run them all, and raise the first error only when none runs any more: pages may go to others then."""
+    if threads is None:
+        for job in jobs:
+            job()
+        return
+    running = [threads.submit(job) for job in jobs]
+    wait(running)
+    for ended in running:
+        ended.result()
 
 
 def _all_finite(values: np.ndarray, dtype: torch.dtype) -> bool:

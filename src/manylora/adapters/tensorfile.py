@@ -70,16 +70,15 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_into(file: FileIO, begin: int, target: memoryview, name: str) -> None:
-    """Fill ``target`` with bytes from ``begin`` on, which belong to the tensor ``name``.
+    """Fill ``target`` with bytes from ``begin`` on, which belong to the tensor ``name``. From any thread.
 
     Plain reads rather than a mapping: a file cut short under a mapping kills the process with SIGBUS, a
     short read is an error that names the tensor.
     """
     filled = 0
     try:
-        file.seek(begin)
         while filled < len(target):
-            count = file.readinto(target[filled:])
+            count = os.preadv(file.fileno(), [target[filled:]], begin + filled)
             if not count:
                 raise AdapterError(f"the file ended inside tensor {name}: it was changed while being read")
             filled += count

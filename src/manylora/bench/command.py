@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from manylora.bench import kernels_command
 from manylora.config import ConfigError
 from manylora.flags import FLAGS, Flag
 
@@ -99,6 +100,7 @@ def add_parser(commands: Any, add_flag: AddFlag) -> None:
         "--all-at-once", action="store_true", help="all at once although --rate, with which they were drawn"
     )
     offline.set_defaults(run=_offline)
+    kernels_command.add_parser(kinds)
 
 
 def _add_common(parser: argparse.ArgumentParser, add_flag: AddFlag) -> None:

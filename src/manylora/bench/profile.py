@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib.metadata
-import json
 import platform
 import sys
 import tempfile
@@ -20,12 +19,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from tqdm import tqdm
 
 from manylora.bench.profile_grid import Limits, make_batches
-from manylora.bench.profile_loads import Load, Room, make_loads, overhead_points, run_load, step_points
+from manylora.bench.profile_loads import (
+    Load,
+    Room,
+    busy_load,
+    make_loads,
+    overhead_points,
+    read_points,
+    read_under_load,
+    run_load,
+    step_points,
+)
 from manylora.bench.profile_rig import Rig
+from manylora.bench.random_adapters import write_random_adapters
 from manylora.bench.step_log import LentExecutor, StepLog
 from manylora.bench.targets import EngineTarget
 from manylora.config import ConfigError, EngineSettings, PolicyConfig
@@ -50,6 +59,8 @@ RANKS = (64, 8, 32, 16)
 _HOST_POOL = {"cpu": "256MiB", "cuda": "2GiB"}
 _ADAPTER_ROOM = 0.3
 _KV_ROOM = 0.6
+_READS = 2 * len(RANKS)
+"""Adapters read under load in each part: two of each rank."""
 _MOST_PASSES = 5
 _ATTENTION_GROUPS = ("qkv", "o")
 _PACKAGES = ("manylora", "torch", "numpy", "triton", "numba", "flashinfer-python")
@@ -168,10 +179,12 @@ class Profiler:
             num_adapters=len(self._paths),
         )
         loads = make_loads(room, self._settings.is_quick)[part::num_parts]
-        log = asyncio.run(self._watched(loads, self._settings.budget_s / num_parts))
+        log = asyncio.run(self._watched(busy_load(room), loads, self._settings.budget_s / num_parts))
         self._log.steps += log.steps
+        self._log.reads += log.reads
 
-    async def _watched(self, loads: Sequence[Load], budget_s: float) -> StepLog:
+    async def _watched(self, busy: Load, loads: Sequence[Load], budget_s: float) -> StepLog:
+        """Its steps, and the reads of its first part, under load."""
         lent = LentExecutor(self._worker, self._policy.page_bytes)
         driver = Driver(self._policy, lent, self._info)
         names = [f"profile-{number}" for number in range(len(self._paths))]
@@ -181,6 +194,8 @@ class Profiler:
         total = _MOST_PASSES * len(loads)
         ends_at = time.monotonic() + budget_s
         try:
+            await read_under_load(target, busy, names[:_READS], seed=0)
+            reads = lent.log().reads
             for done in range(total):
                 if time.monotonic() > ends_at and done >= len(loads):
                     break
@@ -189,7 +204,7 @@ class Profiler:
         finally:
             await target.close()
         self._progress("engine", total, total)
-        return lent.log()
+        return StepLog(lent.log().steps, reads=reads)
 
     def profile(self) -> Profile:
         """Of all that was watched."""
@@ -210,7 +225,7 @@ class Profiler:
             commit=settings.commit,
             steps=tuple(step_points(self._log.steps)),
             copies=tuple(self._copies),
-            reads=tuple(self._reads),
+            reads=tuple(read_points(self._log.reads, self._reads)),
             overheads=tuple(overhead_points(self._log.steps)),
         )
 
@@ -293,34 +308,10 @@ def _projections(config: ModelConfig, which: str) -> list[Any]:
 def _write_adapters(
     folder: Path, config: ModelConfig, dtype: str, settings: ProfileSettings, max_seqs: int
 ) -> list[Path]:
-    """Random PEFT adapters of RANKS in turn, as many as rows. Those of one rank share a file, not pages."""
+    """Random PEFT adapters of RANKS in turn, as many as rows."""
+    count = min(max_seqs, 16 if settings.is_quick else 48)
     projections = _projections(config, settings.adapter_modules)
-    stems = [
-        (f"base_model.model.{config.names.layer_prefix}{layer}.{p.module}", p)
-        for layer in range(config.num_layers)
-        for p in projections
-    ]
-    generator = torch.Generator().manual_seed(0)
-    for rank in RANKS:
-        tensors = {}
-        for stem, p in stems:
-            for side, sizes in (("A", (rank, p.in_features)), ("B", (p.out_features, rank))):
-                values = torch.empty(sizes, dtype=getattr(torch, dtype)).uniform_(
-                    -0.02, 0.02, generator=generator
-                )
-                tensors[f"{stem}.lora_{side}.weight"] = values
-        save_file(tensors, folder / f"rank-{rank}.safetensors")
-    paths = []
-    for index in range(min(max_seqs, 16 if settings.is_quick else 48)):
-        rank = RANKS[index % len(RANKS)]
-        own = folder / f"adapter-{index}"
-        own.mkdir()
-        modules = sorted({p.module.rpartition(".")[2] for p in projections})
-        peft = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules}
-        (own / "adapter_config.json").write_text(json.dumps(peft))
-        (own / "adapter_model.safetensors").symlink_to(folder / f"rank-{rank}.safetensors")
-        paths.append(own)
-    return paths
+    return write_random_adapters(folder, config, projections, dtype, RANKS, count)
 
 
 # ---------------------------------------------------------------- for people

@@ -12,11 +12,11 @@ import random
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
-from manylora.bench.step_log import LoggedStep
+from manylora.bench.step_log import LoggedStep, LoggedTransfer
 from manylora.bench.targets import Call, EngineTarget
 from manylora.config import ConfigError
 from manylora.sim.costs import StepWork
-from manylora.sim.profile import OverheadPoint, StepPoint
+from manylora.sim.profile import OverheadPoint, StepPoint, TransferPoint
 
 _REPLY = 24
 _TURNS = 3
@@ -79,6 +79,12 @@ def make_loads(room: Room, is_quick: bool) -> list[Load]:
     return found
 
 
+def busy_load(room: Room) -> Load:
+    """For ``read_under_load``: rows that decode, a quarter of the engine's most."""
+    each = max(1, min(room.max_len, room.num_tokens) // 4)
+    return Load(max(1, room.max_seqs // 4), min(_SHORTEST, each), 0, reply=min(_REPLY, each))
+
+
 def _doublings(first: int, last: int, factor: int) -> list[int]:
     values = []
     while first < last:
@@ -96,6 +102,28 @@ async def run_load(target: EngineTarget, load: Load, adapters: Sequence[str], se
     plans = [list(_turns(load, target.max_model_len or load.context, source)) for _ in range(load.clients)]
     names = [adapters[number % load.adapters] if load.adapters else None for number in range(load.clients)]
     await asyncio.gather(*(_converse(target, plan, name) for plan, name in zip(plans, names)))
+
+
+async def read_under_load(target: EngineTarget, load: Load, adapters: Sequence[str], seed: int) -> None:
+    """Ask for each adapter once, one after another, while the load's clients speak without adapters: an engine at
+    work slows the reader, which shares its processor and its interpreter. Raises ConfigError."""
+    source = random.Random(seed)
+    is_over = False
+
+    async def speak(prompt: tuple[int, ...]) -> None:
+        while not is_over:
+            await _converse(target, [(prompt, load.reply)], None)
+
+    async def read() -> None:
+        nonlocal is_over
+        try:
+            for adapter in adapters:
+                await _converse(target, [(tuple(source.choices(_VOCABULARY, k=_SHORTEST)), 1)], adapter)
+        finally:
+            is_over = True
+
+    prompts = [tuple(source.choices(_VOCABULARY, k=load.context)) for _ in range(load.clients)]
+    await asyncio.gather(read(), *(speak(prompt) for prompt in prompts))
 
 
 async def _converse(
@@ -165,6 +193,16 @@ def _level(number: int) -> int:
 def _without_stalls(steps: Sequence[LoggedStep]) -> list[LoggedStep]:
     most_s = _STALL * statistics.median(step.took_s for step in steps)
     return [step for step in steps if step.took_s <= most_s]
+
+
+def read_points(reads: Sequence[LoggedTransfer], alone: Sequence[TransferPoint]) -> list[TransferPoint]:
+    """Mean times of reads by their sizes, each way as in the engine where it read that way, else ``alone``."""
+    groups: dict[tuple[bool, int], list[float]] = {}
+    for read in reads:
+        groups.setdefault((read.to_device, read.num_bytes), []).append(read.took_s)
+    points = [TransferPoint(*kind, _rounded(statistics.fmean(took))) for kind, took in sorted(groups.items())]
+    ways = {point.to_device for point in points}
+    return points + [point for point in alone if point.to_device not in ways]
 
 
 def overhead_points(steps: Sequence[LoggedStep]) -> list[OverheadPoint]:

@@ -42,6 +42,7 @@ class LoggedStep(NamedTuple):
     num_rows: int
     num_new: int
     work: StepWork
+    cpu_s: float
 
 
 class LoggedTransfer(NamedTuple):
@@ -79,14 +80,17 @@ class LentExecutor:
         self._before: set[SequenceId] = set()
         self._num_asked = 0
         # Plain tuples of numbers: the garbage collector looks through anything else again and again.
-        self._steps: list[tuple[_Timing, tuple[int, int], _Work]] = []
+        self._steps: list[tuple[_Timing, tuple[int, int], _Work, float]] = []
         self._copies: list[tuple[float, float, float, bool, int]] = []
         self._reads: list[tuple[float, float, float, bool, int]] = []
 
     def log(self) -> StepLog:
         """All so far."""
         return StepLog(
-            [LoggedStep(*timing, *counts, StepWork(*work)) for timing, counts, work in self._steps],
+            [
+                LoggedStep(*timing, *counts, StepWork(*work), cpu_s)
+                for timing, counts, work, cpu_s in self._steps
+            ],
             [LoggedTransfer(*copy) for copy in self._copies],
             [LoggedTransfer(*read) for read in self._reads],
         )
@@ -104,17 +108,17 @@ class LentExecutor:
             self._sequences[start.sequence] = start.adapter
         # Sequences may end while the step is on its way.
         work = work_of(step, self._sequences, self._adapter_bytes)
-        began_s = self._clock()
+        began_s, cpu_s = self._clock(), time.thread_time()
         issued = self._executor.issue_step(step)
 
         def finish() -> StepResult:
             result = issued.wait()
-            self._note(step, work, began_s, self._clock())
+            self._note(step, work, began_s, self._clock(), time.thread_time() - cpu_s)
             return result
 
         return IssuedStep(finish)
 
-    def _note(self, step: RunStep, work: StepWork, began_s: float, ended_s: float) -> None:
+    def _note(self, step: RunStep, work: StepWork, began_s: float, ended_s: float, cpu_s: float) -> None:
         rows = {row.sequence for row in step.rows}
         gap_s = None
         if self._steps:
@@ -125,7 +129,7 @@ class LentExecutor:
                 gap_s = began_s - before_began_s - before_took_s
         self._before = rows
         timing = (began_s, ended_s - began_s, gap_s)
-        self._steps.append((timing, (len(step.rows), len(step.starts)), tuple(work)))
+        self._steps.append((timing, (len(step.rows), len(step.starts)), tuple(work), cpu_s))
 
     def swap_pages(self, command: SwapPages, done: Callable[[CopyDone], None]) -> None:
         """See Executor."""

@@ -21,6 +21,7 @@ from manylora.executor.graphs import MAX_BYTES as GRAPH_BYTES
 from manylora.executor.graphs import GraphLimits, Progress
 from manylora.executor.shards import SMALL_MODEL_BYTES, Shards
 from manylora.executor.worker import Worker
+from manylora.kernels.flashinfer_attention import AttentionShape
 from manylora.kernels.select import ops_for
 from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
 from manylora.memory.arena import Arena
@@ -79,7 +80,11 @@ def build_worker(
     if pads_steps is None:
         pads_steps = device.captures and settings.cuda_graphs == "auto"
     is_small = kind == "cpu" and weight_bytes(config, dtype) <= SMALL_MODEL_BYTES
-    ops = ops_for(device.torch_device, compiled=is_small and dtype is torch.float32)
+    ops = ops_for(
+        device.torch_device,
+        compiled=is_small and dtype is torch.float32,
+        attention=_attention_shape(config, dtype, limits.max_model_len),
+    )
     _log.info("running on %s with %s kernels", device.name, ops.name)
     decoder = load_model(
         folder,
@@ -164,6 +169,12 @@ def activation_bytes(config: ModelConfig, dtype: torch.dtype, num_seqs: int, bat
     widest = 6 * config.hidden_size + 3 * qkv + 4 * config.intermediate_size
     layer = batch_tokens * widest * max(dtype.itemsize, 4)
     return layer + num_seqs * config.vocab_size * _SAMPLER_BYTES + _WORKSPACE_BYTES
+
+
+def _attention_shape(config: ModelConfig, dtype: torch.dtype, max_model_len: int) -> AttentionShape:
+    """A window as long as the longest context is none."""
+    sees_all = any(window is None or window >= max_model_len for window in config.windows)
+    return AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, dtype, sees_all)
 
 
 def _page_shape(config: ModelConfig, page_tokens: int, dtype: torch.dtype) -> PageShape:

@@ -31,7 +31,7 @@ class FixedAttention(Protocol):
 
 
 class FixedLora(Protocol):
-    """``plan``: for ``Ops.lora``, as above."""
+    """``plan``: for ``Ops.lora_linear``, as above."""
 
     @property
     def plan(self) -> Any: ...
@@ -94,10 +94,6 @@ def fixed_lora(
     """For at most ``num_tokens`` tokens in segments of any length, and ranks up to ``max_rank``."""
     if isinstance(ops, _FixesLora):
         return ops.fixed_lora(num_tokens, max_rank, geometry, cells, device)
-    if has_fixed_plans(ops):
-        from manylora.kernels.triton.fixed_lora import FixedLoraTables
-
-        return FixedLoraTables(num_tokens, max_rank, geometry, cells, device)
 
     def plan(segments: LoraSegments | None, num_tokens: int) -> Any | None:
         return None if segments is None else ops.plan_lora(segments, geometry, device)

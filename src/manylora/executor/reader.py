@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,9 @@ from manylora.types import AdapterId, PageId
 
 READERS = 2
 """Reads at a time: one waits for its file while the other packs; more would take cores from the steps."""
+
+_PARTS, _MANY_CORES = 4, 8
+"""Threads that share the packing of what is read, where there are so many cores that steps do not miss them."""
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +72,9 @@ class AdapterReader:
         self._device = device
         self._note_landed = landed
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="manylora-adapter-read")
+        self._parts: ThreadPoolExecutor | None = None
+        if (os.cpu_count() or 1) >= _MANY_CORES:
+            self._parts = ThreadPoolExecutor(_PARTS, thread_name_prefix="manylora-adapter-part")
         self._closing = False
 
     def start(
@@ -85,6 +92,8 @@ class AdapterReader:
         """Break reads off, answer every one that is left, end the threads. Idempotent."""
         self._closing = True
         self._threads.shutdown(wait=True)
+        if self._parts is not None:
+            self._parts.shutdown(wait=True)
 
     def _run(
         self,
@@ -133,7 +142,7 @@ class AdapterReader:
         layout = layout_of(spec, self._geometry)
         pages = [self._host.page(page) for page in command.pages]
         self._check_open()
-        load_into(spec, layout, self._geometry, self._host.dtype, pages, self._check_open)
+        load_into(spec, layout, self._geometry, self._host.dtype, pages, self._check_open, self._parts)
 
     def _check_open(self) -> None:
         if self._closing:

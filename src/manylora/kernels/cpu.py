@@ -23,7 +23,14 @@ import torch.nn.functional as F
 
 from manylora.kernels.cpu_attention import CpuAttentionPlan, group_rows
 from manylora.kernels.cpu_lora import CpuLoraPlan, LoraBlock, plan_blocks
-from manylora.kernels.ops import AttentionRows, HeadNorm, LoraSegments, Rotary, rotated_then_stored
+from manylora.kernels.ops import (
+    AttentionRows,
+    ComposedLora,
+    HeadNorm,
+    LoraSegments,
+    Rotary,
+    rotated_then_stored,
+)
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
 
 
@@ -34,7 +41,7 @@ class _Scratch(threading.local):
         self.buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
 
-class CpuOps:
+class CpuOps(ComposedLora):
     """The Ops protocol on the CPU, in float64, float32, bfloat16 and float16."""
 
     name = "cpu"

@@ -126,6 +126,31 @@ class Ops(Protocol):
         """In place: y[t, columns of p] += scale_p * (x[t] A_p) B_p for every projection p of the group, with
         t's adapter. x ``[T, in]``, y ``[T, sum(out)]``, both contiguous in the last dimension."""
 
+    def lora_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        pool: torch.Tensor,
+        layer: int,
+        group: ProjectionGroup,
+        plan: Any | None,
+    ) -> torch.Tensor:
+        """``linear`` of a group's projections side by side with ``lora`` on top, in whatever order is fastest;
+        ``[T, sum(out)]``. Without a plan no token has an adapter."""
+
+    def lora_gated(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        pool: torch.Tensor,
+        layer: int,
+        group: ProjectionGroup,
+        plan: Any | None,
+    ) -> torch.Tensor:
+        """``silu_mul`` of ``lora_linear``, whose group is gate and up; ``[T, I]``."""
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMSNorm over the last dimension, variance in float32, as transformers' LlamaRMSNorm."""
 
@@ -157,6 +182,37 @@ class Ops(Protocol):
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up for ``[T, 2 * I]`` with gate first; returns ``[T, I]``."""
+
+
+class ComposedLora:
+    """``lora_linear`` and ``lora_gated`` by the operations that they stand for, for implementations of Ops."""
+
+    def lora_linear(
+        self: Ops,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        pool: torch.Tensor,
+        layer: int,
+        group: ProjectionGroup,
+        plan: Any | None,
+    ) -> torch.Tensor:
+        y = self.linear(x, weight, bias)
+        if plan is not None:
+            self.lora(y, x, pool, layer, group, plan)
+        return y
+
+    def lora_gated(
+        self: Ops,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        pool: torch.Tensor,
+        layer: int,
+        group: ProjectionGroup,
+        plan: Any | None,
+    ) -> torch.Tensor:
+        return self.silu_mul(self.lora_linear(x, weight, bias, pool, layer, group, plan))
 
 
 def rotated_then_stored(

@@ -11,7 +11,14 @@ import dataclasses
 import torch
 from torch.nn import functional
 
-from manylora.kernels.ops import AttentionRows, HeadNorm, LoraSegments, Rotary, rotated_then_stored
+from manylora.kernels.ops import (
+    AttentionRows,
+    ComposedLora,
+    HeadNorm,
+    LoraSegments,
+    Rotary,
+    rotated_then_stored,
+)
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
 
 
@@ -32,7 +39,7 @@ def wide(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-class ReferenceOps:
+class ReferenceOps(ComposedLora):
     """The Ops protocol on any device and in any floating dtype."""
 
     name = "reference"

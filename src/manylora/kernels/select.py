@@ -6,13 +6,16 @@ import importlib.util
 
 import torch
 
+from manylora.kernels.flashinfer_attention import AttentionShape, serving_prompts
 from manylora.kernels.ops import Ops
 
 
-def ops_for(device: torch.device, *, compiled: bool = False) -> Ops:
+def ops_for(device: torch.device, *, compiled: bool = False, attention: AttentionShape | None = None) -> Ops:
     """The operations to serve with on the device; Triton and Numba are imported only where they are wanted.
 
     ``compiled``: on a CPU, loops over the pool in float32 that run on one thread each, where Numba is there.
+    ``attention``: the heads of the one model that will be served, for which the faster kernels are chosen on CUDA
+    and compiled now; None: choices that hold for any.
     """
     if device.type == "cpu":
         from manylora.kernels.cpu import CpuOps
@@ -24,8 +27,20 @@ def ops_for(device: torch.device, *, compiled: bool = False) -> Ops:
 
         return CpuOps()
     if device.type == "cuda":
+        from manylora.kernels.triton.decode_table import stored_table
+        from manylora.kernels.triton.dependent import can_depend
         from manylora.kernels.triton.operations import TritonOps
         from manylora.kernels.triton.products import products_on
 
-        return TritonOps(products=products_on(device))
+        products = products_on(device)
+        dependent = products.depends and can_depend(device)
+        if attention is None:
+            return TritonOps(products=products, dependent=dependent)
+        name = torch.get_device_module(device).get_device_properties(device).name
+        return TritonOps(
+            products=products,
+            decoding=stored_table(name, attention.heads // attention.kv_heads, attention.head_dim),
+            prompts=serving_prompts(attention, device),
+            dependent=dependent,
+        )
     raise ValueError(f"no kernels for device type {device.type!r}: use cpu or cuda")

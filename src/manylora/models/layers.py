@@ -37,10 +37,15 @@ class LoraLinear:
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x ``[T, in]`` to ``[T, sum(out)]``, contiguous."""
-        y = step.ops.linear(x, self.weight, self.bias)
-        if step.batch.lora is not None:
-            step.ops.lora(y, x, step.pool, self.layer, self.group, step.batch.lora)
-        return y
+        return step.ops.lora_linear(
+            x, self.weight, self.bias, step.pool, self.layer, self.group, step.batch.lora
+        )
+
+    def gated(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """Of gate and up side by side: silu(gate) * up, ``[T, I]``."""
+        return step.ops.lora_gated(
+            x, self.weight, self.bias, step.pool, self.layer, self.group, step.batch.lora
+        )
 
 
 class Norm(Protocol):
@@ -120,7 +125,7 @@ class GatedMlp:
     down: LoraLinear
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        return self.down(step.ops.silu_mul(self.gate_up(x, step)), step)
+        return self.down(self.gate_up.gated(x, step), step)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

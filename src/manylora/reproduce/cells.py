@@ -163,6 +163,7 @@ def cell_config(cell: Cell) -> PolicyConfig:
         num_host_pages=HOST_POOL_BYTES // page_bytes,
         page_bytes=page_bytes,
         cache=cache,
+        pipeline_depth=1,  # as in the papers' engines
     )
 
 

@@ -13,17 +13,37 @@ from manylora.reproduce.report import Headline
 
 
 def reproduce(
-    name: str, out: Path, scale: Scale, device: Device | None = None, seed: int = 0, workers: int = 0
+    name: str,
+    out: Path,
+    scale: Scale,
+    device: Device | None = None,
+    seed: int = 0,
+    workers: int = 0,
+    *,
+    hardware: str | None = None,
+    store: Path | None = None,
+    is_run: bool = True,
 ) -> None:
-    """Run the experiment, write ``NAME.json`` and ``NAME.png``, print the headline. Raises ConfigError."""
+    """Run the experiment, write ``NAME.json`` and ``NAME.png``, print the headline; the last three as ``Setup``
+    has them. Raises ConfigError."""
     found = experiment(name)
     if device is not None and device not in found.devices:
         raise ConfigError(f"{name} runs on {' or '.join(found.devices)}, not on {device}")
     chosen = device or found.devices[0]
     if chosen == "cuda" and not _has_cuda():
         raise ConfigError(f"{name} needs a CUDA device, and there is none")
+    if hardware not in (None, *found.hardwares):
+        known = " or ".join(found.hardwares)
+        raise ConfigError(f"{name} has no choice of hardware" if not known else f"--hardware must be {known}")
+    if not found.hardwares and (store or not is_run):
+        raise ConfigError(f"{name} keeps nothing: leave out --store and --report-only")
+    if found.hardwares and store is None and scale == "full":
+        store = out / f"{name}-{hardware or found.hardwares[0]}.cells.jsonl"  # hours of work
     began = time.monotonic()
-    report = found.run(Setup(scale, chosen, seed, workers, lambda line: show_progress(f"{name}: {line}")))
+    setup = Setup(
+        scale, chosen, seed, workers, hardware, store, is_run, lambda line: show_progress(f"{name}: {line}")
+    )
+    report = found.run(setup)
     try:
         written = report.write(out)
         found.draw(report, written.with_suffix(".png"))

@@ -50,7 +50,7 @@ def bars(
         axis.grid(axis="y", alpha=0.3)
         if field in is_log:
             axis.set_yscale("log")
-    axes[0, 0].legend(fontsize=8, ncols=len(names))
+    axes[0, 0].legend(fontsize=8, ncols=min(len(names), max(2, int(width / 1.3))))
     _finish(pyplot, figure, report, path)
 
 

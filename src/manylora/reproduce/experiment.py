@@ -23,13 +23,18 @@ Device = Literal["sim", "cpu", "cuda"]
 class Setup:
     """How to run. ``quick``: under two minutes on two cores; ``smoke``: a few seconds, to see that it works.
 
-    ``workers``: processes that share independent parts; 0: as many as there are cores.
+    ``workers``: processes that share independent parts; 0: as many as there are cores. For an experiment with a
+    choice of ``hardwares``: which one (None: the first); ``store``: the file of its finished parts, from which a
+    run that was stopped goes on; ``is_run``: whether what is missing there is run, or only reported as missing.
     """
 
     scale: Scale = "full"
     device: Device = "sim"
     seed: int = 0
     workers: int = 0
+    hardware: str | None = None
+    store: Path | None = None
+    is_run: bool = True
     show: Callable[[str], None] = lambda line: None
 
     @property
@@ -44,13 +49,17 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Experiment:
-    """``devices``: where it can run, the default first. ``draw``: the picture, like the paper's."""
+    """``devices``: where it can run, the default first. ``draw``: the picture, like the paper's.
+
+    ``hardwares``: descriptions for which a simulated one can run, the default first; it takes a store, too.
+    """
 
     name: str
     title: str
     devices: tuple[Device, ...]
     run: Callable[[Setup], Report]
     draw: Callable[[Report, Path], None]
+    hardwares: tuple[str, ...] = ()
 
 
 def show_progress(line: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from manylora.reproduce.cells import Cell, in_parallel
 from manylora.reproduce.experiment import Experiment, Setup
-from manylora.reproduce.fastlibra_table_cases import COMPARED, RatesFile, Table, table
+from manylora.reproduce.fastlibra_table_cases import COMPARED, HARDWARE, RatesFile, Table, table
 from manylora.reproduce.fastlibra_table_peaks import Peak, Search, peak, rounded, run_into
 from manylora.reproduce.fastlibra_table_report import TITLE, report
 from manylora.reproduce.fastlibra_table_store import CellStore
@@ -27,8 +27,8 @@ _LONG_S = 600.0
 
 
 def run(setup: Setup) -> Report:
-    """On the NPU's description, with nothing kept."""
-    return table_report(setup, "npu", None)
+    """On the NPU's description or with an H200's profiles."""
+    return table_report(setup, setup.hardware or next(iter(HARDWARE)), setup.store, setup.is_run)
 
 
 def table_report(setup: Setup, hardware: str, store: Path | None, is_run: bool = True) -> Report:
@@ -57,20 +57,25 @@ def find_rates(setup: Setup, shown: Table, rates: RatesFile, store: Path) -> Non
 
 
 def fill(setup: Setup, shown: Table, rates: RatesFile, store: Path) -> None:
-    """Case by case: every policy at every rate, then the policies' peaks."""
-    for number, case in enumerate(shown.cases, 1):
-        finished = CellStore(store)
-        cells = {
-            cell: cell for cell in shown.cells(case, rates.rates).values() if finished.find(cell) is None
-        }
-        where = f"{case} ({number} of {len(shown.cases)})"
-        if cells:
-            what = f"simulations done, {where}"
-            in_parallel(functools.partial(_run, store), cells, setup.num_workers, setup.show, what)
-        if case in shown.main:
-            searched = {policy: shown.peak_cell(case, policy, rates.rates) for policy in COMPARED}
-            search = functools.partial(_peak, store, shown.search)
-            in_parallel(search, searched, setup.num_workers, setup.show, f"peaks found, {where}")
+    """Batch by batch: case by case every policy at every rate, then the policies' peaks.
+
+    Cases without rates are left out: they come when their rates are known.
+    """
+    for batch in shown.batches:
+        cases = [case for case in batch if case in rates.rates]
+        for case in cases:
+            finished = CellStore(store)
+            cells = {
+                cell: cell for cell in shown.cells(case, rates.rates).values() if finished.find(cell) is None
+            }
+            if cells:
+                what = f"simulations done, {case}"
+                in_parallel(functools.partial(_run, store), cells, setup.num_workers, setup.show, what)
+        for case in cases:
+            if case in shown.main:
+                searched = {policy: shown.peak_cell(case, policy, rates.rates) for policy in COMPARED}
+                search = functools.partial(_peak, store, shown.search)
+                in_parallel(search, searched, setup.num_workers, setup.show, f"peaks found, {case}")
 
 
 @functools.lru_cache(maxsize=1)
@@ -105,4 +110,5 @@ EXPERIMENT = Experiment(
     ("sim",),
     run,
     draw,
+    tuple(HARDWARE),
 )

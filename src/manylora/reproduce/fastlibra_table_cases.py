@@ -43,8 +43,17 @@ class Table:
 
     @property
     def cases(self) -> dict[str, Cell]:
-        """All of them, in the order in which they are run."""
+        """All of them."""
         return {**self.main, **self.many}
+
+    @property
+    def batches(self) -> list[list[str]]:
+        """The cases in the order in which they are run, so that a part is worth reading: one model after the
+        other, each with every scenario at one number of adapters before the next number; then the many."""
+        by_model: dict[str, list[str]] = {}
+        for case, cell in sorted(self.main.items(), key=lambda item: item[1].num_adapters):
+            by_model.setdefault(cell.model, []).append(case)
+        return [*by_model.values(), list(self.many)]
 
     def policies(self, case: str) -> tuple[str, ...]:
         """Compared in a case, the reference last."""

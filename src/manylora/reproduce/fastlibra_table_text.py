@@ -38,6 +38,9 @@ def markdown(report: Report) -> str:
         *_by_case(main, "Mean TTFT over the rates that all sustain, ms", "sustained_ttft_mean_ms", 1),
         *_by_case(main, "Mean TPOT, ms", "tpot_mean_ms", 2),
         *_by_case(main, "Peak, requests/s", "peak_per_s", 2),
+        "## Rate by rate",
+        "Mean TTFT in ms at each rate (requests/s), also of cases that are not finished.",
+        *_by_rate(report, main),
         "## Memory and hits",
         "Means over the same cases.",
         _use(finished(main)),
@@ -49,9 +52,10 @@ def markdown(report: Report) -> str:
             "## 1,000 and 2,000 adapters",
             *_by_case(many, "Mean TTFT, ms", "ttft_mean_ms", 1),
             *_by_case(many, "Mean TPOT, ms", "tpot_mean_ms", 2),
+            *_by_rate(report, many),
         ]
     if report.settings["missing"]:
-        blocks += ["## Missing", "\n".join(f"- {line}" for line in report.settings["missing"])]
+        blocks += ["## What there is of unfinished cases", _missing(report)]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -60,10 +64,31 @@ def _status(report: Report) -> list[str]:
     command = f"manylora reproduce fastlibra-table --hardware {report.settings['hardware']} --out DIR"
     lines = [f"    {command}", f"{hours:g} hours of one core."]
     if report.settings["missing"]:
-        lines.append(
-            f"**Partial**: {len(report.settings['missing'])} entries are missing, listed at the end."
+        done = report.settings["done"]
+        counts = ", ".join(
+            f"{done[what]} of {done[f'all_{what}']} {what}" for what in ("simulations", "peaks")
         )
+        lines.append(f"**Partial**: {counts} are there; how much of which stands at the end.")
     return lines
+
+
+def _missing(report: Report) -> str:
+    """A line a case: what is there of it."""
+    num_rates = len(report.settings["rate_shares"])
+    lines, without_rates = [], []
+    for case in report.settings["cases"]:
+        mine = [row for row in report.rows if row["case"] == case]
+        done = sum(row["rates_done"] for row in mine)
+        searched = mine[:-1] if mine and mine[0]["group"] == "main" else []  # not the reference
+        peaks = sum(row["peak_per_s"] is not None for row in searched)
+        if not mine:
+            without_rates.append(case)
+        elif done < num_rates * len(mine) or peaks < len(searched):
+            of_peaks = f", {peaks} of {len(searched)} peaks" if searched else ""
+            lines.append(f"- {case}: {done} of {num_rates * len(mine)} simulations{of_peaks}")
+    if without_rates:
+        lines.append(f"- not even rates: {', '.join(without_rates)}")
+    return "\n".join(lines)
 
 
 def _headline(report: Report) -> str:
@@ -106,6 +131,22 @@ def _by_case(rows: Sequence[Row], what: str, field: str, digits: int) -> list[st
     )]  # fmt: skip
     lines = [(case, *(_number(values[case, policy], digits) for policy in policies)) for case in cases]
     return [f"{what}:", _table(("case", *policies), lines)]
+
+
+def _by_rate(report: Report, rows: Sequence[Row]) -> list[str]:
+    """Of each case with a rate that more than one policy has run at."""
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    blocks = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        ttft = {row["policy"]: row["ttft_ms_by_rate"] for row in rows if row["case"] == case}
+        lines = [
+            (f"{rate:g}", *(_number(ttft[policy][place], 1) for policy in policies))
+            for place, rate in enumerate(report.settings["rates"][case])
+            if sum(ttft[policy][place] is not None for policy in policies) > 1
+        ]
+        if lines:
+            blocks += [f"{case}:", _table(("rate", *policies), lines)]
+    return blocks
 
 
 def _use(main: Sequence[Row]) -> str:

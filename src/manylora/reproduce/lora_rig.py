@@ -108,23 +108,3 @@ class LoraRig:
     def seconds(self, steps: Sequence[Step], repeats: int) -> list[float]:
         """Of one layer of each step: medians of repeats that take turns."""
         return [total / self.layers for total in medians(self.device, steps, repeats)]
-
-
-def ceilings(
-    device: torch.device, dtype: torch.dtype, repeats: int, is_small: bool = False
-) -> tuple[float, float]:
-    """(bytes per second of a copy, FLOP per second of a matrix product), of large ones unless ``is_small``."""
-    is_cpu = device.type == "cpu"
-    elements = 2**18 if is_small else 2**24 if is_cpu else 2**29
-    side = 256 if is_small else 1024 if is_cpu else 8192
-    source = torch.randn(elements, dtype=dtype, device=device)
-    target = torch.empty_like(source)
-    left = torch.randn(side, side, dtype=dtype, device=device)
-    product = torch.empty_like(left)
-    copy_s, product_s = medians(
-        device,
-        # By a kernel: what a graph captures of copy_() runs at two thirds of the speed on an H200.
-        [lambda: torch.mul(source, 2.0, out=target), lambda: torch.mm(left, left, out=product)],
-        repeats,
-    )
-    return 2 * source.nbytes / copy_s, 2 * side**3 / product_s

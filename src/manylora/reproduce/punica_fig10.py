@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from manylora.bench.kernels_settings import POPULARITIES, model_counts
 from manylora.reproduce import drawing
 from manylora.reproduce.experiment import Experiment, Setup
-from manylora.reproduce.punica_workload import POPULARITIES, RANK, model_counts
+from manylora.reproduce.punica_workload import RANK
 from manylora.reproduce.report import Headline, Report, Row, mean, ratio
 from manylora.sim.shapes import shape_named
 

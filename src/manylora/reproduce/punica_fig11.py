@@ -7,19 +7,13 @@ import dataclasses
 from pathlib import Path
 
 from manylora.bench.closed_loop import Gate, LoopRequest, LoopResult
+from manylora.bench.kernels_settings import POPULARITIES
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.reproduce import drawing
 from manylora.reproduce.cells import HOST_POOL_BYTES, PAGE_TOKENS, in_parallel
 from manylora.reproduce.experiment import Experiment, Setup
 from manylora.reproduce.punica_loop import SimulatedLoop
-from manylora.reproduce.punica_workload import (
-    LENGTHS_NOTE,
-    MOST_TOKENS,
-    POPULARITIES,
-    RANK,
-    TextRequest,
-    text_requests,
-)
+from manylora.reproduce.punica_workload import LENGTHS_NOTE, MOST_TOKENS, RANK, TextRequest, text_requests
 from manylora.reproduce.report import Headline, Report, Row, mean, ratio
 from manylora.sim.analytical import AnalyticalCosts
 from manylora.sim.hardware import HARDWARE

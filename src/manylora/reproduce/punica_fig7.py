@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from manylora.bench.kernels_settings import POPULARITIES, model_counts
 from manylora.reproduce import drawing
 from manylora.reproduce.experiment import Experiment, Setup
-from manylora.reproduce.punica_workload import POPULARITIES, RANK, model_counts
+from manylora.reproduce.punica_workload import RANK
 from manylora.reproduce.report import Headline, Report, Row, ratio
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def sgmv_bytes(inputs: int, models: int, h_in: int, h_out: int, itemsize: int) -
 
 def run(setup: Setup) -> Report:
     """Each batch under all four popularities, in turn."""
-    from manylora.reproduce.lora_rig import LoraRig, ceilings
+    from manylora.bench.kernels import ceilings
+    from manylora.reproduce.lora_rig import LoraRig
 
     batches = setup.pick((1, 2, 4, 8, 16, 24, 32, 48, 64), (1, 4, 16, 64), (1, 8))
     hidden, repeats = setup.pick((HIDDEN, 100), (HIDDEN, 30), (256, 3))

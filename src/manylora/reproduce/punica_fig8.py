@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from manylora.bench.kernels_settings import POPULARITIES, model_counts
 from manylora.reproduce import drawing
 from manylora.reproduce.experiment import Experiment, Setup
-from manylora.reproduce.punica_workload import POPULARITIES, RANK, model_counts
+from manylora.reproduce.punica_workload import RANK
 from manylora.reproduce.report import Headline, Report, Row, ratio
 
 if TYPE_CHECKING:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from manylora.bench.kernels_settings import POPULARITIES, model_counts
 from manylora.reproduce import drawing
 from manylora.reproduce.experiment import Experiment, Setup
 from manylora.reproduce.punica_fig8 import SIZES
-from manylora.reproduce.punica_workload import POPULARITIES, model_counts
 from manylora.reproduce.report import Headline, Report, Row, ratio
 
 RANKS = (8, 16, 32, 64)

@@ -1,17 +1,13 @@
-"""Punica's four popularities and its request lengths (§7). Knows no device."""
+"""Punica's requests: whose they are and how long (§7). Knows no device."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from random import Random
 
+from manylora.bench.kernels_settings import model_counts
 from manylora.workloads import extracts
-from manylora.workloads.popularity import Popularity
 
-POPULARITIES = ("distinct", "uniform", "skewed", "identical")
-SKEWED = Popularity("geometric", 1.5)
-"""Each model is asked for 1.5 times as often as the next (§7)."""
 RANK = 16
 """§7, for all experiments but Figure 9."""
 LENGTHS_NOTE = (
@@ -20,29 +16,6 @@ LENGTHS_NOTE = (
     "tokens; these generate several times as many. The published benchmark draws others again (prompts from a "
     "log-normal fit, whole lengths evenly up to 2,048), so tokens per second compare only roughly."
 )
-
-
-def model_counts(popularity: str, num_requests: int) -> tuple[int, ...]:
-    """How many of the requests each LoRA model gets, most popular first (§7).
-
-    Uniform: the ceiling of sqrt(n) models. Skewed: as many models as get a whole request each, shares rounded
-    by largest remainder.
-    """
-    match popularity:
-        case "distinct":
-            return (1,) * num_requests
-        case "identical":
-            return (num_requests,)
-        case "uniform":
-            models = math.ceil(math.sqrt(num_requests))
-            return tuple(num_requests // models + (i < num_requests % models) for i in range(models))
-    models = 1
-    while num_requests * SKEWED.weights(models + 1)[-1] >= 1:
-        models += 1
-    shares = [num_requests * weight for weight in SKEWED.weights(models)]
-    left = num_requests - sum(map(int, shares))
-    rounded_up = sorted(range(models), key=lambda i: int(shares[i]) - shares[i])[:left]
-    return tuple(sorted((int(share) + (i in rounded_up) for i, share in enumerate(shares)), reverse=True))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ TITLES: dict[str, str] = {
     "fastlibra-fig14": "device memory by use over time, load rising and falling, chatbot, 13B, 100 adapters",
     "fastlibra-fig15": "TTFT and TPOT of FastLibra without its manager, its swapper, its LoRA reward, normalised",
     "fastlibra-fig16": "TTFT and TPOT with 1,000 and 2,000 adapters asked for uniformly, in turn, or skewed",
-    "fastlibra-table": "TTFT, TPOT, peaks and their causes: every cache policy and limit in every FastLibra case",
+    "fastlibra-table": "Every cache policy and limit in every FastLibra case",
     "fastlibra-overhead": "real time of matching and updating the tree, and of a swap decision, on this CPU",
     "s-lora-table3": "Throughput by number of adapters, beside PEFT and merged copies",
     "s-lora-fig5": "Throughput and latency of S-LoRA and its own variants, by number of adapters",

@@ -126,6 +126,20 @@ class Profile:
             raise ConfigError(f"the profile is of the machine {self.machine!r}, not of {machine!r}")
 
 
+class _Table(msgspec.Struct, forbid_unknown_fields=True):
+    """Points in a file: the names of their fields once, and their values."""
+
+    columns: list[str]
+    rows: list[list[int | float | bool]]
+
+    def points(self, name: str) -> list[dict[str, int | float | bool]]:
+        """By field; raises ConfigError with the table's name."""
+        for number, row in enumerate(self.rows):
+            if len(row) != len(self.columns):
+                raise ConfigError(f"{name}[{number}] has {len(row)} values for {len(self.columns)} columns")
+        return [dict(zip(self.columns, row)) for row in self.rows]
+
+
 def load_profile(path: Path) -> Profile:
     """Read a profile; raises ConfigError, in one line that names the file."""
     try:
@@ -137,7 +151,13 @@ def load_profile(path: Path) -> Profile:
 
 
 def _decode(data: bytes) -> Profile:
-    return msgspec.json.decode(data, type=Profile)
+    """Points are tables, or, as once, one object each."""
+    fields = msgspec.json.decode(data)
+    if isinstance(fields, dict):
+        for name, value in fields.items():
+            if isinstance(value, dict) and set(value) == {"columns", "rows"}:
+                fields[name] = msgspec.convert(value, _Table).points(name)
+    return msgspec.convert(fields, Profile)
 
 
 def save_profile(profile: Profile, path: Path) -> None:
@@ -145,8 +165,9 @@ def save_profile(profile: Profile, path: Path) -> None:
     lines = []
     for name, value in msgspec.to_builtins(profile).items():
         if value and isinstance(value, list | tuple) and isinstance(value[0], dict):
-            rows = ",\n  ".join(json.dumps(row) for row in value)
-            lines.append(f' "{name}": [\n  {rows}\n ]')
+            rows = ",\n   ".join(json.dumps(list(row.values()), separators=(",", ":")) for row in value)
+            columns = json.dumps(list(value[0]))
+            lines.append(f' "{name}": {{"columns": {columns}, "rows": [\n   {rows}\n ]}}')
         else:
             lines.append(f' "{name}": {json.dumps(value)}')
     try:

@@ -7,6 +7,7 @@ import math
 
 import torch
 
+from manylora.kernels.flashinfer_attention import PromptAttention
 from manylora.kernels.ops import AttentionRows
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.attention import attend_kernel, combine_kernel
@@ -21,6 +22,8 @@ from manylora.kernels.triton.attention_plans import (
 )
 from manylora.kernels.triton.counters import Counters
 from manylora.kernels.triton.decode import decode_kernel
+from manylora.kernels.triton.decode_table import DecodeConfig, DecodeTable
+from manylora.kernels.triton.dependent import launch_options
 from manylora.kernels.triton.plans import power_of_two
 
 
@@ -36,28 +39,31 @@ def flat_heads(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous()
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodeConfig:
-    """Launch sizes of ``decode_kernel`` for 16-bit types and heads of at most 128 dimensions."""
-
-    block_n: int = 64
-    warps: int = 4
-    stages: int = 3
-
-
 class PagedAttention:
     """Attention on one device. Calls must be ordered on the device: they share counters.
 
-    ``programs``: how many programs keep the device busy.
+    ``programs``: how many programs keep the device busy. ``prompts``: serves long ones in steps that are not
+    captured, if given. ``dependent``: decoding begins while the kernel before it ends.
     """
 
-    def __init__(self, programs: int, config: DecodeConfig | None = None) -> None:
+    def __init__(
+        self,
+        programs: int,
+        decoding: DecodeTable | None = None,
+        prompts: PromptAttention | None = None,
+        dependent: bool = False,
+    ) -> None:
         self._programs = programs
-        self._config = config or DecodeConfig()
+        self._decoding = decoding or DecodeTable()
+        self._prompts = prompts
+        self._launching = launch_options(dependent)
         self._counters = Counters()
 
     def plan(self, rows: AttentionRows, page: PageShape, device: torch.device) -> TritonAttentionPlan:
-        return attention_plan(rows, page, device, self._programs)
+        plan = attention_plan(rows, page, device, self._programs, self._decoding)
+        if self._prompts is None:
+            return plan
+        return dataclasses.replace(plan, prompts=self._prompts.plan(rows, page))
 
     def fixed(
         self,
@@ -67,7 +73,7 @@ class PagedAttention:
         device: torch.device,
         num_tokens: int | None = None,
     ) -> FixedAttention:
-        return FixedAttention(num_rows, max_context, page, device, self._programs, num_tokens)
+        return FixedAttention(num_rows, max_context, page, device, self._programs, self._decoding, num_tokens)
 
     def __call__(
         self,
@@ -84,10 +90,13 @@ class PagedAttention:
         # Tokens of no row must not carry NaN onwards.
         fresh = torch.empty if plan.num_tokens == num_tokens else torch.zeros
         out = fresh((num_tokens, heads * dim), dtype=q.dtype, device=q.device)
+        # Prompts first: some write what lies between them too.
+        if plan.prompts is not None and plan.prompts.serves(q, scale, window):
+            plan.prompts.run(q, pool, layer, out)
+        elif plan.prefill is not None:
+            _prefill(q, pool, layer, plan.page_table, plan.prefill, scale, window, out)
         if plan.decode is not None:
             self._decode(q, pool, layer, plan.page_table, plan.decode, scale, window, out)
-        if plan.prefill is not None:
-            _prefill(q, pool, layer, plan.page_table, plan.prefill, scale, window, out)
         return out
 
     def _decode(
@@ -103,7 +112,7 @@ class PagedAttention:
     ) -> None:
         _, num_heads, dim = q.shape
         page_tokens, kv_heads = pool.shape[3:5]
-        heads, config = num_heads // kv_heads, self._config
+        heads, config = num_heads // kv_heads, pieces.config
         if dim > 128 or q.dtype == torch.float32:
             # Blocks that fit the registers: float32 products run without tensor cores.
             config = DecodeConfig(16 if q.dtype == torch.float32 else 32, 4, 2)
@@ -141,6 +150,7 @@ class PagedAttention:
             PRECISION=precision(q.dtype),
             num_warps=config.warps,
             num_stages=config.stages,
+            **self._launching,
         )
 
 

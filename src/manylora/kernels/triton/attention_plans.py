@@ -11,8 +11,10 @@ import dataclasses
 import numpy as np
 import torch
 
+from manylora.kernels.flashinfer_attention import PlannedPrompts
 from manylora.kernels.ops import AttentionRows
 from manylora.kernels.shapes import PageShape
+from manylora.kernels.triton.decode_table import DecodeConfig, DecodeTable
 from manylora.kernels.triton.plans import Ints, Table, tiles_of, upload
 
 TILE_RECORD = 4
@@ -44,29 +46,35 @@ class DecodePieces:
     records: torch.Tensor
     num_pieces: int
     places: int
+    config: DecodeConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class TritonAttentionPlan:
-    """``page_table`` int32: the rows' pages, one row after the other. ``num_tokens``: those of rows."""
+    """``page_table`` int32: the rows' pages, one row after the other. ``num_tokens``: those of rows.
+
+    ``prompts``: the same rows as ``prefill``, for layers that it serves.
+    """
 
     page_table: torch.Tensor
     prefill: PrefillTiles | None
     decode: DecodePieces | None
     num_tokens: int
+    prompts: PlannedPrompts | None = None
 
 
 def attention_plan(
-    rows: AttentionRows, page: PageShape, device: torch.device, programs: int
+    rows: AttentionRows, page: PageShape, device: torch.device, programs: int, decoding: DecodeTable
 ) -> TritonAttentionPlan:
     """One-token rows and longer ones go into launches of their own."""
     length = np.diff(rows.query_start).astype(np.int64)
     table, first_page = _ragged(rows, length, page)
-    pieces, places = _pieces(rows, length, first_page, page.kv_heads, programs)
+    config = decoding.choice(int((length == 1).sum()))
+    pieces, places = _pieces(rows, length, first_page, page.kv_heads, config.programs or programs)
     tiles = _tiles(rows, length, first_page)
     chunk, splits = _chunks(tiles, page.kv_heads, programs)
     page_table, on_device, tiles_on_device = upload([table, pieces, tiles], device)
-    decode = DecodePieces(on_device, len(pieces), places) if len(pieces) else None
+    decode = DecodePieces(on_device, len(pieces), places, config) if len(pieces) else None
     prefill = PrefillTiles(tiles_on_device, len(tiles), chunk, splits) if len(tiles) else None
     return TritonAttentionPlan(page_table, prefill, decode, int(rows.query_start[-1]))
 
@@ -85,15 +93,17 @@ class FixedAttention:
         page: PageShape,
         device: torch.device,
         programs: int,
+        decoding: DecodeTable,
         num_tokens: int | None = None,
     ) -> None:
+        config = decoding.choice(num_rows)
         self._page = page
-        self._programs = programs
+        self._programs = config.programs or programs
         self._num_rows = num_rows
         self._max_context = max_context
         self._num_tokens = num_rows if num_tokens is None else num_tokens
         self._decoding = num_tokens is None
-        self._num_pieces = num_rows + _wanted_pieces(page.kv_heads, programs)
+        self._num_pieces = num_rows + _wanted_pieces(page.kv_heads, self._programs)
         self._num_tiles = 0
         if not self._decoding:
             self._num_tiles = -(-self._num_tokens // PREFILL_TILE) + min(num_rows, MORE_TILES)
@@ -108,7 +118,7 @@ class FixedAttention:
             splits = min(MAX_CHUNKS, -(-programs // (full_tiles * page.kv_heads)))
             chunk = -(-max_context // (splits * CHUNK_STEP)) * CHUNK_STEP
             prefill = PrefillTiles(tiles, self._num_tiles, chunk, -(-max_context // chunk))
-        decode = DecodePieces(pieces, self._num_pieces, self._num_pieces)
+        decode = DecodePieces(pieces, self._num_pieces, self._num_pieces, config)
         # Where rows have several tokens, which of them belong to no row is not known at capture.
         self.plan = TritonAttentionPlan(table, prefill, decode, num_rows if self._decoding else -1)
         self.fill(AttentionRows(np.zeros(1, np.int32), np.zeros(0, np.int32), np.zeros((0, 1), np.int32)))

@@ -1,6 +1,6 @@
 """A Triton kernel for attention of rows with one query each over paged keys and values.
 
-The host cuts the rows' contexts into pieces of about equal length (``decode_plans``); a program takes one piece
+The host cuts the rows' contexts into pieces of about equal length (``attention_plans``); a program takes one piece
 and one key head, with all query heads that share it as rows of the tensor-core product (flash-decoding). A row's
 pieces are joined, in order, by the program that arrives last, so results do not depend on timing and no second
 launch is needed. A record of 8 int32 per piece:
@@ -19,6 +19,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from manylora.kernels.triton.dependent import ask_for
 
 RECORD = tl.constexpr(8)
 
@@ -48,15 +51,16 @@ def decode_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOWED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Grid (pieces, kv_heads). ``out`` [T, heads, DIM]; float32 ``partial`` [places, kv_heads, HEADS, DIM] and
     ``statistics`` [places, kv_heads, HEADS, 2] (largest exponent, sum); ``arrivals`` int32 [places, kv_heads]
     is zero before and after. A row without context gets zeros. BLOCK_M >= HEADS, and 16 for tensor cores."""
+    if DEPENDENT:
+        gdc_launch_dependents()
     record = records + tl.program_id(0) * RECORD
     token = tl.load(record).to(tl.int64)
-    if token < 0:
-        return
     table = page_table + tl.load(record + 1)
     context = tl.load(record + 2)
     piece = tl.load(record + 3)
@@ -71,6 +75,19 @@ def decode_kernel(
     length = tl.cdiv(tl.cdiv(context - low, pieces), BLOCK_N) * BLOCK_N
     begin = low + piece * length
     stop = tl.minimum(begin + length, context)
+    keys = pool + layer_offset + kv_head * DIM
+    if DEPENDENT:
+        # No kernel writes the tables, and only the last key and value are of this step.
+        row_bytes: tl.constexpr = DIM * pool.dtype.element_ty.primitive_bitwidth // 8
+        if (begin < stop) & (token >= 0) & (row_bytes % 16 == 0):
+            n = tl.minimum(begin + tl.arange(0, BLOCK_N), stop - 1)
+            pages = tl.load(table + n // PAGE_TOKENS).to(tl.int64)
+            rows = keys + pages * page_stride + n % PAGE_TOKENS * token_stride
+            ask_for(rows, row_bytes)
+            ask_for(rows + value_offset, row_bytes)
+        gdc_wait()
+    if token < 0:
+        return
 
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, DIM_PADDED)
@@ -79,7 +96,6 @@ def decode_kernel(
     inside = m[:, None] * DIM + d[None, :]
     head_inside = kv_head * HEADS * DIM + inside
     q_tile = tl.load(q + token * q_stride + head_inside, mask=stored_ok, other=0.0)
-    keys = pool + layer_offset + kv_head * DIM
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     result = tl.zeros((BLOCK_M, DIM_PADDED), tl.float32)

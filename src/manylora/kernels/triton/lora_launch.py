@@ -16,9 +16,13 @@ import torch
 
 from manylora.kernels.ops import LoraSegments
 from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
-from manylora.kernels.triton.lora_rows import expand_kernel, expand_silu_kernel, shrink_kernel
+from manylora.kernels.triton.lora_rows import (
+    expand_kernel,
+    expand_silu_kernel,
+    gated_sum_kernel,
+    shrink_kernel,
+)
 from manylora.kernels.triton.lora_work import (
-    BLOCKS,
     ROWS,
     WorkBuffer,
     largest_sizes,
@@ -26,19 +30,23 @@ from manylora.kernels.triton.lora_work import (
     sizes_of,
     work_arrays,
 )
+from manylora.kernels.triton.plans import power_of_two
 
 MOST_SPLITS = 16
 """Every program of expand adds the splits up again."""
+
+FEW_PROMPTS_SPLITS = 8
+"""Of long tiles that are too few for the device."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TileConfig:
     """Sizes for tiles of one kind.
 
-    ``chunk``: columns of one split of a shrink; 0: as many splits as keep the device busy.
+    ``chunk``: columns of one split of a shrink; 0: splits only where there are few tiles.
     ``shrink_columns``, ``expand_columns``: loaded at once by a one-token program; ``*_step`` by one with tensor
     cores. ``*_programs``: a multiprocessor, which take items in turn; 0: a program an item.
-    ``blocks``: of 16 rank rows side by side in a shrink, at most. ``*_registers``: a thread's
+    ``blocks``: of 16 rank rows side by side in a shrink. ``*_registers``: a thread's
     at most; 0: any.
     """
 
@@ -61,44 +69,57 @@ class TileConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """How LoRA runs on a device; runs longer than ``long_run`` take ``long``. ``pdl``: dependent launch."""
+    """How LoRA runs on a device; runs longer than ``long_run`` take ``long``. ``pdl``: dependent launch.
+
+    ``beside``: in captured steps, LoRA of gate and up runs on a second stream beside their product, and the
+    activation adds the two. For batches with long runs: ``writes_first``: expand writes and the product adds,
+    instead of the other way round; ``gates``: the expand of gate and up applies the activation.
+    """
 
     short: TileConfig
     long: TileConfig
-    long_run: int = 32
+    long_run: int = 128
     pdl: bool = False
+    beside: bool = False
+    writes_first: bool = False
+    gates: bool = False
 
 
 SHORT = TileConfig(
-    tile_tokens=16, chunk=1024, shrink_columns=512, shrink_step=256, shrink_warps=4, shrink_programs=0,
-    expand_columns=1024, expand_step=256, expand_warps=4, expand_programs=0,
+    tile_tokens=16, chunk=512, shrink_columns=512, shrink_step=256, shrink_warps=4, shrink_programs=16,
+    expand_columns=512, expand_step=256, expand_warps=4, expand_programs=16,
 )  # fmt: skip
 LONG = TileConfig(
-    tile_tokens=128, chunk=0, shrink_columns=64, shrink_step=64, shrink_warps=4, shrink_programs=0,
-    expand_columns=128, expand_step=128, expand_warps=8, expand_programs=0,
-    blocks=4, stages=3, vector=False,
+    tile_tokens=64, chunk=0, shrink_columns=128, shrink_step=128, shrink_warps=4, shrink_programs=0,
+    expand_columns=512, expand_step=64, expand_warps=4, expand_programs=0,
+    blocks=4, stages=3, vector=False, expand_registers=128,
 )  # fmt: skip
 DEFAULT = LoraConfig(SHORT, LONG)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TilePlan:
-    """Tables of the tiles of one kind; ``blocks``: by group, of an entry of shrink."""
+    """Tables of the tiles of one kind."""
 
     buffer: WorkBuffer
     config: TileConfig
-    blocks: dict[str, int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoraPlan:
-    """``cells`` must stay where it is while a graph that was captured with the plan is replayed."""
+    """``cells`` must stay where it is while a graph that was captured with the plan is replayed.
+
+    ``is_fixed``: it is filled anew for every step. ``covered``: so many of the batch's first tokens have tiles,
+    with an adapter or without; 0: only those with an adapter are known to.
+    """
 
     geometry: AdapterGeometry
     cells: torch.Tensor
     num_layers: int
     align: int
     parts: tuple[TilePlan, ...]
+    covered: int = 0
+    is_fixed: bool = False
 
 
 class LoraKernels:
@@ -131,33 +152,37 @@ class LoraKernels:
                 continue
             config = _for_dtype(config, geometry)
             members = (runs[0][chosen], runs[1][chosen], runs[2][chosen])
-            blocks = _blocks(segments, geometry, config)
-            arrays = work_arrays(segments, geometry, members, config.tile_tokens, blocks)
+            arrays = work_arrays(segments, geometry, members, config.tile_tokens, config.blocks)
             buffer = WorkBuffer(geometry, sizes_of(arrays, segments), device)
             buffer.fill(segments, arrays)
-            parts.append(TilePlan(buffer, config, blocks))
-        return self._plan(segments.cells, geometry, tuple(parts))
+            parts.append(TilePlan(buffer, config))
+        return self._plan(segments.cells, geometry, tuple(parts), num_tokens if cover else 0)
 
     def reserve(self, geometry: AdapterGeometry, cells: torch.Tensor, tokens: int, max_rank: int) -> LoraPlan:
         """A plan for decoding batches of up to so many tokens, to be captured and then filled step by step."""
         config = _for_dtype(self.config.short, geometry)
         sizes = largest_sizes(geometry, tokens, tokens, max_rank, config.tile_tokens)
-        part = TilePlan(WorkBuffer(geometry, sizes, cells.device), config, {})
-        return self._plan(cells, geometry, (part,))
+        part = TilePlan(WorkBuffer(geometry, sizes, cells.device), config)
+        return dataclasses.replace(self._plan(cells, geometry, (part,)), is_fixed=True, covered=tokens)
 
     def refill(self, plan: LoraPlan, segments: LoraSegments | None, num_tokens: int) -> None:
-        """Point a reserved plan at a batch. None: no token has an adapter. ValueError where it has no room."""
+        """Point a reserved plan at a batch. None: no token has an adapter. ValueError where it has no room.
+
+        ``num_tokens``: of the results that are written and not added to.
+        """
         (part,) = plan.parts
         if segments is None:
             segments = _none(plan.geometry, plan.cells)
         runs = runs_of(segments, num_tokens)
-        arrays = work_arrays(segments, plan.geometry, runs, part.config.tile_tokens, {})
+        arrays = work_arrays(segments, plan.geometry, runs, part.config.tile_tokens, part.config.blocks)
         part.buffer.fill(segments, arrays)
 
     @staticmethod
-    def _plan(cells: torch.Tensor, geometry: AdapterGeometry, parts: tuple[TilePlan, ...]) -> LoraPlan:
+    def _plan(
+        cells: torch.Tensor, geometry: AdapterGeometry, parts: tuple[TilePlan, ...], covered: int = 0
+    ) -> LoraPlan:
         align = math.gcd(geometry.page.slab_elements, geometry.cell_elements, 16)
-        return LoraPlan(geometry, cells, geometry.page.layers, align, parts)
+        return LoraPlan(geometry, cells, geometry.page.layers, align, parts, covered)
 
     # ---- launches --------------------------------------------------------------------------------------
 
@@ -195,8 +220,9 @@ class LoraKernels:
         out = torch.empty((y.shape[0], outputs), dtype=y.dtype, device=y.device)
         for part, planes in zip(plan.parts, partial):
             config, work = part.config, part.buffer.groups[group.name]
+            # Two projections' results: twice the threads hold them.
+            config = dataclasses.replace(config, expand_warps=min(8, 2 * config.expand_warps))
             columns, step = self._expand_columns(plan, config, outputs, y.dtype)
-            step = max(16, step // 2)  # two projections share the registers
             items = work.size.tiles * -(-outputs // columns)
             expand_silu_kernel[(self._programs(items, config.expand_programs),)](
                 y, out, pool, plan.cells, work.counts, work.tiles, part.buffer.scales, planes,
@@ -204,6 +230,17 @@ class LoraKernels:
                 plan.num_layers, outputs, plan.geometry.cells(outputs),
                 **self._expand_options(plan, config, columns, step, planes, y.dtype),
             )  # fmt: skip
+        return out
+
+    @staticmethod
+    def gated_sum(y: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up of y + delta, both ``[T, 2 * I]``: ``[T, I]``."""
+        tokens, size = y.shape[0], y.shape[1] // 2
+        out = torch.empty((tokens, size), dtype=y.dtype, device=y.device)
+        block = min(1024, power_of_two(size))
+        gated_sum_kernel[(tokens, ceil_div(size, block))](
+            y, delta, out, y.stride(0), delta.stride(0), size, BLOCK=block
+        )
         return out
 
     def _shrink(
@@ -242,7 +279,7 @@ class LoraKernels:
             CHUNK=chunk,
             SPLITS=splits,
             BLOCK_T=config.tile_tokens,
-            BLOCKS=part.blocks.get(group.name, 1),
+            BLOCKS=config.blocks,
             BLOCK_K=columns,
             MATRIX_K=step,
             STAGES=config.stages,
@@ -276,6 +313,7 @@ class LoraKernels:
             y.stride(0), planes.stride(0), self._layer(plan, layer), layer, plan.num_layers,
             *outputs, *padding[0], *cells, *padding[1],
             PROJECTIONS=len(outputs),
+            VECTOR=config.vector,
             ADD=add,
             **self._expand_options(plan, config, columns, step, planes, y.dtype),
         )  # fmt: skip
@@ -297,16 +335,14 @@ class LoraKernels:
         planes: torch.Tensor,
         dtype: torch.dtype,
     ) -> dict[str, Any]:
-        splits = planes.shape[0]
         return {
             "CELL": plan.geometry.cell_elements,
             "ALIGN": plan.align,
             "BLOCK_T": config.tile_tokens,
             "BLOCK_N": columns,
             "SUB_N": step,
-            "SPLITS": splits,
-            "SPLITS_PADDED": power_of_two(splits),
-            "VECTOR": config.vector,
+            "SPLITS": planes.shape[0],
+            "SPLITS_PADDED": power_of_two(planes.shape[0]),
             "PDL": self.config.pdl,
             "PRECISION": _precision(dtype),
             "num_warps": config.expand_warps,
@@ -316,11 +352,8 @@ class LoraKernels:
     def _splits(self, group: ProjectionGroup, config: TileConfig, entries: int) -> int:
         if config.chunk:
             return min(MOST_SPLITS, ceil_div(group.in_features, config.chunk))
-        # Two programs on each multiprocessor; powers of two: few variants of the kernels to compile.
-        splits = 1
-        while splits < 8 and splits * entries < 2 * self._sms:
-            splits *= 2
-        return splits
+        # One of two, so that there are few variants of the kernels to compile.
+        return 1 if entries >= 2 * self._sms else FEW_PROMPTS_SPLITS
 
     def _programs(self, items: int, programs: int) -> int:
         return min(items, self._sms * programs) if programs else items
@@ -339,17 +372,6 @@ def _precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def _blocks(segments: LoraSegments, geometry: AdapterGeometry, config: TileConfig) -> dict[str, int]:
-    """Blocks of rank rows that the tiles of each group have at most, where that is more than one."""
-    blocks, first = {}, 0
-    for group in geometry.groups:
-        last = first + len(group.projections)
-        most = int((-(-segments.records[:, first:last, 2] // ROWS)).sum(1).max(initial=1))
-        blocks[group.name] = min(config.blocks, BLOCKS, power_of_two(most))
-        first = last
-    return blocks
-
-
 def _for_dtype(config: TileConfig, geometry: AdapterGeometry) -> TileConfig:
     """float32 products run without tensor cores: small tiles, or they do not fit the registers."""
     return dataclasses.replace(config, tile_tokens=16) if geometry.page.itemsize > 2 else config
@@ -357,11 +379,6 @@ def _for_dtype(config: TileConfig, geometry: AdapterGeometry) -> TileConfig:
 
 def ceil_div(n: int, d: int) -> int:
     return -(-n // d)
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 def block_of(cell: int, most: int, elements: int) -> int:

@@ -8,7 +8,8 @@ may start before its predecessor in the stream has ended: it loads weights, whic
 before it touches anything else. Every program waits, also one without work, so that a kernel's end implies
 its predecessor's.
 
-One-token tiles multiply and add without tensor cores, which would pad them to 16 tokens.
+One-token tiles multiply and add without tensor cores, which would pad them to 16 tokens. What lies furthest
+away is asked for first: a program's time is that of its chain of loads (record, cell, weight), not of its sums.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -36,22 +37,43 @@ def release_successor(PDL: tl.constexpr):
 
 
 @triton.jit
+def load_word(record, place):
+    """A table's word. Tables are read again by every layer, weights only once a step: the cache is told so."""
+    return tl.load(record + place, eviction_policy="evict_last")
+
+
+@triton.jit
 def load_rows(pool, table, row_ok, k0, limit, CELL: tl.constexpr, ALIGN: tl.constexpr, COLUMNS: tl.constexpr):
     """``[rows, COLUMNS]`` elements from k0 on of the rows whose entries in the cell table begin at ``table``.
 
-    ``pool`` already points at the layer. Places past ``limit``, and rows that are not ok, are zero. Tables are
-    read again by every layer, weights only once a step: the cache is told so.
+    ``pool`` already points at the layer. Places past ``limit``, and rows that are not ok, are zero.
     """
     k = k0 + tl.arange(0, COLUMNS)
     ok = row_ok[:, None] & (k < limit)[None, :]
     if CELL % COLUMNS == 0:
-        begin = tl.load(table + k0 // CELL, mask=row_ok, other=0, eviction_policy="evict_last")[:, None]
+        cell_ok = row_ok & (k0 < limit)
+        begin = tl.load(table + k0 // CELL, mask=cell_ok, other=0, eviction_policy="evict_last")[:, None]
     else:
         begin = tl.load(table[:, None] + (k // CELL)[None, :], mask=ok, other=0, eviction_policy="evict_last")
     # Cells begin at multiples of ALIGN and so do runs inside them. The compiler cannot know it, and would
     # load single elements.
     offsets = tl.max_contiguous(tl.multiple_of(begin + (k % CELL)[None, :], (1, ALIGN)), (1, ALIGN))
     return tl.load(pool + offsets, mask=ok, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def load_tokens(x_row, token, count, stride, k0, limit, COLUMNS: tl.constexpr):
+    """``[tokens, COLUMNS]`` of rows that begin at ``x_row``; zero past ``count`` and ``limit``."""
+    k = k0 + tl.arange(0, COLUMNS)
+    ok = (token < count)[:, None] & (k < limit)[None, :]
+    return tl.load(x_row + token[:, None] * stride + k[None, :], mask=ok, other=0.0)
+
+
+@triton.jit
+def store_tokens(y_row, token, count, stride, k0, limit, value, COLUMNS: tl.constexpr):
+    k = k0 + tl.arange(0, COLUMNS)
+    ok = (token < count)[:, None] & (k < limit)[None, :]
+    tl.store(y_row + token[:, None] * stride + k[None, :], value.to(y_row.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -82,28 +104,30 @@ def shrink_kernel(
 ):
     """partial[split, unit, row] = the split's share of x[token] . A[row]; a split is CHUNK columns.
 
-    Items are entries times SPLITS. ``VECTOR``: one-token tiles are among them (then BLOCKS must be 1).
+    Items are entries times SPLITS. ``VECTOR``: one-token tiles are among them (then BLOCKS must be 1). Rows
+    past an adapter's rank become zero.
+    ``STAGES``: of the loads of tiles with several tokens; 1: one block ahead, in registers.
     """
     release_successor(PDL)
-    num_items = tl.load(counts + 2, eviction_policy="evict_last") * SPLITS
+    num_items = load_word(counts, 2) * SPLITS
     pool += layer_offset
     R: tl.constexpr = BLOCKS * ROWS
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         record = entries + item // SPLITS * WORDS
         split = item % SPLITS
         base = split * CHUNK
-        start = tl.load(record, eviction_policy="evict_last")
-        count = tl.load(record + 1, eviction_policy="evict_last")
+        start = load_word(record, 0)
+        count = load_word(record, 1)
         row = tl.arange(0, R)
-        block = record + 4 + 3 * (row // ROWS)
         if BLOCKS == 1:
-            row_ok = row < tl.load(record + 4, eviction_policy="evict_last")
-            first_cell = tl.load(record + 5, eviction_policy="evict_last")
-            unit = tl.load(record + 6, eviction_policy="evict_last")
+            row_ok = row < load_word(record, 4)
+            first_cell = load_word(record, 5)
+            unit = load_word(record, 6)
         else:
-            row_ok = row % ROWS < tl.load(block, eviction_policy="evict_last")
-            first_cell = tl.load(block + 1, eviction_policy="evict_last")
-            unit = tl.load(block + 2, eviction_policy="evict_last")
+            block = record + 3 * (row // ROWS)
+            row_ok = row % ROWS < load_word(block, 4)
+            first_cell = load_word(block, 5)
+            unit = load_word(block, 6)
         table = cells + first_cell + row % ROWS * cells_per_row
         x_row = x + start.to(tl.int64) * x_stride
         target = partial + split.to(tl.int64) * plane
@@ -118,27 +142,35 @@ def shrink_kernel(
                 a = load_rows(pool, table, row_ok, at, in_features, CELL, ALIGN, BLOCK_K)
                 one = tl.load(x_row + at + k, mask=at + k < in_features, other=0.0)
                 products += a.to(tl.float32) * one.to(tl.float32)[None, :]
-            tl.store(target + unit * ROWS + row, tl.sum(products, 1), mask=row_ok)
+            tl.store(target + unit * ROWS + row, tl.sum(products, 1))
         else:
             token = tl.arange(0, BLOCK_T)
-            token_ok = token < count
-            column = tl.arange(0, MATRIX_K)
             several = tl.zeros((BLOCK_T, R), tl.float32)
-            await_predecessor(PDL)
-            for k0 in tl.range(0, CHUNK, MATRIX_K, num_stages=STAGES):
-                at = base + k0
-                a = load_rows(pool, table, row_ok, at, in_features, CELL, ALIGN, MATRIX_K)
-                rows_x = tl.load(
-                    x_row + token[:, None] * x_stride + (at + column)[None, :],
-                    mask=token_ok[:, None] & (at + column < in_features)[None, :],
-                    other=0.0,
-                )
-                several = tl.dot(rows_x, tl.trans(a), several, input_precision=PRECISION)
+            if STAGES == 1:
+                ahead = load_rows(pool, table, row_ok, base, in_features, CELL, ALIGN, MATRIX_K)
+                await_predecessor(PDL)
+                for k0 in tl.static_range(0, CHUNK, MATRIX_K):
+                    at = base + k0
+                    rows_x = load_tokens(x_row, token, count, x_stride, at, in_features, MATRIX_K)
+                    rows_a = ahead
+                    if k0 + MATRIX_K < CHUNK:
+                        next_at = at + MATRIX_K
+                        ahead = load_rows(pool, table, row_ok, next_at, in_features, CELL, ALIGN, MATRIX_K)
+                    several = tl.dot(rows_x, tl.trans(rows_a), several, input_precision=PRECISION)
+            else:
+                await_predecessor(PDL)
+                for k0 in tl.range(0, CHUNK, MATRIX_K, num_stages=STAGES):
+                    at = base + k0
+                    rows_a = load_rows(pool, table, row_ok, at, in_features, CELL, ALIGN, MATRIX_K)
+                    rows_x = load_tokens(x_row, token, count, x_stride, at, in_features, MATRIX_K)
+                    several = tl.dot(rows_x, tl.trans(rows_a), several, input_precision=PRECISION)
             if BLOCKS == 1:
                 places = target + (unit + token)[:, None] * ROWS + row[None, :]
+                is_used = True
             else:
                 places = target + (unit[None, :] + token[:, None]) * ROWS + (row % ROWS)[None, :]
-            tl.store(places, several, mask=token_ok[:, None] & row_ok[None, :])
+                is_used = (load_word(block, 4) > 0)[None, :]
+            tl.store(places, several, mask=(token < count)[:, None] & is_used)
     await_predecessor(PDL)
 
 
@@ -153,35 +185,51 @@ def one_token(
     split = tl.arange(0, SPLITS_PADDED)
     places = partial + split[:, None] * plane + row[None, :]
     ok = (split < SPLITS)[:, None]
-    v = tl.sum(tl.load(places + unit * ROWS, mask=ok & (row < rank)[None, :], other=0.0), 0)
+    v = tl.sum(tl.load(places + unit * ROWS, mask=ok & (rank > 0), other=0.0), 0)
     total = tl.sum(v[:, None] * b.to(tl.float32), 0)
     for r0 in tl.range(ROWS, rank, ROWS, num_stages=1):
         more_ok = r0 + row < rank
         b = load_rows(pool, table + r0 * cells_per_row, more_ok, n0, outputs, CELL, ALIGN, BLOCK_N)
-        parts = tl.load(places + (unit + r0 // ROWS) * ROWS, mask=ok & more_ok[None, :], other=0.0)
+        parts = tl.load(places + (unit + r0 // ROWS) * ROWS, mask=ok, other=0.0)
         total += tl.sum(tl.sum(parts, 0)[:, None] * b.to(tl.float32), 0)
     return total
 
 
 @triton.jit
-def several_tokens(
-    pool, table, partial, unit, count, rank, n0, outputs, cells_per_row, plane,
-    CELL: tl.constexpr, ALIGN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+def summed(
+    partial, unit, count, rank, plane,
+    BLOCK_T: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """``[BLOCK_T, BLOCK_N]`` of v B."""
+    """``[BLOCK_T, ROWS]`` of v: one block of rank rows, its splits added up; zero where there is no rank."""
+    place = tl.arange(0, BLOCK_T * ROWS)
+    split = tl.arange(0, SPLITS_PADDED)
+    place_ok = (place // ROWS < count) & (rank > 0)
+    # All splits at once: in a loop they would take a register each, or wait for each other.
+    parts = tl.load(
+        partial + unit * ROWS + split[:, None] * plane + place[None, :],
+        mask=(split < SPLITS)[:, None] & place_ok[None, :],
+        other=0.0,
+    )
+    return tl.reshape(tl.sum(parts, 0), (BLOCK_T, ROWS))
+
+
+@triton.jit
+def several_tokens(
+    pool, table, partial, unit, count, rank, n0, outputs, cells_per_row, plane, v, b,
+    CELL: tl.constexpr, ALIGN: tl.constexpr, BLOCK_T: tl.constexpr, COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``[BLOCK_T, COLUMNS]`` of v B; ``v``, ``b``: of the first ROWS rank rows, loaded already."""
+    total = tl.dot(v.to(b.dtype), b, input_precision=PRECISION)
     row = tl.arange(0, ROWS)
-    token = tl.arange(0, BLOCK_T)
-    total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    for r0 in tl.range(0, rank, ROWS, num_stages=1):
-        row_ok = r0 + row < rank
-        b = load_rows(pool, table + r0 * cells_per_row, row_ok, n0, outputs, CELL, ALIGN, BLOCK_N)
-        places = partial + (unit + r0 // ROWS * count + token)[:, None] * ROWS + row[None, :]
-        ok = (token < count)[:, None] & row_ok[None, :]
-        v = tl.zeros((BLOCK_T, ROWS), tl.float32)
-        for split in tl.static_range(SPLITS):
-            v += tl.load(places + split * plane, mask=ok, other=0.0)
-        total = tl.dot(v.to(b.dtype), b, total, input_precision=PRECISION)
+    for r0 in tl.range(ROWS, rank, ROWS, num_stages=1):
+        more_b = load_rows(
+            pool, table + r0 * cells_per_row, r0 + row < rank, n0, outputs, CELL, ALIGN, COLUMNS
+        )
+        more_v = summed(
+            partial, unit + r0 // ROWS * count, count, rank - r0, plane, BLOCK_T, SPLITS, SPLITS_PADDED
+        )
+        total = tl.dot(more_v.to(b.dtype), more_b, total, input_precision=PRECISION)
     return total
 
 
@@ -231,7 +279,7 @@ def expand_kernel(
     num_blocks = blocks_1
     if PROJECTIONS > 2:
         num_blocks += tl.cdiv(out_2, BLOCK_N)
-    num_tiles = tl.load(counts + (0 if ADD else 1), eviction_policy="evict_last")
+    num_tiles = load_word(counts, 0 if ADD else 1)
     pool += layer_offset
     for item in range(tl.program_id(0), num_tiles * num_blocks, tl.num_programs(0)):
         record = tiles + item // num_blocks * WORDS
@@ -245,17 +293,16 @@ def expand_kernel(
         outputs = tl.where(third, out_2, tl.where(second, out_1, out_0))
         cells_per_row = tl.where(third, cells_2, tl.where(second, cells_1, cells_0))
         n0 = (block - first_block) * BLOCK_N
-        start = tl.load(record, eviction_policy="evict_last")
-        count = tl.load(record + 1, eviction_policy="evict_last")
-        scale_row = tl.load(record + 2, eviction_policy="evict_last") + projection
-        rank = tl.load(record + 4 + 4 * projection, eviction_policy="evict_last")
-        first_cell = tl.load(record + 5 + 4 * projection, eviction_policy="evict_last")
-        unit = tl.load(record + 6 + 4 * projection, eviction_policy="evict_last")
+        start = load_word(record, 0)
+        count = load_word(record, 1)
+        scale_row = load_word(record, 2) + projection
+        rank = load_word(record, 4 + 4 * projection)
+        first_cell = load_word(record, 5 + 4 * projection)
+        unit = load_word(record, 6 + 4 * projection)
         if not ADD or rank > 0:
             row = tl.arange(0, ROWS)
             table = cells + first_cell + row * cells_per_row
-            at = scales + scale_row.to(tl.int64) * num_layers + layer
-            scale = tl.load(at, eviction_policy="evict_last")
+            scale = load_word(scales + scale_row.to(tl.int64) * num_layers, layer)
             y_row = y + start.to(tl.int64) * y_stride + column
             if VECTOR and count == 1:
                 n = n0 + tl.arange(0, BLOCK_N)
@@ -271,19 +318,26 @@ def expand_kernel(
                 tl.store(y_row + n, added.to(y.dtype.element_ty), mask=n < outputs)
             else:
                 token = tl.arange(0, BLOCK_T)
+                end = tl.minimum(n0 + BLOCK_N, outputs)
+                rows_b = load_rows(pool, table, row < rank, n0, end, CELL, ALIGN, SUB_N)
                 await_predecessor(PDL)
+                olds = tl.zeros((BLOCK_T, SUB_N), y.dtype.element_ty)
+                if ADD:
+                    olds = load_tokens(y_row, token, count, y_stride, n0, end, SUB_N)
+                vs = summed(partial, unit, count, rank, plane, BLOCK_T, SPLITS, SPLITS_PADDED)
                 for sub in tl.range(0, BLOCK_N, SUB_N, num_stages=1):
-                    ns = n0 + sub + tl.arange(0, SUB_N)
-                    several = several_tokens(
-                        pool, table, partial, unit, count, rank, n0 + sub, outputs, cells_per_row, plane,
-                        CELL, ALIGN, BLOCK_T, SUB_N, SPLITS, PRECISION,
+                    at = n0 + sub
+                    several = scale * several_tokens(
+                        pool, table, partial, unit, count, rank, at, end, cells_per_row, plane, vs, rows_b,
+                        CELL, ALIGN, BLOCK_T, SUB_N, SPLITS, SPLITS_PADDED, PRECISION,
                     )  # fmt: skip
-                    several *= scale
-                    places = y_row + token[:, None] * y_stride + ns[None, :]
-                    oks = (token < count)[:, None] & (ns < outputs)[None, :]
-                    if ADD:
-                        several += tl.load(places, mask=oks, other=0.0).to(tl.float32)
-                    tl.store(places, several.to(y.dtype.element_ty), mask=oks)
+                    # What the next turn needs takes the registers that this one has done with.
+                    if SUB_N < BLOCK_N:
+                        rows_b = load_rows(pool, table, row < rank, at + SUB_N, end, CELL, ALIGN, SUB_N)
+                    several += olds.to(tl.float32)
+                    if ADD and SUB_N < BLOCK_N:
+                        olds = load_tokens(y_row, token, count, y_stride, at + SUB_N, end, SUB_N)
+                    store_tokens(y_row, token, count, y_stride, at, end, several, SUB_N)
     await_predecessor(PDL)
 
 
@@ -312,77 +366,68 @@ def expand_silu_kernel(
     SUB_N: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
-    VECTOR: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """out = silu(gate + LoRA) * (up + LoRA), gate and up side by side in y, which stays as it is.
 
-    Both sums are rounded to y's type first, as the two steps apart round them.
+    Both sums are rounded to y's type first, as the two steps apart round them. No path for one-token tiles:
+    for prompts, whose results are too large to be read and written once more.
     """
     release_successor(PDL)
     num_blocks = tl.cdiv(outputs, BLOCK_N)
-    num_tiles = tl.load(counts + 1, eviction_policy="evict_last")
+    num_tiles = load_word(counts, 1)
     pool += layer_offset
     for item in range(tl.program_id(0), num_tiles * num_blocks, tl.num_programs(0)):
         record = tiles + item // num_blocks * WORDS
         n0 = item % num_blocks * BLOCK_N
-        start = tl.load(record, eviction_policy="evict_last")
-        count = tl.load(record + 1, eviction_policy="evict_last")
-        scale_row = tl.load(record + 2, eviction_policy="evict_last").to(tl.int64)
-        rank_g = tl.load(record + 4, eviction_policy="evict_last")
-        cell_g = tl.load(record + 5, eviction_policy="evict_last")
-        unit_g = tl.load(record + 6, eviction_policy="evict_last")
-        rank_u = tl.load(record + 8, eviction_policy="evict_last")
-        cell_u = tl.load(record + 9, eviction_policy="evict_last")
-        unit_u = tl.load(record + 10, eviction_policy="evict_last")
-        at = scales + scale_row * num_layers + layer
-        scale_g = tl.load(at, eviction_policy="evict_last")
-        scale_u = tl.load(at + num_layers, eviction_policy="evict_last")
+        end = tl.minimum(n0 + BLOCK_N, outputs)
+        start = load_word(record, 0)
+        count = load_word(record, 1)
+        scale_at = scales + load_word(record, 2).to(tl.int64) * num_layers
+        rank_g, rank_u = load_word(record, 4), load_word(record, 8)
+        unit_g, unit_u = load_word(record, 6), load_word(record, 10)
         row = tl.arange(0, ROWS)
-        table_g = cells + cell_g + row * cells_per_row
-        table_u = cells + cell_u + row * cells_per_row
+        table_g = cells + load_word(record, 5) + row * cells_per_row
+        table_u = cells + load_word(record, 9) + row * cells_per_row
+        scale_g, scale_u = load_word(scale_at, layer), load_word(scale_at + num_layers, layer)
         y_row = y + start.to(tl.int64) * y_stride
         out_row = out + start.to(tl.int64) * out_stride
-        if VECTOR and count == 1:
-            n = n0 + tl.arange(0, BLOCK_N)
-            b_g = load_rows(pool, table_g, row < rank_g, n0, outputs, CELL, ALIGN, BLOCK_N)
-            b_u = load_rows(pool, table_u, row < rank_u, n0, outputs, CELL, ALIGN, BLOCK_N)
-            await_predecessor(PDL)
-            ok = n < outputs
-            old_g = tl.load(y_row + n, mask=ok, other=0.0).to(tl.float32)
-            old_u = tl.load(y_row + outputs + n, mask=ok, other=0.0).to(tl.float32)
-            g = scale_g * one_token(
-                pool, table_g, partial, unit_g, rank_g, n0, outputs, cells_per_row, plane, b_g,
-                CELL, ALIGN, BLOCK_N, SPLITS, SPLITS_PADDED,
+        token = tl.arange(0, BLOCK_T)
+        await_predecessor(PDL)
+        v_g = summed(partial, unit_g, count, rank_g, plane, BLOCK_T, SPLITS, SPLITS_PADDED)
+        v_u = summed(partial, unit_u, count, rank_u, plane, BLOCK_T, SPLITS, SPLITS_PADDED)
+        for sub in tl.range(0, BLOCK_N, SUB_N, num_stages=1):
+            at = n0 + sub
+            gate = load_tokens(y_row, token, count, y_stride, at, end, SUB_N)
+            up = load_tokens(y_row + outputs, token, count, y_stride, at, end, SUB_N)
+            b_g = load_rows(pool, table_g, row < rank_g, at, end, CELL, ALIGN, SUB_N)
+            b_u = load_rows(pool, table_u, row < rank_u, at, end, CELL, ALIGN, SUB_N)
+            g = scale_g * several_tokens(
+                pool, table_g, partial, unit_g, count, rank_g, at, end, cells_per_row, plane, v_g, b_g,
+                CELL, ALIGN, BLOCK_T, SUB_N, SPLITS, SPLITS_PADDED, PRECISION,
             )  # fmt: skip
-            u = scale_u * one_token(
-                pool, table_u, partial, unit_u, rank_u, n0, outputs, cells_per_row, plane, b_u,
-                CELL, ALIGN, BLOCK_N, SPLITS, SPLITS_PADDED,
+            g = (g + gate.to(tl.float32)).to(y.dtype.element_ty).to(tl.float32)
+            u = scale_u * several_tokens(
+                pool, table_u, partial, unit_u, count, rank_u, at, end, cells_per_row, plane, v_u, b_u,
+                CELL, ALIGN, BLOCK_T, SUB_N, SPLITS, SPLITS_PADDED, PRECISION,
             )  # fmt: skip
-            g = (old_g + g).to(y.dtype.element_ty).to(tl.float32)
-            u = (old_u + u).to(y.dtype.element_ty).to(tl.float32)
-            result = g / (1.0 + tl.exp(-g)) * u
-            tl.store(out_row + n, result.to(out.dtype.element_ty), mask=ok)
-        else:
-            token = tl.arange(0, BLOCK_T)
-            await_predecessor(PDL)
-            for sub in tl.range(0, BLOCK_N, SUB_N, num_stages=1):
-                ns = n0 + sub + tl.arange(0, SUB_N)
-                oks = (token < count)[:, None] & (ns < outputs)[None, :]
-                places = y_row + token[:, None] * y_stride + ns[None, :]
-                gs = scale_g * several_tokens(
-                    pool, table_g, partial, unit_g, count, rank_g, n0 + sub, outputs, cells_per_row, plane,
-                    CELL, ALIGN, BLOCK_T, SUB_N, SPLITS, PRECISION,
-                )  # fmt: skip
-                gs = (gs + tl.load(places, mask=oks, other=0.0).to(tl.float32)).to(y.dtype.element_ty)
-                us = scale_u * several_tokens(
-                    pool, table_u, partial, unit_u, count, rank_u, n0 + sub, outputs, cells_per_row, plane,
-                    CELL, ALIGN, BLOCK_T, SUB_N, SPLITS, PRECISION,
-                )  # fmt: skip
-                us += tl.load(places + outputs, mask=oks, other=0.0).to(tl.float32)
-                gs = gs.to(tl.float32)
-                results = gs / (1.0 + tl.exp(-gs)) * us.to(y.dtype.element_ty).to(tl.float32)
-                target = out_row + token[:, None] * out_stride + ns[None, :]
-                tl.store(target, results.to(out.dtype.element_ty), mask=oks)
+            u = (u + up.to(tl.float32)).to(y.dtype.element_ty).to(tl.float32)
+            store_tokens(out_row, token, count, out_stride, at, end, g / (1.0 + tl.exp(-g)) * u, SUB_N)
     await_predecessor(PDL)
+
+
+@triton.jit
+def gated_sum_kernel(y, delta, out, y_stride, delta_stride, size, BLOCK: tl.constexpr):
+    """out = silu(gate) * up of y + delta, each rounded to y's type first; grid (T, blocks of out's columns)."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = column < size
+    y += token * y_stride + column
+    delta += token * delta_stride + column
+    g = tl.load(y, mask=ok, other=0.0).to(tl.float32) + tl.load(delta, mask=ok, other=0.0).to(tl.float32)
+    u = tl.load(y + size, mask=ok, other=0.0).to(tl.float32)
+    u += tl.load(delta + size, mask=ok, other=0.0).to(tl.float32)
+    g, u = g.to(y.dtype.element_ty).to(tl.float32), u.to(y.dtype.element_ty).to(tl.float32)
+    value = g / (1.0 + tl.exp(-g)) * u
+    tl.store(out + token * size + column, value.to(out.dtype.element_ty), mask=ok)

@@ -77,11 +77,11 @@ def work_arrays(
     geometry: AdapterGeometry,
     runs: tuple[Ints, Ints, Ints],
     tile_tokens: int,
-    blocks: dict[str, int],
+    blocks: int,
 ) -> dict[str, GroupArrays]:
     """Each group's tables for these runs, tiles with an adapter first.
 
-    ``blocks``: by group, how many blocks of rank rows share an entry (at most BLOCKS).
+    ``blocks``: how many blocks of rank rows share an entry (at most BLOCKS).
     """
     run_start, run_length, run_segment = runs
     count = -(-run_length // tile_tokens)
@@ -109,9 +109,7 @@ def work_arrays(
             tiles[:, 4 + 4 * p] = records[:, p, 2]
             tiles[:, 5 + 4 * p] = np.where(records[:, p, 2] > 0, records[:, p, 1], 0)
             tiles[:, 6 + 4 * p] = first_unit[:, p]
-        entries = _entries(
-            start, length, records, per_projection, first_unit, a_cells, blocks.get(group.name, 1)
-        )
+        entries = _entries(start, length, records, per_projection, first_unit, a_cells, blocks)
         counts = np.array([int(adapted.sum()), len(tiles), len(entries)], dtype=np.int32)
         arrays[group.name] = GroupArrays(counts, tiles, entries, int(units.sum()))
         first = last

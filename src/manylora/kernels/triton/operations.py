@@ -9,23 +9,23 @@ from __future__ import annotations
 import torch
 import triton
 
+from manylora.kernels.flashinfer_attention import PromptAttention
 from manylora.kernels.ops import AttentionRows, HeadNorm, LoraSegments, Rotary
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
-from manylora.kernels.triton.attending import PagedAttention, flat_heads, precision
+from manylora.kernels.triton.attending import PagedAttention, flat_heads
 from manylora.kernels.triton.attention_plans import FixedAttention, TritonAttentionPlan
+from manylora.kernels.triton.decode_table import DecodeTable
+from manylora.kernels.triton.dependent import launch_options
 from manylora.kernels.triton.elementwise import (
     rms_norm_kernel,
     rope_kernel,
     silu_mul_kernel,
     write_kv_kernel,
 )
-from manylora.kernels.triton.lora import expand_kernel, shrink_kernel
+from manylora.kernels.triton.lora import AdaptedLinears, FixedLora, lora_kernels_on
+from manylora.kernels.triton.lora_launch import LoraPlan
 from manylora.kernels.triton.placing import rotate_and_store_kernel
-from manylora.kernels.triton.plans import (
-    TritonLoraPlan,
-    lora_plan,
-    power_of_two,
-)
+from manylora.kernels.triton.plans import power_of_two
 from manylora.kernels.triton.products import Products
 
 # Programs that keep a large GPU busy: 4 on each of 132 multiprocessors.
@@ -37,10 +37,23 @@ class TritonOps:
 
     name = "triton"
 
-    def __init__(self, programs: int = BUSY_PROGRAMS, products: Products | None = None) -> None:
+    def __init__(
+        self,
+        programs: int = BUSY_PROGRAMS,
+        products: Products | None = None,
+        decoding: DecodeTable | None = None,
+        prompts: PromptAttention | None = None,
+        dependent: bool = False,
+    ) -> None:
+        """``decoding``, ``prompts``: of the one model that is served; defaults for any where not given.
+
+        ``dependent``: small kernels begin while those before them end, where ``can_depend``.
+        """
         self._programs = programs
-        self._attention = PagedAttention(programs)
+        self._attention = PagedAttention(programs, decoding, prompts, dependent)
+        self._launching = launch_options(dependent)
         self._products = products or Products({}, 1)
+        self._linears: AdaptedLinears | None = None
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self._products(x, weight, bias)
@@ -98,12 +111,30 @@ class TritonOps:
 
     # ---- LoRA ------------------------------------------------------------------------------------------
 
+    def _adapted(self, device: torch.device) -> AdaptedLinears:
+        """Made for the first device that a plan is asked for; there is only one."""
+        if self._linears is None:
+            self._linears = AdaptedLinears(lora_kernels_on(device), self.linear, device)
+        return self._linears
+
     def plan_lora(
         self, segments: LoraSegments, geometry: AdapterGeometry, device: torch.device
-    ) -> TritonLoraPlan | None:
+    ) -> LoraPlan | None:
         if len(segments.start) == 0:
             return None
-        return lora_plan(segments, geometry, device, self._programs)
+        return self._adapted(device).plan(segments, geometry, device)
+
+    def fixed_lora(
+        self,
+        num_tokens: int,
+        max_rank: int,
+        geometry: AdapterGeometry,
+        cells: torch.Tensor,
+        device: torch.device,
+    ) -> FixedLora:
+        """For captured steps of at most so many tokens, in segments of any length, and ranks up to
+        ``max_rank``; ``cells`` must stay where it is."""
+        return FixedLora(self._adapted(device).kernels, num_tokens, max_rank, geometry, cells)
 
     def lora(
         self,
@@ -112,60 +143,38 @@ class TritonOps:
         pool: torch.Tensor,
         layer: int,
         group: ProjectionGroup,
-        plan: TritonLoraPlan,
+        plan: LoraPlan,
     ) -> None:
-        shape = plan.groups[group.name]
-        num_tokens = x.shape[0]
-        planes = (shape.splits, num_tokens, shape.num_slots)
-        partial = torch.empty(planes, dtype=torch.float32, device=x.device)
-        layer_offset = layer * plan.geometry.page.slab_elements
-        common = {
-            "PROJECTIONS": shape.projections,
-            "CELL": plan.geometry.cell_elements,
-            "ALIGN": plan.align,
-            "BLOCK_T": plan.block_t,
-            "BLOCK_R": shape.block_r,
-            "VECTOR": plan.vector,
-            "MATRIX": plan.matrix,
-            "PRECISION": precision(x.dtype),
-        }
-        shrink_kernel[(plan.num_tiles, shape.projections * shape.rank_blocks, shape.splits)](
-            x,
-            pool,
-            plan.cells,
-            shape.records,
-            partial,
-            x.stride(0),
-            num_tokens,
-            shape.num_slots,
-            layer_offset,
-            shape.rank_blocks,
-            group.in_features,
-            plan.geometry.cells(group.in_features),
-            BLOCK_K=shape.block_k,
-            STEPS=shape.steps,
-            **common,
-        )
-        expand_kernel[(shape.projections * shape.column_blocks, plan.num_tiles)](
-            y,
-            pool,
-            plan.cells,
-            shape.records,
-            plan.scales,
-            partial,
-            y.stride(0),
-            num_tokens,
-            shape.num_slots,
-            layer_offset,
-            layer,
-            plan.num_layers,
-            shape.column_blocks,
-            OUT_ALIGN=shape.out_align,
-            BLOCK_N=shape.block_n,
-            SPLITS=shape.splits,
-            SPLITS_PADDED=power_of_two(shape.splits),
-            **common,
-        )
+        self._adapted(x.device).add(y, x, pool, layer, group, plan)
+
+    def lora_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        pool: torch.Tensor,
+        layer: int,
+        group: ProjectionGroup,
+        plan: LoraPlan | None,
+    ) -> torch.Tensor:
+        if plan is None:
+            return self.linear(x, weight, bias)
+        return self._adapted(x.device)(x, weight, bias, pool, layer, group, plan)
+
+    def lora_gated(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        pool: torch.Tensor,
+        layer: int,
+        group: ProjectionGroup,
+        plan: LoraPlan | None,
+    ) -> torch.Tensor:
+        if plan is None:
+            return self.silu_mul(self.linear(x, weight, bias))
+        linears = self._adapted(x.device)
+        return linears.gated(x, weight, bias, pool, layer, group, plan, self.silu_mul)
 
     # ---- small operations ------------------------------------------------------------------------------
 
@@ -178,9 +187,8 @@ class TritonOps:
         residual = residual.contiguous()
         return self._norm(x, residual, weight, eps), residual
 
-    @staticmethod
     def _norm(
-        x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
         size = x.shape[-1]
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -201,6 +209,7 @@ class TritonOps:
                 ADD=residual is not None,
                 BLOCK=power_of_two(size),
                 num_warps=8 if size > 4096 else 4 if size > 256 else 1,
+                **self._launching,
             )
         return out
 
@@ -269,6 +278,7 @@ class TritonOps:
                 BLOCK_HEADS=block,
                 BLOCK_HALF=power_of_two(half),
                 NORMED=norm is not None,
+                **self._launching,
             )
         return q
 
@@ -278,6 +288,6 @@ class TritonOps:
         block = min(1024, power_of_two(size))
         if gate_up.shape[0]:
             silu_mul_kernel[(gate_up.shape[0], triton.cdiv(size, block))](
-                gate_up, out, gate_up.stride(0), size, BLOCK=block
+                gate_up, out, gate_up.stride(0), size, BLOCK=block, **self._launching
             )
         return out

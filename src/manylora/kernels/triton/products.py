@@ -6,10 +6,11 @@ Nothing is tried out at run time; ``benchmarks/h200_ops.py`` measures and writes
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import triton
 from torch.nn import functional
 
 from manylora.kernels.triton.counters import Counters
+from manylora.kernels.triton.dependent import launch_options
 from manylora.kernels.triton.linear import linear_kernel
 from manylora.kernels.triton.plans import power_of_two
 
@@ -27,13 +29,19 @@ TABLE = Path(__file__).parents[1] / "tuned" / "linear.json"
 BUCKETS = (16, 32, 64, 128)
 """Largest numbers of tokens that one choice is for; past the last the library serves."""
 
+OTHER_LIBRARY = "cublaslt"
+"""torch's name of the library that serves where a row of the table says so, and not otherwise."""
+
 Shape = tuple[int, int, int]
 """(bucket of tokens, in_features, out_features)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearConfig:
-    """Launch sizes of ``linear_kernel``; ``programs`` are those of one multiprocessor."""
+    """Launch sizes of ``linear_kernel``; ``programs`` are those of one multiprocessor.
+
+    ``ahead``: steps whose weights a dependent launch asks for before it waits; None: it is no dependent launch.
+    """
 
     block_n: int
     block_k: int
@@ -42,6 +50,8 @@ class LinearConfig:
     stages: int
     weights_first: bool = True
     described: bool = False
+    rows_described: bool = False
+    ahead: int | None = None
 
 
 def bucket_of(num_tokens: int) -> int | None:
@@ -49,17 +59,34 @@ def bucket_of(num_tokens: int) -> int | None:
     return next((bucket for bucket in BUCKETS if num_tokens <= bucket), None)
 
 
-def stored_choices(device_name: str, path: Path = TABLE) -> dict[Shape, LinearConfig]:
+Choice = LinearConfig | None
+"""Ours, or None: the other library."""
+
+
+def stored_choices(device_name: str, path: Path = TABLE) -> dict[Shape, Choice]:
     """What was measured to beat the library on devices of this name, in 16-bit types; empty for others.
 
-    The file: ``{device name: [{"tokens", "in", "out", and LinearConfig's fields}, ...]}``.
+    The file: ``{device name: [{"tokens", "in", "out", and LinearConfig's fields}, ...]}``; rows without
+    ``block_n`` are the other library's.
     """
     rows = json.loads(path.read_text()).get(device_name, []) if path.is_file() else []
-    fields = [field.name for field in dataclasses.fields(LinearConfig)]
-    return {
-        (row["tokens"], row["in"], row["out"]): LinearConfig(**{name: row[name] for name in fields})
-        for row in rows
-    }
+    return {(row["tokens"], row["in"], row["out"]): _stored_choice(row) for row in rows}
+
+
+def _stored_choice(row: Mapping[str, Any]) -> Choice:
+    names = [field.name for field in dataclasses.fields(LinearConfig)]
+    return LinearConfig(**{name: row[name] for name in names if name in row}) if "block_n" in row else None
+
+
+@contextlib.contextmanager
+def other_library() -> Iterator[None]:
+    """Products by torch are ``OTHER_LIBRARY``'s meanwhile."""
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library(OTHER_LIBRARY)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
 
 
 def products_on(device: torch.device) -> Products:
@@ -67,7 +94,14 @@ def products_on(device: torch.device) -> Products:
     properties = torch.get_device_module(device).get_device_properties(device)
     choices = stored_choices(properties.name)
     if choices:
-        _log.info("products of at most %d tokens: %d shapes by our kernel", BUCKETS[-1], len(choices))
+        ours = sum(choice is not None for choice in choices.values())
+        _log.info(
+            "products of at most %d tokens: %d shapes by our kernel, %d by %s, others by the library",
+            BUCKETS[-1],
+            ours,
+            len(choices) - ours,
+            OTHER_LIBRARY,
+        )
     else:
         _log.info("products: the library's, for nothing was measured on %s", properties.name)
     return Products(choices, properties.multi_processor_count)
@@ -76,7 +110,7 @@ def products_on(device: torch.device) -> Products:
 class Products:
     """Linear layers on one device. Calls must be ordered on the device: they share counters."""
 
-    def __init__(self, choices: Mapping[Shape, LinearConfig], multiprocessors: int) -> None:
+    def __init__(self, choices: Mapping[Shape, Choice], multiprocessors: int) -> None:
         self._choices = dict(choices)
         self._multiprocessors = multiprocessors
         self._counters = Counters()
@@ -86,18 +120,28 @@ class Products:
 
         The first call on a device takes memory for the counters, so it must not be under capture.
         """
-        config = self._choice(x, weight)
-        if config is None:
+        shape = self._shape(x, weight)
+        if shape not in self._choices:
             return functional.linear(x, weight, bias)
-        return self.run(x, weight, bias, config)
+        config = self._choices[shape]
+        if config is not None:
+            return self.run(x, weight, bias, config)
+        with other_library():
+            return functional.linear(x, weight, bias)
 
-    def _choice(self, x: torch.Tensor, weight: torch.Tensor) -> LinearConfig | None:
+    @property
+    def depends(self) -> bool:
+        """Whether some are dependent launches."""
+        return any(choice is not None and choice.ahead is not None for choice in self._choices.values())
+
+    def _shape(self, x: torch.Tensor, weight: torch.Tensor) -> Shape | None:
+        """By which the table is asked; None where it does not apply."""
         if not self._choices or x.dtype.itemsize != 2 or x.dim() != 2 or x.stride(1) != 1:
             return None
         bucket = bucket_of(x.shape[0])
         if bucket is None or x.shape[0] == 0 or not weight.is_contiguous():
             return None
-        return self._choices.get((bucket, weight.shape[1], weight.shape[0]))
+        return bucket, weight.shape[1], weight.shape[0]
 
     def run(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: LinearConfig
@@ -115,9 +159,11 @@ class Products:
         if share % tile_steps:  # else no tile has several programs
             planes = (2 * programs, config.block_n * block_m)
             partial = torch.empty(planes, dtype=torch.float32, device=x.device)
+        even = inputs % config.block_k == 0
         linear_kernel[(programs,)](
-            x,
-            _described(weight, config) if config.described else weight,
+            _described(x, block_m, config.block_k) if config.rows_described else x,
+            _described(weight, config.block_n, config.block_k) if config.described else weight,
+            weight,
             out if bias is None else bias,
             out,
             partial,
@@ -134,15 +180,18 @@ class Products:
             BIASED=bias is not None,
             WEIGHTS_FIRST=config.weights_first,
             DESCRIBED=config.described,
-            EVEN_K=inputs % config.block_k == 0,
+            ROWS_DESCRIBED=config.rows_described,
+            EVEN_K=even,
+            AHEAD=(config.ahead or 0) if even else 0,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             num_warps=config.warps,
             num_stages=config.stages,
+            **launch_options(config.ahead is not None),
         )
         return out
 
 
-def _described(weight: torch.Tensor, config: LinearConfig) -> Any:
+def _described(matrix: torch.Tensor, rows: int, columns: int) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k])
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])

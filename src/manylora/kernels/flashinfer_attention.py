@@ -1,0 +1,214 @@
+"""Attention of long prompts by FlashInfer (Ye et al. 2025), where it is installed and was measured to be faster.
+
+Owns: when it serves (see ``serving_prompts``), the planning of a step, and FlashInfer's compilation, which happens
+when the engine starts and never in a request. Rows of one query, short prompts, windows, float32 and captured
+steps are our kernels'. Nothing else in manylora knows FlashInfer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import logging
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from manylora.kernels.ops import AttentionRows
+from manylora.kernels.shapes import PageShape
+from manylora.kernels.triton.plans import upload
+
+LEAST_MEAN_QUERIES = 128
+"""Of a step's prompts. On an H200, FlashInfer's fa3 takes 0.32-0.72 of our kernel's time for prompts of 256 and
+more, and as long or longer for those of 64 (docs/results/h200_ops.json, prefill); nothing between was measured."""
+
+HEAD_DIMS = (64, 128)
+DTYPES = (torch.bfloat16, torch.float16)
+RING = 3
+_FA2_WORKSPACE, _FA3_WORKSPACE = 128 * 2**20, 2**20
+"""Bytes for split contexts' partial sums, of which fa3 has none; the former is what FlashInfer recommends."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionShape:
+    """The heads of a model, all of whose layers are alike but for windows. ``full_layers``: some have none."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    full_layers: bool = True
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+
+def serving_prompts(shape: AttentionShape, device: torch.device) -> PromptAttention | None:
+    """FlashInfer for prompts of this shape, compiled and tried out; None where our kernel serves them.
+
+    Says which in one line of the log. Takes a minute or so where FlashInfer's cache is cold.
+    """
+    why_not = _why_not(shape)
+    if why_not is not None:
+        _log.info("attention of prompts: our kernel, for %s", why_not)
+        return None
+    try:
+        backend, began = _backend(device), time.perf_counter()
+        _log.info("preparing FlashInfer (%s): about a minute, if its cache is empty", backend)
+        prompts = PromptAttention(shape, device, backend)
+        prompts.try_out()
+    except Exception as error:  # its own errors, the compiler's, a broken installation's
+        _log.warning("attention of prompts: our kernel, for FlashInfer fails: %s", _first_line(error))
+        return None
+    _log.info(
+        "attention of prompts of %d tokens or more on average: FlashInfer (%s, ready in %.1f s)",
+        LEAST_MEAN_QUERIES,
+        backend,
+        time.perf_counter() - began,
+    )
+    return prompts
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _why_not(shape: AttentionShape) -> str | None:
+    if shape.dtype not in DTYPES:
+        return f"FlashInfer has no {str(shape.dtype).removeprefix('torch.')}"
+    if shape.head_dim not in HEAD_DIMS:
+        return f"FlashInfer was not measured with heads of {shape.head_dim}"
+    if not shape.full_layers:
+        return "every layer has a window"
+    if importlib.util.find_spec("flashinfer") is None:
+        return "FlashInfer is not installed"
+    return None
+
+
+def _backend(device: torch.device) -> str:
+    """Its kernels for this device; raises RuntimeError where it has none."""
+    major, minor = torch.get_device_module(device).get_device_capability(device)
+    if major < 8:
+        raise RuntimeError(f"there is no kernel for compute capability {major}.{minor}")
+    return "fa3" if major == 9 else "fa2"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlannedPrompts:
+    """The prompts of one step: tokens ``[first, last)`` of the batch and what lies between them."""
+
+    shape: AttentionShape
+    wrapper: Any
+    first: int
+    last: int
+
+    def serves(self, q: torch.Tensor, scale: float, window: int | None) -> bool:
+        """Whether a layer with this q ``[T, heads, head_dim]`` is what was planned for."""
+        shape = self.shape
+        return (
+            window is None
+            and q.dtype == shape.dtype
+            and q.shape[1:] == (shape.heads, shape.head_dim)
+            and scale == shape.scale
+        )
+
+    def run(self, q: torch.Tensor, pool: torch.Tensor, layer: int, out: torch.Tensor) -> None:
+        """Write the prompts' part of ``out`` ``[T, heads * head_dim]``; tokens between prompts get zeros."""
+        inside = slice(self.first, self.last)
+        keys_and_values = (pool[:, layer, 0], pool[:, layer, 1])
+        self.wrapper.run(q[inside], keys_and_values, out=out.view(q.shape)[inside])
+
+
+class PromptAttention:
+    """FlashInfer on one device, for models of one shape. Plans are made and run in order on one stream."""
+
+    def __init__(self, shape: AttentionShape, device: torch.device, backend: str) -> None:
+        """Raises whatever FlashInfer raises where it cannot serve."""
+        module: Any = importlib.import_module("flashinfer")
+        self._shape = shape
+        self._device = device
+        size = _FA3_WORKSPACE if backend == "fa3" else _FA2_WORKSPACE
+        workspace = torch.empty(size, dtype=torch.uint8, device=device)
+        # A wrapper plans into pinned memory of its own, from which a copy goes out: the plan of a step may not
+        # overwrite that of one in flight.
+        self._wrappers = [
+            module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend) for _ in range(RING)
+        ]
+        self._sent = [torch.get_device_module(device).Event() for _ in range(RING)]
+        self._next = 0
+        self._has_failed = False
+
+    def plan(self, rows: AttentionRows, page: PageShape) -> PlannedPrompts | None:
+        """For the step's rows of several queries; None where our kernel is to serve them."""
+        length = np.diff(rows.query_start)
+        prompts = np.flatnonzero(length > 1)
+        if len(prompts) == 0 or length[prompts].mean() < LEAST_MEAN_QUERIES:
+            return None
+        if page.kv_heads != self._shape.kv_heads or page.head_dim != self._shape.head_dim:
+            return None
+        try:
+            return self._plan(rows, prompts, page.page_tokens)
+        except Exception as error:
+            # A step that needs more workspace than there is, say.
+            if not self._has_failed:
+                _log.warning(
+                    "a step's prompts are left to our kernel: FlashInfer says %s", _first_line(error)
+                )
+            self._has_failed = True
+            return None
+
+    def _plan(self, rows: AttentionRows, prompts: np.ndarray, page_tokens: int) -> PlannedPrompts:
+        starts, ends = rows.query_start[prompts], rows.query_start[prompts + 1]
+        # FlashInfer's rows follow one another: tokens between two prompts are a row without keys.
+        edges = np.unique(np.concatenate((starts, ends)))
+        is_prompt = np.isin(edges[:-1], starts)
+        context = np.zeros(len(is_prompt), dtype=np.int64)
+        context[is_prompt] = rows.kv_len[prompts]
+        pages = -(-context // page_tokens)
+        table = rows.page_table[prompts]
+        used = np.arange(table.shape[1]) < pages[is_prompt][:, None]
+        shape, turn = self._shape, self._next
+        self._next = (turn + 1) % RING
+        wrapper, sent = self._wrappers[turn], self._sent[turn]
+        sent.synchronize()
+        wrapper.plan(
+            _int32(edges - edges[0]),
+            _int32(np.concatenate(([0], np.cumsum(pages)))),
+            upload([table[used]], self._device)[0],
+            _int32(np.where(is_prompt, (context - 1) % page_tokens + 1, 0)),
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            page_tokens,
+            causal=True,
+            sm_scale=shape.scale,
+            q_data_type=shape.dtype,
+            kv_data_type=shape.dtype,
+        )
+        sent.record()
+        return PlannedPrompts(shape, wrapper, int(edges[0]), int(edges[-1]))
+
+    def try_out(self) -> None:
+        """Run once, which compiles. Raises whatever FlashInfer raises, RuntimeError where the result is wrong."""
+        shape, tokens = self._shape, LEAST_MEAN_QUERIES
+        page = PageShape(1, 16, shape.kv_heads, shape.head_dim, shape.dtype.itemsize)
+        sizes = (tokens // 16, 1, 2, 16, shape.kv_heads, shape.head_dim)
+        pool = torch.ones(sizes, dtype=shape.dtype, device=self._device)
+        table = np.arange(tokens // 16, dtype=np.int32)[None]
+        rows = AttentionRows(np.array([0, tokens], np.int32), np.array([tokens], np.int32), table)
+        planned = self._plan(rows, np.array([0]), page.page_tokens)
+        q = torch.ones((tokens, shape.heads, shape.head_dim), dtype=shape.dtype, device=self._device)
+        out = torch.zeros_like(q).flatten(1)
+        planned.run(q, pool, 0, out)
+        if not bool(((out - 1).abs() < 1e-2).all()):
+            raise RuntimeError("a mean of ones is not one")
+
+
+def _int32(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array.astype(np.int32))

@@ -1,0 +1,32 @@
+"""On a CUDA device: ``manylora bench kernels`` finds every kernel right, in captured launches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from manylora.bench.kernels_settings import KERNELS
+from manylora.cli import main
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [("llama-3-8b", "bfloat16"), ("demo", "float32")])
+def test_a_quick_run(shape: str, dtype: str, tmp_path: Path) -> None:
+    words = ["--quick", "--device", "cuda", "--shape", shape, "--dtype", dtype, "--out", str(tmp_path)]
+    code = main(["bench", "kernels", *words])
+    document = json.loads((tmp_path / "kernels.json").read_text())
+    assert document["mistakes"] == []
+    assert code == 0
+    assert (document["kernels"], document["shape"], document["dtype"]) == ("triton", shape, dtype)
+    assert {row["kernel"] for row in document["rows"]} == set(KERNELS)
+    assert all(row["is_right"] and row["floor_us"] > 0 for row in document["rows"])
+    # What adapters add is a difference of two times.
+    assert all(row["us"] > 0 for row in document["rows"] if row["kernel"] != "lora")
+    assert (tmp_path / "kernels.png").exists()

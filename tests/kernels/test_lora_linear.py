@@ -1,0 +1,139 @@
+"""Linears with adapters, in every order that implementations choose, against the reference's composition."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from manylora.kernels.ops import Ops
+from manylora.kernels.reference import ReferenceOps
+from tests.kernels.cases import TOLERANCE, LoraCase
+from tests.kernels.implementations import SUBJECTS, Subject
+from tests.kernels.test_lora_kernels import case_of, part_of
+
+pytest.importorskip("triton")
+
+from manylora.kernels.triton import lora
+from manylora.kernels.triton.lora_launch import DEFAULT, LoraConfig
+
+REFERENCE = ReferenceOps()
+TRITON = [
+    s for s in SUBJECTS if isinstance(s.values[0], Subject) and s.values[0].kind in ("interpreted", "gpu")
+]
+MIXED = [(2, 1), (0, 3), (1, 9), (0, 1), (0, 2)]
+
+
+@pytest.fixture(params=["plain", "prompts", "beside"])
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which way round: as decoding, as prompts (runs of more than six tokens here), or beside the product."""
+    config = {
+        "plain": DEFAULT,
+        "prompts": dataclasses.replace(DEFAULT, long_run=6, writes_first=True, gates=True),
+        "beside": dataclasses.replace(DEFAULT, beside=True),
+    }[request.param]
+    use(config, monkeypatch)
+    return str(request.param)
+
+
+def use(config: LoraConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora, "lora_kernels_on", lambda device: lora.LoraKernels(config, 4))
+    from manylora.kernels.triton import operations
+
+    monkeypatch.setattr(operations, "lora_kernels_on", lora.lora_kernels_on)
+
+
+def check(ops: Ops, plan: Any, case: LoraCase, subject: Subject, num_tokens: int, bias: bool = False) -> None:
+    """Every group as a linear, gate and up with the activation too; on a GPU twice with the same bits."""
+    truth_plan = REFERENCE.plan_lora(case.segments, case.geometry, subject.device)
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(subject.dtype).to(subject.device)
+
+    for group in case.geometry.groups:
+        outputs = group.offsets[-1]
+        x = drawn(num_tokens, group.in_features)
+        weight = drawn(outputs, group.in_features) * group.in_features**-0.5
+        added = drawn(outputs) if bias else None
+        given = (weight, added, case.pool, case.layer, group)
+        exact = tuple(t.double() if isinstance(t, torch.Tensor) else t for t in given)
+        calls = ["lora_linear", *(["lora_gated"] if len(group.projections) == 2 else [])]
+        for name in calls:
+            subject.poison()
+            out = getattr(ops, name)(x, *given, plan)
+            # The CPU's compiled activation may differ in its last bit from call to call.
+            if subject.kind == "gpu":
+                assert torch.equal(out, getattr(ops, name)(x, *given, plan))
+            truth = getattr(REFERENCE, name)(x.double(), *exact, truth_plan)
+            assert (out.double() - truth).norm() <= 2 * TOLERANCE[subject.dtype] * truth.norm()
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_mixed_batch(subject: Subject, order: str, bias: bool) -> None:
+    """Ranks from 1 to 256, one-token and longer runs, tokens without adapter before, between and after."""
+    if subject.kind not in ("interpreted", "gpu") and order != "plain":
+        pytest.skip("one order only")
+    if subject.small and ((bias and order == "beside") or subject.dtype != torch.float32):
+        pytest.skip("the interpreter is slow")
+    ops, case = subject.ops(), case_of(subject, MIXED, [1, 5, 16, 40, 256])
+    plan = ops.plan_lora(case.segments, case.geometry, subject.device)
+    check(ops, plan, case, subject, case.num_tokens + 2, bias)
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_no_adapter(subject: Subject) -> None:
+    ops, case = subject.ops(), case_of(subject, MIXED, [4])
+    empty = part_of(case, [])
+    assert ops.plan_lora(empty.segments, case.geometry, subject.device) is None
+    check(ops, None, empty, subject, 5)
+
+
+@pytest.mark.parametrize("subject", TRITON)
+def test_fixed_plan_serves_every_batch(subject: Subject, order: str) -> None:
+    """Filled with few segments, with all, with none; what a batch does not use is left as it is."""
+    if subject.small and subject.dtype != torch.float32:
+        pytest.skip("the interpreter is slow")
+    ops, case = subject.ops(), case_of(subject, MIXED, [3, 20])
+    fixed = ops.fixed_lora(24, 32, case.geometry, case.segments.cells, subject.device)  # type: ignore[attr-defined]
+    for chosen in ([1], [0, 1, 2, 3, 4], []):
+        part = part_of(case, chosen)
+        fixed.fill(part.segments if chosen else None, case.num_tokens)
+        check(ops, fixed.plan, part, subject, 24)
+    with pytest.raises(ValueError, match="room"):
+        fixed.fill(case_of(subject, [(0, 1)] * 24, [40]).segments, 24)
+
+
+def test_stored_configurations(tmp_path: Path) -> None:
+    chosen = dataclasses.replace(
+        DEFAULT, pdl=True, short=dataclasses.replace(DEFAULT.short, chunk=256), long_run=64
+    )
+    path = tmp_path / "lora.json"
+    path.write_text(json.dumps({"Some GPU": lora.as_row(chosen)}))
+    assert lora.stored_config("Some GPU", path) == chosen
+    assert lora.stored_config("Another GPU", path) is None
+    for name in json.loads(lora.TABLE.read_text()):
+        assert isinstance(lora.stored_config(name), LoraConfig)
+
+
+@pytest.mark.parametrize(("major", "told"), [(9, "with dependent launch"), (8, "has no dependent launch")])
+def test_older_devices_go_without_dependent_launch(
+    major: int, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Told in one line. The device's properties are all that is asked of it."""
+    properties = types.SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
+    module = types.SimpleNamespace(
+        get_device_properties=lambda device: properties, get_device_capability=lambda device: (major, 0)
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    with caplog.at_level(logging.INFO):
+        kernels = lora.lora_kernels_on(torch.device("cuda"))
+    assert kernels.config.pdl is (major == 9)
+    assert [told in record.message for record in caplog.records] == [True]

@@ -1,0 +1,204 @@
+"""Where FlashInfer cannot serve, our kernels do, and the log says why in one line. (With it: tests/gpu.)"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from manylora.kernels.flashinfer_attention import AttentionShape, PromptAttention, serving_prompts
+from manylora.kernels.ops import AttentionRows
+from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.select import ops_for
+from manylora.kernels.shapes import PageShape
+from manylora.kernels.triton.attention_plans import attention_plan
+from manylora.kernels.triton.decode_table import TABLE, DecodeConfig, DecodeTable, stored_table
+from tests.kernels.cases import TOLERANCE, attention_case, error
+
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(32, 8, 128, torch.bfloat16)
+
+
+def reason(caplog: pytest.LogCaptureFixture, shape: AttentionShape) -> str:
+    """Of FlashInfer not serving, the one line that says so."""
+    with caplog.at_level(logging.INFO, "manylora.kernels.flashinfer_attention"):
+        assert serving_prompts(shape, CPU) is None
+    lines = [record.getMessage() for record in caplog.records if "our kernel" in record.getMessage()]
+    assert len(lines) == 1
+    assert "\n" not in lines[0]
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "why"),
+    [
+        (AttentionShape(32, 8, 128, torch.float32), "no float32"),
+        (AttentionShape(32, 8, 80, torch.bfloat16), "heads of 80"),
+        (AttentionShape(32, 8, 256, torch.float16), "heads of 256"),
+        (AttentionShape(32, 8, 128, torch.float16, full_layers=False), "has a window"),
+    ],
+)
+def test_shapes_that_are_ours(caplog: pytest.LogCaptureFixture, shape: AttentionShape, why: str) -> None:
+    assert why in reason(caplog, shape)
+
+
+def test_not_installed(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [])
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    assert "not installed" in reason(caplog, SHAPE)
+
+
+def test_a_broken_installation(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = tmp_path / "flashinfer"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise OSError('libcudart is missing\\nand more')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    monkeypatch.setattr("manylora.kernels.flashinfer_attention._backend", lambda _: "fa3")
+    assert reason(caplog, SHAPE).endswith("FlashInfer fails: libcudart is missing")
+
+
+def test_a_cpu_does_not_ask_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert ops_for(CPU, attention=SHAPE).name == "cpu"
+    assert not caplog.records
+
+
+# ---------------------------------------------------------------- what FlashInfer is told
+
+STAND_IN = '''
+import torch
+
+class BatchPrefillWithPagedKVCacheWrapper:
+    """What its documentation says of the calls that are made, in plain torch."""
+
+    def __init__(self, workspace, layout, backend):
+        assert layout == "NHD"
+
+    def plan(self, qo_indptr, kv_indptr, kv_indices, last_page_len, heads, kv_heads, dim, page_size, *, causal,
+             sm_scale, q_data_type, kv_data_type):
+        assert causal
+        assert all(x.dtype == torch.int32 for x in (qo_indptr, kv_indptr, kv_indices, last_page_len))
+        assert len(qo_indptr) == len(kv_indptr) == len(last_page_len) + 1
+        assert len(kv_indices) == kv_indptr[-1]
+        self.said = (qo_indptr, kv_indptr, kv_indices, last_page_len, heads // kv_heads, page_size, sm_scale)
+
+    def run(self, q, keys_and_values, out):
+        qo, kv, indices, last, group, page_size, scale = self.said
+        assert len(q) == qo[-1] == len(out)
+        for i in range(len(last)):
+            pages = indices[kv[i] : kv[i + 1]].long()
+            length = max(0, len(pages) - 1) * page_size + int(last[i])
+            k, v = (x[pages].flatten(0, 1)[:length].float().repeat_interleave(group, 1) for x in keys_and_values)
+            rows = q[qo[i] : qo[i + 1]].float()
+            scores = torch.einsum("qhd,khd->hqk", rows, k) * scale
+            position = torch.arange(length - len(rows), length)[:, None]
+            weights = scores.masked_fill(torch.arange(length) > position, float("-inf")).softmax(-1)
+            out[qo[i] : qo[i + 1]] = torch.einsum("hqk,khd->qhd", weights, v).to(out.dtype)
+'''
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PromptAttention:
+    (tmp_path / "flashinfer.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    prompts = PromptAttention(AttentionShape(4, 2, 64, torch.float16), CPU, "fa3")
+    sys.modules.pop("flashinfer")
+    prompts.try_out()
+    return prompts
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [(130, 130)],
+        [(1, 5), (129, 200), (1, 9), (1, 1), (140, 141), (150, 150), (1, 7)],
+        [(300, 301), (2, 33), (1, 40), (100, 100)],
+    ],
+)
+def test_prompts_between_decoding_rows(stand_in: PromptAttention, lengths: list[tuple[int, int]]) -> None:
+    case = attention_case(
+        1, device=CPU, dtype=torch.float16, dim=64, heads_per_kv=2, page_tokens=4, lengths=lengths
+    )
+    scale = 64**-0.5
+    planned = stand_in.plan(case.rows, case.page)
+    assert planned is not None
+    assert planned.serves(case.q, scale, None)
+    assert not planned.serves(case.q, scale, 100)
+    assert not planned.serves(case.q, 2 * scale, None)
+    assert not planned.serves(case.q.float(), scale, None)
+    out = torch.full((len(case.q), 256), float("nan"), dtype=torch.float16)
+    planned.run(case.q, case.pool, case.layer, out)
+    ops = ReferenceOps()
+    plan = ops.plan_attention(case.rows, case.page, CPU)
+    truth = ops.attention(case.q.float(), case.pool.float(), case.layer, plan, scale, None)
+    inside = [length > 1 for length, _ in lengths]
+    for row in np.flatnonzero(inside):
+        tokens = slice(*case.rows.query_start[row : row + 2])
+        assert error(out[tokens], truth[tokens]) < TOLERANCE[torch.float16]
+    first, last = (case.rows.query_start[np.flatnonzero(inside)[n] + (n < 0)] for n in (0, -1))
+    assert out[:first].isnan().all()
+    assert out[last:].isnan().all()
+
+
+@pytest.mark.parametrize("lengths", [[(1, 50)] * 3, [(127, 127)], [(200, 200), (50, 90)], [(1, 500)]])
+def test_short_prompts_are_ours(stand_in: PromptAttention, lengths: list[tuple[int, int]]) -> None:
+    case = attention_case(
+        1, device=CPU, dtype=torch.float16, dim=64, heads_per_kv=2, page_tokens=4, lengths=lengths
+    )
+    assert stand_in.plan(case.rows, case.page) is None
+
+
+# ---------------------------------------------------------------- the table of decoding
+
+
+def test_the_table_chooses_by_rows() -> None:
+    few, many = DecodeConfig(32, 4, 5, 264), DecodeConfig(64, 8, 3)
+    table = DecodeTable(((4, few), (64, many)))
+    assert [table.choice(rows) for rows in (0, 4, 5, 64, 1000)] == [few, few, many, many, many]
+    assert DecodeTable().choice(7) == DecodeConfig()
+
+
+def test_stored_choices_are_of_one_kind_of_heads(tmp_path: Path) -> None:
+    row = {"group": 4, "head_dim": 64, "rows": 16, "block_n": 32, "warps": 2, "stages": 4, "programs": 100}
+    path = tmp_path / "attention.json"
+    path.write_text(json.dumps({"Device": [{**row, "rows": 99, "programs": None}, row]}))
+    table = stored_table("Device", 4, 64, path)
+    assert table.choice(16) == DecodeConfig(32, 2, 4, 100)
+    assert table.choice(17) == DecodeConfig(32, 2, 4, None)
+    for other in (("Other", 4, 64), ("Device", 1, 64), ("Device", 4, 128)):
+        assert stored_table(*other, path).choice(16) == DecodeConfig()
+    assert stored_table("Device", 4, 64, tmp_path / "none.json").choice(1) == DecodeConfig()
+
+
+def test_the_shipped_table_can_be_launched() -> None:
+    for device, rows in json.loads(TABLE.read_text()).items():
+        for row in rows:
+            config = stored_table(device, row["group"], row["head_dim"]).choice(row["rows"])
+            assert 64 % config.block_n == 0
+            assert config.warps in (2, 4, 8)
+            assert config.programs is None or config.programs > 0
+
+
+def test_plans_are_cut_as_the_table_says() -> None:
+    rows = AttentionRows(
+        np.arange(3, dtype=np.int32), np.full(2, 4096, np.int32), np.zeros((2, 256), np.int32)
+    )
+    page = PageShape(1, 16, 2, 64, 2)
+
+    def pieces(table: DecodeTable) -> int:
+        decode = attention_plan(rows, page, CPU, 8, table).decode
+        assert decode is not None
+        return decode.num_pieces
+
+    assert pieces(DecodeTable()) == 4
+    assert pieces(DecodeTable(((2, DecodeConfig(programs=32)),))) == 16
+    assert pieces(DecodeTable(((1, DecodeConfig()), (9, DecodeConfig(programs=64))))) == 32
