@@ -49,7 +49,7 @@ RANK = 16
 NUM_ADAPTERS = 128
 OFFLINE = Path(__file__).parent / "data" / "offline_1000.jsonl.gz"
 CELLS = (
-    (32, None), (32, "distinct"), (128, None), (128, "distinct"), (32, "uniform"), (32, "identical"),
+    (32, "distinct"), (128, "distinct"), (32, None), (128, None), (32, "uniform"), (32, "identical"),
     (32, "skewed"),
 )  # fmt: skip
 """``max_num_seqs`` and popularity."""
@@ -214,7 +214,7 @@ async def offline(aims: Aims) -> None:
     rows = offline_rows(aims.args.toy)
     for num_seqs, popularity in CELLS:
         key = f"{num_seqs} {popularity}"
-        if not aims.has(10.0 if aims.args.toy else 38.0, f"offline {key}"):
+        if not aims.has(10.0 if aims.args.toy else 32.0, f"offline {key}"):
             continue
         target = aims.open(max_num_seqs=num_seqs)
         adapters = [None if popularity is None else row[popularity] % len(aims.adapters) for row in rows]
@@ -359,7 +359,7 @@ def main() -> None:
     )
     parser.add_argument("--out", required=True)
     parser.add_argument("--commit", default="unknown", help="noted in the report")
-    parser.add_argument("--parts", default="offline,prefill,first,chat")
+    parser.add_argument("--parts", default="prefill,first,offline,chat")
     parser.add_argument("--rates", default="2,10,20", help="of chat, requests a second")
     parser.add_argument("--host-pool", default="24GiB")
     parser.add_argument("--time-budget", type=float, default=500.0)

@@ -16,16 +16,17 @@ def test_a_small_measurement(tmp_path: Path) -> None:
     report = json.loads(out.read_text())
     requests = stream_of(60).requests
     assert (report["requests"], report["commit"]) == (60, "abc")
-    # Each request takes 100 steps and more after its arrival.
-    assert report["virtual_s"] > requests[-1].arrival_s
-    assert report["simulated"]["done_per_s"] * report["virtual_s"] == pytest.approx(60, rel=1e-3)
+    # The last request takes a first step and 99 more after its arrival.
+    found = report["simulated"]
+    assert report["virtual_s"] > requests[-1].arrival_s + 0.5 * 99 * found["tpot_mean_ms"] / 1e3
+    assert 0 < found["ttft_mean_ms"] <= found["ttft_p99_ms"]
     assert report["events"] >= 100
     assert report["times_real_time_by_cpu"] * report["cpu_s"] == pytest.approx(report["virtual_s"])
 
 
 def test_the_requests_are_what_the_text_says() -> None:
     stream = stream_of(4000)
-    assert {(sum(piece.num_tokens for piece in r.new), r.output_tokens) for r in stream.requests} == {
+    assert {(sum(piece.num_tokens for piece in r.prompt), r.output_tokens) for r in stream.requests} == {
         (220, 100)
     }
     assert stream.requests[-1].arrival_s == pytest.approx(400, rel=0.05)

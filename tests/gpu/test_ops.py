@@ -36,7 +36,8 @@ def normal(*shape: int) -> torch.Tensor:
         pytest.param(
             LinearConfig(64, 64, 2, 4, 3, described=True, rows_described=True, ahead=4), marks=DEPENDS
         ),
-        pytest.param(LinearConfig(32, 256, 1, 4, 3, weights_first=False, ahead=40), marks=DEPENDS),
+        # Not wider: 128 rows of 256 columns three times over are more shared memory than there is.
+        pytest.param(LinearConfig(32, 128, 1, 4, 3, weights_first=False, ahead=40), marks=DEPENDS),
     ],
 )
 @pytest.mark.parametrize("tokens", [1, 17, 64, 128])

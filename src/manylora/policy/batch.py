@@ -83,7 +83,10 @@ def _admit(
     while budget > 0 and len(held.holders) < config.max_num_seqs:
         sequence = waiting.first()
         # Whoever was preempted with a row in flight comes back when that has ended.
-        if sequence is None or sequence.num_in_flight or not held.admit(sequence, budget, now):
+        if sequence is None or sequence.num_in_flight:
+            break
+        if not held.admit(sequence, budget, now):
+            held.make_room_for_queue(budget)
             break
         note_admission(sequence, now)
         # One that waits for its adapter keeps its reservation and is passed by others.

@@ -126,6 +126,16 @@ class Cache:
             self._make_room(lambda: free() + self.pages_pending >= count, leaving, reason)
         return free() >= count
 
+    def may_provide(self, kv_pages: int, adapter_pages: int) -> bool:
+        """Whether so many pages can become free while nobody lets go of any."""
+        tree, pending = self.tree, self.pages_pending
+        if not self.policy.has_parts:
+            return self.device.num_free + pending + tree.evictable_pages >= kv_pages + adapter_pages
+        return (
+            self._free_for_kv() + pending + tree.idle_history_pages >= kv_pages
+            and self._free_for_adapters() + pending + tree.evictable_adapter_pages >= adapter_pages
+        )
+
     def will_provide(self, kv_pages: int) -> bool:
         """Whether so many pages will be free when those that are on their way have come."""
         return self._free_for_kv() + self.pages_pending >= kv_pages

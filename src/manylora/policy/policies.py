@@ -61,6 +61,12 @@ class CachePolicy:
     swaps_every_step: bool = False
     weighs_recomputing: bool = False
 
+    @property
+    def makes_room_for_queue(self) -> bool:
+        """Whether room is made for all that could be admitted as soon as the first must wait for it: where
+        nothing is freed ahead of demand, and unused nodes lie in the way."""
+        return self.keeps_history and not self.swaps_by_itself
+
 
 POLICIES: dict[str, CachePolicy] = {
     # What arrives within one interval can pass 5 % of the device; then it waits for pages to be saved.

@@ -7,6 +7,7 @@ and what runs is ``batch``'s and ``replica``'s.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import enum
 import itertools
 from collections.abc import Callable
@@ -25,6 +26,23 @@ class Growth(enum.Enum):
     DONE = "done"
     SOON = "soon"
     NONE = "none"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Need:
+    """What a waiting sequence needs to start: nodes that it reuses, ``missing`` those of them that only the host
+    has; own pages, for the first ``num_tokens`` that it computes."""
+
+    root: Node
+    path: list[Node]
+    missing: list[Node]
+    num_tokens: int
+    own_pages: int
+
+    @property
+    def deepest(self) -> Node:
+        """On which all that it reuses depends."""
+        return self.path[-1] if self.path else self.root
 
 
 class Reservations:
@@ -61,6 +79,21 @@ class Reservations:
             sequence.adapter, sequence.page_keys(size), (len(sequence.tokens) - 1) // size
         )
 
+    def _need(self, sequence: Sequence, first_chunk: int) -> Need:
+        """What it takes for the sequence to start with up to ``first_chunk`` tokens; keeps what was about to leave."""
+        cache = self._cache
+        root = self._tree.node(sequence.adapter)
+        path = self.match(sequence)
+        cache.rescue(path)
+        missing = [node for node in path if node.residence is ABSENT]
+        if not cache.is_copy_cheaper(missing):
+            path = [*itertools.takewhile(lambda node: node.residence is not ABSENT, path)]
+            missing = []
+        num_computed = len(path) * self._config.page_tokens
+        chunk = min(first_chunk, len(sequence.tokens) - num_computed)
+        own_pages = self.pages_for(num_computed + chunk) - len(path)
+        return Need(root, path, missing, chunk, own_pages)
+
     def admit(self, sequence: Sequence, first_chunk: int, now: float) -> bool:
         """Reserve all that the sequence needs to start, or nothing (design §4).
 
@@ -68,20 +101,11 @@ class Reservations:
         its adapter) and for the first ``first_chunk`` tokens that it must compute; starts the copies.
         """
         cache, tree = self._cache, self._tree
-        root = tree.node(sequence.adapter)
-        path = self.match(sequence)
-        cache.rescue(path)
-        missing = [node for node in path if node.residence is ABSENT]
-        if not cache.is_copy_cheaper(missing):
-            path = [*itertools.takewhile(lambda node: node.residence is not ABSENT, path)]
-            missing = []
-        deepest = path[-1] if path else root
-        num_computed = len(path) * self._config.page_tokens
-        chunk = min(first_chunk, len(sequence.tokens) - num_computed)
-        own_pages = self.pages_for(num_computed + chunk) - len(path)
+        need = self._need(sequence, first_chunk)
+        root, path, missing, deepest = need.root, need.path, need.missing, need.deepest
         adapter_pages = root.num_pages if root.residence is ABSENT else 0
         tree.pin(deepest)
-        if not cache.provide(own_pages + len(missing), adapter_pages):
+        if not cache.provide(need.own_pages + len(missing), adapter_pages):
             tree.unpin(deepest, deepest.last_use)
             return False
         self._count_hits(root, path, len(sequence.tokens))
@@ -91,15 +115,48 @@ class Reservations:
         sequence.node = deepest
         sequence.matched = deepest
         sequence.num_shared = len(path)
-        sequence.num_computed = sequence.num_scheduled = num_computed
+        sequence.num_computed = sequence.num_scheduled = len(path) * self._config.page_tokens
         sequence.pages = [-1] * len(path)  # known when all are there
-        sequence.pages.extend(cache.device.take(own_pages))
+        sequence.pages.extend(cache.device.take(need.own_pages))
         self._waiting.remove(sequence)
         sequence.stage = Stage.LOADING
         sequence.page_updates.clear()
         bisect.insort(self.holders, sequence, key=lambda s: s.order)
         self.start_if_ready(sequence)
         return True
+
+    def make_room_for_queue(self, budget: int) -> None:
+        """The first in line waits for pages: have those behind it wait for the same copies, not for their own
+        after it.
+
+        For as many together as ``budget`` tokens, the limit of sequences and the pool let in. A policy that
+        keeps pages free ahead of demand does without.
+        """
+        cache, tree = self._cache, self._tree
+        if not cache.policy.makes_room_for_queue:
+            return
+        coming: set[Node] = set()
+        pinned: list[Node] = []
+        kv_pages, adapter_pages = self._promised, 0
+        for sequence in self._waiting.leading(self._config.max_num_seqs - len(self.holders)):
+            need = self._need(sequence, budget)
+            more_kv = need.own_pages + sum(node not in coming for node in need.missing)
+            is_read = need.root.residence is ABSENT and need.root not in coming
+            more_adapters = need.root.num_pages if is_read else 0
+            # Nobody's room is to be made of what another of them will use.
+            tree.pin(need.deepest)
+            pinned.append(need.deepest)
+            if not cache.may_provide(kv_pages + more_kv, adapter_pages + more_adapters):
+                break
+            kv_pages += more_kv
+            adapter_pages += more_adapters
+            coming.update(need.missing, [need.root])
+            budget -= need.num_tokens
+            if budget <= 0:
+                break
+        cache.provide(kv_pages, adapter_pages)
+        for node in pinned:
+            tree.unpin(node, node.last_use)
 
     def _count_hits(self, root: Node, path: list[Node], num_tokens: int) -> None:
         counters, size = self._cache.counters, self._config.page_tokens
