@@ -19,6 +19,7 @@ from manylora.devices.device import Device
 from manylora.devices.select import open_device
 from manylora.executor.graphs import MAX_BYTES as GRAPH_BYTES
 from manylora.executor.graphs import GraphLimits, Progress
+from manylora.executor.rehearsal import rehearse
 from manylora.executor.shards import SMALL_MODEL_BYTES, Shards
 from manylora.executor.worker import Worker
 from manylora.kernels.flashinfer_attention import AttentionShape
@@ -114,6 +115,8 @@ def build_worker(
             limits.max_num_seqs, limits.max_batch_tokens, limits.max_model_len, max_rank
         )
         worker.use_graphs(graph_limits, num_pages, capture_progress)
+    if kind == "cuda":
+        rehearse(worker, limits)
     return worker, limits, _info(settings, config, limits, device, dtype)
 
 

@@ -80,7 +80,7 @@ class Reservations:
         )
 
     def _need(self, sequence: Sequence, first_chunk: int) -> Need:
-        """What it takes for the sequence to start with up to ``first_chunk`` tokens; keeps what was about to leave."""
+        """What it takes for the sequence to start with up to ``first_chunk`` tokens; keeps what was leaving."""
         cache = self._cache
         root = self._tree.node(sequence.adapter)
         path = self.match(sequence)
@@ -145,9 +145,10 @@ class Reservations:
             more_adapters = need.root.num_pages if is_read else 0
             # Nobody's room is to be made of what another of them will use.
             tree.pin(need.deepest)
-            pinned.append(need.deepest)
             if not cache.may_provide(kv_pages + more_kv, adapter_pages + more_adapters):
+                tree.unpin(need.deepest, need.deepest.last_use)
                 break
+            pinned.append(need.deepest)
             kv_pages += more_kv
             adapter_pages += more_adapters
             coming.update(need.missing, [need.root])
