@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -120,14 +121,49 @@ def _chat(path: Path, wish: Wish) -> Stream:
 
 
 def _ntrex(path: Path, wish: Wish) -> Stream:
-    """As many language pairs as adapters, at random (FastLibra §6.2)."""
     others = [code for code in parallel_text.languages(path) if code != "eng"]
-    pairs = [pair for other in others for pair in (("eng", other), (other, "eng"))]
+    return _translations(
+        [
+            (f"{source}-{target}", partial(parallel_text.read_tsv, path, source, target))
+            for other in others
+            for source, target in (("eng", other), (other, "eng"))
+        ],
+        f"{path} has {{}} pairs with English",
+        wish,
+    )
+
+
+def _opus(folder: Path, wish: Wish) -> Stream:
+    """Files of a folder that differ in their last suffix alone, a language: "opus.de-en-test.de" and ".en"."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder of parallel files")
+    sides: dict[str, list[Path]] = {}
+    for file in sorted(folder.iterdir()):
+        if file.is_file() and file.suffix:
+            sides.setdefault(file.stem, []).append(file)
+    return _translations(
+        [
+            (
+                f"{stem} {source.suffix[1:]}-{target.suffix[1:]}",
+                partial(parallel_text.read_lines, source, target),
+            )
+            for stem, files in sides.items()
+            for source, target in itertools.permutations(files, 2)
+            if len(files) == 2
+        ],
+        f"{folder} has {{}} pairs of parallel files and directions",
+        wish,
+    )
+
+
+def _translations(
+    pairs: Sequence[tuple[str, Callable[[], parallel_text.ParallelText]]], found: str, wish: Wish
+) -> Stream:
+    """As many language pairs as adapters, at random (FastLibra §6.2). ``pairs``: names, and what reads them."""
     count = wish.num_adapters or len(pairs)
-    if count > len(pairs):
-        raise ConfigError(f"{path} has {len(pairs)} pairs with English, fewer than {count} adapters")
-    chosen = Random(f"{wish.seed} pairs").sample(pairs, count)
-    texts = {f"{source}-{target}": parallel_text.read_tsv(path, source, target) for source, target in chosen}
+    if not pairs or count > len(pairs):
+        raise ConfigError(f"{found.format(len(pairs))}, fewer than {max(count, 1)} adapters")
+    texts = {name: read() for name, read in Random(f"{wish.seed} pairs").sample(pairs, count)}
     adapters = Adapters.named(list(texts), wish.drawn_ranks(count))
     return parallel_text.load(texts, adapters=None if wish.popularity else adapters)
 
@@ -225,6 +261,10 @@ FORMATS = {
         "LMSYS conversations, JSON; no times",
         lambda path, wish: conversations.load_lmsys(path, adapters=wish.own_adapters()),
     ),
+    "arena": Format(
+        "LMSYS-33k, the Chatbot Arena's conversations and their times, JSON",
+        lambda path, wish: conversations.load_arena(path, adapters=wish.own_adapters()),
+    ),
     "taskmaster": Format(
         "Taskmaster dialogs, JSON; no times",
         lambda path, wish: taskmaster.load(path, adapters=wish.own_adapters()),
@@ -234,5 +274,6 @@ FORMATS = {
         lambda path, wish: alpaca.load(path, adapters=wish.own_adapters()),
     ),
     "ntrex": Format("NTREX sentences, a TSV of languages, an adapter a pair; no times", _ntrex),
+    "opus": Format("OPUS-100, a folder of parallel files, an adapter a pair; no times", _opus),
 }
 """By the name that ``--format`` takes."""
