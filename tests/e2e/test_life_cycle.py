@@ -34,7 +34,8 @@ def as_json(event: Json | str) -> Json:
 def test_sigterm_lets_a_stream_end_and_refuses_new_requests() -> None:
     with Server("--device-pool", "32MiB") as server:
         server.wait_ready()
-        body = completion(max_tokens=300, ignore_eos=True, stream=True)
+        # Long enough to go on while the refusals below are asked for, on a slow machine too.
+        body = completion(max_tokens=800, ignore_eos=True, stream=True)
         with server.http.stream("POST", "/v1/completions", json=body) as stream:
             chunks = events(stream)
             next(chunks)

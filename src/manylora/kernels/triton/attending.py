@@ -174,28 +174,26 @@ def _prefill(
     wanted = 16 if exact else (128 if narrow else 64)
     block_q = max(1, wanted // heads_padded)
     block_m = max(16, block_q * heads_padded)
-    final = tiles.splits == 1
     partial = statistics = out
-    if not final:
-        shape = (tiles.splits, num_tokens, num_heads)
+    if tiles.places:
+        shape = (tiles.places, num_heads)
         partial = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
         statistics = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
-    attend_kernel[(tiles.num_tiles * (PREFILL_TILE // block_q), kv_heads, tiles.splits)](
+    attend_kernel[(len(tiles.records) * (PREFILL_TILE // block_q), kv_heads)](
         q,
         pool,
         page_table,
         tiles.records,
+        tiles.sizes,
         out,
         partial,
         statistics,
         q.stride(0),
-        num_tokens,
         num_heads,
         layer * pool.stride(1),
         pool.stride(2),
         pool.stride(0),
         pool.stride(3),
-        tiles.chunk,
         scale * math.log2(math.e),
         window or 0,
         HEADS=heads,
@@ -208,25 +206,23 @@ def _prefill(
         BLOCK_M=block_m,
         BLOCK_N=64 if narrow else 16 if exact else 32,
         WINDOWED=window is not None,
-        FINAL=final,
         PRECISION=precision(q.dtype),
         num_warps=8 if block_m >= 128 else 4,
         num_stages=3 if narrow else 2,
     )
-    if not final:
-        combine_kernel[(tiles.num_tiles * PREFILL_TILE, num_heads)](
+    if tiles.places:
+        combine_kernel[(num_tokens, num_heads)](
             out,
             partial,
             statistics,
-            tiles.records,
-            num_tokens,
+            tiles.joined,
+            tiles.sizes,
             num_heads,
-            tiles.chunk,
             window or 0,
             DIM=dim,
             DIM_PADDED=dim_padded,
-            TILE=PREFILL_TILE,
             BLOCK_Q=block_q,
+            JOINED=len(tiles.joined),
             WINDOWED=window is not None,
             num_warps=1,
         )

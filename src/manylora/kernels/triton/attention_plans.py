@@ -15,28 +15,35 @@ from manylora.kernels.flashinfer_attention import PlannedPrompts
 from manylora.kernels.ops import AttentionRows
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.decode_table import DecodeConfig, DecodeTable
-from manylora.kernels.triton.plans import Ints, Table, tiles_of, upload
+from manylora.kernels.triton.plans import Ints, Table, power_of_two, tiles_of, upload
 
-TILE_RECORD = 4
-PIECE_RECORD = 8
+RECORD = 8
 PREFILL_TILE = 128
 BLOCK_TOKENS = 64
 MIN_PIECE_BLOCKS = 2
 MIN_CHUNK = 128
 CHUNK_STEP = 64
 MAX_CHUNKS = 64
+_SIZES = 4
+"""Numbers, one of which is used: what follows begins at a multiple of 16 bytes."""
+
 MORE_TILES = 8
 """Prompts of a captured step that may begin tiles of their own, beside those that its tokens fill."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PrefillTiles:
-    """Tiles of rows with several queries. ``chunk``: context slots of one split."""
+    """Pieces of tiles of rows with several queries.
+
+    ``records`` int32 [pieces, RECORD]; ``joined`` int32 [power of two, RECORD]: the first of each tile that has
+    several; ``sizes`` int32 [1 or more]: context slots of a piece; ``places``: what partial results take, 0: there
+    are none.
+    """
 
     records: torch.Tensor
-    num_tiles: int
-    chunk: int
-    splits: int
+    joined: torch.Tensor
+    sizes: torch.Tensor
+    places: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +78,13 @@ def attention_plan(
     table, first_page = _ragged(rows, length, page)
     config = decoding.choice(int((length == 1).sum()))
     pieces, places = _pieces(rows, length, first_page, page.kv_heads, config.programs or programs)
-    tiles = _tiles(rows, length, first_page)
-    chunk, splits = _chunks(tiles, page.kv_heads, programs)
-    page_table, on_device, tiles_on_device = upload([table, pieces, tiles], device)
+    tiles = _cut(_tiles(rows, length, first_page), page.kv_heads, programs)
+    arrays = [table, pieces, tiles.records, tiles.joined, tiles.sizes]
+    page_table, on_device, records, joined, sizes = upload(arrays, device)
     decode = DecodePieces(on_device, len(pieces), places, config) if len(pieces) else None
-    prefill = PrefillTiles(tiles_on_device, len(tiles), chunk, splits) if len(tiles) else None
+    prefill = None
+    if len(tiles.records):
+        prefill = PrefillTiles(records.view(-1, RECORD), joined.view(-1, RECORD), sizes, tiles.places)
     return TritonAttentionPlan(page_table, prefill, decode, int(rows.query_start[-1]))
 
 
@@ -103,21 +112,27 @@ class FixedAttention:
         self._max_context = max_context
         self._num_tokens = num_rows if num_tokens is None else num_tokens
         self._decoding = num_tokens is None
-        self._num_pieces = num_rows + _wanted_pieces(page.kv_heads, self._programs)
-        self._num_tiles = 0
+        most_more = num_rows * (-(-max_context // (MIN_PIECE_BLOCKS * BLOCK_TOKENS)) - 1)
+        self._num_pieces = num_rows + min(_wanted_pieces(page.kv_heads, self._programs), most_more)
+        self._kv_heads, self._prefill_programs = page.kv_heads, programs
+        self._most_tiles = self._num_tiles = self._num_joined = most_places = 0
         if not self._decoding:
-            self._num_tiles = -(-self._num_tokens // PREFILL_TILE) + min(num_rows, MORE_TILES)
-        sizes = [self._num_pieces * PIECE_RECORD, self._num_tiles * TILE_RECORD]
+            self._most_tiles = -(-self._num_tokens // PREFILL_TILE) + min(num_rows, MORE_TILES)
+            most_more = self._most_tiles * (-(-max_context // MIN_CHUNK) - 1)
+            more = min(_wanted_pieces(page.kv_heads, programs), most_more)
+            self._num_tiles = self._most_tiles + more
+            self._num_joined = power_of_two(min(more, self._most_tiles))
+            # Each piece beside a tile's first one has at most a whole tile's tokens.
+            most_places = self._num_tokens + more * min(self._num_tokens, PREFILL_TILE) if more else 0
+        counts = [self._num_pieces, self._num_tiles, self._num_joined]
         most_pages = num_rows * -(-max_context // page.page_tokens)
-        self._begin = sum(sizes)
+        lengths = [*(count * RECORD for count in counts), _SIZES]
+        self._begin = sum(lengths)
         self._memory = torch.zeros(self._begin + most_pages, dtype=torch.int32, device=device)
-        pieces, tiles, table = torch.split(self._memory, [*sizes, most_pages])
+        pieces, tiles, joined, sizes, table = torch.split(self._memory, [*lengths, most_pages])
         prefill = None
         if not self._decoding:
-            full_tiles = max(1, self._num_tokens // PREFILL_TILE)
-            splits = min(MAX_CHUNKS, -(-programs // (full_tiles * page.kv_heads)))
-            chunk = -(-max_context // (splits * CHUNK_STEP)) * CHUNK_STEP
-            prefill = PrefillTiles(tiles, self._num_tiles, chunk, -(-max_context // chunk))
+            prefill = PrefillTiles(tiles.view(-1, RECORD), joined.view(-1, RECORD), sizes, most_places)
         decode = DecodePieces(pieces, self._num_pieces, self._num_pieces, config)
         # Where rows have several tokens, which of them belong to no row is not known at capture.
         self.plan = TritonAttentionPlan(table, prefill, decode, num_rows if self._decoding else -1)
@@ -132,7 +147,7 @@ class FixedAttention:
         self._check(rows, length)
         table, first_page = _ragged(rows, length, self._page)
         pieces, _ = _pieces(rows, length, first_page, self._page.kv_heads, self._programs)
-        records = np.zeros((self._num_pieces, PIECE_RECORD), dtype=np.int32)
+        records = np.zeros((self._num_pieces, RECORD), dtype=np.int32)
         records[: len(pieces)] = pieces
         records[len(pieces) :, 0] = -1
         records[len(pieces) :, 4] = 1
@@ -140,16 +155,26 @@ class FixedAttention:
             # Tokens past the rows are rows without context.
             padding = np.arange(len(length), self._num_rows)
             records[len(pieces) : len(pieces) + len(padding), 0] = padding
-        tiles = np.zeros((self._num_tiles, TILE_RECORD), dtype=np.int32)
-        if not self._decoding:
-            found = _tiles(rows, length, first_page)
-            if len(found) > self._num_tiles:
-                raise ValueError("the step has more prompts than what was captured")
-            tiles[: len(found)] = found
+        parts = [records, *self._prompts(rows, length, first_page), table]
         size = self._begin + len(table)
         host = torch.empty(size, dtype=torch.int32, pin_memory=self._memory.is_cuda)
-        np.concatenate([records.reshape(-1), tiles.reshape(-1), table], out=host.numpy())
+        np.concatenate([part.reshape(-1) for part in parts], out=host.numpy())
         self._memory[:size].copy_(host, non_blocking=True)
+
+    def _prompts(self, rows: AttentionRows, length: Ints, first_page: Ints) -> list[Table]:
+        """Records, joined ones and sizes, as long as there is room for them."""
+        records = np.zeros((self._num_tiles, RECORD), dtype=np.int32)
+        joined = np.zeros((self._num_joined, RECORD), dtype=np.int32)
+        sizes = np.ones(_SIZES, dtype=np.int32)
+        if not self._decoding:
+            tiles = _tiles(rows, length, first_page)
+            if len(tiles) > self._most_tiles:
+                raise ValueError("the step has more prompts than what was captured")
+            cut = _cut(tiles, self._kv_heads, self._prefill_programs)
+            records[: len(cut.records)] = cut.records
+            joined[: len(cut.joined)] = cut.joined
+            sizes[:1] = cut.sizes
+        return [records, joined, sizes]
 
     def _check(self, rows: AttentionRows, length: Ints) -> None:
         fits = (
@@ -185,7 +210,7 @@ def _pieces(
     pieces = np.maximum(1, -(-blocks // size))
     owner, number = tiles_of(pieces, 1)
     joined = np.where(pieces > 1, pieces, 0)
-    records = np.zeros((len(owner), PIECE_RECORD), dtype=np.int32)
+    records = np.zeros((len(owner), RECORD), dtype=np.int32)
     records[:, 0] = rows.query_start[chosen][owner]
     records[:, 1] = first_page[chosen][owner]
     records[:, 2] = context[owner]
@@ -196,9 +221,9 @@ def _pieces(
 
 
 def _tiles(rows: AttentionRows, length: Ints, first_page: Ints) -> Table:
-    """Records of the tiles of rows with several queries."""
+    """The first four numbers of the records of rows with several queries, a tile each."""
     owner, inside = tiles_of(np.where(length > 1, length, 0), PREFILL_TILE)
-    records = np.empty((len(owner), TILE_RECORD), dtype=np.int32)
+    records = np.empty((len(owner), 4), dtype=np.int32)
     records[:, 0] = first_page[owner]
     records[:, 1] = rows.query_start[owner] + inside
     records[:, 2] = np.minimum(length[owner] - inside, PREFILL_TILE)
@@ -206,11 +231,32 @@ def _tiles(rows: AttentionRows, length: Ints, first_page: Ints) -> Table:
     return records
 
 
-def _chunks(tiles: Table, kv_heads: int, programs: int) -> tuple[int, int]:
-    """Slots of one split of a tile's context, and the most splits: equal shares of all the work, unless a row
-    would then be cut too often."""
-    context = tiles[:, 3].astype(np.int64) + tiles[:, 2]
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """``PrefillTiles`` on the host; ``joined`` is filled up with records of no tokens."""
+
+    records: Table
+    joined: Table
+    sizes: Table
+    places: int
+
+
+def _cut(tiles: Table, kv_heads: int, programs: int) -> _Cut:
+    """Cut the tiles' contexts into equal shares of all the work, unless a row would then be cut too often: at most
+    ``_wanted_pieces`` more pieces than tiles."""
+    tokens, context = tiles[:, 2].astype(np.int64), tiles[:, 3].astype(np.int64) + tiles[:, 2]
     longest = int(context.max(initial=1))
-    share = max(int(context.sum()) * kv_heads // programs, MIN_CHUNK, -(-longest // MAX_CHUNKS))
+    share = max(-(-int(context.sum()) * kv_heads // programs), MIN_CHUNK, -(-longest // MAX_CHUNKS))
     chunk = -(-share // CHUNK_STEP) * CHUNK_STEP
-    return chunk, -(-longest // chunk)
+    pieces = -(-context // chunk)
+    owner, number = tiles_of(pieces, 1)
+    places = np.where(pieces > 1, tokens * pieces, 0)
+    records = np.zeros((len(owner), RECORD), dtype=np.int32)
+    records[:, :4] = tiles[owner]
+    records[:, 4] = number
+    records[:, 5] = pieces[owner]
+    records[:, 6] = (np.cumsum(places) - places)[owner] + np.where(pieces > 1, tokens, 0)[owner] * number
+    first = records[(records[:, 4] == 0) & (records[:, 5] > 1)]
+    joined = np.zeros((power_of_two(len(first)), RECORD), dtype=np.int32)
+    joined[: len(first)] = first
+    return _Cut(records, joined, np.array([chunk], dtype=np.int32), int(places.sum()))
