@@ -110,31 +110,26 @@ class Cache:
         used = self.device.num_pages - self.device.num_free - self.tree.adapter_pages
         return min(self.device.num_free, self.device.num_pages - self.adapter_limit - used)
 
-    def provide(self, kv_pages: int, adapter_pages: int = 0, reason: str = "demand") -> bool:
+    def provide(self, kv_pages: int, adapter_pages: int = 0) -> bool:
         """Whether so many pages are free now. Where not, starts what will free them, as far as can be."""
         if not self.policy.has_parts:
-            return self._provide(kv_pages + adapter_pages, self._free_for_kv, self._leaving, reason)
-        has_adapter = adapter_pages == 0 or self._provide(
-            adapter_pages, self._free_for_adapters, self._leaving_adapters, reason
-        )
-        return self._provide(kv_pages, self._free_for_kv, self._leaving, reason) and has_adapter
+            return self._provide(kv_pages + adapter_pages, self._free_for_kv, self._leaving)
+        for_adapters = self._free_for_adapters, self._leaving_adapters
+        has_adapter = not adapter_pages or self._provide(adapter_pages, *for_adapters)
+        return self._provide(kv_pages, self._free_for_kv, self._leaving) and has_adapter
 
-    def _provide(self, count: int, free: Callable[[], int], leaving: Candidates, reason: str) -> bool:
-        if free() >= count:
-            return True
+    def _provide(self, count: int, free: Callable[[], int], leaving: Candidates) -> bool:
         if free() + self.tree.evictable_pages + self.pages_pending >= count:
-            self._make_room(lambda: free() + self.pages_pending >= count, leaving, reason)
+            self._make_room(lambda: free() + self.pages_pending >= count, leaving, "demand")
         return free() >= count
 
     def may_provide(self, kv_pages: int, adapter_pages: int) -> bool:
         """Whether so many pages can become free while nobody lets go of any."""
-        tree, pending = self.tree, self.pages_pending
+        tree, for_kv = self.tree, self._free_for_kv() + self.pages_pending
         if not self.policy.has_parts:
-            return self.device.num_free + pending + tree.evictable_pages >= kv_pages + adapter_pages
-        return (
-            self._free_for_kv() + pending + tree.idle_history_pages >= kv_pages
-            and self._free_for_adapters() + pending + tree.evictable_adapter_pages >= adapter_pages
-        )
+            return for_kv + tree.evictable_pages >= kv_pages + adapter_pages
+        for_adapters = self._free_for_adapters() + self.pages_pending + tree.evictable_adapter_pages
+        return for_adapters >= adapter_pages and for_kv + tree.idle_history_pages >= kv_pages
 
     def will_provide(self, kv_pages: int) -> bool:
         """Whether so many pages will be free when those that are on their way have come."""

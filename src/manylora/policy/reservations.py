@@ -137,7 +137,10 @@ class Reservations:
             return
         coming: set[Node] = set()
         pinned: list[Node] = []
-        kv_pages, adapter_pages = self._promised, 0
+        # Holders are served first in the next step: those whose pages are then full take one more.
+        size = self._config.page_tokens
+        num_growing = sum(len(s.tokens) + s.num_coming == len(s.pages) * size for s in self.holders)
+        kv_pages, adapter_pages = self._promised + num_growing, 0
         for sequence in self._waiting.leading(self._config.max_num_seqs - len(self.holders)):
             need = self._need(sequence, budget)
             more_kv = need.own_pages + sum(node not in coming for node in need.missing)

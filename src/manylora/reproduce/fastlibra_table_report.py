@@ -74,8 +74,9 @@ ALL_NOTES = (
     "cached: the same arrivals with unlimited pages and all resident; a reference, not a bound. kept: pages found "
     "that were asked for, and the most that any policy could have kept of what manylora's runs asked for "
     "(docs/limits.md).",
-    "lru and static-lru free pages on demand, by way of the host, for the first request in the queue alone; with "
-    "many short requests that limits how many are admitted a second. On the gaps: docs/fastlibra-table.md.",
+    "lru and static-lru free pages when none are left, by way of the host (the paper's offloading, §6.1): for all "
+    "requests that wait and could be admitted together, which then wait for one copy. On the gaps: "
+    "docs/fastlibra-table.md.",
 )
 
 
