@@ -3,8 +3,8 @@
 Owns that order, and which stored configuration a device gets (``kernels/tuned/lora.json``). Measured on an H200,
 a step's LoRA is launches and chains of loads rather than bytes unless every token has an adapter of its own. So
 decoding steps run product, shrink, expand on one stream with dependent launch: each kernel reads its tables and
-weights while the one before it ends. Prompts' results are large: there expand writes and the product adds to it,
-and the activation is applied by the kernel that reads gate and up anyway.
+weights while the one before it ends; only gate and up have theirs beside the product. Prompts' results are large:
+there expand writes and the product adds to it. docs/performance.md says what else was tried.
 """
 
 from __future__ import annotations
