@@ -84,6 +84,11 @@ def files(tmp_path: Path) -> dict[str, str]:
     write(folder / "chunk-0-trace.csv", *(f"{600 * i},0.5,1.0,Gamma,1.0,2.0" for i in range(2)))
     lengths = {"input_tokens": "{100: 0.5, 200: 0.5}", "output_tokens": "{10: 1.0}"}
     write(folder / "chunk-0-dataset.json", json.dumps({"0": lengths}))
+    opus = tmp_path / "opus"
+    opus.mkdir()
+    for stem, language in (("opus.de-en-test", "de"), ("opus.en-fr-test", "fr")):
+        write(opus / f"{stem}.en", *(["one sentence"] * 9))
+        write(opus / f"{stem}.{language}", *(["ein Satz"] * 9))
     dialog = [["user", "two tickets for tonight please"], ["agent", "which film do you want to see?"]] * 3
     said = [{"role": "user", "content": "hello there"}, {"role": "assistant", "content": "hello to you"}]
     told = [{"from": "human", "value": "hello there"}, {"from": "gpt", "value": "hello to you"}]
@@ -131,6 +136,17 @@ def files(tmp_path: Path) -> dict[str, str]:
                 for i in range(40)
             ),
         ),
+        "arena": write(
+            tmp_path / "arena.jsonl",
+            *(
+                {
+                    "model_a": f"m{i % 8}", "model_b": f"m{i % 5}", "conversation_a": said,
+                    "conversation_b": said, "language": "English", "tstamp": 1682351590.0 + 3 * i,
+                }
+                for i in range(20)
+            ),
+        ),
+        "opus": str(opus),
         "taskmaster": write(
             tmp_path / "tm.jsonl", *({"conversation_id": f"d{i}", "turns": dialog} for i in range(20))
         ),
