@@ -31,7 +31,7 @@ ROOMS: dict[str, set[str]] = {
     "workloads": BOTTOM,
     "sim": BOTTOM | {"policy", "workloads"},
     "bench": BOTTOM
-    | {"engine", "executor", "kernels", "devices", "flags", "main", "models", "sim", "workloads"},
+    | {"engine", "executor", "kernels", "devices", "flags", "main", "models", "progress", "sim", "workloads"},
     "reproduce": BOTTOM
     | {"adapters", "bench", "devices", "engine", "flags", "kernels", "policy", "sim", "workloads"},
     "flags": {"config"},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from manylora.flags import build_settings
 from manylora.models.config import config_groups, read_model_config
 from manylora.models.source import resolve_model
 from manylora.models.spec import ModelError
+from manylora.progress import Bar
 
 RANKS = (8, 64, 256)
 """One of each of the classes that steps with adapters are captured for."""
@@ -70,13 +70,11 @@ async def _serve(target: EngineTarget, names: list[str]) -> int:
             (length, name) for name in (None, *names) for length in lengths
         )
     ]
+    bar = Bar("warming up", "request")
     answers = []
-    for done, call in enumerate(calls):
+    for done, call in enumerate(calls, 1):
         answers.append(await target.generate(call))
-        if sys.stderr.isatty():
-            print(f"\rrequest {done + 1} of {len(calls)}", end="", file=sys.stderr)
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
+        bar(done, len(calls))
     answers += await asyncio.gather(*(target.generate(call) for call in calls))
     errors = [answer.error for answer in answers if answer.error is not None]
     if errors:
