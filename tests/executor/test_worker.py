@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from manylora.executor import forward
+from manylora.models.layers import Attention, Step
 from manylora.types import BASE, SamplingParams
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig
@@ -39,6 +42,30 @@ def test_whole_prompts_of_several_adapters_in_one_batch(rig: Rig, files: Files) 
     for sequence, (adapter, prompt) in PROMPTS.items():
         rig.open(sequence, prompt, adapter)
     rig.decode(9, *PROMPTS)
+    check(rig, files)
+
+
+def test_the_last_layer_runs_the_drawing_rows_alone(
+    rig: Rig, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps with and without rows that draw nothing, adapters among the drawing rows or not."""
+    monkeypatch.setattr(forward, "NARROWED", 1)
+    seen: list[int] = []
+    out = Attention.__dict__["mixed"]
+
+    def mixed(self: Attention, x: torch.Tensor, step: Step) -> torch.Tensor:
+        seen.append(0 if step.batch.drawn is None else 1 + (step.batch.drawn.lora is not None))
+        return torch.as_tensor(out(self, x, step))
+
+    monkeypatch.setattr(Attention, "mixed", mixed)
+    for sequence, (adapter, prompt) in PROMPTS.items():
+        rig.open(sequence, prompt, adapter)
+    rig.step(rig.row(10))
+    rig.step(rig.row(11), rig.row(12, 4), rig.row(13))
+    rig.step(rig.row(10), rig.row(12, 3), rig.row(14, 2), rig.row(15))
+    rig.step(rig.row(12), rig.row(14))
+    rig.decode(2, *PROMPTS)
+    assert set(seen) == {0, 1, 2}
     check(rig, files)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from manylora.kernels.ops import DrawnRows
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.shapes import ProjectionGroup
 from manylora.models.config import config_groups
@@ -29,6 +30,7 @@ class DenseLora(ReferenceOps):
         self.matrices: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.layer_prefix = ""
         self.calls: list[tuple[int, str]] = []
+        self.rows: list[int] = []
 
     def lora(
         self,
@@ -40,6 +42,7 @@ class DenseLora(ReferenceOps):
         plan: Any,
     ) -> None:
         self.calls.append((layer, group.name))
+        self.rows.append(len(y))
         assert y.is_contiguous()
         assert x.stride(-1) == 1
         for i, projection in enumerate(group.projections):
@@ -74,6 +77,14 @@ def test_adapted_projections_act_as_merged_weights(name: str, tmp_path: Path) ->
     torch.testing.assert_close(decoder.forward(batch, stepper.pool), expected, atol=1e-4, rtol=0.0)
     names = [group.name for group in config_groups(decoder.config)]
     assert ops.calls == [(layer, name) for layer in range(decoder.config.num_layers) for name in names]
+
+    ops.rows.clear()
+    some = torch.tensor([3, 12])
+    narrowed = dataclasses.replace(batch, sample_index=some, drawn=DrawnRows("their plan"))
+    found = decoder.forward(narrowed, stepper.pool)
+    torch.testing.assert_close(found, expected[some], atol=1e-4, rtol=0.0)
+    # What comes after the last layer's attention ran on two tokens.
+    assert ops.rows == [len(tokens)] * (len(ops.rows) - 3) + [2] * 3
 
 
 def test_no_lora_is_asked_for_without_a_plan(tmp_path: Path) -> None:

@@ -16,10 +16,13 @@ from manylora.devices.device import Device
 from manylora.executor.inputs import StepInputs
 from manylora.executor.sampler import greedy
 from manylora.executor.sequences import LATE_ENTRIES
-from manylora.kernels.ops import LoraSegments, StepBatch
+from manylora.kernels.ops import DrawnRows, LoraSegments, StepBatch
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.arena import Arena
 from manylora.models.decoder import Decoder
+
+NARROWED = 64
+"""So many tokens that draw nothing make it worth a gather to spare them the last layer's products."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -60,7 +63,14 @@ class Forward:
         self._device = device
         self.late = device.zeros((LATE_ENTRIES,), torch.int64)
 
-    def compute(self, numbers: Numbers, attention: Any, lora: Any | None, has_late: bool = True) -> Outputs:
+    def compute(
+        self,
+        numbers: Numbers,
+        attention: Any,
+        lora: Any | None,
+        has_late: bool = True,
+        drawn: DrawnRows | None = None,
+    ) -> Outputs:
         """The step, given its plans; the most likely tokens become late tokens. Does not wait for the device.
 
         Without ``has_late`` no token id may be negative.
@@ -76,6 +86,7 @@ class Forward:
             sample_index=numbers.sample_index,
             attention=attention,
             lora=lora,
+            drawn=drawn,
         )
         logits = self.decoder.forward(batch, self._arena.pool)
         best = greedy(logits)
@@ -110,4 +121,15 @@ class EagerSteps:
                 self._lora = ops.plan_lora(inputs.lora, self._geometry, device)
         attention = ops.plan_attention(inputs.attention, self._geometry.page, device)
         has_late = bool((inputs.token_ids < 0).any())
-        return self._forward.compute(numbers, attention, self._lora, has_late)
+        return self._forward.compute(numbers, attention, self._lora, has_late, self._drawn(inputs))
+
+    def _drawn(self, inputs: StepInputs) -> DrawnRows | None:
+        """None where too few tokens would be spared the last layer's products, or no row draws."""
+        drawing = len(inputs.sample_index)
+        if drawing == 0 or len(inputs.token_ids) - drawing < NARROWED:
+            return None
+        segments = None if inputs.lora is None else inputs.lora.of_tokens(inputs.sample_index)
+        if segments is None:
+            return DrawnRows(None)
+        ops = self._forward.decoder.ops
+        return DrawnRows(ops.plan_lora(segments, self._geometry, self._device.torch_device))

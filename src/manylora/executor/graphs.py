@@ -32,7 +32,7 @@ RANK_CLASSES = (16, 64, 256)
 COMMON_RANK = 64
 """Classes up to this one are captured ahead of time, others when a step asks for them."""
 
-MIXED_TOKENS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+MIXED_TOKENS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536)
 """Tokens that steps with prompts are padded to. The kernels of larger ones take longer than their launches."""
 
 MAX_BYTES = 2**30

@@ -52,6 +52,25 @@ class LoraSegments:
     scales: np.ndarray
     cells: torch.Tensor
 
+    def of_tokens(self, tokens: np.ndarray) -> LoraSegments | None:
+        """Of a batch of these tokens alone, ascending int [M]; None where none of them has an adapter."""
+        segment = np.searchsorted(self.start, tokens, side="right") - 1
+        ends = np.append(self.start + self.length, 0)  # -1: before all segments
+        adapted = np.flatnonzero(tokens < ends[segment])
+        if len(adapted) == 0:
+            return None
+        kept, first, count = np.unique(segment[adapted], return_index=True, return_counts=True)
+        start, length = adapted[first].astype(np.int32), count.astype(np.int32)
+        return LoraSegments(start, length, self.records[kept], self.scales[kept], self.cells)
+
+
+@dataclasses.dataclass(frozen=True)
+class DrawnRows:
+    """The last layer goes on after its attention with the rows of ``sample_index`` alone, ``lora`` their plan:
+    nothing reads what the others would give."""
+
+    lora: Any | None
+
 
 @dataclasses.dataclass(frozen=True)
 class StepBatch:
@@ -68,6 +87,7 @@ class StepBatch:
     sample_index: torch.Tensor
     attention: Any
     lora: Any | None
+    drawn: DrawnRows | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -72,9 +72,13 @@ class Decoder:
         step = Step(self.ops, batch, pool)
         x = self.embedding(batch)
         residual: torch.Tensor | None = None
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             x, residual = layer(x, residual, step)
         rows = batch.sample_index
+        if batch.drawn is not None:
+            x, residual = self.layers[-1](x, residual, step, rows)
+            return self.head(x, residual, self.ops)
+        x, residual = self.layers[-1](x, residual, step)
         # Gathered before the final norm and the head: prompts' other tokens need no logits.
         return self.head(x[rows], None if residual is None else residual[rows], self.ops)
 

@@ -25,6 +25,13 @@ class Step:
     batch: StepBatch
     pool: torch.Tensor
 
+    def of_drawn(self) -> Step:
+        """For parts that run on the rows of ``batch.sample_index`` alone."""
+        drawn = self.batch.drawn
+        return Step(
+            self.ops, dataclasses.replace(self.batch, lora=None if drawn is None else drawn.lora), self.pool
+        )
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoraLinear:
@@ -101,7 +108,8 @@ class Attention:
     scale: float
     window: int | None
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def mixed(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """The heads' results side by side, ``[T, heads * head_dim]``, before ``out``."""
         sizes = [p.out_features for p in self.qkv.group.projections]
         # Views of one [T, q + k + v] tensor: the rows of q, k and v are strided, not copied.
         parts = self.qkv(x, step).split_with_sizes(sizes, dim=-1)
@@ -113,8 +121,7 @@ class Attention:
             q = step.ops.rotate_and_store(
                 q, k, v, step.pool, layer, self.rope, batch.positions, batch.slots, self.head_norm
             )
-        mixed = step.ops.attention(q, step.pool, layer, batch.attention, self.scale, self.window)
-        return self.out(mixed, step)
+        return step.ops.attention(q, step.pool, layer, batch.attention, self.scale, self.window)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,9 +151,12 @@ class Layer(Protocol):
     """One decoder layer. The stream's value is x + residual (x alone where residual is None)."""
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, rows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The next (x, residual), each ``[T, hidden]``; may reuse the arguments' memory."""
+        """The next (x, residual), each ``[T, hidden]``; may reuse the arguments' memory.
+
+        ``rows``: ``batch.sample_index`` where only those ``[M, hidden]`` are wanted (``batch.drawn``).
+        """
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -159,11 +169,13 @@ class PreNormLayer:
     mlp: GatedMlp | PlainMlp
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, rows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         x, residual = self.attention_norm(x, residual, step.ops)
-        x = self.attention(x, step)
-        x, residual = self.mlp_norm(x, residual, step.ops)
+        x = self.attention.mixed(x, step)
+        if rows is not None:
+            x, residual, step = x[rows], residual[rows], step.of_drawn()
+        x, residual = self.mlp_norm(self.attention.out(x, step), residual, step.ops)
         return self.mlp(x, step), residual
 
 
@@ -177,9 +189,12 @@ class PostNormLayer:
     mlp_norm: Norm
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, rows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x, _ = self.attention_norm(self.attention(x, step), x, step.ops)
+        mixed = self.attention.mixed(x, step)
+        if rows is not None:
+            mixed, x, step = mixed[rows], x[rows], step.of_drawn()
+        x, _ = self.attention_norm(self.attention.out(mixed, step), x, step.ops)
         x, _ = self.mlp_norm(self.mlp(x, step), x, step.ops)
         return x, None
 
