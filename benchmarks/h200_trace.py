@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import collections
+import cProfile
 import json
 import logging
+import pstats
 import re
 import statistics
 import sys
@@ -131,6 +133,19 @@ def kernels_of(steps: Steps, rows: list[tuple[int, int]], is_adapted: bool, repe
     }  # fmt: skip
 
 
+def host_of(steps: Steps, rows: list[tuple[int, int]], is_adapted: bool, repeats: int) -> dict[str, float]:
+    """Where issuing a step takes the host's time: us of functions and what they call, under the profiler."""
+    profiler = cProfile.Profile()
+    for _ in range(repeats):
+        profiler.enable()
+        _, issued = steps.issue(rows, is_adapted)
+        profiler.disable()
+        assert issued.wait().done.ok
+    functions = pstats.Stats(profiler).get_stats_profile().func_profiles
+    longest = sorted(functions.items(), key=lambda item: -item[1].cumtime)[:24]
+    return {name: round(1e6 * found.cumtime / repeats, 1) for name, found in longest}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -165,6 +180,7 @@ def main() -> None:
                 found = steps.run(rows, is_adapted, args.repeats)
                 row = {"step": name, "adapters": is_adapted, **{k: round(v, 3) for k, v in found.items()}}
                 row |= kernels_of(steps, rows, is_adapted, min(args.repeats, 4))
+                row["host_us"] = host_of(steps, rows, is_adapted, args.repeats)
                 report["steps"].append(row)
                 print(json.dumps(row), flush=True)
                 Path(args.out).write_text(json.dumps(report, indent=1))
