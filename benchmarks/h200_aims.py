@@ -4,7 +4,8 @@ One engine's worker serves them all, in process, bfloat16, token ids in and out,
 tail. Parts: ``offline`` (1,000 requests at once, by number of sequences and popularity), ``prefill`` (8 prompts of
 2,000), ``first`` (the first token of a prompt of 64: adapter in the pool, in host memory, not read), ``chat``
 (traces in ``benchmarks/data``, one pool of 12.6 GiB), ``many`` (Distinct over 1,000 adapters; needs a host pool of
-80 GiB), ``start`` (a process, until it is ready). From the repository's root:
+80 GiB), ``conformance`` (chat, recorded and replayed, one and two steps in flight), ``start`` (a process, until
+it is ready). From the repository's root:
 
     python -m benchmarks.h200_aims --out aims.json --commit "$(git rev-parse --short HEAD)"
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import collections
 import dataclasses
 import gc
 import gzip
@@ -39,10 +41,12 @@ from manylora.bench.serve import measure
 from manylora.bench.targets import Answer, Call, EngineTarget
 from manylora.config import PolicyConfig
 from manylora.engine.driver import Driver
+from manylora.engine.journal import JournalWriter, fingerprint, read_answered
 from manylora.executor.build import build_worker
 from manylora.flags import build_settings
 from manylora.models.config import config_groups, read_model_config
 from manylora.protocol import IssuedStep, RunStep, StepResult
+from manylora.sim.conformance import recorded_commands, replay_difference, simulation_difference
 from manylora.types import EngineInfo
 
 RANK = 16
@@ -135,12 +139,15 @@ class Aims:
     num_runs: int = 0
     lent: Any = None
 
-    def open(self, adapters: Mapping[str, str] | None = None, **limits: int) -> EngineTarget:
+    def open(
+        self, adapters: Mapping[str, str] | None = None, journal: Path | None = None, **limits: int
+    ) -> EngineTarget:
         """A new engine on the worker. ``limits``: of its policy."""
         policy = dataclasses.replace(self.policy, **limits)
         info = dataclasses.replace(self.info, num_pages=policy.num_pages, max_num_seqs=policy.max_num_seqs)
         self.lent = Lent(self.worker)
-        driver = Driver(policy, self.lent, info)  # type: ignore[arg-type]  # hands on to a worker
+        record = None if journal is None else JournalWriter(journal, policy)
+        driver = Driver(policy, self.lent, info, journal=record)
         for name, path in (self.adapters if adapters is None else adapters).items():
             driver.add_adapter(name, path, verify=False)
         return EngineTarget(driver)
@@ -309,31 +316,75 @@ async def first(aims: Aims) -> None:
     aims.report["first_counters"] = {name: stats[name] for name in ("adapter_reads", "adapter_evictions")}
 
 
-async def chat(aims: Aims, folder: Path) -> None:
-    """The chat traces, 100 adapters of rank 32 or 64 on q, k, v and o, all requested once before."""
-    scale = h200_cache.TOY if aims.args.toy else h200_cache.REAL
-    shape = json.loads((h200_cache.ROOT / "demo" / "model" / "config.json").read_text())
-    ranks = h200_cache.ranks_of(scale)
-    h200_cache.write_adapters(folder, shape if aims.args.toy else scale.shape, ranks)
-    names = {f"adapter-{number}": str(folder / f"adapter-{number}") for number in range(scale.num_adapters)}
-    pages = h200_cache.parse_size(str(scale.engine["device_pool"])) // aims.policy.page_bytes
-    for rate in aims.args.rates.split(","):
-        if not aims.has(10.0 if aims.args.toy else 65.0, f"chat {rate}"):
-            continue
-        target = aims.open(
-            names,
-            num_pages=pages,
-            max_num_seqs=scale.engine["max_num_seqs"],
-            max_model_len=min(aims.policy.max_model_len, pages * aims.policy.page_tokens),
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """What the chat traces are served with: one pool of 12.6 GiB, adapters of rank 32 or 64 on q, k, v and o."""
+
+    scale: h200_cache.Scale
+    names: Mapping[str, str]
+    limits: Mapping[str, int]
+
+    @classmethod
+    def of(cls, aims: Aims, folder: Path) -> Chat:
+        scale = h200_cache.TOY if aims.args.toy else h200_cache.REAL
+        shape = json.loads((h200_cache.ROOT / "demo" / "model" / "config.json").read_text())
+        if not folder.exists():
+            ranks = h200_cache.ranks_of(scale)
+            h200_cache.write_adapters(folder, shape if aims.args.toy else scale.shape, ranks)
+        names = {
+            f"adapter-{number}": str(folder / f"adapter-{number}") for number in range(scale.num_adapters)
+        }
+        pages = h200_cache.parse_size(str(scale.engine["device_pool"])) // aims.policy.page_bytes
+        longest = min(aims.policy.max_model_len, pages * aims.policy.page_tokens)
+        num_seqs = int(scale.engine["max_num_seqs"])
+        return cls(scale, names, {"num_pages": pages, "max_num_seqs": num_seqs, "max_model_len": longest})
+
+    async def serve(self, target: EngineTarget, rate: str, most_s: float = 1e9) -> Any:
+        """The trace's requests of its first ``most_s`` seconds, all adapters having been requested once."""
+        stream = h200_cache.stream_of(h200_cache.turns_of(rate, self.scale), self.scale, self.scale.speed)
+        stream = dataclasses.replace(
+            stream, requests=tuple(one for one in stream.requests if one.arrival_s < most_s)
         )
-        stream = h200_cache.stream_of(h200_cache.turns_of(rate, scale), scale, scale.speed)
         try:
-            found = await measure(
-                target, stream, ReplaySettings(0), is_warm=True, extra_adapters=sorted(names)
+            return await measure(
+                target, stream, ReplaySettings(0), is_warm=True, extra_adapters=sorted(self.names)
             )
         finally:
             await target.close()
-        aims.note("chat", {"offered_per_s": float(rate), "summary": found.summary, "counters": found.engine})
+
+
+async def chat(aims: Aims, folder: Path) -> None:
+    """The chat traces by requests a second."""
+    bench = Chat.of(aims, folder)
+    for rate in aims.args.rates.split(","):
+        if not aims.has(10.0 if aims.args.toy else 65.0, f"chat {rate}"):
+            continue
+        found = await bench.serve(aims.open(bench.names, **bench.limits), rate)
+        row = {"offered_per_s": float(rate), "summary": found.summary, "counters": found.engine}
+        aims.note("chat", {**row, "steps_by_tokens": aims.lent.by_tokens()})
+
+
+async def conformance(aims: Aims, folder: Path) -> None:
+    """The chat trace's beginning, recorded, replayed by a fresh policy, and lived through in virtual time."""
+    bench = Chat.of(aims, folder)
+    for depth in (1, 2):
+        if not aims.has(10.0 if aims.args.toy else 35.0, f"conformance {depth}"):
+            continue
+        journal = folder / f"journal-{depth}"
+        target = aims.open(bench.names, journal, pipeline_depth=depth, **bench.limits)
+        await bench.serve(target, "10", 15.0)
+        config, answered = read_answered(journal)
+        entries = list(answered)
+        told = list(recorded_commands(config, [(now, event) for now, event, _ in entries]))
+        kinds = collections.Counter(
+            type(thing).__name__ for one in told for thing in (one.event, *one.commands)
+        )
+        row = {
+            "pipeline_depth": depth, "events": len(entries), "events_and_commands": dict(kinds),
+            "replay_difference": str(replay_difference(config, entries, fingerprint)),
+            "simulation_difference": str(simulation_difference(config, told)),
+        }  # fmt: skip
+        aims.note("conformance", row)
 
 
 def start_again(settings: Mapping[str, Any]) -> float:
@@ -406,8 +457,10 @@ def main() -> None:
         aims = Aims(worker, policy, info, adapters, report, args, began_s)
         try:
             for part in args.parts.split(","):
-                if part in ("chat", "many"):
-                    asyncio.run({"chat": chat, "many": many}[part](aims, folder / part))
+                if part == "many":
+                    asyncio.run(many(aims, folder / part))
+                elif part in ("chat", "conformance"):
+                    asyncio.run({"chat": chat, "conformance": conformance}[part](aims, folder / "chat"))
                 elif part != "start":
                     asyncio.run({"offline": offline, "prefill": prefill, "first": first}[part](aims))
         finally:
@@ -417,7 +470,10 @@ def main() -> None:
     print(
         "AIMS "
         + json.dumps(
-            {name: report.get(name) for name in ("offline", "prefill", "first", "many", "start", "left_out")}
+            {
+                name: report.get(name)
+                for name in ("prefill", "first", "many", "conformance", "start", "left_out")
+            }
         )
     )
 

@@ -75,11 +75,11 @@ async def conversation(llm: AsyncLLM, seed: int) -> None:
         prompt = [*prompt, *replies[0], 7, 8, 9]
 
 
-async def crowd(policy: str, pipeline_depth: int, journal: Path) -> EngineStats:
+async def crowd(policy: str, pipeline_depth: int, journal: Path, device: str = "cpu") -> EngineStats:
     """Conversations at once, an adapter that comes and goes, a crush, and an end while a request runs."""
     adapters = {name: adapter_path(name) for name in NAMES}
     settings = {
-        "device": "cpu", "cache_policy": policy, "journal": str(journal), "max_num_seqs": 8,
+        "device": device, "dtype": "float32", "cache_policy": policy, "journal": str(journal), "max_num_seqs": 8,
         "pipeline_depth": pipeline_depth, **POOLS,
     }  # fmt: skip
     async with AsyncLLM(str(DEMO / "model"), adapters, **settings) as llm:  # type: ignore[arg-type]
