@@ -44,7 +44,7 @@ from manylora.engine.driver import Driver
 from manylora.engine.journal import JournalWriter, fingerprint, read_answered
 from manylora.executor.build import build_worker
 from manylora.flags import build_settings
-from manylora.models.config import config_groups, read_model_config
+from manylora.models.config import read_model_config
 from manylora.protocol import IssuedStep, RunStep, StepResult
 from manylora.sim.conformance import recorded_commands, replay_difference, simulation_difference
 from manylora.types import EngineInfo
@@ -442,11 +442,8 @@ def main() -> None:
             }  # fmt: skip
         engine |= dict(one.split("=", 1) for one in args.set)
         config = read_model_config(Path(engine["model"]))
-        modules = [projection for group in config_groups(config) for projection in group.projections]
-        (folder / "adapters").mkdir()
-        paths = write_random_adapters(
-            folder / "adapters", config, modules, engine["dtype"], [RANK], 8 if args.toy else NUM_ADAPTERS
-        )
+        count = 8 if args.toy else NUM_ADAPTERS
+        paths = write_random_adapters(folder / "adapters", config, engine["dtype"], [RANK], count)
         adapters = {path.name: str(path) for path in paths}
         build_s = time.monotonic()
         worker, policy, info = build_worker(

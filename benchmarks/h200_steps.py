@@ -26,13 +26,13 @@ from typing import Any
 import torch
 
 from benchmarks.h200 import SHAPES, adapter_bytes, kv_bytes, measured_bandwidth, weight_bytes, write_model
-from manylora.bench.dummies import write_adapters
+from manylora.bench.random_adapters import write_random_adapters
 from manylora.executor.build import build_worker
 from manylora.executor.graphs import Bucket
 from manylora.executor.worker import Worker
 from manylora.flags import build_settings
+from manylora.models.config import read_model_config
 from manylora.protocol import AdapterRead, IssuedStep, ReadAdapter, RunStep, SequenceStart, StepRow
-from manylora.sim.shapes import SHAPES as MODEL_SHAPES
 from manylora.types import BASE, SamplingParams
 
 SHAPE, RANK, CONTEXT, PAGE_TOKENS = "llama-2-7b", 16, 256, 16
@@ -190,7 +190,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_model(folder / "model", {**SHAPES[SHAPE], "max_position_embeddings": 1024})
-        adapters = write_adapters(folder / "adapters", MODEL_SHAPES[SHAPE], RANK, max(BATCHES))
+        config = read_model_config(folder / "model")
+        adapters = write_random_adapters(folder / "adapters", config, "bfloat16", [RANK], max(BATCHES))
         settings, _ = build_settings(
             {
                 "model": str(folder / "model"), "device": "cuda", "dtype": "bfloat16", "load_format": "dummy",
@@ -204,7 +205,7 @@ def main() -> None:
         report["captured"] = worker._graphs.num_captured
         report["captured_mib"] = round(worker._device.captured_bytes() / 2**20)
         bench = Bench(worker, policy.num_pages)
-        report["adapters_s"] = round(bench.load(list(adapters.values())), 2)
+        report["adapters_s"] = round(bench.load([str(path) for path in adapters]), 2)
         report["steps"] = measure(bench, bandwidth, args.steps)
         worker.close()
     Path(args.out).write_text(json.dumps(report, indent=1))

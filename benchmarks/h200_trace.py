@@ -30,7 +30,7 @@ from manylora.bench.random_adapters import write_random_adapters
 from manylora.executor.build import build_worker
 from manylora.executor.worker import Worker
 from manylora.flags import build_settings
-from manylora.models.config import config_groups, read_model_config
+from manylora.models.config import read_model_config
 from manylora.protocol import AdapterRead, IssuedStep, ReadAdapter, RunStep, SequenceStart, StepRow
 from manylora.types import BASE, SamplingParams
 
@@ -164,9 +164,7 @@ def main() -> None:
         folder = Path(scratch)
         write_model(folder / "model", SHAPES[SHAPE])
         config = read_model_config(folder / "model")
-        modules = [projection for group in config_groups(config) for projection in group.projections]
-        (folder / "adapters").mkdir()
-        paths = write_random_adapters(folder / "adapters", config, modules, "bfloat16", [RANK], 128)
+        paths = write_random_adapters(folder / "adapters", config, "bfloat16", [RANK], 128)
         engine = {
             "model": str(folder / "model"), "device": "cuda", "dtype": "bfloat16", "load_format": "dummy",
             "max_num_seqs": 128, "max_batch_tokens": 16384, "device_pool": "48GiB", "host_pool": 0,

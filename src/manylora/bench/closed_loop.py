@@ -168,8 +168,10 @@ def dummy_loop(
     ``max_tokens``: the longest request, reply included. Raises ConfigError.
     """
     # Both bring torch, which a simulated loop does without.
-    from manylora.bench.dummies import dtype_name, write_adapters, write_model
+    from manylora.bench.dummies import dtype_name, write_model
+    from manylora.bench.random_adapters import write_random_adapters
     from manylora.executor.build import build_worker
+    from manylora.models.config import read_model_config
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -186,8 +188,11 @@ def dummy_loop(
         worker, policy, info = build_worker(settings, registry_path=folder / "registry.sqlite")
         loop = ClosedLoop(Driver(policy, worker, info))
         try:
-            for name, path in write_adapters(folder / "adapters", shape, rank, num_adapters).items():
-                loop.serve(name, path)
+            adapters = folder / "adapters"
+            for path in write_random_adapters(
+                adapters, read_model_config(model), dtype_name(shape), [rank], num_adapters
+            ):
+                loop.serve(path.name, str(path))
             yield loop
         finally:
             loop.close()

@@ -311,7 +311,7 @@ def _write_adapters(
     """Random PEFT adapters of RANKS in turn, as many as rows."""
     count = min(max_seqs, 16 if settings.is_quick else 48)
     projections = _projections(config, settings.adapter_modules)
-    return write_random_adapters(folder, config, projections, dtype, RANKS, count)
+    return write_random_adapters(folder, config, dtype, RANKS, count, projections)
 
 
 # ---------------------------------------------------------------- for people

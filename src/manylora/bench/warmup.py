@@ -14,7 +14,7 @@ from manylora.bench.random_adapters import write_random_adapters
 from manylora.bench.targets import Call, EngineTarget, open_engine
 from manylora.config import ConfigError, EngineSettings
 from manylora.flags import build_settings
-from manylora.models.config import config_groups, read_model_config
+from manylora.models.config import read_model_config
 from manylora.models.source import resolve_model
 from manylora.models.spec import ModelError
 from manylora.progress import Bar
@@ -42,9 +42,8 @@ async def _run(settings: EngineSettings, folder: Path, began_s: float) -> None:
         config = read_model_config(resolve_model(settings.model.model))
     except ModelError as error:
         raise ConfigError(str(error)) from error
-    projections = [projection for group in config_groups(config) for projection in group.projections]
     dtype = settings.model.dtype if settings.model.dtype != "auto" else "float16"
-    paths = write_random_adapters(folder, config, projections, dtype, ranks, len(ranks))
+    paths = write_random_adapters(folder, config, dtype, ranks, len(ranks))
     adapters = tuple((f"rank-{rank}", str(path)) for rank, path in zip(ranks, paths))
     served = dataclasses.replace(settings.adapters, adapters=adapters, adapter_dir=None)
     target = open_engine(dataclasses.replace(settings, adapters=served), shows_progress=True)
