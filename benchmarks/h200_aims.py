@@ -4,8 +4,8 @@ One engine's worker serves them all, in process, bfloat16, token ids in and out,
 tail. Parts: ``offline`` (1,000 requests at once, by number of sequences and popularity), ``prefill`` (8 prompts of
 2,000), ``first`` (the first token of a prompt of 64: adapter in the pool, in host memory, not read), ``chat``
 (traces in ``benchmarks/data``, one pool of 12.6 GiB), ``many`` (Distinct over 1,000 adapters; needs a host pool of
-80 GiB), ``conformance`` (chat, recorded and replayed, one and two steps in flight), ``start`` (a process, until
-it is ready). From the repository's root:
+80 GiB), ``conformance`` (chat, recorded and replayed, one and two steps in flight), ``http`` (chat
+through a server), ``start`` (a process, until it is ready). From the repository's root:
 
     python -m benchmarks.h200_aims --out aims.json --commit "$(git rev-parse --short HEAD)"
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import collections
 import dataclasses
 import gc
 import gzip
@@ -25,6 +24,7 @@ import json
 import logging
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -35,18 +35,16 @@ from typing import Any
 import torch
 
 from benchmarks import h200, h200_cache
+from benchmarks.h200_aims_chat import chat, conformance, http
 from manylora.bench.random_adapters import write_random_adapters
-from manylora.bench.replay import ReplaySettings
-from manylora.bench.serve import measure
 from manylora.bench.targets import Answer, Call, EngineTarget
 from manylora.config import PolicyConfig
 from manylora.engine.driver import Driver
-from manylora.engine.journal import JournalWriter, fingerprint, read_answered
+from manylora.engine.journal import JournalWriter
 from manylora.executor.build import build_worker
 from manylora.flags import build_settings
 from manylora.models.config import read_model_config
 from manylora.protocol import IssuedStep, RunStep, StepResult
-from manylora.sim.conformance import recorded_commands, replay_difference, simulation_difference
 from manylora.types import EngineInfo
 
 RANK = 16
@@ -316,81 +314,8 @@ async def first(aims: Aims) -> None:
     aims.report["first_counters"] = {name: stats[name] for name in ("adapter_reads", "adapter_evictions")}
 
 
-@dataclasses.dataclass(frozen=True)
-class Chat:
-    """What the chat traces are served with: one pool of 12.6 GiB, adapters of rank 32 or 64 on q, k, v and o."""
-
-    scale: h200_cache.Scale
-    names: Mapping[str, str]
-    limits: Mapping[str, int]
-
-    @classmethod
-    def of(cls, aims: Aims, folder: Path) -> Chat:
-        scale = h200_cache.TOY if aims.args.toy else h200_cache.REAL
-        shape = json.loads((h200_cache.ROOT / "demo" / "model" / "config.json").read_text())
-        if not folder.exists():
-            ranks = h200_cache.ranks_of(scale)
-            h200_cache.write_adapters(folder, shape if aims.args.toy else scale.shape, ranks)
-        names = {
-            f"adapter-{number}": str(folder / f"adapter-{number}") for number in range(scale.num_adapters)
-        }
-        pages = h200_cache.parse_size(str(scale.engine["device_pool"])) // aims.policy.page_bytes
-        longest = min(aims.policy.max_model_len, pages * aims.policy.page_tokens)
-        num_seqs = int(scale.engine["max_num_seqs"])
-        return cls(scale, names, {"num_pages": pages, "max_num_seqs": num_seqs, "max_model_len": longest})
-
-    async def serve(self, target: EngineTarget, rate: str, most_s: float = 1e9) -> Any:
-        """The trace's requests of its first ``most_s`` seconds, all adapters having been requested once."""
-        stream = h200_cache.stream_of(h200_cache.turns_of(rate, self.scale), self.scale, self.scale.speed)
-        stream = dataclasses.replace(
-            stream, requests=tuple(one for one in stream.requests if one.arrival_s < most_s)
-        )
-        try:
-            return await measure(
-                target, stream, ReplaySettings(0), is_warm=True, extra_adapters=sorted(self.names)
-            )
-        finally:
-            await target.close()
-
-
-async def chat(aims: Aims, folder: Path) -> None:
-    """The chat traces by requests a second."""
-    bench = Chat.of(aims, folder)
-    for rate in aims.args.rates.split(","):
-        if not aims.has(10.0 if aims.args.toy else 65.0, f"chat {rate}"):
-            continue
-        found = await bench.serve(aims.open(bench.names, **bench.limits), rate)
-        row = {"offered_per_s": float(rate), "summary": found.summary, "counters": found.engine}
-        aims.note("chat", {**row, "steps_by_tokens": aims.lent.by_tokens()})
-
-
-async def conformance(aims: Aims, folder: Path) -> None:
-    """The chat trace's beginning, recorded, replayed by a fresh policy, and lived through in virtual time."""
-    bench = Chat.of(aims, folder)
-    for depth in (1, 2):
-        if not aims.has(10.0 if aims.args.toy else 35.0, f"conformance {depth}"):
-            continue
-        journal = folder / f"journal-{depth}"
-        target = aims.open(bench.names, journal, pipeline_depth=depth, **bench.limits)
-        await bench.serve(target, "10", 15.0)
-        config, answered = read_answered(journal)
-        entries = list(answered)
-        told = list(recorded_commands(config, [(now, event) for now, event, _ in entries]))
-        kinds = collections.Counter(
-            type(thing).__name__ for one in told for thing in (one.event, *one.commands)
-        )
-        row = {
-            "pipeline_depth": depth, "events": len(entries), "events_and_commands": dict(kinds),
-            "replay_difference": str(replay_difference(config, entries, fingerprint)),
-            "simulation_difference": str(simulation_difference(config, told)),
-        }  # fmt: skip
-        aims.note("conformance", row)
-
-
 def start_again(settings: Mapping[str, Any]) -> float:
     """Seconds from the start of a process to an engine that is ready, compile caches being warm."""
-    import subprocess
-
     code = (
         "import json, sys; from manylora import LLM; values = json.loads(sys.argv[1]); "
         "llm = LLM(values.pop('model'), **values); print('ready', flush=True); llm.close()"
@@ -458,10 +383,12 @@ def main() -> None:
                     asyncio.run(many(aims, folder / part))
                 elif part in ("chat", "conformance"):
                     asyncio.run({"chat": chat, "conformance": conformance}[part](aims, folder / "chat"))
-                elif part != "start":
+                elif part not in ("start", "http"):
                     asyncio.run({"offline": offline, "prefill": prefill, "first": first}[part](aims))
         finally:
             worker.close()
+        if "http" in args.parts.split(","):
+            http(aims, folder / "chat", engine, args.rates.split(","))
         if "start" in args.parts.split(","):
             aims.note("start", {"again_s": start_again({**engine, "host_pool": 0})})
     print(
