@@ -47,6 +47,9 @@ STEPS: dict[str, list[tuple[int, int]]] = {
 }
 """A step's rows: computed tokens, and tokens to compute."""
 
+MOST_GAP_US = 50.0
+"""Between two kernels of one step; longer ones lie between steps."""
+
 
 class Steps:
     """Runs steps of sequences that begin with the step, on pages that nobody reads."""
@@ -119,16 +122,21 @@ def kernels_of(steps: Steps, rows: list[tuple[int, int]], is_adapted: bool, repe
     spans = []
     for event in profiler.events():
         begin, end = event.time_range.start, event.time_range.end
+        if event.name.startswith(("Activity Buffer", "cuda", "cu")):
+            continue
         spans.append((begin, end))
         took[short(event.name)][0] += (end - begin) / repeats
         took[short(event.name)][1] += 1 / repeats
-    busy, last = 0.0, 0.0
+    busy, gaps, last = 0.0, 0.0, 0.0
     for begin, end in sorted(spans):
         busy += max(0.0, end - max(begin, last))
+        if 0.0 < begin - last < MOST_GAP_US:
+            gaps += begin - last
         last = max(last, end)
     longest = sorted(took.items(), key=lambda item: -item[1][0])[:16]
     return {
-        "busy_us": round(busy / repeats, 1), "kernels": sum(count for _, count in took.values()),
+        "busy_us": round(busy / repeats, 1), "gaps_us": round(gaps / repeats, 1),
+        "kernels": sum(count for _, count in took.values()),
         "by_name": {name: [round(us, 1), round(count, 2)] for name, (us, count) in longest},
     }  # fmt: skip
 
