@@ -1,11 +1,11 @@
-"""LoRA kernels on one GPU: checks and times every variant, alone and in a layer. For development.
+"""What LoRA adds to a layer in every kind of step, for several sizes of its kernels. For development.
 
-    python -m benchmarks.h200_lora --out lora.json [--seconds 100]
+    python -m benchmarks.h200_lora --out lora.json [--seconds 80]
 
-Sections in order, each within what is left of the time: checks, a sweep of sizes for decoding, schemes at batch
-64 on the best of them, the same for prompts, and the other model at batch 32 and 128. Prints a line of JSON a
-section, and at the end the row that ``kernels/tuned/lora.json`` wants for this device. ``served`` is what models
-call.
+Every kind of step runs as the engine runs it, with the configuration that is stored for this device and with
+candidates, in graphs that take turns; each candidate's results are compared with float32 first. Shrink's sizes are
+chosen with expand's as they are, then expand's, then which of product and LoRA goes first or beside. The last line
+is one JSON object: microseconds a layer by kind, and ``tuned``, the row for ``kernels/tuned/lora.json``.
 """
 
 from __future__ import annotations
@@ -14,389 +14,266 @@ import argparse
 import dataclasses
 import functools
 import json
-import os
-import statistics
 import time
-import traceback
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.lora_checks import Checker, check_replays
-from benchmarks.lora_layer import Layers, Rig
-from manylora.bench.interleaved import captured
-from manylora.bench.kernels import CUDA_DECODERS, Decoder, read_bandwidth, segment_lengths
+from benchmarks.lora_layer import Case, Rig
+from manylora.bench.kernels import CUDA_DECODERS, Decoder, read_bandwidth
 from manylora.kernels.shapes import ProjectionGroup
-from manylora.kernels.triton.lora import AdaptedLinears, as_row, lora_kernels_on
-from manylora.kernels.triton.lora_launch import DEFAULT, LoraConfig, LoraKernels
+from manylora.kernels.triton.lora import as_row, lora_kernels_on
+from manylora.kernels.triton.lora_launch import DEFAULT, LoraConfig, LoraKernels, TileConfig
 from manylora.kernels.triton.operations import TritonOps
-from manylora.kernels.triton.products import Products, products_on
+from manylora.kernels.triton.products import products_on
 
-AIMS_US = {"distinct": 65.0, "uniform": 20.0, "identical": 15.0}
-POPULARITIES = ("distinct", "uniform", "skewed", "identical")
 LAYERS = 8
+MIXED_TOKENS = {"prompt 64": 128, "31+220": 384, "31+600": 1024, "31+1500": 2048}
+"""Kinds of steps with prompts, and up to how many tokens what is best for one is to be used."""
 
-SHRINKS = {
-    f"s{chunk}c{columns}m{step}w{warps}p{programs}r{registers}": {
-        "chunk": chunk, "shrink_columns": columns, "shrink_step": step, "shrink_warps": warps,
-        "shrink_programs": programs, "shrink_registers": registers,
+
+def kinds(scale: int = 1) -> dict[str, tuple[list[int], int, int | None]]:
+    """(runs, tokens of the bucket, its rows; no rows: eager) by kind."""
+    rows = 128 // scale
+    return {
+        "decode 1": ([1], 1, 1),
+        "decode 32": ([1] * (32 // scale), 32 // scale, 32 // scale),
+        "decode 128": ([1] * rows, rows, rows),
+        "prompt 64": ([64 // scale], 64 // scale, 64 // scale - 1),
+        "31+220": ([1] * (31 // scale) + [220 // scale], 256 // scale, rows),
+        "31+600": ([1] * (31 // scale) + [600 // scale], 640 // scale, rows),
+        "31+1500": ([1] * (31 // scale) + [1500 // scale], 1536 // scale, rows),
+        "8x2000": ([2000 // scale] * 8, 8 * (2000 // scale), None),
     }
-    for chunk, columns, step, warps, programs, registers in (
-        (512, 256, 256, 4, 16, 0), (512, 512, 512, 4, 16, 0), (1024, 1024, 256, 4, 16, 0),
-        (256, 256, 256, 4, 16, 0), (1024, 512, 512, 4, 16, 168),
-    )
+
+
+Sizes = dict[str, Any]
+
+
+def shrink(step: int, programs: int, ahead: bool = False, registers: int = 0, **more: Any) -> Sizes:
+    return {
+        "chunk": 512, "shrink_columns": 512, "shrink_step": step, "shrink_warps": 4, "stages": 1,
+        "shrink_programs": programs, "shrink_ahead": ahead, "shrink_registers": registers, **more,
+    }  # fmt: skip
+
+
+def expand(
+    tile_columns: int, warps: int, programs: int, ahead: bool = False, registers: int = 168, **more: Any
+) -> Sizes:
+    return {
+        "expand_columns": 512, "tile_columns": tile_columns, "expand_step": 128, "expand_warps": warps,
+        "expand_programs": programs, "expand_ahead": ahead, "expand_registers": registers, **more,
+    }  # fmt: skip
+
+
+SHRINKS: dict[int, list[Sizes]] = {
+    16: [shrink(512, 16), shrink(512, 6), shrink(512, 3, True, 168), shrink(512, 6, True, 168)],
+    32: [shrink(256, 16, False, 168), shrink(256, 4, False, 168), shrink(256, 3, True, 168)],
+    64: [
+        shrink(128, 16, False, 168, stages=3), shrink(128, 4, False, 168, stages=3),
+        shrink(128, 3, True, 168, stages=3),
+    ],
 }  # fmt: skip
-EXPANDS = {
-    f"n{columns}m{step}w{warps}p{programs}r{registers}": {
-        "expand_columns": columns, "expand_step": step, "expand_warps": warps, "expand_programs": programs,
-        "expand_registers": registers,
-    }
-    for columns, step, warps, programs, registers in (
-        (512, 128, 2, 16, 168), (512, 128, 2, 0, 168), (512, 256, 2, 16, 0), (512, 256, 4, 16, 0),
-        (1024, 256, 4, 16, 0), (256, 256, 4, 16, 0), (512, 64, 2, 16, 128),
-    )
+"""By tokens of a tile. Programs alone make no other kernel, hence nothing to compile."""
+EXPANDS: dict[int, list[Sizes]] = {
+    16: [
+        expand(0, 2, 16), expand(128, 2, 6), expand(128, 2, 16), expand(128, 4, 3, True), expand(128, 4, 8, True),
+        expand(128, 2, 4, True, 0), expand(256, 4, 4, False, 128, expand_step=256),
+    ],
+    32: [expand(128, 4, 3, True), expand(128, 4, 4), expand(128, 4, 16), expand(64, 2, 8, expand_step=64)],
+    64: [expand(128, 4, 3), expand(128, 4, 8), expand(128, 4, 2, False, 0, expand_tokens=128)],
 }  # fmt: skip
-LONG_SHRINKS = {
-    f"t{tokens}k{step}w{warps}s{stages}": {
-        "tile_tokens": tokens,
-        "shrink_step": step,
-        "shrink_warps": warps,
-        "stages": stages,
-    }
-    for tokens, step, warps, stages in ((64, 128, 4, 3), (128, 128, 8, 3))
-}
-LONG_EXPANDS = {
-    f"n{columns}m{step}w{warps}r{registers}": {
-        "expand_columns": columns, "expand_step": step, "expand_warps": warps, "expand_registers": registers,
-    }
-    for columns, step, warps, registers in (
-        (512, 64, 4, 128), (1024, 64, 4, 96), (256, 64, 4, 96), (64, 64, 4, 128), (512, 128, 8, 128),
+LONG_SHRINKS = [
+    {"tile_tokens": 64, "shrink_step": 128, "shrink_warps": 4, "stages": 3},
+    {"tile_tokens": 64, "shrink_step": 64, "shrink_warps": 4, "stages": 5},
+    {"tile_tokens": 64, "shrink_step": 128, "shrink_warps": 8, "stages": 3},
+]
+LONG_EXPANDS = [
+    {"expand_tokens": tokens, "expand_columns": columns, "expand_step": step, "expand_warps": warps,
+     "expand_registers": registers}
+    for tokens, columns, step, warps, registers in (
+        (64, 512, 128, 4, 0), (64, 128, 128, 4, 128), (256, 128, 128, 4, 128), (512, 512, 128, 4, 0),
+        (512, 128, 64, 4, 96), (256, 64, 64, 4, 96),
     )
-}  # fmt: skip
+]  # fmt: skip
 
 
-Step = Callable[[], object]
+def name_of(sizes: Sizes) -> str:
+    short = {"shrink": "s", "expand": "e"}
+    return " ".join(
+        "".join(short.get(word, word[0]) for word in key.split("_")) + str(int(value))
+        for key, value in sizes.items()
+        if key not in ("chunk", "shrink_columns", "expand_columns") or value != 512
+    )
 
 
-class Run:
-    """What sections share: the rig, the clock, and the rows that were found."""
+def everywhere(config: LoraConfig, sizes: TileConfig) -> LoraConfig:
+    """The sizes for all steps but large ones."""
+    return dataclasses.replace(config, short=sizes, mixed=((2048, sizes),))
 
-    def __init__(self, rig: Rig, deadline: float, rounds: int, multiprocessors: int) -> None:
-        self.rig, self.deadline, self.rounds, self.sms = rig, deadline, rounds, multiprocessors
-        on_cuda = rig.device.type == "cuda"
-        self.products: Products | None = products_on(rig.device) if on_cuda else None
+
+class Bench:
+    """``rounds`` of replays; reports go to ``report``."""
+
+    def __init__(
+        self, rig: Rig, ops: TritonOps, cases: dict[str, Case], deadline: float, rounds: int
+    ) -> None:
+        self.rig, self.ops, self.cases, self.deadline, self.rounds = rig, ops, cases, deadline, rounds
         self.stored = lora_kernels_on(rig.device).config
-        """What the engine would use now."""
-        self.rows: list[dict[str, Any]] = []
+        self.report: dict[str, dict[str, Any]] = {kind: {} for kind in cases}
         self.failures: dict[str, str] = {}
 
     @property
-    def is_cuda(self) -> bool:
-        return self.rig.device.type == "cuda"
+    def is_late(self) -> bool:
+        return time.perf_counter() > self.deadline
 
-    def left(self) -> float:
-        return self.deadline - time.perf_counter()
+    def added(self, kind: str, configs: dict[str, LoraConfig]) -> dict[str, float]:
+        """Of those that are right; the rest are reported."""
+        right = {}
+        for name, config in configs.items():
+            error = self._attempt(f"{kind}: {name}", functools.partial(self.cases[kind].error, config))
+            if error is not None:
+                right[name] = config
+        found = self._attempt(kind, functools.partial(self.cases[kind].added_us, right, self.rounds))
+        if found is None:
+            return {}
+        base, added = found
+        self.report[kind]["base"] = round(base, 1)
+        self.report[kind].setdefault("us", {}).update({name: round(us, 1) for name, us in added.items()})
+        return dict(added)
 
-    def kernels(self, config: LoraConfig) -> LoraKernels:
-        return LoraKernels(config, self.sms)
-
-    def layers(self, config: LoraConfig, lengths: list[int], ranks: list[int], cover: bool = False) -> Layers:
-        kernels, tokens = self.kernels(config), sum(lengths)
-        segments = self.rig.segments(lengths, ranks)
-        plan = kernels.plan(segments, self.rig.geometry, self.rig.device, tokens, cover)
-        return Layers(self.rig, kernels, plan, tokens)
-
-    def attempt(self, name: str, step: Callable[[], Any]) -> Any:
-        """The step's result; None, and a line, where it fails."""
+    def _attempt(self, name: str, step: Any) -> Any:
         try:
-            return step()
+            with torch.inference_mode():
+                return step()
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
-            self.failures[name] = f"{type(error).__name__}: {' / '.join(lines[-3:])}"[:300]
-            print(f"FAILED {name}: {self.failures[name]}", flush=True)
-            if os.environ.get("TRACE"):
-                traceback.print_exc()
+            self.failures[name] = f"{type(error).__name__}: {' / '.join(lines[-2:])}"[:200]
             return None
 
-    def us(self, steps: dict[str, Step]) -> dict[str, float]:
-        """Microseconds a layer of each step, captured, medians of rounds that take turns."""
-        if not self.is_cuda:
-            found = {}
-            for name, step in steps.items():
-                began = time.perf_counter()
-                if self.attempt(name, functools.partial(_done, step)):
-                    found[name] = (time.perf_counter() - began) * 1e6 / self.rig.layers
-            return found
-        graphs = {
-            name: self.attempt(name, functools.partial(captured, torch.cuda, step))
-            for name, step in steps.items()
-        }
-        graphs = {name: graph for name, graph in graphs.items() if graph is not None}
-        pairs: dict[str, list[Any]] = {name: [] for name in graphs}
-        for number in range(self.rounds + 1):
-            for name, graph in graphs.items():
-                pair = [torch.Event(self.rig.device, enable_timing=True) for _ in range(2)]
-                pair[0].record()
-                graph.replay()
-                pair[1].record()
-                if number:
-                    pairs[name].append(pair)
-        torch.cuda.synchronize()
-        return {
-            name: statistics.median(a.elapsed_time(b) for a, b in found) * 1e3 / self.rig.layers
-            for name, found in pairs.items()
-        }
+    def best(self, kinds: tuple[str, ...], configs: dict[str, LoraConfig]) -> tuple[str, float] | None:
+        """(name, microseconds) of the configuration that adds least to all of these kinds together."""
+        sums: dict[str, float] = {}
+        for number, kind in enumerate(kinds):
+            found = self.added(kind, configs)
+            sums = {
+                name: us + sums.get(name, 0.0) for name, us in found.items() if number == 0 or name in sums
+            }
+        return min(sums.items(), key=lambda item: item[1], default=None)
 
-    def add(self, section: str, setting: dict[str, Any], us: dict[str, float], floor: float) -> None:
-        row = {
-            "section": section,
-            **setting,
-            "floor_us": round(floor, 2),
-            "us": {k: round(v, 1) for k, v in us.items()},
-        }
-        self.rows.append(row)
-        print(json.dumps(row), flush=True)
+    def tune(self, kinds: tuple[str, ...], tiles: tuple[int, ...]) -> TileConfig | None:
+        """The best sizes for steps of these kinds, the stored ones among them."""
+        trials: dict[str, TileConfig] = {}
+        for tokens in tiles:
+            base = dataclasses.replace(DEFAULT.short, tile_tokens=tokens, **EXPANDS[tokens][0])
+            trials |= {
+                f"t{tokens} {name_of(sizes)}": dataclasses.replace(base, **sizes) for sizes in SHRINKS[tokens]
+            }
+        started = dataclasses.replace(self.stored, beside=0, writes_from=0)
+        configs = {name: everywhere(started, sizes) for name, sizes in trials.items()}
+        self.best(kinds, {"stored": self.stored})
+        found = self.best(kinds, configs)
+        if found is None:
+            return None
+        by_tile: dict[str, TileConfig] = {}
+        for tokens in tiles:
+            mine = {
+                name: us
+                for name, us in self._sums(kinds).items()
+                if name in trials and trials[name].tile_tokens == tokens
+            }
+            if not mine:
+                continue
+            shrinks = trials[min(mine, key=lambda name: mine[name])]
+            by_tile |= {
+                f"t{tokens} {name_of(sizes)}": dataclasses.replace(shrinks, **sizes)
+                for sizes in EXPANDS[tokens]
+            }
+        found = self.best(kinds, {name: everywhere(started, sizes) for name, sizes in by_tile.items()})
+        if found is None:
+            return None
+        for kind in kinds:
+            self.report[kind]["best"] = found[0]
+        return by_tile[found[0]]
+
+    def _sums(self, kinds: tuple[str, ...]) -> dict[str, float]:
+        tables = [self.report[kind].get("us", {}) for kind in kinds]
+        return {name: sum(t[name] for t in tables) for name in tables[0] if all(name in t for t in tables)}
+
+    def tune_long(self) -> TileConfig | None:
+        kind = "8x2000"
+        started = dataclasses.replace(self.stored, beside=0, writes_from=1)
+        base = dataclasses.replace(DEFAULT.long, **LONG_EXPANDS[1])
+
+        def configs(trials: dict[str, TileConfig]) -> dict[str, LoraConfig]:
+            return {name: dataclasses.replace(started, long=sizes) for name, sizes in trials.items()}
+
+        self.best((kind,), {"stored": self.stored})
+        trials = {name_of(sizes): dataclasses.replace(base, **sizes) for sizes in LONG_SHRINKS}
+        found = self.best((kind,), configs(trials))
+        if found is None:
+            return None
+        trials = {name_of(s): dataclasses.replace(trials[found[0]], **s) for s in LONG_EXPANDS}
+        found = self.best((kind,), configs(trials))
+        if found is None:
+            return None
+        self.report[kind]["best"] = found[0]
+        return trials[found[0]]
+
+    def orders(self, kind: str, sizes: TileConfig) -> None:
+        """Gate and up beside their product, and expand before the product, against product before expand."""
+        plain = everywhere(dataclasses.replace(self.stored, beside=0, writes_from=0), sizes)
+        configs = {"plain": plain, "beside": dataclasses.replace(plain, beside=4096)}
+        if not kind.startswith("decode"):
+            configs["writes"] = dataclasses.replace(plain, writes_from=1)
+        us = self.report[kind].pop("us", {})
+        self.report[kind]["orders"] = {k: round(v, 1) for k, v in self.added(kind, configs).items()}
+        self.report[kind]["us"] = us
+
+    def compile(self, threads: int) -> None:
+        """Every candidate's kernels, side by side. What fails here fails again, and is reported, where it is
+        used."""
+        began, case, long_case = time.perf_counter(), self.cases["31+220"], self.cases["8x2000"]
+        first, second = [], []
+        for tokens in SHRINKS:
+            base = {**SHRINKS[tokens][0], **EXPANDS[tokens][0], "tile_tokens": tokens}
+            for choices, work in ((SHRINKS, first), (EXPANDS, second)):
+                tiles = {
+                    name_of({**sizes, "shrink_programs": 0, "expand_programs": 0}): sizes
+                    for sizes in choices[tokens]
+                }
+                for sizes in tiles.values():
+                    tile = dataclasses.replace(DEFAULT.short, **{**base, **sizes})
+                    work.append((case, everywhere(self.stored, tile)))
+        for choices, work in ((LONG_SHRINKS, first), (LONG_EXPANDS, second)):
+            for sizes in choices:
+                tile = dataclasses.replace(DEFAULT.long, **{**LONG_SHRINKS[0], **sizes})
+                work.append((long_case, dataclasses.replace(self.stored, long=tile, writes_from=1)))
+        groups = self.rig.geometry.groups
+        jobs = (
+            [(*one, group, False) for group in (groups[0], groups[3]) for one in first],
+            [(*one, group, True) for group in groups for one in second],
+        )
+        failed = 0
+        with ThreadPoolExecutor(threads) as pool:
+            for some in jobs:
+                done = pool.map(lambda job: self._attempt("compile", lambda: _compiled(*job)), some)
+                failed += list(done).count(None)
+        count = sum(map(len, jobs))
+        print(f"{count} kernels, {failed} failed, {time.perf_counter() - began:.0f} s", flush=True)
 
 
-def _done(step: Step) -> bool:
-    step()
+def _compiled(case: Case, config: LoraConfig, group: ProjectionGroup, with_expand: bool) -> bool:
+    rig = case.rig
+    kernels = LoraKernels(config, rig.multiprocessors)
+    plan = case.plan_for(kernels)
+    partial = kernels.shrink(case.inputs[group.name], rig.pool, 0, group, plan)
+    if with_expand:
+        y = torch.empty(case.tokens, group.offsets[-1], dtype=rig.dtype, device=rig.device)
+        kernels.expand(y, partial, rig.pool, 0, group, plan, add=not plan.is_first)
     return True
-
-
-# ---- sections ------------------------------------------------------------------------------------------
-
-
-def short(config: LoraConfig, **sizes: Any) -> LoraConfig:
-    return dataclasses.replace(config, short=dataclasses.replace(config.short, **sizes))
-
-
-def long(config: LoraConfig, **sizes: Any) -> LoraConfig:
-    return dataclasses.replace(config, long=dataclasses.replace(config.long, **sizes))
-
-
-def compile_all(
-    run: Run, configs: list[LoraConfig], lengths: list[int], schemes: tuple[str, ...] = ("alone",)
-) -> None:
-    """Compile beforehand, side by side: what fails here fails again, and is reported, where it is used."""
-    if not run.is_cuda:
-        return
-    began = time.perf_counter()
-    one = dataclasses.replace(run.rig, layers=1)
-    one.buffers(sum(lengths))  # once, before all threads ask for them
-
-    def compiled(config: LoraConfig, scheme: str) -> None:
-        with torch.inference_mode():
-            layers = run.layers(config, lengths, [16] * len(lengths), cover=True)
-            layers.rig = one
-            layers.run(scheme)
-
-    with ThreadPoolExecutor(8) as pool:
-        failed = [
-            future.exception() for future in [pool.submit(compiled, c, s) for s in schemes for c in configs]
-        ]
-    torch.cuda.synchronize()
-    bad = sum(e is not None for e in failed)
-    print(f"compiled {len(configs)} variants, {bad} failed, {time.perf_counter() - began:.0f} s", flush=True)
-
-
-def checked(
-    run: Run, checker: Checker, configs: dict[str, LoraConfig], thorough: bool = False
-) -> dict[str, LoraConfig]:
-    """Those that are right. Side by side, for most of the time goes into compiling."""
-    began = time.perf_counter()
-
-    def check(name: str) -> object:
-        with torch.inference_mode():
-            kernels = run.kernels(configs[name])
-            return run.attempt(f"check {name}", functools.partial(checker.worst, kernels, thorough))
-
-    with ThreadPoolExecutor(12 if run.is_cuda else 1) as pool:
-        found = dict(zip(configs, pool.map(check, configs)))
-    good = {name: config for name, config in configs.items() if found[name] is not None}
-    print(
-        f"{len(good)} of {len(configs)} variants are right, {time.perf_counter() - began:.0f} s", flush=True
-    )
-    return good
-
-
-def sweep(
-    run: Run,
-    what: str,
-    configs: dict[str, LoraConfig],
-    cases: dict[str, tuple[list[int], list[int]]],
-    floors: dict[str, float],
-    aims: dict[str, float],
-) -> str:
-    """Times ``shrinks`` or ``expands`` of every configuration; the name of the best."""
-    scores = dict.fromkeys(configs, 0.0)
-    for case, (lengths, ranks) in cases.items():
-        steps: dict[str, Step] = {}
-        for name, config in configs.items():
-            layers = run.attempt(name, functools.partial(run.layers, config, lengths, ranks))
-            if layers is None:
-                continue
-            if what == "expands" and not run.attempt(name, layers.prepare_expands):
-                continue
-            steps[name] = functools.partial(layers.run, what)
-        us = run.us(steps)
-        run.add(f"sweep {what}", {"case": case}, us, floors[case] / 2)
-        for name in configs:
-            scores[name] += us.get(name, 1e9) / aims[case]
-    best = min(scores, key=lambda name: scores[name])
-    print(
-        f"best of {what}: {best}  "
-        + json.dumps({k: round(v, 2) for k, v in sorted(scores.items(), key=lambda i: i[1])})
-    )
-    return best
-
-
-def decode_cases(batch: int, rank: int) -> dict[str, tuple[list[int], list[int]]]:
-    cases = {}
-    for popularity in POPULARITIES:
-        lengths = segment_lengths(popularity, batch)
-        cases[popularity] = (lengths, [rank] * len(lengths))
-    return cases
-
-
-def schemes_section(
-    run: Run, section: str, config: LoraConfig, case: str, lengths: list[int], ranks: list[int],
-    setting: dict[str, Any], bandwidth: float, schemes: tuple[str, ...], pdl_schemes: tuple[str, ...] = (),
-) -> None:  # fmt: skip
-    """What every scheme adds to the base, with and without dependent launch."""
-    steps: dict[str, Step] = {}
-    steps.update(run.attempt("served", lambda: served(run, config, lengths, ranks)) or {})
-    for pdl, names in ((False, ("base", *schemes)), (True, pdl_schemes)):
-        chosen = dataclasses.replace(config, pdl=pdl)
-        for name in names:
-            layers = run.layers(
-                chosen, lengths, ranks, cover="first" in name or "delta" in name or "silu" in name
-            )
-            steps[name + ("+pdl" if pdl else "")] = functools.partial(layers.run, name)
-    us = run.us(steps)
-    bases = {name: us.get(name, 0.0) for name in ("base", "served base")}
-    kept = dict(bases)
-    for name, value in us.items():
-        if name not in bases:
-            base = "served base" if name.startswith("served") else "base"
-            kept[name] = value - (0.0 if "alone" in name else bases[base])
-    floor = run.rig.adapter_bytes(ranks) / bandwidth * 1e6
-    run.add(section, {"model": run.rig.decoder.name, **setting, "case": case}, kept, floor)
-
-
-def served_step(run: Run, lengths: list[int], ranks: list[int], plan: Any, ops: TritonOps) -> Step:
-    """What models call: linears with adapters, the activation with its own, and the rest as the schemes do it."""
-    rig = run.rig
-    layers = Layers(rig, None, None, sum(lengths))
-    layers.y = dict(layers.y)  # others' results stay where they are
-
-    def one(layer: int, group: ProjectionGroup) -> None:
-        linear = ops.lora_gated if group.name == "gate_up" else ops.lora_linear
-        weight = rig.weights[layer][group.name]
-        layers.y[group.name] = linear(layers.x[group.name], weight, None, rig.pool, layer, group, plan)
-        if group.name != "gate_up":
-            layers._consume(group, False)
-
-    def step() -> None:
-        for layer in range(rig.layers):
-            for group in rig.geometry.groups:
-                one(layer, group)
-
-    return step
-
-
-def served(run: Run, config: LoraConfig, lengths: list[int], ranks: list[int]) -> dict[str, Step]:
-    """With an exact plan, and for decoding with one for the bucket as captured steps have it."""
-    rig, batch = run.rig, sum(lengths)
-    segments = rig.segments(lengths, ranks)
-    pdl = run.is_cuda
-    steps: dict[str, Step] = {}
-    for beside in (False, True):
-        ops = TritonOps(products=run.products)
-        chosen = run.kernels(dataclasses.replace(config, pdl=pdl, beside=beside))
-        ops._linears = AdaptedLinears(chosen, ops.linear, rig.device)
-        if not beside:
-            steps["served base"] = served_step(run, lengths, ranks, None, ops)
-            exact = ops.plan_lora(segments, rig.geometry, rig.device)
-            steps["served"] = served_step(run, lengths, ranks, exact, ops)
-        if batch <= 512:
-            rank = 16 if max(ranks) <= 16 else 64
-            fixed = ops.fixed_lora(batch, rank, rig.geometry, segments.cells, rig.device)
-            fixed.fill(segments, batch)
-            name = "served fixed, beside" if beside else "served fixed"
-            steps[name] = served_step(run, lengths, ranks, fixed.plan, ops)
-    return steps
-
-
-def decode(run: Run, bandwidth: float) -> LoraConfig:
-    checker = Checker(run.rig)
-    some = slice(None if run.is_cuda else 2)
-    began = dataclasses.replace(run.stored, pdl=run.is_cuda)
-    shrinks = {name: short(began, **sizes) for name, sizes in list(SHRINKS.items())[some]}
-    good = checked(run, checker, shrinks)
-    cases = {name: decode_cases(64 if run.is_cuda else 6, 16)[name] for name in AIMS_US}
-    floors = {name: run.rig.adapter_bytes(ranks) / bandwidth * 1e6 for name, (_, ranks) in cases.items()}
-    best = sweep(run, "shrinks", good, cases, floors, AIMS_US)
-    expands = {name: short(shrinks[best], **sizes) for name, sizes in list(EXPANDS.items())[some]}
-    good = checked(run, checker, expands)
-    best_expand = sweep(run, "expands", good, cases, floors, AIMS_US)
-    chosen = expands[best_expand]
-    modes = (False, True) if run.is_cuda else (False,)
-    both = {f"chosen pdl={pdl}": dataclasses.replace(chosen, pdl=pdl) for pdl in modes}
-    for name, config in checked(run, checker, both, thorough=True).items():
-        worst = run.attempt(f"replays {name}", functools.partial(check_replays, run.rig, run.kernels(config)))
-        print(f"replays, {name}: error {worst}", flush=True)
-    return chosen
-
-
-SCHEMES = ("after", "delta")
-PDL_SCHEMES = ("alone", "after", "side", "first", "delta")
-
-
-def prefill(run: Run, chosen: LoraConfig, bandwidth: float) -> LoraConfig:
-    rig, layers = run.rig, run.rig.layers
-    run.rig = dataclasses.replace(rig, layers=2)
-    tokens = 2000 if run.is_cuda else 40
-    lengths, ranks = [tokens] * 8, [16] * 8
-    case = {"8x2000": (lengths, ranks)}
-    floor = {"8x2000": run.rig.adapter_bytes(ranks) / bandwidth * 1e6}
-    checker = Checker(rig)
-    some = slice(None if run.is_cuda else 2)
-    shrinks = {name: long(chosen, **sizes) for name, sizes in list(LONG_SHRINKS.items())[some]}
-    compile_all(run, list(shrinks.values()), lengths)
-    good = checked(run, checker, shrinks)
-    best = sweep(run, "shrinks", good, case, floor, {"8x2000": 300.0})
-    expands = {name: long(shrinks[best], **sizes) for name, sizes in list(LONG_EXPANDS.items())[some]}
-    compile_all(run, list(expands.values()), lengths)
-    good = checked(run, checker, expands)
-    best = sweep(run, "expands", good, case, floor, {"8x2000": 300.0})
-    modes = (False, True) if run.is_cuda else (False,)
-    both = {f"long pdl={pdl}": dataclasses.replace(expands[best], pdl=pdl) for pdl in modes}
-    compile_all(run, list(both.values()), lengths, ("alone", "first", "silu"))
-    checked(run, checker, both, thorough=True)
-    schemes_section(
-        run, "prefill", expands[best], "8x2000", lengths, ranks, {"rank": 16}, bandwidth,
-        ("alone", "after", "first", "silu", "first_silu"), ("after", "first_silu") if run.is_cuda else (),
-    )  # fmt: skip
-    run.rig = dataclasses.replace(rig, layers=layers)
-    return expands[best]
-
-
-def batches(
-    run: Run, chosen: LoraConfig, bandwidth: float, wanted: tuple[int, ...], reserve_s: float
-) -> None:
-    for batch in wanted:
-        for popularity in POPULARITIES:
-            if run.left() < reserve_s:
-                print(f"no time for {run.rig.decoder.name}, batch {batch}, {popularity}", flush=True)
-                continue
-            lengths, ranks = decode_cases(batch, 16)[popularity]
-            schemes_section(
-                run, "decode", chosen, popularity, lengths, ranks, {"batch": batch, "rank": 16}, bandwidth,
-                SCHEMES, PDL_SCHEMES if run.is_cuda else (),
-            )  # fmt: skip
 
 
 TINY = Decoder("tiny", 2, 64, 4, 2, 16, 96)
@@ -405,64 +282,52 @@ TINY = Decoder("tiny", 2, 64, 4, 2, 16, 96)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=100.0)
+    parser.add_argument("--seconds", type=float, default=80.0)
     parser.add_argument("--rehearse", action="store_true", help="tiny, in the interpreter, without a GPU")
     arguments = parser.parse_args()
-    began = time.perf_counter()
+    began, tiny = time.perf_counter(), arguments.rehearse
+    if tiny:
+        for choices in (*SHRINKS.values(), *EXPANDS.values(), LONG_SHRINKS, LONG_EXPANDS):
+            del choices[2:]
     torch.manual_seed(0)
-    device = torch.device("cpu" if arguments.rehearse else "cuda")
-    dtype = torch.float16 if arguments.rehearse else torch.bfloat16
-    bandwidth = 1e12 if arguments.rehearse else read_bandwidth(device)
-    print(f"bandwidth {bandwidth / 1e12:.2f} TB/s, torch {torch.__version__}", flush=True)
-    decoders = (TINY,) if arguments.rehearse else tuple(reversed(CUDA_DECODERS))
-    sms = 4 if arguments.rehearse else torch.cuda.get_device_properties(device).multi_processor_count
-    rows: list[dict[str, Any]] = []
-    failures: dict[str, str] = {}
-    config = DEFAULT
+    device = torch.device("cpu" if tiny else "cuda")
+    decoder, dtype = (TINY, torch.float16) if tiny else (CUDA_DECODERS[0], torch.bfloat16)
     with torch.inference_mode():
-        for number, decoder in enumerate(decoders):
-            rig = Rig.of(
-                decoder,
-                device,
-                dtype,
-                2 if arguments.rehearse else LAYERS,
-                4096 if device.type == "cuda" else 1200,
-            )
-            run = Run(rig, began + arguments.seconds, 1 if arguments.rehearse else 11, sms)
-            try:
-                if number == 0:
-                    config = decode(run, bandwidth)
-                    batches(run, config, bandwidth, (64,) if run.is_cuda else (5,), 50.0)
-                    if run.left() > 35.0:
-                        config = prefill(run, config, bandwidth)
-                else:
-                    batches(run, config, bandwidth, (32, 128), 3.0)
-            except Exception:
-                traceback.print_exc()
-            rows += run.rows
-            failures |= run.failures
-            save(arguments.out, rows, failures, config, bandwidth)
-            del rig, run
-    print(f"{time.perf_counter() - began:.0f} s; failures: {json.dumps(failures)}")
-
-
-def save(
-    out: Path | None,
-    rows: list[dict[str, Any]],
-    failures: dict[str, str],
-    config: LoraConfig,
-    bandwidth: float,
-) -> None:
-    print("TUNED " + json.dumps(as_row(config)), flush=True)
+        bandwidth = 1e12 if tiny else read_bandwidth(device)
+        rig = Rig.of(decoder, device, dtype, 2 if tiny else LAYERS, 136)
+        ops = TritonOps() if tiny else TritonOps(products=products_on(device), dependent=True)
+        cases = {name: Case(rig, ops, *kind) for name, kind in kinds(16 if tiny else 1).items()}
+    bench = Bench(rig, ops, cases, began + arguments.seconds, 1 if tiny else 11)
+    if tiny:
+        bench.stored = dataclasses.replace(DEFAULT, long_run=6)
+    print(f"ready to compile after {time.perf_counter() - began:.0f} s", flush=True)
+    bench.compile(1 if tiny else 14)
+    tuned = bench.stored
+    mixed: list[tuple[int, TileConfig]] = []
+    for kinds_together, tiles in [(tuple(k for k in cases if k.startswith("decode")), (16,))] + [
+        ((kind,), (16, 32, 64)) for kind in MIXED_TOKENS
+    ]:
+        sizes = None if bench.is_late else bench.tune(kinds_together, tiles)
+        if sizes is None:
+            continue
+        for kind in kinds_together:
+            bench.orders(kind, sizes)
+        if kinds_together[0] in MIXED_TOKENS:
+            mixed.append((MIXED_TOKENS[kinds_together[0]], sizes))
+        else:
+            tuned = dataclasses.replace(tuned, short=sizes)
+    long = None if bench.is_late else bench.tune_long()
+    tuned = dataclasses.replace(tuned, long=long or tuned.long, mixed=tuple(mixed) or tuned.mixed)
+    for kind, row in bench.report.items():
+        row["floor"] = round(cases[kind].floor_bytes / bandwidth * 1e6, 1)
     document = {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "torch": torch.__version__, "bytes_per_s": bandwidth, "config": dataclasses.asdict(config),
-        "tuned": as_row(config),
-        "failures": failures, "rows": rows,
+        "device": "cpu" if tiny else torch.cuda.get_device_name(), "torch": torch.__version__,
+        "seconds": round(time.perf_counter() - began), "failures": bench.failures, "kinds": bench.report,
+        "tuned": as_row(tuned),
     }  # fmt: skip
-    print("CONFIG " + json.dumps(document["config"]), flush=True)
-    if out is not None:
-        out.write_text(json.dumps(document, indent=1) + "\n")
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document, separators=(",", ":")), flush=True)
 
 
 if __name__ == "__main__":

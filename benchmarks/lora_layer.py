@@ -1,52 +1,36 @@
-"""One decoder layer after another with LoRA, in one CUDA graph, by different schemes: for ``h200_lora``.
+"""Layers of a model with LoRA in CUDA graphs, as its captured and eager steps run them: for ``h200_lora``.
 
-A layer here is its four linears and a small operation after each, which reads what the linear (and LoRA) gave.
-Attention and norms are left out; LoRA's price is the difference to the same graph without it. Schemes differ in
-where LoRA's kernels run and in who adds what they give.
+A layer here is its four products with adapters, as models call them, and a norm after each, which reads what they
+gave. Attention is left out. Every layer has weights of its own, and adapters lie in their pages as loading leaves
+them: LoRA's price is the difference to the same graph without it.
 """
-
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
+import functools
+import gc
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
-from manylora.bench.kernels import Decoder, random_pool, segments_for
+from manylora.bench.interleaved import captured
+from manylora.bench.kernels import Decoder, exact_lora, random_pool, segments_for
 from manylora.kernels.ops import LoraSegments
 from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup, adapter_geometry
-from manylora.kernels.triton.lora_launch import LoraKernels, LoraPlan
+from manylora.kernels.triton.lora import FixedLora
+from manylora.kernels.triton.lora_launch import LoraConfig, LoraKernels, LoraPlan
+from manylora.kernels.triton.operations import TritonOps
 
-Tensors = dict[str, torch.Tensor]
-
-
-@triton.jit
-def consume_kernel(y, delta, out, size, SILU: tl.constexpr, DELTA: tl.constexpr, BLOCK: tl.constexpr):
-    """out = y (+ delta), or of its two halves silu(first) * second; grid (T, blocks of out's columns)."""
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    ok = n < size
-    at = tl.program_id(0).to(tl.int64) * (size * 2 if SILU else size) + n
-    value = tl.load(y + at, mask=ok, other=0.0).to(tl.float32)
-    if DELTA:
-        value += tl.load(delta + at, mask=ok, other=0.0).to(tl.float32)
-    if SILU:
-        up = tl.load(y + at + size, mask=ok, other=0.0).to(tl.float32)
-        if DELTA:
-            up += tl.load(delta + at + size, mask=ok, other=0.0).to(tl.float32)
-        value = value / (1.0 + tl.exp(-value)) * up
-    tl.store(out + tl.program_id(0).to(tl.int64) * size + n, value.to(out.dtype.element_ty), mask=ok)
+TOLERANCE = 8e-3
+RANK = 16
 
 
 @dataclasses.dataclass
 class Rig:
-    """A model's layers: weights of ``layers`` of them, a pool of all layers' pages, inputs by group."""
+    """Weights of ``layers`` of a model's layers, and a pool with all layers' pages."""
 
     decoder: Decoder
     device: torch.device
@@ -54,197 +38,138 @@ class Rig:
     layers: int
     geometry: AdapterGeometry
     pool: torch.Tensor
-    weights: list[Tensors]
-    shared: dict[str, Any] = dataclasses.field(default_factory=dict)
+    weights: list[dict[str, torch.Tensor]]
+    norms: dict[str, torch.Tensor]
+    multiprocessors: int
 
     @classmethod
     def of(
-        cls, decoder: Decoder, device: torch.device, dtype: torch.dtype, layers: int, rank_sum: int
+        cls, decoder: Decoder, device: torch.device, dtype: torch.dtype, layers: int, adapters: int
     ) -> Rig:
-        """``rank_sum``: adapters' ranks that the pool must hold, together."""
+        """With room for so many adapters of rank RANK."""
         geometry = adapter_geometry(decoder.page(dtype), decoder.groups())
-        per_rank = sum(
+        rows = sum(
             geometry.cells(p.in_features) + geometry.cells(p.out_features) for p in geometry.projections
         )
-        pages = -(-per_rank * rank_sum // geometry.cells_per_page) + 16
-        weights = [
-            {
-                group.name: torch.randn(group.offsets[-1], group.in_features, dtype=dtype, device=device)
-                * group.in_features**-0.5
-                for group in geometry.groups
-            }
-            for _ in range(layers)
-        ]
+        pages = -(-rows * RANK * adapters // geometry.cells_per_page) + 16
+
+        def drawn(group: ProjectionGroup) -> torch.Tensor:
+            weight = torch.randn(group.offsets[-1], group.in_features, dtype=dtype, device=device)
+            return weight.mul_(group.in_features**-0.5)
+
+        weights = [{group.name: drawn(group) for group in geometry.groups} for _ in range(layers)]
+        norms = {g.name: torch.ones(g.offsets[-1], dtype=dtype, device=device) for g in geometry.groups}
         pool = random_pool(geometry.page, pages, dtype, device)
-        return cls(decoder, device, dtype, layers, geometry, pool, weights)
+        sms = 4
+        if device.type == "cuda":
+            sms = torch.cuda.get_device_properties(device).multi_processor_count
+        return cls(decoder, device, dtype, layers, geometry, pool, weights, norms, sms)
 
-    def segments(self, lengths: list[int], ranks: list[int]) -> LoraSegments:
-        return segments_for(self.geometry, lengths, ranks, len(self.pool), self.device)
+    def segments(self, lengths: list[int]) -> LoraSegments:
+        """An adapter a segment; a page's cells one after another, pages anywhere."""
+        described = segments_for(self.geometry, lengths, [RANK] * len(lengths), len(self.pool), self.device)
+        per_page, page = self.geometry.cells_per_page, self.geometry.page.page_elements
+        count = torch.arange(len(described.cells), device=self.device)
+        pages = torch.randperm(len(self.pool), device=self.device)
+        places = pages[count // per_page] * page + count % per_page * self.geometry.cell_elements
+        return dataclasses.replace(described, cells=places)
 
-    def inputs(self, tokens: int) -> dict[str, torch.Tensor]:
-        return {
-            group.name: torch.randn(tokens, group.in_features, dtype=self.dtype, device=self.device)
-            for group in self.geometry.groups
+
+class Case:
+    """One kind of step. ``tokens``, ``rows``: of the bucket that captures it; no rows: an eager one of prompts."""
+
+    def __init__(self, rig: Rig, ops: TritonOps, lengths: list[int], tokens: int, rows: int | None) -> None:
+        self.rig, self.ops, self.tokens, self.rows = rig, ops, tokens, rows
+        self.segments = rig.segments(lengths)
+        self.inputs = {
+            g.name: torch.randn(tokens, g.in_features, dtype=rig.dtype, device=rig.device)
+            for g in rig.geometry.groups
         }
+        self.layers = min(rig.layers, 2) if rows is None else rig.layers
+        self.floor_bytes = len(lengths) * RANK * rig.dtype.itemsize * sum(
+            p.in_features + p.out_features for p in rig.geometry.projections
+        )  # fmt: skip
+        self._truths: dict[str, torch.Tensor] = {}
 
-    def buffers(self, tokens: int) -> tuple[Tensors, Tensors, Tensors, Tensors]:
-        """Inputs, outputs, LoRA's own outputs and what comes after, by group; shared by whoever asks for them."""
-        if self.shared.get("tokens") != tokens:
-            y = {
-                group.name: torch.empty(tokens, group.offsets[-1], dtype=self.dtype, device=self.device)
-                for group in self.geometry.groups
-            }
-            out = {
-                name: t[:, : t.shape[1] // 2].contiguous() if name == "gate_up" else torch.empty_like(t)
-                for name, t in y.items()
-            }
-            delta = {name: torch.empty_like(t) for name, t in y.items()}
-            self.shared.update(tokens=tokens, all=(self.inputs(tokens), y, delta, out))
-        found: tuple[Tensors, Tensors, Tensors, Tensors] = self.shared["all"]
-        return found
+    def use(self, config: LoraConfig) -> LoraKernels:
+        """Make these sizes those of ``ops``."""
+        kernels = LoraKernels(config, self.rig.multiprocessors)
+        self.ops._adapted(self.rig.device).kernels = kernels
+        return kernels
 
-    def adapter_bytes(self, ranks: list[int]) -> int:
-        """Of one layer."""
-        elements = sum(p.in_features + p.out_features for p in self.geometry.projections)
-        return elements * sum(ranks) * self.dtype.itemsize
+    def plan_for(self, kernels: LoraKernels) -> LoraPlan:
+        """As the engine makes it."""
+        rig = self.rig
+        if self.rows is None:
+            return kernels.plan(self.segments, rig.geometry, rig.device, self.tokens)
+        rows = None if self.rows == self.tokens else self.rows
+        fixed = FixedLora(kernels, self.tokens, RANK, rig.geometry, self.segments.cells, rows)
+        fixed.fill(self.segments, self.tokens)
+        return fixed.plan
 
+    def run(self, plan: LoraPlan | None) -> None:
+        rig, ops = self.rig, self.ops
+        for layer in range(self.layers):
+            for group in rig.geometry.groups:
+                call = ops.lora_gated if group.name == "gate_up" else ops.lora_linear
+                weight = rig.weights[layer][group.name]
+                y = call(self.inputs[group.name], weight, None, rig.pool, layer, group, plan)
+                if group.name != "gate_up":
+                    ops.rms_norm(y, rig.norms[group.name], 1e-6)
 
-class Layers:
-    """Runs a scheme over the rig's layers."""
+    def error(self, config: LoraConfig) -> float:
+        """The largest of the last layer's groups, against float32. Two runs must agree to the last bit."""
+        rig, layer, worst = self.rig, self.layers - 1, 0.0
+        kernels = LoraKernels(config, rig.multiprocessors)
+        plan = self.plan_for(kernels)
+        for group in rig.geometry.groups:
+            x = self.inputs[group.name]
+            if group.name not in self._truths:
+                truth = exact_lora(x, rig.pool, layer, group, self.segments, rig.geometry)
+                self._truths[group.name] = truth.to(rig.dtype)
+            found = []
+            for _ in range(2):
+                y = torch.zeros_like(self._truths[group.name])
+                partial = kernels.shrink(x, rig.pool, layer, group, plan)
+                kernels.expand(y, partial, rig.pool, layer, group, plan, add=not plan.is_first)
+                found.append(y)
+            if not torch.equal(*found):
+                raise AssertionError(f"{group.name}: two runs differ")
+            truth = self._truths[group.name]
+            worst = max(worst, float(torch.linalg.vector_norm(y - truth) / torch.linalg.vector_norm(truth)))
+        if not worst < TOLERANCE:
+            raise AssertionError(f"error {worst:.1e}")
+        return worst
 
-    def __init__(self, rig: Rig, kernels: LoraKernels | None, plan: LoraPlan | None, tokens: int) -> None:
-        self.rig, self.kernels, self.plan, self.tokens = rig, kernels, plan, tokens
-        self.x, self.y, self.delta, self.out = rig.buffers(tokens)
-        self.given: dict[str, Any] = {}
-        self.fused: torch.Tensor | None = None
-        # Before other work wherever there is room: what it does is short.
-        self.side = None if rig.device.type == "cpu" else torch.cuda.Stream(priority=-1)
+    def added_us(self, configs: dict[str, LoraConfig], rounds: int) -> tuple[float, dict[str, float]]:
+        """Microseconds of a layer without LoRA, and what each configuration adds, medians of rounds in turn."""
+        if self.rig.device.type != "cuda":
+            return self._rehearsed(configs)
+        graphs: list[Any] = [captured(torch.cuda, lambda: self.run(None))]
+        plans = []
+        for config in configs.values():
+            plans.append(self.plan_for(self.use(config)))
+            graphs.append(captured(torch.cuda, functools.partial(self.run, plans[-1])))
+        found = self._medians(graphs, rounds)
+        del graphs, plans
+        gc.collect()
+        torch.cuda.empty_cache()
+        return found[0], {name: us - found[0] for name, us in zip(configs, found[1:])}
 
-    def run(self, scheme: str) -> None:
-        for layer in range(self.rig.layers):
-            for group in self.rig.geometry.groups:
-                getattr(self, f"_{scheme}")(layer, group)
+    def _rehearsed(self, configs: dict[str, LoraConfig]) -> tuple[float, dict[str, float]]:
+        for config in configs.values():
+            self.run(self.plan_for(self.use(config)))
+        return 0.0, {name: float(number) for number, name in enumerate(configs)}
 
-    # ---- schemes: base alone, LoRA alone, and the ways to put them together ------------------------------
-
-    def _base(self, layer: int, group: ProjectionGroup) -> None:
-        self._linear(layer, group)
-        self._consume(group, False)
-
-    def _alone(self, layer: int, group: ProjectionGroup) -> None:
-        self._expand(self._shrink(layer, group), layer, group)
-
-    def _shrinks(self, layer: int, group: ProjectionGroup) -> None:
-        self._shrink(layer, group)
-
-    def _expands(self, layer: int, group: ProjectionGroup) -> None:
-        self._expand(self.given[group.name], layer, group)
-
-    def prepare_expands(self) -> bool:
-        """Partial results for ``expands``, whose values do not matter."""
-        self.given = {group.name: self._shrink(0, group) for group in self.rig.geometry.groups}
-        return True
-
-    def _after(self, layer: int, group: ProjectionGroup) -> None:
-        """One stream: linear, shrink, expand adds."""
-        self._linear(layer, group)
-        self._expand(self._shrink(layer, group), layer, group)
-        self._consume(group, False)
-
-    def _side(self, layer: int, group: ProjectionGroup) -> None:
-        """Shrink beside the linear."""
-        with self._beside():
-            partial = self._shrink(layer, group)
-        self._linear(layer, group)
-        self._join()
-        self._expand(partial, layer, group)
-        self._consume(group, False)
-
-    def _first(self, layer: int, group: ProjectionGroup) -> None:
-        """One stream: shrink, expand writes, the linear adds to what is there."""
-        self._expand(self._shrink(layer, group), layer, group, add=False)
-        torch.addmm(
-            self.y[group.name],
-            self.x[group.name],
-            self.rig.weights[layer][group.name].T,
-            out=self.y[group.name],
-        )
-        self._consume(group, False)
-
-    def _delta(self, layer: int, group: ProjectionGroup) -> None:
-        """All of LoRA beside the linear, into a tensor of its own; what comes next adds the two."""
-        with self._beside():
-            partial = self._shrink(layer, group)
-            self._expand(partial, layer, group, add=False, into=self.delta)
-        self._linear(layer, group)
-        self._join()
-        self._consume(group, True)
-
-    def _silu(self, layer: int, group: ProjectionGroup) -> None:
-        """One stream; gate and up's expand does the activation too."""
-        if group.name != "gate_up":
-            return self._after(layer, group)
-        self._linear(layer, group)
-        self._expand_silu(self._shrink(layer, group), layer, group)
-
-    def _side_silu(self, layer: int, group: ProjectionGroup) -> None:
-        if group.name != "gate_up":
-            return self._side(layer, group)
-        with self._beside():
-            partial = self._shrink(layer, group)
-        self._linear(layer, group)
-        self._join()
-        self._expand_silu(partial, layer, group)
-
-    def _first_silu(self, layer: int, group: ProjectionGroup) -> None:
-        """``first``, and ``silu`` for gate and up."""
-        return self._silu(layer, group) if group.name == "gate_up" else self._first(layer, group)
-
-    # ---- parts -------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
-        if self.side is None:
-            yield
-            return
-        self.side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side):
-            yield
-
-    def _join(self) -> None:
-        if self.side is not None:
-            torch.cuda.current_stream().wait_stream(self.side)
-
-    def _linear(self, layer: int, group: ProjectionGroup) -> None:
-        torch.mm(self.x[group.name], self.rig.weights[layer][group.name].T, out=self.y[group.name])
-
-    def _shrink(self, layer: int, group: ProjectionGroup) -> Any:
-        assert self.kernels is not None
-        assert self.plan is not None
-        return self.kernels.shrink(self.x[group.name], self.rig.pool, layer, group, self.plan)
-
-    def _expand(
-        self,
-        partial: Any,
-        layer: int,
-        group: ProjectionGroup,
-        add: bool = True,
-        into: dict[str, torch.Tensor] | None = None,
-    ) -> None:
-        assert self.kernels is not None
-        assert self.plan is not None
-        y = (self.y if into is None else into)[group.name]
-        self.kernels.expand(y, partial, self.rig.pool, layer, group, self.plan, add=add)
-
-    def _expand_silu(self, partial: Any, layer: int, group: ProjectionGroup) -> None:
-        assert self.kernels is not None
-        assert self.plan is not None
-        y = self.y[group.name]
-        self.fused = self.kernels.expand_silu(y, partial, self.rig.pool, layer, group, self.plan)
-
-    def _consume(self, group: ProjectionGroup, delta: bool) -> None:
-        y, out = self.y[group.name], self.out[group.name]
-        size = out.shape[1]
-        consume_kernel[(self.tokens, triton.cdiv(size, 1024))](
-            y, self.delta[group.name], out, size, SILU=size != y.shape[1], DELTA=delta, BLOCK=1024
-        )
+    def _medians(self, graphs: Sequence[Any], rounds: int) -> list[float]:
+        pairs: list[list[Any]] = [[] for _ in graphs]
+        for number in range(rounds + 1):
+            for graph, taken in zip(graphs, pairs):
+                pair = [torch.Event(self.rig.device, enable_timing=True) for _ in range(2)]
+                pair[0].record()
+                graph.replay()
+                pair[1].record()
+                if number:
+                    taken.append(pair)
+        torch.cuda.synchronize()
+        return [statistics.median(a.elapsed_time(b) for a, b in taken) * 1e3 / self.layers for taken in pairs]

@@ -75,5 +75,4 @@ def test_close_frees_the_gpu(files: Files, tmp_path: Path) -> None:
     assert torch.cuda.memory_allocated() > before + 20000 * 3072
     rig.worker.close()
     gc.collect()
-    # The cell table of a few KiB lives as long as its worker.
     assert torch.cuda.memory_allocated() < before + 2**20

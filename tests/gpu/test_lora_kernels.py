@@ -110,7 +110,7 @@ def test_captured_linears(dtype: torch.dtype, beside: bool) -> None:
     case = case_of(subject, [(0, 1), (1, 2), (0, 1), (1, 13), (2, 1)], [3, 20, 64])
     found = []
     for pdl in (False, True):
-        layer = linears(dataclasses.replace(DEFAULT, pdl=pdl, beside=beside), case, tokens, dtype)
+        layer = linears(dataclasses.replace(DEFAULT, pdl=pdl, beside=24 * beside), case, tokens, dtype)
         fixed = FixedLora(layer.made.kernels, tokens, 64, case.geometry, case.segments.cells)
         fixed.fill(part_of(case, [1]).segments, tokens)
         layer.step(fixed.plan)
@@ -135,10 +135,10 @@ def test_captured_linears(dtype: torch.dtype, beside: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pdl", [False, True])
 def test_prompts(dtype: torch.dtype, pdl: bool) -> None:
-    """Long runs in a batch with short ones and none: expand writes and the product adds, activation in expand."""
+    """Long runs in a batch with short ones and none: expand writes and the product adds."""
     subject = Subject("gpu", dtype)
     case = case_of(subject, [(3, 1), (0, 300), (2, 1), (1, 150)], [16, 7, 64])
-    config = dataclasses.replace(DEFAULT, pdl=pdl, writes_first=True, gates=True)
+    config = dataclasses.replace(DEFAULT, pdl=pdl, writes_from=1, mixed=())
     layer = linears(config, case, case.num_tokens + 5, dtype)
     plan = layer.made.plan(case.segments, case.geometry, subject.device)
     assert len(plan.parts) == 2

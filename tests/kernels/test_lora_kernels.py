@@ -23,13 +23,10 @@ REFERENCE = ReferenceOps()
 DEVICES = [
     s for s in SUBJECTS if isinstance(s.values[0], Subject) and s.values[0].kind in ("interpreted", "gpu")
 ]
-SMALL = LoraConfig(
-    short=dataclasses.replace(
-        DEFAULT.short, chunk=32, shrink_columns=32, shrink_step=16, expand_columns=32, expand_step=16
-    ),
-    long=DEFAULT.long,
-    long_run=6,
-)  # fmt: skip
+SHORT = dataclasses.replace(
+    DEFAULT.short, chunk=32, shrink_columns=32, shrink_step=16, expand_columns=32, expand_step=16
+)
+SMALL = LoraConfig(short=SHORT, long=DEFAULT.long, long_run=6, writes_from=1)
 """Several splits, steps and blocks of columns even for rows of some 50 elements."""
 
 
@@ -86,24 +83,38 @@ def test_mixed_lengths_and_ranks(subject: Subject, programs: int) -> None:
     config = dataclasses.replace(SMALL, short=limited(SMALL.short), long=limited(SMALL.long))
     case = case_of(subject, [(2, 1), (0, 3), (1, 9), (0, 1)], [1, 5, 16, 40])
     kernels = LoraKernels(config, 2)
-    plan = kernels.plan(case.segments, case.geometry, subject.device, case.num_tokens, cover=True)
+    plan = kernels.plan(case.segments, case.geometry, subject.device, case.num_tokens)
     assert len(plan.parts) == 2
     check(kernels, plan, case, subject, case.num_tokens)
 
 
+ONE_LAUNCH = {
+    "ahead": dataclasses.replace(
+        SHORT, shrink_programs=1, expand_programs=1, shrink_ahead=True, expand_ahead=True
+    ),
+    "narrow": dataclasses.replace(SHORT, tile_columns=16, expand_programs=2, expand_ahead=True),
+    "turns": dataclasses.replace(SHORT, expand_tokens=32, stages=2),
+    "narrow turns": dataclasses.replace(SHORT, expand_tokens=48, tile_columns=16, expand_columns=64),
+}
+
+
 @pytest.mark.parametrize("subject", DEVICES)
-def test_activation_in_expand(subject: Subject) -> None:
-    case = case_of(subject, [(1, 1), (0, 3), (1, 9)], [4, 17])
-    kernels = LoraKernels(SMALL, 2)
-    plan = kernels.plan(case.segments, case.geometry, subject.device, case.num_tokens, cover=True)
-    group, x = case.geometry.groups[2], inputs_of(case, subject, case.num_tokens)[2]
-    y = torch.randn(len(x), group.offsets[-1], generator=torch.Generator().manual_seed(2))
-    y = y.to(subject.dtype).to(subject.device)
-    partial = kernels.shrink(x, case.pool, case.layer, group, plan)
-    out = kernels.expand_silu(y, partial, case.pool, case.layer, group, plan)
-    gate, up = (y.double() + added(case, x, 2)).chunk(2, -1)
-    truth = torch.nn.functional.silu(gate) * up
-    assert (out.double() - truth).norm() <= TOLERANCE[subject.dtype] * truth.norm()
+@pytest.mark.parametrize("sizes", ONE_LAUNCH.values(), ids=ONE_LAUNCH)
+def test_long_and_one_token_runs_in_one_launch(subject: Subject, sizes: TileConfig) -> None:
+    """As captured and as eager steps have it: a prompt of several tiles, the last of one token, among decoding."""
+    if subject.small and subject.dtype != torch.float32:
+        pytest.skip("the interpreter is slow")
+    config = dataclasses.replace(SMALL, mixed=((64, sizes),))
+    case = case_of(subject, [(0, 1), (2, 33), (0, 1), (1, 20), (3, 1)], [5, 20, 16, 40, 3])
+    kernels = LoraKernels(config, 2)
+    eager = kernels.plan(case.segments, case.geometry, subject.device, case.num_tokens)
+    assert [part.config.item_tokens for part in eager.parts] == [sizes.item_tokens]
+    check(kernels, eager, case, subject, case.num_tokens)
+    fixed = kernels.reserve(case.geometry, case.segments.cells, 64, 40, 6)
+    for chosen in ([1, 2], [0, 1, 2, 3, 4], [], [4]):
+        part = part_of(case, chosen)
+        kernels.refill(fixed, part.segments if chosen else None, 64)
+        check(kernels, fixed, part, subject, 64)
 
 
 @pytest.mark.parametrize("subject", DEVICES)

@@ -35,8 +35,8 @@ def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     """Which way round: as decoding, as prompts (runs of more than six tokens here), or beside the product."""
     config = {
         "plain": DEFAULT,
-        "prompts": dataclasses.replace(DEFAULT, long_run=6, writes_first=True, gates=True),
-        "beside": dataclasses.replace(DEFAULT, beside=True),
+        "prompts": dataclasses.replace(DEFAULT, long_run=6, writes_from=1, mixed=()),
+        "beside": dataclasses.replace(DEFAULT, beside=64),
     }[request.param]
     use(config, monkeypatch)
     return str(request.param)
@@ -97,12 +97,14 @@ def test_no_adapter(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("subject", TRITON)
-def test_fixed_plan_serves_every_batch(subject: Subject, order: str) -> None:
+@pytest.mark.parametrize("rows", [None, 8])
+def test_fixed_plan_serves_every_batch(subject: Subject, order: str, rows: int | None) -> None:
     """Filled with few segments, with all, with none; what a batch does not use is left as it is."""
     if subject.small and subject.dtype != torch.float32:
         pytest.skip("the interpreter is slow")
     ops, case = subject.ops(), case_of(subject, MIXED, [3, 20])
-    fixed = ops.fixed_lora(24, 32, case.geometry, case.segments.cells, subject.device)  # type: ignore[attr-defined]
+    kernels = ops._adapted(subject.device).kernels  # type: ignore[attr-defined]
+    fixed = lora.FixedLora(kernels, 24, 32, case.geometry, case.segments.cells, rows)
     for chosen in ([1], [0, 1, 2, 3, 4], []):
         part = part_of(case, chosen)
         fixed.fill(part.segments if chosen else None, case.num_tokens)
@@ -113,8 +115,9 @@ def test_fixed_plan_serves_every_batch(subject: Subject, order: str) -> None:
 
 def test_stored_configurations(tmp_path: Path) -> None:
     chosen = dataclasses.replace(
-        DEFAULT, pdl=True, short=dataclasses.replace(DEFAULT.short, chunk=256), long_run=64
-    )
+        DEFAULT, pdl=True, short=dataclasses.replace(DEFAULT.short, chunk=256), long_run=64, beside=128,
+        mixed=((128, lora.MIXED), (512, dataclasses.replace(lora.MIXED, tile_tokens=32))),
+    )  # fmt: skip
     path = tmp_path / "lora.json"
     path.write_text(json.dumps({"Some GPU": lora.as_row(chosen)}))
     assert lora.stored_config("Some GPU", path) == chosen

@@ -52,7 +52,9 @@ class _LoraLayer:
         """One token a request, with the plan that captured steps have, where the operations know such."""
         rig, counts = self._rig, model_counts(popularity, self._tokens)
         segments = self._segments(counts, rank)
-        fixed = fixed_lora(rig.ops, self._tokens, max_rank, rig.geometry, segments.cells, rig.device)
+        fixed = fixed_lora(
+            rig.ops, self._tokens, self._tokens, max_rank, rig.geometry, segments.cells, rig.device
+        )
         fixed.fill(segments, self._tokens)
         setting = {"popularity": popularity, "batch": self._tokens, "rank": rank}
         return self._case(setting, segments, fixed.plan, rank, fixed)

@@ -64,6 +64,7 @@ class _FixesLora(Protocol):
         geometry: AdapterGeometry,
         cells: torch.Tensor,
         device: torch.device,
+        num_rows: int | None = None,
     ) -> FixedLora: ...
 
 
@@ -86,14 +87,17 @@ def fixed_attention(
 def fixed_lora(
     ops: Ops,
     num_tokens: int,
+    num_rows: int,
     max_rank: int,
     geometry: AdapterGeometry,
     cells: torch.Tensor,
     device: torch.device,
 ) -> FixedLora:
-    """For at most ``num_tokens`` tokens in segments of any length, and ranks up to ``max_rank``."""
+    """For at most ``num_tokens`` tokens in ``num_rows`` rows, of one token each where the two are equal, and ranks
+    up to ``max_rank``."""
     if isinstance(ops, _FixesLora):
-        return ops.fixed_lora(num_tokens, max_rank, geometry, cells, device)
+        of_any_length = None if num_tokens == num_rows else num_rows
+        return ops.fixed_lora(num_tokens, max_rank, geometry, cells, device, of_any_length)
 
     def plan(segments: LoraSegments | None, num_tokens: int) -> Any | None:
         return None if segments is None else ops.plan_lora(segments, geometry, device)

@@ -252,7 +252,7 @@ class StepGraphs:
         cells = self._tables.cells
         lora = None
         if bucket.max_rank:
-            lora = fixed_lora(ops, tokens, bucket.max_rank, geometry, cells, device)
+            lora = fixed_lora(ops, tokens, rows, bucket.max_rank, geometry, cells, device)
         numbers = self._numbers(bucket)
 
         def run() -> Tensors:

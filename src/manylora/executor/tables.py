@@ -103,6 +103,10 @@ class AdapterTables:
         """Records int64 [S, P, 3], positions in ``cells``, and scales float32 [S, P, L]: copies."""
         return self._records[rows], self._scales[rows]
 
+    def close(self) -> None:
+        """Free the cells, tens of MiB for a large pool. Nothing may be asked of the tables afterwards."""
+        self.cells = self.cells.new_zeros(0)
+
     def reserve(self, num_cells: int) -> None:
         """Make the cell table at least so long: until more is needed it stays where it is."""
         if num_cells > self._ranges.capacity:

@@ -300,6 +300,7 @@ class Worker:
             self._shards.close()
         self._forward = self._graphs = None
         self._parts = []
+        self._tables.close()
         self._arena.close()
         self._host.close()
         self._registry.close()

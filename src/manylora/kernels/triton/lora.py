@@ -3,8 +3,8 @@
 Owns that order, and which stored configuration a device gets (``kernels/tuned/lora.json``). Measured on an H200,
 a step's LoRA is launches and chains of loads rather than bytes unless every token has an adapter of its own. So
 decoding steps run product, shrink, expand on one stream with dependent launch: each kernel reads its tables and
-weights while the one before it ends; only gate and up have theirs beside the product. Prompts' results are large:
-there expand writes and the product adds to it. docs/performance.md says what else was tried.
+weights while the one before it ends; only gate and up have theirs beside the product. Large steps' results are
+large too: there expand writes and the product adds to it. docs/performance.md says what else was tried.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from manylora.kernels.ops import LoraSegments
 from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
 from manylora.kernels.triton.dependent import can_depend
-from manylora.kernels.triton.lora_launch import DEFAULT, LoraConfig, LoraKernels, LoraPlan, TileConfig
+from manylora.kernels.triton.lora_launch import DEFAULT, MIXED, LoraConfig, LoraKernels, LoraPlan, TileConfig
 
 TABLE = Path(__file__).parents[1] / "tuned" / "lora.json"
 INTERPRETED_MULTIPROCESSORS = 4
@@ -35,15 +35,20 @@ _log = logging.getLogger(__name__)
 def stored_config(device_name: str, path: Path = TABLE) -> LoraConfig | None:
     """What was measured to be best on devices of this name. None for others.
 
-    The file: ``{device name: LoraConfig's fields}``, of which those that are missing have their defaults.
+    The file: ``{device name: LoraConfig's fields}``, of which those that are missing have their defaults;
+    ``mixed``: ``[[most tokens, fields], ...]``, ascending.
     """
     found = json.loads(path.read_text()).get(device_name) if path.is_file() else None
     if found is None:
         return None
-    tiles: dict[str, TileConfig] = {
+    sizes: dict[str, Any] = {
         kind: dataclasses.replace(getattr(DEFAULT, kind), **found.get(kind, {})) for kind in ("short", "long")
     }
-    return dataclasses.replace(DEFAULT, **{**found, **tiles})
+    if "mixed" in found:
+        sizes["mixed"] = tuple(
+            (most, dataclasses.replace(MIXED, **fields)) for most, fields in found["mixed"]
+        )
+    return dataclasses.replace(DEFAULT, **{**found, **sizes})
 
 
 def lora_kernels_on(device: torch.device) -> LoraKernels:
@@ -65,7 +70,10 @@ def lora_kernels_on(device: torch.device) -> LoraKernels:
 
 
 class FixedLora:
-    """A plan at fixed addresses for captured steps of at most so many tokens and ranks up to ``max_rank``."""
+    """A plan at fixed addresses for captured steps of at most so many tokens and ranks up to ``max_rank``.
+
+    ``num_rows``: of at most so many segments; None: one a token, as decoding steps have them.
+    """
 
     def __init__(
         self,
@@ -74,8 +82,9 @@ class FixedLora:
         max_rank: int,
         geometry: AdapterGeometry,
         cells: torch.Tensor,
+        num_rows: int | None = None,
     ) -> None:
-        self.plan = kernels.reserve(geometry, cells, num_tokens, max_rank)
+        self.plan = kernels.reserve(geometry, cells, num_tokens, max_rank, num_rows)
         self._kernels = kernels
         self._filled: tuple[LoraSegments | None, int] | None = None
 
@@ -124,11 +133,8 @@ class AdaptedLinears:
 
     def plan(self, segments: LoraSegments, geometry: AdapterGeometry, device: torch.device) -> LoraPlan:
         """For one batch, to be run eagerly."""
-        config = self.kernels.config
-        has_prompts = int(segments.length.max()) > config.long_run
         num_tokens = int(segments.start[-1] + segments.length[-1])
-        cover = has_prompts and (config.writes_first or config.gates)
-        return self.kernels.plan(segments, geometry, device, num_tokens, cover)
+        return self.kernels.plan(segments, geometry, device, num_tokens)
 
     def add(
         self,
@@ -154,7 +160,7 @@ class AdaptedLinears:
         plan: LoraPlan,
     ) -> torch.Tensor:
         """What ``Ops.lora_linear`` says."""
-        if bias is None and plan.covered and not plan.is_fixed and self.kernels.config.writes_first:
+        if bias is None and plan.is_first:
             y = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
             y[plan.covered :].zero_()
             partial = self.kernels.shrink(x, pool, layer, group, plan)
@@ -176,30 +182,25 @@ class AdaptedLinears:
         silu_mul: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         """What ``Ops.lora_gated`` says."""
-        config = self.kernels.config
-        if plan.is_fixed and config.beside:
-            delta = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-            with self._side.fork():
-                partial = self.kernels.shrink(x, pool, layer, group, plan)
-                self.kernels.expand(delta, partial, pool, layer, group, plan, add=False)
-            y = self._linear(x, weight, bias)
-            self._side.join()
-            return self.kernels.gated_sum(y, delta)
-        if plan.is_fixed or not plan.covered or not config.gates:
+        if not plan.is_beside:
             return silu_mul(self(x, weight, bias, pool, layer, group, plan))
+        delta = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+        with self._side.fork():
+            partial = self.kernels.shrink(x, pool, layer, group, plan)
+            self.kernels.expand(delta, partial, pool, layer, group, plan, add=False)
         y = self._linear(x, weight, bias)
-        partial = self.kernels.shrink(x, pool, layer, group, plan)
-        out = self.kernels.expand_silu(y, partial, pool, layer, group, plan)
-        if plan.covered < len(out):
-            out[plan.covered :] = silu_mul(y[plan.covered :])
-        return out
+        self._side.join()
+        return self.kernels.gated_sum(y, delta)
 
 
 def as_row(config: LoraConfig) -> dict[str, Any]:
     """The configuration as ``stored_config`` reads it: what differs from the defaults."""
     row = {k: v for k, v in dataclasses.asdict(config).items() if v != getattr(DEFAULT, k)}
     for kind in ("short", "long"):
-        default = dataclasses.asdict(getattr(DEFAULT, kind))
-        chosen = dataclasses.asdict(getattr(config, kind))
-        row[kind] = {k: v for k, v in chosen.items() if v != default[k]}
+        row[kind] = _differences(getattr(config, kind), getattr(DEFAULT, kind))
+    row["mixed"] = [[most, _differences(sizes, MIXED)] for most, sizes in config.mixed]
     return row
+
+
+def _differences(sizes: TileConfig, default: TileConfig) -> dict[str, Any]:
+    return {k: v for k, v in dataclasses.asdict(sizes).items() if v != getattr(default, k)}

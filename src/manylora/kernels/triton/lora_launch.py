@@ -1,8 +1,8 @@
 """Launches of the LoRA kernels: plans of a step, and shrink and expand of one group of one layer.
 
-Owns block sizes and grids, which a ``LoraConfig`` chooses. Long runs of one adapter (prompts) and short ones
-(decoding) take different tiles, hence two parts of a plan; most steps have one of them. Nothing here waits for
-the device; everything but the plans' own copies can be captured in a CUDA graph.
+Owns block sizes and grids, which a ``LoraConfig`` chooses by what a step holds. Only in large steps do short runs
+of one adapter (decoding) and long ones (prompts) take launches of their own, two parts of a plan. Nothing here
+waits for the device; everything but the plans' own copies can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from manylora.kernels.ops import LoraSegments
 from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
 from manylora.kernels.triton.lora_rows import (
     expand_kernel,
-    expand_silu_kernel,
     gated_sum_kernel,
     shrink_kernel,
 )
 from manylora.kernels.triton.lora_work import (
     ROWS,
+    GroupArrays,
+    Ints,
     WorkBuffer,
     largest_sizes,
     runs_of,
@@ -35,19 +36,19 @@ from manylora.kernels.triton.plans import power_of_two
 MOST_SPLITS = 16
 """Every program of expand adds the splits up again."""
 
-FEW_PROMPTS_SPLITS = 8
-"""Of long tiles that are too few for the device."""
-
 
 @dataclasses.dataclass(frozen=True)
 class TileConfig:
     """Sizes for tiles of one kind.
 
+    ``tile_tokens``: of the matrices in both kernels. ``expand_tokens``: that one item of expand takes, in turns
+    with the same B; 0: ``tile_tokens``.
     ``chunk``: columns of one split of a shrink; 0: splits only where there are few tiles.
     ``shrink_columns``, ``expand_columns``: loaded at once by a one-token program; ``*_step`` by one with tensor
-    cores. ``*_programs``: a multiprocessor, which take items in turn; 0: a program an item.
-    ``blocks``: of 16 rank rows side by side in a shrink. ``*_registers``: a thread's
-    at most; 0: any.
+    cores. ``tile_columns``: that an item of expand of several tokens takes; 0: ``expand_columns``.
+    ``*_programs``: a multiprocessor, which take items in turn; 0: a program an item. ``*_ahead``: those ask for
+    the weights of the next one-token item before they sum up the one before. ``blocks``: of 16 rank rows side by
+    side in a shrink. ``*_registers``: a thread's at most; 0: any.
     """
 
     tile_tokens: int
@@ -65,36 +66,53 @@ class TileConfig:
     vector: bool = True
     shrink_registers: int = 0
     expand_registers: int = 0
+    expand_tokens: int = 0
+    tile_columns: int = 0
+    shrink_ahead: bool = False
+    expand_ahead: bool = False
+
+    @property
+    def item_tokens(self) -> int:
+        """Of one item of expand."""
+        return self.expand_tokens or self.tile_tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """How LoRA runs on a device; runs longer than ``long_run`` take ``long``. ``pdl``: dependent launch.
+    """How LoRA runs on a device, by what a step holds.
 
-    ``beside``: in captured steps, LoRA of gate and up runs on a second stream beside their product, and the
-    activation adds the two. For batches with long runs: ``writes_first``: expand writes and the product adds,
-    instead of the other way round; ``gates``: the expand of gate and up applies the activation.
+    ``short``: for steps without a run of more than ``long_run`` tokens, such as decoding. ``mixed``: (most tokens,
+    sizes) of steps with longer runs, ascending. In steps larger than those, longer runs take ``long`` and the
+    others ``short``, each in launches of its own. ``pdl``: dependent launch.
+    ``beside``: in captured steps of up to so many tokens, LoRA of gate and up runs on a second stream beside their
+    product, and the activation adds the two. ``writes_from``: in steps with long runs and at least so many tokens
+    expand writes and the product adds, instead of the other way round; 0: in none.
     """
 
     short: TileConfig
     long: TileConfig
+    mixed: tuple[tuple[int, TileConfig], ...] = ()
     long_run: int = 128
     pdl: bool = False
-    beside: bool = False
-    writes_first: bool = False
-    gates: bool = False
+    beside: int = 0
+    writes_from: int = 0
+
+    def of_mixed(self, tokens: int) -> TileConfig | None:
+        """The sizes for steps of so many tokens with long runs among them; None: they are too large."""
+        return next((sizes for most, sizes in self.mixed if tokens <= most), None)
 
 
 SHORT = TileConfig(
     tile_tokens=16, chunk=512, shrink_columns=512, shrink_step=256, shrink_warps=4, shrink_programs=16,
     expand_columns=512, expand_step=256, expand_warps=4, expand_programs=16,
 )  # fmt: skip
+MIXED = dataclasses.replace(SHORT, shrink_programs=8, expand_programs=8, expand_step=128, tile_columns=256)
 LONG = TileConfig(
     tile_tokens=64, chunk=0, shrink_columns=128, shrink_step=128, shrink_warps=4, shrink_programs=0,
-    expand_columns=512, expand_step=64, expand_warps=4, expand_programs=0,
-    blocks=4, stages=3, vector=False, expand_registers=128,
+    expand_columns=128, expand_step=128, expand_warps=4, expand_programs=0,
+    blocks=4, stages=3, vector=False, expand_tokens=256,
 )  # fmt: skip
-DEFAULT = LoraConfig(SHORT, LONG)
+DEFAULT = LoraConfig(SHORT, LONG, ((2048, MIXED),))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -110,7 +128,8 @@ class LoraPlan:
     """``cells`` must stay where it is while a graph that was captured with the plan is replayed.
 
     ``is_fixed``: it is filled anew for every step. ``covered``: so many of the batch's first tokens have tiles,
-    with an adapter or without; 0: only those with an adapter are known to.
+    with an adapter or without; 0: only those with an adapter are known to. ``is_beside``, ``is_first``: what
+    ``LoraConfig.beside`` and ``writes_from`` say of it.
     """
 
     geometry: AdapterGeometry
@@ -120,6 +139,8 @@ class LoraPlan:
     parts: tuple[TilePlan, ...]
     covered: int = 0
     is_fixed: bool = False
+    is_beside: bool = False
+    is_first: bool = False
 
 
 class LoraKernels:
@@ -132,38 +153,59 @@ class LoraKernels:
     # ---- plans -----------------------------------------------------------------------------------------
 
     def plan(
-        self,
-        segments: LoraSegments,
-        geometry: AdapterGeometry,
-        device: torch.device,
-        num_tokens: int,
-        cover: bool = False,
+        self, segments: LoraSegments, geometry: AdapterGeometry, device: torch.device, num_tokens: int
     ) -> LoraPlan:
-        """For one batch. ``cover``: tokens in no segment get tiles too, for results that are not added."""
-        runs = runs_of(segments, num_tokens)
-        wanted = (runs[2] >= 0) | cover
+        """For one batch."""
+        config = self.config
+        has_long = int(segments.length.max()) > config.long_run
+        is_first = self._writes_first(num_tokens, has_long)
+        start, length, segment = runs_of(segments, num_tokens)
+        # Tokens in no segment get tiles too where results are not added.
+        wanted = (segment >= 0) | is_first
+        chosen: list[tuple[TileConfig, Any]] = [(config.short, wanted)]
+        if has_long:
+            mixed, is_long = config.of_mixed(num_tokens), length > config.long_run
+            chosen = [(config.short, wanted & ~is_long), (config.long, wanted & is_long)]
+            if mixed is not None:
+                chosen = [(mixed, wanted)]
         parts = []
-        for config, chosen in (
-            (self.config.short, runs[1] <= self.config.long_run),
-            (self.config.long, runs[1] > self.config.long_run),
-        ):
-            chosen &= wanted
-            if not chosen.any():
+        for sizes, members in chosen:
+            if not members.any():
                 continue
-            config = _for_dtype(config, geometry)
-            members = (runs[0][chosen], runs[1][chosen], runs[2][chosen])
-            arrays = work_arrays(segments, geometry, members, config.tile_tokens, config.blocks)
+            sizes = _for_dtype(sizes, geometry)
+            arrays = _arrays(segments, geometry, (start[members], length[members], segment[members]), sizes)
             buffer = WorkBuffer(geometry, sizes_of(arrays, segments), device)
             buffer.fill(segments, arrays)
-            parts.append(TilePlan(buffer, config))
-        return self._plan(segments.cells, geometry, tuple(parts), num_tokens if cover else 0)
+            parts.append(TilePlan(buffer, sizes))
+        plan = self._plan(segments.cells, geometry, tuple(parts))
+        return dataclasses.replace(plan, covered=num_tokens if is_first else 0, is_first=is_first)
 
-    def reserve(self, geometry: AdapterGeometry, cells: torch.Tensor, tokens: int, max_rank: int) -> LoraPlan:
-        """A plan for decoding batches of up to so many tokens, to be captured and then filled step by step."""
-        config = _for_dtype(self.config.short, geometry)
-        sizes = largest_sizes(geometry, tokens, tokens, max_rank, config.tile_tokens)
-        part = TilePlan(WorkBuffer(geometry, sizes, cells.device), config)
-        return dataclasses.replace(self._plan(cells, geometry, (part,)), is_fixed=True, covered=tokens)
+    def reserve(
+        self,
+        geometry: AdapterGeometry,
+        cells: torch.Tensor,
+        tokens: int,
+        max_rank: int,
+        rows: int | None = None,
+    ) -> LoraPlan:
+        """A plan for batches of up to so many tokens and segments (``rows``; None: one a token), to be captured
+        and then filled step by step. With fewer rows than tokens: for steps with prompts."""
+        config, has_long = self.config, rows is not None and rows < tokens
+        sizes = config.short
+        if has_long:
+            sizes = config.of_mixed(tokens) or (config.mixed[-1][1] if config.mixed else sizes)
+        sizes = _for_dtype(sizes, geometry)
+        segments = tokens if rows is None else rows
+        room = largest_sizes(geometry, tokens, segments, max_rank, sizes.item_tokens, sizes.tile_tokens)
+        part = TilePlan(WorkBuffer(geometry, room, cells.device), sizes)
+        is_first = self._writes_first(tokens, has_long)
+        return dataclasses.replace(
+            self._plan(cells, geometry, (part,)),
+            is_fixed=True,
+            covered=tokens,
+            is_beside=tokens <= config.beside and not is_first,
+            is_first=is_first,
+        )
 
     def refill(self, plan: LoraPlan, segments: LoraSegments | None, num_tokens: int) -> None:
         """Point a reserved plan at a batch. None: no token has an adapter. ValueError where it has no room.
@@ -173,16 +215,16 @@ class LoraKernels:
         (part,) = plan.parts
         if segments is None:
             segments = _none(plan.geometry, plan.cells)
-        runs = runs_of(segments, num_tokens)
-        arrays = work_arrays(segments, plan.geometry, runs, part.config.tile_tokens, part.config.blocks)
+        arrays = _arrays(segments, plan.geometry, runs_of(segments, num_tokens), part.config)
         part.buffer.fill(segments, arrays)
 
+    def _writes_first(self, num_tokens: int, has_long: bool) -> bool:
+        return has_long and 0 < self.config.writes_from <= num_tokens
+
     @staticmethod
-    def _plan(
-        cells: torch.Tensor, geometry: AdapterGeometry, parts: tuple[TilePlan, ...], covered: int = 0
-    ) -> LoraPlan:
+    def _plan(cells: torch.Tensor, geometry: AdapterGeometry, parts: tuple[TilePlan, ...]) -> LoraPlan:
         align = math.gcd(geometry.page.slab_elements, geometry.cell_elements, 16)
-        return LoraPlan(geometry, cells, geometry.page.layers, align, parts, covered)
+        return LoraPlan(geometry, cells, geometry.page.layers, align, parts)
 
     # ---- launches --------------------------------------------------------------------------------------
 
@@ -205,32 +247,6 @@ class LoraKernels:
         """y ``[T, sum(out)]`` += v B. Not ``add``: y becomes v B, zero where a token has no adapter."""
         for part, planes in zip(plan.parts, partial):
             self._expand(y, planes, pool, layer, group, plan, part, add)
-
-    def expand_silu(
-        self,
-        y: torch.Tensor,
-        partial: list[torch.Tensor],
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: LoraPlan,
-    ) -> torch.Tensor:
-        """silu(gate) * up of y + v B, ``[T, I]``; y ``[T, 2 * I]`` is what the base model's linear gave."""
-        outputs = group.projections[0].out_features
-        out = torch.empty((y.shape[0], outputs), dtype=y.dtype, device=y.device)
-        for part, planes in zip(plan.parts, partial):
-            config, work = part.config, part.buffer.groups[group.name]
-            # Two projections' results: twice the threads hold them.
-            config = dataclasses.replace(config, expand_warps=min(8, 2 * config.expand_warps))
-            columns, step = self._expand_columns(plan, config, outputs, y.dtype)
-            items = work.size.tiles * -(-outputs // columns)
-            expand_silu_kernel[(self._programs(items, config.expand_programs),)](
-                y, out, pool, plan.cells, work.counts, work.tiles, part.buffer.scales, planes,
-                y.stride(0), out.stride(0), planes.stride(0), self._layer(plan, layer), layer,
-                plan.num_layers, outputs, plan.geometry.cells(outputs),
-                **self._expand_options(plan, config, columns, step, planes, y.dtype),
-            )  # fmt: skip
-        return out
 
     @staticmethod
     def gated_sum(y: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
@@ -284,6 +300,7 @@ class LoraKernels:
             MATRIX_K=step,
             STAGES=config.stages,
             VECTOR=config.vector,
+            AHEAD=config.vector and config.shrink_ahead,
             PDL=self.config.pdl,
             PRECISION=_precision(x.dtype),
             num_warps=config.shrink_warps,
@@ -304,8 +321,12 @@ class LoraKernels:
     ) -> None:
         config, work = part.config, part.buffer.groups[group.name]
         outputs = [p.out_features for p in group.projections]
-        columns, step = self._expand_columns(plan, config, max(outputs), y.dtype)
-        items = work.size.tiles * sum(-(-n // columns) for n in outputs)
+        cell = plan.geometry.cell_elements
+        wide = block_of(cell, config.expand_columns, max(outputs))
+        columns = min(wide, config.tile_columns or wide)
+        step = min(columns, 64 if y.dtype == torch.float32 else config.expand_step)
+        splits = planes.shape[0]
+        items = work.size.tiles * sum(ceil_div(n, min(columns, wide)) for n in outputs)
         cells = [plan.geometry.cells(n) for n in outputs]
         padding = [outputs[-1]] * (3 - len(outputs)), [cells[-1]] * (3 - len(cells))
         expand_kernel[(self._programs(items, config.expand_programs),)](
@@ -313,47 +334,30 @@ class LoraKernels:
             y.stride(0), planes.stride(0), self._layer(plan, layer), layer, plan.num_layers,
             *outputs, *padding[0], *cells, *padding[1],
             PROJECTIONS=len(outputs),
+            CELL=cell,
+            ALIGN=plan.align,
+            BLOCK_T=config.tile_tokens,
+            TOKENS=config.item_tokens,
+            BLOCK_N=wide if config.vector else columns,
+            TILE_N=columns,
+            SUB_N=step,
+            SPLITS=splits,
+            SPLITS_PADDED=power_of_two(splits),
             VECTOR=config.vector,
+            AHEAD=config.vector and config.expand_ahead,
             ADD=add,
-            **self._expand_options(plan, config, columns, step, planes, y.dtype),
-        )  # fmt: skip
-
-    def _expand_columns(
-        self, plan: LoraPlan, config: TileConfig, outputs: int, dtype: torch.dtype
-    ) -> tuple[int, int]:
-        """Columns of an item, and of one step of a tensor-core program."""
-        cell = plan.geometry.cell_elements
-        columns = block_of(cell, config.expand_columns, outputs)
-        return columns, min(columns, 64 if dtype == torch.float32 else config.expand_step)
-
-    def _expand_options(
-        self,
-        plan: LoraPlan,
-        config: TileConfig,
-        columns: int,
-        step: int,
-        planes: torch.Tensor,
-        dtype: torch.dtype,
-    ) -> dict[str, Any]:
-        return {
-            "CELL": plan.geometry.cell_elements,
-            "ALIGN": plan.align,
-            "BLOCK_T": config.tile_tokens,
-            "BLOCK_N": columns,
-            "SUB_N": step,
-            "SPLITS": planes.shape[0],
-            "SPLITS_PADDED": power_of_two(planes.shape[0]),
-            "PDL": self.config.pdl,
-            "PRECISION": _precision(dtype),
-            "num_warps": config.expand_warps,
+            PDL=self.config.pdl,
+            PRECISION=_precision(y.dtype),
+            num_warps=config.expand_warps,
             **self._launch(config.expand_registers),
-        }
+        )  # fmt: skip
 
     def _splits(self, group: ProjectionGroup, config: TileConfig, entries: int) -> int:
         if config.chunk:
             return min(MOST_SPLITS, ceil_div(group.in_features, config.chunk))
-        # One of two, so that there are few variants of the kernels to compile.
-        return 1 if entries >= 2 * self._sms else FEW_PROMPTS_SPLITS
+        # Expand reads every split of its tokens anew for every block of columns: no more than the device needs
+        # to be busy, and one of three, so that there are few variants of the kernels to compile.
+        return next((splits for splits in (1, 2) if entries * splits >= 1.5 * self._sms), 4)
 
     def _programs(self, items: int, programs: int) -> int:
         return min(items, self._sms * programs) if programs else items
@@ -375,6 +379,12 @@ def _precision(dtype: torch.dtype) -> str:
 def _for_dtype(config: TileConfig, geometry: AdapterGeometry) -> TileConfig:
     """float32 products run without tensor cores: small tiles, or they do not fit the registers."""
     return dataclasses.replace(config, tile_tokens=16) if geometry.page.itemsize > 2 else config
+
+
+def _arrays(
+    segments: LoraSegments, geometry: AdapterGeometry, runs: tuple[Ints, Ints, Ints], sizes: TileConfig
+) -> dict[str, GroupArrays]:
+    return work_arrays(segments, geometry, runs, sizes.item_tokens, sizes.tile_tokens, sizes.blocks)
 
 
 def ceil_div(n: int, d: int) -> int:

@@ -10,6 +10,7 @@ its predecessor's.
 
 One-token tiles multiply and add without tensor cores, which would pad them to 16 tokens. What lies furthest
 away is asked for first: a program's time is that of its chain of loads (record, cell, weight), not of its sums.
+AHEAD: a program with several one-token items asks for the weights of the next one before it sums up this one.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -43,10 +44,14 @@ def load_word(record, place):
 
 
 @triton.jit
-def load_rows(pool, table, row_ok, k0, limit, CELL: tl.constexpr, ALIGN: tl.constexpr, COLUMNS: tl.constexpr):
+def load_rows(
+    pool, table, row_ok, k0, limit,
+    CELL: tl.constexpr, ALIGN: tl.constexpr, COLUMNS: tl.constexpr, POLICY: tl.constexpr = "",
+):  # fmt: skip
     """``[rows, COLUMNS]`` elements from k0 on of the rows whose entries in the cell table begin at ``table``.
 
-    ``pool`` already points at the layer. Places past ``limit``, and rows that are not ok, are zero.
+    ``pool`` already points at the layer. Places past ``limit``, and rows that are not ok, are zero. ``POLICY``:
+    "evict_first" where no other program reads them.
     """
     k = k0 + tl.arange(0, COLUMNS)
     ok = row_ok[:, None] & (k < limit)[None, :]
@@ -58,7 +63,7 @@ def load_rows(pool, table, row_ok, k0, limit, CELL: tl.constexpr, ALIGN: tl.cons
     # Cells begin at multiples of ALIGN and so do runs inside them. The compiler cannot know it, and would
     # load single elements.
     offsets = tl.max_contiguous(tl.multiple_of(begin + (k % CELL)[None, :], (1, ALIGN)), (1, ALIGN))
-    return tl.load(pool + offsets, mask=ok, other=0.0, eviction_policy="evict_first")
+    return tl.load(pool + offsets, mask=ok, other=0.0, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -74,6 +79,21 @@ def store_tokens(y_row, token, count, stride, k0, limit, value, COLUMNS: tl.cons
     k = k0 + tl.arange(0, COLUMNS)
     ok = (token < count)[:, None] & (k < limit)[None, :]
     tl.store(y_row + token[:, None] * stride + k[None, :], value.to(y_row.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def first_rows(
+    pool, cells, entries, item, num_items, in_features, cells_per_row,
+    CELL: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``[ROWS, BLOCK_K]``: what a one-token item of shrink begins with; zero for others and past the last."""
+    is_item = item < num_items
+    record = entries + tl.where(is_item, item // SPLITS, 0) * WORDS
+    rank = tl.where(is_item & (load_word(record, 1) == 1), load_word(record, 4), 0)
+    row = tl.arange(0, ROWS)
+    table = cells + load_word(record, 5) + row * cells_per_row
+    k0 = item % SPLITS * CHUNK
+    return load_rows(pool, table, row < rank, k0, in_features, CELL, ALIGN, BLOCK_K, "evict_first")
 
 
 @triton.jit
@@ -99,6 +119,7 @@ def shrink_kernel(
     MATRIX_K: tl.constexpr,
     STAGES: tl.constexpr,
     VECTOR: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -112,6 +133,11 @@ def shrink_kernel(
     num_items = load_word(counts, 2) * SPLITS
     pool += layer_offset
     R: tl.constexpr = BLOCKS * ROWS
+    if AHEAD:
+        ahead_a = first_rows(
+            pool, cells, entries, tl.program_id(0), num_items, in_features, cells_per_row,
+            CELL, ALIGN, CHUNK, SPLITS, BLOCK_K,
+        )  # fmt: skip
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         record = entries + item // SPLITS * WORDS
         split = item % SPLITS
@@ -131,17 +157,27 @@ def shrink_kernel(
         table = cells + first_cell + row % ROWS * cells_per_row
         x_row = x + start.to(tl.int64) * x_stride
         target = partial + split.to(tl.int64) * plane
+        if AHEAD:
+            a = ahead_a
+            ahead_a = first_rows(
+                pool, cells, entries, item + tl.num_programs(0), num_items, in_features, cells_per_row,
+                CELL, ALIGN, CHUNK, SPLITS, BLOCK_K,
+            )  # fmt: skip
         if VECTOR and count == 1:
             k = tl.arange(0, BLOCK_K)
-            a = load_rows(pool, table, row_ok, base, in_features, CELL, ALIGN, BLOCK_K)
+            if not AHEAD:
+                a = load_rows(pool, table, row_ok, base, in_features, CELL, ALIGN, BLOCK_K, "evict_first")
             await_predecessor(PDL)
             one = tl.load(x_row + base + k, mask=base + k < in_features, other=0.0)
-            products = a.to(tl.float32) * one.to(tl.float32)[None, :]
-            for k0 in tl.static_range(BLOCK_K, CHUNK, BLOCK_K):
+            products = tl.zeros((ROWS, BLOCK_K), tl.float32)
+            for k0 in tl.range(BLOCK_K, CHUNK, BLOCK_K, num_stages=1):
                 at = base + k0
-                a = load_rows(pool, table, row_ok, at, in_features, CELL, ALIGN, BLOCK_K)
-                one = tl.load(x_row + at + k, mask=at + k < in_features, other=0.0)
+                next_a = load_rows(pool, table, row_ok, at, in_features, CELL, ALIGN, BLOCK_K, "evict_first")
+                next_one = tl.load(x_row + at + k, mask=at + k < in_features, other=0.0)
                 products += a.to(tl.float32) * one.to(tl.float32)[None, :]
+                a = next_a
+                one = next_one
+            products += a.to(tl.float32) * one.to(tl.float32)[None, :]
             tl.store(target + unit * ROWS + row, tl.sum(products, 1))
         else:
             token = tl.arange(0, BLOCK_T)
@@ -149,13 +185,13 @@ def shrink_kernel(
             if STAGES == 1:
                 ahead = load_rows(pool, table, row_ok, base, in_features, CELL, ALIGN, MATRIX_K)
                 await_predecessor(PDL)
-                for k0 in tl.static_range(0, CHUNK, MATRIX_K):
+                for k0 in tl.range(0, CHUNK, MATRIX_K, num_stages=1):
                     at = base + k0
                     rows_x = load_tokens(x_row, token, count, x_stride, at, in_features, MATRIX_K)
                     rows_a = ahead
-                    if k0 + MATRIX_K < CHUNK:
-                        next_at = at + MATRIX_K
-                        ahead = load_rows(pool, table, row_ok, next_at, in_features, CELL, ALIGN, MATRIX_K)
+                    if MATRIX_K < CHUNK:
+                        following = tl.where(k0 + MATRIX_K < CHUNK, at + MATRIX_K, in_features)
+                        ahead = load_rows(pool, table, row_ok, following, in_features, CELL, ALIGN, MATRIX_K)
                     several = tl.dot(rows_x, tl.trans(rows_a), several, input_precision=PRECISION)
             else:
                 await_predecessor(PDL)
@@ -188,10 +224,19 @@ def one_token(
     v = tl.sum(tl.load(places + unit * ROWS, mask=ok & (rank > 0), other=0.0), 0)
     total = tl.sum(v[:, None] * b.to(tl.float32), 0)
     for r0 in tl.range(ROWS, rank, ROWS, num_stages=1):
-        more_ok = r0 + row < rank
-        b = load_rows(pool, table + r0 * cells_per_row, more_ok, n0, outputs, CELL, ALIGN, BLOCK_N)
+        more_b = load_rows(
+            pool,
+            table + r0 * cells_per_row,
+            r0 + row < rank,
+            n0,
+            outputs,
+            CELL,
+            ALIGN,
+            BLOCK_N,
+            "evict_first",
+        )
         parts = tl.load(places + (unit + r0 // ROWS) * ROWS, mask=ok, other=0.0)
-        total += tl.sum(tl.sum(parts, 0)[:, None] * b.to(tl.float32), 0)
+        total += tl.sum(tl.sum(parts, 0)[:, None] * more_b.to(tl.float32), 0)
     return total
 
 
@@ -215,11 +260,14 @@ def summed(
 
 @triton.jit
 def several_tokens(
-    pool, table, partial, unit, count, rank, n0, outputs, cells_per_row, plane, v, b,
+    pool, table, partial, unit, size, count, rank, n0, outputs, cells_per_row, plane, v, b,
     CELL: tl.constexpr, ALIGN: tl.constexpr, BLOCK_T: tl.constexpr, COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``[BLOCK_T, COLUMNS]`` of v B; ``v``, ``b``: of the first ROWS rank rows, loaded already."""
+    """``[BLOCK_T, COLUMNS]`` of v B of the ``count`` tokens from ``unit`` on, in a tile of ``size`` tokens.
+
+    ``v``, ``b``: of the first ROWS rank rows, loaded already.
+    """
     total = tl.dot(v.to(b.dtype), b, input_precision=PRECISION)
     row = tl.arange(0, ROWS)
     for r0 in tl.range(ROWS, rank, ROWS, num_stages=1):
@@ -227,10 +275,40 @@ def several_tokens(
             pool, table + r0 * cells_per_row, r0 + row < rank, n0, outputs, CELL, ALIGN, COLUMNS
         )
         more_v = summed(
-            partial, unit + r0 // ROWS * count, count, rank - r0, plane, BLOCK_T, SPLITS, SPLITS_PADDED
+            partial, unit + r0 // ROWS * size, count, rank - r0, plane, BLOCK_T, SPLITS, SPLITS_PADDED
         )
         total = tl.dot(more_v.to(b.dtype), more_b, total, input_precision=PRECISION)
     return total
+
+
+@triton.jit
+def place_of(
+    item, tile_items, large_tiles, tile_blocks, blocks, out_0, out_1, out_2,
+    TILE_N: tl.constexpr, BLOCK_N: tl.constexpr, PROJECTIONS: tl.constexpr,
+):  # fmt: skip
+    """(tile, projection, first column of it, how many at most) of an item of expand: those of large tiles come
+    first, TILE_N columns each."""
+    is_large = item < tile_items
+    within = tl.where(is_large, item, item - tile_items)
+    per_tile = tl.where(is_large, tile_blocks, blocks)
+    width = tl.where(is_large, TILE_N, BLOCK_N)
+    tile = within // per_tile + tl.where(is_large, 0, large_tiles)
+    block = within % per_tile
+    # Selected, not branched over: the compiler keeps track of alignment through selects only.
+    blocks_0 = tl.where(is_large, tl.cdiv(out_0, TILE_N), tl.cdiv(out_0, BLOCK_N))
+    blocks_1 = blocks_0
+    if PROJECTIONS > 1:
+        blocks_1 += tl.where(is_large, tl.cdiv(out_1, TILE_N), tl.cdiv(out_1, BLOCK_N))
+    second = (block >= blocks_0) & (PROJECTIONS > 1)
+    third = (block >= blocks_1) & (PROJECTIONS > 2)
+    projection = second.to(tl.int32) + third.to(tl.int32)
+    first_block = tl.where(third, blocks_1, tl.where(second, blocks_0, 0))
+    return tile, projection, (block - first_block) * width, width
+
+
+@triton.jit
+def chosen(projection, of_0, of_1, of_2):
+    return tl.where(projection == 2, of_2, tl.where(projection == 1, of_1, of_0))
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -257,56 +335,74 @@ def expand_kernel(
     CELL: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    TILE_N: tl.constexpr,
     SUB_N: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
     VECTOR: tl.constexpr,
+    AHEAD: tl.constexpr,
     ADD: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """y[token, columns] = scale * sum over rows of v[token, row] B[row]; ADD: += instead.
 
-    Items are tiles times blocks of BLOCK_N columns of one projection. ADD passes over tokens without adapter,
-    else they get zeros.
+    Items are tiles times blocks of columns of one projection: TILE_N columns for tiles of several tokens with an
+    adapter, BLOCK_N for others. Tiles have up to TOKENS tokens, which take turns BLOCK_T at a time with the same
+    SUB_N columns of B. ADD passes over tokens without adapter, else they get zeros.
     """
     release_successor(PDL)
-    blocks_0 = tl.cdiv(out_0, BLOCK_N)
-    blocks_1 = blocks_0
+    tile_blocks = tl.cdiv(out_0, TILE_N)
+    blocks = tl.cdiv(out_0, BLOCK_N)
     if PROJECTIONS > 1:
-        blocks_1 += tl.cdiv(out_1, BLOCK_N)
-    num_blocks = blocks_1
+        tile_blocks += tl.cdiv(out_1, TILE_N)
+        blocks += tl.cdiv(out_1, BLOCK_N)
     if PROJECTIONS > 2:
-        num_blocks += tl.cdiv(out_2, BLOCK_N)
-    num_tiles = load_word(counts, 0 if ADD else 1)
+        tile_blocks += tl.cdiv(out_2, TILE_N)
+        blocks += tl.cdiv(out_2, BLOCK_N)
+    large_tiles = load_word(counts, 3)
+    tile_items = large_tiles * tile_blocks
+    num_items = tile_items + (load_word(counts, 0 if ADD else 1) - large_tiles) * blocks
     pool += layer_offset
-    for item in range(tl.program_id(0), num_tiles * num_blocks, tl.num_programs(0)):
-        record = tiles + item // num_blocks * WORDS
-        block = item % num_blocks
-        # Selected, not branched over: the compiler keeps track of alignment through selects only.
-        second = block >= blocks_0
-        third = block >= blocks_1
-        projection = second.to(tl.int32) + third.to(tl.int32)
-        first_block = tl.where(third, blocks_1, tl.where(second, blocks_0, 0))
-        column = tl.where(third, out_0 + out_1, tl.where(second, out_0, 0))
-        outputs = tl.where(third, out_2, tl.where(second, out_1, out_0))
-        cells_per_row = tl.where(third, cells_2, tl.where(second, cells_1, cells_0))
-        n0 = (block - first_block) * BLOCK_N
+    row = tl.arange(0, ROWS)
+    WIDEST: tl.constexpr = TILE_N if TILE_N > BLOCK_N else BLOCK_N
+    if AHEAD:
+        ahead_b = first_columns(
+            pool, cells, tiles, tl.program_id(0), num_items, tile_items, large_tiles, tile_blocks, blocks,
+            out_0, out_1, out_2, cells_0, cells_1, cells_2, CELL, ALIGN, TILE_N, BLOCK_N, PROJECTIONS,
+        )  # fmt: skip
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        tile, projection, n0, width = place_of(
+            item, tile_items, large_tiles, tile_blocks, blocks, out_0, out_1, out_2,
+            TILE_N, BLOCK_N, PROJECTIONS,
+        )  # fmt: skip
+        record = tiles + tile * WORDS
+        column = chosen(projection, 0, out_0, out_0 + out_1)
+        outputs = chosen(projection, out_0, out_1, out_2)
+        cells_per_row = chosen(projection, cells_0, cells_1, cells_2)
         start = load_word(record, 0)
         count = load_word(record, 1)
         scale_row = load_word(record, 2) + projection
         rank = load_word(record, 4 + 4 * projection)
         first_cell = load_word(record, 5 + 4 * projection)
         unit = load_word(record, 6 + 4 * projection)
+        if AHEAD:
+            b = ahead_b
+            ahead_b = first_columns(
+                pool, cells, tiles, item + tl.num_programs(0), num_items, tile_items, large_tiles,
+                tile_blocks, blocks, out_0, out_1, out_2, cells_0, cells_1, cells_2,
+                CELL, ALIGN, TILE_N, BLOCK_N, PROJECTIONS,
+            )  # fmt: skip
         if not ADD or rank > 0:
-            row = tl.arange(0, ROWS)
             table = cells + first_cell + row * cells_per_row
             scale = load_word(scales + scale_row.to(tl.int64) * num_layers, layer)
             y_row = y + start.to(tl.int64) * y_stride + column
             if VECTOR and count == 1:
                 n = n0 + tl.arange(0, BLOCK_N)
-                b = load_rows(pool, table, row < rank, n0, outputs, CELL, ALIGN, BLOCK_N)
+                if not AHEAD:
+                    b = load_rows(pool, table, row < rank, n0, outputs, CELL, ALIGN, BLOCK_N, "evict_first")
                 await_predecessor(PDL)
                 old = tl.zeros((BLOCK_N,), y.dtype.element_ty)
                 if ADD:
@@ -318,103 +414,71 @@ def expand_kernel(
                 tl.store(y_row + n, added.to(y.dtype.element_ty), mask=n < outputs)
             else:
                 token = tl.arange(0, BLOCK_T)
-                end = tl.minimum(n0 + BLOCK_N, outputs)
+                end = tl.minimum(n0 + width, outputs)
                 rows_b = load_rows(pool, table, row < rank, n0, end, CELL, ALIGN, SUB_N)
                 await_predecessor(PDL)
                 olds = tl.zeros((BLOCK_T, SUB_N), y.dtype.element_ty)
                 if ADD:
                     olds = load_tokens(y_row, token, count, y_stride, n0, end, SUB_N)
                 vs = summed(partial, unit, count, rank, plane, BLOCK_T, SPLITS, SPLITS_PADDED)
-                for sub in tl.range(0, BLOCK_N, SUB_N, num_stages=1):
+                for sub in tl.range(0, end - n0, SUB_N, num_stages=1):
                     at = n0 + sub
-                    several = scale * several_tokens(
-                        pool, table, partial, unit, count, rank, at, end, cells_per_row, plane, vs, rows_b,
-                        CELL, ALIGN, BLOCK_T, SUB_N, SPLITS, SPLITS_PADDED, PRECISION,
-                    )  # fmt: skip
-                    # What the next turn needs takes the registers that this one has done with.
-                    if SUB_N < BLOCK_N:
+                    these_b = rows_b
+                    if SUB_N < WIDEST:
                         rows_b = load_rows(pool, table, row < rank, at + SUB_N, end, CELL, ALIGN, SUB_N)
-                    several += olds.to(tl.float32)
-                    if ADD and SUB_N < BLOCK_N:
-                        olds = load_tokens(y_row, token, count, y_stride, at + SUB_N, end, SUB_N)
-                    store_tokens(y_row, token, count, y_stride, at, end, several, SUB_N)
+                    for t0 in tl.range(0, count if TOKENS > BLOCK_T else 1, BLOCK_T, num_stages=1):
+                        several = olds.to(tl.float32) + scale * several_tokens(
+                            pool, table, partial, unit + t0, count, count - t0, rank, at, end, cells_per_row,
+                            plane, vs, these_b,
+                            CELL, ALIGN, BLOCK_T, SUB_N, SPLITS, SPLITS_PADDED, PRECISION,
+                        )  # fmt: skip
+                        # What the next turn needs takes the registers that this one has done with.
+                        next_t = 0
+                        next_at = at + SUB_N
+                        if TOKENS > BLOCK_T:
+                            next_t = tl.where(t0 + BLOCK_T < count, t0 + BLOCK_T, 0)
+                            next_at = tl.where(next_t > 0, at, at + SUB_N)
+                            vs = summed(
+                                partial, unit + next_t, count - next_t, rank, plane,
+                                BLOCK_T, SPLITS, SPLITS_PADDED,
+                            )  # fmt: skip
+                        if ADD and (TOKENS > BLOCK_T or SUB_N < WIDEST):
+                            olds = load_tokens(
+                                y_row + next_t * y_stride,
+                                token,
+                                count - next_t,
+                                y_stride,
+                                next_at,
+                                end,
+                                SUB_N,
+                            )
+                        store_tokens(
+                            y_row + t0 * y_stride, token, count - t0, y_stride, at, end, several, SUB_N
+                        )
     await_predecessor(PDL)
 
 
-@triton.jit(do_not_specialize=["layer"])
-def expand_silu_kernel(
-    y,
-    out,
-    pool,
-    cells,
-    counts,
-    tiles,
-    scales,
-    partial,
-    y_stride,
-    out_stride,
-    plane,
-    layer_offset,
-    layer,
-    num_layers,
-    outputs,
-    cells_per_row,
-    CELL: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SUB_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr,
-    PDL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """out = silu(gate + LoRA) * (up + LoRA), gate and up side by side in y, which stays as it is.
-
-    Both sums are rounded to y's type first, as the two steps apart round them. No path for one-token tiles:
-    for prompts, whose results are too large to be read and written once more.
-    """
-    release_successor(PDL)
-    num_blocks = tl.cdiv(outputs, BLOCK_N)
-    num_tiles = load_word(counts, 1)
-    pool += layer_offset
-    for item in range(tl.program_id(0), num_tiles * num_blocks, tl.num_programs(0)):
-        record = tiles + item // num_blocks * WORDS
-        n0 = item % num_blocks * BLOCK_N
-        end = tl.minimum(n0 + BLOCK_N, outputs)
-        start = load_word(record, 0)
-        count = load_word(record, 1)
-        scale_at = scales + load_word(record, 2).to(tl.int64) * num_layers
-        rank_g, rank_u = load_word(record, 4), load_word(record, 8)
-        unit_g, unit_u = load_word(record, 6), load_word(record, 10)
-        row = tl.arange(0, ROWS)
-        table_g = cells + load_word(record, 5) + row * cells_per_row
-        table_u = cells + load_word(record, 9) + row * cells_per_row
-        scale_g, scale_u = load_word(scale_at, layer), load_word(scale_at + num_layers, layer)
-        y_row = y + start.to(tl.int64) * y_stride
-        out_row = out + start.to(tl.int64) * out_stride
-        token = tl.arange(0, BLOCK_T)
-        await_predecessor(PDL)
-        v_g = summed(partial, unit_g, count, rank_g, plane, BLOCK_T, SPLITS, SPLITS_PADDED)
-        v_u = summed(partial, unit_u, count, rank_u, plane, BLOCK_T, SPLITS, SPLITS_PADDED)
-        for sub in tl.range(0, BLOCK_N, SUB_N, num_stages=1):
-            at = n0 + sub
-            gate = load_tokens(y_row, token, count, y_stride, at, end, SUB_N)
-            up = load_tokens(y_row + outputs, token, count, y_stride, at, end, SUB_N)
-            b_g = load_rows(pool, table_g, row < rank_g, at, end, CELL, ALIGN, SUB_N)
-            b_u = load_rows(pool, table_u, row < rank_u, at, end, CELL, ALIGN, SUB_N)
-            g = scale_g * several_tokens(
-                pool, table_g, partial, unit_g, count, rank_g, at, end, cells_per_row, plane, v_g, b_g,
-                CELL, ALIGN, BLOCK_T, SUB_N, SPLITS, SPLITS_PADDED, PRECISION,
-            )  # fmt: skip
-            g = (g + gate.to(tl.float32)).to(y.dtype.element_ty).to(tl.float32)
-            u = scale_u * several_tokens(
-                pool, table_u, partial, unit_u, count, rank_u, at, end, cells_per_row, plane, v_u, b_u,
-                CELL, ALIGN, BLOCK_T, SUB_N, SPLITS, SPLITS_PADDED, PRECISION,
-            )  # fmt: skip
-            u = (u + up.to(tl.float32)).to(y.dtype.element_ty).to(tl.float32)
-            store_tokens(out_row, token, count, out_stride, at, end, g / (1.0 + tl.exp(-g)) * u, SUB_N)
-    await_predecessor(PDL)
+@triton.jit
+def first_columns(
+    pool, cells, tiles, item, num_items, tile_items, large_tiles, tile_blocks, blocks,
+    out_0, out_1, out_2, cells_0, cells_1, cells_2,
+    CELL: tl.constexpr, ALIGN: tl.constexpr, TILE_N: tl.constexpr, BLOCK_N: tl.constexpr,
+    PROJECTIONS: tl.constexpr,
+):  # fmt: skip
+    """``[ROWS, BLOCK_N]``: what a one-token item of expand begins with; zero for others and past the last."""
+    is_item = (item >= tile_items) & (item < num_items)
+    tile, projection, n0, _ = place_of(
+        tl.where(is_item, item, 0), tile_items, large_tiles, tile_blocks, blocks, out_0, out_1, out_2,
+        TILE_N, BLOCK_N, PROJECTIONS,
+    )  # fmt: skip
+    record = tiles + tile * WORDS
+    is_one = is_item & (load_word(record, 1) == 1)
+    rank = tl.where(is_one, load_word(record, 4 + 4 * projection), 0)
+    row = tl.arange(0, ROWS)
+    cells_per_row = chosen(projection, cells_0, cells_1, cells_2)
+    table = cells + load_word(record, 5 + 4 * projection) + row * cells_per_row
+    outputs = chosen(projection, out_0, out_1, out_2)
+    return load_rows(pool, table, row < rank, n0, outputs, CELL, ALIGN, BLOCK_N, "evict_first")
 
 
 @triton.jit

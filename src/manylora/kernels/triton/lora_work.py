@@ -5,8 +5,9 @@ tables have a capacity, and kernels read from them how much of it is in use, so 
 serves every batch that fits. Launch sizes and block sizes are the launcher's.
 
 A *tile* is a run of at most so many tokens with one adapter, or with none (expand may have to write zeros
-there). An *entry* of shrink is a tile and up to BLOCKS blocks of ROWS rank rows each, of any projection of a
-group.
+there). Those with an adapter come first, of them those of several tokens. An *entry* of shrink is a tile, or as
+many of its tokens as shrink takes at once, and up to BLOCKS blocks of ROWS rank rows each, of any projection of
+a group.
 Programs find all that they need in one record of WORDS int32:
 
     tile   0 first token  1 tokens  2 row of ``scales``  3 unused, then for each projection of the group
@@ -40,7 +41,8 @@ MOST_PROJECTIONS = 3
 
 @dataclasses.dataclass(frozen=True)
 class GroupWork:
-    """One group's tables. ``counts`` int32 [3]: tiles with an adapter, all tiles, entries."""
+    """One group's tables. ``counts`` int32 [4]: tiles with an adapter, all tiles, entries, and how many of the
+    tiles with an adapter have several tokens."""
 
     counts: torch.Tensor
     tiles: torch.Tensor
@@ -77,19 +79,15 @@ def work_arrays(
     geometry: AdapterGeometry,
     runs: tuple[Ints, Ints, Ints],
     tile_tokens: int,
+    entry_tokens: int,
     blocks: int,
 ) -> dict[str, GroupArrays]:
-    """Each group's tables for these runs, tiles with an adapter first.
+    """Each group's tables for these runs.
 
-    ``blocks``: how many blocks of rank rows share an entry (at most BLOCKS).
+    ``entry_tokens``: of which ``tile_tokens`` is a multiple. ``blocks``: how many blocks of rank rows share an
+    entry (at most BLOCKS).
     """
-    run_start, run_length, run_segment = runs
-    count = -(-run_length // tile_tokens)
-    run = np.repeat(np.arange(len(count)), count)
-    inside = (np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)) * tile_tokens
-    start = run_start[run] + inside
-    length = np.minimum(run_length[run] - inside, tile_tokens)
-    segment = run_segment[run]
+    start, length, segment = _tiles(runs, tile_tokens)
     adapted = segment >= 0
     arrays = {}
     first = 0
@@ -109,38 +107,70 @@ def work_arrays(
             tiles[:, 4 + 4 * p] = records[:, p, 2]
             tiles[:, 5 + 4 * p] = np.where(records[:, p, 2] > 0, records[:, p, 1], 0)
             tiles[:, 6 + 4 * p] = first_unit[:, p]
-        entries = _entries(start, length, records, per_projection, first_unit, a_cells, blocks)
-        counts = np.array([int(adapted.sum()), len(tiles), len(entries)], dtype=np.int32)
+        tile, inside = _parts(length, entry_tokens)
+        entries = _entries(
+            start[tile] + inside,
+            np.minimum(length[tile] - inside, entry_tokens),
+            length[tile],
+            records[tile],
+            per_projection[tile],
+            first_unit[tile] + inside[:, None],
+            a_cells,
+            blocks,
+        )
+        several = int((adapted & (length > 1)).sum())
+        counts = np.array([int(adapted.sum()), len(tiles), len(entries), several], dtype=np.int32)
         arrays[group.name] = GroupArrays(counts, tiles, entries, int(units.sum()))
         first = last
     return arrays
 
 
+def _parts(length: Ints, most: int) -> tuple[Ints, Ints]:
+    """(which run, first place in it) of every part of at most ``most`` that runs of these lengths are cut into."""
+    count = -(-length // most)
+    run = np.repeat(np.arange(len(count)), count)
+    return run, (np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)) * most
+
+
+def _tiles(runs: tuple[Ints, Ints, Ints], tile_tokens: int) -> tuple[Ints, Ints, Ints]:
+    """(start, length, segment) of every tile, in the tables' order."""
+    run_start, run_length, run_segment = runs
+    run, inside = _parts(run_length, tile_tokens)
+    length = np.minimum(run_length[run] - inside, tile_tokens)
+    segment = run_segment[run]
+    order = np.argsort(2 * (segment < 0) + (length == 1), kind="stable")
+    return (run_start[run] + inside)[order], length[order], segment[order]
+
+
 def _entries(
     start: Ints,
     length: Ints,
+    tile_length: Ints,
     records: Ints,
     per_projection: Ints,
     first_unit: Ints,
     a_cells: int,
     blocks: int,
 ) -> Table:
-    """Shrink's entries: each tile's blocks of rank rows, ``blocks`` of them side by side."""
-    per_tile = per_projection.sum(1)
-    tile = np.repeat(np.arange(len(start)), per_tile)
+    """Shrink's entries: of each piece of a tile its blocks of rank rows, ``blocks`` of them side by side.
+
+    All arguments but the last two are by piece. ``first_unit``: of its first token's first block.
+    """
+    per_piece = per_projection.sum(1)
+    piece = np.repeat(np.arange(len(start)), per_piece)
     pair = np.repeat(np.arange(per_projection.size), per_projection.reshape(-1))
     flat_count = per_projection.reshape(-1)
     number = np.arange(len(pair)) - np.repeat(np.cumsum(flat_count) - flat_count, flat_count)
     rank, first_cell = records[:, :, 2].reshape(-1)[pair], records[:, :, 0].reshape(-1)[pair]
-    within = np.arange(len(tile)) - np.repeat(np.cumsum(per_tile) - per_tile, per_tile)
-    entries_of_tile = -(-per_tile // blocks)
-    entry = (np.cumsum(entries_of_tile) - entries_of_tile)[tile] + within // blocks
+    within = np.arange(len(piece)) - np.repeat(np.cumsum(per_piece) - per_piece, per_piece)
+    entries_of_piece = -(-per_piece // blocks)
+    entry = (np.cumsum(entries_of_piece) - entries_of_piece)[piece] + within // blocks
     place = 4 + 3 * (within % blocks)
-    entries = np.zeros((int(entries_of_tile.sum()), WORDS), dtype=np.int32)
-    entries[entry, 0], entries[entry, 1] = start[tile], length[tile]
+    entries = np.zeros((int(entries_of_piece.sum()), WORDS), dtype=np.int32)
+    entries[entry, 0], entries[entry, 1] = start[piece], length[piece]
     entries[entry, place] = np.minimum(rank - number * ROWS, ROWS)
     entries[entry, place + 1] = first_cell + number * ROWS * a_cells
-    entries[entry, place + 2] = first_unit.reshape(-1)[pair] + number * length[tile]
+    entries[entry, place + 2] = first_unit.reshape(-1)[pair] + number * tile_length[piece]
     return entries
 
 
@@ -171,19 +201,19 @@ def sizes_of(arrays: dict[str, GroupArrays], segments: LoraSegments) -> Sizes:
 
 
 def largest_sizes(
-    geometry: AdapterGeometry, tokens: int, segments: int, rank: int, tile_tokens: int
+    geometry: AdapterGeometry, tokens: int, segments: int, rank: int, tile_tokens: int, entry_tokens: int
 ) -> Sizes:
     """Room for every batch of so many tokens and segments with adapters up to the rank.
 
     A run may begin a tile that is not full; runs are the segments and the gaps around them.
     """
     tiles = min(tokens, 2 * segments + 1 + tokens // tile_tokens)
-    adapted = min(tokens, segments + tokens // tile_tokens)
+    pieces = min(tokens, segments + tokens // entry_tokens)
     blocks = -(-rank // ROWS)
     groups = {}
     for group in geometry.groups:
         count = len(group.projections)
-        groups[group.name] = GroupSize(tiles, adapted * count * blocks, tokens * count * blocks)
+        groups[group.name] = GroupSize(tiles, pieces * count * blocks, tokens * count * blocks)
     return Sizes(groups, segments)
 
 
@@ -209,7 +239,7 @@ class WorkBuffer:
         self.scales = parts[-1].view(torch.float32)
         self.groups = {
             group.name: GroupWork(
-                counts=parts[0][4 * index : 4 * index + 3],
+                counts=parts[0][4 * index : 4 * index + 4],
                 tiles=parts[1 + 2 * index],
                 entries=parts[2 + 2 * index],
                 size=sizes.groups[group.name],
@@ -226,7 +256,7 @@ class WorkBuffer:
             found = arrays[group.name]
             if found.units > self.sizes.groups[group.name].units:
                 raise ValueError(f"{found.units} units of LoRA results exceed the tables' room")
-            view[4 * index : 4 * index + 3] = found.counts
+            view[4 * index : 4 * index + 4] = found.counts
             self._place(view, 1 + 2 * index, found.tiles)
             self._place(view, 2 + 2 * index, found.entries)
         self._place(view, len(self._places) - 1, segments.scales.astype(np.float32).view(np.int32))
