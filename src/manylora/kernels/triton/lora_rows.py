@@ -46,12 +46,12 @@ def load_word(record, place):
 @triton.jit
 def load_rows(
     pool, table, row_ok, k0, limit,
-    CELL: tl.constexpr, ALIGN: tl.constexpr, COLUMNS: tl.constexpr, POLICY: tl.constexpr = "",
+    CELL: tl.constexpr, ALIGN: tl.constexpr, COLUMNS: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """``[rows, COLUMNS]`` elements from k0 on of the rows whose entries in the cell table begin at ``table``.
 
-    ``pool`` already points at the layer. Places past ``limit``, and rows that are not ok, are zero. ``POLICY``:
-    "evict_first" where no other program reads them.
+    ``pool`` already points at the layer. Places past ``limit``, and rows that are not ok, are zero. ``ONCE``: no
+    other program reads them. (Triton 3.6 takes no text as a default.)
     """
     k = k0 + tl.arange(0, COLUMNS)
     ok = row_ok[:, None] & (k < limit)[None, :]
@@ -63,7 +63,7 @@ def load_rows(
     # Cells begin at multiples of ALIGN and so do runs inside them. The compiler cannot know it, and would
     # load single elements.
     offsets = tl.max_contiguous(tl.multiple_of(begin + (k % CELL)[None, :], (1, ALIGN)), (1, ALIGN))
-    return tl.load(pool + offsets, mask=ok, other=0.0, eviction_policy=POLICY)
+    return tl.load(pool + offsets, mask=ok, other=0.0, eviction_policy="evict_first" if ONCE else "")
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def first_rows(
     row = tl.arange(0, ROWS)
     table = cells + load_word(record, 5) + row * cells_per_row
     k0 = item % SPLITS * CHUNK
-    return load_rows(pool, table, row < rank, k0, in_features, CELL, ALIGN, BLOCK_K, "evict_first")
+    return load_rows(pool, table, row < rank, k0, in_features, CELL, ALIGN, BLOCK_K, True)
 
 
 @triton.jit
@@ -166,13 +166,13 @@ def shrink_kernel(
         if VECTOR and count == 1:
             k = tl.arange(0, BLOCK_K)
             if not AHEAD:
-                a = load_rows(pool, table, row_ok, base, in_features, CELL, ALIGN, BLOCK_K, "evict_first")
+                a = load_rows(pool, table, row_ok, base, in_features, CELL, ALIGN, BLOCK_K, True)
             await_predecessor(PDL)
             one = tl.load(x_row + base + k, mask=base + k < in_features, other=0.0)
             products = tl.zeros((ROWS, BLOCK_K), tl.float32)
             for k0 in tl.range(BLOCK_K, CHUNK, BLOCK_K, num_stages=1):
                 at = base + k0
-                next_a = load_rows(pool, table, row_ok, at, in_features, CELL, ALIGN, BLOCK_K, "evict_first")
+                next_a = load_rows(pool, table, row_ok, at, in_features, CELL, ALIGN, BLOCK_K, True)
                 next_one = tl.load(x_row + at + k, mask=at + k < in_features, other=0.0)
                 products += a.to(tl.float32) * one.to(tl.float32)[None, :]
                 a = next_a
@@ -183,7 +183,7 @@ def shrink_kernel(
             token = tl.arange(0, BLOCK_T)
             several = tl.zeros((BLOCK_T, R), tl.float32)
             if STAGES == 1:
-                ahead = load_rows(pool, table, row_ok, base, in_features, CELL, ALIGN, MATRIX_K)
+                ahead = load_rows(pool, table, row_ok, base, in_features, CELL, ALIGN, MATRIX_K, False)
                 await_predecessor(PDL)
                 for k0 in tl.range(0, CHUNK, MATRIX_K, num_stages=1):
                     at = base + k0
@@ -191,13 +191,15 @@ def shrink_kernel(
                     rows_a = ahead
                     if MATRIX_K < CHUNK:
                         following = tl.where(k0 + MATRIX_K < CHUNK, at + MATRIX_K, in_features)
-                        ahead = load_rows(pool, table, row_ok, following, in_features, CELL, ALIGN, MATRIX_K)
+                        ahead = load_rows(
+                            pool, table, row_ok, following, in_features, CELL, ALIGN, MATRIX_K, False
+                        )
                     several = tl.dot(rows_x, tl.trans(rows_a), several, input_precision=PRECISION)
             else:
                 await_predecessor(PDL)
                 for k0 in tl.range(0, CHUNK, MATRIX_K, num_stages=STAGES):
                     at = base + k0
-                    rows_a = load_rows(pool, table, row_ok, at, in_features, CELL, ALIGN, MATRIX_K)
+                    rows_a = load_rows(pool, table, row_ok, at, in_features, CELL, ALIGN, MATRIX_K, False)
                     rows_x = load_tokens(x_row, token, count, x_stride, at, in_features, MATRIX_K)
                     several = tl.dot(rows_x, tl.trans(rows_a), several, input_precision=PRECISION)
             if BLOCKS == 1:
@@ -224,17 +226,8 @@ def one_token(
     v = tl.sum(tl.load(places + unit * ROWS, mask=ok & (rank > 0), other=0.0), 0)
     total = tl.sum(v[:, None] * b.to(tl.float32), 0)
     for r0 in tl.range(ROWS, rank, ROWS, num_stages=1):
-        more_b = load_rows(
-            pool,
-            table + r0 * cells_per_row,
-            r0 + row < rank,
-            n0,
-            outputs,
-            CELL,
-            ALIGN,
-            BLOCK_N,
-            "evict_first",
-        )
+        more_ok = r0 + row < rank
+        more_b = load_rows(pool, table + r0 * cells_per_row, more_ok, n0, outputs, CELL, ALIGN, BLOCK_N, True)
         parts = tl.load(places + (unit + r0 // ROWS) * ROWS, mask=ok, other=0.0)
         total += tl.sum(tl.sum(parts, 0)[:, None] * more_b.to(tl.float32), 0)
     return total
@@ -272,7 +265,7 @@ def several_tokens(
     row = tl.arange(0, ROWS)
     for r0 in tl.range(ROWS, rank, ROWS, num_stages=1):
         more_b = load_rows(
-            pool, table + r0 * cells_per_row, r0 + row < rank, n0, outputs, CELL, ALIGN, COLUMNS
+            pool, table + r0 * cells_per_row, r0 + row < rank, n0, outputs, CELL, ALIGN, COLUMNS, False
         )
         more_v = summed(
             partial, unit + r0 // ROWS * size, count, rank - r0, plane, BLOCK_T, SPLITS, SPLITS_PADDED
@@ -402,7 +395,7 @@ def expand_kernel(
             if VECTOR and count == 1:
                 n = n0 + tl.arange(0, BLOCK_N)
                 if not AHEAD:
-                    b = load_rows(pool, table, row < rank, n0, outputs, CELL, ALIGN, BLOCK_N, "evict_first")
+                    b = load_rows(pool, table, row < rank, n0, outputs, CELL, ALIGN, BLOCK_N, True)
                 await_predecessor(PDL)
                 old = tl.zeros((BLOCK_N,), y.dtype.element_ty)
                 if ADD:
@@ -415,7 +408,7 @@ def expand_kernel(
             else:
                 token = tl.arange(0, BLOCK_T)
                 end = tl.minimum(n0 + width, outputs)
-                rows_b = load_rows(pool, table, row < rank, n0, end, CELL, ALIGN, SUB_N)
+                rows_b = load_rows(pool, table, row < rank, n0, end, CELL, ALIGN, SUB_N, False)
                 await_predecessor(PDL)
                 olds = tl.zeros((BLOCK_T, SUB_N), y.dtype.element_ty)
                 if ADD:
@@ -425,7 +418,9 @@ def expand_kernel(
                     at = n0 + sub
                     these_b = rows_b
                     if SUB_N < WIDEST:
-                        rows_b = load_rows(pool, table, row < rank, at + SUB_N, end, CELL, ALIGN, SUB_N)
+                        rows_b = load_rows(
+                            pool, table, row < rank, at + SUB_N, end, CELL, ALIGN, SUB_N, False
+                        )
                     for t0 in tl.range(0, count if TOKENS > BLOCK_T else 1, BLOCK_T, num_stages=1):
                         several = olds.to(tl.float32) + scale * several_tokens(
                             pool, table, partial, unit + t0, count, count - t0, rank, at, end, cells_per_row,
@@ -478,7 +473,7 @@ def first_columns(
     cells_per_row = chosen(projection, cells_0, cells_1, cells_2)
     table = cells + load_word(record, 5 + 4 * projection) + row * cells_per_row
     outputs = chosen(projection, out_0, out_1, out_2)
-    return load_rows(pool, table, row < rank, n0, outputs, CELL, ALIGN, BLOCK_N, "evict_first")
+    return load_rows(pool, table, row < rank, n0, outputs, CELL, ALIGN, BLOCK_N, True)
 
 
 @triton.jit
