@@ -8,7 +8,6 @@ import torch
 
 from manylora.kernels.ops import AttentionRows, Rotary
 from manylora.kernels.shapes import PageShape
-from manylora.kernels.triton.ahead import Early, Place
 from manylora.kernels.triton.dependent import can_depend
 from manylora.kernels.triton.operations import TritonOps
 from manylora.kernels.triton.products import LinearConfig, Products
@@ -173,23 +172,3 @@ def test_dependent_launches_change_nothing(tokens: int) -> None:
         outs.append(layers(ops, x, pool.clone(), weights))
     assert outs[0].isfinite().all()
     assert all(torch.equal(out, outs[0]) for out in outs)
-
-
-@DEPENDS
-@pytest.mark.parametrize("tokens", [1, 16, 60])
-@pytest.mark.parametrize("place", ["small", "attention", "beside"])
-@pytest.mark.parametrize("dependent", [False, True])
-def test_asking_for_weights_ahead_changes_nothing(tokens: int, place: Place, dependent: bool) -> None:
-    """By any kernel, parts of weights or all of them: the same bits, replay after replay."""
-    sizes = [(1024 + 2 * 256, 1024), (1024, 1024), (2 * 2048, 1024), (1024, 2048)]
-    weights = [[normal(*size) * size[1] ** -0.5 for size in sizes] for _ in range(3)]
-    x, pool = normal(tokens, 1024), normal(3 * tokens, 3, 2, 16, 2, 128)
-    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    expected = layers(TritonOps(products=Products({}, multiprocessors)), x, pool.clone(), weights)
-    assert expected.isfinite().all()
-    for num_bytes in (2**20, 2**30):
-        early = Early(place, num_bytes)
-        table = {(False, (b, inputs, outputs)): early for b in (16, 64) for outputs, inputs in sizes}
-        products = Products({}, multiprocessors)
-        ops = TritonOps(products=products, dependent=dependent, ahead=table)
-        assert torch.equal(layers(ops, x, pool.clone(), weights), expected)

@@ -10,7 +10,6 @@ import torch
 from manylora.kernels.flashinfer_attention import PromptAttention
 from manylora.kernels.ops import AttentionRows
 from manylora.kernels.shapes import PageShape
-from manylora.kernels.triton.ahead import Ask
 from manylora.kernels.triton.attention import attend_kernel, combine_kernel
 from manylora.kernels.triton.attention_plans import (
     BLOCK_TOKENS,
@@ -84,11 +83,8 @@ class PagedAttention:
         plan: TritonAttentionPlan,
         scale: float,
         window: int | None,
-        ask: Ask | None = None,
-        askers: int = 0,
     ) -> torch.Tensor:
-        """As ``Ops.attention``. The first call takes memory for counters: not under capture. The last ``askers``
-        programs of decoding ask for what ``ask`` says."""
+        """As ``Ops.attention``. The first call takes memory for counters: not under capture."""
         num_tokens, heads, dim = q.shape
         q = flat_heads(q)
         # Tokens of no row must not carry NaN onwards.
@@ -100,7 +96,7 @@ class PagedAttention:
         elif plan.prefill is not None:
             _prefill(q, pool, layer, plan.page_table, plan.prefill, scale, window, out)
         if plan.decode is not None:
-            self._decode(q, pool, layer, plan.page_table, plan.decode, scale, window, out, ask, askers)
+            self._decode(q, pool, layer, plan.page_table, plan.decode, scale, window, out)
         return out
 
     def _decode(
@@ -113,8 +109,6 @@ class PagedAttention:
         scale: float,
         window: int | None,
         out: torch.Tensor,
-        ask: Ask | None,
-        askers: int,
     ) -> None:
         _, num_heads, dim = q.shape
         page_tokens, kv_heads = pool.shape[3:5]
@@ -145,8 +139,6 @@ class PagedAttention:
             pool.stride(3),
             scale * math.log2(math.e),
             window or 0,
-            min(askers, pieces.num_pieces * kv_heads),
-            ask,
             HEADS=heads,
             BLOCK_M=max(16, power_of_two(heads)),
             DIM=dim,

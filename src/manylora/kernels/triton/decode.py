@@ -21,13 +21,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from manylora.kernels.triton.ahead import ask_ahead
 from manylora.kernels.triton.dependent import ask_for
 
 RECORD = tl.constexpr(8)
 
 
-@triton.jit(do_not_specialize=["window", "askers"])
+@triton.jit(do_not_specialize=["window"])
 def decode_kernel(
     q,
     pool,
@@ -44,8 +43,6 @@ def decode_kernel(
     token_stride,
     scale_log2,
     window,
-    askers,
-    ask,
     HEADS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     DIM: tl.constexpr,
@@ -59,8 +56,7 @@ def decode_kernel(
 ):
     """Grid (pieces, kv_heads). ``out`` [T, heads, DIM]; float32 ``partial`` [places, kv_heads, HEADS, DIM] and
     ``statistics`` [places, kv_heads, HEADS, 2] (largest exponent, sum); ``arrivals`` int32 [places, kv_heads]
-    is zero before and after. A row without context gets zeros. BLOCK_M >= HEADS, and 16 for tensor cores. The
-    last ``askers`` programs ask for weights (``ahead``) once their own keys and values are read."""
+    is zero before and after. A row without context gets zeros. BLOCK_M >= HEADS, and 16 for tensor cores."""
     if DEPENDENT:
         gdc_launch_dependents()
     record = records + tl.program_id(0) * RECORD
@@ -91,7 +87,6 @@ def decode_kernel(
             ask_for(rows + value_offset, row_bytes)
         gdc_wait()
     if token < 0:
-        _ask_last(ask, askers)
         return
 
     m = tl.arange(0, BLOCK_M)
@@ -122,7 +117,6 @@ def decode_kernel(
         result = tl.dot(weights.to(v.dtype), v, result * shrink[:, None], input_precision=PRECISION)
         largest = larger
 
-    _ask_last(ask, askers)
     target = out + token * (kv_heads * HEADS * DIM) + head_inside
     if pieces == 1:
         result = result / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -156,12 +150,3 @@ def decode_kernel(
             result = result / tl.where(total > 0.0, total, 1.0)[:, None]
             tl.store(target, result.to(q_tile.dtype), mask=stored_ok)
             tl.store(counter, 0)
-
-
-@triton.jit
-def _ask_last(ask, askers):
-    """By the last programs: those before them have weights evicted again by their keys and values."""
-    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    asker = program - tl.num_programs(0) * tl.num_programs(1) + askers
-    if asker >= 0:
-        ask_ahead(ask, asker, askers)

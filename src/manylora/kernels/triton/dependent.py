@@ -24,19 +24,12 @@ def begin_dependent():
 
 
 @triton.jit
-def ask_for(places, sizes):
-    """Start to fetch so many bytes, whole multiples of 16 or 0, from each of these addresses into the L2 cache."""
+def ask_for(places, size):
+    """Start to fetch ``size`` bytes, whole multiples of 16, from each of these addresses into the L2 cache."""
     tl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred wanted;
-        setp.gt.s32 wanted, $2, 0;
-        @wanted cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }
-        """,
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
         "=r,l,r",
-        [places.to(tl.int64, bitcast=True), tl.zeros(places.shape, tl.int32) + sizes],
+        [places.to(tl.int64, bitcast=True), tl.full(places.shape, size, tl.int32)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

@@ -8,11 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from manylora.kernels.triton.ahead import ask_past
 from manylora.kernels.triton.dependent import begin_dependent
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def rms_norm_kernel(
     x,
     residual,
@@ -23,20 +22,14 @@ def rms_norm_kernel(
     x_inner_stride,
     size,
     eps,
-    rows,
-    ask,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """One row a program: row r lies at (r // inner) * x_outer_stride + (r % inner) * x_inner_stride of x, and
-    is contiguous in ``residual`` (which becomes x + residual, if ADD) and in ``out``. Programs past ``rows`` ask
-    for weights (``ahead``)."""
-    past = ask_past(ask, rows)
+    is contiguous in ``residual`` (which becomes x + residual, if ADD) and in ``out``."""
     if DEPENDENT:
         begin_dependent()
-    if past >= 0:
-        return
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     ok = column < size
@@ -97,14 +90,11 @@ def rope_kernel(
     tl.store(low + HALF, turned_right.to(left.dtype), mask=ok)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def silu_mul_kernel(gate_up, out, stride, size, tokens, ask, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Grid (T, blocks of columns). Programs past ``tokens`` ask for weights (``ahead``)."""
-    past = ask_past(ask, tokens)
+@triton.jit
+def silu_mul_kernel(gate_up, out, stride, size, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Grid (T, blocks of columns)."""
     if DEPENDENT:
         begin_dependent()
-    if past >= 0:
-        return
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = column < size

@@ -6,15 +6,12 @@ send their tables in one asynchronous copy each; so everything between them can 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import triton
 
 from manylora.kernels.flashinfer_attention import PromptAttention
 from manylora.kernels.ops import AttentionRows, HeadNorm, LoraSegments, Rotary
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
-from manylora.kernels.triton.ahead import Early, Key, WeightsAhead, asking
 from manylora.kernels.triton.attending import PagedAttention, flat_heads
 from manylora.kernels.triton.attention_plans import FixedAttention, TritonAttentionPlan
 from manylora.kernels.triton.decode_table import DecodeTable
@@ -47,28 +44,19 @@ class TritonOps:
         decoding: DecodeTable | None = None,
         prompts: PromptAttention | None = None,
         dependent: bool = False,
-        ahead: Mapping[Key, Early] | None = None,
     ) -> None:
         """``decoding``, ``prompts``: of the one model that is served; defaults for any where not given.
 
-        ``dependent``: small kernels begin while those before them end, where ``can_depend``. ``ahead``: products
-        whose weights are asked for before they begin, where ``can_ask``.
+        ``dependent``: small kernels begin while those before them end, where ``can_depend``.
         """
         self._programs = programs
         self._attention = PagedAttention(programs, decoding, prompts, dependent)
         self._launching = launch_options(dependent)
         self._products = products or Products({}, 1)
-        self._ahead = WeightsAhead(self._products, ahead)
         self._linears: AdaptedLinears | None = None
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        self._ahead.begin(weight, is_adapted=False)
-        return self._product(x, weight, bias)
-
-    def _product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        y = self._products(x, weight, bias)
-        self._ahead.ask_beside(x)
-        return y
+        return self._products(x, weight, bias)
 
     # ---- attention -------------------------------------------------------------------------------------
 
@@ -119,15 +107,14 @@ class TritonOps:
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        ask = self._ahead.ask("attention", q)
-        return self._attention(q, pool, layer, plan, scale, window, ask, 2 * self._ahead.askers)
+        return self._attention(q, pool, layer, plan, scale, window)
 
     # ---- LoRA ------------------------------------------------------------------------------------------
 
     def _adapted(self, device: torch.device) -> AdaptedLinears:
         """Made for the first device that a plan is asked for; there is only one."""
         if self._linears is None:
-            self._linears = AdaptedLinears(lora_kernels_on(device), self._product, device)
+            self._linears = AdaptedLinears(lora_kernels_on(device), self.linear, device)
         return self._linears
 
     def plan_lora(
@@ -173,7 +160,6 @@ class TritonOps:
     ) -> torch.Tensor:
         if plan is None:
             return self.linear(x, weight, bias)
-        self._ahead.begin(weight, is_adapted=True)
         return self._adapted(x.device)(x, weight, bias, pool, layer, group, plan)
 
     def lora_gated(
@@ -188,7 +174,6 @@ class TritonOps:
     ) -> torch.Tensor:
         if plan is None:
             return self.silu_mul(self.linear(x, weight, bias))
-        self._ahead.begin(weight, is_adapted=True)
         linears = self._adapted(x.device)
         return linears.gated(x, weight, bias, pool, layer, group, plan, self.silu_mul)
 
@@ -212,8 +197,7 @@ class TritonOps:
             x = x.reshape(-1, size).contiguous()
         rows = x.numel() // size
         if rows:
-            ask = self._ahead.ask("small", x) if x.dim() == 2 else None
-            rms_norm_kernel[(rows + asking(ask, self._ahead.askers),)](
+            rms_norm_kernel[(rows,)](
                 x,
                 out if residual is None else residual,
                 weight,
@@ -223,8 +207,6 @@ class TritonOps:
                 x.stride(1) if x.dim() == 3 else 0,
                 size,
                 eps,
-                rows,
-                ask,
                 ADD=residual is not None,
                 BLOCK=power_of_two(size),
                 num_warps=8 if size > 4096 else 4 if size > 256 else 1,
@@ -272,9 +254,7 @@ class TritonOps:
         block = min(8, power_of_two(heads))
         blocks = triton.cdiv(heads, block) + 2 * triton.cdiv(kv_heads, block)
         if len(positions):
-            ask = self._ahead.ask("small", q)
-            more = triton.cdiv(asking(ask, self._ahead.askers), blocks)
-            rotate_and_store_kernel[(len(positions) + more, blocks)](
+            rotate_and_store_kernel[(len(positions), blocks)](
                 q,
                 k,
                 v,
@@ -292,8 +272,6 @@ class TritonOps:
                 layer * pool.stride(1),
                 pool.stride(2),
                 pool.stride(0),
-                len(positions),
-                ask,
                 PAGE_TOKENS=pool.shape[3],
                 HEADS=heads,
                 KV_HEADS=kv_heads,
@@ -308,11 +286,9 @@ class TritonOps:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         size = gate_up.shape[-1] // 2
         out = torch.empty((gate_up.shape[0], size), dtype=gate_up.dtype, device=gate_up.device)
-        block, tokens = min(1024, power_of_two(size)), gate_up.shape[0]
-        if tokens:
-            ask, blocks = self._ahead.ask("small", gate_up), triton.cdiv(size, block)
-            more = triton.cdiv(asking(ask, self._ahead.askers), blocks)
-            silu_mul_kernel[(tokens + more, blocks)](
-                gate_up, out, gate_up.stride(0), size, tokens, ask, BLOCK=block, **self._launching
+        block = min(1024, power_of_two(size))
+        if gate_up.shape[0]:
+            silu_mul_kernel[(gate_up.shape[0], triton.cdiv(size, block))](
+                gate_up, out, gate_up.stride(0), size, BLOCK=block, **self._launching
             )
         return out

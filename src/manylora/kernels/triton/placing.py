@@ -8,7 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from manylora.kernels.triton.ahead import ask_past
 from manylora.kernels.triton.dependent import begin_dependent
 
 
@@ -25,7 +24,7 @@ def _normed(left, right, weight, half, half_ok, eps, HALF: tl.constexpr):
     return wide_left.to(left.dtype), wide_right.to(left.dtype)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
 def rotate_and_store_kernel(
     q,
     k,
@@ -44,8 +43,6 @@ def rotate_and_store_kernel(
     layer_offset,
     value_offset,
     page_stride,
-    tokens,
-    ask,
     PAGE_TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -56,13 +53,9 @@ def rotate_and_store_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """One token's heads; grid (T, blocks of q's heads + of k's + of v's). q is turned in place; k, turned, and
-    v go into the pool alone. A token whose slot is negative stores nothing. Programs past ``tokens`` ask for
-    weights (``ahead``)."""
-    past = ask_past(ask, tokens)
+    v go into the pool alone. A token whose slot is negative stores nothing."""
     if DEPENDENT:
         begin_dependent()
-    if past >= 0:
-        return
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     q_blocks: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS

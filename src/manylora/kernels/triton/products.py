@@ -112,7 +112,7 @@ class Products:
 
     def __init__(self, choices: Mapping[Shape, Choice], multiprocessors: int) -> None:
         self._choices = dict(choices)
-        self.multiprocessors = multiprocessors
+        self._multiprocessors = multiprocessors
         self._counters = Counters()
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -143,28 +143,15 @@ class Products:
             return None
         return bucket, weight.shape[1], weight.shape[0]
 
-    def _shared(self, inputs: int, outputs: int, config: LinearConfig) -> tuple[int, int, int]:
-        """Tiles, steps of one tile, and steps of one program."""
-        tile_steps = triton.cdiv(inputs, config.block_k)
-        tiles = triton.cdiv(outputs, config.block_n)
-        return tiles, tile_steps, triton.cdiv(tiles * tile_steps, config.programs * self.multiprocessors)
-
-    def beginnings(self, num_tokens: int, inputs: int, outputs: int) -> tuple[int, int]:
-        """Where programs begin to read a weight, all at once: so many rows make a tile, and a program begins every
-        so many columns, counted through all tiles. The libraries' products begin at each row's first column."""
-        bucket = bucket_of(num_tokens)
-        config = None if bucket is None else self._choices.get((bucket, inputs, outputs))
-        if config is None or inputs % config.block_k or outputs % config.block_n:
-            return 16, inputs
-        return config.block_n, self._shared(inputs, outputs, config)[2] * config.block_k
-
     def run(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: LinearConfig
     ) -> torch.Tensor:
         """The same by our kernel, in any dtype; at least one token and at most the last bucket's."""
         (num_tokens, inputs), outputs = x.shape, weight.shape[0]
         block_m = max(16, power_of_two(num_tokens))
-        tiles, tile_steps, share = self._shared(inputs, outputs, config)
+        tile_steps = triton.cdiv(inputs, config.block_k)
+        tiles = triton.cdiv(outputs, config.block_n)
+        share = triton.cdiv(tiles * tile_steps, config.programs * self._multiprocessors)
         programs = triton.cdiv(tiles * tile_steps, share)
         out = torch.empty((num_tokens, outputs), dtype=x.dtype, device=x.device)
         arrivals = self._counters.take(tiles, x.device)
