@@ -84,7 +84,8 @@ class SimulatedDevice:
     def _copy(self, command: SwapPages, now: float) -> Answer:
         to_device = command.to_device
         seconds = self._costs.copy_s(len(command.pairs) * self._page_bytes, to_device)
-        end = max(now, self._lane_free_at[to_device]) + seconds
+        # A lane waits for all steps issued so far: they may still use the pages.
+        end = max(now, self._steps_end, self._lane_free_at[to_device]) + seconds
         self._lane_free_at[to_device] = end
         return end, CopyDone(command.copy, True, seconds)
 
