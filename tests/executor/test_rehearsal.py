@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from manylora.executor.rehearsal import rehearse
+from manylora.kernels.cpu import CpuOps
+from manylora.kernels.ops import LoraSegments
 from tests.executor.drive import Rig
-from tests.executor.tiny import Reference, write_model
+from tests.executor.tiny import Reference, write_adapter, write_model
 
 
 def test_served_tokens_are_the_same_after_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -21,12 +24,43 @@ def test_served_tokens_are_the_same_after_it(tmp_path: Path, caplog: pytest.LogC
             assert rehearse(rig.worker, rig.policy) == [100]  # in prompts of 40, 40 and 20
         assert "rehearsed steps of [100] tokens" in caplog.text
         prompt = [7, 8, 9, 10, 11]
+        adapter = write_adapter(tmp_path / "r4", model, rank=4, seed=1)
+        rig.serve(1, adapter)
         rig.open(1, prompt)
-        rig.decode(6, 1)
+        rig.open(2, prompt, adapter=1)
+        rig.decode(6, 1, 2)
         Reference(model).check_greedy(prompt, rig.sequences[1].generated)
+        Reference(model).check_greedy(prompt, rig.sequences[2].generated, adapter)
         # More than its tables hold: said, not raised.
         caplog.clear()
         rehearse(rig.worker, dataclasses.replace(rig.policy, max_model_len=10**4, max_batch_tokens=10**4))
         assert "failed before serving began" in caplog.text
+    finally:
+        rig.worker.close()
+
+
+def test_steps_with_an_adapter_are_among_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of scale 0, so they draw what the base model does; where the pool has no room for it, there are none."""
+    model = write_model(tmp_path / "model")
+    rig = Rig(model, tmp_path, max_batch_tokens=100, max_num_seqs=8, max_model_len=40)
+    ranks: list[int] = []
+    plan = CpuOps.plan_lora
+
+    def noted(self: CpuOps, segments: LoraSegments, *rest: Any) -> Any:
+        ranks.append(int(segments.records[:, :, 2].max()))
+        assert not segments.scales.any()
+        return plan(self, segments, *rest)
+
+    monkeypatch.setattr(CpuOps, "plan_lora", noted)
+    try:
+        rehearse(rig.worker, rig.policy, 3)
+        assert set(ranks) == {3}
+        ranks.clear()
+        rehearse(rig.worker, rig.policy, 10**6)
+        assert set(ranks) == {16}
+        monkeypatch.setattr("manylora.executor.rehearsal._RANK", 10**6)
+        ranks.clear()
+        rehearse(rig.worker, rig.policy)
+        assert not ranks
     finally:
         rig.worker.close()

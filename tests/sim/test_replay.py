@@ -217,7 +217,8 @@ def test_a_step_is_priced_by_what_it_computes() -> None:
     assert done.tokens == ((1, (100,)),)  # type: ignore[union-attr]  # the answer to a step
     copied = device.obey(SwapPages(1, True, ((1, 1),)), 5.0)
     assert copied is not None
-    assert copied[0] == pytest.approx(at + costs.copy_s(PAGE_BYTES, True)), "behind the step, which may still use the pages"
+    behind_s = at + costs.copy_s(PAGE_BYTES, True)
+    assert copied[0] == pytest.approx(behind_s), "the step may still use the pages"
 
 
 def test_a_policy_that_forgets_somebody_is_found_out() -> None:

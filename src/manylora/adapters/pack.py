@@ -72,10 +72,15 @@ class AdapterLayout:
 
 def layout_of(spec: AdapterSpec, geometry: AdapterGeometry) -> AdapterLayout:
     """Where the adapter's rows go. A projection takes its largest rank over the layers."""
+    ranks = [max(ranks) for ranks in spec.ranks]
+    return layout_for(ranks, np.array(spec.scales, dtype=np.float32), geometry)
+
+
+def layout_for(ranks: Sequence[int], scales: np.ndarray, geometry: AdapterGeometry) -> AdapterLayout:
+    """Of an adapter with one rank a projection; ``scales`` float32 [P, L]."""
     records = np.zeros((len(geometry.projections), 3), dtype=np.int64)
     num_cells = 0
-    for index, projection in enumerate(geometry.projections):
-        rank = max(spec.ranks[index])
+    for index, (rank, projection) in enumerate(zip(ranks, geometry.projections, strict=True)):
         if rank:
             first_b = num_cells + rank * geometry.cells(projection.in_features)
             records[index] = num_cells, first_b, rank
@@ -84,7 +89,7 @@ def layout_of(spec: AdapterSpec, geometry: AdapterGeometry) -> AdapterLayout:
         num_cells=num_cells,
         num_pages=-(-num_cells // geometry.cells_per_page),
         records=records,
-        scales=np.array(spec.scales, dtype=np.float32),
+        scales=scales,
     )
 
 

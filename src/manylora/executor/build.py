@@ -116,7 +116,7 @@ def build_worker(
         )
         worker.use_graphs(graph_limits, num_pages, capture_progress)
     if kind == "cuda":
-        rehearse(worker, limits)
+        rehearse(worker, limits, max_rank)
     return worker, limits, _info(settings, config, limits, device, dtype)
 
 

@@ -8,12 +8,17 @@ import time
 from manylora.config import PolicyConfig
 from manylora.executor.worker import Worker
 from manylora.protocol import RunStep, SequenceStart, StepRow
-from manylora.types import BASE, SamplingParams
+from manylora.types import BASE, AdapterId, SamplingParams
 
 _log = logging.getLogger(__name__)
 
 _LONG = 600
-"""Tokens of a prompt: more than a captured step holds."""
+"""Tokens of a prompt: more than a captured step of the base model holds."""
+
+_LONGER = 1600
+"""The same with an adapter."""
+
+_PRETENDED, _RANK = AdapterId(-1), 16
 
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 _SAMPLED = SamplingParams(
@@ -21,8 +26,9 @@ _SAMPLED = SamplingParams(
 )
 
 
-def rehearse(worker: Worker, limits: PolicyConfig) -> list[int]:
-    """Run eager steps of the base model, one as large as a step can be; returns their tokens.
+def rehearse(worker: Worker, limits: PolicyConfig, max_adapter_rank: int | None = None) -> list[int]:
+    """Run eager steps, one as large as a step can be; returns their tokens. Of the base model and, since LoRA's
+    kernels have variants by the size of a step, with an adapter.
 
     Before the policy's first command, since the steps write to pages that nobody holds yet. A step that fails is
     logged: it would fail requests.
@@ -31,9 +37,15 @@ def rehearse(worker: Worker, limits: PolicyConfig) -> list[int]:
     longest = min(limits.max_model_len, limits.num_pages * limits.page_tokens)
     most = min(limits.max_batch_tokens, limits.max_num_seqs * longest)
     sizes = sorted({min(_LONG, most), most})
-    for size in sizes:
-        for params in (_GREEDY, _SAMPLED):
-            starts = _prompts(size, longest, limits.page_tokens, params)
+    adapted = sorted({min(_LONGER, most), most})
+    if not worker.pretend_adapter(_PRETENDED, min(_RANK, max_adapter_rank or _RANK)):
+        adapted = []
+    try:
+        for size, params, adapter in [
+            *((size, params, BASE) for size in sizes for params in (_GREEDY, _SAMPLED)),
+            *((size, _GREEDY, _PRETENDED) for size in adapted),
+        ]:
+            starts = _prompts(size, longest, limits.page_tokens, params, adapter)
             rows = tuple(StepRow(start.sequence, 0, len(start.tokens), 1) for start in starts)
             done = worker.run_step(RunStep(0, starts, rows)).done
             for start in starts:
@@ -41,16 +53,21 @@ def rehearse(worker: Worker, limits: PolicyConfig) -> list[int]:
             if not done.ok:
                 _log.warning("a step of %d tokens failed before serving began: %s", size, done.error)
                 return sizes
+    finally:
+        worker.evict_adapter(_PRETENDED)
+    sizes = sorted({*sizes, *adapted})
     _log.info("rehearsed steps of %s tokens in %.1f s", sizes, time.perf_counter() - began)
     return sizes
 
 
-def _prompts(size: int, longest: int, page_tokens: int, params: SamplingParams) -> tuple[SequenceStart, ...]:
+def _prompts(
+    size: int, longest: int, page_tokens: int, params: SamplingParams, adapter: AdapterId
+) -> tuple[SequenceStart, ...]:
     """Prompts of ``size`` tokens together, all on the same pages: nobody will read what is written."""
     lengths = [min(longest, size - first) for first in range(0, size, longest)]
     return tuple(
         SequenceStart(
-            number, 0, BASE, (0,) * length, length, 0, tuple(range(-(-length // page_tokens))), params, ()
+            number, 0, adapter, (0,) * length, length, 0, tuple(range(-(-length // page_tokens))), params, ()
         )
         for number, length in enumerate(lengths, 1)
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from manylora.adapters.pack import layout_of, load_adapter
+from manylora.adapters.pack import layout_for, layout_of, load_adapter
 from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
 from manylora.devices.device import Device
@@ -240,6 +240,18 @@ class Worker:
 
     def remove_adapter(self, adapter: AdapterId) -> None:
         self._specs.pop(adapter, None)
+
+    def pretend_adapter(self, adapter: AdapterId, rank: int) -> bool:
+        """Enter an adapter of scale 0 on all projections, in pages that it does not have: steps with it compute
+        what the base model does, by the kernels for adapters. Until ``evict_adapter``. False: the pool has no room
+        for such an adapter."""
+        scales = np.zeros((len(self._geometry.projections), self._geometry.page.layers), np.float32)
+        layout = layout_for([rank] * len(scales), scales, self._geometry)
+        if layout.num_pages > self._arena.num_pages:
+            return False
+        # All its cells lie where the pool begins.
+        self._tables.put(adapter, layout, np.zeros(layout.num_cells, np.int64))
+        return True
 
     def read_adapter(self, command: ReadAdapter, done: Callable[[AdapterRead], None]) -> None:
         try:
