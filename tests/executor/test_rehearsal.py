@@ -42,7 +42,15 @@ def test_served_tokens_are_the_same_after_it(tmp_path: Path, caplog: pytest.LogC
 def test_steps_with_an_adapter_are_among_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of scale 0, so they draw what the base model does; where the pool has no room for it, there are none."""
     model = write_model(tmp_path / "model")
-    rig = Rig(model, tmp_path, max_batch_tokens=100, max_num_seqs=8, max_model_len=40)
+    rig = Rig(
+        model,
+        tmp_path,
+        max_batch_tokens=100,
+        max_num_seqs=8,
+        max_model_len=40,
+        num_pages=1000,
+        page_bytes=3072,
+    )
     ranks: list[int] = []
     plan = CpuOps.plan_lora
 
@@ -57,8 +65,8 @@ def test_steps_with_an_adapter_are_among_it(tmp_path: Path, monkeypatch: pytest.
         assert set(ranks) == {3}
         ranks.clear()
         rehearse(rig.worker, rig.policy, 10**6)
-        assert set(ranks) == {16}
-        monkeypatch.setattr("manylora.executor.rehearsal._RANK", 10**6)
+        assert set(ranks) == {16, 64}
+        monkeypatch.setattr("manylora.executor.rehearsal._PRETENDED", {-1: 10**6})
         ranks.clear()
         rehearse(rig.worker, rig.policy)
         assert not ranks

@@ -18,7 +18,8 @@ _LONG = 600
 _LONGER = 1600
 """The same with an adapter."""
 
-_PRETENDED, _RANK = AdapterId(-1), 16
+_PRETENDED: dict[AdapterId, int] = {-1: 16, -2: 64}
+"""Adapters that are none, and their ranks."""
 
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 _SAMPLED = SamplingParams(
@@ -28,7 +29,7 @@ _SAMPLED = SamplingParams(
 
 def rehearse(worker: Worker, limits: PolicyConfig, max_adapter_rank: int | None = None) -> list[int]:
     """Run eager steps, one as large as a step can be; returns their tokens. Of the base model and, since LoRA's
-    kernels have variants by the size of a step, with an adapter.
+    kernels have variants by the size of a step and the rank, with adapters.
 
     Before the policy's first command, since the steps write to pages that nobody holds yet. A step that fails is
     logged: it would fail requests.
@@ -36,15 +37,14 @@ def rehearse(worker: Worker, limits: PolicyConfig, max_adapter_rank: int | None 
     began = time.perf_counter()
     longest = min(limits.max_model_len, limits.num_pages * limits.page_tokens)
     most = min(limits.max_batch_tokens, limits.max_num_seqs * longest)
-    sizes = sorted({min(_LONG, most), most})
-    adapted = sorted({min(_LONGER, most), most})
-    if not worker.pretend_adapter(_PRETENDED, min(_RANK, max_adapter_rank or _RANK)):
-        adapted = []
+    sizes = {min(_LONG, most), most}
+    steps = [(size, params, BASE) for size in sorted(sizes) for params in (_GREEDY, _SAMPLED)]
+    for adapter, rank in _PRETENDED.items():
+        if worker.pretend_adapter(adapter, min(rank, max_adapter_rank or rank)):
+            sizes |= {min(_LONGER, most)}
+            steps += [(size, _GREEDY, adapter) for size in sorted({min(_LONGER, most), most})]
     try:
-        for size, params, adapter in [
-            *((size, params, BASE) for size in sizes for params in (_GREEDY, _SAMPLED)),
-            *((size, _GREEDY, _PRETENDED) for size in adapted),
-        ]:
+        for size, params, adapter in steps:
             starts = _prompts(size, longest, limits.page_tokens, params, adapter)
             rows = tuple(StepRow(start.sequence, 0, len(start.tokens), 1) for start in starts)
             done = worker.run_step(RunStep(0, starts, rows)).done
@@ -52,12 +52,12 @@ def rehearse(worker: Worker, limits: PolicyConfig, max_adapter_rank: int | None 
                 worker.end_sequence(start.sequence)
             if not done.ok:
                 _log.warning("a step of %d tokens failed before serving began: %s", size, done.error)
-                return sizes
+                return sorted(sizes)
     finally:
-        worker.evict_adapter(_PRETENDED)
-    sizes = sorted({*sizes, *adapted})
-    _log.info("rehearsed steps of %s tokens in %.1f s", sizes, time.perf_counter() - began)
-    return sizes
+        for adapter in _PRETENDED:
+            worker.evict_adapter(adapter)
+    _log.info("rehearsed steps of %s tokens in %.1f s", sorted(sizes), time.perf_counter() - began)
+    return sorted(sizes)
 
 
 def _prompts(
