@@ -52,38 +52,32 @@ def kinds(scale: int = 1) -> dict[str, tuple[list[int], int, int | None]]:
 Sizes = dict[str, Any]
 
 
-def shrink(step: int, programs: int, ahead: bool = False, registers: int = 0, **more: Any) -> Sizes:
+def shrink(step: int, programs: int, registers: int = 0, **more: Any) -> Sizes:
     return {
         "chunk": 512, "shrink_columns": 512, "shrink_step": step, "shrink_warps": 4, "stages": 1,
-        "shrink_programs": programs, "shrink_ahead": ahead, "shrink_registers": registers, **more,
+        "shrink_programs": programs, "shrink_registers": registers, **more,
     }  # fmt: skip
 
 
-def expand(
-    tile_columns: int, warps: int, programs: int, ahead: bool = False, registers: int = 168, **more: Any
-) -> Sizes:
+def expand(tile_columns: int, warps: int, programs: int, registers: int = 168, **more: Any) -> Sizes:
     return {
         "expand_columns": 512, "tile_columns": tile_columns, "expand_step": 128, "expand_warps": warps,
-        "expand_programs": programs, "expand_ahead": ahead, "expand_registers": registers, **more,
+        "expand_programs": programs, "expand_registers": registers, **more,
     }  # fmt: skip
 
 
 SHRINKS: dict[int, list[Sizes]] = {
-    16: [shrink(512, 16), shrink(512, 6), shrink(512, 3, True, 168), shrink(512, 6, True, 168)],
-    32: [shrink(256, 16, False, 168), shrink(256, 4, False, 168), shrink(256, 3, True, 168)],
-    64: [
-        shrink(128, 16, False, 168, stages=3), shrink(128, 4, False, 168, stages=3),
-        shrink(128, 3, True, 168, stages=3),
-    ],
-}  # fmt: skip
+    16: [shrink(512, 16), shrink(512, 6)],
+    32: [shrink(256, 16, 168), shrink(256, 4, 168)],
+    64: [shrink(128, 16, 168, stages=3), shrink(128, 4, 168, stages=3)],
+}
 """By tokens of a tile. Programs alone make no other kernel, hence nothing to compile."""
 EXPANDS: dict[int, list[Sizes]] = {
     16: [
-        expand(0, 2, 16), expand(128, 2, 6), expand(128, 2, 16), expand(128, 4, 3, True), expand(128, 4, 8, True),
-        expand(128, 2, 4, True, 0), expand(256, 4, 4, False, 128, expand_step=256),
+        expand(0, 2, 16), expand(128, 2, 6), expand(128, 2, 16), expand(256, 4, 4, 128, expand_step=256),
     ],
-    32: [expand(128, 4, 3, True), expand(128, 4, 4), expand(128, 4, 16), expand(64, 2, 8, expand_step=64)],
-    64: [expand(128, 4, 3), expand(128, 4, 8), expand(128, 4, 2, False, 0, expand_tokens=128)],
+    32: [expand(128, 4, 4), expand(128, 4, 16), expand(64, 2, 8, expand_step=64)],
+    64: [expand(128, 4, 3), expand(128, 4, 8), expand(128, 4, 2, 0, expand_tokens=128)],
 }  # fmt: skip
 LONG_SHRINKS = [
     {"tile_tokens": 64, "shrink_step": 128, "shrink_warps": 4, "stages": 3},

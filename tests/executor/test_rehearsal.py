@@ -42,20 +42,13 @@ def test_served_tokens_are_the_same_after_it(tmp_path: Path, caplog: pytest.LogC
 def test_steps_with_an_adapter_are_among_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of scale 0, so they draw what the base model does; where the pool has no room for it, there are none."""
     model = write_model(tmp_path / "model")
-    rig = Rig(
-        model,
-        tmp_path,
-        max_batch_tokens=100,
-        max_num_seqs=8,
-        max_model_len=40,
-        num_pages=1000,
-        page_bytes=3072,
-    )
+    limits = {"max_batch_tokens": 100, "max_num_seqs": 8, "max_model_len": 40}
+    rig = Rig(model, tmp_path, num_pages=1000, page_bytes=3072, **limits)
     ranks: list[int] = []
     plan = CpuOps.plan_lora
 
     def noted(self: CpuOps, segments: LoraSegments, *rest: Any) -> Any:
-        ranks.append(int(segments.records[:, :, 2].max()))
+        ranks.extend(segments.records[:, :, 2].max(axis=1, initial=0).tolist())
         assert not segments.scales.any()
         return plan(self, segments, *rest)
 

@@ -89,10 +89,8 @@ def test_mixed_lengths_and_ranks(subject: Subject, programs: int) -> None:
 
 
 ONE_LAUNCH = {
-    "ahead": dataclasses.replace(
-        SHORT, shrink_programs=1, expand_programs=1, shrink_ahead=True, expand_ahead=True
-    ),
-    "narrow": dataclasses.replace(SHORT, tile_columns=16, expand_programs=2, expand_ahead=True),
+    "few programs": dataclasses.replace(SHORT, shrink_programs=1, expand_programs=1),
+    "narrow": dataclasses.replace(SHORT, tile_columns=16, expand_programs=2),
     "turns": dataclasses.replace(SHORT, expand_tokens=32, stages=2),
     "narrow turns": dataclasses.replace(SHORT, expand_tokens=48, tile_columns=16, expand_columns=64),
 }

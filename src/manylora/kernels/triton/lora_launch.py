@@ -46,9 +46,8 @@ class TileConfig:
     ``chunk``: columns of one split of a shrink; 0: splits only where there are few tiles.
     ``shrink_columns``, ``expand_columns``: loaded at once by a one-token program; ``*_step`` by one with tensor
     cores. ``tile_columns``: that an item of expand of several tokens takes; 0: ``expand_columns``.
-    ``*_programs``: a multiprocessor, which take items in turn; 0: a program an item. ``*_ahead``: those ask for
-    the weights of the next one-token item before they sum up the one before. ``blocks``: of 16 rank rows side by
-    side in a shrink. ``*_registers``: a thread's at most; 0: any.
+    ``*_programs``: a multiprocessor, which take items in turn; 0: a program an item. ``blocks``: of 16 rank
+    rows side by side in a shrink. ``*_registers``: a thread's at most; 0: any.
     """
 
     tile_tokens: int
@@ -68,8 +67,6 @@ class TileConfig:
     expand_registers: int = 0
     expand_tokens: int = 0
     tile_columns: int = 0
-    shrink_ahead: bool = False
-    expand_ahead: bool = False
 
     @property
     def item_tokens(self) -> int:
@@ -300,7 +297,6 @@ class LoraKernels:
             MATRIX_K=step,
             STAGES=config.stages,
             VECTOR=config.vector,
-            AHEAD=config.vector and config.shrink_ahead,
             PDL=self.config.pdl,
             PRECISION=_precision(x.dtype),
             num_warps=config.shrink_warps,
@@ -344,7 +340,6 @@ class LoraKernels:
             SPLITS=splits,
             SPLITS_PADDED=power_of_two(splits),
             VECTOR=config.vector,
-            AHEAD=config.vector and config.expand_ahead,
             ADD=add,
             PDL=self.config.pdl,
             PRECISION=_precision(y.dtype),

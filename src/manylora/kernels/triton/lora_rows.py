@@ -10,7 +10,6 @@ its predecessor's.
 
 One-token tiles multiply and add without tensor cores, which would pad them to 16 tokens. What lies furthest
 away is asked for first: a program's time is that of its chain of loads (record, cell, weight), not of its sums.
-AHEAD: a program with several one-token items asks for the weights of the next one before it sums up this one.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -82,21 +81,6 @@ def store_tokens(y_row, token, count, stride, k0, limit, value, COLUMNS: tl.cons
 
 
 @triton.jit
-def first_rows(
-    pool, cells, entries, item, num_items, in_features, cells_per_row,
-    CELL: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """``[ROWS, BLOCK_K]``: what a one-token item of shrink begins with; zero for others and past the last."""
-    is_item = item < num_items
-    record = entries + tl.where(is_item, item // SPLITS, 0) * WORDS
-    rank = tl.where(is_item & (load_word(record, 1) == 1), load_word(record, 4), 0)
-    row = tl.arange(0, ROWS)
-    table = cells + load_word(record, 5) + row * cells_per_row
-    k0 = item % SPLITS * CHUNK
-    return load_rows(pool, table, row < rank, k0, in_features, CELL, ALIGN, BLOCK_K, True)
-
-
-@triton.jit
 def shrink_kernel(
     x,
     pool,
@@ -119,7 +103,6 @@ def shrink_kernel(
     MATRIX_K: tl.constexpr,
     STAGES: tl.constexpr,
     VECTOR: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -133,11 +116,6 @@ def shrink_kernel(
     num_items = load_word(counts, 2) * SPLITS
     pool += layer_offset
     R: tl.constexpr = BLOCKS * ROWS
-    if AHEAD:
-        ahead_a = first_rows(
-            pool, cells, entries, tl.program_id(0), num_items, in_features, cells_per_row,
-            CELL, ALIGN, CHUNK, SPLITS, BLOCK_K,
-        )  # fmt: skip
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         record = entries + item // SPLITS * WORDS
         split = item % SPLITS
@@ -157,16 +135,9 @@ def shrink_kernel(
         table = cells + first_cell + row % ROWS * cells_per_row
         x_row = x + start.to(tl.int64) * x_stride
         target = partial + split.to(tl.int64) * plane
-        if AHEAD:
-            a = ahead_a
-            ahead_a = first_rows(
-                pool, cells, entries, item + tl.num_programs(0), num_items, in_features, cells_per_row,
-                CELL, ALIGN, CHUNK, SPLITS, BLOCK_K,
-            )  # fmt: skip
         if VECTOR and count == 1:
             k = tl.arange(0, BLOCK_K)
-            if not AHEAD:
-                a = load_rows(pool, table, row_ok, base, in_features, CELL, ALIGN, BLOCK_K, True)
+            a = load_rows(pool, table, row_ok, base, in_features, CELL, ALIGN, BLOCK_K, True)
             await_predecessor(PDL)
             one = tl.load(x_row + base + k, mask=base + k < in_features, other=0.0)
             products = tl.zeros((ROWS, BLOCK_K), tl.float32)
@@ -335,7 +306,6 @@ def expand_kernel(
     SPLITS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
     VECTOR: tl.constexpr,
-    AHEAD: tl.constexpr,
     ADD: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -361,11 +331,6 @@ def expand_kernel(
     pool += layer_offset
     row = tl.arange(0, ROWS)
     WIDEST: tl.constexpr = TILE_N if TILE_N > BLOCK_N else BLOCK_N
-    if AHEAD:
-        ahead_b = first_columns(
-            pool, cells, tiles, tl.program_id(0), num_items, tile_items, large_tiles, tile_blocks, blocks,
-            out_0, out_1, out_2, cells_0, cells_1, cells_2, CELL, ALIGN, TILE_N, BLOCK_N, PROJECTIONS,
-        )  # fmt: skip
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         tile, projection, n0, width = place_of(
             item, tile_items, large_tiles, tile_blocks, blocks, out_0, out_1, out_2,
@@ -381,21 +346,13 @@ def expand_kernel(
         rank = load_word(record, 4 + 4 * projection)
         first_cell = load_word(record, 5 + 4 * projection)
         unit = load_word(record, 6 + 4 * projection)
-        if AHEAD:
-            b = ahead_b
-            ahead_b = first_columns(
-                pool, cells, tiles, item + tl.num_programs(0), num_items, tile_items, large_tiles,
-                tile_blocks, blocks, out_0, out_1, out_2, cells_0, cells_1, cells_2,
-                CELL, ALIGN, TILE_N, BLOCK_N, PROJECTIONS,
-            )  # fmt: skip
         if not ADD or rank > 0:
             table = cells + first_cell + row * cells_per_row
             scale = load_word(scales + scale_row.to(tl.int64) * num_layers, layer)
             y_row = y + start.to(tl.int64) * y_stride + column
             if VECTOR and count == 1:
                 n = n0 + tl.arange(0, BLOCK_N)
-                if not AHEAD:
-                    b = load_rows(pool, table, row < rank, n0, outputs, CELL, ALIGN, BLOCK_N, True)
+                b = load_rows(pool, table, row < rank, n0, outputs, CELL, ALIGN, BLOCK_N, True)
                 await_predecessor(PDL)
                 old = tl.zeros((BLOCK_N,), y.dtype.element_ty)
                 if ADD:
@@ -451,29 +408,6 @@ def expand_kernel(
                             y_row + t0 * y_stride, token, count - t0, y_stride, at, end, several, SUB_N
                         )
     await_predecessor(PDL)
-
-
-@triton.jit
-def first_columns(
-    pool, cells, tiles, item, num_items, tile_items, large_tiles, tile_blocks, blocks,
-    out_0, out_1, out_2, cells_0, cells_1, cells_2,
-    CELL: tl.constexpr, ALIGN: tl.constexpr, TILE_N: tl.constexpr, BLOCK_N: tl.constexpr,
-    PROJECTIONS: tl.constexpr,
-):  # fmt: skip
-    """``[ROWS, BLOCK_N]``: what a one-token item of expand begins with; zero for others and past the last."""
-    is_item = (item >= tile_items) & (item < num_items)
-    tile, projection, n0, _ = place_of(
-        tl.where(is_item, item, 0), tile_items, large_tiles, tile_blocks, blocks, out_0, out_1, out_2,
-        TILE_N, BLOCK_N, PROJECTIONS,
-    )  # fmt: skip
-    record = tiles + tile * WORDS
-    is_one = is_item & (load_word(record, 1) == 1)
-    rank = tl.where(is_one, load_word(record, 4 + 4 * projection), 0)
-    row = tl.arange(0, ROWS)
-    cells_per_row = chosen(projection, cells_0, cells_1, cells_2)
-    table = cells + load_word(record, 5 + 4 * projection) + row * cells_per_row
-    outputs = chosen(projection, out_0, out_1, out_2)
-    return load_rows(pool, table, row < rank, n0, outputs, CELL, ALIGN, BLOCK_N, True)
 
 
 @triton.jit
