@@ -35,10 +35,10 @@ class Chat:
     @classmethod
     def of(cls, aims: Aims, folder: Path) -> Chat:
         scale = h200_cache.TOY if aims.args.toy else h200_cache.REAL
-        shape = json.loads((h200_cache.ROOT / "demo" / "model" / "config.json").read_text())
         if not folder.exists():
+            demo = json.loads((h200_cache.ROOT / "demo" / "model" / "config.json").read_text())
             ranks = h200_cache.ranks_of(scale)
-            h200_cache.write_adapters(folder, shape if aims.args.toy else scale.shape, ranks)
+            h200_cache.write_adapters(folder, demo if aims.args.toy else scale.shape, ranks)
         names = {
             f"adapter-{number}": str(folder / f"adapter-{number}") for number in range(scale.num_adapters)
         }
@@ -106,15 +106,11 @@ def answers(url: str) -> bool:
 def http(aims: Aims, folder: Path, engine: Mapping[str, Any], rates: Sequence[str]) -> None:
     """The chat traces through a server: ``manylora serve``, and ``manylora bench serve`` as its client."""
     bench = Chat.of(aims, folder)
-    pool = {
-        name: engine[name]
-        for name in ("model", "device", "dtype", "load_format", "host_pool")
-        if name in engine
-    }
+    pool = {name: engine[name] for name in ("device", "dtype", "load_format", "host_pool") if name in engine}
     pool |= {"device_pool": bench.scale.engine["device_pool"], "max_num_seqs": bench.limits["max_num_seqs"]}
     flags = [word for name, value in pool.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    model, port = flags[1], "8765"
-    words = ["serve", model, *flags[2:], "--adapter-dir", str(folder), "--port", port]
+    port = "8765"
+    words = ["serve", str(engine["model"]), *flags, "--adapter-dir", str(folder), "--port", port]
     with subprocess.Popen(
         [sys.executable, "-m", "manylora.cli", *words], stdout=subprocess.DEVNULL
     ) as server:

@@ -26,16 +26,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.h200 import SHAPES, write_model
+from benchmarks.h200_steps import GREEDY, PAGE_TOKENS, RANK, SHAPE, Bench
 from manylora.bench.random_adapters import write_random_adapters
 from manylora.executor.build import build_worker
-from manylora.executor.worker import Worker
 from manylora.flags import build_settings
 from manylora.models.config import read_model_config
-from manylora.protocol import AdapterRead, IssuedStep, ReadAdapter, RunStep, SequenceStart, StepRow
-from manylora.types import BASE, SamplingParams
+from manylora.protocol import IssuedStep, RunStep, SequenceStart, StepRow
+from manylora.types import BASE
 
-SHAPE, RANK, PAGE_TOKENS = "llama-2-7b", 16, 16
-GREEDY = SamplingParams(temperature=0.0, max_tokens=2000)
 STEPS: dict[str, list[tuple[int, int]]] = {
     "decode 1": [(300, 1)],
     "decode 32": [(300, 1)] * 32,
@@ -51,46 +49,30 @@ MOST_GAP_US = 50.0
 """Between two kernels of one step; longer ones lie between steps."""
 
 
-class Steps:
+class Steps(Bench):
     """Runs steps of sequences that begin with the step, on pages that nobody reads."""
 
-    def __init__(self, worker: Worker, num_pages: int) -> None:
-        self._worker = worker
-        self._free = list(range(num_pages))
-        self._number = 0
-
-    def load(self, paths: list[Path]) -> None:
-        """Bring every adapter, numbered from 1, into pages of its own."""
-        answers: list[AdapterRead] = []
-        for number, path in enumerate(paths, 1):
-            count, _ = self._worker.add_adapter(number, str(path))
-            pages = tuple(self._free.pop() for _ in range(count))
-            self._worker.read_adapter(ReadAdapter(number, pages), answers.append)
-        while len(answers) < len(paths):
-            time.sleep(0.01)
-        assert all(read.ok for read in answers), [read.error for read in answers if not read.ok]
-
-    def issue(self, rows: list[tuple[int, int]], is_adapted: bool) -> tuple[float, IssuedStep]:
+    def issue_rows(self, rows: list[tuple[int, int]], is_adapted: bool) -> tuple[float, IssuedStep]:
         """Issue a step; the seconds that took."""
         starts, step_rows, first_page = [], [], 0
         for adapter, (computed, count) in enumerate(rows, 1):
-            self._number += 1
+            self._num_steps += 1
             tokens = tuple(range(5, 5 + computed + count))
             num_pages = -(-(len(tokens) + 1) // PAGE_TOKENS)
             pages = tuple(self._free[first_page : first_page + num_pages])
             first_page += num_pages
             starts.append(
                 SequenceStart(
-                    self._number, 0, adapter if is_adapted else BASE, tokens, len(tokens), computed, pages,
+                    self._num_steps, 0, adapter if is_adapted else BASE, tokens, len(tokens), computed, pages,
                     GREEDY, (),
                 )
             )  # fmt: skip
-            step_rows.append(StepRow(self._number, computed, count, 1))
+            step_rows.append(StepRow(self._num_steps, computed, count, 1))
         began = time.perf_counter()
-        issued = self._worker.issue_step(RunStep(self._number, tuple(starts), tuple(step_rows)))
+        issued = self.worker.issue_step(RunStep(self._num_steps, tuple(starts), tuple(step_rows)))
         seconds = time.perf_counter() - began
         for start in starts:
-            self._worker.end_sequence(start.sequence)
+            self.worker.end_sequence(start.sequence)
         return seconds, issued
 
     def run(self, rows: list[tuple[int, int]], is_adapted: bool, repeats: int) -> dict[str, float]:
@@ -98,7 +80,7 @@ class Steps:
         issues, walls = [], []
         for _ in range(repeats):
             began = time.perf_counter()
-            seconds, issued = self.issue(rows, is_adapted)
+            seconds, issued = self.issue_rows(rows, is_adapted)
             done = issued.wait().done
             walls.append(time.perf_counter() - began)
             issues.append(seconds)
@@ -146,7 +128,7 @@ def host_of(steps: Steps, rows: list[tuple[int, int]], is_adapted: bool, repeats
     profiler = cProfile.Profile()
     for _ in range(repeats):
         profiler.enable()
-        _, issued = steps.issue(rows, is_adapted)
+        _, issued = steps.issue_rows(rows, is_adapted)
         profiler.disable()
         assert issued.wait().done.ok
     found = {name: row[3] for (_, _, name), row in pstats.Stats(profiler).stats.items()}  # type: ignore[attr-defined]
@@ -179,7 +161,7 @@ def main() -> None:
         } | dict(one.split("=", 1) for one in args.set)  # fmt: skip
         worker, policy, _ = build_worker(build_settings(engine)[0], registry_path=folder / "registry.sqlite")
         steps = Steps(worker, policy.num_pages)
-        steps.load(paths)
+        steps.load([str(path) for path in paths])
         for name, rows in STEPS.items():
             for is_adapted in (False, True):
                 steps.run(rows, is_adapted, 3)

@@ -167,7 +167,7 @@ def dummy_loop(
 
     ``max_tokens``: the longest request, reply included. Raises ConfigError.
     """
-    # Both bring torch, which a simulated loop does without.
+    # They bring torch, which a simulated loop does without.
     from manylora.bench.dummies import dtype_name, write_model
     from manylora.bench.random_adapters import write_random_adapters
     from manylora.executor.build import build_worker

@@ -64,7 +64,7 @@ class _FixesLora(Protocol):
         geometry: AdapterGeometry,
         cells: torch.Tensor,
         device: torch.device,
-        num_rows: int | None = None,
+        num_rows: int,
     ) -> FixedLora: ...
 
 
@@ -96,8 +96,7 @@ def fixed_lora(
     """For at most ``num_tokens`` tokens in ``num_rows`` rows, of one token each where the two are equal, and ranks
     up to ``max_rank``."""
     if isinstance(ops, _FixesLora):
-        of_any_length = None if num_tokens == num_rows else num_rows
-        return ops.fixed_lora(num_tokens, max_rank, geometry, cells, device, of_any_length)
+        return ops.fixed_lora(num_tokens, max_rank, geometry, cells, device, num_rows)
 
     def plan(segments: LoraSegments | None, num_tokens: int) -> Any | None:
         return None if segments is None else ops.plan_lora(segments, geometry, device)
