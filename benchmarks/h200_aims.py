@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ import torch
 
 from benchmarks import h200, h200_cache
 from benchmarks.h200_aims_chat import chat, conformance, http
+from benchmarks.h200_aims_first import first
 from manylora.bench.random_adapters import write_random_adapters
 from manylora.bench.targets import Answer, Call, EngineTarget
 from manylora.config import PolicyConfig
@@ -44,7 +45,15 @@ from manylora.engine.journal import JournalWriter
 from manylora.executor.build import build_worker
 from manylora.flags import build_settings
 from manylora.models.config import read_model_config
-from manylora.protocol import IssuedStep, RunStep, StepResult
+from manylora.protocol import (
+    AdapterRead,
+    CopyDone,
+    IssuedStep,
+    ReadAdapter,
+    RunStep,
+    StepResult,
+    SwapPages,
+)
 from manylora.types import EngineInfo
 
 RANK = 16
@@ -81,20 +90,43 @@ class Lent:
         self._adapters: list[int] = []
         self.steps: list[tuple[int, int, float]] = []
         """Rows, tokens, seconds."""
+        self.moments: list[tuple[str, float]] = []
+        """What was asked of the worker and answered by it, and when."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._worker, name)
 
     def issue_step(self, step: RunStep) -> IssuedStep:
+        self.note("issue")
         issued = self._worker.issue_step(step)
+        self.note("issued")
         num_rows, num_tokens = len(step.rows), sum(row.num_tokens for row in step.rows)
 
         def finish() -> StepResult:
             result: StepResult = issued.wait()
+            self.note("computed")
             self.steps.append((num_rows, num_tokens, result.done.device_s))
             return result
 
         return IssuedStep(finish)
+
+    def read_adapter(self, command: ReadAdapter, done: Callable[[AdapterRead], None]) -> None:
+        self.note("read")
+        self._worker.read_adapter(command, self.noting("was read", done))
+
+    def swap_pages(self, command: SwapPages, done: Callable[[CopyDone], None]) -> None:
+        self.note("swap")
+        self._worker.swap_pages(command, self.noting("swapped", done))
+
+    def note(self, what: str) -> None:
+        self.moments.append((what, time.monotonic()))
+
+    def noting(self, what: str, done: Callable[[Any], None]) -> Callable[[Any], None]:
+        def noted(answer: Any) -> None:
+            self.note(what)
+            done(answer)
+
+        return noted
 
     def by_tokens(self) -> dict[str, list[float]]:
         """Of decoding steps, and of others by tokens up to: how many, mean rows, mean tokens, mean ms."""
@@ -200,6 +232,7 @@ async def run_offline(
     ]
     before = await target.counters()
     aims.lent.steps.clear()
+    aims.lent.moments.clear()
     began_s = time.monotonic()
     answers = await asyncio.gather(*(target.generate(call) for call in calls))
     seconds = time.monotonic() - began_s
@@ -274,44 +307,6 @@ async def prefill(aims: Aims) -> None:
         aims.note("prefill", {**row, "ms": [round(1e3 * one, 2) for one in seconds], "errors": errors[:1]})
     aims.report["prefill_steps"] = aims.lent.by_tokens()
     await target.close()
-
-
-async def first(aims: Aims) -> None:
-    """One request at a time, of 64 tokens with one token out: the median time to it, in ms."""
-    if not aims.has(15.0, "first"):
-        return
-    card_pages = 1 + max(aims.worker.add_adapter(10**6, aims.adapters["adapter-0"], False)[0], 1)
-    aims.worker.remove_adapter(10**6)
-    many = min(len(aims.adapters), 40)
-    # Room for 8 adapters, so that those not used for long are in host memory only.
-    target = aims.open(num_pages=8 * card_pages + 16, max_model_len=min(aims.policy.max_model_len, 128))
-
-    async def ms(adapter: int | None) -> float:
-        began_s = time.monotonic()
-        answer = await target.generate(aims.call(64, 1, adapter))
-        if answer.error is not None or answer.first_s is None:
-            raise RuntimeError(answer.error)
-        await asyncio.sleep(0.02)
-        return 1e3 * (answer.first_s - began_s)
-
-    base = [await ms(None) for _ in range(20)]
-    never = [await ms(adapter) for adapter in range(many)]
-    await asyncio.sleep(0.5)
-    host = [await ms(adapter) for adapter in range(many)]
-    warm = []
-    for adapter in range(many - 4, many):
-        await ms(adapter)
-        warm += [await ms(adapter) for _ in range(5)]
-    stats = await target.counters()
-    await target.close()
-    for kind, found, vllm, aim in (
-        ("no adapter", base[2:], None, None), ("warm adapter", warm, 10.6, 5),
-        ("adapter in host memory", host, 21.2, 7), ("adapter never read", never, 113.7, 50),
-    ):  # fmt: skip
-        middle, worst = statistics.median(found), max(found)
-        aims.note("first", {"kind": kind, "ms": middle, "most_ms": worst, "vllm_ms": vllm, "aim_ms": aim})
-    aims.report["first_steps"] = aims.lent.by_tokens()
-    aims.report["first_counters"] = {name: stats[name] for name in ("adapter_reads", "adapter_evictions")}
 
 
 def start_again(settings: Mapping[str, Any]) -> float:

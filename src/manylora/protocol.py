@@ -30,9 +30,11 @@ Tier = Literal["device", "host"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arrive:
-    """A request has come."""
+    """A request has come. ``more``: others follow at once, and no step starts before the last of them is known,
+    so that those who come together start together."""
 
     request: Request
+    more: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

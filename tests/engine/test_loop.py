@@ -14,6 +14,7 @@ from manylora.engine.client import Delta, GenerationRequest
 from manylora.engine.driver import Driver
 from manylora.engine.journal import JournalWriter, read_journal
 from manylora.protocol import (
+    Arrive,
     CopyDone,
     Event,
     RunStep,
@@ -82,6 +83,27 @@ def test_a_timer_comes_after_the_inbox_and_before_the_step_that_ended(start: Sta
     driver = start(policy, Executor())
     driver.submit(GenerationRequest("r", (1,), SamplingParams()))
     assert policy.take(4) == ["Arrive", "Abort", "Timer", "StepDone"]
+
+
+def test_those_who_come_together_are_told_of_together(start: Start) -> None:
+    driver: Driver
+
+    class Executor(FakeExecutor):
+        def run_step(self, step: RunStep) -> StepResult:
+            for name in "bc":  # while the step runs
+                driver.submit(GenerationRequest(name, (1,), SamplingParams()))
+            driver.abort("b", None, "abort")
+            driver.submit(GenerationRequest("d", (1,), SamplingParams()))
+            driver.submit(GenerationRequest("e", (1,), SamplingParams(), adapter="that nobody knows"))
+            return super().run_step(step)
+
+    policy = Scripted([RunStep(1, (), ())])
+    driver = start(policy, Executor())
+    driver.submit(GenerationRequest("a", (1,), SamplingParams()))
+    told = [policy.events.get(timeout=WAIT_S)[0] for _ in range(6)]
+    arrivals = [(event.request.id, event.more) for event in told if isinstance(event, Arrive)]
+    assert arrivals == [("a", False), ("b", True), ("c", False), ("d", False)]
+    assert [type(event).__name__ for event in told[4:]] == ["Arrive", "StepDone"]
 
 
 def test_a_step_that_the_timer_starts_ends_after_what_comes_in_meanwhile(start: Start) -> None:

@@ -171,6 +171,23 @@ def test_a_copy_out_waits_for_compute_that_was_issued_before(bench: Bench) -> No
         assert bool((bench.host.page(turn) == turn + 1).all())
 
 
+def test_copies_to_the_device_wait_for_what_was_settled_and_for_no_step(bench: Bench) -> None:
+    bench.pinned()
+    bench.host.page(3).fill_(5.0)
+    busy_until = torch.cuda.Event()
+    torch.cuda._sleep(4_000_000_000)  # cycles: two seconds of a step
+    busy_until.record()
+    bench.start(True, [(3, 8)])
+    bench.wait(1)
+    assert not busy_until.query(), "the copy has landed while the step still runs"
+    bench.copier.settle()
+    bench.start(True, [(3, 9)])
+    bench.wait(1)
+    assert busy_until.query()
+    assert bool((bench.arena.page(8) == 5).all())
+    assert bool((bench.arena.page(9) == 5).all())
+
+
 def test_close_unpins_and_frees() -> None:
     bench = Bench()
     bench.pinned()

@@ -102,6 +102,24 @@ def bench() -> Iterator[Bench]:
     made.host.close()
 
 
+def test_only_copies_from_the_device_wait_for_what_was_just_issued(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments = iter(range(1, 100))
+    begun: dict[bool, list[object]] = {True: [], False: []}
+    monkeypatch.setattr(bench.device, "issued", lambda: next(moments))
+    monkeypatch.setattr(bench.into, "begin", begun[True].append)
+    monkeypatch.setattr(bench.out, "begin", begun[False].append)
+    bench.copier.settle()
+    for to_device in (True, False, True, False):
+        bench.start(to_device, (1, 2))
+        bench.answer()
+    bench.copier.settle()
+    bench.start(True, (1, 2))
+    bench.answer()
+    assert begun == {True: [1, 1, 4], False: [2, 3]}
+
+
 def test_random_runs_arrive_both_ways(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copier_module, "TRANSFER_BYTES", 5 * PAGE.page_bytes)
     generator = random.Random(3)

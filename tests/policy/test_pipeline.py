@@ -65,6 +65,15 @@ def test_the_second_step_computes_the_token_that_the_first_one_draws() -> None:
     assert rig.emitted() == undisturbed(BASE, (1, 2, 3), SamplingParams(max_tokens=5), (), 0)
 
 
+def test_those_who_come_together_start_together() -> None:
+    rig = Pipeline()
+    requests = [Request(f"r{n}", BASE, (n, 2, 3), SamplingParams(max_tokens=2, seed=0), ()) for n in range(3)]
+    for request in requests:
+        commands = rig.feed(Arrive(request, more=request is not requests[-1]))
+    assert [len(step.rows) for step in rig.steps()] == [3, 3]
+    assert [command for command in commands if isinstance(command, RunStep)] == rig.steps()
+
+
 def test_nothing_is_computed_past_the_last_token_asked_for() -> None:
     rig = Pipeline()
     rig.ask((1, 2, 3), max_tokens=2)

@@ -186,20 +186,32 @@ class ReplicaMachine(RuleBasedStateMachine):
         min_tokens=st.integers(0, 2),
         n=st.sampled_from([1, 1, 1, 2, 3]),
         stops=st.booleans(),
+        together=st.sampled_from([1, 1, 1, 2, 3]),
     )
     def arrive(
-        self, data: st.DataObject, prompt: list[int], max_tokens: int, min_tokens: int, n: int, stops: bool
+        self,
+        data: st.DataObject,
+        prompt: list[int],
+        max_tokens: int,
+        min_tokens: int,
+        n: int,
+        stops: bool,
+        together: int,
     ) -> None:
         # Removed adapters too: such a request must be rejected.
         adapter = data.draw(st.sampled_from([BASE, *sorted(self.adapters), *sorted(self.removed)]))
         params = SamplingParams(n=n, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), seed=0)
         stop_ids = (VOCABULARY - 1,) if stops else ()
-        request = Request(f"r{next(self.ids)}", adapter, tuple(prompt), params, stop_ids)
-        self.requests[request.id] = request
-        self.arrived_s[request.id] = self.now + EVENT_S
-        self.feed(Arrive(request))
-        if adapter in self.removed:
-            assert request.id in self.rejected
+        num_steps = len(self.device.steps)
+        for num_more in reversed(range(together)):
+            request = Request(f"r{next(self.ids)}", adapter, tuple(prompt), params, stop_ids)
+            self.requests[request.id] = request
+            self.arrived_s[request.id] = self.now + EVENT_S
+            self.feed(Arrive(request, more=num_more > 0))
+            if num_more:
+                assert len(self.device.steps) == num_steps, "no step starts before the last has come"
+            if adapter in self.removed:
+                assert request.id in self.rejected
 
     @precondition(lambda self: self.live())
     @rule(data=st.data(), whole=st.booleans())

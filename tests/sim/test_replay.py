@@ -215,10 +215,10 @@ def test_a_step_is_priced_by_what_it_computes() -> None:
     at, done = answer
     assert at == pytest.approx(5.0 + 1.0 + 0.1 + 20 * 0.01 + (100 + 30) * 0.001 + 0.003)
     assert done.tokens == ((1, (100,)),)  # type: ignore[union-attr]  # the answer to a step
-    copied = device.obey(SwapPages(1, True, ((1, 1),)), 5.0)
-    assert copied is not None
-    behind_s = at + costs.copy_s(PAGE_BYTES, True)
-    assert copied[0] == pytest.approx(behind_s), "the step may still use the pages"
+    for to_device, begins_at in ((True, 5.0), (False, at)):  # the step may still write what leaves
+        copied = device.obey(SwapPages(1, to_device, ((1, 1),)), 5.0)
+        assert copied is not None
+        assert copied[0] == pytest.approx(begins_at + costs.copy_s(PAGE_BYTES, to_device))
 
 
 def test_a_policy_that_forgets_somebody_is_found_out() -> None:

@@ -45,7 +45,8 @@ class CopyLane(Protocol):
     other work on the device."""
 
     def begin(self, issued: object) -> None:
-        """Copies from here on wait for the work that ``issued`` stands for (see ``Device.issued``)."""
+        """Copies from here on wait for the work that ``issued`` stands for (see ``Device.issued``), and for none
+        that was issued after it."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Start to copy between contiguous tensors of one size and dtype, after those started before.

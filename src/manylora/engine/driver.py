@@ -104,6 +104,7 @@ class Driver:
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._outbox = Outbox(clock)
         self._meters = _Meters()
+        self._arrived: collections.deque[Request] = collections.deque()  # and not yet told of
         self._in_flight: collections.deque[IssuedStep] = collections.deque()  # oldest first
         self._timer_at: float | None = None
         self._failed_steps = 0
@@ -214,6 +215,8 @@ class Driver:
                 return False
             self._take(item)
             item = None
+            if self._inbox.empty():
+                self._tell_arrived()
         # Last before a step's end: where a first step has just been issued, that is in the next round.
         is_last = result is not None or not self._in_flight
         if is_last and self._timer_at is not None and self._clock() >= self._timer_at:
@@ -234,8 +237,10 @@ class Driver:
 
     def _take(self, item: object) -> None:
         if isinstance(item, GenerationRequest):
-            self._arrive(item)
-        elif isinstance(item, concurrent.futures.Future):
+            self._open(item)
+            return
+        self._tell_arrived()
+        if isinstance(item, concurrent.futures.Future):
             item.set_result(self._stats())
         else:
             if isinstance(item, AdapterRead):
@@ -243,7 +248,7 @@ class Driver:
                 self._meters.adapter_read_failures += not item.ok
             self._feed(item)  # type: ignore[arg-type]  # the rest of the inbox are events
 
-    def _arrive(self, asked: GenerationRequest) -> None:
+    def _open(self, asked: GenerationRequest) -> None:
         adapter = BASE if asked.adapter is None else self._catalog.lookup(asked.adapter)
         eos_ids = () if asked.params.ignore_eos else self.info.eos_ids
         stop_ids = tuple(dict.fromkeys((*eos_ids, *asked.params.stop_token_ids)))
@@ -258,7 +263,13 @@ class Driver:
             self._outbox.reject(asked.id, error)
             return
         self._meters.prompt_tokens += len(asked.prompt)
-        self._feed(Arrive(request))
+        self._arrived.append(request)
+
+    def _tell_arrived(self) -> None:
+        """All that have come since the last other event, the policy being told that they come together."""
+        while self._arrived:
+            request = self._arrived.popleft()
+            self._feed(Arrive(request, more=bool(self._arrived)))
 
     def _feed(self, event: Event) -> None:
         now = self._clock()

@@ -7,6 +7,7 @@ leaves no trace in them.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -213,6 +214,9 @@ class Worker:
 
     def _failed(self, step: RunStep, error: Exception, began: float) -> StepResult:
         _log.error("step %d failed", step.step, exc_info=error)
+        with contextlib.suppress(RuntimeError):
+            # What of it was issued may not touch its pages once the policy gives them to others.
+            self._device.synchronize()
         return StepResult(StepDone(step.step, False, (), self._step_s(began), one_line(error)), {})
 
     def _step_s(self, began: float) -> float:
@@ -226,6 +230,7 @@ class Worker:
 
     def copy_pages(self, pairs: tuple[tuple[PageId, PageId], ...]) -> None:
         self._arena.copy_pages(pairs)
+        self._copier.settle()
 
     # ------------------------------------------------------------ adapters
 

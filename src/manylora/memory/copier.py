@@ -52,16 +52,26 @@ class Copier:
             True: _Lane("copy-in", device.copy_lane()),
             False: _Lane("copy-out", device.copy_lane()),
         }
+        self._settled = device.issued()
         self._closing = False
 
+    def settle(self) -> None:
+        """Copies to the device wait for what was issued by now.
+
+        They wait for no step: the policy gives them pages that none in flight touches. But for what the policy
+        does not count as a step, such as copies inside the pool.
+        """
+        self._settled = self._device.issued()
+
     def start(self, command: SwapPages, landed: Callable[[], None], done: Callable[[CopyDone], None]) -> None:
-        """Copy after everything issued so far. ``done`` is called once, from another thread.
+        """Copy: from the device, after everything issued so far. ``done`` is called once, from another thread.
 
         ``landed`` is called just before, if the copy went well; when it raises, the copy has failed. Raises
         RuntimeError after ``close``; then neither is called.
         """
         lane = self._lanes[command.to_device]
-        lane.issuing.submit(self._issue, lane, command, self._device.issued(), landed, done)
+        after = self._settled if command.to_device else self._device.issued()
+        lane.issuing.submit(self._issue, lane, command, after, landed, done)
 
     def close(self) -> None:
         """Break copies off, answer every one that is left, end the threads. Idempotent."""
@@ -73,13 +83,13 @@ class Copier:
         self,
         lane: _Lane,
         command: SwapPages,
-        issued: object,
+        after: object,
         landed: Callable[[], None],
         done: Callable[[CopyDone], None],
     ) -> None:
         error, wait = "", None
         try:
-            lane.copies.begin(issued)
+            lane.copies.begin(after)
             error = self._transfer(lane.copies, command)
         except Exception as failure:
             error = one_line(failure)

@@ -96,8 +96,9 @@ class Replica:
                 self._removing.add(event.adapter)
         if self._removing:
             self._free_removed()
-        while self._start_next(now):
-            pass
+        if not (isinstance(event, Arrive) and event.more):
+            while self._start_next(now):
+                pass
         commands = self._commands[:]
         self._commands.clear()
         return commands

@@ -84,8 +84,9 @@ class SimulatedDevice:
     def _copy(self, command: SwapPages, now: float) -> Answer:
         to_device = command.to_device
         seconds = self._costs.copy_s(len(command.pairs) * self._page_bytes, to_device)
-        # A lane waits for all steps issued so far: they may still use the pages.
-        end = max(now, self._steps_end, self._lane_free_at[to_device]) + seconds
+        # What leaves the device may still be written by the steps issued so far; no step touches where others go.
+        begin = now if to_device else max(now, self._steps_end)
+        end = max(begin, self._lane_free_at[to_device]) + seconds
         self._lane_free_at[to_device] = end
         return end, CopyDone(command.copy, True, seconds)
 
