@@ -9,7 +9,7 @@ from manylora.config import CacheConfig, PolicyConfig
 from manylora.policy.cache import Cache
 from manylora.policy.candidates import Candidates
 from manylora.policy.tree import HostState, Node, Residence
-from manylora.policy.value import FastLibraValue, LeastRecentlyUsed, RealCost, ValueModel
+from manylora.policy.value import FastLibraValue, LeastRecentlyUsed, RealCost, RealHostCost, ValueModel
 
 
 def cache_of(policy: str, num_pages: int = 4000, num_host_pages: int = 4000) -> Cache:
@@ -118,7 +118,26 @@ def test_real_cost_is_what_coming_back_takes() -> None:
     assert model.cost_s(node) == pytest.approx(0.001)
 
 
-@pytest.mark.parametrize("kind", ["lru", "fastlibra", "real cost"])
+def test_a_host_copy_is_worth_what_it_saves_those_who_would_wait() -> None:
+    cache = cache_of("manylora")
+    tree, rates = cache.tree, cache.rates
+    root = tree.add_adapter(1, 8)
+    node = grow(cache, 1, 1)
+    model = RealHostCost(rates, cache.counters, 60.0)
+    rates.saw_copy(10, 0.001, to_device=True)
+    rates.saw_read(8, 0.8)
+    assert model.cost_s(root) == pytest.approx(0.8 - 0.0008), "a read in place of a transfer"
+    alone_s = model.cost_s(node)
+    assert alone_s == pytest.approx(rates.page_prefill_s(1) - 0.0001)
+    for _ in range(200):
+        rates.saw_step(30, 30, 0.01)
+    assert model.cost_s(node) == pytest.approx(30 * rates.page_prefill_s(1) - 0.0001), (
+        "30 rows wait for a prefill"
+    )
+    assert model.cost_s(root) == pytest.approx(0.8 - 0.0008), "and one for a read"
+
+
+@pytest.mark.parametrize("kind", ["lru", "fastlibra", "real cost", "real host cost"])
 @pytest.mark.parametrize("takes_best", [False, True])
 def test_candidates_come_in_order_of_value(kind: str, takes_best: bool) -> None:
     """Against sorting all of them at each decision, while visits come, age and expire in between."""
@@ -132,6 +151,7 @@ def test_candidates_come_in_order_of_value(kind: str, takes_best: bool) -> None:
         "lru": LeastRecentlyUsed(),
         "fastlibra": FastLibraValue(cache.visits, cache.rates, 5.0),
         "real cost": RealCost(cache.rates, cache.counters, 20.0),
+        "real host cost": RealHostCost(cache.rates, cache.counters, 20.0),
     }
     model = models[kind]
     out: set[int] = set()

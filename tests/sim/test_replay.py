@@ -236,3 +236,20 @@ def test_bad_input_is_refused_in_a_line() -> None:
         Replay(chat(), config_of(), COSTS, [4] * 3)
     with pytest.raises(ConfigError, match=r"the workload does not fit: .*maximum context"):
         run(stream=stream_of(request(0.0, 0, 0, 2, 300, 9)))
+
+
+def test_history_that_nobody_asks_for_does_not_push_adapters_out_of_the_host() -> None:
+    """One request of each adapter in turn, again and again: by last use each would be gone when it is needed."""
+    num_adapters, rounds = 12, 8
+    requests = [
+        request(0.2 * number, number, 0, number % num_adapters, 24, 4)
+        for number in range(num_adapters * rounds)
+    ]
+    stream = Stream("one after the other", tuple(requests), (8,) * num_adapters)
+    misses = {}
+    for policy in ("manylora", "lru"):
+        config = config_of(policy, num_pages=30, num_host_pages=4 * num_adapters + 8)
+        replay = Replay(stream, config, COSTS, [4] * num_adapters)
+        replay.run()
+        misses[policy] = replay.replica.counters.adapter_misses - num_adapters  # each is read once to be warm
+    assert misses["manylora"] < num_adapters < misses["lru"]

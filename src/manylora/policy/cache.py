@@ -60,16 +60,15 @@ class Cache:
             counts_window=self.policy.counts_visits,
             only_leaves_matter=self.policy.keeps_dependencies,
         )
-        device_value = self.policy.device_value(config.cache, self.visits, self.rates, self.counters)
-        host_value = self.policy.host_value(config.cache, self.visits, self.rates, self.counters)
-        self._device_value = device_value
+        known = config.cache, self.visits, self.rates, self.counters
+        self._device_value = device_value = self.policy.device_value(*known)
+        self._host_value = self.policy.host_value(*known)
         self._leaving = Candidates(0, device_value, self.tree.may_leave)
-        # Parts of their own need lists of their own.
-        self._leaving_adapters = (
-            Candidates(0, device_value, self.tree.may_leave) if self.policy.has_parts else self._leaving
-        )
+        self._leaving_adapters = self._leaving
+        if self.policy.has_parts:  # which need lists of their own
+            self._leaving_adapters = Candidates(0, device_value, self.tree.may_leave)
         self.entering = Candidates(1, device_value, self.tree.may_enter, takes_best=True)
-        self._leaving_host = Candidates(2, host_value, self.tree.may_leave_host)
+        self._leaving_host = Candidates(2, self._host_value, self.tree.may_leave_host)
         self.tree.changed = self._offer
         self.reads: dict[AdapterId, tuple[Node, bool]] = {}  # with whether it goes to the device
         self._queued: list[Move] = []
@@ -256,6 +255,7 @@ class Cache:
             return True
         if count > self.host.num_pages:
             return False
+        self._host_value.refresh(self.now, self.tree.resident_adapters)
         self._leaving_host.begin(self.now)
         while self.host.num_free < count:
             chosen = self._leaving_host.pop()

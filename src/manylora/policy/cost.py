@@ -21,7 +21,7 @@ _HOPE = 1 / 2000
 
 
 class Rates:
-    """Seconds a page of ``page_bytes`` and ``page_tokens`` takes; ``step_s``: a step."""
+    """Seconds a page of ``page_bytes`` and ``page_tokens`` takes; ``step_s``: a step, of ``step_rows`` rows."""
 
     def __init__(self, page_bytes: int, page_tokens: int) -> None:
         self._page_tokens = page_tokens
@@ -29,6 +29,7 @@ class Rates:
         self.page_out_s = page_bytes / _FIRST_COPY_BYTES_S
         self.page_read_s = page_bytes / _FIRST_READ_BYTES_S
         self.step_s = _FIRST_STEP_S
+        self.step_rows = 1.0
         self._token_s = _FIRST_PREFILL_S
         self._decode_s = 0.0
         self._num_copies = {True: 0, False: 0}
@@ -76,6 +77,7 @@ class Rates:
         if seconds <= 0:
             return
         self.step_s = _KEEP * self.step_s + (1 - _KEEP) * seconds
+        self.step_rows = _KEEP * self.step_rows + (1 - _KEEP) * num_rows
         if num_tokens == num_rows:
             self._decode_s = seconds if not self._decode_s else _KEEP * self._decode_s + (1 - _KEEP) * seconds
         elif num_tokens - num_rows >= _LEAST_PREFILL_TOKENS:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from manylora.config import CacheConfig
 from manylora.policy.cost import Rates
 from manylora.policy.counters import Counters
-from manylora.policy.value import FastLibraValue, LeastRecentlyUsed, RealCost, ValueModel
+from manylora.policy.value import FastLibraValue, LeastRecentlyUsed, RealCost, RealHostCost, ValueModel
 from manylora.policy.visits import Visits
 
 ModelMaker = Callable[[CacheConfig, Visits, Rates, Counters], ValueModel]
@@ -32,6 +32,10 @@ def _fastlibra_without_reward(
     return FastLibraValue(visits, rates, config.tau_s, rewards_adapters=False)
 
 
+def _real_host_cost(config: CacheConfig, visits: Visits, rates: Rates, counters: Counters) -> ValueModel:
+    return RealHostCost(rates, counters, config.window_s)
+
+
 def _real_cost(config: CacheConfig, visits: Visits, rates: Rates, counters: Counters) -> ValueModel:
     return RealCost(rates, counters, config.window_s)
 
@@ -46,7 +50,8 @@ class CachePolicy:
     it after every step rather than every interval. ``weighs_recomputing``: KV is saved to the host, and comes
     back from there, only where that takes less than computing it again. ``prefetches``: brings what waiting
     requests need into idle pages (S-LoRA §5.2). ``has_parts``: adapters and KV have a fixed share of the
-    device each. ``counts_visits``: its value model reads how many requests in the window used a node.
+    device each. ``host_value``: what a copy on the host is worth, when that is full. ``counts_visits``: a value
+    model reads how many requests in the window used a node.
     """
 
     device_value: ModelMaker
@@ -72,6 +77,7 @@ POLICIES: dict[str, CachePolicy] = {
     # What arrives within one interval can pass 5 % of the device; then it waits for pages to be saved.
     "manylora": CachePolicy(
         _real_cost,
+        _real_host_cost,
         swaps_by_itself=True,
         prefetches=True,
         high_mark=0.90,

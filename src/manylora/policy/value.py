@@ -20,6 +20,7 @@ Value = tuple[float, float]
 
 REUSE_S = 15.0
 """How fast KV loses value: about the pause between two turns of a conversation."""
+_LEAST_COST_S = 1e-7
 _LEAST_WEIGHT = 1e-6
 """Of what nobody has asked for yet."""
 _PRIOR_TOKENS = 1000
@@ -145,6 +146,7 @@ class RealCost:
         return rates.step_s + node.num_pages * (rates.page_in_s if is_held else rates.page_read_s)
 
     def _kv_cost_s(self, depth_class: int, is_held: bool) -> float:
+        """Of one page."""
         rates = self._rates
         # Without a copy it would be saved: written now and read back later. Never more than computing it again.
         copy_s = rates.page_in_s if is_held else rates.page_out_s + rates.page_in_s
@@ -155,6 +157,28 @@ class RealCost:
         reuse = hits / (self._counters.prefix_queries_tokens + _PRIOR_TOKENS) / REUSE_S
         self._log_reuse = math.log(reuse)
         self._fresh_kv.clear()
+
+
+class RealHostCost(RealCost):
+    """The same for a copy on the host, for the node's next use from there: what the transfer saves.
+
+    An adapter's read from its source delays who waits for it; a KV page's prefill all rows of its step. So history
+    that is seldom asked for does not push adapters out, and of what is asked for often that stays which would take
+    the device's time.
+    """
+
+    def bucket(self, node: Node) -> Hashable:
+        return -node.num_pages if node.parent is None else node.depth.bit_length()
+
+    def cost_s(self, node: Node) -> float:
+        """Seconds that the copy saves whoever needs the node, which is not on the device then."""
+        if node.parent is not None:
+            return self._kv_cost_s(node.depth.bit_length(), True)
+        return node.num_pages * max(self._rates.page_read_s - self._rates.page_in_s, _LEAST_COST_S)
+
+    def _kv_cost_s(self, depth_class: int, is_held: bool) -> float:
+        prefill_s = self._rates.step_rows * self._rates.page_prefill_s(depth_class)
+        return max(prefill_s - self._rates.page_in_s, _LEAST_COST_S)
 
 
 def _softplus(x: float) -> float:
