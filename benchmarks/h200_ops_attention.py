@@ -1,4 +1,4 @@
-"""Attention's part of ``h200_ops``: our Triton kernels beside FlashInfer's, over one scattered pool.
+"""Attention's part of ``h200_ops``: our Triton kernel beside FlashInfer's, over one scattered pool.
 
 Pages of 16 tokens are drawn at random; every call reads pages of its own, so nothing comes from the cache.
 """
@@ -198,7 +198,8 @@ def prefill() -> dict[str, Any]:
 
 
 def prefill_row(pool: Pool, lengths: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    attention, sets = PagedAttention(528), pool.sets(lengths)[:2]
+    attention = PagedAttention(528, DecodeTable(group=pool.heads // pool.kv_heads))
+    sets = pool.sets(lengths)[:2]
     q = pool.queries(sets[0])
     plans = [attention.plan(rows, pool.page, q.device) for rows in sets]
 

@@ -8,10 +8,14 @@ import torch
 
 from manylora.kernels.ops import AttentionRows
 from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.shapes import PageShape
+from manylora.kernels.triton.attention_plans import FixedAttention
+from manylora.kernels.triton.decode_table import DecodeTable
 from tests.kernels.cases import TOLERANCE, AttentionCase, attention_case, error
 from tests.kernels.implementations import SUBJECTS, Subject
 
 REFERENCE = ReferenceOps()
+CPU = torch.device("cpu")
 TRITON = [subject for subject in SUBJECTS if subject.id.startswith(("interpreted", "gpu"))]
 
 
@@ -71,6 +75,53 @@ def test_one_plan_serves_prompts_beside_decoding_rows(subject: Subject) -> None:
         out = ops.attention(padded(case.q, 32), case.pool, case.layer, fixed.plan, case.scale, None)
         check(subject, case, out)
         assert not out[len(case.q) :].any()
+
+
+@pytest.mark.parametrize("subject", TRITON)
+@pytest.mark.parametrize("window", [None, 820])
+def test_prompts_after_long_histories_are_cut_and_joined(subject: Subject, window: int | None) -> None:
+    """Beside short ones that are not, and again with the same bits: whichever piece arrives last."""
+    ops, fixed = subject.ops(), None
+    for seed, lengths in enumerate(([(3, 1000), (1, 30), (2, 2)], [(2, 2), (1, 900)], [(5, 840), (4, 1000)])):
+        case = attention_case(
+            seed,
+            device=subject.device,
+            dtype=subject.dtype,
+            lengths=lengths,
+            window=window,
+            page_tokens=16,
+            kv_heads=1,
+            heads_per_kv=2,
+            dim=16,
+        )
+        if fixed is None:
+            fixed = ops.fixed_attention(3, 1000, case.page, subject.device, num_tokens=12)
+        fixed.fill(case.rows)
+        subject.poison()
+        q = padded(case.q, 12)
+        out, again = (
+            ops.attention(q.clone(), case.pool, case.layer, fixed.plan, case.scale, window) for _ in range(2)
+        )
+        assert torch.equal(out, again)
+        check(subject, case, out)
+        assert not out[len(case.q) :].any()
+
+
+def test_a_captured_step_holds_as_many_prompts_as_tokens_allow() -> None:
+    """Also where every prompt's last tile is nearly empty."""
+    page = PageShape(1, 16, 1, 16, 4)
+    for lengths in ([2] * 128, [65] * 3, [256], [1] * 100 + [2, 153], [67, 189]):
+        starts = np.cumsum([0, *lengths]).astype(np.int32)
+        contexts = np.array(lengths, dtype=np.int32) + 800
+        rows = AttentionRows(starts, contexts, np.zeros((len(lengths), 70), np.int32))
+        for group in (1, 4):
+            fixed = FixedAttention(128, 1100, page, CPU, 528, DecodeTable(group=group), 256)
+            fixed.fill(rows)
+            tokens = fixed.plan.records[:, 2][fixed.plan.records[:, 4] == 0]
+            assert tokens.sum() == 256, "each token in the first piece of one tile"
+            used = fixed.plan.records[fixed.plan.records[:, 5] > 1].long()
+            assert not len(used) or (used[:, 6] + used[:, 2] * used[:, 5]).max() <= fixed.plan.places
+            assert not len(used) or used[:, 7].max() < fixed.plan.counters
 
 
 @pytest.mark.parametrize("contexts", [[1, 1, 1], [65]], ids=["too many rows", "too long a context"])

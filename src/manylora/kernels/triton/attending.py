@@ -1,4 +1,4 @@
-"""Attention over the paged pool by our Triton kernels: launches and block sizes."""
+"""Attention over the paged pool by our Triton kernel: its launch and block sizes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ import torch
 from manylora.kernels.flashinfer_attention import PromptAttention
 from manylora.kernels.ops import AttentionRows
 from manylora.kernels.shapes import PageShape
-from manylora.kernels.triton.attention import attend_kernel, combine_kernel
+from manylora.kernels.triton.attention import attend_kernel
 from manylora.kernels.triton.attention_plans import (
     BLOCK_TOKENS,
-    PREFILL_TILE,
-    DecodePieces,
     FixedAttention,
-    PrefillTiles,
     TritonAttentionPlan,
     attention_plan,
 )
 from manylora.kernels.triton.counters import Counters
-from manylora.kernels.triton.decode import decode_kernel
-from manylora.kernels.triton.decode_table import DecodeConfig, DecodeTable
+from manylora.kernels.triton.decode_table import DecodeConfig, DecodeTable, TileConfig
 from manylora.kernels.triton.dependent import launch_options
 from manylora.kernels.triton.plans import power_of_two
 
@@ -90,48 +86,47 @@ class PagedAttention:
         # Tokens of no row must not carry NaN onwards.
         fresh = torch.empty if plan.num_tokens == num_tokens else torch.zeros
         out = fresh((num_tokens, heads * dim), dtype=q.dtype, device=q.device)
-        # Prompts first: some write what lies between them too.
+        records, tile = plan.records, plan.tile
         if plan.prompts is not None and plan.prompts.serves(q, scale, window):
+            # First: some write what lies between them too.
             plan.prompts.run(q, pool, layer, out)
-        elif plan.prefill is not None:
-            _prefill(q, pool, layer, plan.page_table, plan.prefill, scale, window, out)
-        if plan.decode is not None:
-            self._decode(q, pool, layer, plan.page_table, plan.decode, scale, window, out)
+            records, tile = records[plan.of_prompts :], 1
+        if len(records):
+            self._attend(q, pool, layer, plan, records, tile, scale, window, out)
         return out
 
-    def _decode(
+    def _attend(
         self,
         q: torch.Tensor,
         pool: torch.Tensor,
         layer: int,
-        page_table: torch.Tensor,
-        pieces: DecodePieces,
+        plan: TritonAttentionPlan,
+        records: torch.Tensor,
+        tile: int,
         scale: float,
         window: int | None,
         out: torch.Tensor,
     ) -> None:
         _, num_heads, dim = q.shape
         page_tokens, kv_heads = pool.shape[3:5]
-        heads, config = num_heads // kv_heads, pieces.config
-        if dim > 128 or q.dtype == torch.float32:
-            # Blocks that fit the registers: float32 products run without tensor cores.
-            config = DecodeConfig(16 if q.dtype == torch.float32 else 32, 4, 2)
-        if BLOCK_TOKENS % config.block_n:
-            raise ValueError(f"pieces are whole blocks of {BLOCK_TOKENS}, not of {config.block_n}")
+        heads = num_heads // kv_heads
+        sizes = _launch_sizes(q.dtype, dim, heads, tile, plan.config, self._decoding.tiles)
+        parts = tile // sizes["BLOCK_Q"]
         partial = statistics = out
-        if pieces.places:
-            shape = (pieces.places, num_heads)
+        if plan.places:
+            shape = (plan.places, num_heads)
             partial = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
             statistics = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
-        decode_kernel[(pieces.num_pieces, kv_heads)](
+        grid = (len(records) * parts, kv_heads)
+        attend_kernel[grid if tile == 1 else grid[::-1]](
             q,
             pool,
-            page_table,
-            pieces.records,
+            plan.page_table,
+            records,
             out,
             partial,
             statistics,
-            self._counters.take(pieces.places * kv_heads, q.device),
+            self._counters.take(plan.counters * parts * kv_heads, q.device),
             q.stride(0),
             layer * pool.stride(1),
             pool.stride(2),
@@ -140,89 +135,36 @@ class PagedAttention:
             scale * math.log2(math.e),
             window or 0,
             HEADS=heads,
-            BLOCK_M=max(16, power_of_two(heads)),
+            HEADS_PADDED=power_of_two(heads),
             DIM=dim,
             DIM_PADDED=max(16, power_of_two(dim)),
             PAGE_TOKENS=page_tokens,
-            BLOCK_N=config.block_n,
-            STAGES=config.stages,
+            TILE=tile,
             WINDOWED=window is not None,
             PRECISION=precision(q.dtype),
-            num_warps=config.warps,
-            num_stages=config.stages,
+            **sizes,
             **self._launching,
         )
 
 
-def _prefill(
-    q: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    page_table: torch.Tensor,
-    tiles: PrefillTiles,
-    scale: float,
-    window: int | None,
-    out: torch.Tensor,
-) -> None:
-    num_tokens, num_heads, dim = q.shape
-    page_tokens, kv_heads = pool.shape[3:5]
-    heads = num_heads // kv_heads
-    heads_padded, dim_padded = power_of_two(heads), max(16, power_of_two(dim))
-    # Blocks that fit the registers: float32 products run without tensor cores and need the smallest.
-    exact = q.dtype == torch.float32
-    narrow = not exact and dim_padded <= 128
-    wanted = 16 if exact else (128 if narrow else 64)
-    block_q = max(1, wanted // heads_padded)
-    block_m = max(16, block_q * heads_padded)
-    partial = statistics = out
-    if tiles.places:
-        shape = (tiles.places, num_heads)
-        partial = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
-        statistics = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
-    attend_kernel[(len(tiles.records) * (PREFILL_TILE // block_q), kv_heads)](
-        q,
-        pool,
-        page_table,
-        tiles.records,
-        tiles.sizes,
-        out,
-        partial,
-        statistics,
-        q.stride(0),
-        num_heads,
-        layer * pool.stride(1),
-        pool.stride(2),
-        pool.stride(0),
-        pool.stride(3),
-        scale * math.log2(math.e),
-        window or 0,
-        HEADS=heads,
-        HEADS_PADDED=heads_padded,
-        DIM=dim,
-        DIM_PADDED=dim_padded,
-        PAGE_TOKENS=page_tokens,
-        TILE=PREFILL_TILE,
-        BLOCK_Q=block_q,
-        BLOCK_M=block_m,
-        BLOCK_N=64 if narrow else 16 if exact else 32,
-        WINDOWED=window is not None,
-        PRECISION=precision(q.dtype),
-        num_warps=8 if block_m >= 128 else 4,
-        num_stages=3 if narrow else 2,
-    )
-    if tiles.places:
-        combine_kernel[(num_tokens, num_heads)](
-            out,
-            partial,
-            statistics,
-            tiles.joined,
-            tiles.sizes,
-            num_heads,
-            window or 0,
-            DIM=dim,
-            DIM_PADDED=dim_padded,
-            BLOCK_Q=block_q,
-            JOINED=len(tiles.joined),
-            WINDOWED=window is not None,
-            num_warps=1,
-        )
+def _launch_sizes(
+    dtype: torch.dtype, dim: int, heads: int, tile: int, config: DecodeConfig, tiles: TileConfig
+) -> dict[str, int]:
+    """``attend_kernel``'s, for ``heads`` to a key head; ``config`` and ``tiles`` where they are for such heads."""
+    if dim > 128 or dtype == torch.float32:
+        # Blocks that fit the registers: float32 products run without tensor cores.
+        block, rows = (16, 16) if dtype == torch.float32 else (32, 64)
+        config, tiles = DecodeConfig(block, 4, 2), TileConfig(rows, block, 4, 2, None)
+    if BLOCK_TOKENS % config.block_n or BLOCK_TOKENS % tiles.block_n:
+        raise ValueError(f"pieces are whole blocks of {BLOCK_TOKENS}: {config} or {tiles} cannot take them")
+    sizes = {
+        "BLOCK_Q": min(tile, max(1, tiles.rows // power_of_two(heads))),
+        "BLOCK_N": config.block_n,
+        "STAGES": config.stages,
+        "TILE_BLOCK_N": tiles.block_n,
+        "TILE_STAGES": tiles.stages,
+    }
+    if tile == 1:
+        return sizes | {"num_warps": config.warps, "num_stages": config.stages}
+    limit = {"maxnreg": tiles.registers} if tiles.registers else {}
+    return sizes | {"num_warps": tiles.warps, "num_stages": tiles.stages} | limit

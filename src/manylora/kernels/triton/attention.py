@@ -1,17 +1,17 @@
-"""Triton kernels for attention over paged keys and values, of rows with several queries.
+"""The Triton kernel for attention over paged keys and values: rows of one query and prompts in one launch.
 
-A tile is a run of at most TILE queries of one row. Where there are few tiles, a tile's context is cut into pieces
-of ``chunk`` slots. A program takes one piece of a tile, BLOCK_Q of its queries and one key head; the HEADS query
-heads that share the key head stand side by side with the queries as rows of the tensor-core product. The result
-of an only piece is final; several are joined in order by ``combine_kernel`` (flash-decoding), so results do not
-depend on timing. What there is to do stands in device memory, so a captured launch is no larger than the work that
-its tokens can be: a record of 8 int32 per piece:
+The host cuts the rows into tiles of neighbouring queries, and long contexts of tiles into pieces
+(``attention_plans``). A program takes one piece and one key head; the HEADS query heads that share it stand side
+by side with the queries as rows of the tensor-core product. A tile of one query takes as few rows as tensor cores
+allow, so that it reads as fast as memory can; a tile of several fills them. Pieces of a tile are joined, in order,
+by the program that arrives last (flash-decoding), so results do not depend on timing and no second launch is
+needed. A record of 8 int32 per piece:
 
-    0 first entry in the page table   1 first token   2 tokens   3 position of the first query
-    4 number of the piece   5 pieces of the tile   6 first place of its partial result
+    0 first entry in the page table   1 first token   2 tokens, 0: no piece   3 position of the first query
+    4 number of the piece   5 pieces of the tile   6 first place of its partial results   7 its counter
 
-``sizes``: the chunk. Slots past the context, and pages outside the window, are never loaded: stale bytes cannot
-reach a result.
+Everything that changes from step to step is in device memory: a launch may be captured and replayed with other
+rows. Slots past the context, and pages outside the window, are never loaded: stale bytes cannot reach a result.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -21,22 +21,24 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from manylora.kernels.triton.dependent import ask_for
 
 RECORD = tl.constexpr(8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def attend_kernel(
     q,
     pool,
     page_table,
     records,
-    sizes,
     out,
     partial,
     statistics,
+    arrivals,
     q_stride,
-    num_heads,
     layer_offset,
     value_offset,
     page_stride,
@@ -50,143 +52,235 @@ def attend_kernel(
     PAGE_TOKENS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    TILE_BLOCK_N: tl.constexpr,
+    TILE_STAGES: tl.constexpr,
     WINDOWED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (pieces * TILE / BLOCK_Q, kv_heads). ``out`` [T, heads, DIM].
+    """Grid (pieces * TILE / BLOCK_Q, kv_heads), or the other way round where TILE > 1: then the first records'
+    work begins first, in all heads. ``out`` [T, heads, DIM]; a tile without context gets zeros.
 
-    Where a tile has several pieces, each writes float32 ``partial`` [places, heads, DIM] and ``statistics``
-    [places, heads, 2] (largest exponent, sum). BLOCK_M is at least BLOCK_Q * HEADS_PADDED and at least 16,
-    as tensor cores demand."""
-    record = records + tl.program_id(0) // (TILE // BLOCK_Q) * RECORD
-    skipped = tl.program_id(0) % (TILE // BLOCK_Q) * BLOCK_Q
-    table = page_table + tl.load(record)
-    first_token = tl.load(record + 1) + skipped
-    count = tl.minimum(tl.load(record + 2) - skipped, BLOCK_Q)
-    position = tl.load(record + 3) + skipped
-    kv_head = tl.program_id(1)
-    if count <= 0:
+    float32 ``partial`` [places, heads, DIM] and ``statistics`` [places, heads, 2] (largest exponent, sum);
+    ``arrivals`` int32 [counters, TILE / BLOCK_Q, kv_heads] is zero before and after. BLOCK_N and STAGES are for
+    tiles of one query, TILE_BLOCK_N and TILE_STAGES for others; ``scale_log2`` is positive."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+    PARTS: tl.constexpr = TILE // BLOCK_Q
+    if TILE == 1:
+        program, kv_head, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    else:
+        program, kv_head, kv_heads = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
+    record = records + program // PARTS * RECORD
+    part = program % PARTS
+    tokens = tl.load(record + 2)
+    if tokens <= part * BLOCK_Q:
+        if DEPENDENT:
+            gdc_wait()
         return
-    piece = tl.load(record + 4)
-    num_pieces = tl.load(record + 5)
-    first_place = tl.load(record + 6) + skipped
-    chunk = tl.load(sizes)
+    several = tokens > 1 if TILE > 1 else False
+    if several:
+        _attend(
+            q,
+            pool,
+            page_table,
+            record,
+            out,
+            partial,
+            statistics,
+            arrivals,
+            q_stride,
+            layer_offset,
+            value_offset,
+            page_stride,
+            token_stride,
+            scale_log2,
+            window,
+            tokens,
+            part,
+            PARTS,
+            kv_head,
+            kv_heads,
+            HEADS,
+            HEADS_PADDED,
+            DIM,
+            DIM_PADDED,
+            PAGE_TOKENS,
+            BLOCK_Q,
+            TILE_BLOCK_N,
+            TILE_STAGES,
+            WINDOWED,
+            DEPENDENT,
+            PRECISION,
+        )
+    else:
+        _attend(
+            q,
+            pool,
+            page_table,
+            record,
+            out,
+            partial,
+            statistics,
+            arrivals,
+            q_stride,
+            layer_offset,
+            value_offset,
+            page_stride,
+            token_stride,
+            scale_log2,
+            window,
+            tokens,
+            part,
+            PARTS,
+            kv_head,
+            kv_heads,
+            HEADS,
+            HEADS_PADDED,
+            DIM,
+            DIM_PADDED,
+            PAGE_TOKENS,
+            1,
+            BLOCK_N,
+            STAGES,
+            WINDOWED,
+            DEPENDENT,
+            PRECISION,
+        )
 
+
+@triton.jit
+def _attend(
+    q,
+    pool,
+    page_table,
+    record,
+    out,
+    partial,
+    statistics,
+    arrivals,
+    q_stride,
+    layer_offset,
+    value_offset,
+    page_stride,
+    token_stride,
+    scale_log2,
+    window,
+    tokens,
+    part,
+    PARTS: tl.constexpr,
+    kv_head,
+    kv_heads,
+    HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program's work: queries ``part * BLOCK_Q`` to at most BLOCK_Q more of the record's tile."""
+    BLOCK_M: tl.constexpr = max(16, BLOCK_Q * HEADS_PADDED)
+    table = page_table + tl.load(record)
+    skipped = part * BLOCK_Q
+    token = tl.load(record + 1).to(tl.int64) + skipped
+    position = tl.load(record + 3) + skipped
+    piece = tl.load(record + 4)
+    pieces = tl.load(record + 5)
+    count = tl.minimum(tokens - skipped, BLOCK_Q)
     end = position + count
     low = 0
     if WINDOWED:
         low = tl.maximum(position - window + 1, 0)
-    begin = low + piece * chunk
-    stop = tl.minimum(begin + chunk, end)
-    if begin >= end:
-        return
+    # Whole blocks; in a short window the last pieces of a long context may be left with nothing.
+    length = tl.cdiv(tl.cdiv(end - low, pieces), BLOCK_N) * BLOCK_N
+    begin = low + piece * length
+    stop = tl.minimum(begin + length, end)
+    keys = pool + layer_offset + kv_head * DIM
+    if DEPENDENT:
+        # No kernel writes the tables, and few of the keys and values are of this step.
+        row_bytes: tl.constexpr = DIM * pool.dtype.element_ty.primitive_bitwidth // 8
+        if (begin < stop) & (row_bytes % 16 == 0):
+            n = tl.minimum(begin + tl.arange(0, BLOCK_N), stop - 1)
+            pages = tl.load(table + n // PAGE_TOKENS).to(tl.int64)
+            rows = keys + pages * page_stride + n % PAGE_TOKENS * token_stride
+            ask_for(rows, row_bytes)
+            ask_for(rows + value_offset, row_bytes)
+        gdc_wait()
 
     m = tl.arange(0, BLOCK_M)
     query = m // HEADS_PADDED
-    head = m % HEADS_PADDED
-    row_ok = (query < count) & (head < HEADS)
+    head = kv_head * HEADS + m % HEADS_PADDED
+    row_ok = (query < count) & (m % HEADS_PADDED < HEADS)
     d = tl.arange(0, DIM_PADDED)
-    d_ok = d < DIM
-    token = first_token.to(tl.int64) + query
-    heads = kv_head * HEADS + head
-    q_tile = tl.load(
-        q + (token * q_stride + heads * DIM)[:, None] + d[None, :],
-        mask=row_ok[:, None] & d_ok[None, :],
-        other=0.0,
-    )
-    keys = pool + layer_offset + kv_head * DIM
+    stored_ok = row_ok[:, None] & (d < DIM)[None, :]
+    q_rows = q + (token + query) * q_stride + head * DIM
+    q_tile = tl.load(q_rows[:, None] + d[None, :], mask=stored_ok, other=0.0)
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     result = tl.zeros((BLOCK_M, DIM_PADDED), tl.float32)
-    for n0 in range(begin, stop, BLOCK_N):
+    for n0 in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
         n = n0 + tl.arange(0, BLOCK_N)
         n_ok = n < stop
         pages = tl.load(table + n // PAGE_TOKENS, mask=n_ok, other=0).to(tl.int64)
         places = (pages * page_stride + n % PAGE_TOKENS * token_stride)[:, None] + d[None, :]
-        loaded = n_ok[:, None] & d_ok[None, :]
+        loaded = n_ok[:, None] & (d < DIM)[None, :]
         k = tl.load(keys + places, mask=loaded, other=0.0)
-        scores = tl.dot(q_tile, tl.trans(k), input_precision=PRECISION) * scale_log2
-        visible = n_ok[None, :] & (n[None, :] <= (position + query)[:, None])
-        if WINDOWED:
+        scores = tl.dot(q_tile, tl.trans(k), input_precision=PRECISION)
+        # Only blocks at the end of a context hold what a query does not see. What rows that pad a tile see, if
+        # anything, is not stored.
+        visible = n_ok[None, :] if BLOCK_Q == 1 else n[None, :] <= (position + query)[:, None]
+        if WINDOWED and BLOCK_Q > 1:
             visible &= n[None, :] > (position + query - window)[:, None]
         scores = tl.where(visible, scores, float("-inf"))
-        larger = tl.maximum(largest, tl.max(scores, 1))
+        larger = tl.maximum(largest, tl.max(scores, 1) * scale_log2)
         # A query that has seen nothing yet has no largest score; inf - inf must not arise.
         base = tl.where(larger == float("-inf"), 0.0, larger)
-        weights = tl.exp2(scores - base[:, None])
+        weights = tl.exp2(scores * scale_log2 - base[:, None])
         shrink = tl.exp2(largest - base)
         total = total * shrink + tl.sum(weights, 1)
         v = tl.load(keys + value_offset + places, mask=loaded, other=0.0)
         result = tl.dot(weights.to(v.dtype), v, result * shrink[:, None], input_precision=PRECISION)
         largest = larger
 
-    store_ok = row_ok[:, None] & d_ok[None, :]
-    if num_pieces == 1:
-        # Rows that only pad the tile have seen nothing; they are not stored.
-        result = result / tl.where(total > 0.0, total, 1.0)[:, None]
-        target = out + ((token * num_heads + heads) * DIM)[:, None] + d[None, :]
-        tl.store(target, result.to(q_tile.dtype), mask=store_ok)
+    out_rows = out + (token + query) * (kv_heads * HEADS * DIM) + head * DIM
+    if pieces > 1:
+        # A place has rows of all heads.
+        first = (tl.load(record + 6) + skipped + query).to(tl.int64) * (kv_heads * HEADS) + head
+        between = tokens * (kv_heads * HEADS)
+        mine = first + piece * between
+        tl.store(partial + mine[:, None] * DIM + d[None, :], result, mask=stored_ok)
+        tl.store(statistics + mine * 2, largest, mask=row_ok)
+        tl.store(statistics + mine * 2 + 1, total, mask=row_ok)
+        # All threads' results must lie in memory before one thread says so.
+        tl.debug_barrier()
+        counter = arrivals + (tl.load(record + 7) * PARTS + part) * kv_heads + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == pieces - 1:
+            largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+            total = tl.zeros((BLOCK_M,), tl.float32)
+            result = tl.zeros((BLOCK_M, DIM_PADDED), tl.float32)
+            for other in range(pieces):
+                theirs = first + other * between
+                top = tl.load(statistics + theirs * 2, row_ok, float("-inf"), cache_modifier=".cg")
+                sums = tl.load(statistics + theirs * 2 + 1, row_ok, 0.0, cache_modifier=".cg")
+                values = tl.load(
+                    partial + theirs[:, None] * DIM + d[None, :], stored_ok, 0.0, cache_modifier=".cg"
+                )
+                larger = tl.maximum(largest, top)
+                base = tl.where(larger == float("-inf"), 0.0, larger)
+                shrink, grow = tl.exp2(largest - base), tl.exp2(top - base)
+                result = result * shrink[:, None] + values * grow[:, None]
+                total = total * shrink + sums * grow
+                largest = larger
+            result = result / tl.where(total > 0.0, total, 1.0)[:, None]
+            tl.store(out_rows[:, None] + d[None, :], result.to(q_tile.dtype), mask=stored_ok)
+            tl.store(counter, 0)
     else:
-        place = (first_place.to(tl.int64) + query) * num_heads + heads
-        tl.store(partial + (place * DIM)[:, None] + d[None, :], result, mask=store_ok)
-        tl.store(statistics + place * 2, largest, mask=row_ok)
-        tl.store(statistics + place * 2 + 1, total, mask=row_ok)
-
-
-@triton.jit
-def combine_kernel(
-    out,
-    partial,
-    statistics,
-    joined,
-    sizes,
-    num_heads,
-    window,
-    DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    JOINED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-):
-    """Join the pieces of one token and head; grid (T, heads). ``joined`` [JOINED]: the first records of tiles with
-    several pieces; records of no tokens are none."""
-    token = tl.program_id(0)
-    each = joined + tl.arange(0, JOINED) * RECORD
-    first = tl.load(each + 1)
-    inside = (first <= token) & (token < first + tl.load(each + 2))
-    found = tl.max(tl.where(inside, tl.arange(0, JOINED), -1), 0)
-    if found < 0:
-        return
-    record = joined + found * RECORD
-    tile_tokens = tl.load(record + 2)
-    query = token - tl.load(record + 1)
-    # The pieces of this token were counted from its block of queries.
-    skipped = query // BLOCK_Q * BLOCK_Q
-    position = tl.load(record + 3) + skipped
-    count = tl.minimum(tile_tokens - skipped, BLOCK_Q)
-    low = 0
-    if WINDOWED:
-        low = tl.maximum(position - window + 1, 0)
-    pieces = tl.cdiv(position + count - low, tl.load(sizes))
-    d = tl.arange(0, DIM_PADDED)
-    place = (tl.load(record + 6) + query).to(tl.int64) * num_heads + tl.program_id(1)
-    plane = tile_tokens.to(tl.int64) * num_heads
-    # As scalars of one element, so that loops may carry them.
-    largest = tl.full((1,), float("-inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    result = tl.zeros((DIM_PADDED,), tl.float32)
-    one = tl.arange(0, 1)
-    for piece in range(pieces):
-        where = piece * plane + place
-        top = tl.load(statistics + where * 2 + one)
-        larger = tl.maximum(largest, top)
-        base = tl.where(larger == float("-inf"), 0.0, larger)
-        shrink = tl.exp2(largest - base)
-        grow = tl.exp2(top - base)
-        total = total * shrink + tl.load(statistics + where * 2 + 1 + one) * grow
-        result = result * shrink + tl.load(partial + where * DIM + d, mask=d < DIM, other=0.0) * grow
-        largest = larger
-    target = out + (token.to(tl.int64) * num_heads + tl.program_id(1)) * DIM + d
-    tl.store(target, (result / total).to(out.dtype.element_ty), mask=d < DIM)
+        result = result / tl.where(total > 0.0, total, 1.0)[:, None]
+        tl.store(out_rows[:, None] + d[None, :], result.to(q_tile.dtype), mask=stored_ok)
