@@ -88,8 +88,8 @@ class Lent:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._adapters: list[int] = []
-        self.steps: list[tuple[int, int, float]] = []
-        """Rows, tokens, seconds."""
+        self.steps: list[tuple[int, int, float, float]] = []
+        """Rows, tokens, seconds, and of them the host's."""
         self.moments: list[tuple[str, float]] = []
         """What was asked of the worker and answered by it, and when."""
 
@@ -100,12 +100,13 @@ class Lent:
         self.note("issue")
         issued = self._worker.issue_step(step)
         self.note("issued")
+        issue_s = self.moments[-1][1] - self.moments[-2][1]
         num_rows, num_tokens = len(step.rows), sum(row.num_tokens for row in step.rows)
 
         def finish() -> StepResult:
             result: StepResult = issued.wait()
             self.note("computed")
-            self.steps.append((num_rows, num_tokens, result.done.device_s))
+            self.steps.append((num_rows, num_tokens, result.done.device_s, issue_s))
             return result
 
         return IssuedStep(finish)
@@ -129,14 +130,19 @@ class Lent:
         return noted
 
     def by_tokens(self) -> dict[str, list[float]]:
-        """Of decoding steps, and of others by tokens up to: how many, mean rows, mean tokens, mean ms."""
-        found: dict[str, list[tuple[int, int, float]]] = {}
+        """Of decoding steps, and of others by tokens up to: how many, mean rows, mean tokens, mean seconds, mean
+        seconds of the host's; and the longest steps."""
+        found: dict[str, list[tuple[int, int, float, float]]] = {}
         for step in self.steps:
             size = next((size for size in STEP_TOKENS if step[1] <= size), STEP_TOKENS[-1])
             found.setdefault("decode" if step[0] == step[1] else f"<={size}", []).append(step)
-        return {
+        means: dict[str, list[Any]] = {
             name: [len(steps), *(round(statistics.fmean(column), 4) for column in zip(*steps))]
             for name, steps in found.items()
+        }
+        longest = sorted(self.steps, key=lambda step: -step[2])[:4]
+        return means | {
+            "longest": [[*step[:2], *(round(seconds, 4) for seconds in step[2:])] for step in longest]
         }
 
     def add_adapter(self, adapter: int, path: str, verify: bool) -> tuple[int, int]:
@@ -324,6 +330,16 @@ def start_again(settings: Mapping[str, Any]) -> float:
         return time.monotonic() - began_s
 
 
+def tell_compilations() -> None:
+    """Print when a kernel has been compiled, or taken from the compile cache: a step waited for it."""
+    import triton
+
+    def tell(**told: Any) -> None:
+        print(f"        compiled {told['fn'].name} at {time.monotonic():.1f} s", flush=True)
+
+    triton.knobs.runtime.jit_post_compile_hook = tell
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -346,6 +362,7 @@ def main() -> None:
     if not args.toy:
         report |= {"device": torch.cuda.get_device_name(), "ceilings": h200_cache.ceilings()}
         torch.cuda.empty_cache()
+        tell_compilations()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         if args.toy:

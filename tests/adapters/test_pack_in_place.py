@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from manylora.adapters import pack as pack_module
-from manylora.adapters.pack import layout_of, load_adapter, load_into
+from manylora.adapters.pack import NO_HELPERS, Helpers, layout_of, load_adapter, load_into
 from manylora.kernels.shapes import AdapterGeometry
 from tests.adapters.tiny import edit_tensors, geometry, inspect, make
 
@@ -24,23 +26,21 @@ def handed_over(folder: Path, shape: AdapterGeometry, dtype: torch.dtype) -> tor
 
 
 @pytest.fixture(params=[0, 4], ids=["alone", "threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[Executor | None]:
+def helpers(request: pytest.FixtureRequest) -> Iterator[Helpers]:
     if not request.param:
-        yield None
+        yield NO_HELPERS
         return
     with ThreadPoolExecutor(request.param) as threads:
-        yield threads
+        yield Helpers(threads, request.param)
 
 
-def in_place(
-    folder: Path, shape: AdapterGeometry, dtype: torch.dtype, threads: Executor | None
-) -> torch.Tensor:
+def in_place(folder: Path, shape: AdapterGeometry, dtype: torch.dtype, helpers: Helpers) -> torch.Tensor:
     spec = inspect(folder, shape)
     layout = layout_of(spec, shape)
     sizes = (layout.num_pages, shape.page.layers, shape.page.slab_elements)
     pool = torch.full(sizes, float("nan"), dtype=dtype)
     pages = list(reversed(pool.unbind()))
-    load_into(spec, layout, shape, dtype, pages, lambda: None, threads)
+    load_into(spec, layout, shape, dtype, pages, lambda: None, helpers)
     return torch.stack(pages)
 
 
@@ -59,7 +59,7 @@ def test_the_bytes_are_the_same(
     page_tokens: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    threads: Executor | None,
+    helpers: Helpers,
 ) -> None:
     make(tmp_path, **settings)
     shape = geometry(page_tokens=page_tokens)
@@ -67,37 +67,53 @@ def test_the_bytes_are_the_same(
     monkeypatch.setattr(pack_module, "_TILE_ELEMENTS", 40)
     expected = handed_over(tmp_path, shape, torch.float32)
     assert bool(torch.isfinite(expected).all())
-    assert torch.equal(in_place(tmp_path, shape, torch.float32, threads), expected)
+    assert torch.equal(in_place(tmp_path, shape, torch.float32, helpers), expected)
 
 
-def test_converted_weights(tmp_path: Path, threads: Executor | None) -> None:
+def test_converted_weights(tmp_path: Path, helpers: Helpers) -> None:
     make(tmp_path, r=5)
     edit_tensors(tmp_path, lambda tensors: {name: t.to(torch.float16) for name, t in tensors.items()})
     shape = geometry(itemsize=2)
     expected = handed_over(tmp_path, shape, torch.bfloat16)
-    assert torch.equal(in_place(tmp_path, shape, torch.bfloat16, threads), expected)
+    assert torch.equal(in_place(tmp_path, shape, torch.bfloat16, helpers), expected)
 
 
-def test_no_part_runs_on_after_a_failure(tmp_path: Path) -> None:
+@pytest.mark.parametrize("helper_fails", [False, True])
+def test_nobody_runs_on_after_a_failure(helper_fails: bool, tmp_path: Path) -> None:
     make(tmp_path, r=5)
     shape = geometry()
     spec = inspect(tmp_path, shape)
     layout = layout_of(spec, shape)
     pages = [torch.zeros(shape.page.layers, shape.page.slab_elements) for _ in range(layout.num_pages)]
-    begun = []
+    caller, both = threading.current_thread(), threading.Barrier(2)
+    went_on = []
 
     def check() -> None:
-        begun.append(len(begun))
-        if len(begun) == 1:
+        both.wait(timeout=20)  # breaks for a second job of the one that goes on
+        if (threading.current_thread() is not caller) == helper_fails:
             raise KeyError("enough")
+        time.sleep(0.05)
+        went_on.append(threading.current_thread())
 
-    with ThreadPoolExecutor(2) as threads:
+    with ThreadPoolExecutor(1) as threads:
         with pytest.raises(KeyError, match="enough"):
-            load_into(spec, layout, shape, torch.float32, pages, check, threads)
-        assert threads._work_queue.empty()
+            load_into(spec, layout, shape, torch.float32, pages, check, Helpers(threads, 1))
+        assert len(went_on) == 1
         before = torch.stack(pages)
-    assert len(begun) == 2 * len(shape.projections)
+        threads.submit(lambda: None).result()
     assert torch.equal(torch.stack(pages), before)
+
+
+def test_busy_helpers_are_not_awaited(tmp_path: Path) -> None:
+    make(tmp_path, r=5)
+    shape = geometry()
+    expected = handed_over(tmp_path, shape, torch.float32)
+    leave = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        busy = threads.submit(leave.wait, 5)
+        assert torch.equal(in_place(tmp_path, shape, torch.float32, Helpers(threads, 1)), expected)
+        assert not busy.done()
+        leave.set()
 
 
 def test_it_breaks_off_and_counts_pages(tmp_path: Path) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from manylora.executor.sampler import TOP_K_WITHOUT_SORT, Results, SampledRow, draw, greedy, uniform
+from manylora.executor.sampler import TOP_K_WITHOUT_SORT, SampledRow, draw, greedy, uniform
 from manylora.types import SamplingParams, TokenLogprobs
 
 
@@ -30,8 +31,8 @@ def row(
     )
 
 
-def sample(logits: torch.Tensor, rows: list[SampledRow]) -> Results:
-    """The draws, waited for."""
+def sample(logits: torch.Tensor, rows: list[SampledRow]) -> tuple[Any, Any]:
+    """The draws, waited for: tokens, log-probabilities."""
     drawn = draw(logits, rows)
     found = drawn.read(drawn.packed.cpu().numpy())
     for i, (first, tokens) in enumerate(zip(drawn.first.tolist(), found[0], strict=True)):
@@ -125,7 +126,7 @@ def test_large_top_k_sorts_and_agrees_with_selection() -> None:
 
 def test_greedy_is_argmax_and_ties_go_to_the_lower_id() -> None:
     logits = noise(16, 300)
-    assert sample(logits, [row()] * 16) == ([[t] for t in logits.argmax(-1).tolist()], [[None]] * 16)
+    assert sample(logits, [row()] * 16) == ([[t] for t in logits.argmax(-1).tolist()], None)
     logits[:, [7, 9, 200]] = 50.0
     assert sample(logits, [row()] * 16)[0] == [[7]] * 16
     for params in ({"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-30, "top_p": 0.3}):
@@ -171,7 +172,7 @@ def test_samples_of_a_fork_differ_and_continue_apart() -> None:
     alone = [sample(logits, [row(temperature=2.0, samples=((i, 0),))])[0][0][0] for i in range(8)]
     assert alone == fork
     assert sample(logits, [row(samples=((0, 0), (1, 0), (2, 0)))])[0] == [[int(logits.argmax())] * 3]
-    assert sample(logits, [row(temperature=1.0, samples=())]) == ([[]], [[]])
+    assert sample(logits, [row(temperature=1.0, samples=())]) == ([[]], None)
 
 
 def test_rows_with_different_numbers_of_draws_keep_theirs() -> None:
@@ -270,7 +271,7 @@ def test_logprobs_come_from_the_raw_logits_and_include_the_chosen_token() -> Non
             assert [t for t, _ in entry.top] == best.indices.tolist()
             assert [v for _, v in entry.top] == pytest.approx(best.values.tolist(), abs=1e-5)
     assert len(logprobs[4]) == 2
-    assert len(sample(logits[:, :5], [row(logprobs=20)] * 5)[1][0][0].top) == 5  # type: ignore[union-attr]
+    assert len(sample(logits[:, :5], [row(logprobs=20)] * 5)[1][0][0].top) == 5
 
 
 def test_a_token_that_only_the_device_knows_is_penalised_like_any_other() -> None:
@@ -334,6 +335,7 @@ def test_a_gpu_draws_what_the_cpu_draws_and_waits_for_nothing() -> None:
     assert not [w for w in waits if "synchroniz" in str(w.message)]
     tokens, logprobs = drawn.read(drawn.packed.cpu().numpy())
     assert tokens == expected
+    assert logprobs is not None
     for found, wanted in zip(logprobs, expected_logprobs):
         for a, b in zip(found, wanted):
             if a is not None and b is not None:

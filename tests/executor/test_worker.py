@@ -257,7 +257,7 @@ def test_a_failed_step_leaves_no_trace(rig: Rig, files: Files, monkeypatch: pyte
         raise RuntimeError("made to fail\nat length")
 
     with monkeypatch.context() as patch:
-        patch.setattr("manylora.executor.worker.draw", fail)
+        patch.setattr("manylora.executor.worker.most_likely", fail)
         result = rig.run(command)
     assert not result.done.ok
     assert result.done.step == command.step

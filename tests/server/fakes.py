@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable
@@ -211,7 +210,7 @@ class FakeStream:
         delta = Delta(self.request.id, sample, tuple(tokens), self._logprobs(tokens), reason, is_stop)
         if self.is_first:
             self.is_first = False
-            delta = dataclasses.replace(delta, num_cached_tokens=2, queue_s=1.0, adapter_s=2.0, kv_s=4.0)
+            delta = delta._replace(num_cached_tokens=2, queue_s=1.0, adapter_s=2.0, kv_s=4.0)
         return delta
 
     def _logprobs(self, tokens: list[int]) -> tuple[TokenLogprobs, ...]:

@@ -8,21 +8,21 @@ where it is given them, else it hands them over.
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, wait
+from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from manylora.adapters.peft import AdapterSpec, Side, adapter_files
 from manylora.adapters.tensorfile import StoredTensor, read_header, read_into, stamp_of
-from manylora.kernels.shapes import AdapterGeometry, Projection
+from manylora.kernels.shapes import AdapterGeometry
 from manylora.protocol import AdapterError
 
 WINDOW_BYTES = 32 * 2**20
@@ -34,26 +34,47 @@ _TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloa
 _SERIAL_ELEMENTS = 16384
 """torch copies so few elements in the calling thread."""
 
-_TILE_ELEMENTS, _CHECKED_ELEMENTS = 16384, 65536
-"""What is transposed, or checked, at a time: it stays in the processor's cache between two uses."""
+_TILE_ELEMENTS = 16384
+"""What is transposed at a time: a line of the processor's cache is used up while it is there."""
+
+_MOST_DIRECT_RANK = 32
+"""Larger matrices are transposed beside the pages first: a tile of theirs is so narrow that writing it to memory
+outside the cache costs more than another copy (at rank 64 a quarter more, at 16 a tenth less)."""
+
+_JOB_BYTES = 2**20
+"""What a thread takes at a time, of one matrix in some layers: it stays in the processor's cache between two
+uses, and takes under a millisecond, so that all threads end together."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _BitPattern:
-    """``magnitude`` masks the sign off; magnitudes from ``infinity`` on are infinity and NaN."""
+    """Patterns from ``infinity`` on, read as signed, and from ``negative_infinity`` on, as unsigned numbers, are
+    infinity and NaN."""
 
     unsigned: np.dtype[Any]
-    magnitude: int
+    signed: np.dtype[Any]
     infinity: int
+    negative_infinity: int
 
 
 _BITS = {
-    torch.float32: _BitPattern(np.dtype(np.uint32), 0x7FFFFFFF, 0x7F800000),
-    torch.float16: _BitPattern(np.dtype(np.uint16), 0x7FFF, 0x7C00),
-    torch.bfloat16: _BitPattern(np.dtype(np.uint16), 0x7FFF, 0x7F80),
+    torch.float32: _BitPattern(np.dtype(np.uint32), np.dtype(np.int32), 0x7F800000, 0xFF800000),
+    torch.float16: _BitPattern(np.dtype(np.uint16), np.dtype(np.int16), 0x7C00, 0xFC00),
+    torch.bfloat16: _BitPattern(np.dtype(np.uint16), np.dtype(np.int16), 0x7F80, 0xFF80),
 }
 
 WritePage = Callable[[int, torch.Tensor], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Helpers:
+    """``count`` threads of a pool, which help the calling one. It waits for none that others keep busy."""
+
+    threads: Executor | None = None
+    count: int = 0
+
+
+NO_HELPERS = Helpers()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,13 +130,14 @@ def load_adapter(
     geometry: AdapterGeometry,
     dtype: torch.dtype,
     write_page: WritePage,
+    helpers: Helpers = NO_HELPERS,
 ) -> None:
     """Read the weights, convert them to ``dtype`` and hand over page images in order.
 
     ``write_page(n, image)``: image ``[layers, slab_elements]`` of the adapter's page n, on the CPU; bytes
-    that hold no row are zero. It is valid during the call only. Holds about WINDOW_BYTES and one
-    tensor at a time. Raises AdapterError when the files changed since they were inspected or a weight is not
-    finite; pages written before that are to be thrown away.
+    that hold no row are zero. It is valid during the call only. Holds about WINDOW_BYTES and, for each thread, one
+    tensor or some small ones. Raises AdapterError when the files changed since they were inspected or a weight is
+    not finite; pages written before that are to be thrown away.
     """
     page = geometry.page
     count = max(1, min(WINDOW_BYTES // page.page_bytes, layout.num_pages))
@@ -123,7 +145,7 @@ def load_adapter(
         window = torch.zeros((count, page.layers, page.slab_elements), dtype=dtype)
         for first in range(0, layout.num_pages, count):
             images = window[: layout.num_pages - first]
-            loader.fill(first, images)
+            loader.fill(first, images, lambda: None, helpers)
             for number, image in enumerate(images, first):
                 write_page(number, image)
 
@@ -135,18 +157,17 @@ def load_into(
     dtype: torch.dtype,
     pages: Sequence[torch.Tensor],
     check: Callable[[], None],
-    threads: Executor | None = None,
+    helpers: Helpers = NO_HELPERS,
 ) -> None:
     """Like ``load_adapter``, in place: ``pages[n]`` ``[layers, slab_elements]``, on the CPU, contiguous.
 
     Reads each tensor once. Every byte of the pages is written, whatever they held. ``check`` is called now
-    and then and may raise to break off. ``threads``: for parts of the work, side by side; none of them runs on
-    after the call.
+    and then, by any of the threads, and may raise to break off. No helper works on it after the call.
     """
     if len(pages) != layout.num_pages:
         raise ValueError(f"the adapter takes {layout.num_pages} pages, got {len(pages)}")
     with _open(spec, layout, geometry, dtype) as loader:
-        loader.fill(0, pages, check, threads)
+        loader.fill(0, pages, check, helpers)
 
 
 @contextmanager
@@ -173,11 +194,46 @@ def _check_unchanged(spec: AdapterSpec, config_path: Path, weights_path: Path) -
             raise AdapterError(f"{path} has changed since the adapter was added; add it again")
 
 
+class _Block(NamedTuple):
+    """What one page holds of a matrix (A, or B transposed): whole rows end to end, or a part of one row.
+
+    ``values``: bit patterns [layers, rows, length] in place, of the matrix's rows from ``row`` on and columns
+    from ``column`` on.
+    """
+
+    row: int
+    column: int
+    values: np.ndarray
+
+
+class _Buffer:
+    """Memory of one thread that is taken again and again: fresh arrays of this size would be mapped anew."""
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, dtype=np.uint8)
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        """An array of any content, valid until the next one."""
+        size = math.prod(shape) * dtype.itemsize
+        if len(self._bytes) < size:
+            self._bytes = np.empty(size, dtype=np.uint8)
+        return np.asarray(self._bytes[:size].view(dtype).reshape(shape))
+
+
+class _Scratch:
+    def __init__(self) -> None:
+        self.stored, self.matrices, self.turned = _Buffer(), _Buffer(), _Buffer()
+
+
+_Job = Callable[[_Scratch], None]
+
+
 class _Loader:
-    """Fills page images, layer by layer of each projection's A and B.
+    """Fills page images, projection by projection, its A and then its B, layer by layer.
 
     Works on bit patterns with numpy: it runs beside the step loop, and torch's copies of this size would wake
-    a second team of compute threads.
+    a second team of compute threads. Few calls on large arrays, which release the GIL: what Python does
+    between them is all that threads cannot share.
     """
 
     def __init__(
@@ -196,21 +252,13 @@ class _Loader:
         self.tensors = tensors
         self.file = file
         self.bits = _BITS[dtype].unsigned
-        self.buffer_bytes = max((t.size_bytes for t in tensors.values()), default=0)
 
     def fill(
-        self,
-        first_page: int,
-        pages: Iterable[torch.Tensor],
-        check: Callable[[], None] = lambda: None,
-        threads: Executor | None = None,
+        self, first_page: int, pages: Iterable[torch.Tensor], check: Callable[[], None], helpers: Helpers
     ) -> None:
         """Write every byte of the adapter's pages from ``first_page`` on."""
         images = [page.view(torch.uint8).numpy().view(self.bits) for page in pages]
-        per_page, size = self.geometry.cells_per_page, self.geometry.cell_elements
-        begin = first_page * per_page
-        end = min(begin + len(images) * per_page, self.layout.num_cells)
-        jobs: list[Callable[[], None]] = []
+        jobs: list[_Job] = []
         for index, projection in enumerate(self.geometry.projections):
             first_a, first_b, rank = self.layout.records[index].tolist()
             sides: tuple[tuple[Side, int, int], ...] = (
@@ -218,114 +266,182 @@ class _Loader:
                 ("B", first_b, projection.out_features),
             )
             for side, first, length in sides:
-                cells = self.geometry.cells(length)
-                rows = range(max(0, (begin - first) // cells), min(rank, -(-(end - first) // cells)))
-                if rows:
-                    first_cell = first + rows.start * cells - begin
-                    jobs.append(partial(self._add, images, index, side, length, rows, first_cell, check))
-        _run_all(jobs, threads)
+                if blocks := self._blocks(images, first_page, first, rank, length):
+                    most_layers = max(1, _JOB_BYTES // (rank * length * self.dtype.itemsize))
+                    for layers in _runs(self.spec.ranks[index], most_layers):
+                        jobs.append(partial(self._add, index, side, layers, blocks, check))
+        per_page, size = self.geometry.cells_per_page, self.geometry.cell_elements
         for number, image in enumerate(images, first_page):
             used = min(per_page, self.layout.num_cells - number * per_page)
-            image[:, used * size :] = 0
+            jobs.append(partial(_clear, image[:, used * size :]))
+        _run_all(jobs, helpers)
+
+    def _blocks(
+        self, images: Sequence[np.ndarray], first_page: int, first_cell: int, rank: int, length: int
+    ) -> list[_Block]:
+        """The parts in these images of ``rank`` rows that begin at ``first_cell``; zeroes what is behind rows."""
+        per_page, size = self.geometry.cells_per_page, self.geometry.cell_elements
+        cells = self.geometry.cells(length)
+        blocks = []
+        for number, image in enumerate(images, first_page):
+            begin = max(0, number * per_page - first_cell)
+            end = min(rank * cells, (number + 1) * per_page - first_cell)
+            while begin < end:
+                row, cell = divmod(begin, cells)
+                rows = 1 if cell else max(1, (end - begin) // cells)
+                width = min(cells - cell, end - begin)
+                at = (first_cell + begin - number * per_page) * size
+                slabs = image[:, at : at + rows * width * size].reshape(len(image), rows, width * size)
+                slabs[:, :, length - cell * size :] = 0
+                blocks.append(_Block(row, cell * size, slabs[:, :, : length - cell * size]))
+                begin += rows * width
+        return blocks
 
     def _add(
         self,
-        images: list[np.ndarray],
         index: int,
         side: Side,
-        length: int,
-        rows: range,
-        first_cell: int,
+        layers: range,
+        blocks: Sequence[_Block],
         check: Callable[[], None],
+        scratch: _Scratch,
     ) -> None:
-        """Write rows of one projection's A or B, all layers; cells before and past the images fall away."""
+        """Write these layers of one projection's A or B; all have the same rank."""
         check()
-        buffer = np.empty(self.buffer_bytes, dtype=np.uint8)
-        projection, ranks = self.geometry.projections[index], self.spec.ranks[index]
-        per_page, size = self.geometry.cells_per_page, self.geometry.cell_elements
-        cells = self.geometry.cells(length)
-        block = np.zeros((len(rows), cells * size), dtype=self.bits)
-        flat = block.reshape(-1)
-        begin, end = max(0, first_cell), min(first_cell + len(rows) * cells, len(images) * per_page)
-        cuts = [begin, *range((begin // per_page + 1) * per_page, end, per_page), end]
-        for layer, rank in enumerate(ranks):
-            present = min(rank, rows.stop) - rows.start
-            if present > 0:
-                self._rows(projection, layer, rank, side, rows.start, block[:present, :length], buffer)
-            block[max(present, 0) :] = 0  # left from a layer of a larger rank
-            for start, stop in itertools.pairwise(cuts):
-                page, cell = divmod(start, per_page)
-                target = images[page][layer, cell * size : (cell + stop - start) * size]
-                target[:] = flat[(start - first_cell) * size : (stop - first_cell) * size]
+        rank = self.spec.ranks[index][layers[0]]
+        parts = []
+        for row, column, values in blocks:
+            chosen = values[layers.start : layers.stop]
+            present = max(0, rank - row)
+            chosen[:, present:] = 0  # rows of other layers, whose rank is larger
+            if present:
+                parts.append(_Block(row, column, chosen[:, :present]))
+        if not parts:
+            return
+        tensors = [self._tensor(index, side, layer) for layer in layers]
+        if side == "A" and all(_TORCH_DTYPES[stored.dtype] == self.dtype for _, stored in tensors):
+            for number, (name, stored) in enumerate(tensors):
+                self._read_rows(name, stored, [part._replace(values=part.values[number]) for part in parts])
+        else:
+            shape = tensors[0][1].shape
+            matrices = scratch.matrices.take((len(tensors), *shape), self.bits)
+            for matrix, (name, stored) in zip(matrices, tensors):
+                self._read_whole(name, stored, matrix, scratch)
+            if side == "B":
+                matrices = matrices.transpose(0, 2, 1)
+                if rank > _MOST_DIRECT_RANK:
+                    turned = scratch.turned.take(matrices.shape, self.bits)
+                    _copy_tiled(matrices, turned)
+                    matrices = turned
+            for row, column, values in parts:
+                _, rows, length = values.shape
+                _copy_tiled(matrices[:, row : row + rows, column : column + length], values)
+        if not all(_all_finite(part.values, self.dtype) for part in parts):
+            raise AdapterError(self._why_not_finite(tensors, scratch))
 
-    def _rows(
-        self,
-        projection: Projection,
-        layer: int,
-        rank: int,
-        side: Side,
-        first: int,
-        target: np.ndarray,
-        buffer: np.ndarray,
-    ) -> None:
-        """Read rows from ``first`` on of a layer's A, or of its B transposed: target [rows, length]."""
+    def _tensor(self, index: int, side: Side, layer: int) -> tuple[str, StoredTensor]:
+        projection, rank = self.geometry.projections[index], self.spec.ranks[index][layer]
         name = self.spec.tensor_name(layer, projection, side)
         stored = self.tensors.get(name)
         shape = (rank, projection.in_features) if side == "A" else (projection.out_features, rank)
         if stored is None or stored.shape != shape:
             raise AdapterError(f"tensor {name} is no longer what it was when the adapter was added")
-        if side == "A":
-            row_bytes = stored.size_bytes // rank
-            part = self._read(name, stored, first * row_bytes, buffer[: len(target) * row_bytes])
-            target[:] = part.reshape(target.shape)
-            return
-        whole = self._read(name, stored, 0, buffer[: stored.size_bytes]).reshape(shape)[
-            :, first : first + len(target)
-        ]
-        tile = max(1, _TILE_ELEMENTS // len(target))
-        for at in range(0, len(whole), tile):
-            target[:, at : at + tile] = whole[at : at + tile].T
+        return name, stored
 
-    def _read(self, name: str, stored: StoredTensor, begin: int, part: np.ndarray) -> np.ndarray:
-        """A flat part of a tensor, read into ``part``, as bit patterns of the pool's dtype."""
-        read_into(self.file, stored.begin + begin, part.data, name)
+    def _read_rows(self, name: str, stored: StoredTensor, parts: Sequence[_Block]) -> None:
+        """Read rows of an A, which lie in the file as they do in pages, straight into their places."""
+        targets = []
+        for _, _, values in parts:
+            targets += [values.data] if values.flags.c_contiguous else [row.data for row in values]
+        skipped = parts[0].row * stored.shape[1] + parts[0].column
+        read_into(self.file, stored.begin + skipped * self.bits.itemsize, targets, name)
+
+    def _read_whole(self, name: str, stored: StoredTensor, matrix: np.ndarray, scratch: _Scratch) -> None:
+        """Read a tensor into ``matrix``, converted to the pool's dtype."""
         source = _TORCH_DTYPES[stored.dtype]
-        if not _all_finite(part, source):
-            raise AdapterError(f"tensor {name} holds NaN or infinity")
         if source == self.dtype:
-            return part.view(_BITS[source].unsigned)
-        converted = _converted(part, source, self.dtype)
-        if not _all_finite(converted, self.dtype):
-            raise AdapterError(f"tensor {name} holds a value too large for {self.dtype}")
-        return converted
+            read_into(self.file, stored.begin, [matrix.data], name)
+            return
+        values = scratch.stored.take(stored.shape, _BITS[source].unsigned)
+        read_into(self.file, stored.begin, [values.data], name)
+        _convert(values, source, matrix, self.dtype)
+
+    def _why_not_finite(self, tensors: Iterable[tuple[str, StoredTensor]], scratch: _Scratch) -> str:
+        """What is wrong with one of them. Conversion makes nothing finite, but may make infinity."""
+        for name, stored in tensors:
+            source = _TORCH_DTYPES[stored.dtype]
+            values = scratch.stored.take(stored.shape, _BITS[source].unsigned)
+            read_into(self.file, stored.begin, [values.data], name)
+            if not _all_finite(values, source):
+                return f"tensor {name} holds NaN or infinity"
+            converted = scratch.matrices.take(stored.shape, self.bits)
+            _convert(values, source, converted, self.dtype)
+            if not _all_finite(converted, self.dtype):
+                return f"tensor {name} holds a value too large for {self.dtype}"
+        return "the file was changed while being read"
 
 
-def _run_all(jobs: Sequence[Callable[[], None]], threads: Executor | None) -> None:
-    """Run them all, and raise the first error only when none runs any more: pages may go to others then."""
-    if threads is None:
-        for job in jobs:
-            job()
-        return
-    running = [threads.submit(job) for job in jobs]
-    wait(running)
-    for ended in running:
-        ended.result()
+def _clear(values: np.ndarray, _: _Scratch) -> None:
+    values[:] = 0
 
 
-def _all_finite(values: np.ndarray, dtype: torch.dtype) -> bool:
+def _runs(ranks: Sequence[int], most_layers: int) -> Iterator[range]:
+    """All layers, cut into runs of one rank, none longer than ``most_layers``."""
+    begin = 0
+    for layer in range(1, len(ranks) + 1):
+        if layer == len(ranks) or ranks[layer] != ranks[begin] or layer - begin == most_layers:
+            yield range(begin, layer)
+            begin = layer
+
+
+def _run_all(jobs: Iterable[_Job], helpers: Helpers) -> None:
+    """Run them all, and raise an error only when none runs any more: pages may go to others then."""
+    left = iter(jobs)
+
+    def work() -> None:
+        scratch = _Scratch()
+        for job in left:  # each goes to the first thread that asks
+            try:
+                job(scratch)
+            except BaseException:
+                for _ in left:  # nobody begins another
+                    pass
+                raise
+
+    helping: list[Future[None]] = []
+    try:
+        if helpers.threads is not None:
+            helping.extend(helpers.threads.submit(work) for _ in range(helpers.count))
+        work()
+    finally:
+        helping = [helper for helper in helping if not helper.cancel()]
+        wait(helping)
+    for helper in helping:
+        helper.result()
+
+
+def _copy_tiled(source: np.ndarray, target: np.ndarray) -> None:
+    """Copy matrices [layers, rows, length]; the source may be a transposed view."""
+    is_transposed = source.strides[-1] != source.itemsize
+    tile = max(1, _TILE_ELEMENTS // source.shape[1]) if is_transposed else source.shape[2]
+    for at in range(0, source.shape[2], tile):
+        target[:, :, at : at + tile] = source[:, :, at : at + tile]
+
+
+def _all_finite(patterns: np.ndarray, dtype: torch.dtype) -> bool:
+    """No value is infinity or NaN: these have the largest patterns of either sign."""
     bits = _BITS[dtype]
-    patterns = values.view(bits.unsigned)
-    for at in range(0, len(patterns), _CHECKED_ELEMENTS):
-        magnitudes = np.bitwise_and(patterns[at : at + _CHECKED_ELEMENTS], bits.magnitude)
-        if int(magnitudes.max()) >= bits.infinity:
-            return False
-    return True
+    largest_positive = np.maximum.reduce(patterns.view(bits.signed), axis=None)
+    largest_negative = np.maximum.reduce(patterns, axis=None)
+    return int(largest_positive) < bits.infinity and int(largest_negative) < bits.negative_infinity
 
 
-def _converted(values: np.ndarray, source: torch.dtype, target: torch.dtype) -> np.ndarray:
-    """Bit patterns of ``values`` in the target dtype, rounded to nearest."""
-    old = torch.from_numpy(values).view(source)
-    new = torch.empty(len(old), dtype=target)
+def _convert(values: np.ndarray, source: torch.dtype, target: np.ndarray, dtype: torch.dtype) -> None:
+    """Bit patterns of contiguous ``values`` in another dtype, rounded to nearest."""
+    old, new = _as_tensor(values, source), _as_tensor(target, dtype)
     for begin in range(0, len(old), _SERIAL_ELEMENTS):
         new[begin : begin + _SERIAL_ELEMENTS].copy_(old[begin : begin + _SERIAL_ELEMENTS])
-    return np.asarray(new.view(torch.uint8).numpy().view(_BITS[target].unsigned))
+
+
+def _as_tensor(patterns: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(patterns.reshape(-1).view(np.uint8)).view(dtype)

@@ -83,8 +83,11 @@ class _CpuMirror:
     def __init__(self, length: int) -> None:
         self.tensor = torch.zeros(length, dtype=torch.int64)
 
-    def send(self, numbers: np.ndarray) -> None:
-        self.tensor.numpy()[: len(numbers)] = numbers
+    def stage(self) -> np.ndarray:
+        return np.asarray(self.tensor.numpy())
+
+    def send(self, count: int) -> None:
+        return
 
 
 class _CpuPageWriter:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,9 @@ _STAGED_PAGES = 4
 _MARK_BYTES, _MARKS_AHEAD = 16 * 2**20, 4
 """A lane waits when more than so many marks, so many bytes apart, are on their way: about a millisecond, and
 what has not begun can still be broken off."""
+
+_DOWNLOAD_BYTES = 2**16
+"""Of a pinned buffer for a step's results, unless they take more."""
 
 _MIRROR_STAGES = 4
 """Pinned buffers of one mirror: more than the steps that are in flight at a time."""
@@ -52,6 +56,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.name = f"cuda ({torch.cuda.get_device_name(self.torch_device)})"
         self._captures: _Captures | None = None
+        self._downloads = _Downloads(self.torch_device)
 
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
@@ -66,16 +71,7 @@ class CudaDevice:
         return torch.from_numpy(array).pin_memory().to(self.torch_device, non_blocking=True)
 
     def download(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.numel() > 0)
-        host.copy_(tensor, non_blocking=True)
-        landed = torch.cuda.Event()
-        landed.record(torch.cuda.current_stream(self.torch_device))
-
-        def wait() -> np.ndarray:
-            landed.synchronize()
-            return np.asarray(host.numpy())
-
-        return wait
+        return self._downloads.start(tensor)
 
     def mirror(self, length: int) -> Mirror:
         return _CudaMirror(length, self.torch_device)
@@ -117,12 +113,18 @@ class CudaDevice:
         torch.cuda.empty_cache()
 
 
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """For all captures of a process: the products' library keeps 32 MiB for every stream that it has seen."""
+    return torch.cuda.Stream(device)
+
+
 class _Captures:
     """CUDA graphs that share one pool of memory, since they are replayed one after another."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _capture_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self.num_bytes = 0
 
@@ -176,6 +178,31 @@ def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(_Address(tensor), device=tensor.device)
 
 
+class _Downloads:
+    """Pinned buffers, each with the event that tells when its copy has landed; those that have been read serve
+    again. Starts are one thread's, reads may be another's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: collections.deque[tuple[torch.Tensor, torch.cuda.Event]] = collections.deque()
+
+    def start(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
+        stage, landed = self._free.popleft() if self._free else (None, torch.cuda.Event())
+        if stage is None or stage.nbytes < tensor.nbytes:
+            stage = torch.empty(max(tensor.nbytes, _DOWNLOAD_BYTES), dtype=torch.uint8, pin_memory=True)
+        host = stage[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        host.copy_(tensor, non_blocking=True)
+        landed.record(torch.cuda.current_stream(self._device))
+
+        def wait() -> np.ndarray:
+            landed.synchronize()
+            found = host.numpy().copy()
+            self._free.append((stage, landed))
+            return found
+
+        return wait
+
+
 class _CudaMirror:
     """Pinned buffers taken in turn, each with the event that tells when it may be filled again."""
 
@@ -187,12 +214,14 @@ class _CudaMirror:
         ]
         self._turn = 0
 
-    def send(self, numbers: np.ndarray) -> None:
+    def stage(self) -> np.ndarray:
         self._turn = (self._turn + 1) % _MIRROR_STAGES
         stage, landed = self._stages[self._turn]
         landed.synchronize()
-        count = len(numbers)
-        stage.numpy()[:count] = numbers
+        return np.asarray(stage.numpy())
+
+    def send(self, count: int) -> None:
+        stage, landed = self._stages[self._turn]
         self.tensor[:count].copy_(stage[:count], non_blocking=True)
         landed.record(torch.cuda.current_stream(self.tensor.device))
 

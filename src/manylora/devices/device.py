@@ -20,11 +20,13 @@ class Mirror(Protocol):
     tensor: torch.Tensor
     """int64, on the device. The first entries are what was sent last."""
 
-    def send(self, numbers: np.ndarray) -> None:
-        """Copy ``numbers`` (int64, one dimension) to the front of ``tensor``, after all work issued so far.
+    def stage(self) -> np.ndarray:
+        """Where the next numbers are to be written before ``send``: int64, as long as ``tensor``; it holds
+        anything. Does not wait for steps that are still to come to an end, unless there are many."""
 
-        Does not wait for that work; ``numbers`` may be reused at once. Raises ValueError when it is too long.
-        """
+    def send(self, count: int) -> None:
+        """Copy the first ``count`` numbers of the last stage to the front of ``tensor``, after all work issued so
+        far. Does not wait for that work. Nothing is written to the stage afterwards."""
 
 
 class PageWriter(Protocol):

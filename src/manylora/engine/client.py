@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from manylora.types import (
     AdapterCard,
@@ -35,8 +35,7 @@ class GenerationRequest:
     stream: bool = True
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """News of one sample of a request: new tokens, in order, each once; perhaps its end.
 
     ``logprobs`` is empty or as long as ``tokens``. ``finish_reason`` is "stop", "length", "abort" or

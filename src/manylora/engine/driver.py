@@ -40,6 +40,7 @@ from manylora.protocol import (
     Arrive,
     CopyPages,
     Decided,
+    Emit,
     EndSequence,
     Event,
     EvictAdapter,
@@ -280,6 +281,8 @@ class Driver:
             self._journal.answered(commands)
         for command in commands:
             match command:
+                case Emit():  # first, for there are most of them
+                    self._outbox.note(command)
                 case RunStep():
                     # Where the device is the caller's own processor, issuing is running.
                     self._flush()

@@ -6,10 +6,31 @@ The part that a local and a remote engine client share. Does not know where the 
 from __future__ import annotations
 
 import asyncio
+import collections
 from collections.abc import AsyncIterator, Callable
 
 from manylora.engine.client import Delta, EngineDead, GenerationRequest
 from manylora.types import InvalidRequest, RequestId
+
+
+class _Box:
+    """What has come for one request and has not been read. One reader at a time: asyncio.Queue, which lets many
+    wait, takes as long for a token as all the rest of the token's way."""
+
+    def __init__(self) -> None:
+        self._items: collections.deque[Delta | EngineDead] = collections.deque()
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, item: Delta | EngineDead) -> None:
+        self._items.append(item)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def get(self) -> Delta | EngineDead:
+        while not self._items:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        return self._items.popleft()
 
 
 class DeltaStream:
@@ -18,7 +39,7 @@ class DeltaStream:
     def __init__(
         self,
         request: GenerationRequest,
-        box: asyncio.Queue[Delta | EngineDead],
+        box: _Box,
         closed: Callable[[bool], None],
     ) -> None:
         self._box = box
@@ -49,10 +70,10 @@ class DeltaStream:
 
 
 class Mailboxes:
-    """One queue an open request. All methods run on the event loop's thread."""
+    """One box an open request. All methods run on the event loop's thread."""
 
     def __init__(self) -> None:
-        self._boxes: dict[RequestId, asyncio.Queue[Delta | EngineDead]] = {}
+        self._boxes: dict[RequestId, _Box] = {}
         self._dead: EngineDead | None = None
         self._death: asyncio.Event = asyncio.Event()
 
@@ -67,7 +88,7 @@ class Mailboxes:
             raise self._dead
         if request.id in self._boxes:
             raise InvalidRequest(f"request id {request.id!r} is already in use")
-        box: asyncio.Queue[Delta | EngineDead] = asyncio.Queue()
+        box = _Box()
         self._boxes[request.id] = box
         submit(request)
         return DeltaStream(request, box, lambda is_open: self._close(request.id, is_open, abort))
@@ -81,7 +102,7 @@ class Mailboxes:
         for delta in deltas:
             box = self._boxes.get(delta.request)
             if box is not None:
-                box.put_nowait(delta)
+                box.put(delta)
 
     def die(self, reason: str) -> None:
         """End every open request with EngineDead, and every later one."""
@@ -90,7 +111,7 @@ class Mailboxes:
         self._dead = EngineDead(reason)
         self._death.set()
         for box in self._boxes.values():
-            box.put_nowait(self._dead)
+            box.put(self._dead)
 
     @property
     def dead(self) -> EngineDead | None:

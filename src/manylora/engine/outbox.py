@@ -14,7 +14,7 @@ from manylora.protocol import Admitted, Command, Emit, Finish, Ready, Reject
 from manylora.types import Request, RequestError, RequestId, SequenceId, TokenLogprobs
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class _Sample:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
@@ -22,7 +22,7 @@ class _Sample:
     error: RequestError | None = None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class _Open:
     request: Request
     stream: bool
@@ -75,7 +75,9 @@ class Outbox:
 
     def _emit(self, command: Emit) -> None:
         entry = self._open[command.request]
-        sample = entry.samples.setdefault(command.sample, _Sample())
+        sample = entry.samples.get(command.sample)
+        if sample is None:
+            sample = entry.samples[command.sample] = _Sample()
         sample.tokens.append(command.token)
         if entry.request.params.logprobs is not None:
             sample.logprobs.append(self.logprobs[command.drawn_by])

@@ -162,7 +162,7 @@ class StepGraphs:
         return len(self._captured)
 
     def run(self, inputs: StepInputs) -> Outputs | None:
-        """The step's outputs, of its M drawing rows; None where it is not one for a bucket."""
+        """The step's outputs, of its M drawing rows first; None where it is not one for a bucket."""
         bucket = self._bucket(inputs)
         captured = None if bucket is None else self._get(bucket)
         if bucket is None or captured is None:
@@ -176,8 +176,8 @@ class StepGraphs:
             # More prompts than the tables have room for, say.
             _log.debug("a step of %d tokens runs eagerly: %s", num_tokens, error)
             return None
-        self._mirror.send(self._padded(inputs, bucket))
-        return captured.replay().first(len(inputs.sample_index))
+        self._send(inputs, bucket)
+        return captured.replay()
 
     # ------------------------------------------------------------ buckets
 
@@ -203,21 +203,22 @@ class StepGraphs:
         """Tokens, and fewer rows, so that it is none of the decoding buckets."""
         return num_tokens, min(num_tokens - 1, self._limits.max_num_seqs)
 
-    def _padded(self, inputs: StepInputs | None, bucket: Bucket) -> np.ndarray:
+    def _send(self, inputs: StepInputs | None, bucket: Bucket) -> None:
         """All numbers of the step one after the other, as ``_numbers`` cuts them; None: nothing but padding."""
         tokens, rows = bucket.num_tokens, bucket.num_rows
-        numbers = np.zeros(3 * tokens + 2 * rows, dtype=np.int64)
-        numbers[2 * tokens : 3 * tokens] = self._scratch_slot
-        if inputs is None:
-            return numbers
-        count, drawing = len(inputs.token_ids), len(inputs.sample_index)
+        length = 3 * tokens + 2 * rows
+        numbers = self._mirror.stage()[:length]
+        numbers.fill(0)
         of_tokens, of_rows = numbers[: 3 * tokens].reshape(3, tokens), numbers[3 * tokens :].reshape(2, rows)
-        of_tokens[0, :count] = inputs.token_ids
-        of_tokens[1, :count] = inputs.positions
-        of_tokens[2, :count] = inputs.slots
-        of_rows[0, :drawing] = inputs.sample_index
-        of_rows[1, :drawing] = inputs.late_index
-        return numbers
+        of_tokens[2] = self._scratch_slot
+        if inputs is not None:
+            count, drawing = len(inputs.token_ids), len(inputs.sample_index)
+            of_tokens[0, :count] = inputs.token_ids
+            of_tokens[1, :count] = inputs.positions
+            of_tokens[2, :count] = inputs.slots
+            of_rows[0, :drawing] = inputs.sample_index
+            of_rows[1, :drawing] = inputs.late_index
+        self._mirror.send(length)
 
     def _numbers(self, bucket: Bucket) -> Numbers:
         tokens, rows = bucket.num_tokens, bucket.num_rows
@@ -273,7 +274,7 @@ class StepGraphs:
         attention.fill(_NO_ROWS)
         if lora is not None:
             lora.fill(None, tokens)
-        self._mirror.send(self._padded(None, bucket))
+        self._send(None, bucket)
         replay = self._device.capture(run)
 
         def outputs() -> Outputs:

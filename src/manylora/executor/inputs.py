@@ -1,34 +1,33 @@
 """From a step's rows to what a forward pass and the sampler read, on the host.
 
 Owns the order of the batch: rows of one adapter side by side, the base model's first, decoding rows of an
-adapter before its prompt chunks. Works with numpy; nothing here loops over tokens. Does not send anything to a
-device and does not run anything.
+adapter before its prompt chunks. Works with numpy; nothing here loops over tokens. What follows from the lineup
+alone is worked out once for all steps that share it. Does not send anything to a device and does not run anything.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 
 from manylora.executor.sampler import SampledRow
-from manylora.executor.sequences import SequenceTable
+from manylora.executor.sequences import Lineup, Rows, SequenceTable
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.ops import AttentionRows, LoraSegments
 from manylora.kernels.shapes import AdapterGeometry
-from manylora.protocol import StepRow
 from manylora.types import BASE
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class StepInputs:
     """One step of T tokens, M of whose rows draw.
 
     ``token_ids`` int64 [T]: a negative one, -i, is entry i of the device's late tokens. ``positions``, ``slots``
     int64 [T]; ``sample_index`` int64 [M]: the tokens whose logits are wanted; ``late_index`` int64 [M]: the
     entries of the late tokens where the draws go. ``sampled[i]`` draws from row i of the logits, for the step's
-    row ``sampled_rows[i]``. ``lora`` is the same object as in the step before where nothing has changed.
+    row ``sampled_rows[i]`` (int64 [M]); ``sampled`` is None where each row draws its most likely token once and
+    nothing else is asked. ``lora`` is the same object as in the step before where nothing has changed.
     """
 
     token_ids: np.ndarray
@@ -38,8 +37,32 @@ class StepInputs:
     late_index: np.ndarray
     attention: AttentionRows
     lora: LoraSegments | None
-    sampled: list[SampledRow]
-    sampled_rows: list[int]
+    sampled: list[SampledRow] | None
+    sampled_rows: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Layout:
+    """A batch without its positions, for a lineup and a version of the adapters' tables.
+
+    By row, in batch order: ``order`` (which row of the step), ``slots`` in the table, ``counts`` of tokens. By
+    token: its row's place in the batch (``row``) and slot, and its own place ``inside`` the row.
+    """
+
+    lineup: Lineup
+    version: int
+    order: np.ndarray
+    slots: np.ndarray
+    counts: np.ndarray
+    row: np.ndarray
+    token_slots: np.ndarray
+    inside: np.ndarray
+    query_start: np.ndarray
+    sample_index: np.ndarray
+    late_index: np.ndarray
+    sampled_rows: np.ndarray
+    is_greedy: bool
+    lora: LoraSegments | None
 
 
 class InputBuilder:
@@ -51,61 +74,83 @@ class InputBuilder:
         self._page_tokens = geometry.page.page_tokens
         self._lora_key: tuple[int, bytes, bytes, bytes] | None = None
         self._lora: LoraSegments | None = None
+        self._layout: _Layout | None = None
 
-    def build(self, rows: Sequence[StepRow]) -> StepInputs:
-        """Inputs for rows (at least one) whose sequences and page tables are up to date.
+    def build(self, rows: Rows) -> StepInputs:
+        """Inputs for rows whose sequences and page tables are up to date.
 
-        Raises KeyError where a sequence is unknown or its adapter not resident, ValueError where a row computes
-        tokens that do not exist.
+        Raises KeyError where a sequence's adapter is not resident, ValueError where a row computes tokens that do
+        not exist.
         """
         table, page_tokens = self._sequences, self._page_tokens
-        slots = np.array(table.slots(rows), dtype=np.int64)
-        starts = np.array([row.start for row in rows], dtype=np.int64)
-        counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
-        if (starts + counts > table.lengths[slots]).any():
+        layout = self._layout_of(rows.lineup)
+        starts = rows.starts[layout.order]
+        ends = starts + layout.counts
+        if (ends > table.lengths[layout.slots]).any():
             raise ValueError("a row computes tokens that its sequence does not have")
-        adapters = table.adapters[slots]
-        order = np.lexsort((counts > 1, adapters))
-        slots, starts, counts, adapters = slots[order], starts[order], counts[order], adapters[order]
+        positions = starts[layout.row] + layout.inside
+        page, offset = np.divmod(positions, page_tokens)
+        width = -(-int(ends.max()) // page_tokens)
+        return StepInputs(
+            token_ids=table.tokens[layout.token_slots, positions].astype(np.int64),
+            positions=positions,
+            slots=table.pages[layout.token_slots, page].astype(np.int64) * page_tokens + offset,
+            sample_index=layout.sample_index,
+            late_index=layout.late_index,
+            attention=AttentionRows(
+                query_start=layout.query_start,
+                kv_len=ends.astype(np.int32),
+                page_table=table.pages[layout.slots, :width],
+            ),
+            lora=layout.lora,
+            sampled=None if layout.is_greedy else self._sampled(rows, layout.sampled_rows.tolist()),
+            sampled_rows=layout.sampled_rows,
+        )
+
+    def _sampled(self, rows: Rows, chosen: list[int]) -> list[SampledRow]:
+        lineup = rows.lineup
+        ends, counts = (rows.starts + lineup.counts).tolist(), lineup.num_samples.tolist()
+        return [self._sequences.sampled_row(lineup.sequences[row], ends[row], counts[row]) for row in chosen]
+
+    def _layout_of(self, lineup: Lineup) -> _Layout:
+        layout = self._layout
+        if layout is None or layout.lineup is not lineup or layout.version != self._tables.version:
+            layout = self._layout = self._lay_out(lineup)
+        return layout
+
+    def _lay_out(self, lineup: Lineup) -> _Layout:
+        adapters = self._sequences.adapters[lineup.slots]
+        order = np.lexsort((lineup.counts > 1, adapters))
+        slots, counts = lineup.slots[order], lineup.counts[order]
         ends = np.cumsum(counts)
         first = ends - counts
-
-        num_tokens = int(ends[-1])
-        of_row = np.repeat(np.arange(len(rows)), counts)
-        positions = np.arange(num_tokens) + np.repeat(starts - first, counts)
-        token_slots = slots[of_row]
-        pages = table.pages[token_slots, positions // page_tokens].astype(np.int64)
-
-        # In batch order: drawn[i] is the row of the step whose last token's logits become row i.
-        in_order = order.tolist()
-        drawn = [(index, where) for where, index in enumerate(in_order) if rows[index].num_samples]
-        drawing = np.array([where for _, where in drawn], dtype=np.int64)
-
-        kv_len = starts + counts
-        width = -(-int(kv_len.max()) // page_tokens)
-        return StepInputs(
-            token_ids=table.tokens[token_slots, positions].astype(np.int64),
-            positions=positions,
-            slots=pages * page_tokens + positions % page_tokens,
-            sample_index=(ends - 1)[drawing],
-            late_index=(slots + 1)[drawing],
-            attention=AttentionRows(
-                query_start=np.concatenate((first[:1], ends)).astype(np.int32),
-                kv_len=kv_len.astype(np.int32),
-                page_table=table.pages[slots, :width],
-            ),
-            lora=self._segments(adapters, first, ends),
-            sampled=[table.sampled_row(rows[index]) for index, _ in drawn],
-            sampled_rows=[index for index, _ in drawn],
+        row = np.repeat(np.arange(len(order)), counts)
+        drawing = np.flatnonzero(lineup.num_samples[order])
+        draws_once = lineup.num_samples[lineup.drawing] == 1
+        return _Layout(
+            lineup=lineup,
+            version=self._tables.version,
+            order=order,
+            slots=slots,
+            counts=counts,
+            row=row,
+            token_slots=slots[row],
+            inside=np.arange(len(row)) - first[row],
+            query_start=np.concatenate((first[:1], ends)).astype(np.int32),
+            sample_index=ends[drawing] - 1,
+            late_index=slots[drawing] + 1,
+            sampled_rows=order[drawing],
+            is_greedy=bool(self._sequences.greedy[slots[drawing]].all() and draws_once.all()),
+            lora=self._segments(adapters[order], first, ends),
         )
 
     def _segments(self, adapters: np.ndarray, first: np.ndarray, ends: np.ndarray) -> LoraSegments | None:
         """The runs of equal ``adapters`` among sorted rows, the base model's left out."""
-        edges = np.flatnonzero(np.diff(adapters, prepend=BASE))
+        edges = np.flatnonzero(adapters != np.concatenate(([BASE], adapters[:-1])))
         if len(edges) == 0:
             return None
         start = first[edges]
-        length = (np.append(start[1:], ends[-1]) - start).astype(np.int32)
+        length = (np.concatenate((start[1:], ends[-1:])) - start).astype(np.int32)
         rows = self._tables.rows(adapters[edges].tolist())
         key = (self._tables.version, start.tobytes(), length.tobytes(), rows.tobytes())
         if key != self._lora_key:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from manylora.adapters.pack import AdapterLayout, cell_offsets, layout_of, load_adapter, load_into
+from manylora.adapters.pack import AdapterLayout, Helpers, cell_offsets, layout_of, load_adapter, load_into
 from manylora.adapters.peft import AdapterSpec
 from manylora.devices.device import Device, PageWriter
 from manylora.kernels.shapes import AdapterGeometry
@@ -28,8 +28,8 @@ from manylora.types import AdapterId, PageId
 READERS = 2
 """Reads at a time: one waits for its file while the other packs; more would take cores from the steps."""
 
-_PARTS, _MANY_CORES = 4, 8
-"""Threads that share the packing of what is read, where there are so many cores that steps do not miss them."""
+_MOST_HELPERS = 6
+"""More threads would mostly wait for the GIL."""
 
 _log = logging.getLogger(__name__)
 
@@ -72,9 +72,12 @@ class AdapterReader:
         self._device = device
         self._note_landed = landed
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="manylora-adapter-read")
-        self._parts: ThreadPoolExecutor | None = None
-        if (os.cpu_count() or 1) >= _MANY_CORES:
-            self._parts = ThreadPoolExecutor(_PARTS, thread_name_prefix="manylora-adapter-part")
+        self._helpers = Helpers()
+        # Half of the cores are left to the steps and to the other processes.
+        count = min(_MOST_HELPERS, (os.cpu_count() or 1) // 2 - READERS)
+        if count > 0:
+            helping = ThreadPoolExecutor(count, thread_name_prefix="manylora-adapter-part")
+            self._helpers = Helpers(helping, count)
         self._closing = False
 
     def start(
@@ -92,8 +95,8 @@ class AdapterReader:
         """Break reads off, answer every one that is left, end the threads. Idempotent."""
         self._closing = True
         self._threads.shutdown(wait=True)
-        if self._parts is not None:
-            self._parts.shutdown(wait=True)
+        if self._helpers.threads is not None:
+            self._helpers.threads.shutdown(wait=True)
 
     def _run(
         self,
@@ -132,7 +135,7 @@ class AdapterReader:
 
         try:
             self._check_open()
-            load_adapter(spec, layout, self._geometry, self._arena.dtype, write_page)
+            load_adapter(spec, layout, self._geometry, self._arena.dtype, write_page, self._helpers)
         finally:
             # Also after a failure: the pages go to others, which a late write must not meet.
             writer.close()
@@ -142,7 +145,7 @@ class AdapterReader:
         layout = layout_of(spec, self._geometry)
         pages = [self._host.page(page) for page in command.pages]
         self._check_open()
-        load_into(spec, layout, self._geometry, self._host.dtype, pages, self._check_open, self._parts)
+        load_into(spec, layout, self._geometry, self._host.dtype, pages, self._check_open, self._helpers)
 
     def _check_open(self) -> None:
         if self._closing:

@@ -31,8 +31,8 @@ _LEAST_TEMPERATURE = 1e-30
 """Smaller ones are 0 in float32."""
 
 
-Results = tuple[list[list[int]], list[list[TokenLogprobs | None]]]
-"""Per row and draw: the token, and its log-probabilities (None where not asked for)."""
+Results = tuple[Sequence[Sequence[int]], Sequence[Sequence[TokenLogprobs | None]] | None]
+"""Per row and draw: the token, and its log-probabilities (None where not asked for; None where nobody asked)."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -85,9 +85,26 @@ def draw(
     random = [i for i, row in enumerate(rows) if row.params.temperature > 0 and row.samples]
     if random:
         chosen = [rows[i] for i in random]
-        weights = _weights(edited[_to(edited, random)], [row.params for row in chosen])
+        weights = _weights(_rows(edited, random), [row.params for row in chosen])
         drawn.put(random, _draws(weights, chosen))
     return drawn.packed(logits)
+
+
+def most_likely(best: torch.Tensor, count: int) -> Draws:
+    """One draw for each of ``count`` rows that ``is_greedy`` holds for: the first of ``best``, int64 [count or
+    more]."""
+    return Draws(best, best, lambda found: (list(zip(found[:count].tolist())), None))
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    """Whether every draw is the most likely token of the logits as they are, and no more is asked."""
+    return (
+        params.temperature == 0
+        and params.logprobs is None
+        and params.repetition_penalty == 1
+        and not (params.presence_penalty or params.frequency_penalty)
+        and not (params.logit_bias or params.min_tokens)
+    )
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
@@ -99,7 +116,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _repeated(tokens: list[int], counts: list[int]) -> Results:
-    return [[token] * n for token, n in zip(tokens, counts)], [[None] * n for n in counts]
+    return [[token] * n for token, n in zip(tokens, counts)], None
 
 
 def _largest(values: torch.Tensor, width: int) -> torch.Tensor:
@@ -150,6 +167,11 @@ def _to(like: torch.Tensor, values: Any, dtype: torch.dtype = torch.int64) -> to
         # From pageable memory a copy may wait for all work before it.
         host = host.pin_memory()
     return host.to(like.device, non_blocking=True)
+
+
+def _rows(tensor: torch.Tensor, index: Sequence[int]) -> torch.Tensor:
+    """Some rows, ascending; where they are all rows, the tensor itself."""
+    return tensor if len(index) == len(tensor) else tensor[_to(tensor, index)]
 
 
 # ---------------------------------------------------------------- changes to the logits
@@ -267,14 +289,16 @@ def _weights(part: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tens
         scaled = scaled.masked_fill(scaled < floor, float("-inf"))
     size = part.shape[1]
     limits = [p.top_k if 0 < p.top_k < size else size for p in params]
-    few = [i for i, limit in enumerate(limits) if limit <= TOP_K_WITHOUT_SORT and limit < size]
-    many = [i for i, p in enumerate(params) if i not in few and (p.top_p < 1 or limits[i] < size)]
+    is_few = [limit <= TOP_K_WITHOUT_SORT and limit < size for limit in limits]
+    few = [i for i, found in enumerate(is_few) if found]
+    many = [i for i, p in enumerate(params) if not is_few[i] and (p.top_p < 1 or limits[i] < size)]
     for index, width in ((few, max((limits[i] for i in few), default=0)), (many, size)):
         if index:
-            where = _to(part, index)
             top_k = _to(part, [limits[i] for i in index]).unsqueeze(1)
             top_p = _column(part, [params[i] for i in index], lambda p: p.top_p, torch.float64)
-            scaled = scaled.index_copy(0, where, _nucleus(scaled[where], top_k, top_p, width))
+            kept = _nucleus(_rows(scaled, index), top_k, top_p, width)
+            is_all = len(index) == len(scaled)
+            scaled = kept if is_all else scaled.index_copy(0, _to(part, index), kept)
     return _integers(scaled, size)
 
 
@@ -336,12 +360,15 @@ class _Drawn:
         for row in rows:
             self.starts.append(self.starts[-1] + len(row.samples))
         owners = [i for i, row in enumerate(rows) for _ in row.samples]
-        self.owners = _to(best, owners)
-        self.tokens = best[self.owners]
+        draws_once = owners == list(range(len(rows)))
+        self.tokens = best if draws_once else best[_to(best, owners)]
 
     def put(self, index: Sequence[int], draws: torch.Tensor) -> None:
         """Set the tokens of the rows ``index`` to ``draws`` [len(index), N]."""
         width = draws.shape[1]
+        if len(index) == len(self.rows) == len(self.tokens) == draws.numel():
+            self.tokens = draws.view(-1)
+            return
         where = [self.starts[i] + n for i in index for n in range(len(self.rows[i].samples))]
         source = [r * width + n for r, i in enumerate(index) for n in range(len(self.rows[i].samples))]
         self.tokens = self.tokens.index_copy(0, _to(draws, where), draws.view(-1)[_to(draws, source)])
@@ -379,7 +406,6 @@ class _Drawn:
         return self.tokens[_to(self.tokens, [min(start, last) for start in self.starts[:-1]])]
 
     def _by_row(self, tokens: list[int], found: list[TokenLogprobs | None] | None = None) -> Results:
-        if found is None:
-            found = [None] * len(tokens)
         ranges = [slice(begin, end) for begin, end in zip(self.starts, self.starts[1:])]
-        return [tokens[part] for part in ranges], [found[part] for part in ranges]
+        said = None if found is None else [found[part] for part in ranges]
+        return [tokens[part] for part in ranges], said

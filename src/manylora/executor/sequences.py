@@ -7,11 +7,11 @@ may be issued before the tokens of the step before it have arrived. Does not kno
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from manylora.executor.sampler import SampledRow
+from manylora.executor.sampler import SampledRow, is_greedy
 from manylora.protocol import SequenceStart, StepRow
 from manylora.types import PageId, SequenceId
 
@@ -39,11 +39,52 @@ class _Sequence:
     drawing: SampledRow
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Expected:
-    """Tokens that a step will have drawn, one for each of its sampling rows: who and where."""
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Lineup:
+    """Who takes part in a step, and with how many tokens: by row, int64 [R] but for ``sequences``.
 
-    sequences: list[tuple[SequenceId, _Sequence]]
+    ``drawing``: the rows that draw, ascending; ``drawers``: their sequences. Decoding steps share one object until
+    a sequence starts or ends or takes another part, so what follows from it alone need not be computed again.
+    """
+
+    sequences: tuple[SequenceId, ...]
+    slots: np.ndarray
+    counts: np.ndarray
+    num_samples: np.ndarray
+    drawing: np.ndarray
+    drawers: tuple[SequenceId, ...]
+
+    @staticmethod
+    def of(
+        sequences: tuple[SequenceId, ...], slots: np.ndarray, counts: np.ndarray, num_samples: np.ndarray
+    ) -> Lineup:
+        drawing = np.flatnonzero(num_samples)
+        draw_all = len(drawing) == len(sequences)
+        drawers = sequences if draw_all else tuple(sequences[row] for row in drawing.tolist())
+        return Lineup(sequences, slots, counts, num_samples, drawing, drawers)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Rows:
+    """A step's rows as columns. ``starts`` int64 [R]: each row's first position."""
+
+    lineup: Lineup
+    starts: np.ndarray
+
+    def take(self, indices: Sequence[int]) -> Rows:
+        """Some of the rows, in this order."""
+        lineup, index = self.lineup, np.array(indices, dtype=np.int64)
+        sequences = tuple(lineup.sequences[row] for row in indices)
+        columns = (column[index] for column in (lineup.slots, lineup.counts, lineup.num_samples))
+        return Rows(Lineup.of(sequences, *columns), self.starts[index])
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Expected:
+    """Tokens that a step will have drawn, one for each row that draws: in which slots, whose, and where."""
+
+    slots: np.ndarray
+    owners: np.ndarray
     ends: np.ndarray
 
 
@@ -53,8 +94,9 @@ class SequenceTable:
     ``tokens`` int32 [slots, width]: prompt and generated; a token that has been drawn but is not known yet is
     -i, where i is the slot's entry among the device's late tokens (slot + 1). ``lengths`` int64 [slots]: how many
     tokens there are, late ones included. ``pages`` int32 [slots, width]: page tables; entries past a sequence's
-    own are stale but valid ids. ``adapters`` int64 [slots]. The arrays are replaced when they grow: read them
-    anew every step.
+    own are stale but valid ids. ``adapters`` int64 [slots]. ``greedy`` bool [slots]: ``is_greedy`` of its
+    parameters. ``owners`` int64 [slots]: a number for whoever has the slot, never given twice; 0: nobody. The
+    arrays are replaced when they grow: read them anew every step.
     """
 
     def __init__(self) -> None:
@@ -64,6 +106,11 @@ class SequenceTable:
         self.pages: np.ndarray = np.zeros((_FIRST_SLOTS, _FIRST_PAGES), dtype=np.int32)
         self.adapters: np.ndarray = np.zeros(_FIRST_SLOTS, dtype=np.int64)
         self.lengths: np.ndarray = np.zeros(_FIRST_SLOTS, dtype=np.int64)
+        self.greedy: np.ndarray = np.zeros(_FIRST_SLOTS, dtype=np.bool_)
+        self.owners: np.ndarray = np.zeros(_FIRST_SLOTS, dtype=np.int64)
+        self._num_started = 0
+        self._lineup: Lineup | None = None
+        self._lineup_columns: tuple[object, ...] = ()
 
     def __contains__(self, sequence: SequenceId) -> bool:
         return sequence in self._sequences
@@ -72,18 +119,23 @@ class SequenceTable:
         """Take a sequence up. Raises ValueError when it is running already; then nothing has changed."""
         if start.sequence in self._sequences:
             raise ValueError(f"sequence {start.sequence} is running already")
-        if min(start.tokens, default=0) < 0:
+        tokens = np.array(start.tokens, dtype=np.int32)
+        if tokens.min(initial=0) < 0:
             raise ValueError(f"sequence {start.sequence} has a negative token")
         self.tokens = _widened(self.tokens, len(start.tokens))
         self.pages = _widened(self.pages, len(start.pages))
         if not self._free:
             self._add_slots()
         slot = self._free.pop()
-        self.tokens[slot, : len(start.tokens)] = start.tokens
+        self.tokens[slot, : len(tokens)] = tokens
         self.pages[slot, : len(start.pages)] = start.pages
         self.adapters[slot] = start.adapter
-        self.lengths[slot] = len(start.tokens)
+        self.lengths[slot] = len(tokens)
         params = start.params
+        self.greedy[slot] = is_greedy(params)
+        self._num_started += 1
+        self.owners[slot] = self._num_started
+        self._lineup = None
         self._sequences[start.sequence] = _Sequence(
             slot=slot,
             sample=start.sample,
@@ -99,11 +151,19 @@ class SequenceTable:
         held = self._sequences.pop(sequence, None)
         if held is not None:
             self._free.append(held.slot)
+            self.owners[held.slot] = 0
+            self._lineup = None
 
-    def slots(self, rows: Iterable[StepRow]) -> list[int]:
-        """The rows' slots. Raises KeyError for an unknown sequence."""
-        sequences = self._sequences
-        return [sequences[row.sequence].slot for row in rows]
+    def rows(self, rows: Sequence[StepRow]) -> Rows:
+        """The rows (at least one) as columns. Raises KeyError for an unknown sequence."""
+        sequences, starts, *others, _ = zip(*rows)
+        columns = (sequences, *others)
+        if self._lineup is None or columns != self._lineup_columns:
+            held = self._sequences
+            slots = [held[sequence].slot for sequence in sequences]
+            arrays = (np.array(column, dtype=np.int64) for column in (slots, *others))
+            self._lineup, self._lineup_columns = Lineup.of(sequences, *arrays), columns
+        return Rows(self._lineup, np.array(starts, dtype=np.int64))
 
     def update_pages(self, rows: Iterable[StepRow], undo: Undo) -> None:
         """Carry the rows' changes into the page tables; ``undo`` receives what was there before."""
@@ -117,39 +177,33 @@ class SequenceTable:
         for slot, index, page in reversed(changes):
             self.pages[slot, index] = page
 
-    def expect(self, rows: list[StepRow]) -> Expected:
-        """Each row, which reaches the end of its sequence, draws a token; it stays late until ``settle``."""
-        sequences = [(row.sequence, self._sequences[row.sequence]) for row in rows]
-        ends = np.array([row.start + row.num_tokens for row in rows], dtype=np.int64)
-        slots = np.array([held.slot for _, held in sequences], dtype=np.int64)
+    def expect(self, rows: Rows) -> Expected:
+        """Each row that draws reaches the end of its sequence and adds a token, which is late until ``settle``."""
+        lineup, drawing = rows.lineup, rows.lineup.drawing
+        slots, ends = lineup.slots[drawing], (rows.starts + lineup.counts)[drawing]
         self.tokens = _widened(self.tokens, int(ends.max(initial=-1)) + 1)
         self.tokens[slots, ends] = -(slots + 1)
         self.lengths[slots] = ends + 1
-        return Expected(sequences, ends)
+        return Expected(slots, self.owners[slots], ends)
 
-    def settle(self, expected: Expected, tokens: list[int]) -> None:
+    def settle(self, expected: Expected, tokens: Sequence[int]) -> None:
         """These were the tokens; sequences that have ended meanwhile are passed over."""
-        for (sequence, held), end, token in zip(expected.sequences, expected.ends.tolist(), tokens):
-            if self._sequences.get(sequence) is held:
-                self.tokens[held.slot, end] = token
+        lives = self.owners[expected.slots] == expected.owners
+        drawn = np.array(tokens, dtype=np.int32)
+        self.tokens[expected.slots[lives], expected.ends[lives]] = drawn[lives]
 
     def forget(self, expected: Expected) -> None:
         """There are no such tokens: the step failed."""
-        for (sequence, held), end in zip(expected.sequences, expected.ends.tolist()):
-            if self._sequences.get(sequence) is held:
-                self.lengths[held.slot] = end
+        lives = self.owners[expected.slots] == expected.owners
+        self.lengths[expected.slots[lives]] = expected.ends[lives]
 
-    def sampled_row(self, row: StepRow) -> SampledRow:
-        """What the sampler must know of a row that draws tokens at its end. Valid until the next call for
-        the same sequence."""
-        held = self._sequences[row.sequence]
+    def sampled_row(self, sequence: SequenceId, end: int, num_samples: int) -> SampledRow:
+        """What the sampler must know of a row that draws ``num_samples`` tokens at ``end``. Valid until the next
+        call for the same sequence."""
+        held = self._sequences[sequence]
         drawing, sample = held.drawing, held.sample
-        end = row.start + row.num_tokens
         position = end - held.num_prompt_tokens
-        if row.num_samples == 1:
-            drawing.samples = ((sample, position),)
-        else:
-            drawing.samples = tuple((sample + i, position) for i in range(row.num_samples))
+        drawing.samples = tuple((sample + i, position) for i in range(num_samples))
         if held.has_penalties:
             known = self.tokens[held.slot, :end]
             drawing.prompt_ids = known[: held.num_prompt_tokens]
@@ -166,11 +220,18 @@ class SequenceTable:
         old = len(self.adapters)
         if 2 * old >= LATE_ENTRIES:
             raise ValueError(f"more than {old} sequences run at once")
-        self.tokens = np.concatenate((self.tokens, np.zeros_like(self.tokens)))
-        self.pages = np.concatenate((self.pages, np.zeros_like(self.pages)))
-        self.adapters = np.concatenate((self.adapters, np.zeros_like(self.adapters)))
-        self.lengths = np.concatenate((self.lengths, np.zeros_like(self.lengths)))
+        self.tokens = _doubled(self.tokens)
+        self.pages = _doubled(self.pages)
+        self.adapters = _doubled(self.adapters)
+        self.lengths = _doubled(self.lengths)
+        self.greedy = _doubled(self.greedy)
+        self.owners = _doubled(self.owners)
         self._free.extend(range(2 * old - 1, old - 1, -1))
+
+
+def _doubled(array: np.ndarray) -> np.ndarray:
+    """The array with as many rows of zeros after its own."""
+    return np.concatenate((array, np.zeros_like(array)))
 
 
 def _widened(array: np.ndarray, width: int) -> np.ndarray:

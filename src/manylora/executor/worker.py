@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +26,8 @@ from manylora.executor.forward import EagerSteps, Forward
 from manylora.executor.graphs import GraphLimits, Progress, StepGraphs
 from manylora.executor.inputs import InputBuilder
 from manylora.executor.reader import AdapterReader, Landed
-from manylora.executor.sampler import Results, draw
-from manylora.executor.sequences import Expected, SequenceTable, Undo
+from manylora.executor.sampler import Results, draw, most_likely
+from manylora.executor.sequences import Expected, Rows, SequenceTable, Undo
 from manylora.executor.shards import Shards
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import AdapterGeometry
@@ -44,7 +44,6 @@ from manylora.protocol import (
     RunStep,
     StepDone,
     StepResult,
-    StepRow,
     SwapPages,
 )
 from manylora.types import AdapterId, PageId, SequenceId, TokenLogprobs
@@ -68,7 +67,7 @@ class _Part:
 class _Drawn:
     """Rows of a step, and how to learn what they drew; ``read`` waits for the device."""
 
-    rows: list[int]
+    rows: np.ndarray
     read: Callable[[], Results]
 
 
@@ -149,10 +148,12 @@ class Worker:
                 self._sequences.start(start)
                 started.append(start.sequence)
             self._sequences.update_pages(step.rows, changes)
-            drawn = self._run(step.rows)
+            rows = self._sequences.rows(step.rows)
+            drawn = self._run(rows)
             # What other samples drew comes back as their own SequenceStart.
-            expected = self._sequences.expect([row for row in step.rows if row.num_samples])
-            return IssuedStep(functools.partial(self._finish, step, drawn, expected, began))
+            expected = self._sequences.expect(rows)
+            finish = functools.partial(self._finish, step, rows.lineup.drawers, drawn, expected, began)
+            return IssuedStep(finish)
         except Exception as error:
             self._sequences.undo(changes)
             for sequence in started:
@@ -160,26 +161,25 @@ class Worker:
             failed = self._failed(step, error, began)
             return IssuedStep(lambda: failed)
 
-    def _run(self, rows: tuple[StepRow, ...]) -> list[_Drawn]:
+    def _run(self, rows: Rows) -> list[_Drawn]:
         parts = None if self._shards is None else self._split(rows, self._shards)
         if parts is None or self._shards is None:
-            return [self._run_part(self._parts[0], rows, range(len(rows)))]
+            return [self._run_part(self._parts[0], rows, None)]
         return self._shards.run(
             [
-                functools.partial(self._run_part, part, [rows[index] for index in indices], indices)
+                functools.partial(self._run_part, part, rows.take(indices), np.array(indices))
                 for part, indices in zip(self._parts, parts)
             ]
         )
 
-    def _split(self, rows: tuple[StepRow, ...], shards: Shards) -> list[list[int]] | None:
+    def _split(self, rows: Rows, shards: Shards) -> list[list[int]] | None:
         """Indices of each shard's rows; those of one adapter stay together unless a cut falls among them."""
-        adapters = self._sequences.adapters[self._sequences.slots(rows)]
-        order = np.argsort(adapters, kind="stable").tolist()
-        ranges = shards.split([rows[index].num_tokens for index in order])
-        return None if ranges is None else [[order[place] for place in part] for part in ranges]
+        order = np.argsort(self._sequences.adapters[rows.lineup.slots], kind="stable")
+        ranges = shards.split(rows.lineup.counts[order].tolist())
+        return None if ranges is None else [order[part].tolist() for part in ranges]
 
-    def _run_part(self, part: _Part, rows: Sequence[StepRow], indices: Sequence[int]) -> _Drawn:
-        """``indices``: the rows' places in the step."""
+    def _run_part(self, part: _Part, rows: Rows, indices: np.ndarray | None) -> _Drawn:
+        """``indices``: the rows' places in the step; None: they are all of it."""
         forward = self._forward
         if forward is None:
             raise RuntimeError("the executor is closed")
@@ -188,28 +188,43 @@ class Worker:
             outputs = None if self._graphs is None else self._graphs.run(inputs)
             if outputs is None:
                 outputs = part.eager.run(inputs)
-            draws = draw(outputs.logits, inputs.sampled, outputs.best, outputs.last)
+            count = len(inputs.sampled_rows)
+            if inputs.sampled is None:
+                draws = most_likely(outputs.best, count)
+            else:
+                outputs = outputs.first(count)
+                draws = draw(outputs.logits, inputs.sampled, outputs.best, outputs.last)
             if draws.first is not outputs.best:
                 forward.redraw(outputs.late_index, draws.first)
             arrived = self._device.download(draws.packed)
-        return _Drawn([indices[row] for row in inputs.sampled_rows], lambda: draws.read(arrived()))
+        drawn_rows = inputs.sampled_rows if indices is None else indices[inputs.sampled_rows]
+        return _Drawn(drawn_rows, lambda: draws.read(arrived()))
 
-    def _finish(self, step: RunStep, drawn: list[_Drawn], expected: Expected, began: float) -> StepResult:
-        found: dict[int, tuple[list[int], list[TokenLogprobs | None]]] = {}
+    def _finish(
+        self,
+        step: RunStep,
+        drawers: tuple[SequenceId, ...],
+        drawn: list[_Drawn],
+        expected: Expected,
+        began: float,
+    ) -> StepResult:
+        """``drawers``: the sequences of the rows that drew, in the step's order, as ``expected``."""
         try:
-            for part in drawn:
-                found.update(zip(part.rows, zip(*part.read())))
+            results = [part.read() for part in drawn]
         except Exception as error:
             self._sequences.forget(expected)
             return self._failed(step, error, began)
-        rows = [row for row in step.rows if row.num_samples]
-        results = [found[index] for index in sorted(found)]
-        self._sequences.settle(expected, [ids[0] for ids, _ in results])
+        # Parts are in the order of their batches: from there into the step's.
+        order = np.argsort(np.concatenate([part.rows for part in drawn])).tolist()
+        ids = [row for tokens, _ in results for row in tokens]
+        drew = [ids[place] for place in order]
+        self._sequences.settle(expected, [tokens[0] for tokens in drew])
         logprobs: dict[tuple[SequenceId, int], TokenLogprobs] = {}
-        for row, (_, said) in zip(rows, results):
-            if said[0] is not None:
-                logprobs.update(((row.sequence, i), item) for i, item in enumerate(said) if item is not None)
-        tokens = tuple((row.sequence, tuple(ids)) for row, (ids, _) in zip(rows, results))
+        if any(said is not None for _, said in results):
+            told = [row for tokens, said in results for row in (said or [()] * len(tokens))]
+            for sequence, place in zip(drawers, order):
+                logprobs |= {(sequence, i): item for i, item in enumerate(told[place]) if item is not None}
+        tokens = tuple(zip(drawers, map(tuple, drew)))
         return StepResult(StepDone(step.step, True, tokens, self._step_s(began)), logprobs)
 
     def _failed(self, step: RunStep, error: Exception, began: float) -> StepResult:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import cast
+from typing import NamedTuple, cast
 
 from manylora.engine.client import Delta, EngineClient, GenerationRequest
 from manylora.text.detokenize import Detokenizer
@@ -16,8 +16,7 @@ from manylora.text.tokenizer import Tokenizer
 from manylora.types import InvalidRequest, RequestError, SamplingParams, TokenLogprobs
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """News of one sample: a Delta with its text.
 
     ``text`` may be empty while characters or a possible stop string are held back. ``token_ids`` include the

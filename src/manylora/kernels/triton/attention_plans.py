@@ -28,6 +28,8 @@ LEAST_TILE_BLOCKS = 12
 SPREAD = 0.5
 """Over which part of a captured step's other pieces its tiles are spread: tiles calculate while others read."""
 
+_NO_TILES: Table = np.zeros((0, 4), dtype=np.int32)
+
 
 @dataclasses.dataclass(frozen=True)
 class TritonAttentionPlan:
@@ -57,7 +59,7 @@ def attention_plan(
     config = decoding.choice(int((length == 1).sum()))
     tile = decoding.tile if (length > 1).any() else 1
     wanted = _Wanted.of(page.kv_heads, config, programs)
-    cut = _cut(_tiles(rows, length > 1, first_page, tile), _tiles(rows, length == 1, first_page, 1), wanted)
+    cut = _cut(_tiles(rows, length > 1, first_page, tile), _single_tiles(rows, length, first_page), wanted)
     page_table, records = upload([table, cut.records], device)
     return TritonAttentionPlan(
         page_table,
@@ -128,16 +130,23 @@ class FixedAttention:
         length = np.diff(rows.query_start).astype(np.int64)
         self._check(rows, length)
         table, first_page = _ragged(rows, length, self._page)
-        several = _tiles(rows, length > 1, first_page, self._tile)
-        cut = _cut(several, _tiles(rows, length == 1, first_page, 1), self._wanted)
-        padding = self._padding(int(rows.query_start[-1]))
-        records = np.zeros((self._num_records, RECORD), dtype=np.int32)
-        records[: len(cut.records)] = cut.records[_spread(cut.of_prompts, len(cut.records) - cut.of_prompts)]
-        records[len(cut.records) : len(cut.records) + len(padding)] = padding
-        size = records.size + len(table)
-        host = torch.empty(size, dtype=torch.int32, pin_memory=self._memory.is_cuda)
-        np.concatenate([records.reshape(-1), table], out=host.numpy())
-        self._memory[:size].copy_(host, non_blocking=True)
+        # Decoding steps are many and short: nothing is asked of them about tiles.
+        several = _NO_TILES if self._tile == 1 else _tiles(rows, length > 1, first_page, self._tile)
+        cut = _cut(several, _single_tiles(rows, length, first_page), self._wanted)
+        found = cut.records
+        if cut.of_prompts:
+            found = found[_spread(cut.of_prompts, len(found) - cut.of_prompts)]
+        begin, size = int(rows.query_start[-1]), self._num_records * RECORD
+        host = torch.empty(size + len(table), dtype=torch.int32, pin_memory=self._memory.is_cuda)
+        numbers = host.numpy()
+        numbers[size:] = table
+        records = numbers[:size].reshape(-1, RECORD)
+        records[: len(found)] = found
+        records[len(found) :] = 0
+        if begin < self._num_tokens:
+            padding = self._padding(begin)
+            records[len(found) : len(found) + len(padding)] = padding
+        self._memory[: len(numbers)].copy_(host, non_blocking=True)
 
     def _padding(self, begin: int) -> Table:
         """Records of tiles without context, from this token on."""
@@ -176,7 +185,18 @@ def _tiles(rows: AttentionRows, chosen: np.ndarray, first_page: Ints, tile: int)
     tiles[:, 1] = rows.query_start[owner] + inside
     tiles[:, 2] = np.minimum(length[owner] - inside, tile)
     tiles[:, 3] = rows.kv_len[owner] - length[owner] + inside
-    return tiles[np.argsort(-tiles[:, 3], kind="stable")] if tile > 1 else tiles
+    return tiles[np.argsort(-tiles[:, 3], kind="stable")]
+
+
+def _single_tiles(rows: AttentionRows, length: Ints, first_page: Ints) -> Table:
+    """The same of the rows with one query, in their order."""
+    (owner,) = np.nonzero(length == 1)
+    tiles = np.empty((len(owner), 4), dtype=np.int32)
+    tiles[:, 0] = first_page[owner]
+    tiles[:, 1] = rows.query_start[owner]
+    tiles[:, 2] = 1
+    tiles[:, 3] = rows.kv_len[owner] - 1
+    return tiles
 
 
 def _spread(tiles: int, others: int) -> Ints:
@@ -209,9 +229,11 @@ class _Cut:
 
 def _cut(several: Table, single: Table, wanted: _Wanted) -> _Cut:
     """Records of the pieces of tiles of rows with several queries, then of rows with one."""
-    of_several = _num_pieces(several, wanted.tiles, LEAST_TILE_BLOCKS)
-    tiles = np.concatenate([several, single])
-    pieces = np.concatenate([of_several, _num_pieces(single, wanted.rows, LEAST_BLOCKS)])
+    tiles, pieces, of_prompts = single, _num_pieces(single, wanted.rows, LEAST_BLOCKS), 0
+    if len(several):
+        of_several = _num_pieces(several, wanted.tiles, LEAST_TILE_BLOCKS)
+        tiles, pieces = np.concatenate([several, single]), np.concatenate([of_several, pieces])
+        of_prompts = int(of_several.sum())
     owner, number = tiles_of(pieces, 1)
     joined = pieces > 1
     places = np.where(joined, tiles[:, 2] * pieces, 0)
@@ -221,7 +243,7 @@ def _cut(several: Table, single: Table, wanted: _Wanted) -> _Cut:
     records[:, 5] = pieces[owner]
     records[:, 6] = (np.cumsum(places) - places)[owner]
     records[:, 7] = (np.cumsum(joined) - joined)[owner]
-    return _Cut(records, int(of_several.sum()), int(places.sum()), int(joined.sum()))
+    return _Cut(records, of_prompts, int(places.sum()), int(joined.sum()))
 
 
 def _num_pieces(tiles: Table, wanted: int, least: int) -> Ints:

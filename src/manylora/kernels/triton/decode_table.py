@@ -68,7 +68,7 @@ class DecodeTable:
 def stored_table(device_name: str, group: int, head_dim: int, path: Path = TABLE) -> DecodeTable:
     """What was measured on devices of this name for heads of this size, ``group`` to a key head.
 
-    The file: ``{device name: [{"group", "head_dim", "rows", and DecodeConfig's fields}, ...]}``, and in one of them
+    The file: ``{device name: [{"group", "head_dim", "rows", and DecodeConfig's fields}, ...]}``, and one with
     ``"tiles"``, TileConfig's fields, in place of the rows.
     """
     stored = json.loads(path.read_text()).get(device_name, []) if path.is_file() else []

@@ -88,41 +88,60 @@ def work_arrays(
     entry (at most BLOCKS).
     """
     start, length, segment = _tiles(runs, tile_tokens)
-    adapted = segment >= 0
-    arrays = {}
-    first = 0
-    for group in geometry.groups:
-        last = first + len(group.projections)
-        records = np.zeros((len(start), last - first, 3), dtype=np.int64)
-        records[adapted] = segments.records[segment[adapted], first:last]
-        a_cells = geometry.cells(group.in_features)
-        tiles = np.zeros((len(start), WORDS), dtype=np.int32)
-        tiles[:, 0], tiles[:, 1] = start, length
-        tiles[:, 2] = np.maximum(segment, 0) * len(geometry.projections) + first
-        # Blocks of rank rows, tile by tile and projection by projection.
-        per_projection = -(-records[:, :, 2] // ROWS)
-        units = per_projection * length[:, None]
-        first_unit = np.cumsum(units.reshape(-1)).reshape(units.shape) - units
-        for p in range(last - first):
-            tiles[:, 4 + 4 * p] = records[:, p, 2]
-            tiles[:, 5 + 4 * p] = np.where(records[:, p, 2] > 0, records[:, p, 1], 0)
-            tiles[:, 6 + 4 * p] = first_unit[:, p]
-        tile, inside = _parts(length, entry_tokens)
-        entries = _entries(
-            start[tile] + inside,
-            np.minimum(length[tile] - inside, entry_tokens),
-            length[tile],
-            records[tile],
-            per_projection[tile],
-            first_unit[tile] + inside[:, None],
-            a_cells,
-            blocks,
+    # All groups at once: [group, tile, projection]. Tiles without an adapter, and the projections that a group has
+    # fewer than others, find a record of zeros at the end.
+    columns, first, a_cells = _columns(geometry)
+    count, num_projections = segments.records.shape[:2]
+    padded = np.zeros((count + 1, num_projections + 1, 3), dtype=np.int64)
+    padded[:count, :num_projections] = segments.records
+    records = padded.take(segment, axis=0).take(columns, axis=1).swapaxes(0, 1)
+    rank = records[..., 2]
+    per_projection = -(-rank // ROWS)
+    # Blocks of rank rows, tile by tile and projection by projection.
+    units = per_projection * length[:, None]
+    last_unit = units.reshape(len(columns), -1).cumsum(axis=1)
+    first_unit = last_unit.reshape(units.shape) - units
+    tiles = np.zeros((len(columns), len(start), WORDS), dtype=np.int32)
+    tiles[:, :, 0], tiles[:, :, 1] = start, length
+    tiles[:, :, 2] = np.maximum(segment, 0) * num_projections + first[:, None]
+    words = tiles.reshape(len(columns), len(start), 1 + MOST_PROJECTIONS, 4)[:, :, 1:]
+    words[..., 0], words[..., 1], words[..., 2] = rank, records[..., 1] * (rank > 0), first_unit
+
+    num_adapted = int(np.count_nonzero(segment >= 0))
+    tile, inside = _parts(length[:num_adapted], entry_tokens)
+    entries = _entries(
+        start[tile] + inside,
+        np.minimum(length[tile] - inside, entry_tokens),
+        length[tile],
+        records[:, tile],
+        per_projection[:, tile],
+        first_unit[:, tile] + inside[:, None],
+        a_cells,
+        blocks,
+    )
+    several = int(np.count_nonzero(length[:num_adapted] > 1))
+    num_units = last_unit[:, -1].tolist() if len(start) else [0] * len(columns)
+    return {
+        group.name: GroupArrays(
+            np.array([num_adapted, len(start), len(entries[i]), several], dtype=np.int32),
+            tiles[i],
+            entries[i],
+            num_units[i],
         )
-        several = int((adapted & (length > 1)).sum())
-        counts = np.array([int(adapted.sum()), len(tiles), len(entries), several], dtype=np.int32)
-        arrays[group.name] = GroupArrays(counts, tiles, entries, int(units.sum()))
-        first = last
-    return arrays
+        for i, group in enumerate(geometry.groups)
+    }
+
+
+def _columns(geometry: AdapterGeometry) -> tuple[Ints, Ints, Ints]:
+    """Of each group: the places of its projections among all, filled up with -1; the first of them; and the cells
+    that a row of A takes."""
+    columns = np.full((len(geometry.groups), MOST_PROJECTIONS), -1)
+    first = 0
+    for places, group in zip(columns, geometry.groups):
+        places[: len(group.projections)] = range(first, first + len(group.projections))
+        first += len(group.projections)
+    a_cells = np.array([geometry.cells(group.in_features) for group in geometry.groups])
+    return columns, columns[:, 0], a_cells
 
 
 def _parts(length: Ints, most: int) -> tuple[Ints, Ints]:
@@ -149,29 +168,34 @@ def _entries(
     records: Ints,
     per_projection: Ints,
     first_unit: Ints,
-    a_cells: int,
+    a_cells: Ints,
     blocks: int,
-) -> Table:
-    """Shrink's entries: of each piece of a tile its blocks of rank rows, ``blocks`` of them side by side.
+) -> list[Table]:
+    """Shrink's entries, by group: of each piece of a tile its blocks of rank rows, ``blocks`` side by side.
 
-    All arguments but the last two are by piece. ``first_unit``: of its first token's first block.
+    The first three are by piece, the next three by group, piece and projection, ``a_cells`` by group.
+    ``first_unit``: of a piece's first token's first block.
     """
-    per_piece = per_projection.sum(1)
-    piece = np.repeat(np.arange(len(start)), per_piece)
-    pair = np.repeat(np.arange(per_projection.size), per_projection.reshape(-1))
-    flat_count = per_projection.reshape(-1)
-    number = np.arange(len(pair)) - np.repeat(np.cumsum(flat_count) - flat_count, flat_count)
-    rank, first_cell = records[:, :, 2].reshape(-1)[pair], records[:, :, 0].reshape(-1)[pair]
-    within = np.arange(len(piece)) - np.repeat(np.cumsum(per_piece) - per_piece, per_piece)
-    entries_of_piece = -(-per_piece // blocks)
-    entry = (np.cumsum(entries_of_piece) - entries_of_piece)[piece] + within // blocks
-    place = 4 + 3 * (within % blocks)
-    entries = np.zeros((int(entries_of_piece.sum()), WORDS), dtype=np.int32)
-    entries[entry, 0], entries[entry, 1] = start[piece], length[piece]
-    entries[entry, place] = np.minimum(rank - number * ROWS, ROWS)
-    entries[entry, place + 1] = first_cell + number * ROWS * a_cells
-    entries[entry, place + 2] = first_unit.reshape(-1)[pair] + number * tile_length[piece]
-    return entries
+    num_groups, num_pieces, num_projections = per_projection.shape
+    # By block, and by the pair of a piece and a projection that it is of: all groups one after the other.
+    count = per_projection.reshape(-1)
+    pair = np.repeat(np.arange(len(count)), count)
+    number = np.arange(len(pair)) - (count.cumsum() - count)[pair]
+    piece = pair // num_projections
+    per_piece = per_projection.sum(axis=2).reshape(-1)
+    within = np.arange(len(pair)) - (per_piece.cumsum() - per_piece)[piece]
+    of_piece = -(-per_piece // blocks)
+    entry = (of_piece.cumsum() - of_piece)[piece] + within // blocks
+    owner = np.repeat(np.arange(len(of_piece)), of_piece) % max(num_pieces, 1)
+    entries = np.zeros((len(owner), WORDS), dtype=np.int32)
+    entries[:, 0], entries[:, 1] = start[owner], length[owner]
+    words, place = entries.reshape(-1), entry * WORDS + 4 + 3 * (within % blocks)
+    words[place] = np.minimum(records[..., 2].reshape(-1)[pair] - number * ROWS, ROWS)
+    row_cells = np.repeat(a_cells, num_pieces * num_projections)[pair]
+    words[place + 1] = records[..., 0].reshape(-1)[pair] + number * ROWS * row_cells
+    words[place + 2] = first_unit.reshape(-1)[pair] + number * tile_length[piece % max(num_pieces, 1)]
+    ends = of_piece.reshape(num_groups, num_pieces).sum(axis=1).cumsum().tolist()
+    return [entries[begin:end] for begin, end in zip([0, *ends], ends)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +283,8 @@ class WorkBuffer:
             view[4 * index : 4 * index + 4] = found.counts
             self._place(view, 1 + 2 * index, found.tiles)
             self._place(view, 2 + 2 * index, found.entries)
-        self._place(view, len(self._places) - 1, segments.scales.astype(np.float32).view(np.int32))
+        scales = segments.scales.astype(np.float32, copy=False)
+        self._place(view, len(self._places) - 1, scales.view(np.int32))
         self._packed.copy_(host, non_blocking=True)
 
     def _place(self, view: Table, part: int, table: Table) -> None:

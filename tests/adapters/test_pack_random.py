@@ -1,0 +1,131 @@
+"""Pages of random adapters against a plain reference: any ranks, dtypes, cells, pages, and helping threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from manylora.adapters import pack as pack_module
+from manylora.adapters.pack import NO_HELPERS, Helpers, cell_offsets, layout_of, load_adapter, load_into
+from manylora.adapters.peft import CONFIG_NAME, WEIGHTS_NAME, AdapterSpec
+from manylora.kernels.shapes import AdapterGeometry
+from manylora.protocol import AdapterError
+from tests.adapters.tiny import PREFIX, geometry, inspect
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def random_geometry(random: np.random.Generator, itemsize: int) -> AdapterGeometry:
+    shape = geometry(itemsize=itemsize, page_tokens=int(random.choice([1, 2, 5, 16])))
+    # 48 divides no row, nor the slab of a page: rows with something behind them, slabs with a rest.
+    return dataclasses.replace(shape, cell_elements=int(random.choice([8, 16, 48, 64])))
+
+
+def write_random(folder: Path, shape: AdapterGeometry, random: np.random.Generator) -> None:
+    """An adapter on some modules; each has its own rank, each tensor its own dtype."""
+    generator = torch.Generator().manual_seed(int(random.integers(2**31)))
+    tensors, ranks = {}, {}
+    most = int(random.choice([1, 4, 40]))
+    for layer in range(shape.page.layers):
+        for projection in shape.projections:
+            if random.random() < 0.3 and (layer, projection) != (0, shape.projections[0]):
+                continue
+            rank = int(random.choice([most, random.integers(1, most + 1)]))
+            name = f"{PREFIX}.{layer}.{projection.module}"
+            ranks[name] = rank
+            for side, sizes in (
+                ("A", (rank, projection.in_features)),
+                ("B", (projection.out_features, rank)),
+            ):
+                values = torch.randn(sizes, generator=generator)
+                dtype = DTYPES[int(random.integers(3))]
+                tensors[f"base_model.model.{name}.lora_{side}.weight"] = values.to(dtype)
+    save_file(tensors, folder / WEIGHTS_NAME)
+    modules = sorted({projection.module.rpartition(".")[2] for projection in shape.projections})
+    settings = {
+        "peft_type": "LORA",
+        "r": 1,
+        "lora_alpha": 1,
+        "target_modules": modules,
+        "rank_pattern": ranks,
+    }
+    (folder / CONFIG_NAME).write_text(json.dumps(settings))
+
+
+def plain_pages(spec: AdapterSpec, shape: AdapterGeometry, dtype: torch.dtype) -> torch.Tensor:
+    """[pages, layers, slab_elements], one cell after the other."""
+    layout = layout_of(spec, shape)
+    tensors = load_file(Path(spec.path) / WEIGHTS_NAME)
+    pages = torch.zeros(layout.num_pages, shape.page.layers, shape.page.slab_elements, dtype=dtype)
+    flat, size = pages.view(-1), shape.cell_elements
+    starts = cell_offsets(layout, shape, range(layout.num_pages)).tolist()
+    for projection, (first_a, first_b, _), ranks in zip(
+        shape.projections, layout.records.tolist(), spec.ranks
+    ):
+        for layer, rank in enumerate(ranks):
+            if not rank:
+                continue
+            a = tensors[spec.tensor_name(layer, projection, "A")]
+            b = tensors[spec.tensor_name(layer, projection, "B")].T
+            for first, matrix in ((first_a, a), (first_b, b)):
+                cell = first
+                for row in matrix.to(dtype):
+                    for piece in row.split(size):
+                        at = starts[cell] + layer * shape.page.slab_elements
+                        flat[at : at + len(piece)] = piece
+                        cell += 1
+    return pages
+
+
+def bits(pages: torch.Tensor) -> torch.Tensor:
+    return pages.view(torch.int32 if pages.dtype == torch.float32 else torch.int16)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_pages_are_those_of_the_reference(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(seed)
+    dtype = DTYPES[seed % 3]
+    shape = random_geometry(random, dtype.itemsize)
+    write_random(tmp_path, shape, random)
+    spec = inspect(tmp_path, shape)
+    layout = layout_of(spec, shape)
+    monkeypatch.setattr(pack_module, "_JOB_BYTES", int(random.choice([1, 4000, 2**20])))
+    monkeypatch.setattr(pack_module, "_TILE_ELEMENTS", int(random.choice([1, 100, 32768])))
+    monkeypatch.setattr(pack_module, "_MOST_DIRECT_RANK", int(random.choice([0, 4, 32])))
+    monkeypatch.setattr(pack_module, "WINDOW_BYTES", int(random.integers(1, 6)) * shape.page.page_bytes)
+    expected = plain_pages(spec, shape, dtype)
+    pages = list(torch.full_like(expected, float("nan")).unbind())
+    images: list[torch.Tensor] = []
+    count = int(random.integers(0, 4))
+    with ThreadPoolExecutor(max(1, count)) as threads:
+        helpers = Helpers(threads, count) if count else NO_HELPERS
+        load_into(spec, layout, shape, dtype, pages, lambda: None, helpers)
+        load_adapter(spec, layout, shape, dtype, lambda number, image: images.append(image.clone()), helpers)
+    assert torch.equal(bits(torch.stack(pages)), bits(expected))
+    assert torch.equal(bits(torch.stack(images)), bits(expected))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_value_that_is_not_finite_is_found(seed: int, tmp_path: Path) -> None:
+    random = np.random.default_rng(seed)
+    shape = random_geometry(random, 2)
+    write_random(tmp_path, shape, random)
+    tensors = load_file(tmp_path / WEIGHTS_NAME)
+    name = str(random.choice(sorted(tensors)))
+    flat = tensors[name].view(-1)
+    kind = ("nan", "inf", "-inf", "1e38", "-1e38")[seed % 5]
+    flat[int(random.integers(len(flat)))] = float(kind)  # 1e38 is infinity in float16
+    save_file(tensors, tmp_path / WEIGHTS_NAME)
+    spec = inspect(tmp_path, shape)
+    layout = layout_of(spec, shape)
+    is_stored = bool(torch.isfinite(flat).all())
+    with pytest.raises(AdapterError, match=name) as refused:
+        load_adapter(spec, layout, shape, torch.float16, lambda number, image: None)
+    assert ("too large" if is_stored else "NaN or infinity") in str(refused.value)

@@ -1,0 +1,143 @@
+"""The tables of a step's LoRA work, against an account of them block by block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manylora.kernels.ops import LoraSegments
+from manylora.kernels.shapes import PageShape, Projection, ProjectionGroup, adapter_geometry
+from manylora.kernels.triton.lora_work import (
+    ROWS,
+    GroupArrays,
+    largest_sizes,
+    runs_of,
+    sizes_of,
+    work_arrays,
+)
+
+GROUPS = (
+    ProjectionGroup("qkv", (Projection("q", 64, 64), Projection("k", 64, 32), Projection("v", 64, 32))),
+    ProjectionGroup("o", (Projection("o", 32, 64),)),
+    ProjectionGroup("gate_up", (Projection("gate", 64, 96), Projection("up", 64, 96))),
+)
+GEOMETRY = adapter_geometry(PageShape(layers=2, page_tokens=16, kv_heads=2, head_dim=16, itemsize=2), GROUPS)
+NUM_PROJECTIONS = len(GEOMETRY.projections)
+RANKS = st.sampled_from((0, 1, 8, 16, 17, 64, 100))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[LoraSegments, int]:
+    """Segments with gaps between them, and the batch's tokens."""
+    start, length, records = [], [], []
+    place = 0
+    for gap, tokens in draw(
+        st.lists(st.tuples(st.integers(0, 3), st.sampled_from((1, 1, 1, 2, 5, 17, 40))), max_size=5)
+    ):
+        start.append(place + gap)
+        length.append(tokens)
+        place += gap + tokens
+        cells = st.integers(0, 10**6)
+        records.append([[draw(cells), draw(cells), draw(RANKS)] for _ in range(NUM_PROJECTIONS)])
+    segments = LoraSegments(
+        np.array(start, dtype=np.int32),
+        np.array(length, dtype=np.int32),
+        np.array(records, dtype=np.int64).reshape(-1, NUM_PROJECTIONS, 3),
+        np.zeros((len(start), NUM_PROJECTIONS, 2), dtype=np.float32),
+        torch.zeros(1, dtype=torch.int64),
+    )
+    return segments, max(1, place + draw(st.integers(0, 3)))
+
+
+@settings(deadline=None)
+@given(batches(), st.sampled_from((4, 16)), st.sampled_from((1, 4)), st.sampled_from((1, 2, 4)))
+def test_every_block_has_a_place(
+    batch: tuple[LoraSegments, int], entry_tokens: int, entries_a_tile: int, blocks: int
+) -> None:
+    segments, num_tokens = batch
+    tile_tokens = entry_tokens * entries_a_tile
+    runs = runs_of(segments, num_tokens)
+    arrays = work_arrays(segments, GEOMETRY, runs, tile_tokens, entry_tokens, blocks)
+    first = 0
+    for group in GROUPS:
+        found = arrays[group.name]
+        check_tiles(found, segments, num_tokens, tile_tokens, first, len(group.projections))
+        check_entries(found, GEOMETRY.cells(group.in_features), entry_tokens, blocks, segments, first)
+        first += len(group.projections)
+    largest_rank = int(segments.records[:, :, 2].max(initial=0))
+    room = largest_sizes(
+        GEOMETRY, num_tokens, max(1, len(segments.start)), max(1, largest_rank), tile_tokens, entry_tokens
+    )
+    for name, size in sizes_of(arrays, segments).groups.items():
+        assert size.tiles <= room.groups[name].tiles
+        assert size.entries <= room.groups[name].entries
+        assert size.units <= room.groups[name].units
+
+
+def segment_of(segments: LoraSegments, token: int) -> int:
+    """-1: the token has no adapter."""
+    for i, (begin, length) in enumerate(zip(segments.start.tolist(), segments.length.tolist())):
+        if begin <= token < begin + length:
+            return i
+    return -1
+
+
+def check_tiles(
+    found: GroupArrays, segments: LoraSegments, num_tokens: int, tile_tokens: int, first: int, count: int
+) -> None:
+    adapted, all_tiles, entries, several = found.counts.tolist()
+    assert (all_tiles, entries) == (len(found.tiles), len(found.entries))
+    covered: list[int] = []
+    units: list[int] = []
+    for number, tile in enumerate(found.tiles.tolist()):
+        begin, tokens, scale_row = tile[:3]
+        assert 1 <= tokens <= tile_tokens
+        (segment,) = {segment_of(segments, token) for token in range(begin, begin + tokens)}
+        assert (segment >= 0) == (number < adapted)
+        if segment >= 0:
+            assert (tokens > 1) == (number < several)
+        covered.extend(range(begin, begin + tokens))
+        for p in range(count):
+            rank, b_cell, unit = tile[4 + 4 * p : 7 + 4 * p]
+            if segment < 0:
+                assert rank == 0
+                continue
+            assert scale_row == segment * NUM_PROJECTIONS + first
+            assert rank == segments.records[segment, first + p, 2]
+            if rank:
+                assert b_cell == segments.records[segment, first + p, 1]
+                units.extend(range(unit, unit + -(-rank // ROWS) * tokens))
+    assert sorted(covered) == list(range(num_tokens))
+    assert units == list(range(found.units)), "each partial result has a place of its own, tile by tile"
+
+
+def check_entries(
+    found: GroupArrays, a_cells: int, entry_tokens: int, blocks: int, segments: LoraSegments, first: int
+) -> None:
+    """Each unit is computed once, from the rank rows that its tile expects there."""
+    wanted: dict[int, Any] = {}
+    for tile in found.tiles.tolist():
+        begin, tokens = tile[:2]
+        segment = segment_of(segments, begin)
+        for p in range(3):
+            rank, _, unit = tile[4 + 4 * p : 7 + 4 * p]
+            for number in range(-(-rank // ROWS)):
+                a_cell = segments.records[segment, first + p, 0] + number * ROWS * a_cells
+                rows = min(ROWS, rank - number * ROWS)
+                for token in range(tokens):
+                    wanted[unit + number * tokens + token] = (begin + token, rows, a_cell)
+    computed = {}
+    for entry in found.entries.tolist():
+        begin, tokens = entry[:2]
+        assert 1 <= tokens <= entry_tokens
+        used = [entry[place : place + 3] for place in range(4, 16, 3) if entry[place]]
+        assert 1 <= len(used) <= blocks
+        for rows, a_cell, unit in used:
+            for token in range(tokens):
+                assert unit + token not in computed
+                computed[unit + token] = (begin + token, rows, a_cell)
+    assert computed == wanted
