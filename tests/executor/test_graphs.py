@@ -109,13 +109,12 @@ def test_fixed_tables_of_the_triton_kernels(
 ) -> None:
     use_triton(monkeypatch)
     monkeypatch.setattr(graphs, "RANK_CLASSES", (16,))
-    monkeypatch.setattr(graphs, "MIXED_TOKENS", (24,))
-    monkeypatch.setattr(graphs, "ADAPTED_TOKENS", (32,))
+    monkeypatch.setattr(graphs, "MIXED_TOKENS", (24, 32))
     rig = made(files, tmp_path, max_num_seqs=3)
     for page in rig.free:
         rig.worker._arena.page(page).fill_(SENTINEL)
     captured = graphs_of(rig).num_captured
-    assert captured == 9, "rows 1, 2 and 3 and prompts, with and without adapters, and longer prompts with"
+    assert captured == 10, "rows 1, 2 and 3, prompts and longer ones, with and without adapters"
     open_all(rig, 1, 2, 3)
     for chosen in [(3,), (1, 3, 2), (2, 3)]:
         rig.decode_overlapped(1, *chosen)
@@ -287,7 +286,6 @@ def test_steps_that_no_bucket_fits_run_eagerly(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs, "MIXED_TOKENS", ())
-    monkeypatch.setattr(graphs, "ADAPTED_TOKENS", ())
     rig = made(files, tmp_path, max_num_seqs=2)
     large = write_adapter(tmp_path / "r300", files.model, rank=300, seed=7, modules=("q_proj",))
     rig.worker._max_adapter_rank = None
@@ -321,7 +319,6 @@ def test_a_device_that_refuses_to_capture(
     monkeypatch.setattr(CapturingDevice, "capture", capture)
     use_triton(monkeypatch)
     monkeypatch.setattr(graphs, "MIXED_TOKENS", ())
-    monkeypatch.setattr(graphs, "ADAPTED_TOKENS", ())
     told: list[tuple[int, int]] = []
     with caplog.at_level(logging.WARNING):
         rig = made(files, tmp_path, max_num_seqs=4)

@@ -65,3 +65,28 @@ def test_steps_with_an_adapter_are_among_it(tmp_path: Path, monkeypatch: pytest.
         assert not ranks
     finally:
         rig.worker.close()
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "expected"), [(8, [40, 29, 9, 1, 1]), (4, [40, 40]), (1, [40])]
+)
+def test_short_rows_are_beside_the_long_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, expected: list[int]
+) -> None:
+    model = write_model(tmp_path / "model")
+    limits = {"max_batch_tokens": 80, "max_num_seqs": max_num_seqs, "max_model_len": 40}
+    monkeypatch.setattr("manylora.executor.rehearsal._BESIDE", (9, 1, 1))
+    rig = Rig(model, tmp_path, num_pages=200, page_bytes=3072, **limits)
+    rows: list[list[int]] = []
+    run = type(rig.worker).run_step
+
+    def noted(self: Any, step: Any) -> Any:
+        rows.append([row.num_tokens for row in step.rows])
+        return run(self, step)
+
+    monkeypatch.setattr(type(rig.worker), "run_step", noted)
+    try:
+        rehearse(rig.worker, rig.policy)
+        assert rows[0] == expected
+    finally:
+        rig.worker.close()

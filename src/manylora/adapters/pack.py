@@ -41,7 +41,7 @@ _MOST_DIRECT_RANK = 32
 """Larger matrices are transposed beside the pages first: a tile of theirs is so narrow that writing it to memory
 outside the cache costs more than another copy (at rank 64 a quarter more, at 16 a tenth less)."""
 
-_JOB_BYTES = 2**20
+_JOB_BYTES = 2**21
 """What a thread takes at a time, of one matrix in some layers: it stays in the processor's cache between two
 uses, and takes under a millisecond, so that all threads end together."""
 

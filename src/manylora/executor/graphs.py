@@ -32,11 +32,10 @@ RANK_CLASSES = (16, 64, 256)
 COMMON_RANK = 64
 """Classes up to this one are captured ahead of time, others when a step asks for them."""
 
-MIXED_TOKENS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+MIXED_TOKENS = (
+    16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 896, 1024, 1152, 1280, 1408, 1536,
+)  # fmt: skip
 """Tokens that steps with prompts are padded to. The kernels of larger ones take longer than their launches."""
-
-ADAPTED_TOKENS = (640, 768, 896, 1024, 1280, 1536)
-"""And more of them where there are adapters, which double the launches."""
 
 MAX_BYTES = 2**30
 """No more is captured once captures hold so much of the device's memory."""
@@ -109,12 +108,8 @@ class StepGraphs:
         self._ranks = sorted({rank if largest is None else min(rank, largest) for rank in RANK_CLASSES})
         # From a step's number of rows to its bucket's.
         self._size_of = [next(s for s in self._sizes if s >= n) for n in range(limits.max_num_seqs + 1)]
-        # By whether a step has adapters.
-        self._mixed = {
-            adapted: [size for size in tokens if size <= limits.max_batch_tokens]
-            for adapted, tokens in ((False, MIXED_TOKENS), (True, (*MIXED_TOKENS, *ADAPTED_TOKENS)))
-        }
-        most_tokens = max([limits.max_num_seqs, *self._mixed[True]])
+        self._mixed = [size for size in MIXED_TOKENS if size <= limits.max_batch_tokens]
+        most_tokens = max([limits.max_num_seqs, *self._mixed])
         self._mirror = device.mirror(3 * most_tokens + 2 * limits.max_num_seqs)
         self._attention: dict[tuple[int, int], FixedAttention] = {}
         self._captured: dict[Bucket, _Captured] = {}
@@ -131,9 +126,7 @@ class StepGraphs:
         ranks = [0, *(rank for rank in self._ranks if rank <= COMMON_RANK)]
         decoding = [(size, size) for size in self._sizes]
         wanted = {
-            Bucket(*size, rank)
-            for rank in ranks
-            for size in [*decoding, *(self._mixed_size(size) for size in self._mixed[rank > 0])]
+            Bucket(*size, rank) for rank in ranks for size in [*decoding, *map(self._mixed_size, self._mixed)]
         }
         buckets = sorted(wanted, key=dataclasses.astuple, reverse=True)
         gc.collect()  # what is garbage now would be freed in the middle of a capture
@@ -151,7 +144,7 @@ class StepGraphs:
             len(self._captured),
             len(buckets),
             self._sizes[-1],
-            max(self._mixed[True], default=0),
+            max(self._mixed, default=0),
             ", ".join(str(rank) for rank in ranks),
             time.perf_counter() - began,
             self._device.captured_bytes() / 2**20,
@@ -182,7 +175,7 @@ class StepGraphs:
     # ------------------------------------------------------------ buckets
 
     def _bucket(self, inputs: StepInputs) -> Bucket | None:
-        size = self._size(len(inputs.token_ids), len(inputs.attention.kv_len), inputs.lora is not None)
+        size = self._size(len(inputs.token_ids), len(inputs.attention.kv_len))
         if size is None:
             return None
         if inputs.lora is None:
@@ -192,12 +185,12 @@ class StepGraphs:
             self._rank = int(inputs.lora.records[:, :, 2].max(initial=0))
         return next((Bucket(*size, rank) for rank in self._ranks if self._rank <= rank), None)
 
-    def _size(self, num_tokens: int, num_rows: int, is_adapted: bool) -> tuple[int, int] | None:
+    def _size(self, num_tokens: int, num_rows: int) -> tuple[int, int] | None:
         if num_rows > self._limits.max_num_seqs:
             return None
         if num_tokens == num_rows:
             return self._size_of[num_rows], self._size_of[num_rows]
-        return next((self._mixed_size(size) for size in self._mixed[is_adapted] if num_tokens <= size), None)
+        return next((self._mixed_size(size) for size in self._mixed if num_tokens <= size), None)
 
     def _mixed_size(self, num_tokens: int) -> tuple[int, int]:
         """Tokens, and fewer rows, so that it is none of the decoding buckets."""

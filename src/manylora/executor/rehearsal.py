@@ -12,11 +12,14 @@ from manylora.types import BASE, AdapterId, SamplingParams
 
 _log = logging.getLogger(__name__)
 
-_LONG = 600
-"""Tokens of a prompt: more than a captured step of the base model holds."""
+_LONG = 1600
+"""Tokens of a step: more than a captured one holds."""
 
-_LONGER = 1600
-"""The same with an adapter."""
+_LONGER = 2200
+"""With an adapter: enough for launches of long prompts alone, cut finer there than in the largest steps."""
+
+_BESIDE = (100, 1, 1)
+"""Rows beside the long prompts: a short one, and decoding."""
 
 _PRETENDED: dict[AdapterId, int] = {-1: 16, -2: 64}
 """Adapters that are none, and their ranks."""
@@ -42,10 +45,11 @@ def rehearse(worker: Worker, limits: PolicyConfig, max_adapter_rank: int | None 
     for adapter, rank in _PRETENDED.items():
         if worker.pretend_adapter(adapter, min(rank, max_adapter_rank or rank)):
             sizes |= {min(_LONGER, most)}
-            steps += [(size, _GREEDY, adapter) for size in sorted({min(_LONGER, most), most})]
+            steps += [(size, _GREEDY, adapter) for size in sorted(sizes)]
     try:
         for size, params, adapter in steps:
-            starts = _prompts(size, longest, limits.page_tokens, params, adapter)
+            lengths = _lengths(size, longest, limits.max_num_seqs)
+            starts = _prompts(lengths, limits.page_tokens, params, adapter)
             rows = tuple(StepRow(start.sequence, 0, len(start.tokens), 1) for start in starts)
             done = worker.run_step(RunStep(0, starts, rows)).done
             for start in starts:
@@ -60,11 +64,22 @@ def rehearse(worker: Worker, limits: PolicyConfig, max_adapter_rank: int | None 
     return sorted(sizes)
 
 
+def _lengths(size: int, longest: int, most_rows: int) -> list[int]:
+    """Of prompts of ``size`` tokens together, with ``_BESIDE`` among them where there is room."""
+    left = size - sum(_BESIDE)
+    if left >= sum(_BESIDE) and -(-left // longest) + len(_BESIDE) <= most_rows:
+        return [*_parts(left, longest), *(min(length, longest) for length in _BESIDE)]
+    return _parts(size, longest)
+
+
+def _parts(size: int, longest: int) -> list[int]:
+    return [min(longest, size - first) for first in range(0, size, longest)]
+
+
 def _prompts(
-    size: int, longest: int, page_tokens: int, params: SamplingParams, adapter: AdapterId
+    lengths: list[int], page_tokens: int, params: SamplingParams, adapter: AdapterId
 ) -> tuple[SequenceStart, ...]:
-    """Prompts of ``size`` tokens together, all on the same pages: nobody will read what is written."""
-    lengths = [min(longest, size - first) for first in range(0, size, longest)]
+    """Prompts, all on the same pages: nobody will read what is written."""
     return tuple(
         SequenceStart(
             number, 0, adapter, (0,) * length, length, 0, tuple(range(-(-length // page_tokens))), params, ()

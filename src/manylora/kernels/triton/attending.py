@@ -112,11 +112,10 @@ class PagedAttention:
         heads = num_heads // kv_heads
         sizes = _launch_sizes(q.dtype, dim, heads, tile, plan.config, self._decoding.tiles)
         parts = tile // sizes["BLOCK_Q"]
-        partial = statistics = out
-        if plan.places:
-            shape = (plan.places, num_heads)
-            partial = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
-            statistics = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
+        # Also where nothing is joined: a pointer of another type would be another kernel to compile.
+        shape = (max(1, plan.places), num_heads)
+        partial = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
+        statistics = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
         grid = (len(records) * parts, kv_heads)
         attend_kernel[grid if tile == 1 else grid[::-1]](
             q,
