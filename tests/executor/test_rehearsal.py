@@ -67,26 +67,29 @@ def test_steps_with_an_adapter_are_among_it(tmp_path: Path, monkeypatch: pytest.
         rig.worker.close()
 
 
-@pytest.mark.parametrize(
-    ("max_num_seqs", "expected"), [(8, [40, 29, 9, 1, 1]), (4, [40, 40]), (1, [40])]
-)
+@pytest.mark.parametrize(("max_num_seqs", "expected"), [(8, [40, 29, 9, 1, 1]), (4, [40, 40]), (1, [40])])
 def test_short_rows_are_beside_the_long_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, expected: list[int]
 ) -> None:
     model = write_model(tmp_path / "model")
     limits = {"max_batch_tokens": 80, "max_num_seqs": max_num_seqs, "max_model_len": 40}
     monkeypatch.setattr("manylora.executor.rehearsal._BESIDE", (9, 1, 1))
-    rig = Rig(model, tmp_path, num_pages=200, page_bytes=3072, **limits)
+    rig = Rig(model, tmp_path, num_pages=1000, page_bytes=3072, **limits)
     rows: list[list[int]] = []
+    adapters: list[list[int]] = []
     run = type(rig.worker).run_step
 
     def noted(self: Any, step: Any) -> Any:
         rows.append([row.num_tokens for row in step.rows])
+        adapters.append([start.adapter for start in step.starts])
         return run(self, step)
 
     monkeypatch.setattr(type(rig.worker), "run_step", noted)
     try:
         rehearse(rig.worker, rig.policy)
         assert rows[0] == expected
+        num_long = sum(length > 9 for length in expected)
+        beside = {(set(each[:num_long]).pop(), *set(each[num_long:])) for each in adapters}
+        assert beside == ({(0, 0), (-1, -2), (-2, -1)} if num_long < len(expected) else {(0,), (-1,), (-2,)})
     finally:
         rig.worker.close()

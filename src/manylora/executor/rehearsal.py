@@ -41,15 +41,20 @@ def rehearse(worker: Worker, limits: PolicyConfig, max_adapter_rank: int | None 
     longest = min(limits.max_model_len, limits.num_pages * limits.page_tokens)
     most = min(limits.max_batch_tokens, limits.max_num_seqs * longest)
     sizes = {min(_LONG, most), most}
-    steps = [(size, params, BASE) for size in sorted(sizes) for params in (_GREEDY, _SAMPLED)]
-    for adapter, rank in _PRETENDED.items():
-        if worker.pretend_adapter(adapter, min(rank, max_adapter_rank or rank)):
-            sizes |= {min(_LONGER, most)}
-            steps += [(size, _GREEDY, adapter) for size in sorted(sizes)]
+    steps = [(size, params, BASE, BASE) for size in sorted(sizes) for params in (_GREEDY, _SAMPLED)]
+    pretended = [
+        adapter
+        for adapter, rank in _PRETENDED.items()
+        if worker.pretend_adapter(adapter, min(rank, max_adapter_rank or rank))
+    ]
+    if pretended:
+        sizes |= {min(_LONGER, most)}
+    for adapter, beside in zip(pretended, reversed(pretended)):
+        steps += [(size, _GREEDY, adapter, beside) for size in sorted(sizes)]
     try:
-        for size, params, adapter in steps:
+        for size, params, adapter, beside in steps:
             lengths = _lengths(size, longest, limits.max_num_seqs)
-            starts = _prompts(lengths, limits.page_tokens, params, adapter)
+            starts = _prompts(lengths, limits.page_tokens, params, adapter, beside)
             rows = tuple(StepRow(start.sequence, 0, len(start.tokens), 1) for start in starts)
             done = worker.run_step(RunStep(0, starts, rows)).done
             for start in starts:
@@ -64,12 +69,12 @@ def rehearse(worker: Worker, limits: PolicyConfig, max_adapter_rank: int | None 
     return sorted(sizes)
 
 
-def _lengths(size: int, longest: int, most_rows: int) -> list[int]:
-    """Of prompts of ``size`` tokens together, with ``_BESIDE`` among them where there is room."""
+def _lengths(size: int, longest: int, most_rows: int) -> tuple[list[int], list[int]]:
+    """Of prompts of ``size`` tokens together: long ones, and ``_BESIDE`` where there is room."""
     left = size - sum(_BESIDE)
     if left >= sum(_BESIDE) and -(-left // longest) + len(_BESIDE) <= most_rows:
-        return [*_parts(left, longest), *(min(length, longest) for length in _BESIDE)]
-    return _parts(size, longest)
+        return _parts(left, longest), [min(length, longest) for length in _BESIDE]
+    return _parts(size, longest), []
 
 
 def _parts(size: int, longest: int) -> list[int]:
@@ -77,12 +82,18 @@ def _parts(size: int, longest: int) -> list[int]:
 
 
 def _prompts(
-    lengths: list[int], page_tokens: int, params: SamplingParams, adapter: AdapterId
+    lengths: tuple[list[int], list[int]],
+    page_tokens: int,
+    params: SamplingParams,
+    adapter: AdapterId,
+    beside: AdapterId,
 ) -> tuple[SequenceStart, ...]:
-    """Prompts, all on the same pages: nobody will read what is written."""
+    """Prompts, all on the same pages: nobody will read what is written. Those beside the long ones are of an
+    adapter of their own, or they would be one run with them."""
+    each = [(adapter, length) for length in lengths[0]] + [(beside, length) for length in lengths[1]]
     return tuple(
         SequenceStart(
-            number, 0, adapter, (0,) * length, length, 0, tuple(range(-(-length // page_tokens))), params, ()
+            number, 0, whose, (0,) * length, length, 0, tuple(range(-(-length // page_tokens))), params, ()
         )
-        for number, length in enumerate(lengths, 1)
+        for number, (whose, length) in enumerate(each, 1)
     )
