@@ -59,7 +59,7 @@ def attention_plan(
     config = decoding.choice(int((length == 1).sum()))
     tile = decoding.tile if (length > 1).any() else 1
     wanted = _Wanted.of(page.kv_heads, config, programs)
-    cut = _cut(_tiles(rows, length > 1, first_page, tile), _single_tiles(rows, length, first_page), wanted)
+    cut = _cut(_tiles(rows, length, first_page, tile), _single_tiles(rows, length, first_page), wanted)
     page_table, records = upload([table, cut.records], device)
     return TritonAttentionPlan(
         page_table,
@@ -131,10 +131,10 @@ class FixedAttention:
         self._check(rows, length)
         table, first_page = _ragged(rows, length, self._page)
         # Decoding steps are many and short: nothing is asked of them about tiles.
-        several = _NO_TILES if self._tile == 1 else _tiles(rows, length > 1, first_page, self._tile)
+        several = _NO_TILES if self._tile == 1 else _tiles(rows, length, first_page, self._tile)
         cut = _cut(several, _single_tiles(rows, length, first_page), self._wanted)
         found = cut.records
-        if cut.of_prompts:
+        if 0 < cut.of_prompts < len(found):
             found = found[_spread(cut.of_prompts, len(found) - cut.of_prompts)]
         begin, size = int(rows.query_start[-1]), self._num_records * RECORD
         host = torch.empty(size + len(table), dtype=torch.int32, pin_memory=self._memory.is_cuda)
@@ -150,10 +150,10 @@ class FixedAttention:
 
     def _padding(self, begin: int) -> Table:
         """Records of tiles without context, from this token on."""
-        _, inside = tiles_of(np.array([self._num_tokens - begin]), self._tile)
-        records = np.zeros((len(inside), RECORD), dtype=np.int32)
-        records[:, 1] = begin + inside
-        records[:, 2] = np.minimum(self._num_tokens - begin - inside, self._tile)
+        first = np.arange(begin, self._num_tokens, self._tile)
+        records = np.zeros((len(first), RECORD), dtype=np.int32)
+        records[:, 1] = first
+        records[:, 2] = np.minimum(self._num_tokens - first, self._tile)
         records[:, 3] = -self._tile
         records[:, 5] = 1
         return records
@@ -176,16 +176,16 @@ def _ragged(rows: AttentionRows, length: Ints, page: PageShape) -> tuple[Table, 
     return rows.page_table[used].astype(np.int32, copy=False), np.cumsum(count) - count
 
 
-def _tiles(rows: AttentionRows, chosen: np.ndarray, first_page: Ints, tile: int) -> Table:
-    """The first four numbers of the records of the chosen rows' tiles, those of the longest contexts first."""
-    length = np.diff(rows.query_start).astype(np.int64)
-    owner, inside = tiles_of(np.where(chosen, length, 0), tile)
+def _tiles(rows: AttentionRows, length: Ints, first_page: Ints, tile: int) -> Table:
+    """The first four numbers of the records of tiles of rows with several queries, those of the longest contexts
+    first."""
+    owner, inside = tiles_of(np.where(length > 1, length, 0), tile)
     tiles = np.empty((len(owner), 4), dtype=np.int32)
     tiles[:, 0] = first_page[owner]
     tiles[:, 1] = rows.query_start[owner] + inside
     tiles[:, 2] = np.minimum(length[owner] - inside, tile)
     tiles[:, 3] = rows.kv_len[owner] - length[owner] + inside
-    return tiles[np.argsort(-tiles[:, 3], kind="stable")]
+    return tiles[np.argsort(-tiles[:, 3], kind="stable")] if len(tiles) > 1 else tiles
 
 
 def _single_tiles(rows: AttentionRows, length: Ints, first_page: Ints) -> Table:
@@ -229,11 +229,20 @@ class _Cut:
 
 def _cut(several: Table, single: Table, wanted: _Wanted) -> _Cut:
     """Records of the pieces of tiles of rows with several queries, then of rows with one."""
-    tiles, pieces, of_prompts = single, _num_pieces(single, wanted.rows, LEAST_BLOCKS), 0
+    of_prompts = 0
     if len(several):
-        of_several = _num_pieces(several, wanted.tiles, LEAST_TILE_BLOCKS)
-        tiles, pieces = np.concatenate([several, single]), np.concatenate([of_several, pieces])
-        of_prompts = int(of_several.sum())
+        tiles, pieces = several, _num_pieces(several, wanted.tiles, LEAST_TILE_BLOCKS)
+        of_prompts = int(pieces.sum())
+        if len(single):
+            of_single = _num_pieces(single, wanted.rows, LEAST_BLOCKS)
+            tiles, pieces = np.concatenate([tiles, single]), np.concatenate([pieces, of_single])
+    else:
+        tiles, pieces = single, _num_pieces(single, wanted.rows, LEAST_BLOCKS)
+    if len(tiles) and pieces.max() == 1:  # as in most steps
+        records = np.zeros((len(tiles), RECORD), dtype=np.int32)
+        records[:, :4] = tiles
+        records[:, 5] = 1
+        return _Cut(records, of_prompts, 0, 0)
     owner, number = tiles_of(pieces, 1)
     joined = pieces > 1
     places = np.where(joined, tiles[:, 2] * pieces, 0)
