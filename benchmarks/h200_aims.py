@@ -97,10 +97,9 @@ class Lent:
         return getattr(self._worker, name)
 
     def issue_step(self, step: RunStep) -> IssuedStep:
-        self.note("issue")
+        began_s = self.note("issue")
         issued = self._worker.issue_step(step)
-        self.note("issued")
-        issue_s = self.moments[-1][1] - self.moments[-2][1]
+        issue_s = self.note("issued") - began_s
         num_rows, num_tokens = len(step.rows), sum(row.num_tokens for row in step.rows)
 
         def finish() -> StepResult:
@@ -119,8 +118,11 @@ class Lent:
         self.note("swap")
         self._worker.swap_pages(command, self.noting("swapped", done))
 
-    def note(self, what: str) -> None:
-        self.moments.append((what, time.monotonic()))
+    def note(self, what: str) -> float:
+        """The moment. Copies and reads note theirs from other threads."""
+        now_s = time.monotonic()
+        self.moments.append((what, now_s))
+        return now_s
 
     def noting(self, what: str, done: Callable[[Any], None]) -> Callable[[Any], None]:
         def noted(answer: Any) -> None:

@@ -142,8 +142,11 @@ class RealCost:
         is_held = node.host is HELD
         if node.parent is not None:
             return self._kv_cost_s(node.depth.bit_length(), is_held)
+        return self._adapter_cost_s(node.num_pages, is_held)
+
+    def _adapter_cost_s(self, num_pages: int, is_held: bool) -> float:
         rates = self._rates
-        return rates.step_s + node.num_pages * (rates.page_in_s if is_held else rates.page_read_s)
+        return rates.step_s + num_pages * (rates.page_in_s if is_held else rates.page_read_s)
 
     def _kv_cost_s(self, depth_class: int, is_held: bool) -> float:
         """Of one page."""
@@ -167,14 +170,8 @@ class RealHostCost(RealCost):
     the device's time.
     """
 
-    def bucket(self, node: Node) -> Hashable:
-        return -node.num_pages if node.parent is None else node.depth.bit_length()
-
-    def cost_s(self, node: Node) -> float:
-        """Seconds that the copy saves whoever needs the node, which is not on the device then."""
-        if node.parent is not None:
-            return self._kv_cost_s(node.depth.bit_length(), True)
-        return node.num_pages * max(self._rates.page_read_s - self._rates.page_in_s, _LEAST_COST_S)
+    def _adapter_cost_s(self, num_pages: int, is_held: bool) -> float:
+        return num_pages * max(self._rates.page_read_s - self._rates.page_in_s, _LEAST_COST_S)
 
     def _kv_cost_s(self, depth_class: int, is_held: bool) -> float:
         prefill_s = self._rates.step_rows * self._rates.page_prefill_s(depth_class)

@@ -200,8 +200,8 @@ def _single_tiles(rows: AttentionRows, length: Ints, first_page: Ints) -> Table:
 
 
 def _spread(tiles: int, others: int) -> Ints:
-    """An order of so many records of tiles and then others, in which they begin side by side."""
-    places = [np.arange(tiles) * (SPREAD / max(1, tiles)), np.arange(others) / max(1, others)]
+    """An order of so many records of tiles and then others, some of each, in which they begin side by side."""
+    places = [np.arange(tiles) * (SPREAD / tiles), np.arange(others) / others]
     return np.argsort(np.concatenate(places), kind="stable")
 
 
