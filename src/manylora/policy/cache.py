@@ -212,7 +212,7 @@ class Cache:
 
     def _lose(self, node: Node) -> None:
         """Drop a node that nothing can bring back from the host, with what cannot be used without it."""
-        if self.tree.keeps_dependencies or not node.children:
+        if not node.children or self.policy.loses_history_with(node.is_adapter):
             self.discard(node)
             return
         if node.residence is not ABSENT:

@@ -6,6 +6,7 @@ import collections
 from collections.abc import Iterable, Mapping
 
 from manylora.policy.cache import Cache
+from manylora.policy.policies import CachePolicy
 from manylora.policy.queues import RequestState, Scheduled, Stage, WaitingQueue
 from manylora.policy.reservations import Reservations
 from manylora.policy.tree import HostState, Node, Residence
@@ -26,7 +27,7 @@ def check(
     for node in nodes:
         _check_node(node)
         if cache.tree.keeps_dependencies:
-            _check_dependencies(node)
+            _check_dependencies(node, cache.policy)
     _check_counts(cache, nodes)
     _check_candidates(cache, nodes)
     _check_pins(nodes, held)
@@ -77,7 +78,7 @@ def _check_node(node: Node) -> None:
     assert not node.has_landed or node.residence is Residence.LOADING, "only loading nodes wait for parents"
 
 
-def _check_dependencies(node: Node) -> None:
+def _check_dependencies(node: Node, policy: CachePolicy) -> None:
     parent = node.parent
     if parent is None:
         return
@@ -89,7 +90,8 @@ def _check_dependencies(node: Node) -> None:
             assert parent.residence is Residence.LOADING, "what has landed waits only for its parent"
     if parent.residence is Residence.SAVING:
         assert node.residence not in _ON_DEVICE, "a saving node has no resident or loading child"
-    assert not parent.is_ghost, "device and host together stay connected"
+    if policy.loses_history_with(parent.is_adapter):
+        assert not parent.is_ghost, "device and host together stay connected"
 
 
 def _check_candidates(cache: Cache, nodes: list[Node]) -> None:

@@ -48,7 +48,8 @@ class CachePolicy:
     request's KV and an unused adapter stay until their room is needed. ``swaps_by_itself``: keeps the device
     between its two marks (FastLibra §5.3), of which ``high_mark`` is the upper; ``swaps_every_step``: looks at
     it after every step rather than every interval. ``weighs_recomputing``: KV is saved to the host, and comes
-    back from there, only where that takes less than computing it again. ``prefetches``: brings what waiting
+    back from there, only where that takes less than computing it again. ``keeps_orphans``: the host keeps
+    history whose adapter is in neither tier, since that can be read again. ``prefetches``: brings what waiting
     requests need into idle pages (S-LoRA §5.2). ``has_parts``: adapters and KV have a fixed share of the
     device each. ``host_value``: what a copy on the host is worth, when that is full. ``counts_visits``: a value
     model reads how many requests in the window used a node.
@@ -65,12 +66,17 @@ class CachePolicy:
     high_mark: float = 0.95
     swaps_every_step: bool = False
     weighs_recomputing: bool = False
+    keeps_orphans: bool = False
 
     @property
     def makes_room_for_queue(self) -> bool:
         """Whether room is made for all that could be admitted as soon as the first must wait for it: where
         nothing is freed ahead of demand, and unused nodes lie in the way."""
         return self.keeps_history and not self.swaps_by_itself
+
+    def loses_history_with(self, is_adapter: bool) -> bool:
+        """Whether what lies below a node, in either tier, goes when the node is in neither any more."""
+        return self.keeps_dependencies and not (is_adapter and self.keeps_orphans)
 
 
 POLICIES: dict[str, CachePolicy] = {
@@ -83,6 +89,7 @@ POLICIES: dict[str, CachePolicy] = {
         high_mark=0.90,
         swaps_every_step=True,
         weighs_recomputing=True,
+        keeps_orphans=True,
     ),
     "fastlibra": CachePolicy(_fastlibra, swaps_by_itself=True, counts_visits=True),
     "fastlibra-wom": CachePolicy(
