@@ -25,7 +25,7 @@ from benchmarks.lora_layer import Case, Rig
 from manylora.bench.kernels import CUDA_DECODERS, Decoder, read_bandwidth
 from manylora.kernels.shapes import ProjectionGroup
 from manylora.kernels.triton.lora import as_row, lora_kernels_on
-from manylora.kernels.triton.lora_launch import DEFAULT, LoraConfig, LoraKernels, TileConfig
+from manylora.kernels.triton.lora_launch import DEFAULT, Beside, LoraConfig, LoraKernels, TileConfig
 from manylora.kernels.triton.operations import TritonOps
 from manylora.kernels.triton.products import products_on
 
@@ -165,7 +165,7 @@ class Bench:
             trials |= {
                 f"t{tokens} {name_of(sizes)}": dataclasses.replace(base, **sizes) for sizes in SHRINKS[tokens]
             }
-        started = dataclasses.replace(self.stored, beside=0, writes_from=0)
+        started = dataclasses.replace(self.stored, beside=(), writes_from=0)
         configs = {name: everywhere(started, sizes) for name, sizes in trials.items()}
         self.best(kinds, {"stored": self.stored})
         found = self.best(kinds, configs)
@@ -198,7 +198,7 @@ class Bench:
 
     def tune_long(self) -> TileConfig | None:
         kind = "8x2000"
-        started = dataclasses.replace(self.stored, beside=0, writes_from=1)
+        started = dataclasses.replace(self.stored, beside=(), writes_from=1)
         base = dataclasses.replace(DEFAULT.long, **LONG_EXPANDS[1])
 
         def configs(trials: dict[str, TileConfig]) -> dict[str, LoraConfig]:
@@ -217,9 +217,14 @@ class Bench:
         return trials[found[0]]
 
     def orders(self, kind: str, sizes: TileConfig) -> None:
-        """Gate and up beside their product, and expand before the product, against product before expand."""
-        plain = everywhere(dataclasses.replace(self.stored, beside=0, writes_from=0), sizes)
-        configs = {"plain": plain, "beside": dataclasses.replace(plain, beside=4096)}
+        """LoRA beside the product, either preferred, and expand before the product, against expand after it."""
+        plain = everywhere(dataclasses.replace(self.stored, beside=(), writes_from=0), sizes)
+        groups = tuple(group.name for group in self.rig.geometry.groups)
+        configs = {"plain": plain}
+        for pdl in (False, True):
+            for name, first in {"LoRA": (), "product": groups, "gate": ("gate_up",)}.items():
+                how = ((4096, Beside(sizes, first, pdl)),)
+                configs[f"beside, {name} first{', pdl' * pdl}"] = dataclasses.replace(plain, beside=how)
         if not kind.startswith("decode"):
             configs["writes"] = dataclasses.replace(plain, writes_from=1)
         us = self.report[kind].pop("us", {})

@@ -1,9 +1,10 @@
-"""Decoding steps of the Llama-2-7B shape on one GPU, eager and captured, beside their byte floor.
+"""Decoding steps on one GPU, eager and captured, beside their byte floor, and beside copies between the tiers.
 
-First the GPU tests of captured steps. Then, with dummy weights in bfloat16, batches of 1 to 128 sequences of 256
-tokens, on the base model and over as many adapters of rank 16: what the kernels of a step take (captured steps
-replayed back to back), and what a step takes on the wall clock when it is issued after the step before has ended
-and while it still runs. About three minutes; the last line is JSON. From the repository's root:
+With dummy weights in bfloat16, batches of sequences of 256 tokens, on the base model and over as many adapters
+of rank 16: what the kernels of a step take (captured steps replayed back to back), and what a step takes on the
+wall clock when it is issued after the step before has ended and while it still runs. Then the same while pages
+of the two pools are copied in, out, or both ways without a pause. The last line is JSON. From the repository's
+root:
 
     python -m benchmarks.h200_steps --out steps.json
 """
@@ -11,15 +12,17 @@ and while it still runs. About three minutes; the last line is JSON. From the re
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import logging
+import queue
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +35,24 @@ from manylora.executor.graphs import Bucket
 from manylora.executor.worker import Worker
 from manylora.flags import build_settings
 from manylora.models.config import read_model_config
-from manylora.protocol import AdapterRead, IssuedStep, ReadAdapter, RunStep, SequenceStart, StepRow
+from manylora.protocol import (
+    AdapterRead,
+    CopyDone,
+    IssuedStep,
+    ReadAdapter,
+    RunStep,
+    SequenceStart,
+    StepRow,
+    SwapPages,
+)
 from manylora.types import BASE, SamplingParams
 
-SHAPE, RANK, CONTEXT, PAGE_TOKENS = "llama-2-7b", 16, 256, 16
-BATCHES = (1, 8, 32, 64, 128)
+RANK, CONTEXT, PAGE_TOKENS = 16, 256, 16
+BATCHES = {"llama-2-7b": (1, 8, 32, 64, 128), "llama-3-8b": (64,)}
+COPIED_BATCH, COPIED_PAGES, WAITING, ROUNDS = 32, 32, 4, 4
+"""Steps beside copies: their rows; the pages of a copy, of which so many a direction are always under way."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2000)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=1, max_tokens=2000)
-TESTS = ("tests/gpu/test_graphs.py", "tests/executor/test_sampler.py")
 
 
 class Bench:
@@ -49,6 +62,8 @@ class Bench:
         self.worker = worker
         self._free = list(range(num_pages))
         self._num_steps = 0
+        self.between: Callable[[], None] = lambda: None
+        """Called before each step."""
 
     def load(self, adapters: list[str]) -> float:
         """Bring every adapter into pages of its own; seconds."""
@@ -90,10 +105,11 @@ class Bench:
         return self.worker.issue_step(RunStep(self._num_steps, tuple(starts) if is_first else (), rows))
 
     def decode(self, starts: list[SequenceStart], steps: int, depth: int) -> dict[str, float]:
-        """Medians over the later steps, in milliseconds: between the ends of two steps, and to issue one."""
+        """Milliseconds of the later steps: between the ends of two, median and mean, and to issue one."""
         flying: list[IssuedStep] = []
         ends, issues = [], []
         for number in range(steps):
+            self.between()
             began = time.perf_counter()
             flying.append(self.issue(CONTEXT + number, starts, number == 0))
             issues.append(time.perf_counter() - began)
@@ -106,7 +122,10 @@ class Bench:
         for start in starts:
             self.worker.end_sequence(start.sequence)
         gaps = [after - before for before, after in itertools.pairwise(ends[5:])]
-        return {"wall_ms": 1e3 * statistics.median(gaps), "issue_ms": 1e3 * statistics.median(issues[5:])}
+        return {
+            "wall_ms": 1e3 * statistics.median(gaps), "mean_ms": 1e3 * statistics.mean(gaps),
+            "issue_ms": 1e3 * statistics.median(issues[5:]),
+        }  # fmt: skip
 
     def device_ms(self, starts: list[SequenceStart], adapted: bool, repeats: int) -> float:
         """What the captured step's kernels take, replayed back to back."""
@@ -125,16 +144,95 @@ class Bench:
             self.worker.end_sequence(start.sequence)
         return begin.elapsed_time(end) / repeats
 
+    def pages(self, count: int) -> list[int]:
+        """Of the device's pool, nobody else's from now on."""
+        return [self._free.pop() for _ in range(count)]
 
-def measure(bench: Bench, bandwidth: float, steps: int) -> list[dict[str, Any]]:
-    shape = SHAPES[SHAPE]
+
+class Lanes:
+    """Keeps copies of pages under way, in one direction or in both."""
+
+    def __init__(self, bench: Bench, pages: list[int], directions: tuple[bool, ...]) -> None:
+        self._worker, self._directions = bench.worker, directions
+        half = len(pages) // 2
+        # In: into the first half from the host's; out: from the second half into the host's other pages.
+        self._pairs = {
+            True: list(enumerate(pages[:half])),
+            False: list(zip(pages[half:], range(half, len(pages)))),
+        }
+        self._waiting, self._turns = dict.fromkeys(directions, 0), dict.fromkeys(directions, 0)
+        self._answers: queue.SimpleQueue[CopyDone] = queue.SimpleQueue()
+        self._of: dict[int, bool] = {}
+        self.num_copied = 0
+
+    def top_up(self) -> None:
+        while not self._answers.empty():
+            self._take()
+        for direction in self._directions:
+            while self._waiting[direction] < WAITING:
+                pairs = self._pairs[direction]
+                at = self._turns[direction] * COPIED_PAGES % len(pairs)
+                self._turns[direction] += 1
+                self._waiting[direction] += 1
+                copy = sum(self._turns.values())
+                self._of[copy] = direction
+                command = SwapPages(copy, direction, tuple(pairs[at : at + COPIED_PAGES]))
+                self._worker.swap_pages(command, self._answers.put)
+
+    def drain(self) -> None:
+        while any(self._waiting.values()):
+            self._take()
+
+    def _take(self) -> None:
+        done = self._answers.get(timeout=60)
+        assert done.ok, done.error
+        self._waiting[self._of.pop(done.copy)] -= 1
+        self.num_copied += COPIED_PAGES
+
+
+def beside_copies(bench: Bench, steps: int) -> dict[str, Any]:
+    """Steps two in flight with saturated lanes against steps alone, in turns: milliseconds, and the ratio."""
+    host = bench.worker._host
+    deadline = time.monotonic() + 60
+    while host.pinned_bytes < host.num_pages * host.shape.page_bytes and time.monotonic() < deadline:
+        time.sleep(0.05)
+    pages = bench.pages(16 * COPIED_PAGES)
+    starts = bench.starts(COPIED_BATCH, True, GREEDY, steps + 1)
+    found: dict[str, Any] = {}
+    for name, directions in {"in": (True,), "out": (False,), "both": (True, False)}.items():
+        alone, beside, rates = [], [], []
+        for _ in range(ROUNDS):
+            alone.append(bench.decode(starts, steps, 2)["mean_ms"])
+            lanes = Lanes(bench, pages, directions)
+            bench.between, began = lanes.top_up, time.perf_counter()
+            beside.append(bench.decode(starts, steps, 2)["mean_ms"])
+            rates.append(lanes.num_copied / (time.perf_counter() - began))
+            bench.between = lambda: None
+            lanes.drain()
+        one, other = statistics.median(alone), statistics.median(beside)
+        found[name] = {
+            "alone_ms": one,
+            "beside_ms": other,
+            "slower_by": other / one - 1,
+            "pages_per_s": rates[-1],
+        }
+        print(json.dumps({name: found[name]}), flush=True)
+    return found
+
+
+def measure(bench: Bench, name: str, bandwidth: float, steps: int) -> list[dict[str, Any]]:
+    shape = SHAPES[name]
     graphs = bench.worker._graphs
     rows = []
     for adapted in (False, True):
-        for batch in BATCHES:
+        for batch in BATCHES[name]:
             floor = weight_bytes(shape) + batch * kv_bytes(shape, CONTEXT + 2 + steps / 2)
             floor += batch * adapter_bytes(shape, RANK) if adapted else 0
-            row: dict[str, Any] = {"batch": batch, "lora": f"distinct r{RANK}" if adapted else "none"}
+            row: dict[str, Any] = {
+                "shape": name,
+                "batch": batch,
+                "lora": f"distinct r{RANK}" if adapted else "none",
+            }
             row["floor_ms"] = 1e3 * floor / bandwidth
             starts = bench.starts(batch, adapted, GREEDY, steps + 1)
             # Of the middle one of the steps below, whose context grows.
@@ -156,17 +254,32 @@ def measure(bench: Bench, bandwidth: float, steps: int) -> list[dict[str, Any]]:
     return rows
 
 
-def check(limit_s: float) -> dict[str, Any]:
-    """The GPU tests; their last lines are printed."""
+def run(name: str, folder: Path, bandwidth: float, steps: int, parts: list[str]) -> dict[str, Any]:
+    """The parts of one shape."""
+    batches = BATCHES[name]
+    write_model(folder / "model", {**SHAPES[name], "max_position_embeddings": 1024})
+    config = read_model_config(folder / "model")
+    adapters = write_random_adapters(folder / "adapters", config, "bfloat16", [RANK], max(batches))
+    settings, _ = build_settings(
+        {
+            "model": str(folder / "model"), "device": "cuda", "dtype": "bfloat16", "load_format": "dummy",
+            "max_num_seqs": max(batches), "device_pool": "48GiB", "host_pool": "8GiB",
+        }
+    )  # fmt: skip
     began = time.perf_counter()
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--tb=short", "-rA", "--no-header", *TESTS]
-    try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
-        said, code = ran.stdout + ran.stderr, ran.returncode
-    except subprocess.TimeoutExpired as error:
-        said, code = (error.stdout or b"").decode(), -1
-    print(said[-5000:], flush=True)
-    return {"returncode": code, "seconds": round(time.perf_counter() - began, 1), "said": said[-200:]}
+    worker, policy, _ = build_worker(settings, registry_path=folder / "adapters.sqlite")
+    report: dict[str, Any] = {"start_s": round(time.perf_counter() - began, 2)}
+    assert worker._graphs is not None
+    report["captured"] = worker._graphs.num_captured
+    report["captured_mib"] = round(worker._device.captured_bytes() / 2**20)
+    bench = Bench(worker, policy.num_pages)
+    report["adapters_s"] = round(bench.load([str(path) for path in adapters]), 2)
+    if "steps" in parts:
+        report["steps"] = measure(bench, name, bandwidth, steps)
+    if "copies" in parts:
+        report["beside_copies"] = beside_copies(bench, 3 * steps)
+    worker.close()
+    return report
 
 
 def main() -> None:
@@ -176,39 +289,23 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--commit", default="unknown", help="noted in the report")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--no-tests", action="store_true")
+    parser.add_argument("--shapes", nargs="*", default=list(BATCHES), choices=list(BATCHES))
+    parser.add_argument("--parts", default="steps,copies")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
     report: dict[str, Any] = {
         "command": "python -m " + " ".join(["benchmarks.h200_steps", *sys.argv[1:]]), "commit": args.commit,
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "context": CONTEXT,
     }  # fmt: skip
-    if not args.no_tests:
-        report["tests"] = check(150.0)
     report["bandwidth_bytes_per_s"] = bandwidth = measured_bandwidth()
     torch.cuda.empty_cache()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        write_model(folder / "model", {**SHAPES[SHAPE], "max_position_embeddings": 1024})
-        config = read_model_config(folder / "model")
-        adapters = write_random_adapters(folder / "adapters", config, "bfloat16", [RANK], max(BATCHES))
-        settings, _ = build_settings(
-            {
-                "model": str(folder / "model"), "device": "cuda", "dtype": "bfloat16", "load_format": "dummy",
-                "max_num_seqs": max(BATCHES), "device_pool": "48GiB", "host_pool": 0,
-            }
-        )  # fmt: skip
-        began = time.perf_counter()
-        worker, policy, _ = build_worker(settings, registry_path=folder / "adapters.sqlite")
-        report["start_s"] = round(time.perf_counter() - began, 2)
-        assert worker._graphs is not None
-        report["captured"] = worker._graphs.num_captured
-        report["captured_mib"] = round(worker._device.captured_bytes() / 2**20)
-        bench = Bench(worker, policy.num_pages)
-        report["adapters_s"] = round(bench.load([str(path) for path in adapters]), 2)
-        report["steps"] = measure(bench, bandwidth, args.steps)
-        worker.close()
-    Path(args.out).write_text(json.dumps(report, indent=1))
+    report["shapes"] = {}
+    for name in args.shapes:
+        with tempfile.TemporaryDirectory() as scratch:
+            report["shapes"][name] = run(name, Path(scratch), bandwidth, args.steps, args.parts.split(","))
+        Path(args.out).write_text(json.dumps(report, indent=1))
+        gc.collect()
+        torch.cuda.empty_cache()
     print(json.dumps(report), flush=True)
 
 

@@ -1,8 +1,9 @@
 """Layers of a model with LoRA in CUDA graphs, as its captured and eager steps run them: for ``h200_lora``.
 
-A layer here is its four products with adapters, as models call them, and a norm after each, which reads what they
-gave. Attention is left out. Every layer has weights of its own, and adapters lie in their pages as loading leaves
-them: LoRA's price is the difference to the same graph without it.
+A layer here is its four products with adapters, as models call them, and what reads them: the activation of
+gate and up, and a norm after each other one, which adds what adapters gave where that is still to do. Attention
+is left out. Every layer has weights of its own, and adapters lie in their pages as loading leaves them: LoRA's
+price is the difference to the same graph without it.
 """
 
 from __future__ import annotations
@@ -85,6 +86,10 @@ class Case:
             g.name: torch.randn(tokens, g.in_features, dtype=rig.dtype, device=rig.device)
             for g in rig.geometry.groups
         }
+        self.residuals = {
+            g.name: torch.zeros(tokens, g.offsets[-1], dtype=rig.dtype, device=rig.device)
+            for g in rig.geometry.groups
+        }
         self.layers = min(rig.layers, 2) if rows is None else rig.layers
         self.floor_bytes = len(lengths) * RANK * rig.dtype.itemsize * sum(
             p.in_features + p.out_features for p in rig.geometry.projections
@@ -111,11 +116,13 @@ class Case:
         rig, ops = self.rig, self.ops
         for layer in range(self.layers):
             for group in rig.geometry.groups:
-                call = ops.lora_gated if group.name == "gate_up" else ops.lora_linear
-                weight = rig.weights[layer][group.name]
-                y = call(self.inputs[group.name], weight, None, rig.pool, layer, group, plan)
-                if group.name != "gate_up":
-                    ops.rms_norm(y, rig.norms[group.name], 1e-6)
+                x, weight = self.inputs[group.name], rig.weights[layer][group.name]
+                given = (x, weight, None, rig.pool, layer, group, plan)
+                if group.name == "gate_up":
+                    ops.lora_gated(*given)
+                else:
+                    y, adapted = ops.lora_summands(*given)
+                    ops.add_rms_norm(y, self.residuals[group.name], rig.norms[group.name], 1e-6, adapted)
 
     def error(self, config: LoraConfig) -> float:
         """The largest of the last layer's groups, against float32. Two runs must agree to the last bit."""

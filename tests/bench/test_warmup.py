@@ -12,12 +12,18 @@ DEMO = Path(__file__).parents[2] / "demo"
 def warmup(*args: str) -> subprocess.CompletedProcess[str]:
     code = "import sys; from manylora.cli import main; sys.exit(main(sys.argv[1:]))"
     return subprocess.run(
-        [sys.executable, "-c", code, "warmup", *args], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", code, "warmup", *args],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
 
 
 def test_every_kind_of_request_runs_once() -> None:
-    done = warmup(str(DEMO / "model"), "--device", "cpu", "--device-pool", "64MiB", "--max-adapter-rank", "16")
+    done = warmup(
+        str(DEMO / "model"), "--device", "cpu", "--device-pool", "64MiB", "--max-adapter-rank", "16"
+    )
     assert done.returncode == 0, done.stderr
     # The base and ranks 8 and 16, prompts of 1, 100, 700 and of what fits, alone and together.
     assert "24 requests" in done.stdout

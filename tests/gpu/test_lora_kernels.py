@@ -11,7 +11,7 @@ from torch.nn import functional
 pytest.importorskip("triton")
 
 from manylora.kernels.triton.lora import AdaptedLinears, FixedLora
-from manylora.kernels.triton.lora_launch import DEFAULT, LoraConfig, LoraKernels, LoraPlan
+from manylora.kernels.triton.lora_launch import DEFAULT, Beside, LoraConfig, LoraKernels, LoraPlan
 from tests.kernels.cases import TOLERANCE, LoraCase
 from tests.kernels.implementations import Subject
 from tests.kernels.test_lora_kernels import added, case_of, inputs_of, part_of
@@ -58,6 +58,9 @@ def test_replay_follows_the_tables(dtype: torch.dtype, pdl: bool) -> None:
             assert torch.equal(y, outputs[index])
 
 
+GROUPS = ("qkv", "o", "gate_up", "down")
+
+
 def linears(config: LoraConfig, case: LoraCase, tokens: int, dtype: torch.dtype) -> Linears:
     """A layer's four linears with adapters as models call them, and what they gave last."""
     generator = torch.Generator().manual_seed(5)
@@ -86,7 +89,7 @@ class Linears:
             if group.name == "gate_up":
                 self.outputs.append(self.made.gated(*given, silu_mul))
             else:
-                self.outputs.append(self.made(*given))
+                self.outputs.append(self.made.summands(*given).whole)
 
     def check(self, part: LoraCase, dtype: torch.dtype) -> None:
         for index, (x, weight, y) in enumerate(zip(self.inputs, self.weights, self.outputs)):
@@ -102,15 +105,24 @@ def silu_mul(y: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("beside", [False, True])
-def test_captured_linears(dtype: torch.dtype, beside: bool) -> None:
+@pytest.mark.parametrize(
+    "beside",
+    [
+        None,
+        Beside(DEFAULT.short, pdl=True),
+        Beside(DEFAULT.short, GROUPS),
+        Beside(DEFAULT.short, GROUPS, True),
+    ],
+)
+def test_captured_linears(dtype: torch.dtype, beside: Beside | None) -> None:
     """Replayed with more segments than at capture, fewer and none, on one stream and on two; dependent launch
     changes no bit, nor does a second replay."""
     subject, tokens = Subject("gpu", dtype), 24
     case = case_of(subject, [(0, 1), (1, 2), (0, 1), (1, 13), (2, 1)], [3, 20, 64])
     found = []
     for pdl in (False, True):
-        layer = linears(dataclasses.replace(DEFAULT, pdl=pdl, beside=24 * beside), case, tokens, dtype)
+        table = () if beside is None else ((tokens, beside),)
+        layer = linears(dataclasses.replace(DEFAULT, pdl=pdl, beside=table), case, tokens, dtype)
         fixed = FixedLora(layer.made.kernels, tokens, 64, case.geometry, case.segments.cells)
         fixed.fill(part_of(case, [1]).segments, tokens)
         layer.step(fixed.plan)

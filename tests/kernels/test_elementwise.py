@@ -36,6 +36,11 @@ def test_rms_norm(subject: Subject, shape: tuple[int, ...]) -> None:
     out, new = ops.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
     assert error(new, total) < tolerance
     assert error(out, REFERENCE.rms_norm(total, weight.double(), 1e-5)) < tolerance
+    adapted = normal(subject, *shape, seed=3)
+    total += adapted.double()
+    out, new = ops.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5, adapted)
+    assert error(new, total) < tolerance
+    assert error(out, REFERENCE.rms_norm(total, weight.double(), 1e-5)) < tolerance
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from manylora.kernels.ops import Ops
+from manylora.kernels.ops import Ops, Summands
 from manylora.kernels.reference import ReferenceOps
 from tests.kernels.cases import TOLERANCE, LoraCase
 from tests.kernels.implementations import SUBJECTS, Subject
@@ -21,12 +21,13 @@ from tests.kernels.test_lora_kernels import case_of, part_of
 pytest.importorskip("triton")
 
 from manylora.kernels.triton import lora
-from manylora.kernels.triton.lora_launch import DEFAULT, LoraConfig
+from manylora.kernels.triton.lora_launch import DEFAULT, Beside, LoraConfig
 
 REFERENCE = ReferenceOps()
 TRITON = [
     s for s in SUBJECTS if isinstance(s.values[0], Subject) and s.values[0].kind in ("interpreted", "gpu")
 ]
+BESIDE = Beside(DEFAULT.short, ("qkv", "down"))
 MIXED = [(2, 1), (0, 3), (1, 9), (0, 1), (0, 2)]
 
 
@@ -36,7 +37,7 @@ def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     config = {
         "plain": DEFAULT,
         "prompts": dataclasses.replace(DEFAULT, long_run=6, writes_from=1, mixed=()),
-        "beside": dataclasses.replace(DEFAULT, beside=64),
+        "beside": dataclasses.replace(DEFAULT, beside=((64, BESIDE),)),
     }[request.param]
     use(config, monkeypatch)
     return str(request.param)
@@ -47,6 +48,10 @@ def use(config: LoraConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     from manylora.kernels.triton import operations
 
     monkeypatch.setattr(operations, "lora_kernels_on", lora.lora_kernels_on)
+
+
+def whole(result: torch.Tensor | Summands) -> torch.Tensor:
+    return result.whole if isinstance(result, Summands) else result
 
 
 def check(ops: Ops, plan: Any, case: LoraCase, subject: Subject, num_tokens: int, bias: bool = False) -> None:
@@ -64,14 +69,14 @@ def check(ops: Ops, plan: Any, case: LoraCase, subject: Subject, num_tokens: int
         added = drawn(outputs) if bias else None
         given = (weight, added, case.pool, case.layer, group)
         exact = tuple(t.double() if isinstance(t, torch.Tensor) else t for t in given)
-        calls = ["lora_linear", *(["lora_gated"] if len(group.projections) == 2 else [])]
+        calls = ["lora_summands", *(["lora_gated"] if len(group.projections) == 2 else [])]
         for name in calls:
             subject.poison()
-            out = getattr(ops, name)(x, *given, plan)
+            out = whole(getattr(ops, name)(x, *given, plan))
             # The CPU's compiled activation may differ in its last bit from call to call.
             if subject.kind == "gpu":
-                assert torch.equal(out, getattr(ops, name)(x, *given, plan))
-            truth = getattr(REFERENCE, name)(x.double(), *exact, truth_plan)
+                assert torch.equal(out, whole(getattr(ops, name)(x, *given, plan)))
+            truth = whole(getattr(REFERENCE, name)(x.double(), *exact, truth_plan))
             assert (out.double() - truth).norm() <= 2 * TOLERANCE[subject.dtype] * truth.norm()
 
 
@@ -115,7 +120,8 @@ def test_fixed_plan_serves_every_batch(subject: Subject, order: str, rows: int |
 
 def test_stored_configurations(tmp_path: Path) -> None:
     chosen = dataclasses.replace(
-        DEFAULT, pdl=True, short=dataclasses.replace(DEFAULT.short, chunk=256), long_run=64, beside=128,
+        DEFAULT, pdl=True, short=dataclasses.replace(DEFAULT.short, chunk=256), long_run=64,
+        beside=((128, BESIDE),),
         mixed=((128, lora.MIXED), (512, dataclasses.replace(lora.MIXED, tile_tokens=32))),
     )  # fmt: skip
     path = tmp_path / "lora.json"

@@ -67,6 +67,23 @@ def test_equals_norm_then_rope_then_write(
         assert torch.equal(before, after), "only the tokens' slots of the layer are written"
 
 
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("normed", [False, True])
+def test_what_adapters_give_is_added_first(subject: Subject, normed: bool) -> None:
+    """Rounded as if it had been in the product; q, k and v each get their own columns."""
+    heads, kv_heads, dim = 5, 2, 12
+    qkv, pool, rotary, positions, slots, norm = make(subject, heads, kv_heads, dim, normed)
+    ops, adapted = subject.ops(), qkv.flip(0, 1)
+    rest = (rotary, positions, slots, norm)
+    summed = pool.clone()
+    expected = ops.rotate_and_store(*parts(qkv + adapted, heads, kv_heads, dim), summed, 1, *rest)
+    stored, given = pool.clone(), adapted.clone()
+    out = ops.rotate_and_store(*parts(qkv.clone(), heads, kv_heads, dim), stored, 1, *rest, adapted)
+    assert error(out, expected) < TOLERANCE[subject.dtype]
+    assert error(stored, summed) < TOLERANCE[subject.dtype]
+    assert torch.equal(adapted, given)
+
+
 @pytest.mark.parametrize("subject", [s for s in SUBJECTS if s.id.startswith(("interpreted", "gpu"))])
 def test_padding_is_not_stored(subject: Subject) -> None:
     qkv, pool, rotary, positions, slots, _ = make(subject, 4, 2, 32, False)

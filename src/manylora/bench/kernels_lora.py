@@ -1,7 +1,8 @@
 """The cases of LoRA on all projections of a layer, by the adapters' popularity, batch and rank (Punica §7.1).
 
-What is called is what a decoder layer calls, base products and SiLU included, so that whatever interleaving serves
-is what is measured; the time of the same calls without adapters is taken away.
+What is called is what a decoder layer calls, base products and what reads them included (SiLU, and a norm after
+each other group), so that whatever interleaving serves is what is measured; the time of the same calls without
+adapters is taken away.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from manylora.bench.kernels import exact_lora, segments_for
 from manylora.bench.kernels_rig import Case, Limit, Rig, errors
 from manylora.bench.kernels_settings import POPULARITIES, PROMPTS, PROMPTS_RANK, Sizes, model_counts
 from manylora.executor.fixed import fixed_lora
-from manylora.kernels.ops import LoraSegments
+from manylora.kernels.ops import LoraSegments, Summands
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.shapes import ProjectionGroup
 
 GATED = "gate_up"
 """The group whose products go through SiLU."""
+EPS = 1e-5
 REFERENCE = ReferenceOps()
 
 
@@ -46,6 +48,8 @@ class _LoraLayer:
         self._rig = rig
         self._tokens = tokens
         self._inputs = [rig.normal(tokens, group.in_features) for group in rig.groups]
+        self._residuals = [rig.normal(tokens, group.offsets[-1]) for group in rig.groups]
+        self._norms = [rig.normal(group.offsets[-1]) for group in rig.groups]
         self._base: Step = lambda: self._run(None)
 
     def decoding(self, popularity: str, rank: int, max_rank: int) -> Case:
@@ -91,13 +95,15 @@ class _LoraLayer:
 
     def _run(self, plan: Any) -> None:
         for layer in range(self._rig.layers):
-            for group, x in zip(self._rig.groups, self._inputs):
-                self._product(layer, group, x, plan)
+            for group, x, residual, norm in zip(self._rig.groups, self._inputs, self._residuals, self._norms):
+                y, adapted = self._product(layer, group, x, plan)
+                if group.name != GATED:
+                    self._rig.ops.add_rms_norm(y, residual, norm, EPS, adapted)
 
-    def _product(self, layer: int, group: ProjectionGroup, x: torch.Tensor, plan: Any) -> torch.Tensor:
+    def _product(self, layer: int, group: ProjectionGroup, x: torch.Tensor, plan: Any) -> Summands:
         rig = self._rig
-        call = rig.ops.lora_gated if group.name == GATED else rig.ops.lora_linear
-        return call(x, rig.weights[layer][group.name], None, rig.pool, layer, group, plan)
+        given = (x, rig.weights[layer][group.name], None, rig.pool, layer, group, plan)
+        return Summands(rig.ops.lora_gated(*given)) if group.name == GATED else rig.ops.lora_summands(*given)
 
     def _check(self, segments: LoraSegments, plan: Any) -> Callable[[], Limit]:
         rig, last = self._rig, self._rig.layers - 1
@@ -108,7 +114,7 @@ class _LoraLayer:
                 truth = base + exact_lora(x, rig.pool, last, group, segments, rig.geometry)
                 if group.name == GATED:
                     truth = REFERENCE.silu_mul(truth)
-                pairs.append((self._product(last, group, x, plan), truth))
+                pairs.append((self._product(last, group, x, plan).whole, truth))
             return errors(pairs)
 
         return check

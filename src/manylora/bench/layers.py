@@ -13,11 +13,11 @@ import torch
 from manylora.bench.dummies import dtype_name, write_model
 from manylora.bench.interleaved import medians
 from manylora.bench.kernels import cells_for, random_pool, segments_for
-from manylora.kernels.ops import AttentionRows, StepBatch
+from manylora.kernels.ops import AttentionRows, StepBatch, Summands
 from manylora.kernels.select import ops_for
 from manylora.kernels.shapes import PageShape, adapter_geometry
 from manylora.models.decoder import Decoder
-from manylora.models.layers import Step
+from manylora.models.layers import Step, stream
 from manylora.models.load import load_model
 from manylora.sim.shapes import ModelShape
 
@@ -83,10 +83,10 @@ class LayerRig:
 
         def run() -> torch.Tensor:
             # Layers may work in place.
-            x, residual = hidden.clone(), None
+            x, residual = Summands(hidden.clone()), None
             for layer in self.decoder.layers:
                 x, residual = layer(x, residual, step)
-            return x if residual is None else x + residual
+            return stream(x, residual)
 
         return run
 

@@ -31,7 +31,7 @@ class FixedAttention(Protocol):
 
 
 class FixedLora(Protocol):
-    """``plan``: for ``Ops.lora_linear``, as above."""
+    """``plan``: for ``Ops.lora_summands``, as above."""
 
     @property
     def plan(self) -> Any: ...

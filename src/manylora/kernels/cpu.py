@@ -29,6 +29,7 @@ from manylora.kernels.ops import (
     HeadNorm,
     LoraSegments,
     Rotary,
+    Summands,
     rotated_then_stored,
 )
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
@@ -151,9 +152,14 @@ class CpuOps(ComposedLora):
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        adapted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        residual.add_(x)
+        residual.add_(Summands(x, adapted).whole)
         return F.rms_norm(residual, (residual.shape[-1],), weight, eps), residual
 
     def rope(
@@ -177,8 +183,9 @@ class CpuOps(ComposedLora):
         positions: torch.Tensor,
         slots: torch.Tensor,
         norm: HeadNorm | None,
+        adapted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return rotated_then_stored(self, q, k, v, pool, layer, rotary, positions, slots, norm)
+        return rotated_then_stored(self, q, k, v, pool, layer, rotary, positions, slots, norm, adapted)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -16,7 +16,7 @@ from manylora.kernels import compiled
 from manylora.kernels.cpu import CpuOps, adjacent_heads
 from manylora.kernels.cpu_attention import CpuAttentionPlan
 from manylora.kernels.cpu_lora import CpuLoraPlan
-from manylora.kernels.ops import AttentionRows, LoraSegments
+from manylora.kernels.ops import AttentionRows, LoraSegments, Summands
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
 
 SHORT_SEGMENT = 32
@@ -224,11 +224,17 @@ class CompiledOps(CpuOps):
     # ---- small operations ------------------------------------------------------------------------------
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        adapted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         is_plain = x.dim() == 2 and x.is_contiguous() and residual.is_contiguous()
         if x.dtype is not torch.float32 or not is_plain:
-            return super().add_rms_norm(x, residual, weight, eps)
+            return super().add_rms_norm(x, residual, weight, eps, adapted)
+        x = Summands(x, adapted).whole
         out = torch.empty_like(x)
         compiled.add_norm(x.numpy(), residual.numpy(), weight.numpy(), eps, out.numpy())
         return out, residual

@@ -8,7 +8,7 @@ whatever an implementation wants, once a step; every layer then reuses the plans
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -107,6 +107,22 @@ class HeadNorm:
     eps: float
 
 
+class Summands(NamedTuple):
+    """A linear's result in two parts, ``[T, out]`` each: the product, and what adapters add to it. None: nothing,
+    or it is in the product already."""
+
+    product: torch.Tensor
+    adapted: torch.Tensor | None = None
+
+    @property
+    def whole(self) -> torch.Tensor:
+        return self.product if self.adapted is None else self.product + self.adapted
+
+    def of(self, rows: torch.Tensor) -> Summands:
+        """Of these rows, int64 [M]."""
+        return Summands(self.product[rows], None if self.adapted is None else self.adapted[rows])
+
+
 class Ops(Protocol):
     """Device operations. ``pool`` is always ``[num_pages, layers, 2, page_tokens, kv_heads, head_dim]``."""
 
@@ -146,7 +162,7 @@ class Ops(Protocol):
         """In place: y[t, columns of p] += scale_p * (x[t] A_p) B_p for every projection p of the group, with
         t's adapter. x ``[T, in]``, y ``[T, sum(out)]``, both contiguous in the last dimension."""
 
-    def lora_linear(
+    def lora_summands(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
@@ -155,8 +171,8 @@ class Ops(Protocol):
         layer: int,
         group: ProjectionGroup,
         plan: Any | None,
-    ) -> torch.Tensor:
-        """``linear`` of a group's projections side by side with ``lora`` on top, in whatever order is fastest;
+    ) -> Summands:
+        """``linear`` of a group's projections side by side, and ``lora`` in it or beside it, whatever is fastest;
         ``[T, sum(out)]``. Without a plan no token has an adapter."""
 
     def lora_gated(
@@ -169,15 +185,21 @@ class Ops(Protocol):
         group: ProjectionGroup,
         plan: Any | None,
     ) -> torch.Tensor:
-        """``silu_mul`` of ``lora_linear``, whose group is gate and up; ``[T, I]``."""
+        """``silu_mul`` of ``lora_summands``, whose group is gate and up; ``[T, I]``."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMSNorm over the last dimension, variance in float32, as transformers' LlamaRMSNorm."""
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        adapted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rms_norm(x + residual), x + residual); may reuse its arguments' memory."""
+        """(rms_norm(x + residual), x + residual); may reuse its arguments' memory. ``adapted``: of the summands
+        ``[T, hidden]`` that x is the product of."""
 
     def rope(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
@@ -196,18 +218,20 @@ class Ops(Protocol):
         positions: torch.Tensor,
         slots: torch.Tensor,
         norm: HeadNorm | None,
+        adapted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``rms_norm`` of q's and k's heads (where ``norm`` is given), ``rope``, ``write_kv``, in this order and
-        rounded as by them. Returns the turned q; may work in place on q and k."""
+        rounded as by them. Returns the turned q; may work in place on q and k. ``adapted``: of the summands
+        ``[T, (heads + 2 kv_heads) * D]`` that q, k and v side by side are the product of."""
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up for ``[T, 2 * I]`` with gate first; returns ``[T, I]``."""
 
 
 class ComposedLora:
-    """``lora_linear`` and ``lora_gated`` by the operations that they stand for, for implementations of Ops."""
+    """Linears with adapters by the operations that they stand for, for implementations of Ops."""
 
-    def lora_linear(
+    def lora_summands(
         self: Ops,
         x: torch.Tensor,
         weight: torch.Tensor,
@@ -216,11 +240,11 @@ class ComposedLora:
         layer: int,
         group: ProjectionGroup,
         plan: Any | None,
-    ) -> torch.Tensor:
+    ) -> Summands:
         y = self.linear(x, weight, bias)
         if plan is not None:
             self.lora(y, x, pool, layer, group, plan)
-        return y
+        return Summands(y)
 
     def lora_gated(
         self: Ops,
@@ -232,7 +256,7 @@ class ComposedLora:
         group: ProjectionGroup,
         plan: Any | None,
     ) -> torch.Tensor:
-        return self.silu_mul(self.lora_linear(x, weight, bias, pool, layer, group, plan))
+        return self.silu_mul(self.lora_summands(x, weight, bias, pool, layer, group, plan).whole)
 
 
 def rotated_then_stored(
@@ -246,8 +270,13 @@ def rotated_then_stored(
     positions: torch.Tensor,
     slots: torch.Tensor,
     norm: HeadNorm | None,
+    adapted: torch.Tensor | None,
 ) -> torch.Tensor:
     """``Ops.rotate_and_store`` by the operations that it stands for."""
+    if adapted is not None:
+        heads = adapted.view(len(q), -1, q.shape[-1])
+        of_q, of_k, of_v = heads.split_with_sizes([q.shape[1], k.shape[1], v.shape[1]], dim=1)
+        q, k, v = q + of_q, k + of_k, v + of_v
     if norm is not None:
         q, k = ops.rms_norm(q, norm.query, norm.eps), ops.rms_norm(k, norm.key, norm.eps)
     q, k = ops.rope(q, k, rotary.cos, rotary.sin, positions)

@@ -17,6 +17,7 @@ from manylora.kernels.ops import (
     HeadNorm,
     LoraSegments,
     Rotary,
+    Summands,
     rotated_then_stored,
 )
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
@@ -148,9 +149,14 @@ class ReferenceOps(ComposedLora):
         return weight * normal.to(x.dtype)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        adapted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        total = x + residual
+        total = Summands(x, adapted).whole + residual
         return self.rms_norm(total, weight, eps), total
 
     def rope(
@@ -175,8 +181,9 @@ class ReferenceOps(ComposedLora):
         positions: torch.Tensor,
         slots: torch.Tensor,
         norm: HeadNorm | None,
+        adapted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return rotated_then_stored(self, q, k, v, pool, layer, rotary, positions, slots, norm)
+        return rotated_then_stored(self, q, k, v, pool, layer, rotary, positions, slots, norm, adapted)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = wide(gate_up).chunk(2, dim=-1)

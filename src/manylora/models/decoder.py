@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from manylora.kernels.ops import HeadNorm, Ops, Rotary, StepBatch
+from manylora.kernels.ops import HeadNorm, Ops, Rotary, StepBatch, Summands
 from manylora.kernels.shapes import PageShape, ProjectionGroup
 from manylora.models.config import config_groups
 from manylora.models.layers import (
@@ -70,7 +70,7 @@ class Decoder:
         ``max_positions`` that the model was loaded for. Meant to run under ``torch.inference_mode``.
         """
         step = Step(self.ops, batch, pool)
-        x = self.embedding(batch)
+        x = Summands(self.embedding(batch))
         residual: torch.Tensor | None = None
         for layer in self.layers[:-1]:
             x, residual = layer(x, residual, step)
@@ -80,7 +80,7 @@ class Decoder:
             return self.head(x, residual, self.ops)
         x, residual = self.layers[-1](x, residual, step)
         # Gathered before the final norm and the head: prompts' other tokens need no logits.
-        return self.head(x[rows], None if residual is None else residual[rows], self.ops)
+        return self.head(x.of(rows), None if residual is None else residual[rows], self.ops)
 
 
 def build_decoder(

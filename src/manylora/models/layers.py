@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from manylora.kernels.ops import HeadNorm, Ops, Rotary, StepBatch
+from manylora.kernels.ops import HeadNorm, Ops, Rotary, StepBatch, Summands
 from manylora.kernels.shapes import ProjectionGroup
 
 
@@ -42,9 +42,9 @@ class LoraLinear:
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """x ``[T, in]`` to ``[T, sum(out)]``, contiguous."""
-        return step.ops.lora_linear(
+    def __call__(self, x: torch.Tensor, step: Step) -> Summands:
+        """x ``[T, in]`` to ``[T, sum(out)]``, both summands contiguous."""
+        return step.ops.lora_summands(
             x, self.weight, self.bias, step.pool, self.layer, self.group, step.batch.lora
         )
 
@@ -55,11 +55,16 @@ class LoraLinear:
         )
 
 
+def stream(x: Summands, residual: torch.Tensor | None) -> torch.Tensor:
+    """The value that runs through the layers."""
+    return x.whole if residual is None else x.whole + residual
+
+
 class Norm(Protocol):
-    """A norm fused with the residual sum before it."""
+    """A norm fused with the sums before it."""
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, ops: Ops
+        self, x: Summands, residual: torch.Tensor | None, ops: Ops
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual); may reuse the memory of both arguments."""
 
@@ -70,11 +75,12 @@ class RmsNorm:
     eps: float
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, ops: Ops
+        self, x: Summands, residual: torch.Tensor | None, ops: Ops
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
-            return ops.rms_norm(x, self.weight, self.eps), x
-        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+            whole = x.whole
+            return ops.rms_norm(whole, self.weight, self.eps), whole
+        return ops.add_rms_norm(x.product, residual, self.weight, self.eps, x.adapted)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,9 +93,9 @@ class LayerNorm:
     eps: float
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, ops: Ops
+        self, x: Summands, residual: torch.Tensor | None, ops: Ops
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        total = x if residual is None else x + residual
+        total = stream(x, residual)
         return functional.layer_norm(total, (self.size,), self.weight, self.bias, self.eps), total
 
 
@@ -112,14 +118,25 @@ class Attention:
         """The heads' results side by side, ``[T, heads * head_dim]``, before ``out``."""
         sizes = [p.out_features for p in self.qkv.group.projections]
         # Views of one [T, q + k + v] tensor: the rows of q, k and v are strided, not copied.
-        parts = self.qkv(x, step).split_with_sizes(sizes, dim=-1)
+        qkv = self.qkv(x, step)
+        product = qkv.whole if self.rope is None else qkv.product
+        parts = product.split_with_sizes(sizes, dim=-1)
         q, k, v = (part.view(-1, part.shape[-1] // self.head_dim, self.head_dim) for part in parts)
         layer, batch = self.qkv.layer, step.batch
         if self.rope is None:
             step.ops.write_kv(step.pool, layer, k, v, batch.slots)
         else:
             q = step.ops.rotate_and_store(
-                q, k, v, step.pool, layer, self.rope, batch.positions, batch.slots, self.head_norm
+                q,
+                k,
+                v,
+                step.pool,
+                layer,
+                self.rope,
+                batch.positions,
+                batch.slots,
+                self.head_norm,
+                qkv.adapted,
             )
         return step.ops.attention(q, step.pool, layer, batch.attention, self.scale, self.window)
 
@@ -131,7 +148,7 @@ class GatedMlp:
     gate_up: LoraLinear
     down: LoraLinear
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: Step) -> Summands:
         return self.down(self.gate_up.gated(x, step), step)
 
 
@@ -143,16 +160,16 @@ class PlainMlp:
     second: LoraLinear
     activation: Callable[[torch.Tensor], torch.Tensor]
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        return self.second(self.activation(self.first(x, step)), step)
+    def __call__(self, x: torch.Tensor, step: Step) -> Summands:
+        return self.second(self.activation(self.first(x, step).whole), step)
 
 
 class Layer(Protocol):
     """One decoder layer. The stream's value is x + residual (x alone where residual is None)."""
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, rows: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, x: Summands, residual: torch.Tensor | None, step: Step, rows: torch.Tensor | None = None
+    ) -> tuple[Summands, torch.Tensor | None]:
         """The next (x, residual), each ``[T, hidden]``; may reuse the arguments' memory.
 
         ``rows``: ``batch.sample_index`` where only those ``[M, hidden]`` are wanted (``batch.drawn``).
@@ -169,14 +186,14 @@ class PreNormLayer:
     mlp: GatedMlp | PlainMlp
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, rows: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x, residual = self.attention_norm(x, residual, step.ops)
-        x = self.attention.mixed(x, step)
+        self, x: Summands, residual: torch.Tensor | None, step: Step, rows: torch.Tensor | None = None
+    ) -> tuple[Summands, torch.Tensor | None]:
+        normal, residual = self.attention_norm(x, residual, step.ops)
+        mixed = self.attention.mixed(normal, step)
         if rows is not None:
-            x, residual, step = x[rows], residual[rows], step.of_drawn()
-        x, residual = self.mlp_norm(self.attention.out(x, step), residual, step.ops)
-        return self.mlp(x, step), residual
+            mixed, residual, step = mixed[rows], residual[rows], step.of_drawn()
+        normal, residual = self.mlp_norm(self.attention.out(mixed, step), residual, step.ops)
+        return self.mlp(normal, step), residual
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -189,14 +206,15 @@ class PostNormLayer:
     mlp_norm: Norm
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, rows: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        mixed = self.attention.mixed(x, step)
+        self, x: Summands, residual: torch.Tensor | None, step: Step, rows: torch.Tensor | None = None
+    ) -> tuple[Summands, torch.Tensor | None]:
+        normal = x.whole
+        mixed = self.attention.mixed(normal, step)
         if rows is not None:
-            mixed, x, step = mixed[rows], x[rows], step.of_drawn()
-        x, _ = self.attention_norm(self.attention.out(mixed, step), x, step.ops)
-        x, _ = self.mlp_norm(self.mlp(x, step), x, step.ops)
-        return x, None
+            mixed, normal, step = mixed[rows], normal[rows], step.of_drawn()
+        normal, _ = self.attention_norm(self.attention.out(mixed, step), normal, step.ops)
+        normal, _ = self.mlp_norm(self.mlp(normal, step), normal, step.ops)
+        return Summands(normal), None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -225,12 +243,12 @@ class Head:
     project: torch.Tensor | None
     weight: torch.Tensor
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, ops: Ops) -> torch.Tensor:
+    def __call__(self, x: Summands, residual: torch.Tensor | None, ops: Ops) -> torch.Tensor:
         """float32 logits ``[M, vocab]`` of rows ``[M, hidden]``."""
         if self.norm is not None:
-            x, _ = self.norm(x, residual, ops)
-        elif residual is not None:
-            x = x + residual
+            last, _ = self.norm(x, residual, ops)
+        else:
+            last = stream(x, residual)
         if self.project is not None:
-            x = functional.linear(x, self.project)
-        return ops.linear(x, self.weight, None).float()
+            last = functional.linear(last, self.project)
+        return ops.linear(last, self.weight, None).float()

@@ -12,9 +12,16 @@ from manylora.kernels.triton.dependent import begin_dependent
 
 
 @triton.jit
+def added(one, other):
+    """Their sum, rounded once."""
+    return (one.to(tl.float32) + other.to(tl.float32)).to(one.dtype)
+
+
+@triton.jit
 def rms_norm_kernel(
     x,
     residual,
+    adapted,
     weight,
     out,
     inner,
@@ -23,11 +30,13 @@ def rms_norm_kernel(
     size,
     eps,
     ADD: tl.constexpr,
+    ADAPTED: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """One row a program: row r lies at (r // inner) * x_outer_stride + (r % inner) * x_inner_stride of x, and
-    is contiguous in ``residual`` (which becomes x + residual, if ADD) and in ``out``."""
+    is contiguous in ``residual`` (which becomes x + residual, if ADD), in ``out``, and in ``adapted``, which is
+    added to x first, if ADAPTED."""
     if DEPENDENT:
         begin_dependent()
     row = tl.program_id(0).to(tl.int64)
@@ -35,9 +44,11 @@ def rms_norm_kernel(
     ok = column < size
     begin = row // inner * x_outer_stride + row % inner * x_inner_stride
     value = tl.load(x + begin + column, mask=ok, other=0.0)
+    if ADAPTED:
+        value = added(value, tl.load(adapted + row * size + column, mask=ok, other=0.0))
     if ADD:
         old = tl.load(residual + row * size + column, mask=ok, other=0.0)
-        value = (value.to(tl.float32) + old.to(tl.float32)).to(value.dtype)
+        value = added(value, old)
         tl.store(residual + row * size + column, value, mask=ok)
     exact = value.to(tl.float32)
     normal = exact * tl.rsqrt(tl.sum(exact * exact, 0) / size + eps)

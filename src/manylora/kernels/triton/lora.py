@@ -2,9 +2,10 @@
 
 Owns that order, and which stored configuration a device gets (``kernels/tuned/lora.json``). Measured on an H200,
 a step's LoRA is launches and chains of loads rather than bytes unless every token has an adapter of its own. So
-decoding steps run product, shrink, expand on one stream with dependent launch: each kernel reads its tables and
-weights while the one before it ends; only gate and up have theirs beside the product. Large steps' results are
-large too: there expand writes and the product adds to it. docs/performance.md says what else was tried.
+small captured steps run it beside the product, and what reads the two adds them. Others run product, shrink,
+expand on one stream with dependent launch: each kernel reads its tables and weights while the one before it ends.
+Large steps' results are large too: there expand writes and the product adds to it. docs/performance.md says what
+else was tried.
 """
 
 from __future__ import annotations
@@ -13,16 +14,24 @@ import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from manylora.kernels.ops import LoraSegments
+from manylora.kernels.ops import LoraSegments, Summands
 from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
 from manylora.kernels.triton.dependent import can_depend
-from manylora.kernels.triton.lora_launch import DEFAULT, MIXED, LoraConfig, LoraKernels, LoraPlan, TileConfig
+from manylora.kernels.triton.lora_launch import (
+    DEFAULT,
+    MIXED,
+    Beside,
+    LoraConfig,
+    LoraKernels,
+    LoraPlan,
+    TileConfig,
+)
 
 TABLE = Path(__file__).parents[1] / "tuned" / "lora.json"
 INTERPRETED_MULTIPROCESSORS = 4
@@ -36,7 +45,9 @@ def stored_config(device_name: str, path: Path = TABLE) -> LoraConfig | None:
     """What was measured to be best on devices of this name. None for others.
 
     The file: ``{device name: LoraConfig's fields}``, of which those that are missing have their defaults;
-    ``mixed``: ``[[most tokens, fields], ...]``, ascending.
+    ``mixed``: ``[[most tokens, fields], ...]``, ascending;
+    ``beside``: ``[[most tokens, fields], ...]``,
+    its ``sizes`` where they differ from ``short``.
     """
     found = json.loads(path.read_text()).get(device_name) if path.is_file() else None
     if found is None:
@@ -47,6 +58,18 @@ def stored_config(device_name: str, path: Path = TABLE) -> LoraConfig | None:
     if "mixed" in found:
         sizes["mixed"] = tuple(
             (most, dataclasses.replace(MIXED, **fields)) for most, fields in found["mixed"]
+        )
+    if "beside" in found:
+        sizes["beside"] = tuple(
+            (
+                most,
+                Beside(
+                    sizes=dataclasses.replace(sizes["short"], **how["sizes"]),
+                    product_first=tuple(how["product_first"]),
+                    pdl=how["pdl"],
+                ),
+            )
+            for most, how in found["beside"]
         )
     return dataclasses.replace(DEFAULT, **{**found, **sizes})
 
@@ -89,7 +112,7 @@ class FixedLora:
         self._filled: tuple[LoraSegments | None, int] | None = None
 
     def fill(self, segments: LoraSegments | None, num_tokens: int) -> None:
-        """Point the plan at a batch, as ``Ops.lora_linear`` wants it; None: no token has an adapter.
+        """Point the plan at a batch, as ``Ops.lora_summands`` wants it; None: no token has an adapter.
 
         Raises ValueError where it does not fit. Does not wait for the device.
         """
@@ -102,21 +125,21 @@ class FixedLora:
 
 
 class SideStream:
-    """A second stream of a device, whose short work goes before that of others. On a CPU: none."""
+    """A second stream of a device; ``is_preferred`` to the first one's work. On a CPU: none."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, is_preferred: bool) -> None:
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
-        self._stream = None if self._module is None else self._module.Stream(device, priority=-1)
+        self._stream = None
+        if self._module is not None:
+            self._stream = self._module.Stream(device, priority=-1 if is_preferred else 0)
 
-    @contextlib.contextmanager
-    def fork(self) -> Iterator[None]:
-        """What is launched inside waits for the current stream and runs beside what follows there."""
-        if self._module is None or self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(self._module.current_stream())
-        with self._module.stream(self._stream):
-            yield
+    def fork(self) -> None:
+        """What is launched in ``use`` from now on waits for what the current stream has, and for nothing later."""
+        if self._module is not None and self._stream is not None:
+            self._stream.wait_stream(self._module.current_stream())
+
+    def use(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._module is None else self._module.stream(self._stream)
 
     def join(self) -> None:
         if self._module is not None:
@@ -129,7 +152,8 @@ class AdaptedLinears:
     def __init__(self, kernels: LoraKernels, linear: Linear, device: torch.device) -> None:
         self.kernels = kernels
         self._linear = linear
-        self._side = SideStream(device)
+        self._before, self._behind = SideStream(device, True), SideStream(device, False)
+        """For what the device is to prefer to the product, and for what it is not."""
 
     def plan(self, segments: LoraSegments, geometry: AdapterGeometry, device: torch.device) -> LoraPlan:
         """For one batch, to be run eagerly."""
@@ -149,7 +173,7 @@ class AdaptedLinears:
         partial = self.kernels.shrink(x, pool, layer, group, plan)
         self.kernels.expand(y, partial, pool, layer, group, plan)
 
-    def __call__(
+    def _in_turn(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
@@ -159,7 +183,7 @@ class AdaptedLinears:
         group: ProjectionGroup,
         plan: LoraPlan,
     ) -> torch.Tensor:
-        """What ``Ops.lora_linear`` says."""
+        """Product and LoRA on one stream, added up."""
         if bias is None and plan.is_first:
             y = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
             y[plan.covered :].zero_()
@@ -169,6 +193,33 @@ class AdaptedLinears:
         y = self._linear(x, weight, bias)
         self.add(y, x, pool, layer, group, plan)
         return y
+
+    def summands(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        pool: torch.Tensor,
+        layer: int,
+        group: ProjectionGroup,
+        plan: LoraPlan,
+    ) -> Summands:
+        """What ``Ops.lora_summands`` says."""
+        if plan.beside is None:
+            return Summands(self._in_turn(x, weight, bias, pool, layer, group, plan))
+        adapted = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+        product_first = group.name in plan.beside.product_first
+        side = self._behind if product_first else self._before
+        side.fork()
+        # A captured graph starts first what was launched first.
+        y = self._linear(x, weight, bias) if product_first else None
+        with side.use():
+            partial = self.kernels.shrink(x, pool, layer, group, plan)
+            self.kernels.expand(adapted, partial, pool, layer, group, plan, add=False)
+        if y is None:
+            y = self._linear(x, weight, bias)
+        side.join()
+        return Summands(y, adapted)
 
     def gated(
         self,
@@ -182,15 +233,8 @@ class AdaptedLinears:
         silu_mul: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         """What ``Ops.lora_gated`` says."""
-        if not plan.is_beside:
-            return silu_mul(self(x, weight, bias, pool, layer, group, plan))
-        delta = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-        with self._side.fork():
-            partial = self.kernels.shrink(x, pool, layer, group, plan)
-            self.kernels.expand(delta, partial, pool, layer, group, plan, add=False)
-        y = self._linear(x, weight, bias)
-        self._side.join()
-        return self.kernels.gated_sum(y, delta)
+        y, adapted = self.summands(x, weight, bias, pool, layer, group, plan)
+        return silu_mul(y) if adapted is None else self.kernels.gated_sum(y, adapted)
 
 
 def as_row(config: LoraConfig) -> dict[str, Any]:
@@ -199,6 +243,10 @@ def as_row(config: LoraConfig) -> dict[str, Any]:
     for kind in ("short", "long"):
         row[kind] = _differences(getattr(config, kind), getattr(DEFAULT, kind))
     row["mixed"] = [[most, _differences(sizes, MIXED)] for most, sizes in config.mixed]
+    row["beside"] = [
+        [most, dataclasses.asdict(how) | {"sizes": _differences(how.sizes, config.short)}]
+        for most, how in config.beside
+    ]
     return row
 
 

@@ -75,15 +75,28 @@ class TileConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Beside:
+    """LoRA on a second stream beside the product, where the operation that reads the two adds them.
+
+    ``product_first``: groups whose product the device is to prefer to LoRA; of the others it prefers LoRA.
+    ``pdl``: dependent launch of the LoRA kernels.
+    """
+
+    sizes: TileConfig
+    product_first: tuple[str, ...] = ()
+    pdl: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class LoraConfig:
     """How LoRA runs on a device, by what a step holds.
 
-    ``short``: for steps without a run of more than ``long_run`` tokens, such as decoding. ``mixed``: (most tokens,
-    sizes) of steps with longer runs, ascending. In steps larger than those, longer runs take ``long`` and the
-    others ``short``, each in launches of its own. ``pdl``: dependent launch.
-    ``beside``: in captured steps of up to so many tokens, LoRA of gate and up runs on a second stream beside their
-    product, and the activation adds the two. ``writes_from``: in steps with long runs and at least so many tokens
-    expand writes and the product adds, instead of the other way round; 0: in none.
+    ``short``: for steps without a run of more than ``long_run`` tokens, such as decoding. ``mixed``: (most
+    tokens, sizes) of steps with longer runs, ascending. In steps larger than those, longer runs take ``long``
+    and the others ``short``, each in launches of its own. ``pdl``: dependent launch. ``beside``: (most tokens,
+    how) of captured steps in which LoRA runs beside the products, ascending. ``writes_from``: in steps with
+    long runs and at least so many tokens expand writes and the product adds, instead of the other way round; 0:
+    in none.
     """
 
     short: TileConfig
@@ -91,12 +104,16 @@ class LoraConfig:
     mixed: tuple[tuple[int, TileConfig], ...] = ()
     long_run: int = 128
     pdl: bool = False
-    beside: int = 0
+    beside: tuple[tuple[int, Beside], ...] = ()
     writes_from: int = 0
 
     def of_mixed(self, tokens: int) -> TileConfig | None:
         """The sizes for steps of so many tokens with long runs among them; None: they are too large."""
         return next((sizes for most, sizes in self.mixed if tokens <= most), None)
+
+    def of_beside(self, tokens: int) -> Beside | None:
+        """How LoRA runs beside the products of captured steps of so many tokens; None: it does not."""
+        return next((how for most, how in self.beside if tokens <= most), None)
 
 
 SHORT = TileConfig(
@@ -125,8 +142,8 @@ class LoraPlan:
     """``cells`` must stay where it is while a graph that was captured with the plan is replayed.
 
     ``is_fixed``: it is filled anew for every step. ``covered``: so many of the batch's first tokens have tiles,
-    with an adapter or without; 0: only those with an adapter are known to. ``is_beside``, ``is_first``: what
-    ``LoraConfig.beside`` and ``writes_from`` say of it.
+    with an adapter or without; 0: only those with an adapter are known to. ``beside``, ``is_first``: what
+    ``LoraConfig`` says of it. ``pdl``: dependent launch.
     """
 
     geometry: AdapterGeometry
@@ -136,8 +153,9 @@ class LoraPlan:
     parts: tuple[TilePlan, ...]
     covered: int = 0
     is_fixed: bool = False
-    is_beside: bool = False
+    beside: Beside | None = None
     is_first: bool = False
+    pdl: bool = False
 
 
 class LoraKernels:
@@ -191,17 +209,19 @@ class LoraKernels:
         sizes = config.short
         if has_long:
             sizes = config.of_mixed(tokens) or (config.mixed[-1][1] if config.mixed else sizes)
-        sizes = _for_dtype(sizes, geometry)
+        is_first = self._writes_first(tokens, has_long)
+        beside = None if is_first else config.of_beside(tokens)
+        sizes = _for_dtype(sizes if beside is None else beside.sizes, geometry)
         segments = tokens if rows is None else rows
         room = largest_sizes(geometry, tokens, segments, max_rank, sizes.item_tokens, sizes.tile_tokens)
         part = TilePlan(WorkBuffer(geometry, room, cells.device), sizes)
-        is_first = self._writes_first(tokens, has_long)
         return dataclasses.replace(
             self._plan(cells, geometry, (part,)),
             is_fixed=True,
             covered=tokens,
-            is_beside=tokens <= config.beside and not is_first,
+            beside=beside,
             is_first=is_first,
+            pdl=config.pdl and (beside is None or beside.pdl),
         )
 
     def refill(self, plan: LoraPlan, segments: LoraSegments | None, num_tokens: int) -> None:
@@ -218,10 +238,9 @@ class LoraKernels:
     def _writes_first(self, num_tokens: int, has_long: bool) -> bool:
         return has_long and 0 < self.config.writes_from <= num_tokens
 
-    @staticmethod
-    def _plan(cells: torch.Tensor, geometry: AdapterGeometry, parts: tuple[TilePlan, ...]) -> LoraPlan:
+    def _plan(self, cells: torch.Tensor, geometry: AdapterGeometry, parts: tuple[TilePlan, ...]) -> LoraPlan:
         align = math.gcd(geometry.page.slab_elements, geometry.cell_elements, 16)
-        return LoraPlan(geometry, cells, geometry.page.layers, align, parts)
+        return LoraPlan(geometry, cells, geometry.page.layers, align, parts, pdl=self.config.pdl)
 
     # ---- launches --------------------------------------------------------------------------------------
 
@@ -297,10 +316,10 @@ class LoraKernels:
             MATRIX_K=step,
             STAGES=config.stages,
             VECTOR=config.vector,
-            PDL=self.config.pdl,
+            PDL=plan.pdl,
             PRECISION=_precision(x.dtype),
             num_warps=config.shrink_warps,
-            **self._launch(config.shrink_registers),
+            **_launch_options(plan.pdl, config.shrink_registers),
         )
         return planes
 
@@ -341,10 +360,10 @@ class LoraKernels:
             SPLITS_PADDED=power_of_two(splits),
             VECTOR=config.vector,
             ADD=add,
-            PDL=self.config.pdl,
+            PDL=plan.pdl,
             PRECISION=_precision(y.dtype),
             num_warps=config.expand_warps,
-            **self._launch(config.expand_registers),
+            **_launch_options(plan.pdl, config.expand_registers),
         )  # fmt: skip
 
     def _splits(self, group: ProjectionGroup, config: TileConfig, entries: int) -> int:
@@ -357,13 +376,14 @@ class LoraKernels:
     def _programs(self, items: int, programs: int) -> int:
         return min(items, self._sms * programs) if programs else items
 
-    def _launch(self, registers: int) -> dict[str, int]:
-        options: dict[str, int] = {"launch_pdl": True} if self.config.pdl else {}
-        return options | ({"maxnreg": registers} if registers else {})
-
     @staticmethod
     def _layer(plan: LoraPlan, layer: int) -> int:
         return layer * plan.geometry.page.slab_elements
+
+
+def _launch_options(pdl: bool, registers: int) -> dict[str, int]:
+    options: dict[str, int] = {"launch_pdl": True} if pdl else {}
+    return options | ({"maxnreg": registers} if registers else {})
 
 
 def _precision(dtype: torch.dtype) -> str:

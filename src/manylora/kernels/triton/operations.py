@@ -10,7 +10,7 @@ import torch
 import triton
 
 from manylora.kernels.flashinfer_attention import PromptAttention
-from manylora.kernels.ops import AttentionRows, HeadNorm, LoraSegments, Rotary
+from manylora.kernels.ops import AttentionRows, HeadNorm, LoraSegments, Rotary, Summands
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
 from manylora.kernels.triton.attending import PagedAttention, flat_heads
 from manylora.kernels.triton.attention_plans import FixedAttention, TritonAttentionPlan
@@ -148,7 +148,7 @@ class TritonOps:
     ) -> None:
         self._adapted(x.device).add(y, x, pool, layer, group, plan)
 
-    def lora_linear(
+    def lora_summands(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
@@ -157,10 +157,10 @@ class TritonOps:
         layer: int,
         group: ProjectionGroup,
         plan: LoraPlan | None,
-    ) -> torch.Tensor:
+    ) -> Summands:
         if plan is None:
-            return self.linear(x, weight, bias)
-        return self._adapted(x.device)(x, weight, bias, pool, layer, group, plan)
+            return Summands(self.linear(x, weight, bias))
+        return self._adapted(x.device).summands(x, weight, bias, pool, layer, group, plan)
 
     def lora_gated(
         self,
@@ -183,13 +183,23 @@ class TritonOps:
         return self._norm(x, None, weight, eps)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        adapted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         residual = residual.contiguous()
-        return self._norm(x, residual, weight, eps), residual
+        return self._norm(x, residual, weight, eps, adapted), residual
 
     def _norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        adapted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         size = x.shape[-1]
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -200,6 +210,7 @@ class TritonOps:
             rms_norm_kernel[(rows,)](
                 x,
                 out if residual is None else residual,
+                out if adapted is None else adapted.contiguous(),
                 weight,
                 out,
                 x.shape[1] if x.dim() == 3 else 1,
@@ -208,6 +219,7 @@ class TritonOps:
                 size,
                 eps,
                 ADD=residual is not None,
+                ADAPTED=adapted is not None,
                 BLOCK=power_of_two(size),
                 num_warps=8 if size > 4096 else 4 if size > 256 else 1,
                 **self._launching,
@@ -248,6 +260,7 @@ class TritonOps:
         positions: torch.Tensor,
         slots: torch.Tensor,
         norm: HeadNorm | None,
+        adapted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         q, k, v = flat_heads(q), flat_heads(k), flat_heads(v)
         heads, kv_heads, half = q.shape[1], k.shape[1], q.shape[2] // 2
@@ -258,6 +271,7 @@ class TritonOps:
                 q,
                 k,
                 v,
+                q if adapted is None else adapted,
                 pool,
                 rotary.cos,
                 rotary.sin,
@@ -269,6 +283,7 @@ class TritonOps:
                 q.stride(0),
                 k.stride(0),
                 v.stride(0),
+                0 if adapted is None else adapted.stride(0),
                 layer * pool.stride(1),
                 pool.stride(2),
                 pool.stride(0),
@@ -279,6 +294,7 @@ class TritonOps:
                 BLOCK_HEADS=block,
                 BLOCK_HALF=power_of_two(half),
                 NORMED=norm is not None,
+                ADAPTED=adapted is not None,
                 **self._launching,
             )
         return q

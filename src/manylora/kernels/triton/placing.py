@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from manylora.kernels.triton.dependent import begin_dependent
+from manylora.kernels.triton.elementwise import added
 
 
 @triton.jit
@@ -29,6 +30,7 @@ def rotate_and_store_kernel(
     q,
     k,
     v,
+    adapted,
     pool,
     cos,
     sin,
@@ -40,6 +42,7 @@ def rotate_and_store_kernel(
     q_stride,
     k_stride,
     v_stride,
+    adapted_stride,
     layer_offset,
     value_offset,
     page_stride,
@@ -50,10 +53,12 @@ def rotate_and_store_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     NORMED: tl.constexpr,
+    ADAPTED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """One token's heads; grid (T, blocks of q's heads + of k's + of v's). q is turned in place; k, turned, and
-    v go into the pool alone. A token whose slot is negative stores nothing."""
+    v go into the pool alone. A token whose slot is negative stores nothing. If ADAPTED, a row of ``adapted`` is
+    added to q, k, v side by side first."""
     if DEPENDENT:
         begin_dependent()
     token = tl.program_id(0).to(tl.int64)
@@ -75,21 +80,28 @@ def rotate_and_store_kernel(
         first = block * BLOCK_HEADS
         source = q + token * q_stride
         target = source
+        column = 0
         heads = HEADS - first
     elif is_value:
         first = (block - q_blocks - kv_blocks) * BLOCK_HEADS
         source = v + token * v_stride
         target = stored + value_offset
+        column = (HEADS + KV_HEADS) * (2 * HALF)
         heads = KV_HEADS - first
     else:
         first = (block - q_blocks) * BLOCK_HEADS
         source = k + token * k_stride
         target = stored
+        column = HEADS * (2 * HALF)
         heads = KV_HEADS - first
     ok = (head < heads)[:, None] & half_ok[None, :]
     inside = ((first + head) * (2 * HALF))[:, None] + half[None, :]
     left = tl.load(source + inside, mask=ok, other=0.0)
     right = tl.load(source + inside + HALF, mask=ok, other=0.0)
+    if ADAPTED:
+        sides = adapted + token * adapted_stride + column + inside
+        left = added(left, tl.load(sides, mask=ok, other=0.0))
+        right = added(right, tl.load(sides + HALF, mask=ok, other=0.0))
     if not is_value:
         if NORMED:
             if is_query:
