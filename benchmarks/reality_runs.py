@@ -16,7 +16,7 @@ import msgspec
 from benchmarks.h200_cache import REAL, ROOT, TRACES, Scale, stream_of, turns_of
 from benchmarks.plot_reality import compare, draw, lines_of, work_of
 from manylora.config import ConfigError, PolicyConfig
-from manylora.sim.costs import StepCosts, StepWork
+from manylora.sim.costs import IDLE_S, StepCosts, StepWork
 from manylora.sim.fit import fit_profile
 from manylora.sim.profile import Profile
 from manylora.sim.replay import Outcome, Replay
@@ -114,6 +114,7 @@ class Noted:
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
         self.reads_at_once = costs.reads_at_once
+        self.wake_s = costs.wake_s
         self.overhead_s = costs.overhead_s
         self.copy_s = costs.copy_s
         self.read_s = costs.read_s
@@ -134,11 +135,14 @@ class AsItWas(Noted):
     def __init__(self, costs: StepCosts, log: Run) -> None:
         super().__init__(costs)
         sums: dict[int, list[float]] = {}
+        ended_s = -IDLE_S
         for step in log["steps"]:
             began_s, took_s, gap_s, num_rows = step[:4]
             found = sums.setdefault(int(began_s // WINDOW_S), [0.0, 0.0])
             found[0] += took_s + (gap_s or 0.0)
             found[1] += costs.step_s(work_of(step)) + (0.0 if gap_s is None else costs.overhead_s(num_rows))
+            found[1] += costs.wake_s if began_s - ended_s >= IDLE_S else 0.0
+            ended_s = began_s + took_s
         self._factors = {window: took_s / cost_s for window, (took_s, cost_s) in sums.items()}
         self._reads = {
             way: sum(read[2] for read in log["reads"] if read[3] == way)

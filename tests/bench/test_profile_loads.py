@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -61,6 +62,15 @@ def test_like_steps_become_their_mean() -> None:
 def test_a_stall_is_no_step_time() -> None:
     (point,) = step_points([step(0.010), step(0.010), step(0.010), step(0.900)])
     assert (point.seconds, point.num_steps) == (0.010, 3)
+
+
+def test_steps_after_idling_are_apart() -> None:
+    cold = step(0.03, rows=2)._replace(idle_s=0.1)
+    steps = [step(0.01), cold, step(0.012), cold._replace(idle_s=math.inf), step(0.01)._replace(idle_s=0.001)]
+    (warm,) = step_points(steps)
+    assert (warm.num_decodes, warm.num_steps) == (1, 3)
+    (after,) = step_points(steps, is_cold=True)
+    assert (after.num_decodes, after.num_steps, after.seconds, after.is_held_out) == (2, 2, 0.03, False)
 
 
 def test_every_fourth_batch_is_held_out() -> None:

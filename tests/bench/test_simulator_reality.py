@@ -21,7 +21,8 @@ from manylora.workloads.stream import prompt_tokens
 def test_the_toy_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "reality.json"
     args = ["--toy", "--rates", "10", "--out", str(out), "--commit", "abc"]
-    simulator_reality.main([*args, "--work", str(tmp_path), "--profile-budget", "0.01"])
+    # A policy whose hits do not hang on what copies and prefills are seen to take.
+    simulator_reality.main([*args, "--policy", "lru", "--work", str(tmp_path), "--profile-budget", "0.01"])
     report = json.loads(out.read_text())
     (run,) = report["runs"]
     requests = stream_for(Load("10", 1, 1), TOY).requests

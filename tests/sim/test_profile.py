@@ -129,6 +129,29 @@ def test_lines_are_found_again() -> None:
     assert costs.reads_at_once == 2
 
 
+@pytest.mark.parametrize("more_s", [1.5e-3, 0.0, -1e-3])
+def test_steps_after_idling_take_so_much_more(more_s: float) -> None:
+    """Wherever they lie, the more often they came the more they count; less than others they never take."""
+    profile = profile_of(linear)
+    wakes = tuple(
+        dataclasses.replace(
+            point, seconds=point.seconds + more_s + (0.5e-3 if few else 0.0), num_steps=1 if few else 99
+        )
+        for few, point in zip((False, True) * 20, profile.steps)
+    )
+    costs = fit_profile(dataclasses.replace(profile, wakes=wakes))
+    assert costs.planes == fit_profile(profile).planes
+    assert costs.wake_s == pytest.approx(max(0.0, more_s + 0.5e-3 / 100), abs=2e-6)
+    assert fit_profile(profile).wake_s == 0.0
+
+
+def test_wakes_come_back_from_a_file(tmp_path: Path) -> None:
+    profile = profile_of(linear)
+    kept = dataclasses.replace(profile, wakes=profile.steps[:3])
+    save_profile(kept, tmp_path / "profile.json")
+    assert load_profile(tmp_path / "profile.json") == kept
+
+
 def test_cards_share_steps_and_copies() -> None:
     one = fit_profile(profile_of(bounded))
     four = one.on_cards(4)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from manylora.config import CACHE_POLICIES, CacheConfig, ConfigError, PolicyConfig
-from manylora.protocol import Command, CopyDone, RunStep, SequenceStart, StepRow, SwapPages
-from manylora.sim.costs import DeviceCosts
+from manylora.protocol import Command, CopyDone, RunStep, SequenceStart, StepDone, StepRow, SwapPages
+from manylora.sim.costs import IDLE_S, DeviceCosts
 from manylora.sim.device import SimulatedDevice
 from manylora.sim.replay import Replay
 from manylora.sim.summary import summarize
-from manylora.types import SamplingParams
+from manylora.types import BASE, SamplingParams
 from manylora.workloads.stream import Piece, Stream, StreamRequest
 
 PAGE_TOKENS = 4
@@ -200,6 +200,27 @@ def test_copies_of_a_direction_queue_and_directions_do_not() -> None:
     assert copy(2, True, 1, 1.001) == pytest.approx((1.011, 0.001)), "behind the first"
     assert copy(3, False, 20, 1.001) == pytest.approx((1.021, 0.020)), "on a lane of its own"
     assert copy(4, True, 1, 2.0) == pytest.approx((2.001, 0.001)), "the lane was idle"
+
+
+def test_a_step_after_idling_takes_more() -> None:
+    device = SimulatedDevice(DeviceCosts(1.0, 0.0, 0.0, 0.0, wake_s=0.25), PAGE_BYTES, {})
+    start = SequenceStart(1, 0, BASE, (1, 2, 3), 3, 2, (), SamplingParams(max_tokens=1, seed=0), ())
+
+    def ended(number: int, now: float) -> float:
+        answer = device.obey(RunStep(number, (start,), (StepRow(1, 2, 1, 1),)), now)
+        assert answer is not None
+        assert isinstance(answer[1], StepDone)
+        assert answer[0] - max(now, before) == pytest.approx(answer[1].device_s)
+        return answer[0]
+
+    before = 0.0
+    before = ended(1, 5.0)
+    assert before == pytest.approx(6.25), "nothing came before"
+    before = ended(2, 5.5)
+    assert before == pytest.approx(7.25), "while the first ran"
+    before = ended(3, before + 0.5 * IDLE_S)
+    assert before == pytest.approx(8.25 + 0.5 * IDLE_S), "shortly after"
+    assert ended(4, before + IDLE_S) == pytest.approx(9.5 + 1.5 * IDLE_S)
 
 
 def test_a_step_is_priced_by_what_it_computes() -> None:

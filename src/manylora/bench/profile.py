@@ -32,6 +32,7 @@ from manylora.bench.profile_loads import (
     read_under_load,
     run_load,
     step_points,
+    wake,
 )
 from manylora.bench.profile_rig import Rig
 from manylora.bench.random_adapters import write_random_adapters
@@ -61,6 +62,8 @@ _ADAPTER_ROOM = 0.3
 _KV_ROOM = 0.6
 _READS = 2 * len(RANKS)
 """Adapters read under load in each part: two of each rank."""
+_WAKES, _QUICK_WAKES, _MOST_WAKE_TOKENS = 24, 8, 512
+"""Prompts that find the engine idle in each part, and the longest of them."""
 _MOST_PASSES = 5
 _ATTENTION_GROUPS = ("qkv", "o")
 _PACKAGES = ("manylora", "torch", "numpy", "triton", "numba", "flashinfer-python")
@@ -179,12 +182,13 @@ class Profiler:
             num_adapters=len(self._paths),
         )
         loads = make_loads(room, self._settings.is_quick)[part::num_parts]
-        log = asyncio.run(self._watched(busy_load(room), loads, self._settings.budget_s / num_parts))
+        log = asyncio.run(self._watched(room, loads, self._settings.budget_s / num_parts))
         self._log.steps += log.steps
         self._log.reads += log.reads
 
-    async def _watched(self, busy: Load, loads: Sequence[Load], budget_s: float) -> StepLog:
+    async def _watched(self, room: Room, loads: Sequence[Load], budget_s: float) -> StepLog:
         """Its steps, and the reads of its first part, under load."""
+        busy = busy_load(room)
         lent = LentExecutor(self._worker, self._policy.page_bytes)
         driver = Driver(self._policy, lent, self._info)
         names = [f"profile-{number}" for number in range(len(self._paths))]
@@ -196,6 +200,14 @@ class Profiler:
         try:
             await read_under_load(target, busy, names[:_READS], seed=0)
             reads = lent.log().reads
+            count = _QUICK_WAKES if self._settings.is_quick else _WAKES
+            await wake(
+                target,
+                names[:_READS],
+                (busy.context, max(busy.context, min(_MOST_WAKE_TOKENS, room.max_len // 2))),
+                count,
+                seed=1,
+            )
             for done in range(total):
                 if time.monotonic() > ends_at and done >= len(loads):
                     break
@@ -224,6 +236,7 @@ class Profiler:
             versions=_versions(),
             commit=settings.commit,
             steps=tuple(step_points(self._log.steps)),
+            wakes=tuple(step_points(self._log.steps, is_cold=True)),
             copies=tuple(self._copies),
             reads=tuple(read_points(self._log.reads, self._reads)),
             overheads=tuple(overhead_points(self._log.steps)),
@@ -356,6 +369,7 @@ def describe(profile: Profile, costs: FittedCosts) -> str:
             f"reads         {rate(costs.read_out)} to the host, {rate(costs.read_in)} to the device",
             f"between steps {1e6 * costs.overhead_s(1):.0f} us with 1 row, "
             f"{1e6 * costs.overhead_s(most_rows):.0f} us with {most_rows}",
+            f"after idling  {1e3 * costs.wake_s:.2f} ms more",
         )
     )
 

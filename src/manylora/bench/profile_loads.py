@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import random
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from manylora.bench.step_log import LoggedStep, LoggedTransfer
 from manylora.bench.targets import Call, EngineTarget
 from manylora.config import ConfigError
-from manylora.sim.costs import StepWork
+from manylora.sim.costs import IDLE_S, StepWork
 from manylora.sim.profile import OverheadPoint, StepPoint, TransferPoint
 
 _REPLY = 24
@@ -31,6 +32,8 @@ _STALL = 4.0
 """Times the median of its like: a stall, not what a step takes."""
 _HELD_OUT = 4
 """Every so many batches one is kept from the fit."""
+_PAUSE_S = 0.1
+"""Between requests that come alone: cold by then."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,6 +129,20 @@ async def read_under_load(target: EngineTarget, load: Load, adapters: Sequence[s
     await asyncio.gather(read(), *(speak(prompt) for prompt in prompts))
 
 
+async def wake(
+    target: EngineTarget, adapters: Sequence[str], lengths: Sequence[int], count: int, seed: int
+) -> None:
+    """``count`` prompts that each find the engine idle, of lengths between these two, alike in their logarithms.
+    Every other has an adapter. Raises ConfigError."""
+    source = random.Random(seed)
+    for number in range(count):
+        await asyncio.sleep(_PAUSE_S)
+        length = round(math.exp(source.uniform(*map(math.log, lengths))))
+        prompt = tuple(source.choices(_VOCABULARY, k=length))
+        adapter = adapters[number % len(adapters)] if number % 2 and adapters else None
+        await _converse(target, [(prompt, 1)], adapter)
+
+
 async def _converse(
     target: EngineTarget, turns: Iterable[tuple[tuple[int, ...], int]], adapter: str | None
 ) -> None:
@@ -157,11 +174,15 @@ def _turns(load: Load, most: int, source: random.Random) -> Iterator[tuple[tuple
 # ---------------------------------------------------------------- what was seen
 
 
-def step_points(steps: Sequence[LoggedStep]) -> list[StepPoint]:
-    """Batches that are alike, each with the mean of its times; in an order that depends on nothing but them."""
+def step_points(steps: Sequence[LoggedStep], is_cold: bool = False) -> list[StepPoint]:
+    """Batches that are alike, each with the mean of its times; in an order that depends on nothing but them.
+
+    Of steps after idling (``IDLE_S``) if ``is_cold``, none of them held out; else of the others.
+    """
     groups: dict[tuple[int, ...], list[LoggedStep]] = {}
     for step in steps:
-        groups.setdefault(_kind(step.work), []).append(step)
+        if (step.idle_s >= IDLE_S) == is_cold:
+            groups.setdefault(_kind(step.work), []).append(step)
     points = []
     for number, kind in enumerate(sorted(groups)):
         kept = _without_stalls(groups[kind])
@@ -170,7 +191,7 @@ def step_points(steps: Sequence[LoggedStep]) -> list[StepPoint]:
             StepPoint(
                 **means._asdict(),
                 seconds=_rounded(statistics.fmean(step.took_s for step in kept)),
-                is_held_out=number % _HELD_OUT == _HELD_OUT - 1,
+                is_held_out=number % _HELD_OUT == _HELD_OUT - 1 and not is_cold,
                 num_steps=len(kept),
             )
         )

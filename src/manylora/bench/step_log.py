@@ -6,6 +6,7 @@ Owns the log and what is to be undone when the driver ends; the executor itself 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -33,7 +34,8 @@ class LoggedStep(NamedTuple):
     """One step. ``began_s``: on ``time.monotonic``; ``took_s``: of the call, as the engine's loop saw it.
 
     ``gap_s``: since the end of the step before; None where no row of that one went on, so that the engine may
-    have waited for work. ``num_new``: sequences that it took up.
+    have waited for work. ``num_new``: sequences that it took up. ``idle_s``: since the end of the step before,
+    whatever that was; infinite for the first.
     """
 
     began_s: float
@@ -43,6 +45,7 @@ class LoggedStep(NamedTuple):
     num_new: int
     work: StepWork
     cpu_s: float
+    idle_s: float = 0.0
 
 
 class LoggedTransfer(NamedTuple):
@@ -80,7 +83,7 @@ class LentExecutor:
         self._before: set[SequenceId] = set()
         self._num_asked = 0
         # Plain tuples of numbers: the garbage collector looks through anything else again and again.
-        self._steps: list[tuple[_Timing, tuple[int, int], _Work, float]] = []
+        self._steps: list[tuple[_Timing, tuple[int, int], _Work, float, float]] = []
         self._copies: list[tuple[float, float, float, bool, int]] = []
         self._reads: list[tuple[float, float, float, bool, int]] = []
 
@@ -88,8 +91,8 @@ class LentExecutor:
         """All so far."""
         return StepLog(
             [
-                LoggedStep(*timing, *counts, StepWork(*work), cpu_s)
-                for timing, counts, work, cpu_s in self._steps
+                LoggedStep(*timing, *counts, StepWork(*work), cpu_s, idle_s)
+                for timing, counts, work, cpu_s, idle_s in self._steps
             ],
             [LoggedTransfer(*copy) for copy in self._copies],
             [LoggedTransfer(*read) for read in self._reads],
@@ -120,16 +123,17 @@ class LentExecutor:
 
     def _note(self, step: RunStep, work: StepWork, began_s: float, ended_s: float, cpu_s: float) -> None:
         rows = {row.sequence for row in step.rows}
-        gap_s = None
+        gap_s, idle_s = None, math.inf
         if self._steps:
             before_began_s, before_took_s, _ = self._steps[-1][0]
             # A step that was issued while the one before it ran begins when that ends.
             began_s = max(began_s, before_began_s + before_took_s)
+            idle_s = began_s - before_began_s - before_took_s
             if not self._before.isdisjoint(rows):
-                gap_s = began_s - before_began_s - before_took_s
+                gap_s = idle_s
         self._before = rows
         timing = (began_s, ended_s - began_s, gap_s)
-        self._steps.append((timing, (len(step.rows), len(step.starts)), tuple(work), cpu_s))
+        self._steps.append((timing, (len(step.rows), len(step.starts)), tuple(work), cpu_s, idle_s))
 
     def swap_pages(self, command: SwapPages, done: Callable[[CopyDone], None]) -> None:
         """See Executor."""

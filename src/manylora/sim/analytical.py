@@ -62,6 +62,7 @@ class AnalyticalCosts:
         self.hardware = hardware
         self.cards = cards
         self.reads_at_once = reads_at_once
+        self.wake_s = 0.0
         self._launch_s = launch_s
         self._between_s = between_s
         byte_s = 1 / (cards * hardware.sustained_memory_bytes_s)

@@ -32,6 +32,10 @@ class StepWork(NamedTuple):
     adapter_token_bytes: int = 0
 
 
+IDLE_S = 0.02
+"""A device without a step for so long has gone cold: its host's caches and clocks, for the most part."""
+
+
 class StepCosts(Protocol):
     """Seconds of one device, never less for more work. Asked once a simulated step: numbers in, a few
     multiplications, a number out. All byte counts are whole pages, as the pools hold them."""
@@ -40,8 +44,12 @@ class StepCosts(Protocol):
     def reads_at_once(self) -> int:
         """How many adapters are read side by side."""
 
+    @property
+    def wake_s(self) -> float:
+        """What a step takes besides, if the device was idle for ``IDLE_S`` before."""
+
     def step_s(self, work: StepWork, /) -> float:
-        """One batch, from its start to its tokens."""
+        """One batch, from its start to its tokens, where others came just before."""
 
     def overhead_s(self, num_rows: int, /) -> float:
         """Between a step of so many rows and the next: the policy's and the driver's time."""
@@ -78,6 +86,7 @@ class DeviceCosts:
     read_bytes_s: float = 0.9e9
     read_base_s: float = 1e-3
     reads_at_once: int = 2
+    wake_s: float = 0.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

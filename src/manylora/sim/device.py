@@ -19,7 +19,7 @@ from manylora.protocol import (
     StepDone,
     SwapPages,
 )
-from manylora.sim.costs import StepCosts, StepWork, prefill_pairs
+from manylora.sim.costs import IDLE_S, StepCosts, StepWork, prefill_pairs
 from manylora.types import AdapterId, SequenceId
 
 Answer = tuple[float, StepDone | CopyDone | AdapterRead]
@@ -77,6 +77,8 @@ class SimulatedDevice:
         work = StepWork(decodes, prefill, kv, sum(adapters.values()), len(adapters), pairs, token_bytes)
         costs = self._costs
         seconds = costs.step_s(work)
+        if now >= self._steps_end + IDLE_S:
+            seconds += costs.wake_s
         # What is done between steps is hidden by a step that still runs.
         self._steps_end = max(now + costs.overhead_s(len(step.rows)), self._steps_end) + seconds
         return self._steps_end, StepDone(step.step, True, tuple(drawn), seconds)

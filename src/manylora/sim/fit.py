@@ -65,6 +65,7 @@ class FittedCosts:
     read_in: tuple[float, float]
     read_out: tuple[float, float]
     overhead: tuple[float, float]
+    wake_s: float
     reads_at_once: int
     seen: FitError
     held_out: FitError
@@ -129,6 +130,7 @@ def fit_profile(profile: Profile) -> FittedCosts:
         read_in=_line([(p.num_bytes, p.seconds) for p in profile.reads if p.to_device]),
         read_out=_line([(p.num_bytes, p.seconds) for p in profile.reads if not p.to_device]),
         overhead=_line([(p.num_rows, p.seconds) for p in profile.overheads]),
+        wake_s=_wake_s(planes, profile.wakes),
         reads_at_once=profile.reads_at_once,
         seen=_error(planes, seen),
         held_out=_error(planes, held_out),
@@ -153,6 +155,14 @@ def _levelled(planes: Array, points: Sequence[StepPoint]) -> Array:
     num_steps = np.array([point.num_steps for point in points])
     counted = num_steps * (seconds <= _STALL * fitted)
     return np.asarray(planes * (counted @ seconds) / (counted @ fitted))
+
+
+def _wake_s(planes: Array, points: Sequence[StepPoint]) -> float:
+    """The mean of what these took besides, to four digits."""
+    if not points:
+        return 0.0
+    besides = _seconds(points) - (_features(points) @ planes.T).max(axis=1)
+    return max(0.0, float(f"{np.average(besides, weights=[point.num_steps for point in points]):.4g}"))
 
 
 def _features(points: Sequence[StepPoint]) -> Array:

@@ -83,7 +83,9 @@ class OverheadPoint:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Profile:
-    """All of one run. ``versions``: of what was measured with; ``adapter_modules``: what its adapters adapt."""
+    """All of one run. ``versions``: of what was measured with; ``adapter_modules``: what its adapters adapt.
+    ``wakes``: steps after the engine had been idle (``costs.IDLE_S``), which ``steps`` are not; older profiles
+    do not tell them apart."""
 
     format: str
     machine: str
@@ -99,6 +101,7 @@ class Profile:
     copies: tuple[TransferPoint, ...]
     reads: tuple[TransferPoint, ...]
     overheads: tuple[OverheadPoint, ...]
+    wakes: tuple[StepPoint, ...] = ()
 
     def __post_init__(self) -> None:
         if self.format not in (FORMAT, ALONE_FORMAT):
