@@ -11,6 +11,9 @@ PAGE_TOKENS = 4
 NUM_TOKENS = 12
 TURNS = 3
 HISTORY = [policy for policy in CACHE_POLICIES if policy != "s-lora"]
+HISTORY_FROM_HOST = [policy for policy in HISTORY if policy not in ("static-lru", "manylora")]
+"""static-lru's share is too small here; manylora saves only what it has measured to come back faster than it is
+computed, which a model this small need not show."""
 
 
 def pages_of(num_tokens: int) -> int:
@@ -64,7 +67,7 @@ def test_barely_one_request(bench: Bench, policy: str, host_pool: int) -> None:
     if host_pool == "256MiB":
         assert counts["pages_swapped_in"] > 0, "swapping was forced"
         assert counts["adapter_hits_host"] > 0
-    if host_pool == "256MiB" and policy in HISTORY and policy != "static-lru":
+    if host_pool == "256MiB" and policy in HISTORY_FROM_HOST:
         assert counts["kv_hit_tokens_host"] > 0
 
 
@@ -96,4 +99,5 @@ def test_preempted_sequences_come_back_from_the_host(bench: Bench, policy: str) 
         stats = llm.stats()
     bench.check(outputs, 24)
     assert stats.preemptions > 0
-    assert stats.kv_hit_tokens_host > 0
+    if policy in HISTORY_FROM_HOST:
+        assert stats.kv_hit_tokens_host > 0
