@@ -40,6 +40,7 @@ from benchmarks.h200_aims_first import first
 from manylora.bench.random_adapters import write_random_adapters
 from manylora.bench.targets import Answer, Call, EngineTarget
 from manylora.config import PolicyConfig
+from manylora.devices import staging
 from manylora.engine.driver import Driver
 from manylora.engine.journal import JournalWriter
 from manylora.executor.build import build_worker
@@ -348,6 +349,11 @@ def main() -> None:
     )
     parser.add_argument("--out", required=True)
     parser.add_argument("--commit", default="unknown", help="noted in the report")
+    parser.add_argument(
+        "--numbers-by-kernel",
+        action="store_true",
+        help="a step's own transfers by kernels, not by copy engines",
+    )
     parser.add_argument("--parts", default="prefill,first,offline,chat")
     parser.add_argument("--rates", default="2,10,20", help="of chat, requests a second")
     parser.add_argument("--host-pool", default="24GiB")
@@ -356,6 +362,7 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true")
     args = parser.parse_args()
     began_s = time.monotonic()
+    staging.NUMBERS_BY_KERNEL = args.numbers_by_kernel
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
     report: dict[str, Any] = {
         "command": "python -m " + " ".join(["benchmarks.h200_aims", *sys.argv[1:]]), "commit": args.commit,

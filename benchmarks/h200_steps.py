@@ -30,6 +30,7 @@ import torch
 
 from benchmarks.h200 import SHAPES, adapter_bytes, kv_bytes, measured_bandwidth, weight_bytes, write_model
 from manylora.bench.random_adapters import write_random_adapters
+from manylora.devices import staging
 from manylora.executor.build import build_worker
 from manylora.executor.graphs import Bucket
 from manylora.executor.worker import Worker
@@ -288,10 +289,16 @@ def main() -> None:
     )
     parser.add_argument("--out", required=True)
     parser.add_argument("--commit", default="unknown", help="noted in the report")
+    parser.add_argument(
+        "--numbers-by-kernel",
+        action="store_true",
+        help="a step's own transfers by kernels, not by copy engines",
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--shapes", nargs="*", default=list(BATCHES), choices=list(BATCHES))
     parser.add_argument("--parts", default="steps,copies")
     args = parser.parse_args()
+    staging.NUMBERS_BY_KERNEL = args.numbers_by_kernel
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
     report: dict[str, Any] = {
         "command": "python -m " + " ".join(["benchmarks.h200_steps", *sys.argv[1:]]), "commit": args.commit,

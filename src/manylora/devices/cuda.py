@@ -21,6 +21,7 @@ import torch
 
 from manylora.config import ConfigError
 from manylora.devices.device import CopyLane, Mirror, PageWriter, Tensors, copy_bytes
+from manylora.devices.staging import Inbox, Stage, moves_by_kernel, outbox
 
 _STAGED_PAGES = 4
 """Pinned pages of one writer: while one is filled the others are on their way."""
@@ -28,12 +29,6 @@ _STAGED_PAGES = 4
 _MARK_BYTES, _MARKS_AHEAD = 16 * 2**20, 4
 """A lane waits when more than so many marks, so many bytes apart, are on their way: about a millisecond, and
 what has not begun can still be broken off."""
-
-_DOWNLOAD_BYTES = 2**16
-"""Of a pinned buffer for a step's results, unless they take more."""
-
-_MIRROR_STAGES = 4
-"""Pinned buffers of one mirror: more than the steps that are in flight at a time."""
 
 _MADV_POPULATE_WRITE = 23
 """From Linux 5.14 on: takes memory without changing what it holds. Elsewhere the call fails and does nothing."""
@@ -56,7 +51,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.name = f"cuda ({torch.cuda.get_device_name(self.torch_device)})"
         self._captures: _Captures | None = None
-        self._downloads = _Downloads(self.torch_device)
+        self._inbox = Inbox(self.torch_device, moves_by_kernel(self.torch_device))
 
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
@@ -71,7 +66,7 @@ class CudaDevice:
         return torch.from_numpy(array).pin_memory().to(self.torch_device, non_blocking=True)
 
     def download(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
-        return self._downloads.start(tensor)
+        return self._inbox.start(tensor)
 
     def mirror(self, length: int) -> Mirror:
         return _CudaMirror(length, self.torch_device)
@@ -178,52 +173,20 @@ def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(_Address(tensor), device=tensor.device)
 
 
-class _Downloads:
-    """Pinned buffers, each with the event that tells when its copy has landed; those that have been read serve
-    again. Starts are one thread's, reads may be another's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._free: collections.deque[tuple[torch.Tensor, torch.cuda.Event]] = collections.deque()
-
-    def start(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
-        stage, landed = self._free.popleft() if self._free else (None, torch.cuda.Event())
-        if stage is None or stage.nbytes < tensor.nbytes:
-            stage = torch.empty(max(tensor.nbytes, _DOWNLOAD_BYTES), dtype=torch.uint8, pin_memory=True)
-        host = stage[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        host.copy_(tensor, non_blocking=True)
-        landed.record(torch.cuda.current_stream(self._device))
-
-        def wait() -> np.ndarray:
-            landed.synchronize()
-            found = host.numpy().copy()
-            self._free.append((stage, landed))
-            return found
-
-        return wait
-
-
 class _CudaMirror:
-    """Pinned buffers taken in turn, each with the event that tells when it may be filled again."""
+    """Filled through the thread's outbox."""
 
     def __init__(self, length: int, device: torch.device) -> None:
         self.tensor = torch.zeros(length, dtype=torch.int64, device=device)
-        self._stages = [
-            (torch.zeros(length, dtype=torch.int64, pin_memory=True), torch.cuda.Event())
-            for _ in range(_MIRROR_STAGES)
-        ]
-        self._turn = 0
+        self._staged: Stage | None = None
 
     def stage(self) -> np.ndarray:
-        self._turn = (self._turn + 1) % _MIRROR_STAGES
-        stage, landed = self._stages[self._turn]
-        landed.synchronize()
-        return np.asarray(stage.numpy())
+        self._staged = outbox(self.tensor.device).stage(len(self.tensor), torch.int64)
+        return self._staged.numbers
 
     def send(self, count: int) -> None:
-        stage, landed = self._stages[self._turn]
-        self.tensor[:count].copy_(stage[:count], non_blocking=True)
-        landed.record(torch.cuda.current_stream(self.tensor.device))
+        assert self._staged is not None, "nothing is staged"
+        self._staged.send(self.tensor[:count])
 
 
 class _CudaPageWriter:

@@ -11,6 +11,7 @@ import dataclasses
 import numpy as np
 import torch
 
+from manylora.devices.staging import outbox
 from manylora.kernels.flashinfer_attention import PlannedPrompts
 from manylora.kernels.ops import AttentionRows
 from manylora.kernels.shapes import PageShape
@@ -123,7 +124,7 @@ class FixedAttention:
         self.fill(AttentionRows(np.zeros(1, np.int32), np.zeros(0, np.int32), np.zeros((0, 1), np.int32)))
 
     def fill(self, rows: AttentionRows) -> None:
-        """Send the rows of the next replay in one copy from pinned memory, ordered after earlier work.
+        """Send the rows of the next replay in one copy, ordered after earlier work.
 
         Raises ValueError for more rows, tokens or context than there is room for.
         """
@@ -137,8 +138,8 @@ class FixedAttention:
         if 0 < cut.of_prompts < len(found):
             found = found[_spread(cut.of_prompts, len(found) - cut.of_prompts)]
         begin, size = int(rows.query_start[-1]), self._num_records * RECORD
-        host = torch.empty(size + len(table), dtype=torch.int32, pin_memory=self._memory.is_cuda)
-        numbers = host.numpy()
+        stage = outbox(self._memory.device).stage(size + len(table))
+        numbers = stage.numbers
         numbers[size:] = table
         records = numbers[:size].reshape(-1, RECORD)
         records[: len(found)] = found
@@ -146,7 +147,7 @@ class FixedAttention:
         if begin < self._num_tokens:
             padding = self._padding(begin)
             records[len(found) : len(found) + len(padding)] = padding
-        self._memory[: len(numbers)].copy_(host, non_blocking=True)
+        stage.send(self._memory[: len(numbers)])
 
     def _padding(self, begin: int) -> Table:
         """Records of tiles without context, from this token on."""

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from manylora.devices.staging import outbox
 from manylora.kernels.ops import LoraSegments
 from manylora.kernels.shapes import AdapterGeometry
 
@@ -247,7 +248,6 @@ class WorkBuffer:
     def __init__(self, geometry: AdapterGeometry, sizes: Sizes, device: torch.device) -> None:
         self.geometry = geometry
         self.sizes = sizes
-        self._device = device
         lengths = [4 * len(geometry.groups)]
         for group in geometry.groups:
             if len(group.projections) > MOST_PROJECTIONS:
@@ -273,9 +273,8 @@ class WorkBuffer:
 
     def fill(self, segments: LoraSegments, arrays: dict[str, GroupArrays]) -> None:
         """Make these the tables' contents, by one asynchronous copy. Raises ValueError where they do not fit."""
-        # Pinned memory returns to torch's cache only after the copy, which torch tracks itself.
-        host = torch.empty(len(self._packed), dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        view = host.numpy()
+        stage = outbox(self._packed.device).stage(len(self._packed))
+        view = stage.numbers
         for index, group in enumerate(self.geometry.groups):
             found = arrays[group.name]
             if found.units > self.sizes.groups[group.name].units:
@@ -284,8 +283,11 @@ class WorkBuffer:
             self._place(view, 1 + 2 * index, found.tiles)
             self._place(view, 2 + 2 * index, found.entries)
         scales = segments.scales.astype(np.float32, copy=False)
+        if not scales.size:
+            # Tiles without an adapter multiply their zeros by the first segment's: it must be a number.
+            view[slice(*self._places[-1])] = 0
         self._place(view, len(self._places) - 1, scales.view(np.int32))
-        self._packed.copy_(host, non_blocking=True)
+        stage.send(self._packed)
 
     def _place(self, view: Table, part: int, table: Table) -> None:
         begin, end = self._places[part]

@@ -1,0 +1,194 @@
+"""A step's numbers on their way between host and device: a copy engine's work, or a small kernel's.
+
+Every step sends some kilobytes and gets fewer back. The device's copy engines take their work in turn, so while
+pages are copied both ways such a copy may wait for milliseconds, and its step with it. A kernel that reads pinned
+host memory, or writes it, waits for nobody. Owns the pinned buffers; does not know what the numbers mean.
+"""
+
+# mypy: disallow-untyped-calls=False
+# torch's streams and events have no annotations.
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+_log = logging.getLogger(__name__)
+
+NUMBERS_BY_KERNEL = False
+"""Whether kernels move a step's numbers where they can. Read when the first numbers move. Off until a GPU has
+shown that it pays."""
+
+_STAGES = 16
+"""Pinned buffers of an outbox: some more than what the steps in flight send."""
+
+_LEAST_BYTES = 2**16
+"""Of a pinned buffer, unless it must hold more."""
+
+
+class Stage:
+    """A pinned buffer, and the event that tells when what was last copied from it or to it has landed."""
+
+    def __init__(self, device: torch.device, by_kernel: bool) -> None:
+        self._device = device
+        self._by_kernel = by_kernel
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._mapped = self._memory
+        self._landed = torch.cuda.Event() if device.type == "cuda" else None
+        self._held = self._memory
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """What ``hold`` asked for."""
+        return np.asarray(self._held.numpy())
+
+    def hold(self, length: int, dtype: torch.dtype) -> Stage:
+        """Be [length] of this type from now on, holding anything. Waits for the last copy."""
+        self.settle()
+        num_bytes = length * dtype.itemsize
+        if len(self._memory) < num_bytes or not len(self._memory):
+            size = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._landed is not None)
+            self._mapped = self._memory
+            if self._by_kernel and self._landed is not None:
+                self._mapped = torch.as_tensor(_Address(self._memory), device=self._device)
+        self._held = self._memory[:num_bytes].view(dtype)
+        return self
+
+    def send(self, target: torch.Tensor) -> None:
+        """Copy the first numbers to ``target``, contiguous, on the device, of this type, after all work issued.
+
+        Does not wait for it. Nothing is written here until the next ``hold``.
+        """
+        self._copy(target.view(-1), self._held[: target.numel()], to_device=True)
+
+    def take(self, source: torch.Tensor) -> None:
+        """The same the other way round: the numbers are here after ``settle``."""
+        self._copy(self._held[: source.numel()], source.view(-1), to_device=False)
+
+    def settle(self) -> None:
+        """Wait for the last copy. Raises what went wrong on the device."""
+        if self._landed is not None:
+            self._landed.synchronize()
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, to_device: bool) -> None:
+        if not self._by_kernel:
+            target.copy_(source, non_blocking=True)
+        elif source.numel():
+            mapped = self._mapped[: source.nbytes].view(source.dtype)
+            copy_by_kernel(*((target, mapped) if to_device else (mapped, source)))
+        if self._landed is not None:
+            self._landed.record(torch.cuda.current_stream(self._device))
+
+
+class Outbox:
+    """Numbers for a device, from one thread. Buffers are taken in turn."""
+
+    def __init__(self, device: torch.device, by_kernel: bool) -> None:
+        self._device = device
+        self._by_kernel = by_kernel
+        self._stages: list[Stage] = []
+        self._turn = -1
+
+    def stage(self, length: int, dtype: torch.dtype = torch.int32) -> Stage:
+        """Where the next numbers are to be written and sent from, at once: it serves again a little later.
+
+        Waits for what was sent some time ago, not for steps that are in flight, unless there are many.
+        """
+        self._turn = (self._turn + 1) % _STAGES
+        if self._turn == len(self._stages):
+            self._stages.append(Stage(self._device, self._by_kernel))
+        return self._stages[self._turn].hold(length, dtype)
+
+
+class Inbox:
+    """A step's results for the host. Starts are one thread's, reads may be another's."""
+
+    def __init__(self, device: torch.device, by_kernel: bool) -> None:
+        self._device = device
+        self._by_kernel = by_kernel
+        self._free: collections.deque[Stage] = collections.deque()
+
+    def start(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
+        """As ``Device.download``; the tensor is contiguous."""
+        stage = self._free.popleft() if self._free else Stage(self._device, self._by_kernel)
+        stage.hold(tensor.numel(), tensor.dtype).take(tensor)
+        shape = tuple(tensor.shape)
+
+        def wait() -> np.ndarray:
+            stage.settle()
+            found = stage.numbers.reshape(shape).copy()
+            self._free.append(stage)
+            return found
+
+        return wait
+
+
+_threads = threading.local()
+
+
+def outbox(device: torch.device) -> Outbox:
+    """The calling thread's. What is sent through it arrives in order."""
+    boxes: dict[torch.device, Outbox] = _threads.__dict__.setdefault("boxes", {})
+    if device not in boxes:
+        boxes[device] = Outbox(device, moves_by_kernel(device))
+    return boxes[device]
+
+
+def forget_outboxes() -> None:
+    """NUMBERS_BY_KERNEL has changed. On the thread of the steps, with none in flight."""
+    _threads.__dict__.clear()
+    moves_by_kernel.cache_clear()
+
+
+@functools.cache
+def moves_by_kernel(device: torch.device) -> bool:
+    """Whether numbers of this device are moved by kernels."""
+    if not NUMBERS_BY_KERNEL or device.type != "cuda":
+        return False
+    if can_map(device):
+        return True
+    _log.warning("kernels do not reach pinned memory: a step's numbers wait for the copy engines")
+    return False
+
+
+def copy_by_kernel(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Between tensors of the same length and type, bit by bit. torch's own copy would ask a copy engine."""
+    whole = _WHOLE[source.dtype.itemsize]
+    torch.bitwise_or(source.view(whole), 0, out=target.view(whole))
+
+
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by the bytes of one."""
+
+
+class _Address:
+    """Pinned memory as torch takes it up for the device without a copy; both know it by one address."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "data": (memory.data_ptr(), False),
+            "shape": tuple(memory.shape),
+            "typestr": "|u1",
+            "version": 2,
+        }
+
+
+def can_map(device: torch.device) -> bool:
+    """Whether kernels of this device read pinned memory, and the host finds there what they write."""
+    numbers = [1, -2, 3, -4, 5]
+    try:
+        target = torch.zeros(len(numbers), dtype=torch.int32, device=device)
+        stage = Outbox(device, by_kernel=True).stage(len(numbers))
+        stage.numbers[:] = numbers
+        stage.send(target)
+        return bool(Inbox(device, by_kernel=True).start(target)().tolist() == numbers)
+    except RuntimeError:
+        return False
