@@ -39,12 +39,23 @@ class Rig:
         max_num_seqs: int = 4,
         trace: bool = False,
         copy_page_s: float = 1e-5,
+        pipeline_depth: int = 1,
         **marks: float,
     ) -> None:
         cache = CacheConfig(policy, trace=trace, **{"adapter_share": 0.4, **marks})
-        self.config = PolicyConfig(num_pages, PAGE, 200, max_num_seqs, 64, num_host_pages, 2**21, cache)
+        self.config = PolicyConfig(
+            num_pages,
+            PAGE,
+            200,
+            max_num_seqs,
+            64,
+            num_host_pages,
+            2**21,
+            cache,
+            pipeline_depth=pipeline_depth,
+        )
         self.replica = Replica(self.config)
-        self.device = DeviceModel(PAGE)
+        self.device = DeviceModel(PAGE, pipeline_depth)
         self.copy_page_s = copy_page_s
         self.now = 0.0
         self.timer: float | None = None
@@ -56,7 +67,8 @@ class Rig:
 
     def feed(self, event: Event) -> list[Command]:
         commands = self.replica.handle(event, self.now)
-        check_order(commands)
+        if self.config.pipeline_depth == 1:
+            check_order(commands)
         for command in commands:
             match command:
                 case SetTimer():

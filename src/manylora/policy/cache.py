@@ -25,6 +25,7 @@ from manylora.policy.tree import (
     NO_COPY,
     RESIDENT,
     SAVING,
+    STANDBY,
     DependencyTree,
     Node,
     subtree,
@@ -70,6 +71,8 @@ class Cache:
         self.entering = Candidates(1, device_value, self.tree.may_enter, takes_best=True)
         self._leaving_host = Candidates(2, self._host_value, self.tree.may_leave_host)
         self.tree.changed = self._offer
+        self.device.reclaimed = self._reclaimed
+        self._standing: dict[PageId, Node] = {}
         self.reads: dict[AdapterId, tuple[Node, bool]] = {}  # with whether it goes to the device
         self._queued: list[Move] = []
         self._copies: dict[CopyId, list[Move]] = {}
@@ -190,11 +193,54 @@ class Cache:
 
     def _leave_device(self, node: Node) -> None:
         """Free the device pages of a node whose contents are safe, or not wanted."""
-        pages = node.pages
-        self.tree.set_device(node, ABSENT, ())
-        # An aborted request's rows may still be in the step in flight.
-        self.device.release(pages)
+        if self._may_stand_by(node):
+            (page,) = node.pages
+            self.tree.set_device(node, STANDBY, node.pages)
+            self._standing[page] = node
+            self.device.stand_by(page)
+        else:
+            self._stand_down_children(node)
+            pages = node.pages
+            self.tree.set_device(node, ABSENT, ())
+            # An aborted request's rows may still be in the step in flight.
+            self.device.release(pages)
         self._note_left(node)
+
+    # ------------------------------------------------------------ standing by
+
+    def _may_stand_by(self, node: Node) -> bool:
+        """Whether a node that leaves can come back for nothing until its page is taken: it has a copy on the host,
+        and what it depends on can come back as well."""
+        parent = node.parent
+        if parent is None or not self.policy.keeps_standby or node.host is not HELD:
+            return False
+        return parent.residence is RESIDENT or parent.residence is STANDBY or parent.residence is SAVING
+
+    def _reclaimed(self, page: PageId) -> None:
+        """A page that stood by is somebody else's now."""
+        node = self._standing.pop(page)
+        self._stand_down_children(node)
+        self.tree.set_device(node, ABSENT, ())
+
+    def _stand_down(self, node: Node) -> None:
+        """Give up the page of a node that stands by."""
+        self._stand_down_children(node)
+        (page,) = node.pages
+        del self._standing[page]
+        self.device.stand_down(page)
+        self.tree.set_device(node, ABSENT, ())
+
+    def _stand_down_children(self, node: Node) -> None:
+        """What depends on the node could not come back without it."""
+        if node.num_standing:
+            for child in [child for child in node.children.values() if child.residence is STANDBY]:
+                self._stand_down(child)
+
+    def _called_back(self, node: Node) -> None:
+        """The node's page does not stand by any more."""
+        (page,) = node.pages
+        del self._standing[page]
+        self.device.call_back(page)
 
     def _note_left(self, node: Node) -> None:
         """A node whose contents were on the device is there no more."""
@@ -236,6 +282,8 @@ class Cache:
             move.owns_host_pages = bool(node.host_pages)
         pages, host_pages = node.pages, node.host_pages
         was_there = node.residence is RESIDENT
+        if node.residence is STANDBY:
+            self._called_back(node)
         if pages:
             self.tree.set_device(node, ABSENT, ())
         if host_pages:
@@ -268,6 +316,8 @@ class Cache:
     def _leave_host(self, node: Node, value: float | None = None) -> None:
         self.counters.host_evictions += 1
         self.decided("drop-host", node, "host is full", value)
+        if node.residence is STANDBY:
+            self._stand_down(node)
         pages = node.host_pages
         self.tree.set_host(node, NO_COPY, ())
         self.host.release(pages)
@@ -278,8 +328,11 @@ class Cache:
     # ------------------------------------------------------------ coming
 
     def rescue(self, path: Iterable[Node]) -> None:
-        """Keep nodes of a path, parents first, that were about to leave and whose parents have not left."""
+        """Keep nodes of a path, parents first, that were about to leave or have just left, and whose parents have
+        not."""
         for node in path:
+            if node.residence is STANDBY:
+                self._recall(node)
             if node.residence is not SAVING:
                 continue
             if self._parent_is_there(node):
@@ -288,6 +341,15 @@ class Cache:
             elif node.parent is not None and node.parent.residence is LOADING:
                 self.tree.set_device(node, LOADING, node.pages)
                 node.has_landed = True
+
+    def _recall(self, node: Node) -> None:
+        """Take a node back that stands by; where its parent is not there, it has to be copied like any other."""
+        if not self._parent_is_there(node):
+            self._stand_down(node)
+            return
+        self._called_back(node)
+        self.tree.set_device(node, RESIDENT, node.pages)
+        self._land_children(node)
 
     def begin_entering(self, now: float) -> None:
         """Start a decision about what to bring in."""
@@ -343,7 +405,9 @@ class Cache:
 
         Whether the sequence's page was taken; if not, it is to use the node's.
         """
-        if node.residence is SAVING or node.has_landed:
+        if node.residence is STANDBY:
+            self._called_back(node)
+        if node.residence is SAVING or node.residence is STANDBY or node.has_landed:
             self.tree.set_device(node, RESIDENT, node.pages)
             self._land_children(node)
             return False

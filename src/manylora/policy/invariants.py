@@ -13,6 +13,7 @@ from manylora.policy.tree import HostState, Node, Residence
 from manylora.types import RequestId
 
 _ON_DEVICE = (Residence.LOADING, Residence.RESIDENT)
+_LEAVING = (Residence.SAVING, Residence.STANDBY)
 
 
 def check(
@@ -60,6 +61,8 @@ def _check_node(node: Node) -> None:
     assert node.busy == node.pins + sum(child.busy for child in node.children.values()), "busy counts pins"
     on_device = [child for child in node.children.values() if child.residence in _ON_DEVICE]
     assert node.num_on_device == len(on_device), "children on the device are counted"
+    standing = [child for child in node.children.values() if child.residence is Residence.STANDBY]
+    assert node.num_standing == len(standing), "children that stand by are counted"
     assert not node.is_dropped, "what was dropped is out of the tree"
     if node.parent is not None:
         assert node.parent.children.get(node.key) is node, "parents know their children"
@@ -73,6 +76,10 @@ def _check_node(node: Node) -> None:
         assert node.busy == 0, "pinned nodes stay"
         assert node.host is HostState.FILLING, "a saving node is being saved"
         assert node.move is not None, "a saving node has a copy in flight"
+    if node.residence is Residence.STANDBY:
+        assert node.busy == 0, "pinned nodes stay"
+        assert node.host is HostState.HELD, "a node that stands by has a copy on the host"
+        assert node.move is None, "a node that stands by is still"
     expected = 0 if node.host is HostState.NONE else node.num_pages
     assert len(node.host_pages) == expected, "host copies hold their pages"
     assert not node.has_landed or node.residence is Residence.LOADING, "only loading nodes wait for parents"
@@ -88,8 +95,10 @@ def _check_dependencies(node: Node, policy: CachePolicy) -> None:
         assert parent.residence in _ON_DEVICE, "a loading node's parent is resident or loading"
         if node.has_landed:
             assert parent.residence is Residence.LOADING, "what has landed waits only for its parent"
-    if parent.residence is Residence.SAVING:
-        assert node.residence not in _ON_DEVICE, "a saving node has no resident or loading child"
+    if parent.residence in _LEAVING:
+        assert node.residence not in _ON_DEVICE, "a node that leaves has no resident or loading child"
+    if node.residence is Residence.STANDBY:
+        assert parent.residence in (Residence.RESIDENT, *_LEAVING), "a node that stands by could come back"
     if policy.loses_history_with(parent.is_adapter):
         assert not parent.is_ghost, "device and host together stay connected"
 
@@ -122,6 +131,7 @@ def _check_counts(cache: Cache, nodes: list[Node]) -> None:
     assert tree.pinned_history_pages == pinned, "KV pages in use are counted"
     assert tree.saving_pages == pages(Residence.SAVING), "saving pages are counted"
     assert tree.loading_pages == pages(Residence.LOADING), "loading pages are counted"
+    assert tree.standing_pages == pages(Residence.STANDBY), "pages that stand by are counted"
     assert tree.host_adapter_pages == sum(len(n.host_pages) for n in nodes if n.is_adapter)
     assert tree.host_history_pages == sum(len(n.host_pages) for n in nodes if not n.is_adapter)
     resident = sum(n.is_adapter and n.num_pages > 0 and n.residence is Residence.RESIDENT for n in nodes)
@@ -146,6 +156,8 @@ def _check_ownership(cache: Cache, nodes: list[Node], held: Reservations) -> Non
     for sequence in held.holders:
         owners.update(sequence.pages[sequence.num_shared :])
     assert owners == collections.Counter(range(cache.device.num_pages)), "every page has exactly one owner"
+    standing = [page for node in nodes if node.residence is Residence.STANDBY for page in node.pages]
+    assert sorted(standing) == sorted(cache.device.standing()), "who stands by can be taken, nobody else"
     assert host_owners == collections.Counter(range(cache.host.num_pages)), "every host page has one owner"
     if not cache.device.is_step_in_flight:
         assert cache.device.num_deferred == 0, "nothing stays deferred without a step in flight"

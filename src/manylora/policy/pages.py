@@ -1,12 +1,13 @@
 """The page ledger of one tier: which page ids are free, and which only become free when steps have ended.
 
-Does not know what a page holds or who owns it; owners return what they took.
+A page that stands by is free, but taken last and in the order in which it came; until then its owner may call it
+back, with what it holds. Does not know what a page holds or who owns it; owners return what they took.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from manylora.types import PageId
 
@@ -21,19 +22,33 @@ class PageLedger:
         self._free: list[PageId] = list(range(num_pages - 1, -1, -1))
         # What becomes free when a step ends, by the step.
         self._deferred: collections.deque[tuple[int, Sequence[PageId]]] = collections.deque()
-        self.num_deferred = 0
+        self._num_deferred = 0
         self._last_started = 0
         self._last_ended = 0
+        self.reclaimed: Callable[[PageId], None] = lambda page: None
+        """Told of a page that stood by and is being taken."""
+        # Pages that stand by, oldest first, by a number that rises; up to a certain one the steps have ended that
+        # were in flight when they came.
+        self._standing: dict[PageId, int] = {}
+        self._unripe: collections.deque[tuple[int, int, PageId]] = collections.deque()
+        self._num_stood_by = 0
+        self._last_ripe = 0
+        self._num_ripe = 0
 
     @property
     def num_free(self) -> int:
         """Pages that can be taken now."""
-        return len(self._free)
+        return len(self._free) + self._num_ripe
+
+    @property
+    def num_deferred(self) -> int:
+        """Pages that can be taken when the steps in flight have ended."""
+        return self._num_deferred + len(self._standing) - self._num_ripe
 
     @property
     def num_used(self) -> int:
         """Pages that are neither free nor about to be."""
-        return self.num_pages - len(self._free) - self.num_deferred
+        return self.num_pages - len(self._free) - self._num_deferred - len(self._standing)
 
     @property
     def is_step_in_flight(self) -> bool:
@@ -41,8 +56,10 @@ class PageLedger:
 
     def take(self, count: int) -> tuple[PageId, ...]:
         """Exactly ``count`` pages; the caller has made sure that they are there."""
-        if count > len(self._free):
-            raise AssertionError(f"took {count} pages where {len(self._free)} are free")
+        if count > self.num_free:
+            raise AssertionError(f"took {count} pages where {self.num_free} are free")
+        while count > len(self._free):
+            self._reclaim()
         if count == 1:  # the usual case, in the middle of decisions
             return (self._free.pop(),)
         return tuple(self._free.pop() for _ in range(count))
@@ -51,9 +68,46 @@ class PageLedger:
         """Return pages, for when no step that started so far is in flight any more."""
         if self._last_started > self._last_ended:
             self._deferred.append((self._last_started, pages))
-            self.num_deferred += len(pages)
+            self._num_deferred += len(pages)
         else:
             self._free.extend(pages)
+
+    def stand_by(self, page: PageId) -> None:
+        """Return a page, likewise, whose owner may call it back until it is taken."""
+        self._num_stood_by += 1
+        self._standing[page] = self._num_stood_by
+        if self._last_started > self._last_ended:
+            self._unripe.append((self._last_started, self._num_stood_by, page))
+        else:
+            self._ripen(self._num_stood_by, page)
+
+    def call_back(self, page: PageId) -> None:
+        """The owner has a page again that stood by."""
+        self._leave_standing(page)
+
+    def stand_down(self, page: PageId) -> None:
+        """A page that stands by is free like any other."""
+        if self._leave_standing(page):
+            self._free.append(page)
+        else:
+            self.release((page,))
+
+    def _leave_standing(self, page: PageId) -> bool:
+        """Take a page from those that stand by; whether it could have been taken."""
+        is_ripe = self._standing.pop(page) <= self._last_ripe
+        self._num_ripe -= is_ripe
+        return is_ripe
+
+    def _ripen(self, number: int, page: PageId) -> None:
+        self._last_ripe = number
+        # It may have been called back since, and stand by anew.
+        self._num_ripe += self._standing.get(page) == number
+
+    def _reclaim(self) -> None:
+        """Free the page that has stood by for longest. Its owner may free others at that."""
+        page = next(iter(self._standing))
+        self.stand_down(page)
+        self.reclaimed(page)
 
     def step_started(self, step: int) -> None:
         """A step was issued; numbers rise."""
@@ -65,7 +119,13 @@ class PageLedger:
         while self._deferred and self._deferred[0][0] <= step:
             _, pages = self._deferred.popleft()
             self._free.extend(pages)
-            self.num_deferred -= len(pages)
+            self._num_deferred -= len(pages)
+        while self._unripe and self._unripe[0][0] <= step:
+            self._ripen(*self._unripe.popleft()[1:])
+
+    def standing(self) -> list[PageId]:
+        """Every page that stands by, for invariant checks."""
+        return list(self._standing)
 
     def unowned(self) -> list[PageId]:
         """Every page that nobody owns, for invariant checks."""

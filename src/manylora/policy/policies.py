@@ -49,10 +49,11 @@ class CachePolicy:
     between its two marks (FastLibra §5.3), of which ``high_mark`` is the upper; ``swaps_every_step``: looks at
     it after every step rather than every interval. ``weighs_recomputing``: KV is saved to the host, and comes
     back from there, only where that takes less than computing it again. ``keeps_orphans``: the host keeps
-    history whose adapter is in neither tier, since that can be read again. ``prefetches``: brings what waiting
-    requests need into idle pages (S-LoRA §5.2). ``has_parts``: adapters and KV have a fixed share of the
-    device each. ``host_value``: what a copy on the host is worth, when that is full. ``counts_visits``: a value
-    model reads how many requests in the window used a node.
+    history whose adapter is in neither tier, since that can be read again. ``keeps_standby``: history that
+    has left can be used as long as nobody has taken its pages. ``prefetches``: brings what waiting requests need
+    into idle pages (S-LoRA §5.2). ``has_parts``: adapters and KV have a fixed share of the device each.
+    ``host_value``: what a copy on the host is worth, when that is full. ``counts_visits``: a value model reads how
+    many requests in the window used a node.
     """
 
     device_value: ModelMaker
@@ -67,6 +68,7 @@ class CachePolicy:
     swaps_every_step: bool = False
     weighs_recomputing: bool = False
     keeps_orphans: bool = False
+    keeps_standby: bool = False
 
     @property
     def makes_room_for_queue(self) -> bool:
@@ -90,6 +92,7 @@ POLICIES: dict[str, CachePolicy] = {
         swaps_every_step=True,
         weighs_recomputing=True,
         keeps_orphans=True,
+        keeps_standby=True,
     ),
     "fastlibra": CachePolicy(_fastlibra, swaps_by_itself=True, counts_visits=True),
     "fastlibra-wom": CachePolicy(

@@ -119,7 +119,7 @@ class Replica:
         tree, device, host = self._tree, self._cache.device, self._cache.host
         free = device.num_free + device.num_deferred
         left_over = sum(len(move.pages) for move in self._cache.moves() if move.owns_pages)
-        history = tree.history_pages - tree.pinned_history_pages + left_over
+        history = tree.history_pages - tree.pinned_history_pages - tree.standing_pages + left_over
         return Snapshot(
             num_running=running.total(),
             num_waiting=waiting.total(),

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from manylora.config import CacheConfig
 from manylora.policy.cache import Cache
 from manylora.policy.queues import Sequence, WaitingQueue
-from manylora.policy.tree import ABSENT, HELD, NO_COPY, SAVING, Node
+from manylora.policy.tree import ABSENT, HELD, NO_COPY, SAVING, STANDBY, Node
 
 LANE_S = 0.005
 """What it moves at a time, in seconds of the lane: a copy that somebody waits for stands behind it."""
@@ -123,7 +123,10 @@ class Swapper:
             sequence.is_prefetched = True
             root = cache.tree.node(sequence.adapter)
             for node in (root, *self._match(sequence)):
-                if node.residence is SAVING and cache.tree.keeps_dependencies:
+                if node.residence is STANDBY and self._fits(node):
+                    cache.rescue((node,))
+                has_left = node.residence is SAVING or node.residence is STANDBY
+                if has_left and cache.tree.keeps_dependencies:
                     break  # nothing comes below what leaves
                 if node.residence is not ABSENT:
                     continue

@@ -26,13 +26,15 @@ class Residence(enum.Enum):
     """Where a node stands on the device; all but ABSENT own device pages.
 
     LOADING: its contents are on the way, or there and waiting for the parent's. SAVING: it leaves as soon as
-    its copy on the host is complete; until then it can still be kept.
+    its copy on the host is complete; until then it can still be kept. STANDBY: it has left, but nobody has taken
+    its page yet, so it can come back for nothing.
     """
 
     ABSENT = "absent"
     LOADING = "loading"
     RESIDENT = "resident"
     SAVING = "saving"
+    STANDBY = "standby"
 
 
 class HostState(enum.Enum):
@@ -49,6 +51,7 @@ ABSENT: Final = Residence.ABSENT
 LOADING: Final = Residence.LOADING
 RESIDENT: Final = Residence.RESIDENT
 SAVING: Final = Residence.SAVING
+STANDBY: Final = Residence.STANDBY
 NO_COPY: Final = HostState.NONE
 FILLING: Final = HostState.FILLING
 HELD: Final = HostState.HELD
@@ -76,6 +79,7 @@ class Node:
         "move",
         "num_on_device",
         "num_pages",
+        "num_standing",
         "pages",
         "parent",
         "pins",
@@ -94,6 +98,7 @@ class Node:
         self.num_pages = num_pages
         self.children: dict[PageKey, Node] = {}
         self.num_on_device = 0  # children that are LOADING or RESIDENT
+        self.num_standing = 0  # children that are STANDBY
         self.pages: tuple[PageId, ...] = ()
         self.host_pages: tuple[PageId, ...] = ()
         self.residence = ABSENT
@@ -146,6 +151,7 @@ class DependencyTree:
         self.pinned_history_pages = 0
         self.saving_pages = 0
         self.loading_pages = 0
+        self.standing_pages = 0
         self.resident_adapters = 0
         self.host_history_pages = 0
         self.host_adapter_pages = 0
@@ -241,10 +247,12 @@ class DependencyTree:
         if residence is not LOADING:
             node.has_landed = False
         parent = node.parent
-        if parent is not None and was_on != is_on:
-            parent.num_on_device += 1 if is_on else -1
-            if parent.num_on_device == 0:
-                self.changed(parent)
+        if parent is not None:
+            parent.num_standing += (residence is STANDBY) - (before is STANDBY)
+            if was_on != is_on:
+                parent.num_on_device += 1 if is_on else -1
+                if parent.num_on_device == 0:
+                    self.changed(parent)
         self.changed(node)
 
     def set_host(self, node: Node, state: HostState, pages: tuple[PageId, ...]) -> None:
@@ -274,6 +282,8 @@ class DependencyTree:
             self.saving_pages += size
         elif node.residence is LOADING:
             self.loading_pages += size
+        elif node.residence is STANDBY:
+            self.standing_pages += size
 
     # ------------------------------------------------------------ pins
 
@@ -382,7 +392,8 @@ class DependencyTree:
             return False
         if node.residence is RESIDENT:
             return True
-        return node.residence is ABSENT and node.busy == 0 and not node.children
+        has_left = node.residence is ABSENT or node.residence is STANDBY
+        return has_left and node.busy == 0 and not node.children
 
     def all_nodes(self) -> Iterator[Node]:
         """Every node, parents first; for invariant checks and rare sweeps."""
