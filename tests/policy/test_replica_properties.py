@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from manylora.config import ADMISSIONS, CACHE_POLICIES, FIRST_STEP_S, CacheConfig, PolicyConfig
-from manylora.policy.cache import adapter_pages_limit
+from manylora.policy.policies import adapter_pages_limit
 from manylora.policy.replica import Replica
 from manylora.protocol import (
     Abort,

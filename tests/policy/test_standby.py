@@ -8,7 +8,7 @@ import random
 import pytest
 
 from manylora.policy.pages import PageLedger
-from manylora.policy.tree import Residence, subtree
+from manylora.policy.tree import Node, Residence, subtree
 from manylora.protocol import Abort, Timer
 from manylora.types import BASE
 from tests.policy.rig import PAGE, Rig, prompt
@@ -92,14 +92,14 @@ def num_recalled_in_a_busy_time(seed: int, pipeline_depth: int) -> int:
     for adapter in range(1, 4):
         rig.add(adapter, rng.choice((1, 2, 3)))
     cache, num_recalled = rig.replica._cache, 0
-    recall = cache._recall
+    call_back = cache.standby.call_back
 
-    def counted(node: object) -> None:
+    def counted(node: Node) -> None:
         nonlocal num_recalled
         num_recalled += 1
-        recall(node)  # type: ignore[arg-type]
+        call_back(node)
 
-    cache._recall = counted  # type: ignore[assignment]
+    cache.standby.call_back = counted  # type: ignore[method-assign]
     for turn in range(120):
         rig.now += rng.choice((0.01, 0.5, 3.0))
         adapter = rng.randrange(4)

@@ -88,10 +88,11 @@ async def crowd(policy: str, pipeline_depth: int, journal: Path, device: str = "
             await asyncio.sleep(0.4)
             await llm.add_adapter("guest", adapter_path("french"))
             params = SamplingParams(max_tokens=30, ignore_eos=True, seed=1)
-            asked = asyncio.create_task(llm.generate([[5, 6, 7, 8, 9]], params, "guest")._all())
-            await asyncio.sleep(0.05)
+            asked = llm.stream([5, 6, 7, 8, 9], params, "guest")
+            await anext(asked)
             await llm.remove_adapter("guest")
-            await asked
+            async for _ in asked:
+                pass
 
         await asyncio.gather(come_and_go(), *(conversation(llm, seed) for seed in range(15)))
         # Eight that start where seven can end.

@@ -28,7 +28,7 @@ from manylora.engine.client import (
 from manylora.engine.journal import JournalWriter
 from manylora.engine.outbox import Outbox
 from manylora.engine.trace import TraceWriter
-from manylora.policy.cache import adapter_pages_limit
+from manylora.policy.policies import adapter_pages_limit
 from manylora.policy.replica import Replica
 from manylora.policy.snapshot import AdapterUse
 from manylora.protocol import (

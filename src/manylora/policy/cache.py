@@ -7,7 +7,7 @@ way. Owns how nodes leave and come; does not know requests, nor when the swapper
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from manylora.config import PolicyConfig
 from manylora.policy.candidates import Candidates
@@ -15,8 +15,9 @@ from manylora.policy.cost import Rates
 from manylora.policy.counters import Counters
 from manylora.policy.moves import Move
 from manylora.policy.pages import PageLedger
-from manylora.policy.policies import POLICIES
+from manylora.policy.policies import POLICIES, adapter_pages_limit
 from manylora.policy.saving import Saving
+from manylora.policy.standby import Standby
 from manylora.policy.tree import (
     ABSENT,
     FILLING,
@@ -47,7 +48,7 @@ class Cache:
         self.device = PageLedger(config.num_pages)
         self.host = PageLedger(config.num_host_pages)
         self.rates = Rates(config.page_bytes, config.page_tokens)
-        self._saving = Saving(self.rates)
+        self.saving = Saving(self.rates, self.policy.weighs_recomputing)
         self.counters = Counters()
         self.now = 0.0
         self.interval = 0
@@ -71,8 +72,7 @@ class Cache:
         self.entering = Candidates(1, device_value, self.tree.may_enter, takes_best=True)
         self._leaving_host = Candidates(2, self._host_value, self.tree.may_leave_host)
         self.tree.changed = self._offer
-        self.device.reclaimed = self._reclaimed
-        self._standing: dict[PageId, Node] = {}
+        self.standby = Standby(self.tree, self.device, self._note_left, self.policy.keeps_standby)
         self.reads: dict[AdapterId, tuple[Node, bool]] = {}  # with whether it goes to the device
         self._queued: list[Move] = []
         self._copies: dict[CopyId, list[Move]] = {}
@@ -182,68 +182,23 @@ class Cache:
             self.decided("drop", node, reason, value)
             self._lose(node)
 
-    def is_copy_cheaper(self, kv: Sequence[Node]) -> bool:
-        """Whether bringing these pages from the host takes less than computing them; yes, where not weighed."""
-        if not self.policy.weighs_recomputing:
-            return True
-        return not kv or self.rates.copy_is_cheaper([node.depth.bit_length() for node in kv])
-
     def _is_worth_saving(self, node: Node) -> bool:
-        return not self.policy.weighs_recomputing or self._saving.pays(node.depth.bit_length(), self.now)
+        return self.saving.pays(node.depth.bit_length(), self.now)
 
     def _leave_device(self, node: Node) -> None:
         """Free the device pages of a node whose contents are safe, or not wanted."""
-        if self._may_stand_by(node):
-            (page,) = node.pages
-            self.tree.set_device(node, STANDBY, node.pages)
-            self._standing[page] = node
-            self.device.stand_by(page)
-        else:
-            self._stand_down_children(node)
-            pages = node.pages
-            self.tree.set_device(node, ABSENT, ())
-            # An aborted request's rows may still be in the step in flight.
-            self.device.release(pages)
+        if self.standby.admits(node):
+            self.standby.add(node)
+            return
+        self.standby.end_below(node)
+        pages = node.pages
+        self.tree.set_device(node, ABSENT, ())
+        # An aborted request's rows may still be in the step in flight.
+        self.device.release(pages)
         self._note_left(node)
 
-    # ------------------------------------------------------------ standing by
-
-    def _may_stand_by(self, node: Node) -> bool:
-        """Whether a node that leaves can come back for nothing until its page is taken: it has a copy on the host,
-        and what it depends on can come back as well."""
-        parent = node.parent
-        if parent is None or not self.policy.keeps_standby or node.host is not HELD:
-            return False
-        return parent.residence is RESIDENT or parent.residence is STANDBY or parent.residence is SAVING
-
-    def _reclaimed(self, page: PageId) -> None:
-        """A page that stood by is somebody else's now."""
-        node = self._standing.pop(page)
-        self._stand_down_children(node)
-        self.tree.set_device(node, ABSENT, ())
-
-    def _stand_down(self, node: Node) -> None:
-        """Give up the page of a node that stands by."""
-        self._stand_down_children(node)
-        (page,) = node.pages
-        del self._standing[page]
-        self.device.stand_down(page)
-        self.tree.set_device(node, ABSENT, ())
-
-    def _stand_down_children(self, node: Node) -> None:
-        """What depends on the node could not come back without it."""
-        if node.num_standing:
-            for child in [child for child in node.children.values() if child.residence is STANDBY]:
-                self._stand_down(child)
-
-    def _called_back(self, node: Node) -> None:
-        """The node's page does not stand by any more."""
-        (page,) = node.pages
-        del self._standing[page]
-        self.device.call_back(page)
-
     def _note_left(self, node: Node) -> None:
-        """A node whose contents were on the device is there no more."""
+        """A node whose contents were on the device is there no more, nor stands by."""
         if node.is_adapter:
             self.counters.adapter_evictions += 1
             self._emit(EvictAdapter(node.adapter))
@@ -253,7 +208,7 @@ class Cache:
     def _save(self, node: Node) -> None:
         self.tree.set_device(node, SAVING, node.pages)
         self.tree.set_host(node, FILLING, self.host.take(1))
-        self._saving.saved()
+        self.saving.saved()
         self._queue(node, to_device=False)
 
     def _lose(self, node: Node) -> None:
@@ -281,9 +236,9 @@ class Cache:
             move.owns_pages = bool(node.pages)
             move.owns_host_pages = bool(node.host_pages)
         pages, host_pages = node.pages, node.host_pages
-        was_there = node.residence is RESIDENT
+        was_there = node.residence is RESIDENT or node.residence is STANDBY
         if node.residence is STANDBY:
-            self._called_back(node)
+            self.standby.call_back(node)
         if pages:
             self.tree.set_device(node, ABSENT, ())
         if host_pages:
@@ -317,7 +272,7 @@ class Cache:
         self.counters.host_evictions += 1
         self.decided("drop-host", node, "host is full", value)
         if node.residence is STANDBY:
-            self._stand_down(node)
+            self.standby.end(node)
         pages = node.host_pages
         self.tree.set_host(node, NO_COPY, ())
         self.host.release(pages)
@@ -329,11 +284,14 @@ class Cache:
 
     def rescue(self, path: Iterable[Node]) -> None:
         """Keep nodes of a path, parents first, that were about to leave or have just left, and whose parents have
-        not."""
+        not. What stands by below a parent that is not there has to be copied like any other."""
         for node in path:
             if node.residence is STANDBY:
-                self._recall(node)
-            if node.residence is not SAVING:
+                if not self._parent_is_there(node):
+                    self.standby.end(node)
+                    continue
+                self.standby.call_back(node)
+            elif node.residence is not SAVING:
                 continue
             if self._parent_is_there(node):
                 self.tree.set_device(node, RESIDENT, node.pages)
@@ -341,15 +299,6 @@ class Cache:
             elif node.parent is not None and node.parent.residence is LOADING:
                 self.tree.set_device(node, LOADING, node.pages)
                 node.has_landed = True
-
-    def _recall(self, node: Node) -> None:
-        """Take a node back that stands by; where its parent is not there, it has to be copied like any other."""
-        if not self._parent_is_there(node):
-            self._stand_down(node)
-            return
-        self._called_back(node)
-        self.tree.set_device(node, RESIDENT, node.pages)
-        self._land_children(node)
 
     def begin_entering(self, now: float) -> None:
         """Start a decision about what to bring in."""
@@ -360,7 +309,7 @@ class Cache:
         """Bring absent nodes, parents first, into pages that ``provide`` has freed."""
         for node in nodes:
             if reason == "demand" and not node.is_adapter:
-                self._saving.came_back(1)
+                self.saving.came_back(1)
             self.tree.set_device(node, LOADING, self.device.take(node.num_pages))
             if node.host is HELD:
                 self._queue(node, to_device=True)
@@ -406,7 +355,7 @@ class Cache:
         Whether the sequence's page was taken; if not, it is to use the node's.
         """
         if node.residence is STANDBY:
-            self._called_back(node)
+            self.standby.call_back(node)
         if node.residence is SAVING or node.residence is STANDBY or node.has_landed:
             self.tree.set_device(node, RESIDENT, node.pages)
             self._land_children(node)
@@ -487,17 +436,11 @@ class Cache:
         return failed
 
     def _count_copy(self, to_device: bool, num_pages: int, event: CopyDone) -> None:
-        counters = self.counters
-        if not event.ok:
-            counters.swaps_failed += 1
-            return
-        self.rates.saw_copy(num_pages, event.copy_s, to_device)
-        if to_device:
-            counters.pages_swapped_in += num_pages
-            counters.swap_in_s += event.copy_s
+        if event.ok:
+            self.rates.saw_copy(num_pages, event.copy_s, to_device)
+            self.counters.copied(num_pages, event.copy_s, to_device)
         else:
-            counters.pages_swapped_out += num_pages
-            counters.swap_out_s += event.copy_s
+            self.counters.swaps_failed += 1
 
     def _saved(self, node: Node, ok: bool) -> None:
         """A copy to the host has ended: a node that still wants to leave now does."""
@@ -555,10 +498,3 @@ class Cache:
         yield from self._queued
         for moves in self._copies.values():
             yield from moves
-
-
-def adapter_pages_limit(config: PolicyConfig) -> int:
-    """How many device pages adapters may take."""
-    if POLICIES[config.cache.policy].has_parts:
-        return max(1, int(config.num_pages * config.cache.adapter_share))
-    return config.num_pages

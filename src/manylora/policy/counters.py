@@ -30,3 +30,12 @@ class Counters:
     swaps_failed: int = 0
     invalid_share_sum: float = 0.0
     invalid_share_samples: int = 0
+
+    def copied(self, num_pages: int, seconds: float, to_device: bool) -> None:
+        """A copy between the tiers has landed."""
+        if to_device:
+            self.pages_swapped_in += num_pages
+            self.swap_in_s += seconds
+        else:
+            self.pages_swapped_out += num_pages
+            self.swap_out_s += seconds

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from manylora.config import CacheConfig
+from manylora.config import CacheConfig, PolicyConfig
 from manylora.policy.cost import Rates
 from manylora.policy.counters import Counters
 from manylora.policy.value import FastLibraValue, LeastRecentlyUsed, RealCost, RealHostCost, ValueModel
@@ -107,3 +107,10 @@ POLICIES: dict[str, CachePolicy] = {
     # One pool, one LRU. It keeps dependencies: only leaves leave.
     "lru": CachePolicy(_lru),
 }
+
+
+def adapter_pages_limit(config: PolicyConfig) -> int:
+    """How many device pages adapters may take."""
+    if POLICIES[config.cache.policy].has_parts:
+        return max(1, int(config.num_pages * config.cache.adapter_share))
+    return config.num_pages

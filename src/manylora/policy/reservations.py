@@ -86,7 +86,7 @@ class Reservations:
         path = self.match(sequence)
         cache.rescue(path)
         missing = [node for node in path if node.residence is ABSENT]
-        if not cache.is_copy_cheaper(missing):
+        if not cache.saving.is_copy_cheaper(missing):
             path = [*itertools.takewhile(lambda node: node.residence is not ABSENT, path)]
             missing = []
         num_computed = len(path) * self._config.page_tokens

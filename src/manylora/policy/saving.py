@@ -5,7 +5,10 @@ Decides by numbers alone; who leaves, and how, is ``cache``'s.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from manylora.policy.cost import Rates
+from manylora.policy.tree import Node
 
 _PRIOR_PAGES = 128
 """Saved pages that count as having come back once, before any was seen."""
@@ -21,13 +24,23 @@ _TRIALS_EVERY = 16
 class Saving:
     """A page saved is worth what it is worth to have it back, times how often saved pages came back so far."""
 
-    def __init__(self, rates: Rates) -> None:
+    def __init__(self, rates: Rates, is_weighed: bool = True) -> None:
+        """Without ``is_weighed`` copies always pay."""
         self._rates = rates
+        self._is_weighed = is_weighed
         self._saved = 0.0
         self._came_back = 0.0
 
+    def is_copy_cheaper(self, kv: Sequence[Node]) -> bool:
+        """Whether bringing these pages from the host takes less than computing them."""
+        if not self._is_weighed or not kv:
+            return True
+        return self._rates.copy_is_cheaper([node.depth.bit_length() for node in kv])
+
     def pays(self, prefix_class: int, now: float) -> bool:
         """For one page after a prefix of this class (see Rates.page_prefill_s)."""
+        if not self._is_weighed:
+            return True
         rates = self._rates
         prefill_s = rates.page_prefill_s(prefix_class)
         if prefill_s < rates.page_in_s and not rates.copy_is_cheaper((prefix_class,)):
