@@ -70,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"manylora: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\nmanylora: interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import signal
 import statistics
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
@@ -267,10 +268,16 @@ def in_parallel(
         for key, argument in arguments.items():
             note(key, call(argument))
         return results
-    with concurrent.futures.ProcessPoolExecutor(workers) as pool:
+    # Ctrl-C reaches every process: a worker that took it for an error of one argument would go on to the next.
+    at_once = (signal.SIGINT, signal.SIG_DFL)
+    with concurrent.futures.ProcessPoolExecutor(workers, initializer=signal.signal, initargs=at_once) as pool:
         running = {pool.submit(call, argument): key for key, argument in arguments.items()}
-        for done in concurrent.futures.as_completed(running):
-            note(running[done], done.result())
+        try:
+            for done in concurrent.futures.as_completed(running):
+                note(running[done], done.result())
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return {key: results[key] for key in arguments}
 
 

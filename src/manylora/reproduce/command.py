@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 from manylora.config import ConfigError
-from manylora.reproduce.experiment import Device, Scale, Setup, show_progress
+from manylora.reproduce.experiment import CLEAR, Device, Scale, Setup, show_progress
 from manylora.reproduce.registry import TITLES, experiment
 from manylora.reproduce.report import Headline
 
@@ -39,6 +41,7 @@ def reproduce(
         raise ConfigError(f"{name} keeps nothing: leave out --store and --report-only")
     if found.hardwares and store is None and scale == "full":
         store = out / f"{name}-{hardware or found.hardwares[0]}.cells.jsonl"  # hours of work
+    _require_output(out)
     began = time.monotonic()
     setup = Setup(
         scale, chosen, seed, workers, hardware, store, is_run, lambda line: show_progress(f"{name}: {line}")
@@ -49,7 +52,8 @@ def reproduce(
         found.draw(report, written.with_suffix(".png"))
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
-    print(f"{name}: {found.title} ({time.monotonic() - began:.0f} s)", file=sys.stderr)
+    clear = CLEAR if sys.stderr.isatty() else ""
+    print(f"{clear}{name}: {found.title} ({time.monotonic() - began:.0f} s)", file=sys.stderr)
     for figure in report.headline:
         print(f"  {_shown(figure)}")
     print(f"  {written}")
@@ -67,6 +71,17 @@ def _shown(figure: Headline) -> str:
     if figure.paper is None:
         return f"{figure.metric}: {ours}"
     return f"{figure.metric}: {ours} (paper: {figure.paper:.4g}{', recalled' if figure.is_recalled else ''})"
+
+
+def _require_output(out: Path) -> None:
+    """Raises ConfigError where the report or its picture could not be written: before hours of work, not after."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("the picture needs matplotlib: pip install manylora[plot]")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
 
 
 def _has_cuda() -> bool:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,8 @@ from manylora.reproduce.report import Report
 T = TypeVar("T")
 Scale = Literal["full", "quick", "smoke"]
 Device = Literal["sim", "cpu", "cuda"]
+CLEAR = "\x1b[K"
+"""Empties the line of a terminal from the cursor on."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,6 +67,12 @@ class Experiment:
 
 
 def show_progress(line: str) -> None:
-    """One line on stderr that the next one replaces on a terminal."""
-    end = "\r" if sys.stderr.isatty() else "\n"
-    print(f"{line:<100}", end=end, file=sys.stderr, flush=True)
+    """One line on stderr; on a terminal the next one replaces it, and "3 of 12" in it is drawn as a bar."""
+    if not sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)
+        return
+    if counted := re.search(r"(\d+) of (\d+)", line):
+        done, total = map(int, counted.groups())
+        line = f"[{'#' * (20 * done // max(total, 1)):<20}] {line}"
+    # Whatever is printed next stands in its place.
+    print(f"{CLEAR}{line[: shutil.get_terminal_size().columns - 1]}", end="\r", file=sys.stderr, flush=True)

@@ -57,7 +57,7 @@ def run(setup: Setup) -> Report:
                         "popularity": popularity,
                     }
                     rows.append({"case": f"{shape.name}, length {length}", **setting, "ms": 1e3 * seconds})
-                setup.show(f"{shape.name}, length {length}, batch {batch}")
+                setup.show(f"{len(rows)} of {len(shapes) * len(cases)} timed")
         del rig  # before the next one's pool is taken
     settings = {"scale": setup.scale, "device": setup.device, "machine": machine, "repeats": repeats}
     return Report(EXPERIMENT.name, EXPERIMENT.title, settings, rows, _headline(rows), NOTES)

@@ -50,7 +50,7 @@ def run(setup: Setup) -> Report:
     rows: list[Row] = []
     for batch in batches:
         rows += _rows(rig, batch, repeats)
-        setup.show(f"batch {batch}")
+        setup.show(f"{len(rows)} of {len(batches) * len(POPULARITIES)} timed")
     for row in rows:
         roof = min(flops, row["flop_per_byte"] * bytes_per_s)
         row["share_of_roof"] = round(row["flop_per_s"] / roof, 4)

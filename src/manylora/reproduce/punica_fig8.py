@@ -47,7 +47,7 @@ def run(setup: Setup) -> Report:
     for popularity in POPULARITIES:
         for batch in batches:
             rows += _rows(rig, popularity, batch, repeats)
-            setup.show(f"{popularity}, batch {batch}")
+            setup.show(f"{len(rows)} of {len(POPULARITIES) * len(batches) * len(OPERATORS)} timed")
     settings = {
         "scale": setup.scale, "device": setup.device, "h1": h1, "h2": h2, "rank": RANK, "repeats": repeats,
         **rig.description,

@@ -38,7 +38,7 @@ def run(setup: Setup) -> Report:
             for rank, case, seconds in zip(RANKS, cases, found, strict=True):
                 setting = {"popularity": popularity, "rank": rank, "batch": batch, "models": len(case.counts)}
                 rows.append({**setting, "us": seconds * 1e6, "error": rig.error(case)})
-            setup.show(f"{popularity}, batch {batch}")
+            setup.show(f"{len(rows)} of {len(POPULARITIES) * len(batches) * len(RANKS)} timed")
     settings = {
         "scale": setup.scale, "device": setup.device, "h1": h1, "h2": h2, "repeats": repeats, **rig.description,
     }  # fmt: skip

@@ -57,7 +57,7 @@ def measure_all(setup: Setup) -> _Measured:
             parts, rate=num_requests, num_adapters=num_adapters, duration_s=1.0, seed=setup.seed
         )
         for system, run in (("s-lora", _with_adapters), ("vllm-packed", _with_copies), ("peft", _with_peft)):
-            setup.show(f"{num_adapters} adapters: {system}")
+            setup.show(f"{len(rows)} of {3 * len(numbers)} measured; {num_adapters} adapters: {system}")
             seconds = run(stream.requests, folders, repeats)
             rate = None if seconds is None else round(num_requests / seconds, 4)
             rows.append(

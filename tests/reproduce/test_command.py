@@ -1,0 +1,106 @@
+"""What the command itself does, whatever the experiment: refusals before any work, progress, Ctrl-C."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from manylora.cli import main
+from manylora.reproduce import command
+from manylora.reproduce.cells import in_parallel
+from manylora.reproduce.experiment import Experiment, Setup, show_progress
+from manylora.reproduce.registry import experiment
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Setup]:
+    """How experiments were run; none does anything."""
+    asked: list[Setup] = []
+
+    def run(setup: Setup) -> None:
+        asked.append(setup)
+        raise AssertionError("should have been refused before")
+
+    def stand_in(name: str) -> Experiment:
+        return dataclasses.replace(experiment(name), run=run)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(command, "experiment", stand_in)
+    return asked
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(
+    runs: list[Setup], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("")
+    for out in (taken, taken / "below"):
+        assert main(["reproduce", "fastlibra-fig2", "--out", str(out)]) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert f"{out} cannot be written: " in line
+    assert runs == []
+
+
+def test_a_missing_matplotlib_is_told_before_the_work(
+    runs: list[Setup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["reproduce", "fastlibra-fig2", "--out", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line == "manylora: error: the picture needs matplotlib: pip install manylora[plot]"
+    assert runs == []
+
+
+def test_progress_is_lines_in_a_file_and_a_bar_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_progress("fig: 3 of 12 simulations done")
+    assert capsys.readouterr().err == "fig: 3 of 12 simulations done\n"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    show_progress("fig: 3 of 12 simulations done")
+    show_progress("fig: " + "long " * 40)
+    first, second, rest = capsys.readouterr().err.split("\r")
+    assert first == "\x1b[K[" + "#" * 5 + " " * 15 + "] fig: 3 of 12 simulations done"
+    assert len(second) == len("\x1b[K") + 79, "what does not fit on one line would not be replaced"
+    assert rest == ""
+
+
+def test_an_interrupt_ends_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(setup: Setup) -> None:
+        raise KeyboardInterrupt
+
+    interrupted = dataclasses.replace(experiment("fastlibra-fig2"), run=run)  # type: ignore[arg-type]
+    monkeypatch.setattr(command, "experiment", lambda name: interrupted)
+    assert main(["reproduce", "fastlibra-fig2", "--out", str(tmp_path)]) == 130
+    assert capsys.readouterr().err.strip() == "manylora: interrupted"
+
+
+def dies_of_an_interrupt(number: int) -> bool:
+    return signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+
+
+def test_an_interrupt_ends_workers_too() -> None:
+    """Else each of them would go on with the next simulation."""
+    assert in_parallel(dies_of_an_interrupt, {0: 0, 1: 1}, 2, lambda line: None, "done") == {0: True, 1: True}
+
+
+def note_or_fail(path: Path) -> None:
+    if path.name == "0":
+        raise ValueError("the first one")
+    time.sleep(0.02)
+    path.touch()
+
+
+def test_what_has_not_begun_is_left_when_one_fails(tmp_path: Path) -> None:
+    wanted = {number: tmp_path / str(number) for number in range(100)}
+    with pytest.raises(ValueError, match="the first one"):
+        in_parallel(note_or_fail, wanted, 2, lambda line: None, "done")
+    assert len(list(tmp_path.iterdir())) < 99
