@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def bars(
     names = list(dict.fromkeys(row[series] for row in report.rows))
     width = max(6.0, 0.3 * len(groups) * len(names) + 2)
     figure, axes = pyplot.subplots(
-        len(panels), 1, figsize=(width, 2.8 * len(panels)), layout="constrained", squeeze=False
+        len(panels), 1, figsize=(width, 2.8 * len(panels) + 0.6), layout="constrained", squeeze=False
     )
     for axis, (field, label) in zip(axes[:, 0], panels, strict=True):
         for place, name in enumerate(names):
@@ -50,7 +51,7 @@ def bars(
         axis.grid(axis="y", alpha=0.3)
         if field in is_log:
             axis.set_yscale("log")
-    axes[0, 0].legend(fontsize=8, ncols=min(len(names), max(2, int(width / 1.3))))
+    _legend_below(figure, axes[0, 0])
     _finish(pyplot, figure, report, path)
 
 
@@ -109,7 +110,7 @@ def curves(report: Report, path: Path, fields: Sequence[Panel], *, x: Panel, pan
         axis.grid(alpha=0.3)
     axes[-1, 0].set_xlabel(x[1])
     if len(fields) > 1:
-        axes[0, 0].legend(fontsize=8)
+        _legend_below(figure, axes[0, 0])
     _finish(pyplot, figure, report, path)
 
 
@@ -118,7 +119,7 @@ def points(report: Report, path: Path, pairs: Sequence[tuple[Panel, Panel]], *, 
     pyplot = _pyplot()
     names = list(dict.fromkeys(row[series] for row in report.rows))
     figure, axes = pyplot.subplots(
-        1, len(pairs), figsize=(4 * len(pairs), 4), layout="constrained", squeeze=False
+        1, len(pairs), figsize=(4 * len(pairs), 4.4), layout="constrained", squeeze=False
     )
     for axis, (x, y) in zip(axes[0], pairs, strict=True):
         for name in names:
@@ -126,7 +127,7 @@ def points(report: Report, path: Path, pairs: Sequence[tuple[Panel, Panel]], *, 
             axis.scatter([row[x[0]] for row in rows], [row[y[0]] for row in rows], s=4, alpha=0.5, label=name)
         axis.set_xlabel(x[1])
         axis.set_ylabel(y[1])
-    axes[0, 0].legend(fontsize=8)
+    _legend_below(figure, axes[0, 0])
     _finish(pyplot, figure, report, path)
 
 
@@ -137,7 +138,7 @@ def stacked_bars(
     pyplot = _pyplot()
     groups = list(dict.fromkeys(row[group] for row in report.rows))
     figure, axes = pyplot.subplots(
-        1, len(groups), figsize=(4 * len(groups), 4), layout="constrained", squeeze=False
+        1, len(groups), figsize=(4 * len(groups), 4.4), layout="constrained", squeeze=False
     )
     for axis, name in zip(axes[0], groups, strict=True):
         rows = [row for row in report.rows if row[group] == name]
@@ -151,7 +152,7 @@ def stacked_bars(
         axis.set_title(str(name), fontsize=10)
         axis.set_ylabel(unit)
         axis.grid(axis="y", alpha=0.3)
-    axes[0, 0].legend(fontsize=8)
+    _legend_below(figure, axes[0, 0])
     _finish(pyplot, figure, report, path)
 
 
@@ -173,7 +174,7 @@ def stacked(report: Report, path: Path, parts: Sequence[Panel], *, x: Panel, pan
         axis.set_title(str(name), fontsize=10)
         axis.set_ylabel(unit)
     axes[-1, 0].set_xlabel(x[1])
-    axes[0, 0].legend(fontsize=8, loc="upper left")
+    _legend_below(figure, axes[0, 0])
     _finish(pyplot, figure, report, path)
 
 
@@ -215,7 +216,7 @@ def line_panels(
         axis.set_xlabel(x[1])
     for axis in axes[:, 0]:
         axis.set_ylabel(y[1])
-    axes[0, 0].legend(fontsize=8)
+    axes[0, 0].legend(fontsize=8, title=series)
     _finish(pyplot, figure, report, path)
 
 
@@ -240,9 +241,18 @@ def roofline(
     _finish(pyplot, figure, report, path)
 
 
+def _legend_below(figure: Any, axis: Any) -> None:
+    """Under all panels, since filled ones leave it no room; rows as wide as the picture allows."""
+    handles, labels = axis.get_legend_handles_labels()
+    widest = 0.4 + 0.07 * max(map(len, labels))  # inches, about
+    columns = max(1, min(len(labels), int(figure.get_figwidth() / widest)))
+    figure.legend(handles, labels, loc="outside lower center", fontsize=8, ncols=columns)
+
+
 def _finish(pyplot: Any, figure: Any, report: Report, path: Path) -> None:
     device = report.settings.get("device", "simulated")
-    figure.suptitle(f"{report.experiment}: {report.title} ({device})", fontsize=9)
+    title = f"{report.experiment}: {report.title} ({device})"
+    figure.suptitle(textwrap.fill(title, int(15 * figure.get_figwidth())), fontsize=9)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
@@ -268,7 +278,7 @@ def grid(report: Report, path: Path, panels: Sequence[Panel], *, x: Panel, serie
                 ]
                 axis.plot([row[x[0]] for row in rows], [row[field] for row in rows], marker=".", label=name)
             axis.set_ylabel(label if place == 0 else "")
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
             axis.grid(alpha=0.3)
         axes[0, place].set_title(str(value), fontsize=10)
         axes[-1, place].set_xlabel(x[1])
