@@ -19,10 +19,12 @@ from manylora.reproduce.report import Headline, Report, Row, mean, ratio
 
 PAPER = {"static-lru": ("vLLM", 1.2, 1.3), "s-lora": ("S-LoRA", 2.6, 3.2)}
 """§6.4: FastLibra's utilisation and hit rate as multiples of each."""
+PAPER_INVALID = 0.481
+"""§2.3.1, of its evaluation: vLLM's "invalid KV caches on average" (§1 says "up to 46.5%")."""
 FIELDS = {
     "used": "pool_used", "running": "pool_running", "history": "pool_history", "adapters": "pool_adapters",
     "invalid": "pool_invalid", "kv_hit": "kv_hit_device", "adapter_hit": "adapter_hit_device",
-    "kv_hit_host": "kv_hit_host",
+    "kv_hit_host": "kv_hit_host", "invalid_share": "invalid_share",
 }  # fmt: skip
 
 
@@ -51,6 +53,8 @@ def _headline(rows: list[Row]) -> list[Headline]:
                 ratios = [ratio(a, b) for a, b in pairs(rows, ours, baseline, field, "scenario")]
                 paper = stated if ours == "fastlibra" else None
                 figures.append(Headline(f"{ours}: {what} over {name}'s", mean(ratios), paper))
+    invalid = [row["invalid_share"] for row in rows if row["policy"] == "static-lru"]
+    figures.append(Headline("static-lru: invalid share of history", mean(invalid), PAPER_INVALID))
     return figures
 
 

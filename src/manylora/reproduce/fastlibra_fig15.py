@@ -39,6 +39,7 @@ def _row(grid: Grid, case: str, policy: str) -> Row:
         "tpot_ratio": ratio(tpot, grid.mean(case, "fastlibra", "tpot_mean_ms")),
         "peak_per_s": peak, "peak_change": change(peak, grid.peaks[case, "fastlibra"]),
         "invalid_share": grid.mean(case, policy, "invalid_share") if is_policy else None,
+        **grid.parts(case, policy),
     }  # fmt: skip
 
 

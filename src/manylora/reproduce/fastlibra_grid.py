@@ -23,6 +23,7 @@ PAPERS_NAMES = {"static-lru": "vLLM", "s-lora": "S-LoRA"}
 VARIANTS = ("fastlibra-wom", "fastlibra-wos", "fastlibra-wol")
 POLICIES = ("manylora", "fastlibra", *BASELINES)
 SHOWN = (*POLICIES, REFERENCE)
+TTFT_PARTS = ("ttft_queue_ms", "ttft_adapter_ms", "ttft_kv_ms", "ttft_steps_ms")
 FIRST_RATES = {"chatbot": 4.0, "translation": 32.0, "agent": 32.0}
 """Where the search for a peak begins; translations and agents' turns are short."""
 SIMULATION_NOTES = (
@@ -93,6 +94,10 @@ class Grid:
     def mean(self, case: str, policy: str, field: str) -> float | None:
         """Over the case's rates."""
         return mean([run[field] for run in self.runs[case, policy]])
+
+    def parts(self, case: str, policy: str) -> Row:
+        """Of the mean TTFT, by the names they have in a result."""
+        return {name: self.mean(case, policy, name) for name in TTFT_PARTS}
 
 
 def run_grid(
