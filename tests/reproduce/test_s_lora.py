@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from manylora.config import ADMISSIONS, ConfigError
-from manylora.reproduce import s_lora_baselines, s_lora_table3
+from manylora.reproduce import s_lora_baselines, s_lora_cpu, s_lora_table3
 from manylora.reproduce.command import reproduce
 from manylora.reproduce.experiment import Setup
 from manylora.reproduce.registry import experiment
@@ -205,9 +206,22 @@ def test_the_arena_has_the_stated_means() -> None:
     assert [r.prompt for r in slower] == [r.prompt for r in stream.requests[:600]]
 
 
-def test_table3_with_the_real_peft(tmp_path: Path) -> None:
+def test_table3_with_the_real_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
+    torch = pytest.importorskip("torch")
+    threads = torch.get_num_threads()
+    seen = set()
+    for run in ("_with_adapters", "_with_copies", "_with_peft"):
+        measured = getattr(s_lora_cpu, run)
+
+        def noted(*args: Any, measured: Any = measured) -> object:
+            seen.add(torch.get_num_threads())
+            return measured(*args)
+
+        monkeypatch.setattr(s_lora_cpu, run, noted)
     report = smoke("s-lora-table3", device="cpu")
+    assert seen == {1}, "threads that wait for a core slow some systems more than others"
+    assert torch.get_num_threads() == threads
     assert [row["system"] for row in report.rows] == ["s-lora", "vllm-packed", "peft"]
     assert all(row["throughput_per_s"] > 0 for row in report.rows)
     assert all(figure.paper is None for figure in report.headline[2:])

@@ -36,6 +36,8 @@ NOTES = (
     "requests, each generated to its longest output.",
     "vllm-packed: for each adapter an engine (this one, not vLLM) on merged weights, one after another: an ideal "
     f"share of the machine. More than {MOST_COPIES} count as out of memory, as on the paper's card.",
+    "Torch works in one thread for every system: where others use the cores, a second one made PEFT nine times "
+    "slower.",
     "Loading is not counted; every system has served something before, s-lora every adapter.",
 )
 _Measured = tuple[list[Row], dict[str, object], tuple[str, ...]]
@@ -44,6 +46,8 @@ _Measured = tuple[list[Row], dict[str, object], tuple[str, ...]]
 def measure_all(setup: Setup) -> _Measured:
     """A row for each number of adapters and system, settings and notes. Raises ConfigError."""
     _require()
+    from manylora.bench.interleaved import one_thread
+
     numbers: Sequence[int] = setup.pick((2, 5, 25, 100), (2, 5, 25), (2,))
     num_requests = setup.pick(200, 50, 4)
     longest = setup.pick(128, 64, 8)
@@ -58,7 +62,8 @@ def measure_all(setup: Setup) -> _Measured:
         )
         for system, run in (("s-lora", _with_adapters), ("vllm-packed", _with_copies), ("peft", _with_peft)):
             setup.show(f"{len(rows)} of {3 * len(numbers)} measured; {num_adapters} adapters: {system}")
-            seconds = run(stream.requests, folders, repeats)
+            with one_thread():
+                seconds = run(stream.requests, folders, repeats)
             rate = None if seconds is None else round(num_requests / seconds, 4)
             rows.append(
                 {
@@ -66,7 +71,13 @@ def measure_all(setup: Setup) -> _Measured:
                     "requests": num_requests, "throughput_per_s": rate,
                 }
             )  # fmt: skip
-    settings = {"requests": num_requests, "lengths": lengths, "repeats": repeats, "model": "demo"}
+    settings = {
+        "requests": num_requests,
+        "lengths": lengths,
+        "repeats": repeats,
+        "model": "demo",
+        "threads": 1,
+    }
     return rows, settings, NOTES
 
 
