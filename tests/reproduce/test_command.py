@@ -1,9 +1,11 @@
-"""What the command itself does, whatever the experiment: refusals before any work, progress, Ctrl-C."""
+"""What the command does, whatever the experiment: refusals before any work, progress, Ctrl-C, documentation."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
+import re
 import signal
 import sys
 import time
@@ -15,7 +17,9 @@ from manylora.cli import main
 from manylora.reproduce import command
 from manylora.reproduce.cells import in_parallel
 from manylora.reproduce.experiment import Experiment, Setup, show_progress
-from manylora.reproduce.registry import experiment
+from manylora.reproduce.registry import TITLES, experiment
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -104,3 +108,24 @@ def test_what_has_not_begun_is_left_when_one_fails(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the first one"):
         in_parallel(note_or_fail, wanted, 2, lambda line: None, "done")
     assert len(list(tmp_path.iterdir())) < 99
+
+
+def test_the_documentation_has_every_experiment() -> None:
+    text = (ROOT / "docs" / "reproduce.md").read_text()
+    named = re.findall(r"^\| `([a-z][a-z0-9-]+)` \|", text, re.MULTILINE)
+    assert named == list(TITLES)
+    for name in TITLES:
+        devices = ", ".join(experiment(name).devices)
+        assert re.search(rf"^\| `{name}` \|[^|]*\| {devices} \|", text, re.MULTILINE), (
+            f"{name} runs on {devices}"
+        )
+
+
+def test_the_record_is_of_quick_runs() -> None:
+    recorded = json.loads((ROOT / "docs" / "results" / "reproduce_quick.json").read_text())["experiments"]
+    # The table has records of its own, and the layer needs a GPU.
+    assert set(recorded) == set(TITLES) - {"fastlibra-table", "punica-fig10"}
+    for name, run in recorded.items():
+        assert run["settings"]["scale"] == "quick"
+        assert all({"metric", "ours", "paper"} <= set(figure) for figure in run["headline"])
+        assert run["settings"].get("device", "sim") == experiment(name).devices[0]
