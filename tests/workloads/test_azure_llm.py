@@ -86,3 +86,11 @@ def test_another_header(tmp_path: Path) -> None:
     path = with_line(tmp_path, CONV, 1, "time,in,out")
     with pytest.raises(ConfigError, match="line 1: expected a header with TIMESTAMP, ContextTokens"):
         azure_llm.load(path)
+
+
+def test_a_request_before_the_first_is_refused(tmp_path: Path) -> None:
+    early = "2023-11-16 18:00:00.0000000,5,6"
+    path = with_line(tmp_path, "azure_llm_2023_conv.csv", 5, early)
+    expected = "TIMESTAMP, not before the first line's 2023-11-16 18:15:46"
+    left = refuses(lambda skip: azure_llm.load(path, skip_bad_lines=skip), path, 5, expected, "18:00:00")
+    assert len(left.requests) == 29

@@ -157,7 +157,11 @@ def test_nobody_to_draw_from(folder: Path) -> None:
         ("2400,-1,6.69,Gamma,0.02,73", "rate_rps, a number from 0", "'-1'"),
         ("2400,1e9,6.69,Gamma,0.02,73", "rate_rps, requests a second up to 100000", "'1e9'"),
         ("2400,0.085,6.69,Pareto,0.02,73", "pattern, Gamma or Weibull", "'Pareto'"),
-        ("2400,0.085,0,Gamma,0.02,73", "cv and p0 above 0", "0.0, 0.02"),
+        ("2400,0.085,0,Gamma,0.02,73", "cv from 0.0001 to 10000, being Gamma", "'0'"),
+        ("2400,0.085,1e-200,Gamma,0.02,73", "cv from 0.0001", "'1e-200'"),
+        ("2400,0.085,1e12,Gamma,0.02,73", "cv from 0.0001", "'1e12'"),
+        ("2400,0.085,1,Weibull,1e-300,73", "p0 from 0.01 to 10000, being Weibull", "'1e-300'"),
+        ("1e308,0.085,1,Gamma,0.02,73", "t_s, a number from 0 to 1e+15", "'1e308'"),
     ],
 )
 def test_bad_trace_lines(tmp_path: Path, line: str, expected: str, found: str) -> None:
@@ -166,11 +170,26 @@ def test_bad_trace_lines(tmp_path: Path, line: str, expected: str, found: str) -
     assert left.clients[0].windows[0].start_s == 3000
 
 
+@pytest.mark.parametrize("text", ['{"0": ' + "9" * 5000 + "}", "[1]", '{"\u00e9": {}}', '{"\\u0061": {}}'])
+def test_files_that_hold_no_histograms(folder: Path, text: str) -> None:
+    path = folder / "chunk-11-dataset.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="line 1: expected") as caught:
+        servegen.read_folder(folder)
+    assert "\n" not in str(caught.value)
+    assert (
+        f"{path.name}: 1 malformed lines left out" in servegen.read_folder(folder, skip_bad_lines=True).notes
+    )
+
+
 @pytest.mark.parametrize(
     ("inputs", "expected", "found"),
     [
         ("{10: 0.5, ", "input_tokens, a text of {tokens: probability, ...}", "{10: 0.5,"),
         ("{10: -1}", "input_tokens, a text of", "-1"),
+        ("{[]: 1}", "input_tokens, a text of", "{[]: 1}"),
+        ("{10: 1e999}", "input_tokens, a text of", "10: inf"),
+        (f"{{{10**400}: 1}}", "input_tokens, a text of", "1000000"),
         ("__import__('os')", "input_tokens, a text of", "__import__"),
     ],
 )
@@ -190,6 +209,16 @@ def test_bad_histograms(folder: Path, inputs: str, expected: str, found: str) ->
             "[5, 4]",
         ),
         ('{"client": 2, "input_tokens": {"q": [5]}, "output_tokens": {"q": [1, 2]}}', "two or more", "[5]"),
+        (
+            '{"client": 2, "input_tokens": {"q": [5, NaN]}, "output_tokens": {"q": [1, 2]}}',
+            "q of input_tokens",
+            "[5, nan]",
+        ),
+        (
+            '{"client": 2, "input_tokens": {"q": [5, 1e300]}, "output_tokens": {"q": [1, 2]}}',
+            "q of input_tokens",
+            "[5, 1e+300]",
+        ),
         ('{"client": 2, "input_tokens": [5, 6], "output_tokens": {"q": [1, 2]}}', "a JSON object", "[5, 6]"),
         ('{"input_tokens": {}}', "client, a whole number", "nothing"),
     ],

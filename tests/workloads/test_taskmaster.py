@@ -121,6 +121,12 @@ def dialog(**fields: Any) -> str:
         (dialog(turns=[["nobody", "hello"]]), "a turn's kind, one of user", "'nobody'"),
         (dialog(utterances=[{"speaker": "USER"}]), "text, a text", "nothing"),
         (dialog(utterances=[{"speaker": "OTHER", "text": "x"}]), "speaker, user or assistant", "'other'"),
+        (dialog(utterances=[{"speaker": "USER", "text": "x", "apis": 5}]), "apis, an array", "'5'"),
+        (
+            dialog(utterances=[{"speaker": "USER", "text": "x", "annotations": True}]),
+            "annotations, an",
+            "True",
+        ),
         (dialog(utterances=["x"]), "a JSON object", "'x'"),
         (dialog(context="[{", generation="{}"), "context, a JSON array inside a text", "[{"),
         (dialog(context="{}", generation="{}"), "context, an array", "{}"),

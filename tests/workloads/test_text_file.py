@@ -54,6 +54,7 @@ def test_an_array_over_many_lines(tmp_path: Path) -> None:
         ('[{"n": 1}\n{"n": 2}]', 2, "a comma or the array's end", [1]),
         ('[{"n": 1},\n{"n": 2}', 2, "a comma or the array's end, found ''", [1, 2]),
         ('[{"n": 1},\n{n: 2}]', 2, "a whole JSON object in the array, found '{n: 2}]'", [1]),
+        ('[{"n": 1}]\n\n[{"n": 2}]', 3, "nothing after the array, found '[{\"n\": 2}]'", [1]),
     ],
 )
 def test_a_broken_array(tmp_path: Path, content: str, line: int, expected: str, left: list[int]) -> None:
@@ -123,7 +124,9 @@ def test_what_is_no_whole_number_from_one(found: object) -> None:
         whole({"n": found}, "n", 1)
 
 
-@pytest.mark.parametrize("found", ["1_0", "nan", "inf", "1e999", "", "-1", True, None, float("nan"), "x"])
+@pytest.mark.parametrize(
+    "found", ["1_0", "nan", "inf", "1e999", "1e300", "", "-1", True, None, float("nan"), "x"]
+)
 def test_what_is_no_number_from_zero(found: object) -> None:
     with pytest.raises(ValueError, match="a number from 0"):
         decimal({"n": found}, "n")
@@ -160,3 +163,10 @@ def test_members_of_one_object(tmp_path: Path) -> None:
         file = TextFile(path, skip_bad_lines=True)
         assert list(file.members(member)) == []
         assert file.skipped == 1
+
+
+def test_files_without_content_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="file: expected JSON objects, found an empty file"):
+        list(TextFile(written(tmp_path, "\n \n")).records(number))
+    with pytest.raises(ConfigError, match="file: expected rows below the header, found none"):
+        list(TextFile(written(tmp_path, "n\n")).rows(("n",), number))

@@ -29,18 +29,26 @@ def load(
 
     Arrivals count from ``start_s``. Timestamps are spelled ``2023-11-16 18:17:03.9799600`` (2023; no zone: UTC) or
     ``2024-05-10 00:00:00.009930+00:00``, fraction perhaps left out (2024); beyond the microsecond they are cut.
-    Key of a request: its number in the file, from 0. Raises ConfigError for a malformed line.
+    Key of a request: its number in the file, from 0. Raises ConfigError for a malformed line and for a request
+    before the file's first, which would be before the start.
     """
     file = TextFile(path, skip_bad_lines)
     adapters = adapters or Adapters()
     end_s = float("inf") if duration_s is None else start_s + duration_s
     requests: list[StreamRequest] = []
     first: datetime | None = None
-    for number, (moment, input_tokens, output_tokens) in enumerate(file.rows(COLUMNS, _row)):
+
+    def row(cells: Mapping[str, str]) -> tuple[float, int, int]:
+        nonlocal first
+        moment, input_tokens, output_tokens = _row(cells)
+        first = first or moment
+        if moment < first:
+            raise BadLine(f"TIMESTAMP, not before the first line's {first}", cells["TIMESTAMP"])
+        return (moment - first).total_seconds(), input_tokens, output_tokens
+
+    for number, (after_s, input_tokens, output_tokens) in enumerate(file.rows(COLUMNS, row)):
         if len(requests) == limit:
             break
-        first = first or moment
-        after_s = (moment - first).total_seconds()
         if start_s <= after_s < end_s:
             adapter = adapters.choose(str(number))
             requests.append(

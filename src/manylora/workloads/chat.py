@@ -7,18 +7,14 @@ lengths, no text; whoever replays it makes up the tokens.
 from __future__ import annotations
 
 import dataclasses
-import gzip
-import json
-import math
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from manylora.config import ConfigError
+from manylora.workloads.popularity import MOST_ADAPTERS, MOST_RANK
 from manylora.workloads.stream import Piece, Stream, StreamRequest, in_order
-
-_COUNTS = ("conversation", "turn", "adapter", "rank", "history_tokens", "user_tokens", "reply_tokens")
-_GZIP = b"\x1f\x8b"
+from manylora.workloads.text_file import TextFile, decimal, whole
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,7 +43,7 @@ def read_turns(path: Path, limit: int | None = None) -> tuple[Turn, ...]:
     """The first ``limit`` turns (None: all) in order of arrival; raises ConfigError, in one line."""
     if limit is not None and limit < 1:
         raise ConfigError(f"the limit must be at least 1, got {limit}")
-    turns = sorted(_parsed(path), key=lambda turn: turn.arrival_s)
+    turns = sorted(TextFile(path).records(_turn), key=lambda turn: turn.arrival_s)
     if not turns:
         raise ConfigError(f"the trace {path} is empty")
     # A prefix of the arrivals holds whole conversations' beginnings, so it is a trace as well.
@@ -112,37 +108,17 @@ def to_stream(turns: Iterable[Turn], name: str = "chat", ranks: Sequence[int] | 
     return in_order(name, requests, ranks, ("chat trace generated for this project: lengths, no text",))
 
 
-def _parsed(path: Path) -> list[Turn]:
-    try:
-        raw = path.read_bytes()
-        text = (gzip.decompress(raw) if raw.startswith(_GZIP) else raw).decode()
-    except OSError as error:
-        raise ConfigError(f"cannot read the trace {path}: {error.strerror or error}") from error
-    except (EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise ConfigError(f"the trace {path} is damaged: {error}") from error
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
-    return [_turn(line, f"the trace {path}, line {number}") for number, line in lines]
-
-
-def _turn(line: str, where: str) -> Turn:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: not JSON: {error}") from error
-    if not isinstance(row, Mapping):
-        raise ConfigError(f"{where}: not an object")
-    names = [field.name for field in dataclasses.fields(Turn)]
-    for name in names:
-        if name not in row:
-            raise ConfigError(f"{where}: there is no {name}")
-    for name in _COUNTS:
-        least = 1 if name in ("user_tokens", "reply_tokens") else 0
-        if type(row[name]) is not int or row[name] < least:
-            raise ConfigError(f"{where}: {name} must be a whole number from {least}, got {row[name]!r}")
-    arrival_s = row["arrival_s"]
-    if type(arrival_s) not in (int, float) or not 0 <= arrival_s < math.inf:
-        raise ConfigError(f"{where}: arrival_s must be a time in seconds, got {arrival_s!r}")
-    return Turn(**{name: row[name] for name in names})
+def _turn(row: Mapping[str, Any]) -> Turn:
+    return Turn(
+        arrival_s=decimal(row, "arrival_s"),
+        conversation=whole(row, "conversation"),
+        turn=whole(row, "turn"),
+        adapter=whole(row, "adapter", most=MOST_ADAPTERS - 1),
+        rank=whole(row, "rank", 1, MOST_RANK),
+        history_tokens=whole(row, "history_tokens"),
+        user_tokens=whole(row, "user_tokens", 1),
+        reply_tokens=whole(row, "reply_tokens", 1),
+    )
 
 
 def _check_conversations(path: Path, turns: Sequence[Turn]) -> None:

@@ -113,7 +113,10 @@ def mapped_functions(invocations: Sequence[int], num_adapters: int, skewness: in
     return tuple(adapters)
 
 
-_RANK = Number("rank", 1, 65536)
+MOST_RANK = 65536
+"""Likewise."""
+
+_RANK = Number("rank", 1, MOST_RANK)
 _RANK_FORMS = {"random": Form((_RANK,), repeats=True), "cycle": Form((_RANK,), repeats=True)}
 
 

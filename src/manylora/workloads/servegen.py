@@ -17,13 +17,24 @@ from pathlib import Path
 from typing import Any
 
 from manylora.config import ConfigError
+from manylora.workloads.arrivals import check_load
 from manylora.workloads.assembly import Adapters, lone_request
 from manylora.workloads.stream import Stream, StreamRequest, in_order
-from manylora.workloads.text_file import BadLine, TextFile, an_object, array, decimal, string, whole
+from manylora.workloads.text_file import (
+    LARGEST_COUNT,
+    BadLine,
+    TextFile,
+    an_object,
+    array,
+    decimal,
+    string,
+    whole,
+)
 
 WINDOW_S = 600.0
 MOST_RPS = 10**5
-PATTERNS = ("Gamma", "Weibull")
+_SPREADS = {"Gamma": ("cv", 1e-4, 1e4), "Weibull": ("p0", 0.01, 1e4)}
+"""What shapes a pattern's gaps, and its bounds: beyond them drawing runs out of floating point."""
 _RATES = ("t_s", "rate_rps", "cv", "pattern", "p0", "p1")
 
 
@@ -120,6 +131,19 @@ def read_condensed(rates: Path | str, lengths: Path | str, *, skip_bad_lines: bo
     return Clients(tuple(clients), (note, *rate_file.notes, *length_file.notes))
 
 
+def mean_rate(clients: Clients, duration_s: float, start_s: float = 0.0) -> float:
+    """Requests a second of all clients, in the mean of ``duration_s`` seconds from ``start_s``."""
+    end_s = start_s + duration_s
+    return (
+        math.fsum(
+            window.rate_rps * max(0.0, min(window.start_s + WINDOW_S, end_s) - max(window.start_s, start_s))
+            for client in clients.clients
+            for window in client.windows
+        )
+        / duration_s
+    )
+
+
 def generate(
     clients: Clients,
     *,
@@ -136,11 +160,13 @@ def generate(
     Lengths are drawn from those of the client at that time, prompt and reply independently (the source has no
     joint ones); a client without lengths takes those of the next that has some, which the notes count. What
     is drawn depends on ``seed``, client and window, not on what else is asked for. Key of a request: the client's
-    name. Raises ConfigError if nobody has lengths, or nobody sends anything.
+    name. Raises ConfigError if nobody has lengths, nobody sends anything, or they send more than can be held.
     """
     adapters = adapters or Adapters()
     if not 0 < rate_scale < math.inf:
         raise ConfigError(f"rates can be scaled by numbers above 0, not by {rate_scale}")
+    if rate := mean_rate(clients, duration_s, start_s) * rate_scale:
+        check_load(rate, duration_s)
     found: list[tuple[float, Client, int, int]] = []
     borrowed = 0
     for index, client in enumerate(clients.clients):
@@ -209,23 +235,23 @@ def _window(row: Mapping[str, str]) -> Window | None:
         return None
     if rate_rps > MOST_RPS:
         raise BadLine(f"rate_rps, requests a second up to {MOST_RPS}", row["rate_rps"])
-    if pattern not in PATTERNS:
-        raise BadLine(f"pattern, {' or '.join(PATTERNS)}", pattern)
+    if pattern not in _SPREADS:
+        raise BadLine(f"pattern, {' or '.join(_SPREADS)}", pattern)
     # A Gamma distribution's shape is 1/cv^2; the published one is that, a Weibull's follows from no formula.
-    if not (cv if pattern == "Gamma" else first):
-        raise BadLine("cv and p0 above 0 in a window with requests", f"{cv}, {first}")
+    name, least, most = _SPREADS[pattern]
+    if not least <= decimal(row, name) <= most:
+        raise BadLine(f"{name} from {least:g} to {most:g}, being {pattern}", row[name])
     return Window(start_s, rate_rps, pattern, 1 / cv**2 if pattern == "Gamma" else first)
 
 
 def _histograms(name: str, found: Any) -> tuple[float, Lengths, Lengths] | None:
     """None where the client said nothing."""
-    if not name.isdecimal():
-        raise BadLine("a time in seconds", name)
+    start_s = decimal({"time": name}, "time")
     fields = an_object(found)
     sizes = [_histogram(fields, field) for field in ("input_tokens", "output_tokens")]
     if sizes[0] is None or sizes[1] is None:
         return None
-    return float(name), sizes[0], sizes[1]
+    return start_s, sizes[0], sizes[1]
 
 
 def _histogram(fields: Mapping[str, Any], field: str) -> Lengths | None:
@@ -233,14 +259,13 @@ def _histogram(fields: Mapping[str, Any], field: str) -> Lengths | None:
     expected = f"{field}, a text of {{tokens: probability, ...}}"
     try:
         shares = ast.literal_eval(written)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         raise BadLine(expected, written) from None
     if not isinstance(shares, dict):
         raise BadLine(expected, written)
-    if not all(
-        type(tokens) is int and type(share) in (int, float) and share >= 0 for tokens, share in shares.items()
-    ):
-        raise BadLine(expected, written)
+    for tokens, share in shares.items():
+        if not (_is_count(tokens) and type(tokens) is int and _is_count(share)):
+            raise BadLine(expected, f"{tokens}: {share}")
     ordered = sorted(shares.items())
     up_to = tuple(itertools.accumulate(float(share) for _, share in ordered))
     return Lengths(tuple(float(tokens) for tokens, _ in ordered), up_to) if up_to and up_to[-1] > 0 else None
@@ -253,15 +278,15 @@ def _quantiles(record: Mapping[str, Any]) -> tuple[int, tuple[tuple[float, Lengt
     sizes = []
     for field in ("input_tokens", "output_tokens"):
         values = array(an_object(record[field]), "q")
-        rising = (
-            len(values) > 1
-            and all(type(value) in (int, float) for value in values)
-            and values == sorted(values)
-        )
-        if not rising:
-            raise BadLine(f"q of {field}, two or more numbers that never fall", values)
+        if len(values) < 2 or not all(map(_is_count, values)) or values != sorted(values):
+            raise BadLine(f"q of {field}, two or more numbers of tokens that never fall", values)
         sizes.append(Lengths(tuple(float(value) for value in values)))
     return client, ((0.0, sizes[0], sizes[1]),)
+
+
+def _is_count(found: object) -> bool:
+    """A number of tokens, or a weight."""
+    return type(found) in (int, float) and 0 <= found <= LARGEST_COUNT  # type: ignore[operator]
 
 
 def _chunk(path: Path) -> int:

@@ -74,7 +74,7 @@ def _utterance(found: Mapping[str, Any]) -> Iterator[Message]:
 
 def _apis(found: Mapping[str, Any]) -> Iterator[Message]:
     """TM-3: name, args and response of each call."""
-    for call in map(an_object, found.get("apis") or ()):
+    for call in map(an_object, array(found, "apis") if found.get("apis") else ()):
         name = string(call, "name")
         yield Message(True, json.dumps({name: call.get("args")}, ensure_ascii=False))
         yield Message(False, json.dumps({name: call.get("response")}, ensure_ascii=False))
@@ -82,7 +82,7 @@ def _apis(found: Mapping[str, Any]) -> Iterator[Message]:
 
 def _annotated_calls(found: Mapping[str, Any]) -> Iterator[Message]:
     """TM-4: api_call and request belong together, as do api_response and response."""
-    for note in map(an_object, found.get("annotations") or ()):
+    for note in map(an_object, array(found, "annotations") if found.get("annotations") else ()):
         name = string(note, "name")
         if name in ("api_call", "request"):
             yield Message(True, string(note, "value"))

@@ -22,7 +22,10 @@ Value = TypeVar("Value")
 _GZIP = b"\x1f\x8b"
 _BYTE_ORDER_MARK = "\ufeff"
 _SHOWN_CHARS = 60
-_LARGEST_COUNT = 10**9
+LARGEST_COUNT = 10**9
+"""Of tokens and the like: more are surely a slip."""
+_LARGEST_NUMBER = 1e15
+"""Times and rates beyond it are a slip, and their squares would overflow."""
 _MISSING = object()
 
 
@@ -78,6 +81,7 @@ class TextFile:
         quotes. Raises ConfigError for a header that lacks a column, also when lines are skipped.
         """
         names: list[str] | None = None if header else list(columns)
+        is_empty = True
 
         def cells(line: str) -> list[str]:
             if not quoted:
@@ -98,11 +102,14 @@ class TextFile:
             if names is None:
                 names = self._header(number, raw, cells, columns)
             else:
+                is_empty = False
                 yield from self._parsed(number, raw, row)
         if names is None:
             raise ConfigError(
                 f"{self.path}: expected a header with {', '.join(columns)}, found an empty file"
             )
+        if is_empty and header:
+            raise ConfigError(f"{self.path}: expected rows below the header, found none")
 
     def records(self, parse: Callable[[Mapping[str, Any]], Value]) -> Iterator[Value]:
         """What ``parse`` makes of each JSON object: one a line (JSONL), or in one array over the whole file.
@@ -114,6 +121,8 @@ class TextFile:
         for _, raw in self._raw_lines():
             start = raw.lstrip(_BYTE_ORDER_MARK.encode()).lstrip()[:1]
             break
+        if not start:
+            raise ConfigError(f"{self.path}: expected JSON objects, found an empty file")
         if start == b"[":
             yield from self._array(parse)
         else:
@@ -130,14 +139,15 @@ class TextFile:
         except json.JSONDecodeError as error:
             self._refuse(error.lineno, BadLine("JSON to the end of the file", whole_text[error.pos :]))
             return
-        except (BadLine, RecursionError):
+        except (ValueError, RecursionError):  # a BadLine, or a number of thousands of digits
             self._refuse(1, BadLine("one JSON object", whole_text))
             return
         for name, value in found.items():
             try:
                 member = parse(name, value)
             except BadLine as error:
-                self._refuse(whole_text.count("\n", 0, whole_text.index(json.dumps(name))) + 1, error)
+                place = whole_text.find(json.dumps(name, ensure_ascii=False))  # -1: spelled otherwise
+                self._refuse(whole_text.count("\n", 0, max(place, 0)) + 1, error)
             else:
                 yield member
 
@@ -189,6 +199,10 @@ class TextFile:
             at = _after_space(text, at)
             line, counted = line + text.count("\n", counted, at), at
             if text.startswith("]", at):
+                after = _after_space(text, at + 1)
+                if after < len(text):
+                    line += text.count("\n", at, after)
+                    self._refuse(line, BadLine("nothing after the array", text[after : after + _SHOWN_CHARS]))
                 return
             try:
                 record, at = decoder.raw_decode(text, at)
@@ -236,28 +250,27 @@ def an_object(value: object) -> Mapping[str, Any]:
     return value
 
 
-def whole(row: Mapping[str, Any], name: str, least: int = 0) -> int:
-    """The count ``name``, from text or JSON; raises BadLine, also below ``least`` and for absurdly many."""
+def whole(row: Mapping[str, Any], name: str, least: int = 0, most: int = LARGEST_COUNT) -> int:
+    """The count ``name``, from text or JSON; raises BadLine, also below ``least`` and above ``most``."""
     found = row.get(name, _MISSING)
-    expected = f"{name}, a whole number from {least} to {_LARGEST_COUNT}"
+    expected = f"{name}, a whole number from {least} to {most}"
     # int() also takes 1_000, which no format here means.
     plain = isinstance(found, str) and found.isascii() and found.strip().removeprefix("-").isdecimal()
     number = int(found) if plain and len(found) < _SHOWN_CHARS else found
-    if type(number) is not int or not least <= number <= _LARGEST_COUNT:
+    if type(number) is not int or not least <= number <= most:
         raise BadLine(expected, found)
     return number
 
 
 def decimal(row: Mapping[str, Any], name: str, least: float = 0.0) -> float:
-    """The finite number ``name``, from text or JSON; raises BadLine, also below ``least``."""
+    """The number ``name``, from text or JSON; raises BadLine, also below ``least`` and for absurdly large ones."""
     found = row.get(name, _MISSING)
     try:
         number = float(found) if type(found) in (str, int, float) and "_" not in str(found) else math.nan
     except (ValueError, OverflowError):
         number = math.nan
-    if not least <= number < math.inf:
-        bound = "" if least == -math.inf else f" from {least:g}"
-        raise BadLine(f"{name}, a number{bound}", found)
+    if not least <= number <= _LARGEST_NUMBER:
+        raise BadLine(f"{name}, a number from {least:g} to {_LARGEST_NUMBER:g}", found)
     return number
 
 
