@@ -130,3 +130,9 @@ def test_processes_that_are_none(text: str, words: str) -> None:
 def test_loads_that_are_none(rate: float, duration_s: float, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_process("poisson")(rate, duration_s, Random(0))
+
+
+def test_even_arrivals_end_before_the_duration() -> None:
+    moments = even(1.1, 10.0)  # 1.1 * 10 is a little more than 11
+    assert len(moments) == 11
+    assert moments[-1] < 10

@@ -158,5 +158,18 @@ def test_nothing_called(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no invocation"):
         azure_functions.load_2019(path, seed=0)
     path.write_text("app,func,end_timestamp,duration\n")
-    with pytest.raises(ConfigError, match="no invocations"):
+    with pytest.raises(ConfigError, match="expected rows below the header"):
         azure_functions.load_2021(path)
+
+
+def test_only_arrivals_that_are_needed_are_made() -> None:
+    whole = azure_functions.load_2019(SAMPLES / DAY, seed=1, busiest=5)
+    for few in (
+        azure_functions.load_2019(SAMPLES / DAY, seed=1, busiest=5, limit=10),
+        azure_functions.load_2019(SAMPLES / DAY, seed=1, busiest=5, until_s=150.0),
+    ):
+        assert list(few.arrivals_s) == list(whole.arrivals_s)  # the busiest of the whole day
+        made = few.merged()
+        assert 10 <= len(made) < len(whole.merged())
+        assert made == whole.merged()[: len(made)]
+    assert few.duration_s == 180

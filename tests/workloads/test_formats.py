@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
 import pytest
 
 from manylora.config import ConfigError
-from manylora.workloads.formats import Wish, read_file
+from manylora.workloads.formats import FORMATS, Wish, read_file
 from manylora.workloads.stream import Stream
 
 
@@ -68,3 +69,60 @@ def test_the_arena_has_times_and_models(tmp_path: Path) -> None:
     stream = read(path, "arena", num_adapters=2)
     assert [request.arrival_s for request in stream.requests] == [0.0, 0.0, 3.0, 3.0]
     assert len(stream.ranks) == 2
+
+
+def test_gzipped_parallel_files(opus: Path) -> None:
+    for path in opus.glob("opus.*"):
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    assert len(read(opus, "opus").requests) == 6
+
+
+def test_braces_in_a_path(tmp_path: Path) -> None:
+    path = tmp_path / "{0}.tsv"
+    path.write_text("eng\tdeu\nYes\tJa\n")
+    assert len(read(path, "ntrex").requests) == 2
+    with pytest.raises(ConfigError, match=r"\{0\}.tsv has 2 pairs with English, fewer than 3 adapters"):
+        read(path, "ntrex", num_adapters=3)
+    path.write_text("eng\tdeu\tdeu\nYes\tJa\tJa\n")
+    with pytest.raises(ConfigError, match="line 1: expected a header that has each language once"):
+        read(path, "ntrex")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_adapters_and_ranks_that_make_no_sense(name: str, opus: Path) -> None:
+    for count in (0, -1):
+        with pytest.raises(ConfigError, match=f"number of adapters must be .* got {count}"):
+            read(opus, name, num_adapters=count)
+    if not FORMATS[name].has_adapters:
+        with pytest.raises(ConfigError, match="ranks, 16, need a number of adapters"):
+            read(opus, name, ranks="16")
+
+
+def test_a_mapping_takes_whole_functions(tmp_path: Path) -> None:
+    path = tmp_path / "day.csv"
+    path.write_text("function,1,2\na,3,1\nb,1,1\n")
+    with pytest.raises(ConfigError, match="functions are a whole number"):
+        read(path, "azure-functions-2019", num_adapters=2, popularity="skewness(1.5)")
+
+
+def test_a_rate_needs_no_more_of_a_day_than_its_requests(tmp_path: Path) -> None:
+    path = tmp_path / "day.csv"
+    minutes = range(1, 1441)
+    path.write_text(f"function,{','.join(map(str, minutes))}\na{',1000000' * 1440}\nb{',2' * 1440}\n")
+    stream = read(path, "azure-functions-2019", rate=2.0, duration_s=50.0, num_adapters=1)
+    assert len(stream.requests) == 100
+    path.write_text("function,1,2\na,100,1000000\nb,5,1\n")
+    assert len(read(path, "azure-functions-2019", duration_s=60.0).requests) == 105
+    assert read(path, "azure-functions-2019", duration_s=30.0).duration_s < 30
+
+
+def test_servegen_at_a_rate_makes_only_that(tmp_path: Path) -> None:
+    rates, lengths = tmp_path / "m_client_rates.csv", tmp_path / "m_client_lengths.jsonl"
+    rows = [f"0,{start},{rate},1,Gamma,1,1" for start, rate in ((0, 100000), (600, 50000))]
+    rates.write_text("\n".join(["client,t_s,rate_rps,cv,pattern,p0,p1", *rows]))
+    lengths.write_text('{"client": 0, "input_tokens": {"q": [1, 9]}, "output_tokens": {"q": [1, 9]}}')
+    stream = read(rates, "servegen", rate=2.0, duration_s=1200.0)
+    assert len(stream.requests) == pytest.approx(2400, abs=2)
+    with pytest.raises(ConfigError, match="100000 requests a second for 600 seconds are more than"):
+        read(rates, "servegen")

@@ -33,7 +33,8 @@ def gamma(rate: float, cv: float, duration_s: float, rng: Random) -> list[float]
 
 def even(rate: float, duration_s: float) -> list[float]:
     """One every 1 / rate seconds, the first at once."""
-    return [index / rate for index in range(math.ceil(rate * duration_s))]
+    moments = (index / rate for index in range(math.ceil(rate * duration_s)))
+    return [moment for moment in moments if moment < duration_s]  # a product may be rounded up
 
 
 def at_once(rate: float, duration_s: float) -> list[float]:

@@ -7,8 +7,10 @@ to n adapters: ``Invocations.busiest``. Sources and licences: docs/workloads.md.
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 
 from manylora.config import ConfigError
@@ -22,7 +24,7 @@ _MOST_A_MINUTE = 10**6
 class Invocations:
     """When each function was called: seconds from the start of the cut, sorted; the busiest function first.
 
-    Functions as busy as each other keep the order of the file. ``duration_s``: the length of the cut.
+    Functions as busy as each other keep the order of the file. One may have no arrival left in a shortened cut. ``duration_s``: the length of the cut.
     """
 
     arrivals_s: Mapping[str, tuple[float, ...]]
@@ -50,14 +52,17 @@ def load_2019(
     first_minute: int = 1,
     minutes: int | None = None,
     busiest: int | None = None,
+    until_s: float | None = None,
+    limit: int | None = None,
     skip_bad_lines: bool = False,
 ) -> Invocations:
     """A day's file, one row a function: an id column (``HashFunction``, or ``function``) and columns 1 to 1440.
 
     Only the cut of ``minutes`` from ``first_minute`` (as the columns are named, from 1), only functions called
-    in it and of these the ``busiest``. Within its minute an arrival is drawn uniformly, by ``seed`` and function:
-    what else is kept does not change a function's arrivals in a cut. Raises ConfigError for a malformed line and
-    for an impossible cut.
+    in it and of these the ``busiest``. Of their arrivals, which may be hundreds of millions a day, only those of
+    the minutes that ``until_s`` seconds or the first ``limit`` arrivals need. Within its minute an arrival is
+    drawn uniformly, by ``seed`` and function: what else is kept does not change a function's arrivals in a cut.
+    Raises ConfigError for a malformed line and for an impossible cut.
     """
     file = TextFile(path, skip_bad_lines)
     counts: dict[str, dict[int, int]] = {}
@@ -74,8 +79,16 @@ def load_2019(
     called = sorted((f for f in counts if counts[f]), key=lambda f: -sum(counts[f].values()))
     if not called:
         raise ConfigError(f"{path} has no invocation in the minutes asked for")
-    arrivals = {f: _spread(counts[f], first_minute, random.Random(f"{seed}/{f}")) for f in called[:busiest]}
+    kept = {f: counts[f] for f in called[:busiest]}
     length = last - first_minute + 1 if minutes is None else minutes
+    if until_s is not None:
+        length = min(length, math.ceil(until_s / MINUTE_S))
+    if limit is not None:
+        each = (sum(its.get(first_minute + index, 0) for its in kept.values()) for index in range(length))
+        length = next((index for index, made in enumerate(accumulate(each), 1) if made >= limit), length)
+    arrivals = {
+        f: _spread(its, first_minute, length, random.Random(f"{seed}/{f}")) for f, its in kept.items()
+    }
     note = f"Azure Functions trace 2019, CC BY 4.0: counts a minute, spread uniformly within it, seed {seed}"
     return Invocations(arrivals, length * MINUTE_S, (note, *file.notes))
 
@@ -112,7 +125,7 @@ def _row_2019(row: Mapping[str, str]) -> tuple[str, dict[int, int]]:
         raise BadLine("a function's id in HashFunction or function", "nothing")
     counts = {}
     for name, cell in row.items():
-        if name.isdecimal():
+        if name.isdecimal() and len(name) < 9:
             if not cell.isdecimal() or len(cell) > 9 or int(cell) > _MOST_A_MINUTE:
                 raise BadLine(f"a count of invocations in minute {name}, up to {_MOST_A_MINUTE}", cell)
             counts[int(name)] = int(cell)
@@ -125,12 +138,14 @@ def _last_minute(path: Path | str, row: Mapping[int, int]) -> int:
     return len(row)
 
 
-def _spread(counts: Mapping[int, int], first_minute: int, draws: random.Random) -> tuple[float, ...]:
+def _spread(
+    counts: Mapping[int, int], first_minute: int, minutes: int, draws: random.Random
+) -> tuple[float, ...]:
     return tuple(
         sorted(
-            (minute - first_minute + draws.random()) * MINUTE_S
-            for minute, count in sorted(counts.items())
-            for _ in range(count)
+            (index + draws.random()) * MINUTE_S
+            for index in range(minutes)
+            for _ in range(counts.get(first_minute + index, 0))
         )
     )
 

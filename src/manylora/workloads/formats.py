@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -26,7 +25,7 @@ from manylora.workloads import (
 )
 from manylora.workloads.arrivals import check_load
 from manylora.workloads.assembly import NO_TIMES, Adapters, assign, lone_request, with_starts
-from manylora.workloads.popularity import Popularity, mapped_functions, parse_ranks
+from manylora.workloads.popularity import Popularity, check_adapters, mapped_functions, parse_ranks
 from manylora.workloads.scenarios import RANKS, THINK_S
 from manylora.workloads.stream import Stream, StreamRequest, in_order
 from manylora.workloads.terms import Form, Number, parse_term, suggestion
@@ -55,6 +54,23 @@ class Wish:
         """FastLibra's 32 and 64 at random (§6.1), or as asked."""
         return parse_ranks(self.ranks or RANKS, count, Random(f"{self.seed} ranks"))
 
+    @property
+    def cut_s(self) -> float | None:
+        """How much of a file's own time is asked for; None: all, or as much as gives ``num_first`` requests."""
+        return self.duration_s if self.rate is None else None
+
+    @property
+    def num_first(self) -> int | None:
+        """How many of a file's first requests make up the rate for the duration; None: that is not asked for."""
+        if self.rate is None or self.duration_s is None:
+            return None
+        return max(1, round(self.rate * self.duration_s))
+
+    @property
+    def limit(self) -> int | None:
+        """How many of a file's first requests need be read: one more, which says when the others end."""
+        return None if self.num_first is None else self.num_first + 1
+
     def own_adapters(self) -> Adapters | None:
         """For the keys that a file has; None where they are not to be used."""
         if self.num_adapters is None or self.popularity is not None:
@@ -72,8 +88,12 @@ def read_file(path: Path, file_format: str, wish: Wish) -> Stream:
     if not os.path.exists(path):
         raise ConfigError(f"cannot read {path}: there is no such file")
     check_load(1.0 if wish.rate is None else wish.rate, 1.0 if wish.duration_s is None else wish.duration_s)
+    if wish.num_adapters is not None:
+        check_adapters(wish.num_adapters)
     if wish.popularity is not None and wish.num_adapters is None:
         raise ConfigError(f"a popularity, {wish.popularity}, needs a number of adapters")
+    if wish.ranks is not None and wish.num_adapters is None and not FORMATS[file_format].has_adapters:
+        raise ConfigError(f"ranks, {wish.ranks}, need a number of adapters")
     stream = FORMATS[file_format].read(path, wish)
     if wish.popularity is not None and not FORMATS[file_format].has_functions:
         stream = _with_popularity(stream, wish.popularity, wish)
@@ -96,9 +116,9 @@ def _at_rate(stream: Stream, wish: Wish) -> Stream:
         return stream
     if NO_TIMES not in stream.notes:
         count, span_s = len(stream.requests), stream.duration_s
-        if wish.duration_s is not None and (wanted := max(1, round(wish.rate * wish.duration_s))) < count:
+        if wish.num_first is not None and wish.num_first < count:
             # Only as many as come within the duration, so that these, not the whole file, have the rate.
-            count, span_s = wanted, stream.requests[wanted].arrival_s
+            count, span_s = wish.num_first, stream.requests[wish.num_first].arrival_s
         if span_s == 0:
             raise ConfigError(f"{stream.name}: requests that all come at once have no rate to be scaled")
         return stream.first(count).with_rate(wish.rate * span_s / count)
@@ -107,9 +127,9 @@ def _at_rate(stream: Stream, wish: Wish) -> Stream:
     start_rate = wish.rate * conversations / len(stream.requests)
     starts = itertools.accumulate(dice.expovariate(start_rate) for _ in range(conversations))
     stream = with_starts(stream, starts, lambda: dice.expovariate(1 / THINK_S))
-    note = (
-        f"arrivals: conversations start at random, {wish.rate:g} turns/s; turns {THINK_S:g} s apart (assumed)"
-    )
+    note = f"arrivals: conversations start at random, {wish.rate:g} turns/s"
+    if conversations < len(stream.requests):
+        note += f"; turns {THINK_S:g} s apart (assumed)"
     return dataclasses.replace(stream, notes=(*stream.notes, note))
 
 
@@ -122,49 +142,54 @@ def _chat(path: Path, wish: Wish) -> Stream:
 
 def _ntrex(path: Path, wish: Wish) -> Stream:
     others = [code for code in parallel_text.languages(path) if code != "eng"]
-    return _translations(
-        [
-            (f"{source}-{target}", partial(parallel_text.read_tsv, path, source, target))
-            for other in others
-            for source, target in (("eng", other), (other, "eng"))
-        ],
-        f"{path} has {{}} pairs with English",
-        wish,
-    )
+    pairs = {
+        f"{source}-{target}": (source, target)
+        for other in others
+        for source, target in (("eng", other), (other, "eng"))
+    }
+
+    def read(names: Sequence[str]) -> list[parallel_text.ParallelText]:
+        return parallel_text.read_pairs(path, [pairs[name] for name in names])
+
+    return _translations(list(pairs), read, f"{path} has {len(pairs)} pairs with English", wish)
 
 
 def _opus(folder: Path, wish: Wish) -> Stream:
     """Files of a folder that differ in their last suffix alone, a language: "opus.de-en-test.de" and ".en"."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder of parallel files")
-    sides: dict[str, list[Path]] = {}
+    sides: dict[str, list[tuple[str, Path]]] = {}
     for file in sorted(folder.iterdir()):
-        if file.is_file() and file.suffix:
-            sides.setdefault(file.stem, []).append(file)
-    return _translations(
-        [
-            (
-                f"{stem} {source.suffix[1:]}-{target.suffix[1:]}",
-                partial(parallel_text.read_lines, source, target),
-            )
-            for stem, files in sides.items()
-            for source, target in itertools.permutations(files, 2)
-            if len(files) == 2
-        ],
-        f"{folder} has {{}} pairs of parallel files and directions",
-        wish,
-    )
+        stem, _, language = file.name.removesuffix(".gz").rpartition(".")
+        if stem and file.is_file():
+            sides.setdefault(stem, []).append((language, file))
+    pairs = {
+        f"{stem} {source[0]}-{target[0]}": (source[1], target[1])
+        for stem, files in sides.items()
+        for source, target in itertools.permutations(files, 2)
+        if len(files) == 2
+    }
+
+    def read(names: Sequence[str]) -> list[parallel_text.ParallelText]:
+        return [parallel_text.read_lines(*pairs[name]) for name in names]
+
+    found = f"{folder} has {len(pairs)} pairs of parallel files and directions"
+    return _translations(list(pairs), read, found, wish)
 
 
 def _translations(
-    pairs: Sequence[tuple[str, Callable[[], parallel_text.ParallelText]]], found: str, wish: Wish
+    pairs: Sequence[str],
+    read: Callable[[Sequence[str]], Sequence[parallel_text.ParallelText]],
+    found: str,
+    wish: Wish,
 ) -> Stream:
-    """As many language pairs as adapters, at random (FastLibra §6.2). ``pairs``: names, and what reads them."""
+    """As many language pairs as adapters, at random (FastLibra §6.2). ``read``: the texts of pairs."""
     count = wish.num_adapters or len(pairs)
     if not pairs or count > len(pairs):
-        raise ConfigError(f"{found.format(len(pairs))}, fewer than {max(count, 1)} adapters")
-    texts = {name: read() for name, read in Random(f"{wish.seed} pairs").sample(pairs, count)}
-    adapters = Adapters.named(list(texts), wish.drawn_ranks(count))
+        raise ConfigError(f"{found}, fewer than {max(count, 1)} adapters")
+    chosen = Random(f"{wish.seed} pairs").sample(pairs, count)
+    adapters = Adapters.named(chosen, wish.drawn_ranks(count))
+    texts = dict(zip(chosen, read(chosen)))
     return parallel_text.load(texts, adapters=None if wish.popularity else adapters)
 
 
@@ -176,21 +201,26 @@ def _servegen(path: Path, wish: Wish) -> Stream:
             path, path.with_name(path.name.replace("rates.csv", "lengths.jsonl"))
         )
     duration_s = wish.duration_s or _SERVEGEN_DURATION_S
-
-    def made(rate_scale: float) -> Stream:
-        return servegen.generate(
-            clients,
-            seed=wish.seed,
-            duration_s=duration_s,
-            rate_scale=rate_scale,
-            adapters=wish.own_adapters(),
-        )
-
-    stream = made(1.0)
-    return stream if wish.rate is None else made(wish.rate * duration_s / len(stream.requests))
+    scale, own_rate = 1.0, servegen.mean_rate(clients, duration_s)
+    if wish.rate is not None and own_rate:
+        scale = wish.rate / own_rate
+    return servegen.generate(
+        clients, seed=wish.seed, duration_s=duration_s, rate_scale=scale, adapters=wish.own_adapters()
+    )
 
 
 _SKEWNESS = {"skewness": Form((Number("functions", 1, 1e6),))}
+
+
+def _functions_2019(path: Path, wish: Wish) -> Stream:
+    calls = azure_functions.load_2019(
+        path,
+        seed=wish.seed,
+        busiest=wish.num_adapters if wish.popularity is None else None,
+        until_s=wish.cut_s,
+        limit=wish.limit,
+    )
+    return _functions(calls, wish)
 
 
 def _functions(calls: azure_functions.Invocations, wish: Wish) -> Stream:
@@ -202,7 +232,10 @@ def _functions(calls: azure_functions.Invocations, wish: Wish) -> Stream:
         adapters, mapping = tuple(range(count)), f"the {count} busiest functions, one each"
     else:
         _, (skewness,) = parse_term("a mapping of functions to adapters", wish.popularity, _SKEWNESS)
-        adapters = mapped_functions([len(t) for t in calls.arrivals_s.values()], count, int(skewness))
+        if not skewness.is_integer():
+            raise ConfigError(f"{wish.popularity}: functions are a whole number")
+        busiest_first = range(len(calls.arrivals_s), 0, -1)
+        adapters = mapped_functions(busiest_first, count, int(skewness))
         mapping = f"functions by invocations, {int(skewness)} at a time round and round (dLoRA)"
     dice = Random(f"{wish.seed} lengths")
     firsts = [rounds[0] for rounds in extracts.sharegpt_conversations()]
@@ -220,28 +253,36 @@ def _functions(calls: azure_functions.Invocations, wish: Wish) -> Stream:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Format:
-    """``about`` it, in a line. ``has_functions``: its popularity is a mapping of functions to adapters."""
+    """``about`` it, in a line. ``has_functions``: its popularity is a mapping of functions to adapters.
+
+    ``has_adapters``: without a number of adapters the file's own content says how many there are.
+    """
 
     about: str
     read: Callable[[Path, Wish], Stream]
     has_functions: bool = False
+    has_adapters: bool = False
 
 
 FORMATS = {
     "chat": Format("multi-turn chat with adapters, JSON lines (benchmarks/data)", _chat),
     "azure-llm": Format(
         "Azure LLM inference traces 2023 and 2024, CSV",
-        lambda path, wish: azure_llm.load(path, adapters=wish.own_adapters()),
+        lambda path, wish: azure_llm.load(
+            path, adapters=wish.own_adapters(), duration_s=wish.cut_s, limit=wish.limit
+        ),
     ),
     "azure-functions-2019": Format(
         "Azure Functions 2019, invocations by minute, CSV; --popularity skewness(k): dLoRA's mapping",
-        lambda path, wish: _functions(azure_functions.load_2019(path, seed=wish.seed), wish),
+        _functions_2019,
         has_functions=True,
+        has_adapters=True,
     ),
     "azure-functions-2021": Format(
         "Azure Functions 2021, an invocation a line, CSV; likewise",
         lambda path, wish: _functions(azure_functions.load_2021(path), wish),
         has_functions=True,
+        has_adapters=True,
     ),
     "mooncake": Format(
         "Mooncake traces with hash_ids, JSON lines",
@@ -252,7 +293,12 @@ FORMATS = {
     "servegen": Format(
         "ServeGen clients: a model's folder, or CSV of rates beside JSON lines of lengths", _servegen
     ),
-    "burstgpt": Format("BurstGPT, CSV", lambda path, wish: burstgpt.load(path, adapters=wish.own_adapters())),
+    "burstgpt": Format(
+        "BurstGPT, CSV",
+        lambda path, wish: burstgpt.load(
+            path, adapters=wish.own_adapters(), duration_s=wish.cut_s, limit=wish.limit
+        ),
+    ),
     "sharegpt": Format(
         "ShareGPT conversations, JSON; no times",
         lambda path, wish: conversations.load_sharegpt(path, adapters=wish.own_adapters()),
@@ -273,7 +319,11 @@ FORMATS = {
         "Alpaca instructions, JSON; no times",
         lambda path, wish: alpaca.load(path, adapters=wish.own_adapters()),
     ),
-    "ntrex": Format("NTREX sentences, a TSV of languages, an adapter a pair; no times", _ntrex),
-    "opus": Format("OPUS-100, a folder of parallel files, an adapter a pair; no times", _opus),
+    "ntrex": Format(
+        "NTREX sentences, a TSV of languages, an adapter a pair; no times", _ntrex, has_adapters=True
+    ),
+    "opus": Format(
+        "OPUS-100, a folder of parallel files, an adapter a pair; no times", _opus, has_adapters=True
+    ),
 }
 """By the name that ``--format`` takes."""

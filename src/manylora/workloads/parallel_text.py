@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,8 +35,15 @@ class ParallelText:
 
 
 def languages(path: Path | str) -> tuple[str, ...]:
-    """The columns of a TSV of languages, in order; raises ConfigError for an empty file."""
-    header = next(TextFile(path).lines(lambda line: tuple(line.split("\t"))), None)
+    """The columns of a TSV of languages, in order; raises ConfigError for an empty file and a language twice."""
+
+    def codes(line: str) -> tuple[str, ...]:
+        found = tuple(code.strip() for code in line.split("\t"))
+        if len(set(found)) < len(found):
+            raise BadLine("a header that has each language once", line)
+        return found
+
+    header = next(TextFile(path).lines(codes), None)
     if header is None:
         raise ConfigError(f"{path}: expected a header of languages, found an empty file")
     return header
@@ -50,13 +57,28 @@ def read_tsv(
     Raises ConfigError for a language that is not there and for a malformed line.
     """
 
-    def pair(row: Mapping[str, str]) -> SentencePair:
-        return _pair(row[source], row[target])
+    return read_pairs(path, [(source, target)], limit=limit, skip_bad_lines=skip_bad_lines)[0]
+
+
+def read_pairs(
+    path: Path | str,
+    languages: Sequence[tuple[str, str]],
+    *,
+    limit: int | None = None,
+    skip_bad_lines: bool = False,
+) -> list[ParallelText]:
+    """As ``read_tsv``, for each source and target of ``languages``; the file is read once.
+
+    A line that is malformed in any of these languages is so for all.
+    """
+
+    def row(cells: Mapping[str, str]) -> list[SentencePair]:
+        return [_pair(cells[source], cells[target]) for source, target in languages]
 
     file = TextFile(path, skip_bad_lines)
-    rows = file.rows((source, target), pair, delimiter="\t", quoted=False)
-    pairs = tuple(itertools.islice(rows, limit))
-    return ParallelText(pairs, file.notes)
+    columns = list(dict.fromkeys(code for pair in languages for code in pair))
+    rows = list(itertools.islice(file.rows(columns, row, delimiter="\t", quoted=False), limit))
+    return [ParallelText(tuple(pairs[i] for pairs in rows), file.notes) for i in range(len(languages))]
 
 
 def read_lines(
@@ -129,7 +151,7 @@ def load(
         )
         for number, (key, pair) in enumerate(in_turn)
     ]
-    notes = [note for text in texts.values() for note in text.notes]
+    notes = dict.fromkeys(note for text in texts.values() for note in text.notes)
     about = ("parallel text: real sentences, no times", *notes, *pieces.notes, NO_TIMES)
     return in_order("translation", requests, adapters.ranks, about)
 
