@@ -49,18 +49,20 @@ def _popularity(axes: Any, stream: Stream) -> None:
     axes.set(title="popularity", xlabel="adapter by rank", ylabel="requests")
     if counts:
         axes.loglog(range(1, len(counts) + 1), counts, marker=".")
+        axes.set_ylim(0.8, 1.5 * counts[0])  # else the axis spans what there is, and even counts look steep
     else:
         axes.text(0.5, 0.5, "no adapters", transform=axes.transAxes, ha="center")
 
 
 def _lengths(axes: Any, stream: Stream) -> None:
-    parts = {
-        "prompt": prompt_tokens(stream.requests),
-        "new": [request.new_tokens for request in stream.requests],
-        "output": [request.output_tokens for request in stream.requests],
-    }
+    parts = {"prompt": prompt_tokens(stream.requests)}
+    new = [request.new_tokens for request in stream.requests]
+    if new != parts["prompt"]:  # else it would hide the prompts' line
+        parts["new"] = new
+    parts["output"] = [request.output_tokens for request in stream.requests]
     most = max(map(max, parts.values()))
     for label, values in parts.items():
         axes.hist(values, bins=_BINS, range=(0, most), histtype="step", label=label)
     axes.set(title="lengths", xlabel="tokens", ylabel="requests", yscale="log")
+    axes.locator_params(axis="x", nbins=6)
     axes.legend()
