@@ -103,7 +103,7 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
         read_turns(tmp_path)
     cut = tmp_path / "cut.gz"
     cut.write_bytes((TRACES / "chat_5rps.jsonl.gz").read_bytes()[:500])
-    with pytest.raises(ConfigError, match="cut.gz, line [0-9]+: expected gzip data to the end of the file"):
+    with pytest.raises(ConfigError, match=r"cut.gz, line \d+: expected gzip data to the end of the file"):
         read_turns(cut)
     with pytest.raises(ConfigError, match="at least 1"):
         read_turns(TRACES / "chat_5rps.jsonl.gz", 0)

@@ -24,7 +24,8 @@ _MOST_A_MINUTE = 10**6
 class Invocations:
     """When each function was called: seconds from the start of the cut, sorted; the busiest function first.
 
-    Functions as busy as each other keep the order of the file. One may have no arrival left in a shortened cut. ``duration_s``: the length of the cut.
+    Functions as busy as each other keep the order of the file. In a shortened cut some may have no arrival left.
+    ``duration_s``: the length of the cut.
     """
 
     arrivals_s: Mapping[str, tuple[float, ...]]
