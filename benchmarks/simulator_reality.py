@@ -41,7 +41,7 @@ from benchmarks.h200_cache import (
     write_adapters,
 )
 from benchmarks.reality_runs import SCALES, Load, Report, Run, beside, loads_from, stream_for
-from manylora.bench.profile import Profiler, ProfileSettings, describe, machine_name
+from manylora.bench.profile import Profiler, ProfileSettings, describe, machine_name, shape_of
 from manylora.bench.profile_grid import Limits, make_batches
 from manylora.bench.profile_rig import Rig, rounded, undisturbed
 from manylora.bench.replay import ReplaySettings, replay, warm_adapters
@@ -219,6 +219,10 @@ class Comparison:
         worker, policy, info = build_worker(settings)
         opened_s = time.monotonic()
         try:
+            config = read_model_config(model)
+            if self.args.profile:
+                shape = shape_of(config, info.model, getattr(torch, info.dtype).itemsize)
+                find_profile(self.args.profile).expect(shape, machine_name(info.device))
             pages = parse_size(str(self.scale.engine["device_pool"])) // policy.page_bytes
             served = dataclasses.replace(
                 policy,
@@ -229,7 +233,7 @@ class Comparison:
             bench = Bench(worker, policy, info, served, self._adapters(work, model), self.scale)
             report = self._report(bench)
             self._rehearse(bench, opened_s)
-            profile = self._serve_and_profile(bench, report, loads, read_model_config(model))
+            profile = self._serve_and_profile(bench, report, loads, config)
             report.head["alone"] = alone(bench)
             report.save()
         finally:
@@ -365,7 +369,9 @@ def again(args: argparse.Namespace) -> None:
     report = Report.of(Path(args.out), args.again)
     scale = SCALES[report.head["kind"]]
     name = args.profile or str(beside(args.again, ".profile.json"))
-    report.simulate_all(find_profile(name), scale)
+    profile = find_profile(name)
+    profile.expect(machine=report.head["device"])
+    report.simulate_all(profile, scale)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,10 @@ def test_the_toy_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[s
     simulator_reality.main(["--again", str(out), "--out", str(second)])
     assert json.loads(second.read_text())["comparison"] == report["comparison"]
     assert "mean time to the first token" in capsys.readouterr().out
+    for others in (["--again", str(out)], ["--toy", "--rates", "10", "--work", str(tmp_path)]):
+        with pytest.raises(SystemExit):
+            simulator_reality.main([*others, "--profile", "h200-llama-2-7b", "--out", str(second)])
+        assert "the profile is of " in capsys.readouterr().err
 
 
 def test_a_trace_is_repeated_in_new_conversations() -> None:

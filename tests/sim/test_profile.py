@@ -273,6 +273,7 @@ def damage(text: str, path: Path) -> str:
 
 def test_damaged_files_are_refused_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
+    assert "is not valid" in damage("[" * 100_000, path)
     save_profile(profile_of(linear), path)
     good = json.loads(path.read_text())
 

@@ -149,7 +149,7 @@ def load_profile(path: Path) -> Profile:
         return _decode(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"cannot read the profile {path}: {error.strerror}") from error
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ConfigError(f"the profile {path} is not valid: {error}") from error
 
 
