@@ -223,3 +223,16 @@ def test_chat_names_need_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="elsewhere name its path and format chat"):
         named("chat-5")
+
+
+@pytest.mark.parametrize("file_format", [name for name in FORMATS if name != "chat"])
+def test_bad_lines_are_skipped_when_told_to(files: dict[str, str], file_format: str) -> None:
+    path = Path(files[file_format])
+    whole = named(str(path), file_format=file_format)
+    for file in [file for file in path.iterdir() if file.suffix != ".json"] if path.is_dir() else [path]:
+        file.write_bytes(file.read_bytes() + b"\xff\n")
+    with pytest.raises(ConfigError, match=r", line \d+: expected"):
+        named(str(path), file_format=file_format)
+    left = named(str(path), file_format=file_format, skip_bad_lines=True)
+    assert len(left.requests) == len(whole.requests)
+    assert any("1 malformed lines left out" in note for note in left.notes)

@@ -104,7 +104,13 @@ def add_parser(commands: Any, add_flag: AddFlag) -> None:
 
 
 def _add_common(parser: argparse.ArgumentParser, add_flag: AddFlag) -> None:
-    _add(parser.add_argument_group("the workload"), _WORKLOAD)
+    workload = parser.add_argument_group("the workload")
+    _add(workload, _WORKLOAD)
+    workload.add_argument(
+        "--skip-bad-lines",
+        action="store_true",
+        help="leave out malformed lines of the file, and say how many",
+    )
     _add(parser, _REPORT)
     parser.add_argument("--warm-adapters", action="store_true", help="request every adapter once before")
     parser.add_argument(
@@ -168,6 +174,7 @@ def _stream(args: argparse.Namespace) -> Any:
         popularity=args.popularity,
         ranks=args.ranks,
         file_format=args.format or (None if args.trace_file is None else "chat"),
+        skip_bad_lines=args.skip_bad_lines,
     )
     if args.rate_scale is not None:
         stream = stream.with_rate(args.rate_scale)

@@ -50,6 +50,11 @@ def add_parser(commands: Any) -> None:
     ):
         default = 0 if option == "--seed" else None
         describe.add_argument(option, type=kind, metavar=metavar, help=help_text, default=default)
+    describe.add_argument(
+        "--skip-bad-lines",
+        action="store_true",
+        help="leave out malformed lines of the file, and say how many",
+    )
     describe.set_defaults(run=_describe)
 
 
@@ -79,6 +84,7 @@ def _describe(args: argparse.Namespace) -> int:
         popularity=args.popularity,
         ranks=args.ranks,
         file_format=args.format,
+        skip_bad_lines=args.skip_bad_lines,
     )
     found = describe(stream)
     if args.json is not None:

@@ -40,7 +40,8 @@ class Wish:
     """What a workload is asked to be; None: as it is in the file, or as its name has it.
 
     ``rate``: requests a second, in the mean. ``popularity`` draws an adapter for each conversation; without one
-    the file's own keys take the adapters in turn (docs of each loader: what a key is).
+    the file's own keys take the adapters in turn (docs of each loader: what a key is). ``skip_bad_lines``: leave
+    out a file's malformed lines and count them in the notes; a chat trace cannot do without any.
     """
 
     rate: float | None = None
@@ -49,6 +50,7 @@ class Wish:
     seed: int = 0
     popularity: str | None = None
     ranks: str | None = None
+    skip_bad_lines: bool = False
 
     def drawn_ranks(self, count: int) -> tuple[int, ...]:
         """FastLibra's 32 and 64 at random (§6.1), or as asked."""
@@ -149,7 +151,9 @@ def _ntrex(path: Path, wish: Wish) -> Stream:
     }
 
     def read(names: Sequence[str]) -> list[parallel_text.ParallelText]:
-        return parallel_text.read_pairs(path, [pairs[name] for name in names])
+        return parallel_text.read_pairs(
+            path, [pairs[name] for name in names], skip_bad_lines=wish.skip_bad_lines
+        )
 
     return _translations(list(pairs), read, f"{path} has {len(pairs)} pairs with English", wish)
 
@@ -171,7 +175,7 @@ def _opus(folder: Path, wish: Wish) -> Stream:
     }
 
     def read(names: Sequence[str]) -> list[parallel_text.ParallelText]:
-        return [parallel_text.read_lines(*pairs[name]) for name in names]
+        return [parallel_text.read_lines(*pairs[name], skip_bad_lines=wish.skip_bad_lines) for name in names]
 
     found = f"{folder} has {len(pairs)} pairs of parallel files and directions"
     return _translations(list(pairs), read, found, wish)
@@ -195,10 +199,12 @@ def _translations(
 
 def _servegen(path: Path, wish: Wish) -> Stream:
     if path.is_dir():
-        clients = servegen.read_folder(path)
+        clients = servegen.read_folder(path, skip_bad_lines=wish.skip_bad_lines)
     else:
         clients = servegen.read_condensed(
-            path, path.with_name(path.name.replace("rates.csv", "lengths.jsonl"))
+            path,
+            path.with_name(path.name.replace("rates.csv", "lengths.jsonl")),
+            skip_bad_lines=wish.skip_bad_lines,
         )
     duration_s = wish.duration_s or _SERVEGEN_DURATION_S
     scale, own_rate = 1.0, servegen.mean_rate(clients, duration_s)
@@ -219,6 +225,7 @@ def _functions_2019(path: Path, wish: Wish) -> Stream:
         busiest=wish.num_adapters if wish.popularity is None else None,
         until_s=wish.cut_s,
         limit=wish.limit,
+        skip_bad_lines=wish.skip_bad_lines,
     )
     return _functions(calls, wish)
 
@@ -269,7 +276,11 @@ FORMATS = {
     "azure-llm": Format(
         "Azure LLM inference traces 2023 and 2024, CSV",
         lambda path, wish: azure_llm.load(
-            path, adapters=wish.own_adapters(), duration_s=wish.cut_s, limit=wish.limit
+            path,
+            adapters=wish.own_adapters(),
+            duration_s=wish.cut_s,
+            limit=wish.limit,
+            skip_bad_lines=wish.skip_bad_lines,
         ),
     ),
     "azure-functions-2019": Format(
@@ -280,14 +291,20 @@ FORMATS = {
     ),
     "azure-functions-2021": Format(
         "Azure Functions 2021, an invocation a line, CSV; likewise",
-        lambda path, wish: _functions(azure_functions.load_2021(path), wish),
+        lambda path, wish: _functions(
+            azure_functions.load_2021(path, skip_bad_lines=wish.skip_bad_lines), wish
+        ),
         has_functions=True,
         has_adapters=True,
     ),
     "mooncake": Format(
         "Mooncake traces with hash_ids, JSON lines",
         lambda path, wish: mooncake.load(
-            path, adapters=wish.own_adapters(), spread_s=MOONCAKE_STEP_S, seed=wish.seed
+            path,
+            adapters=wish.own_adapters(),
+            spread_s=MOONCAKE_STEP_S,
+            seed=wish.seed,
+            skip_bad_lines=wish.skip_bad_lines,
         ),
     ),
     "servegen": Format(
@@ -296,28 +313,42 @@ FORMATS = {
     "burstgpt": Format(
         "BurstGPT, CSV",
         lambda path, wish: burstgpt.load(
-            path, adapters=wish.own_adapters(), duration_s=wish.cut_s, limit=wish.limit
+            path,
+            adapters=wish.own_adapters(),
+            duration_s=wish.cut_s,
+            limit=wish.limit,
+            skip_bad_lines=wish.skip_bad_lines,
         ),
     ),
     "sharegpt": Format(
         "ShareGPT conversations, JSON; no times",
-        lambda path, wish: conversations.load_sharegpt(path, adapters=wish.own_adapters()),
+        lambda path, wish: conversations.load_sharegpt(
+            path, adapters=wish.own_adapters(), skip_bad_lines=wish.skip_bad_lines
+        ),
     ),
     "lmsys": Format(
         "LMSYS conversations, JSON; no times",
-        lambda path, wish: conversations.load_lmsys(path, adapters=wish.own_adapters()),
+        lambda path, wish: conversations.load_lmsys(
+            path, adapters=wish.own_adapters(), skip_bad_lines=wish.skip_bad_lines
+        ),
     ),
     "arena": Format(
         "LMSYS-33k, the Chatbot Arena's conversations and their times, JSON",
-        lambda path, wish: conversations.load_arena(path, adapters=wish.own_adapters()),
+        lambda path, wish: conversations.load_arena(
+            path, adapters=wish.own_adapters(), skip_bad_lines=wish.skip_bad_lines
+        ),
     ),
     "taskmaster": Format(
         "Taskmaster dialogs, JSON; no times",
-        lambda path, wish: taskmaster.load(path, adapters=wish.own_adapters()),
+        lambda path, wish: taskmaster.load(
+            path, adapters=wish.own_adapters(), skip_bad_lines=wish.skip_bad_lines
+        ),
     ),
     "alpaca": Format(
         "Alpaca instructions, JSON; no times",
-        lambda path, wish: alpaca.load(path, adapters=wish.own_adapters()),
+        lambda path, wish: alpaca.load(
+            path, adapters=wish.own_adapters(), skip_bad_lines=wish.skip_bad_lines
+        ),
     ),
     "ntrex": Format(
         "NTREX sentences, a TSV of languages, an adapter a pair; no times", _ntrex, has_adapters=True

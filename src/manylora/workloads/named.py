@@ -63,12 +63,14 @@ def named(
     popularity: str | None = None,
     ranks: str | None = None,
     file_format: str | None = None,
+    skip_bad_lines: bool = False,
 ) -> Stream:
     """The workload ``text``: a name of the catalogue, ``synthetic:...`` or the path of a file of ``file_format``.
 
-    ``rate``: requests a second; ``duration_s``: seconds. What is None is the name's own. Raises ConfigError.
+    ``rate``: requests a second; ``duration_s``: seconds. What is None is the name's own. ``skip_bad_lines``: leave
+    out what is malformed in a file. Raises ConfigError.
     """
-    wish = Wish(rate, num_adapters, duration_s, seed, popularity, ranks)
+    wish = Wish(rate, num_adapters, duration_s, seed, popularity, ranks, skip_bad_lines)
     if file_format is not None:
         return read_file(Path(text), file_format, wish)
     head, _, rest = text.partition(":")
