@@ -133,6 +133,6 @@ def test_loads_that_are_none(rate: float, duration_s: float, words: str) -> None
 
 
 def test_even_arrivals_end_before_the_duration() -> None:
-    moments = even(1.1, 10.0)  # 1.1 * 10 is a little more than 11
-    assert len(moments) == 11
-    assert moments[-1] < 10
+    moments = even(2.2, 85.0)  # the product is a little more than 187
+    assert len(moments) == 187
+    assert moments[-1] < 85
