@@ -50,7 +50,8 @@ class Abort:
 class StepDone:
     """The step ended. ``tokens``: per sampled row (sequence, tokens); n tokens where a row asked for n.
 
-    When not ``ok`` no row of the step counts as computed and ``error`` says why.
+    When not ``ok`` no row of the step counts as computed and ``error`` says why. ``more``: the end of the step
+    after it follows at once, so no step is to be started in between.
     """
 
     step: int
@@ -58,6 +59,7 @@ class StepDone:
     tokens: tuple[tuple[SequenceId, tuple[int, ...]], ...] = ()
     device_s: float = 0.0
     error: str = ""
+    more: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -315,6 +317,18 @@ class IssuedStep:
         self._finish = finish
         self._result: StepResult | None = None
 
+    @classmethod
+    def failed(cls, result: StepResult) -> IssuedStep:
+        """One that could not be issued."""
+        issued = cls(_finished)
+        issued._result = result
+        return issued
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether that is known without waiting."""
+        return self._result is not None and not self._result.done.ok
+
     def wait(self) -> StepResult:
         """The result, once its tokens are on the host; the same each time."""
         if self._result is None:
@@ -336,7 +350,8 @@ class Executor(Protocol):
         Steps run in the order given and are waited for in it, at most two at a time. A row may compute the token
         that the step before it, still on its way, draws for the same sequence (the first one where it draws
         several). A sequence may be ended meanwhile: what is drawn for it is reported all the same. Never raises:
-        a failure is a StepDone with ok=False.
+        a failure is a StepDone with ok=False. One that could not be issued ``has_failed``; so will a step that
+        relies on it.
         """
 
     def end_sequence(self, sequence: SequenceId) -> None:

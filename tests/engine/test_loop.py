@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +19,10 @@ from manylora.protocol import (
     Arrive,
     CopyDone,
     Event,
+    IssuedStep,
     RunStep,
     SetTimer,
+    StepDone,
     StepResult,
     SwapPages,
     Timer,
@@ -26,6 +30,7 @@ from manylora.protocol import (
 from manylora.types import SamplingParams
 from tests.engine.fake_executor import FakeExecutor
 from tests.engine.test_engine import CONFIG, INFO
+from tests.policy.device_model import undisturbed
 
 WAIT_S = 20.0
 SWAP = SwapPages(1, True, ((3, 4),))
@@ -180,3 +185,60 @@ def test_closing_does_not_wait_for_answers_and_ignores_them(start: Start) -> Non
     executor.wait_for_copies()
     assert policy.events.empty()
     assert executor.closed == 1
+
+
+class Strict(FakeExecutor):
+    """Steps that are listed cannot be issued, nor can those that rely on them; the real executor is as strict."""
+
+    def __init__(self, *broken: int) -> None:
+        super().__init__()
+        self.broken = broken
+        self.lost_rows: list[int] = []
+
+    def issue_step(self, step: RunStep) -> IssuedStep:
+        starting = {start.sequence for start in step.starts}
+        known = {name: len(tokens) for name, (_, tokens) in self.sequences.items()}
+        relies = any(
+            row.start + row.num_tokens > known.get(row.sequence, 0)
+            for row in step.rows
+            if row.sequence not in starting
+        )
+        if relies or step.step in self.broken:
+            self.lost_rows.append(len(step.rows))
+            return IssuedStep.failed(StepResult(StepDone(step.step, False, error="made to fail"), {}))
+        return super().issue_step(step)
+
+
+@pytest.mark.parametrize("broken", [(1,), (4,), (4, 9, 14, 19)])
+def test_a_step_that_cannot_be_issued_pulls_no_other_requests_along(broken: tuple[int, ...]) -> None:
+    """Two steps in flight, and requests that come and go with each of them: who was not in the step, or in the one
+    commanded together with it, lives. However often that happens, the engine does."""
+    config = dataclasses.replace(CONFIG, max_num_seqs=4, pipeline_depth=2)
+    asked = [
+        GenerationRequest(f"r{i}", (i, 2, 3), SamplingParams(max_tokens=2 + i % 3, ignore_eos=True))
+        for i in range(40)
+    ]
+    tokens: dict[str, list[int]] = {request.id: [] for request in asked}
+    reasons: dict[str, str] = {}
+    ended = threading.Event()
+
+    def deliver(deltas: list[Delta]) -> None:
+        for delta in deltas:
+            tokens[delta.request] += delta.tokens
+            if delta.finish_reason:
+                reasons[delta.request] = delta.finish_reason
+        if len(reasons) == len(asked):
+            ended.set()
+
+    executor = Strict(*broken)
+    driver = Driver(config, executor, INFO)
+    for request in asked:
+        driver.submit(request)
+    driver.start(deliver, lambda _: ended.set())
+    assert ended.wait(WAIT_S)
+    driver.close()
+    assert list(reasons.values()).count("error") == sum(executor.lost_rows[: len(broken)])
+    for request in asked:
+        if reasons[request.id] != "error":
+            expected = undisturbed(0, request.prompt, request.params, (), 0)
+            assert (reasons[request.id], tokens[request.id]) == ("length", expected)

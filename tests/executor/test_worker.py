@@ -258,7 +258,9 @@ def test_a_failed_step_leaves_no_trace(rig: Rig, files: Files, monkeypatch: pyte
 
     with monkeypatch.context() as patch:
         patch.setattr("manylora.executor.worker.most_likely", fail)
-        result = rig.run(command)
+        issued = rig.worker.issue_step(command)
+        assert issued.has_failed, "known before it is waited for"
+        result = rig.finish(command, issued)
     assert not result.done.ok
     assert result.done.step == command.step
     assert result.done.error == "RuntimeError: made to fail"
@@ -266,7 +268,9 @@ def test_a_failed_step_leaves_no_trace(rig: Rig, files: Files, monkeypatch: pyte
     assert result.logprobs == {}
     assert 2 not in rig.worker._sequences
     assert (rig.worker._sequences.pages[0] == pages_before[0]).all()
-    assert rig.run(command).done.ok, "the very same step works afterwards"
+    issued = rig.worker.issue_step(command)
+    assert not issued.has_failed
+    assert rig.finish(command, issued).done.ok, "the very same step works afterwards"
     rig.decode(4, 1, 2)
     check(rig, files)
 

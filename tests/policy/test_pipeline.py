@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from manylora.config import CacheConfig, ConfigError, PolicyConfig
@@ -123,6 +125,19 @@ def test_one_preempted_while_its_row_runs_keeps_the_token() -> None:
     assert sorted(answers) == sorted(
         undisturbed(BASE, prompt, SamplingParams(max_tokens=8), (), 0) for prompt in prompts
     )
+
+
+def test_no_step_is_started_between_two_ends_that_come_together() -> None:
+    rig = Pipeline(max_num_seqs=2)
+    for prompt in ((1, 2, 3), (4, 5, 6), (3, 2, 1)):
+        rig.ask(prompt, max_tokens=3)
+    assert len(rig.steps()) == 2
+    rig.feed(dataclasses.replace(rig.device.finish_step(ok=True), more=True))
+    assert len(rig.steps()) == 2
+    rig.feed(rig.device.finish_step(ok=False))
+    survivors = [row.sequence for step in rig.steps()[2:] for row in step.rows]
+    assert survivors
+    assert not {row.sequence for row in rig.steps()[1].rows} & set(survivors)
 
 
 def test_deeper_than_two_is_refused() -> None:

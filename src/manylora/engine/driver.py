@@ -58,7 +58,8 @@ from manylora.types import BASE, AdapterCard, AdapterId, EngineInfo, Request, Re
 log = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3
-"""Steps that may fail in a row before the device is taken for broken."""
+"""Steps that may fail in a row before the device is taken for broken; those that another pulled along do not
+count."""
 
 _STOP = object()
 
@@ -224,7 +225,7 @@ class Driver:
             self._timer_at = None
             self._feed(Timer())
         if result is not None:
-            self._step_ended(result)
+            self._steps_ended(result)
         return True
 
     def _wait(self) -> object | None:
@@ -308,18 +309,30 @@ class Driver:
                 case _:
                     self._outbox.note(command)
 
-    def _step_ended(self, result: StepResult) -> None:
+    def _steps_ended(self, oldest: StepResult) -> None:
+        """The oldest step's end, and with it that of the next one where it is known to have failed: a step started
+        in between would rely on it and fail too, and so would the one after that, without end."""
+        results = [oldest]
+        while self._in_flight and self._in_flight[0].has_failed:
+            results.append(self._in_flight.popleft().wait())
+        if any(result.done.ok for result in results):
+            self._failed_steps = 0
+        # Of those that end together one failed by itself.
+        self._failed_steps += not results[-1].done.ok
+        for number, result in enumerate(results, 1):
+            self._step_ended(result, more=number < len(results))
+
+    def _step_ended(self, result: StepResult, more: bool) -> None:
         done = result.done
         self._meters.steps += 1
         self._meters.step_s += done.device_s
         self._meters.generated_tokens += sum(len(tokens) for _, tokens in done.tokens)
-        self._failed_steps = 0 if done.ok else self._failed_steps + 1
         if not done.ok:
             log.error("step %d failed: %s", done.step, done.error)
-        if self._failed_steps >= MAX_FAILED_STEPS:
-            raise RuntimeError(f"{self._failed_steps} steps in a row failed: {done.error}")
+            if self._failed_steps >= MAX_FAILED_STEPS:
+                raise RuntimeError(f"{self._failed_steps} steps in a row failed: {done.error}")
         self._outbox.logprobs = result.logprobs
-        self._feed(done)
+        self._feed(dataclasses.replace(done, more=True) if more else done)
 
     def _flush(self) -> None:
         deltas = self._outbox.collect()

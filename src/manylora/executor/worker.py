@@ -158,8 +158,7 @@ class Worker:
             self._sequences.undo(changes)
             for sequence in started:
                 self._sequences.end(sequence)
-            failed = self._failed(step, error, began)
-            return IssuedStep(lambda: failed)
+            return IssuedStep.failed(self._failed(step, error, began))
 
     def _run(self, rows: Rows) -> list[_Drawn]:
         parts = None if self._shards is None else self._split(rows, self._shards)

@@ -96,7 +96,7 @@ class Replica:
                 self._removing.add(event.adapter)
         if self._removing:
             self._free_removed()
-        if not (isinstance(event, Arrive) and event.more):
+        if not (isinstance(event, Arrive | StepDone) and event.more):
             while self._start_next(now):
                 pass
         commands = self._commands[:]
