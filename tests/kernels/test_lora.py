@@ -146,6 +146,32 @@ def test_adapters_without_any_projection_of_a_group(subject: Subject) -> None:
     check(subject, geometry_of(subject.dtype), [(0, 2), (1, 1)], [3], missing=1.0)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_an_adapter_whose_products_are_infinite_disturbs_no_other(subject: Subject) -> None:
+    """Its weights are finite, and the others lack the projection that they are of."""
+    geometry = geometry_of(subject.dtype)
+    case = lora_case(
+        0, device=subject.device, dtype=subject.dtype, lengths=[(0, 3), (0, 3), (1, 3)], ranks=[4],
+        geometry=geometry, missing=0.0,
+    )  # fmt: skip
+    group = geometry.groups[0]
+    (first, _, rank), *others = case.segments.records[:, 0]
+    for record in others:
+        record[:] = 0
+    cells = case.segments.cells[first : first + rank * geometry.cells(group.in_features)].tolist()
+    for cell in cells:
+        begin = cell + case.layer * geometry.page.slab_elements
+        case.pool.view(-1)[begin : begin + geometry.cell_elements] = torch.finfo(subject.dtype).max
+    ops = subject.ops()
+    plan = ops.plan_lora(case.segments, geometry, subject.device)
+    x = torch.ones(10, group.in_features, dtype=subject.dtype, device=subject.device)
+    y = torch.zeros(10, group.offsets[-1], dtype=subject.dtype, device=subject.device)
+    ops.lora(y, x, case.pool, case.layer, group, plan)
+    assert not y[:3].isfinite().all()
+    assert y[3:].isfinite().all()
+
+
 def test_strategies_differ_as_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the guard: the two costs above do choose different products."""
     geometry = geometry_of(torch.float32)

@@ -229,6 +229,8 @@ def _add_several(
     a = cells[: batch * ranks * a_cells].view(batch, ranks, -1)[:, :, : group.in_features]
     inputs = x.index_select(0, block.tokens).view(batch, -1, group.in_features)
     shrunk = torch.bmm(inputs, a.transpose(1, 2))
+    if block.lent is not None:
+        shrunk.masked_fill_(block.lent, 0)  # by a scale of zero what is infinite would become NaN
     shrunk.mul_(block.scales[layer if len(block.scales) > 1 else 0])
     added = []
     for share in block.shares:

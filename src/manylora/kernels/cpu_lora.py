@@ -49,7 +49,8 @@ class LoraBlock:
     ``start``, ``stop``: the tokens, where U = 1; else ``tokens`` int64 [U * N] names them.
     ``pieces`` int64: the pool's pieces of layer 0: A's rows (segment, projection, row), then B's rows
     (projection, segment, row).
-    ``scales`` float32 [L or 1, U, N or 1, R], zero where anything is padding.
+    ``scales`` float32 [L or 1, U, N or 1, R], zero where anything is padding. ``lent`` bool [U, 1, R]: rows of
+    another segment's adapter, whose products may be infinite; None: there are none.
     """
 
     segments: int
@@ -58,6 +59,7 @@ class LoraBlock:
     tokens: torch.Tensor | None
     pieces: torch.Tensor
     scales: torch.Tensor
+    lent: torch.Tensor | None
     shares: tuple[Share, ...]
 
 
@@ -126,7 +128,7 @@ def _block(
     records = segments.records[chosen][:, indices]  # [U, P, 3]
     most = records[:, :, 2].max(axis=0).tolist()
     a_cells = geometry.cells(group.in_features)
-    a_parts, b_parts, scale_parts, shares = [], [], [], []
+    a_parts, b_parts, scale_parts, lent_parts, shares = [], [], [], [], []
     cell, column = sum(most) * len(chosen) * a_cells, 0
     for i, (projection, rank) in enumerate(zip(group.projections, most)):
         if rank == 0:
@@ -140,6 +142,7 @@ def _block(
         b_parts.append(_cell_entries(records[lender, i, 1], row, b_cells))
         scale = segments.scales[chosen, indices.start + i].T[:, :, None]  # [L, U, 1]
         scale_parts.append(np.where(np.arange(rank) < own[:, None], scale, np.float32(0)))
+        lent_parts.append(np.repeat(own[:, None] == 0, rank, axis=1))
         shares.append(Share(projection, group.offsets[i], cell, column, rank))
         cell += len(chosen) * rank * b_cells
         column += rank
@@ -153,6 +156,7 @@ def _block(
     scales = np.concatenate(scale_parts, axis=2)[:, :, None]  # [L, U, 1, R]
     if (scales == scales[:1]).all():
         scales = scales[:1]
+    lent = np.concatenate(lent_parts, axis=1)[:, None]  # [U, 1, R]
     start, length = segments.start[chosen].astype(np.int64), segments.length[chosen].astype(np.int64)
     tokens = None
     if len(chosen) > 1:
@@ -167,6 +171,7 @@ def _block(
         tokens=tokens,
         pieces=pieces,
         scales=torch.from_numpy(np.ascontiguousarray(scales, dtype=np.float32)),
+        lent=torch.from_numpy(lent) if lent.any() else None,
         shares=tuple(shares),
     )
 
