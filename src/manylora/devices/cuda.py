@@ -26,6 +26,9 @@ from manylora.devices.staging import Inbox, Stage, moves_by_kernel, outbox
 _STAGED_PAGES = 4
 """Pinned pages of one writer: while one is filled the others are on their way."""
 
+_WRITING_STREAMS = 2
+"""As many as adapters are read at a time."""
+
 _MARK_BYTES, _MARKS_AHEAD = 16 * 2**20, 4
 """A lane waits when more than so many marks, so many bytes apart, are on their way: about a millisecond, and
 what has not begun can still be broken off."""
@@ -51,6 +54,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.name = f"cuda ({torch.cuda.get_device_name(self.torch_device)})"
         self._captures: _Captures | None = None
+        self._num_writers = 0
         self._inbox = Inbox(self.torch_device, moves_by_kernel(self.torch_device))
 
     def free_bytes(self) -> int:
@@ -80,7 +84,8 @@ class CudaDevice:
         return 0 if self._captures is None else self._captures.num_bytes
 
     def page_writer(self) -> PageWriter:
-        return _CudaPageWriter(self.torch_device)
+        self._num_writers += 1
+        return _CudaPageWriter(self.torch_device, self._num_writers % _WRITING_STREAMS)
 
     def issued(self) -> object:
         event = torch.cuda.Event()
@@ -111,6 +116,13 @@ class CudaDevice:
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """For all captures of a process: the products' library keeps 32 MiB for every stream that it has seen."""
+    return torch.cuda.Stream(device)
+
+
+@functools.cache
+def _writing_stream(device: torch.device, number: int) -> torch.cuda.Stream:
+    """For all page writers of a process. torch gives out the same 32 streams in turn: of one for each writer, some
+    would be the one that is captured on, and what they write would become part of the graph."""
     return torch.cuda.Stream(device)
 
 
@@ -190,12 +202,15 @@ class _CudaMirror:
 
 
 class _CudaPageWriter:
-    """Pinned pages taken in turn, each with the event that tells when it may be filled again."""
+    """Pinned pages taken in turn, each with the event that tells when it may be filled again.
 
-    def __init__(self, device: torch.device) -> None:
+    Others may write on the same stream at the same time; then each waits for the other's work too.
+    """
+
+    def __init__(self, device: torch.device, stream_number: int) -> None:
         self._issued = torch.cuda.Event()
         self._issued.record(torch.cuda.current_stream(device))
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _writing_stream(device, stream_number)
         self._stages: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         self._num_writes = 0
 
