@@ -100,6 +100,8 @@ class Lent:
     def issue_step(self, step: RunStep) -> IssuedStep:
         began_s = self.note("issue")
         issued = self._worker.issue_step(step)
+        if issued.has_failed:
+            return issued
         issue_s = self.note("issued") - began_s
         num_rows, num_tokens = len(step.rows), sum(row.num_tokens for row in step.rows)
 

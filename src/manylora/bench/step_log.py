@@ -113,6 +113,8 @@ class LentExecutor:
         work = work_of(step, self._sequences, self._adapter_bytes)
         began_s, cpu_s = self._clock(), time.thread_time()
         issued = self._executor.issue_step(step)
+        if issued.has_failed:
+            return issued  # nothing ran
 
         def finish() -> StepResult:
             result = issued.wait()
