@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def check_vllm_names(report: dict[str, Any], requests: int) -> None:
         for what in ("mean", "median", "std", "p50", "p90", "p99"):
             assert report[f"{what}_{name}_ms"] >= 0
         assert report[f"p50_{name}_ms"] <= report[f"p90_{name}_ms"] <= report[f"p99_{name}_ms"]
-    for name in ("input_lens", "output_lens", "ttfts", "itls", "generated_texts", "errors"):
+    for name in ("input_lens", "output_lens", "ttfts", "itls", "generated_texts", "errors", "start_times"):
         assert len(report[name]) == requests, name
     assert (report["completed"], report["failed"], report["num_prompts"]) == (requests, 0, requests)
     assert report["errors"] == [""] * requests
@@ -63,6 +64,11 @@ def check_vllm_names(report: dict[str, Any], requests: int) -> None:
     gaps = [itl for itls in report["itls"] for itl in itls]
     assert report["mean_itl_ms"] == pytest.approx(1e3 * sum(gaps) / len(gaps), abs=0.01)
     assert 1 <= report["max_concurrent_requests"] <= requests
+    assert report["start_times"] == [row["handed_s"] for row in report["requests"]]
+    assert datetime.strptime(report["date"], "%Y%m%d-%H%M%S")
+    assert report["endpoint_type"] == report["backend"]
+    assert report["tokenizer_id"] == report["model_id"]
+    assert [report[name] for name in ("label", "burstiness", "max_concurrency")] == [None] * 3
     assert report["max_output_tokens_per_s"] <= report["total_output_tokens"]
 
 
@@ -208,6 +214,7 @@ ON_DEMO = ["--trace-file", str(TRACE), "--model", MODEL]
         ([*ON_DEMO, "--limit", "0"], "at least 1"),
         ([*ON_DEMO, "--rate-scale", "-1"], "above 0"),
         ([*ON_DEMO, "--out", "no/such/file"], "no such folder"),
+        ([*ON_DEMO, "--out", "."], "it is a folder"),
         ([*ON_DEMO, "--plot", "picture.txt"], "name it *.png"),
         ([*ON_DEMO, "--goodput", "ttft:fast"], "write ttft:MS"),
         ([*ON_DEMO, "--prompts", "text"], "takes tokens"),

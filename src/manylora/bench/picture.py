@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from manylora.bench.replay import RequestResult
 from manylora.config import ConfigError
 
 _BINS = 60
+"""At most, and none shorter than a second: single requests would be all there is to see."""
 
 
 def check_plot(path: Path) -> None:
@@ -23,8 +25,17 @@ def check_plot(path: Path) -> None:
         raise ConfigError("a plot needs matplotlib: pip install manylora[plot]") from error
     if path.suffix[1:] not in FigureCanvasAgg(Figure()).get_supported_filetypes():
         raise ConfigError(f"cannot write {path}: name it *.png, *.svg or *.pdf")
+    check_writable(path)
+
+
+def check_writable(path: Path) -> None:
+    """Raise ConfigError where no file could be written, before anything is measured."""
     if not path.parent.is_dir():
         raise ConfigError(f"cannot write {path}: there is no such folder")
+    if path.is_dir():
+        raise ConfigError(f"cannot write {path}: it is a folder")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"cannot write {path}: no permission")
 
 
 def draw(results: Sequence[RequestResult], title: str, path: Path) -> None:
@@ -55,14 +66,25 @@ def _distribution(axes: Any, seconds: Sequence[float], label: str) -> None:
     if seconds:
         ordered = 1e3 * np.sort(seconds)
         axes.step(ordered, np.arange(1, len(ordered) + 1) / len(ordered), where="post")
-        if ordered[0] > 0:
-            axes.set_xscale("log")
+        decades = np.log10(ordered[-1] / ordered[0]) if ordered[0] > 0 else 0
+        if decades > 1:
+            _log_scale(axes.xaxis, is_wide=decades > 2)
+
+
+def _log_scale(axis: Any, is_wide: bool) -> None:
+    """Ticks where their labels, plain numbers, have room; matplotlib's own overlap within a decade or two."""
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+    axis.axes.set_xscale("log")
+    axis.set_major_locator(LogLocator(subs=(1,) if is_wide else (1, 2, 5)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
 
 
 def _over_time(axes: Any, results: Sequence[RequestResult], done: Sequence[RequestResult]) -> None:
     """Requests a second that were handed over, that ended and that failed."""
     last_s = max((result.end_s for result in results), default=0.0) or 1.0
-    edges = np.linspace(0, last_s, _BINS + 1)
+    edges = np.linspace(0, last_s, max(1, min(_BINS, int(last_s))) + 1)
     failed = [result.end_s for result in results if result.error is not None]
     for label, moments in (
         ("handed over", [result.handed_s for result in results]),
@@ -71,7 +93,7 @@ def _over_time(axes: Any, results: Sequence[RequestResult], done: Sequence[Reque
     ):
         if moments:
             counts, _ = np.histogram(moments, edges)
-            axes.step(edges[:-1], counts / (last_s / _BINS), where="post", label=label)
+            axes.step(edges[:-1], counts / edges[1], where="post", label=label)
     axes.set_xlabel("seconds since the start")
     axes.set_ylabel("requests a second")
     axes.grid(alpha=0.3)

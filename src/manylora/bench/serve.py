@@ -14,7 +14,7 @@ from typing import Any
 
 from manylora.bench.http_client import allow_many_connections
 from manylora.bench.http_target import HttpTarget
-from manylora.bench.picture import check_plot, draw
+from manylora.bench.picture import check_plot, check_writable, draw
 from manylora.bench.processes import processes_for, replay_apart
 from manylora.bench.replay import Halt, ReplaySettings, RequestResult, check_fit, replay, warm_adapters
 from manylora.bench.summary import Objective, Summary, as_rows, difference, summarize, table, warnings
@@ -75,8 +75,8 @@ def check(settings: BenchSettings) -> None:
         raise ConfigError(f"--client-processes must be at least 0, got {settings.client_processes}")
     if settings.url is None and settings.replay.is_text:
         raise ConfigError("--prompts text is for a server at --url; an engine in this process takes tokens")
-    if settings.out is not None and not settings.out.parent.is_dir():
-        raise ConfigError(f"--out {settings.out}: there is no such folder")
+    if settings.out is not None:
+        check_writable(settings.out)
     if settings.plot is not None:
         check_plot(settings.plot)
 
@@ -88,11 +88,7 @@ def run(settings: BenchSettings, stream: Stream) -> int:
     until then is reported and marked. Raises ConfigError.
     """
     check(settings)
-    try:
-        report, results = asyncio.run(_run(settings, stream))
-    except KeyboardInterrupt:
-        print(INTERRUPTED, file=sys.stderr)
-        return 130
+    report, results = asyncio.run(_run(settings, stream))
     print(table(report["summary"]))
     for line in report["warnings"]:
         print(f"warning: {line}", file=sys.stderr)
@@ -146,7 +142,7 @@ def _report(settings: BenchSettings, stream: Stream, target: Target, found: Meas
     if settings.is_offline:
         fields |= offline_fields(found.summary)
     if settings.url is None:
-        fields["backend"] = "manylora"
+        fields["backend"] = fields["endpoint_type"] = "manylora"
     return fields | {
         "is_complete": found.error is None,
         "error": found.error,

@@ -1,11 +1,13 @@
 """The report of a replay under the names that ``vllm bench serve`` writes, for tools that read those.
 
-Names and meanings are those of vllm/benchmarks/serve.py (commit def9ce8) and, for ``offline_fields``, of
-vllm/benchmarks/throughput.py (commit 1a91bc2). Where vLLM writes 0 for want of any value this says null.
+Names and meanings are those of vllm/benchmarks/serve.py (commit def9ce8; ``start_times`` of 009e6d4, here since
+the replay's start) and, for ``offline_fields``, of vllm/benchmarks/throughput.py (commit 1a91bc2). Where vLLM
+writes 0 for want of any value this says null.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,10 +24,16 @@ def serve_fields(summary: Summary, results: Sequence[RequestResult], model: str 
     done = [result for result in results if result.error is None]
     tokens, requests = _peaks(done)
     found: dict[str, Any] = {
+        "date": time.strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": "openai",
         "backend": "openai",
+        "label": None,
         "model_id": model,
+        "tokenizer_id": model,
         "num_prompts": summary["planned"],
         "request_rate": summary["offered_per_s"] or "inf",
+        "burstiness": None,  # A workload's arrivals are its own.
+        "max_concurrency": None,
         "duration": summary["wall_s"],
         "completed": len(done),
         "failed": summary["failed"],
@@ -47,6 +55,7 @@ def serve_fields(summary: Summary, results: Sequence[RequestResult], model: str 
         "itls": [[round(itl_s, 6) for itl_s in result.itls_s] for result in results],
         "generated_texts": [result.text for result in results],
         "errors": [result.error or "" for result in results],
+        "start_times": [round(result.handed_s, 6) for result in results],
     }
 
 
