@@ -193,6 +193,17 @@ def test_an_interrupt_leaves_what_came(tmp_path: Path, processes: str) -> None:
     assert "Traceback" not in err
 
 
+def test_an_interrupt_while_clients_start(tmp_path: Path) -> None:
+    """They ignore it from the beginning, and none of them fills the screen."""
+    with trivial_server(0.001) as url, bench(tmp_path, url, "--client-processes", "2") as process:
+        wait_until(lambda: len(children_of(process.pid)) >= 2, "a client")
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == "not complete: interrupted\n"
+    assert json.loads((tmp_path / "out.json").read_text())["error"] == "interrupted"
+
+
 def test_clients_end_with_the_command(tmp_path: Path) -> None:
     with trivial_server(0.001) as url, bench(tmp_path, url, "--client-processes", "2") as process:
         wait_for_progress(process)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import gc
 import math
@@ -17,7 +18,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -69,19 +70,34 @@ def _dealt(stream: Stream, count: int) -> list[Stream]:
     return [dataclasses.replace(stream, requests=part) for part in parts]
 
 
+@contextlib.contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """A process started meanwhile ignores interrupts from its birth on, while it imports what it needs too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Only the main thread may change how signals are handled.
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class _Client:
     """One process, seen from here."""
 
     def __init__(self, access: Access, stream: Stream, settings: ReplaySettings) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        quiet = dataclasses.replace(settings, show=None)
-        self.process = context.Process(target=_client, args=(theirs, access, stream, quiet), daemon=True)
-        self.process.start()
+        self.process = context.Process(target=_client, args=(theirs,), daemon=True)
+        with _interrupts_ignored():
+            self.process.start()
         theirs.close()
+        # Not as the process' arguments: an interrupt would be lost while a long stream waits for it to listen.
+        self.send((access, stream, dataclasses.replace(settings, show=None)))
         self.done = self.failed = 0
 
-    def send(self, message: float | str) -> None:
+    def send(self, message: Any) -> None:
         try:
             self.connection.send(message)
         except OSError:
@@ -164,10 +180,14 @@ class _Crew:
 # ---------------------------------------------------------------- in the other process
 
 
-def _client(connection: Connection, access: Access, stream: Stream, settings: ReplaySettings) -> None:
+def _client(connection: Connection) -> None:
     """The other process' whole life. An interrupt is for the process that started it, which tells."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     allow_many_connections()
+    try:
+        access, stream, settings = connection.recv()
+    except EOFError:
+        return  # Nobody is left to tell.
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_replay_as_told(connection, access, stream, settings))
 
