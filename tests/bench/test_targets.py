@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from manylora.bench import http_client, http_target
 from manylora.bench.http_target import HttpTarget
 from manylora.bench.replay import ReplaySettings
 from manylora.bench.serve import measure
@@ -205,8 +206,53 @@ def test_errors_within_a_stream_and_nonsense_are_answers() -> None:
             return [await target.generate(CALL), await target.generate(CALL)]
 
     first, second = asyncio.run(run())
-    assert "out of luck" in str(first.error)
+    assert first.error == "out of luck"
     assert "cannot be read" in str(second.error)
+
+
+def test_a_server_that_hangs_fails_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "SILENCE_S", 0.3)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        # One answer comes slowly, line by line; the other does not come.
+        for _ in range(4 if b"slow" in head else 0):
+            await asyncio.sleep(0.2)
+            writer.write(b"line\n")
+        if b"slow" in head:
+            writer.close()
+
+    async def run() -> tuple[bytes, str, bool]:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        client = http_client.HttpClient(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        hung = asyncio.create_task(client.fetch("/hung"))
+        slow = await client.fetch("/slow")
+        is_waiting = not hung.done()  # while the server says anything at all
+        with pytest.raises(http_client.HttpFailure) as caught:
+            await hung
+        server.close()
+        return slow, str(caught.value), is_waiting
+
+    slow, error, is_waiting = asyncio.run(run())
+    assert slow == b"\n".join([b"line"] * 4)
+    assert is_waiting
+    assert "said nothing for" in error
+
+
+def test_a_server_that_hangs_from_the_start_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_target, "_CONNECT_TIMEOUT_S", 0.2)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        await HttpTarget.connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+
+    with pytest.raises(ConfigError, match=r"no server answers at .* within"):
+        asyncio.run(run())
 
 
 @pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:port", "127.0.0.1:1"])

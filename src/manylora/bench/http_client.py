@@ -15,6 +15,9 @@ from urllib.parse import urlsplit
 from manylora.config import ConfigError
 
 _MOST_HEAD_BYTES = 2**16
+SILENCE_S = 300.0
+"""A server that says nothing to any open request for so long hangs. One that is overloaded may let a single
+request wait for longer, while others hear from it."""
 
 
 class HttpFailure(Exception):
@@ -40,6 +43,8 @@ class HttpClient:
             headers["Authorization"] = f"Bearer {api_key}"
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self._idle: list[_Connection] = []
+        self.heard_s = 0.0
+        """When the server last said anything, on the event loop's clock."""
 
     async def fetch(self, path: str) -> bytes:
         """GET; the body. Raises as ``send``."""
@@ -68,7 +73,7 @@ class HttpClient:
     async def _connect(self) -> _Connection:
         context = ssl.create_default_context() if self._is_tls else None
         _, connection = await asyncio.get_running_loop().create_connection(
-            _Connection, self._host, self._port, ssl=context
+            lambda: _Connection(self), self._host, self._port, ssl=context
         )
         return connection
 
@@ -92,7 +97,8 @@ class _Stale(Exception):
 class _Connection(asyncio.Protocol):
     """One request at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, client: HttpClient) -> None:
+        self._client = client
         self._transport: asyncio.Transport | None = None
         self._is_fresh = True
         self._is_lost = False
@@ -114,11 +120,14 @@ class _Connection(asyncio.Protocol):
         if self._is_lost or self._transport is None:
             raise HttpFailure("the connection broke off") if self._is_fresh else _Stale
         self._begin(on_line)
-        self._done = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._done = loop.create_future()
         self._transport.write(request)
+        self._limit = loop.call_later(SILENCE_S, self._check_silence)
         try:
             is_kept = await self._done
         finally:
+            self._limit.cancel()
             self._done = None
         self._is_fresh = False
         if self._status != 200:
@@ -130,6 +139,14 @@ class _Connection(asyncio.Protocol):
         self._is_lost = True
         if self._transport is not None:
             self._transport.abort()
+
+    def _check_silence(self) -> None:
+        loop = asyncio.get_running_loop()
+        left_s = self._client.heard_s + SILENCE_S - loop.time()
+        if left_s > 0:
+            self._limit = loop.call_later(left_s, self._check_silence)
+        elif self._done is not None and not self._done.done():
+            self._done.set_exception(HttpFailure(f"the server has said nothing for {SILENCE_S:.0f} s"))
 
     # ------------------------------------------------------------ asyncio's callbacks
 
@@ -151,6 +168,7 @@ class _Connection(asyncio.Protocol):
         if self._done is None or self._done.done():
             self.close()  # Nothing was asked.
             return
+        self._client.heard_s = asyncio.get_running_loop().time()
         self._buffer += data
         try:
             if self._status or self._read_head():

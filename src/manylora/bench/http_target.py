@@ -19,6 +19,7 @@ from manylora.bench.http_client import HttpClient, HttpFailure
 from manylora.bench.targets import Answer, Call, Prompt
 from manylora.config import ConfigError
 
+_PATH = "/v1/completions"
 _EXACT: dict[str, Any] = {"ignore_eos": True}
 _ID_FIELDS: tuple[dict[str, Any], ...] = (
     {"return_token_ids": True},
@@ -28,6 +29,7 @@ _PREFIX = "token_id:"
 _PROBE_TOKENS = 2
 _PROBE_TIMEOUT_S = 10.0
 """A server that takes longer to say anything is busy, not gone."""
+_CONNECT_TIMEOUT_S = 60.0
 
 
 class _Logprobs(msgspec.Struct):
@@ -86,10 +88,14 @@ class HttpTarget:
         """
         target = cls(Access(url, api_key, "", {}))
         try:
-            models = msgspec.json.decode(await target._client.fetch("/v1/models"))["data"]
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                page = await target._client.fetch("/v1/models")
+            models = msgspec.json.decode(page)["data"]
             names = [str(model["id"]) for model in models]
             base = next((n for n, model in zip(names, models) if not model.get("parent")), names[0])
             lengths = [model["max_model_len"] for model in models if model.get("max_model_len")]
+        except TimeoutError as error:
+            raise ConfigError(f"no server answers at {url} within {_CONNECT_TIMEOUT_S:.0f} s") from error
         except (OSError, HttpFailure) as error:
             raise ConfigError(f"no server answers at {url}: {error}") from error
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -123,7 +129,7 @@ class HttpTarget:
                 f"--prompts text ({names}: {'; '.join(reasons)})"
             )
         hint = "" if is_text else "; if it takes no token ids, use --prompts text"
-        raise ConfigError(f"the server does not answer a request of 2 tokens: {'; '.join(reasons)}{hint}")
+        raise ConfigError(f"the server does not answer {_PATH} of 2 tokens: {'; '.join(reasons)}{hint}")
 
     async def generate(self, call: Call) -> Answer:
         """See Target."""
@@ -139,7 +145,7 @@ class HttpTarget:
                 _take(answer, _decode(line[5:]))
 
         try:
-            await self._client.send("POST", "/v1/completions", msgspec.json.encode(body), on_line)
+            await self._client.send("POST", _PATH, msgspec.json.encode(body), on_line)
         except (OSError, HttpFailure) as error:
             answer.error = answer.error or str(error) or type(error).__name__
         except (ValueError, msgspec.MsgspecError) as error:
@@ -149,7 +155,8 @@ class HttpTarget:
     async def counters(self) -> dict[str, float]:
         """The samples of /metrics, without histograms' buckets; empty where there is no such page."""
         try:
-            page = await self._client.fetch("/metrics")
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                page = await self._client.fetch("/metrics")
         except (OSError, ValueError, HttpFailure):
             return {}
         found = {}
@@ -185,7 +192,7 @@ class HttpTarget:
 
 def _take(answer: Answer, chunk: _Chunk) -> None:
     if chunk.error is not None:
-        answer.error = str(chunk.error)
+        answer.error = str(chunk.error.get("message") if isinstance(chunk.error, dict) else chunk.error)
     for choice in chunk.choices:
         ids = choice.token_ids
         if ids is None and choice.logprobs is not None:
