@@ -184,7 +184,7 @@ def test_measuring_counts_nothing_of_the_warm_up() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"adapters": frozenset({"adapter-0"})}, "adapter 'adapter-1', which is not served"),
+        ({"adapters": frozenset({"adapter-0"})}, "adapter 'adapter-1', .*served: adapter-0"),
         ({"max_model_len": 20}, "a turn of 21 tokens"),
         ({"vocab_size": 999}, "at most the model's 999"),
     ],
@@ -201,12 +201,20 @@ def test_what_cannot_be_served_is_refused_before(change: dict[str, object], word
 @pytest.mark.parametrize(
     "bad",
     [
-        {"vocab_size": 3}, {"adapter_name": "same"}, {"adapter_name": "{0}{1}"}, {"adapter_name": "{"},
+        {"vocab_size": 3}, {"adapter_name": "{{same}}"}, {"adapter_name": "{0}{1}"}, {"adapter_name": "{"},
     ],
 )  # fmt: skip
 def test_bad_replay_settings(bad: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         ReplaySettings(**bad)  # type: ignore[arg-type]
+
+
+def test_adapters_called_by_names_in_turn() -> None:
+    settings = ReplaySettings(adapter_name="german, french")
+    assert [settings.name_of(0), settings.name_of(1)] == ["german", "french"]
+    check_fit(FakeTarget({"german", "french"}), STREAM, settings)
+    with pytest.raises(ConfigError, match="names only 1"):
+        check_fit(FakeTarget({"german"}), STREAM, ReplaySettings(adapter_name="german"))
 
 
 def result(**changes: object) -> RequestResult:

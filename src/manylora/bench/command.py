@@ -48,7 +48,12 @@ _WORKLOAD: tuple[_Option, ...] = (
     ("--limit", int, "N", "only the first N requests"),
     ("--seed", int, "N", "of whatever is drawn, tokens too (default: 0)"),
     ("--vocab-size", int, "N", "draw tokens that the workload does not name below N (default: 1000)"),
-    ("--adapter-name", str, "TEMPLATE", "name of the workload's adapter {} (default: adapter-{})"),
+    (
+        "--adapter-name",
+        str,
+        "NAMES",
+        "of the workload's adapter {} (default: adapter-{}), or all: german,french",
+    ),
 )
 _REPORT: tuple[_Option, ...] = (
     ("--out", Path, "FILE", "write the report and every request's times as JSON"),

@@ -30,7 +30,8 @@ class ReplaySettings:
     seed: int = 0
     vocab_size: int = 1000
     adapter_name: str = "adapter-{}"
-    """The name of adapter 7 is this with 7 in the braces."""
+    """The name of adapter 7 is this with 7 in the braces; or, where there are none, the eighth of these names,
+    with commas between them. The base model's name is one too."""
     is_text: bool = False
     """Prompts are words, for servers that take no token ids."""
     show: Callable[[str], None] | None = None
@@ -39,6 +40,8 @@ class ReplaySettings:
     def __post_init__(self) -> None:
         if self.vocab_size <= FIRST_TOKEN:
             raise ConfigError(f"--vocab-size must be above {FIRST_TOKEN}, got {self.vocab_size}")
+        if not self._is_template:
+            return
         try:
             names = {self.name_of(0), self.name_of(1)}
         except (LookupError, ValueError, AttributeError) as error:
@@ -47,8 +50,20 @@ class ReplaySettings:
             raise ConfigError(f"--adapter-name must hold {{}} for the number, got {self.adapter_name!r}")
 
     def name_of(self, adapter: int) -> str:
-        """The name under which the target serves this adapter."""
-        return self.adapter_name.format(adapter)
+        """The name under which the target serves this adapter. Raises ConfigError where there are fewer names."""
+        if self._is_template:
+            return self.adapter_name.format(adapter)
+        names = [name.strip() for name in self.adapter_name.split(",")]
+        if adapter >= len(names):
+            raise ConfigError(
+                f"the workload has adapter {adapter}, counted from 0, but --adapter-name names only {len(names)}: "
+                "name all, or write {} for the number"
+            )
+        return names[adapter]
+
+    @property
+    def _is_template(self) -> bool:
+        return "{" in self.adapter_name
 
     def prompts(self) -> Prompts:
         """What makes the prompts."""

@@ -208,4 +208,10 @@ def check_names(target: Target, names: set[str]) -> None:
     missing = sorted(names - target.adapters)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ConfigError(f"the workload asks for adapter {missing[0]!r}{more}, which is not served")
+        served = sorted(target.adapters)
+        others = ", ..." if len(served) > 3 else ""
+        known = f"served: {', '.join(served[:3])}{others}" if served else "none is served"
+        raise ConfigError(
+            f"the workload asks for adapter {missing[0]!r}{more}, which is not served ({known}); "
+            "--adapter-name says what its adapters are called"
+        )
