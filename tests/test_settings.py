@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from manylora.config import (
 )
 from manylora.flags import build_settings
 from manylora.llm import LLM, AsyncLLM
+from tests.e2e.process import command, environment
 
 GIVEN = {
     "host_pool": "2GiB", "device_pool": "1GiB", "cache_policy": "static-lru", "cache_adapter_share": 0.3,
@@ -129,3 +131,16 @@ def test_the_policys_own_checks(wrong: dict[str, int]) -> None:
     fine = {"num_pages": 9, "page_tokens": 4, "max_model_len": 64, "max_num_seqs": 8, "max_batch_tokens": 16}
     with pytest.raises(ConfigError):
         PolicyConfig(**{**fine, **wrong})
+
+
+def test_a_reader_that_has_seen_enough_is_no_trouble() -> None:
+    process = subprocess.Popen(
+        command("workload", "list"),
+        env=environment(PYTHONUNBUFFERED=""),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.close()  # before it has imported what it prints with
+    assert process.communicate()[1] == b""
+    assert process.returncode == 1

@@ -66,13 +66,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     args = _parser().parse_args(argv)
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         print(f"manylora: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nmanylora: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # Whoever reads what is printed, such as head, has seen enough.
+        # Python writes the rest at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:

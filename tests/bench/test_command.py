@@ -195,6 +195,19 @@ def test_a_failed_turn_gives_1(tmp_path: Path, adapters: str, capsys: pytest.Cap
     assert "3 (1 failed)" in capsys.readouterr().out
 
 
+def test_the_report_is_written_before_the_table(
+    tmp_path: Path, adapters: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nobody_reads(*_: Any) -> str:
+        raise RuntimeError("nobody reads")
+
+    monkeypatch.setattr("manylora.bench.serve.table", nobody_reads)
+    out = tmp_path / "out.json"
+    with pytest.raises(RuntimeError, match="nobody reads"):
+        main(["bench", "serve", *inside(adapters), "--trace-file", small_trace(tmp_path), "--out", str(out)])
+    assert json.loads(out.read_text())["completed"] == 3
+
+
 AT_NOBODY = ["--trace-file", str(TRACE), "--url", "http://127.0.0.1:1"]
 ON_DEMO = ["--trace-file", str(TRACE), "--model", MODEL]
 

@@ -240,6 +240,24 @@ def test_a_server_that_hangs_fails_what_is_open(monkeypatch: pytest.MonkeyPatch)
     assert "said nothing for" in error
 
 
+def test_counters_are_numbers_that_json_knows() -> None:
+    page = b'# HELP a Text\na 3\nb_bucket{le="1"} 4\nc{x="y z"} 1.5\nd NaN\ne +Inf\nf nonsense\n'
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + page)
+        writer.close()
+
+    async def run() -> dict[str, float]:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        found = await HttpTarget(http_target.Access(url, None, "m", {})).counters()
+        server.close()
+        return found
+
+    assert asyncio.run(run()) == {"a": 3, 'c{x="y z"}': 1.5}
+
+
 def test_a_server_that_hangs_from_the_start_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_target, "_CONNECT_TIMEOUT_S", 0.2)
 

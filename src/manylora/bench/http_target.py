@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import time
 from typing import Any
 
@@ -168,7 +169,7 @@ class HttpTarget:
                     found[name] = float(value)
                 except ValueError:
                     pass
-        return found
+        return {name: value for name, value in found.items() if math.isfinite(value)}
 
     async def lost(self) -> str | None:
         """See Target."""

@@ -82,25 +82,26 @@ def check(settings: BenchSettings) -> None:
 
 
 def run(settings: BenchSettings, stream: Stream) -> int:
-    """Measure, print the table, write the files.
+    """Measure, write the files, print the table.
 
     The exit code: 1 where a request failed or the target was lost, 130 where it was interrupted; whatever came
     until then is reported and marked. Raises ConfigError.
     """
     check(settings)
     report, results = asyncio.run(_run(settings, stream))
-    print(table(report["summary"]))
-    for line in report["warnings"]:
-        print(f"warning: {line}", file=sys.stderr)
-    if report["error"] is not None:
-        print(f"not complete: {report['error']}", file=sys.stderr)
-    if settings.out is not None:
-        try:
+    try:
+        if settings.out is not None:
             settings.out.write_text(json.dumps(report, indent=1) + "\n")
-        except OSError as error:
-            raise ConfigError(f"cannot write {settings.out}: {error.strerror}") from error
-    if settings.plot is not None:
-        draw(results, f"{stream.name}: {len(results):,} requests", settings.plot)
+        if settings.plot is not None:
+            draw(results, f"{stream.name}: {len(results):,} requests", settings.plot)
+    except OSError as error:
+        raise ConfigError(f"cannot write {settings.out}: {error.strerror}") from error
+    finally:  # neither lost with the other: a disk may be full, and who reads the table may be gone
+        for line in report["warnings"]:
+            print(f"warning: {line}", file=sys.stderr)
+        if report["error"] is not None:
+            print(f"not complete: {report['error']}", file=sys.stderr)
+        print(table(report["summary"]), flush=True)
     if report["error"] == INTERRUPTED:
         return 130
     return 1 if report["summary"]["failed"] or report["error"] is not None else 0

@@ -202,7 +202,7 @@ def table(summary: Summary) -> str:
         rows.append(("goodput per s", f"{summary['goodput_per_s']:.2f} ({_number(summary['good_share'])})"))
     rows += [
         ("TTFT ms", _spread(summary["ttft_ms"])),
-        *((f"  of it {name}", _spread(part)) for name, part in summary["ttft_parts_ms"].items()),
+        *((f"  of it {name.removesuffix('_s')}", _spread(p)) for name, p in summary["ttft_parts_ms"].items()),
         ("TPOT ms", _spread(summary["tpot_ms"])),
         ("ITL ms", _spread(summary["itl_ms"])),
         ("E2E ms", _spread(summary["e2e_ms"])),
