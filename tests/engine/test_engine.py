@@ -205,6 +205,31 @@ def test_unload_waits_for_running_requests_and_a_new_version_is_read_again(kind:
 
 
 @kinds
+def test_who_asks_may_give_up(kind: str) -> None:
+    """What the loop then answers to nobody does it no harm."""
+
+    async def scenario() -> None:
+        executor = FakeExecutor()
+        executor.step_s = 0.05
+        async with running(kind, executor) as engine:
+            await engine.add_adapter("x", "2")
+            stream = engine.generate(request("a", max_tokens=8, adapter="x"))
+            await stream.__anext__()
+            asked = [asyncio.create_task(engine.stats()), asyncio.create_task(engine.remove_adapter("x"))]
+            await asyncio.sleep(0)
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+            assert [task.cancelled() for task in asked] == [True, True]
+            await drain(stream)
+            tokens, _, _ = await drain(engine.generate(request("b")))
+            assert tokens[0] == undisturbed(0, (1, 2, 3), SamplingParams(max_tokens=8), (), 0)
+            assert [card.name for card in (await engine.stats()).adapters] == []
+
+    asyncio.run(scenario())
+
+
+@kinds
 def test_a_failed_read_fails_its_requests_only(kind: str) -> None:
     async def scenario() -> None:
         executor = FakeExecutor()

@@ -81,6 +81,7 @@ class Catalog:
             if card is None:
                 raise AdapterError(f"no adapter named {name!r} is loaded", status=404)
             future = self._leaving[card.id] = concurrent.futures.Future()
+            future.set_running_or_notify_cancel()  # It will be done, whoever still waits for it.
             return card.id, future
 
     def freed(self, adapter: AdapterId) -> None:

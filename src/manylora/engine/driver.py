@@ -168,6 +168,7 @@ class Driver:
     def stats(self) -> concurrent.futures.Future[EngineStats]:
         """A snapshot taken between two steps."""
         future: concurrent.futures.Future[EngineStats] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()  # A cancelled one cannot be answered: the loop would end of it.
         self._put(future)
         return future
 
