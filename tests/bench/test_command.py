@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,18 @@ def test_a_failed_turn_gives_1(tmp_path: Path, adapters: str, capsys: pytest.Cap
     code = main(["bench", "serve", *args, "--device-pool", "1280KiB"])
     assert code == 1
     assert "3 (1 failed)" in capsys.readouterr().out
+
+
+def test_an_interrupt_while_loading_is_not_held_back(
+    tmp_path: Path, adapters: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr("manylora.main.build_driver", load)
+    assert main(["bench", "offline", *inside(adapters), "--trace-file", small_trace(tmp_path)]) == 130
+    assert capsys.readouterr().err == "\nmanylora: interrupted\n"
 
 
 def test_the_report_is_written_before_the_table(

@@ -18,9 +18,10 @@ from manylora.bench.picture import check_plot, check_writable, draw
 from manylora.bench.processes import processes_for, replay_apart
 from manylora.bench.replay import Halt, ReplaySettings, RequestResult, check_fit, replay, warm_adapters
 from manylora.bench.summary import Objective, Summary, as_rows, difference, summarize, table, warnings
-from manylora.bench.targets import Target, open_engine
+from manylora.bench.targets import EngineTarget, Target
 from manylora.bench.vllm_names import offline_fields, serve_fields
 from manylora.config import ConfigError
+from manylora.engine.driver import Driver
 from manylora.flags import build_settings
 from manylora.workloads.stream import Stream, prompt_tokens
 
@@ -88,7 +89,9 @@ def run(settings: BenchSettings, stream: Stream) -> int:
     until then is reported and marked. Raises ConfigError.
     """
     check(settings)
-    report, results = asyncio.run(_run(settings, stream))
+    # Before there is an event loop, which would hold back an interrupt until all is loaded.
+    driver = None if settings.url is not None else _load(settings)
+    report, results = asyncio.run(_run(settings, stream, driver))
     try:
         if settings.out is not None:
             settings.out.write_text(json.dumps(report, indent=1) + "\n")
@@ -107,8 +110,16 @@ def run(settings: BenchSettings, stream: Stream) -> int:
     return 1 if report["summary"]["failed"] or report["error"] is not None else 0
 
 
-async def _run(settings: BenchSettings, stream: Stream) -> tuple[dict[str, Any], list[RequestResult]]:
-    target = await _target(settings, stream)
+def _load(settings: BenchSettings) -> Driver:
+    from manylora.main import build_driver  # brings torch
+
+    return build_driver(build_settings(settings.engine)[0])
+
+
+async def _run(
+    settings: BenchSettings, stream: Stream, driver: Driver | None
+) -> tuple[dict[str, Any], list[RequestResult]]:
+    target = EngineTarget(driver) if driver is not None else await _connect(settings, stream)
     try:
         if settings.skip_too_long:
             stream = fitting(stream, target.max_model_len)
@@ -128,9 +139,8 @@ async def _run(settings: BenchSettings, stream: Stream) -> tuple[dict[str, Any],
     return _report(settings, stream, target, found), found.results
 
 
-async def _target(settings: BenchSettings, stream: Stream) -> Target:
-    if settings.url is None:
-        return open_engine(build_settings(settings.engine)[0])
+async def _connect(settings: BenchSettings, stream: Stream) -> HttpTarget:
+    assert settings.url is not None
     allow_many_connections()
     needs_ids = any(request.turn > 0 for request in stream.requests)
     return await HttpTarget.connect(settings.url, settings.api_key, needs_ids, settings.replay.is_text)
