@@ -282,11 +282,11 @@ class Cache:
 
     # ------------------------------------------------------------ coming
 
-    def rescue(self, path: Iterable[Node]) -> None:
+    def rescue(self, path: Iterable[Node], with_standby: bool = True) -> None:
         """Keep nodes of a path, parents first, that were about to leave or have just left, and whose parents have
         not. What stands by below a parent that is not there has to be copied like any other."""
         for node in path:
-            if node.residence is STANDBY:
+            if node.residence is STANDBY and with_standby:
                 if not self._parent_is_there(node):
                     self.standby.end(node)
                     continue

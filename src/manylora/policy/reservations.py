@@ -15,7 +15,7 @@ from collections.abc import Callable
 from manylora.config import PolicyConfig
 from manylora.policy.cache import Cache
 from manylora.policy.queues import Sequence, Stage, WaitingQueue
-from manylora.policy.tree import ABSENT, HELD, LOADING, RESIDENT, Node, path_to
+from manylora.policy.tree import ABSENT, HELD, LOADING, RESIDENT, STANDBY, Node, path_to
 from manylora.protocol import Command, EndSequence
 from manylora.types import PageId
 
@@ -80,11 +80,14 @@ class Reservations:
         )
 
     def _need(self, sequence: Sequence, first_chunk: int) -> Need:
-        """What it takes for the sequence to start with up to ``first_chunk`` tokens; keeps what was leaving."""
+        """What it takes for the sequence to start with up to ``first_chunk`` tokens; keeps what was leaving.
+
+        What stands by stays so: who cannot be admitted yet takes no page from those that run.
+        """
         cache = self._cache
         root = self._tree.node(sequence.adapter)
         path = self.match(sequence)
-        cache.rescue(path)
+        cache.rescue(path, with_standby=False)
         missing = [node for node in path if node.residence is ABSENT]
         if not cache.saving.is_copy_cheaper(missing):
             path = [*itertools.takewhile(lambda node: node.residence is not ABSENT, path)]
@@ -104,10 +107,14 @@ class Reservations:
         need = self._need(sequence, first_chunk)
         root, path, missing, deepest = need.root, need.path, need.missing, need.deepest
         adapter_pages = root.num_pages if root.residence is ABSENT else 0
+        num_standing = sum(node.residence is STANDBY for node in path)
         tree.pin(deepest)
-        if not cache.provide(need.own_pages + len(missing), adapter_pages):
+        if not cache.provide(need.own_pages + len(missing) + num_standing, adapter_pages):
             tree.unpin(deepest, deepest.last_use)
             return False
+        if num_standing:
+            cache.rescue(path)
+            missing = [node for node in path if node.residence is ABSENT]
         self._count_hits(root, path, len(sequence.tokens))
         cache.load([root, *missing] if adapter_pages else missing, "demand")
         cache.rescue(path)
