@@ -84,7 +84,7 @@ def test_nothing_is_left(bench: Bench, end: Callable[[LLM], None], is_used: bool
         llm = open_llm(bench)
         if is_used:
             use(llm, bench)
-        assert child_processes() == children
+        assert set(child_processes()) <= set(children)
         while_open = address_space_bytes()
         gone = weakref.ref(llm)
         end(llm)
