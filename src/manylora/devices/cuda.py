@@ -14,14 +14,13 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 
 from manylora.config import ConfigError
 from manylora.devices.device import CopyLane, Mirror, PageWriter, Tensors, copy_bytes
-from manylora.devices.staging import Inbox, Stage, moves_by_kernel, outbox
+from manylora.devices.staging import Inbox, Stage, borrowed, moves_by_kernel, outbox
 
 _STAGED_PAGES = 4
 """Pinned pages of one writer: while one is filled the others are on their way."""
@@ -155,34 +154,15 @@ class _Captures:
         current.wait_stream(self._stream)
         free_after, _ = torch.cuda.mem_get_info(self._device)
         self.num_bytes += max(0, free_before - free_after)
-        borrowed = tuple(_borrowed(output) for output in outputs)
+        # Later captures may use the memory for their own.
+        kept = tuple(borrowed(output, output.device) for output in outputs)
         del outputs
 
         def replay() -> Tensors:
             graph.replay()
-            return borrowed
+            return kept
 
         return replay
-
-
-class _Address:
-    """Memory of a tensor that may be gone, as torch takes it up without a copy."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        if not tensor.is_contiguous():
-            raise ValueError("only contiguous tensors can be borrowed")
-        kinds = {torch.float32: "<f4", torch.int64: "<i8"}
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "data": (tensor.data_ptr(), False),
-            "shape": tuple(tensor.shape),
-            "typestr": kinds[tensor.dtype],
-            "version": 2,
-        }
-
-
-def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor at the same place that does not hold its memory: later captures may use it for their own."""
-    return torch.as_tensor(_Address(tensor), device=tensor.device)
 
 
 class _CudaMirror:

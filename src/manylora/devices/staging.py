@@ -58,7 +58,7 @@ class Stage:
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._landed is not None)
             self._mapped = self._memory
             if self._by_kernel and self._landed is not None:
-                self._mapped = torch.as_tensor(_Address(self._memory), device=self._device)
+                self._mapped = borrowed(self._memory, self._device)
         self._held = self._memory[:num_bytes].view(dtype)
         return self
 
@@ -170,15 +170,24 @@ _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Address:
-    """Pinned memory as torch takes it up for the device without a copy; both know it by one address."""
+    """Memory of a tensor, as torch takes it up without a copy."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        if not tensor.is_contiguous():
+            raise ValueError("only contiguous tensors can be borrowed")
+        kinds = {torch.float32: "<f4", torch.int64: "<i8", torch.uint8: "|u1"}
         self.__cuda_array_interface__: dict[str, Any] = {
-            "data": (memory.data_ptr(), False),
-            "shape": tuple(memory.shape),
-            "typestr": "|u1",
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "typestr": kinds[tensor.dtype],
             "version": 2,
         }
+
+
+def borrowed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the device at the same place, which may be pinned host memory: both know it by one address. It
+    does not hold the memory."""
+    return torch.as_tensor(_Address(tensor), device=device)
 
 
 def can_map(device: torch.device) -> bool:
