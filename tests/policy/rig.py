@@ -148,6 +148,13 @@ class Rig:
         expected = undisturbed(request.adapter, request.prompt, request.params, (), 0)
         assert self.tokens[name] == expected
 
+    def check_answers(self) -> int:
+        """Of all requests that came to their end; how many."""
+        answered = [name for name, end in self.ends.items() if end.reason == "length"]
+        for name in answered:
+            self.check_answer(name)
+        return len(answered)
+
     def of(self, kind: type[Any]) -> list[Any]:
         return [command for command in self.commands if isinstance(command, kind)]
 

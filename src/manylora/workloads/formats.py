@@ -271,17 +271,22 @@ class Format:
     has_adapters: bool = False
 
 
+def _timed(load: Callable[..., Stream]) -> Callable[[Path, Wish], Stream]:
+    """Of a loader of lone requests with their times."""
+    return lambda path, wish: load(
+        path,
+        adapters=wish.own_adapters(),
+        duration_s=wish.cut_s,
+        limit=wish.limit,
+        skip_bad_lines=wish.skip_bad_lines,
+    )
+
+
 FORMATS = {
     "chat": Format("multi-turn chat with adapters, JSON lines (benchmarks/data)", _chat),
     "azure-llm": Format(
         "Azure LLM inference traces 2023 and 2024, CSV",
-        lambda path, wish: azure_llm.load(
-            path,
-            adapters=wish.own_adapters(),
-            duration_s=wish.cut_s,
-            limit=wish.limit,
-            skip_bad_lines=wish.skip_bad_lines,
-        ),
+        _timed(azure_llm.load),
     ),
     "azure-functions-2019": Format(
         "Azure Functions 2019, invocations by minute, CSV; --popularity skewness(k): dLoRA's mapping",
@@ -312,13 +317,7 @@ FORMATS = {
     ),
     "burstgpt": Format(
         "BurstGPT, CSV",
-        lambda path, wish: burstgpt.load(
-            path,
-            adapters=wish.own_adapters(),
-            duration_s=wish.cut_s,
-            limit=wish.limit,
-            skip_bad_lines=wish.skip_bad_lines,
-        ),
+        _timed(burstgpt.load),
     ),
     "sharegpt": Format(
         "ShareGPT conversations, JSON; no times",
