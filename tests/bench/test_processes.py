@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from manylora.bench.http_target import HttpTarget
-from manylora.bench.processes import _dealt, processes_for
+from manylora.bench.processes import _dealt, _interrupts_held, processes_for
 from manylora.bench.replay import ReplaySettings
 from manylora.bench.serve import Measured, measure
 from manylora.bench.targets import Call
@@ -202,6 +202,25 @@ def test_an_interrupt_while_clients_start(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert err == "not complete: interrupted\n"
     assert json.loads((tmp_path / "out.json").read_text())["error"] == "interrupted"
+
+
+def test_an_interrupt_is_held_back_while_a_process_starts_not_lost() -> None:
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        for _ in range(2):  # the first starts the processes' tracker too
+            with _interrupts_held():
+                os.kill(os.getpid(), signal.SIGINT)
+                assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+                blocked = subprocess.run(
+                    [sys.executable, "-c", "import signal; print(*map(int, signal.pthread_sigmask(0, ())))"],
+                    stdout=subprocess.PIPE, text=True, check=True,
+                )  # fmt: skip
+            assert str(int(signal.SIGINT)) in blocked.stdout.split()
+            assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert came == [signal.SIGINT] * 2
 
 
 def test_clients_end_with_the_command(tmp_path: Path) -> None:

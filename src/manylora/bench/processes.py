@@ -19,6 +19,7 @@ import signal
 import threading
 import time
 from collections.abc import Coroutine, Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -71,16 +72,17 @@ def _dealt(stream: Stream, count: int) -> list[Stream]:
 
 
 @contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """A process started meanwhile ignores interrupts from its birth on, while it imports what it needs too."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Only the main thread may change how signals are handled.
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _interrupts_held() -> Iterator[None]:
+    """A process started meanwhile gets no interrupt from its birth on, while it imports what it needs too.
+
+    Held back, not ignored: one that comes meanwhile reaches this process when it is over.
+    """
+    resource_tracker.ensure_running()  # Its first start lets interrupts through again.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Client:
@@ -90,7 +92,7 @@ class _Client:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_client, args=(theirs,), daemon=True)
-        with _interrupts_ignored():
+        with _interrupts_held():
             self.process.start()
         theirs.close()
         # Not as the process' arguments: an interrupt would be lost while a long stream waits for it to listen.
