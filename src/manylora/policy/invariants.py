@@ -98,7 +98,8 @@ def _check_dependencies(node: Node, policy: CachePolicy) -> None:
     if parent.residence in _LEAVING:
         assert node.residence not in _ON_DEVICE, "a node that leaves has no resident or loading child"
     if node.residence is Residence.STANDBY:
-        assert parent.residence in (Residence.RESIDENT, *_LEAVING), "a node that stands by could come back"
+        could_come_back = parent.residence is Residence.RESIDENT or parent.residence in _LEAVING
+        assert could_come_back, "a node that stands by could come back"
     if policy.loses_history_with(parent.is_adapter):
         assert not parent.is_ghost, "device and host together stay connected"
 
