@@ -26,7 +26,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.h200 import SHAPES, write_model
-from benchmarks.h200_steps import GREEDY, PAGE_TOKENS, RANK, SHAPE, Bench
+from benchmarks.h200_steps import GREEDY, PAGE_TOKENS, RANK, Bench
 from manylora.bench.random_adapters import write_random_adapters
 from manylora.executor.build import build_worker
 from manylora.flags import build_settings
@@ -34,6 +34,7 @@ from manylora.models.config import read_model_config
 from manylora.protocol import IssuedStep, RunStep, SequenceStart, StepRow
 from manylora.types import BASE
 
+SHAPE = "llama-2-7b"
 STEPS: dict[str, list[tuple[int, int]]] = {
     "decode 1": [(300, 1)],
     "decode 32": [(300, 1)] * 32,
