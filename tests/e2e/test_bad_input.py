@@ -37,7 +37,7 @@ def bystander(server: Server) -> Iterator[None]:
 
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(run)
-        wait_until(lambda: texts or running.done(), "the first stream", 60.0)
+        wait_until(lambda: texts or running.done(), "the first stream")
         yield
         done.set()
         running.result(60.0)

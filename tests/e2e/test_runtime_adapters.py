@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -279,26 +281,33 @@ def test_unload_waits_for_what_runs_and_refuses_what_comes(
     folders.copy_of(adapters / "japanese", folder)
     pages_before = server.gauge(PAGES_ADAPTERS)
     assert server.load("leaving", folder).status_code == 200
-    body = completion(model="leaving", max_tokens=250, ignore_eos=True, stream=True)
-    with ThreadPoolExecutor(1) as thread, server.http.stream("POST", "/v1/completions", json=body) as stream:
-        chunks = events(stream)
+
+    def stream(num_tokens: int) -> contextlib.AbstractContextManager[httpx.Response]:
+        body = completion(model="leaving", max_tokens=num_tokens, ignore_eos=True, stream=True)
+        return server.http.stream("POST", "/v1/completions", json=body)
+
+    with ThreadPoolExecutor(1) as thread, stream(250) as whole:
+        chunks = events(whole)
         next(chunks)
-        unloading = thread.submit(server.unload, "leaving")
-        wait_until(lambda: server.complete(model="leaving").status_code == 404, "404 for the leaving name")
-        assert_error(server.complete(model=f"{BASE}:leaving"), 404)
-        assert_error(server.unload("leaving"), 404)
-        assert not unloading.done()
-        assert server.gauge(PAGES_ADAPTERS) > pages_before
-        # The name is free again at once, for other weights.
-        shutil.rmtree(folder)
-        folders.copy_of(adapters / "french", folder)
-        assert server.load("leaving", folder).status_code == 200
-        assert server.text(model="leaving") == server.text(model="french")
-        assert not unloading.done()
-        *rest, done = chunks
-        assert done == "[DONE]"
-        assert rest[-1]["choices"][0]["finish_reason"] == "length"  # type: ignore[index]
-        assert unloading.result(10.0).status_code == 200
+        with stream(1000) as long:  # longer than the test takes: it is given up at the end
+            next(events(long))
+            unloading = thread.submit(server.unload, "leaving")
+            wait_until(
+                lambda: server.complete(model="leaving").status_code == 404, "404 for the leaving name"
+            )
+            assert_error(server.complete(model=f"{BASE}:leaving"), 404)
+            assert_error(server.unload("leaving"), 404)
+            assert server.gauge(PAGES_ADAPTERS) > pages_before
+            # The name is free again at once, for other weights.
+            shutil.rmtree(folder)
+            folders.copy_of(adapters / "french", folder)
+            assert server.load("leaving", folder).status_code == 200
+            assert server.text(model="leaving") == server.text(model="french")
+            *rest, done = chunks
+            assert done == "[DONE]"
+            assert rest[-1]["choices"][0]["finish_reason"] == "length"  # type: ignore[index]
+            assert not unloading.done()
+        assert unloading.result().status_code == 200
     assert server.text(model="leaving") == server.text(model="french")
     assert server.unload("leaving").status_code == 200
     resident = [name for name in server.metrics() if "leaving" in name and "adapter" in name]
