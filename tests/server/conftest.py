@@ -47,7 +47,7 @@ async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
 class RunningServer:
     """``serve`` on a thread with an event loop of its own."""
 
-    def __init__(self, app: FastAPI, engine: FakeEngine, drain_timeout_s: float = 5.0) -> None:
+    def __init__(self, app: FastAPI, engine: FakeEngine, drain_timeout_s: float = 60.0) -> None:
         self.app, self.engine = app, engine
         self.exit_code: int | None = None
         self._socket = socket.socket()
@@ -72,13 +72,13 @@ class RunningServer:
     def call(self, function: Any, *args: Any) -> None:
         self.loop.call_soon_threadsafe(function, *args)
 
-    def wait(self, timeout_s: float = 15.0) -> int | None:
-        self._thread.join(timeout_s)
+    def wait(self) -> int | None:
+        self._thread.join(60)
         return self.exit_code
 
     def __enter__(self) -> RunningServer:
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(60)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,7 +86,7 @@ class RunningServer:
             # Twice: what a test left open need not drain.
             self.call(self.app.state.lifecycle.stop)
             self.call(self.app.state.lifecycle.stop)
-            self._thread.join(15)
+            self._thread.join(60)
 
 
 @pytest.fixture

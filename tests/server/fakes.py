@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable
@@ -33,7 +34,10 @@ def plain_tokens(request: GenerationRequest, sample: int) -> list[int]:
 
 
 class FakeEngine:
-    """An EngineClient. ``script`` gives the tokens, ``delay_s`` comes before each step."""
+    """An EngineClient. ``script`` gives the tokens, ``delay_s`` comes before each step.
+
+    While ``is_held`` a stream gives its first tokens and no more.
+    """
 
     def __init__(self, script: Script = plain_tokens, delay_s: float = 0.0, tokens_per_step: int = 1) -> None:
         self.info = EngineInfo(
@@ -44,6 +48,7 @@ class FakeEngine:
         self.script = script
         self.delay_s = delay_s
         self.tokens_per_step = tokens_per_step
+        self.is_held = False
         self.running: dict[str, FakeStream] = {}
         self.requests: list[GenerationRequest] = []
         self.aborts: list[tuple[str, int | None, str]] = []
@@ -182,19 +187,21 @@ class FakeStream:
             self.ready.append(Delta(self.request.id, i, finish_reason=reason))
 
     async def _step(self) -> None:
-        if self.engine.delay_s:
-            try:
-                await asyncio.wait_for(self.woken.wait(), self.engine.delay_s)
-                return
-            except TimeoutError:
-                pass
-        else:
-            await asyncio.sleep(0)
+        await self._pass_s(self.engine.delay_s)
+        while self.engine.is_held and not (self.is_first or self.ready or self.woken.is_set()):
+            await self._pass_s(0.005)
+        if self.ready or self.woken.is_set():
+            return
         if self.engine.death_reason is not None:
             # A silent death: nothing more ever comes.
             await self.woken.wait()
         for i in list(self.tokens):
             self.ready.append(self._delta(i))
+
+    async def _pass_s(self, seconds: float) -> None:
+        """Or less, when woken."""
+        with contextlib.suppress(TimeoutError):
+            await (asyncio.wait_for(self.woken.wait(), seconds) if seconds else asyncio.sleep(0))
 
     def _delta(self, sample: int) -> Delta:
         start = self.sent[sample]

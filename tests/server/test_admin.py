@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,11 @@ def run(engine: FakeEngine, tokenizer: Tokenizer, scenario: Any, **settings: Any
             return await scenario(client)
 
     return asyncio.run(main())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
 
 
 def test_cards(engine: FakeEngine, tokenizer: Tokenizer) -> None:
@@ -143,17 +149,19 @@ def test_refused_unloads(engine: FakeEngine, tokenizer: Tokenizer) -> None:
 
 
 def test_unload_answers_once_running_requests_have_ended(tokenizer: Tokenizer) -> None:
-    engine = FakeEngine(delay_s=0.02)
+    engine = FakeEngine()
+    engine.is_held = True
 
     async def scenario(client: httpx.AsyncClient) -> None:
         await engine.add_adapter("x", "/adapters/x")
         body = {"model": "x", "prompt": [5], "max_tokens": 8}
         running = asyncio.create_task(client.post("/v1/completions", json=body))
-        await asyncio.sleep(0.03)
+        await until(lambda: bool(engine.running))
         unloading = asyncio.create_task(client.post(UNLOAD, json={"lora_name": "x"}))
-        await asyncio.sleep(0.03)
+        await until(lambda: not engine.cards)
         assert (await client.post("/v1/completions", json=body)).status_code == 404
         assert not unloading.done()
+        engine.is_held = False
         assert (await running).status_code == 200
         assert (await unloading).status_code == 200
 
@@ -294,16 +302,18 @@ def test_metrics_say_what_the_first_token_waited_for(running: RunningServer, eng
 
 
 def test_running_adapters_show(tokenizer: Tokenizer) -> None:
-    engine = FakeEngine(delay_s=0.05)
+    engine = FakeEngine()
+    engine.is_held = True
 
     async def scenario(client: httpx.AsyncClient) -> None:
         await engine.add_adapter("ad", "/adapters/ad")
         task = asyncio.create_task(client.post("/v1/completions", json={"model": "ad", "prompt": [5]}))
-        await asyncio.sleep(0.02)
+        await until(lambda: bool(engine.running))
         values = scraped((await client.get("/metrics")).text)
         assert values["vllm:lora_requests_info"][0][0]["running_lora_adapters"] == "ad"
         # Running pages and those of the adapter in use; history and idle adapters count as free.
         assert values["vllm:kv_cache_usage_perc"][0][1] == pytest.approx(0.23)
+        engine.is_held = False
         await task
 
     run(engine, tokenizer, scenario)

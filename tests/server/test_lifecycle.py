@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -26,7 +27,7 @@ from tests.server.fakes import FakeEngine
 SLOW = {"model": BASE, "prompt": [5], "max_tokens": 200}
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "did not come true in time"
@@ -34,7 +35,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
 
 
 def send_raw(url: str, body: dict[str, object]) -> socket.socket:
-    host, port = url.removeprefix("http://").split(":")
+    host, port = url.removeprefix("http://").rstrip("/").split(":")
     connection = socket.create_connection((host, int(port)))
     raw = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
@@ -48,7 +49,7 @@ def test_disconnect_aborts(
     running: RunningServer, engine: FakeEngine, stream: bool, prompt: list[object], caplog
 ) -> None:
     caplog.set_level(logging.INFO, "manylora.server.access")
-    engine.delay_s = 0.02
+    engine.is_held = True
     connection = send_raw(running.url, SLOW | {"prompt": prompt, "stream": stream})
     until(lambda: len(engine.running) == len(prompt))
     if stream:
@@ -81,24 +82,26 @@ def test_log_line(running: RunningServer, caplog) -> None:
     httpx.get(f"{running.url}/v1/models/a%0Ab")
     until(lambda: caplog.text.count("duration") == 2)
     lines = [record.getMessage() for record in caplog.records if "duration" in record.getMessage()]
-    assert lines[0].startswith(f"id=abc model='{BASE}' status=200 duration=0.")
+    assert re.match(rf"id=abc model='{BASE}' status=200 duration=\d+\.", lines[0])
     assert lines[0].endswith("POST '/v1/completions'")
     assert "\n" not in lines[1]
 
 
 @pytest.mark.parametrize("silently", [False, True])
 def test_death(tokenizer: Tokenizer, silently: bool) -> None:
-    engine = FakeEngine(delay_s=0.02)
-    with RunningServer(make_app(engine, tokenizer), engine) as running:
-        url = f"{running.url}/v1/completions"
-        with httpx.stream("POST", url, json=SLOW | {"stream": True}, timeout=10) as open_stream:
+    engine = FakeEngine()
+    engine.is_held = True
+    with (
+        RunningServer(make_app(engine, tokenizer), engine) as running,
+        httpx.Client(base_url=running.url, timeout=60) as client,
+    ):
+        with client.stream("POST", "/v1/completions", json=SLOW | {"stream": True}) as open_stream:
             lines = open_stream.iter_lines()
             assert next(lines).startswith("data: ")
             # One more that has not had its first byte.
             waiting = send_raw(running.url, SLOW)
             until(lambda: len(engine.running) == 2)
             running.call(engine.die, "killed by signal 9", silently)
-            start_s = time.monotonic()
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         error = json.loads(rest[-2].removeprefix("data: "))["error"]
@@ -107,22 +110,23 @@ def test_death(tokenizer: Tokenizer, silently: bool) -> None:
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"the engine has died: killed by signal 9" in answer
         for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/health")):
-            assert httpx.request(method, running.url + path).status_code == 503
-        metrics = httpx.get(f"{running.url}/metrics")
+            assert client.request(method, path).status_code == 503
+        metrics = client.get("/metrics")
         assert metrics.status_code == 200
         assert f'manylora:engine_up{{model_name="{BASE}"}} 0.0' in metrics.text
         assert running.wait() == 1
-        assert time.monotonic() - start_s < 8
 
 
 SCRIPT = """
-import asyncio, pathlib, socket, sys, uvloop
+import asyncio, signal, socket, sys, uvloop
 from tests.server.conftest import make_app
 from tests.server.fakes import FakeEngine
 from manylora.server.lifecycle import serve
 
 async def main():
-    engine = FakeEngine(delay_s=float(sys.argv[2]))
+    engine = FakeEngine()
+    engine.is_held = True
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, setattr, engine, "is_held", False)
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     sock.listen()
@@ -136,15 +140,17 @@ sys.exit(uvloop.run(main()))
 
 
 @contextlib.contextmanager
-def process(drain_timeout_s: float, delay_s: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    arguments = [sys.executable, "-c", SCRIPT, str(drain_timeout_s), str(delay_s)]
+def process(drain_timeout_s: float) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    """A server whose streams give their first token, and the others after SIGUSR1; and a client of it."""
+    arguments = [sys.executable, "-c", SCRIPT, str(drain_timeout_s)]
     root = Path(__file__).parents[2]
     env = os.environ | {"PYTHONPATH": f"{root}/src:{root}"}
     child = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=root, env=env)
     try:
         assert child.stdout is not None
         url = f"http://127.0.0.1:{int(child.stdout.readline())}"
-        yield child, url
+        with httpx.Client(base_url=url, timeout=60) as client:
+            yield child, client
     finally:
         child.kill()
         child.wait()
@@ -155,49 +161,47 @@ def process(drain_timeout_s: float, delay_s: float) -> Iterator[tuple[subprocess
 def test_drain_lets_running_requests_end() -> None:
     body = SLOW | {"max_tokens": 50, "stream": True}
     with (
-        process(drain_timeout_s=10, delay_s=0.02) as (child, url),
-        httpx.Client(timeout=10) as client,
-        client.stream("POST", f"{url}/v1/completions", json=body) as response,
+        process(drain_timeout_s=60) as (child, client),
+        client.stream("POST", "/v1/completions", json=body) as response,
     ):
         lines = response.iter_lines()
         next(lines)
         child.send_signal(signal.SIGTERM)
-        time.sleep(0.1)
-        assert httpx.get(f"{url}/health").status_code == 503
-        refused = httpx.post(f"{url}/v1/completions", json=body)
+        until(lambda: client.get("/health").status_code == 503)
+        refused = client.post("/v1/completions", json=body)
         assert refused.status_code == 503
         assert refused.json()["error"]["type"] == "ServiceUnavailableError"
+        child.send_signal(signal.SIGUSR1)
         rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert len(rest) == 50
-        assert child.wait(5) == 0
+        assert child.wait(60) == 0
 
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_drain_ends_at_its_timeout_or_second_signal(signals: int) -> None:
-    with process(drain_timeout_s=0.5 if signals == 1 else 60, delay_s=0.1) as (child, url):
-        waiting = send_raw(url, SLOW)
-        with httpx.stream("POST", f"{url}/v1/completions", json=SLOW | {"stream": True}) as response:
+    with process(drain_timeout_s=0.5 if signals == 1 else 3600) as (child, client):
+        waiting = send_raw(str(client.base_url), SLOW)
+        with client.stream("POST", "/v1/completions", json=SLOW | {"stream": True}) as response:
             lines = response.iter_lines()
             next(lines)
-            for _ in range(signals):
+            child.send_signal(signal.SIGINT)
+            if signals == 2:
+                until(lambda: client.get("/health").status_code == 503)
                 child.send_signal(signal.SIGINT)
-                time.sleep(0.2)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert "shutting down" in rest[-2]
         assert waiting.recv(65536).startswith(b"HTTP/1.1 503 ")
-        assert child.wait(5) == 0
+        assert child.wait(60) == 0
 
 
 def test_idle_server_stops_at_once() -> None:
-    with process(drain_timeout_s=60, delay_s=0) as (child, url), httpx.Client() as client:
+    with process(drain_timeout_s=3600) as (child, client):
         # A kept-alive connection must not hold it up.
-        until(lambda: client.get(f"{url}/health").status_code == 200)
-        start_s = time.monotonic()
+        assert client.get("/health").status_code == 200
         child.send_signal(signal.SIGTERM)
-        assert child.wait(5) == 0
-        assert time.monotonic() - start_s < 3
+        assert child.wait(60) == 0
 
 
 def test_interruptible_passes_foreign_cancellation_on() -> None:
@@ -206,7 +210,7 @@ def test_interruptible_passes_foreign_cancellation_on() -> None:
 
         async def block() -> None:
             async with lifecycle.interruptible():
-                await asyncio.sleep(10)
+                await asyncio.sleep(3600)
 
         task = asyncio.create_task(block())
         await asyncio.sleep(0)
@@ -228,7 +232,7 @@ def test_interruptible_ends_when_the_client_goes() -> None:
         asyncio.get_running_loop().call_later(0.01, gone.set)
         with pytest.raises(Disconnected):
             async with Lifecycle().interruptible(receive):
-                await asyncio.sleep(10)
+                await asyncio.sleep(3600)
         # The task itself is not cancelled any more.
         await asyncio.sleep(0)
 

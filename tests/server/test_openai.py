@@ -12,7 +12,7 @@ from tests.server.fakes import FakeEngine, plain_tokens
 
 @pytest.fixture
 def client(running: RunningServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="any", max_retries=0, timeout=10)
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="any", max_retries=0, timeout=60)
 
 
 def test_base_and_adapter(
