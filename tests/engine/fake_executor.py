@@ -34,6 +34,9 @@ class FakeExecutor:
         self.swaps: list[SwapPages] = []
         self.swap_gate = threading.Event()  # closed, no copy lands
         self.swap_gate.set()
+        self.step_gate = threading.Event()  # closed, a step does not end
+        self.step_gate.set()
+        self.is_held = threading.Event()  # a step has come to the closed gate
         self._copier = concurrent.futures.ThreadPoolExecutor(1)  # so copies land in the order given
         self.step_s = 0.0
         self.reads = 0
@@ -44,6 +47,9 @@ class FakeExecutor:
         return IssuedStep(lambda: result)
 
     def run_step(self, step: RunStep) -> StepResult:
+        if not self.step_gate.is_set():
+            self.is_held.set()
+            self.step_gate.wait()
         time.sleep(self.step_s)
         for start in step.starts:
             self.sequences[start.sequence] = (start, list(start.tokens))

@@ -160,7 +160,7 @@ def test_refusals(kind: str) -> None:
 def test_closing_the_iterator_aborts(kind: str) -> None:
     async def scenario() -> None:
         executor = FakeExecutor()
-        executor.step_s = 0.005
+        executor.step_s = 0.1  # a second request's fifty tokens would take seconds
         async with running(kind, executor) as engine:
             never_read = engine.generate(request("a", max_tokens=50))
             half_read = engine.generate(request("b", max_tokens=50))
@@ -180,15 +180,16 @@ def test_closing_the_iterator_aborts(kind: str) -> None:
 def test_unload_waits_for_running_requests_and_a_new_version_is_read_again(kind: str) -> None:
     async def scenario() -> None:
         executor = FakeExecutor()
-        executor.step_s = 0.005
+        executor.step_s = 0.1  # sixty tokens take far longer than the refusal
         async with running(kind, executor) as engine:
             first = await engine.add_adapter("x", "2")
-            stream = engine.generate(request("a", max_tokens=30, adapter="x"))
+            stream = engine.generate(request("a", max_tokens=60, adapter="x"))
             await stream.__anext__()
             removal = asyncio.create_task(engine.remove_adapter("x"))
-            await asyncio.sleep(0.02)
-            assert not removal.done()
+            await asyncio.sleep(0)
             _, _, refused = await drain(engine.generate(request("b", adapter="x")))
+            assert not removal.done()
+            executor.step_s = 0.0
             assert refused[0].error is not None
             assert refused[0].error.status == 404
             second = await engine.add_adapter("x", "2")
@@ -210,17 +211,18 @@ def test_who_asks_may_give_up(kind: str) -> None:
 
     async def scenario() -> None:
         executor = FakeExecutor()
-        executor.step_s = 0.05
         async with running(kind, executor) as engine:
             await engine.add_adapter("x", "2")
+            executor.step_gate.clear()
             stream = engine.generate(request("a", max_tokens=8, adapter="x"))
-            await stream.__anext__()
+            await asyncio.to_thread(executor.is_held.wait)
             asked = [asyncio.create_task(engine.stats()), asyncio.create_task(engine.remove_adapter("x"))]
             await asyncio.sleep(0)
             for task in asked:
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
             assert [task.cancelled() for task in asked] == [True, True]
+            executor.step_gate.set()
             await drain(stream)
             tokens, _, _ = await drain(engine.generate(request("b")))
             assert tokens[0] == undisturbed(0, (1, 2, 3), SamplingParams(max_tokens=8), (), 0)
@@ -275,7 +277,7 @@ def test_a_failed_step_fails_its_requests_and_a_broken_device_ends_the_engine(ki
 def test_close_ends_what_runs(kind: str) -> None:
     async def scenario() -> None:
         executor = FakeExecutor()
-        executor.step_s = 0.01
+        executor.step_s = 0.1  # sixty tokens take far longer than the end
         async with running(kind, executor) as engine:
             stream = engine.generate(request("a", max_tokens=60))
             await stream.__anext__()
@@ -321,10 +323,10 @@ def test_nobody_waits_for_an_engine_that_died_meanwhile(kind: str) -> None:
         executor = FakeExecutor()
         async with running(kind, executor) as engine:
             await engine.add_adapter("x", "2")
-            executor.step_s = 0.2
+            executor.step_gate.clear()
             executor.failing_steps = 100
             stream = engine.generate(request("a", adapter="x"))
-            await asyncio.sleep(0.1)  # the step that will fail is running now
+            await asyncio.to_thread(executor.is_held.wait)  # the step that will fail is running now
 
             def broken(step: object) -> None:
                 raise RuntimeError("device gone")
@@ -332,13 +334,15 @@ def test_nobody_waits_for_an_engine_that_died_meanwhile(kind: str) -> None:
             executor.run_step = broken  # type: ignore[assignment, method-assign]
             other = engine.generate(request("b"))
             asked = [asyncio.create_task(engine.stats()), asyncio.create_task(engine.remove_adapter("x"))]
+            await asyncio.sleep(0)  # they have asked
+            executor.step_gate.set()
             for pending in (*asked, asyncio.create_task(drain(other))):
                 with contextlib.suppress(EngineDead, AdapterError):
-                    await asyncio.wait_for(pending, 10)
+                    await asyncio.wait_for(pending, 60)
             with contextlib.suppress(EngineDead):
                 await drain(stream)
-            await asyncio.wait_for(engine.wait_dead(), 10)
+            await asyncio.wait_for(engine.wait_dead(), 60)
             with pytest.raises((EngineDead, AdapterError)):
-                await asyncio.wait_for(engine.stats(), 10)
+                await asyncio.wait_for(engine.stats(), 60)
 
     asyncio.run(scenario())

@@ -32,7 +32,7 @@ from tests.engine.fake_executor import FakeExecutor
 from tests.engine.test_engine import CONFIG, INFO
 from tests.policy.device_model import undisturbed
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 SWAP = SwapPages(1, True, ((3, 4),))
 
 
