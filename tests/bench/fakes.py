@@ -1,14 +1,22 @@
-"""A target that answers after a moment with tokens that a test can foretell, and notes what it was asked."""
+"""A target that answers after a moment with tokens that a test can foretell, and notes what it was asked.
+
+Its replays can run in a time of their own, in which moments are exact and cost nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import selectors
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import pytest
 
 from manylora.bench.targets import Answer, Call
 from manylora.workloads.stream import Piece, Stream, StreamRequest, in_order
+
+Result = TypeVar("Result")
 
 
 def reply_to(call: Call) -> list[int]:
@@ -16,6 +24,28 @@ def reply_to(call: Call) -> list[int]:
     assert not isinstance(call.prompt, str)
     start = sum(call.prompt) + 31 * len(call.prompt) + len(call.adapter or "")
     return [5 + (start + 7 * i) % 90 for i in range(call.max_tokens)]
+
+
+class _NoWait(selectors.DefaultSelector):
+    """Instead of waiting, its clock goes on."""
+
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        assert timeout is not None, "nothing would ever happen"
+        self.now_s += timeout
+        return super().select(0)
+
+
+def run_in_own_time(monkeypatch: pytest.MonkeyPatch, work: Coroutine[Any, Any, Result]) -> Result:
+    """As ``asyncio.run``, for what uses no threads, processes or sockets: sleeps take no time, and
+    ``time.monotonic`` tells of those alone."""
+    selector = _NoWait()
+    monkeypatch.setattr(time, "monotonic", lambda: selector.now_s)
+    loop = asyncio.SelectorEventLoop(selector)
+    monkeypatch.setattr(loop, "time", lambda: selector.now_s)
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        return runner.run(work)
 
 
 class FakeTarget:

@@ -122,7 +122,7 @@ def test_a_dead_engine_fails_its_requests(adapters: str) -> None:
         target = engine(adapters)
         try:
             open_request = asyncio.create_task(target.generate(dataclasses.replace(CALL, max_tokens=1000)))
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0)  # it has asked
             target._died("it broke")
             return [await open_request, await target.generate(CALL)]
         finally:
@@ -211,13 +211,13 @@ def test_errors_within_a_stream_and_nonsense_are_answers() -> None:
 
 
 def test_a_server_that_hangs_fails_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_client, "SILENCE_S", 0.3)
+    monkeypatch.setattr(http_client, "SILENCE_S", 1.5)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
         # One answer comes slowly, line by line; the other does not come.
-        for _ in range(4 if b"slow" in head else 0):
+        for _ in range(9 if b"slow" in head else 0):
             await asyncio.sleep(0.2)
             writer.write(b"line\n")
         if b"slow" in head:
@@ -235,7 +235,7 @@ def test_a_server_that_hangs_fails_what_is_open(monkeypatch: pytest.MonkeyPatch)
         return slow, str(caught.value), is_waiting
 
     slow, error, is_waiting = asyncio.run(run())
-    assert slow == b"\n".join([b"line"] * 4)
+    assert slow == b"\n".join([b"line"] * 9)
     assert is_waiting
     assert "said nothing for" in error
 

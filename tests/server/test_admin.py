@@ -249,7 +249,7 @@ def test_metrics(engine: FakeEngine, tokenizer: Tokenizer) -> None:
 
 def test_metrics_of_the_cache(running: RunningServer) -> None:
     url = f"{running.url}/metrics"
-    values = scraped(httpx.get(url).text)
+    values = scraped(httpx.get(url, timeout=60).text)
     for name, series in {
         "manylora:pages": {
             ("device", "free"): 50, ("device", "running"): 20, ("device", "history"): 21,

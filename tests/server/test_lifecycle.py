@@ -59,7 +59,7 @@ def test_disconnect_aborts(
     assert len(engine.aborts) == len(prompt)
     until(lambda: "duration" in caplog.text)
     assert "status=499" in caplog.text
-    metrics = httpx.get(f"{running.url}/metrics").text
+    metrics = httpx.get(f"{running.url}/metrics", timeout=60).text
     aborted = f'vllm:request_success_total{{finished_reason="abort",model_name="{BASE}"}} {len(prompt)}.0'
     assert aborted in metrics
 
@@ -78,8 +78,8 @@ def test_disconnect_while_uploading(running: RunningServer, engine: FakeEngine, 
 def test_log_line(running: RunningServer, caplog) -> None:
     caplog.set_level(logging.INFO, "manylora.server.access")
     headers = {"x-request-id": "abc"}
-    httpx.post(f"{running.url}/v1/completions", json=SLOW | {"max_tokens": 1}, headers=headers)
-    httpx.get(f"{running.url}/v1/models/a%0Ab")
+    httpx.post(f"{running.url}/v1/completions", json=SLOW | {"max_tokens": 1}, headers=headers, timeout=60)
+    httpx.get(f"{running.url}/v1/models/a%0Ab", timeout=60)
     until(lambda: caplog.text.count("duration") == 2)
     lines = [record.getMessage() for record in caplog.records if "duration" in record.getMessage()]
     assert re.match(rf"id=abc model='{BASE}' status=200 duration=\d+\.", lines[0])

@@ -68,7 +68,7 @@ def test_large_body_is_413_although_the_server_does_not_read_it(client: openai.O
 
 
 def test_death_in_a_stream_raises(client: openai.OpenAI, running: RunningServer, engine: FakeEngine) -> None:
-    engine.delay_s = 0.02
+    engine.is_held = True
     stream = client.completions.create(model=BASE, prompt="x", max_tokens=200, stream=True)
     next(stream)
     running.call(engine.die)

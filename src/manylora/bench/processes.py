@@ -211,6 +211,8 @@ async def _replay_as_told(
             loop.call_soon_threadsafe(halt.call, connection.recv())
         except (EOFError, OSError):
             os._exit(1)  # Nobody is left to tell.
+        except RuntimeError:
+            pass  # The loop is closed: all was over when the halt came.
 
     gc.collect()
     gc.freeze()  # The stream is not to be looked through again and again.
