@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from manylora.adapters import pack as pack_module
 from manylora.adapters.pack import cell_offsets, layout_of, load_adapter
@@ -19,7 +16,6 @@ from manylora.adapters.peft import CONFIG_NAME, WEIGHTS_NAME
 from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
 from manylora.protocol import AdapterError
 from tests.adapters.tiny import (
-    ALL_MODULES,
     LAYERS,
     PREFIX,
     edit_tensors,
@@ -212,28 +208,3 @@ def test_little_of_a_page_is_wasted(model: str, page_tokens: int, itemsize: int)
         pages = cells / shape.cells_per_page
         assert 1 - held / (pages * shape.page.slab_elements) < 0.05
     assert shape.cell_elements * itemsize % 16 == 0
-
-
-def test_packing_is_fast(tmp_path: Path) -> None:
-    """Two layers of Llama-3-8B at rank 64: the size that matters is the matrices', not their number."""
-    whole = model_geometry("Llama-3-8B", 16, 2)
-    shape = AdapterGeometry(PageShape(2, 16, 8, 128, 2), whole.groups, whole.cell_elements)
-    tensors = {}
-    for layer in range(2):
-        for p in shape.projections:
-            name = f"base_model.model.{PREFIX}.{layer}.{p.module}.lora_"
-            tensors[name + "A.weight"] = torch.ones(64, p.in_features, dtype=torch.bfloat16)
-            tensors[name + "B.weight"] = torch.ones(p.out_features, 64, dtype=torch.bfloat16)
-    save_file(tensors, tmp_path / WEIGHTS_NAME)
-    config = {"peft_type": "LORA", "r": 64, "lora_alpha": 64, "target_modules": ALL_MODULES}
-    (tmp_path / CONFIG_NAME).write_text(json.dumps(config))
-    spec = inspect(tmp_path, shape)
-    layout = layout_of(spec, shape)
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        load_adapter(spec, layout, shape, torch.bfloat16, lambda n, image: None)
-        seconds.append(time.perf_counter() - start)
-    # About 0.3 s per 100 MB on one core; the bound leaves room for a busy machine.
-    assert min(seconds) < 2.0 * spec.weights.size_bytes / 1e8
-    assert np.all(layout.scales == 1.0)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,20 +79,40 @@ def test_converted_weights(tmp_path: Path, helpers: Helpers) -> None:
 
 
 @pytest.mark.parametrize("helper_fails", [False, True])
-def test_nobody_runs_on_after_a_failure(helper_fails: bool, tmp_path: Path) -> None:
+def test_nobody_runs_on_after_a_failure(
+    helper_fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make(tmp_path, r=5)
     shape = geometry()
     spec = inspect(tmp_path, shape)
     layout = layout_of(spec, shape)
     pages = [torch.zeros(shape.page.layers, shape.page.slab_elements) for _ in range(layout.num_pages)]
     caller, both = threading.current_thread(), threading.Barrier(2)
-    went_on = []
+    went_on, taken = [], threading.Event()
+
+    class Jobs:
+        """Tells when all have been taken: by the one that failed, so that nobody begins another."""
+
+        def __init__(self, jobs: list[Any]) -> None:
+            self.jobs = iter(jobs)
+
+        def __iter__(self) -> Jobs:
+            return self
+
+        def __next__(self) -> Any:
+            for job in self.jobs:
+                return job
+            taken.set()
+            raise StopIteration
+
+    run_all = pack_module._run_all
+    monkeypatch.setattr(pack_module, "_run_all", lambda jobs, helpers: run_all(Jobs(jobs), helpers))
 
     def check() -> None:
-        both.wait(timeout=20)  # breaks for a second job of the one that goes on
+        both.wait(timeout=60)  # breaks for a second job of the one that goes on
         if (threading.current_thread() is not caller) == helper_fails:
             raise KeyError("enough")
-        time.sleep(0.05)
+        assert taken.wait(60)
         went_on.append(threading.current_thread())
 
     with ThreadPoolExecutor(1) as threads:
@@ -110,7 +130,7 @@ def test_busy_helpers_are_not_awaited(tmp_path: Path) -> None:
     expected = handed_over(tmp_path, shape, torch.float32)
     leave = threading.Event()
     with ThreadPoolExecutor(1) as threads:
-        busy = threads.submit(leave.wait, 5)
+        busy = threads.submit(leave.wait, 60)
         assert torch.equal(in_place(tmp_path, shape, torch.float32, Helpers(threads, 1)), expected)
         assert not busy.done()
         leave.set()

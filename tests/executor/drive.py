@@ -81,7 +81,7 @@ class Rig:
         """Read and wait for the one answer."""
         answers: queue.Queue[AdapterRead] = queue.Queue()
         self.worker.read_adapter(ReadAdapter(adapter, pages, tier), answers.put)
-        return answers.get(timeout=30)
+        return answers.get(timeout=60)
 
     def swap(
         self, to_device: bool, sources: Ordered[int], destinations: Ordered[int], adapter: int | None = None
@@ -91,7 +91,7 @@ class Rig:
         pairs = tuple(zip(sources, destinations, strict=True))
         answers: queue.Queue[CopyDone] = queue.Queue()
         self.worker.swap_pages(SwapPages(self.num_copies, to_device, pairs, adapter), answers.put)
-        return answers.get(timeout=30)
+        return answers.get(timeout=60)
 
     # ------------------------------------------------------------ sequences
 

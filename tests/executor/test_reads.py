@@ -110,7 +110,7 @@ def test_close_answers_reads_that_wait(rig: Rig, files: Files, monkeypatch: pyte
 
     def slow(*arguments: object) -> None:
         entered.set()
-        leave.wait(10)
+        leave.wait(60)
         real(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(reader, "load_adapter", slow)
@@ -118,11 +118,13 @@ def test_close_answers_reads_that_wait(rig: Rig, files: Files, monkeypatch: pyte
     for adapter in range(20, 25):
         num_pages, _ = rig.worker.add_adapter(adapter, str(files.adapters[2]))
         rig.worker.read_adapter(ReadAdapter(adapter, tuple(rig.take(num_pages))), answers.append)
-    assert entered.wait(10)
+    assert entered.wait(60)
     closing = threading.Thread(target=rig.worker.close)
     closing.start()
+    while not rig.worker._reader._closing:
+        pass
     leave.set()
-    closing.join(20)
+    closing.join(60)
     assert not closing.is_alive()
     assert sorted(answer.adapter for answer in answers) == list(range(20, 25))
     assert any("closing" in answer.error for answer in answers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from manylora.executor import sampler
 from manylora.executor.sampler import TOP_K_WITHOUT_SORT, SampledRow, draw, greedy, uniform
 from manylora.types import SamplingParams, TokenLogprobs
 
@@ -343,16 +343,10 @@ def test_a_gpu_draws_what_the_cpu_draws_and_waits_for_nothing() -> None:
     assert sample(on_device, [row()] * len(rows))[0] == [[t] for t in logits.argmax(-1).tolist()]
 
 
-def test_plain_greedy_is_fast() -> None:
+def test_plain_greedy_does_no_more_than_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One look at the logits: no copy of them is edited, nothing is weighed."""
+    for name in ("_edited", "_weights", "_draws"):
+        monkeypatch.setattr(sampler, name, None)
     logits = noise(64, 4096)
     rows = [row(output=(1, 2, 3)) for _ in range(64)]
-    argmax_only, whole = [], []
-    for _ in range(50):
-        start = time.perf_counter()
-        logits.argmax(dim=-1).tolist()
-        middle = time.perf_counter()
-        sample(logits, rows)
-        argmax_only.append(middle - start)
-        whole.append(time.perf_counter() - middle)
-    # What it adds to the argmax itself; the best of many, since the machine is shared.
-    assert min(whole) - min(argmax_only) < 200e-6
+    assert sample(logits, rows)[0] == [[token] for token in logits.argmax(dim=-1).tolist()]

@@ -208,7 +208,7 @@ def test_close_during_copies_and_reads(rig: Rig, files: Files, monkeypatch: pyte
 
     def slow(lane: CpuCopyLane, target: torch.Tensor, source: torch.Tensor) -> None:
         entered.set()
-        assert leave.wait(30)
+        assert leave.wait(60)
         real(lane, target, source)
 
     monkeypatch.setattr(CpuCopyLane, "copy", slow)
@@ -219,13 +219,13 @@ def test_close_during_copies_and_reads(rig: Rig, files: Files, monkeypatch: pyte
         rig.worker.swap_pages(SwapPages(copy, True, tuple(zip(sources, pages)), 2), answers.append)
         rig.worker.swap_pages(SwapPages(10 + copy, False, ((pages[0], 100 + copy),)), answers.append)
         rig.worker.read_adapter(ReadAdapter(1, tuple(rig.take_host(1)), "host"), reads.append)
-    assert entered.wait(30)
+    assert entered.wait(60)
     closing = threading.Thread(target=rig.worker.close)
     closing.start()
     while not rig.worker._copier._closing:
         pass
     leave.set()
-    closing.join(30)
+    closing.join(60)
     assert not closing.is_alive()
     assert sorted(answer.copy for answer in answers) == [1, 2, 3, 4, 5, 11, 12, 13, 14, 15]
     assert len(reads) == 5

@@ -88,7 +88,7 @@ class Bench:
         return copy
 
     def answer(self) -> CopyDone:
-        return self.answers.get(timeout=30)
+        return self.answers.get(timeout=60)
 
 
 @pytest.fixture
@@ -228,13 +228,13 @@ def test_close_breaks_off_and_answers_everything_once(bench: Bench) -> None:
     copies = [
         bench.start(True, (page, page), (page + 2, page + 4), (page + 4, page + 8)) for page in range(5)
     ]
-    bench.into.entered.wait(30)
+    bench.into.entered.wait(60)
     closing = threading.Thread(target=bench.copier.close)
     closing.start()
     while not bench.copier._closing:
         pass
     bench.into.gate.set()
-    closing.join(30)
+    closing.join(60)
     assert not closing.is_alive()
     answers = [bench.answers.get_nowait() for _ in copies]
     assert bench.answers.empty()
@@ -256,7 +256,7 @@ def test_the_cpus_own_lane_measures_its_copies() -> None:
     arena.page(3).fill_(5.0)
     answers: queue.Queue[CopyDone] = queue.Queue()
     copier.start(SwapPages(1, False, ((3, 8),)), lambda: None, answers.put)
-    answer = answers.get(timeout=30)
+    answer = answers.get(timeout=60)
     copier.close()
     assert answer.ok
     assert answer.copy_s > 0

@@ -34,7 +34,7 @@ class PinningDevice(CpuDevice):
         self.gate.set()
 
     def pin(self, memory: torch.Tensor) -> None:
-        self.gate.wait(20)
+        self.gate.wait(60)
         if len(self.held) == self.limit:
             raise RuntimeError("out of memory (2)\nand a second line")
         self.held[memory.data_ptr()] = memory.nbytes
@@ -49,7 +49,7 @@ def pool(num_pages: int, device: CpuDevice | None = None, chunk_bytes: int = 409
 
 def finish_pinning(made: HostPool) -> None:
     assert made._pinner is not None
-    made._pinner.join(20)
+    made._pinner.join(60)
     assert not made._pinner.is_alive()
 
 

@@ -44,7 +44,7 @@ def child_processes() -> list[str]:
 
 def soon(condition: Callable[[], bool]) -> bool:
     """Threads that were told to end need a moment to be gone."""
-    ends = time.monotonic() + 10
+    ends = time.monotonic() + 60
     while not condition() and time.monotonic() < ends:
         time.sleep(0.01)
     return condition()
@@ -104,7 +104,7 @@ def test_nothing_is_left_of_one_that_could_not_start(bench: Bench, tmp_path: Pat
             LLM(str(bench.checkpoint.folder), {"bad": str(tmp_path)}, device="cpu", device_pool=POOL_BYTES)
     gc.collect()
     assert soon(lambda: thread_names() == names), thread_names()
-    assert address_space_bytes() < before + POOL_BYTES
+    assert soon(lambda: address_space_bytes() < before + POOL_BYTES)
 
 
 def test_an_async_engine_that_is_dropped(bench: Bench) -> None:
@@ -157,6 +157,6 @@ def test_closing_while_another_thread_waits(bench: Bench) -> None:
     thread.start()
     assert soon(lambda: llm.stats().num_running > 0)
     llm.close()
-    thread.join(timeout=20)
+    thread.join(timeout=60)
     assert not thread.is_alive()
     assert [type(error) for error in ended] == [EngineDead]

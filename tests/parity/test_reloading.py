@@ -98,7 +98,7 @@ def test_removal_while_requests_run(bench: Bench, versions: tuple[dict[str, Path
             await llm.add_adapter(NAME, str(paths["v0"]))
             old = asyncio.ensure_future(llm.generate(prompts, greedy(LONG), NAME)._all())
             other = asyncio.ensure_future(llm.generate(prompts, greedy(LONG), "everything")._all())
-            while (await llm.stats()).num_waiting < 2 * len(prompts) - 2:
+            while not old.done() and (await llm.stats()).num_waiting < 2 * len(prompts) - 2:
                 await asyncio.sleep(0.001)
             await llm.remove_adapter(NAME)
             await llm.add_adapter(NAME, str(paths["v1"]))

@@ -42,13 +42,17 @@ def test_more_sequences_than_slots(bench: Bench) -> None:
     bench.check(outputs, 5)
 
 
-async def _tokens(llm: AsyncLLM, prompt: list[int], adapter: str | None, started: asyncio.Event) -> list[int]:
-    """Stream one request; ``started`` is set once three tokens are there."""
+async def _tokens(
+    llm: AsyncLLM, prompt: list[int], adapter: str | None, started: asyncio.Event, is_kept: bool = True
+) -> list[int]:
+    """Stream one request; ``started`` is set once three tokens are there, after which others never end."""
     tokens: list[int] = []
     async for news in llm.stream(prompt, greedy(NUM_TOKENS), adapter):
         tokens += news.token_ids
         if len(tokens) >= 3:
             started.set()
+            if not is_kept:
+                await asyncio.Event().wait()
     return tokens
 
 
@@ -98,9 +102,10 @@ def test_cancelled_neighbours(bench: Bench) -> None:
         num_pages = sum(sizes[name] for name in wanted) + 60
         async with bench.async_llm(wanted, page_tokens=4, num_pages=num_pages, max_num_seqs=9) as llm:
             tasks, starts = [], []
-            for prompt, name in zip(prompts, names):
+            for number, (prompt, name) in enumerate(zip(prompts, names)):
                 starts.append(asyncio.Event())
-                tasks.append(asyncio.create_task(_tokens(llm, prompt, name, starts[-1])))
+                asked = _tokens(llm, prompt, name, starts[-1], is_kept=number % 3 != 1)
+                tasks.append(asyncio.create_task(asked))
             await starts[3].wait()
             for task in tasks[1::3]:
                 task.cancel()
