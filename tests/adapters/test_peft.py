@@ -385,7 +385,7 @@ damage = st.lists(st.tuples(st.floats(0, 1), st.binary(min_size=1, max_size=8)),
 
 
 @given(cut=st.floats(0, 1), edits=damage, header_only=st.booleans())
-@settings(max_examples=150, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damaged_weights_never_do_worse_than_an_adapter_error(
     plain: Path, tmp_path: Path, cut: float, edits: list[tuple[float, bytes]], header_only: bool
 ) -> None:
@@ -412,7 +412,7 @@ values = st.recursive(
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damaged_configurations_never_do_worse_than_an_adapter_error(
     plain: Path, tmp_path: Path, data: st.DataObject
 ) -> None:

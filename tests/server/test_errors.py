@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.parse
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -282,50 +283,53 @@ def allowed(response: httpx.Response) -> None:
         assert response.json()["error"]["code"] == response.status_code
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_fuzz_generation(tokenizer: Tokenizer, data: st.DataObject) -> None:
-    async def scenario() -> None:
-        engine = FakeEngine()
-        async with client_of(make_app(engine, tokenizer)) as client:
-            await engine.add_adapter("ad", "/adapters/ad")
-            for path, kind, required in (
-                (COMPLETIONS, CompletionBody, ["model", "prompt"]),
-                (CHAT, ChatBody, ["model", "messages"]),
-            ):
-                body = data.draw(bodies(kind, required))
-                allowed(await client.post(path, content=json.dumps(body).encode()))
-        assert engine.running == {}
-
-    asyncio.run(scenario())
+COMPLETION_BODIES = bodies(CompletionBody, ["model", "prompt"])
+CHAT_BODIES = bodies(ChatBody, ["model", "messages"])
+fuzz = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+class Fuzzed:
+    """One app for all examples, over an engine that serves the adapter "ad"."""
+
+    def __init__(self, runner: asyncio.Runner, client: httpx.AsyncClient, engine: FakeEngine) -> None:
+        self.runner, self.client, self.engine = runner, client, engine
+
+    def send(self, method: str, path: str, content: bytes | None = None) -> httpx.Response:
+        return self.runner.run(self.client.request(method, path, content=content))
+
+
+@pytest.fixture(scope="module")
+def fuzzed(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
+    engine = FakeEngine()
+    entering = client_of(make_app(engine, tokenizer, adapter_dir=tmp_path_factory.getbasetemp()))
+    with asyncio.Runner() as runner:
+        runner.run(engine.add_adapter("ad", "/adapters/ad"))
+        yield Fuzzed(runner, runner.run(entering.__aenter__()), engine)
+        runner.run(entering.__aexit__(None, None, None))
+
+
+@settings(fuzz, max_examples=150)
+@given(completion=COMPLETION_BODIES, chat=CHAT_BODIES)
+def test_fuzz_generation(fuzzed: Fuzzed, completion: dict[str, Any], chat: dict[str, Any]) -> None:
+    for path, body in ((COMPLETIONS, completion), (CHAT, chat)):
+        allowed(fuzzed.send("POST", path, json.dumps(body).encode()))
+    assert fuzzed.engine.running == {}
+
+
+@fuzz
 @given(raw=st.binary(max_size=40) | ANYTHING.map(lambda value: json.dumps(value).encode()))
-def test_fuzz_any_body_to_any_route(tokenizer: Tokenizer, tmp_path_factory: Any, raw: bytes) -> None:
-    folder = tmp_path_factory.getbasetemp()
-
-    async def scenario() -> None:
-        async with client_of(make_app(FakeEngine(), tokenizer, adapter_dir=folder)) as client:
-            for path in (COMPLETIONS, CHAT, "/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
-                allowed(await client.post(path, content=raw))
-
-    asyncio.run(scenario())
+def test_fuzz_any_body_to_any_route(fuzzed: Fuzzed, raw: bytes) -> None:
+    for path in (COMPLETIONS, CHAT, "/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        allowed(fuzzed.send("POST", path, raw))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@fuzz
 @given(name=ANYTHING, path=ANYTHING | st.text() | st.sampled_from(["\x00", "a" * 5000, "../..", "~", "/"]))
-def test_fuzz_adapter_routes(tokenizer: Tokenizer, tmp_path_factory: Any, name: Any, path: Any) -> None:
-    folder = tmp_path_factory.getbasetemp()
-
-    async def scenario() -> None:
-        async with client_of(make_app(FakeEngine(), tokenizer, adapter_dir=folder)) as client:
-            body = {"lora_name": name, "lora_path": path}
-            for route in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
-                response = await client.post(route, content=json.dumps(body).encode())
-                assert response.status_code in (200, 400, 403, 404), response.text
-            if isinstance(name, str):
-                response = await client.get(f"/v1/models/{urllib.parse.quote(name, safe='')}")
-                assert response.status_code in (200, 404)
-
-    asyncio.run(scenario())
+def test_fuzz_adapter_routes(fuzzed: Fuzzed, name: Any, path: Any) -> None:
+    content = json.dumps({"lora_name": name, "lora_path": path}).encode()
+    for route in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        response = fuzzed.send("POST", route, content)
+        assert response.status_code in (200, 400, 403, 404), response.text
+    if isinstance(name, str):
+        response = fuzzed.send("GET", f"/v1/models/{urllib.parse.quote(name, safe='')}")
+        assert response.status_code in (200, 404)
