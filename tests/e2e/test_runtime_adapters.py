@@ -19,6 +19,7 @@ from tests.e2e.folders import CONFIG, WEIGHTS
 from tests.e2e.process import (
     BASE,
     PAGES_ADAPTERS,
+    RUNNING,
     Server,
     assert_error,
     completion,
@@ -289,7 +290,7 @@ def test_unload_waits_for_what_runs_and_refuses_what_comes(
     with ThreadPoolExecutor(1) as thread, stream(250) as whole:
         chunks = events(whole)
         next(chunks)
-        with stream(1000) as long:  # longer than the test takes: it is given up at the end
+        with stream(1000) as long:  # given up at the end
             next(events(long))
             unloading = thread.submit(server.unload, "leaving")
             wait_until(
@@ -297,6 +298,7 @@ def test_unload_waits_for_what_runs_and_refuses_what_comes(
             )
             assert_error(server.complete(model=f"{BASE}:leaving"), 404)
             assert_error(server.unload("leaving"), 404)
+            assert not (unloading.done() and server.gauge(RUNNING))  # in this order: what runs may end meanwhile
             assert server.gauge(PAGES_ADAPTERS) > pages_before
             # The name is free again at once, for other weights.
             shutil.rmtree(folder)
@@ -306,7 +308,7 @@ def test_unload_waits_for_what_runs_and_refuses_what_comes(
             *rest, done = chunks
             assert done == "[DONE]"
             assert rest[-1]["choices"][0]["finish_reason"] == "length"  # type: ignore[index]
-            assert not unloading.done()
+            assert not (unloading.done() and server.gauge(RUNNING))
         assert unloading.result().status_code == 200
     assert server.text(model="leaving") == server.text(model="french")
     assert server.unload("leaving").status_code == 200
