@@ -298,7 +298,8 @@ def test_unload_waits_for_what_runs_and_refuses_what_comes(
             )
             assert_error(server.complete(model=f"{BASE}:leaving"), 404)
             assert_error(server.unload("leaving"), 404)
-            assert not (unloading.done() and server.gauge(RUNNING))  # in this order: what runs may end meanwhile
+            # In this order, since what runs may end meanwhile.
+            assert not (unloading.done() and server.gauge(RUNNING))
             assert server.gauge(PAGES_ADAPTERS) > pages_before
             # The name is free again at once, for other weights.
             shutil.rmtree(folder)

@@ -10,6 +10,7 @@ import torch
 from manylora.kernels.ops import Ops
 
 CPU = torch.device("cpu")
+SLOW = "the interpreter is slow, and float32 takes the same paths"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,14 +12,11 @@ from manylora.kernels.cpu import CpuOps
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
 from tests.kernels.cases import TOLERANCE, llama_groups, lora_case
-from tests.kernels.implementations import SUBJECTS, Subject
+from tests.kernels.implementations import SLOW, SUBJECTS, Subject
 
 REFERENCE = ReferenceOps()
 NARROW = llama_groups(40, 48, 24, 72)
 WIDE = llama_groups(300, 160, 80, 530)
-
-
-SLOW = "the interpreter is slow, and float32 takes the same paths"
 
 
 def skip_repetition(subject: Subject) -> None:
@@ -69,8 +66,9 @@ def check(
         out, again = y.clone(), y.clone()
         subject.poison()
         ops.lora(out, x, case.pool, case.layer, group, plan)
-        ops.lora(again, x, case.pool, case.layer, group, plan)  # a plan serves many steps
-        assert torch.equal(out, again)
+        if not subject.small or group is geometry.groups[0]:
+            ops.lora(again, x, case.pool, case.layer, group, plan)  # a plan serves many steps
+            assert torch.equal(out, again)
         changed = out.double() - y.double()
         if truth.norm() == 0:
             assert changed.norm() == 0
@@ -112,7 +110,7 @@ def test_slab_that_is_no_multiple_of_the_cell(subject: Subject) -> None:
 @pytest.mark.parametrize("cell", [8, 32, 64])
 def test_rows_long_enough_to_be_split(subject: Subject, cell: int) -> None:
     """300 and 530 columns: several steps and several splits in a shrink, a last one that is cut short."""
-    if subject.small and cell == 8:
+    if subject.small and cell != 32:
         pytest.skip(SLOW)
     skip_repetition(subject)
     lengths = [(0, 1), (1, 3)] if subject.small else [(0, 1), (1, 3), (0, 1), (0, 20)]
@@ -123,6 +121,8 @@ def test_rows_long_enough_to_be_split(subject: Subject, cell: int) -> None:
 @pytest.mark.parametrize("length", [1, 2, 17, 40])
 def test_one_long_segment(subject: Subject, length: int) -> None:
     skip_repetition(subject)
+    if subject.small and length in (2, 17):
+        pytest.skip("the interpreter is slow, and 1 and 40 are the extremes")
     check(subject, geometry_of(subject.dtype), [(3, length)], [70], missing=0.0, same_scale=True)
 
 

@@ -12,7 +12,7 @@ from manylora.kernels.ops import LoraSegments
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
 from tests.kernels.cases import TOLERANCE, LoraCase, llama_groups, lora_case
-from tests.kernels.implementations import SUBJECTS, Subject
+from tests.kernels.implementations import SLOW, SUBJECTS, Subject
 
 pytest.importorskip("triton")
 
@@ -59,8 +59,13 @@ def inputs_of(case: LoraCase, subject: Subject, num_tokens: int) -> list[torch.T
 
 
 def check(kernels: LoraKernels, plan: LoraPlan, case: LoraCase, subject: Subject, num_tokens: int) -> None:
-    """Writing everywhere, adding where there is an adapter, and nothing else touched; both exactly alike."""
+    """Writing everywhere, adding where there is an adapter, and nothing else touched; both exactly alike.
+
+    The interpreter is slow: there, of the widest group and of one with a single projection.
+    """
     for index, (group, x) in enumerate(zip(case.geometry.groups, inputs_of(case, subject, num_tokens))):
+        if subject.small and group.name not in ("qkv", "down"):
+            continue
         truth = added(case, x, index)
         subject.poison()
         partial = kernels.shrink(x, case.pool, case.layer, group, plan)
@@ -76,6 +81,8 @@ def check(kernels: LoraKernels, plan: LoraPlan, case: LoraCase, subject: Subject
 @pytest.mark.parametrize("programs", [0, 1])
 def test_mixed_lengths_and_ranks(subject: Subject, programs: int) -> None:
     """One-token, short and long runs, gaps before, between and after; few programs that take many items."""
+    if subject.small and subject.dtype != torch.float32 and programs:
+        pytest.skip(SLOW)
 
     def limited(config: TileConfig) -> TileConfig:
         return dataclasses.replace(config, shrink_programs=programs, expand_programs=programs)
@@ -101,7 +108,7 @@ ONE_LAUNCH = {
 def test_long_and_one_token_runs_in_one_launch(subject: Subject, sizes: TileConfig) -> None:
     """As captured and as eager steps have it: a prompt of several tiles, the last of one token, among decoding."""
     if subject.small and subject.dtype != torch.float32:
-        pytest.skip("the interpreter is slow")
+        pytest.skip(SLOW)
     config = dataclasses.replace(SMALL, mixed=((64, sizes),))
     case = case_of(subject, [(0, 1), (2, 33), (0, 1), (1, 20), (3, 1)], [5, 20, 16, 40, 3])
     kernels = LoraKernels(config, 2)
@@ -109,7 +116,8 @@ def test_long_and_one_token_runs_in_one_launch(subject: Subject, sizes: TileConf
     assert [part.config.item_tokens for part in eager.parts] == [sizes.item_tokens]
     check(kernels, eager, case, subject, case.num_tokens)
     fixed = kernels.reserve(case.geometry, case.segments.cells, 64, 40, 6)
-    for chosen in ([1, 2], [0, 1, 2, 3, 4], [], [4]):
+    # That tables may be filled again and again is tested below, too.
+    for chosen in ([0, 1, 2, 3, 4], []) if subject.small else ([1, 2], [0, 1, 2, 3, 4], [], [4]):
         part = part_of(case, chosen)
         kernels.refill(fixed, part.segments if chosen else None, 64)
         check(kernels, fixed, part, subject, 64)
@@ -118,6 +126,8 @@ def test_long_and_one_token_runs_in_one_launch(subject: Subject, sizes: TileConf
 @pytest.mark.parametrize("subject", DEVICES)
 def test_tables_are_filled_again(subject: Subject) -> None:
     """More segments than before, fewer, none: only what is in the tables now is done."""
+    if subject.small and subject.dtype != torch.float32:
+        pytest.skip(SLOW)
     case = case_of(subject, [(0, 1), (1, 2), (0, 1), (1, 3)], [3, 20])
     kernels = LoraKernels(dataclasses.replace(SMALL, long_run=100), 2)
     plan = kernels.reserve(case.geometry, case.segments.cells, 12, 32)

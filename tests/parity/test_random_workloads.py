@@ -156,7 +156,7 @@ def test_random_workloads(bench: Bench) -> None:
     checker = Checker(bench)
 
     @settings(
-        max_examples=40,
+        max_examples=25,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )

@@ -159,7 +159,7 @@ def pressed(num_requests: int, num_turns: int) -> Replay:
 
 
 def test_nothing_is_fetched_below_what_leaves() -> None:
-    replay = pressed(60, num_turns=5)
+    replay = pressed(30, num_turns=5)
     while replay.advance():
         replay.replica.check()
     assert replay.replica.counters.prefetches > 0
