@@ -55,11 +55,13 @@ class Asks:
 
 @dataclasses.dataclass(slots=True)
 class _Running:
-    """A sequence between its start and its end. ``chain``: its pages by number, of which ``num_used`` are full."""
+    """A sequence between its start and its end. ``tokens``: those that are known, one less than ``num_computed``
+    where two steps are in flight. ``chain``: its pages by number, of which ``num_used`` are full and known."""
 
     adapter: AdapterId
     tokens: list[int]
     digest: bytes
+    num_computed: int = 0
     chain: list[int] = dataclasses.field(default_factory=list)
     num_used: int = 0
     has_tail: bool = False
@@ -109,7 +111,7 @@ class Recorder:
             case Emit():
                 sequence, index = command.drawn_by
                 if index == 0 and sequence in self._running:
-                    self._running[sequence].tokens.append(command.token)
+                    self._learn(self._running[sequence], command.token)
             case RunStep():
                 self._step(command)
             case EndSequence():
@@ -136,8 +138,20 @@ class Recorder:
         for start in step.starts:
             self._start(start)
         for row in step.rows:
-            self._advance(self._running[row.sequence], row.start + row.num_tokens)
-        self.pages_in_use.append(self._num_pages_used + self._num_tails + self._num_adapter_pages_used)
+            self._advance(self._running[row.sequence], row.start + row.num_tokens, len(self.pages_in_use))
+        self.pages_in_use.append(self._num_in_use)
+
+    @property
+    def _num_in_use(self) -> int:
+        return self._num_pages_used + self._num_tails + self._num_adapter_pages_used
+
+    def _learn(self, running: _Running, token: int) -> None:
+        """A token was drawn, of which the latest step may have filled a page already."""
+        running.tokens.append(token)
+        if running.num_computed >= len(running.tokens):
+            before = self._num_in_use
+            self._advance(running, running.num_computed, len(self.pages_in_use) - 1)
+            self.pages_in_use[-1] += self._num_in_use - before
 
     def _start(self, start: SequenceStart) -> None:
         running = _Running(start.adapter, list(start.tokens), start.adapter.to_bytes(8, "little"))
@@ -148,7 +162,7 @@ class Recorder:
         self._ask_pages(running.chain)
         self.tokens_asked += len(start.tokens)
         self.kv_pages_found += start.num_computed // self.page_tokens
-        self._advance(running, start.num_computed)
+        self._advance(running, start.num_computed, len(self.pages_in_use))
 
     def _ask_adapter(self, adapter: AdapterId) -> None:
         if adapter == BASE:
@@ -198,19 +212,22 @@ class Recorder:
             running.chain.append(number)
         running.digest = digest
 
-    def _advance(self, running: _Running, num_tokens: int) -> None:
-        """The sequence has, or computes in this step, so many tokens."""
-        num_full, tail = divmod(num_tokens, self.page_tokens)
-        self._num_tails += (tail > 0) - running.has_tail
-        running.has_tail = tail > 0
+    def _advance(self, running: _Running, num_tokens: int, step: int) -> None:
+        """The sequence has, or computes in this step, so many tokens. A page whose last token is not known yet
+        counts as its tail."""
+        running.num_computed = num_tokens
+        num_full = min(num_tokens, len(running.tokens)) // self.page_tokens
+        has_tail = num_tokens > num_full * self.page_tokens
+        self._num_tails += has_tail - running.has_tail
+        running.has_tail = has_tail
         if num_full <= running.num_used:
             return
         self._extend(running, num_full)
-        users, now = self._users, len(self.pages_in_use)
+        users = self._users
         for page in running.chain[running.num_used : num_full]:
             users[page] += 1
             self._num_pages_used += users[page] == 1
-            self._last_use[page] = now
+            self._last_use[page] = step
         running.num_used = num_full
 
     def _end(self, sequence: SequenceId) -> None:
