@@ -56,6 +56,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("args", "words"),
     [
         (["--out", "nowhere/p.json"], "there is no such folder"),
+        (["--out", "."], "cannot write .: it is a folder"),
         (["--out", "p.json", "--budget", "long"], "--budget must be a number"),
         (["--out", "p.json", "--budget", "-1"], "--budget must be more than 0"),
         (["--out", "p.json", "--adapter-modules", "some"], "attention or all"),

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from manylora.bench.picture import check_writable
 from manylora.bench.profile_grid import Limits, make_batches
 from manylora.bench.profile_loads import (
     Load,
@@ -87,8 +88,7 @@ class ProfileSettings:
             raise ConfigError(f"--adapter-modules must be attention or all, got {self.adapter_modules!r}")
         if not 0 < self.budget_s < float("inf"):
             raise ConfigError(f"--budget must be more than 0, got {self.budget_s}")
-        if not self.out.parent.is_dir():
-            raise ConfigError(f"--out {self.out}: there is no such folder")
+        check_writable(self.out)
 
     @property
     def repeats(self) -> int:
