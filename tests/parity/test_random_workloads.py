@@ -49,6 +49,7 @@ class Workload:
     page_tokens: int
     max_num_seqs: int
     extra_batch_tokens: int
+    pipeline_depth: int
 
 
 prompts = st.builds(
@@ -74,6 +75,7 @@ workloads = st.builds(
     page_tokens=st.sampled_from((1, 4, 16)),
     max_num_seqs=st.sampled_from((1, 2, 3, 8)),
     extra_batch_tokens=st.sampled_from((0, 1, 5, 40)),
+    pipeline_depth=st.sampled_from((1, 2)),
 )
 
 
@@ -120,6 +122,7 @@ async def _run(bench: Bench, load: Workload, num_pages: int) -> list[list[list[i
         "num_pages": num_pages,
         "max_num_seqs": load.max_num_seqs,
         "max_batch_tokens": load.max_num_seqs + load.extra_batch_tokens,
+        "pipeline_depth": load.pipeline_depth,
     }
     adapters = sorted({r.adapter for r in load.requests if r.adapter is not None})
     async with bench.async_llm(adapters, **limits) as llm:

@@ -68,6 +68,7 @@ def test_shorter_answers_are_the_beginning(bench: Bench, alone: list[list[int]])
         {"page_tokens": 1},
         {"page_tokens": 16, "max_num_seqs": 2, "max_batch_tokens": 3},
         {"page_tokens": 4, "max_num_seqs": 12, "max_batch_tokens": 12},
+        {"page_tokens": 4, "max_num_seqs": 12, "max_batch_tokens": 12, "pipeline_depth": 2},
     ],
 )
 def test_in_another_batch(bench: Bench, alone: list[list[int]], settings: Any) -> None:
@@ -108,24 +109,29 @@ def test_after_preemption(bench: Bench, alone: list[list[int]]) -> None:
     ],
 )
 def test_every_parameter_with_and_without_pressure(bench: Bench, fields: dict[str, Any]) -> None:
-    """Penalties look back at what was generated, which a preempted sequence brings along as its prompt."""
+    """Penalties look back at what was generated, which a preempted sequence brings along as its prompt, and whose
+    last token is not known to the host where two steps are in flight."""
     prompts = [random_tokens(30 + i, 7, bench.checkpoint.vocab_size) for i in range(6)]
     params = [sampled(i, **fields) for i in range(6)]
     names = [None, ADAPTER] * 3
     with bench.llm([ADAPTER], page_tokens=4) as llm:
         roomy = [llm.generate(prompt, p, name)[0] for prompt, p, name in zip(prompts, params, names)]
     num_pages = bench.adapter_pages(4)[ADAPTER] + 11
-    with bench.llm([ADAPTER], page_tokens=4, num_pages=num_pages) as llm:
-        tight = llm.generate(prompts, params, names)
-        assert llm.stats().preemptions > 0
-    assert [o.outputs[0].token_ids for o in tight] == [o.outputs[0].token_ids for o in roomy]
+    for depth in (1, 2):
+        limits: Any = {"page_tokens": 4, "num_pages": num_pages, "pipeline_depth": depth}
+        with bench.llm([ADAPTER], **limits) as llm:
+            tight = llm.generate(prompts, params, names)
+            assert llm.stats().preemptions > 0
+        assert [o.outputs[0].token_ids for o in tight] == [o.outputs[0].token_ids for o in roomy]
 
 
-def test_log_probabilities(bench: Bench) -> None:
+@pytest.mark.parametrize("pipeline_depth", [1, 2])
+def test_log_probabilities(bench: Bench, pipeline_depth: int) -> None:
     """Of sampled tokens too: the model's own, before temperature and filters."""
     prompts = [random_tokens(80 + i, 11, bench.checkpoint.vocab_size) for i in range(len(bench.names))]
     params = sampled(6, logprobs=4, top_k=10, temperature=0.7)
-    with bench.llm(page_tokens=4, max_num_seqs=8, max_batch_tokens=16) as llm:
+    limits: Any = {"max_num_seqs": 8, "max_batch_tokens": 16, "pipeline_depth": pipeline_depth}
+    with bench.llm(page_tokens=4, **limits) as llm:
         outputs = llm.generate(prompts, params, bench.names)
     for output in outputs:
         (sample,) = output.outputs
@@ -151,13 +157,18 @@ def test_repetition_penalty_is_that_of_transformers(bench: Bench) -> None:
             assert found == expected != bench.reference.greedy(prompt, name, NUM_TOKENS)
 
 
-def test_stops_where_transformers_stops(bench: Bench) -> None:
-    """At a stop id, which is the last token returned; not before ``min_tokens``."""
-    prompt = prompt_of(bench)
+@pytest.mark.parametrize("pipeline_depth", [1, 2])
+def test_stops_where_transformers_stops(bench: Bench, pipeline_depth: int) -> None:
+    """At a stop id, which is the last token returned; what was under way then is nobody's, not even of a turn that
+    goes on from there."""
+    prompt, other = prompt_of(bench), random_tokens(6, 9, bench.checkpoint.vocab_size)
     answer = bench.reference.greedy(prompt, ADAPTER, NUM_TOKENS)
-    stop = answer[5]
-    with bench.llm([ADAPTER], page_tokens=4) as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, stop_token_ids=(stop,))
-        (output,) = llm.generate([prompt], params, ADAPTER)
-    assert output.outputs[0].finish_reason == "stop"
-    assert output.outputs[0].token_ids == answer[: answer.index(stop) + 1]
+    with bench.llm([ADAPTER], page_tokens=1, pipeline_depth=pipeline_depth) as llm:
+        for stop in sorted(set(answer)):
+            until = answer[: answer.index(stop) + 1]
+            params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, stop_token_ids=(stop,))
+            outputs = llm.generate([prompt, other], [params, greedy(NUM_TOKENS)], ADAPTER)
+            assert outputs[0].outputs[0].finish_reason == "stop"
+            assert outputs[0].outputs[0].token_ids == until
+            following = llm.generate([[*prompt, *until, 5, 6]], greedy(NUM_TOKENS), ADAPTER)
+            bench.check([outputs[1], *following], NUM_TOKENS)
