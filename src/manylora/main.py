@@ -51,9 +51,11 @@ def build_driver(settings: EngineSettings, *, shows_progress: bool = False) -> D
     from manylora.executor.build import build_worker  # brings torch
 
     with contextlib.ExitStack() as undo:
+        # First: a path that cannot be written must not cost a model load.
+        if settings.journal is not None:
+            _open("journal", settings.journal, lambda path: path.open("a").close())
         trace = None
         if settings.cache.trace is not None:
-            # First: a path that cannot be written must not cost a model load.
             trace = _open("trace", settings.cache.trace, TraceWriter)
             undo.callback(trace.close)
         try:
@@ -79,7 +81,8 @@ def _open(what: str, path: str, opened: Callable[[Path], _Writer]) -> _Writer:
     try:
         return opened(Path(path))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the {what} {path}: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot write the {what} {path}: {reason}") from error
 
 
 def add_initial_adapters(driver: Driver, settings: AdapterSettings, base: str) -> None:

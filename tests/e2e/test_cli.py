@@ -23,14 +23,17 @@ CONTRACT_FLAGS = (
 )  # fmt: skip
 
 
-def assert_refused(*args: str, says: tuple[str, ...] = ()) -> None:
-    """Exit code 2, one line on stderr (beside what was logged) that says the words, nothing on stdout."""
+def assert_refused(*args: str, says: tuple[str, ...] = ()) -> str:
+    """Exit code 2, one line on stderr (beside what was logged) that says the words, nothing on stdout.
+
+    Returns stderr."""
     ended = run_cli(*args)
     assert ended.returncode == 2, ended.stderr
     (line,) = [line for line in lines_of(ended.stderr) if " INFO manylora" not in line]
     assert not ended.stdout
     for word in says:
         assert word in line
+    return ended.stderr
 
 
 def test_help_is_quick_and_names_all_flags() -> None:
@@ -105,7 +108,9 @@ def test_what_only_the_engine_can_refuse(case: str, adapters: Path, tmp_path: Pa
         "trace": (("--trace", str(tmp_path / "none" / "trace")), ("trace", "No such file")),
         "adapter": (("--adapter", f"x={bad}"), ("'x'", "DoRA")),
     }[case]
-    assert_refused("serve", MODEL, "--port", "0", *args, says=says)
+    said = assert_refused("serve", MODEL, "--port", "0", *args, says=says)
+    if case in ("journal", "trace"):
+        assert "running on" not in said, "before the model is loaded"
 
 
 def test_config_files(tmp_path: Path) -> None:
