@@ -30,44 +30,62 @@ def compose(
 
     ``refuse`` ends the request of a sequence for which it is too late.
     """
-    preemptions = held.num_preemptions
     held.begin_step()
     rows, budget = _continue_running(config, held)
-    # Whoever was just preempted must not take the pages straight back from the one it made room for.
-    if held.num_preemptions == preemptions and budget > 0 and len(held.holders) < config.max_num_seqs:
+    if budget > 0 and len(held.holders) < config.max_num_seqs:
         for sequence in admission.begin_round(now):
             refuse(sequence, now)
-        num_before = len(held.holders)
-        rows += _admit(config, held, waiting, budget, now, note_admission)
-        admission.end_round(len(held.holders) - num_before)
+        if len(waiting):
+            num_before = len(held.holders)
+            rows += _admit(config, held, waiting, budget, now, note_admission)
+            admission.end_round(len(held.holders) - num_before)
     return rows
 
 
 def _continue_running(config: PolicyConfig, held: Reservations) -> tuple[list[Scheduled], int]:
-    """Rows of the holders, and the budget that is left. Victims are newer, so never among earlier rows."""
+    """Rows of the holders, and the budget that is left."""
     page_tokens, is_running = config.page_tokens, Stage.RUNNING
-    running = [
-        (s, len(s.tokens) + s.num_coming - s.num_scheduled)
-        for s in held.holders
-        if s.stage is is_running and not (s.num_coming and s.must_wait)
-    ]
-    budget = config.max_batch_tokens - sum(remaining == 1 for _, remaining in running)
     rows: list[Scheduled] = []
-    for sequence, remaining in running:
-        if sequence.stage is not is_running:
+    unusual: list[tuple[int, int]] = []  # rows of more than one token or page, by place, with what remains
+    num_longer = 0
+    for sequence in held.holders:
+        if sequence.stage is not is_running or (sequence.num_coming and sequence.must_wait):
+            continue
+        num_scheduled = sequence.num_scheduled
+        remaining = len(sequence.tokens) + sequence.num_coming - num_scheduled
+        if remaining > 1:
+            num_longer += 1
+            unusual.append((len(rows), remaining))
+        elif num_scheduled >= len(sequence.pages) * page_tokens:
+            unusual.append((len(rows), 1))
+        rows.append((sequence, 1, 1 + sequence.num_unborn_forks))
+    budget = config.max_batch_tokens - (len(rows) - num_longer)
+    return _settle(rows, unusual, budget, held) if unusual else (rows, budget)
+
+
+def _settle(
+    rows: list[Scheduled], unusual: list[tuple[int, int]], budget: int, held: Reservations
+) -> tuple[list[Scheduled], int]:
+    """Cut prompt chunks to the budget and make room for who needs another page. Who finds none has no row, nor who
+    is preempted for it: one that is newer, so never among earlier rows."""
+    preemptions = held.num_preemptions
+    for place, remaining in unusual:
+        sequence = rows[place][0]
+        if sequence.stage is not Stage.RUNNING:
             continue
         num_tokens = 1 if remaining == 1 else min(remaining, budget)
-        if num_tokens == 0:
-            continue
-        has_room = sequence.num_scheduled + num_tokens <= len(sequence.pages) * page_tokens
         # It may find no room, or none before a copy has ended; it keeps what it has and tries again.
-        if not has_room and held.grow(sequence, num_tokens) is not Growth.DONE:
+        if num_tokens == 0 or held.grow(sequence, num_tokens) is not Growth.DONE:
+            rows[place] = (sequence, 0, 0)
             continue
         if remaining > 1:
             budget -= num_tokens
         num_samples = 1 + sequence.num_unborn_forks if num_tokens == remaining else 0
-        rows.append((sequence, num_tokens, num_samples))
-    return rows, budget
+        rows[place] = (sequence, num_tokens, num_samples)
+    # Whoever was just preempted must not take the pages straight back from the one it made room for.
+    if held.num_preemptions > preemptions:
+        budget = 0
+    return [row for row in rows if row[1] and row[0].stage is Stage.RUNNING], budget
 
 
 def _admit(
@@ -83,7 +101,7 @@ def _admit(
     while budget > 0 and len(held.holders) < config.max_num_seqs:
         sequence = waiting.first()
         # Whoever was preempted with a row in flight comes back when that has ended.
-        if sequence is None or sequence.num_in_flight:
+        if sequence is None or held.is_in_flight(sequence):
             break
         if not held.admit(sequence, budget, now):
             held.make_room_for_queue(budget)

@@ -115,7 +115,8 @@ class Cache:
     def provide(self, kv_pages: int, adapter_pages: int = 0) -> bool:
         """Whether so many pages are free now. Where not, starts what will free them, as far as can be."""
         if not self.policy.has_parts:
-            return self._provide(kv_pages + adapter_pages, self._free_for_kv, self._leaving)
+            count = kv_pages + adapter_pages
+            return self.device.num_free >= count or self._provide(count, self._free_for_kv, self._leaving)
         for_adapters = self._free_for_adapters, self._leaving_adapters
         has_adapter = not adapter_pages or self._provide(adapter_pages, *for_adapters)
         return self._provide(kv_pages, self._free_for_kv, self._leaving) and has_adapter
@@ -199,7 +200,7 @@ class Cache:
 
     def _note_left(self, node: Node) -> None:
         """A node whose contents were on the device is there no more, nor stands by."""
-        if node.is_adapter:
+        if node.parent is None:
             self.counters.adapter_evictions += 1
             self._emit(EvictAdapter(node.adapter))
         else:
@@ -230,23 +231,22 @@ class Cache:
 
     def _let_go(self, node: Node) -> None:
         """Give up the node's pages in both tiers; what a copy still touches is the copy's until it ends."""
-        move = node.move
+        move, pages, host_pages = node.move, node.pages, node.host_pages
         if move is not None:
             node.move = None
-            move.owns_pages = bool(node.pages)
-            move.owns_host_pages = bool(node.host_pages)
-        pages, host_pages = node.pages, node.host_pages
+            move.owns_pages = bool(pages)
+            move.owns_host_pages = bool(host_pages)
         was_there = node.residence is RESIDENT or node.residence is STANDBY
         if node.residence is STANDBY:
             self.standby.call_back(node)
         if pages:
             self.tree.set_device(node, ABSENT, ())
+            if move is None:
+                self.device.release(pages)
         if host_pages:
             self.tree.set_host(node, NO_COPY, ())
-        if pages and move is None:
-            self.device.release(pages)
-        if host_pages and move is None:
-            self.host.release(host_pages)
+            if move is None:
+                self.host.release(host_pages)
         if was_there and pages:
             self._note_left(node)
 

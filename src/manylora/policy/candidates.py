@@ -84,8 +84,8 @@ class Candidates:
             value, _, stamp, bucket = heapq.heappop(heads)
             if self._noted.get(bucket) != stamp:
                 continue  # another became its bucket's best since
-            heap = self._clean(bucket)
-            if not heap or heap[0][2] != stamp:
+            heap = self._buckets[bucket]
+            if not heap or heap[0][2] != stamp or not self._is_valid(heap[0]):
                 self._note_head(bucket)
                 continue
             node = heapq.heappop(heap)[3]
@@ -100,8 +100,13 @@ class Candidates:
         self._heads = None
 
     def _note_head(self, bucket: Hashable) -> None:
-        heap = self._clean(bucket)
+        """Note the bucket's best valid entry; an empty bucket is forgotten."""
+        heap = self._buckets.get(bucket, [])
+        while heap and not self._is_valid(heap[0]):
+            heapq.heappop(heap)
+            self._num_entries -= 1
         if not heap:
+            self._buckets.pop(bucket, None)
             self._noted.pop(bucket, None)
             return
         assert self._heads is not None
@@ -112,20 +117,9 @@ class Candidates:
         value, tie = self._values.value(node, self._now)
         heapq.heappush(self._heads, (self._sign * value, self._sign * tie, stamp, bucket))
 
-    def _clean(self, bucket: Hashable) -> list[_Entry]:
-        """The bucket's heap with a valid entry at its head; an empty one is forgotten."""
-        heap = self._buckets.get(bucket)
-        if heap is None:
-            return []
-        while heap and not self._is_valid(heap[0]):
-            heapq.heappop(heap)
-            self._num_entries -= 1
-        if not heap:
-            del self._buckets[bucket]
-        return heap
-
     def _is_valid(self, entry: _Entry) -> bool:
-        return entry[3].stamps[self._slot] == entry[2] and self._is_candidate(entry[3])
+        _, _, stamp, node = entry
+        return node.stamps[self._slot] == stamp and self._is_candidate(node)
 
     def _sweep(self) -> None:
         for bucket in list(self._buckets):

@@ -47,7 +47,7 @@ def _check_in_flight(held: Reservations, rows: list[Scheduled]) -> None:
                 step = step.parent
     for sequence in held.holders:
         own = [(num_tokens, num_samples) for s, num_tokens, num_samples in rows if s is sequence]
-        assert sequence.num_in_flight == len(own), "rows in flight are counted"
+        assert held.is_in_flight(sequence) == bool(own), "who has rows in flight is known"
         assert sequence.num_coming == sum(num_samples > 0 for _, num_samples in own), (
             "coming tokens are counted"
         )
@@ -115,6 +115,9 @@ def _check_candidates(cache: Cache, nodes: list[Node]) -> None:
 
 def _check_counts(cache: Cache, nodes: list[Node]) -> None:
     tree = cache.tree
+    for ledger in (cache.device, cache.host):
+        num_unused = ledger.num_free + ledger.num_deferred
+        assert ledger.num_used == ledger.num_pages - num_unused, "pages in use are counted"
 
     def pages(*residences: Residence) -> int:
         return sum(len(n.pages) for n in nodes if n.residence in residences)
@@ -187,6 +190,8 @@ def _check_sequences(
         orders = [s.order for s in members if s.state.admitted is was_admitted]
         assert orders == sorted(orders), "each part of the queue is in arrival order"
     assert [s.order for s in held.holders] == sorted(s.order for s in held.holders), "holders are sorted"
+    loading = [s for s in held.holders if s.stage is Stage.LOADING]
+    assert held.num_loading == len(loading), "holders that load are counted"
     known = {id(s) for state in requests.values() for s in state.sequences.values()}
     assert known == {id(s) for s in [*members, *held.holders]}, "each live sequence waits or holds"
     for state in requests.values():

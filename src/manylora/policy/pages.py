@@ -18,6 +18,7 @@ class PageLedger:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
+        self.num_used = 0  # neither free nor about to be; asked for all the time, so counted
         # Taken from the end, so that low ids are used first and a journal reads naturally.
         self._free: list[PageId] = list(range(num_pages - 1, -1, -1))
         # What becomes free when a step ends, by the step.
@@ -46,11 +47,6 @@ class PageLedger:
         return self._num_deferred + len(self._standing) - self._num_ripe
 
     @property
-    def num_used(self) -> int:
-        """Pages that are neither free nor about to be."""
-        return self.num_pages - len(self._free) - self._num_deferred - len(self._standing)
-
-    @property
     def is_step_in_flight(self) -> bool:
         return self._last_started > self._last_ended
 
@@ -60,12 +56,14 @@ class PageLedger:
             raise AssertionError(f"took {count} pages where {self.num_free} are free")
         while count > len(self._free):
             self._reclaim()
+        self.num_used += count
         if count == 1:  # the usual case, in the middle of decisions
             return (self._free.pop(),)
         return tuple(self._free.pop() for _ in range(count))
 
     def release(self, pages: Sequence[PageId]) -> None:
         """Return pages, for when no step that started so far is in flight any more."""
+        self.num_used -= len(pages)
         if self._last_started > self._last_ended:
             self._deferred.append((self._last_started, pages))
             self._num_deferred += len(pages)
@@ -74,6 +72,7 @@ class PageLedger:
 
     def stand_by(self, page: PageId) -> None:
         """Return a page, likewise, whose owner may call it back until it is taken."""
+        self.num_used -= 1
         self._num_stood_by += 1
         self._standing[page] = self._num_stood_by
         if self._last_started > self._last_ended:
@@ -83,6 +82,7 @@ class PageLedger:
 
     def call_back(self, page: PageId) -> None:
         """The owner has a page again that stood by."""
+        self.num_used += 1
         self._leave_standing(page)
 
     def stand_down(self, page: PageId) -> None:
@@ -90,6 +90,7 @@ class PageLedger:
         if self._leave_standing(page):
             self._free.append(page)
         else:
+            self.num_used += 1  # as if its owner had it back, for release to count it down
             self.release((page,))
 
     def _leave_standing(self, page: PageId) -> bool:
@@ -122,6 +123,10 @@ class PageLedger:
             self._num_deferred -= len(pages)
         while self._unripe and self._unripe[0][0] <= step:
             self._ripen(*self._unripe.popleft()[1:])
+
+    def has_ended(self, step: int) -> bool:
+        """Whether nothing of the step, nor of one before it, is in flight any more."""
+        return step <= self._last_ended
 
     def standing(self) -> list[PageId]:
         """Every page that stands by, for invariant checks."""

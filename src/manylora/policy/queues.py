@@ -61,9 +61,10 @@ class Sequence:
     """
 
     __slots__ = (
-        "adapter_s", "admitted_s", "id", "is_known_to_executor", "is_prefetched", "keys", "matched", "node",
-        "num_coming", "num_computed", "num_failed_copies", "num_in_flight", "num_prompt", "num_scheduled",
-        "num_shared", "num_unborn_forks", "page_updates", "pages", "sample", "stage", "state", "tokens",
+        "adapter_s", "admitted_s", "id", "is_known_to_executor", "is_prefetched", "keys", "last_step", "matched",
+        "most_tokens", "node", "num_coming", "num_computed", "num_failed_copies", "num_prompt",
+        "num_scheduled", "num_shared", "num_unborn_forks", "page_updates", "pages", "sample", "stage", "state",
+        "tokens",
     )  # fmt: skip
 
     def __init__(self, sequence: SequenceId, state: RequestState, sample: int, tokens: list[int]) -> None:
@@ -72,10 +73,11 @@ class Sequence:
         self.sample = sample
         self.tokens = tokens
         self.num_prompt = len(state.request.prompt)
+        self.most_tokens = self.num_prompt + state.max_tokens
         self.num_computed = 0
         self.num_scheduled = 0
-        self.num_in_flight = 0  # steps in flight that have a row of it
-        self.num_coming = 0  # tokens that they draw for it
+        self.num_coming = 0  # tokens that steps in flight draw for it
+        self.last_step = 0  # that has a row of it
         self.pages: list[PageId] = []
         self.num_shared = 0
         self.node: Node | None = None
@@ -105,18 +107,12 @@ class Sequence:
     @property
     def must_wait(self) -> bool:
         """Whether it can go on only when the token that is coming has come: others fork off then, or it ends."""
-        num_generated = len(self.tokens) - self.num_prompt + self.num_coming
-        return self.num_coming > 0 and (self.num_unborn_forks > 0 or num_generated >= self.state.max_tokens)
+        num_known = len(self.tokens) + self.num_coming
+        return self.num_coming > 0 and (self.num_unborn_forks > 0 or num_known >= self.most_tokens)
 
     @property
     def adapter(self) -> AdapterId:
         return self.state.request.adapter
-
-    def page_key(self, index: int, page_tokens: int) -> PageKey:
-        """The tokens of a full page."""
-        if index < len(self.keys):
-            return self.keys[index]
-        return self.page_keys(page_tokens)[index]
 
     def page_keys(self, page_tokens: int) -> list[PageKey]:
         """The tokens of all full pages, cut once."""
@@ -125,7 +121,10 @@ class Sequence:
         if num_new > 0:
             new = self.tokens[first * page_tokens : (first + num_new) * page_tokens]
             cells = array.array("q", new).tobytes()
-            self.keys += [cells[start : start + size] for start in range(0, len(cells), size)]
+            if num_new == 1:  # as it goes while tokens are generated
+                self.keys.append(cells)
+            else:
+                self.keys += [cells[start : start + size] for start in range(0, len(cells), size)]
         return self.keys
 
 

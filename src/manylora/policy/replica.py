@@ -30,7 +30,6 @@ from manylora.protocol import (
     Command,
     CopyDone,
     CopyPages,
-    Emit,
     EndSequence,
     Event,
     Finish,
@@ -40,8 +39,9 @@ from manylora.protocol import (
     SequenceStart,
     SetTimer,
     StepDone,
-    StepRow,
     Timer,
+    emit,
+    step_row,
 )
 from manylora.types import AdapterId, PageId, Request, RequestError, RequestId, SequenceId
 
@@ -75,13 +75,16 @@ class Replica:
     def handle(self, event: Event, now: float) -> list[Command]:
         """React to one event at time ``now`` (seconds, any origin, never decreasing)."""
         self._cache.now = now
+        more = False
         match event:
+            case StepDone():  # first, for there are most of them
+                self._step_done(event, now)
+                more = event.more
             case Arrive():
                 self._arrive(event.request)
+                more = event.more
             case Abort():
                 self._abort(event, now)
-            case StepDone():
-                self._step_done(event, now)
             case AdapterRead():
                 self._adapter_read(event, now)
             case CopyDone():
@@ -96,7 +99,7 @@ class Replica:
                 self._removing.add(event.adapter)
         if self._removing:
             self._free_removed()
-        if not (isinstance(event, Arrive | StepDone) and event.more):
+        if not more:
             while self._start_next(now):
                 pass
         commands = self._commands[:]
@@ -295,6 +298,8 @@ class Replica:
 
     def _wake(self, now: float) -> None:
         """Let those run whose copies have all landed, and note how long each part of the wait was."""
+        if not self._held.num_loading:
+            return
         loading = Stage.LOADING
         for sequence in [s for s in self._held.holders if s.stage is loading]:
             root = self._tree.node(sequence.adapter)
@@ -322,8 +327,6 @@ class Replica:
 
     def _set_timer(self, now: float) -> None:
         """Ask to be woken after an interval, while there is anything to watch."""
-        if self._timer_is_set:
-            return
         if self._requests or self._swapper.may_bring_in:
             self._timer_is_set = True
             self._commands.append(SetTimer(now + self._config.cache.interval_s))
@@ -337,7 +340,8 @@ class Replica:
         # Whatever runs beside compute starts before a step does.
         self._swapper.use_idle_lane(now)
         self._cache.flush()
-        self._set_timer(now)
+        if not self._timer_is_set:
+            self._set_timer(now)
         if scheduled:
             self._start_step(scheduled, now)
         return bool(scheduled) and len(in_flight) < depth
@@ -354,7 +358,7 @@ class Replica:
             self._free_removed()
 
     def _start_step(self, scheduled: list[Scheduled], now: float) -> None:
-        self._num_steps += 1
+        self._num_steps = step = self._num_steps + 1
         starts, rows = [], []
         for sequence, num_tokens, num_samples in scheduled:
             changed: tuple[tuple[int, PageId], ...] = ()
@@ -365,15 +369,16 @@ class Replica:
                 starts.append(_start_of(sequence))
                 sequence.is_known_to_executor = True
                 changed = ()
-            rows.append(StepRow(sequence.id, sequence.num_scheduled, num_tokens, num_samples, changed))
-            sequence.num_scheduled += num_tokens
-            sequence.num_in_flight += 1
+            first = sequence.num_scheduled
+            rows.append(step_row((sequence.id, first, num_tokens, num_samples, changed)))
+            sequence.num_scheduled = first + num_tokens
+            sequence.last_step = step
             if num_samples:
                 sequence.num_coming += 1
         self._in_flight.append(scheduled)
-        self._cache.device.step_started(self._num_steps)
+        self._cache.device.step_started(step)
         self._cache.visits.batch(len(rows), now)
-        self._commands.append(RunStep(self._num_steps, tuple(starts), tuple(rows)))
+        self._commands.append(RunStep(step, tuple(starts), tuple(rows)))
 
     def _note_admission(self, sequence: Sequence, now: float) -> None:
         if not sequence.state.admitted:
@@ -399,47 +404,50 @@ class Replica:
         rows = self._in_flight.popleft()
         self._cache.device.step_ended(event.step)
         if event.ok:
-            self._cache.rates.saw_step(
-                len(rows), sum([num_tokens for _, num_tokens, _ in rows]), event.device_s
-            )
-        drawn = dict(event.tokens)
-        page_tokens, held, ended, running = self._config.page_tokens, self._held, Stage.ENDED, Stage.RUNNING
-        for sequence, num_tokens, num_samples in rows:
-            if sequence.stage is ended:
-                continue
-            sequence.num_in_flight -= 1
-            if num_samples:
-                sequence.num_coming -= 1
-            if not event.ok:
-                error = RequestError(500, f"the step that ran this request failed: {event.error}")
-                self._fail_request(sequence.state, error, now)
-                continue
-            # One that was preempted meanwhile keeps its token, but not its pages.
-            if sequence.stage is running:
-                sequence.num_computed += num_tokens
-                if sequence.num_computed >= (sequence.num_shared + 1) * page_tokens:
-                    held.enter_full_pages(sequence, now)
-            if num_samples:
-                self._take_tokens(sequence, drawn[sequence.id], now)
+            num_tokens = sum([num_tokens for _, num_tokens, _ in rows])
+            self._cache.rates.saw_step(len(rows), num_tokens, event.device_s)
+            self._take_step(rows, dict(event.tokens), now)
+        else:
+            self._fail_step(rows, event.error, now)
         self._swapper.step_ended()
         self._wake(now)  # a page that was computed may be what another was waiting for
 
-    def _take_tokens(self, sequence: Sequence, tokens: tuple[int, ...], now: float) -> None:
-        """Append what was drawn; where a request's samples fork, there is one token for each."""
-        state = sequence.state
-        if len(tokens) > 1:
-            for sample in range(1, len(tokens)):
-                if sample in state.open_samples:
-                    self._fork(sequence, sample, tokens[sample], now)
-            sequence.num_unborn_forks = 0
-        sequence.tokens.append(tokens[0])
-        if sequence.sample in state.open_samples:
-            self._emit(sequence, (sequence.id, 0), now)
-        elif sequence.stage is not Stage.ENDED:
-            self._drop(sequence, now)
+    def _take_step(self, rows: list[Scheduled], drawn: dict[SequenceId, tuple[int, ...]], now: float) -> None:
+        """What the rows computed, and what was drawn for them."""
+        page_tokens, running, ended = self._config.page_tokens, Stage.RUNNING, Stage.ENDED
+        for sequence, num_tokens, num_samples in rows:
+            stage = sequence.stage
+            if stage is ended:
+                continue
+            # One that was preempted meanwhile keeps its token, but not its pages.
+            if stage is running:
+                sequence.num_computed = num_computed = sequence.num_computed + num_tokens
+                if num_computed >= (sequence.num_shared + 1) * page_tokens:
+                    self._held.enter_full_pages(sequence, now)
+            if num_samples:
+                sequence.num_coming -= 1
+                tokens = drawn[sequence.id]
+                if len(tokens) > 1:
+                    self._fork_off(sequence, tokens, now)
+                self._take_token(sequence, tokens[0], (sequence.id, 0), now)
+
+    def _fail_step(self, rows: list[Scheduled], why: str, now: float) -> None:
+        """No row of the step counts as computed."""
+        error = RequestError(500, f"the step that ran this request failed: {why}")
+        for sequence, _, num_samples in rows:
+            if sequence.stage is not Stage.ENDED:
+                sequence.num_coming -= num_samples > 0
+                self._fail_request(sequence.state, error, now)
+
+    def _fork_off(self, parent: Sequence, tokens: tuple[int, ...], now: float) -> None:
+        """The prompt is computed: each other sample goes on from it with a token of its own."""
+        for sample in range(1, len(tokens)):
+            if sample in parent.state.open_samples:
+                self._fork(parent, sample, tokens[sample], now)
+        parent.num_unborn_forks = 0
 
     def _fork(self, parent: Sequence, sample: int, token: int, now: float) -> None:
-        child = self._new_sequence(parent.state, sample, [*parent.tokens, token])
+        child = self._new_sequence(parent.state, sample, parent.tokens[:])
         copy = None
         if parent.node is not None and len(self._held.holders) < self._config.max_num_seqs:
             copy = self._held.admit_fork(child, parent)
@@ -448,17 +456,24 @@ class Replica:
             self._waiting.put_back(child)
         elif copy is not None:
             self._commands.append(CopyPages((copy,)))
-        self._emit(child, (parent.id, sample), now)
+        self._take_token(child, token, (parent.id, sample), now)
 
-    def _emit(self, sequence: Sequence, drawn_by: tuple[SequenceId, int], now: float) -> None:
-        """Announce the newest token, and the end where this is it."""
-        state, tokens = sequence.state, sequence.tokens
-        count, token = len(tokens) - sequence.num_prompt, tokens[-1]
-        self._commands.append(Emit(state.request.id, sequence.sample, count - 1, token, drawn_by))
+    def _take_token(
+        self, sequence: Sequence, token: int, drawn_by: tuple[SequenceId, int], now: float
+    ) -> None:
+        """Append and announce a token, and the end where this is it."""
+        state, sample, tokens = sequence.state, sequence.sample, sequence.tokens
+        tokens.append(token)
+        if sample not in state.open_samples:
+            if sequence.stage is not Stage.ENDED:
+                self._drop(sequence, now)
+            return
+        count = len(tokens) - sequence.num_prompt
+        self._commands.append(emit((state.request.id, sample, count - 1, token, drawn_by)))
         if token in state.stop_ids and count >= state.request.params.min_tokens:
-            self._end_sample(state, sequence.sample, "stop", now)
-        elif count >= state.max_tokens:
-            self._end_sample(state, sequence.sample, "length", now)
+            self._end_sample(state, sample, "stop", now)
+        elif len(tokens) >= sequence.most_tokens:
+            self._end_sample(state, sample, "length", now)
 
 
 def _start_of(sequence: Sequence) -> SequenceStart:

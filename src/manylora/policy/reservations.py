@@ -58,6 +58,7 @@ class Reservations:
         self._emit = emit
         self._promised = 0  # pages on their way that others in this step already wait for
         self.holders: list[Sequence] = []
+        self.num_loading = 0  # of them
 
     @property
     def num_preemptions(self) -> int:
@@ -67,6 +68,10 @@ class Reservations:
     def pages_for(self, num_tokens: int) -> int:
         """Pages that this many tokens fill, the last perhaps partly."""
         return -(-num_tokens // self._config.page_tokens)
+
+    def is_in_flight(self, sequence: Sequence) -> bool:
+        """Whether a step in flight has a row of it."""
+        return not self._cache.device.has_ended(sequence.last_step)
 
     # ------------------------------------------------------------ taking
 
@@ -127,6 +132,7 @@ class Reservations:
         sequence.pages.extend(cache.device.take(need.own_pages))
         self._waiting.remove(sequence)
         sequence.stage = Stage.LOADING
+        self.num_loading += 1
         sequence.page_updates.clear()
         bisect.insort(self.holders, sequence, key=lambda s: s.order)
         self.start_if_ready(sequence)
@@ -197,6 +203,7 @@ class Reservations:
             return False
         sequence.pages[: len(path)] = [node.pages[0] for node in path]
         sequence.stage = Stage.RUNNING
+        self.num_loading -= 1
         return True
 
     def admit_fork(self, child: Sequence, parent: Sequence) -> tuple[PageId, PageId] | None:
@@ -261,6 +268,7 @@ class Reservations:
         sequence.pages = []
         sequence.num_shared = 0
         sequence.num_computed = sequence.num_scheduled = 0
+        self.num_loading -= sequence.stage is Stage.LOADING
         self.holders.remove(sequence)
 
     def _drop_unused(self, node: Node) -> None:
@@ -302,20 +310,18 @@ class Reservations:
         Where an equal node is on the device already the sequence adopts its page and frees its own: the
         values agree up to rounding, and every full page then belongs to the tree.
         """
-        size, cache = self._config.page_tokens, self._cache
-        while (sequence.num_shared + 1) * size <= sequence.num_computed:
-            index = sequence.num_shared
-            node = sequence.node
-            assert node is not None
-            key = sequence.page_key(index, size)
+        size, cache, tree = self._config.page_tokens, self._cache, self._tree
+        keys, pages, node = sequence.page_keys(size), sequence.pages, sequence.node
+        assert node is not None
+        for index in range(sequence.num_shared, sequence.num_computed // size):
+            key, own = keys[index], pages[index]
             child = node.children.get(key)
             if child is None:
-                child = self._tree.insert(node, key, now)
-            self._tree.move_pin(node, child)
-            own = sequence.pages[index]
+                child = tree.insert(node, key, now)
+            tree.move_pin(node, child)
             if not cache.fill(child, (own,)):
                 cache.device.release((own,))
-                sequence.pages[index] = child.pages[0]
+                pages[index] = child.pages[0]
                 sequence.page_updates.append((index, child.pages[0]))
-            sequence.node = child
-            sequence.num_shared += 1
+            sequence.node = node = child
+            sequence.num_shared = index + 1

@@ -74,7 +74,7 @@ class Swapper:
         cache = self._cache
         if cache.pages_coming or cache.reads:
             return
-        if cache.policy.prefetches:
+        if cache.policy.prefetches and len(self._waiting):
             self._prefetch()
         if cache.policy.swaps_by_itself and cache.pages_used < self._low_pages and cache.entering:
             self._bring_in(now)

@@ -237,11 +237,9 @@ class DependencyTree:
     def set_device(self, node: Node, residence: Residence, pages: tuple[PageId, ...]) -> None:
         """The node's new state on the device, with the pages it owns there from now on."""
         before = node.residence
-        was_on = before is LOADING or before is RESIDENT
         if node.pages:
             self._count_device(node, -1)
         node.residence, node.pages = residence, pages
-        is_on = residence is LOADING or residence is RESIDENT
         if pages:
             self._count_device(node, 1)
         if residence is not LOADING:
@@ -249,11 +247,15 @@ class DependencyTree:
         parent = node.parent
         if parent is not None:
             parent.num_standing += (residence is STANDBY) - (before is STANDBY)
+            was_on = before is RESIDENT or before is LOADING
+            is_on = residence is RESIDENT or residence is LOADING
             if was_on != is_on:
                 parent.num_on_device += 1 if is_on else -1
                 if parent.num_on_device == 0:
                     self.changed(parent)
-        self.changed(node)
+        # Without a copy on the host it is at most a candidate to leave.
+        if node.host is HELD or (residence is RESIDENT and node.busy == 0):
+            self.changed(node)
 
     def set_host(self, node: Node, state: HostState, pages: tuple[PageId, ...]) -> None:
         """The node's new state on the host, likewise."""
@@ -266,23 +268,25 @@ class DependencyTree:
         self.changed(node)
 
     def _count_device(self, node: Node, sign: int) -> None:
-        size = sign * len(node.pages)
-        is_adapter = node.parent is None
-        if is_adapter:
+        size, residence = sign * len(node.pages), node.residence
+        is_evictable = residence is RESIDENT and node.busy == 0
+        if node.parent is None:
             self.adapter_pages += size
+            if residence is RESIDENT:
+                self.resident_adapters += sign
+            if is_evictable:
+                self._add_evictable(node.adapter, 0, size)
         else:
             self.history_pages += size
             if node.busy:
                 self.pinned_history_pages += size
-        if node.residence is RESIDENT:
-            self.resident_adapters += sign * is_adapter
-            if node.busy == 0:
-                self._count_evictable(node, sign)
-        elif node.residence is SAVING:
+            elif is_evictable:
+                self._add_evictable(node.adapter, size, 0)
+        if residence is SAVING:
             self.saving_pages += size
-        elif node.residence is LOADING:
+        elif residence is LOADING:
             self.loading_pages += size
-        elif node.residence is STANDBY:
+        elif residence is STANDBY:
             self.standing_pages += size
 
     # ------------------------------------------------------------ pins
@@ -337,12 +341,7 @@ class DependencyTree:
         if child.busy == 1:
             self.pinned_history_pages += len(child.pages)
             if child.residence is RESIDENT:
-                self._count_evictable(child, -1)
-
-    def _count_evictable(self, node: Node, sign: int) -> None:
-        size = sign * len(node.pages)
-        is_adapter = node.parent is None
-        self._add_evictable(node.adapter, 0 if is_adapter else size, size if is_adapter else 0)
+                self._add_evictable(child.adapter, -len(child.pages), 0)
 
     def _add_evictable(self, adapter: AdapterId, kv_pages: int, adapter_pages: int) -> None:
         self.evictable_pages += kv_pages + adapter_pages

@@ -58,15 +58,14 @@ class SimulatedDevice:
             token_at_0 = start.tokens[-1] + 1 - len(start.tokens)
             sequences[start.sequence] = start.adapter, self._adapter_bytes.get(start.adapter, 0), token_at_0
         drawn = []
-        decodes = prefill = pairs = kv = token_bytes = 0
+        decodes, prefill, pairs, kv, token_bytes = len(step.rows), 0, 0, 0, 0
         adapters: dict[AdapterId, int] = {}
         for number, first, num_tokens, num_samples, _ in step.rows:
             adapter, num_bytes, token_at_0 = sequences[number]
             end = first + num_tokens
             kv += end
-            if num_tokens == 1:
-                decodes += 1
-            else:
+            if num_tokens > 1:
+                decodes -= 1
                 prefill += num_tokens
                 pairs += prefill_pairs(first, num_tokens)
             if num_bytes:

@@ -118,6 +118,11 @@ class VirtualLoop:
 
     def _obey(self, command: Command) -> None:
         match command:
+            case RunStep():  # first, for there are most of them
+                answer = self._device.obey(command, self.now)
+                if answer is not None:
+                    self._put(*answer)
+                    self._ends.append(answer[0])
             case SetTimer():
                 self._set_timer(command)
             case Admitted() | Ready() | Finish() | Reject():
@@ -126,8 +131,6 @@ class VirtualLoop:
                 answer = self._device.obey(command, self.now)
                 if answer is not None:
                     self._put(*answer)
-                    if type(command) is RunStep:
-                        self._ends.append(answer[0])
 
     def _set_timer(self, command: SetTimer) -> None:
         self._timer = Timer()

@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import functools
 import heapq
+import math
 from collections.abc import Callable, Hashable, Sequence
 
 from manylora.config import ConfigError, PolicyConfig
@@ -98,6 +99,7 @@ class Replay(VirtualLoop):
         self.counters_at_start = Counters()
         self._began_s: float | None = None
         self._num_handed = 0  # of the stream's requests that arrived
+        self._next_arrival_s = math.inf
         self._open: dict[RequestId, Outcome] = {}
         self._prompts = _Prompts(stream)
         self._warming: dict[RequestId, Request] = {}
@@ -123,22 +125,25 @@ class Replay(VirtualLoop):
 
     def _next(self) -> tuple[float, Event | None]:
         """The next event and when it is due: arrivals, then what the device and the timer bring."""
-        requests = self.stream.requests
         while True:
-            arrival_s = None
-            if self._began_s is not None and self._num_handed < len(requests):
-                arrival_s = self._began_s + requests[self._num_handed].arrival_s
-            if arrival_s is not None and (not self._due or arrival_s <= self._due[0][0]):
-                request = requests[self._num_handed]
-                self._num_handed += 1
-                if self._prompts.is_free(request):
-                    return arrival_s, self._hand_over(request, arrival_s)
-            elif self._due:
+            arrival_s = self._next_arrival_s
+            if self._due and self._due[0][0] < arrival_s:
                 due, _, _, event = heapq.heappop(self._due)
                 if type(event) is not Timer or self._may_fire(event, due):
                     return due, event
-            else:
+            elif arrival_s == math.inf:
                 return 0.0, None
+            else:
+                request = self.stream.requests[self._num_handed]
+                self._num_handed += 1
+                self._look_ahead()
+                if self._prompts.is_free(request):
+                    return arrival_s, self._hand_over(request, arrival_s)
+
+    def _look_ahead(self) -> None:
+        requests, number = self.stream.requests, self._num_handed
+        following_s = requests[number].arrival_s if number < len(requests) else math.inf
+        self._next_arrival_s = (self._began_s or 0.0) + following_s
 
     def _note(self, command: Admitted | Ready | Finish | Reject) -> None:
         match command:
@@ -174,6 +179,7 @@ class Replay(VirtualLoop):
     def _begin(self) -> None:
         """The stream starts now."""
         self._began_s = self.now
+        self._look_ahead()
         self.counters_at_start = dataclasses.replace(self.replica.counters)
 
     def _hand_over(self, request: StreamRequest, moment: float) -> Event:
