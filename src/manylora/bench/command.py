@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from manylora.bench import kernels_command
-from manylora.config import ConfigError
-from manylora.flags import FLAGS, Flag
-
-AddFlag = Callable[[argparse._ActionsContainer, Flag], None]
+from manylora.bench import kernels_command, simulate_command
+from manylora.bench.options import AddFlag, Option, add_options, add_workload, stream_of
+from manylora.flags import FLAGS
 
 _SERVE_EXAMPLES = """\
 examples:
@@ -34,19 +31,7 @@ examples:
       300 requests, handed over at once
 """
 
-_Option = tuple[str, type, str, str]
-_WORKLOAD: tuple[_Option, ...] = (
-    ("--workload", str, "NAME", "a name from manylora workload list, synthetic:..., or a file of --format"),
-    ("--trace-file", str, "FILE", "instead: a chat trace, JSON lines of turns, perhaps gzipped"),
-    ("--format", str, "FORMAT", "of the file"),
-    ("--rate", float, "X", "requests a second, in the mean"),
-    ("--adapters", int, "N", "how many the workload's requests fall to"),
-    ("--duration", float, "SECONDS", "only so long"),
-    ("--popularity", str, "TERM", "how requests fall to adapters, such as zipf(1)"),
-    ("--ranks", str, "TERM", "of the adapters, for the report, such as random(32,64)"),
-    ("--rate-scale", float, "X", "replay X times as fast (default: 1)"),
-    ("--limit", int, "N", "only the first N requests"),
-    ("--seed", int, "N", "of whatever is drawn, tokens too (default: 0)"),
+_CALLS: tuple[Option, ...] = (
     ("--vocab-size", int, "N", "draw tokens that the workload does not name below N (default: 1000)"),
     (
         "--adapter-name",
@@ -55,11 +40,11 @@ _WORKLOAD: tuple[_Option, ...] = (
         "of the workload's adapter {} (default: adapter-{}), or all: german,french",
     ),
 )
-_REPORT: tuple[_Option, ...] = (
+_REPORT: tuple[Option, ...] = (
     ("--out", Path, "FILE", "write the report and every request's times as JSON"),
     ("--plot", Path, "FILE", "draw times to the first token, between tokens, and requests over time"),
 )
-_CLIENT: tuple[_Option, ...] = (
+_CLIENT: tuple[Option, ...] = (
     ("--url", str, "URL", "a running OpenAI-compatible server"),
     ("--api-key", str, "KEY", "for the server"),
     ("--client-processes", int, "N", "that send requests to it (default: by rate); 0: none but this"),
@@ -79,7 +64,7 @@ def add_parser(commands: Any, add_flag: AddFlag) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     server = serve.add_argument_group("a running server")
-    _add(server, _CLIENT)
+    add_options(server, _CLIENT)
     server.add_argument(
         "--prompts", choices=("tokens", "text"), default="tokens",
         help="text: words, for servers that take no token ids (default: tokens)",
@@ -105,18 +90,13 @@ def add_parser(commands: Any, add_flag: AddFlag) -> None:
         "--all-at-once", action="store_true", help="all at once although --rate, with which they were drawn"
     )
     offline.set_defaults(run=_offline)
+    simulate_command.add_parser(kinds, add_flag)
     kernels_command.add_parser(kinds)
 
 
 def _add_common(parser: argparse.ArgumentParser, add_flag: AddFlag) -> None:
-    workload = parser.add_argument_group("the workload")
-    _add(workload, _WORKLOAD)
-    workload.add_argument(
-        "--skip-bad-lines",
-        action="store_true",
-        help="leave out malformed lines of the file, and say how many",
-    )
-    _add(parser, _REPORT)
+    add_options(add_workload(parser), _CALLS)
+    add_options(parser, _REPORT)
     parser.add_argument("--warm-adapters", action="store_true", help="request every adapter once before")
     parser.add_argument(
         "--skip-too-long", action="store_true", help="leave out turns that are longer than what is served"
@@ -127,11 +107,6 @@ def _add_common(parser: argparse.ArgumentParser, add_flag: AddFlag) -> None:
     for flag in FLAGS:
         if not flag.is_http:
             add_flag(engine, flag)
-
-
-def _add(parser: argparse._ActionsContainer, options: tuple[_Option, ...]) -> None:
-    for option, kind, metavar, help_text in options:
-        parser.add_argument(option, type=kind, metavar=metavar, help=help_text)
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -146,7 +121,7 @@ def _serve(args: argparse.Namespace) -> int:
         objective=None if args.goodput is None else Objective.parse(args.goodput),
     )
     check(settings)
-    return run(settings, _stream(args))
+    return run(settings, stream_of(args))
 
 
 def _offline(args: argparse.Namespace) -> int:
@@ -155,7 +130,7 @@ def _offline(args: argparse.Namespace) -> int:
 
     settings = dataclasses.replace(_settings(args), is_offline=True)
     check(settings)
-    stream = _stream(args)
+    stream = stream_of(args)
     if args.rate is None or args.all_at_once:
 
         def at_once(request: StreamRequest) -> StreamRequest:
@@ -163,27 +138,6 @@ def _offline(args: argparse.Namespace) -> int:
 
         stream = dataclasses.replace(stream, requests=tuple(map(at_once, stream.requests)))
     return run(settings, stream)
-
-
-def _stream(args: argparse.Namespace) -> Any:
-    from manylora.workloads.named import named
-
-    if (args.workload is None) == (args.trace_file is None):
-        raise ConfigError("name either --workload, such as chatbot, or --trace-file")
-    stream = named(
-        args.workload or args.trace_file,
-        rate=args.rate,
-        num_adapters=args.adapters,
-        duration_s=args.duration,
-        seed=args.seed or 0,
-        popularity=args.popularity,
-        ranks=args.ranks,
-        file_format=args.format or (None if args.trace_file is None else "chat"),
-        skip_bad_lines=args.skip_bad_lines,
-    )
-    if args.rate_scale is not None:
-        stream = stream.with_rate(args.rate_scale)
-    return stream if args.limit is None else stream.first(args.limit)
 
 
 def _settings(args: argparse.Namespace) -> Any:

@@ -23,7 +23,7 @@ from manylora.sim.limits import Recorder, reference, summarize_limits
 from manylora.sim.profile import find_profile
 from manylora.sim.replay import Outcome, Replay
 from manylora.sim.shapes import ModelShape, shape_named
-from manylora.sim.summary import summarize
+from manylora.sim.summary import summarize, ttft_parts_ms
 from manylora.workloads.scenarios import scenario
 from manylora.workloads.stream import Stream
 
@@ -97,7 +97,7 @@ def run_cell(cell: Cell, most_ttft_ms: float | None = None, with_limits: bool = 
     """
     if cell.policy == REFERENCE:
         unlimited = reference(*_inputs(cell))
-        return {**summarize(unlimited), **_parts_ms(unlimited.outcomes)}
+        return {**summarize(unlimited), **ttft_parts_ms(unlimited.outcomes)}
     record = Recorder(cell.page_tokens) if with_limits else None
     replay = cell_replay(cell, record.watch if record else None)
     usage = _Usage(replay)
@@ -116,7 +116,7 @@ def run_cell(cell: Cell, most_ttft_ms: float | None = None, with_limits: bool = 
                 return {"ttft_mean_ms": float("inf")}
             next_look_s = now_s + max(5.0, cell.duration_s / 100)
     replay.run()  # raises where somebody was forgotten
-    result: CellResult = {**summarize(replay), **_parts_ms(replay.outcomes), **usage.summary()}
+    result: CellResult = {**summarize(replay), **ttft_parts_ms(replay.outcomes), **usage.summary()}
     if record:
         result.update(summarize_limits(record, cell_config(cell)))
     if cell.sample_s:
@@ -219,17 +219,6 @@ class _Usage:
             **{f"pool_{name}": round(value, 4) for name, value in mean.items()},
             "pool_used": round(in_use, 4),
         }
-
-
-def _parts_ms(outcomes: list[Outcome]) -> CellResult:
-    """Mean milliseconds of each part of the time to the first token."""
-    parts = {
-        "queue": [o.queue_s for o in outcomes],
-        "adapter": [o.adapter_s for o in outcomes],
-        "kv": [o.kv_s for o in outcomes],
-        "steps": [o.ttft_s - o.queue_s - o.adapter_s - o.kv_s for o in outcomes],
-    }
-    return {f"ttft_{name}_ms": round(1e3 * statistics.fmean(seconds), 3) for name, seconds in parts.items()}
 
 
 def _over_time(outcomes: list[Outcome], window_s: float) -> list[tuple[float, float]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from manylora.sim.replay import Replay
+from manylora.sim.replay import Outcome, Replay
 
 Summary = dict[str, float]
 
@@ -45,6 +45,21 @@ def summarize(replay: Replay) -> Summary:
         "pages_out": grown["pages_swapped_out"],
         "history_drops": grown["history_drops"],
         "invalid_share": _share(grown["invalid_share_sum"], grown["invalid_share_samples"]),
+    }
+
+
+def ttft_parts_ms(outcomes: Sequence[Outcome]) -> Summary:
+    """Mean milliseconds of each part of the time to the first token; dropped requests do not count."""
+    served = [outcome for outcome in outcomes if not outcome.is_dropped]
+    parts = {
+        "queue": [o.queue_s for o in served],
+        "adapter": [o.adapter_s for o in served],
+        "kv": [o.kv_s for o in served],
+        "steps": [o.ttft_s - o.queue_s - o.adapter_s - o.kv_s for o in served],
+    }
+    return {
+        f"ttft_{name}_ms": round(1e3 * statistics.fmean(seconds), 3) if seconds else 0.0
+        for name, seconds in parts.items()
     }
 
 

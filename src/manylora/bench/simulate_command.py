@@ -1,0 +1,84 @@
+"""``manylora bench simulate``: its parser."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from manylora.bench.options import AddFlag, Option, add_options, add_workload, stream_of
+from manylora.flags import FLAGS
+
+_EXAMPLES = """\
+examples:
+  manylora bench simulate --workload chatbot --rate 4 --adapters 50 --duration 600 \\
+       --profile h200-llama-2-7b --device-pool 40GB --policies manylora,fastlibra,lru
+      ten minutes of chat on an H200, under three cache policies
+  manylora profile --model ./llama --out here.json
+  manylora bench simulate --workload 'synthetic:popularity=zipf(1)' --rate 20 --duration 300 \\
+       --profile here.json --model ./llama --device-pool 12GB --policies all --out simulated.json
+      your own machine and model
+  manylora bench simulate --trace-file chat_5rps.jsonl.gz --hardware a10 --shape llama-2-7b
+      hardware that is not at hand, by its data sheet
+
+cached, in the last line: the same requests with unlimited memory and all resident; a reference, not a bound.
+"""
+
+FLAG_NAMES = (
+    "max_model_len", "max_num_seqs", "max_batch_tokens", "page_tokens", "device_pool", "host_pool",
+    "cache_adapter_share", "cache_tau", "cache_window", "admission", "slo_ttft", "pipeline_depth",
+)  # fmt: skip
+"""Settings of the engine that a simulation knows."""
+
+_COSTS: tuple[Option, ...] = (
+    ("--profile", str, "NAME", "measured: a shipped profile, or a file that manylora profile wrote"),
+    ("--model", str, "MODEL", "a local folder: refuse a profile of another model"),
+    ("--hardware", str, "NAME", "assumed, instead: a10, a100-40, a100-80, h100, h200 or fastlibra-npu"),
+    ("--shape", str, "NAME", "with --hardware: of the model, such as llama-2-7b (the default)"),
+    ("--cards", int, "N", "so many of them, ideally shared out (default: 1)"),
+)
+
+
+def add_parser(kinds: Any, add_flag: AddFlag) -> None:
+    """Adds ``simulate`` to the subparsers of ``manylora bench``."""
+    parser = kinds.add_parser(
+        "simulate",
+        help="replay a workload through the engine's policy in virtual time, far faster than it would take",
+        description="Replay a workload through the engine's own policy in virtual time, on a device that takes "
+        "what a profile or a data sheet says, and report times to the first token, between tokens, and what was "
+        "reused.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_workload(parser)
+    add_options(parser.add_argument_group("the device"), _COSTS)
+    parser.add_argument(
+        "--policies", default="manylora", metavar="NAMES",
+        help="cache policies, such as manylora,lru, or all (default: manylora)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cold", action="store_true", help="adapters were never asked for before (default: once each)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
+    engine = parser.add_argument_group("settings of the engine, as for manylora serve on a GPU")
+    for flag in FLAGS:
+        if flag.name in FLAG_NAMES:
+            add_flag(engine, flag)
+    parser.set_defaults(run=_simulate)
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from manylora.bench.simulate import SimulateSettings, run
+
+    settings = SimulateSettings(
+        profile=args.profile,
+        model=args.model,
+        hardware=args.hardware,
+        shape=args.shape,
+        cards=1 if args.cards is None else args.cards,
+        policies=args.policies,
+        is_warm=not args.cold,
+        engine={name: getattr(args, name) for name in FLAG_NAMES if getattr(args, name) is not None},
+        out=args.out,
+    )
+    return run(settings, lambda: stream_of(args))

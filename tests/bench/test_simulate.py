@@ -1,0 +1,131 @@
+"""``manylora bench simulate``: the command, its report, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manylora.cli import main
+from manylora.config import CACHE_POLICIES, CacheConfig, PolicyConfig
+from manylora.sim.fit import fit_profile
+from manylora.sim.profile import find_profile
+from manylora.sim.replay import Replay
+from manylora.sim.summary import summarize, ttft_parts_ms
+from manylora.workloads.named import named
+from tests.e2e.process import MODEL
+
+PROFILE = "h200-llama-2-7b"
+WORKLOAD = (
+    "--workload",
+    "synthetic:prompt=200,output=30",
+    "--rate",
+    "6",
+    "--adapters",
+    "5",
+    "--duration",
+    "10",
+)
+MEASURED = ("--profile", PROFILE, "--device-pool", "4GiB")
+
+
+def simulate(*args: object) -> int:
+    return main(["bench", "simulate", *map(str, args)])
+
+
+def report_of(folder: Path, *args: object) -> dict[str, Any]:
+    out = folder / "report.json"
+    assert simulate(*WORKLOAD, *args, "--out", out) == 0
+    report: dict[str, Any] = json.loads(out.read_text())
+    return report
+
+
+def test_it_is_the_replay_that_its_settings_say(tmp_path: Path) -> None:
+    report = report_of(
+        tmp_path, *MEASURED, "--host-pool", "1GiB", "--max-num-seqs", 8, "--max-batch-tokens", 512,
+        "--max-model-len", 1024, "--pipeline-depth", 1, "--policies", "s-lora", "--seed", 3, "--cold",
+    )  # fmt: skip
+    stream = named("synthetic:prompt=200,output=30", rate=6, num_adapters=5, duration_s=10, seed=3)
+    profile = find_profile(PROFILE)
+    page_bytes = profile.model.page_bytes(16)
+    config = PolicyConfig(
+        num_pages=2**32 // page_bytes, page_tokens=16, max_model_len=1024, max_num_seqs=8, max_batch_tokens=512,
+        num_host_pages=2**30 // page_bytes, page_bytes=page_bytes, cache=CacheConfig("s-lora"), pipeline_depth=1,
+    )  # fmt: skip
+    pages = [profile.model.adapter_pages(rank, 16, profile.adapter_modules) for rank in stream.ranks]
+    replay = Replay(stream, config, fit_profile(profile), pages, is_warm=False)
+    replay.run()
+    found = report["results"]["s-lora"]
+    for name, value in {**summarize(replay), **ttft_parts_ms(replay.outcomes)}.items():
+        assert found[name] == value, name
+    assert found["adapter_reads"] == 5
+    assert found["config"]["max_num_seqs"] == 8
+    assert report["requests"] == len(stream.requests)
+
+
+def test_all_policies_and_the_reference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_of(tmp_path, "--hardware", "a10", "--shape", "llama-2-7b", "--policies", "all")
+    assert list(report["results"]) == [*CACHE_POLICIES, "cached"]
+    assert report["results"]["manylora"]["config"]["pipeline_depth"] == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:]] == [*CACHE_POLICIES, "cached"]
+    assert report["results"]["cached"]["adapter_hit_device"] == 1.0
+
+
+def test_two_cards_are_faster_than_one(tmp_path: Path) -> None:
+    one, two = (report_of(tmp_path, "--hardware", "a100-80", "--cards", count) for count in (1, 2))
+    assert two["results"]["manylora"]["tpot_mean_ms"] < one["results"]["manylora"]["tpot_mean_ms"]
+
+
+def test_early_abort_tells_of_what_it_dropped(tmp_path: Path) -> None:
+    report = report_of(
+        tmp_path, "--hardware", "a10", "--max-num-seqs", 1, "--admission", "early-abort", "--slo-ttft", 1,
+    )  # fmt: skip
+    assert 0 < report["results"]["manylora"]["dropped"] < report["requests"]
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ((), "name either --profile"),
+        ((*MEASURED, "--hardware", "a10"), "name either --profile"),
+        (("--profile", PROFILE), "--device-pool is missing"),
+        (("--profile", "h200"), "neither a file nor one of"),
+        ((*MEASURED, "--shape", "llama-2-7b"), "--shape goes with --hardware"),
+        (("--hardware", "a11"), "'a11' is not known"),
+        (("--hardware", "a10", "--shape", "llama"), "'llama' is not known"),
+        (("--hardware", "a10", "--shape", "llama-2-13b"), "does not fit on"),
+        (("--hardware", "a10", "--model", MODEL), "--model is compared with a profile's"),
+        (("--hardware", "a10", "--cards", "0"), "--cards must be at least 1"),
+        ((*MEASURED, "--model", "/nosuch"), "not a model folder"),
+        ((*MEASURED, "--policies", "manylara"), "did you mean manylora?"),
+        ((*MEASURED, "--policies", "manylora,"), "cache policy '' is not known"),
+        ((*MEASURED, "--device-pool", "1MiB"), "holds no page"),
+        ((*MEASURED, "--device-pool", "64MiB"), "the workload does not fit"),
+        ((*MEASURED, "--out", "/nosuch/x.json"), "no such folder"),
+        ((*MEASURED, "--workload", "chatbott"), "chatbot"),
+    ],
+)
+def test_what_cannot_be_simulated(
+    args: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(*WORKLOAD, *args) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.startswith("manylora: error: ")
+    assert error.count("\n") == 1
+
+
+def test_a_profile_of_another_model_is_refused_with_both_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(*WORKLOAD, *MEASURED, "--model", MODEL) == 2
+    error = capsys.readouterr().err
+    assert "the profile is of llama-2-7b (32 layers of 4096" in error
+    assert "does not fit" in error
+    assert error.count("\n") == 1
+
+
+def test_a_profile_of_this_model(tmp_path: Path) -> None:
+    report = report_of(tmp_path, "--profile", "cpu-demo", "--model", MODEL, "--device-pool", "64MiB")
+    assert report["results"]["manylora"]["ttft_mean_ms"] > 0
