@@ -236,9 +236,15 @@ async def _serve(
 
 def _ignore_signals() -> None:
     """The end has begun already: whoever asks for it again must not turn an orderly one into a kill."""
-    loop = asyncio.get_running_loop()
+    complain = sys.unraisablehook
+
+    def of_all_but_signals(unraisable: sys.UnraisableHookArgs) -> None:
+        # Of one that comes at this very moment Python says with a traceback that it is ignored.
+        if "ignored due to race condition" not in str(unraisable.exc_value):
+            complain(unraisable)
+
+    sys.unraisablehook = of_all_but_signals
     for number in STOP_SIGNALS:
-        loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -250,8 +256,12 @@ async def _connect_unless_stopped(ours: socket.socket, engine: EngineSettings) -
     """
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
+
+    def stop(number: int, frame: object) -> None:
+        loop.call_soon_threadsafe(stopped.set)
+
     for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, stopped.set)
+        signal.signal(number, stop)
     connecting = asyncio.create_task(RemoteEngine.connect(ours, engine))
     stopping = asyncio.create_task(stopped.wait())
     try:

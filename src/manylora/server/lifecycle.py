@@ -217,15 +217,19 @@ async def _first(task: asyncio.Task[None] | asyncio.Task[bool], *events: asyncio
 
 @contextlib.contextmanager
 def _signals(lifecycle: Lifecycle) -> Iterator[None]:
+    """Not by the loop's own means: to remove these restores the default, by which a second SIGTERM would kill."""
     loop = asyncio.get_running_loop()
-    handled = []
+    before = {}
+
+    def stop(number: int, frame: object) -> None:
+        loop.call_soon_threadsafe(lifecycle.stop)
+
     for number in (signal.SIGTERM, signal.SIGINT):
         # Outside the main thread no handler can be set; then the caller ends the server by ``stop``.
-        with contextlib.suppress(RuntimeError, ValueError, NotImplementedError):
-            loop.add_signal_handler(number, lifecycle.stop)
-            handled.append(number)
+        with contextlib.suppress(ValueError):
+            before[number] = signal.signal(number, stop)
     try:
         yield
     finally:
-        for number in handled:
-            loop.remove_signal_handler(number)
+        for number, handler in before.items():
+            signal.signal(number, handler)
