@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn
 
 from manylora import __version__
 from manylora.bench import command as bench_command
+from manylora.bench.options import add_settings, settings_of
 from manylora.config import ConfigError
 from manylora.flags import FLAGS, Flag, build_settings, read_config_file
 from manylora.workloads import command as workload_command
@@ -253,9 +254,7 @@ def _add_profile(commands: Any) -> None:
         profile.add_argument(option, metavar=metavar, help=help_text, required=option == "--out")
     profile.add_argument("--quick", action="store_true", help="a coarser grid, fewer repeats")
     engine = profile.add_argument_group("settings of the engine, as for manylora serve")
-    for flag in FLAGS:
-        if flag.name in _PROFILE_FLAGS:
-            _add_flag(engine, flag)
+    add_settings(engine, _add_flag, _PROFILE_FLAGS)
     profile.set_defaults(run=_profile)
 
 
@@ -268,9 +267,7 @@ def _add_warmup(commands: Any) -> None:
     )
     warmup.add_argument("model", metavar="MODEL", help="a local folder, or a hub id")
     engine = warmup.add_argument_group("settings of the engine, as for manylora serve")
-    for flag in FLAGS:
-        if flag.name in _WARMUP_FLAGS:
-            _add_flag(engine, flag)
+    add_settings(engine, _add_flag, _WARMUP_FLAGS)
     warmup.set_defaults(run=_warmup)
 
 
@@ -278,15 +275,14 @@ def _warmup(args: argparse.Namespace) -> int:
     from manylora.bench.warmup import run
 
     names = ("model", *_WARMUP_FLAGS)
-    return run({name: getattr(args, name) for name in names if getattr(args, name) is not None})
+    return run(settings_of(args, names))
 
 
 def _profile(args: argparse.Namespace) -> int:
     from manylora.bench.profile import run, settings_from
 
     names = ("model", *_PROFILE_FLAGS)
-    engine = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return run(settings_from(vars(args), engine))
+    return run(settings_from(vars(args), settings_of(args, names)))
 
 
 if __name__ == "__main__":

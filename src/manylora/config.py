@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Literal
 
 _UNITS = {
     "": 1, "b": 1,
@@ -175,6 +176,22 @@ class SchedulerSettings:
         check_admission(self.admission, self.slo_ttft_s)
         if self.pipeline_depth is not None:
             check_pipeline_depth(self.pipeline_depth)
+
+    def limits_on(self, kind: Literal["cpu", "cuda"]) -> tuple[int, int, int]:
+        """Sequences, tokens a step and steps in flight, at most, on such a device. A default gives way to what was
+        set beside it."""
+        num_seqs, batch_tokens = self.max_num_seqs, self.max_batch_tokens
+        if num_seqs is None:
+            num_seqs = min(_NUM_SEQS[kind], batch_tokens or _NUM_SEQS[kind])
+        if batch_tokens is None:
+            batch_tokens = max(_BATCH_TOKENS[kind], num_seqs)
+        return num_seqs, batch_tokens, self.pipeline_depth or _PIPELINE_DEPTH[kind]
+
+
+_NUM_SEQS = {"cpu": 64, "cuda": 256}
+_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
+_PIPELINE_DEPTH = {"cpu": 1, "cuda": 2}
+"""On a CPU a step is run by the loop that decides on it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.bench import kernels_command, simulate_command
-from manylora.bench.options import AddFlag, Option, add_options, add_workload, stream_of
+from manylora.bench.options import AddFlag, Option, add_options, add_workload, settings_of, stream_of
 from manylora.flags import FLAGS
 
 _SERVE_EXAMPLES = """\
@@ -158,7 +158,7 @@ def _settings(args: argparse.Namespace) -> Any:
             is_text=getattr(args, "prompts", "tokens") == "text",
             show=show_on_stderr if args.progress else None,
         ),
-        engine={name: getattr(args, name) for name in names if getattr(args, name) is not None},
+        engine=settings_of(args, names),
         is_warm=args.warm_adapters,
         skip_too_long=args.skip_too_long,
         notes=notes,

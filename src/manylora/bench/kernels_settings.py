@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Collection
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Literal
 
 from manylora.config import ConfigError
 from manylora.workloads.popularity import Popularity
+from manylora.workloads.terms import suggestion
 
 POPULARITIES = ("distinct", "uniform", "skewed", "identical")
 """Punica's, of the adapters in a batch (§7)."""
@@ -146,6 +146,5 @@ def model_counts(popularity: str, num_requests: int) -> tuple[int, ...]:
 def check_name(what: str, name: str, known: Collection[str]) -> None:
     """Raise ConfigError, with the nearest names, for one that there is not."""
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"use {', '.join(known)}"
-        raise ConfigError(f"there is no {what} {name!r}; {hint}")
+        hint = suggestion(name, known) or f"; use {', '.join(known)}"
+        raise ConfigError(f"there is no {what} {name!r}{hint}")

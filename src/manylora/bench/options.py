@@ -1,13 +1,13 @@
-"""Options that benchmarks share: which requests they make, and the stream that these name."""
+"""Options that commands share: settings of the engine, which requests are made, the stream that these name."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from manylora.config import ConfigError
-from manylora.flags import Flag
+from manylora.flags import FLAGS, Flag
 
 AddFlag = Callable[[argparse._ActionsContainer, Flag], None]
 """Adds a setting of the engine."""
@@ -34,6 +34,18 @@ def add_options(parser: argparse._ActionsContainer, options: tuple[Option, ...])
     """Adds options without defaults."""
     for option, kind, metavar, help_text in options:
         parser.add_argument(option, type=kind, metavar=metavar, help=help_text)
+
+
+def add_settings(parser: argparse._ActionsContainer, add_flag: AddFlag, names: Container[str]) -> None:
+    """Adds those of the engine's settings that are named."""
+    for flag in FLAGS:
+        if flag.name in names:
+            add_flag(parser, flag)
+
+
+def settings_of(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Those of these settings that were given, by name."""
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
 def add_workload(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:

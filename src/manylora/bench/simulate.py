@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,13 +21,11 @@ from manylora.sim.replay import Replay
 from manylora.sim.shapes import ATTENTION_MODULES, ModelShape, shape_named
 from manylora.sim.summary import summarize, ttft_parts_ms
 from manylora.workloads.stream import Stream
+from manylora.workloads.terms import suggestion
 
 REFERENCE = "cached"
 _SHAPE = "llama-2-7b"
-_NUM_SEQS, _BATCH_TOKENS, _PIPELINE_DEPTH = 256, 8192, 2
-"""As on a GPU (``executor.build``)."""
 _HOST_POOL_BYTES = 32 * 2**30
-_MEMORY_SHARE = 0.9
 _COLUMNS = (
     ("TTFT ms", "ttft_mean_ms", "{:.1f}"),
     ("p99", "ttft_p99_ms", "{:.1f}"),
@@ -108,7 +105,10 @@ def run(settings: SimulateSettings, load: Callable[[], Stream]) -> int:
         cells = (f"  {form.format(result[key]):>11}" for _, key, form in _COLUMNS)
         print(f"{name:<{width}}" + "".join(cells), flush=True)
     if settings.out is not None:
-        settings.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        try:
+            settings.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {settings.out}: {error.strerror}") from error
     return 0
 
 
@@ -116,9 +116,8 @@ def _policies(text: str) -> list[str]:
     names = list(CACHE_POLICIES) if text == "all" else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in CACHE_POLICIES:
-            near = difflib.get_close_matches(name, CACHE_POLICIES, 1)
-            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(CACHE_POLICIES)} or all"
-            raise ConfigError(f"cache policy {name!r} is not known: {hint}")
+            hint = suggestion(name, CACHE_POLICIES) or f": use {', '.join(CACHE_POLICIES)} or all"
+            raise ConfigError(f"cache policy {name!r} is not known{hint}")
     return list(dict.fromkeys(names))
 
 
@@ -128,7 +127,7 @@ def _target(settings: SimulateSettings) -> _Target:
         hardware, shape = hardware_named(settings.hardware), shape_named(settings.shape or _SHAPE)
         costs = AnalyticalCosts(shape, hardware, settings.cards)
         name = f"{cards}{hardware.name} (assumed)"
-        return _Target(name, shape, costs, ATTENTION_MODULES, costs.pool_bytes(_MEMORY_SHARE))
+        return _Target(name, shape, costs, ATTENTION_MODULES, costs.pool_bytes())
     assert settings.profile is not None
     profile = find_profile(settings.profile)
     if settings.model is not None:
@@ -157,19 +156,19 @@ def _config(settings: SimulateSettings, policy: str, target: _Target) -> PolicyC
         raise ConfigError(f"the device pool holds no page of {page_bytes / 2**20:g} MiB")
     host_bytes = _HOST_POOL_BYTES if engine.cache.host_pool is None else engine.cache.host_pool
     scheduler = engine.scheduler
-    num_seqs = scheduler.max_num_seqs or min(_NUM_SEQS, scheduler.max_batch_tokens or _NUM_SEQS)
+    num_seqs, batch_tokens, pipeline_depth = scheduler.limits_on("cuda")
     return PolicyConfig(
         num_pages=num_pages,
         page_tokens=engine.cache.page_tokens,
         max_model_len=engine.model.max_model_len or num_pages * engine.cache.page_tokens,
         max_num_seqs=num_seqs,
-        max_batch_tokens=scheduler.max_batch_tokens or max(_BATCH_TOKENS, num_seqs),
+        max_batch_tokens=batch_tokens,
         num_host_pages=host_bytes // page_bytes,
         page_bytes=page_bytes,
         cache=engine.cache.policy,
         admission=scheduler.admission,
         slo_ttft_s=scheduler.slo_ttft_s,
-        pipeline_depth=scheduler.pipeline_depth or _PIPELINE_DEPTH,
+        pipeline_depth=pipeline_depth,
     )
 
 

@@ -6,8 +6,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from manylora.bench.options import AddFlag, Option, add_options, add_workload, stream_of
-from manylora.flags import FLAGS
+from manylora.bench.options import (
+    AddFlag,
+    Option,
+    add_options,
+    add_settings,
+    add_workload,
+    settings_of,
+    stream_of,
+)
 
 _EXAMPLES = """\
 examples:
@@ -61,9 +68,7 @@ def add_parser(kinds: Any, add_flag: AddFlag) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     engine = parser.add_argument_group("settings of the engine, as for manylora serve on a GPU")
-    for flag in FLAGS:
-        if flag.name in FLAG_NAMES:
-            add_flag(engine, flag)
+    add_settings(engine, add_flag, FLAG_NAMES)
     parser.set_defaults(run=_simulate)
 
 
@@ -78,7 +83,7 @@ def _simulate(args: argparse.Namespace) -> int:
         cards=1 if args.cards is None else args.cards,
         policies=args.policies,
         is_warm=not args.cold,
-        engine={name: getattr(args, name) for name in FLAG_NAMES if getattr(args, name) is not None},
+        engine=settings_of(args, FLAG_NAMES),
         out=args.out,
     )
     return run(settings, lambda: stream_of(args))

@@ -38,12 +38,6 @@ _log = logging.getLogger(__name__)
 
 _Kind = Literal["cpu", "cuda"]
 
-_NUM_SEQS = {"cpu": 64, "cuda": 256}
-_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
-
-_PIPELINE_DEPTH = {"cpu": 1, "cuda": 2}
-"""On a CPU a step is run by the loop that decides on it."""
-
 _WORKSPACE_BYTES = 512 * 2**20
 """Libraries' own workspaces, kernels' partial results, fragmentation."""
 
@@ -201,12 +195,8 @@ def _limits(
     num_pages: int,
     num_host_pages: int = 0,
 ) -> PolicyConfig:
-    """What the policy may use of pools of so many pages. A default gives way to what was set beside it."""
-    num_seqs, batch_tokens = settings.scheduler.max_num_seqs, settings.scheduler.max_batch_tokens
-    if num_seqs is None:
-        num_seqs = min(_NUM_SEQS[kind], batch_tokens or _NUM_SEQS[kind])
-    if batch_tokens is None:
-        batch_tokens = max(_BATCH_TOKENS[kind], num_seqs)
+    """What the policy may use of pools of so many pages."""
+    num_seqs, batch_tokens, pipeline_depth = settings.scheduler.limits_on(kind)
     return PolicyConfig(
         num_pages=num_pages,
         page_tokens=page.page_tokens,
@@ -218,7 +208,7 @@ def _limits(
         cache=settings.cache.policy,
         admission=settings.scheduler.admission,
         slo_ttft_s=settings.scheduler.slo_ttft_s,
-        pipeline_depth=settings.scheduler.pipeline_depth or _PIPELINE_DEPTH[kind],
+        pipeline_depth=pipeline_depth,
     )
 
 

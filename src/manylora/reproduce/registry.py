@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 
 from manylora.config import ConfigError
 from manylora.reproduce.experiment import Experiment
+from manylora.workloads.terms import suggestion
 
 TITLES: dict[str, str] = {
     "fastlibra-fig2": "TTFT over time of vLLM with static parts for LoRA and KV (static-lru), in three scenarios",
@@ -39,8 +39,7 @@ TITLES: dict[str, str] = {
 def experiment(name: str) -> Experiment:
     """Raises ConfigError for a name that there is not, with the nearest ones."""
     if name not in TITLES:
-        near = difflib.get_close_matches(name, TITLES, n=3, cutoff=0.5)
-        hint = f"; did you mean {' or '.join(near)}?" if near else "; manylora reproduce --list names them"
+        hint = suggestion(name, TITLES) or "; manylora reproduce --list names them"
         raise ConfigError(f"there is no experiment {name!r}{hint}")
     module = importlib.import_module(f"manylora.reproduce.{name.replace('-', '_')}")
     found = module.EXPERIMENT
