@@ -352,9 +352,9 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--commit", default="unknown", help="noted in the report")
     parser.add_argument(
-        "--numbers-by-kernel",
+        "--numbers-by-engine",
         action="store_true",
-        help="a step's own transfers by kernels, not by copy engines",
+        help="a step's own transfers by copy engines, not by kernels",
     )
     parser.add_argument("--parts", default="prefill,first,offline,chat")
     parser.add_argument("--rates", default="2,10,20", help="of chat, requests a second")
@@ -364,7 +364,7 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true")
     args = parser.parse_args()
     began_s = time.monotonic()
-    staging.NUMBERS_BY_KERNEL = args.numbers_by_kernel
+    staging.NUMBERS_BY_KERNEL = not args.numbers_by_engine
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
     report: dict[str, Any] = {
         "command": "python -m " + " ".join(["benchmarks.h200_aims", *sys.argv[1:]]), "commit": args.commit,

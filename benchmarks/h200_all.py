@@ -20,19 +20,22 @@ _MINUTES = 9.5
 """For a part. What would begin later is left out."""
 PARTS: dict[str, tuple[str, ...]] = {
     "tests": (
-        "pytest -q -m gpu tests -n 8 --dist loadfile --deselect tests/executor/test_graphs.py",
-        "pytest -q -m gpu tests/executor/test_graphs.py",
+        "pytest -q -m gpu tests/executor tests/kernels tests/gpu -n 8 --dist loadfile"
+        " --deselect tests/gpu/test_graphs.py",
+        "pytest -q -m gpu tests/gpu/test_graphs.py",
     ),
     "steps": (
-        "benchmarks.h200_steps --parts copies --out {out}/steps_copies.json --commit {commit}",
-        "benchmarks.h200_steps --parts copies --numbers-by-kernel --out {out}/steps_kernel.json --commit {commit}",
-        "benchmarks.h200_aims --parts chat --rates 10 --out {out}/chat.json --commit {commit}",
-        "benchmarks.h200_aims --parts chat --rates 10 --numbers-by-kernel --out {out}/chat_kernel.json"
-        " --commit {commit}",
+        "benchmarks.h200_steps --out {out}/steps.json --commit {commit}",
+        "benchmarks.h200_steps --parts copies --numbers-by-engine --out {out}/steps_engine.json --commit {commit}",
+        "benchmarks.h200_trace --out {out}/trace.json --commit {commit}",
     ),
     "aims": (
         "benchmarks.h200_aims --parts prefill,first,offline --out {out}/aims.json --commit {commit}",
         "benchmarks.h200_aims --parts chat,http --rates 2 --out {out}/aims_http.json --commit {commit}",
+    ),
+    "chat": (
+        "benchmarks.h200_aims --parts chat --rates 10,20 --out {out}/chat.json --commit {commit}",
+        "benchmarks.h200_aims --parts conformance --out {out}/conformance.json --commit {commit}",
     ),
     "reality": (
         "benchmarks.simulator_reality --device cuda --rates 10,20 --out {out}/reality.json --commit {commit}"
@@ -44,8 +47,6 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "kernels": (
         "manylora.cli bench kernels --device cuda --shape llama-2-7b --budget 90 --out {out}/kernels",
-        "benchmarks.h200_trace --out {out}/trace.json --commit {commit}",
-        "benchmarks.h200_steps --parts steps --out {out}/steps.json --commit {commit}",
     ),
 }
 

@@ -290,15 +290,15 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--commit", default="unknown", help="noted in the report")
     parser.add_argument(
-        "--numbers-by-kernel",
+        "--numbers-by-engine",
         action="store_true",
-        help="a step's own transfers by kernels, not by copy engines",
+        help="a step's own transfers by copy engines, not by kernels",
     )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--shapes", nargs="*", default=list(BATCHES), choices=list(BATCHES))
     parser.add_argument("--parts", default="steps,copies")
     args = parser.parse_args()
-    staging.NUMBERS_BY_KERNEL = args.numbers_by_kernel
+    staging.NUMBERS_BY_KERNEL = not args.numbers_by_engine
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
     report: dict[str, Any] = {
         "command": "python -m " + " ".join(["benchmarks.h200_steps", *sys.argv[1:]]), "commit": args.commit,

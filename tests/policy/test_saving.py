@@ -42,3 +42,26 @@ def test_copies_slower_than_computing_never_pay() -> None:
     saving.came_back(10_000)
     assert not saving.pays(1, USUAL)
     assert not saving.pays(1, 16.0)
+
+
+def test_before_any_copy_came_in_all_are_believed_to_pay() -> None:
+    rates = Rates(page_bytes=2**30, page_tokens=PAGE)  # a page that is believed to take long
+    for _ in range(200):
+        rates.saw_step(1, 101, 1e-4)
+    assert rates.page_in_s > rates.page_prefill_s(1)
+    assert Saving(rates).pays(1, USUAL)
+    assert rates.copy_is_cheaper((1,))
+    rates.saw_copy(1, 1.0, to_device=True)
+    assert not Saving(rates).pays(1, USUAL)
+    assert not rates.copy_is_cheaper((1,))
+
+
+def test_a_copy_may_take_longer_than_computing_where_that_holds_up_others() -> None:
+    rates = rates_of(page_in_s=1.5 * PAGE * 0.001, prefill_token_s=0.001)
+    assert not rates.copy_is_cheaper((1,))
+    for _ in range(200):
+        rates.saw_step(8, 8, 1e-3)
+    assert rates.copy_is_cheaper((1,))
+    for _ in range(200):
+        rates.saw_copy(1, 2.5 * PAGE * 0.001, to_device=True)
+    assert not rates.copy_is_cheaper((1,)), "many others count no more than one"

@@ -22,9 +22,10 @@ import torch
 
 _log = logging.getLogger(__name__)
 
-NUMBERS_BY_KERNEL = False
-"""Whether kernels move a step's numbers where they can. Read when the first numbers move. Off until a GPU has
-shown that it pays."""
+NUMBERS_BY_KERNEL = True
+"""Whether kernels move a step's numbers where they can. Read when the first numbers move. Off only to measure what
+that is worth: with the copy engines, a step beside saturated copies takes up to 1.85 times as long on an H200
+(docs/performance.md)."""
 
 _STAGES = 16
 """Pinned buffers of an outbox: some more than what the steps in flight send."""

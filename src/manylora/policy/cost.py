@@ -18,6 +18,9 @@ _FIRST_STEP_S = 0.01
 _LEAST_PREFILL_TOKENS = 64
 _HOPE = 1 / 2000
 """How much less a transfer is believed to take for each page that was computed instead."""
+_MOST_HELD_UP = 2.0
+"""A page that is computed holds up all sequences of its step, one that is copied only its own. Others count as one
+at most: the copies' lane has a queue too."""
 
 
 class Rates:
@@ -34,6 +37,16 @@ class Rates:
         self._decode_s = 0.0
         self._num_copies = {True: 0, False: 0}
         self._num_reads = 0
+
+    @property
+    def knows_copies(self) -> bool:
+        """Whether anything was copied to the device yet."""
+        return self._num_copies[True] > 0
+
+    @property
+    def held_up(self) -> float:
+        """How many sequences a step's time is lost to, as far as it counts (``_MOST_HELD_UP``)."""
+        return min(max(self.step_rows, 1.0), _MOST_HELD_UP)
 
     def page_prefill_s(self, prefix_class: int) -> float:
         """Computing one page again, after a prefix of about 2 ** (prefix_class - 1) pages.
@@ -56,12 +69,15 @@ class Rates:
             self.page_out_s = new
 
     def copy_is_cheaper(self, prefix_classes: Sequence[int]) -> bool:
-        """Whether bringing one page for each of these from the host takes less than computing them.
+        """Whether bringing one page for each of these from the host holds up less than computing them.
 
-        An estimate that keeps copies from being made would never be corrected, so a no makes it more hopeful.
+        An estimate that keeps copies from being made would never be corrected: before the first copy they are
+        believed to be cheaper, and later a no makes the estimate more hopeful.
         """
         num_pages = len(prefix_classes)
-        if num_pages * self.page_in_s <= sum(map(self.page_prefill_s, prefix_classes)):
+        if not self.knows_copies:
+            return True
+        if num_pages * self.page_in_s <= self.held_up * sum(map(self.page_prefill_s, prefix_classes)):
             return True
         self.page_in_s *= (1 - _HOPE) ** num_pages
         return False

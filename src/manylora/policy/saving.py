@@ -15,7 +15,7 @@ _PRIOR_PAGES = 128
 _MEMORY_PAGES = 8192
 """After so many saved pages both counts are halved: what was asked for long ago says little."""
 _WRITE_SHARE = 0.05
-"""Of a write's time: what it costs others, whose steps run on beside it (1 to 3 % slower on an H200)."""
+"""Of a write's time: what it costs a step that runs on beside it (1 to 3 % slower on an H200)."""
 _TRIAL_S = 1.0
 _TRIALS_EVERY = 16
 """One second of so many saves whatever is believed, or nobody would notice that history is asked for again."""
@@ -32,7 +32,7 @@ class Saving:
         self._came_back = 0.0
 
     def is_copy_cheaper(self, kv: Sequence[Node]) -> bool:
-        """Whether bringing these pages from the host takes less than computing them."""
+        """Whether bringing these pages from the host holds up less than computing them."""
         if not self._is_weighed or not kv:
             return True
         return self._rates.copy_is_cheaper([node.depth.bit_length() for node in kv])
@@ -42,14 +42,13 @@ class Saving:
         if not self._is_weighed:
             return True
         rates = self._rates
-        prefill_s = rates.page_prefill_s(prefix_class)
-        if prefill_s < rates.page_in_s and not rates.copy_is_cheaper((prefix_class,)):
+        if not rates.copy_is_cheaper((prefix_class,)):
             return False
-        if int(now / _TRIAL_S) % _TRIALS_EVERY == 0:
+        if not rates.knows_copies or int(now / _TRIAL_S) % _TRIALS_EVERY == 0:
             return True
         returns = (self._came_back + _PRIOR_PAGES) / (self._saved + _PRIOR_PAGES)
-        gain_s = returns * (prefill_s - rates.page_in_s)
-        return gain_s >= _WRITE_SHARE * rates.page_out_s
+        gain_s = returns * (rates.held_up * rates.page_prefill_s(prefix_class) - rates.page_in_s)
+        return gain_s >= _WRITE_SHARE * rates.held_up * rates.page_out_s
 
     def saved(self) -> None:
         """A page was written to the host."""
