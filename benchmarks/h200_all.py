@@ -30,7 +30,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "benchmarks.h200_trace --out {out}/trace.json --commit {commit}",
     ),
     "aims": (
-        "benchmarks.h200_aims --parts prefill,first,offline --out {out}/aims.json --commit {commit}",
+        "benchmarks.h200_aims --parts prefill,offline,first --out {out}/aims.json --commit {commit}",
         "benchmarks.h200_aims --parts chat,http --rates 2 --out {out}/aims_http.json --commit {commit}",
     ),
     "chat": (

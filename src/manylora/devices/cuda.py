@@ -28,9 +28,12 @@ _STAGED_PAGES = 4
 _WRITING_STREAMS = 2
 """As many as adapters are read at a time."""
 
-_MARK_BYTES, _MARKS_AHEAD = 16 * 2**20, 4
-"""A lane waits when more than so many marks, so many bytes apart, are on their way: about a millisecond, and
-what has not begun can still be broken off."""
+_CHUNK_BYTES, _CHUNKS_AHEAD = 128 * 2**20, 1
+"""A lane waits when more than so many chunks of so many bytes are on their way: some milliseconds, which is what
+its thread may have to wait for the interpreter; and what has not begun can still be broken off."""
+
+_SMALL_CHUNK_BYTES, _SMALL_CHUNKS_AHEAD = 16 * 2**20, 4
+"""The same where a step's own numbers wait behind chunks."""
 
 _MADV_POPULATE_WRITE = 23
 """From Linux 5.14 on: takes memory without changing what it holds. Elsewhere the call fails and does nothing."""
@@ -214,43 +217,66 @@ class _CudaPageWriter:
 
 
 class _CudaCopyLane:
-    """One stream. Does little per copy, for it shares the interpreter with the step loop; waits asleep."""
+    """One stream. Transfers are collected and issued by few calls, for each may wait for the interpreter, which it
+    shares with the step loop; waits asleep."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._begun = self._timer()
+        self._begun: torch.cuda.Event | None = None
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        self._collected_bytes = 0
         self._marks: collections.deque[torch.cuda.Event] = collections.deque()
-        self._unmarked_bytes = 0
+        waits_for_nobody = moves_by_kernel(device)
+        self._chunk_bytes = _CHUNK_BYTES if waits_for_nobody else _SMALL_CHUNK_BYTES
+        self._chunks_ahead = _CHUNKS_AHEAD if waits_for_nobody else _SMALL_CHUNKS_AHEAD
 
     def begin(self, issued: object) -> None:
         assert isinstance(issued, torch.cuda.Event)
         # Of this thread alone, which has no other work on the device.
         torch.cuda.set_stream(self._stream)
         self._stream.wait_event(issued)
-        self._begun = self._timer()
-        self._begun.record(self._stream)
+        self._begun = None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source, non_blocking=True)
-        self._unmarked_bytes += source.nbytes
-        if self._unmarked_bytes < _MARK_BYTES:
+        self._targets.append(target)
+        self._sources.append(source)
+        self._collected_bytes += source.nbytes
+        if self._collected_bytes < self._chunk_bytes:
             return
+        self._issue()
         mark = torch.cuda.Event(blocking=True)
         mark.record(self._stream)
-        self._unmarked_bytes = 0
         self._marks.append(mark)
-        if len(self._marks) > _MARKS_AHEAD:
+        if len(self._marks) > self._chunks_ahead:
             self._marks.popleft().synchronize()
 
     def end(self) -> Callable[[], float]:
+        failure = None
+        try:
+            self._issue()
+        except Exception as error:  # those that it began have still to be waited for
+            failure = error
         begun, ended = self._begun, self._timer()
         ended.record(self._stream)
 
         def wait() -> float:
             ended.synchronize()
-            return float(begun.elapsed_time(ended)) / 1e3
+            if failure is not None:
+                raise failure
+            return float(begun.elapsed_time(ended)) / 1e3 if begun is not None else 0.0
 
         return wait
+
+    def _issue(self) -> None:
+        targets, sources = self._targets, self._sources
+        self._targets, self._sources, self._collected_bytes = [], [], 0
+        if not targets:
+            return
+        if self._begun is None:
+            self._begun = self._timer()
+            self._begun.record(self._stream)
+        torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def _timer(self) -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=True, blocking=True)

@@ -51,13 +51,14 @@ class CopyLane(Protocol):
         that was issued after it."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Start to copy between contiguous tensors of one size and dtype, after those started before.
+        """Copy between contiguous tensors of one size and dtype, after those asked for before: begun at the latest
+        by ``end``.
 
         Returns early, unless much is on its way already.
         """
 
     def end(self) -> Callable[[], float]:
-        """Gives a function for any thread: it waits until all that was started since ``begin`` has landed
+        """Gives a function for any thread: it waits until all that was asked for since ``begin`` has landed
         and returns the seconds which those copies took, or raises what went wrong with them."""
 
 
