@@ -44,15 +44,20 @@ def test_copies_slower_than_computing_never_pay() -> None:
     assert not saving.pays(1, 16.0)
 
 
-def test_before_any_copy_came_in_all_are_believed_to_pay() -> None:
-    rates = Rates(page_bytes=2**30, page_tokens=PAGE)  # a page that is believed to take long
+def test_before_any_copy_came_they_are_believed_to_take_nothing() -> None:
+    rates = Rates(page_bytes=2**20, page_tokens=PAGE)
     for _ in range(200):
         rates.saw_step(1, 101, 1e-4)
-    assert rates.page_in_s > rates.page_prefill_s(1)
-    assert Saving(rates).pays(1, USUAL)
+    assert rates.page_in_s > rates.page_prefill_s(1), "assumed, and not believed"
+    saving = Saving(rates)
+    assert saving.pays(1, USUAL)
     assert rates.copy_is_cheaper((1,))
-    rates.saw_copy(1, 1.0, to_device=True)
-    assert not Saving(rates).pays(1, USUAL)
+    for _ in range(5000):
+        saving.saved()
+    assert not saving.pays(1, USUAL), "nothing comes back"
+    saving.came_back(5000)
+    rates.saw_copy(1, 2 * PAGE * 1e-6, to_device=True)
+    assert not saving.pays(1, USUAL), "slow"
     assert not rates.copy_is_cheaper((1,))
 
 

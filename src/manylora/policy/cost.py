@@ -39,11 +39,6 @@ class Rates:
         self._num_reads = 0
 
     @property
-    def knows_copies(self) -> bool:
-        """Whether anything was copied to the device yet."""
-        return self._num_copies[True] > 0
-
-    @property
     def held_up(self) -> float:
         """How many sequences a step's time is lost to, as far as it counts (``_MOST_HELD_UP``)."""
         return min(max(self.step_rows, 1.0), _MOST_HELD_UP)
@@ -68,18 +63,20 @@ class Rates:
         else:
             self.page_out_s = new
 
+    def saved_by_copying(self, prefix_classes: Sequence[int]) -> float:
+        """How much less bringing one page for each of these from the host holds up than computing them. Before the
+        first copy has come they are believed to take nothing, or none might ever be tried."""
+        copies_s = len(prefix_classes) * self.page_in_s if self._num_copies[True] else 0.0
+        return self.held_up * sum(map(self.page_prefill_s, prefix_classes)) - copies_s
+
     def copy_is_cheaper(self, prefix_classes: Sequence[int]) -> bool:
         """Whether bringing one page for each of these from the host holds up less than computing them.
 
-        An estimate that keeps copies from being made would never be corrected: before the first copy they are
-        believed to be cheaper, and later a no makes the estimate more hopeful.
+        An estimate that keeps copies from being made would never be corrected, so a no makes it more hopeful.
         """
-        num_pages = len(prefix_classes)
-        if not self.knows_copies:
+        if self.saved_by_copying(prefix_classes) >= 0:
             return True
-        if num_pages * self.page_in_s <= self.held_up * sum(map(self.page_prefill_s, prefix_classes)):
-            return True
-        self.page_in_s *= (1 - _HOPE) ** num_pages
+        self.page_in_s *= (1 - _HOPE) ** len(prefix_classes)
         return False
 
     def saw_read(self, num_pages: int, seconds: float) -> None:

@@ -44,10 +44,10 @@ class Saving:
         rates = self._rates
         if not rates.copy_is_cheaper((prefix_class,)):
             return False
-        if not rates.knows_copies or int(now / _TRIAL_S) % _TRIALS_EVERY == 0:
+        if int(now / _TRIAL_S) % _TRIALS_EVERY == 0:
             return True
         returns = (self._came_back + _PRIOR_PAGES) / (self._saved + _PRIOR_PAGES)
-        gain_s = returns * (rates.held_up * rates.page_prefill_s(prefix_class) - rates.page_in_s)
+        gain_s = returns * rates.saved_by_copying((prefix_class,))
         return gain_s >= _WRITE_SHARE * rates.held_up * rates.page_out_s
 
     def saved(self) -> None:
