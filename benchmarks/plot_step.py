@@ -1,8 +1,8 @@
-"""Where a decoding step's time goes: a layer's parts over their byte floors, from the records of one run.
+"""Where a decoding step's time goes: a layer's parts over their byte floors, from records of an H200.
 
     python -m benchmarks.plot_step --picture docs/results/h200_layer.png
 
-Reads ``h200_ops_linears.json`` (layers in a graph, contexts of 512) and ``h200_lora.json`` (what LoRA adds to one)
+Reads ``h200_ops.json`` (layers in a graph, contexts of 512) and ``kernels_h200.json`` (what LoRA adds to one)
 beside the picture. Rank 16 on all seven projections.
 """
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 MODEL = "llama-2-7b"
+RANK = 16
 BATCHES = (32, 128)
 POPULARITIES = ("identical", "uniform", "distinct")
 PARTS = (
@@ -25,11 +26,11 @@ PARTS = (
 
 def parts(layer: dict[str, float], lora: dict[str, Any] | None) -> list[float]:
     """Microseconds, in the order of PARTS."""
-    floor, products = layer["floor_products"], layer["products_before"]
+    floor, products = layer["floor_products"], layer["products_now"]
     kv_floor = layer["floor"] - floor
-    found = [floor, products - floor, kv_floor, layer["before"] - products - kv_floor, 0.0, 0.0]
+    found = [floor, products - floor, kv_floor, layer["now"] - products - kv_floor, 0.0, 0.0]
     if lora is not None:
-        found[4:] = [lora["floor_us"], lora["us"]["served fixed"] - lora["floor_us"]]
+        found[4:] = [lora["floor_us"], lora["us"] - lora["floor_us"]]
     return found
 
 
@@ -40,18 +41,18 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, required=True)
     args = parser.parse_args()
     folder = args.picture.parent
-    layers = json.loads((folder / "h200_ops_linears.json").read_text())["layers"]
+    layers = json.loads((folder / "h200_ops.json").read_text())["layers"]
     lora = {
-        (row["model"], row["batch"], row["case"]): row
-        for row in json.loads((folder / "h200_lora.json").read_text())["rows"]
-        if row["section"] == "decode"
+        (row["batch"], row["popularity"]): row
+        for row in json.loads((folder / "kernels_h200.json").read_text())["rows"]
+        if row["kernel"] == "lora" and row["rank"] == RANK and "prompt" not in row
     }
     bars = []
     for batch in BATCHES:
         layer = layers[f"{MODEL} {batch}"]
         bars.append((f"{batch} rows, no LoRA", parts(layer, None)))
         bars += [
-            (f"{batch} rows, {popularity}", parts(layer, lora[MODEL, batch, popularity]))
+            (f"{batch} rows, {popularity}", parts(layer, lora[batch, popularity]))
             for popularity in POPULARITIES
         ]
     draw(args.picture, bars)
