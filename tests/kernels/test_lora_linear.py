@@ -112,7 +112,7 @@ def fill_stages(device: torch.device) -> None:
 @pytest.mark.parametrize("rows", [None, 8])
 def test_fixed_plan_serves_every_batch(subject: Subject, order: str, rows: int | None) -> None:
     """Filled with few segments, with all, with none; what a batch does not use is left as it is."""
-    if subject.small and subject.dtype != torch.float32:
+    if subject.small and (subject.dtype != torch.float32 or (rows is not None and order != "plain")):
         pytest.skip("the interpreter is slow")
     ops, case = subject.ops(), case_of(subject, MIXED, [3, 20])
     kernels = ops._adapted(subject.device).kernels  # type: ignore[attr-defined]

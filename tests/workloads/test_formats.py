@@ -109,7 +109,7 @@ def test_a_mapping_takes_whole_functions(tmp_path: Path) -> None:
 def test_a_rate_needs_no_more_of_a_day_than_its_requests(tmp_path: Path) -> None:
     path = tmp_path / "day.csv"
     minutes = range(1, 1441)
-    path.write_text(f"function,{','.join(map(str, minutes))}\na{',1000000' * 1440}\nb{',2' * 1440}\n")
+    path.write_text(f"function,{','.join(map(str, minutes))}\na{',100000' * 1440}\nb{',2' * 1440}\n")
     stream = read(path, "azure-functions-2019", rate=2.0, duration_s=50.0, num_adapters=1)
     assert len(stream.requests) == 100
     path.write_text("function,1,2\na,100,1000000\nb,5,1\n")
