@@ -57,25 +57,29 @@ def find_rates(setup: Setup, shown: Table, rates: RatesFile, store: Path) -> Non
 
 
 def fill(setup: Setup, shown: Table, rates: RatesFile, store: Path) -> None:
-    """Batch by batch: case by case every policy at every rate, then the policies' peaks.
+    """Batch by batch: every policy at every rate, then the policies' peaks.
 
     Cases without rates are left out: they come when their rates are known.
     """
-    for batch in shown.batches:
+    for number, batch in enumerate(shown.batches, 1):
         cases = [case for case in batch if case in rates.rates]
-        for case in cases:
-            finished = CellStore(store)
-            cells = {
-                cell: cell for cell in shown.cells(case, rates.rates).values() if finished.find(cell) is None
-            }
-            if cells:
-                what = f"simulations done, {case}"
-                in_parallel(functools.partial(_run, store), cells, setup.num_workers, setup.show, what)
-        for case in cases:
-            if case in shown.main:
-                searched = {policy: shown.peak_cell(case, policy, rates.rates) for policy in COMPARED}
-                search = functools.partial(_peak, store, shown.search)
-                in_parallel(search, searched, setup.num_workers, setup.show, f"peaks found, {case}")
+        which = f"part {number} of {len(shown.batches)}"
+        finished = _opened(store)  # where processes are forked, they need not read it again
+        finished.refresh()
+        cells = [cell for case in cases for cell in shown.cells(case, rates.rates).values()]
+        missing = {cell: cell for cell in cells if finished.find(cell) is None}
+        if missing:
+            run_one = functools.partial(_run, store)
+            in_parallel(run_one, missing, setup.num_workers, setup.show, f"simulations done, {which}")
+        searched = {
+            (case, policy): shown.peak_cell(case, policy, rates.rates)
+            for case in cases
+            if case in shown.main
+            for policy in COMPARED
+        }
+        if searched:
+            search = functools.partial(_peak, store, shown.search)
+            in_parallel(search, searched, setup.num_workers, setup.show, f"peaks found, {which}")
 
 
 @functools.lru_cache(maxsize=1)
