@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 NUMBERS_BY_KERNEL = True
 """Whether kernels move a step's numbers where they can. Read when the first numbers move. Off only to measure what
-that is worth: with the copy engines, a step beside saturated copies takes up to 1.85 times as long on an H200
+that is worth: with the copy engines, a step beside saturated copies takes up to 2.4 times as long on an H200
 (docs/performance.md)."""
 
 _STAGES = 16
