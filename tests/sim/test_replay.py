@@ -170,13 +170,13 @@ def test_history_that_nobody_asks_for_again_is_copied_no_more() -> None:
 
     def saved_of(num_turns: int) -> tuple[int, int]:
         """Pages saved, and pages that left the device."""
-        replay = pressed(900, num_turns)
+        replay = pressed(1300, num_turns)
         replay.run()
         counters = replay.replica.counters
         return counters.pages_swapped_out, counters.history_evictions
 
     saved, left = saved_of(num_turns=1)
-    assert saved < 0.45 * left
+    assert saved < 0.3 * left
     saved, left = saved_of(num_turns=5)
     assert saved > 0.5 * left
 
