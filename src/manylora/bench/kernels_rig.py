@@ -45,11 +45,11 @@ class Limit:
 
 LIMITS = {
     torch.float32: Limit(1e-5, 1e-4),
-    torch.float16: Limit(2e-3, 3e-2),
-    torch.bfloat16: Limit(1e-2, 2.5e-1),
+    torch.float16: Limit(2e-3, 1e-2),
+    torch.bfloat16: Limit(1e-2, 1e-1),
 }
-"""Roundings to the type before and after a sum, with room: of a gated product, whose factors are both rounded and
-may be large, 1.2e-1 was seen of one element among 25 million in bfloat16. What is wrong is off by its own size."""
+"""Roundings to the type before and after a sum, with room (5.8e-2 was seen of one element of rank 64 among
+millions); what is wrong is off by more."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,8 +64,7 @@ def fill(setup: Setup, shown: Table, rates: RatesFile, store: Path) -> None:
     for number, batch in enumerate(shown.batches, 1):
         cases = [case for case in batch if case in rates.rates]
         which = f"part {number} of {len(shown.batches)}"
-        finished = _opened(store)  # where processes are forked, they need not read it again
-        finished.refresh()
+        finished = CellStore(store)
         cells = [cell for case in cases for cell in shown.cells(case, rates.rates).values()]
         missing = {cell: cell for cell in cells if finished.find(cell) is None}
         if missing:
