@@ -255,6 +255,27 @@ def test_above_the_high_mark_nodes_leave_until_it_is_met(policy: str) -> None:
     assert 10 <= free <= 12, "down to the mark, and no further"
 
 
+def test_room_is_kept_for_twice_what_a_step_took_lately() -> None:
+    """Of 200 pages: a tenth at first, a fiftieth while little is asked for, more when more is."""
+    rig = Rig(num_pages=200, num_host_pages=400)
+
+    def free_after(first_seed: int, num_prompts: int, pages_each: int) -> int:
+        for seed in range(first_seed, first_seed + num_prompts):
+            rig.serve(f"r{seed}", BASE, prompt(seed, pages_each))
+        rig.settle()
+        snapshot = rig.replica.snapshot()
+        return snapshot.pages_total - rig.replica._cache.pages_used
+
+    slack = 200 // 64
+    assert 20 <= free_after(1, 30, 7) <= 20 + slack
+    rig.now += 600.0
+    assert 4 <= free_after(100, 120, 1) <= 4 + slack
+    assert 14 <= free_after(300, 1, 6) <= 14 + slack, "the last token's page was the seventh"
+    assert 14 <= free_after(400, 20, 1) <= 14 + slack, "and is not forgotten at once"
+    rig.now += 600.0
+    assert 4 <= free_after(500, 20, 1) <= 4 + slack
+
+
 @pytest.mark.parametrize("policy", ["manylora", "fastlibra"])
 def test_below_the_low_mark_nodes_come_back_until_it_is_met(policy: str) -> None:
     rig = Rig(policy, num_pages=40, num_host_pages=80, max_num_seqs=8)

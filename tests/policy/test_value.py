@@ -137,6 +137,29 @@ def test_a_host_copy_is_worth_what_it_saves_those_who_would_wait() -> None:
     assert model.cost_s(root) == pytest.approx(0.8 - 0.0008), "and one for a read"
 
 
+def test_a_full_host_drops_what_the_device_has_too_first() -> None:
+    """The last used first, since that leaves the device last; then what it alone has, oldest first."""
+    cache = cache_of("manylora", num_host_pages=5)
+    tree = cache.tree
+    nodes = {}
+    for adapter in range(1, 6):
+        tree.add_adapter(adapter, 2)
+        node = nodes[adapter] = grow(cache, adapter, 1)
+        tree.set_host(node, HostState.HELD, cache.host.take(1))
+        visit(cache, node, float(adapter))
+    for adapter in (4, 2):
+        cache.evict(nodes[adapter], None, "demand")
+        assert nodes[adapter].residence is Residence.STANDBY
+    cache.now = 6.0
+    dropped = []
+    for _ in nodes:
+        held = {adapter for adapter, node in nodes.items() if node.host is HostState.HELD}
+        assert cache._host_provide(cache.host.num_free + 1)
+        dropped += held - {adapter for adapter, node in nodes.items() if node.host is HostState.HELD}
+    assert dropped == [5, 3, 1, 2, 4]
+    assert [adapter for adapter, node in nodes.items() if node.residence is Residence.RESIDENT] == [1, 3, 5]
+
+
 @pytest.mark.parametrize("kind", ["lru", "fastlibra", "real cost", "real host cost"])
 @pytest.mark.parametrize("takes_best", [False, True])
 def test_candidates_come_in_order_of_value(kind: str, takes_best: bool) -> None:

@@ -19,6 +19,7 @@ class PageLedger:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.num_used = 0  # neither free nor about to be; asked for all the time, so counted
+        self.num_taken = 0  # ever
         # Taken from the end, so that low ids are used first and a journal reads naturally.
         self._free: list[PageId] = list(range(num_pages - 1, -1, -1))
         # What becomes free when a step ends, by the step.
@@ -57,6 +58,7 @@ class PageLedger:
         while count > len(self._free):
             self._reclaim()
         self.num_used += count
+        self.num_taken += count
         if count == 1:  # the usual case, in the middle of decisions
             return (self._free.pop(),)
         return tuple(self._free.pop() for _ in range(count))

@@ -44,16 +44,17 @@ def _real_cost(config: CacheConfig, visits: Visits, rates: Rates, counters: Coun
 class CachePolicy:
     """What a policy does.
 
-    ``keeps_dependencies``: no KV on the device without its adapter and its prefix. ``keeps_history``: a finished
-    request's KV and an unused adapter stay until their room is needed. ``swaps_by_itself``: keeps the device
-    between its two marks (FastLibra §5.3), of which ``high_mark`` is the upper; ``swaps_every_step``: looks at
-    it after every step rather than every interval. ``weighs_recomputing``: KV is saved to the host, and comes
-    back from there, only where that takes less than computing it again. ``keeps_orphans``: the host keeps
-    history whose adapter is in neither tier, since that can be read again. ``keeps_standby``: history that
-    has left can be used as long as nobody has taken its pages. ``prefetches``: brings what waiting requests need
-    into idle pages (S-LoRA §5.2). ``has_parts``: adapters and KV have a fixed share of the device each.
-    ``host_value``: what a copy on the host is worth, when that is full. ``counts_visits``: a value model reads how
-    many requests in the window used a node.
+    ``keeps_dependencies``: no KV on the device without its adapter and its prefix. ``keeps_history``: a
+    finished request's KV and an unused adapter stay until their room is needed. ``swaps_by_itself``: keeps the
+    device between its two marks (FastLibra §5.3), of which ``high_mark`` is the upper, or None where that
+    follows what steps take (``swap``); ``swaps_every_step``: looks at it after every step rather than every
+    interval. ``weighs_recomputing``: KV is saved to the host, and comes back from there, only where that takes
+    less than computing it again. ``keeps_orphans``: the host keeps history whose adapter is in neither tier,
+    since that can be read again. ``keeps_standby``: history that has left can be used as long as nobody has
+    taken its pages. ``prefetches``: brings what waiting requests need into idle pages (S-LoRA §5.2).
+    ``has_parts``: adapters and KV have a fixed share of the device each. ``host_value``: what a copy on the
+    host is worth, when that is full. ``counts_visits``: a value model reads how many requests in the window
+    used a node.
     """
 
     device_value: ModelMaker
@@ -64,7 +65,7 @@ class CachePolicy:
     prefetches: bool = False
     has_parts: bool = False
     counts_visits: bool = False
-    high_mark: float = 0.95
+    high_mark: float | None = 0.95
     swaps_every_step: bool = False
     weighs_recomputing: bool = False
     keeps_orphans: bool = False
@@ -82,13 +83,12 @@ class CachePolicy:
 
 
 POLICIES: dict[str, CachePolicy] = {
-    # What arrives within one interval can pass 5 % of the device; then it waits for pages to be saved.
     "manylora": CachePolicy(
         _real_cost,
         _real_host_cost,
         swaps_by_itself=True,
         prefetches=True,
-        high_mark=0.90,
+        high_mark=None,
         swaps_every_step=True,
         weighs_recomputing=True,
         keeps_orphans=True,

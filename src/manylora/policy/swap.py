@@ -18,6 +18,12 @@ LANE_S = 0.005
 """What it moves at a time, in seconds of the lane: a copy that somebody waits for stands behind it."""
 QUEUE_DEPTH = 8
 """How far into the waiting queue it looks."""
+LEAST_ROOM, MOST_ROOM = 0.02, 0.10
+"""Of the device, where the high mark follows what steps take."""
+ROOM_STEPS = 2
+"""So many of the largest intakes that a step had lately find room: one, and another while that is freed anew."""
+ROOM_HALF_LIFE_S = 60.0
+"""How fast a large intake is forgotten."""
 
 
 class Swapper:
@@ -35,8 +41,14 @@ class Swapper:
         self._match = match
         total = cache.device.num_pages
         high_mark = config.high_mark or cache.policy.high_mark
+        self._follows_intake = high_mark is None
+        if high_mark is None:
+            high_mark = 1 - MOST_ROOM  # until steps have shown what they take
         self._high_pages = int(high_mark * total)
         self._low_pages = math.ceil(min(config.low_mark, high_mark) * total)
+        self._room_pages = MOST_ROOM * total
+        self._taken_before = 0
+        self._noted_at = 0.0
         # Each decision costs something whatever its size: who looks after every step makes room for several.
         self._slack_pages = total // 64 if cache.policy.swaps_every_step else 0
         self._held_back: list[Node] = []
@@ -55,8 +67,21 @@ class Swapper:
 
     def step_ended(self) -> None:
         """Pages may have been filled, and sequences have ended."""
+        if self._follows_intake:
+            self._note_intake()
         if self._cache.policy.swaps_every_step:
             self._keep_room()
+
+    def _note_intake(self) -> None:
+        """Room beyond what is asked for at once is not free: what stands by there takes pages of the host too."""
+        cache, total = self._cache, self._cache.device.num_pages
+        taken = cache.device.num_taken - self._taken_before
+        self._room_pages *= math.pow(0.5, (cache.now - self._noted_at) / ROOM_HALF_LIFE_S)
+        self._room_pages = min(
+            max(self._room_pages, ROOM_STEPS * taken, LEAST_ROOM * total), MOST_ROOM * total
+        )
+        self._high_pages = int(total - self._room_pages)
+        self._taken_before, self._noted_at = cache.device.num_taken, cache.now
 
     def _keep_room(self) -> None:
         cache = self._cache

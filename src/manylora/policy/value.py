@@ -12,7 +12,7 @@ from typing import Protocol
 
 from manylora.policy.cost import Rates
 from manylora.policy.counters import Counters
-from manylora.policy.tree import HELD, Node
+from manylora.policy.tree import HELD, RESIDENT, Node
 from manylora.policy.visits import Visits
 
 Value = tuple[float, float]
@@ -167,8 +167,18 @@ class RealHostCost(RealCost):
 
     An adapter's read from its source delays who waits for it; a KV page's prefill all rows of its step. So history
     that is seldom asked for does not push adapters out, and of what is asked for often that stays which would take
-    the device's time.
+    the device's time. History that the device has as well goes before all else: nothing is lost with such a copy,
+    but a write when the device lets go, which is furthest off for what was used last.
     """
+
+    def bucket(self, node: Node) -> Hashable:
+        return "doubled" if _is_doubled(node) else super().bucket(node)
+
+    def rank(self, node: Node) -> float:
+        return -node.last_use if _is_doubled(node) else super().rank(node)
+
+    def value(self, node: Node, now: float) -> Value:
+        return (-math.inf, -node.last_use) if _is_doubled(node) else super().value(node, now)
 
     def _adapter_cost_s(self, num_pages: int, is_held: bool) -> float:
         return num_pages * max(self._rates.page_read_s - self._rates.page_in_s, _LEAST_COST_S)
@@ -176,6 +186,11 @@ class RealHostCost(RealCost):
     def _kv_cost_s(self, depth_class: int, is_held: bool) -> float:
         prefill_s = self._rates.step_rows * self._rates.page_prefill_s(depth_class)
         return max(prefill_s - self._rates.page_in_s, _LEAST_COST_S)
+
+
+def _is_doubled(node: Node) -> bool:
+    """An adapter never is: the device's copy cannot be written back."""
+    return node.parent is not None and node.residence is RESIDENT
 
 
 def _softplus(x: float) -> float:
