@@ -40,6 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 RANKS = (8, 16, 32, 64)
 PROMPT, GENERATE = 128, 256
+SAMPLE_S = 10.0
 
 
 def write_model(folder: Path, shape: dict[str, Any]) -> None:
@@ -178,12 +179,16 @@ def churn(llm: LLM, adapters: dict[str, str], seconds: float) -> dict[str, Any]:
 
     torch.cuda.synchronize()
     gc.collect()
-    memory_before, rss_before = torch.cuda.memory_allocated(), rss_bytes()
+    memory_before = torch.cuda.memory_allocated()
     before = llm.stats()
     # Each thread owns some adapters, so that unloading one never surprises another's request.
     workers = [threading.Thread(target=work, args=(i, names[i::8])) for i in range(8)]
     for worker in workers:
         worker.start()
+    samples = []
+    while any(worker.is_alive() for worker in workers):
+        samples.append((torch.cuda.memory_allocated() - memory_before, private_bytes()))
+        workers[0].join(SAMPLE_S)
     for worker in workers:
         worker.join()
     after = llm.stats()
@@ -203,16 +208,19 @@ def churn(llm: LLM, adapters: dict[str, str], seconds: float) -> dict[str, Any]:
         "pages_leaked": end.pages_total - end.pages_free - end.pages_history,
         "adapter_pages_left": end.pages_adapters, "running_pages_left": end.pages_running,
         "device_bytes_grown": torch.cuda.memory_allocated() - memory_before,
-        "host_rss_bytes_grown": rss_bytes() - rss_before,
+        "sample_s": SAMPLE_S,
+        "device_bytes_grown_samples": [device for device, _ in samples],
+        "host_private_bytes_samples": [host for _, host in samples],
     }  # fmt: skip
     assert not errors, errors
     assert result["pages_leaked"] == result["adapter_pages_left"] == result["running_pages_left"] == 0, result
     return result
 
 
-def rss_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
+def private_bytes() -> int:
+    """Of this process, without shared memory: the host's pool is that, and fills while it is used."""
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - shared) * resource.getpagesize()
 
 
 def main() -> None:
