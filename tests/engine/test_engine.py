@@ -81,6 +81,27 @@ kinds = pytest.mark.parametrize("kind", ["local", "remote"])
 
 
 @kinds
+def test_names_that_are_not_utf8_do_not_end_the_conversation(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither those of folders nor those that a file gives to its tensors."""
+    executor = FakeExecutor()
+
+    def refuse(adapter: int, path: str, verify: bool) -> tuple[int, int]:
+        raise AdapterError(f"tensor half\ud83d in {path}")
+
+    async def scenario() -> None:
+        async with running(kind, executor) as engine:
+            with monkeypatch.context() as patch:
+                patch.setattr(executor, "add_adapter", refuse)
+                with pytest.raises(AdapterError, match="tensor half"):
+                    await engine.add_adapter("first", "\udcff")
+            assert (await engine.add_adapter("first", "3")).name == "first"
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+@kinds
 def test_requests_get_their_own_tokens(kind: str) -> None:
     async def scenario() -> None:
         async with running(kind, FakeExecutor()) as engine:

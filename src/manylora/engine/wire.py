@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+from typing import Any
 
 import msgspec
 
@@ -89,8 +90,22 @@ _to_server = msgspec.msgpack.Decoder(ToServer)
 
 def frame(message: ToEngine | ToServer) -> bytes:
     """The message as bytes that can follow one another on a stream."""
-    body = _encoder.encode(message)
+    try:
+        body = _encoder.encode(message)
+    except UnicodeEncodeError:
+        # A broken file's own words, or a path that is not UTF-8: half a character must not end the conversation.
+        body = _encoder.encode(_without_surrogates(msgspec.to_builtins(message)))
     return _LENGTH.pack(len(body)) + body
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {key: _without_surrogates(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_surrogates(inner) for inner in value]
+    return value
 
 
 async def read_from_engine(reader: asyncio.StreamReader) -> ToServer | None:
