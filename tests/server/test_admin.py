@@ -114,6 +114,7 @@ REFUSED = [
     ({"lora_name": "x", "lora_path": "circle"}, 400, "BadRequestError"),
     ({"lora_name": "x", "lora_path": "a\x00b"}, 400, "BadRequestError"),
     ({"lora_name": "x", "lora_path": "a" * 5000}, 400, "BadRequestError"),
+    ({"lora_name": "x", "lora_path": "./" * 5000 + "good"}, 400, "BadRequestError"),
 ]
 
 

@@ -20,6 +20,8 @@ from manylora.server.settings import ServerSettings
 
 # Names become metric labels and log fields.
 _MAX_NAME_CHARS = 512
+# As Linux has it. Resolving a path takes time that grows with the square of its length.
+_MAX_PATH_CHARS = 4096
 
 
 def permitted_folder(path: str, root: Path | None) -> Path:
@@ -30,6 +32,8 @@ def permitted_folder(path: str, root: Path | None) -> Path:
     """
     if root is None:
         raise ApiError(403, "loading adapters at run time is off: start the server with --adapter-dir")
+    if len(path) > _MAX_PATH_CHARS:
+        raise ApiError(400, f"lora_path may have at most {_MAX_PATH_CHARS} characters", param="lora_path")
     try:
         resolved_root = root.resolve()
         candidates = [Path(path).resolve(), (resolved_root / path).resolve()]
