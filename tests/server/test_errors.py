@@ -64,6 +64,7 @@ BAD = [
     (COMPLETIONS, OK | {"prompt": [TOO_LARGE]}, "prompt"),
     (COMPLETIONS, OK | {"prompt": [TOO_LARGE], "stream": True}, "prompt"),
     (COMPLETIONS, OK | {"prompt": [[1]] * 5000}, "prompt"),
+    (COMPLETIONS, OK | {"prompt": [[1]] * 4000, "n": 128}, "n"),
     (COMPLETIONS, OK | {"max_tokens": MAX_MODEL_LEN}, "max_tokens"),
     (COMPLETIONS, OK | {"max_tokens": 0}, "max_tokens"),
     (COMPLETIONS, OK | {"max_tokens": "5"}, "max_tokens"),

@@ -19,6 +19,8 @@ from manylora.types import InvalidRequest, SamplingParams
 
 # Each prompt is an engine request of its own; more than this would hold up the event loop.
 MAX_PROMPTS = 4096
+# Samples of all prompts: each has text and figures of its own.
+MAX_CHOICES = 32_768
 
 
 class CompletionShape:
@@ -108,6 +110,8 @@ def routes(service: Service, models: Models) -> APIRouter:
 
     def fitted(body: CompletionBody, prompts: list[tuple[int, ...]]) -> list[SamplingParams]:
         params, info = completion_params(body), service.client.info
+        if len(prompts) * params.n > MAX_CHOICES:
+            raise InvalidRequest(f"prompts times n may be at most {MAX_CHOICES}", "n")
         is_explicit = body.max_tokens is not None
         return [fit_params(ids, params, info, is_max_tokens_explicit=is_explicit) for ids in prompts]
 
