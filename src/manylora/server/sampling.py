@@ -15,6 +15,9 @@ _SAME_NAME = (
 
 # Every stop string costs time for each character that this process, shared by all requests, sends.
 MAX_STOP_STRINGS = 128
+# Preparing them, and looking through token ids, costs time for each.
+MAX_STOP_CHARS = 65_536
+MAX_STOP_TOKEN_IDS = 65_536
 
 
 def completion_params(body: CompletionBody) -> SamplingParams:
@@ -55,4 +58,8 @@ def _params(body: SamplingFields, given: dict[str, Any]) -> SamplingParams:
             given[name] = value
     if isinstance(body.stop, list) and len(body.stop) > MAX_STOP_STRINGS:
         raise InvalidRequest(f"stop may hold at most {MAX_STOP_STRINGS} strings", "stop")
+    if sum(map(len, body.stop or ())) > MAX_STOP_CHARS:
+        raise InvalidRequest(f"stop may hold at most {MAX_STOP_CHARS} characters in all", "stop")
+    if len(body.stop_token_ids or ()) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids", "stop_token_ids")
     return SamplingParams(**given)
