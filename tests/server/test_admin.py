@@ -11,6 +11,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from manylora.server.app import create_app
+from manylora.server.settings import ServerSettings
 from manylora.text.tokenizer import Tokenizer
 from tests.server.conftest import BASE, RunningServer, client_of, make_app
 from tests.server.fakes import FakeEngine
@@ -82,6 +84,22 @@ def test_load_and_unload(engine: FakeEngine, tokenizer: Tokenizer, folder: Path)
         assert answer.status_code == 404
 
     run(engine, tokenizer, scenario, adapter_dir=folder)
+
+
+def test_a_whole_name_loaded_later_wins_over_the_split_one(
+    engine: FakeEngine, tokenizer: Tokenizer, folder: Path
+) -> None:
+    app = create_app(engine, tokenizer, ServerSettings("demo", "/models/base", "1.2.3", adapter_dir=folder))
+
+    async def scenario() -> None:
+        async with client_of(app) as client:
+            for name in ("x", "demo:x"):
+                await client.post(LOAD, json={"lora_name": name, "lora_path": "good"})
+                assert (await client.get("/v1/models/demo:x")).json()["id"] == name
+            await client.post(UNLOAD, json={"lora_name": "demo:x"})
+            assert (await client.get("/v1/models/demo:x")).json()["id"] == "x"
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("path", ["good", "in", "deep/er", "./good", "deep/../good"])

@@ -92,6 +92,7 @@ def routes(
         folder = permitted_folder(body.lora_path, settings.adapter_dir)
         async with lifecycle.interruptible():
             await client.add_adapter(name, str(folder))
+        models.learn(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     @router.post("/v1/unload_lora_adapter", summary="Stop serving an adapter; answers once it is gone")

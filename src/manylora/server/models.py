@@ -44,6 +44,10 @@ class Models:
             raise ApiError(404, f"The model `{clipped(name)}` does not exist.", param="model")
         return chosen
 
+    def learn(self, name: str) -> None:
+        """The adapter has been loaded: a name that was split until now may be matched whole."""
+        self._names |= {name}
+
     def forget(self, name: str) -> None:
         """The adapter is about to be unloaded: ask the engine before naming it again."""
         self._names -= {name}
