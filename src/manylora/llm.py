@@ -204,7 +204,7 @@ class AsyncLLM:
                     self._tokenizer,
                     prompt,
                     add_special_tokens=add_special_tokens,
-                    limit=self.info.max_model_len,
+                    info=self.info,
                 )
             else:
                 ids = tuple(prompt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import tempfile
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from manylora.engine.client import EngineDead, GenerationRequest
 from manylora.text.generate import GenerationFailed, TextDelta, TextOutput, collect, generate_text
-from manylora.text.prompts import fit_params
+from manylora.text.prompts import encode_text, fit_params
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import InvalidRequest, SamplingParams
 from tests.server.fakes import EOS, FakeEngine
@@ -176,6 +177,20 @@ def test_fit_params() -> None:
         fit_params([1] * 250, params, INFO, is_max_tokens_explicit=True)
     with pytest.raises(InvalidRequest, match="maximum context length is 256"):
         fit_params([1] * 256, params, INFO, is_max_tokens_explicit=False)
+
+
+def test_where_the_pool_sets_the_limit_a_refusal_says_pages() -> None:
+    info = dataclasses.replace(INFO, max_model_len=160, num_pages=10, page_tokens=16)
+    says = "needs 13 pages but the pool has 10"
+    with pytest.raises(InvalidRequest, match=says):
+        fit_params([1] * 200, SamplingParams(), info, is_max_tokens_explicit=False)
+    with pytest.raises(InvalidRequest, match=says):
+        fit_params([1] * 100, SamplingParams(max_tokens=100), info, is_max_tokens_explicit=True)
+    with pytest.raises(InvalidRequest, match=says):
+        asyncio.run(encode_text(tokenizer(), "x" * 200 * tokenizer().longest_token_chars, info=info))
+    with pytest.raises(InvalidRequest) as fits:
+        fit_params([1] * 256, SamplingParams(), INFO, is_max_tokens_explicit=False)
+    assert "pages" not in str(fits.value)
 
 
 @pytest.mark.parametrize("prompt", [[], [-1], [420], [10**30], [True], ["a"], [1.0]])

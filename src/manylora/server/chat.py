@@ -90,7 +90,7 @@ def routes(service: Service, models: Models) -> APIRouter:
             text,
             add_special_tokens=add_special_tokens,
             param="messages",
-            limit=service.client.info.max_model_len,
+            info=service.client.info,
         )
         params = fit_params(
             prompt,

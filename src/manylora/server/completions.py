@@ -105,7 +105,7 @@ def routes(service: Service, models: Models) -> APIRouter:
             service.tokenizer,
             prompts,
             add_special_tokens=add_special_tokens,
-            limit=service.client.info.max_model_len,
+            info=service.client.info,
         )
 
     def fitted(body: CompletionBody, prompts: list[tuple[int, ...]]) -> list[SamplingParams]:

@@ -30,11 +30,11 @@ async def encode_text(
     *,
     add_special_tokens: bool = True,
     param: str = "prompt",
-    limit: int | None = None,
+    info: EngineInfo | None = None,
 ) -> tuple[int, ...]:
     """Token ids of a text; a long one is encoded on another thread."""
     (token_ids,) = await encode_texts(
-        tokenizer, [text], add_special_tokens=add_special_tokens, param=param, limit=limit
+        tokenizer, [text], add_special_tokens=add_special_tokens, param=param, info=info
     )
     return token_ids
 
@@ -45,19 +45,21 @@ async def encode_texts(
     *,
     add_special_tokens: bool = True,
     param: str = "prompt",
-    limit: int | None = None,
+    info: EngineInfo | None = None,
 ) -> list[tuple[int, ...]]:
     """Token ids of texts; long or many ones are encoded on another thread.
 
-    A text that must give more than ``limit`` tokens, however it is cut, is refused before it costs any time.
+    A text that must give more tokens than ``info`` has room for, however it is cut, is refused before it costs
+    any time.
     """
     known = require_tokenizer(tokenizer, param)
     longest = max(map(len, texts), default=0)
-    if limit is not None and longest > limit * known.longest_token_chars:
+    if info is not None and longest > info.max_model_len * known.longest_token_chars:
+        num_least = longest // known.longest_token_chars
         raise InvalidRequest(
-            f"This model's maximum context length is {limit} tokens. However, you requested at least "
-            f"{longest // known.longest_token_chars} tokens (a text of {longest} characters). "
-            "Please reduce the length of the prompt.",
+            f"This model's maximum context length is {info.max_model_len} tokens. However, you requested at least "
+            f"{num_least} tokens (a text of {longest} characters). "
+            f"Please reduce the length of the prompt.{_over_pool(num_least, info)}",
             param,
         )
 
@@ -109,9 +111,17 @@ def _over_context(
     return InvalidRequest(
         f"This model's maximum context length is {info.max_model_len} tokens. However, you requested "
         f"{num_total} tokens ({num_prompt} in the prompt, {completion} for the completion). "
-        "Please reduce the length of the prompt or the completion.",
+        f"Please reduce the length of the prompt or the completion.{_over_pool(num_total, info)}",
         param,
     )
+
+
+def _over_pool(num_tokens: int, info: EngineInfo) -> str:
+    """What a refusal adds where the pool sets the limit. The last token's KV is never needed."""
+    num_pages = -(-(num_tokens - 1) // info.page_tokens)
+    if num_pages <= info.num_pages:
+        return ""
+    return f" The request needs {num_pages} pages but the pool has {info.num_pages}."
 
 
 def _check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
