@@ -243,6 +243,7 @@ def test_metrics(engine: FakeEngine, tokenizer: Tokenizer) -> None:
             "vllm:prefix_cache_queries_total": 11, "vllm:prefix_cache_hits_total": 0,
             "vllm:prompt_tokens_total": 123, "vllm:generation_tokens_total": 45,
             "vllm:num_preemptions_total": 4, "vllm:num_gpu_loaded_lora_adapters": 2,
+            "vllm:num_cpu_loaded_lora_adapters": 2,
             "vllm:time_to_first_token_seconds_count": 2, "vllm:e2e_request_latency_seconds_count": 2,
             "vllm:request_queue_time_seconds_count": 2, "vllm:inter_token_latency_seconds_count": 9,
             "vllm:request_time_per_output_token_seconds_count": 3, "manylora:engine_up": 1,

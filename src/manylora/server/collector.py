@@ -122,11 +122,12 @@ def _residency(stats: EngineStats, base: str) -> Iterator[Metric]:
         for load in loads:
             loaded.add_metric([load.name, level, "false", str(load.rank)], 1)
     yield loaded
-    count = GaugeMetricFamily(
-        "vllm:num_gpu_loaded_lora_adapters", "Adapters in the device pool.", labels=["model_name"]
-    )
-    count.add_metric([base], len(resident))
-    yield count
+    for level, pool, loads in (("gpu", "device", resident), ("cpu", "host", held)):
+        count = GaugeMetricFamily(
+            f"vllm:num_{level}_loaded_lora_adapters", f"Adapters in the {pool} pool.", labels=["model_name"]
+        )
+        count.add_metric([base], len(loads))
+        yield count
 
 
 def _pages(stats: EngineStats) -> Iterator[Metric]:
