@@ -6,6 +6,7 @@ Owns the Python interface and the life of an in-process engine; the work is done
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -343,11 +344,14 @@ class LLM:
     ) -> None:
         self._llm = AsyncLLM(model, adapters, device=device, dtype=dtype, **settings)
         self._loop = asyncio.new_event_loop()
+        # The loop would not wait for an executor of its own when it is closed.
+        workers = concurrent.futures.ThreadPoolExecutor(thread_name_prefix="manylora-llm-work")
+        self._loop.set_default_executor(workers)
         self._thread = threading.Thread(
             target=_run_loop, args=(self._loop,), name="manylora-llm", daemon=True
         )
         self._thread.start()
-        self._finalizer = weakref.finalize(self, _shut_down, self._llm, self._loop, self._thread)
+        self._finalizer = weakref.finalize(self, _shut_down, self._llm, self._loop, self._thread, workers)
 
     def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         if not self._finalizer.alive:
@@ -425,7 +429,12 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
 
 
-def _shut_down(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+def _shut_down(
+    llm: AsyncLLM,
+    loop: asyncio.AbstractEventLoop,
+    thread: threading.Thread,
+    workers: concurrent.futures.ThreadPoolExecutor,
+) -> None:
     # Closed from here, not from the loop: at the interpreter's exit no new thread may be asked for.
     llm._finalizer()
     if thread is threading.current_thread():
@@ -436,6 +445,8 @@ def _shut_down(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
+    with contextlib.suppress(RuntimeError):  # the garbage collector may come by on one of these threads, too
+        workers.shutdown()
 
 
 async def _let_go(llm: AsyncLLM) -> None:

@@ -98,6 +98,14 @@ def test_nothing_is_left(bench: Bench, end: Callable[[LLM], None], is_used: bool
         assert soon(lambda: address_space_bytes() < while_open - POOL_BYTES // 2)  # noqa: B023
 
 
+def test_closing_waits_for_the_threads_that_adapters_were_added_on(bench: Bench) -> None:
+    names = thread_names()
+    with LLM(str(bench.checkpoint.folder), device="cpu", device_pool="4MiB") as llm:
+        for name in ("everything", "rslora"):
+            llm.add_adapter(name, str(bench.checkpoint.adapters[name]))
+    assert thread_names() == names
+
+
 def test_nothing_is_left_of_one_that_could_not_start(bench: Bench, tmp_path: Path) -> None:
     gc.collect()
     names, before = thread_names(), address_space_bytes()
