@@ -198,6 +198,8 @@ class AsyncLLM:
         served = {card.name for card in self._driver.adapters()}
         jobs = []
         for prompt, its_params, its_adapter in zip(prompts, each_params, each_adapter, strict=True):
+            if not isinstance(its_params, SamplingParams):
+                raise InvalidRequest("params must be SamplingParams or a list of them", "params")
             if its_adapter is not None and its_adapter not in served:
                 raise InvalidRequest(f"no adapter named {its_adapter!r} is loaded", "adapter")
             if isinstance(prompt, str):
@@ -475,6 +477,8 @@ def _spread(value: Any, count: int, name: str) -> list[Any]:
     """One value for all, or one for each."""
     if value is None or isinstance(value, str | SamplingParams):
         return [value] * count
+    if not isinstance(value, Iterable):
+        raise InvalidRequest(f"{name} must be one for all prompts or a list, got {value!r}", name)
     listed = list(value)
     if len(listed) != count:
         raise InvalidRequest(f"{name} has {len(listed)} entries for {count} prompts", name)

@@ -94,14 +94,15 @@ def _normalised(params: SamplingParams) -> dict[str, Any]:
         changed["stop_token_ids"] = tuple(params.stop_token_ids)
     if params.logit_bias is None:
         changed["logit_bias"] = ()
-    elif isinstance(params.logit_bias, Mapping):
+    else:
         try:
-            bias = tuple(sorted((int(token), float(b)) for token, b in params.logit_bias.items()))
+            if isinstance(params.logit_bias, Mapping):
+                bias = tuple(sorted((int(token), float(b)) for token, b in params.logit_bias.items()))
+            else:
+                bias = tuple((token, bias) for token, bias in params.logit_bias)
         except (TypeError, ValueError) as error:
             raise InvalidRequest("logit_bias must map token ids to numbers", "logit_bias") from error
         changed["logit_bias"] = bias
-    elif isinstance(params.logit_bias, Sequence):
-        changed["logit_bias"] = tuple((token, bias) for token, bias in params.logit_bias)
     if params.top_k == -1:
         changed["top_k"] = 0
     return changed
@@ -134,9 +135,10 @@ def _check_types(params: SamplingParams) -> None:
     for name in _FLAGS:
         if not isinstance(getattr(params, name), bool):
             raise InvalidRequest(f"{name} must be true or false", name)
-    if not all(isinstance(text, str) for text in params.stop):
+    if not isinstance(params.stop, tuple) or not all(isinstance(text, str) for text in params.stop):
         raise InvalidRequest("stop must be a string or a list of strings", "stop")
-    if not all(_is_int(token) for token in params.stop_token_ids):
+    ids = params.stop_token_ids
+    if not isinstance(ids, tuple) or not all(_is_int(token) for token in ids):
         raise InvalidRequest("stop_token_ids must be a list of integers", "stop_token_ids")
 
 

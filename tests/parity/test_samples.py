@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from manylora import LLM, SamplingParams
+from manylora.types import InvalidRequest
 from tests.parity.engines import Bench, greedy, random_tokens
 
 NUM_TOKENS = 12
@@ -172,3 +173,10 @@ def test_stops_where_transformers_stops(bench: Bench, pipeline_depth: int) -> No
             assert outputs[0].outputs[0].token_ids == until
             following = llm.generate([[*prompt, *until, 5, 6]], greedy(NUM_TOKENS), ADAPTER)
             bench.check([outputs[1], *following], NUM_TOKENS)
+
+
+@pytest.mark.parametrize(("name", "value"), [("params", {"max_tokens": 3}), ("params", 5), ("adapter", 5)])
+def test_arguments_of_the_wrong_type_are_named(bench: Bench, name: str, value: Any) -> None:
+    with bench.llm(num_pages=100) as llm, pytest.raises(InvalidRequest, match=name) as caught:
+        llm.generate([[1, 2, 3]], **{name: value})
+    assert caught.value.param == name

@@ -210,3 +210,21 @@ def test_fit_params_shrinks_numbers_that_mean_no_more() -> None:
 def test_fit_params_checks_other_ids(params: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest, match="not in the vocabulary"):
         fit_params([1], SamplingParams(**params), INFO, is_max_tokens_explicit=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stop", 5),
+        ("stop", {"a"}),
+        ("stop_token_ids", 5),
+        ("logit_bias", 5),
+        ("logit_bias", [1, 2]),
+        ("logit_bias", [(1, 2, 3)]),
+        ("logit_bias", "ab"),
+    ],
+)
+def test_parameters_of_the_wrong_type_are_named(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        request(**{name: value})
+    assert caught.value.param == name
