@@ -131,6 +131,24 @@ def test_an_async_engine_that_is_dropped(bench: Bench) -> None:
     assert soon(lambda: thread_names() == names), thread_names()
 
 
+def test_an_async_engine_in_one_event_loop_after_another(bench: Bench) -> None:
+    llm = AsyncLLM(str(bench.checkpoint.folder), device="cpu", device_pool="4MiB")
+
+    async def run() -> None:
+        generation = asyncio.ensure_future(llm.generate([[1, 2, 3]], greedy(NUM_TOKENS))._all())
+        bench.check(await asyncio.wait_for(generation, 60), NUM_TOKENS)
+
+    for _ in range(2):
+        asyncio.run(run())
+    other = asyncio.new_event_loop()
+    other.run_until_complete(run())
+    with pytest.raises(RuntimeError, match="another event loop"):
+        asyncio.run(run())
+    other.run_until_complete(llm.close())
+    other.run_until_complete(other.shutdown_default_executor())
+    other.close()
+
+
 def test_two_models_at_once(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Each used by its own thread, over and over; one ends earlier."""
     other = make_bench(tmp_path_factory, "opt")

@@ -12,7 +12,7 @@ from manylora.types import AdapterCard, EngineInfo, RequestId
 
 
 class LocalEngine:
-    """Must be created inside the event loop that will use it. Owns the driver."""
+    """Must be created inside the event loop that uses it; another may once that one is closed. Owns the driver."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -37,7 +37,14 @@ class LocalEngine:
         return self._driver.info
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        self._follow(asyncio.get_running_loop())
         return self._mailboxes.open(request, self._driver.submit, self.abort)
+
+    def _follow(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Deliver to this loop from now on: each ``asyncio.run`` of a script brings its own."""
+        if loop is not self._loop and not self._loop.is_closed():
+            raise RuntimeError("the engine serves another event loop, which is still open")
+        self._loop = loop
 
     def abort(self, request: RequestId, sample: int | None = None, reason: str = "abort") -> None:
         self._driver.abort(request, sample, reason)
