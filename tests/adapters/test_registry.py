@@ -127,11 +127,17 @@ def test_a_damaged_database_is_no_error(damage: str, adapter: Path, tmp_path: Pa
         cache.close()
 
 
+@pytest.mark.parametrize("damage", ["garbage", "other columns"])
 def test_a_rebuilt_database_works_again(
-    adapter: Path, tmp_path: Path, reads: list[Path], caplog: pytest.LogCaptureFixture
+    damage: str, adapter: Path, tmp_path: Path, reads: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "x.sqlite"
-    path.write_bytes(b"not a database, and long enough to look like one" * 100)
+    if damage == "garbage":
+        path.write_bytes(b"not a database, and long enough to look like one" * 100)
+    else:
+        with sqlite3.connect(path) as connection:
+            connection.execute(f"CREATE TABLE {registry_module._TABLE} (other INTEGER)")
+        connection.close()
     cache = registry(path)
     cache.inspect(adapter)
     cache.inspect(adapter)

@@ -145,8 +145,10 @@ class Registry:
     def _give_up_or_rebuild(self, error: Exception) -> None:
         """A damaged database is deleted and made anew; one that cannot be used is let alone."""
         self._warn(error)
-        self._disconnect()
         damaged = isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError)
+        if self._writable and getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR:
+            damaged = True  # our table is there, for it would have been made, yet has not our columns
+        self._disconnect()
         if not damaged or self._path is None:
             return
         try:
