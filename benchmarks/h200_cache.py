@@ -32,7 +32,7 @@ from benchmarks.plot_cache import PAPER, POLICIES, VLLM, compare, line_of
 from manylora.bench.replay import ReplaySettings, replay, show_on_stderr
 from manylora.bench.serve import Measured, measure
 from manylora.bench.summary import as_rows
-from manylora.bench.targets import open_engine
+from manylora.bench.targets import EngineTarget, open_engine
 from manylora.config import CACHE_POLICIES, ConfigError, parse_size
 from manylora.flags import build_settings
 from manylora.workloads.chat import Turn, conversations, read_turns, shrunk, to_stream
@@ -42,6 +42,7 @@ ROOT = Path(__file__).parents[1]
 TRACES = Path(__file__).parent / "data"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 REHEARSAL_SEED = 1_000_003
+MOST_PINNING_S = 120.0
 Report = dict[str, Any]
 
 
@@ -298,6 +299,7 @@ class Comparison:
         run["build_s"] = time.monotonic() - began_s
         run["engine_info"] = target.description
         try:
+            run["pinned_s"] = await _pinned(target)
             replayed = ReplaySettings(
                 seed=self.args.seed, show=show_on_stderr if self.args.progress else None
             )
@@ -338,6 +340,17 @@ class Comparison:
         scratch = out.with_suffix(".part")
         scratch.write_text(json.dumps(self.report, indent=1) + "\n")
         scratch.replace(out)
+
+
+async def _pinned(target: EngineTarget) -> float | None:
+    """Wait until the host's pool is pinned, and say how long: meanwhile copies take several times as long. None
+    where it took too long."""
+    began_s = time.monotonic()
+    while (await target.counters())["host_pages_pinned"] < target.description["num_host_pages"]:
+        if time.monotonic() - began_s > MOST_PINNING_S:
+            return None
+        await asyncio.sleep(0.1)
+    return time.monotonic() - began_s
 
 
 def _previous_runs(path: str | None) -> list[dict[str, Any]]:

@@ -393,6 +393,10 @@ class Executor(Protocol):
     def remove_adapter(self, adapter: AdapterId) -> None:
         """Forget an adapter that is not resident."""
 
+    @property
+    def host_pages_pinned(self) -> int:
+        """Pages of the host whose copies are as fast as they can be: rises for a while after the start."""
+
     def close(self) -> None:
         """Wait for work in flight and free everything. Idempotent."""
 

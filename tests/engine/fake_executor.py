@@ -41,6 +41,7 @@ class FakeExecutor:
         self.step_s = 0.0
         self.reads = 0
         self.closed = 0
+        self.host_pages_pinned = 0
 
     def issue_step(self, step: RunStep) -> IssuedStep:
         result = self.run_step(step)

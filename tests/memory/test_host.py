@@ -97,13 +97,14 @@ def test_all_is_pinned_in_the_background_and_unpinned() -> None:
     device.gate.clear()
     made = pool(200, device)
     made.page(199).fill_(3.0)
-    assert made.pinned_bytes == 0, "usable before anything is pinned"
+    assert made.pinned_bytes == made.pages_pinned == 0, "usable before anything is pinned"
     device.gate.set()
     finish_pinning(made)
     begin = made.run(0, 1).data_ptr()
     size = os.sysconf("SC_PAGE_SIZE")
     assert made.chunk_pages * PAGE.page_bytes % size == 0
     assert made.pinned_bytes == sum(device.held.values()) == -(-200 * PAGE.page_bytes // size) * size
+    assert made.pages_pinned == 200
     assert len(device.held) > 10
     assert all((address - begin) % (made.chunk_pages * PAGE.page_bytes) == 0 for address in device.held)
     assert all(address % size == 0 for address in device.held)
@@ -117,6 +118,7 @@ def test_a_refusal_is_one_warning_and_what_was_pinned_is_unpinned(caplog: pytest
         made = pool(200, device)
         finish_pinning(made)
     assert made.pinned_bytes == 3 * made.chunk_pages * PAGE.page_bytes
+    assert made.pages_pinned == 3 * made.chunk_pages
     made.page(199).fill_(3.0)
     (record,) = caplog.records
     assert "out of memory (2)" in record.getMessage()

@@ -275,6 +275,7 @@ def test_metrics_of_the_cache(running: RunningServer) -> None:
             ("device", "free"): 50, ("device", "running"): 20, ("device", "history"): 21,
             ("device", "adapters"): 9, ("host", "free"): 30, ("host", "history"): 18, ("host", "adapters"): 12,
         },
+        "manylora:host_pages_pinned": {(): 44},
         "manylora:pages_moving": {("in",): 3, ("out",): 1},
         "manylora:invalid_history_share": {(): 7 / 21},
         "manylora:invalid_history_share_mean": {(): 0.25},

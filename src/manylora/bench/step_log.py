@@ -190,6 +190,11 @@ class LentExecutor:
         self._adapter_bytes.pop(adapter, None)
         self._executor.remove_adapter(adapter)
 
+    @property
+    def host_pages_pinned(self) -> int:
+        """See Executor."""
+        return self._executor.host_pages_pinned
+
     def close(self) -> None:
         """Idempotent."""
         ends_at = self._clock() + _LANDING_S

@@ -83,7 +83,8 @@ class EngineStats:
     """A snapshot: gauges of this moment and counters since the engine started.
 
     Pages of the device by use add up to ``pages_total``; of them ``pages_loading`` and ``pages_saving`` are
-    being copied. ``invalid_pages``: history on the device whose adapter is not there.
+    being copied. ``invalid_pages``: history on the device whose adapter is not there. ``host_pages_pinned`` rises
+    for a while after the start; until then copies are slower, and steps beside them.
     """
 
     num_running: int = 0
@@ -100,6 +101,7 @@ class EngineStats:
     host_pages_free: int = 0
     host_pages_history: int = 0
     host_pages_adapters: int = 0
+    host_pages_pinned: int = 0
     base_running: int = 0
     base_waiting: int = 0
     adapters: tuple[AdapterLoad, ...] = ()

@@ -70,6 +70,7 @@ _STATS = {field.name for field in dataclasses.fields(EngineStats)} - {"adapters"
 class _Meters:
     adapter_read_s: float = 0.0
     adapter_read_failures: int = 0
+    host_pages_pinned: int = 0
     steps: int = 0
     step_s: float = 0.0
     prompt_tokens: int = 0
@@ -345,6 +346,7 @@ class Driver:
         snapshot = self._replica.snapshot()
         names: dict[AdapterId, AdapterCard] = self._catalog.names()
         base = snapshot.adapters[0]
+        self._meters.host_pages_pinned = self._executor.host_pages_pinned
         sources = (snapshot, self._replica.counters, self._meters)
         return EngineStats(
             base_running=base.running,

@@ -316,6 +316,10 @@ class Worker:
             landed = self._landed.popleft()
             self._tables.put(landed.adapter, landed.layout, landed.offsets)
 
+    @property
+    def host_pages_pinned(self) -> int:
+        return self._host.pages_pinned
+
     # ------------------------------------------------------------ the end
 
     def close(self) -> None:

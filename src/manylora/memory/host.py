@@ -67,6 +67,14 @@ class HostPool:
         """How much is pinned by now."""
         return sum(chunk.nbytes for chunk in self._pinned)
 
+    @property
+    def pages_pinned(self) -> int:
+        """Pages whose copies are as fast as they can be: pinned ones, or all where devices need none pinned."""
+        if not self._device.copies_from_pinned:
+            return self.num_pages
+        # The last chunk ends where the memory does, perhaps behind the last page.
+        return min(self.pinned_bytes // self.shape.page_bytes, self.num_pages)
+
     def page(self, page: PageId) -> torch.Tensor:
         """One page as ``[layers, slab_elements]``: a view, contiguous."""
         return self.run(page, 1).view(self.dtype).view(self.shape.layers, self.shape.slab_elements)

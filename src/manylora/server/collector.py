@@ -139,6 +139,11 @@ def _pages(stats: EngineStats) -> Iterator[Metric]:
     for use in ("free", "history", "adapters"):
         pages.add_metric(["host", use], getattr(stats, f"host_pages_{use}"))
     yield pages
+    yield GaugeMetricFamily(
+        "manylora:host_pages_pinned",
+        "Pages of the host pool whose copies are as fast as they can be: all, some time after the start.",
+        value=stats.host_pages_pinned,
+    )
     moving = GaugeMetricFamily(
         "manylora:pages_moving",
         "Pages of the device that are being filled (in) or copied to the host before they leave (out).",
