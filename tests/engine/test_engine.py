@@ -367,3 +367,18 @@ def test_nobody_waits_for_an_engine_that_died_meanwhile(kind: str) -> None:
                 await asyncio.wait_for(engine.stats(), 60)
 
     asyncio.run(scenario())
+
+
+def test_a_sender_that_cannot_send_hangs_up(caplog: pytest.LogCaptureFixture) -> None:
+    """Silent, the engine would be alive to its server for ever."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(60)
+    sender = service.Sender(theirs)
+    sender.send(wire.Failed("the first"))
+    sender.send(object())  # type: ignore[arg-type]
+    sender.send(wire.Failed("never sent"))
+    with ours, theirs, ours.makefile("rb") as received:
+        everything = received.read()  # until it hangs up
+    assert everything == wire.frame(wire.Failed("the first"))
+    sender.close()
+    assert "could not be sent" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import queue
 import socket
 import threading
@@ -12,6 +13,8 @@ from manylora.engine.client import Delta, EngineStats
 from manylora.engine.driver import Driver
 from manylora.protocol import AdapterError
 from manylora.types import AdapterCard
+
+log = logging.getLogger(__name__)
 
 
 class Sender:
@@ -35,11 +38,15 @@ class Sender:
         self._thread.join()
 
     def _run(self) -> None:
-        while (message := self._queue.get()) is not None:
-            try:
+        try:
+            while (message := self._queue.get()) is not None:
                 self._sock.sendall(wire.frame(message))
-            except OSError:
-                return  # the server is gone; the reading side ends the process
+        except OSError:
+            return  # the server is gone; the reading side ends the process
+        except Exception:
+            # Nobody would hear of anything any more: better an end that the server notices.
+            log.exception("a message could not be sent: the engine ends")
+            self._sock.shutdown(socket.SHUT_RDWR)
 
 
 def serve(sock: socket.socket, sender: Sender, driver: Driver) -> int:
