@@ -27,7 +27,7 @@ serve: $(VENV)/.base  ## the same server, kept up until Ctrl-C
 test: $(VENV)/.test  ## everything that CI runs
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
