@@ -85,6 +85,7 @@ BAD = [
     (COMPLETIONS, OK | {"stop": ["x" * 10_000] * 10}, "stop"),
     (COMPLETIONS, OK | {"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
     (COMPLETIONS, OK | {"stop_token_ids": [1] * 100_000}, "stop_token_ids"),
+    (COMPLETIONS, OK | {"logit_bias": {str(token): 0 for token in range(300_001)}}, "logit_bias"),
     (COMPLETIONS, OK | {"logit_bias": {"x": 1}}, "logit_bias"),
     (COMPLETIONS, OK | {"logit_bias": {"5": 101}}, "logit_bias"),
     (COMPLETIONS, OK | {"logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias"),

@@ -18,6 +18,7 @@ MAX_STOP_STRINGS = 128
 # Preparing them, and looking through token ids, costs time for each.
 MAX_STOP_CHARS = 65_536
 MAX_STOP_TOKEN_IDS = 65_536
+MAX_BIASED_TOKENS = 300_000  # more than today's vocabularies have
 
 
 def completion_params(body: CompletionBody) -> SamplingParams:
@@ -62,4 +63,6 @@ def _params(body: SamplingFields, given: dict[str, Any]) -> SamplingParams:
         raise InvalidRequest(f"stop may hold at most {MAX_STOP_CHARS} characters in all", "stop")
     if len(body.stop_token_ids or ()) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids", "stop_token_ids")
+    if len(body.logit_bias or ()) > MAX_BIASED_TOKENS:
+        raise InvalidRequest(f"logit_bias may name at most {MAX_BIASED_TOKENS} tokens", "logit_bias")
     return SamplingParams(**given)
