@@ -186,11 +186,9 @@ def churn(llm: LLM, adapters: dict[str, str], seconds: float) -> dict[str, Any]:
     for worker in workers:
         worker.start()
     samples = []
-    while any(worker.is_alive() for worker in workers):
+    while alive := [worker for worker in workers if worker.is_alive()]:
         samples.append((torch.cuda.memory_allocated() - memory_before, private_bytes()))
-        workers[0].join(SAMPLE_S)
-    for worker in workers:
-        worker.join()
+        alive[0].join(SAMPLE_S)
     after = llm.stats()
     for name in names:
         llm.remove_adapter(name)
