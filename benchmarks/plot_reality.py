@@ -47,7 +47,9 @@ def compare(runs: Sequence[Run], logs: Sequence[Run], costs: StepCosts) -> list[
     rows = []
     for run, log in zip(runs, logs, strict=True):
         measured, simulated = _measured(run, log), dict(run["simulated"])
-        simulated["gap_mean_ms"] = 1e3 * statistics.fmean(costs.overhead_s(step[3]) for step in log["steps"])
+        simulated["gap_mean_ms"] = 1e3 * statistics.fmean(
+            costs.overhead_s(step[3], step[4]) for step in log["steps"]
+        )
         metrics = {}
         for name, _ in METRICS:
             real, made = measured.get(name), simulated.get(name)

@@ -115,6 +115,7 @@ class Noted:
         self._costs = costs
         self.reads_at_once = costs.reads_at_once
         self.wake_s = costs.wake_s
+        self.answer_s = costs.answer_s
         self.overhead_s = costs.overhead_s
         self.copy_s = costs.copy_s
         self.read_s = costs.read_s
@@ -137,10 +138,12 @@ class AsItWas(Noted):
         sums: dict[int, list[float]] = {}
         ended_s = -IDLE_S
         for step in log["steps"]:
-            began_s, took_s, gap_s, num_rows = step[:4]
+            began_s, took_s, gap_s, num_rows, num_new = step[:5]
             found = sums.setdefault(int(began_s // WINDOW_S), [0.0, 0.0])
             found[0] += took_s + (gap_s or 0.0)
-            found[1] += costs.step_s(work_of(step)) + (0.0 if gap_s is None else costs.overhead_s(num_rows))
+            found[1] += costs.step_s(work_of(step)) + (
+                0.0 if gap_s is None else costs.overhead_s(num_rows, num_new)
+            )
             found[1] += costs.wake_s if began_s - ended_s >= IDLE_S else 0.0
             ended_s = began_s + took_s
         self._factors = {window: took_s / cost_s for window, (took_s, cost_s) in sums.items()}
@@ -159,8 +162,8 @@ class AsItWas(Noted):
         self.seconds.append(seconds)
         return seconds
 
-    def _overhead_s(self, num_rows: int, /) -> float:
-        return self._costs.overhead_s(num_rows) * self._factor()
+    def _overhead_s(self, num_rows: int, num_new: int, /) -> float:
+        return self._costs.overhead_s(num_rows, num_new) * self._factor()
 
     def _factor(self) -> float:
         return self._factors.get(int(self.now() // WINDOW_S), 1.0)

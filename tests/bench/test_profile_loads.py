@@ -9,6 +9,7 @@ import pytest
 
 from manylora.bench.profile_loads import (
     Room,
+    answer_time_s,
     busy_load,
     make_loads,
     overhead_points,
@@ -17,7 +18,7 @@ from manylora.bench.profile_loads import (
 )
 from manylora.bench.step_log import LoggedStep, LoggedTransfer
 from manylora.sim.costs import StepWork
-from manylora.sim.profile import TransferPoint
+from manylora.sim.profile import OverheadPoint, TransferPoint
 
 ROOM = Room(max_seqs=64, max_len=4096, num_tokens=20_000, num_adapters=48)
 
@@ -44,7 +45,7 @@ def test_loads_fit_the_room_and_reach_its_ends(room: Room, is_quick: bool) -> No
     if room is ROOM:
         assert max(load.clients for load in loads) == 64
         assert max(load.adapters for load in loads) == 48
-        assert max(load.context for load in loads) > 4000
+        assert max(load.context for load in loads) > 3900
         assert {load.turns for load in loads} == {1, 3}
 
 
@@ -87,6 +88,18 @@ def test_gaps_count_where_a_row_went_on() -> None:
         step(0.01, None, rows=5),
     ]
     assert [(point.num_rows, point.seconds) for point in overhead_points(steps)] == [(1, 2e-4), (5, 8e-4)]
+
+
+def test_gaps_are_apart_by_the_sequences_taken_up() -> None:
+    new = [step(0.01, gap_s)._replace(num_new=1) for gap_s in (6e-4, 8e-4)]
+    points = overhead_points([step(0.01, 1e-4), *new, step(0.01, 3e-4)])
+    assert points == [OverheadPoint(1, 2e-4, 0), OverheadPoint(1, 7e-4, 1)]
+
+
+def test_an_answer_comes_so_long_after_its_step() -> None:
+    steps = [step(0.5)._replace(began_s=began_s) for began_s in (1.0, 2.0, 3.0)]
+    assert answer_time_s(steps, [1.503, 2.501, 3.502]) == pytest.approx(2e-3)
+    assert answer_time_s(steps, []) == 0.0
 
 
 def test_reads_of_a_busy_engine_replace_those_alone() -> None:

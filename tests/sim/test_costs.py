@@ -63,7 +63,7 @@ def test_efficiencies_and_the_engines_time_count() -> None:
         2 * costs_of().step_s(StepWork(1, 0, 1, 0))
     )
     assert costs_of(hardware=half).copy_s(0) == 20e-6
-    assert AnalyticalCosts(SMALL, ROUND, between_s=1e-4).overhead_s(5) == 1e-4
+    assert AnalyticalCosts(SMALL, ROUND, between_s=1e-4).overhead_s(5, 1) == 1e-4
     assert costs_of().read_s(9 * 10**8) == pytest.approx(1e-3 + 1.0)
 
 

@@ -125,8 +125,19 @@ def test_lines_are_found_again() -> None:
     assert costs.copy_s(5 * 10**6, False) == pytest.approx(10.1e-3)
     assert costs.read_s(10**6) == pytest.approx(4e-3)
     assert costs.read_s(10**6, True) == pytest.approx(5e-3)
-    assert costs.overhead_s(50) == pytest.approx(1e-4 + 50e-5)
+    assert costs.overhead_s(50, 3) == pytest.approx(1e-4 + 50e-5), "nothing is known of new ones"
     assert costs.reads_at_once == 2
+
+
+def test_new_sequences_and_answers_take_their_time() -> None:
+    points = tuple(
+        OverheadPoint(rows, 1e-4 + rows * 1e-5 + new * 5e-4, new) for rows in (1, 8, 60) for new in (0, 1, 2)
+    )
+    costs = fit_profile(dataclasses.replace(profile_of(linear), overheads=points, answer_s=3e-4))
+    assert costs.overhead_s(50, 3) == pytest.approx(1e-4 + 50e-5 + 15e-4)
+    assert costs.answer_s == 3e-4
+    with pytest.raises(ConfigError, match="answer_s must be a number from 0, got -1"):
+        dataclasses.replace(profile_of(linear), answer_s=-1)
 
 
 @pytest.mark.parametrize("more_s", [1.5e-3, 0.0, -1e-3])
@@ -159,7 +170,7 @@ def test_cards_share_steps_and_copies() -> None:
         one.step_s(StepWork(8, 100, 9000, 10**8, 2)) / 4
     )
     assert four.copy_s(10**7) == pytest.approx(1e-4 + 1e-2 / 4)
-    assert (four.read_s(10**6), four.overhead_s(3)) == (one.read_s(10**6), one.overhead_s(3))
+    assert (four.read_s(10**6), four.overhead_s(3, 0)) == (one.read_s(10**6), one.overhead_s(3, 0))
     with pytest.raises(ConfigError, match="cards"):
         one.on_cards(0)
 

@@ -57,8 +57,13 @@ def replay_of(
     return Replay(stream or chat(), config or config_of(policy), costs, [4] * 5, **kwargs)
 
 
-def run(policy: str = "manylora", stream: Stream | None = None, config: PolicyConfig | None = None) -> Replay:
-    replay = replay_of(policy, stream, config)
+def run(
+    policy: str = "manylora",
+    stream: Stream | None = None,
+    config: PolicyConfig | None = None,
+    costs: DeviceCosts = COSTS,
+) -> Replay:
+    replay = replay_of(policy, stream, config, costs)
     replay.run()
     return replay
 
@@ -120,6 +125,17 @@ def test_a_turn_waits_for_the_reply_before_it() -> None:
     assert second.handed_s == first.end_s > 50 * COSTS.step_base_s
     assert third.handed_s == second.end_s
     assert first.ttft_s < second.handed_s
+
+
+def test_an_answer_is_seen_a_little_after_its_step() -> None:
+    turns = stream_of(*(request(0.0, 0, turn, 2, 7, reply) for turn, reply in enumerate((5, 3))))
+    at_once = run(stream=turns, config=config_of(num_pages=100)).outcomes
+    costs = dataclasses.replace(COSTS, answer_s=0.5)
+    first, second = run(stream=turns, config=config_of(num_pages=100), costs=costs).outcomes
+    assert first.ttft_s == pytest.approx(at_once[0].ttft_s + 0.5)
+    assert first.tpot_s == pytest.approx(at_once[0].tpot_s), "each of its tokens"
+    assert second.handed_s == first.end_s == pytest.approx(at_once[0].end_s + 0.5)
+    assert second.ttft_s == pytest.approx(at_once[1].ttft_s + 0.5)
 
 
 def test_what_comes_while_a_step_runs_is_handed_over_at_its_end() -> None:

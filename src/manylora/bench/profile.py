@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import importlib.metadata
 import platform
+import statistics
 import sys
 import tempfile
 import time
@@ -26,6 +27,7 @@ from manylora.bench.profile_grid import Limits, make_batches
 from manylora.bench.profile_loads import (
     Load,
     Room,
+    answer_time_s,
     busy_load,
     make_loads,
     overhead_points,
@@ -145,6 +147,7 @@ class Profiler:
         self._config = config
         self._progress = progress
         self._log = StepLog()
+        self._answer_s: list[float] = []
         self._folder = tempfile.TemporaryDirectory()
         try:
             folder = Path(self._folder.name)
@@ -201,7 +204,7 @@ class Profiler:
             await read_under_load(target, busy, names[:_READS], seed=0)
             reads = lent.log().reads
             count = _QUICK_WAKES if self._settings.is_quick else _WAKES
-            await wake(
+            answered_s = await wake(
                 target,
                 names[:_READS],
                 (busy.context, max(busy.context, min(_MOST_WAKE_TOKENS, room.max_len // 2))),
@@ -216,7 +219,9 @@ class Profiler:
         finally:
             await target.close()
         self._progress("engine", total, total)
-        return StepLog(lent.log().steps, reads=reads)
+        steps = lent.log().steps
+        self._answer_s.append(answer_time_s(steps, answered_s))
+        return StepLog(steps, reads=reads)
 
     def profile(self) -> Profile:
         """Of all that was watched."""
@@ -240,6 +245,7 @@ class Profiler:
             copies=tuple(self._copies),
             reads=tuple(read_points(self._log.reads, self._reads)),
             overheads=tuple(overhead_points(self._log.steps)),
+            answer_s=statistics.median(self._answer_s),
         )
 
 
@@ -367,8 +373,10 @@ def describe(profile: Profile, costs: FittedCosts) -> str:
             f"to device     {rate(costs.copy_in)}",
             f"to host       {rate(costs.copy_out)}",
             f"reads         {rate(costs.read_out)} to the host, {rate(costs.read_in)} to the device",
-            f"between steps {1e6 * costs.overhead_s(1):.0f} us with 1 row, "
-            f"{1e6 * costs.overhead_s(most_rows):.0f} us with {most_rows}",
+            f"between steps {1e6 * costs.overhead_s(1, 0):.0f} us with 1 row, "
+            f"{1e6 * costs.overhead_s(most_rows, 0):.0f} us with {most_rows}, "
+            f"{1e6 * costs.overhead[2]:.0f} us more for a new one",
+            f"answers       {1e6 * costs.answer_s:.0f} us after their step",
             f"after idling  {1e3 * costs.wake_s:.2f} ms more",
         )
     )

@@ -7,6 +7,7 @@ that a step's time may depend on, over doublings; none is like any workload. Equ
 from __future__ import annotations
 
 import asyncio
+import bisect
 import dataclasses
 import math
 import random
@@ -20,6 +21,10 @@ from manylora.sim.costs import IDLE_S, StepWork
 from manylora.sim.profile import OverheadPoint, StepPoint, TransferPoint
 
 _REPLY = 24
+_LONG_REPLY = 96
+"""Of few clients. Where steps are short, a prompt leaves its mark on those after it, on a CPU for the weights that
+it drove out of the caches; replies must be long enough for steps without."""
+_FEW = 4
 _TURNS = 3
 _SHORTEST = 16
 _MOST_TOKENS = 65536
@@ -63,7 +68,7 @@ def make_loads(room: Room, is_quick: bool) -> list[Load]:
     found = []
     for clients in _doublings(1, room.max_seqs, 4 if is_quick else 2):
         each = min(room.max_len, min(room.num_tokens, _MOST_TOKENS) // clients)
-        reply = max(1, min(_REPLY, each // 4))
+        reply = max(1, min(_LONG_REPLY if clients <= _FEW else _REPLY, each // 4))
         longest = each - reply - 1
         if longest < 1:
             continue
@@ -131,28 +136,33 @@ async def read_under_load(target: EngineTarget, load: Load, adapters: Sequence[s
 
 async def wake(
     target: EngineTarget, adapters: Sequence[str], lengths: Sequence[int], count: int, seed: int
-) -> None:
+) -> list[float]:
     """``count`` prompts that each find the engine idle, of lengths between these two, alike in their logarithms.
-    Every other has an adapter. Raises ConfigError."""
+    Every other has an adapter. Returns when each had its token, on ``time.monotonic``. Raises ConfigError."""
     source = random.Random(seed)
+    answered_s = []
     for number in range(count):
         await asyncio.sleep(_PAUSE_S)
         length = round(math.exp(source.uniform(*map(math.log, lengths))))
         prompt = tuple(source.choices(_VOCABULARY, k=length))
         adapter = adapters[number % len(adapters)] if number % 2 and adapters else None
-        await _converse(target, [(prompt, 1)], adapter)
+        answered_s.append(await _converse(target, [(prompt, 1)], adapter))
+    return answered_s
 
 
 async def _converse(
     target: EngineTarget, turns: Iterable[tuple[tuple[int, ...], int]], adapter: str | None
-) -> None:
+) -> float:
+    """Returns when the last reply began."""
     history: tuple[int, ...] = ()
+    first_s = 0.0
     for new, num_reply in turns:
         prompt = (*history, *new)
         answer = await target.generate(Call(prompt, num_reply, adapter))
         if answer.error is not None:
             raise ConfigError(f"the engine could not run a prompt of {len(prompt)} tokens: {answer.error}")
-        history = (*prompt, *answer.tokens)
+        history, first_s = (*prompt, *answer.tokens), answer.first_s or first_s
+    return first_s
 
 
 def _turns(load: Load, most: int, source: random.Random) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -227,18 +237,30 @@ def read_points(reads: Sequence[LoggedTransfer], alone: Sequence[TransferPoint])
 
 
 def overhead_points(steps: Sequence[LoggedStep]) -> list[OverheadPoint]:
-    """Mean times before a step that follows at once, by doublings of its rows."""
-    groups: dict[int, list[tuple[int, float]]] = {}
+    """Mean times before a step that follows at once, by doublings of its rows and of those taken up in it."""
+    groups: dict[tuple[int, int], list[tuple[int, float, int]]] = {}
     for step in steps:
         if step.gap_s is not None:
-            groups.setdefault(step.num_rows.bit_length(), []).append((step.num_rows, step.gap_s))
+            kind = step.num_rows.bit_length(), step.num_new.bit_length()
+            groups.setdefault(kind, []).append((step.num_rows, step.gap_s, step.num_new))
     points = []
     for _, found in sorted(groups.items()):
-        most_s = _STALL * statistics.median(gap_s for _, gap_s in found)
-        kept = [(rows, gap_s) for rows, gap_s in found if gap_s <= most_s]
-        rows = round(statistics.fmean(rows for rows, _ in kept))
-        points.append(OverheadPoint(rows, _rounded(statistics.fmean(gap_s for _, gap_s in kept))))
+        most_s = _STALL * statistics.median(gap_s for _, gap_s, _ in found)
+        rows, gaps_s, new = zip(*(one for one in found if one[1] <= most_s))
+        means = statistics.fmean(rows), statistics.fmean(gaps_s), statistics.fmean(new)
+        points.append(OverheadPoint(round(means[0]), _rounded(means[1]), round(means[2])))
     return points
+
+
+def answer_time_s(steps: Sequence[LoggedStep], answered_s: Sequence[float]) -> float:
+    """The median from a step's end until the one who waited for its only token had it; 0 for none.
+
+    ``answered_s``: of each, in order, as ``wake`` returns them."""
+    ends = [step.began_s + step.took_s for step in steps]
+    waits = [
+        moment - ends[after - 1] for moment in answered_s if (after := bisect.bisect_right(ends, moment))
+    ]
+    return _rounded(statistics.median(waits)) if waits else 0.0
 
 
 def _rounded(seconds: float) -> float:

@@ -63,6 +63,7 @@ class AnalyticalCosts:
         self.cards = cards
         self.reads_at_once = reads_at_once
         self.wake_s = 0.0
+        self.answer_s = 0.0
         self._launch_s = launch_s
         self._between_s = between_s
         byte_s = 1 / (cards * hardware.sustained_memory_bytes_s)
@@ -91,7 +92,7 @@ class AnalyticalCosts:
             + (lora_flops_s if lora_flops_s > lora_s else lora_s)
         )
 
-    def overhead_s(self, num_rows: int, /) -> float:
+    def overhead_s(self, num_rows: int, num_new: int, /) -> float:
         """See StepCosts; the same for all."""
         return self._between_s
 

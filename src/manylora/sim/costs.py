@@ -48,11 +48,16 @@ class StepCosts(Protocol):
     def wake_s(self) -> float:
         """What a step takes besides, if the device was idle for ``IDLE_S`` before."""
 
+    @property
+    def answer_s(self) -> float:
+        """From a step's end until who asked has its tokens."""
+
     def step_s(self, work: StepWork, /) -> float:
         """One batch, from its start to its tokens, where others came just before."""
 
-    def overhead_s(self, num_rows: int, /) -> float:
-        """Between a step of so many rows and the next: the policy's and the driver's time."""
+    def overhead_s(self, num_rows: int, num_new: int, /) -> float:
+        """Before a step of so many rows, of which so many sequences were just taken up: the policy's and the
+        driver's time."""
 
     def copy_s(self, num_bytes: int, to_device: bool = True, /) -> float:
         """One copy between the tiers, once the lane is its own."""
@@ -87,6 +92,7 @@ class DeviceCosts:
     read_base_s: float = 1e-3
     reads_at_once: int = 2
     wake_s: float = 0.0
+    answer_s: float = 0.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -107,7 +113,7 @@ class DeviceCosts:
             + work.adapter_bytes / self.adapter_bytes_s
         )
 
-    def overhead_s(self, num_rows: int, /) -> float:
+    def overhead_s(self, num_rows: int, num_new: int, /) -> float:
         """Part of ``step_base_s`` here."""
         return 0.0
 

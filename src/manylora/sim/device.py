@@ -79,7 +79,9 @@ class SimulatedDevice:
         if now >= self._steps_end + IDLE_S:
             seconds += costs.wake_s
         # What is done between steps is hidden by a step that still runs.
-        self._steps_end = max(now + costs.overhead_s(len(step.rows)), self._steps_end) + seconds
+        self._steps_end = (
+            max(now + costs.overhead_s(len(step.rows), len(step.starts)), self._steps_end) + seconds
+        )
         return self._steps_end, StepDone(step.step, True, tuple(drawn), seconds)
 
     def _copy(self, command: SwapPages, now: float) -> Answer:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from manylora.config import ConfigError
 from manylora.sim.costs import StepWork
-from manylora.sim.profile import Profile, StepPoint
+from manylora.sim.profile import OverheadPoint, Profile, StepPoint
 
 Array = NDArray[np.float64]
 
@@ -57,15 +57,17 @@ class FitError:
 @dataclasses.dataclass(frozen=True, slots=True)
 class FittedCosts:
     """``StepCosts`` from measurements. ``planes``: coefficients in the order of FEATURES; lines: (seconds,
-    seconds a byte or row). ``seen`` and ``held_out``: the steps' errors."""
+    seconds a byte). ``overhead``: seconds, seconds a row, seconds a new sequence. ``seen`` and ``held_out``: the
+    steps' errors."""
 
     planes: tuple[tuple[float, ...], ...]
     copy_in: tuple[float, float]
     copy_out: tuple[float, float]
     read_in: tuple[float, float]
     read_out: tuple[float, float]
-    overhead: tuple[float, float]
+    overhead: tuple[float, float, float]
     wake_s: float
+    answer_s: float
     reads_at_once: int
     seen: FitError
     held_out: FitError
@@ -102,9 +104,10 @@ class FittedCosts:
                 longest = seconds
         return longest
 
-    def overhead_s(self, num_rows: int, /) -> float:
+    def overhead_s(self, num_rows: int, num_new: int, /) -> float:
         """See StepCosts."""
-        return self.overhead[0] + num_rows * self.overhead[1]
+        base_s, row_s, new_s = self.overhead
+        return base_s + num_rows * row_s + num_new * new_s
 
     def copy_s(self, num_bytes: int, to_device: bool = True, /) -> float:
         """See StepCosts."""
@@ -129,8 +132,9 @@ def fit_profile(profile: Profile) -> FittedCosts:
         copy_out=_line([(p.num_bytes, p.seconds) for p in profile.copies if not p.to_device]),
         read_in=_line([(p.num_bytes, p.seconds) for p in profile.reads if p.to_device]),
         read_out=_line([(p.num_bytes, p.seconds) for p in profile.reads if not p.to_device]),
-        overhead=_line([(p.num_rows, p.seconds) for p in profile.overheads]),
+        overhead=_overhead(profile.overheads),
         wake_s=_wake_s(planes, profile.wakes),
+        answer_s=profile.answer_s,
         reads_at_once=profile.reads_at_once,
         seen=_error(planes, seen),
         held_out=_error(planes, held_out),
@@ -263,11 +267,23 @@ def _refitted(features: Array, targets: Array, owner: NDArray[np.int64], planes:
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """(seconds, seconds for each unit), from 0, with the least relative error."""
-    units = np.array([units for units, _ in points], dtype=np.float64)
-    seconds = np.array([seconds for _, seconds in points])
-    features = np.stack((np.ones(len(points)), units), axis=1) / seconds[:, None]
-    base_s, unit_s = _four_digits(nonnegative_least_squares(features, np.ones(len(points)))).tolist()
+    base_s, unit_s = _relative([(1, units) for units, _ in points], [seconds for _, seconds in points])
     return base_s, unit_s
+
+
+def _overhead(points: Sequence[OverheadPoint]) -> tuple[float, float, float]:
+    """(seconds, seconds a row, seconds a new sequence); older profiles do not tell these apart."""
+    base_s, row_s, new_s = _relative(
+        [(1, point.num_rows, point.num_new) for point in points], [point.seconds for point in points]
+    )
+    return base_s, row_s, new_s
+
+
+def _relative(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Coefficients from 0 with the least relative error, to four digits."""
+    features = np.array(rows, dtype=np.float64) / np.array(seconds)[:, None]
+    found: list[float] = _four_digits(nonnegative_least_squares(features, np.ones(len(rows)))).tolist()
+    return found
 
 
 def _four_digits(values: Array) -> Array:

@@ -72,10 +72,12 @@ class TransferPoint:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OverheadPoint:
-    """The engine's mean time between a step and the next one, of so many rows."""
+    """The engine's mean time between a step and the next one, of so many rows. ``num_new``: of sequences that it
+    takes up; 0 in older profiles, which do not count them."""
 
     num_rows: int
     seconds: float
+    num_new: int = 0
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -85,7 +87,7 @@ class OverheadPoint:
 class Profile:
     """All of one run. ``versions``: of what was measured with; ``adapter_modules``: what its adapters adapt.
     ``wakes``: steps after the engine had been idle (``costs.IDLE_S``), which ``steps`` are not; older profiles
-    do not tell them apart."""
+    do not tell them apart. ``answer_s``: from a step's end until who asked has its token; 0 in older profiles."""
 
     format: str
     machine: str
@@ -102,6 +104,7 @@ class Profile:
     reads: tuple[TransferPoint, ...]
     overheads: tuple[OverheadPoint, ...]
     wakes: tuple[StepPoint, ...] = ()
+    answer_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.format not in (FORMAT, ALONE_FORMAT):
@@ -114,6 +117,8 @@ class Profile:
             ways = {point.to_device for point in getattr(self, name)}
             if len(ways) < 2:
                 raise ConfigError(f"its {name} must go both to the device and to the host")
+        if not 0 <= self.answer_s < float("inf"):
+            raise ConfigError(f"answer_s must be a number from 0, got {self.answer_s}")
         if not self.overheads:
             raise ConfigError("it names no overhead")
         if not any(point.is_held_out for point in self.steps):

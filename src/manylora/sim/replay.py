@@ -96,6 +96,7 @@ class Replay(VirtualLoop):
         super().__init__(config, SimulatedDevice(costs, config.page_bytes, pages), watch)
         self.stream = stream
         self.outcomes: list[Outcome] = []
+        self._answer_s = costs.answer_s
         self.counters_at_start = Counters()
         self._began_s: float | None = None
         self._num_handed = 0  # of the stream's requests that arrived
@@ -195,7 +196,7 @@ class Replay(VirtualLoop):
         outcome = self._open.get(command.request)
         if outcome is None:
             return
-        outcome.end_s = self.now - (self._began_s or 0.0)
+        outcome.end_s = self.now - (self._began_s or 0.0) + self._answer_s
         if outcome.num_tokens == 0:
             outcome.first_s = outcome.end_s
         outcome.num_tokens += 1
@@ -211,7 +212,7 @@ class Replay(VirtualLoop):
             if outcome is None:
                 self._put(self.now, Arrive(self._warming[command.request]))
                 return
-            outcome.is_dropped, outcome.end_s = True, self._since_start()
+            outcome.is_dropped, outcome.end_s = True, self._since_start() + self._answer_s
         if command.request in self._warming:
             del self._warming[command.request]
             if not self._warming:
@@ -219,7 +220,8 @@ class Replay(VirtualLoop):
             return
         following = self._prompts.ended(self._open.pop(command.request).request)
         if following is not None:
-            self._put(self.now, self._hand_over(following, self.now))
+            answered_s = self.now + self._answer_s
+            self._put(answered_s, self._hand_over(following, answered_s))
 
 
 class _Prompts:
