@@ -131,10 +131,12 @@ def test_lines_are_found_again() -> None:
 
 def test_new_sequences_and_answers_take_their_time() -> None:
     points = tuple(
-        OverheadPoint(rows, 1e-4 + rows * 1e-5 + new * 5e-4, new) for rows in (1, 8, 60) for new in (0, 1, 2)
+        OverheadPoint(rows, 1e-4 + rows * 1e-5 + (5e-4 if new else 0), new)
+        for rows in (1, 8, 60)
+        for new in (0, 1, 2)
     )
     costs = fit_profile(dataclasses.replace(profile_of(linear), overheads=points, answer_s=3e-4))
-    assert costs.overhead_s(50, 3) == pytest.approx(1e-4 + 50e-5 + 15e-4)
+    assert costs.overhead_s(50, 3) == costs.overhead_s(50, 1) == pytest.approx(1e-4 + 50e-5 + 5e-4)
     assert costs.answer_s == 3e-4
     with pytest.raises(ConfigError, match="answer_s must be a number from 0, got -1"):
         dataclasses.replace(profile_of(linear), answer_s=-1)

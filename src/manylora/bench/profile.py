@@ -375,7 +375,7 @@ def describe(profile: Profile, costs: FittedCosts) -> str:
             f"reads         {rate(costs.read_out)} to the host, {rate(costs.read_in)} to the device",
             f"between steps {1e6 * costs.overhead_s(1, 0):.0f} us with 1 row, "
             f"{1e6 * costs.overhead_s(most_rows, 0):.0f} us with {most_rows}, "
-            f"{1e6 * costs.overhead[2]:.0f} us more for a new one",
+            f"{1e6 * costs.overhead[2]:.0f} us more with new ones",
             f"answers       {1e6 * costs.answer_s:.0f} us after their step",
             f"after idling  {1e3 * costs.wake_s:.2f} ms more",
         )

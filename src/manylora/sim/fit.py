@@ -57,8 +57,8 @@ class FitError:
 @dataclasses.dataclass(frozen=True, slots=True)
 class FittedCosts:
     """``StepCosts`` from measurements. ``planes``: coefficients in the order of FEATURES; lines: (seconds,
-    seconds a byte). ``overhead``: seconds, seconds a row, seconds a new sequence. ``seen`` and ``held_out``: the
-    steps' errors."""
+    seconds a byte). ``overhead``: seconds, seconds a row, seconds if any sequence is new. ``seen`` and
+    ``held_out``: the steps' errors."""
 
     planes: tuple[tuple[float, ...], ...]
     copy_in: tuple[float, float]
@@ -107,7 +107,7 @@ class FittedCosts:
     def overhead_s(self, num_rows: int, num_new: int, /) -> float:
         """See StepCosts."""
         base_s, row_s, new_s = self.overhead
-        return base_s + num_rows * row_s + num_new * new_s
+        return base_s + num_rows * row_s + (new_s if num_new else 0.0)
 
     def copy_s(self, num_bytes: int, to_device: bool = True, /) -> float:
         """See StepCosts."""
@@ -272,9 +272,10 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def _overhead(points: Sequence[OverheadPoint]) -> tuple[float, float, float]:
-    """(seconds, seconds a row, seconds a new sequence); older profiles do not tell these apart."""
+    """(seconds, seconds a row, seconds if a sequence is new: more of them hardly take more); older profiles do not
+    tell these apart."""
     base_s, row_s, new_s = _relative(
-        [(1, point.num_rows, point.num_new) for point in points], [point.seconds for point in points]
+        [(1, point.num_rows, point.num_new > 0) for point in points], [point.seconds for point in points]
     )
     return base_s, row_s, new_s
 
