@@ -138,14 +138,16 @@ def test_a_named_workload_on_a_server(
     assert plot.stat().st_size > 10_000
 
 
-def test_text_prompts_and_chats_on_a_server(tmp_path: Path, adapters: str) -> None:
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_text_prompts_and_chats_on_a_server(tmp_path: Path, adapters: str, kind: str) -> None:
     out = tmp_path / "out.json"
     with Server("--adapter-dir", adapters, "--device-pool", "16MiB") as server:
         server.wait_ready()
         args = ["--trace-file", small_trace(tmp_path), "--url", server.url, "--out", str(out)]
-        assert main(["bench", "serve", *args, "--prompts", "text"]) == 0
+        assert main(["bench", "serve", *args, "--prompts", kind]) == 0
     report = json.loads(out.read_text())
-    assert report["target"]["prompts"] == "text"
+    assert report["target"]["prompts"] == report["settings"]["prompts"] == kind
+    assert report["endpoint_type"] == ("openai" if kind == "text" else "openai-chat")
     first, _, second = report["requests"]
     assert second["prompt_tokens"] > first["prompt_tokens"] >= 30  # a word has a token or more
     assert report["output_lens"] == [6, 6, 6]
@@ -244,6 +246,7 @@ ON_DEMO = ["--trace-file", str(TRACE), "--model", MODEL]
         ([*ON_DEMO, "--plot", "picture.txt"], "name it *.png"),
         ([*ON_DEMO, "--goodput", "ttft:fast"], "write ttft:MS"),
         ([*ON_DEMO, "--prompts", "text"], "takes tokens"),
+        ([*ON_DEMO, "--prompts", "chat"], "takes tokens"),
         ([*ON_DEMO, "--client-processes", "2"], "a server at --url"),
         ([*ON_DEMO, "--device", "cpu"], "not served"),
     ],

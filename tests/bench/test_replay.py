@@ -23,7 +23,7 @@ from manylora.bench.replay import (
 )
 from manylora.bench.serve import measure
 from manylora.bench.summary import Objective, as_rows, difference, fairness, jain, summarize, table, warnings
-from manylora.bench.targets import Call, Prompt
+from manylora.bench.targets import Answer, Call, Prompt, has_ids
 from manylora.config import ConfigError
 from manylora.workloads.stream import Piece, StreamRequest
 from tests.bench.fakes import FakeTarget, reply_to, run_in_own_time, stream_of, turn
@@ -99,13 +99,25 @@ def test_equal_pieces_give_equal_tokens_and_named_ones_are_used(in_own_time: Own
 
 
 def test_words_for_servers_without_tokens() -> None:
-    prompts = ReplaySettings(is_text=True).prompts()
+    prompts = ReplaySettings(kind="text").prompts()
     first, second = prompts.new(turn(0, 0, 0.0)), prompts.new(turn(0, 1, 0.0))
     assert isinstance(first, str)
     assert isinstance(second, str)
     assert len(first.split()) == len(second.split()) == 4
     assert first != second
-    assert first == ReplaySettings(is_text=True).prompts().new(turn(0, 0, 5.0))
+    assert first == ReplaySettings(kind="text").prompts().new(turn(0, 0, 5.0))
+
+
+def test_a_chat_is_what_was_said_in_turn() -> None:
+    prompts = ReplaySettings(kind="chat").prompts()
+    words = ReplaySettings(kind="text").prompts()
+    first, second = turn(0, 0, 0.0), turn(0, 1, 0.0)
+    said = joined(prompts.nothing(), prompts.new(first))
+    said = joined(joined(said, prompts.reply(Answer(text="Well. "))), prompts.new(second))
+    assert said == (words.new(first), "Well. ", words.new(second))
+    assert not has_ids(said)
+    assert not has_ids(words.new(first))
+    assert has_ids(ReplaySettings().prompts().new(first))
 
 
 def test_a_failed_turn_takes_the_rest_of_its_conversation_along(in_own_time: OwnTime) -> None:

@@ -184,6 +184,44 @@ def test_return_token_ids_comes_first() -> None:
     assert target.description["model"] == "m"
 
 
+def test_chats_are_messages_and_thoughts_count_but_are_not_said() -> None:
+    bodies: list[dict[str, Any]] = []
+
+    def chunks(body: dict[str, Any]) -> bytes:
+        bodies.append(body)
+        deltas: list[dict[str, Any]] = [
+            {"role": "assistant", "content": ""},
+            {"reasoning_content": "hm"},
+            {"content": "So "},
+            {"content": "it is."},
+        ]
+        choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+        choices.append({"index": 0, "delta": {}, "finish_reason": "length"})
+        lines = [{"choices": [choice]} for choice in choices]
+        usage = {"prompt_tokens": 9, "completion_tokens": body["max_tokens"]}
+        lines.append({"choices": [], "usage": usage})
+        return (
+            b"".join(b"data: " + json.dumps(line).encode() + b"\n\n" for line in lines) + b"data: [DONE]\n\n"
+        )
+
+    async def run() -> tuple[HttpTarget, Answer]:
+        async with stand_in(chunks) as url:
+            target = await HttpTarget.connect(url, kind="chat")
+            return target, await target.generate(Call(("Is it?", "Yes.", "Why?"), 4, "lora"))
+
+    target, answer = asyncio.run(run())
+    assert (answer.error, answer.text, answer.num_tokens) == (None, "So it is.", 4)
+    assert len(answer.itls_s) == 2, "neither the role nor the end is a delivery"
+    assert bodies[-1]["messages"] == [
+        {"role": "user", "content": "Is it?"},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": "Why?"},
+    ]
+    assert "prompt" not in bodies[-1]
+    assert bodies[-1]["model"] == "lora"
+    assert target.description["prompts"] == "chat"
+
+
 def test_a_server_that_tells_text_only_is_refused() -> None:
     async def run() -> None:
         async with stand_in(lambda body: b'data: {"choices": [{"text": "hello"}]}\n\n') as url:

@@ -66,8 +66,9 @@ def add_parser(commands: Any, add_flag: AddFlag) -> None:
     server = serve.add_argument_group("a running server")
     add_options(server, _CLIENT)
     server.add_argument(
-        "--prompts", choices=("tokens", "text"), default="tokens",
-        help="text: words, for servers that take no token ids (default: tokens)",
+        "--prompts", choices=("tokens", "text", "chat"), default="tokens",
+        help="text: words, for servers that take no token ids; chat: words, as messages to /v1/chat/completions "
+        "(default: tokens)",
     )  # fmt: skip
     _add_common(serve, add_flag)
     serve.add_argument(
@@ -155,7 +156,7 @@ def _settings(args: argparse.Namespace) -> Any:
             seed=args.seed or 0,
             vocab_size=1000 if args.vocab_size is None else args.vocab_size,
             adapter_name=args.adapter_name or "adapter-{}",
-            is_text=getattr(args, "prompts", "tokens") == "text",
+            kind=getattr(args, "prompts", "tokens"),
             show=show_on_stderr if args.progress else None,
         ),
         engine=settings_of(args, names),

@@ -1,15 +1,16 @@
-"""A running OpenAI-compatible server as a benchmark's target: streamed ``/v1/completions``.
+"""A running OpenAI-compatible server as a benchmark's target: streamed ``/v1/completions``, or chats.
 
 A chat's history needs the token ids that the server generated. vLLM sends them for ``return_token_ids``; with
 ``logprobs`` and ``return_tokens_as_token_ids``, which manylora knows as well, tokens are written as
 ``token_id:17``. Which of the two works is tried out once. Without histories no ids are asked for, and with text
-for prompts the history is text.
+for prompts, or messages of a chat, the history is text.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import math
 import time
 from typing import Any
@@ -17,10 +18,21 @@ from typing import Any
 import msgspec
 
 from manylora.bench.http_client import HttpClient, HttpFailure
-from manylora.bench.targets import Answer, Call, Prompt
+from manylora.bench.targets import Answer, Call, Prompt, PromptKind
 from manylora.config import ConfigError
 
-_PATH = "/v1/completions"
+_PATHS: dict[PromptKind, str] = {
+    "tokens": "/v1/completions", "text": "/v1/completions", "chat": "/v1/chat/completions"
+}  # fmt: skip
+_PROBES: dict[PromptKind, Prompt] = {
+    "tokens": (3, 4, 5, 6), "text": "time year people ", "chat": ("time year people ",)
+}  # fmt: skip
+_HINTS: dict[PromptKind, str] = {
+    "tokens": "; if it takes no token ids, use --prompts text",
+    "text": "; if it only chats, use --prompts chat",
+    "chat": "",
+}
+_ROLES = ("user", "assistant")
 _EXACT: dict[str, Any] = {"ignore_eos": True}
 _ID_FIELDS: tuple[dict[str, Any], ...] = (
     {"return_token_ids": True},
@@ -37,8 +49,16 @@ class _Logprobs(msgspec.Struct):
     tokens: list[str] = []
 
 
+class _Delta(msgspec.Struct):
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    """What servers that take thoughts apart call them; not part of what was said."""
+
+
 class _Choice(msgspec.Struct):
     text: str = ""
+    delta: _Delta | None = None
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
@@ -61,6 +81,7 @@ class Access:
     api_key: str | None
     base: str
     fields: dict[str, Any]
+    kind: PromptKind = "tokens"
 
 
 class HttpTarget:
@@ -81,13 +102,13 @@ class HttpTarget:
 
     @classmethod
     async def connect(
-        cls, url: str, api_key: str | None = None, needs_ids: bool = True, is_text: bool = False
+        cls, url: str, api_key: str | None = None, needs_ids: bool = True, kind: PromptKind = "tokens"
     ) -> HttpTarget:
         """Ask the server what it serves, and what it understands; raises ConfigError.
 
-        ``needs_ids``: of the tokens it generates. ``is_text``: prompts are text.
+        ``needs_ids``: of the tokens it generates, where prompts are of ids. ``kind``: of the prompts.
         """
-        target = cls(Access(url, api_key, "", {}))
+        target = cls(Access(url, api_key, "", {}, kind))
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 page = await target._client.fetch("/v1/models")
@@ -103,18 +124,18 @@ class HttpTarget:
             raise ConfigError(f"{url}/v1/models does not answer as OpenAI's does") from error
         target.adapters = frozenset(names)
         target.max_model_len = min(lengths, default=None)
-        await target._find_fields(base, needs_ids and not is_text, is_text)
+        await target._find_fields(base, needs_ids and kind == "tokens")
         asked = sorted(target.access.fields)
-        target.description |= {"model": base, "asked_for": asked, "prompts": "text" if is_text else "tokens"}
+        target.description |= {"model": base, "asked_for": asked, "prompts": kind}
         return target
 
-    async def _find_fields(self, base: str, needs_ids: bool, is_text: bool) -> None:
+    async def _find_fields(self, base: str, needs_ids: bool) -> None:
         """The first set of fields with which a request is answered as it must be."""
         if needs_ids:
             dialects = [{**_EXACT, **fields} for fields in _ID_FIELDS]
         else:
-            dialects = [_EXACT, {}] if is_text else [_EXACT]
-        prompt: Prompt = "time year people " if is_text else (3, 4, 5, 6)
+            dialects = [_EXACT] if self.access.kind == "tokens" else [_EXACT, {}]
+        prompt = _PROBES[self.access.kind]
         reasons = []
         for fields in dialects:
             self.access = dataclasses.replace(self.access, base=base, fields=fields)
@@ -129,24 +150,29 @@ class HttpTarget:
                 "the server does not tell the ids of its tokens, without which no chat can be replayed but with "
                 f"--prompts text ({names}: {'; '.join(reasons)})"
             )
-        hint = "" if is_text else "; if it takes no token ids, use --prompts text"
-        raise ConfigError(f"the server does not answer {_PATH} of 2 tokens: {'; '.join(reasons)}{hint}")
+        path, hint = _PATHS[self.access.kind], _HINTS[self.access.kind]
+        raise ConfigError(f"the server does not answer {path} of 2 tokens: {'; '.join(reasons)}{hint}")
 
     async def generate(self, call: Call) -> Answer:
         """See Target."""
         answer = Answer()
         body = {
             "model": self.access.base if call.adapter is None else call.adapter,
-            "prompt": call.prompt, "max_tokens": call.max_tokens, "temperature": 0,
+            "max_tokens": call.max_tokens, "temperature": 0,
             "stream": True, "stream_options": {"include_usage": True}, **self.access.fields,
         }  # fmt: skip
+        if self.access.kind == "chat":
+            said = zip(itertools.cycle(_ROLES), call.prompt)
+            body["messages"] = [{"role": role, "content": text} for role, text in said]
+        else:
+            body["prompt"] = call.prompt
 
         def on_line(line: bytes) -> None:
             if line.startswith((b"data: {", b"data:{")):
                 _take(answer, _decode(line[5:]))
 
         try:
-            await self._client.send("POST", _PATH, msgspec.json.encode(body), on_line)
+            await self._client.send("POST", _PATHS[self.access.kind], msgspec.json.encode(body), on_line)
         except (OSError, HttpFailure) as error:
             answer.error = answer.error or str(error) or type(error).__name__
         except (ValueError, msgspec.MsgspecError) as error:
@@ -195,6 +221,9 @@ def _take(answer: Answer, chunk: _Chunk) -> None:
     if chunk.error is not None:
         answer.error = str(chunk.error.get("message") if isinstance(chunk.error, dict) else chunk.error)
     for choice in chunk.choices:
+        if choice.delta is not None:
+            _take_delta(answer, choice.delta)
+            continue
         ids = choice.token_ids
         if ids is None and choice.logprobs is not None:
             ids = [int(token.removeprefix(_PREFIX)) for token in choice.logprobs.tokens]
@@ -209,3 +238,10 @@ def _take(answer: Answer, chunk: _Chunk) -> None:
         details = chunk.usage.get("prompt_tokens_details") or {}
         if details.get("cached_tokens") is not None:
             answer.cached_tokens = details["cached_tokens"]
+
+
+def _take_delta(answer: Answer, delta: _Delta) -> None:
+    """A chunk with the role alone, or with the end alone, is no token."""
+    if delta.content or delta.reasoning_content:
+        answer.delivered(time.monotonic())
+        answer.text += delta.content or ""

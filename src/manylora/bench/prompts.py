@@ -1,4 +1,4 @@
-"""A stream's pieces as prompts: the stream's own token ids, or made-up ones, or words.
+"""A stream's pieces as prompts: the stream's own token ids, or made-up ones, or words, as text or said in a chat.
 
 What is made up depends on the seed and the piece's identity alone, and is the same on every machine: equal
 identities give equal tokens, and of two lengths the shorter is the longer's beginning.
@@ -7,10 +7,11 @@ identities give equal tokens, and of two lengths the shorter is the longer's beg
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
-from manylora.bench.targets import Prompt
+from manylora.bench.targets import Answer, Prompt, PromptKind
 from manylora.workloads.stream import Piece, StreamRequest
 
 FIRST_TOKEN = 3
@@ -28,27 +29,36 @@ _WORDS = _LIST.split()
 
 
 class Prompts:
-    """``vocab_size``: ids are drawn below it, evenly. ``is_text``: words instead, one for each token."""
+    """``vocab_size``: ids are drawn below it, evenly. Of text and chats: words instead, one for each token."""
 
-    def __init__(self, seed: int, vocab_size: int, is_text: bool = False) -> None:
+    def __init__(self, seed: int, vocab_size: int, kind: PromptKind = "tokens") -> None:
         self._seed = seed
         self._vocab_size = vocab_size
-        self._is_text = is_text
+        self._kind = kind
 
     def nothing(self) -> Prompt:
         """Said before a conversation's first turn."""
-        return "" if self._is_text else ()
+        return "" if self._kind == "text" else ()
 
     def new(self, request: StreamRequest) -> Prompt:
         """What the turn adds to its conversation; made anew each time."""
-        if self._is_text:
-            return "".join(self._words(piece) for piece in request.prompt)
-        return tuple(token for piece in request.prompt for token in self._tokens(piece))
+        return self._prompt(request.prompt)
+
+    def reply(self, answer: Answer) -> Prompt:
+        """What an answer adds."""
+        return tuple(answer.tokens) if self._kind == "tokens" else self._said(answer.text)
 
     def made_up(self, what: str, length: int) -> Prompt:
         """A prompt apart from any stream."""
-        piece = Piece(what, length)
-        return self._words(piece) if self._is_text else tuple(self._tokens(piece))
+        return self._prompt((Piece(what, length),))
+
+    def _prompt(self, pieces: Sequence[Piece]) -> Prompt:
+        if self._kind == "tokens":
+            return tuple(token for piece in pieces for token in self._tokens(piece))
+        return self._said("".join(map(self._words, pieces)))
+
+    def _said(self, text: str) -> Prompt:
+        return text if self._kind == "text" else (text,)
 
     def _tokens(self, piece: Piece) -> tuple[int, ...] | list[int]:
         if piece.tokens is not None:

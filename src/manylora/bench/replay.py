@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from manylora.bench.prompts import FIRST_TOKEN, Prompts, joined
-from manylora.bench.targets import Answer, Call, Prompt, Target, check_names
+from manylora.bench.targets import Answer, Call, Prompt, PromptKind, Target, check_names, has_ids
 from manylora.config import ConfigError
 from manylora.workloads.stream import Stream, StreamRequest, prompt_tokens
 
@@ -32,8 +32,8 @@ class ReplaySettings:
     adapter_name: str = "adapter-{}"
     """The name of adapter 7 is this with 7 in the braces; or, where there are none, the eighth of these names,
     with commas between them. The base model's name is one too."""
-    is_text: bool = False
-    """Prompts are words, for servers that take no token ids."""
+    kind: PromptKind = "tokens"
+    """Of the prompts: words for servers that take no token ids, or in a chat's messages."""
     show: Callable[[str], None] | None = None
     """Told of the progress, in a line, every two seconds."""
 
@@ -67,7 +67,7 @@ class ReplaySettings:
 
     def prompts(self) -> Prompts:
         """What makes the prompts."""
-        return Prompts(self.seed, self.vocab_size, self.is_text)
+        return Prompts(self.seed, self.vocab_size, self.kind)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -263,7 +263,7 @@ class _Run:
             if failure is None:
                 await self._sleep_until(due_s)
             prompt = joined(history, new)
-            asked = self._asked(turn, due_s, turn.new_tokens if isinstance(prompt, str) else len(prompt))
+            asked = self._asked(turn, due_s, len(prompt) if has_ids(prompt) else turn.new_tokens)
             if failure is not None:
                 self.results.append(dataclasses.replace(asked, error=failure))
                 continue
@@ -272,8 +272,7 @@ class _Run:
             if result.error is not None:
                 failure = "an earlier turn of its conversation failed"
             else:
-                reply = answer.text if isinstance(prompt, str) else tuple(answer.tokens)
-                history = joined(prompt, reply)
+                history = joined(prompt, self._prompts.reply(answer))
 
     def _asked(self, turn: StreamRequest, due_s: float, num_prompt: int) -> RequestResult:
         handed_s = time.monotonic() - self.start_s

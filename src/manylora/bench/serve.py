@@ -74,8 +74,11 @@ def check(settings: BenchSettings) -> None:
         raise ConfigError("--client-processes send requests to a server at --url")
     if settings.client_processes is not None and settings.client_processes < 0:
         raise ConfigError(f"--client-processes must be at least 0, got {settings.client_processes}")
-    if settings.url is None and settings.replay.is_text:
-        raise ConfigError("--prompts text is for a server at --url; an engine in this process takes tokens")
+    if settings.url is None and settings.replay.kind != "tokens":
+        kind = settings.replay.kind
+        raise ConfigError(
+            f"--prompts {kind} is for a server at --url; an engine in this process takes tokens"
+        )
     if settings.out is not None:
         check_writable(settings.out)
     if settings.plot is not None:
@@ -143,7 +146,7 @@ async def _connect(settings: BenchSettings, stream: Stream) -> HttpTarget:
     assert settings.url is not None
     allow_many_connections()
     needs_ids = any(request.turn > 0 for request in stream.requests)
-    return await HttpTarget.connect(settings.url, settings.api_key, needs_ids, settings.replay.is_text)
+    return await HttpTarget.connect(settings.url, settings.api_key, needs_ids, settings.replay.kind)
 
 
 def _report(settings: BenchSettings, stream: Stream, target: Target, found: Measured) -> dict[str, Any]:
@@ -154,6 +157,8 @@ def _report(settings: BenchSettings, stream: Stream, target: Target, found: Meas
         fields |= offline_fields(found.summary)
     if settings.url is None:
         fields["backend"] = fields["endpoint_type"] = "manylora"
+    elif settings.replay.kind == "chat":
+        fields["backend"] = fields["endpoint_type"] = "openai-chat"
     return fields | {
         "is_complete": found.error is None,
         "error": found.error,
@@ -164,7 +169,7 @@ def _report(settings: BenchSettings, stream: Stream, target: Target, found: Meas
             "warm_adapters": settings.is_warm,
             "seed": settings.replay.seed,
             "vocab_size": settings.replay.vocab_size,
-            "prompts": "text" if settings.replay.is_text else "tokens",
+            "prompts": settings.replay.kind,
             "goodput": None if settings.objective is None else dataclasses.asdict(settings.objective),
             **settings.engine,
         },

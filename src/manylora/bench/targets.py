@@ -13,7 +13,7 @@ import gc
 import itertools
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeGuard
 
 from manylora.config import ConfigError, EngineSettings
 from manylora.engine.client import Delta, GenerationRequest
@@ -24,8 +24,14 @@ PARTS = tuple(name for name in Delta._fields if name.endswith("_s") and name != 
 """The parts of the time to the first token that a request's first Delta tells."""
 
 
-Prompt = tuple[int, ...] | str
-"""Token ids; or text, for servers that take no ids."""
+PromptKind = Literal["tokens", "text", "chat"]
+Prompt = tuple[int, ...] | str | tuple[str, ...]
+"""Token ids; text, for servers that take no ids; or what was said in a chat, in turn, the user first."""
+
+
+def has_ids(prompt: Prompt) -> TypeGuard[tuple[int, ...]]:
+    """Whether it is of token ids."""
+    return not isinstance(prompt, str) and not any(isinstance(said, str) for said in prompt[:1])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,7 +134,7 @@ class EngineTarget:
         """See Target."""
         if self._death is not None:
             return Answer(error=self._death)
-        if isinstance(call.prompt, str):
+        if not has_ids(call.prompt):
             return Answer(error="an engine in this process takes token ids")
         request = f"bench-{next(self._ids)}"
         params = SamplingParams(max_tokens=call.max_tokens, temperature=0.0, ignore_eos=True, seed=0)
