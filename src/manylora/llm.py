@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Itera
 from types import TracebackType
 from typing import Any, TypeVar
 
+from manylora.config import ConfigError
 from manylora.engine.client import EngineDead, EngineStats, GenerationRequest
 from manylora.engine.driver import Driver
 from manylora.engine.local import LocalEngine
@@ -144,6 +145,8 @@ class AsyncLLM:
 
         values = {**settings, "model": model, "device": device, "dtype": dtype}
         if adapters:
+            if taken := next((name for name in adapters if "=" in name), None):
+                raise ConfigError(f"an adapter's name must hold no '=', got {taken!r}")
             values["adapter"] = [f"{name}={path}" for name, path in adapters.items()]
         engine, _ = build_settings(values)
         self._tokenizer: Tokenizer | None = load_tokenizer(engine.model.model)

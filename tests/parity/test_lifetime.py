@@ -117,6 +117,12 @@ def test_nothing_is_left_of_one_that_could_not_start(bench: Bench, tmp_path: Pat
     assert soon(lambda: address_space_bytes() < before + POOL_BYTES)
 
 
+def test_an_adapter_is_not_named_with_an_equals_sign(tmp_path: Path) -> None:
+    """Settings write NAME=PATH: the name would end there, and the path begin."""
+    with pytest.raises(ConfigError, match="name must hold no '=', got 'a=b'"):
+        LLM("no-model", {"good": str(tmp_path), "a=b": str(tmp_path)})
+
+
 def test_an_async_engine_that_is_dropped(bench: Bench) -> None:
     names = thread_names()
 
