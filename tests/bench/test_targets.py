@@ -222,6 +222,28 @@ def test_chats_are_messages_and_thoughts_count_but_are_not_said() -> None:
     assert target.description["prompts"] == "chat"
 
 
+def test_tokens_without_a_letter_came_by_the_end() -> None:
+    def chunks(body: dict[str, Any]) -> bytes:
+        lines: list[dict[str, Any]] = [
+            {
+                "choices": [
+                    {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": "length"}
+                ]
+            },
+            {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": body["max_tokens"]}},
+        ]
+        return b"".join(b"data: " + json.dumps(line).encode() + b"\n\n" for line in lines)
+
+    async def run() -> Answer:
+        async with stand_in(chunks) as url:
+            target = await HttpTarget.connect(url, kind="chat")
+            return await target.generate(Call(("Well?",), 1, None))
+
+    answer = asyncio.run(run())
+    assert (answer.error, answer.text, answer.num_tokens) == (None, "", 1)
+    assert answer.first_s is not None
+
+
 def test_a_server_that_tells_text_only_is_refused() -> None:
     async def run() -> None:
         async with stand_in(lambda body: b'data: {"choices": [{"text": "hello"}]}\n\n') as url:

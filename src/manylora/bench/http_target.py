@@ -177,6 +177,8 @@ class HttpTarget:
             answer.error = answer.error or str(error) or type(error).__name__
         except (ValueError, msgspec.MsgspecError) as error:
             answer.error = f"the server's answer cannot be read: {error}"
+        if answer.first_s is None and answer.reply_length:
+            answer.delivered(time.monotonic())  # tokens without a letter, such as a part of one
         return answer
 
     async def counters(self) -> dict[str, float]:
