@@ -57,13 +57,8 @@ def replay_of(
     return Replay(stream or chat(), config or config_of(policy), costs, [4] * 5, **kwargs)
 
 
-def run(
-    policy: str = "manylora",
-    stream: Stream | None = None,
-    config: PolicyConfig | None = None,
-    costs: DeviceCosts = COSTS,
-) -> Replay:
-    replay = replay_of(policy, stream, config, costs)
+def run(policy: str = "manylora", **kwargs: Any) -> Replay:
+    replay = replay_of(policy, **kwargs)
     replay.run()
     return replay
 

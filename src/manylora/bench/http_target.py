@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import math
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -21,16 +21,20 @@ from manylora.bench.http_client import HttpClient, HttpFailure
 from manylora.bench.targets import Answer, Call, Prompt, PromptKind
 from manylora.config import ConfigError
 
-_PATHS: dict[PromptKind, str] = {
-    "tokens": "/v1/completions", "text": "/v1/completions", "chat": "/v1/chat/completions"
-}  # fmt: skip
-_PROBES: dict[PromptKind, Prompt] = {
-    "tokens": (3, 4, 5, 6), "text": "time year people ", "chat": ("time year people ",)
-}  # fmt: skip
-_HINTS: dict[PromptKind, str] = {
-    "tokens": "; if it takes no token ids, use --prompts text",
-    "text": "; if it only chats, use --prompts chat",
-    "chat": "",
+
+class _Way(NamedTuple):
+    """How prompts of one kind are sent: where to, one to try it out with, and what to try if that fails."""
+
+    path: str
+    probe: Prompt
+    hint: str
+
+
+_WORDS = "time year people "
+_WAYS: dict[PromptKind, _Way] = {
+    "tokens": _Way("/v1/completions", (3, 4, 5, 6), "; if it takes no token ids, use --prompts text"),
+    "text": _Way("/v1/completions", _WORDS, "; if it only chats, use --prompts chat"),
+    "chat": _Way("/v1/chat/completions", (_WORDS,), ""),
 }
 _ROLES = ("user", "assistant")
 _EXACT: dict[str, Any] = {"ignore_eos": True}
@@ -50,7 +54,6 @@ class _Logprobs(msgspec.Struct):
 
 
 class _Delta(msgspec.Struct):
-    role: str | None = None
     content: str | None = None
     reasoning_content: str | None = None
     """What servers that take thoughts apart call them; not part of what was said."""
@@ -135,7 +138,7 @@ class HttpTarget:
             dialects = [{**_EXACT, **fields} for fields in _ID_FIELDS]
         else:
             dialects = [_EXACT] if self.access.kind == "tokens" else [_EXACT, {}]
-        prompt = _PROBES[self.access.kind]
+        prompt = _WAYS[self.access.kind].probe
         reasons = []
         for fields in dialects:
             self.access = dataclasses.replace(self.access, base=base, fields=fields)
@@ -150,8 +153,10 @@ class HttpTarget:
                 "the server does not tell the ids of its tokens, without which no chat can be replayed but with "
                 f"--prompts text ({names}: {'; '.join(reasons)})"
             )
-        path, hint = _PATHS[self.access.kind], _HINTS[self.access.kind]
-        raise ConfigError(f"the server does not answer {path} of 2 tokens: {'; '.join(reasons)}{hint}")
+        way = _WAYS[self.access.kind]
+        raise ConfigError(
+            f"the server does not answer {way.path} of 2 tokens: {'; '.join(reasons)}{way.hint}"
+        )
 
     async def generate(self, call: Call) -> Answer:
         """See Target."""
@@ -172,7 +177,7 @@ class HttpTarget:
                 _take(answer, _decode(line[5:]))
 
         try:
-            await self._client.send("POST", _PATHS[self.access.kind], msgspec.json.encode(body), on_line)
+            await self._client.send("POST", _WAYS[self.access.kind].path, msgspec.json.encode(body), on_line)
         except (OSError, HttpFailure) as error:
             answer.error = answer.error or str(error) or type(error).__name__
         except (ValueError, msgspec.MsgspecError) as error:
