@@ -25,7 +25,9 @@ _LONG_REPLY = 96
 """Of few clients. Where steps are short, a prompt leaves its mark on those after it, on a CPU for the weights that
 it drove out of the caches; replies must be long enough for steps without."""
 _FEW = 4
-_TURNS = 3
+_TURNS, _MANY_TURNS = 3, 8
+_SHORT_TURNS = (2, 4, 8)
+"""Of many turns the longest, in ``_SHORTEST``s: a few new tokens after a history are most of a chat's prompts."""
 _SHORTEST = 16
 _MOST_TOKENS = 65536
 """Of one load's prompts."""
@@ -82,6 +84,12 @@ def make_loads(room: Room, is_quick: bool) -> list[Load]:
             Load(clients, max(1, context // _TURNS), many, _TURNS, reply) for context in (middle, longest)
         ]
         found.append(Load(clients, max(1, longest // _TURNS), 0, _TURNS, reply))
+        most = each // _MANY_TURNS - _REPLY
+        found += [
+            Load(clients, min(times * _SHORTEST, most), adapters, _MANY_TURNS)
+            for times, adapters in zip(_SHORT_TURNS, (many, 0, many))
+            if most >= 1
+        ]
     found = list(dict.fromkeys(found))
     random.Random(0).shuffle(found)
     return found
