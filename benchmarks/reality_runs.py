@@ -116,6 +116,8 @@ class Noted:
         self.reads_at_once = costs.reads_at_once
         self.wake_s = costs.wake_s
         self.answer_s = costs.answer_s
+        self.copy_drag = costs.copy_drag
+        self.spread = costs.spread
         self.overhead_s = costs.overhead_s
         self.copy_s = costs.copy_s
         self.read_s = costs.read_s

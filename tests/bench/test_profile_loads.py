@@ -11,6 +11,7 @@ from manylora.bench.profile_loads import (
     Room,
     answer_time_s,
     busy_load,
+    crowded_load,
     make_loads,
     overhead_points,
     read_points,
@@ -35,7 +36,7 @@ def test_loads_fit_the_room_and_reach_its_ends(room: Room, is_quick: bool) -> No
     assert loads == make_loads(room, is_quick)
     assert len(set(loads)) == len(loads)
     assert {load.clients for load in loads} >= {1}
-    for load in [*loads, busy_load(room)]:
+    for load in [*loads, busy_load(room), crowded_load(room, 1_000)]:
         assert load.clients <= room.max_seqs
         assert load.adapters <= min(load.clients, room.num_adapters)
         assert load.context >= 1

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from manylora.config import ConfigError
-from manylora.sim.costs import StepWork
+from manylora.sim.costs import Spread, StepWork
 from manylora.sim.fit import FEATURES, fit_profile, nonnegative_least_squares
 from manylora.sim.profile import (
     ALONE_FORMAT,
@@ -140,6 +140,18 @@ def test_new_sequences_and_answers_take_their_time() -> None:
     assert costs.answer_s == 3e-4
     with pytest.raises(ConfigError, match="answer_s must be a number from 0, got -1"):
         dataclasses.replace(profile_of(linear), answer_s=-1)
+
+
+def test_spread_and_drag_come_back_from_a_file(tmp_path: Path) -> None:
+    spread = Spread((0.5, 1.5), (1.0,), (0.9, 1.1), (0.0, 1e-3))
+    profile = dataclasses.replace(profile_of(linear), copy_drag=0.7, spread=spread)
+    save_profile(profile, tmp_path / "p.json")
+    found = load_profile(tmp_path / "p.json")
+    assert found == profile
+    costs = fit_profile(found)
+    assert (costs.copy_drag, costs.spread) == (0.7, spread)
+    with pytest.raises(ConfigError, match="copy_drag must be a number from 0, got -1"):
+        dataclasses.replace(profile, copy_drag=-1)
 
 
 @pytest.mark.parametrize("more_s", [1.5e-3, 0.0, -1e-3])

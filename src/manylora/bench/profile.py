@@ -29,6 +29,7 @@ from manylora.bench.profile_loads import (
     Room,
     answer_time_s,
     busy_load,
+    crowded_load,
     make_loads,
     overhead_points,
     read_points,
@@ -38,6 +39,7 @@ from manylora.bench.profile_loads import (
     wake,
 )
 from manylora.bench.profile_rig import Rig
+from manylora.bench.profile_spread import copy_drag, spread_of
 from manylora.bench.random_adapters import write_random_adapters
 from manylora.bench.step_log import LentExecutor, StepLog
 from manylora.bench.targets import EngineTarget
@@ -68,6 +70,8 @@ _READS = 2 * len(RANKS)
 _WAKES, _QUICK_WAKES, _MOST_WAKE_TOKENS = 24, 8, 512
 """Prompts that find the engine idle in each part, and the longest of them."""
 _MOST_PASSES = 5
+_CROWDS = 2
+"""How often each part is watched with too few pages."""
 _ATTENTION_GROUPS = ("qkv", "o")
 _PACKAGES = ("manylora", "torch", "numpy", "triton", "numba", "flashinfer-python")
 
@@ -147,6 +151,7 @@ class Profiler:
         self._config = config
         self._progress = progress
         self._log = StepLog()
+        self._crowded = StepLog()
         self._answer_s: list[float] = []
         self._folder = tempfile.TemporaryDirectory()
         try:
@@ -174,6 +179,7 @@ class Profiler:
         # Last: by now a large host pool is pinned.
         self._copies = rig.copies(self._settings.repeats)
         self._paths = paths[: rig.num_adapters]
+        self._adapter_pages = rig.adapter_pages
         rig.forget_adapters()
 
     def watch(self, part: int = 0, num_parts: int = 1) -> None:
@@ -186,18 +192,45 @@ class Profiler:
         )
         loads = make_loads(room, self._settings.is_quick)[part::num_parts]
         log = asyncio.run(self._watched(room, loads, self._settings.budget_s / num_parts))
-        self._log.steps += log.steps
-        self._log.reads += log.reads
+        _add(self._log, log)
+        _add(self._crowded, asyncio.run(self._watched_in_need(room, part)))
+
+    def _open(self, policy: PolicyConfig) -> tuple[LentExecutor, EngineTarget, list[str]]:
+        """An engine on the worker, and its adapters' names."""
+        lent = LentExecutor(self._worker, policy.page_bytes)
+        info = dataclasses.replace(self._info, num_pages=policy.num_pages, max_model_len=policy.max_model_len)
+        driver = Driver(policy, lent, info)
+        names = [f"profile-{number}" for number in range(len(self._paths))]
+        for name, path in zip(names, self._paths):
+            driver.add_adapter(name, str(path), verify=False)
+        return lent, EngineTarget(driver), names
+
+    async def _watched_in_need(self, room: Room, seed: int) -> StepLog:
+        """An engine that has half the pages that its clients fill."""
+        policy = self._policy
+        load = crowded_load(room, policy.num_host_pages * policy.page_tokens)
+        of_adapters = self._adapter_pages[: load.adapters]
+        of_client = -(-load.turns * (load.context + load.reply) // policy.page_tokens)
+        needed = load.clients * of_client + sum(of_adapters)
+        num_pages = min(policy.num_pages, max(needed // 2, of_client + max(of_adapters, default=0) + 1))
+        lent, target, names = self._open(
+            dataclasses.replace(
+                policy,
+                num_pages=num_pages,
+                max_model_len=min(policy.max_model_len, of_client * policy.page_tokens),
+            )
+        )
+        try:
+            for number in range(_CROWDS):
+                await run_load(target, load, names, seed=seed * _CROWDS + number)
+        finally:
+            await target.close()
+        return lent.log()
 
     async def _watched(self, room: Room, loads: Sequence[Load], budget_s: float) -> StepLog:
         """Its steps, and the reads of its first part, under load."""
         busy = busy_load(room)
-        lent = LentExecutor(self._worker, self._policy.page_bytes)
-        driver = Driver(self._policy, lent, self._info)
-        names = [f"profile-{number}" for number in range(len(self._paths))]
-        for name, path in zip(names, self._paths):
-            driver.add_adapter(name, str(path), verify=False)
-        target = EngineTarget(driver)
+        lent, target, names = self._open(self._policy)
         total = _MOST_PASSES * len(loads)
         ends_at = time.monotonic() + budget_s
         try:
@@ -229,7 +262,7 @@ class Profiler:
         name = settings.name or Path(info.model).name
         shape = shape_of(self._config, name, getattr(torch, info.dtype).itemsize)
         projections = _projections(self._config, settings.adapter_modules)
-        return Profile(
+        profile = Profile(
             format=FORMAT,
             machine=machine_name(info.device),
             model=shape,
@@ -247,6 +280,18 @@ class Profiler:
             overheads=tuple(overhead_points(self._log.steps)),
             answer_s=statistics.median(self._answer_s),
         )
+        costs = fit_profile(profile)
+        return dataclasses.replace(
+            profile,
+            copy_drag=copy_drag(self._crowded, costs),
+            spread=spread_of(self._log, self._crowded, costs),
+        )
+
+
+def _add(log: StepLog, more: StepLog) -> None:
+    log.steps += more.steps
+    log.copies += more.copies
+    log.reads += more.reads
 
 
 def _engine_settings(settings: ProfileSettings) -> EngineSettings:
@@ -376,6 +421,8 @@ def describe(profile: Profile, costs: FittedCosts) -> str:
             f"between steps {1e6 * costs.overhead_s(1, 0):.0f} us with 1 row, "
             f"{1e6 * costs.overhead_s(most_rows, 0):.0f} us with {most_rows}, "
             f"{1e6 * costs.overhead[2]:.0f} us more with new ones",
+            f"copies        told {1e6 * statistics.fmean(costs.spread.landings or (0.0,)):.0f} us later than when "
+            f"idle; a second of them takes {costs.copy_drag:.2f} s of the steps beside them",
             f"answers       {1e6 * costs.answer_s:.0f} us after their step",
             f"after idling  {1e3 * costs.wake_s:.2f} ms more",
         )

@@ -28,6 +28,8 @@ _FEW = 4
 _TURNS, _MANY_TURNS = 3, 8
 _SHORT_TURNS = (2, 4, 8)
 """Of many turns the longest, in ``_SHORTEST``s: a few new tokens after a history are most of a chat's prompts."""
+_MOST_CROWDED = 1024
+"""Tokens of each client of too small a pool."""
 _SHORTEST = 16
 _MOST_TOKENS = 65536
 """Of one load's prompts."""
@@ -99,6 +101,16 @@ def busy_load(room: Room) -> Load:
     """For ``read_under_load``: rows that decode, a quarter of the engine's most."""
     each = max(1, min(room.max_len, room.num_tokens) // 4)
     return Load(max(1, room.max_seqs // 4), min(_SHORTEST, each), 0, reply=min(_REPLY, each))
+
+
+def crowded_load(room: Room, host_tokens: int) -> Load:
+    """Clients whose histories, in a pool of half their size, come and go between two tiers; ``host_tokens``: what
+    the other one holds."""
+    clients = min(_FEW, room.max_seqs)
+    each = max(1, min(room.max_len, _MOST_CROWDED, host_tokens // (2 * clients)))
+    reply = max(1, min(_REPLY, each // (2 * _MANY_TURNS)))
+    context = max(1, each // _MANY_TURNS - reply)
+    return Load(clients, context, min(clients, room.num_adapters), _MANY_TURNS, reply)
 
 
 def _doublings(first: int, last: int, factor: int) -> list[int]:

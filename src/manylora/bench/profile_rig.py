@@ -67,6 +67,11 @@ class Rig:
         """On the device."""
         return len(self._adapter_pages)
 
+    @property
+    def adapter_pages(self) -> list[int]:
+        """How many pages each of these has, in their order."""
+        return [len(pages) for pages in self._adapter_pages.values()]
+
     # ------------------------------------------------------------ adapters
 
     def serve(self, paths: Sequence[Path], room: float) -> None:

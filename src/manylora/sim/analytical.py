@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from manylora.config import ConfigError
-from manylora.sim.costs import StepWork
+from manylora.sim.costs import EVEN, StepWork
 from manylora.sim.hardware import Hardware
 from manylora.sim.shapes import ModelShape
 
@@ -64,6 +64,8 @@ class AnalyticalCosts:
         self.reads_at_once = reads_at_once
         self.wake_s = 0.0
         self.answer_s = 0.0
+        self.copy_drag = 0.0
+        self.spread = EVEN
         self._launch_s = launch_s
         self._between_s = between_s
         byte_s = 1 / (cards * hardware.sustained_memory_bytes_s)

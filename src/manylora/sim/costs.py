@@ -36,6 +36,30 @@ IDLE_S = 0.02
 """A device without a step for so long has gone cold: its host's caches and clocks, for the most part."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spread:
+    """How what a device takes varies: values as likely as each other, one of which is drawn each time; none where
+    it does not vary. Tails are made of this: a 99th percentile of what takes its mean each time is too short.
+
+    ``decodes``, ``prefills``: of a step without and with prefill, in what ``step_s`` says; ``reads``: of a read, in
+    what ``read_s`` says; ``landings``: seconds by which the engine is told of a copy later than by ``copy_s``.
+    """
+
+    decodes: tuple[float, ...] = ()
+    prefills: tuple[float, ...] = ()
+    reads: tuple[float, ...] = ()
+    landings: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if not all(0 <= value < float("inf") for value in getattr(self, field.name)):
+                raise ConfigError(f"each of {field.name} must be a number from 0")
+
+
+EVEN = Spread()
+"""Everything takes its mean each time, and the engine is told at once."""
+
+
 class StepCosts(Protocol):
     """Seconds of one device, never less for more work. Asked once a simulated step: numbers in, a few
     multiplications, a number out. All byte counts are whole pages, as the pools hold them."""
@@ -51,6 +75,14 @@ class StepCosts(Protocol):
     @property
     def answer_s(self) -> float:
         """From a step's end until who asked has its tokens."""
+
+    @property
+    def copy_drag(self) -> float:
+        """Seconds that a step takes longer for each second of a copy beside it."""
+
+    @property
+    def spread(self) -> Spread:
+        """How all this varies."""
 
     def step_s(self, work: StepWork, /) -> float:
         """One batch, from its start to its tokens, where others came just before."""
@@ -93,11 +125,13 @@ class DeviceCosts:
     reads_at_once: int = 2
     wake_s: float = 0.0
     answer_s: float = 0.0
+    copy_drag: float = 0.0
+    spread: Spread = EVEN
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not 0 <= value < float("inf"):
+            if field.name != "spread" and not 0 <= value < float("inf"):
                 raise ConfigError(f"{field.name} must be a number from 0, got {value}")
         for name in ("step_base_s", "adapter_bytes_s", "copy_bytes_s", "read_bytes_s", "reads_at_once"):
             if not getattr(self, name):

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manylora.config import ConfigError
-from manylora.sim.costs import StepWork
+from manylora.sim.costs import Spread, StepWork
 from manylora.sim.profile import OverheadPoint, Profile, StepPoint
 
 Array = NDArray[np.float64]
@@ -68,6 +68,8 @@ class FittedCosts:
     overhead: tuple[float, float, float]
     wake_s: float
     answer_s: float
+    copy_drag: float
+    spread: Spread
     reads_at_once: int
     seen: FitError
     held_out: FitError
@@ -135,6 +137,8 @@ def fit_profile(profile: Profile) -> FittedCosts:
         overhead=_overhead(profile.overheads),
         wake_s=_wake_s(planes, profile.wakes),
         answer_s=profile.answer_s,
+        copy_drag=profile.copy_drag,
+        spread=profile.spread,
         reads_at_once=profile.reads_at_once,
         seen=_error(planes, seen),
         held_out=_error(planes, held_out),

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from manylora.config import ConfigError
+from manylora.sim.costs import EVEN, Spread
 from manylora.sim.shapes import ModelShape
 
 FORMAT = "manylora-profile-2"
@@ -87,7 +88,8 @@ class OverheadPoint:
 class Profile:
     """All of one run. ``versions``: of what was measured with; ``adapter_modules``: what its adapters adapt.
     ``wakes``: steps after the engine had been idle (``costs.IDLE_S``), which ``steps`` are not; older profiles
-    do not tell them apart. ``answer_s``: from a step's end until who asked has its token; 0 in older profiles."""
+    do not tell them apart. ``answer_s``: from a step's end until who asked has its token; ``copy_drag``,
+    ``spread``: see ``costs.StepCosts``. Older profiles have neither of these three: 0, and no spread."""
 
     format: str
     machine: str
@@ -105,6 +107,8 @@ class Profile:
     overheads: tuple[OverheadPoint, ...]
     wakes: tuple[StepPoint, ...] = ()
     answer_s: float = 0.0
+    copy_drag: float = 0.0
+    spread: Spread = EVEN
 
     def __post_init__(self) -> None:
         if self.format not in (FORMAT, ALONE_FORMAT):
@@ -117,8 +121,9 @@ class Profile:
             ways = {point.to_device for point in getattr(self, name)}
             if len(ways) < 2:
                 raise ConfigError(f"its {name} must go both to the device and to the host")
-        if not 0 <= self.answer_s < float("inf"):
-            raise ConfigError(f"answer_s must be a number from 0, got {self.answer_s}")
+        for name in ("answer_s", "copy_drag"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} must be a number from 0, got {getattr(self, name)}")
         if not self.overheads:
             raise ConfigError("it names no overhead")
         if not any(point.is_held_out for point in self.steps):
