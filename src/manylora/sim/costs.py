@@ -41,8 +41,8 @@ class Spread:
     """How what a device takes varies: values as likely as each other, one of which is drawn each time; none where
     it does not vary. Tails are made of this: a 99th percentile of what takes its mean each time is too short.
 
-    ``decodes``, ``prefills``: of a step without and with prefill, as shares of ``step_s``; ``reads``: of a read, as
-    shares of ``read_s``; ``landings``: seconds from the end of a copy until the engine learns of it.
+    ``decodes``, ``prefills``: of a step without and with prefill, as shares of ``step_s``; ``reads``: of a read,
+    as shares of ``read_s``; ``landings``: seconds from the end of a copy until the engine learns of it.
     """
 
     decodes: tuple[float, ...] = ()
