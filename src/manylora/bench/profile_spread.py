@@ -5,6 +5,7 @@ Owns how a log of steps, copies and reads becomes ``costs.Spread`` and a copy's 
 
 from __future__ import annotations
 
+import bisect
 import statistics
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -36,11 +37,16 @@ def spread_of(log: StepLog, crowded: StepLog, costs: StepCosts) -> Spread:
 def copy_drag(crowded: StepLog, costs: StepCosts) -> float:
     """By how many seconds steps took longer for each second of a copy beside them, compared with those of the same
     engine that had none; 0 where there are too few of either."""
+    copies = sorted(crowded.copies, key=lambda copy: copy.began_s)
+    begun_s = [copy.began_s for copy in copies]
+    longest_s = max((copy.waited_s for copy in copies), default=0.0)
     beside: list[tuple[LoggedStep, float]] = []
     without = []
     for step in crowded.steps:
         if step.took_s <= _STALL * costs.step_s(step.work):
-            copied_s = _copied_s(step, crowded.copies, costs)
+            first = bisect.bisect_left(begun_s, step.began_s - longest_s)
+            after = bisect.bisect_left(begun_s, step.began_s + step.took_s)
+            copied_s = _copied_s(step, copies[first:after], costs)
             if copied_s:
                 beside.append((step, copied_s))
             else:
