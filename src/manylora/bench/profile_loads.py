@@ -26,7 +26,7 @@ _LONG_REPLY = 96
 it drove out of the caches; replies must be long enough for steps without."""
 _FEW = 4
 _TURNS, _MANY_TURNS = 3, 8
-_SHORT_TURNS = (2, 4, 8)
+_SHORT_TURNS = (2, 8)
 """Of many turns the longest, in ``_SHORTEST``s: a few new tokens after a history are most of a chat's prompts."""
 _MOST_CROWDED = 1024
 """Tokens of each client of too small a pool."""
@@ -88,8 +88,8 @@ def make_loads(room: Room, is_quick: bool) -> list[Load]:
         found.append(Load(clients, max(1, longest // _TURNS), 0, _TURNS, reply))
         most = each // _MANY_TURNS - _REPLY
         found += [
-            Load(clients, min(times * _SHORTEST, most), adapters, _MANY_TURNS)
-            for times, adapters in zip(_SHORT_TURNS, (many, 0, many))
+            Load(clients, min(times * _SHORTEST, most), many, _MANY_TURNS)
+            for times in _SHORT_TURNS
             if most >= 1
         ]
     found = list(dict.fromkeys(found))
