@@ -27,8 +27,8 @@ it drove out of the caches; replies must be long enough for steps without."""
 _FEW = 4
 _TURNS, _MANY_TURNS = 3, 8
 _SHORT_TURNS = (2, 8)
-"""Of many turns the longest, in ``_SHORTEST``s: a few new tokens after a history are most of a chat's prompts. Many
-clients, which take longest, do the second only."""
+"""Of many turns the longest, in ``_SHORTEST``s: a few new tokens after a history are most of a chat's prompts.
+Many clients, which take longest, do the second only."""
 _MOST_CROWDED = 1024
 """Tokens of each client of too small a pool."""
 _SHORTEST = 16
