@@ -74,7 +74,8 @@ def _factors(seen: Sequence[Seen], expected_s: Callable[[Seen], float]) -> tuple
     """What they took in what was expected of them, 1 in the mean; the level is the fit's."""
     factors = [one.took_s / expected_s(one) for one in seen]
     levels = _levels([factor for factor in factors if factor <= _STALL])
-    return tuple(_rounded(level / statistics.fmean(levels)) for level in levels)
+    mean = statistics.fmean(levels) if levels else 1.0
+    return tuple(_rounded(level / mean) for level in levels)
 
 
 def _levels(values: Sequence[float]) -> list[float]:

@@ -31,8 +31,8 @@ _SEED = 0
 
 
 class SimulatedDevice:
-    """Prices commands. Moments are seconds of the caller's clock, which never goes back. Equal commands at equal
-    moments take equally long each time they are run."""
+    """Prices commands. Moments are seconds of the caller's clock, which never goes back. A new device that is
+    told the same at the same moments takes as long: what is drawn comes from one seed."""
 
     def __init__(self, costs: StepCosts, page_bytes: int, adapter_pages: Mapping[AdapterId, int]) -> None:
         self._costs = costs
