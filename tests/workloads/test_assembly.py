@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+
 import pytest
 
 from manylora.config import ConfigError
@@ -13,7 +16,7 @@ from manylora.workloads.assembly import (
     TextPieces,
     assign,
     dialog_stream,
-    with_starts,
+    with_arrivals,
 )
 from manylora.workloads.stream import Stream, prompt_tokens
 
@@ -125,20 +128,20 @@ def test_adapters_assigned_afterwards() -> None:
         assign(stream(two_turns), (8, 8), lambda request: 2)
 
 
-def test_start_times() -> None:
+def test_moments_for_conversations_without_times() -> None:
     two_turns = dialog("k", "u:a", "a:b", "u:c", "a:d")
     three = stream(two_turns, two_turns, two_turns)
     assert all(request.arrival_s == 0 for request in three.requests)
-    found = with_starts(three, (1.0, 2.0), think_s=5.0)
-    assert [(r.arrival_s, r.conversation, r.turn) for r in found.requests] == [
-        (1.0, 0, 0),
-        (2.0, 1, 0),
-        (6.0, 0, 1),
-        (7.0, 1, 1),
-    ]
-    assert NO_TIMES not in found.notes
-    thinks = iter((0.5, 3.0))
-    drawn = with_starts(found, (1.0, 2.0, 9.0), think_s=lambda: next(thinks))  # interleaved already
-    assert [request.arrival_s for request in drawn.requests] == [1.0, 1.5, 2.0, 5.0]
+
+    def laid(moments: Iterable[float], gap_s: float) -> list[tuple[float, int, int]]:
+        found = with_arrivals(three, moments, lambda: gap_s)
+        assert NO_TIMES not in found.notes
+        return [(r.arrival_s, r.conversation, r.turn) for r in found.requests]
+
+    # A turn that waited long enough comes before a new conversation.
+    assert laid((1.0, 2.0, 6.0, 6.5), 5.0) == [(1.0, 0, 0), (2.0, 1, 0), (6.0, 0, 1), (6.5, 2, 0)]
+    # Where no other can begin, turns come early rather than not at all: every moment has its turn.
+    early = laid(itertools.count(1.0), 100.0)
+    assert early == [(1.0, 0, 0), (2.0, 1, 0), (3.0, 2, 0), (4.0, 0, 1), (5.0, 1, 1), (6.0, 2, 1)]
     with pytest.raises(ConfigError, match="no requests"):
-        with_starts(three, ())
+        laid((), 5.0)

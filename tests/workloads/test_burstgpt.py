@@ -32,20 +32,28 @@ def path(tmp_path: Path) -> Path:
 def test_rows(path: Path) -> None:
     stream = burstgpt.load(path, adapters=Adapters.named(("ChatGPT", "GPT-4"), (8, 64)))
     assert [(r.arrival_s, r.adapter, r.new_tokens, r.output_tokens) for r in stream.requests] == [
-        (3.0, 0, 400, 20),
-        (10.5, 1, 1000, 230),
-        (11.0, 0, 60, 5),
-        (90.0, 1, 417, 276),
+        (0.0, 0, 400, 20),
+        (7.5, 1, 1000, 230),
+        (8.0, 0, 60, 5),
+        (87.0, 1, 417, 276),
     ]
     assert "1 failed requests (no tokens) left out" in stream.notes
 
 
 def test_cuts(path: Path) -> None:
-    cut = burstgpt.load(path, start_s=10.0, duration_s=80.0)
+    cut = burstgpt.load(path, start_s=7.0, duration_s=80.0)
     assert [(request.arrival_s, request.new_tokens) for request in cut.requests] == [(0.5, 1000), (1.0, 60)]
     api = burstgpt.load(path, log_type="API log")
     assert [request.new_tokens for request in api.requests] == [1000, 60]
     assert [request.new_tokens for request in burstgpt.load(path, limit=2).requests] == [400, 1000]
+
+
+def test_no_request_comes_before_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.csv"
+    path.write_text(ROWS + "2,ChatGPT,1,1,2,API log\n")
+    expected = "Timestamp, not before the first line's 3"
+    left = refuses(lambda skip: burstgpt.load(path, skip_bad_lines=skip), path, 7, expected, "2")
+    assert len(left.requests) == 4
 
 
 def test_columns_may_be_more_and_in_another_order(tmp_path: Path) -> None:

@@ -84,9 +84,19 @@ def test_plain_and_gzipped_files_and_any_order(tmp_path: Path) -> None:
         ([row(arrival_s=-1)], "expected arrival_s, a number from 0"),
         ([row(arrival_s=float("nan"))], "expected arrival_s, a number from 0"),
         ([row(), row(arrival_s=1e308)], "line 2: expected arrival_s, a number from 0 to 1e+15"),
-        ([row(turn=1, history_tokens=30)], "has turn 1 where turn 0"),
-        ([row(), row(turn=1, arrival_s=1, history_tokens=30, adapter=8)], "changes its adapter"),
-        ([row(), row(turn=1, arrival_s=1, history_tokens=29)], "the turns before it hold 30"),
+        ([row(turn=1, history_tokens=30)], "line 1: conversation 3 has turn 1 where turn 0"),
+        (
+            [row(), row(turn=1, arrival_s=1, history_tokens=30, adapter=8)],
+            "line 2: conversation 3 changes its adapter from 7 to 8",
+        ),
+        (
+            [row(arrival_s=2), row(conversation=4, arrival_s=1, rank=64)],
+            "line 1: conversation 3: expected rank 64",
+        ),
+        (
+            [row(), row(turn=1, arrival_s=1, history_tokens=29)],
+            "line 2: conversation 3, turn 1: expected history_tokens 30",
+        ),
     ],
 )
 def test_bad_traces_in_one_line(tmp_path: Path, rows: list[Any], words: str) -> None:

@@ -38,6 +38,78 @@ def test_parallel_files_are_adapters(opus: Path) -> None:
     assert len(read(opus, "opus", num_adapters=2).ranks) == 2
 
 
+def test_opus_as_unpacked_is_an_adapter_a_pair(tmp_path: Path) -> None:
+    for pair in ("supervised/de-en", "supervised/en-fr", "zero-shot/de-fr"):
+        folder = tmp_path / pair
+        folder.mkdir(parents=True)
+        for split in ("train", "dev", "test") if pair.startswith("supervised") else ("test",):
+            for language in folder.name.split("-"):
+                (folder / f"opus.{folder.name}-{split}.{language}").write_text(f"{split} 1\n{split} 2\n")
+    (tmp_path / "supervised" / "README.txt").write_text("no pair")
+    stream = read(tmp_path, "opus")
+    assert len(stream.ranks) == 3 * 2
+    assert len(stream.requests) == 3 * 2 * 2
+    assert len(read(tmp_path / "supervised", "opus").ranks) == 2 * 2
+    assert len(read(tmp_path / "supervised" / "de-en", "opus").ranks) == 2
+
+
+def test_ntrex_as_published_is_a_file_a_language(tmp_path: Path) -> None:
+    texts = {"src.eng": "Yes\nGood day\n", "ref.deu": "Ja\nGuten Tag\n", "ref.zho-CN": "Y\nG\n"}
+    for name, text in texts.items():
+        (tmp_path / f"newstest2019-{name}.txt").write_text(text)
+    (tmp_path / "DOCUMENT_IDS.tsv").write_text("a\nb\n")
+    stream = read(tmp_path, "ntrex")
+    assert len(stream.ranks) == 2 * 2
+    assert len(stream.requests) == 2 * 2 * 2
+    (tmp_path / "newstest2019-src.eng.txt").unlink()
+    with pytest.raises(ConfigError, match="has no English file"):
+        read(tmp_path, "ntrex")
+    with pytest.raises(ConfigError, match="0 pairs with English"):
+        read(tmp_path.parent, "ntrex")
+
+
+MOONCAKE = '{{"timestamp": {}, "input_length": 8, "output_length": 2, "hash_ids": [{}]}}\n'
+BURSTGPT = "{},ChatGPT,8,2,10,API log\n"
+CHAT = (
+    '{{"arrival_s": {}, "conversation": {}, "turn": 0, "adapter": 0, "rank": 8, "history_tokens": 0, '
+    '"user_tokens": 8, "reply_tokens": 2}}\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "header", "line", "ticks"),
+    [
+        ("mooncake", "", MOONCAKE, 1000),
+        ("burstgpt", "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n", BURSTGPT, 1),
+        ("chat", "", CHAT, 1),
+    ],
+)
+def test_a_file_that_begins_late_is_spread_over_the_duration(
+    tmp_path: Path, name: str, header: str, line: str, ticks: int
+) -> None:
+    path = tmp_path / "late"
+    path.write_text(header + "".join(line.format(ticks * (10**6 + 7 * i), i) for i in range(100)))
+    stream = read(path, name, rate=2.0, duration_s=20.0)
+    assert len(stream.requests) == 40
+    assert stream.requests[0].arrival_s < 2
+    assert stream.requests[20].arrival_s == pytest.approx(10, abs=2)
+    if name != "chat":  # whose times are those of its own beginning
+        assert len(read(path, name, duration_s=70.0).requests) in range(9, 11)
+
+
+def test_the_rate_of_conversations_without_times(tmp_path: Path) -> None:
+    said = [{"from": speaker, "value": "word " * 9} for speaker in ("human", "gpt")] * 12
+    path = tmp_path / "talks.json"
+    path.write_text(json.dumps([{"id": str(i), "conversations": said} for i in range(60)]))
+    for duration_s in (30.0, 120.0):
+        stream = read(path, "sharegpt", rate=4.0, duration_s=duration_s)
+        assert len(stream.requests) == pytest.approx(4 * duration_s, rel=0.25)
+    whole = read(path, "sharegpt", rate=4.0)
+    assert len(whole.requests) == 60 * 12
+    assert 60 * 12 / whole.duration_s == pytest.approx(4, rel=0.1)
+    assert max(request.turn for request in whole.first(200).requests) > 0  # turns before all have begun
+
+
 def test_bad_folders_are_one_line(opus: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"4 pairs .* fewer than 9 adapters"):
         read(opus, "opus", num_adapters=9)

@@ -87,6 +87,14 @@ def test_thousands_of_adapters() -> None:
     assert firsts == [index % 1000 for index in range(len(firsts))]
 
 
+def test_a_popularity_takes_more_adapters_than_there_are_functions() -> None:
+    few, many = (
+        scenario("agent", 5.0, count, 600.0, seed=1, popularity="round-robin") for count in (100, 200)
+    )
+    assert {r.adapter for r in many.requests if r.turn == 0} == set(range(200))
+    assert [r.arrival_s for r in many.requests] == [r.arrival_s for r in few.requests]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

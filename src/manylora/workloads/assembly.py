@@ -2,7 +2,7 @@
 
 Two conventions hold for every loader here:
 - A file without times gives requests that all arrive at 0, whole conversations one after the other;
-  ``with_starts`` puts start times from elsewhere on them.
+  ``with_arrivals`` puts moments from elsewhere on them.
 - A file without adapters gives each request a *key*, its own name for who asks (a model, a client, a language
   pair, a conversation's id; each loader says which), and ``Adapters`` turns keys into adapters. Without one all
   requests are the base's; ``assign`` chooses afterwards, by conversation.
@@ -15,6 +15,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from manylora.config import ConfigError
+from manylora.workloads.interleaving import Arrival, next_turns
 from manylora.workloads.stream import Encode, Piece, Stream, StreamRequest, in_order
 
 BYTES_PER_TOKEN = 4
@@ -157,7 +158,7 @@ def dialog_stream(
     return in_order(name, requests, adapters.ranks, about)
 
 
-NO_TIMES = "arrival times: none in the source, all 0 until start times are given"
+NO_TIMES = "arrival times: none in the source, all 0 until some are given"
 
 
 def assign(stream: Stream, ranks: Sequence[int], choose: Callable[[StreamRequest], int | None]) -> Stream:
@@ -172,27 +173,23 @@ def assign(stream: Stream, ranks: Sequence[int], choose: Callable[[StreamRequest
     return dataclasses.replace(stream, requests=tuple(requests), ranks=tuple(ranks))
 
 
-def with_starts(
-    stream: Stream, starts_s: Iterable[float], think_s: float | Callable[[], float] = 0.0
-) -> Stream:
-    """The same conversations, the i-th (in order of arrival) starting at the i-th time; seconds.
+def with_arrivals(stream: Stream, moments_s: Iterable[float], gap_s: Callable[[], float]) -> Stream:
+    """The same conversations, of which somebody's next turn or beginning comes at each moment; seconds.
 
-    A later turn arrives ``think_s`` after the turn before it arrived (a function: drawn anew for each); it waits
-    for its reply besides. As many conversations as there are times, at most all. Raises ConfigError if none.
+    They begin in the stream's order, a later turn ``gap_s`` or more after the turn before it (drawn anew for
+    each) while others can begin, then as soon as a moment is left (``next_turns``); it waits for its reply
+    besides. As many turns as there are moments, at most all. Raises ConfigError if none.
     """
-    times = iter(starts_s)
-    arrivals: dict[int, float] = {}
-    requests = []
+    grouped: dict[int, list[StreamRequest]] = {}
     for request in stream.requests:
-        number = request.conversation
-        if request.turn == 0:
-            start = next(times, None)
-            if start is not None:
-                arrivals[number] = start
-        elif number in arrivals:
-            arrivals[number] += think_s() if callable(think_s) else think_s
-        if number in arrivals:
-            requests.append(dataclasses.replace(request, arrival_s=arrivals[number]))
+        grouped.setdefault(request.conversation, []).append(request)
+    turns = list(grouped.values())
+    lengths = iter([len(its_turns) for its_turns in turns])
+    moments = (Arrival(at_s) for at_s in moments_s)
+    requests = [
+        dataclasses.replace(turns[number][turn], arrival_s=at_s)
+        for at_s, number, turn in next_turns(moments, lambda _: next(lengths, 0), lambda *_: gap_s())
+    ]
     notes = [note for note in stream.notes if note != NO_TIMES]
     return in_order(stream.name, requests, stream.ranks, notes)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from manylora.workloads.assembly import Adapters, lone_request
 from manylora.workloads.stream import Stream, StreamRequest, in_order
@@ -26,9 +27,10 @@ def load(
     limit: int | None = None,
     skip_bad_lines: bool = False,
 ) -> Stream:
-    """The requests of ``duration_s`` seconds from ``start_s`` (as the file counts), at most ``limit``.
+    """The requests of ``duration_s`` seconds from ``start_s`` after the file's first, at most ``limit``.
 
-    Arrivals count from ``start_s``. ``log_type``: only "Conversation log" or "API log". Failed requests, which
+    Arrivals count from ``start_s``. The file counts from the first of all its days, so that a later part of it
+    begins late. ``log_type``: only "Conversation log" or "API log". Failed requests, which
     have no response tokens, and empty ones are left out and counted in the notes. Key of a request: its model,
     so ``ChatGPT`` or ``GPT-4``. Raises ConfigError for a malformed line.
     """
@@ -37,17 +39,27 @@ def load(
     end_s = float("inf") if duration_s is None else start_s + duration_s
     requests: list[StreamRequest] = []
     failed = 0
-    for number, (moment_s, model, input_tokens, output_tokens, kind) in enumerate(file.rows(COLUMNS, _row)):
+    first_s: float | None = None
+
+    def row(cells: Mapping[str, str]) -> _Row:
+        nonlocal first_s
+        found = _row(cells)
+        first_s = found.at_s if first_s is None else first_s
+        if found.at_s < first_s:
+            raise BadLine(f"Timestamp, not before the first line's {first_s:g}", cells["Timestamp"])
+        return found._replace(at_s=found.at_s - first_s)
+
+    for number, (after_s, model, input_tokens, output_tokens, kind) in enumerate(file.rows(COLUMNS, row)):
         if len(requests) == limit:
             break
-        if not start_s <= moment_s < end_s or (log_type is not None and kind != log_type):
+        if not start_s <= after_s < end_s or (log_type is not None and kind != log_type):
             continue
         if input_tokens == 0 or output_tokens == 0:
             failed += 1
             continue
         adapter = adapters.choose(model)
         requests.append(
-            lone_request(moment_s - start_s, number, input_tokens, output_tokens, adapter, "burstgpt")
+            lone_request(after_s - start_s, number, input_tokens, output_tokens, adapter, "burstgpt")
         )
     notes = ["BurstGPT trace: real arrivals, lengths and models"]
     if failed:
@@ -55,11 +67,19 @@ def load(
     return in_order("burstgpt", requests, adapters.ranks, (*notes, *file.notes))
 
 
-def _row(row: Mapping[str, str]) -> tuple[float, str, int, int, str]:
+class _Row(NamedTuple):
+    at_s: float
+    model: str
+    input_tokens: int
+    output_tokens: int
+    kind: str
+
+
+def _row(row: Mapping[str, str]) -> _Row:
     input_tokens, output_tokens = whole(row, "Request tokens"), whole(row, "Response tokens")
     if whole(row, "Total tokens") != input_tokens + output_tokens:
         raise BadLine(f"Total tokens, {input_tokens} + {output_tokens}", row["Total tokens"])
     kind = string(row, "Log Type")
     if kind not in LOG_TYPES:
         raise BadLine(f"Log Type, {' or '.join(LOG_TYPES)}", kind)
-    return decimal(row, "Timestamp"), string(row, "Model"), input_tokens, output_tokens, kind
+    return _Row(decimal(row, "Timestamp"), string(row, "Model"), input_tokens, output_tokens, kind)

@@ -43,13 +43,14 @@ def read_turns(path: Path, limit: int | None = None) -> tuple[Turn, ...]:
     """The first ``limit`` turns (None: all) in order of arrival; raises ConfigError, in one line."""
     if limit is not None and limit < 1:
         raise ConfigError(f"the limit must be at least 1, got {limit}")
-    turns = sorted(TextFile(path).records(_turn), key=lambda turn: turn.arrival_s)
-    if not turns:
+    file = TextFile(path)
+    numbered = sorted(file.records(lambda row: (_turn(row), file.line)), key=lambda pair: pair[0].arrival_s)
+    if not numbered:
         raise ConfigError(f"the trace {path} is empty")
     # A prefix of the arrivals holds whole conversations' beginnings, so it is a trace as well.
-    kept = tuple(turns[:limit])
-    _check_conversations(path, kept)
-    return kept
+    kept = numbered[:limit]
+    _check_together(path, kept)
+    return tuple(turn for turn, _ in kept)
 
 
 def conversations(turns: Iterable[Turn]) -> dict[int, tuple[Turn, ...]]:
@@ -121,18 +122,27 @@ def _turn(row: Mapping[str, Any]) -> Turn:
     )
 
 
-def _check_conversations(path: Path, turns: Sequence[Turn]) -> None:
-    for number, its_turns in conversations(turns).items():
-        history = 0
-        for index, turn in enumerate(its_turns):
-            where = f"the trace {path}: conversation {number}"
-            if turn.turn != index:
-                raise ConfigError(f"{where} has turn {turn.turn} where turn {index} should come")
-            if turn.adapter != its_turns[0].adapter:
-                raise ConfigError(f"{where} changes its adapter at turn {index}")
-            if turn.history_tokens != history:
-                raise ConfigError(
-                    f"{where}, turn {index}: history_tokens is {turn.history_tokens}, but the turns before "
-                    f"it hold {history}"
-                )
-            history += turn.user_tokens + turn.reply_tokens
+def _check_together(path: Path, numbered: Iterable[tuple[Turn, int]]) -> None:
+    """``numbered``: turns in order of arrival, each with its line in the file."""
+    before: dict[int, Turn] = {}
+    ranks: dict[int, int] = {}
+    for turn, line in numbered:
+        where = f"{path}, line {line}: conversation {turn.conversation}"
+        last = before.get(turn.conversation)
+        index = 0 if last is None else last.turn + 1
+        if turn.turn != index:
+            raise ConfigError(f"{where} has turn {turn.turn} where turn {index} should come")
+        if last is not None and turn.adapter != last.adapter:
+            raise ConfigError(f"{where} changes its adapter from {last.adapter} to {turn.adapter}")
+        history = 0 if last is None else last.prompt_tokens + last.reply_tokens
+        if turn.history_tokens != history:
+            raise ConfigError(
+                f"{where}, turn {index}: expected history_tokens {history}, as the turns before it hold, "
+                f"found {turn.history_tokens}"
+            )
+        if ranks.setdefault(turn.adapter, turn.rank) != turn.rank:
+            raise ConfigError(
+                f"{where}: expected rank {ranks[turn.adapter]} for adapter {turn.adapter}, as before, "
+                f"found {turn.rank}"
+            )
+        before[turn.conversation] = turn

@@ -24,7 +24,7 @@ from manylora.workloads import (
     taskmaster,
 )
 from manylora.workloads.arrivals import check_load
-from manylora.workloads.assembly import NO_TIMES, Adapters, assign, lone_request, with_starts
+from manylora.workloads.assembly import NO_TIMES, Adapters, assign, lone_request, with_arrivals
 from manylora.workloads.popularity import Popularity, check_adapters, mapped_functions, parse_ranks
 from manylora.workloads.scenarios import RANKS, THINK_S
 from manylora.workloads.stream import Stream, StreamRequest, in_order
@@ -117,22 +117,27 @@ def _at_rate(stream: Stream, wish: Wish) -> Stream:
     if wish.rate is None:
         return stream
     if NO_TIMES not in stream.notes:
-        count, span_s = len(stream.requests), stream.duration_s
-        if wish.num_first is not None and wish.num_first < count:
-            # Only as many as come within the duration, so that these, not the whole file, have the rate.
-            count, span_s = wish.num_first, stream.requests[wish.num_first].arrival_s
-        if span_s == 0:
-            raise ConfigError(f"{stream.name}: requests that all come at once have no rate to be scaled")
-        return stream.first(count).with_rate(wish.rate * span_s / count)
+        return _scaled(stream, wish.rate, wish.num_first)
     dice = Random(f"{wish.seed} arrivals")
-    conversations = len({request.conversation for request in stream.requests})
-    start_rate = wish.rate * conversations / len(stream.requests)
-    starts = itertools.accumulate(dice.expovariate(start_rate) for _ in range(conversations))
-    stream = with_starts(stream, starts, lambda: dice.expovariate(1 / THINK_S))
-    note = f"arrivals: conversations start at random, {wish.rate:g} turns/s"
-    if conversations < len(stream.requests):
-        note += f"; turns {THINK_S:g} s apart (assumed)"
+    moments = itertools.accumulate(dice.expovariate(wish.rate) for _ in itertools.repeat(None))
+    lone = all(request.turn == 0 for request in stream.requests)
+    stream = with_arrivals(stream, moments, lambda: dice.expovariate(1 / THINK_S))
+    note = f"arrivals: at random, {wish.rate:g} turns/s"
+    if not lone:
+        note += f"; from one turn to the next {THINK_S:g} s, exponential, while others can begin (assumed)"
     return dataclasses.replace(stream, notes=(*stream.notes, note))
+
+
+def _scaled(stream: Stream, rate: float, num_first: int | None) -> Stream:
+    """The first ``num_first`` requests, or all, from the first one's arrival on and at this rate."""
+    began_s = stream.requests[0].arrival_s
+    count, end_s = len(stream.requests), stream.duration_s
+    if num_first is not None and num_first < count:
+        # Only as many as come within the duration, so that these, not the whole file, have the rate.
+        count, end_s = num_first, stream.requests[num_first].arrival_s
+    if end_s == began_s:
+        raise ConfigError(f"{stream.name}: requests that all come at once have no rate to be scaled")
+    return stream.first(count).since(began_s).with_rate(rate * (end_s - began_s) / count)
 
 
 def _chat(path: Path, wish: Wish) -> Stream:
@@ -143,42 +148,44 @@ def _chat(path: Path, wish: Wish) -> Stream:
 
 
 def _ntrex(path: Path, wish: Wish) -> Stream:
-    others = [code for code in parallel_text.languages(path) if code != "eng"]
+    """The published folder, a file a language, or a TSV with a column a language."""
+    files = parallel_text.ntrex_files(path) if path.is_dir() else {}
+    others = [code for code in files or _columns(path) if code != "eng"]
     pairs = {
         f"{source}-{target}": (source, target)
         for other in others
         for source, target in (("eng", other), (other, "eng"))
     }
+    if files and "eng" not in files:
+        raise ConfigError(f"{path} has no English file, such as newstest2019-src.eng.txt")
 
     def read(names: Sequence[str]) -> list[parallel_text.ParallelText]:
-        return parallel_text.read_pairs(
-            path, [pairs[name] for name in names], skip_bad_lines=wish.skip_bad_lines
-        )
+        chosen = [pairs[name] for name in names]
+        if not files:
+            return parallel_text.read_pairs(path, chosen, skip_bad_lines=wish.skip_bad_lines)
+        return [_parallel([(files[source], files[target])], wish) for source, target in chosen]
 
     return _translations(list(pairs), read, f"{path} has {len(pairs)} pairs with English", wish)
 
 
+def _columns(path: Path) -> tuple[str, ...]:
+    return () if path.is_dir() else parallel_text.languages(path)
+
+
 def _opus(folder: Path, wish: Wish) -> Stream:
-    """Files of a folder that differ in their last suffix alone, a language: "opus.de-en-test.de" and ".en"."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder of parallel files")
-    sides: dict[str, list[tuple[str, Path]]] = {}
-    for file in sorted(folder.iterdir()):
-        stem, _, language = file.name.removesuffix(".gz").rpartition(".")
-        if stem and file.is_file():
-            sides.setdefault(stem, []).append((language, file))
-    pairs = {
-        f"{stem} {source[0]}-{target[0]}": (source[1], target[1])
-        for stem, files in sides.items()
-        for source, target in itertools.permutations(files, 2)
-        if len(files) == 2
-    }
+    pairs = {"-".join(pair): files for pair, files in parallel_text.opus_files(folder).items()}
 
     def read(names: Sequence[str]) -> list[parallel_text.ParallelText]:
-        return [parallel_text.read_lines(*pairs[name], skip_bad_lines=wish.skip_bad_lines) for name in names]
+        return [_parallel(pairs[name], wish) for name in names]
 
-    found = f"{folder} has {len(pairs)} pairs of parallel files and directions"
-    return _translations(list(pairs), read, found, wish)
+    return _translations(list(pairs), read, f"{folder} has {len(pairs)} pairs of languages", wish)
+
+
+def _parallel(files: Sequence[tuple[Path, Path]], wish: Wish) -> parallel_text.ParallelText:
+    read = parallel_text.read_lines
+    return parallel_text.joined([read(*sides, skip_bad_lines=wish.skip_bad_lines) for sides in files])
 
 
 def _translations(
@@ -350,10 +357,12 @@ FORMATS = {
         ),
     ),
     "ntrex": Format(
-        "NTREX sentences, a TSV of languages, an adapter a pair; no times", _ntrex, has_adapters=True
+        "NTREX-128's folder, or a TSV of languages: an adapter a pair, no times", _ntrex, has_adapters=True
     ),
     "opus": Format(
-        "OPUS-100, a folder of parallel files, an adapter a pair; no times", _opus, has_adapters=True
+        "OPUS-100's folder, parallel files at any depth: an adapter a pair, no times",
+        _opus,
+        has_adapters=True,
     ),
 }
 """By the name that ``--format`` takes."""

@@ -7,6 +7,7 @@ prefixes. Sources and licences: docs/workloads.md.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,21 +39,22 @@ def load(
 ) -> Stream:
     """The first ``limit`` requests, each a conversation of its own whose prompt is pieces of 512 tokens.
 
-    The last piece of a prompt is what is left of its length. The conversation trace's timestamps come in steps
-    of 3 s: ``spread_s`` delays each request by a uniform draw below it, by ``seed``. Key of a request: its second
-    hash id (its first, of a single one). In the conversation trace all requests begin with the same block and the
-    second tells conversations apart, so requests that share more than an opening share an adapter. Raises
-    ConfigError for a malformed line.
+    Arrivals count from the earliest of them, as a part cut out of a trace may begin late. The last piece of a
+    prompt is what is left of its length. The conversation trace's timestamps come in steps of 3 s: ``spread_s``
+    delays each request by a uniform draw below it, by ``seed``. Key of a request: its second hash id (its first,
+    of a single one). In the conversation trace all requests begin with the same block and the second tells
+    conversations apart, so requests that share more than an opening share an adapter. Raises ConfigError for a
+    malformed line.
     """
     file = TextFile(path, skip_bad_lines)
     adapters = adapters or Adapters()
     draws = random.Random(seed)
     seen: dict[tuple[int, int], Piece] = {}
+    rows = list(itertools.islice(file.records(_row), limit))
+    began_s = min((row.arrival_s for row in rows), default=0.0)
     requests = []
-    for number, row in enumerate(file.records(_row)):
-        if number == limit:
-            break
-        arrival_s = row.arrival_s + draws.random() * spread_s
+    for number, row in enumerate(rows):
+        arrival_s = row.arrival_s - began_s + draws.random() * spread_s
         adapter = adapters.choose(str(row.blocks[:2][-1]))
         prompt = _pieces(row, seen)
         requests.append(StreamRequest(arrival_s, adapter, number, 0, prompt, row.output_tokens))

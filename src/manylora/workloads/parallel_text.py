@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from manylora.workloads.stream import Encode, Stream, StreamRequest, in_order
 from manylora.workloads.text_file import BadLine, TextFile
 
 _END = object()
+_NTREX_FILE = re.compile(r".+-(?:src|ref)\.(.+)\.txt(?:\.gz)?")
 
 
 class SentencePair(NamedTuple):
@@ -120,6 +122,45 @@ def read_lines(
             skipped += 1
     names = " and ".join(Path(path).name for path in paths)
     return ParallelText(tuple(pairs), (f"{names}: {skipped} malformed lines left out",) if skipped else ())
+
+
+def ntrex_files(folder: Path) -> dict[str, Path]:
+    """By language the files of NTREX-128 as published: ``newstest2019-src.eng.txt``, ``-ref.deu.txt``, ..."""
+    named = ((_NTREX_FILE.fullmatch(file.name), file) for file in sorted(folder.iterdir()))
+    return {found[1]: file for found, file in named if found is not None}
+
+
+def opus_files(folder: Path) -> dict[tuple[str, str], list[tuple[Path, Path]]]:
+    """By source and target language the parallel files of a folder and all below it, as OPUS-100 is unpacked.
+
+    Parallel are two files of one folder whose names differ in the last suffix alone, their language:
+    ``de-en/opus.de-en-test.de`` and ``.en``. Of a pair that comes as train, dev and test sets only the test sets
+    are taken (without them dev's): what a model tuned on the others would be asked. Both directions are pairs.
+    """
+    sides: dict[Path, dict[str, Path]] = {}
+    for file in sorted(folder.rglob("*")):
+        stem, _, language = file.name.removesuffix(".gz").rpartition(".")
+        if stem and file.is_file():
+            sides.setdefault(file.with_name(stem), {})[language] = file
+    pairs: dict[tuple[str, str], dict[Path, tuple[Path, Path]]] = {}
+    for stem_path, files in sides.items():
+        if len(files) == 2:
+            for source, target in itertools.permutations(files):
+                pairs.setdefault((source, target), {})[stem_path] = files[source], files[target]
+    return {languages: _one_split(found) for languages, found in pairs.items()}
+
+
+def _one_split(found: Mapping[Path, tuple[Path, Path]]) -> list[tuple[Path, Path]]:
+    for split in ("-test", "-dev"):
+        if chosen := [files for stem, files in found.items() if stem.name.endswith(split)]:
+            return chosen
+    return list(found.values())
+
+
+def joined(texts: Sequence[ParallelText]) -> ParallelText:
+    """One after the other."""
+    pairs = tuple(itertools.chain.from_iterable(text.pairs for text in texts))
+    return ParallelText(pairs, tuple(note for text in texts for note in text.notes))
 
 
 def load(

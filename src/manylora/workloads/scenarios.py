@@ -120,20 +120,22 @@ def _arrivals(
         return [Arrival(moment) for moment in moments], (
             "Azure's chat service, November 2023 (CC BY 4.0), stretched to the rate; for those of LMSYS-33k"
         )
-    calls = _function_calls(load, dice)
-    if popularity is not None:
-        calls = [Arrival(call.at_s) for call in calls]
+    if popularity is None:
+        calls = _function_calls(load, load.num_adapters, dice)
+    else:  # whose call it is does not matter, so that there may be more adapters than functions
+        num_functions = min(load.num_adapters, len(extracts.azure_functions()))
+        calls = [Arrival(call.at_s) for call in _function_calls(load, num_functions, dice)]
     return calls, (
         "drawn from the calls by minute of the Azure Functions trace 2019 (CC BY 4.0), from a day's sample"
     )
 
 
-def _function_calls(load: _Load, dice: Random) -> list[Arrival]:
+def _function_calls(load: _Load, num_functions: int, dice: Random) -> list[Arrival]:
     """Calls of the most called functions, function i for adapter i, in a window as long as the stream.
 
     Each of rate * duration arrivals draws its function and minute by the recorded calls and a moment within.
     """
-    functions = _functions(load.num_adapters)
+    functions = _functions(num_functions)
     minutes = math.ceil(load.duration_s / 60)
     cells = list(itertools.product(range(len(functions)), range(minutes)))
     calls: list[int] = []

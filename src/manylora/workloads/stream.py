@@ -104,6 +104,11 @@ class Stream:
         faster = (dataclasses.replace(r, arrival_s=r.arrival_s / scale) for r in self.requests)
         return dataclasses.replace(self, requests=tuple(faster))
 
+    def since(self, start_s: float) -> Stream:
+        """The same, with arrivals that count from ``start_s``, no later than the first of them."""
+        later = (dataclasses.replace(r, arrival_s=r.arrival_s - start_s) for r in self.requests)
+        return dataclasses.replace(self, requests=tuple(later))
+
     def first(self, count: int) -> Stream:
         """The first ``count`` arrivals: whole conversations' beginnings, so a stream as well."""
         if count < 1:

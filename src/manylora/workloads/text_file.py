@@ -39,13 +39,15 @@ class BadLine(ValueError):
 class TextFile:
     """One file. Malformed lines raise ConfigError, or with ``skip_bad_lines`` are left out and counted.
 
-    ``skipped`` counts while the file is read; it is complete when the iterator ends. Every method reads the file
+    ``skipped`` counts while the file is read; it is complete when the iterator ends. ``line``: the number, from 1,
+    of the line that was handed to be parsed last, where that began. Every method reads the file
     from its beginning, once. All raise ConfigError, in one line, for a file that cannot be read.
     """
 
     def __init__(self, path: Path | str, skip_bad_lines: bool = False) -> None:
         self.path = Path(path)
         self.skipped = 0
+        self.line = 0
         self._skip = skip_bad_lines
 
     @property
@@ -181,6 +183,7 @@ class TextFile:
             raise ConfigError(f"cannot read {self.path}: {error.strerror or error}") from error
 
     def _parsed(self, number: int, raw: bytes, parse: Callable[[str], Value]) -> Iterator[Value]:
+        self.line = number
         try:
             line = raw.decode().rstrip("\r\n").removeprefix(_BYTE_ORDER_MARK)
             value = parse(line)
@@ -198,6 +201,7 @@ class TextFile:
         while True:
             at = _after_space(text, at)
             line, counted = line + text.count("\n", counted, at), at
+            self.line = line
             if text.startswith("]", at):
                 after = _after_space(text, at + 1)
                 if after < len(text):
