@@ -93,7 +93,7 @@ def test_equal_pieces_give_equal_tokens_and_named_ones_are_used(in_own_time: Own
     assert one[6:] == (900, 901)
     assert (len(two), len(longer)) == (9, 9)
     assert two[6:] != longer[6:]
-    assert [(result.adapter, result.rank) for result in results] == [
+    assert [(result.adapter, result.workload_rank) for result in results] == [
         (None, 0), ("adapter-2", 8), ("adapter-2", 8),
     ]  # fmt: skip
 
@@ -240,7 +240,7 @@ def test_adapters_called_by_names_in_turn() -> None:
 
 def result(**changes: object) -> RequestResult:
     plain = RequestResult(
-        conversation=0, turn=0, adapter="adapter-0", rank=8, arrival_s=1.0, handed_s=1.0, waited_s=0.0,
+        conversation=0, turn=0, adapter="adapter-0", workload_rank=8, arrival_s=1.0, handed_s=1.0, waited_s=0.0,
         lag_s=0.001, prompt_tokens=100, reply_tokens=11, ttft_s=0.1, tpot_s=0.02, end_s=1.3,
         cached_tokens=50, parts={"queue_s": 0.01, "adapter_s": 0.0}, itls_s=[0.01, 0.03], text="abc",
     )  # fmt: skip

@@ -58,8 +58,12 @@ def test_an_engine_and_a_server_give_the_same_tokens(adapters: str, server: Serv
         try:
             inside = await ours.generate(CALL)
             base = await ours.generate(dataclasses.replace(CALL, adapter=None))
+            assert MODEL in ours.adapters  # by its name, as over HTTP
+            assert (await ours.generate(dataclasses.replace(CALL, adapter=MODEL))).tokens == base.tokens
         finally:
             await ours.close()
+        with pytest.raises(ConfigError, match=r"HTTP 401: .* \(--api-key says the server's key\)"):
+            await HttpTarget.connect(server.url)
         theirs = await HttpTarget.connect(server.url, "secret")
         assert theirs.adapters == {"demo", "adapter-0", "adapter-1", "adapter-2"}
         assert theirs.max_model_len == 1024

@@ -141,14 +141,21 @@ def _offline(args: argparse.Namespace) -> int:
     return run(settings, stream)
 
 
+_NOTED = (
+    "workload", "format", "rate", "adapters", "duration", "popularity", "ranks", "skip_bad_lines", "rate_scale",
+    "limit", "all_at_once", "client_processes",
+)  # fmt: skip
+"""What the report says of the workload and how it was sent, where it was asked for."""
+
+
 def _settings(args: argparse.Namespace) -> Any:
     """All but what ``bench serve`` alone knows."""
     from manylora.bench.replay import ReplaySettings, show_on_stderr
     from manylora.bench.serve import BenchSettings
 
     names = ("model", *(flag.name for flag in FLAGS if not flag.is_http))
-    noted = ("workload", "format", "rate", "adapters", "duration", "popularity", "rate_scale", "limit")
-    notes = {name: getattr(args, name) for name in noted if getattr(args, name) is not None}
+    notes = {name: getattr(args, name, None) for name in _NOTED}
+    notes = {name: value for name, value in notes.items() if value is not None and value is not False}
     if args.trace_file is not None:
         notes["trace_file"] = Path(args.trace_file).name
     return BenchSettings(

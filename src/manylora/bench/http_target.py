@@ -121,7 +121,10 @@ class HttpTarget:
             lengths = [model["max_model_len"] for model in models if model.get("max_model_len")]
         except TimeoutError as error:
             raise ConfigError(f"no server answers at {url} within {_CONNECT_TIMEOUT_S:.0f} s") from error
-        except (OSError, HttpFailure) as error:
+        except HttpFailure as error:
+            hint = " (--api-key says the server's key)" if str(error).startswith("HTTP 401") else ""
+            raise ConfigError(f"no list of models from {url}: {error}{hint}") from error
+        except OSError as error:
             raise ConfigError(f"no server answers at {url}: {error}") from error
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(f"{url}/v1/models does not answer as OpenAI's does") from error

@@ -74,7 +74,8 @@ class ReplaySettings:
 class RequestResult:
     """What came of one request. Times in seconds, counted from the start of the replay where they are moments.
 
-    ``adapter``: its name, None for the base. ``ttft_s`` counts from ``handed_s``; ``waited_s``: how long the turn
+    ``adapter``: its name, None for the base; ``workload_rank``: what the workload drew for it (base: 0), which
+    the adapter of that name need not have. ``ttft_s`` counts from ``handed_s``; ``waited_s``: how long the turn
     had to wait for the reply before it; ``lag_s``: how late the client itself was. ``tpot_s`` is the mean time
     between tokens after the first; None where there was only one. Where ``error`` is set, times before it are
     those of whatever came.
@@ -83,7 +84,7 @@ class RequestResult:
     conversation: int
     turn: int
     adapter: str | None
-    rank: int
+    workload_rank: int
     arrival_s: float
     handed_s: float
     waited_s: float

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from manylora.bench.summary import Objective, Summary, as_rows, difference, summ
 from manylora.bench.targets import EngineTarget, Target
 from manylora.bench.vllm_names import offline_fields, serve_fields
 from manylora.config import ConfigError
-from manylora.engine.driver import Driver
 from manylora.flags import build_settings
 from manylora.workloads.stream import Stream, prompt_tokens
 
@@ -93,8 +92,8 @@ def run(settings: BenchSettings, stream: Stream) -> int:
     """
     check(settings)
     # Before there is an event loop, which would hold back an interrupt until all is loaded.
-    driver = None if settings.url is not None else _load(settings)
-    report, results = asyncio.run(_run(settings, stream, driver))
+    loaded = None if settings.url is not None else _load(settings)
+    report, results = asyncio.run(_run(settings, stream, loaded))
     try:
         if settings.out is not None:
             settings.out.write_text(json.dumps(report, indent=1) + "\n")
@@ -113,16 +112,19 @@ def run(settings: BenchSettings, stream: Stream) -> int:
     return 1 if report["summary"]["failed"] or report["error"] is not None else 0
 
 
-def _load(settings: BenchSettings) -> Driver:
+def _load(settings: BenchSettings) -> Callable[[], EngineTarget]:
+    """What makes the target, once there is an event loop."""
     from manylora.main import build_driver  # brings torch
 
-    return build_driver(build_settings(settings.engine)[0])
+    engine, _ = build_settings(settings.engine)
+    driver = build_driver(engine)
+    return lambda: EngineTarget(driver, engine.model.name)
 
 
 async def _run(
-    settings: BenchSettings, stream: Stream, driver: Driver | None
+    settings: BenchSettings, stream: Stream, loaded: Callable[[], EngineTarget] | None
 ) -> tuple[dict[str, Any], list[RequestResult]]:
-    target = EngineTarget(driver) if driver is not None else await _connect(settings, stream)
+    target = loaded() if loaded is not None else await _connect(settings, stream)
     try:
         if settings.skip_too_long:
             stream = fitting(stream, target.max_model_len)

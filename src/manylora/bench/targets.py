@@ -91,6 +91,7 @@ class Target(Protocol):
     vocab_size: int | None
     max_model_len: int | None
     adapters: frozenset[str]
+    """What a call can name; the base model too, by its name for clients."""
 
     @property
     def is_exact(self) -> bool:
@@ -114,13 +115,15 @@ class EngineTarget:
 
     is_exact = True
 
-    def __init__(self, driver: Driver) -> None:
-        """Takes over ``driver``, not yet started."""
+    def __init__(self, driver: Driver, base: str | None = None) -> None:
+        """Takes over ``driver``, not yet started. ``base``: a name for the base model, as a server would have."""
         info = driver.info
         self.description = {"kind": "engine in process", **dataclasses.asdict(info)}
         self.vocab_size: int | None = info.vocab_size
         self.max_model_len: int | None = info.max_model_len
-        self.adapters = frozenset(card.name for card in driver.adapters())
+        named = {card.name for card in driver.adapters()}
+        self._base = None if base in named else base
+        self.adapters = frozenset(named if base is None else {base, *named})
         self._driver = driver
         self._loop = asyncio.get_running_loop()
         self._open: dict[RequestId, tuple[Answer, asyncio.Future[Answer]]] = {}
@@ -140,7 +143,8 @@ class EngineTarget:
         params = SamplingParams(max_tokens=call.max_tokens, temperature=0.0, ignore_eos=True, seed=0)
         future: asyncio.Future[Answer] = self._loop.create_future()
         self._open[request] = (Answer(), future)
-        self._driver.submit(GenerationRequest(request, call.prompt, params, call.adapter))
+        adapter = None if call.adapter == self._base else call.adapter
+        self._driver.submit(GenerationRequest(request, call.prompt, params, adapter))
         return await future
 
     def _deliver(self, deltas: list[Delta]) -> None:
@@ -195,7 +199,7 @@ def open_engine(settings: EngineSettings, *, shows_progress: bool = False) -> En
     """Load what the settings say; blocks meanwhile. Raises ConfigError."""
     from manylora.main import build_driver  # brings torch
 
-    return EngineTarget(build_driver(settings, shows_progress=shows_progress))
+    return EngineTarget(build_driver(settings, shows_progress=shows_progress), settings.model.name)
 
 
 def numbers_of(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
