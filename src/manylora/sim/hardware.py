@@ -69,16 +69,18 @@ class Hardware:
 _VENDOR = "vendor data sheet, recalled; efficiencies assumed"
 
 NPU_MEMORY_BYTES_S = 1.2e12
-"""Assumed: the FastLibra paper names no bandwidth, and no model. ``NPU_MEMORY_CHOICES`` vary it."""
+"""Assumed: the FastLibra paper names no bandwidth, and no model. What follows from that is in
+docs/results/npu_bandwidth.md, which varies it."""
 
 NPU_MEMORY_CHOICES = (0.8e12, 1.2e12, 1.6e12)
 
 
 def fastlibra_npu(memory_bytes_s: float = NPU_MEMORY_BYTES_S) -> Hardware:
     """The FastLibra paper's card (§2.2, its table of specifications): 64 GB, 256 TFLOPS in FP16, PCIe 4 x16,
-    with an assumed memory bandwidth."""
+    with an assumed memory bandwidth, which its name has where it is not the usual one: ``fastlibra-npu-800``."""
+    varied = "" if memory_bytes_s == NPU_MEMORY_BYTES_S else f"-{memory_bytes_s / 1e9:g}"
     return Hardware(
-        "fastlibra-npu", 64 * GIB, memory_bytes_s, 256e12, 32e9,
+        f"fastlibra-npu{varied}", 64 * GIB, memory_bytes_s, 256e12, 32e9,
         f"FastLibra §2.2; memory bandwidth assumed to be {memory_bytes_s / 1e12:g} TB/s; efficiencies assumed",
     )  # fmt: skip
 
@@ -97,7 +99,7 @@ HARDWARE: dict[str, Hardware] = {
             "16-bit matrix product 808 TFLOP/s, host link 55.5 GB/s",
             4.303 / 4.8, 807.9 / 989.4, 55.5 / 64,
         ),
-        fastlibra_npu(),
+        *map(fastlibra_npu, NPU_MEMORY_CHOICES),
     )
 }  # fmt: skip
 """By name. ``h200-measured`` has what single large operations reached, an upper limit for a model's; the others'

@@ -32,7 +32,7 @@ _S_LORA = {
 }
 """Ranks and loads from the published benchmarks/exp_suite.py (suites a10g, a100-80-S2, a100-80-S4)."""
 
-_CHATS = {f"chat-{rate}": Path(f"benchmarks/data/chat_{rate}rps.jsonl.gz") for rate in (2, 5, 10, 20)}
+_CHATS = {f"chat-{rate}": Path(f"benchmarks/data/chat_{rate}rps.jsonl.gz") for rate in (5, 10, 20)}
 
 _ABOUT = {
     "chatbot": "FastLibra's chatbot: ShareGPT conversations, arrivals of Azure's chat service",
@@ -41,8 +41,7 @@ _ABOUT = {
     "s-lora-s1": "S-LoRA's synthetic workload, setting S1: rank 8",
     "s-lora-s2": "S-LoRA's setting S2: ranks 64, 32, 16, 8",
     "s-lora-s4": "S-LoRA's setting S4: ranks 64, 32, 16",
-    "chat-2": "multi-turn chat at 2 requests a second (benchmarks/data of a checkout)",
-    "chat-5": "the same at 5",
+    "chat-5": "multi-turn chat at 5 requests a second (benchmarks/data of a checkout)",
     "chat-10": "the same at 10",
     "chat-20": "the same at 20",
     "synthetic": "made up: synthetic:arrivals=gamma(2),popularity=zipf(1),prompt=uniform(8,512),output=128",
