@@ -47,6 +47,11 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_work(
         assert main(["reproduce", "fastlibra-fig2", "--out", str(out)]) == 2
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert f"{out} cannot be written: " in line
+    for suffix in ("json", "png"):
+        (tmp_path / suffix / f"fastlibra-fig2.{suffix}").mkdir(parents=True)
+        assert main(["reproduce", "fastlibra-fig2", "--out", str(tmp_path / suffix)]) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert f"fastlibra-fig2.{suffix} cannot be written: " in line
     assert runs == []
 
 

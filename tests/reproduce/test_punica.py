@@ -50,7 +50,7 @@ def test_fig1_simulated(tmp_path: Path) -> None:
     # §2.1: from 11 ms to 13 ms, and from 17 ms to 34 ms.
     assert headline["decode, shortest (128): batch 1, ms"][1] == 11
     assert headline["decode, shortest (128): batch 32, ms"][1] == 13
-    assert headline["decode, longest (2048): batch 32 over 1"][1] == 2
+    assert headline["decode, longest (2048): batch 32 over 1"][1] is None  # 34 / 17 is not stated
     ours = headline["decode, longest (2048): batch 32 over 1"][0]
     assert ours == pytest.approx(at["decode", 2048, 32] / at["decode", 2048, 1], abs=1e-3)
     assert smoke(tmp_path, "punica-fig1") == found
@@ -110,7 +110,7 @@ def test_fig8_has_the_papers_figures_at_batch_64() -> None:
     assert found["uniform: sgmv, batch 64, us"] == found["skewed: sgmv, batch 64, us"] == 46
     assert found["identical: sgmv, batch 64, us"] == 40
     assert found["identical: sgmv, batch 1, us"] == 37
-    assert found["distinct: sgmv, batch 64 over 1"] == pytest.approx(116 / 37, abs=1e-4)
+    assert found["distinct: sgmv, batch 64 over 1"] is None  # 116 / 37 is not stated
     assert found["distinct: loop over sgmv, batch 64"] is None
 
 

@@ -41,7 +41,7 @@ def reproduce(
         raise ConfigError(f"{name} keeps nothing: leave out --store and --report-only")
     if found.hardwares and store is None and scale == "full":
         store = out / f"{name}-{hardware or found.hardwares[0]}.cells.jsonl"  # hours of work
-    _require_output(out)
+    _require_output(out, name)
     began = time.monotonic()
     setup = Setup(
         scale, chosen, seed, workers, hardware, store, is_run, lambda line: show_progress(f"{name}: {line}")
@@ -73,15 +73,19 @@ def _shown(figure: Headline) -> str:
     return f"{figure.metric}: {ours} (paper: {figure.paper:.4g}{', recalled' if figure.is_recalled else ''})"
 
 
-def _require_output(out: Path) -> None:
+def _require_output(out: Path, name: str) -> None:
     """Raises ConfigError where the report or its picture could not be written: before hours of work, not after."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("the picture needs matplotlib: pip install manylora[plot]")
     try:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
+        for path in (out / f"{name}.json", out / f"{name}.png"):
+            if path.exists():
+                path.open("ab").close()
     except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
+        where = error.filename or out
+        raise ConfigError(f"{where} cannot be written: {error.strerror or error}") from None
 
 
 def _has_cuda() -> bool:

@@ -20,6 +20,7 @@ PAPER_DECODE_MS = {"shortest": (11.0, 13.0), "longest": (17.0, 34.0)}
 NOTES = (
     "The base model alone, without adapters, as in the published benchmark.",
     "The text names neither model nor lengths: Llama-2-7B's shape and the lengths of the published benchmark.",
+    "The paper states times alone: 11 and 13 ms (short) at batch 1 and 32, 17 and 34 (long): 1.2 and 2.0 times.",
     "A decode step of length n attends to n earlier tokens; a prefill step computes prompts of n tokens at once.",
 )
 SIM_NOTE = (
@@ -99,9 +100,8 @@ def _headline(
     for name, length in (("shortest", lengths[0]), ("longest", lengths[-1])):
         one, many = PAPER_DECODE_MS[name] if is_papers else (None, None)
         ours = at["decode", length, 1], at["decode", length, last]
-        grown = ratio(many, one) if last == 32 else None
         figures += [
-            Headline(f"decode, {name} ({length}): batch {last} over 1", ratio(ours[1], ours[0]), grown),
+            Headline(f"decode, {name} ({length}): batch {last} over 1", ratio(ours[1], ours[0])),
             Headline(f"decode, {name} ({length}): batch 1, ms", ours[0], one),
             Headline(f"decode, {name} ({length}): batch {last}, ms", ours[1], many),
         ]
