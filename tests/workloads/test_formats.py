@@ -97,6 +97,13 @@ def test_a_file_that_begins_late_is_spread_over_the_duration(
         assert len(read(path, name, duration_s=70.0).requests) in range(9, 11)
 
 
+def test_a_file_of_malformed_lines_alone_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text("{}\n[]\n")
+    with pytest.raises(ConfigError, match=r"mooncake has no requests \(bad.jsonl: 2 malformed lines left out\)"):
+        read(path, "mooncake", skip_bad_lines=True)
+
+
 def test_the_rate_of_conversations_without_times(tmp_path: Path) -> None:
     said = [{"from": speaker, "value": "word " * 9} for speaker in ("human", "gpt")] * 12
     path = tmp_path / "talks.json"

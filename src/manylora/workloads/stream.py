@@ -71,7 +71,8 @@ class Stream:
 
     def __post_init__(self) -> None:
         if not self.requests:
-            raise ConfigError(f"the workload {self.name} has no requests")
+            why = "".join(f" ({note})" for note in self.notes if note.endswith("left out"))
+            raise ConfigError(f"the workload {self.name} has no requests{why}")
         before = 0.0
         next_turns: dict[int, tuple[int, int | None]] = {}
         for request in self.requests:
