@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from manylora.cli import main
 from manylora.config import ConfigError
 from manylora.policy.policies import POLICIES
+from manylora.reproduce import drawing
 from manylora.reproduce.cells import MEASURED, REFERENCE, Cell, cell_config, cell_costs, run_cell
 from manylora.reproduce.experiment import Setup
 from manylora.reproduce.fastlibra_table import table_report
@@ -307,6 +308,7 @@ def test_a_part_of_the_table_says_what_is_missing(stored: tuple[Path, Report], t
     path, found = stored
     part = tmp_path / path.name
     (rates,) = path.parent.glob("fastlibra_rates_*.json")
+    part.touch()
     nothing = table_report(SMOKE, "npu", part, is_run=False)
     assert nothing.rows == []
     assert nothing.settings["missing"] == ["chatbot 7B-20: rates"]
@@ -343,6 +345,46 @@ def test_the_text_explains_gaps_by_their_parts(stored: tuple[Path, Report]) -> N
     assert "**Partial**" not in text
 
 
+def test_the_gaps_of_many_adapters_are_explained_too(stored: tuple[Path, Report]) -> None:
+    _, found = stored
+    many = [{**row, "group": "many"} for row in found.rows]
+    text = markdown(dataclasses.replace(found, rows=[*found.rows, *many]))
+    after = text.partition("## 1,000 and 2,000 adapters")[2]
+    (ours,) = (row for row in many if row["policy"] == "manylora")
+    parts = " | ".join(f"{ours[f'ttft_{part}_ms']:.1f}" for part in ("mean", *PARTS))
+    assert f"| chatbot | 1 | manylora | {parts} |" in after
+    assert "- chatbot: static-lru waits " in after
+
+
+def test_peaks_are_drawn_as_shares_of_fastlibras_and_unknown_ones_not_as_zero(
+    stored: tuple[Path, Report], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, found = stored
+    drawn: list[Report] = []
+    bars = drawing.bars
+
+    def remember(report: Report, *args: Any, **kwargs: Any) -> None:
+        drawn.append(report)
+        bars(report, *args, **kwargs)
+
+    monkeypatch.setattr(drawing, "bars", remember)
+    draw(found, tmp_path / "table.svg")
+    (report,) = drawn
+    peaks = {row["policy"]: row["peak_per_s"] for row in found.rows}
+    for row in report.rows:
+        if row["policy"] == REFERENCE:
+            assert row["peak_share"] is None
+        else:
+            assert row["peak_share"] == pytest.approx(peaks[row["policy"]] / peaks["fastlibra"], abs=1e-4)
+    no_number = [
+        row
+        for row in report.rows
+        for field in ("ttft_mean_ms", "sustained_ttft_mean_ms", "tpot_mean_ms", "peak_share")
+        if row[field] is None
+    ]
+    assert (tmp_path / "table.svg").read_text().count("<!-- n/a -->") == len(no_number) > 0
+
+
 # ---------------------------------------------------------------- the command
 
 
@@ -362,6 +404,8 @@ def test_the_command_takes_hardware_and_store(stored: tuple[Path, Report], tmp_p
         (["fastlibra-table", "--hardware", "a100"], "--hardware must be npu or h200"),
         (["fastlibra-fig12", "--hardware", "npu"], "fastlibra-fig12 has no choice of hardware"),
         (["fastlibra-fig12", "--report-only"], "fastlibra-fig12 keeps nothing"),
+        (["fastlibra-table", "--report-only", "--store", "none.jsonl"], "no store none.jsonl to report from"),
+        (["fastlibra-table", "--report-only", "--smoke"], "name a store to report from"),
     ],
 )
 def test_options_that_fit_nothing_end_with_one_line(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -31,7 +32,8 @@ def bars(
     series: str,
     is_log: Collection[str] = (),
 ) -> None:
-    """A panel under another; in each a group of bars for each value of ``group``, a bar for each of ``series``."""
+    """A panel under another; in each a group of bars for each value of ``group``, a bar for each of ``series``:
+    'n/a' where there is no number, which a bar of no height would say is zero."""
     pyplot = _pyplot()
     groups = list(dict.fromkeys(row[group] for row in report.rows))
     names = list(dict.fromkeys(row[series] for row in report.rows))
@@ -43,13 +45,20 @@ def bars(
         for place, name in enumerate(names):
             values = {row[group]: row[field] for row in report.rows if row[series] == name}
             at = [index + 0.8 * place / len(names) for index in range(len(groups))]
-            axis.bar(at, [values.get(g) or 0.0 for g in groups], 0.8 / len(names), label=name, align="edge")
+            heights = [math.nan if values.get(g) is None else values[g] for g in groups]
+            axis.bar(at, heights, 0.8 / len(names), label=name, align="edge")
+            for left, height in zip(at, heights, strict=True):
+                if math.isnan(height):
+                    axis.text(
+                        left + 0.4 / len(names), 0.02, "n/a", transform=axis.get_xaxis_transform(),
+                        rotation=90, ha="center", va="bottom", fontsize=6, color="gray",
+                    )  # fmt: skip
         axis.set_xticks(
             [index + 0.4 for index in range(len(groups))], groups, rotation=30, ha="right", fontsize=8
         )
         axis.set_ylabel(label)
         axis.grid(axis="y", alpha=0.3)
-        if field in is_log:
+        if field in is_log and any(row[field] for row in report.rows):
             axis.set_yscale("log")
     _legend_below(figure, axes[0, 0])
     _finish(pyplot, figure, report, path)

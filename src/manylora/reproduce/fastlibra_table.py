@@ -12,6 +12,7 @@ import functools
 import tempfile
 from pathlib import Path
 
+from manylora.config import ConfigError
 from manylora.reproduce.cells import Cell, in_parallel
 from manylora.reproduce.experiment import Experiment, Setup
 from manylora.reproduce.fastlibra_table_cases import COMPARED, HARDWARE, RatesFile, Table, table
@@ -35,8 +36,12 @@ def table_report(setup: Setup, hardware: str, store: Path | None, is_run: bool =
     """Run what the store does not have, and report all that it has. Without ``is_run``: only report.
 
     The rates lie beside the store, in ``fastlibra_rates_HARDWARE.json``; where that file is there already, they
-    are taken from it. Raises ConfigError.
+    are taken from it. Raises ConfigError, also where there is no store to report from.
     """
+    if not is_run and not (store and store.exists()):
+        raise ConfigError(
+            f"there is no store {store} to report from" if store else "name a store to report from"
+        )
     if store is None:
         with tempfile.TemporaryDirectory() as folder:
             return table_report(setup, hardware, Path(folder) / "cells.jsonl", is_run)

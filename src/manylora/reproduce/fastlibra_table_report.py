@@ -109,11 +109,16 @@ def report(setup: Setup, table: Table, rates: Mapping[str, list[float]], store: 
         "code": _codes(table), "lines_of_other_code": store.num_of_other_code,
         "hours_simulated": round(seconds / 3600, 2), "done": _done(table, rows), "missing": missing,
     }  # fmt: skip
-    notes: tuple[str, ...] = (*NOTES[table.hardware], *ALL_NOTES)
+    notes: tuple[str, ...] = (*NOTES[table.hardware], *ALL_NOTES, _resolution(table))
     if store.num_of_other_code:
         notes += (f"{store.num_of_other_code} lines of the store are of other code and were passed over.",)
     name = "fastlibra-table" if table.hardware == "npu" else f"fastlibra-table-{table.hardware}"
     return Report(name, TITLE, settings, rows, headline(rows), notes)
+
+
+def _resolution(table: Table) -> str:
+    share = table.search.tolerance
+    return f"A search ends within {share:.1%} of the peak: peaks that differ by less are not told apart."
 
 
 def _done(table: Table, rows: list[Row]) -> dict[str, int]:
@@ -256,10 +261,12 @@ def _among_many(many: list[Row]) -> list[Headline]:
     for ours in ("fastlibra", "manylora"):
         for what, paper in AMONG_MANY.items():
             found = [compared(many, ours, b, f"{what.lower()}_mean_ms", change) for b in BASELINES]
-            stated = paper if ours == "fastlibra" else None
-            figures.append(
-                Headline(f"{ours}: {what} against both, 1,000 and 2,000 adapters", mean(found), stated)
-            )
+            names = ("both", *(PAPERS_NAMES[baseline] for baseline in BASELINES))
+            stated = (paper if ours == "fastlibra" else None, None, None)
+            figures += [
+                Headline(f"{ours}: {what} against {name}, 1,000 and 2,000 adapters", value, beside)
+                for name, value, beside in zip(names, (mean(found), *found), stated, strict=True)
+            ]
     return figures
 
 

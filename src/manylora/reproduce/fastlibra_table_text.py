@@ -9,7 +9,7 @@ from pathlib import Path
 from manylora.reproduce import drawing
 from manylora.reproduce.fastlibra_grid import BASELINES
 from manylora.reproduce.fastlibra_table_report import LIMITS, PARTS, finished, parts
-from manylora.reproduce.report import Report, Row, mean
+from manylora.reproduce.report import Report, Row, mean, ratio
 
 _NAMES = {"queue": "queue", "adapter": "adapter cold start", "kv": "KV cold start", "steps": "steps"}
 
@@ -27,12 +27,7 @@ def markdown(report: Report) -> str:
         "## Where the time goes",
         "Mean milliseconds of TTFT by part, over the cases that every policy has finished. The parts after the "
         "queue are waits once admitted; the last is the steps until the first token.",
-        "All rates:",
-        _parts(parts(main)),
-        *_explained(parts(main)),
-        "The rates that all sustain:",
-        _parts(parts(main, "sustained_")),
-        *_explained(parts(main, "sustained_")),
+        *_where_time_goes(main),
         "## Case by case",
         *_by_case(main, "Mean TTFT, ms", "ttft_mean_ms", 1),
         *_by_case(main, "Mean TTFT over the rates that all sustain, ms", "sustained_ttft_mean_ms", 1),
@@ -52,6 +47,8 @@ def markdown(report: Report) -> str:
             "## 1,000 and 2,000 adapters",
             *_by_case(many, "Mean TTFT, ms", "ttft_mean_ms", 1),
             *_by_case(many, "Mean TPOT, ms", "tpot_mean_ms", 2),
+            "Milliseconds of TTFT by part, as above.",
+            *_where_time_goes(many),
             *_by_rate(report, many),
         ]
     if report.settings["missing"]:
@@ -94,6 +91,15 @@ def _missing(report: Report) -> str:
 def _headline(report: Report) -> str:
     rows = [(f.metric, _number(f.ours, 4), _number(f.paper, 4)) for f in report.headline]
     return _table(("", "ours", "paper"), rows)
+
+
+def _where_time_goes(rows: list[Row]) -> list[str]:
+    """The parts of TTFT, then what each gap is made of: over all rates, and over those that all sustain."""
+    blocks = []
+    for which, prefix in (("All rates:", ""), ("The rates that all sustain:", "sustained_")):
+        found = parts(rows, prefix)
+        blocks += [which, _parts(found), *_explained(found)]
+    return blocks
 
 
 def _parts(rows: Sequence[Row]) -> str:
@@ -179,22 +185,27 @@ def _number(value: float | None, digits: int) -> str:
 
 def draw(report: Report, path: Path) -> None:
     """Bars by scenario and model as in the paper's Figure 11, means over numbers of adapters, of the cases that
-    every policy has finished; and the Markdown beside it."""
+    every policy has finished; and the Markdown beside it. Peaks are shares of ``fastlibra``'s in the same case,
+    since scenarios bear rates that differ by a factor of 80."""
     path.with_suffix(".md").write_text(markdown(report))
     main = [row for row in report.rows if row["group"] == "main"]
     main = finished(main) or main
     if not main:
         return  # not even rates: there is nothing to draw
-    fields = ("ttft_mean_ms", "sustained_ttft_mean_ms", "tpot_mean_ms", "peak_per_s")
+    peaks = {row["case"]: row["peak_per_s"] for row in main if row["policy"] == "fastlibra"}
+    fields = ("ttft_mean_ms", "sustained_ttft_mean_ms", "tpot_mean_ms", "peak_share")
     joined: dict[tuple[str, str], list[Row]] = {}
     for row in main:
         group = f"{row['scenario']} {row['model'].rpartition('-')[2].upper()}"
-        joined.setdefault((group, row["policy"]), []).append(row)
+        share = ratio(row["peak_per_s"], peaks[row["case"]])
+        joined.setdefault((group, row["policy"]), []).append({**row, "peak_share": share})
     rows = [
         {"case": group, "policy": policy, **{field: mean([r[field] for r in mine]) for field in fields}}
         for (group, policy), mine in joined.items()
     ]
-    panels = tuple(zip(fields, ("TTFT, ms", "TTFT where all sustain, ms", "TPOT, ms", "peak, requests/s")))
+    panels = tuple(
+        zip(fields, ("TTFT, ms", "TTFT where all sustain, ms", "TPOT, ms", "peak over fastlibra's"))
+    )
     drawing.bars(
         dataclasses.replace(report, rows=rows), path, panels, group="case", series="policy",
         is_log=fields[:2],
