@@ -11,7 +11,7 @@ import pytest
 from manylora.cli import main
 from manylora.config import CACHE_POLICIES, CacheConfig, PolicyConfig
 from manylora.sim.fit import fit_profile
-from manylora.sim.profile import find_profile
+from manylora.sim.profile import find_profile, save_profile
 from manylora.sim.replay import Replay
 from manylora.sim.summary import summarize, ttft_parts_ms
 from manylora.workloads.named import named
@@ -129,3 +129,27 @@ def test_a_profile_of_another_model_is_refused_with_both_names(capsys: pytest.Ca
 def test_a_profile_of_this_model(tmp_path: Path) -> None:
     report = report_of(tmp_path, "--profile", "cpu-demo", "--model", MODEL, "--device-pool", "64MiB")
     assert report["results"]["manylora"]["ttft_mean_ms"] > 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        ({"adapter_modules": []}, "names no adapter_modules"),
+        ({"page_tokens": 10**400}, "page_tokens must be a number from 1"),
+        (
+            {"overheads": {"columns": ["num_rows", "seconds"], "rows": [[10**400, 1e-4]]}},
+            "num_rows must be a number from 0",
+        ),
+    ],
+)
+def test_a_damaged_profile_is_one_line(
+    damage: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "damaged.json"
+    save_profile(find_profile("cpu-demo"), path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    assert simulate(*WORKLOAD, "--profile", path, "--device-pool", "64MiB") == 2
+    error = capsys.readouterr().err
+    assert str(path) in error
+    assert says in error
+    assert error.count("\n") == 1

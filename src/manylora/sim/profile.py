@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from manylora.config import ConfigError
+from manylora.config import LARGEST_NUMBER, ConfigError
 from manylora.sim.costs import EVEN, Spread
 from manylora.sim.shapes import ModelShape
 
@@ -26,8 +26,8 @@ ALONE_FORMAT = "manylora-profile-1"
 def _check_numbers(point: Any) -> None:
     for field in dataclasses.fields(point):
         value = getattr(point, field.name)
-        if not 0 <= value < float("inf"):
-            raise ConfigError(f"{field.name} must be a number from 0, got {value}")
+        if not 0 <= value <= LARGEST_NUMBER:
+            raise ConfigError(f"{field.name} must be a number from 0 to {LARGEST_NUMBER}")
     if not point.seconds > 0:
         raise ConfigError("seconds must be more than 0")
 
@@ -115,8 +115,11 @@ class Profile:
             raise ConfigError(f"its format is {self.format!r}, not {FORMAT!r} or {ALONE_FORMAT!r}")
         if self.fingerprint != self.model.fingerprint:
             raise ConfigError(f"its fingerprint {self.fingerprint} is not that of its model, {self.model}")
-        if self.reads_at_once < 1 or self.page_tokens < 1:
-            raise ConfigError("reads_at_once and page_tokens must be at least 1")
+        for name in ("reads_at_once", "page_tokens"):
+            if not 1 <= getattr(self, name) <= LARGEST_NUMBER:
+                raise ConfigError(f"{name} must be a number from 1 to {LARGEST_NUMBER}")
+        if not self.adapter_modules:
+            raise ConfigError("it names no adapter_modules: what its adapters adapt")
         for name in ("copies", "reads"):
             ways = {point.to_device for point in getattr(self, name)}
             if len(ways) < 2:
