@@ -38,7 +38,7 @@ sizes are written as 512MiB or 10GB. The command line wins over the config file.
 
 _PROFILE_FLAGS = (
     "device", "dtype", "load_format", "max_model_len", "max_num_seqs", "max_batch_tokens", "page_tokens",
-    "device_pool", "host_pool",
+    "device_pool", "host_pool", "pipeline_depth",
 )  # fmt: skip
 
 

@@ -26,7 +26,8 @@ def profile(*args: str) -> int:
 
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "demo.json"
-    assert profile("--out", str(out), "--name", "demo", "--adapter-modules", "all", "--commit", "abc") == 0
+    more = ("--name", "demo", "--adapter-modules", "all", "--commit", "abc", "--pipeline-depth", "2")
+    assert profile("--out", str(out), *more) == 0
     shown = capsys.readouterr().out
     assert "held out" in shown
     assert str(out) in shown
@@ -40,6 +41,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert found.model.is_tied
     assert found.machine.startswith("cpu (")
     assert found.commit == "abc"
+    assert found.pipeline_depth == 2
     assert {"python", "torch", "numpy"} <= set(found.versions)
     assert len(found.adapter_modules) == 7
     assert max(point.num_decodes for point in found.steps) == 4

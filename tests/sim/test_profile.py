@@ -286,6 +286,24 @@ def test_a_profile_of_something_else_is_refused_with_both_names() -> None:
         profile.expect(machine="cuda (NVIDIA H200)")
 
 
+@pytest.mark.parametrize(
+    ("machine", "told", "depth"),
+    [("cuda (X)", None, 2), ("cpu (Y)", None, 1), ("cuda (X)", 1, 1), ("cpu (Y)", 2, 2)],
+)
+def test_a_profile_is_of_one_depth_of_the_pipeline(
+    machine: str, told: int | None, depth: int, tmp_path: Path
+) -> None:
+    """Those that do not tell it had their device's default."""
+    save_profile(
+        dataclasses.replace(profile_of(linear), machine=machine, pipeline_depth=told), tmp_path / "p.json"
+    )
+    profile = load_profile(tmp_path / "p.json")
+    assert profile.steps_in_flight == depth
+    profile.expect(pipeline_depth=depth)
+    with pytest.raises(ConfigError, match=f"pipeline_depth {depth}, not {3 - depth}"):
+        profile.expect(pipeline_depth=3 - depth)
+
+
 def damage(text: str, path: Path) -> str:
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -319,6 +337,7 @@ def test_damaged_files_are_refused_in_one_line(tmp_path: Path) -> None:
     assert "num_kv_tokens must be a number from 0" in damage(steps({**first, "num_kv_tokens": 10**400}), path)
     assert "page_tokens must be a number from 1" in damage(changed(page_tokens=10**400), path)
     assert "reads_at_once must be a number from 1" in damage(changed(reads_at_once=0), path)
+    assert "pipeline_depth" in damage(changed(pipeline_depth=3), path)
     assert "adapter_modules" in damage(changed(adapter_modules=[]), path)
     assert "steps[0]" in damage(steps({**first, "num_decodes": "many"}), path)
     assert "held out" in damage(steps(first), path)

@@ -279,6 +279,7 @@ class Profiler:
             reads=tuple(read_points(self._log.reads, self._reads)),
             overheads=tuple(overhead_points(self._log.steps)),
             answer_s=statistics.median(self._answer_s),
+            pipeline_depth=self._policy.pipeline_depth,
         )
         costs = fit_profile(profile)
         return dataclasses.replace(
@@ -411,7 +412,7 @@ def describe(profile: Profile, costs: FittedCosts) -> str:
     return "\n".join(
         (
             f"model         {profile.model}, {profile.dtype}",
-            f"machine       {profile.machine}",
+            f"machine       {profile.machine}, pipeline_depth {profile.steps_in_flight}",
             f"fit           {len(costs.planes)} planes",
             f"  error       {error(costs.seen)}",
             f"  held out    {error(costs.held_out)}",

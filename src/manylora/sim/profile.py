@@ -10,17 +10,20 @@ import dataclasses
 import json
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from manylora.config import LARGEST_NUMBER, ConfigError
+from manylora.config import LARGEST_NUMBER, ConfigError, check_pipeline_depth
 from manylora.sim.costs import EVEN, Spread
 from manylora.sim.shapes import ModelShape
 
 FORMAT = "manylora-profile-2"
 ALONE_FORMAT = "manylora-profile-1"
 """Of steps run one by one, without an engine around them: an engine's own take longer. Still read."""
+
+_UNTOLD_PIPELINE_DEPTH = {"cpu": 1, "cuda": 2}
+"""Of profiles from before they told it: the engine's default then."""
 
 
 def _check_numbers(point: Any) -> None:
@@ -89,7 +92,8 @@ class Profile:
     """All of one run. ``versions``: of what was measured with; ``adapter_modules``: what its adapters adapt.
     ``wakes``: steps after the engine had been idle (``costs.IDLE_S``), which ``steps`` are not; older profiles
     do not tell them apart. ``answer_s``: from a step's end until who asked has its token; ``copy_drag``,
-    ``spread``: see ``costs.StepCosts``. Older profiles have neither of these three: 0, and no spread."""
+    ``spread``: see ``costs.StepCosts``. Older profiles have neither of these three: 0, and no spread.
+    ``pipeline_depth``: of the engine that was watched; older profiles do not tell it (``steps_in_flight``)."""
 
     format: str
     machine: str
@@ -109,6 +113,7 @@ class Profile:
     answer_s: float = 0.0
     copy_drag: float = 0.0
     spread: Spread = EVEN
+    pipeline_depth: int | None = None
 
     def __post_init__(self) -> None:
         if self.format not in (FORMAT, ALONE_FORMAT):
@@ -127,6 +132,8 @@ class Profile:
         for name in ("answer_s", "copy_drag"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} must be a number from 0, got {getattr(self, name)}")
+        if self.pipeline_depth is not None:
+            check_pipeline_depth(self.pipeline_depth)
         if not self.overheads:
             raise ConfigError("it names no overhead")
         if not any(point.is_held_out for point in self.steps):
@@ -134,12 +141,29 @@ class Profile:
         if all(point.is_held_out for point in self.steps):
             raise ConfigError("all of its steps are held out")
 
-    def expect(self, model: ModelShape | None = None, machine: str | None = None) -> None:
-        """Raise ConfigError, with both names, where it is of another model or another machine."""
+    @property
+    def kind(self) -> Literal["cpu", "cuda"]:
+        """Of device, by the machine's name."""
+        return "cpu" if self.machine.startswith("cpu") else "cuda"
+
+    @property
+    def steps_in_flight(self) -> int:
+        """At most, in the engine that was watched: with two, the host's time between steps is hidden in steps."""
+        return self.pipeline_depth or _UNTOLD_PIPELINE_DEPTH[self.kind]
+
+    def expect(
+        self, model: ModelShape | None = None, machine: str | None = None, pipeline_depth: int | None = None
+    ) -> None:
+        """Raise ConfigError, with both names, where it is of another model, machine or depth of the pipeline."""
         if model is not None and model.fingerprint != self.fingerprint:
             raise ConfigError(f"the profile is of {self.model} and does not fit {model}")
         if machine is not None and machine != self.machine:
             raise ConfigError(f"the profile is of the machine {self.machine!r}, not of {machine!r}")
+        if pipeline_depth not in (None, self.steps_in_flight):
+            raise ConfigError(
+                f"the profile is of an engine with pipeline_depth {self.steps_in_flight}, not {pipeline_depth}: "
+                "the time between steps is another there, and manylora profile can measure it"
+            )
 
 
 class _Table(msgspec.Struct, forbid_unknown_fields=True):
