@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from manylora.bench.profile import machine_name
 from manylora.cli import main
 from manylora.config import CACHE_POLICIES, CacheConfig, PolicyConfig
 from manylora.sim.fit import fit_profile
+from manylora.sim.hardware import HARDWARE
+from manylora.sim.limits import recorded, summarize_limits
 from manylora.sim.profile import find_profile, save_profile
-from manylora.sim.replay import Replay
 from manylora.sim.summary import summarize, ttft_parts_ms
 from manylora.workloads.named import named
 from tests.e2e.process import MODEL
@@ -45,20 +48,20 @@ def report_of(folder: Path, *args: object) -> dict[str, Any]:
 def test_it_is_the_replay_that_its_settings_say(tmp_path: Path) -> None:
     report = report_of(
         tmp_path, *MEASURED, "--host-pool", "1GiB", "--max-num-seqs", 8, "--max-batch-tokens", 512,
-        "--max-model-len", 1024, "--pipeline-depth", 1, "--policies", "s-lora", "--seed", 3, "--cold",
+        "--max-model-len", 1024, "--policies", "s-lora", "--seed", 3, "--cold",
     )  # fmt: skip
     stream = named("synthetic:prompt=200,output=30", rate=6, num_adapters=5, duration_s=10, seed=3)
     profile = find_profile(PROFILE)
     page_bytes = profile.model.page_bytes(16)
     config = PolicyConfig(
         num_pages=2**32 // page_bytes, page_tokens=16, max_model_len=1024, max_num_seqs=8, max_batch_tokens=512,
-        num_host_pages=2**30 // page_bytes, page_bytes=page_bytes, cache=CacheConfig("s-lora"), pipeline_depth=1,
+        num_host_pages=2**30 // page_bytes, page_bytes=page_bytes, cache=CacheConfig("s-lora"), pipeline_depth=2,
     )  # fmt: skip
     pages = [profile.model.adapter_pages(rank, 16, profile.adapter_modules) for rank in stream.ranks]
-    replay = Replay(stream, config, fit_profile(profile), pages, is_warm=False)
-    replay.run()
+    replay, record = recorded(stream, config, fit_profile(profile), pages, is_warm=False)
     found = report["results"]["s-lora"]
-    for name, value in {**summarize(replay), **ttft_parts_ms(replay.outcomes)}.items():
+    limits = summarize_limits(record, config)
+    for name, value in {**summarize(replay), **ttft_parts_ms(replay.outcomes), **limits}.items():
         assert found[name] == value, name
     assert found["adapter_reads"] == 5
     assert found["config"]["max_num_seqs"] == 8
@@ -72,6 +75,23 @@ def test_all_policies_and_the_reference(tmp_path: Path, capsys: pytest.CaptureFi
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[2:]] == [*CACHE_POLICIES, "cached"]
     assert report["results"]["cached"]["adapter_hit_device"] == 1.0
+    assert lines[-1].split().count("-") == 2, "no limits of what has none"
+    for name in CACHE_POLICIES:
+        result = report["results"][name]
+        limits = [key for key in result if key.endswith("_limit")]
+        assert len(limits) == 6
+        assert all(result[key.removesuffix("_limit")] <= result[key] for key in limits)
+        shown = f"{result['adapter_kept']:.2f} of {result['adapter_kept_limit']:.2f}"
+        assert shown in next(line for line in lines if line.startswith(f"{name} "))
+
+
+def test_the_reference_is_the_same_whichever_policies_stand_before_it(tmp_path: Path) -> None:
+    # static-lru has larger pages than the others.
+    one, other = (
+        report_of(tmp_path, "--hardware", "a10", "--policies", names)["results"]["cached"]
+        for names in ("static-lru,lru", "lru")
+    )
+    assert one == other
 
 
 def test_two_cards_are_faster_than_one(tmp_path: Path) -> None:
@@ -79,11 +99,43 @@ def test_two_cards_are_faster_than_one(tmp_path: Path) -> None:
     assert two["results"]["manylora"]["tpot_mean_ms"] < one["results"]["manylora"]["tpot_mean_ms"]
 
 
-def test_early_abort_tells_of_what_it_dropped(tmp_path: Path) -> None:
+def test_defaults_are_those_of_the_profiles_device_and_engine(tmp_path: Path) -> None:
+    """Whichever engine was watched: old profiles do not say, and had the device's default."""
+    path = tmp_path / "two.json"
+    save_profile(dataclasses.replace(find_profile("cpu-demo"), pipeline_depth=2), path)
+    names = ("max_num_seqs", "max_batch_tokens", "pipeline_depth", "num_host_pages")
+    found = {}
+    for profile in ("cpu-demo", path, PROFILE):
+        report = report_of(tmp_path, "--profile", profile, "--device-pool", "4GiB")
+        config = report["results"]["manylora"]["config"]
+        config["num_host_pages"] *= config["page_bytes"] / 2**30
+        found[profile] = tuple(config[name] for name in names)
+    assert found == {"cpu-demo": (64, 1024, 1, 4), path: (64, 1024, 2, 4), PROFILE: (256, 8192, 2, 32)}
+
+
+def test_pages_unlike_the_profiles_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_of(tmp_path, *MEASURED, "--policies", "lru,static-lru")
+    note = "static-lru has pages of 32 tokens, the profile is of pages of 16"
+    assert [found for found in report["notes"] if "profile" in found] == [note], "nothing of lru"
+    assert f"note: {note}\n" in capsys.readouterr().out
+
+
+def test_help_names_all_hardware(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        simulate("--help")
+    words = capsys.readouterr().out.replace(",", " ").split()
+    assert set(HARDWARE) <= set(words)
+
+
+def test_early_abort_tells_of_what_it_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = report_of(
         tmp_path, "--hardware", "a10", "--max-num-seqs", 1, "--admission", "early-abort", "--slo-ttft", 1,
     )  # fmt: skip
-    assert 0 < report["results"]["manylora"]["dropped"] < report["requests"]
+    dropped = report["results"]["manylora"]["dropped"]
+    assert 0 < dropped < report["requests"]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1][-1] == "dropped"
+    assert lines[2][-1] == str(dropped)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +150,13 @@ def test_early_abort_tells_of_what_it_dropped(tmp_path: Path) -> None:
         (("--hardware", "a10", "--shape", "llama"), "'llama' is not known"),
         (("--hardware", "a10", "--shape", "llama-2-13b"), "does not fit on"),
         (("--hardware", "a10", "--model", MODEL), "--model is compared with a profile's"),
-        (("--hardware", "a10", "--cards", "0"), "--cards must be at least 1"),
+        (("--hardware", "a10", "--cards", "0"), "--cards must be one of 1, 2, 4, 8, got 0"),
+        (("--hardware", "a10", "--cards", "3"), "--cards must be one of 1, 2, 4, 8, got 3"),
+        ((*MEASURED, "--cards", "3"), "--cards must be one of 1, 2, 4, 8, got 3"),
+        (("--hardware", "a10", "--device", "cpu"), "--device is compared with a profile's"),
+        ((*MEASURED, "--device", "tpu"), "device 'tpu' is not known"),
+        ((*MEASURED, "--slo-ttft", "6"), "slo_ttft goes with admission early-abort"),
+        ((*MEASURED, "--pipeline-depth", "1"), "of an engine with pipeline_depth 2, not 1"),
         ((*MEASURED, "--model", "/nosuch"), "not a model folder"),
         ((*MEASURED, "--policies", "manylara"), "did you mean manylora?"),
         ((*MEASURED, "--policies", "manylora,"), "cache policy '' is not known"),
@@ -124,6 +182,20 @@ def test_a_profile_of_another_model_is_refused_with_both_names(capsys: pytest.Ca
     assert "the profile is of llama-2-7b (32 layers of 4096" in error
     assert "does not fit" in error
     assert error.count("\n") == 1
+
+
+def test_a_profile_of_another_machine_is_refused_with_both_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(*WORKLOAD, *MEASURED, "--device", "cpu") == 2
+    error = capsys.readouterr().err
+    assert f"of the machine 'cuda (NVIDIA H200)', not of '{machine_name('cpu')}'" in error
+    assert error.count("\n") == 1
+
+
+def test_a_profile_of_this_machine(tmp_path: Path) -> None:
+    path = tmp_path / "here.json"
+    save_profile(dataclasses.replace(find_profile("cpu-demo"), machine=machine_name("cpu")), path)
+    report = report_of(tmp_path, "--profile", path, "--device", "cpu", "--device-pool", "64MiB")
+    assert report["device"] == machine_name("cpu")
 
 
 def test_a_profile_of_this_model(tmp_path: Path) -> None:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from manylora.bench.picture import check_writable
 from manylora.config import CACHE_POLICIES, ConfigError, EngineSettings, PolicyConfig
 from manylora.flags import build_settings
-from manylora.sim.analytical import AnalyticalCosts
+from manylora.sim.analytical import CARDS, AnalyticalCosts
 from manylora.sim.costs import StepCosts
 from manylora.sim.fit import fit_profile
 from manylora.sim.hardware import hardware_named
-from manylora.sim.limits import reference
-from manylora.sim.profile import find_profile
-from manylora.sim.replay import Replay
+from manylora.sim.limits import recorded, reference, summarize_limits
+from manylora.sim.profile import Profile, find_profile
 from manylora.sim.shapes import ATTENTION_MODULES, ModelShape, shape_named
 from manylora.sim.summary import summarize, ttft_parts_ms
 from manylora.workloads.stream import Stream
@@ -25,25 +24,32 @@ from manylora.workloads.terms import suggestion
 
 REFERENCE = "cached"
 _SHAPE = "llama-2-7b"
-_HOST_POOL_BYTES = 32 * 2**30
+_HOST_POOL_BYTES = {"cpu": 4 * 2**30, "cuda": 32 * 2**30}
+"""Where none is named: the engine takes a share of what its host has free, on a CPU at most so much."""
 _COLUMNS = (
-    ("TTFT ms", "ttft_mean_ms", "{:.1f}"),
-    ("p99", "ttft_p99_ms", "{:.1f}"),
-    ("TPOT ms", "tpot_mean_ms", "{:.2f}"),
-    ("done per s", "done_per_s", "{:.2f}"),
-    ("prefix hit", "prefix_hit", "{:.2f}"),
-    ("adapter hit", "adapter_hit_device", "{:.2f}"),
-    ("preempted", "preemptions", "{:.0f}"),
+    ("TTFT ms", "{ttft_mean_ms:.1f}"),
+    ("p99", "{ttft_p99_ms:.1f}"),
+    ("TPOT ms", "{tpot_mean_ms:.2f}"),
+    ("done per s", "{done_per_s:.2f}"),
+    ("prefix hit", "{prefix_hit:.2f}"),
+    ("adapter hit", "{adapter_hit_device:.2f}"),
+    ("KV kept", "{kv_kept:.2f} of {kv_kept_limit:.2f}"),
+    ("adapters kept", "{adapter_kept:.2f} of {adapter_kept_limit:.2f}"),
+    ("preempted", "{preemptions:.0f}"),
 )
+_DROPPED = ("dropped", "{dropped}")
+_LEAST_WIDTH = 9
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SimulateSettings:
-    """What to simulate: costs by ``profile``, which has to be of ``model`` where that is given, or by ``hardware``
-    and ``shape``. ``policies``: names with commas between, or "all". ``engine``: settings by flag name."""
+    """What to simulate: costs by ``profile``, which has to be of ``model`` and of this machine's ``device`` where
+    these are given, or by ``hardware`` and ``shape``. ``policies``: names with commas between, or "all".
+    ``engine``: settings by flag name."""
 
     profile: str | None = None
     model: str | None = None
+    device: str | None = None
     hardware: str | None = None
     shape: str | None = None
     cards: int = 1
@@ -59,57 +65,104 @@ class SimulateSettings:
             raise ConfigError("a profile knows its model: --shape goes with --hardware")
         if self.hardware is not None and self.model is not None:
             raise ConfigError("--model is compared with a profile's: with --hardware name a --shape")
-        if self.cards < 1:
-            raise ConfigError(f"--cards must be at least 1, got {self.cards}")
+        if self.hardware is not None and self.device is not None:
+            raise ConfigError("--device is compared with a profile's machine: it does not go with --hardware")
+        if self.cards not in CARDS:
+            raise ConfigError(f"--cards must be one of {', '.join(map(str, CARDS))}, got {self.cards}")
         if self.out is not None:
             check_writable(self.out)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Target:
-    """What is simulated: costs on all cards, and what the pools and adapters follow from."""
+    """What is simulated: costs on all cards, and what the engine's settings, pools and adapters follow from.
+    ``profile``: whence the costs are, if measured."""
 
     name: str
     shape: ModelShape
     costs: StepCosts
-    modules: tuple[str, ...]
+    profile: Profile | None
     pool_bytes: int | None
+
+    @property
+    def kind(self) -> Literal["cpu", "cuda"]:
+        """Whose defaults the engine has."""
+        return "cuda" if self.profile is None else self.profile.kind
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """That the adapters adapt."""
+        return ATTENTION_MODULES if self.profile is None else self.profile.adapter_modules
 
 
 def run(settings: SimulateSettings, load: Callable[[], Stream]) -> int:
     """Simulate what ``load`` returns, print a line for each policy as it is done. Raises ConfigError."""
     target = _target(settings)
     configs = {name: _config(settings, name, target) for name in _policies(settings.policies)}
+    # Of the reference batch sizes and lengths matter, pools do not, and pages are as large as by default.
+    unlimited = _config(settings, "lru", target)
+    notes = _notes(configs, target)
     stream = load()
     print(f"{stream.name} on {target.name}, {len(stream.requests)} requests", flush=True)
+    for note in notes:
+        print(f"note: {note}", flush=True)
+    columns = (*_COLUMNS, _DROPPED) if unlimited.admission == "early-abort" else _COLUMNS
     width = max(len(name) for name in (*configs, REFERENCE))
-    print(" " * width + "".join(f"  {heading:>11}" for heading, _, _ in _COLUMNS), flush=True)
+    print(_line("", width, [heading for heading, _ in columns]), flush=True)
     report: dict[str, Any] = {
         "benchmark": "simulate", "workload": stream.name, "requests": len(stream.requests),
-        "notes": list(stream.notes), "device": target.name, "model": str(target.shape), "results": {},
+        "notes": [*stream.notes, *notes], "device": target.name, "model": str(target.shape), "results": {},
     }  # fmt: skip
-    for name in (*configs, REFERENCE):
-        # Batch sizes and lengths are the first policy's; pools do not matter.
-        config = configs.get(name) or next(iter(configs.values()))
-        pages = [
-            target.shape.adapter_pages(rank, config.page_tokens, target.modules) for rank in stream.ranks
-        ]
-        if name == REFERENCE:
-            replay = reference(stream, config, target.costs, pages)
-        else:
-            replay = Replay(stream, config, target.costs, pages, is_warm=settings.is_warm)
-            replay.run()
-        dropped = sum(outcome.is_dropped for outcome in replay.outcomes)
-        result = {**summarize(replay), **ttft_parts_ms(replay.outcomes), "dropped": dropped}
-        report["results"][name] = {"config": _noted(config), **result} if name in configs else result
-        cells = (f"  {form.format(result[key]):>11}" for _, key, form in _COLUMNS)
-        print(f"{name:<{width}}" + "".join(cells), flush=True)
+    for name, config in (*configs.items(), (REFERENCE, unlimited)):
+        result = _simulated(name, config, stream, target, settings.is_warm)
+        report["results"][name] = result
+        print(_line(name, width, [_cell(form, result) for _, form in columns]), flush=True)
     if settings.out is not None:
         try:
             settings.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write {settings.out}: {error.strerror}") from error
     return 0
+
+
+def _simulated(
+    name: str, config: PolicyConfig, stream: Stream, target: _Target, is_warm: bool
+) -> dict[str, Any]:
+    """One policy's result, beside it the most that any could have kept; or the reference's."""
+    pages = [target.shape.adapter_pages(rank, config.page_tokens, target.modules) for rank in stream.ranks]
+    of_policy: dict[str, Any] = {}
+    if name == REFERENCE:
+        replay = reference(stream, config, target.costs, pages)
+    else:
+        replay, record = recorded(stream, config, target.costs, pages, is_warm)
+        of_policy = {"config": _noted(config), **summarize_limits(record, config)}
+    dropped = sum(outcome.is_dropped for outcome in replay.outcomes)
+    return {**of_policy, **summarize(replay), **ttft_parts_ms(replay.outcomes), "dropped": dropped}
+
+
+def _line(name: str, width: int, cells: Sequence[str]) -> str:
+    """``cells`` under their columns' headings, or these."""
+    widths = (max(_LEAST_WIDTH, len(heading)) for heading, _ in (*_COLUMNS, _DROPPED))
+    return f"{name:<{width}}" + "".join(f"  {cell:>{wide}}" for cell, wide in zip(cells, widths))
+
+
+def _cell(form: str, result: Mapping[str, Any]) -> str:
+    try:
+        return form.format_map(result)
+    except KeyError:  # the reference has no limits beside it
+        return "-"
+
+
+def _notes(configs: Mapping[str, PolicyConfig], target: _Target) -> list[str]:
+    """What is not as the profile has it."""
+    if target.profile is None:
+        return []
+    measured = target.profile.page_tokens
+    return [
+        f"{name} has pages of {config.page_tokens} tokens, the profile is of pages of {measured}"
+        for name, config in configs.items()
+        if config.page_tokens != measured
+    ]
 
 
 def _policies(text: str) -> list[str]:
@@ -127,13 +180,15 @@ def _target(settings: SimulateSettings) -> _Target:
         hardware, shape = hardware_named(settings.hardware), shape_named(settings.shape or _SHAPE)
         costs = AnalyticalCosts(shape, hardware, settings.cards)
         name = f"{cards}{hardware.name} (assumed)"
-        return _Target(name, shape, costs, ATTENTION_MODULES, costs.pool_bytes())
+        return _Target(name, shape, costs, None, costs.pool_bytes())
     assert settings.profile is not None
     profile = find_profile(settings.profile)
     if settings.model is not None:
         profile.expect(_shape_of_folder(settings.model, profile.model.itemsize))
+    if settings.device is not None:
+        profile.expect(machine=_this_machine(settings.device))
     measured = fit_profile(profile).on_cards(settings.cards)
-    return _Target(f"{cards}{profile.machine}", profile.model, measured, profile.adapter_modules, None)
+    return _Target(f"{cards}{profile.machine}", profile.model, measured, profile, None)
 
 
 def _shape_of_folder(model: str, itemsize: int) -> ModelShape:
@@ -147,16 +202,27 @@ def _shape_of_folder(model: str, itemsize: int) -> ModelShape:
         raise ConfigError(str(error)) from None
 
 
+def _this_machine(device: str) -> str:
+    from manylora.bench.profile import machine_name
+    from manylora.devices.select import open_device
+
+    return machine_name(open_device(device).name)
+
+
 def _config(settings: SimulateSettings, policy: str, target: _Target) -> PolicyConfig:
-    """As ``executor.build`` has it on a GPU, but for what depends on free memory there."""
+    """As ``executor.build`` has it on such a device, but for what depends on free memory there."""
     engine, _ = build_settings({**settings.engine, "cache_policy": policy, "model": "simulated"})
     page_bytes = target.shape.page_bytes(engine.cache.page_tokens)
     num_pages = _pool_bytes(engine, target) // page_bytes
     if num_pages < 1:
         raise ConfigError(f"the device pool holds no page of {page_bytes / 2**20:g} MiB")
-    host_bytes = _HOST_POOL_BYTES if engine.cache.host_pool is None else engine.cache.host_pool
+    host_pool = engine.cache.host_pool
+    host_bytes = _HOST_POOL_BYTES[target.kind] if host_pool is None else host_pool
     scheduler = engine.scheduler
-    num_seqs, batch_tokens, pipeline_depth = scheduler.limits_on("cuda")
+    num_seqs, batch_tokens, pipeline_depth = scheduler.limits_on(target.kind)
+    if target.profile is not None:
+        target.profile.expect(pipeline_depth=scheduler.pipeline_depth)
+        pipeline_depth = target.profile.steps_in_flight
     return PolicyConfig(
         num_pages=num_pages,
         page_tokens=engine.cache.page_tokens,

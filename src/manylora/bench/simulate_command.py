@@ -15,6 +15,7 @@ from manylora.bench.options import (
     settings_of,
     stream_of,
 )
+from manylora.sim.hardware import HARDWARE
 
 _EXAMPLES = """\
 examples:
@@ -28,6 +29,7 @@ examples:
   manylora bench simulate --trace-file chat_5rps.jsonl.gz --hardware a10 --shape llama-2-7b
       hardware that is not at hand, by its data sheet
 
+KV kept, adapters kept: what was not computed or read again, and the most that any policy could have kept of it.
 cached, in the last line: the same requests with unlimited memory and all resident; a reference, not a bound.
 """
 
@@ -40,9 +42,10 @@ FLAG_NAMES = (
 _COSTS: tuple[Option, ...] = (
     ("--profile", str, "NAME", "measured: a shipped profile, or a file that manylora profile wrote"),
     ("--model", str, "MODEL", "a local folder: refuse a profile of another model"),
-    ("--hardware", str, "NAME", "assumed, instead: a10, a100-40, a100-80, h100, h200 or fastlibra-npu"),
+    ("--device", str, "NAME", "cpu or cuda, of this machine: refuse a profile of another"),
+    ("--hardware", str, "NAME", "assumed, instead: " + ", ".join(HARDWARE)),
     ("--shape", str, "NAME", "with --hardware: of the model, such as llama-2-7b (the default)"),
-    ("--cards", int, "N", "so many of them, ideally shared out (default: 1)"),
+    ("--cards", int, "N", "1, 2, 4 or 8 of them, ideally shared out (default: 1)"),
 )
 
 
@@ -67,7 +70,7 @@ def add_parser(kinds: Any, add_flag: AddFlag) -> None:
         "--cold", action="store_true", help="adapters were never asked for before (default: once each)"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
-    engine = parser.add_argument_group("settings of the engine, as for manylora serve on a GPU")
+    engine = parser.add_argument_group("settings of the engine, as for manylora serve on such a device")
     add_settings(engine, add_flag, FLAG_NAMES)
     parser.set_defaults(run=_simulate)
 
@@ -78,6 +81,7 @@ def _simulate(args: argparse.Namespace) -> int:
     settings = SimulateSettings(
         profile=args.profile,
         model=args.model,
+        device=args.device,
         hardware=args.hardware,
         shape=args.shape,
         cards=1 if args.cards is None else args.cards,
