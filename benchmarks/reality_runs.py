@@ -7,6 +7,7 @@ import gzip
 import json
 import re
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -210,11 +211,17 @@ class Report:
 
     @classmethod
     def of(cls, out: Path, earlier: Path) -> Report:
-        """An earlier one's runs and logs."""
-        head = json.loads(earlier.read_text())
+        """An earlier one's runs and logs. Raises ConfigError where either is missing or damaged."""
+        head = _read(earlier, "report", json.loads)
+        log = beside(earlier, ".log.json.gz")
+        logs = _read(log, "report's log", lambda data: json.loads(gzip.decompress(data)))
+        if not isinstance(head, dict) or not {"kind", "device", "policy", "runs"} <= head.keys():
+            raise ConfigError(f"{earlier} is no report of benchmarks.simulator_reality")
+        if len(logs) != len(head["runs"]):
+            raise ConfigError(f"{log} is the log of {len(logs)} runs, its report has {len(head['runs'])}")
         report = cls(out, head)
         report.head["runs"] = head["runs"]
-        report.logs = json.loads(gzip.decompress(beside(earlier, ".log.json.gz").read_bytes()))
+        report.logs = logs
         return report
 
     def add(self, run: Run, log: Run) -> None:
@@ -248,6 +255,14 @@ class Report:
 
 def beside(out: Path, ending: str) -> Path:
     return out.with_name(out.name.removesuffix(".json") + ending)
+
+
+def _read(path: Path, what: str, decode: Callable[[bytes], Any]) -> Any:
+    try:
+        return decode(path.read_bytes())
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(f"cannot read the {what} {path}: {reason}") from error
 
 
 def _replace(path: Path, data: bytes) -> None:

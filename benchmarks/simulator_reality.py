@@ -361,7 +361,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             torch.set_num_threads(1)
         Comparison(args).run(loads)
     except ConfigError as error:
-        parser.error(str(error))
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
 
 
 def again(args: argparse.Namespace) -> None:

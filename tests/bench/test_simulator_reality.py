@@ -60,6 +60,41 @@ def test_the_toy_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert "the profile is of " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({}, "cannot read the report {}/run.json: No such file"),
+        ({"run.json": b"{"}, "cannot read the report {}/run.json: Expecting property name"),
+        ({"run.json": b"{}"}, "cannot read the report's log {}/run.log.json.gz: No such file"),
+        ({"run.json": b"{}", "run.log.json.gz": b"[]"}, "run.log.json.gz: Not a gzipped file"),
+        (
+            {"run.json": b"{}", "run.log.json.gz": gzip.compress(b"[]")[:-9]},
+            "run.log.json.gz: Compressed file",
+        ),
+        ({"run.json": b"{}", "run.log.json.gz": gzip.compress(b"[]")}, "run.json is no report of"),
+        (
+            {
+                "run.json": b'{"kind": "toy", "device": "cpu", "policy": {}, "runs": []}',
+                "run.log.json.gz": gzip.compress(b"[1]"),
+            },
+            "run.log.json.gz is the log of 1 runs, its report has 0",
+        ),
+    ],
+)
+def test_an_earlier_report_that_is_not_there(
+    files: dict[str, bytes], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(SystemExit) as left:
+        simulator_reality.main(
+            ["--again", str(tmp_path / "run.json"), "--out", str(tmp_path / "second.json")]
+        )
+    assert left.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says.format(tmp_path) in line
+
+
 def test_a_trace_is_repeated_in_new_conversations() -> None:
     once, twice = stream_for(Load("10", 1, 1), TOY), stream_for(Load("10", 1, 2), TOY)
     count = len(once.requests)
