@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -34,6 +37,7 @@ POOLS = {"page_tokens": 8, "device_pool": "1792KiB", "host_pool": "2MiB", "cache
 class Run:
     """A journal, and what a fresh replica makes of it."""
 
+    journal: Path
     config: PolicyConfig
     entries: Sequence[tuple[float, Event, str | None]]
     told: Sequence[Told]
@@ -47,7 +51,9 @@ class Run:
 def read(path: Path) -> Run:
     config, answered = read_answered(path)
     entries = list(answered)
-    return Run(config, entries, list(recorded_commands(config, [(now, event) for now, event, _ in entries])))
+    return Run(
+        path, config, entries, list(recorded_commands(config, [(now, event) for now, event, _ in entries]))
+    )
 
 
 def adapter_path(name: str) -> str:
@@ -140,6 +146,28 @@ def test_a_real_run_comes_out_the_same_again(run: Run) -> None:
     assert str(simulation_difference(run.config, run.told)) == "None"
     held_back = came_during_steps(run.told)
     assert {name for name, count in held_back.items() if count} >= {"Arrive", "CopyDone", "Timer"}
+
+
+IN_ANOTHER_PROCESS = """
+import sys
+from pathlib import Path
+from manylora.engine.journal import fingerprint, read_answered
+from manylora.sim.conformance import replay_difference
+config, entries = read_answered(Path(sys.argv[1]))
+print(replay_difference(config, entries, fingerprint), end="")
+"""
+
+
+def test_no_order_of_hashes_decides(run: Run) -> None:
+    """Texts have other hashes in another process: the names of requests, for one."""
+    assert any(isinstance(told.event, Arrive) and isinstance(told.event.request.id, str) for told in run.told)
+    for seed in ("1", "2"):
+        replayed = subprocess.run(
+            [sys.executable, "-c", IN_ANOTHER_PROCESS, str(run.journal)],
+            capture_output=True, text=True, check=True, timeout=100,
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        assert replayed.stdout == "None"
 
 
 def test_changed_settings_are_noticed(run: Run) -> None:
