@@ -174,8 +174,6 @@ class SchedulerSettings:
 
     def __post_init__(self) -> None:
         check_admission(self.admission, self.slo_ttft_s)
-        if self.slo_ttft_s is not None and self.admission != "early-abort":
-            raise ConfigError(f"slo_ttft goes with admission early-abort: {self.admission} would not heed it")
         if self.pipeline_depth is not None:
             check_pipeline_depth(self.pipeline_depth)
 

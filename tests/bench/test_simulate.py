@@ -49,6 +49,7 @@ def test_it_is_the_replay_that_its_settings_say(tmp_path: Path) -> None:
     report = report_of(
         tmp_path, *MEASURED, "--host-pool", "1GiB", "--max-num-seqs", 8, "--max-batch-tokens", 512,
         "--max-model-len", 1024, "--policies", "s-lora", "--seed", 3, "--cold",
+        "--limits",
     )  # fmt: skip
     stream = named("synthetic:prompt=200,output=30", rate=6, num_adapters=5, duration_s=10, seed=3)
     profile = find_profile(PROFILE)
@@ -69,7 +70,9 @@ def test_it_is_the_replay_that_its_settings_say(tmp_path: Path) -> None:
 
 
 def test_all_policies_and_the_reference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = report_of(tmp_path, "--hardware", "a10", "--shape", "llama-2-7b", "--policies", "all")
+    report = report_of(
+        tmp_path, "--hardware", "a10", "--shape", "llama-2-7b", "--policies", "all", "--limits"
+    )
     assert list(report["results"]) == [*CACHE_POLICIES, "cached"]
     assert report["results"]["manylora"]["config"]["pipeline_depth"] == 2
     lines = capsys.readouterr().out.splitlines()
@@ -121,6 +124,13 @@ def test_pages_unlike_the_profiles_are_noted(tmp_path: Path, capsys: pytest.Capt
     assert f"note: {note}\n" in capsys.readouterr().out
 
 
+def test_another_depth_than_the_profiles_is_noted(tmp_path: Path) -> None:
+    for depth, notes in ((1, 1), (2, 0)):
+        report = report_of(tmp_path, *MEASURED, "--pipeline-depth", depth)
+        assert report["results"]["manylora"]["config"]["pipeline_depth"] == depth
+        assert len([note for note in report["notes"] if "with pipeline_depth 2, not 1" in note]) == notes
+
+
 def test_help_names_all_hardware(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         simulate("--help")
@@ -156,8 +166,6 @@ def test_early_abort_tells_of_what_it_dropped(tmp_path: Path, capsys: pytest.Cap
         ((*MEASURED, "--cards", "3"), "--cards must be one of 1, 2, 4, 8, got 3"),
         (("--hardware", "a10", "--device", "cpu"), "--device is compared with a profile's"),
         ((*MEASURED, "--device", "tpu"), "device 'tpu' is not known"),
-        ((*MEASURED, "--slo-ttft", "6"), "slo_ttft goes with admission early-abort"),
-        ((*MEASURED, "--pipeline-depth", "1"), "of an engine with pipeline_depth 2, not 1"),
         ((*MEASURED, "--model", "/nosuch"), "not a model folder"),
         ((*MEASURED, "--policies", "manylara"), "did you mean manylora?"),
         ((*MEASURED, "--policies", "manylora,"), "cache policy '' is not known"),

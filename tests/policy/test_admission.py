@@ -154,11 +154,6 @@ def test_the_queue_skips_whoever_left_it() -> None:
             "admission early-abort needs slo_ttft, the objective for the first token",
         ),
         ({"slo_ttft": 0.5}, "slo_ttft must be more than 0.5 seconds, got 0.5"),
-        ({"slo_ttft": 6}, "slo_ttft goes with admission early-abort: fcfs would not heed it"),
-        (
-            {"slo_ttft": 6, "admission": "lcfs"},
-            "slo_ttft goes with admission early-abort: lcfs would not heed it",
-        ),
         ({"slo_ttft": "soon"}, "--slo-ttft must be a number, got 'soon'"),
         ({"slo_ttft": float("nan")}, "slo_ttft must be more than 0.5 seconds, got nan"),
     ],

@@ -100,7 +100,9 @@ def test_a_file_that_begins_late_is_spread_over_the_duration(
 def test_a_file_of_malformed_lines_alone_is_named(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text("{}\n[]\n")
-    with pytest.raises(ConfigError, match=r"mooncake has no requests \(bad.jsonl: 2 malformed lines left out\)"):
+    with pytest.raises(
+        ConfigError, match=r"mooncake has no requests \(bad.jsonl: 2 malformed lines left out\)"
+    ):
         read(path, "mooncake", skip_bad_lines=True)
 
 

@@ -17,6 +17,7 @@ from manylora.sim.fit import fit_profile
 from manylora.sim.hardware import hardware_named
 from manylora.sim.limits import recorded, reference, summarize_limits
 from manylora.sim.profile import Profile, find_profile
+from manylora.sim.replay import Replay
 from manylora.sim.shapes import ATTENTION_MODULES, ModelShape, shape_named
 from manylora.sim.summary import summarize, ttft_parts_ms
 from manylora.workloads.stream import Stream
@@ -33,9 +34,11 @@ _COLUMNS = (
     ("done per s", "{done_per_s:.2f}"),
     ("prefix hit", "{prefix_hit:.2f}"),
     ("adapter hit", "{adapter_hit_device:.2f}"),
+    ("preempted", "{preemptions:.0f}"),
+)
+_LIMITS = (
     ("KV kept", "{kv_kept:.2f} of {kv_kept_limit:.2f}"),
     ("adapters kept", "{adapter_kept:.2f} of {adapter_kept_limit:.2f}"),
-    ("preempted", "{preemptions:.0f}"),
 )
 _DROPPED = ("dropped", "{dropped}")
 _LEAST_WIDTH = 9
@@ -45,7 +48,7 @@ _LEAST_WIDTH = 9
 class SimulateSettings:
     """What to simulate: costs by ``profile``, which has to be of ``model`` and of this machine's ``device`` where
     these are given, or by ``hardware`` and ``shape``. ``policies``: names with commas between, or "all".
-    ``engine``: settings by flag name."""
+    ``engine``: settings by flag name. ``with_limits``: bounds beside every policy (docs/limits.md)."""
 
     profile: str | None = None
     model: str | None = None
@@ -55,6 +58,7 @@ class SimulateSettings:
     cards: int = 1
     policies: str = "manylora"
     is_warm: bool = True
+    with_limits: bool = False
     engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     out: Path | None = None
 
@@ -106,7 +110,11 @@ def run(settings: SimulateSettings, load: Callable[[], Stream]) -> int:
     print(f"{stream.name} on {target.name}, {len(stream.requests)} requests", flush=True)
     for note in notes:
         print(f"note: {note}", flush=True)
-    columns = (*_COLUMNS, _DROPPED) if unlimited.admission == "early-abort" else _COLUMNS
+    columns = (
+        *_COLUMNS,
+        *(_LIMITS if settings.with_limits else ()),
+        *((_DROPPED,) if unlimited.admission == "early-abort" else ()),
+    )
     width = max(len(name) for name in (*configs, REFERENCE))
     print(_line("", width, [heading for heading, _ in columns]), flush=True)
     report: dict[str, Any] = {
@@ -114,7 +122,7 @@ def run(settings: SimulateSettings, load: Callable[[], Stream]) -> int:
         "notes": [*stream.notes, *notes], "device": target.name, "model": str(target.shape), "results": {},
     }  # fmt: skip
     for name, config in (*configs.items(), (REFERENCE, unlimited)):
-        result = _simulated(name, config, stream, target, settings.is_warm)
+        result = _simulated(name, config, stream, target, settings)
         report["results"][name] = result
         print(_line(name, width, [_cell(form, result) for _, form in columns]), flush=True)
     if settings.out is not None:
@@ -126,23 +134,27 @@ def run(settings: SimulateSettings, load: Callable[[], Stream]) -> int:
 
 
 def _simulated(
-    name: str, config: PolicyConfig, stream: Stream, target: _Target, is_warm: bool
+    name: str, config: PolicyConfig, stream: Stream, target: _Target, settings: SimulateSettings
 ) -> dict[str, Any]:
-    """One policy's result, beside it the most that any could have kept; or the reference's."""
+    """One policy's result, beside it, if asked for, the most that any could have kept; or the reference's."""
     pages = [target.shape.adapter_pages(rank, config.page_tokens, target.modules) for rank in stream.ranks]
     of_policy: dict[str, Any] = {}
     if name == REFERENCE:
         replay = reference(stream, config, target.costs, pages)
-    else:
-        replay, record = recorded(stream, config, target.costs, pages, is_warm)
+    elif settings.with_limits:
+        replay, record = recorded(stream, config, target.costs, pages, settings.is_warm)
         of_policy = {"config": _noted(config), **summarize_limits(record, config)}
+    else:
+        replay = Replay(stream, config, target.costs, pages, settings.is_warm)
+        replay.run()
+        of_policy = {"config": _noted(config)}
     dropped = sum(outcome.is_dropped for outcome in replay.outcomes)
     return {**of_policy, **summarize(replay), **ttft_parts_ms(replay.outcomes), "dropped": dropped}
 
 
 def _line(name: str, width: int, cells: Sequence[str]) -> str:
     """``cells`` under their columns' headings, or these."""
-    widths = (max(_LEAST_WIDTH, len(heading)) for heading, _ in (*_COLUMNS, _DROPPED))
+    widths = (max(_LEAST_WIDTH, len(heading)) for heading, _ in (*_COLUMNS, *_LIMITS, _DROPPED))
     return f"{name:<{width}}" + "".join(f"  {cell:>{wide}}" for cell, wide in zip(cells, widths))
 
 
@@ -157,8 +169,15 @@ def _notes(configs: Mapping[str, PolicyConfig], target: _Target) -> list[str]:
     """What is not as the profile has it."""
     if target.profile is None:
         return []
-    measured = target.profile.page_tokens
-    return [
+    measured, depth = target.profile.page_tokens, target.profile.steps_in_flight
+    given = next(config.pipeline_depth for config in configs.values())
+    notes = []
+    if given != depth:
+        notes.append(
+            f"the profile is of an engine with pipeline_depth {depth}, not {given}: what the host takes between "
+            "steps is another there"
+        )
+    return notes + [
         f"{name} has pages of {config.page_tokens} tokens, the profile is of pages of {measured}"
         for name, config in configs.items()
         if config.page_tokens != measured
@@ -221,8 +240,7 @@ def _config(settings: SimulateSettings, policy: str, target: _Target) -> PolicyC
     scheduler = engine.scheduler
     num_seqs, batch_tokens, pipeline_depth = scheduler.limits_on(target.kind)
     if target.profile is not None:
-        target.profile.expect(pipeline_depth=scheduler.pipeline_depth)
-        pipeline_depth = target.profile.steps_in_flight
+        pipeline_depth = scheduler.pipeline_depth or target.profile.steps_in_flight
     return PolicyConfig(
         num_pages=num_pages,
         page_tokens=engine.cache.page_tokens,

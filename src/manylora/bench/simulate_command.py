@@ -29,7 +29,7 @@ examples:
   manylora bench simulate --trace-file chat_5rps.jsonl.gz --hardware a10 --shape llama-2-7b
       hardware that is not at hand, by its data sheet
 
-KV kept, adapters kept: what was not computed or read again, and the most that any policy could have kept of it.
+--limits: of KV and adapters what was not computed or read again, and the most that any policy could have kept.
 cached, in the last line: the same requests with unlimited memory and all resident; a reference, not a bound.
 """
 
@@ -69,6 +69,11 @@ def add_parser(kinds: Any, add_flag: AddFlag) -> None:
     parser.add_argument(
         "--cold", action="store_true", help="adapters were never asked for before (default: once each)"
     )
+    parser.add_argument(
+        "--limits",
+        action="store_true",
+        help="the most that any policy could have kept beside each (some 10 %% slower)",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     engine = parser.add_argument_group("settings of the engine, as for manylora serve on such a device")
     add_settings(engine, add_flag, FLAG_NAMES)
@@ -87,6 +92,7 @@ def _simulate(args: argparse.Namespace) -> int:
         cards=1 if args.cards is None else args.cards,
         policies=args.policies,
         is_warm=not args.cold,
+        with_limits=args.limits,
         engine=settings_of(args, FLAG_NAMES),
         out=args.out,
     )

@@ -151,19 +151,12 @@ class Profile:
         """At most, in the engine that was watched: with two, the host's time between steps is hidden in steps."""
         return self.pipeline_depth or _UNTOLD_PIPELINE_DEPTH[self.kind]
 
-    def expect(
-        self, model: ModelShape | None = None, machine: str | None = None, pipeline_depth: int | None = None
-    ) -> None:
-        """Raise ConfigError, with both names, where it is of another model, machine or depth of the pipeline."""
+    def expect(self, model: ModelShape | None = None, machine: str | None = None) -> None:
+        """Raise ConfigError, with both names, where it is of another model or machine."""
         if model is not None and model.fingerprint != self.fingerprint:
             raise ConfigError(f"the profile is of {self.model} and does not fit {model}")
         if machine is not None and machine != self.machine:
             raise ConfigError(f"the profile is of the machine {self.machine!r}, not of {machine!r}")
-        if pipeline_depth not in (None, self.steps_in_flight):
-            raise ConfigError(
-                f"the profile is of an engine with pipeline_depth {self.steps_in_flight}, not {pipeline_depth}: "
-                "the time between steps is another there, and manylora profile can measure it"
-            )
 
 
 class _Table(msgspec.Struct, forbid_unknown_fields=True):
