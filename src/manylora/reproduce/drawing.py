@@ -56,6 +56,7 @@ def bars(
         axis.set_xticks(
             [index + 0.4 for index in range(len(groups))], groups, rotation=30, ha="right", fontsize=8
         )
+        axis.set_xlim(-0.2, len(groups))  # the same for all panels, whichever bars there are
         axis.set_ylabel(label)
         axis.grid(axis="y", alpha=0.3)
         if field in is_log and any(row[field] for row in report.rows):
