@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.reproduce.cells import REFERENCE, Cell, in_parallel, peak_rate, run_cells
+from manylora.reproduce.fastlibra_table_peaks import rounded
 from manylora.sim.hardware import NPU_MEMORY_CHOICES, fastlibra_npu
 
 POLICIES = ("manylora", "fastlibra", "lru", "static-lru", "s-lora", REFERENCE)
@@ -30,9 +31,7 @@ FIRST_RATES = {"chatbot": 1.0, "translation": 60.0, "agent": 30.0}
 def cells_of(peaks: dict[Cell, float], shares: Sequence[float], duration_s: float) -> dict[Cell, float]:
     """Every policy's cell at each share of its case's peak, and the share."""
     return {
-        dataclasses.replace(
-            case, policy=policy, rate=float(f"{share * peak:.4g}"), duration_s=duration_s
-        ): share
+        dataclasses.replace(case, policy=policy, rate=rounded(share * peak), duration_s=duration_s): share
         for case, peak in peaks.items()
         for share in shares
         for policy in POLICIES

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from manylora.bench.picture import check_writable
 from manylora.config import CACHE_POLICIES, ConfigError, EngineSettings, PolicyConfig
 from manylora.flags import build_settings
-from manylora.sim.analytical import CARDS, AnalyticalCosts
+from manylora.sim.analytical import AnalyticalCosts, check_cards
 from manylora.sim.costs import StepCosts
 from manylora.sim.fit import fit_profile
 from manylora.sim.hardware import hardware_named
@@ -71,8 +71,7 @@ class SimulateSettings:
             raise ConfigError("--model is compared with a profile's: with --hardware name a --shape")
         if self.hardware is not None and self.device is not None:
             raise ConfigError("--device is compared with a profile's machine: it does not go with --hardware")
-        if self.cards not in CARDS:
-            raise ConfigError(f"--cards must be one of {', '.join(map(str, CARDS))}, got {self.cards}")
+        check_cards(self.cards, "--cards")
         if self.out is not None:
             check_writable(self.out)
 

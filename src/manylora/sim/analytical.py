@@ -11,8 +11,13 @@ EAGER_LAUNCH_S = 3e-3
 """What a step takes beside its device work: an eager engine's 7B and 8B steps left an H200 idle for about so long
 (docs/results/h200.md). A CUDA graph would leave a few hundred microseconds."""
 
-CARDS = (1, 2, 4, 8)
-"""How many may share a model."""
+_CARDS = (1, 2, 4, 8)
+
+
+def check_cards(cards: int, name: str = "cards") -> None:
+    """How many may share a model; raises ConfigError, which calls the number ``name``."""
+    if cards not in _CARDS:
+        raise ConfigError(f"{name} must be one of {', '.join(map(str, _CARDS))}, got {cards}")
 
 
 class AnalyticalCosts:
@@ -49,8 +54,7 @@ class AnalyticalCosts:
         reads_at_once: int = 2,
     ) -> None:
         """``between_s``: the policy's and the driver's time between two steps. Raises ConfigError."""
-        if cards not in CARDS:
-            raise ConfigError(f"cards must be one of {', '.join(map(str, CARDS))}, got {cards}")
+        check_cards(cards)
         for name, value in (
             ("launch_s", launch_s), ("between_s", between_s), ("copy_base_s", copy_base_s),
             ("read_base_s", read_base_s),

@@ -150,7 +150,8 @@ def _chat(path: Path, wish: Wish) -> Stream:
 def _ntrex(path: Path, wish: Wish) -> Stream:
     """The published folder, a file a language, or a TSV with a column a language."""
     files = parallel_text.ntrex_files(path) if path.is_dir() else {}
-    others = [code for code in files or _columns(path) if code != "eng"]
+    codes = tuple(files) if path.is_dir() else parallel_text.languages(path)
+    others = [code for code in codes if code != "eng"]
     pairs = {
         f"{source}-{target}": (source, target)
         for other in others
@@ -166,10 +167,6 @@ def _ntrex(path: Path, wish: Wish) -> Stream:
         return [_parallel([(files[source], files[target])], wish) for source, target in chosen]
 
     return _translations(list(pairs), read, f"{path} has {len(pairs)} pairs with English", wish)
-
-
-def _columns(path: Path) -> tuple[str, ...]:
-    return () if path.is_dir() else parallel_text.languages(path)
 
 
 def _opus(folder: Path, wish: Wish) -> Stream:
