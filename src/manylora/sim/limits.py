@@ -137,8 +137,8 @@ class Recorder:
         # A page that two who start at once must both compute is there for neither.
         for start in step.starts:
             self._start(start)
-        for row in step.rows:
-            self._advance(self._running[row.sequence], row.start + row.num_tokens, len(self.pages_in_use))
+        for number, first, num_tokens, _, _ in step.rows:
+            self._advance(self._running[number], first + num_tokens, len(self.pages_in_use))
         self.pages_in_use.append(self._num_in_use)
 
     @property
