@@ -6,6 +6,7 @@ Bad input: one line on stderr and exit code 2.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from manylora.bench import command as bench_command
 from manylora.bench.options import add_settings, settings_of
 from manylora.config import ConfigError
 from manylora.flags import FLAGS, Flag, build_settings, read_config_file
+from manylora.progress import LOG_FORMAT
 from manylora.workloads import command as workload_command
 
 _SERVE_EXAMPLES = """\
@@ -66,6 +68,8 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     args = _parser().parse_args(argv)
+    if args.run is not _serve:  # whose log is the engine's
+        _announce_compilation()
     try:
         code = int(args.run(args))
         sys.stdout.flush()
@@ -80,6 +84,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python writes the rest at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _announce_compilation() -> None:
+    """Say on stderr what takes minutes where it is new: kernels that are compiled for this GPU."""
+    logging.basicConfig(stream=sys.stderr, format=LOG_FORMAT)
+    logging.getLogger("manylora.kernels").setLevel(logging.INFO)
 
 
 def _parser() -> argparse.ArgumentParser:

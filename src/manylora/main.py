@@ -31,7 +31,7 @@ from manylora.engine.remote import RemoteEngine
 from manylora.engine.trace import TraceWriter
 from manylora.models.config import ModelError, read_model_config
 from manylora.models.source import resolve_model
-from manylora.progress import Bar
+from manylora.progress import LOG_FORMAT, Bar
 from manylora.protocol import AdapterError
 from manylora.text.tokenizer import MissingTokenizer, Tokenizer, TokenizerError
 
@@ -349,7 +349,7 @@ def configure_logging() -> None:
     logging.basicConfig(
         stream=sys.stderr,
         level=os.environ.get("MANYLORA_LOG_LEVEL", "INFO").upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        format=LOG_FORMAT,
     )
 
 

@@ -1,4 +1,4 @@
-"""A progress bar on stderr for what takes long at start-up."""
+"""What people see on stderr of what takes long: lines of a log, and a progress bar."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import sys
 from typing import Any
 
 from tqdm import tqdm
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class Bar:

@@ -6,6 +6,8 @@ import json
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,14 @@ def assert_refused(*args: str, says: tuple[str, ...] = ()) -> str:
     for word in says:
         assert word in line
     return ended.stderr
+
+
+def test_commands_say_that_kernels_are_being_compiled_and_nothing_else_of_the_log() -> None:
+    said = "import logging as l; l.getLogger('manylora.kernels.x').info('compiling'); l.getLogger('x').info('no')"
+    program = f"from manylora.cli import main; main(['reproduce', '--list']); {said}"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    (line,) = lines_of(ended.stderr)
+    assert line.endswith(" INFO manylora.kernels.x: compiling")
 
 
 def test_help_is_quick_and_names_all_flags() -> None:

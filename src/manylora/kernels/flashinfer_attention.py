@@ -52,7 +52,7 @@ class AttentionShape:
 def serving_prompts(shape: AttentionShape, device: torch.device) -> PromptAttention | None:
     """FlashInfer for prompts of this shape, compiled and tried out; None where our kernel serves them.
 
-    Says which in one line of the log. Takes a minute or so where FlashInfer's cache is cold.
+    Says which in one line of the log. Takes a minute or more where FlashInfer's cache is cold.
     """
     why_not = _why_not(shape)
     if why_not is not None:
@@ -60,7 +60,7 @@ def serving_prompts(shape: AttentionShape, device: torch.device) -> PromptAttent
         return None
     try:
         backend, began = _backend(device), time.perf_counter()
-        _log.info("preparing FlashInfer (%s): about a minute, if its cache is empty", backend)
+        _log.info("preparing FlashInfer (%s): a minute or more, if its cache is empty", backend)
         prompts = PromptAttention(shape, device, backend)
         prompts.try_out()
     except Exception as error:  # its own errors, the compiler's, a broken installation's

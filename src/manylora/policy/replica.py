@@ -111,8 +111,8 @@ class Replica:
         """Counts since the start (live object)."""
         return self._cache.counters
 
-    def snapshot(self) -> Snapshot:
-        """The gauges of this moment. O(adapters + requests)."""
+    def snapshot(self, busy_adapters_only: bool = False) -> Snapshot:
+        """The gauges of this moment. O(adapters + requests). ``busy_adapters_only``: of those with requests."""
         running = collections.Counter[AdapterId]()
         waiting = collections.Counter[AdapterId]()
         for sequence in self._held.holders:
@@ -123,6 +123,10 @@ class Replica:
         free = device.num_free + device.num_deferred
         left_over = sum(len(move.pages) for move in self._cache.moves() if move.owns_pages)
         history = tree.history_pages - tree.pinned_history_pages - tree.standing_pages + left_over
+        if busy_adapters_only:
+            nodes = [tree.node(adapter) for adapter in sorted(running | waiting)]
+        else:
+            nodes = [tree.base, *tree.adapters()]
         return Snapshot(
             num_running=running.total(),
             num_waiting=waiting.total(),
@@ -148,7 +152,7 @@ class Replica:
                     n.host.value,
                     tree.history_of(n.adapter),
                 )
-                for n in [tree.base, *tree.adapters()]
+                for n in nodes
             ),
         )
 
