@@ -1,4 +1,4 @@
-"""A copy of the package, its policy and simulator compiled by mypyc: the same decisions in a third to half of the time.
+"""A copy of the package, its policy and simulator compiled by mypyc: the same decisions in half the time or less.
 
     python benchmarks/compiled_simulator.py DIR
     PYTHONPATH=DIR manylora reproduce fastlibra-table --store DIR/cells.jsonl --out DIR
