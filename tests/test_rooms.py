@@ -38,7 +38,7 @@ ROOMS: dict[str, set[str]] = {
     "progress": set(),
     "llm": BOTTOM | {"flags", "text", "engine", "main"},
     "inspection": BOTTOM | {"adapters", "kernels", "models"},
-    "cli": {"", "config", "flags", "main", "inspection", "bench", "workloads", "reproduce"},
+    "cli": {"", "config", "flags", "main", "inspection", "progress", "bench", "workloads", "reproduce"},
     "main": {"", "progress", "adapters", "engine", "executor", "models", "server", "text"} | BOTTOM,
     "": {"llm", "types"},
 }

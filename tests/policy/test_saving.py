@@ -51,22 +51,22 @@ def test_before_any_copy_came_they_are_believed_to_take_nothing() -> None:
     assert rates.page_in_s > rates.page_prefill_s(1), "assumed, and not believed"
     saving = Saving(rates)
     assert saving.pays(1, USUAL)
-    assert rates.copy_is_cheaper((1,))
+    assert rates.weigh_copying((1,)) >= 0
     for _ in range(5000):
         saving.saved()
     assert not saving.pays(1, USUAL), "nothing comes back"
     saving.came_back(5000)
     rates.saw_copy(1, 2 * PAGE * 1e-6, to_device=True)
     assert not saving.pays(1, USUAL), "slow"
-    assert not rates.copy_is_cheaper((1,))
+    assert rates.weigh_copying((1,)) < 0
 
 
 def test_a_copy_may_take_longer_than_computing_where_that_holds_up_others() -> None:
     rates = rates_of(page_in_s=1.5 * PAGE * 0.001, prefill_token_s=0.001)
-    assert not rates.copy_is_cheaper((1,))
+    assert rates.weigh_copying((1,)) < 0
     for _ in range(200):
         rates.saw_step(8, 8, 1e-3)
-    assert rates.copy_is_cheaper((1,))
+    assert rates.weigh_copying((1,)) >= 0
     for _ in range(200):
         rates.saw_copy(1, 2.5 * PAGE * 0.001, to_device=True)
-    assert not rates.copy_is_cheaper((1,)), "many others count no more than one"
+    assert rates.weigh_copying((1,)) < 0, "many others count no more than one"

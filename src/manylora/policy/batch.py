@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from manylora.config import PolicyConfig
 from manylora.policy.admission import Admission
-from manylora.policy.queues import Scheduled, Sequence, Stage, WaitingQueue
+from manylora.policy.queues import RUNNING, Scheduled, Sequence, WaitingQueue
 from manylora.policy.reservations import Growth, Reservations
 
 Note = Callable[[Sequence, float], None]
@@ -44,12 +44,12 @@ def compose(
 
 def _continue_running(config: PolicyConfig, held: Reservations) -> tuple[list[Scheduled], int]:
     """Rows of the holders, and the budget that is left."""
-    page_tokens, is_running = config.page_tokens, Stage.RUNNING
+    page_tokens = config.page_tokens
     rows: list[Scheduled] = []
     unusual: list[tuple[int, int]] = []  # rows of more than one token or page, by place, with what remains
     num_longer = 0
     for sequence in held.holders:
-        if sequence.stage is not is_running or (sequence.num_coming and sequence.must_wait):
+        if sequence.stage is not RUNNING or (sequence.num_coming and sequence.must_wait):
             continue
         num_scheduled = sequence.num_scheduled
         remaining = len(sequence.tokens) + sequence.num_coming - num_scheduled
@@ -71,7 +71,7 @@ def _settle(
     preemptions = held.num_preemptions
     for place, remaining in unusual:
         sequence = rows[place][0]
-        if sequence.stage is not Stage.RUNNING:
+        if sequence.stage is not RUNNING:
             continue
         num_tokens = 1 if remaining == 1 else min(remaining, budget)
         # It may find no room, or none before a copy has ended; it keeps what it has and tries again.
@@ -85,7 +85,7 @@ def _settle(
     # Whoever was just preempted must not take the pages straight back from the one it made room for.
     if held.num_preemptions > preemptions:
         budget = 0
-    return [row for row in rows if row[1] and row[0].stage is Stage.RUNNING], budget
+    return [row for row in rows if row[1] and row[0].stage is RUNNING], budget
 
 
 def _admit(
@@ -108,7 +108,7 @@ def _admit(
             break
         note_admission(sequence, now)
         # One that waits for its adapter keeps its reservation and is passed by others.
-        if sequence.stage is Stage.RUNNING:
+        if sequence.stage is RUNNING:
             remaining = sequence.num_remaining
             num_tokens = min(remaining, budget)
             budget -= num_tokens

@@ -41,7 +41,8 @@ class Rates:
     @property
     def held_up(self) -> float:
         """How many sequences a step's time is lost to, as far as it counts (``_MOST_HELD_UP``)."""
-        return min(max(self.step_rows, 1.0), _MOST_HELD_UP)
+        rows = self.step_rows
+        return 1.0 if rows < 1.0 else _MOST_HELD_UP if rows > _MOST_HELD_UP else rows
 
     def page_prefill_s(self, prefix_class: int) -> float:
         """Computing one page again, after a prefix of about 2 ** (prefix_class - 1) pages.
@@ -49,7 +50,8 @@ class Rates:
         Attention over the prefix adds to what a token takes; a quarter more per doubling beyond 64 pages is
         about what a 7B model shows.
         """
-        return self._page_tokens * self._token_s * (1.0 + 0.25 * max(0, prefix_class - 7))
+        page_s = self._page_tokens * self._token_s
+        return page_s * (1.0 + 0.25 * (prefix_class - 7)) if prefix_class > 7 else page_s
 
     def saw_copy(self, num_pages: int, seconds: float, to_device: bool) -> None:
         """A copy between the tiers has landed."""
@@ -69,15 +71,15 @@ class Rates:
         copies_s = len(prefix_classes) * self.page_in_s if self._num_copies[True] else 0.0
         return self.held_up * sum(map(self.page_prefill_s, prefix_classes)) - copies_s
 
-    def copy_is_cheaper(self, prefix_classes: Sequence[int]) -> bool:
-        """Whether bringing one page for each of these from the host holds up less than computing them.
+    def weigh_copying(self, prefix_classes: Sequence[int]) -> float:
+        """``saved_by_copying``, for a decision: copies are made where it is 0 or more.
 
-        An estimate that keeps copies from being made would never be corrected, so a no makes it more hopeful.
+        An estimate that keeps copies from being made would never be corrected, so a loss makes it more hopeful.
         """
-        if self.saved_by_copying(prefix_classes) >= 0:
-            return True
-        self.page_in_s *= (1 - _HOPE) ** len(prefix_classes)
-        return False
+        saved_s = self.saved_by_copying(prefix_classes)
+        if saved_s < 0:
+            self.page_in_s *= (1 - _HOPE) ** len(prefix_classes)
+        return saved_s
 
     def saw_read(self, num_pages: int, seconds: float) -> None:
         """An adapter was read from its source."""

@@ -9,6 +9,7 @@ import array
 import bisect
 import collections
 import enum
+from typing import Final
 
 from manylora.policy.tree import Node, PageKey
 from manylora.types import AdapterId, PageId, Request, SequenceId
@@ -23,6 +24,12 @@ class Stage(enum.Enum):
     LOADING = "loading"
     RUNNING = "running"
     ENDED = "ended"
+
+
+WAITING: Final = Stage.WAITING
+RUNNING: Final = Stage.RUNNING
+ENDED: Final = Stage.ENDED
+"""Plain names: these are compared for every row of every step, and reading an Enum's member takes long."""
 
 
 class RequestState:
@@ -89,7 +96,7 @@ class Sequence:
         # Samples that will fork off this sequence once its prompt is computed.
         self.num_unborn_forks = state.request.params.n - 1 if sample == 0 else 0
         self.is_prefetched = False
-        self.stage = Stage.WAITING
+        self.stage = WAITING
         # False from each admission until a step brings a SequenceStart.
         self.is_known_to_executor = False
         self.page_updates: list[tuple[int, PageId]] = []
@@ -152,7 +159,7 @@ class WaitingQueue:
 
     def put_back(self, sequence: Sequence) -> None:
         """A sequence of a request that was admitted before."""
-        sequence.stage = Stage.WAITING
+        sequence.stage = WAITING
         bisect.insort(self._returned, sequence, key=lambda s: s.order)
 
     def first(self) -> Sequence | None:
@@ -161,10 +168,10 @@ class WaitingQueue:
             return self._returned[0]
         arrived = self._arrived
         if self.is_newest_first:
-            while arrived and arrived[-1].stage is not Stage.WAITING:
+            while arrived and arrived[-1].stage is not WAITING:
                 arrived.pop()
             return arrived[-1] if arrived else None
-        while arrived and arrived[0].stage is not Stage.WAITING:
+        while arrived and arrived[0].stage is not WAITING:
             arrived.popleft()
         return arrived[0] if arrived else None
 
@@ -188,7 +195,7 @@ class WaitingQueue:
         for sequence in reversed(self._arrived) if self.is_newest_first else self._arrived:
             if len(first) >= count:
                 break
-            if sequence.stage is Stage.WAITING:
+            if sequence.stage is WAITING:
                 first.append(sequence)
         return first
 
@@ -198,13 +205,13 @@ class WaitingQueue:
         for sequence in self._arrived:
             if sequence.state.arrived_s > moment:
                 break
-            if sequence.stage is Stage.WAITING:
+            if sequence.stage is WAITING:
                 early.append(sequence)
         return early
 
     def members(self) -> list[Sequence]:
         """All that wait: those that returned, then the others, each in arrival order."""
-        return self._returned + [s for s in self._arrived if s.stage is Stage.WAITING]
+        return self._returned + [s for s in self._arrived if s.stage is WAITING]
 
 
 Scheduled = tuple[Sequence, int, int]

@@ -14,7 +14,7 @@ from manylora.policy.batch import compose
 from manylora.policy.cache import Cache
 from manylora.policy.counters import Counters
 from manylora.policy.invariants import check
-from manylora.policy.queues import RequestState, Scheduled, Sequence, Stage, WaitingQueue
+from manylora.policy.queues import ENDED, RUNNING, RequestState, Scheduled, Sequence, Stage, WaitingQueue
 from manylora.policy.reservations import Reservations
 from manylora.policy.snapshot import AdapterUse, Snapshot
 from manylora.policy.swap import Swapper
@@ -116,7 +116,7 @@ class Replica:
         running = collections.Counter[AdapterId]()
         waiting = collections.Counter[AdapterId]()
         for sequence in self._held.holders:
-            where = running if sequence.stage is Stage.RUNNING else waiting
+            where = running if sequence.stage is RUNNING else waiting
             where[sequence.adapter] += 1
         waiting.update(s.adapter for s in self._waiting.members())
         tree, device, host = self._tree, self._cache.device, self._cache.host
@@ -257,7 +257,7 @@ class Replica:
             self._held.release(sequence, now)
         if sequence.is_known_to_executor:
             self._commands.append(EndSequence(sequence.id))
-        sequence.stage = Stage.ENDED
+        sequence.stage = ENDED
         del sequence.state.sequences[sequence.sample]
 
     def _fail_request(self, state: RequestState, error: RequestError, now: float) -> None:
@@ -391,7 +391,7 @@ class Replica:
         sequence.admitted_s = now
         is_there = self._tree.node(sequence.adapter).residence is RESIDENT
         sequence.adapter_s = 0.0 if is_there else None
-        if sequence.stage is Stage.RUNNING:
+        if sequence.stage is RUNNING:
             self._note_ready(sequence, now)
 
     def _note_ready(self, sequence: Sequence, now: float) -> None:
@@ -418,13 +418,13 @@ class Replica:
 
     def _take_step(self, rows: list[Scheduled], drawn: dict[SequenceId, tuple[int, ...]], now: float) -> None:
         """What the rows computed, and what was drawn for them."""
-        page_tokens, running, ended = self._config.page_tokens, Stage.RUNNING, Stage.ENDED
+        page_tokens = self._config.page_tokens
         for sequence, num_tokens, num_samples in rows:
             stage = sequence.stage
-            if stage is ended:
+            if stage is ENDED:
                 continue
             # One that was preempted meanwhile keeps its token, but not its pages.
-            if stage is running:
+            if stage is RUNNING:
                 sequence.num_computed = num_computed = sequence.num_computed + num_tokens
                 if num_computed >= (sequence.num_shared + 1) * page_tokens:
                     self._held.enter_full_pages(sequence, now)
@@ -439,7 +439,7 @@ class Replica:
         """No row of the step counts as computed."""
         error = RequestError(500, f"the step that ran this request failed: {why}")
         for sequence, _, num_samples in rows:
-            if sequence.stage is not Stage.ENDED:
+            if sequence.stage is not ENDED:
                 sequence.num_coming -= num_samples > 0
                 self._fail_request(sequence.state, error, now)
 
@@ -469,7 +469,7 @@ class Replica:
         state, sample, tokens = sequence.state, sequence.sample, sequence.tokens
         tokens.append(token)
         if sample not in state.open_samples:
-            if sequence.stage is not Stage.ENDED:
+            if sequence.stage is not ENDED:
                 self._drop(sequence, now)
             return
         count = len(tokens) - sequence.num_prompt

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from manylora.config import PolicyConfig
 from manylora.policy.cache import Cache
-from manylora.policy.queues import Sequence, Stage, WaitingQueue
+from manylora.policy.queues import RUNNING, Sequence, Stage, WaitingQueue
 from manylora.policy.tree import ABSENT, HELD, LOADING, RESIDENT, STANDBY, Node, path_to
 from manylora.protocol import Command, EndSequence
 from manylora.types import PageId
@@ -202,7 +202,7 @@ class Reservations:
         if self._tree.node(sequence.adapter).residence is not RESIDENT:
             return False
         sequence.pages[: len(path)] = [node.pages[0] for node in path]
-        sequence.stage = Stage.RUNNING
+        sequence.stage = RUNNING
         self.num_loading -= 1
         return True
 
@@ -223,7 +223,7 @@ class Reservations:
         child.num_shared = parent.num_shared
         child.num_computed = child.num_scheduled = child.num_prompt
         child.pages = parent.pages[: parent.num_shared] + list(own)
-        child.stage = Stage.RUNNING
+        child.stage = RUNNING
         child.page_updates.clear()
         bisect.insort(self.holders, child, key=lambda s: s.order)
         return (parent.pages[parent.num_shared], own[0]) if own else None

@@ -35,20 +35,20 @@ class Saving:
         """Whether bringing these pages from the host holds up less than computing them."""
         if not self._is_weighed or not kv:
             return True
-        return self._rates.copy_is_cheaper([node.depth.bit_length() for node in kv])
+        return self._rates.weigh_copying([node.depth.bit_length() for node in kv]) >= 0
 
     def pays(self, prefix_class: int, now: float) -> bool:
         """For one page after a prefix of this class (see Rates.page_prefill_s)."""
         if not self._is_weighed:
             return True
         rates = self._rates
-        if not rates.copy_is_cheaper((prefix_class,)):
+        saved_s = rates.weigh_copying((prefix_class,))
+        if saved_s < 0:
             return False
         if int(now / _TRIAL_S) % _TRIALS_EVERY == 0:
             return True
         returns = (self._came_back + _PRIOR_PAGES) / (self._saved + _PRIOR_PAGES)
-        gain_s = returns * rates.saved_by_copying((prefix_class,))
-        return gain_s >= _WRITE_SHARE * rates.held_up * rates.page_out_s
+        return returns * saved_s >= _WRITE_SHARE * rates.held_up * rates.page_out_s
 
     def saved(self) -> None:
         """A page was written to the host."""

@@ -75,12 +75,11 @@ class Swapper:
     def _note_intake(self) -> None:
         """Room beyond what is asked for at once is not free: what stands by there takes pages of the host too."""
         cache, total = self._cache, self._cache.device.num_pages
-        taken = cache.device.num_taken - self._taken_before
-        self._room_pages *= math.pow(0.5, (cache.now - self._noted_at) / ROOM_HALF_LIFE_S)
-        self._room_pages = min(
-            max(self._room_pages, ROOM_STEPS * taken, LEAST_ROOM * total), MOST_ROOM * total
-        )
-        self._high_pages = int(total - self._room_pages)
+        asked, least = ROOM_STEPS * (cache.device.num_taken - self._taken_before), LEAST_ROOM * total
+        if asked > least or self._room_pages > least:  # or it stays as small as it gets
+            faded = self._room_pages * math.pow(0.5, (cache.now - self._noted_at) / ROOM_HALF_LIFE_S)
+            self._room_pages = min(max(faded, asked, least), MOST_ROOM * total)
+            self._high_pages = int(total - self._room_pages)
         self._taken_before, self._noted_at = cache.device.num_taken, cache.now
 
     def _keep_room(self) -> None:

@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from manylora.config import ConfigError
@@ -31,6 +33,10 @@ class StepWork(NamedTuple):
     num_prefill_pairs: int = 0
     adapter_token_bytes: int = 0
 
+
+step_work: Callable[[tuple[int, int, int, int, int, int, int]], StepWork]
+step_work = functools.partial(tuple.__new__, StepWork)
+"""Makes a StepWork of a tuple of its fields in half the time: there is one a step."""
 
 IDLE_S = 0.02
 """A device without a step for so long has gone cold: its host's caches and clocks, for the most part."""

@@ -21,7 +21,7 @@ from manylora.protocol import (
     StepDone,
     SwapPages,
 )
-from manylora.sim.costs import IDLE_S, StepCosts, StepWork, prefill_pairs
+from manylora.sim.costs import IDLE_S, StepCosts, prefill_pairs, step_work
 from manylora.types import AdapterId, SequenceId
 
 Answer = tuple[float, StepDone | CopyDone | AdapterRead]
@@ -82,7 +82,8 @@ class SimulatedDevice:
                 token_bytes += num_tokens * num_bytes
             if num_samples:
                 drawn.append((number, (token_at_0 + end,) * num_samples))
-        work = StepWork(decodes, prefill, kv, sum(adapters.values()), len(adapters), pairs, token_bytes)
+        num_bytes = sum(adapters.values())
+        work = step_work((decodes, prefill, kv, num_bytes, len(adapters), pairs, token_bytes))
         costs = self._costs
         seconds = costs.step_s(work)
         factors = costs.spread.prefills if prefill else costs.spread.decodes

@@ -65,7 +65,8 @@ class VirtualLoop:
         due, event = self._next()
         if event is None:
             return False
-        self.now = max(self.now, due, self._waits_until())
+        now = due if due > self.now else self.now
+        self.now = self._ends[0] if self._ends and self._ends[0] > now else now
         self._timers_in_a_row = self._timers_in_a_row + 1 if type(event) is Timer else 0
         self._tell(event)
         return True
@@ -80,10 +81,9 @@ class VirtualLoop:
         if self._watch is not None:
             for command in commands:
                 self._watch(self.now, command)
+        self._note_tokens(commands)
         for command in commands:
-            if type(command) is Emit:
-                self._note_token(command)
-            else:
+            if type(command) is not Emit:
                 self._obey(command)
         return commands
 
@@ -139,5 +139,5 @@ class VirtualLoop:
     def _note(self, command: Admitted | Ready | Finish | Reject) -> None:
         """News of a request."""
 
-    def _note_token(self, command: Emit) -> None:
-        """A token of a request."""
+    def _note_tokens(self, commands: list[Command]) -> None:
+        """The tokens among what came of one event, before anything else: a reply has to be whole when it ends."""
