@@ -246,8 +246,7 @@ class DependencyTree:
             node.has_landed = False
         parent = node.parent
         if parent is not None:
-            if residence is STANDBY or before is STANDBY:
-                parent.num_standing += (residence is STANDBY) - (before is STANDBY)
+            parent.num_standing += (residence is STANDBY) - (before is STANDBY)
             was_on = before is RESIDENT or before is LOADING
             is_on = residence is RESIDENT or residence is LOADING
             if was_on != is_on:

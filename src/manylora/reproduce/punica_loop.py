@@ -91,5 +91,5 @@ class SimulatedLoop(VirtualLoop):
             case Finish():
                 self._gate.leave(int(command.request))
 
-    def _note_tokens(self, commands: list[Command]) -> None:
-        self._has_emitted = any(type(command) is Emit for command in commands)
+    def _note_token(self, command: Emit) -> None:
+        self._has_emitted = True

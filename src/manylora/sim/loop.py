@@ -81,9 +81,10 @@ class VirtualLoop:
         if self._watch is not None:
             for command in commands:
                 self._watch(self.now, command)
-        self._note_tokens(commands)
         for command in commands:
-            if type(command) is not Emit:
+            if type(command) is Emit:
+                self._note_token(command)
+            else:
                 self._obey(command)
         return commands
 
@@ -139,5 +140,5 @@ class VirtualLoop:
     def _note(self, command: Admitted | Ready | Finish | Reject) -> None:
         """News of a request."""
 
-    def _note_tokens(self, commands: list[Command]) -> None:
-        """The tokens among what came of one event, before anything else: a reply has to be whole when it ends."""
+    def _note_token(self, command: Emit) -> None:
+        """A token of a request."""

@@ -192,20 +192,16 @@ class Replay(VirtualLoop):
         adapter = BASE if request.adapter is None else request.adapter + 1
         return Arrive(_request(name, adapter, prompt, request.output_tokens))
 
-    def _note_tokens(self, commands: list[Command]) -> None:
-        answered_s = self._since_start() + self._answer_s
-        for command in commands:
-            if type(command) is not Emit:
-                continue
-            outcome = self._open.get(command.request)
-            if outcome is None:
-                continue
-            outcome.end_s = answered_s
-            if outcome.num_tokens == 0:
-                outcome.first_s = answered_s
-            outcome.num_tokens += 1
-            if outcome.said is not None:
-                outcome.said.append(command.token)
+    def _note_token(self, command: Emit) -> None:
+        outcome = self._open.get(command.request)
+        if outcome is None:
+            return
+        outcome.end_s = self.now - (self._began_s or 0.0) + self._answer_s
+        if outcome.num_tokens == 0:
+            outcome.first_s = outcome.end_s
+        outcome.num_tokens += 1
+        if outcome.said is not None:
+            outcome.said.append(command.token)
 
     def _finish(self, command: Finish) -> None:
         outcome = self._open.get(command.request)
