@@ -110,7 +110,7 @@ def _load(setup: Setup) -> Load:
         )
     if setup.device == "cuda":
         return setup.pick(
-            Load(1000, 50, 1, setup.seed), Load(64, 8, 8, setup.seed), Load(8, 4, 64, setup.seed)
+            Load(1000, 50, 1, setup.seed), Load(64, 4, 1, setup.seed), Load(8, 4, 64, setup.seed)
         )
     return setup.pick(
         Load(1000, 100, 8, setup.seed), Load(64, 16, 8, setup.seed), Load(8, 4, 128, setup.seed)
