@@ -39,6 +39,7 @@ ROOMS: dict[str, set[str]] = {
     "llm": BOTTOM | {"flags", "text", "engine", "main"},
     "inspection": BOTTOM | {"adapters", "kernels", "models"},
     "cli": {"", "config", "flags", "main", "inspection", "progress", "bench", "workloads", "reproduce"},
+    "__main__": {"cli"},
     "main": {"", "progress", "adapters", "engine", "executor", "models", "server", "text"} | BOTTOM,
     "": {"llm", "types"},
 }

@@ -32,7 +32,7 @@ Json = dict[str, Any]
 
 def command(*args: str) -> list[str]:
     """The command line, run by this interpreter: what the ``manylora`` script does."""
-    return [sys.executable, "-m", "manylora.cli", *args]
+    return [sys.executable, "-m", "manylora", *args]
 
 
 def environment(**changes: str) -> dict[str, str]:
