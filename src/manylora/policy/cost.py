@@ -65,18 +65,19 @@ class Rates:
         else:
             self.page_out_s = new
 
-    def saved_by_copying(self, prefix_classes: Sequence[int]) -> float:
-        """How much less bringing one page for each of these from the host holds up than computing them. Before the
-        first copy has come they are believed to take nothing, or none might ever be tried."""
-        copies_s = len(prefix_classes) * self.page_in_s if self._num_copies[True] else 0.0
-        return self.held_up * sum(map(self.page_prefill_s, prefix_classes)) - copies_s
-
     def weigh_copying(self, prefix_classes: Sequence[int]) -> float:
-        """``saved_by_copying``, for a decision: copies are made where it is 0 or more.
+        """How much less bringing one page for each of these from the host holds up than computing them, for a
+        decision: copies are made where it is 0 or more. Before the first copy has come they are believed to take
+        nothing, or none might ever be tried.
 
         An estimate that keeps copies from being made would never be corrected, so a loss makes it more hopeful.
         """
-        saved_s = self.saved_by_copying(prefix_classes)
+        prefill_s = 0.0
+        for prefix_class in prefix_classes:
+            prefill_s += self.page_prefill_s(prefix_class)
+        saved_s = self.held_up * prefill_s
+        if self._num_copies[True]:
+            saved_s -= len(prefix_classes) * self.page_in_s
         if saved_s < 0:
             self.page_in_s *= (1 - _HOPE) ** len(prefix_classes)
         return saved_s
