@@ -67,8 +67,9 @@ _ADAPTER_ROOM = 0.3
 _KV_ROOM = 0.6
 _READS = 2 * len(RANKS)
 """Adapters read under load in each part: two of each rank."""
-_WAKES, _QUICK_WAKES, _MOST_WAKE_TOKENS = 24, 8, 512
-"""Prompts that find the engine idle in each part, and the longest of them."""
+_WAKES, _QUICK_WAKES, _MOST_WAKE_TOKENS = 24, 8, 64
+"""Prompts that find the engine idle in each part, and the longest of them: short, since what waking takes is told
+from the rest by the fit, whose error in a long prompt is more than that."""
 _MOST_PASSES = 5
 _CROWDS = 2
 """How often each part is watched with too few pages."""
