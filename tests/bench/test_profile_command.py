@@ -51,9 +51,8 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert one.adapter_bytes == -(-64 * 4 * 4544 * 4 // 32768) * 32768
     assert one.adapter_token_bytes == 4 * one.adapter_bytes
     assert {point.num_rows for point in found.overheads} >= {1, 4}
-    means = [statistics.fmean(factors) for factors in (found.spread.decodes, found.spread.prefills)]
-    assert 0.3 < min(means) <= 1.001
-    assert 0.999 <= max(means) < 3
+    for factors in (found.spread.decodes, found.spread.prefills):
+        assert statistics.fmean(factors) == pytest.approx(1.0, rel=1e-3)
     assert found.spread.landings, "the engine that had too few pages has copied"
     costs = fit_profile(found)
     assert costs.step_s(StepWork(4, 16, 100, one.adapter_bytes, 1)) > 0

@@ -24,19 +24,11 @@ _FEWEST = 20
 
 
 def spread_of(log: StepLog, crowded: StepLog, costs: StepCosts) -> Spread:
-    """``log``: of an engine with room for all that it serves; ``crowded``: of one without, which copies.
-
-    All steps together take what the fit says; that those with prefill, few, took more or less than that is
-    in the spread of both kinds.
-    """
-    expected_s = _step_s(costs)
-    warm = [s for s in log.steps if s.idle_s < IDLE_S and s.took_s <= _STALL * expected_s(s)]
-    decodes = [step for step in warm if not step.work.num_prefill_tokens]
-    prefills = [step for step in warm if step.work.num_prefill_tokens]
-    level = _level(warm, expected_s)
+    """``log``: of an engine with room for all that it serves; ``crowded``: of one without, which copies."""
+    warm = [step for step in log.steps if step.idle_s < IDLE_S]
     return Spread(
-        decodes=_factors(decodes, expected_s, level),
-        prefills=_factors(prefills, expected_s, level),
+        decodes=_factors([step for step in warm if not step.work.num_prefill_tokens], _step_s(costs)),
+        prefills=_factors([step for step in warm if step.work.num_prefill_tokens], _step_s(costs)),
         reads=_factors(log.reads, lambda read: costs.read_s(read.num_bytes, read.to_device)),
         landings=tuple(_rounded(wait_s) for wait_s in _levels(_landings(crowded.copies, costs))),
     )
@@ -78,20 +70,12 @@ def _step_s(costs: StepCosts) -> Callable[[LoggedStep], float]:
     return lambda step: costs.step_s(step.work)
 
 
-def _factors(
-    seen: Sequence[Seen], expected_s: Callable[[Seen], float], level: float | None = None
-) -> tuple[float, ...]:
-    """What they took in what was expected of them, in the mean their level as a share of ``level``; None: 1."""
-    levels = _levels([factor for one in seen if (factor := one.took_s / expected_s(one)) <= _STALL])
-    if not levels:
-        return ()
-    scale = (1.0 if level is None else _level(seen, expected_s) / level) / statistics.fmean(levels)
-    return tuple(_rounded(factor * scale) for factor in levels)
-
-
-def _level(seen: Sequence[Seen], expected_s: Callable[[Seen], float]) -> float:
-    """What all took together in what was expected of them; 1 of none."""
-    return sum(one.took_s for one in seen) / sum(map(expected_s, seen)) if seen else 1.0
+def _factors(seen: Sequence[Seen], expected_s: Callable[[Seen], float]) -> tuple[float, ...]:
+    """What they took in what was expected of them, 1 in the mean; the level is the fit's."""
+    factors = [one.took_s / expected_s(one) for one in seen]
+    levels = _levels([factor for factor in factors if factor <= _STALL])
+    mean = statistics.fmean(levels) if levels else 1.0
+    return tuple(_rounded(level / mean) for level in levels)
 
 
 def _levels(values: Sequence[float]) -> list[float]:
