@@ -112,7 +112,7 @@ def http(aims: Aims, folder: Path, engine: Mapping[str, Any], rates: Sequence[st
     port = "8765"
     words = ["serve", str(engine["model"]), *flags, "--adapter-dir", str(folder), "--port", port]
     with subprocess.Popen(
-        [sys.executable, "-m", "manylora.cli", *words], stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "manylora", *words], stdout=subprocess.DEVNULL
     ) as server:
         try:
             began_s = time.monotonic()
@@ -134,7 +134,7 @@ def http(aims: Aims, folder: Path, engine: Mapping[str, Any], rates: Sequence[st
                 if aims.args.toy:
                     client += ["--limit", "8", "--skip-too-long", "--vocab-size", "4000"]
                 ran = subprocess.run(
-                    [sys.executable, "-m", "manylora.cli", *client], check=False, capture_output=True
+                    [sys.executable, "-m", "manylora", *client], check=False, capture_output=True
                 )
                 if not out.exists():
                     raise RuntimeError(ran.stderr.decode()[-500:])

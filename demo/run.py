@@ -76,7 +76,7 @@ def server(console: Console) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
-        sys.executable, "-m", "manylora.cli", "serve", str(DEMO / "model"), "--served-model-name", BASE,
+        sys.executable, "-m", "manylora", "serve", str(DEMO / "model"), "--served-model-name", BASE,
         "--adapter-dir", str(DEMO / "adapters"), "--port", str(port),
     ]  # fmt: skip
     environment = {**os.environ, "MANYLORA_LOG_LEVEL": "WARNING"}

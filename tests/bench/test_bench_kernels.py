@@ -292,7 +292,7 @@ def test_interpreted_kernels_are_checked_and_not_timed(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     words = ["--device", "cpu", "--ops", "triton", "--dtype", "float16", "--only", "silu_mul", "decode"]
     done = subprocess.run(
-        [sys.executable, "-m", "manylora.cli", "bench", "kernels", "--out", str(tmp_path), *words],
+        [sys.executable, "-m", "manylora", "bench", "kernels", "--out", str(tmp_path), *words],
         env={**os.environ, "TRITON_INTERPRET": "1"}, check=False, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

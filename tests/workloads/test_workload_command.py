@@ -15,7 +15,7 @@ from manylora.workloads.named import catalogue
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "manylora.cli", "workload", *args]
+    command = [sys.executable, "-m", "manylora", "workload", *args]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
