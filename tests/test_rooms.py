@@ -27,7 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "adapters": BOTTOM | {"devices", "kernels"},
     "executor": BOTTOM | {"devices", "kernels", "memory", "models", "adapters"},
     "text": {"types", "engine.client"},
-    "server": {"types", "protocol", "engine.client", "text"},
+    "server": {"types", "protocol", "engine.client", "engine.scopes", "text"},
     "workloads": BOTTOM,
     "sim": BOTTOM | {"policy", "workloads"},
     "bench": BOTTOM

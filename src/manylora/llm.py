@@ -20,15 +20,17 @@ from manylora.config import ConfigError
 from manylora.engine.client import EngineDead, EngineStats, GenerationRequest
 from manylora.engine.driver import Driver
 from manylora.engine.local import LocalEngine
+from manylora.engine.scopes import CacheScopes
 from manylora.flags import build_settings
 from manylora.text.chat import render_chat
 from manylora.text.generate import GenerationFailed, TextDelta, TextOutput, TextStream, collect, generate_text
-from manylora.text.prompts import encode_text, fit_params, require_tokenizer
+from manylora.text.prompts import encode_text, fit_params, require_tokenizer, spread
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import AdapterCard, EngineInfo, InvalidRequest, SamplingParams, TokenLogprobs
 
 Prompt = str | Sequence[int]
 Adapter = str | None
+Salt = str | None
 Message = Mapping[str, Any]
 _Result = TypeVar("_Result")
 
@@ -153,6 +155,7 @@ class AsyncLLM:
         self._driver: Driver = build_driver(engine)
         self._engine: LocalEngine | None = None
         self._ids = itertools.count()
+        self._scopes = CacheScopes()
         # Ends the driver's thread and frees the pool even where nobody calls close().
         self._finalizer = weakref.finalize(self, self._driver.close)
 
@@ -163,44 +166,50 @@ class AsyncLLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         adapter: Adapter | Sequence[Adapter] = None,
+        cache_salt: Salt | Sequence[Salt] = None,
     ) -> Generation:
         """Complete prompts (text or token ids), each with its adapter (None: the base).
 
-        ``await`` the result for a list in prompt order, or ``async for`` StreamOutput in it. Raises
-        InvalidRequest before anything runs where one of the prompts cannot be served.
+        ``await`` the result for a list in prompt order, or ``async for`` StreamOutput in it. KV is shared among
+        prompts of one ``cache_salt`` only. Raises InvalidRequest before anything runs where one of the prompts
+        cannot be served.
         """
-        return Generation(self, lambda: self._jobs(_as_prompts(prompts), params, adapter))
+        return Generation(self, lambda: self._jobs(_as_prompts(prompts), params, adapter, cache_salt))
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, adapter: Adapter = None
-    ) -> AsyncIterator[StreamOutput]:
+        self, prompt: Prompt, params: SamplingParams | None = None, adapter: Adapter = None,
+        cache_salt: Salt = None,
+    ) -> AsyncIterator[StreamOutput]:  # fmt: skip
         """One prompt, as it grows."""
-        return self.generate([prompt], params, adapter).__aiter__()
+        return self.generate([prompt], params, adapter, cache_salt).__aiter__()
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         adapter: Adapter | Sequence[Adapter] = None,
+        cache_salt: Salt | Sequence[Salt] = None,
     ) -> Generation:
         """Like ``generate`` for one conversation or a list of them, through the model's chat template."""
-        return Generation(self, lambda: self._chat_jobs(messages, params, adapter))
+        return Generation(self, lambda: self._chat_jobs(messages, params, adapter, cache_salt))
 
-    async def _chat_jobs(self, messages: Any, params: Any, adapter: Any) -> list[_Job]:
+    async def _chat_jobs(self, messages: Any, params: Any, adapter: Any, salt: Any) -> list[_Job]:
         tokenizer = require_tokenizer(self._tokenizer, "messages")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         texts: list[Prompt] = [render_chat(tokenizer, list(conversation)) for conversation in conversations]
-        return await self._jobs(texts, params, adapter, add_special_tokens=False)
+        return await self._jobs(texts, params, adapter, salt, add_special_tokens=False)
 
     async def _jobs(
-        self, prompts: list[Prompt], params: Any, adapter: Any, add_special_tokens: bool = True
+        self, prompts: list[Prompt], params: Any, adapter: Any, salt: Any, add_special_tokens: bool = True
     ) -> list[_Job]:
         """Check everything before anything runs."""
-        each_params = _spread(params if params is not None else SamplingParams(), len(prompts), "params")
-        each_adapter = _spread(adapter, len(prompts), "adapter")
+        each_params = spread(params if params is not None else SamplingParams(), len(prompts), "params")
+        each_adapter = spread(adapter, len(prompts), "adapter")
+        scopes = [self._scopes.scope(None, one) for one in spread(salt, len(prompts), "cache_salt")]
         served = {card.name for card in self._driver.adapters()}
         jobs = []
-        for prompt, its_params, its_adapter in zip(prompts, each_params, each_adapter, strict=True):
+        asked = zip(prompts, each_params, each_adapter, scopes, strict=True)
+        for prompt, its_params, its_adapter, scope in asked:
             if not isinstance(its_params, SamplingParams):
                 raise InvalidRequest("params must be SamplingParams or a list of them", "params")
             if its_adapter is not None and its_adapter not in served:
@@ -216,7 +225,7 @@ class AsyncLLM:
                 ids = tuple(prompt)
             its_params = fit_params(ids, its_params, self.info, is_max_tokens_explicit=False)
             request = GenerationRequest(
-                f"llm-{next(self._ids)}", ids, its_params, its_adapter, stream=bool(its_params.stop)
+                f"llm-{next(self._ids)}", ids, its_params, its_adapter, bool(its_params.stop), scope
             )
             jobs.append(_Job(request, prompt if isinstance(prompt, str) else None))
         return jobs
@@ -374,21 +383,23 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         adapter: Adapter | Sequence[Adapter] = None,
+        cache_salt: Salt | Sequence[Salt] = None,
     ) -> list[RequestOutput]:
         """Complete prompts (text or token ids), each with its adapter (None: the base); in prompt order.
 
         Raises InvalidRequest before anything runs where one of the prompts cannot be served.
         """
-        return self._wait(self._llm.generate(prompts, params, adapter)._all())
+        return self._wait(self._llm.generate(prompts, params, adapter, cache_salt)._all())
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         adapter: Adapter | Sequence[Adapter] = None,
+        cache_salt: Salt | Sequence[Salt] = None,
     ) -> list[RequestOutput]:
         """Like ``generate`` for one conversation or a list of them, through the model's chat template."""
-        return self._wait(self._llm.chat(messages, params, adapter)._all())
+        return self._wait(self._llm.chat(messages, params, adapter, cache_salt)._all())
 
     def add_adapter(self, name: str, path: str) -> AdapterCard:
         """Serve the PEFT adapter in folder ``path`` as ``name``; raises AdapterError."""
@@ -473,18 +484,6 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
         return [listed]
     if not all(isinstance(item, str | Sequence) for item in listed):
         raise InvalidRequest("prompts must be text, token ids or a list of either", "prompt")
-    return listed
-
-
-def _spread(value: Any, count: int, name: str) -> list[Any]:
-    """One value for all, or one for each."""
-    if value is None or isinstance(value, str | SamplingParams):
-        return [value] * count
-    if not isinstance(value, Iterable):
-        raise InvalidRequest(f"{name} must be one for all prompts or a list, got {value!r}", name)
-    listed = list(value)
-    if len(listed) != count:
-        raise InvalidRequest(f"{name} has {len(listed)} entries for {count} prompts", name)
     return listed
 
 

@@ -34,6 +34,7 @@ from manylora.models.source import resolve_model
 from manylora.progress import LOG_FORMAT, Bar
 from manylora.protocol import AdapterError
 from manylora.text.tokenizer import MissingTokenizer, Tokenizer, TokenizerError
+from manylora.types import why_reserved
 
 log = logging.getLogger("manylora")
 
@@ -88,12 +89,12 @@ def _open(what: str, path: str, opened: Callable[[Path], _Writer]) -> _Writer:
 def add_initial_adapters(driver: Driver, settings: AdapterSettings, base: str) -> None:
     """Named adapters must be good (ConfigError); a bad one that was merely found is skipped, with a warning.
 
-    No adapter can have the base model's name ``base``: requests for it would never reach the adapter.
+    No adapter can have a name that means the base ``base`` or another adapter (``why_reserved``).
     """
 
     def add(name: str, path: str) -> None:
-        if name == base:
-            raise AdapterError(f"{name!r} is the name of the base model")
+        if reason := why_reserved(name, base):
+            raise AdapterError(reason)
         driver.add_adapter(name, path, verify=False)
 
     for name, path in settings.adapters:

@@ -20,6 +20,7 @@ AdapterId = int
 BASE: AdapterId = 0
 """The base model seen as an adapter of size 0."""
 
+
 SequenceId = int
 """One sample of one request inside a replica; what the device loop schedules."""
 
@@ -30,6 +31,15 @@ CopyId = int
 """A copy between the tiers; numbered from 1."""
 
 MAX_LOGPROBS = 20
+
+
+def why_reserved(name: str, base: str) -> str | None:
+    """Why no adapter may have this name beside a base model of that name; None where it may."""
+    if name == base:
+        return f"{name!r} is the name of the base model"
+    if name.startswith(base + ":"):
+        return f"{name!r} begins with '{base}:', by which requests name the base model's other adapters"
+    return None
 
 
 class InvalidRequest(ValueError):
@@ -178,7 +188,7 @@ class Request:
 
     ``stop_ids`` end a sample once ``params.min_tokens`` are out (end-of-sequence ids are among them
     unless ``ignore_eos``). ``params.seed`` is always set by the time a request gets here, so a journal
-    replays the same noise.
+    replays the same noise. KV is shared among requests of one ``cache_scope`` only.
     """
 
     id: RequestId
@@ -186,6 +196,7 @@ class Request:
     prompt: tuple[int, ...]
     params: SamplingParams
     stop_ids: tuple[int, ...] = ()
+    cache_scope: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

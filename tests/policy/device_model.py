@@ -140,6 +140,10 @@ class DeviceModel:
             for index, page in enumerate(read.pages):
                 self.fill(self.tier(read.tier), page, ("weights", read.adapter, index))
 
+    def draw(self, adapter: int, tokens: tuple[int, ...], sample: int) -> int:
+        """The model."""
+        return next_token(adapter, tokens, sample)
+
     def finish_step(self, ok: bool) -> StepDone:
         step, running = self.steps.pop(0)
         drawn = []
@@ -150,7 +154,7 @@ class DeviceModel:
             self._run_row(sequence, row.start, row.num_tokens, row.pages)
             if row.num_samples:
                 tokens = tuple(
-                    next_token(sequence.start.adapter, tuple(sequence.tokens), sequence.start.sample + i)
+                    self.draw(sequence.start.adapter, tuple(sequence.tokens), sequence.start.sample + i)
                     for i in range(row.num_samples)
                 )
                 sequence.tokens.append(tokens[0])

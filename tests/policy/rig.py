@@ -85,8 +85,11 @@ class Rig:
     def add(self, adapter: int, num_pages: int = 3) -> None:
         self.feed(AdapterAdded(adapter, num_pages))
 
-    def ask(self, name: str, adapter: int, prompt: list[int], max_tokens: int = 1) -> list[Command]:
-        request = Request(name, adapter, tuple(prompt), SamplingParams(max_tokens=max_tokens, seed=0), ())
+    def ask(
+        self, name: str, adapter: int, prompt: list[int], max_tokens: int = 1, scope: str = ""
+    ) -> list[Command]:
+        params = SamplingParams(max_tokens=max_tokens, seed=0)
+        request = Request(name, adapter, tuple(prompt), params, (), scope)
         self.requests[name] = request
         return self.feed(Arrive(request))
 
@@ -136,9 +139,11 @@ class Rig:
             else:
                 self.land_copy()
 
-    def serve(self, name: str, adapter: int, prompt: list[int], max_tokens: int = 1) -> None:
+    def serve(
+        self, name: str, adapter: int, prompt: list[int], max_tokens: int = 1, scope: str = ""
+    ) -> None:
         """One request from its arrival to its end, with the right tokens."""
-        self.ask(name, adapter, prompt, max_tokens)
+        self.ask(name, adapter, prompt, max_tokens, scope)
         self.settle()
         self.check_answer(name)
 

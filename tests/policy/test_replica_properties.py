@@ -187,6 +187,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 2, 3]),
         stops=st.booleans(),
         together=st.sampled_from([1, 1, 1, 2, 3]),
+        scope=st.sampled_from(["", "", "a", "b"]),
     )
     def arrive(
         self,
@@ -197,6 +198,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         n: int,
         stops: bool,
         together: int,
+        scope: str,
     ) -> None:
         # Removed adapters too: such a request must be rejected.
         adapter = data.draw(st.sampled_from([BASE, *sorted(self.adapters), *sorted(self.removed)]))
@@ -204,7 +206,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         stop_ids = (VOCABULARY - 1,) if stops else ()
         num_steps = len(self.device.steps)
         for num_more in reversed(range(together)):
-            request = Request(f"r{next(self.ids)}", adapter, tuple(prompt), params, stop_ids)
+            request = Request(f"r{next(self.ids)}", adapter, tuple(prompt), params, stop_ids, scope)
             self.requests[request.id] = request
             self.arrived_s[request.id] = self.now + EVENT_S
             self.feed(Arrive(request, more=num_more > 0))

@@ -86,18 +86,26 @@ def test_load_and_unload(engine: FakeEngine, tokenizer: Tokenizer, folder: Path)
     run(engine, tokenizer, scenario, adapter_dir=folder)
 
 
-def test_a_whole_name_loaded_later_wins_over_the_split_one(
+def test_no_adapter_takes_over_the_name_of_another(
     engine: FakeEngine, tokenizer: Tokenizer, folder: Path
 ) -> None:
     app = create_app(engine, tokenizer, ServerSettings("demo", "/models/base", "1.2.3", adapter_dir=folder))
 
     async def scenario() -> None:
         async with client_of(app) as client:
-            for name in ("x", "demo:x"):
-                await client.post(LOAD, json={"lora_name": name, "lora_path": "good"})
-                assert (await client.get("/v1/models/demo:x")).json()["id"] == name
-            await client.post(UNLOAD, json={"lora_name": "demo:x"})
-            assert (await client.get("/v1/models/demo:x")).json()["id"] == "x"
+            assert (await client.post(LOAD, json={"lora_name": "x", "lora_path": "good"})).status_code == 200
+            for name in ("demo:x", "demo:", "demo:y:z", "demo"):
+                refused = await client.post(LOAD, json={"lora_name": name, "lora_path": "good"})
+                assert refused.status_code == 400
+                assert refused.json()["error"]["param"] == "lora_name"
+            # Another's colon is a name like any other.
+            assert (
+                await client.post(LOAD, json={"lora_name": "de:x", "lora_path": "good"})
+            ).status_code == 200
+            for name, adapter in (("demo:x", "x"), ("x", "x"), ("de:x", "de:x"), ("demo:de:x", None)):
+                answer = await client.get(f"/v1/models/{name}")
+                assert answer.json().get("id") == adapter
+            assert set(engine.cards) == {"x", "de:x"}
 
     asyncio.run(scenario())
 

@@ -25,7 +25,7 @@ class GenerationRequest:
     """A request by adapter *name* (None: the base model).
 
     With ``stream=False`` each sample's tokens may come in one Delta, at its end: less traffic where nobody
-    reads along.
+    reads along. ``cache_scope``: whose KV it may reuse (see ``engine.scopes``).
     """
 
     id: RequestId
@@ -33,6 +33,7 @@ class GenerationRequest:
     params: SamplingParams
     adapter: str | None = None
     stream: bool = True
+    cache_scope: str = ""
 
 
 class Delta(NamedTuple):

@@ -260,7 +260,7 @@ class Driver:
         if params.seed is None:
             # Chosen here, outside the policy, so that the journal knows it and a replay draws the same.
             params = dataclasses.replace(params, seed=secrets.randbits(63))
-        request = Request(asked.id, adapter or BASE, asked.prompt, params, stop_ids)
+        request = Request(asked.id, adapter or BASE, asked.prompt, params, stop_ids, asked.cache_scope)
         self._outbox.open(request, asked.stream)
         if adapter is None:
             error = RequestError(404, f"The model `{asked.adapter}` does not exist.", "model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import collections
 from collections.abc import Iterable, Mapping
 
@@ -205,6 +206,10 @@ def _check_sequences(
             node = node.parent
         assert node is not None, "paths end in an adapter"
         assert node.adapter == sequence.adapter, "KV is never shared between adapters"
+        if path:
+            scope, first = sequence.state.request.cache_scope.encode(), path[-1].key
+            tokens = array.array("q", sequence.tokens[: (len(first) - len(scope)) // 8])
+            assert first == scope + tokens.tobytes(), "KV is never shared between cache scopes"
         is_ready = all(n.residence is Residence.RESIDENT for n in [node, *path])
         assert (sequence.stage is Stage.RUNNING) == is_ready, "a sequence runs when all it reuses is there"
         if is_ready:

@@ -122,7 +122,7 @@ class Sequence:
         return self.state.request.adapter
 
     def page_keys(self, page_tokens: int) -> list[PageKey]:
-        """The tokens of all full pages, cut once."""
+        """The tokens of all full pages, cut once; the first page's stand behind the request's cache scope."""
         first, size = len(self.keys), page_tokens * _TOKEN_BYTES
         num_new = len(self.tokens) // page_tokens - first
         if num_new > 0:
@@ -132,6 +132,10 @@ class Sequence:
                 self.keys.append(cells)
             else:
                 self.keys += [cells[start : start + size] for start in range(0, len(cells), size)]
+            if first == 0:
+                # Whatever lies below a first page that only one scope finds is that scope's alone. All pages have
+                # one length, so where the scope ends is clear.
+                self.keys[0] = self.state.request.cache_scope.encode() + self.keys[0]
         return self.keys
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from manylora.policy.moves import Move
 
 PageKey = bytes
-"""The tokens of one full page; bytes, because they keep their hash."""
+"""The tokens of one full page, behind their cache scope in a first page; bytes, because they keep their hash."""
 
 
 class Residence(enum.Enum):

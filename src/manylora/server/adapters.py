@@ -17,6 +17,7 @@ from manylora.server.metrics import Metrics
 from manylora.server.models import Models, note_model
 from manylora.server.schemas import LoadAdapterBody, UnloadAdapterBody, read_body
 from manylora.server.settings import ServerSettings
+from manylora.types import why_reserved
 
 # Names become metric labels and log fields.
 _MAX_NAME_CHARS = 512
@@ -84,8 +85,8 @@ def routes(
             raise _invalid(f"lora_name may have at most {_MAX_NAME_CHARS} characters", "lora_name")
         if not name.isprintable() or name != name.strip() or "/" in name:
             raise _invalid("lora_name must be printable, without '/' or space at its ends", "lora_name")
-        if name == settings.served_model_name:
-            raise _invalid(f"'{name}' is the name of the base model.", "lora_name")
+        if reason := why_reserved(name, settings.served_model_name):
+            raise _invalid(f"{reason}.", "lora_name")
         if await is_served(name):
             hint = " Replacing it in place is not supported: unload it first." if body.load_inplace else ""
             raise _invalid(f"The lora adapter '{name}' has already been loaded.{hint}", "lora_name")

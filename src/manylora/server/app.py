@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from manylora.engine.client import EngineClient
+from manylora.engine.scopes import CacheScopes
 from manylora.server import adapters, chat, completions, docs, errors, models, probes
 from manylora.server.generation import Service
 from manylora.server.lifecycle import Lifecycle
@@ -30,7 +31,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, settings: Serv
     errors.install(app)
 
     served = models.Models(client, settings)
-    service = Service(client, tokenizer, lifecycle, metrics)
+    service = Service(client, tokenizer, lifecycle, metrics, CacheScopes())
     app.include_router(completions.routes(service, served))
     app.include_router(chat.routes(service, served))
     app.include_router(models.routes(served))

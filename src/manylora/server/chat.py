@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from manylora.server.generation import GenerationResponse, Job, Service, StreamPlan, answer_id
 from manylora.server.logprobs import ChatLogprobs, TokenNames
 from manylora.server.models import Models, note_model
+from manylora.server.naming import adapter_asked
 from manylora.server.sampling import chat_params, max_chat_tokens
 from manylora.server.schemas import ChatBody, check_supported, read_body
 from manylora.server.streaming import ChunkWriter, Usage, encode
@@ -73,7 +74,8 @@ def routes(service: Service, models: Models) -> APIRouter:
         start_s = time.perf_counter()
         body = await read_body(request, ChatBody)
         note_model(request, body.model)
-        chosen = await models.choose(body.model)
+        chosen = await models.choose(body.model, adapter_asked(body))
+        note_model(request, chosen.name)
         check_supported(body)
         params = chat_params(body)
         tokenizer = require_tokenizer(service.tokenizer, "messages")
@@ -99,7 +101,8 @@ def routes(service: Service, models: Models) -> APIRouter:
             is_max_tokens_explicit=max_chat_tokens(body) is not None,
             param="messages",
         )
-        job = Job(answer_id("chatcmpl", request), chosen, [prompt], [params], start_s)
+        scope = service.cache_scope(request, body.cache_salt)
+        job = Job(answer_id("chatcmpl", request), chosen, [prompt], [params], start_s, scope)
         names = TokenNames(tokenizer, bool(body.return_tokens_as_token_ids))
         return GenerationResponse(service, job, ChatShape(job, names), StreamPlan.of(body))
 

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from manylora.server.generation import GenerationResponse, Job, Service, StreamPlan, answer_id
 from manylora.server.logprobs import CompletionLogprobs, TokenNames
 from manylora.server.models import Models, note_model
+from manylora.server.naming import adapter_asked
 from manylora.server.sampling import completion_params
 from manylora.server.schemas import CompletionBody, check_supported, read_body
 from manylora.server.streaming import ChunkWriter, Usage, encode
@@ -130,12 +131,14 @@ def routes(service: Service, models: Models) -> APIRouter:
         start_s = time.perf_counter()
         body = await read_body(request, CompletionBody)
         note_model(request, body.model)
-        chosen = await models.choose(body.model)
+        chosen = await models.choose(body.model, adapter_asked(body))
+        note_model(request, chosen.name)
         check_supported(body)
         prompts = split_prompts(body.prompt)
         token_ids = await encoded(body, prompts)
         params = fitted(body, token_ids)
-        job = Job(answer_id("cmpl", request), chosen, token_ids, params, start_s)
+        scope = service.cache_scope(request, body.cache_salt)
+        job = Job(answer_id("cmpl", request), chosen, token_ids, params, start_s, scope)
         names = TokenNames(service.tokenizer, bool(body.return_tokens_as_token_ids))
         shape = CompletionShape(job, names, echoes(body, prompts))
         return GenerationResponse(service, job, shape, StreamPlan.of(body))

@@ -17,6 +17,7 @@ from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from manylora.engine.client import EngineClient, GenerationRequest
+from manylora.engine.scopes import CacheScopes
 from manylora.server.errors import as_api_error
 from manylora.server.lifecycle import Lifecycle
 from manylora.server.metrics import Metrics, Recorder
@@ -43,6 +44,11 @@ class Service:
     tokenizer: Tokenizer | None
     lifecycle: Lifecycle
     metrics: Metrics
+    scopes: CacheScopes
+
+    def cache_scope(self, request: Request, salt: str | None) -> str:
+        """Among which requests KV is shared: those of one API key (where keys are set) and one ``cache_salt``."""
+        return self.scopes.scope(getattr(request.state, "api_key", None), salt)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +60,7 @@ class Job:
     prompts: Sequence[tuple[int, ...]]
     params: Sequence[SamplingParams]
     start_s: float
+    cache_scope: str
 
     @property
     def n(self) -> int:
@@ -154,7 +161,10 @@ class GenerationResponse(Response):
 
     def _submit(self, prompt: tuple[int, ...], params: SamplingParams) -> TextStream:
         request_id = f"{self._job.id}-{next(_serial)}"
-        request = GenerationRequest(request_id, prompt, params, self._job.chosen.adapter)
+        job = self._job
+        request = GenerationRequest(
+            request_id, prompt, params, job.chosen.adapter, cache_scope=job.cache_scope
+        )
         return generate_text(self._service.client, self._service.tokenizer, request)
 
     def _recorder(self, prompt: tuple[int, ...], params: SamplingParams) -> Recorder:

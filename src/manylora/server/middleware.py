@@ -90,7 +90,7 @@ class Gate:
 
 
 class ApiKeys:
-    """Asks for one of the keys on /v1/*."""
+    """Asks for one of the keys on /v1/*. Leaves the digest of the one that was sent as ``state["api_key"]``."""
 
     def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]) -> None:
         self._app = app
@@ -115,6 +115,7 @@ class ApiKeys:
         # Header values come as latin-1; the bytes are what a key's UTF-8 is compared with.
         digest = _digest(key.strip().encode("latin-1"))
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        scope.setdefault("state", {})["api_key"] = digest
         return any(matches)
 
 

@@ -34,15 +34,34 @@ class Models:
         # asking it for every request would cost a list of perhaps thousands.
         self._names: frozenset[str] = frozenset()
 
-    async def choose(self, name: str) -> Chosen:
-        """Match a name whole, else split at its last colon (``base:adapter``); else ApiError 404."""
+    async def choose(self, name: str, asked: tuple[str, str] | None = None) -> Chosen:
+        """Match a name whole, else split at its last colon (``base:adapter``); else ApiError 404.
+
+        ``asked``: a field beside ``model`` that names an adapter, and the name. Beside the base that adapter is
+        chosen (ApiError 404 where none has the name), beside another adapter the two contradict (400).
+        """
         chosen = self._match(name)
         if chosen is None:
-            self._names = frozenset(card.name for card in await self._client.adapters())
+            await self._ask_for_names()
             chosen = self._match(name)
         if chosen is None:
             raise ApiError(404, f"The model `{clipped(name)}` does not exist.", param="model")
-        return chosen
+        return chosen if asked is None else await self._narrowed(chosen, *asked)
+
+    async def _narrowed(self, chosen: Chosen, field: str, adapter: str) -> Chosen:
+        if chosen.adapter == adapter:
+            return chosen
+        if chosen.adapter is not None:
+            wanted, other = clipped(adapter), clipped(chosen.name)
+            raise ApiError(400, f"{field} names the adapter `{wanted}`, but model names `{other}`", param=field)
+        if adapter not in self._names:
+            await self._ask_for_names()
+        if adapter not in self._names:
+            raise ApiError(404, f"The adapter `{clipped(adapter)}` does not exist.", param=field)
+        return Chosen(adapter, adapter)
+
+    async def _ask_for_names(self) -> None:
+        self._names = frozenset(card.name for card in await self._client.adapters())
 
     def learn(self, name: str) -> None:
         """The adapter has been loaded: a name that was split until now may be matched whole."""

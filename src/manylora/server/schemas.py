@@ -13,6 +13,7 @@ import msgspec
 from fastapi import Request
 
 from manylora.server.errors import ApiError
+from manylora.server.naming import AdapterFields, Name
 from manylora.types import InvalidRequest
 
 Body = TypeVar("Body")
@@ -25,7 +26,7 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
+class SamplingFields(AdapterFields, kw_only=True):
     """What both generation routes take."""
 
     model: str
@@ -50,6 +51,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    cache_salt: Name | None = None
     user: str | None = None
     # Named so that asking for them is refused rather than ignored.
     best_of: Any = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from manylora.text.tokenizer import Tokenizer
@@ -22,6 +22,18 @@ def require_tokenizer(tokenizer: Tokenizer | None, param: str) -> Tokenizer:
     if tokenizer is None:
         raise InvalidRequest("this model has no tokenizer: send the prompt as token ids", param)
     return tokenizer
+
+
+def spread(value: Any, count: int, name: str) -> list[Any]:
+    """One value for all prompts, or one for each; raises InvalidRequest, naming it, for another number of them."""
+    if value is None or isinstance(value, str | SamplingParams):
+        return [value] * count
+    if not isinstance(value, Iterable):
+        raise InvalidRequest(f"{name} must be one for all prompts or a list, got {value!r}", name)
+    listed = list(value)
+    if len(listed) != count:
+        raise InvalidRequest(f"{name} has {len(listed)} entries for {count} prompts", name)
+    return listed
 
 
 async def encode_text(
