@@ -34,7 +34,8 @@ ROOMS: dict[str, set[str]] = {
     | {"engine", "executor", "kernels", "devices", "flags", "main", "models", "progress", "sim", "workloads"},
     "reproduce": BOTTOM
     | {"adapters", "bench", "devices", "engine", "flags", "kernels", "policy", "sim", "workloads"},
-    "flags": {"config"},
+    "aliases": {"config"},
+    "flags": {"aliases", "config"},
     "progress": set(),
     "llm": BOTTOM | {"flags", "text", "engine", "main"},
     "inspection": BOTTOM | {"adapters", "kernels", "models"},
@@ -54,6 +55,7 @@ NO_TORCH = {
     "server",
     "workloads",
     "sim",
+    "aliases",
     "flags",
     "llm",
     "cli",

@@ -18,7 +18,7 @@ from manylora import __version__
 from manylora.bench import command as bench_command
 from manylora.bench.options import add_settings, settings_of
 from manylora.config import ConfigError
-from manylora.flags import FLAGS, Flag, build_settings, read_config_file
+from manylora.flags import ALIASES, FLAGS, Flag, build_settings, canonical, read_config_file
 from manylora.progress import LOG_FORMAT
 from manylora.workloads import command as workload_command
 
@@ -121,6 +121,10 @@ def _add_serve(commands: Any) -> None:
     serve.add_argument("--config", metavar="FILE", help="a YAML or JSON file that sets the same names")
     for flag in FLAGS:
         _add_flag(serve, flag)
+    for alias in ALIASES:
+        if alias.of is None:
+            text = f"{alias.engines}: always on, {alias.means}"
+            serve.add_argument(alias.option, action="store_true", default=None, help=text)
     serve.set_defaults(run=_serve)
 
 
@@ -135,13 +139,19 @@ def _add_flag(parser: argparse._ActionsContainer, flag: Flag) -> None:
     elif flag.metavar:
         options["metavar"] = flag.metavar
     parser.add_argument(flag.option, **options)
+    for alias in ALIASES:
+        if alias.of == flag.name:
+            options |= {"dest": alias.name, "help": f"{alias.engines}: the same as {flag.option}"}
+            if alias.lists_adapters:
+                options |= {"action": "extend", "nargs": "+"}
+            parser.add_argument(alias.option, **options)
 
 
 def _serve(args: argparse.Namespace) -> int:
-    values = read_config_file(args.config) if args.config else {}
-    given = {name: getattr(args, name) for name in ("model", *(flag.name for flag in FLAGS))}
-    values.update({name: value for name, value in given.items() if value is not None})
-    engine, http = build_settings(values)
+    settings = read_config_file(args.config) if args.config else {}
+    names = ("model", *(flag.name for flag in FLAGS), *(alias.name for alias in ALIASES))
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    engine, http = build_settings(canonical(settings, given))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     from manylora.main import run_server

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from manylora.aliases import TABLE, Alias, adapter_pairs, check_switch
 from manylora.config import (
     ADMISSIONS,
     CACHE_POLICIES,
@@ -199,6 +200,43 @@ _PAGE_TOKENS = {"static-lru": 32}
 
 _BY_NAME = {flag.name: flag for flag in FLAGS}
 
+ALIASES: tuple[Alias, ...] = tuple(alias for alias in TABLE if alias.of is None or alias.of in _BY_NAME)
+"""Other engines' names for these flags."""
+
+
+def canonical(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings under their own names, wherever they stood under another engine's; later layers win.
+
+    Raises ConfigError where one layer gives a setting different values under different names.
+    """
+    plain = {name: value for layer in layers for name, value in layer.items() if value is not None}
+    bases = [str(plain[name]) for name in ("served_model_name", "model") if name in plain]
+    merged: dict[str, Any] = {}
+    switches: list[tuple[Alias, Any]] = []
+    for layer in layers:
+        own = dict(layer)
+        names = {flag.name: flag.option for flag in FLAGS}
+        for alias in ALIASES:
+            value = own.pop(alias.name, None)
+            if value is None:
+                continue
+            if alias.of is None:
+                switches.append((alias, value))
+                continue
+            if alias.lists_adapters:
+                value = adapter_pairs(alias, value, bases)
+            flag = _BY_NAME[alias.of]
+            value = convert(dataclasses.replace(flag, name=alias.name), value)
+            if own.get(flag.name) is not None and convert(flag, own[flag.name]) != value:
+                raise ConfigError(
+                    f"{names[flag.name]} and {alias.option} are one setting and were given different values"
+                )
+            own[flag.name], names[flag.name] = value, alias.option
+        merged.update(own)
+    for alias, value in switches:
+        check_switch(alias, value, merged)
+    return merged
+
 
 def convert(flag: Flag, value: Any) -> Any:
     """A value from a file or a keyword as the flag's kind; raises ConfigError."""
@@ -265,7 +303,8 @@ def read_config_file(path: str) -> dict[str, Any]:
 
 
 def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSettings]:
-    """The frozen sections from values by flag name, ``model`` among them; raises ConfigError."""
+    """The frozen sections from values by flag name (or alias), ``model`` among them; raises ConfigError."""
+    values = canonical(values)
     unknown = sorted(set(values) - set(_BY_NAME) - {"model"})
     if unknown:
         raise ConfigError(f"unknown setting {unknown[0]!r}")

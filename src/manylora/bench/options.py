@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from manylora.config import ConfigError
-from manylora.flags import FLAGS, Flag
+from manylora.flags import ALIASES, FLAGS, Flag, canonical
 
 AddFlag = Callable[[argparse._ActionsContainer, Flag], None]
 """Adds a setting of the engine."""
@@ -44,8 +44,12 @@ def add_settings(parser: argparse._ActionsContainer, add_flag: AddFlag, names: C
 
 
 def settings_of(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Those of these settings that were given, by name."""
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    """Those of these settings that were given, by name. Raises ConfigError where two names of one differ."""
+    wanted = set(names)
+    wanted |= {alias.name for alias in ALIASES if alias.of in wanted}
+    return canonical(
+        {name: value for name, value in vars(args).items() if name in wanted and value is not None}
+    )
 
 
 def add_workload(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:

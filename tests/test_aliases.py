@@ -1,0 +1,235 @@
+"""Other engines' spellings of flags, wherever settings are written, against the table in docs/flags.md."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import manylora.main
+from manylora.aliases import TABLE, Alias
+from manylora.cli import _parser, main
+from manylora.config import ConfigError, EngineSettings, HttpSettings
+from manylora.flags import ALIASES, FLAGS, build_settings, canonical
+from manylora.llm import LLM, AsyncLLM
+
+PAGE = Path(__file__).parent.parent / "docs" / "flags.md"
+PLAIN = [alias for alias in ALIASES if alias.of is not None and not alias.lists_adapters]
+ADAPTERS = [alias for alias in ALIASES if alias.lists_adapters]
+SWITCHES = [alias for alias in ALIASES if alias.of is None]
+plain = pytest.mark.parametrize("alias", PLAIN, ids=lambda alias: alias.name)
+adapters = pytest.mark.parametrize("alias", ADAPTERS, ids=lambda alias: alias.name)
+switches = pytest.mark.parametrize("alias", SWITCHES, ids=lambda alias: alias.name)
+
+
+class Reached(Exception):
+    """The settings came where something would be built from them."""
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is served; this process keeps its signal handlers."""
+
+    def reached(*settings: Any) -> None:
+        raise Reached(*settings)
+
+    monkeypatch.setattr(manylora.main, "run_server", reached)
+    monkeypatch.setattr(manylora.main, "build_driver", reached)
+    monkeypatch.setattr(manylora.main, "load_tokenizer", lambda model: None)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def built(**values: Any) -> tuple[EngineSettings, HttpSettings]:
+    return build_settings({"model": "m", **values})
+
+
+def served(*args: str) -> tuple[EngineSettings, HttpSettings]:
+    with pytest.raises(Reached) as reached:
+        main(["serve", "m", *args])
+    return reached.value.args[0], reached.value.args[1]
+
+
+def test_the_page_has_the_table() -> None:
+    rows = re.findall(r"^\| `(--[\w-]+)` \| ([\w, ]+) \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
+    assert [row[0] for row in rows] == [alias.option for alias in TABLE]
+    for (_, engines, here), alias in zip(rows, TABLE, strict=True):
+        assert engines == alias.engines
+        if alias.of is None:
+            assert here.startswith(f"always on: {alias.means}")
+            assert alias.contradicts is None or " ".join(alias.contradicts).replace("_", "-") in here
+        else:
+            assert here == f"`--{alias.of.replace('_', '-')}`"
+
+
+def test_names_are_told_apart() -> None:
+    own = {flag.name for flag in FLAGS}
+    assert not own & {alias.name for alias in TABLE}
+    assert len({alias.name for alias in TABLE}) == len(TABLE)
+
+
+def test_help_shows_each_beside_what_it_means() -> None:
+    (commands,) = [action for action in _parser()._actions if action.dest == "==SUPPRESS=="]
+    text = " ".join(commands.choices["serve"].format_help().split())
+    for alias in ALIASES:
+        assert alias.option in text
+        says = (
+            f"always on, {alias.means}" if alias.of is None else f"the same as --{alias.of.replace('_', '-')}"
+        )
+        assert f"{alias.engines}: {says}" in text
+
+
+@plain
+@pytest.mark.usefixtures("stopped")
+def test_it_sets_what_the_flag_sets(alias: Alias, tmp_path: Path) -> None:
+    assert alias.of is not None
+    expected = built(**{alias.of: 96})
+    assert expected != built()
+    file = tmp_path / "serve.json"
+    for key in (alias.name, alias.option[2:]):
+        file.write_text(json.dumps({key: 96}))
+        assert served("--config", str(file)) == expected
+    assert served(alias.option, "96") == expected
+    assert built(**{alias.name: 96}) == expected
+    for kind in (LLM, AsyncLLM):
+        with pytest.raises(Reached) as reached:
+            kind("m", **{alias.name: 96})
+        assert reached.value.args[0] == expected[0]
+
+
+@plain
+@pytest.mark.usefixtures("stopped")
+def test_two_spellings_agree_or_are_refused(
+    alias: Alias, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert alias.of is not None
+    own = "--" + alias.of.replace("_", "-")
+    expected = built(**{alias.of: 96})
+    assert served(alias.option, "96", own, "96") == expected
+    assert built(**{alias.name: "96", alias.of: 96}) == expected
+    assert main(["serve", "m", alias.option, "96", own, "95"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert alias.option in line
+    assert own in line
+    for kind in (LLM, AsyncLLM):
+        with pytest.raises(ConfigError, match=alias.option):
+            kind("m", **{alias.name: 96, alias.of: 95})
+    # The command line wins over a file, whatever the spelling.
+    file = tmp_path / "serve.json"
+    for in_file, given in ((alias.name, own), (alias.of, alias.option)):
+        file.write_text(json.dumps({in_file: 95}))
+        assert served("--config", str(file), given, "96") == expected
+    file.write_text(json.dumps({alias.name: 95, alias.of: 96}))
+    assert main(["serve", "m", "--config", str(file)]) == 2
+
+
+def test_two_aliases_of_one_flag_agree_or_are_refused() -> None:
+    assert built(block_size=32, page_size=32) == built(page_tokens=32)
+    with pytest.raises(ConfigError, match="--block-size and --page-size"):
+        built(block_size=32, page_size=16)
+
+
+@plain
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize("wrong", ["x", "1.5", "0", "-3"])
+def test_a_bad_value_is_one_line(alias: Alias, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert alias.of is not None
+    assert main(["serve", "m", alias.option, wrong]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    own = "--" + alias.of.replace("_", "-")
+    assert alias.option in line or own in line
+
+
+GERMAN = {"german": "./de", "legal": "./legal=2"}
+
+
+@adapters
+@pytest.mark.usefixtures("stopped")
+def test_adapters_are_listed_in_every_form(alias: Alias, tmp_path: Path) -> None:
+    expected = built(adapter=GERMAN)
+    objects: list[dict[str, Any]] = [
+        {"name": "german", "path": "./de", "base_model_name": "m"},
+        {"lora_name": "legal", "lora_path": "./legal=2", "pinned": False, "base_model_name": None},
+    ]
+    texts = [json.dumps(one) for one in objects]
+    pairs = ["german=./de", "legal=./legal=2"]
+    assert served(alias.option, *pairs) == expected
+    assert served(alias.option, *texts) == expected
+    assert served(alias.option, pairs[0], texts[1]) == expected
+    assert served(alias.option, pairs[0], alias.option, pairs[1]) == expected
+    assert served(alias.option, *pairs, "--adapter", pairs[0], "--adapter", pairs[1]) == expected
+    for value in (pairs, objects, texts, GERMAN):
+        assert built(**{alias.name: value}) == expected
+        (tmp_path / "serve.json").write_text(json.dumps({alias.name: value}))
+        assert served("--config", str(tmp_path / "serve.json")) == expected
+    # The base may be named in another place than the adapter.
+    (tmp_path / "serve.json").write_text(
+        json.dumps({alias.name: [{**objects[0], "base_model_name": "shown"}]})
+    )
+    named, _ = served("--config", str(tmp_path / "serve.json"), "--served-model-name", "shown")
+    assert named.adapters.adapters == (("german", "./de"),)
+
+
+@adapters
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["./de"], ["german="], ["=./de"], ["a=x", "a=y"], ["{"], ['{"name": "german"}'], ['{"path": "./de"}'],
+        ['{"name": 1, "path": "./de"}'], ['{"name": "a=b", "path": "./de"}'], ['{"name": "", "path": "./de"}'],
+        ['{"name": "german", "path": "./de", "base_model_name": "other"}'],
+        ['{"name": "german", "path": "./de", "pinned": true}'],
+        ['{"name": "german", "path": "./de", "scale": 2}'],
+    ],
+)  # fmt: skip
+def test_adapters_that_cannot_be_had_are_one_line(
+    alias: Alias, wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "m", alias.option, *wrong]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert alias.option in line or "--adapter" in line
+
+
+@adapters
+def test_adapters_of_two_spellings_agree_or_are_refused(alias: Alias) -> None:
+    with pytest.raises(ConfigError, match=alias.option):
+        built(**{alias.name: ["german=./de"], "adapter": ["german=./other"]})
+
+
+@switches
+@pytest.mark.usefixtures("stopped")
+def test_what_is_always_on_can_be_asked_for(
+    alias: Alias, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"{alias.name}: true")
+    assert served(alias.option) == served("--config", str(file)) == built(**{alias.name: True}) == built()
+    file.write_text(f"{alias.name}: false")
+    assert main(["serve", "m", "--config", str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert alias.option in line
+    if alias.contradicts is not None:
+        name, contrary = alias.contradicts
+        with pytest.raises(ConfigError, match=alias.option):
+            built(**{alias.name: True, name: contrary})
+
+
+def test_other_commands_take_them_where_they_take_the_flag() -> None:
+    args = ["warmup", "m", "--max-num-batched-tokens", "96", "--block-size", "8", "--max-lora-rank", "4"]
+    parsed = _parser().parse_args(args)
+    assert (parsed.max_num_batched_tokens, parsed.block_size, parsed.max_lora_rank) == ("96", "8", "4")
+    assert canonical({"block_size": "8"}) == {"page_tokens": 8}
+
+
+@pytest.mark.parametrize("name", ["gpu_memory_utilization", "mem_fraction_static", "swap_space", "max_loras"])
+def test_what_means_something_else_is_unknown(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        built(**{name: 1})
+    assert f"`--{name.replace('_', '-')}`" in PAGE.read_text()
