@@ -139,9 +139,7 @@ class Rig:
             else:
                 self.land_copy()
 
-    def serve(
-        self, name: str, adapter: int, prompt: list[int], max_tokens: int = 1, scope: str = ""
-    ) -> None:
+    def serve(self, name: str, adapter: int, prompt: list[int], max_tokens: int = 1, scope: str = "") -> None:
         """One request from its arrival to its end, with the right tokens."""
         self.ask(name, adapter, prompt, max_tokens, scope)
         self.settle()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,6 +70,14 @@ def test_history_on_the_host_comes_back_for_its_own_scope_only() -> None:
     rig.serve("mine-again", 0, prompt(1, 4), 1, "a")
     assert rig.replica.counters.kv_hit_tokens_host > 0
     assert (cached(rig, "theirs"), cached(rig, "mine-again")) == (0, 4 * PAGE)
+
+
+def test_a_request_written_without_a_scope_has_none() -> None:
+    """As in journals that know no scopes."""
+    request = Request("r", 0, (1, 2), SamplingParams(seed=0))
+    fields = msgspec.to_builtins(Arrive(request))
+    del fields["request"]["cache_scope"]
+    assert msgspec.convert(fields, Arrive) == Arrive(request)
 
 
 # ------------------------------------------------------------ what others may learn

@@ -115,8 +115,10 @@ class ApiKeys:
         # Header values come as latin-1; the bytes are what a key's UTF-8 is compared with.
         digest = _digest(key.strip().encode("latin-1"))
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if not any(matches):
+            return False
         scope.setdefault("state", {})["api_key"] = digest
-        return any(matches)
+        return True
 
 
 def _digest(key: bytes) -> bytes:

@@ -53,7 +53,9 @@ class Models:
             return chosen
         if chosen.adapter is not None:
             wanted, other = clipped(adapter), clipped(chosen.name)
-            raise ApiError(400, f"{field} names the adapter `{wanted}`, but model names `{other}`", param=field)
+            raise ApiError(
+                400, f"{field} names the adapter `{wanted}`, but model names `{other}`", param=field
+            )
         if adapter not in self._names:
             await self._ask_for_names()
         if adapter not in self._names:
