@@ -1,0 +1,231 @@
+"""Tables and whole pages that are written from one record: what ``tools.figures`` puts between the markers of a table.
+
+Each function takes a record as JSON gives it and returns Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from benchmarks import plot_cache, plot_reality, sensitivity
+from manylora.reproduce import fastlibra_table_text
+from manylora.reproduce.report import Headline, Report
+
+Record = Any
+Row = dict[str, Any]
+
+POPULARITIES = ("distinct", "uniform", "skewed", "identical")
+PRODUCTS = {"qkv": "qkv", "o": "o", "gate_up": "gate and up", "down": "down", "head": "head"}
+SMALL = {"add_rms_norm": "add and RMSNorm", "silu_mul": "SiLU and product", "rotate_and_store": "rope and KV write"}
+POLICIES = ("manylora", "fastlibra", "lru", "static-lru", "s-lora", "cached")
+
+
+def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Markdown, without a line's end at the end."""
+    rows = [f"| {' | '.join(line)} |" for line in (header, *lines)]
+    return "\n".join([rows[0], "|" + "---|" * len(header), *rows[1:]])
+
+
+def kernels_lora(record: Record) -> str:
+    """A table for each rank: microseconds over the floor by batch and popularity."""
+    rows = [row for row in record["rows"] if row["kernel"] == "lora" and "prompt" not in row]
+    blocks = []
+    for rank in dict.fromkeys(row["rank"] for row in rows):
+        cells = {(row["batch"], row["popularity"]): row for row in rows if row["rank"] == rank}
+        batches = dict.fromkeys(batch for batch, _ in cells)
+        lines = [(f"{batch}", *(_over_floor(cells[batch, one]) for one in POPULARITIES)) for batch in batches]
+        blocks += [f"Rank {rank}:", table(("batch", *POPULARITIES), lines)]
+    return "\n\n".join(blocks)
+
+
+def kernels_products(record: Record) -> str:
+    rows = [row for row in record["rows"] if row["kernel"] == "linear"]
+    cells = {(row["batch"], row["product"]): row for row in rows}
+    batches = dict.fromkeys(batch for batch, _ in cells)
+    lines = [(f"{batch}", *(_over_floor(cells[batch, one]) for one in PRODUCTS)) for batch in batches]
+    return table(("batch", *PRODUCTS.values()), lines)
+
+
+def kernels_attention(record: Record) -> str:
+    rows = [row for row in record["rows"] if row["kernel"] in ("decode", "prefill")]
+    lines = [(f"{row['kernel']}, {row['batch']} x {row['rows']}", _over_floor(row)) for row in rows]
+    return table(("", "us / floor"), lines).replace("|  |", "| |", 1)
+
+
+def kernels_small(record: Record) -> str:
+    cells = {(row["tokens"], row["kernel"]): row for row in record["rows"] if row["kernel"] in SMALL}
+    sizes = dict.fromkeys(tokens for tokens, _ in cells)
+    lines = [(f"{tokens}", *(_over_floor(cells[tokens, one]) for one in SMALL)) for tokens in sizes]
+    return table(("tokens", *SMALL.values()), lines)
+
+
+def _over_floor(row: Mapping[str, float]) -> str:
+    """Microseconds / floor (= ratio, where below ten)."""
+    time, floor = f"{row['us']:.3g}", row["floor_us"]
+    if row["ratio"] >= 10:
+        return f"{time} / {floor:.2g}"
+    return f"{time} / {floor:.3g} = {row['ratio']:.2g}"
+
+
+def policy_overhead(record: Record) -> str:
+    header = ("nodes", "policy", "host pool", "match + update, mean / p99 ms", "decision, mean / median / max ms")
+    lines = [
+        (
+            f"{row['nodes']:,}", row["policy"], "yes" if row["host_pool"] else "no",
+            f"{row['request_mean_ms']:.3f} / {row['request_p99_ms']:.3f}",
+            " / ".join(f"{row[f'decision_{what}_ms']:.2f}" for what in ("mean", "median", "max")),
+        )
+        for row in sorted(record["rows"], key=lambda row: row["nodes"])
+    ]  # fmt: skip
+    return table(header, lines)
+
+
+def simulator_speed(record: Record) -> str:
+    header = (
+        "code", "requests", "virtual s", "wall s", "CPU s", "times real time by the clock", "by CPU time", "events",
+        "us an event", "most memory, MiB (before the replay)",
+    )  # fmt: skip
+    lines = [
+        (
+            f"{_code(run)}, {run['commit']}", f"{run['requests']:,}", f"{run['virtual_s']:,.0f}",
+            f"{run['wall_s']:.0f}", f"{run['cpu_s']:.0f}", f"{run['times_real_time']:.0f}",
+            f"{run['times_real_time_by_cpu']:.0f}", f"{run['events']:,}", f"{run['cpu_us_per_event']:.0f}",
+            f"{run['most_memory_mib']:.0f} ({run['of_it_before_the_replay_mib']:.0f})",
+        )
+        for run in record["runs"]
+    ]  # fmt: skip
+    return table(header, lines)
+
+
+def _code(run: Row) -> str:
+    if "code" in run:
+        return str(run["code"])
+    return "compiled" if "compiled" in run["interpreter"] else "as it is"
+
+
+def npu_bandwidth_half(record: Record) -> str:
+    return _npu_bandwidth(record, 0.5)
+
+
+def npu_bandwidth_most(record: Record) -> str:
+    return _npu_bandwidth(record, 0.9)
+
+
+def _npu_bandwidth(record: Record, share: float) -> str:
+    header = (
+        "scenario", "TB/s", "peak found, /s", "`manylora` ms", "`fastlibra`", "`lru`", "`static-lru`", "`s-lora`",
+        "`cached`", "`fastlibra` over `static-lru`", "over `s-lora`", "`manylora` over `fastlibra`",
+        "TPOT over `static-lru`, over `s-lora`",
+    )  # fmt: skip
+    lines = []
+    for peak in record["peaks"]:
+        place = (peak["scenario"], peak["hardware"], share)
+        of = {
+            row["policy"]: row
+            for row in record["rows"]
+            if (row["scenario"], row["hardware"], row["share"]) == place
+        }
+        ttft = {policy: of[policy]["ttft_mean_ms"] for policy in POLICIES}
+        tpot = {policy: of[policy]["tpot_mean_ms"] for policy in POLICIES}
+        found = peak["hardware"].removeprefix("fastlibra-npu").lstrip("-")
+        lines.append(
+            (
+                peak["scenario"], f"{int(found or 1200) / 1000:g}", f"{peak['fastlibra_per_s']:g}",
+                *(f"{ms:,.0f}" if ms >= 1000 else f"{ms:.1f}" for ms in ttft.values()),
+                *(f"{ttft['fastlibra'] / ttft[other]:.2f}" for other in ("static-lru", "s-lora")),
+                f"{ttft['manylora'] / ttft['fastlibra']:.2f}",
+                ", ".join(f"{tpot['fastlibra'] / tpot[other]:.2f}" for other in ("static-lru", "s-lora")),
+            )
+        )  # fmt: skip
+    return table(header, lines)
+
+
+def h200_shapes(record: Record) -> str:
+    header = (
+        "shape", "base tokens/s", "64 mixed adapters tokens/s", "ratio", "ratio by bytes alone",
+        "base: mean step / floor ms", "mixed: mean step / floor ms", "adapter read ms",
+    )  # fmt: skip
+    lines = [
+        (
+            shape, f"{of['base']['tokens_per_s']:.0f}", f"{of['mixed']['tokens_per_s']:.0f}",
+            f"{of['mixed_over_base_tokens']:.2f}", f"{of['floor_ratio']:.2f}",
+            _step_over_floor(of["base"]), _step_over_floor(of["mixed"]), f"{of['adapter_read_ms_mean']:.0f}",
+        )
+        for shape, of in record["shapes"].items()
+    ]  # fmt: skip
+    return table(header, lines)
+
+
+def _step_over_floor(of: Mapping[str, float]) -> str:
+    return f"{of['mean_step_ms']:.1f} / {of['floor_step_ms']:.2f} = {of['step_over_floor']:.2f} x"
+
+
+def chat_policies(record: Record) -> str:
+    """The runs of one rate, measured and simulated, the fastest first."""
+    header = ["policy"]
+    for what in ("mean TTFT ms", "p99", "TPOT ms", "done per s"):
+        header += [f"{what}, measured", "simulated"]
+    runs = sorted(record["runs"], key=lambda run: run["summary"]["ttft_ms"]["mean"])
+    lines = []
+    for run in runs:
+        cells = [run["policy"]]
+        for (*keys, digits), given in zip(_CHAT, _CHAT_SIMULATED, strict=True):
+            measured: Any = run["summary"]
+            for key in keys:
+                measured = measured[key]
+            simulated = record["simulated"]["results"][run["policy"]][given]
+            cells += [_chat_number(value, int(digits)) for value in (measured, simulated)]
+        lines.append(cells)
+    return table(header, lines)
+
+
+_CHAT: tuple[tuple[str, ...], ...] = (
+    ("ttft_ms", "mean", "1"), ("ttft_ms", "p99", "0"), ("tpot_ms", "mean", "2"), ("done_per_s", "2"),
+)  # fmt: skip
+_CHAT_SIMULATED = ("ttft_mean_ms", "ttft_p99_ms", "tpot_mean_ms", "done_per_s")
+
+
+def _chat_number(value: float, digits: int) -> str:
+    return f"{value:.{digits if value < 100 else 0}f}"
+
+
+def reality_rates(record: Record) -> str:
+    return plot_reality.lines_of(record["comparison"]).partition("\n\n")[0]
+
+
+def reality_runs(record: Record) -> str:
+    return plot_reality.lines_of(record["comparison"]).partition("\n\n")[2]
+
+
+def cache_sensitivity(record: Record) -> str:
+    return sensitivity.page_of(record, "python -m benchmarks.sensitivity --folder docs/results")
+
+
+def fastlibra_table(record: Record) -> str:
+    fields = {name: record[name] for name in ("experiment", "title", "settings", "rows")}
+    headline = [Headline(one["metric"], one["ours"], one["paper"]) for one in record["headline"]]
+    return fastlibra_table_text.markdown(Report(**fields, headline=headline, notes=tuple(record["notes"])))
+
+
+TABLES: dict[str, Callable[[Record], str]] = {
+    "kernels-lora": kernels_lora,
+    "kernels-products": kernels_products,
+    "kernels-attention": kernels_attention,
+    "kernels-small": kernels_small,
+    "policy-overhead": policy_overhead,
+    "simulator-speed": simulator_speed,
+    "npu-bandwidth-half": npu_bandwidth_half,
+    "npu-bandwidth-most": npu_bandwidth_most,
+    "h200-shapes": h200_shapes,
+    "chat-policies": chat_policies,
+    "reality-rates": reality_rates,
+    "reality-runs": reality_runs,
+}
+
+PAGES: dict[str, tuple[str, Callable[[Record], str]]] = {
+    "docs/results/cache_h200.md": ("cache_h200.json", plot_cache.markdown),
+    "docs/results/cache_sensitivity.md": ("cache_sensitivity.json", cache_sensitivity),
+    "docs/results/fastlibra-table.md": ("fastlibra-table.json", fastlibra_table),
+    "docs/results/fastlibra-table-h200.md": ("fastlibra-table-h200.json", fastlibra_table),
+}
+"""Pages that are written as a whole: page, record, function."""
