@@ -8,7 +8,7 @@ A path is steps joined by ``/``:
 | ``"name"`` | an object | the same, for a key that holds ``/``, ``;``, ``{`` or ``[`` |
 | ``*`` | an object, a list | every value |
 | ``{a,b}`` | an object | the values of these keys |
-| ``[key=value & other!=value & key]`` | a list | the items whose ``key`` is (is not) that value; that have ``key`` |
+| ``[key=value & key!=value & key & !key]`` | a list | the items whose ``key`` is (is not) that; that (do not) have it |
 
 It knows nothing of pages and markers.
 """
@@ -131,6 +131,10 @@ def _fits(item: Any, wanted: Sequence[tuple[str, str | None, str]]) -> bool:
     if not isinstance(item, dict):
         return False
     for key, sign, value in wanted:
+        if key.startswith("!"):
+            if key[1:] in item:
+                return False
+            continue
         if key not in item:
             return False
         shown = item[key] if isinstance(item[key], str) else json.dumps(item[key])
