@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import plot_cache, plot_reality, sensitivity
+from benchmarks import plot_reality, sensitivity
 from manylora.reproduce import fastlibra_table_text
 from manylora.reproduce.report import Headline, Report
 
@@ -223,7 +223,6 @@ TABLES: dict[str, Callable[[Record], str]] = {
 }
 
 PAGES: dict[str, tuple[str, Callable[[Record], str]]] = {
-    "docs/results/cache_h200.md": ("cache_h200.json", plot_cache.markdown),
     "docs/results/cache_sensitivity.md": ("cache_sensitivity.json", cache_sensitivity),
     "docs/results/fastlibra-table.md": ("fastlibra-table.json", fastlibra_table),
     "docs/results/fastlibra-table-h200.md": ("fastlibra-table-h200.json", fastlibra_table),
