@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check -q
 # PyPI's default torch brings gigabytes of CUDA. constraints.txt pins the versions known to work together.
 CONSTRAINTS := -c constraints.txt
 
-.PHONY: demo serve test check clean
+.PHONY: demo serve test docs clean
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -28,6 +28,9 @@ test: $(VENV)/.test  ## everything that CI runs
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+docs: $(VENV)/.base  ## write every figure of README and docs/ anew from its record in docs/results
+	$(BIN)/python -m tools.figures
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,8 +9,8 @@ from tools.records import Found
 
 
 def origin_of(record: Any, found: Found) -> str:
-    """The command and commit nearest to the value: of an object around it, of the part of the record's ``provenance``
-    that it lies in, of the record."""
+    """The command and commit nearest to the value: of an object around it, of the part of the record's
+    ``provenance`` that it lies in, of the record."""
     told: dict[str, str] = {}
     for source in _sources(record, found):
         for name in ("command", "commit"):

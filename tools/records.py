@@ -8,7 +8,7 @@ A path is steps joined by ``/``:
 | ``"name"`` | an object | the same, for a key that holds ``/``, ``;``, ``{`` or ``[`` |
 | ``*`` | an object, a list | every value |
 | ``{a,b}`` | an object | the values of these keys |
-| ``[key=value & key!=value & key & !key]`` | a list | the items whose ``key`` is (is not) that; that (do not) have it |
+| ``[key=value & key!=value & key & !key]`` | a list | the items whose key is (is not) that, that have (lack) it |
 
 It knows nothing of pages and markers.
 """

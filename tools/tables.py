@@ -1,4 +1,4 @@
-"""Tables and whole pages that are written from one record: what ``tools.figures`` puts between the markers of a table.
+"""Tables and whole pages that are written from one record, as ``tools.figures`` puts them into pages.
 
 Each function takes a record as JSON gives it and returns Markdown."""
 
@@ -16,7 +16,11 @@ Row = dict[str, Any]
 
 POPULARITIES = ("distinct", "uniform", "skewed", "identical")
 PRODUCTS = {"qkv": "qkv", "o": "o", "gate_up": "gate and up", "down": "down", "head": "head"}
-SMALL = {"add_rms_norm": "add and RMSNorm", "silu_mul": "SiLU and product", "rotate_and_store": "rope and KV write"}
+SMALL = {
+    "add_rms_norm": "add and RMSNorm",
+    "silu_mul": "SiLU and product",
+    "rotate_and_store": "rope and KV write",
+}
 POLICIES = ("manylora", "fastlibra", "lru", "static-lru", "s-lora", "cached")
 
 
@@ -68,7 +72,13 @@ def _over_floor(row: Mapping[str, float]) -> str:
 
 
 def policy_overhead(record: Record) -> str:
-    header = ("nodes", "policy", "host pool", "match + update, mean / p99 ms", "decision, mean / median / max ms")
+    header = (
+        "nodes",
+        "policy",
+        "host pool",
+        "match + update, mean / p99 ms",
+        "decision, mean / median / max ms",
+    )
     lines = [
         (
             f"{row['nodes']:,}", row["policy"], "yes" if row["host_pool"] else "no",
@@ -82,8 +92,8 @@ def policy_overhead(record: Record) -> str:
 
 def simulator_speed(record: Record) -> str:
     header = (
-        "code", "requests", "virtual s", "wall s", "CPU s", "times real time by the clock", "by CPU time", "events",
-        "us an event", "most memory, MiB (before the replay)",
+        "code", "requests", "virtual s", "wall s", "CPU s", "times real time by the clock", "by CPU time",
+        "events", "us an event", "most memory, MiB (before the replay)",
     )  # fmt: skip
     lines = [
         (

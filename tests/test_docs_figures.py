@@ -1,0 +1,377 @@
+"""Figures in README and docs are what their records say, and the tool that fills them in does nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+
+from tools import figures
+from tools.expressions import Figure
+from tools.figures import ROOT, main
+from tools.records import FigureError, Records
+from tools.tables import PAGES
+
+RECORD: dict[str, Any] = {
+    "command": "python -m benchmarks.one --out one.json",
+    "commit": "abc1234",
+    "plain": 4.2409,
+    "big": 6503.25,
+    "tiny": -0.0001,
+    "zero": 0,
+    "null": None,
+    "flag": True,
+    "word": "fast",
+    "list": [1.0, 2.0, 6.0],
+    "twice": [2.0, 4.0, 6.0],
+    "with/slash": 7,
+    "runs": [
+        {"policy": "lru", "rate": 20.0, "ms": 60.1, "command": "the run's own", "commit": "fff0000"},
+        {"policy": "manylora", "rate": 20.0, "ms": 33.8},
+        {"policy": "manylora", "rate": 5.0, "ms": 15.0, "extra": 1},
+    ],
+}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    results = tmp_path / "docs" / "results"
+    results.mkdir(parents=True)
+    (results / "one.json").write_text(json.dumps(RECORD))
+    (results / "bad.json").write_text('{"nan": NaN, "infinite": Infinity}')
+    (results / "broken.json").write_text('{"a": ')
+    return tmp_path
+
+
+def fig(name: str, rest: str, value: str = "") -> str:
+    return f"<!--fig {name}: {rest}-->{value}<!--/-->"
+
+
+GOOD = f"Ours is {fig('a', 'one.json:plain; .1f', '4.2')} times theirs."
+STALE = f"It was {fig('stale', 'one.json:big; ,.0f', '9,999')} tokens/s."
+
+
+# This repository
+
+
+def test_the_pages_say_what_the_records_say(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_every_figure_can_be_listed_with_its_record(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    listed = capsys.readouterr().out
+    markers = sum(
+        len(re.findall(r"<!--(?:fig|table) [\w.-]+: ", page.read_text(encoding="utf-8")))
+        for page in figures.Site(ROOT).pages()
+    )
+    assert markers > 300
+    assert len(re.findall(r"^[\w.-]+ = ", listed, re.M)) == markers
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    dead = []
+    for page in figures.Site(ROOT).pages():
+        text = re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8"))
+        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text):
+            if not (page.parent / target).exists():
+                dead.append(f"{page.relative_to(ROOT)}: {target}")
+    assert not dead
+
+
+@pytest.mark.parametrize("page", [page.relative_to(ROOT).as_posix() for page in figures.Site(ROOT).pages()])
+def test_markers_do_not_show(page: str) -> None:
+    """Rendered, a page reads as if its markers were not there."""
+    markdown = MarkdownIt("commonmark", {"html": True}).enable("table")
+    text = (ROOT / page).read_text(encoding="utf-8")
+    comment = re.compile(r"<!--.*?-->", re.S)
+    shown = comment.sub("", markdown.render(text))
+    assert shown.split() == comment.sub("", markdown.render(comment.sub("", text))).split()
+
+
+def test_pages_written_whole_are_there() -> None:
+    assert all((ROOT / page).is_file() for page in PAGES)
+
+
+SETTINGS = {
+    "64 requests over 64 adapters of ranks 8 to 64": "what was asked",
+    "64 requests over nine models": "what was asked",
+    "1,000 requests, 32 at once": "what was asked",
+    "128 distinct of rank 16; 1,000 of them": "what was asked",
+    "chat over 100 adapters": "what was asked",
+    "at 2, 10 and 20 requests/s": "the rates offered",
+    "128 rows, 128 distinct adapters of rank 8, 16, 32, 64": "what was asked",
+    "chat at 5 to 20 requests/s": "the rates offered",
+    "p99": "a percentile's name",
+    "at 20/s": "the rate offered",
+    "48 GiB of host pool": "a setting",
+    "100 adapters in host memory": "a setting",
+    "vLLM 0.26: 27.4,": "vLLM's own figure at 2 requests/s, which stands in no record here",
+    "vLLM 0.26": "a version",
+    "H200": "a device's name",
+    "Llama-2-7B": "a model's name",
+    "Llama-3-8B": "a model's name",
+    "float32": "a type",
+}
+"""What may stand in README's section "Measured" as typed, and why; everything else there comes from a record."""
+
+
+def test_no_figure_is_typed_into_readme() -> None:
+    text = re.sub(r"<!--fig [^\n]*?<!--/-->", "", (ROOT / "README.md").read_text(encoding="utf-8"))
+    measured = text[text.index("## Measured") : text.index("## Read on")]
+    typed = re.sub(r"\]\([^)]*\)|`[^`]*`", "", measured)
+    for phrase in SETTINGS:
+        assert phrase in typed, f"{phrase!r} is not there: take it off the list"
+    for phrase in sorted(SETTINGS, key=len, reverse=True):
+        typed = typed.replace(phrase, "")
+    assert not re.findall(r".{0,40}\d[\d.,]*.{0,20}", typed)
+    elsewhere = re.sub(r"^ {4}.*$|^```.*?^```|`[^`]*`", "", text.replace(measured, ""), flags=re.S | re.M)
+    units = r"(?:tokens|requests|GB|TFLOP|TB)/s|m?s|us|%|times|x|seconds|minutes|hours|[KMG]i?B"
+    assert not re.findall(rf".{{0,40}}\d[\d.,]* ?(?:{units})(?!\w).{{0,20}}", elsewhere)
+
+
+# Filling in
+
+
+@pytest.mark.parametrize(
+    ("marker", "value"),
+    [
+        ("one.json:plain; .1f", "4.2"),
+        ("one.json:big; ,.0f", "6,503"),
+        ("one.json:big; ,.-2f", "6,500"),
+        ("one.json:plain; x-100 .0f", "-424"),
+        ("one.json:plain; +.1f", "+4.2"),
+        ("one.json:tiny; .1f", "0.0"),
+        ("one.json:tiny; x1e4 .1f", "-1.0"),
+        ('one.json:"with/slash"; .0f', "7"),
+        ("one.json:list/2; .0f", "6"),
+        ("one.json:runs/[policy=lru]/ms; .1f", "60.1"),
+        ("one.json:runs/[policy=manylora & rate=5.0]/ms; .0f", "15"),
+        ("one.json:runs/[policy=manylora & rate!=5.0]/ms; .1f", "33.8"),
+        ("one.json:runs/[extra]/ms; .0f", "15"),
+        ("one.json:runs/[policy=manylora & !extra]/ms; .1f", "33.8"),
+        ("mean one.json:list/*; .1f", "3.0"),
+        ("median one.json:list/*; .1f", "2.0"),
+        ("min one.json:list/*; .0f", "1"),
+        ("max one.json:{plain,zero}; .1f", "4.2"),
+        ("sum one.json:list/*; .0f", "9"),
+        ("count one.json:runs/*/ms; .0f", "3"),
+        ("ratio one.json:runs/0/ms; :runs/1/ms; .2f", "1.78"),
+        ("change one.json:runs/1/ms; one.json:runs/0/ms; .0f", "-44"),
+        ("diff one.json:runs/0/ms; :runs/1/ms; .1f", "26.3"),
+        ("share one.json:list/0; :list/1; x100 .0f", "33"),
+        ("max ratio one.json:list/*; :twice/*; .1f", "1.0"),
+        ("mean change one.json:twice/*; :list/*; .1f", "66.7"),
+        ("min ratio one.json:list/*; :list/2; .2f", "0.17"),
+        ("sum equal one.json:list/*; :twice/*; .0f", "1"),
+        ("ratio mean one.json:list/*; mean :twice/*; .2f", "0.75"),
+    ],
+)
+def test_a_marker_is_filled_in(site: Path, marker: str, value: str) -> None:
+    page = site / "README.md"
+    page.write_text(f"Here {fig('a', marker)} stands.\n")
+    assert main([], site) == 0
+    assert page.read_text() == f"Here {fig('a', marker, value)} stands.\n"
+
+
+def test_a_changed_digit_in_a_page_is_told_and_restored(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = site / "docs" / "page.md"
+    page.write_text(f"# Page\n\n{GOOD}\n")
+    assert main(["--check"], site) == 0
+    page.write_text(f"# Page\n\n{GOOD.replace('>4.2<', '>4.3<')}\n")
+    assert main(["--check"], site) == 1
+    assert capsys.readouterr().err.startswith("docs/page.md:3: ")
+    assert ">4.3<" in page.read_text()  # a check writes nothing
+    assert main([], site) == 0
+    assert page.read_text() == f"# Page\n\n{GOOD}\n"
+
+
+def test_a_changed_digit_in_a_record_is_told(site: Path) -> None:
+    (site / "README.md").write_text(GOOD)
+    (site / "docs" / "results" / "one.json").write_text(json.dumps({**RECORD, "plain": 4.3409}))
+    assert main(["--check"], site) == 1
+
+
+def test_a_table_is_written_by_its_function(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(figures.TABLES, "runs", lambda record: f"| {record['plain']} |\n|---|\n")
+    page = site / "README.md"
+    page.write_text("Before.\n\n<!--table t: one.json; runs-->\n| old |\n<!--/table-->\n\nAfter.\n")
+    assert main(["--check"], site) == 1
+    assert main([], site) == 0
+    text = "Before.\n\n<!--table t: one.json; runs-->\n| 4.2409 |\n|---|\n<!--/table-->\n\nAfter.\n"
+    assert page.read_text() == text
+    assert main(["--check"], site) == 0
+
+
+def test_a_page_may_be_written_as_a_whole(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        figures.PAGES, "docs/results/whole.md", ("one.json", lambda record: f"# {record['word']}\n")
+    )
+    page = site / "docs" / "results" / "whole.md"
+    page.write_text("# slow\n")
+    assert main(["--check"], site) == 1
+    assert main([], site) == 0
+    assert page.read_text() == "# fast\n"
+
+
+def test_markers_in_code_are_text(site: Path) -> None:
+    page = site / "README.md"
+    text = "Write `<!--fig a: one.json:plain; .1f--><!--/-->` or\n\n```\n<!--fig b: nothing-->\n```\n"
+    page.write_text(text)
+    assert main([], site) == 0
+    assert page.read_text() == text
+
+
+_PLAIN = st.text(alphabet="ab 1.|*_#\r\n\t€,-", max_size=30)
+
+
+@given(
+    pieces=st.lists(_PLAIN, min_size=1, max_size=6),
+    stale=st.sampled_from(["", "0.0", "4.2", "a typed figure"]),
+)
+def test_nothing_else_changes(
+    tmp_path_factory: pytest.TempPathFactory, pieces: list[str], stale: str
+) -> None:
+    root = tmp_path_factory.mktemp("site")
+    (root / "docs" / "results").mkdir(parents=True)
+    (root / "docs" / "results" / "one.json").write_text(json.dumps(RECORD))
+
+    def page_with(value: str) -> bytes:
+        marked = [
+            f"{piece}is {fig(f'n{place}', 'one.json:plain; .1f', value)}"
+            for place, piece in enumerate(pieces)
+        ]
+        return "".join(marked).encode()
+
+    page = root / "README.md"
+    page.write_bytes(page_with(stale))
+    assert main([], root) == 0
+    assert page.read_bytes() == page_with("4.2")
+    assert main([], root) == 0
+    assert page.read_bytes() == page_with("4.2")
+
+
+# What is wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (fig("a", "none.json:plain; .1f"), "no record none.json"),
+        (fig("a", "broken.json:a; .1f"), "broken.json is no JSON"),
+        (fig("a", "one.json:not/there; .1f"), "one.json has no not/there"),
+        (fig("a", "one.json:runs/[policy=s-lora]/ms; .1f"), "nothing at [policy=s-lora]"),
+        (fig("a", "one.json:list/3; .1f"), "has no list/3"),
+        (fig("a", "bad.json:nan; .1f"), "nan is nan"),
+        (fig("a", "bad.json:infinite; .1f"), "infinite is inf"),
+        (fig("a", "one.json:null; .1f"), "no number but null"),
+        (fig("a", "one.json:flag; .1f"), "no number but true"),
+        (fig("a", "one.json:word; .1f"), 'no number but "fast"'),
+        (fig("a", "one.json:runs/0; .1f"), "no number but {"),
+        (fig("a", "one.json:list/*; .1f"), "3 values, where one is needed"),
+        (fig("a", "ratio one.json:list/*; :runs/*/ms; .1f"), "3 values, where one is needed"),
+        (fig("a", "mean ratio one.json:list/*; :runs/[rate=20.0]/ms; .1f"), "3 and 2 values make no pairs"),
+        (fig("a", "ratio one.json:plain; :zero; .1f"), "division by zero"),
+        (fig("a", "most one.json:list/*; .1f"), "no operation 'most'"),
+        (fig("a", "ratio one.json:plain; .1f"), "do not fit"),
+        (fig("a", "mean one.json:plain; :plain; .1f"), "do not fit"),
+        (fig("a", "one.json:plain"), "malformed"),
+        (fig("a", "one.json:plain; {x}"), "malformed format"),
+        (fig("a", "one.json:list/[; .1f"), "malformed path"),
+        ("<!--fig a one.json:plain; .1f-->1<!--/-->", "malformed marker"),
+        ("<!-- fig a: one.json:plain; .1f -->1<!--/-->", "malformed marker"),
+        ("<!--fig a: one.json:plain; .1f\n-->1<!--/-->", "does not end in its line"),
+        ("<!--fig a: one.json:plain; .1f-->1", "a does not end"),
+        ("<!--fig a: one.json:plain; .1f-->1\n<!--/-->", "a does not end"),
+        ("<!--fig a: one.json:plain; .1f-->1 <!--fig b: one.json:plain; .1f-->2<!--/-->", "a does not end"),
+        ("<!--fig a: one.json:plain; .1f-->1<!--/table-->", "a does not end"),
+        ("1<!--/-->", "ends that did not begin"),
+        (f"x\n{fig('a', 'one.json:plain; .1f')} x", "begins its line"),
+        (f"x\n  - {fig('a', 'one.json:plain; .1f')} x", "begins its line"),
+        ("x <!--table a: one.json; nothing-->\n<!--/table-->", "does not begin its line"),
+        ("x\n<!--table a: one.json; nothing-->\n<!--/table-->", "no table 'nothing'"),
+        ("x\n<!--table a: one.json; npu-bandwidth-half-->\n<!--/table-->", "has not what the table needs"),
+        (
+            f"{fig('a', 'one.json:plain; .1f')} and {fig('a', 'one.json:big; .1f')}",
+            "a is named in docs/page.md:",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told_and_nothing_is_written(
+    site: Path, capsys: pytest.CaptureFixture[str], text: str, reason: str
+) -> None:
+    readme, page = site / "README.md", site / "docs" / "page.md"
+    readme.write_text(STALE)
+    page.write_text(f"# Page\n\nSome text: {text}\n")
+    assert main([], site) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert any(re.match(r"docs/page\.md:[34]: ", line) and reason in line for line in lines), lines
+    assert readme.read_text() == STALE
+    assert page.read_text() == f"# Page\n\nSome text: {text}\n"
+
+
+def test_a_name_stands_for_one_figure_in_all_pages(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (site / "README.md").write_text(GOOD)
+    (site / "docs" / "page.md").write_text(f"Again:\n{GOOD}")
+    assert main([], site) == 1
+    assert capsys.readouterr().err == "docs/page.md:2: a is named in README.md:1 already\n"
+
+
+def test_every_error_is_told_at_once(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (site / "README.md").write_text(f"x {fig('a', 'none.json:a; .1f')}\nx {fig('b', 'one.json:b; .1f')}\n")
+    assert main([], site) == 1
+    assert [line.split(": ")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "README.md:1",
+        "README.md:2",
+    ]
+
+
+# Repeating a figure
+
+
+def test_a_figure_is_listed_with_its_command_and_commit(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    near = fig("near", "one.json:runs/[policy=lru]/ms; .1f", "60.1")
+    (site / "README.md").write_text(f"{GOOD} {near}")
+    assert main(["--list", "near"], site) == 0
+    listed = capsys.readouterr().out
+    assert "near = 60.1    README.md:1" in listed
+    assert "one.json: the run's own    (commit fff0000)" in listed
+    assert "abc1234" not in listed
+    assert main(["--list", "a"], site) == 0
+    assert "one.json: python -m benchmarks.one --out one.json    (commit abc1234)" in capsys.readouterr().out
+    assert main(["--list", "none"], site) == 1
+
+
+def test_a_part_of_a_record_may_have_its_own_origin(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = {
+        "provenance": [
+            {"command": "first", "commit": "1"},
+            {"part": "churn", "command": "second", "commit": "2"},
+        ],
+        "shapes": {"b": 1.0},
+        "churn": {"b": 1.0},
+    }
+    (site / "docs" / "results" / "two.json").write_text(json.dumps(record))
+    shapes, churn = fig("shapes", "two.json:shapes/b; .0f", "1"), fig("churn", "two.json:churn/b; .0f", "1")
+    (site / "README.md").write_text(f"Of both {shapes} and {churn}.")
+    assert main(["--list", "shapes"], site) == 0
+    assert "first    (commit 1)" in capsys.readouterr().out
+    assert main(["--list", "churn"], site) == 0
+    assert "second    (commit 2)" in capsys.readouterr().out
+
+
+def test_a_figure_of_two_records_names_both(site: Path) -> None:
+    figure = Figure.parse("ratio one.json:plain; two.json:plain; .1f")
+    assert [operand.record for operand in figure.operands] == ["one.json", "two.json"]
+    with pytest.raises(FigureError, match=r"two\.json"):
+        figure.text(Records(site / "docs" / "results"))
