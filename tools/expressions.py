@@ -71,7 +71,7 @@ class Format:
 
 @dataclass(frozen=True)
 class Figure:
-    """``combine``: an operation of two, over pairs of the operands' values. ``reduce``: of one, over what results."""
+    """``combine``: an operation of two, over pairs of values. ``reduce``: one of one, over what results."""
 
     reduce: str | None
     combine: str | None
