@@ -106,7 +106,7 @@ SETTINGS = {
     "128 distinct of rank 16; 1,000 of them": "what was asked",
     "chat over 100 adapters": "what was asked",
     "at 2, 10 and 20 requests/s": "the rates offered",
-    "128 rows, 128 distinct adapters of rank 8, 16, 32, 64": "what was asked",
+    "128 rows, 128 distinct adapters, all of rank 8, 16, 32 or 64": "what was asked",
     "chat at 5 to 20 requests/s": "the rates offered",
     "p99": "a percentile's name",
     "at 20/s": "the rate offered",
