@@ -44,7 +44,9 @@ def site(tmp_path: Path) -> Path:
     results = tmp_path / "docs" / "results"
     results.mkdir(parents=True)
     (results / "one.json").write_text(json.dumps(RECORD))
-    (results / "bad.json").write_text('{"nan": NaN, "infinite": Infinity}')
+    (results / "nan.json").write_text('{"a": NaN}')
+    (results / "infinite.json").write_text('{"a": -Infinity, "b": 1}')
+    (results / "large.json").write_text('{"a": 1e999}')
     (results / "broken.json").write_text('{"a": ')
     return tmp_path
 
@@ -270,8 +272,10 @@ def test_nothing_else_changes(
         (fig("a", "one.json:not/there; .1f"), "one.json has no not/there"),
         (fig("a", "one.json:runs/[policy=s-lora]/ms; .1f"), "nothing at [policy=s-lora]"),
         (fig("a", "one.json:list/3; .1f"), "has no list/3"),
-        (fig("a", "bad.json:nan; .1f"), "nan is nan"),
-        (fig("a", "bad.json:infinite; .1f"), "infinite is inf"),
+        (fig("a", "nan.json:a; .1f"), "nan.json is no JSON: it has NaN"),
+        (fig("a", "infinite.json:b; .1f"), "infinite.json is no JSON: it has -Infinity"),
+        (fig("a", "large.json:a; .1f"), "large.json: a is inf"),
+        ("x\n<!--table a: nan.json; kernels-lora-->\n<!--/table-->", "nan.json is no JSON: it has NaN"),
         (fig("a", "one.json:null; .1f"), "no number but null"),
         (fig("a", "one.json:flag; .1f"), "no number but true"),
         (fig("a", "one.json:word; .1f"), 'no number but "fast"'),
@@ -316,6 +320,14 @@ def test_what_is_wrong_is_told_and_nothing_is_written(
     assert any(re.match(r"docs/page\.md:[34]: ", line) and reason in line for line in lines), lines
     assert readme.read_text() == STALE
     assert page.read_text() == f"# Page\n\nSome text: {text}\n"
+
+
+def test_a_page_that_is_no_text_is_told(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (site / "README.md").write_text(STALE)
+    (site / "docs" / "page.md").write_bytes(b"# Page\n\xff\n")
+    assert main([], site) == 1
+    assert capsys.readouterr().err.startswith("docs/page.md:2: no UTF-8")
+    assert (site / "README.md").read_text() == STALE
 
 
 def test_a_name_stands_for_one_figure_in_all_pages(site: Path, capsys: pytest.CaptureFixture[str]) -> None:

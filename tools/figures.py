@@ -75,7 +75,12 @@ class Site:
         texts = {}
         for path in self.pages():
             page = path.relative_to(self.root).as_posix()
-            text = path.read_bytes().decode("utf-8")
+            data = path.read_bytes()
+            try:
+                text = data.decode("utf-8")
+            except UnicodeDecodeError as error:
+                self._error(page, data.count(b"\n", 0, error.start) + 1, f"no UTF-8: {error.reason}")
+                continue
             texts[page] = text, self._whole(page, text) if page in PAGES else self._page(page, text)
         return texts
 

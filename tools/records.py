@@ -51,7 +51,8 @@ class Records:
         """The record of that name. Raises FigureError where it is missing or is no JSON."""
         if name not in self._read:
             try:
-                self._read[name] = json.loads((self._folder / name).read_text(encoding="utf-8"))
+                text = (self._folder / name).read_text(encoding="utf-8")
+                self._read[name] = json.loads(text, parse_constant=_refuse)
             except OSError:
                 raise FigureError(f"there is no record {name}") from None
             except ValueError as error:
@@ -73,9 +74,13 @@ class Records:
         for value in values:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise FigureError(f"{name}: {path} is no number but {json.dumps(value)[:40]}")
-            if not math.isfinite(value):
+            if not math.isfinite(value):  # 1e999 is JSON
                 raise FigureError(f"{name}: {path} is {value}")
         return values
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"it has {constant}")
 
 
 def steps_of(path: str) -> list[str]:
