@@ -364,6 +364,14 @@ def test_a_figure_is_listed_with_its_command_and_commit(
     assert main(["--list", "none"], site) == 1
 
 
+def test_a_figure_of_two_runs_names_both(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (site / "README.md").write_text(f"Of {fig('a', 'ratio one.json:runs/0/ms; :runs/1/ms; .1f', '1.8')}")
+    assert main(["--list"], site) == 0
+    listed = capsys.readouterr().out
+    assert "(commit fff0000)" in listed
+    assert "(commit abc1234)" in listed
+
+
 def test_a_part_of_a_record_may_have_its_own_origin(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = {
         "provenance": [

@@ -132,13 +132,16 @@ class Site:
                 f"{record} has not what the table needs: {type(error).__name__} {error}"
             ) from None
 
-    def found(self, marker: Marker) -> dict[str, Found]:
-        """The records that a marker cites, each with the first value that it means."""
+    def origins(self, marker: Marker) -> list[str]:
+        """Record, command and commit of what a marker cites; of several values of one path, of the first."""
         if marker.kind == "table":
             record = marker.rest.partition(";")[0].strip()
-            return {record: Found(self.records[record], (), ())}
-        operands = Figure.parse(marker.rest).operands
-        return {one.record: self.records.find(one.record, one.path)[0] for one in reversed(operands)}
+            cited = [(record, Found(self.records[record], (), ()))]
+        else:
+            operands = Figure.parse(marker.rest).operands
+            cited = [(one.record, self.records.find(one.record, one.path)[0]) for one in operands]
+        lines = [f"{record}: {origin_of(self.records[record], found)}" for record, found in cited]
+        return list(dict.fromkeys(lines))
 
     def _error(self, page: str, line: int, reason: str) -> None:
         self.errors.append(f"{page}:{line}: {reason}")
@@ -183,8 +186,7 @@ def _list(site: Site, names: Sequence[str]) -> int:
             f"{marker.name} = {value.strip() if marker.kind == 'fig' else 'a table'}    {page}:{marker.line}"
         )
         print(f"    {marker.rest}")
-        for record, found in site.found(marker).items():
-            print(f"    {record}: {origin_of(site.records[record], found)}")
+        print("\n".join(f"    {line}" for line in site.origins(marker)))
     if unknown:
         print(f"there is no marker {', '.join(sorted(unknown))}", file=sys.stderr)
     return 1 if unknown else 0
