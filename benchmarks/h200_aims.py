@@ -150,8 +150,8 @@ class Lent:
             "longest": [[*step[:2], *(round(seconds, 4) for seconds in step[2:])] for step in longest]
         }
 
-    def add_adapter(self, adapter: int, path: str, verify: bool) -> tuple[int, int]:
-        found: tuple[int, int] = self._worker.add_adapter(adapter, path, verify)
+    def add_adapter(self, adapter: int, path: str) -> tuple[int, int]:
+        found: tuple[int, int] = self._worker.add_adapter(adapter, path)
         self._adapters.append(adapter)
         return found
 

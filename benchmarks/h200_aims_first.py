@@ -18,7 +18,7 @@ async def first(aims: Aims) -> None:
     the worker was asked for what and had done it."""
     if not aims.has(15.0, "first"):
         return
-    card_pages = 1 + max(aims.worker.add_adapter(10**6, aims.adapters["adapter-0"], False)[0], 1)
+    card_pages = 1 + max(aims.worker.add_adapter(10**6, aims.adapters["adapter-0"])[0], 1)
     aims.worker.remove_adapter(10**6)
     many = min(len(aims.adapters), 40)
     # Room for 8 adapters, so that those not used for long are in host memory only.

@@ -384,11 +384,14 @@ class Executor(Protocol):
     def evict_adapter(self, adapter: AdapterId) -> None:
         """Forget where the adapter lies."""
 
-    def add_adapter(self, adapter: AdapterId, path: str, verify: bool) -> tuple[int, int]:
-        """Check that the adapter at ``path`` fits; return (pages it takes, its largest rank).
+    def add_adapter(self, adapter: AdapterId, path: str) -> tuple[int, int]:
+        """Check that the adapter at ``path`` fits the model; return (pages it takes, its largest rank).
 
-        Reads headers, with ``verify`` all weights; called from any thread; raises AdapterError.
+        Reads headers; called from any thread; raises AdapterError.
         """
+
+    def verify_adapter(self, adapter: AdapterId) -> None:
+        """Read all weights of an added adapter; called from any thread; raises AdapterError for bad ones."""
 
     def remove_adapter(self, adapter: AdapterId) -> None:
         """Forget an adapter that is not resident."""

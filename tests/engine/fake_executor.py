@@ -41,6 +41,10 @@ class FakeExecutor:
         self.step_s = 0.0
         self.reads = 0
         self.closed = 0
+        self.verified: list[str] = []
+        self.verify_gate = threading.Event()  # closed, weights are read for ever
+        self.verify_gate.set()
+        self.failing_verifications = 0
         self.host_pages_pinned = 0
 
     def issue_step(self, step: RunStep) -> IssuedStep:
@@ -111,11 +115,18 @@ class FakeExecutor:
     def evict_adapter(self, adapter: AdapterId) -> None:
         self.resident.remove(adapter)
 
-    def add_adapter(self, adapter: AdapterId, path: str, verify: bool) -> tuple[int, int]:
+    def add_adapter(self, adapter: AdapterId, path: str) -> tuple[int, int]:
         if path == "bad":
             raise AdapterError("no good")
         self.known[adapter] = path
         return int(path), 8
+
+    def verify_adapter(self, adapter: AdapterId) -> None:
+        self.verified.append(self.known[adapter])
+        self.verify_gate.wait()
+        if self.failing_verifications:
+            self.failing_verifications -= 1
+            raise AdapterError("made to fail")
 
     def remove_adapter(self, adapter: AdapterId) -> None:
         del self.known[adapter]

@@ -87,7 +87,7 @@ def test_names_that_are_not_utf8_do_not_end_the_conversation(
     """Neither those of folders nor those that a file gives to its tensors."""
     executor = FakeExecutor()
 
-    def refuse(adapter: int, path: str, verify: bool) -> tuple[int, int]:
+    def refuse(adapter: int, path: str) -> tuple[int, int]:
         raise AdapterError(f"tensor half\ud83d in {path}")
 
     async def scenario() -> None:

@@ -13,26 +13,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
 from functools import partial
-from io import FileIO
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from manylora.adapters.peft import AdapterSpec, Side, adapter_files
-from manylora.adapters.tensorfile import StoredTensor, read_header, read_into, stamp_of
+from manylora.adapters.peft import AdapterSpec, Side
+from manylora.adapters.tensorfile import StoredTensor, read_into
+from manylora.adapters.values import BITS, TORCH_DTYPES, all_finite, convert
+from manylora.adapters.verify import why_not_finite
+from manylora.adapters.weightsfile import Weights, open_weights
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.protocol import AdapterError
 
 WINDOW_BYTES = 32 * 2**20
 """Pages are put together this many bytes at a time: enough that a matrix is read from its file only a few
 times, little beside the pool."""
-
-_TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-_SERIAL_ELEMENTS = 16384
-"""torch copies so few elements in the calling thread."""
 
 _TILE_ELEMENTS = 16384
 """What is transposed at a time: a line of the processor's cache is used up while it is there."""
@@ -45,23 +41,6 @@ _JOB_BYTES = 2**21
 """What a thread takes at a time, of one matrix in some layers: it stays in the processor's cache between two
 uses, and takes under a millisecond, so that all threads end together."""
 
-
-@dataclasses.dataclass(frozen=True)
-class _BitPattern:
-    """Patterns from ``infinity`` on, read as signed, and from ``negative_infinity`` on, as unsigned numbers, are
-    infinity and NaN."""
-
-    unsigned: np.dtype[Any]
-    signed: np.dtype[Any]
-    infinity: int
-    negative_infinity: int
-
-
-_BITS = {
-    torch.float32: _BitPattern(np.dtype(np.uint32), np.dtype(np.int32), 0x7F800000, 0xFF800000),
-    torch.float16: _BitPattern(np.dtype(np.uint16), np.dtype(np.int16), 0x7C00, 0xFC00),
-    torch.bfloat16: _BitPattern(np.dtype(np.uint16), np.dtype(np.int16), 0x7F80, 0xFF80),
-}
 
 WritePage = Callable[[int, torch.Tensor], None]
 
@@ -176,22 +155,8 @@ def _open(
 ) -> Iterator[_Loader]:
     if dtype.itemsize != geometry.page.itemsize:
         raise ValueError(f"pages of {geometry.page.itemsize}-byte elements cannot hold {dtype}")
-    config_path, weights_path = adapter_files(Path(spec.path))
-    _check_unchanged(spec, config_path, weights_path)
-    tensors = read_header(weights_path)
-    try:
-        with open(weights_path, "rb", buffering=0) as file:
-            yield _Loader(spec, layout, geometry, dtype, tensors, file)
-    except OSError as error:
-        raise AdapterError(f"cannot read {weights_path.name}: {error.strerror or error}") from error
-    # Once more: bytes replaced while they were read must not be served as the version that was inspected.
-    _check_unchanged(spec, config_path, weights_path)
-
-
-def _check_unchanged(spec: AdapterSpec, config_path: Path, weights_path: Path) -> None:
-    for path, stamp in ((config_path, spec.config), (weights_path, spec.weights)):
-        if stamp_of(path) != stamp:
-            raise AdapterError(f"{path} has changed since the adapter was added; add it again")
+    with open_weights(spec, geometry) as weights:
+        yield _Loader(spec, layout, geometry, dtype, weights)
 
 
 class _Block(NamedTuple):
@@ -242,16 +207,14 @@ class _Loader:
         layout: AdapterLayout,
         geometry: AdapterGeometry,
         dtype: torch.dtype,
-        tensors: dict[str, StoredTensor],
-        file: FileIO,
+        weights: Weights,
     ) -> None:
         self.spec = spec
         self.layout = layout
         self.geometry = geometry
         self.dtype = dtype
-        self.tensors = tensors
-        self.file = file
-        self.bits = _BITS[dtype].unsigned
+        self.weights = weights
+        self.bits = BITS[dtype].unsigned
 
     def fill(
         self, first_page: int, pages: Iterable[torch.Tensor], check: Callable[[], None], helpers: Helpers
@@ -318,8 +281,8 @@ class _Loader:
                 parts.append(_Block(row, column, chosen[:, :present]))
         if not parts:
             return
-        tensors = [self._tensor(index, side, layer) for layer in layers]
-        if side == "A" and all(_TORCH_DTYPES[stored.dtype] == self.dtype for _, stored in tensors):
+        tensors = [self.weights.tensor(index, layer, side) for layer in layers]
+        if side == "A" and all(TORCH_DTYPES[stored.dtype] == self.dtype for _, stored in tensors):
             for number, (name, stored) in enumerate(tensors):
                 self._read_rows(name, stored, [part._replace(values=part.values[number]) for part in parts])
         else:
@@ -336,17 +299,8 @@ class _Loader:
             for row, column, values in parts:
                 _, rows, length = values.shape
                 _copy_tiled(matrices[:, row : row + rows, column : column + length], values)
-        if not all(_all_finite(part.values, self.dtype) for part in parts):
-            raise AdapterError(self._why_not_finite(tensors, scratch))
-
-    def _tensor(self, index: int, side: Side, layer: int) -> tuple[str, StoredTensor]:
-        projection, rank = self.geometry.projections[index], self.spec.ranks[index][layer]
-        name = self.spec.tensor_name(layer, projection, side)
-        stored = self.tensors.get(name)
-        shape = (rank, projection.in_features) if side == "A" else (projection.out_features, rank)
-        if stored is None or stored.shape != shape:
-            raise AdapterError(f"tensor {name} is no longer what it was when the adapter was added")
-        return name, stored
+        if not all(all_finite(part.values, self.dtype) for part in parts):
+            raise AdapterError(self._why_not_finite(tensors))
 
     def _read_rows(self, name: str, stored: StoredTensor, parts: Sequence[_Block]) -> None:
         """Read rows of an A, which lie in the file as they do in pages, straight into their places."""
@@ -354,31 +308,22 @@ class _Loader:
         for _, _, values in parts:
             targets += [values.data] if values.flags.c_contiguous else [row.data for row in values]
         skipped = parts[0].row * stored.shape[1] + parts[0].column
-        read_into(self.file, stored.begin + skipped * self.bits.itemsize, targets, name)
+        read_into(self.weights.file, stored.begin + skipped * self.bits.itemsize, targets, name)
 
     def _read_whole(self, name: str, stored: StoredTensor, matrix: np.ndarray, scratch: _Scratch) -> None:
         """Read a tensor into ``matrix``, converted to the pool's dtype."""
-        source = _TORCH_DTYPES[stored.dtype]
+        source = TORCH_DTYPES[stored.dtype]
         if source == self.dtype:
-            read_into(self.file, stored.begin, [matrix.data], name)
+            read_into(self.weights.file, stored.begin, [matrix.data], name)
             return
-        values = scratch.stored.take(stored.shape, _BITS[source].unsigned)
-        read_into(self.file, stored.begin, [values.data], name)
-        _convert(values, source, matrix, self.dtype)
+        values = scratch.stored.take(stored.shape, BITS[source].unsigned)
+        read_into(self.weights.file, stored.begin, [values.data], name)
+        convert(values, source, matrix, self.dtype)
 
-    def _why_not_finite(self, tensors: Iterable[tuple[str, StoredTensor]], scratch: _Scratch) -> str:
-        """What is wrong with one of them. Conversion makes nothing finite, but may make infinity."""
-        for name, stored in tensors:
-            source = _TORCH_DTYPES[stored.dtype]
-            values = scratch.stored.take(stored.shape, _BITS[source].unsigned)
-            read_into(self.file, stored.begin, [values.data], name)
-            if not _all_finite(values, source):
-                return f"tensor {name} holds NaN or infinity"
-            converted = scratch.matrices.take(stored.shape, self.bits)
-            _convert(values, source, converted, self.dtype)
-            if not _all_finite(converted, self.dtype):
-                return f"tensor {name} holds a value too large for {self.dtype}"
-        return "the file was changed while being read"
+    def _why_not_finite(self, tensors: Iterable[tuple[str, StoredTensor]]) -> str:
+        """What is wrong with one of them."""
+        reasons = (why_not_finite(self.weights.file, name, stored, self.dtype) for name, stored in tensors)
+        return next(filter(None, reasons), "the file was changed while being read")
 
 
 def _clear(values: np.ndarray, _: _Scratch) -> None:
@@ -426,22 +371,3 @@ def _copy_tiled(source: np.ndarray, target: np.ndarray) -> None:
     tile = max(1, _TILE_ELEMENTS // source.shape[1]) if is_transposed else source.shape[2]
     for at in range(0, source.shape[2], tile):
         target[:, :, at : at + tile] = source[:, :, at : at + tile]
-
-
-def _all_finite(patterns: np.ndarray, dtype: torch.dtype) -> bool:
-    """No value is infinity or NaN: these have the largest patterns of either sign."""
-    bits = _BITS[dtype]
-    largest_positive = np.maximum.reduce(patterns.view(bits.signed), axis=None)
-    largest_negative = np.maximum.reduce(patterns, axis=None)
-    return int(largest_positive) < bits.infinity and int(largest_negative) < bits.negative_infinity
-
-
-def _convert(values: np.ndarray, source: torch.dtype, target: np.ndarray, dtype: torch.dtype) -> None:
-    """Bit patterns of contiguous ``values`` in another dtype, rounded to nearest."""
-    old, new = _as_tensor(values, source), _as_tensor(target, dtype)
-    for begin in range(0, len(old), _SERIAL_ELEMENTS):
-        new[begin : begin + _SERIAL_ELEMENTS].copy_(old[begin : begin + _SERIAL_ELEMENTS])
-
-
-def _as_tensor(patterns: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    return torch.from_numpy(patterns.reshape(-1).view(np.uint8)).view(dtype)

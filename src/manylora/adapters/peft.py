@@ -15,8 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
+from manylora.adapters.faults import adapters_fault
 from manylora.adapters.loraconfig import LoraSettings, read_config
-from manylora.adapters.tensorfile import FileStamp, StoredTensor, read_header, stamp_of
+from manylora.adapters.tensorfile import FileStamp, StoredTensor, read_header, shown, stamp_of
 from manylora.kernels.shapes import AdapterGeometry, Projection
 from manylora.protocol import AdapterError
 
@@ -43,7 +46,7 @@ _UNSUPPORTED_TENSORS = (
 )  # fmt: skip
 
 # VeLoRA keeps compressed activations for its backward pass; its forward pass is plain LoRA.
-_IGNORED_TENSORS = ("lora_velora_embed",)
+IGNORED_TENSORS = ("lora_velora_embed",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,14 +81,13 @@ class AdapterSpec:
 
     @classmethod
     def from_json(cls, text: str) -> AdapterSpec:
-        """Raises ValueError, TypeError or KeyError on what ``to_json`` did not write."""
-        fields = json.loads(text)
-        for key in ("weights", "config"):
-            fields[key] = FileStamp(**fields[key])
-        for key in ("ranks", "scales"):
-            fields[key] = _shared_rows(fields[key])
-        fields["modules"] = tuple(fields["modules"])
-        return cls(**fields)
+        """Raises ValueError on what ``to_json`` cannot have written: other fields, or other types."""
+        try:
+            # Not decoded by msgspec, too: a path that is not UTF-8 has half characters in it.
+            spec = msgspec.convert(json.loads(text), cls)
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise ValueError(str(error)) from error
+        return dataclasses.replace(spec, ranks=_shared_rows(spec.ranks), scales=_shared_rows(spec.scales))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,8 +106,16 @@ def inspect_adapter(
     """Read an adapter's headers and check that it can be served on this model.
 
     ``layer_prefix``: the base model's name for its layers ("model.layers"). Raises AdapterError, with status
-    404 when there is no such folder and 400, saying exactly what is wrong, for everything else.
+    404 when there is no such folder and 400, saying exactly what is wrong, for everything else, and nothing but
+    AdapterError. Takes a few seconds and some tens of MiB at most, whatever the files hold.
     """
+    with adapters_fault():
+        spec = _inspect(path, geometry, layer_prefix)
+    check_rank(spec, max_rank)
+    return spec
+
+
+def _inspect(path: Path, geometry: AdapterGeometry, layer_prefix: str) -> AdapterSpec:
     config_path, weights_path = adapter_files(path)
     config_stamp, weights_stamp = stamp_of(config_path), stamp_of(weights_path)
     settings = read_config(config_path)
@@ -122,7 +132,7 @@ def inspect_adapter(
             _check_settings(settings, module, rank)
             ranks[index][layer] = rank
             scales[index][layer] = settings.scale(module, rank)
-    spec = AdapterSpec(
+    return AdapterSpec(
         path=os.path.abspath(path),
         base_model=settings.base_model,
         weights=weights_stamp,
@@ -137,8 +147,6 @@ def inspect_adapter(
         key_prefix=key_prefix,
         key_infix=key_infix,
     )
-    check_rank(spec, max_rank)
-    return spec
 
 
 def check_rank(spec: AdapterSpec, max_rank: int | None) -> None:
@@ -152,17 +160,19 @@ def adapter_files(path: Path) -> tuple[Path, Path]:
     try:
         names = sorted(os.listdir(path))
     except (OSError, ValueError) as error:
-        raise AdapterError(f"no adapter folder {path}", status=404) from error
+        raise AdapterError(f"no adapter folder {os.path.basename(path)!r}", status=404) from error
+    # Only the folder's own name: what a client is told must not say where on the server it lies.
+    folder = shown(os.path.basename(os.path.abspath(path)))
     if CONFIG_NAME not in names:
-        raise AdapterError(f"{path} holds no {CONFIG_NAME}")
+        raise AdapterError(f"{folder} holds no {CONFIG_NAME}")
     if WEIGHTS_NAME not in names:
         pickles = [name for name in names if name.endswith(_PICKLE_SUFFIXES)]
         if pickles:
             raise AdapterError(
-                f"{path} holds {pickles[0]} but no {WEIGHTS_NAME}: "
+                f"{folder} holds {shown(pickles[0])} but no {WEIGHTS_NAME}: "
                 "pickle files are refused, convert to safetensors"
             )
-        raise AdapterError(f"{path} holds no {WEIGHTS_NAME}")
+        raise AdapterError(f"{folder} holds no {WEIGHTS_NAME}")
     return path / CONFIG_NAME, path / WEIGHTS_NAME
 
 
@@ -180,11 +190,11 @@ def _lora_modules(tensors: dict[str, StoredTensor]) -> tuple[dict[str, dict[Side
     for part, kind in _UNSUPPORTED_TENSORS:
         for name in tensors:
             if part in name:
-                raise AdapterError(f"tensor {name[:200]} is not supported: {kind}")
+                raise AdapterError(f"tensor {shown(name)} is not supported: {kind}")
     modules: dict[str, dict[Side, str]] = {}
     forms = set()
     for name in tensors:
-        if name.endswith(_IGNORED_TENSORS):
+        if name.endswith(IGNORED_TENSORS):
             continue
         key = _parse_key(name)
         forms.add((key.prefix, key.infix))
@@ -196,14 +206,14 @@ def _lora_modules(tensors: dict[str, StoredTensor]) -> tuple[dict[str, dict[Side
     for module, sides in modules.items():
         if len(sides) < 2:
             there, missing = ("A", "B") if "A" in sides else ("B", "A")
-            raise AdapterError(f"{module[:200]} has lora_{there} but no lora_{missing}")
+            raise AdapterError(f"{shown(module)} has lora_{there} but no lora_{missing}")
     return modules, *forms.pop()
 
 
 def _parse_key(name: str) -> _Key:
     match = _KEY.fullmatch(name)
     if match is None:
-        raise AdapterError(f"tensor {name[:200]} is not supported: not a LoRA weight")
+        raise AdapterError(f"tensor {shown(name)} is not supported: not a LoRA weight")
     module = match["module"]
     prefix = _PEFT_PREFIX if module.startswith(_PEFT_PREFIX) else ""
     side: Side = "A" if match["side"] == "A" else "B"
@@ -226,7 +236,7 @@ def _refuse_unknown_modules(
         return int(match[1]), supported.index(match[2]) if match[2] in supported else -1, module
 
     first = min(unknown, key=order)
-    tensor = modules[first]["A"][:200]
+    tensor = shown(modules[first]["A"])
     match = pattern.fullmatch(first)
     if match and match[2] in supported:
         raise AdapterError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import sqlite3
 import sys
@@ -16,10 +17,10 @@ import threading
 from pathlib import Path
 
 from manylora.adapters.peft import AdapterSpec, adapter_files, check_rank, inspect_adapter
-from manylora.adapters.tensorfile import stamp_of
+from manylora.adapters.tensorfile import FileStamp, stamp_of
 from manylora.kernels.shapes import AdapterGeometry
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Part of every key: raise it when AdapterSpec or what inspection accepts changes."""
 
 _BUSY_TIMEOUT_S = 2.0
@@ -63,17 +64,19 @@ class Registry:
         with self._lock:
             self._open()
 
-    def inspect(self, path: Path, max_rank: int | None = None) -> AdapterSpec:
+    def inspect(self, path: Path, max_rank: int | None = None, *, anew: bool = False) -> AdapterSpec:
         """As ``inspect_adapter``, without reading the files again while their stamps stay the same.
 
-        Raises AdapterError.
+        ``anew``: what is remembered has proved wrong, and is replaced. Raises AdapterError.
         """
         folder = os.path.abspath(path)
         config, weights = (stamp_of(file) for file in adapter_files(Path(path)))
         stamps = f"{config.size_bytes}:{config.mtime_ns}:{weights.size_bytes}:{weights.mtime_ns}"
-        with self._lock:
-            spec = self._find(folder, stamps)
-        if spec is None:
+        spec = None
+        if not anew:
+            with self._lock:
+                spec = self._find(folder, stamps)
+        if spec is None or not self._is_possible(spec, folder, config, weights):
             spec = inspect_adapter(Path(path), self._geometry, self._layer_prefix, None)
             # Inspection takes its own stamps: a file replaced since ours must not be kept under them.
             if (spec.config, spec.weights) == (config, weights):
@@ -99,8 +102,23 @@ class Registry:
             return None
         try:
             return AdapterSpec.from_json(row[1])
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except ValueError:
             return None
+
+    def _is_possible(self, spec: AdapterSpec, folder: str, config: FileStamp, weights: FileStamp) -> bool:
+        """Whether inspecting this folder may have given this: a row may be damaged, or written by others."""
+        layers, projections = self._geometry.page.layers, self._geometry.projections
+        rows = (*spec.ranks, *spec.scales)
+        return (
+            (spec.path, spec.config, spec.weights) == (folder, config, weights)
+            and spec.layer_prefix == self._layer_prefix.rstrip(".")
+            and len(spec.ranks) == len(spec.scales) == len(projections)
+            and all(len(row) == layers for row in rows)
+            and all(0 <= rank <= weights.size_bytes for row in spec.ranks for rank in row)
+            and all(math.isfinite(scale) for row in spec.scales for scale in row)
+            and spec.rank == max(max(row) for row in spec.ranks) > 0
+            and spec.modules == tuple(p.module for p, row in zip(projections, spec.ranks) if any(row))
+        )
 
     def _keep(self, folder: str, stamps: str, spec: AdapterSpec) -> None:
         if self._connection is None or not self._writable:

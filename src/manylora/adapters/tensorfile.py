@@ -22,12 +22,18 @@ from manylora.protocol import AdapterError
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 """The dtypes that adapters may have; bytes an element."""
 
-LARGEST_HEADER_BYTES = 16 * 2**20
+LARGEST_HEADER_BYTES = 2 * 2**20
 """A 126-layer model with every projection adapted needs 0.3 MiB."""
+
+MOST_TENSORS = 16384
+"""A 126-layer model with every projection adapted has 1,764."""
+
+_MOST_DIMENSIONS = 8
 
 _LENGTH_BYTES = 8
 _INT_ONLY = frozenset({int})  # leaves bool out
 _MOST_TARGETS = 512  # of one call; Linux takes 1024
+_MOST_SHOWN = 200
 _ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE_PROTOCOLS = range(2, 6)
 
@@ -47,6 +53,12 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     begin: int
     size_bytes: int
+
+
+def shown(text: str) -> str:
+    """A file's own words for a message: short, on one line, without what a terminal obeys or cannot encode."""
+    start = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    return start if start.isprintable() else ascii(start)
 
 
 def stamp_of(path: Path) -> FileStamp:
@@ -152,32 +164,38 @@ def _entries(raw: bytes, name: str) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise AdapterError(f"{name}: the safetensors header is corrupt (not a JSON object)")
     header.pop("__metadata__", None)
+    if len(header) > MOST_TENSORS:
+        raise AdapterError(f"{name}: {len(header)} tensors are more than any adapter needs")
     return header
 
 
 def _tensors(entries: dict[str, Any], data_start: int, size_bytes: int, name: str) -> dict[str, StoredTensor]:
-    tensors = {key: _tensor(key, entry, data_start, name) for key, entry in entries.items()}
+    tensors = {key: _tensor(key, entry, data_start, size_bytes, name) for key, entry in entries.items()}
     _check_extents(tensors.values(), data_start, size_bytes, name)
     return tensors
 
 
-def _tensor(key: str, entry: Any, data_start: int, name: str) -> StoredTensor:
+def _tensor(key: str, entry: Any, data_start: int, size_bytes: int, name: str) -> StoredTensor:
     if isinstance(entry, dict):
         dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-        if isinstance(dtype, str) and _are_counts(shape) and _are_counts(offsets) and len(offsets) == 2:
+        if isinstance(dtype, str) and _is_shape(shape, size_bytes) and _are_counts(offsets) and len(offsets) == 2:
             if dtype not in DTYPE_BYTES:
-                raise AdapterError(
-                    f"tensor {key[:200]} has dtype {dtype[:20]}; supported are {', '.join(DTYPE_BYTES)}"
-                )
+                known = ", ".join(DTYPE_BYTES)
+                raise AdapterError(f"tensor {shown(key)} has dtype {shown(dtype)}; supported are {known}")
             begin, end = offsets
             if begin <= end and end - begin == math.prod(shape) * DTYPE_BYTES[dtype]:
                 return StoredTensor(dtype, tuple(shape), data_start + begin, end - begin)
-    raise AdapterError(f"{name}: the header's entry for {key[:200]!r} is corrupt")
+    raise AdapterError(f"{name}: the header's entry for {shown(key)} is corrupt")
 
 
 def _are_counts(value: Any) -> TypeGuard[list[int]]:
     # A header has hundreds of these lists, and all of it is read while other threads wait for the GIL.
     return isinstance(value, list) and _INT_ONLY.issuperset(map(type, value)) and min(value, default=0) >= 0
+
+
+def _is_shape(value: Any, size_bytes: int) -> TypeGuard[list[int]]:
+    """Small enough that the product of the dimensions takes no time."""
+    return _are_counts(value) and len(value) <= _MOST_DIMENSIONS and max(value, default=0) <= size_bytes
 
 
 def _check_extents(tensors: Iterable[StoredTensor], data_start: int, size_bytes: int, name: str) -> None:

@@ -179,11 +179,15 @@ class LentExecutor:
         """See Executor."""
         self._executor.evict_adapter(adapter)
 
-    def add_adapter(self, adapter: AdapterId, path: str, verify: bool) -> tuple[int, int]:
+    def add_adapter(self, adapter: AdapterId, path: str) -> tuple[int, int]:
         """See Executor."""
-        num_pages, rank = self._executor.add_adapter(adapter, path, verify)
+        num_pages, rank = self._executor.add_adapter(adapter, path)
         self._adapter_bytes[adapter] = num_pages * self._page_bytes
         return num_pages, rank
+
+    def verify_adapter(self, adapter: AdapterId) -> None:
+        """See Executor."""
+        self._executor.verify_adapter(adapter)
 
     def remove_adapter(self, adapter: AdapterId) -> None:
         """See Executor."""

@@ -58,13 +58,12 @@ class Catalog:
             self._pending.add(name)
             adapter = next(self._ids)
         try:
-            num_pages, rank = self._executor.add_adapter(adapter, path, verify)
-            if num_pages > self._adapter_pages_limit:
+            num_pages, rank = self._executor.add_adapter(adapter, path)
+            try:
+                self._check(adapter, num_pages, verify)
+            except Exception:
                 self._executor.remove_adapter(adapter)
-                raise AdapterError(
-                    f"the adapter takes {num_pages} pages and the device pool has {self._num_pages}, of which "
-                    f"adapters may take {self._adapter_pages_limit}: raise --device-pool"
-                )
+                raise
             card = AdapterCard(name, path, adapter, rank, num_pages, int(time.time()))
             with self._lock:
                 self._cards[name] = card
@@ -73,6 +72,16 @@ class Catalog:
         finally:
             with self._lock:
                 self._pending.discard(name)
+
+    def _check(self, adapter: AdapterId, num_pages: int, verify: bool) -> None:
+        """Raises AdapterError. Weights are read last: those of an adapter that no pool holds may be endless."""
+        if num_pages > self._adapter_pages_limit:
+            raise AdapterError(
+                f"the adapter takes {num_pages} pages and the device pool has {self._num_pages}, of which "
+                f"adapters may take {self._adapter_pages_limit}: raise --device-pool"
+            )
+        if verify:
+            self._executor.verify_adapter(adapter)
 
     def remove(self, name: str) -> tuple[AdapterId, concurrent.futures.Future[None]]:
         """Give up a name; the future is done when ``freed`` is called for the version."""

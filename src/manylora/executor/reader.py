@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
+from manylora.adapters.faults import FilesChanged, WrongInspection
 from manylora.adapters.pack import AdapterLayout, Helpers, cell_offsets, layout_of, load_adapter, load_into
 from manylora.adapters.peft import AdapterSpec
 from manylora.devices.device import Device, PageWriter
@@ -64,13 +65,18 @@ class AdapterReader:
         geometry: AdapterGeometry,
         device: Device,
         landed: Callable[[Landed], None],
+        inspect_again: Callable[[AdapterId, AdapterSpec, WrongInspection], AdapterSpec],
     ) -> None:
-        """``landed`` is called on a reading thread, before the ``done`` of a read into device pages."""
+        """``landed`` is called on a reading thread, before the ``done`` of a read into device pages.
+
+        ``inspect_again`` is called there where the files are not what the spec says; it may raise AdapterError.
+        """
         self._arena = arena
         self._host = host
         self._geometry = geometry
         self._device = device
         self._note_landed = landed
+        self._inspect_again = inspect_again
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="manylora-adapter-read")
         self._helpers = Helpers()
         # Half of the cores are left to the steps and to the other processes.
@@ -110,20 +116,27 @@ class AdapterReader:
         try:
             if spec is None:
                 raise AdapterError("the adapter is not known")
-            if writer is None:
-                self._read_to_host(spec, command)
-            else:
-                self._note_landed(self._read_to_device(spec, command, writer))
+            try:
+                self._read(spec, command, writer)
+            except WrongInspection as failure:  # raised before anything is written
+                self._read(self._inspect_again(command.adapter, spec, failure), command, writer)
         except _Closing:
             error = "the engine is closing"
         except AdapterError as failure:
-            error, is_at_fault = str(failure), spec is not None
+            error = str(failure)
+            is_at_fault = spec is not None and not isinstance(failure, FilesChanged)
             _log.warning("adapter %d could not be read: %s", command.adapter, error)
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
             _log.exception("reading adapter %d failed", command.adapter)
         read_s = time.perf_counter() - began
         done(AdapterRead(command.adapter, not error, error, read_s, is_at_fault))
+
+    def _read(self, spec: AdapterSpec, command: ReadAdapter, writer: PageWriter | None) -> None:
+        if writer is None:
+            self._read_to_host(spec, command)
+        else:
+            self._note_landed(self._read_to_device(spec, command, writer))
 
     def _read_to_device(self, spec: AdapterSpec, command: ReadAdapter, writer: PageWriter) -> Landed:
         layout = layout_of(spec, self._geometry)

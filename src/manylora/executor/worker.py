@@ -18,9 +18,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from manylora.adapters.pack import layout_for, layout_of, load_adapter
+from manylora.adapters.faults import FilesChanged, WrongInspection
+from manylora.adapters.pack import layout_for, layout_of
 from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
+from manylora.adapters.verify import verify_weights
 from manylora.devices.device import Device
 from manylora.executor.forward import EagerSteps, Forward
 from manylora.executor.graphs import GraphLimits, Progress, StepGraphs
@@ -72,7 +74,7 @@ class _Drawn:
 
 
 class Worker:
-    """``protocol.Executor`` on one device. All but ``add_adapter`` and ``remove_adapter``: one thread."""
+    """``protocol.Executor`` on one device. All but what adds, verifies and removes adapters: one thread."""
 
     def __init__(
         self,
@@ -110,7 +112,9 @@ class Worker:
         ]
         self._ended_s = 0.0
         self._landed: collections.deque[Landed] = collections.deque()
-        self._reader = AdapterReader(arena, host, geometry, device, self._landed.append)
+        self._reader = AdapterReader(
+            arena, host, geometry, device, self._landed.append, self._inspect_again
+        )
         self._copier = Copier(arena, host, device)
 
     # ------------------------------------------------------------ steps
@@ -248,14 +252,29 @@ class Worker:
 
     # ------------------------------------------------------------ adapters
 
-    def add_adapter(self, adapter: AdapterId, path: str, verify: bool = False) -> tuple[int, int]:
+    def add_adapter(self, adapter: AdapterId, path: str) -> tuple[int, int]:
         spec = self._registry.inspect(Path(path), self._max_adapter_rank)
-        layout = layout_of(spec, self._geometry)
-        if verify:
-            # All that a read does, for nobody: finds weights that are damaged or not finite.
-            load_adapter(spec, layout, self._geometry, self._arena.pool.dtype, lambda page, image: None)
+        num_pages = layout_of(spec, self._geometry).num_pages
         self._specs[adapter] = spec
-        return layout.num_pages, spec.rank
+        return num_pages, spec.rank
+
+    def verify_adapter(self, adapter: AdapterId) -> None:
+        spec = self._spec(adapter)
+        try:
+            verify_weights(spec, self._geometry, self._arena.dtype)
+        except WrongInspection as error:
+            verify_weights(self._inspect_again(adapter, spec, error), self._geometry, self._arena.dtype)
+
+    def _inspect_again(self, adapter: AdapterId, spec: AdapterSpec, error: WrongInspection) -> AdapterSpec:
+        """What the registry remembered is not what the files hold: look at them. Raises AdapterError where the
+        adapter takes other pages than the policy was told. Called from any thread."""
+        _log.warning("adapter %d (%s): %s; inspecting it again", adapter, spec.path, error)
+        found = self._registry.inspect(Path(spec.path), self._max_adapter_rank, anew=True)
+        if layout_of(found, self._geometry).num_pages != layout_of(spec, self._geometry).num_pages:
+            raise FilesChanged("the adapter is of another size than was remembered of it; add it again")
+        if adapter in self._specs:
+            self._specs[adapter] = found
+        return found
 
     def remove_adapter(self, adapter: AdapterId) -> None:
         self._specs.pop(adapter, None)
