@@ -30,6 +30,20 @@ PageId = int
 CopyId = int
 """A copy between the tiers; numbered from 1."""
 
+LONGEST_ADAPTER_NAME = 200
+
+
+def adapter_name_fault(name: str) -> str | None:
+    """Why no adapter can be called this; None where one can. Names become metric labels and words of log lines."""
+    if not name:
+        return "must not be empty"
+    if len(name) > LONGEST_ADAPTER_NAME:
+        return f"may have at most {LONGEST_ADAPTER_NAME} characters"
+    if not name.isprintable() or name != name.strip():
+        return "must be printable, without space at its ends"
+    return None
+
+
 MAX_LOGPROBS = 20
 
 

@@ -1,4 +1,4 @@
-"""Where adapters come from: folders under a root, and which names and paths are allowed.
+"""Where adapters come from: folders under a root.
 
 Does not look inside an adapter.
 """
@@ -11,15 +11,9 @@ from pathlib import Path
 
 from manylora.adapters.peft import CONFIG_NAME
 from manylora.protocol import AdapterError
-
-LONGEST_NAME = 200
+from manylora.types import adapter_name_fault
 
 _log = logging.getLogger(__name__)
-
-
-def valid_name(name: str) -> bool:
-    """Whether an adapter may be called this: printable, no '/', at most LONGEST_NAME characters."""
-    return 0 < len(name) <= LONGEST_NAME and name.isprintable() and name == name.strip() and "/" not in name
 
 
 def discover(folder: Path) -> list[tuple[str, Path]]:
@@ -38,10 +32,10 @@ def discover(folder: Path) -> list[tuple[str, Path]]:
         path = folder / name
         if not _is_meant_as_adapter(path):
             continue
-        if valid_name(name):
-            found.append((name, path))
+        if fault := adapter_name_fault(name):
+            _log.warning("skipped the folder %r: it cannot name an adapter, for a name %s", str(path), fault)
         else:
-            _log.warning("skipped the adapter folder %r: its name cannot name an adapter", str(path))
+            found.append((name, path))
     return found
 
 
@@ -51,24 +45,3 @@ def _is_meant_as_adapter(folder: Path) -> bool:
     except OSError:
         return False
     return any(name == CONFIG_NAME or name.startswith("adapter_model.") for name in names)
-
-
-def permitted(path: str, root: Path) -> Path:
-    """The folder that ``path`` names, links resolved; a relative path is taken from ``root``.
-
-    Raises AdapterError: 403 outside the root, whether or not anything is there; 404 where no folder is.
-    """
-    try:
-        base = root.resolve()
-        resolved = (base / path).resolve()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise AdapterError(f"no adapter folder {path!r}", status=404) from error
-    if not resolved.is_relative_to(base):
-        raise AdapterError(f"{path!r} is outside the folder that adapters may come from", status=403)
-    try:
-        is_folder = resolved.is_dir()
-    except OSError:
-        is_folder = False
-    if not is_folder:
-        raise AdapterError(f"no adapter folder {path!r}", status=404)
-    return resolved

@@ -156,7 +156,10 @@ class EngineClient(Protocol):
         """End a request, or one of its samples, early: its Delta carries ``reason``. Unknown: ignored."""
 
     async def add_adapter(self, name: str, path: str) -> AdapterCard:
-        """Serve the adapter at ``path`` under ``name``; raises AdapterError (duplicate name included)."""
+        """Serve the adapter at ``path`` under ``name``; raises AdapterError (duplicate name included).
+
+        Cancelled before the engine has begun with it, it is not done.
+        """
 
     async def remove_adapter(self, name: str) -> None:
         """Refuse new requests for it at once; return when its running ones ended and its pages are free.

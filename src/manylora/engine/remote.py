@@ -79,7 +79,12 @@ class RemoteEngine:
         call = wire.Call(next(self._call_ids), what, name, path)
         future = self._calls[call.id] = asyncio.get_running_loop().create_future()
         self._send(call)
-        answer: wire.Answer = await future
+        try:
+            answer: wire.Answer = await future
+        except asyncio.CancelledError:
+            if self._calls.pop(call.id, None) is not None:
+                self._send(wire.Withdraw(call.id))
+            raise
         if answer.status:
             raise AdapterError(answer.message, answer.status)
         return answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import logging
 import queue
 import socket
@@ -64,7 +65,8 @@ def serve(sock: socket.socket, sender: Sender, driver: Driver) -> int:
 
     driver.start(deliver, on_death)
     sender.send(wire.Ready(driver.info))
-    # Adapter headers are read beside the loop, one at a time, so that many loads do not crowd out the rest.
+    loads: dict[int, concurrent.futures.Future[AdapterCard]] = {}
+    # Adapters are checked beside the loop, one at a time, so that many loads do not crowd out the rest.
     with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manylora-adapters") as loader:
         while (message := wire.read_from_server(sock)) is not None:
             match message:
@@ -72,23 +74,35 @@ def serve(sock: socket.socket, sender: Sender, driver: Driver) -> int:
                     driver.submit(request)
                 case wire.Cancel(request_id, sample, reason):
                     driver.abort(request_id, sample, reason)
+                case wire.Call(call, "add", name, path):
+                    future = loads[call] = loader.submit(driver.add_adapter, name, path)
+                    future.add_done_callback(functools.partial(_loaded, call, loads, sender))
                 case wire.Call():
-                    _answer(message, driver, sender, loader)
+                    _answer(message, driver, sender)
+                case wire.Withdraw(call):
+                    if (withdrawn := loads.get(call)) is not None:
+                        withdrawn.cancel()  # does nothing to one that has begun
                 case wire.Start():
                     raise AssertionError("an engine starts once")
+        loader.shutdown(wait=False, cancel_futures=True)
         driver.close()
     return 1 if died.is_set() else 0
 
 
-def _answer(
-    call: wire.Call, driver: Driver, sender: Sender, loader: concurrent.futures.ThreadPoolExecutor
+def _loaded(
+    call: int,
+    loads: dict[int, concurrent.futures.Future[AdapterCard]],
+    sender: Sender,
+    done: concurrent.futures.Future[AdapterCard],
 ) -> None:
+    loads.pop(call)
+    if not done.cancelled():
+        sender.send(_card_answer(call, done))
+
+
+def _answer(call: wire.Call, driver: Driver, sender: Sender) -> None:
     """Start what was asked for; its Answer follows, perhaps much later."""
-    future: concurrent.futures.Future[AdapterCard] | concurrent.futures.Future[None]
     match call.what:
-        case "add":
-            future = loader.submit(driver.add_adapter, call.name, call.path)
-            future.add_done_callback(lambda done: sender.send(_card_answer(call.id, done)))
         case "remove":
             try:
                 future = driver.remove_adapter(call.name)

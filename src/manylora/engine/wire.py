@@ -49,7 +49,13 @@ class Call(msgspec.Struct, tag=True):
     path: str = ""
 
 
-ToEngine = Start | Submit | Cancel | Call
+class Withdraw(msgspec.Struct, tag=True):
+    """No one waits for the answer to this Call: what has not begun need not be done, nor answered."""
+
+    id: int
+
+
+ToEngine = Start | Submit | Cancel | Call | Withdraw
 
 
 class Ready(msgspec.Struct, tag=True):

@@ -17,10 +17,8 @@ from manylora.server.metrics import Metrics
 from manylora.server.models import Models, note_model
 from manylora.server.schemas import LoadAdapterBody, UnloadAdapterBody, read_body
 from manylora.server.settings import ServerSettings
-from manylora.types import why_reserved
+from manylora.types import adapter_name_fault, why_reserved
 
-# Names become metric labels and log fields.
-_MAX_NAME_CHARS = 512
 # As Linux has it. Resolving a path takes time that grows with the square of its length.
 _MAX_PATH_CHARS = 4096
 
@@ -49,8 +47,10 @@ def permitted_folder(path: str, root: Path | None) -> Path:
                     )
                 return folder
     except (ValueError, OSError, RuntimeError) as error:
-        # A NUL byte, a name too long for the file system, or links that run in a circle.
-        raise ApiError(400, f"'{clipped(path)}' is not a usable path: {error}", param="lora_path") from error
+        # A NUL byte, a name too long for the file system, or links that run in a circle. The error itself may say
+        # where on the server the folder lies.
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        raise ApiError(400, f"'{clipped(path)}' is not a usable path: {reason}", param="lora_path") from error
     raise ApiError(404, f"there is no adapter folder '{clipped(path)}'", param="lora_path")
 
 
@@ -81,17 +81,16 @@ def routes(
             missing = "lora_path" if name else "lora_name"
             raise _invalid("Both 'lora_name' and 'lora_path' must be provided.", missing)
         note_model(request, name)
-        if len(name) > _MAX_NAME_CHARS:
-            raise _invalid(f"lora_name may have at most {_MAX_NAME_CHARS} characters", "lora_name")
-        if not name.isprintable() or name != name.strip() or "/" in name:
-            raise _invalid("lora_name must be printable, without '/' or space at its ends", "lora_name")
+        if fault := adapter_name_fault(name) or ("must hold no '/'" if "/" in name else None):
+            raise _invalid(f"lora_name {fault}", "lora_name")
         if reason := why_reserved(name, settings.served_model_name):
             raise _invalid(f"{reason}.", "lora_name")
         if await is_served(name):
             hint = " Replacing it in place is not supported: unload it first." if body.load_inplace else ""
             raise _invalid(f"The lora adapter '{name}' has already been loaded.{hint}", "lora_name")
         folder = permitted_folder(body.lora_path, settings.adapter_dir)
-        async with lifecycle.interruptible():
+        # A load whose client has gone is not begun.
+        async with lifecycle.interruptible(request.receive):
             await client.add_adapter(name, str(folder))
         models.learn(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")

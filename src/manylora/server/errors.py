@@ -20,6 +20,7 @@ _TYPES = {
     403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    409: "ConflictError",
     413: "ContentTooLargeError",
     503: "ServiceUnavailableError",
 }
