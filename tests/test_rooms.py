@@ -41,7 +41,8 @@ ROOMS: dict[str, set[str]] = {
     "inspection": BOTTOM | {"adapters", "kernels", "models"},
     "cli": {"", "config", "flags", "main", "inspection", "progress", "bench", "workloads", "reproduce"},
     "__main__": {"cli"},
-    "main": {"", "progress", "adapters", "engine", "executor", "models", "server", "text"} | BOTTOM,
+    "main": {"", "progress", "adapters", "engine", "executor", "inspection", "models", "server", "text"}
+    | BOTTOM,
     "": {"llm", "types"},
 }
 TORCH = {"torch", "triton"}

@@ -6,6 +6,7 @@ Bad input: one line on stderr and exit code 2.
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import signal
@@ -202,6 +203,9 @@ def _adapters(args: argparse.Namespace) -> int:
         }
     )
     report = list_adapters if args.action == "list" else check_adapter
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # The path of a folder may hold what the terminal cannot show, or what is no text at all.
+        sys.stdout.reconfigure(errors="backslashreplace")
     print(report(settings, args.path, as_json=args.json))
     return 0
 

@@ -1,4 +1,7 @@
-"""``manylora adapters``: looks at adapters with the model's config alone; loads no weights."""
+"""Looks at adapters with the model's config alone, before or without loading the model: no weights, no torch.
+
+For ``manylora adapters``, and for the adapters that a start names.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from manylora.adapters.pack import layout_of
 from manylora.adapters.peft import inspect_adapter
+from manylora.adapters.registry import Registry
 from manylora.adapters.report import describe, render
 from manylora.adapters.sources import discover
 from manylora.config import ConfigError, EngineSettings
@@ -15,8 +18,34 @@ from manylora.kernels.shapes import AdapterGeometry, adapter_geometry
 from manylora.models.config import ModelConfig, ModelError, config_groups, read_model_config
 from manylora.models.source import resolve_model
 from manylora.protocol import AdapterError
+from manylora.types import adapter_name_fault, why_reserved
 
 _ITEMSIZE = {"auto": 4, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def check_named_adapters(settings: EngineSettings) -> None:
+    """Refuse the adapters that are named from the start for what their names, paths and headers say.
+
+    Raises ConfigError. What was found is remembered in the user's cache directory, so that serving them reads no
+    header again.
+    """
+    adapters = settings.adapters
+    if not adapters.adapters:
+        return
+    config, geometry = _geometry(settings)
+    registry = Registry(geometry, config.names.layer_prefix)
+    try:
+        for name, path in adapters.adapters:
+            if fault := adapter_name_fault(name):
+                raise ConfigError(f"the adapter name {name[:200]!r} cannot be served: a name {fault}")
+            if reason := why_reserved(name, settings.model.name):
+                raise ConfigError(f"adapter {name!r} cannot be served: {reason}")
+            try:
+                registry.inspect(Path(path), adapters.max_adapter_rank)
+            except AdapterError as error:
+                raise ConfigError(f"adapter {name!r} in {path} cannot be served: {error}") from error
+    finally:
+        registry.close()
 
 
 def check_adapter(settings: EngineSettings, path: str, *, as_json: bool) -> str:
@@ -65,6 +94,8 @@ def _geometry(settings: EngineSettings) -> tuple[ModelConfig, AdapterGeometry]:
 def _facts(
     settings: EngineSettings, config: ModelConfig, geometry: AdapterGeometry, folder: Path
 ) -> dict[str, Any]:
+    from manylora.adapters.pack import layout_of  # brings torch
+
     limit = settings.adapters.max_adapter_rank
     spec = inspect_adapter(folder, geometry, config.names.layer_prefix, limit)
     return describe(spec, layout_of(spec, geometry), geometry)

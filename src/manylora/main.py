@@ -29,6 +29,7 @@ from manylora.engine.driver import Driver
 from manylora.engine.journal import JournalWriter
 from manylora.engine.remote import RemoteEngine
 from manylora.engine.trace import TraceWriter
+from manylora.inspection import check_named_adapters
 from manylora.models.config import ModelError, read_model_config
 from manylora.models.source import resolve_model
 from manylora.progress import LOG_FORMAT, Bar
@@ -49,10 +50,11 @@ _Writer = TypeVar("_Writer")
 
 def build_driver(settings: EngineSettings, *, shows_progress: bool = False) -> Driver:
     """A driver, not started, with its adapters added; raises ConfigError. Loads the model's weights."""
+    check_named_adapters(settings)  # first: a bad adapter must not cost a model load
     from manylora.executor.build import build_worker  # brings torch
 
     with contextlib.ExitStack() as undo:
-        # First: a path that cannot be written must not cost a model load.
+        # A path that cannot be written must not, either.
         if settings.journal is not None:
             _open("journal", settings.journal, lambda path: path.open("a").close())
         trace = None
@@ -89,17 +91,11 @@ def _open(what: str, path: str, opened: Callable[[Path], _Writer]) -> _Writer:
 def add_initial_adapters(driver: Driver, settings: AdapterSettings, base: str) -> None:
     """Named adapters must be good (ConfigError); a bad one that was merely found is skipped, with a warning.
 
-    No adapter can have a name that means the base ``base`` or another adapter (``why_reserved``).
+    None of the latter can have a name that means the base ``base`` or another adapter (``why_reserved``).
     """
-
-    def add(name: str, path: str) -> None:
-        if reason := why_reserved(name, base):
-            raise AdapterError(reason)
-        driver.add_adapter(name, path, verify=False)
-
     for name, path in settings.adapters:
         try:
-            add(name, path)
+            driver.add_adapter(name, path, verify=False)
         except AdapterError as error:
             raise ConfigError(f"adapter {name!r} cannot be served: {error}") from error
     if settings.adapter_dir is None:
@@ -113,7 +109,9 @@ def add_initial_adapters(driver: Driver, settings: AdapterSettings, base: str) -
         if name in named:
             continue
         try:
-            add(name, str(folder))
+            if reason := why_reserved(name, base):
+                raise AdapterError(reason)
+            driver.add_adapter(name, str(folder), verify=False)
         except AdapterError as error:
             log.warning("adapter %r in %s is skipped: %s", name, settings.adapter_dir, error)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from manylora.adapters.pack import AdapterLayout
 from manylora.adapters.peft import AdapterSpec
+from manylora.adapters.tensorfile import shown
 from manylora.kernels.shapes import AdapterGeometry
+
+if TYPE_CHECKING:
+    from manylora.adapters.pack import AdapterLayout  # brings torch
 
 
 def describe(spec: AdapterSpec, layout: AdapterLayout, geometry: AdapterGeometry) -> dict[str, Any]:
@@ -47,7 +50,7 @@ def render(facts: dict[str, Any]) -> str:
     layers = f"{facts['layers']} of {facts['of_layers']} layers"
     rows = (
         ("adapter", facts["path"]),
-        ("trained on", facts["base_model"] or "(not stated)"),
+        ("trained on", shown(facts["base_model"] or "(not stated)")),
         ("adapts", f"{', '.join(facts['modules'])} in {layers}"),
         ("rank", _span(facts["ranks"])),
         ("scale", f"{_span(facts['scales'])} = {facts['scaling']}"),
