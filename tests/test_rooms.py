@@ -61,6 +61,7 @@ NO_TORCH = {
     "llm",
     "cli",
     "main",
+    "inspection",
 }
 PURE = {"time", "random", "os", "asyncio", "threading", "secrets", "socket"}
 
@@ -125,7 +126,15 @@ def test_no_file_is_a_god_file() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["manylora", "manylora.cli", "manylora.policy.replica", "manylora.engine.driver", "manylora.server.app"],
+    [
+        "manylora",
+        "manylora.cli",
+        "manylora.inspection",
+        "manylora.main",
+        "manylora.policy.replica",
+        "manylora.engine.driver",
+        "manylora.server.app",
+    ],
 )
 def test_imports_without_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

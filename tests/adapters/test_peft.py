@@ -18,6 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft.utils.other import get_pattern_key
 
+from manylora.adapters import peft as peft_module
+from manylora.adapters import tensorfile
 from manylora.adapters.loraconfig import read_config
 from manylora.adapters.pack import layout_of, load_adapter
 from manylora.adapters.peft import CONFIG_NAME, WEIGHTS_NAME, AdapterSpec, inspect_adapter
@@ -375,6 +377,97 @@ def test_malformed_safetensors_are_refused(contents: bytes, adapter: Path) -> No
 def test_malformed_configurations_are_refused(contents: bytes, adapter: Path) -> None:
     (adapter / CONFIG_NAME).write_bytes(contents)
     refused(adapter, CONFIG_NAME)
+
+
+def seconds_to_refuse(folder: Path, message: str) -> float:
+    began_s = time.monotonic()
+    refused(folder, message)
+    return time.monotonic() - began_s
+
+
+def test_dimensions_that_no_file_can_have_are_not_multiplied(adapter: Path) -> None:
+    """A product of 100,000 of them is a number of megabytes, and takes minutes."""
+    shape = b",".join([b"9223372036854775807"] * 100_000)
+    (adapter / WEIGHTS_NAME).write_bytes(
+        header(b'{"x":{"dtype":"F32","shape":[' + shape + b'],"data_offsets":[0,0]}}')
+    )
+    assert seconds_to_refuse(adapter, "entry for x is corrupt") < 5
+    for shape in ([1] * 9, [2**62, 0], [10**4000]):
+        (adapter / WEIGHTS_NAME).write_bytes(header(entry(shape=shape, data_offsets=[0, 0])))
+        assert seconds_to_refuse(adapter, "entry for x is corrupt") < 5
+
+
+def test_a_header_has_bounds(adapter: Path) -> None:
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    (adapter / WEIGHTS_NAME).write_bytes(header({str(i): empty for i in range(tensorfile.MOST_TENSORS + 1)}))
+    assert seconds_to_refuse(adapter, "16385 tensors are more than any adapter needs") < 5
+    (adapter / WEIGHTS_NAME).write_bytes(header(b" " * (tensorfile.LARGEST_HEADER_BYTES + 1)))
+    assert seconds_to_refuse(adapter, "header of 2097153 bytes is more than any adapter needs") < 5
+
+
+def test_names_without_end_are_no_work(adapter: Path) -> None:
+    """Neither those of targets nor the numbers of layers are compared one by one."""
+    edit_config(adapter, target_modules=[f"m{i}" for i in range(100_000)], layers_to_transform=None)
+    assert seconds_to_refuse(adapter, "does not target") < 10
+    numbers = list(range(10, 100_000))
+    edit_config(adapter, target_modules=["q_proj", "v_proj", "down_proj"], layers_to_transform=numbers)
+    assert seconds_to_refuse(adapter, "does not target") < 10
+
+
+@pytest.mark.parametrize(
+    "value", ["[" * 900 + "]" * 900, '{"a":' * 900 + "1" + "}" * 900], ids=["lists", "maps"]
+)
+@pytest.mark.parametrize("key", ["peft_type", "bias", "r", "lora_alpha", "use_rslora", "unknown"])
+def test_deep_values_are_the_adapters_fault(key: str, value: str, adapter: Path) -> None:
+    config = json.loads((adapter / CONFIG_NAME).read_text()) | {key: "HERE"}
+    (adapter / CONFIG_NAME).write_text(json.dumps(config).replace('"HERE"', value))
+    refused(adapter, ".")
+
+
+def test_whatever_fails_is_the_adapters_fault(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for error in (ZeroDivisionError("oh"), MemoryError(), re.error("bad"), RecursionError(), KeyError("x")):
+
+        def fail(path: Path, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(peft_module, "read_config", fail)
+        caplog.clear()
+        refused(adapter, type(error).__name__)
+        assert "in an unexpected way" in caplog.text, "the log has the traceback"
+
+
+@pytest.mark.parametrize("word", ["half\ud83d", "esc\x1b[2J", "line\nbreak", "long" * 10_000])
+def test_a_files_own_words_are_shown_so_that_any_terminal_can(word: str, adapter: Path) -> None:
+    tensor = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    for entries in ({f"{word}.lora_A.weight": tensor}, {f"{word}.bias": tensor}, {word: tensor}, {word: 3},
+                    {word: {**tensor, "dtype": word}}):  # fmt: skip
+        (adapter / WEIGHTS_NAME).write_bytes(header(entries, b"1234"))
+        with pytest.raises(AdapterError) as caught:
+            inspect(adapter)
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 1000
+        str(caught.value).encode()
+
+
+def test_messages_do_not_say_where_the_folder_lies(adapter: Path, plain: Path) -> None:
+    messages = []
+    for breaking in (
+        lambda: edit_config(adapter, r=7),
+        lambda: (adapter / CONFIG_NAME).write_text("{"),
+        lambda: (adapter / WEIGHTS_NAME).write_bytes(b"x"),
+        (adapter / WEIGHTS_NAME).unlink,
+        lambda: (adapter / "adapter_model.bin").write_bytes(b"x"),
+        (adapter / CONFIG_NAME).unlink,
+        lambda: shutil.rmtree(adapter),
+    ):
+        breaking()
+        with pytest.raises(AdapterError) as caught:
+            inspect(adapter)
+        messages.append(str(caught.value))
+    assert not [message for message in messages if str(adapter.parent) in message]
+    assert sum(adapter.name in message for message in messages) >= 3
 
 
 def attempt(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pickle
 import shutil
@@ -125,6 +126,59 @@ def test_a_damaged_database_is_no_error(damage: str, adapter: Path, tmp_path: Pa
         assert cache.inspect(adapter) == expected
         assert cache.inspect(tmp_path / "a7").rank == 4
         cache.close()
+
+
+FORGERIES: list[dict[str, object]] = [
+    {"ranks": "boom"}, {"ranks": None}, {"ranks": [[4, 4, 4]]}, {"ranks": [[-4] * 3] + [[0] * 3] * 6},
+    {"ranks": [[4.5] * 3] + [[0] * 3] * 6}, {"ranks": [[True] * 3] + [[0] * 3] * 6}, {"ranks": [[10**30] * 3] * 7},
+    {"ranks": [[4, 4]] * 7}, {"ranks": [[0] * 3] * 7}, {"scales": [[None] * 3] * 7}, {"scales": [["2"] * 3] * 7},
+    {"scales": [[float("inf")] * 3] * 7}, {"scales": []}, {"rank": "4"}, {"rank": 0}, {"rank": 5}, {"rank": [4]},
+    {"path": "/elsewhere"}, {"path": 3}, {"layer_prefix": "decoder.layers"}, {"layer_prefix": None},
+    {"modules": "self_attn.q_proj"}, {"modules": []}, {"modules": [3]}, {"weights": {}}, {"weights": 3},
+    {"weights": {"size_bytes": 5, "mtime_ns": 7}}, {"config": {"size_bytes": "5", "mtime_ns": 7}}, {"dtype": 3},
+    {"base_model": []}, {"use_rslora": "no"}, {"key_prefix": 1}, {"key_infix": None},
+]  # fmt: skip
+
+
+def forge(path: Path, changes: dict[str, object]) -> None:
+    """Write other things into every row of a database."""
+    table = registry_module._TABLE
+    with sqlite3.connect(path) as connection:
+        for key, text in connection.execute(f"SELECT path, spec FROM {table}").fetchall():
+            spec = json.dumps(json.loads(text) | changes)
+            connection.execute(f"UPDATE {table} SET spec = ? WHERE path = ?", (spec, key))
+    connection.close()
+
+
+@pytest.mark.parametrize("changes", FORGERIES, ids=str)
+def test_a_row_that_cannot_be_is_inspected_again(
+    changes: dict[str, object], adapter: Path, tmp_path: Path, reads: list[Path]
+) -> None:
+    path = tmp_path / "x.sqlite"
+    expected = registry(path).inspect(adapter)
+    forge(path, changes)
+    cache = registry(path)
+    assert cache.inspect(adapter) == expected
+    assert cache.inspect(adapter) == expected
+    assert len(reads) == 2, "the row is right again"
+
+
+def test_a_row_that_proved_wrong_is_replaced(adapter: Path, tmp_path: Path, reads: list[Path]) -> None:
+    path = tmp_path / "x.sqlite"
+    expected = registry(path).inspect(adapter)
+    forge(path, {"ranks": [[5] * 3] + [[0] * 3] * 6, "rank": 5})
+    assert registry(path).inspect(adapter).rank == 5, "nothing tells by the row alone"
+    assert registry(path).inspect(adapter, anew=True) == expected
+    assert registry(path).inspect(adapter) == expected
+    assert len(reads) == 2
+
+
+def test_a_path_that_is_no_text_is_remembered_too(adapter: Path, tmp_path: Path, reads: list[Path]) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    shutil.copytree(adapter, folder)
+    cache = registry(tmp_path / "x.sqlite")
+    assert cache.inspect(folder) == cache.inspect(folder)
+    assert len(reads) == 1
 
 
 @pytest.mark.parametrize("damage", ["garbage", "other columns"])

@@ -17,6 +17,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
+from manylora.adapters.faults import FilesChanged
 from manylora.protocol import AdapterError
 
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -95,7 +96,7 @@ def read_into(file: FileIO, begin: int, targets: Sequence[memoryview], name: str
             while left:
                 count = os.preadv(file.fileno(), some, begin)
                 if not count:
-                    raise AdapterError(
+                    raise FilesChanged(
                         f"the file ended inside tensor {name}: it was changed while being read"
                     )
                 begin, left = begin + count, left - count
@@ -130,7 +131,7 @@ def _parse(file: BinaryIO, size_bytes: int, name: str) -> dict[str, StoredTensor
             raise AdapterError(f"{name}: a header of {header_bytes} bytes is more than any adapter needs")
         raw = file.read(header_bytes)
         if len(raw) < header_bytes:
-            raise AdapterError(f"{name} ended inside its header: it was changed while being read")
+            raise FilesChanged(f"{name} ended inside its header: it was changed while being read")
         return _tensors(_entries(raw, name), _LENGTH_BYTES + header_bytes, size_bytes, name)
     except AdapterError as error:
         foreign = _foreign_format(start)
@@ -178,7 +179,12 @@ def _tensors(entries: dict[str, Any], data_start: int, size_bytes: int, name: st
 def _tensor(key: str, entry: Any, data_start: int, size_bytes: int, name: str) -> StoredTensor:
     if isinstance(entry, dict):
         dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-        if isinstance(dtype, str) and _is_shape(shape, size_bytes) and _are_counts(offsets) and len(offsets) == 2:
+        if (
+            isinstance(dtype, str)
+            and _is_shape(shape, size_bytes)
+            and _are_counts(offsets)
+            and len(offsets) == 2
+        ):
             if dtype not in DTYPE_BYTES:
                 known = ", ".join(DTYPE_BYTES)
                 raise AdapterError(f"tensor {shown(key)} has dtype {shown(dtype)}; supported are {known}")
