@@ -16,7 +16,18 @@ import yaml
 from manylora.cli import main
 from manylora.flags import FLAGS
 from tests.e2e import folders
-from tests.e2e.process import BASE, MODEL, Server, assert_error, free_port, get, lines_of, post, run_cli
+from tests.e2e.process import (
+    BASE,
+    MODEL,
+    Server,
+    assert_error,
+    environment,
+    free_port,
+    get,
+    lines_of,
+    post,
+    run_cli,
+)
 
 CONTRACT_FLAGS = (
     "served-model-name", "adapter", "adapter-dir", "host", "port", "device", "dtype", "load-format",
@@ -119,8 +130,39 @@ def test_what_only_the_engine_can_refuse(case: str, adapters: Path, tmp_path: Pa
         "adapter": (("--adapter", f"x={bad}"), ("'x'", "DoRA")),
     }[case]
     said = assert_refused("serve", MODEL, "--port", "0", *args, says=says)
-    if case in ("journal", "trace"):
+    if case in ("journal", "trace", "adapter"):
         assert "running on" not in said, "before the model is loaded"
+
+
+@pytest.mark.parametrize("case", ["missing", "weights", "name", "long", "base", "rank"])
+def test_adapters_that_are_named_are_refused_before_the_model_is_loaded(
+    case: str, adapters: Path, tmp_path: Path
+) -> None:
+    good, bad = adapters / "german", folders.copy_of(adapters / "german", tmp_path / "bad")
+    (bad / folders.WEIGHTS).write_bytes(b"\x80\x04K\x01.")
+    named, says = {
+        "missing": (f"x={tmp_path / 'none'}", ("'x'", "no adapter folder 'none'")),
+        "weights": (f"x={bad}", ("'x'", folders.WEIGHTS)),
+        "name": (f"x\ny={good}", ("'x\\ny'", "must be printable")),
+        "long": (f"{'n' * 201}={good}", ("at most 200 characters",)),
+        "base": (f"{MODEL}={good}", ("the name of the base model",)),
+        "rank": (f"x={good}", ("'x'", "rank")),
+    }[case]
+    limit = ("--max-adapter-rank", "1") if case == "rank" else ()
+    args = ("--port", "0", "--adapter", named, *limit)
+    assert "running on" not in assert_refused("serve", MODEL, *args, says=says)
+    name, path = named.split("=")
+    program = (
+        "import sys; from manylora import LLM; from manylora.config import ConfigError\n"
+        "try: LLM(sys.argv[1], {sys.argv[2]: sys.argv[3]}, max_adapter_rank=int(sys.argv[4]))\n"
+        "except ConfigError as error: print('torch' in sys.modules, error)"
+    )
+    argv = [sys.executable, "-c", program, MODEL, name, path, "1" if case == "rank" else "64"]
+    ended = subprocess.run(argv, capture_output=True, text=True, check=True, env=environment())
+    (line,) = lines_of(ended.stdout)
+    assert line.startswith("False "), "torch is not imported, let alone a weight read"
+    for word in says:
+        assert word in line
 
 
 def test_config_files(tmp_path: Path) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from manylora import AsyncLLM, SamplingParams
+import pytest
+
+from manylora import LLM, AsyncLLM, SamplingParams
+from manylora.adapters import peft
 from manylora.llm import StreamOutput
 from tests.e2e.process import MODEL
 
@@ -38,3 +41,17 @@ def test_a_stream_begins_with_what_the_request_waited_for(adapters: Path, tmp_pa
 
     asyncio.run(scenario())
     assert any("german@1" in line and " read " in line for line in trace.read_text().splitlines())
+
+
+def test_what_is_checked_before_the_model_is_loaded_is_not_read_again(
+    adapters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    reads: list[Path] = []
+    read_header = peft.read_header
+    monkeypatch.setattr(peft, "read_header", lambda path: (reads.append(path), read_header(path))[1])
+    named = {name: str(adapters / name) for name in ("german", "french", "greek")}
+    for start in range(2):
+        with LLM(MODEL, named, device="cpu", device_pool="8MiB", host_pool="8MiB") as llm:
+            assert [card.name for card in llm.adapters()] == list(named)
+        assert len(reads) == 3, f"start {start}"

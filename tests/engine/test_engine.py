@@ -102,6 +102,50 @@ def test_names_that_are_not_utf8_do_not_end_the_conversation(
 
 
 @kinds
+def test_weights_are_read_only_of_adapters_that_the_pool_can_hold(kind: str) -> None:
+    executor = FakeExecutor()
+
+    async def scenario() -> None:
+        async with running(kind, executor) as engine:
+            with pytest.raises(AdapterError, match="takes 1000000 pages"):
+                await engine.add_adapter("x", "1000000")
+            assert not executor.verified
+            executor.failing_verifications = 1
+            with pytest.raises(AdapterError, match="made to fail"):
+                await engine.add_adapter("x", "3")
+            assert not executor.known, "nothing is left of either"
+            assert (await engine.add_adapter("x", "4")).num_pages == 4
+            assert executor.verified == ["3", "4"]
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_load_that_is_not_waited_for_any_more_is_not_begun() -> None:
+    executor = FakeExecutor()
+
+    async def scenario() -> None:
+        async with running("remote", executor) as engine:
+            executor.verify_gate.clear()
+            loads = [asyncio.create_task(engine.add_adapter(f"a{i}", str(i + 1))) for i in range(4)]
+            while not executor.verified:
+                await asyncio.sleep(0.01)
+            for load in loads[:3]:  # the first has begun, two wait for it
+                load.cancel()
+            assert len(await asyncio.gather(*loads[:3], return_exceptions=True)) == 3
+            await engine.adapters()  # answered after all that was sent before
+            executor.verify_gate.set()
+            assert (await loads[3]).name == "a3"
+            assert executor.verified == ["1", "4"]
+            assert [card.name for card in await engine.adapters()] == ["a0", "a3"]
+            assert (await engine.add_adapter("a1", "2")).name == "a1", "the name is free"
+
+    try:
+        asyncio.run(asyncio.wait_for(scenario(), 60))
+    finally:
+        executor.verify_gate.set()
+
+
+@kinds
 def test_requests_get_their_own_tokens(kind: str) -> None:
     async def scenario() -> None:
         async with running(kind, FakeExecutor()) as engine:

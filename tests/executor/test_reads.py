@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import sqlite3
 import threading
 import weakref
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from manylora.adapters import registry
 from manylora.executor import reader
 from manylora.protocol import AdapterError, AdapterRead, ReadAdapter
 from tests.executor.conftest import Files
@@ -40,7 +42,9 @@ def test_a_file_changed_since_it_was_added(rig: Rig, copied: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 64}))
     answer = rig.read(7, pages)
     assert not answer.ok
-    assert "changed" in answer.error
+    assert "adapter_config.json has changed" in answer.error
+    assert str(copied.parent) not in answer.error, "clients are told this"
+    assert not answer.is_at_fault, "who asks for the adapter could not know"
     rig.open(1, [5, 6, 7], adapter=7)
     assert not rig.step(rig.row(1)).done.ok
     rig.worker.remove_adapter(7)
@@ -52,6 +56,7 @@ def test_a_deleted_folder(rig: Rig, copied: Path) -> None:
     answer = rig.read(7, tuple(rig.take(num_pages)))
     assert not answer.ok
     assert "no adapter folder" in answer.error
+    assert not answer.is_at_fault
     with pytest.raises(AdapterError) as raised:
         rig.worker.add_adapter(8, str(copied))
     assert raised.value.status == 404
@@ -64,12 +69,71 @@ def test_weights_that_are_not_finite_leave_the_pages_usable(rig: Rig, files: Fil
     answer = rig.read(7, pages)
     assert not answer.ok
     assert "NaN" in answer.error
+    assert answer.is_at_fault
     assert bool(torch.isfinite(rig.worker._arena.pool).all())
     # The same pages now hold KV.
     held = rig.open(1, [5, 6, 7, 8, 9, 10], adapter=1)
     rig.free.extend(pages)
     rig.decode(5, 1)
     files.reference.check_greedy(held.tokens[:6], held.generated, files.path(1))
+
+
+def forge(cache: Path, **changes: object) -> None:
+    """Write other things into every row of the cache of inspections."""
+    with sqlite3.connect(cache / "adapters.sqlite") as connection:
+        for key, text in connection.execute(f"SELECT path, spec FROM {registry._TABLE}").fetchall():
+            spec = json.dumps(json.loads(text) | changes)
+            connection.execute(f"UPDATE {registry._TABLE} SET spec = ? WHERE path = ?", (spec, key))
+    connection.close()
+
+
+def test_what_was_remembered_wrongly_is_inspected_again_when_it_is_read(
+    files: Files, copied: Path, tmp_path: Path
+) -> None:
+    first = Rig(files.model, tmp_path)
+    num_pages, _ = first.worker.add_adapter(7, str(copied))
+    spec = first.worker._specs[7]
+    first.worker.close()
+    forge(tmp_path, key_infix=".default")
+    rig = Rig(files.model, tmp_path)
+    try:
+        assert rig.worker.add_adapter(7, str(copied))[0] == num_pages
+        assert rig.worker._specs[7] != spec
+        assert rig.read(7, tuple(rig.take(num_pages))).ok
+        assert rig.worker._specs[7] == spec
+        held = rig.open(1, [5, 6, 7], adapter=7)
+        rig.decode(3, 1)
+        files.reference.check_greedy([5, 6, 7], held.generated, str(copied))
+    finally:
+        rig.worker.close()
+
+
+def test_what_was_remembered_of_another_size_is_right_when_added_again(
+    files: Files, copied: Path, tmp_path: Path
+) -> None:
+    first = Rig(files.model, tmp_path)
+    num_pages, rank = first.worker.add_adapter(7, str(copied))
+    ranks = first.worker._specs[7].ranks
+    first.worker.close()
+    forge(tmp_path, rank=9 * rank, ranks=[[9 * rank for rank in row] for row in ranks])
+    rig = Rig(files.model, tmp_path)
+    try:
+        wrong, _ = rig.worker.add_adapter(7, str(copied))
+        assert wrong > num_pages
+        with pytest.raises(AdapterError, match="add it again"):
+            rig.worker.verify_adapter(7)
+        rig.worker.remove_adapter(7)
+        assert rig.worker.add_adapter(8, str(copied)) == (num_pages, rank)
+        rig.worker.verify_adapter(8)
+        assert rig.read(8, tuple(rig.take(num_pages))).ok
+        forge(tmp_path, rank=9 * rank, ranks=[[9 * rank for rank in row] for row in ranks])
+        rig.worker.add_adapter(9, str(copied))
+        answer = rig.read(9, tuple(rig.take(wrong)))
+        assert not answer.ok
+        assert not answer.is_at_fault
+        assert "add it again" in answer.error
+    finally:
+        rig.worker.close()
 
 
 def test_a_wrong_number_of_pages_is_an_answer_too(rig: Rig, files: Files) -> None:

@@ -53,6 +53,9 @@ class FakeEngine:
         self.requests: list[GenerationRequest] = []
         self.aborts: list[tuple[str, int | None, str]] = []
         self.cards: dict[str, AdapterCard] = {}
+        self.holds_loads = False
+        self.loads: list[str] = []
+        self.withdrawn: list[str] = []
         self.is_closed = False
         self._ids = itertools.count(1)
         self._death: asyncio.Future[str] | None = None
@@ -76,6 +79,13 @@ class FakeEngine:
         self._check_alive()
         if name in self.cards:
             raise AdapterError(f"adapter '{name}' is already served")
+        self.loads.append(name)
+        try:
+            while self.holds_loads:
+                await asyncio.sleep(0.005)
+        except asyncio.CancelledError:
+            self.withdrawn.append(name)
+            raise
         if "broken" in path:
             raise AdapterError(f"{path}: adapter_model.safetensors is truncated")
         card = AdapterCard(name, path, next(self._ids), 8, 3, int(time.time()), "resident")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,7 @@ REFUSED = [
     ({"lora_name": BASE, "lora_path": "good"}, 400, "InvalidUserInput"),
     ({"lora_name": "served", "lora_path": "good"}, 400, "InvalidUserInput"),
     ({"lora_name": "served", "lora_path": "good", "load_inplace": True}, 400, "InvalidUserInput"),
-    ({"lora_name": "n" * 600, "lora_path": "good"}, 400, "InvalidUserInput"),
+    ({"lora_name": "n" * 201, "lora_path": "good"}, 400, "InvalidUserInput"),
     ({"lora_name": "x", "lora_path": "broken"}, 400, "InvalidUserInput"),
     ({"lora_name": "x", "lora_path": "none"}, 404, "NotFoundError"),
     ({"lora_name": "x", "lora_path": "file"}, 404, "NotFoundError"),
@@ -155,6 +156,35 @@ def test_refused_loads(
     response = run(engine, tokenizer, scenario, adapter_dir=folder)
     assert (response.status_code, response.json()["error"]["type"]) == (status, kind), response.text
     assert list(engine.cards) == ["served"]
+
+
+def test_what_is_no_path_is_refused_without_saying_where_the_root_lies(
+    engine: FakeEngine, tokenizer: Tokenizer, folder: Path
+) -> None:
+    async def scenario(client: httpx.AsyncClient) -> list[httpx.Response]:
+        paths = ("circle", "a\x00b", "a" * 1000, "circle/x", "none", "out", "..")
+        return [await client.post(LOAD, json={"lora_name": "x", "lora_path": path}) for path in paths]
+
+    for response in run(engine, tokenizer, scenario, adapter_dir=folder):
+        assert response.status_code in (400, 403, 404)
+        assert str(folder.parent) not in response.text
+
+
+def test_a_load_is_withdrawn_when_its_client_goes(
+    running: RunningServer, engine: FakeEngine, tmp_path: Path
+) -> None:
+    engine.holds_loads = True
+    path = {"lora_name": "x", "lora_path": str(tmp_path)}
+    with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=running.url, timeout=2) as client:
+        client.post(LOAD, json=path)
+    ends_at = time.monotonic() + 60
+    while not engine.withdrawn and time.monotonic() < ends_at:
+        time.sleep(0.01)
+    assert engine.withdrawn == ["x"]
+    engine.holds_loads = False
+    with httpx.Client(base_url=running.url, timeout=60) as client:
+        assert client.post(LOAD, json=path).status_code == 200
+    assert engine.loads == ["x", "x"]
 
 
 def test_loading_is_off_without_a_folder(engine: FakeEngine, tokenizer: Tokenizer) -> None:

@@ -112,9 +112,7 @@ class Worker:
         ]
         self._ended_s = 0.0
         self._landed: collections.deque[Landed] = collections.deque()
-        self._reader = AdapterReader(
-            arena, host, geometry, device, self._landed.append, self._inspect_again
-        )
+        self._reader = AdapterReader(arena, host, geometry, device, self._landed.append, self._inspect_again)
         self._copier = Copier(arena, host, device)
 
     # ------------------------------------------------------------ steps
