@@ -210,7 +210,7 @@ BROKEN: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
     (_config(r=3), ("rank",)),
     (_config(lora_alpha=None), ("lora_alpha",)),
     (_config(target_modules=["nope"]), ("target",)),
-    (_config(target_modules="((a+)+)+$"), ("target_modules",)),
+    (_config(target_modules="((a+)+)+$"), ("does not target",)),
 ]
 
 
