@@ -93,6 +93,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "keys": _keys,
     "rank-pattern": _config(rank_pattern={_SLOW: 8}, r=7),
     "alpha-pattern": _config(alpha_pattern={_SLOW: 8, ".?" * 22 + "Z": 8}, r=7),
+    "many-patterns": _config(rank_pattern={".*" * 900 + str(i): 8 for i in range(70)}),
     "target-modules": _config(target_modules=_SLOW),
     "exclude-modules": _config(exclude_modules=_SLOW, r=7),
     "layers-pattern": _config(layers_pattern=_SLOW, layers_to_transform=[0]),

@@ -151,7 +151,7 @@ def test_an_adapter_that_vanishes_from_the_disk(
                 small.text(model=name, max_tokens=1)
         assert small.metrics()['manylora:adapter_state{adapter_name="gone",state="absent"}'] == 1
         if num_tiers == 1:
-            assert_error(small.complete(model="gone"), 400, "read")
+            assert_error(small.complete(model="gone"), 503, "read")
         else:
             assert small.metrics()['manylora:adapter_host_state{adapter_name="gone",state="held"}'] == 1
             assert small.text(model="gone") == expected
