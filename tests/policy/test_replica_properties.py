@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from manylora.config import ADMISSIONS, CACHE_POLICIES, FIRST_STEP_S, CacheConfig, PolicyConfig
 from manylora.policy.policies import adapter_pages_limit
 from manylora.policy.replica import Replica
+from manylora.policy.snapshot import AdapterUse
 from manylora.protocol import (
     Abort,
     AdapterAdded,
@@ -100,6 +102,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.arrived_s: dict[str, float] = {}
         self.admission_order: list[str] = []
         self.adapter_ids = itertools.count(1)
+        self.told: dict[int, AdapterUse] = {}
 
     def feed(self, event: Event) -> None:
         self.now += EVENT_S
@@ -250,6 +253,15 @@ class ReplicaMachine(RuleBasedStateMachine):
     def ring(self) -> None:
         self.timer = None
         self.feed(Timer())
+
+    @rule()
+    def look(self) -> None:
+        """What snapshots of changes have told together is what one of everything tells."""
+        changed = self.replica.snapshot("changed")
+        self.told |= {use.adapter: use for use in changed.adapters}
+        whole = self.replica.snapshot()
+        assert [self.told[use.adapter] for use in whole.adapters] == list(whole.adapters)
+        assert dataclasses.replace(changed, adapters=whole.adapters) == whole
 
     @invariant()
     def work_never_stalls(self) -> None:

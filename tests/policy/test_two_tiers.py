@@ -7,6 +7,7 @@ import pytest
 from manylora.config import CACHE_POLICIES
 from manylora.protocol import (
     Abort,
+    AdapterAdded,
     AdapterFreed,
     AdapterRemoved,
     Decided,
@@ -355,11 +356,34 @@ def test_a_snapshot_of_busy_adapters_leaves_out_the_idle_ones_alone() -> None:
     rig.ask("first", 2, prompt(2, 1), 4)
     rig.ask("second", 2, prompt(2, 1), 4)
     rig.ask("queued", 3, prompt(3, 1), 4)
-    whole, busy = rig.replica.snapshot(), rig.replica.snapshot(busy_adapters_only=True)
+    whole, busy = rig.replica.snapshot(), rig.replica.snapshot("busy")
     assert [use.adapter for use in busy.adapters] == [2, 3]
     assert busy == dataclasses.replace(
         whole, adapters=tuple(use for use in whole.adapters if use.running or use.waiting)
     )
+
+
+def test_a_snapshot_of_changes_looks_at_nothing_else() -> None:
+    """Whatever the number of adapters: of ten thousand only those that something has happened to."""
+    rig = Rig("manylora", num_pages=60, max_num_seqs=2)
+    for adapter in range(1, 10_001):
+        rig.replica.handle(AdapterAdded(adapter, 3), 0.0)
+    assert len(rig.replica.snapshot("changed").adapters) == 10_001
+    assert [use.adapter for use in rig.replica.snapshot("changed").adapters] == [BASE]
+    rig.serve("idle again", 7, prompt(7, 3))
+    rig.ask("running", 8, prompt(8, 1), 4)
+    rig.settle_copies()
+    looked_at: list[int] = []
+    node, adapters = rig.replica._tree.node, rig.replica._tree.adapters
+    rig.replica._tree.node = lambda adapter: looked_at.append(adapter) or node(adapter)  # type: ignore[method-assign, func-returns-value]
+    rig.replica._tree.adapters = lambda: pytest.fail("all were looked at")  # type: ignore[method-assign]
+    snapshot = rig.replica.snapshot("changed")
+    assert [use.adapter for use in snapshot.adapters] == looked_at == [BASE, 7, 8]
+    assert [(use.state, use.running) for use in snapshot.adapters[1:]] == [("resident", 0), ("resident", 1)]
+    rig.replica._tree.node, rig.replica._tree.adapters = node, adapters  # type: ignore[method-assign]
+    rig.settle()
+    assert [use.adapter for use in rig.replica.snapshot("changed").adapters] == [BASE, 8]
+    assert [use.adapter for use in rig.replica.snapshot("changed").adapters] == [BASE]
 
 
 # ---------------------------------------------------------------- what distinguishes the baselines

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -200,8 +201,8 @@ def changed(recording: Recording, event: Event, change: Callable[[Measured], Mea
     return Recording(of(recording.given), {asked: of(m) for asked, m in recording.answers.items()})
 
 
-DIFFERENCES = (" s here, ", "here comes", "is not the oldest in flight")
-"""The last with two steps in flight, of the second one."""
+DIFFERENCES = (" s here, ", "here comes", " there, ")
+"""The last with two steps in flight: the second one's end says of the first that it has failed."""
 
 
 @pytest.mark.parametrize("kind", ["StepDone", "CopyDone"])
@@ -331,8 +332,9 @@ def test_a_difference_reads_like_this() -> None:
 
 def test_a_journal_that_makes_no_sense_says_where() -> None:
     entries = [(now, event, fingerprint(commands)) for now, event, commands in by_hand()]
-    entries.append((8.0, StepDone(9, True), None))
+    tokens: Any = tuple("words")
+    entries.append((8.0, Arrive(Request("third", 0, tokens, PARAMS)), None))
     assert str(replay_difference(PATIENT, entries, fingerprint)) == (
-        f"event 5 at 8.000000000 s, {entries[4][1]!r}: "
-        "the policy fails here: AssertionError: step 9 is not the oldest in flight"
+        f"event 5 at 8.000000000 s, {repr(entries[4][1])[:160]}...: "
+        "the policy fails here: TypeError: 'str' object cannot be interpreted as an integer"
     )

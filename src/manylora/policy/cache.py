@@ -409,9 +409,9 @@ class Cache:
 
     def copy_ended(self, event: CopyDone) -> list[Node]:
         """A copy has landed or failed; returns the nodes whose contents did not come."""
-        moves = self._copies.pop(event.copy)
-        num_pages = sum(len(move.pages) for move in moves)
-        self._count_copy(moves[0].to_device, num_pages, event)
+        moves = self._copies.pop(event.copy, [])
+        if moves:
+            self._count_copy(moves, event)
         failed = []
         for move in moves:
             node = move.node
@@ -435,12 +435,12 @@ class Cache:
                 self.host.release(move.host_pages)
         return failed
 
-    def _count_copy(self, to_device: bool, num_pages: int, event: CopyDone) -> None:
+    def _count_copy(self, moves: list[Move], event: CopyDone) -> None:
+        num_pages, to_device = sum(len(move.pages) for move in moves), moves[0].to_device
+        self.counters.swaps_failed += not event.ok
         if event.ok:
             self.rates.saw_copy(num_pages, event.copy_s, to_device)
             self.counters.copied(num_pages, event.copy_s, to_device)
-        else:
-            self.counters.swaps_failed += 1
 
     def _saved(self, node: Node, ok: bool) -> None:
         """A copy to the host has ended: a node that still wants to leave now does."""

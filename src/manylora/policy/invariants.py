@@ -36,6 +36,8 @@ def check(
     _check_ownership(cache, nodes, held)
     _check_capacity(cache, held)
     _check_sequences(cache, held, waiting, requests)
+    in_line = collections.Counter(sequence.adapter for sequence in waiting.members())
+    assert waiting.num_by_adapter == in_line, "who waits is counted by adapter"
     _check_in_flight(held, [row for rows in in_flight for row in rows])
 
 
@@ -128,7 +130,7 @@ def _check_counts(cache: Cache, nodes: list[Node]) -> None:
     history = [n for n in evictable if not n.is_adapter]
     assert tree.idle_history_pages == len(history), "history is counted"
     invalid = [n for n in history if tree.node(n.adapter).residence is not Residence.RESIDENT]
-    assert tree.invalid_pages() == len(invalid), "invalid history is counted"
+    assert tree.invalid_pages == len(invalid), "invalid history is counted"
     assert not (invalid and tree.keeps_dependencies), "no history is without its adapter"
     assert tree.adapter_pages == sum(len(n.pages) for n in nodes if n.is_adapter), "adapter pages are counted"
     assert tree.history_pages == sum(len(n.pages) for n in nodes if not n.is_adapter), "KV pages are counted"

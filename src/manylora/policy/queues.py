@@ -152,6 +152,8 @@ class WaitingQueue:
         self._returned: list[Sequence] = []
         self._arrived: collections.deque[Sequence] = collections.deque()
         self._num_arrived = 0
+        self.num_by_adapter = collections.Counter[AdapterId]()
+        """How many wait for each adapter that somebody waits for."""
 
     def __len__(self) -> int:
         return len(self._returned) + self._num_arrived
@@ -160,10 +162,12 @@ class WaitingQueue:
         """A sequence of a new request, later than all others."""
         self._arrived.append(sequence)
         self._num_arrived += 1
+        self.num_by_adapter[sequence.adapter] += 1
 
     def put_back(self, sequence: Sequence) -> None:
         """A sequence of a request that was admitted before."""
         sequence.stage = WAITING
+        self.num_by_adapter[sequence.adapter] += 1
         bisect.insort(self._returned, sequence, key=lambda s: s.order)
 
     def first(self) -> Sequence | None:
@@ -184,6 +188,9 @@ class WaitingQueue:
 
         Inside ``_arrived`` it is only skipped later: a middle removal there means that it has ended.
         """
+        self.num_by_adapter[sequence.adapter] -= 1
+        if not self.num_by_adapter[sequence.adapter]:
+            del self.num_by_adapter[sequence.adapter]
         if sequence in self._returned:
             self._returned.remove(sequence)
             return

@@ -16,7 +16,7 @@ from manylora.policy.counters import Counters
 from manylora.policy.invariants import check
 from manylora.policy.queues import ENDED, RUNNING, RequestState, Scheduled, Sequence, Stage, WaitingQueue
 from manylora.policy.reservations import Reservations
-from manylora.policy.snapshot import AdapterUse, Snapshot
+from manylora.policy.snapshot import Gauges, Snapshot, Which
 from manylora.policy.swap import Swapper
 from manylora.policy.tree import RESIDENT, Node, subtree
 from manylora.protocol import (
@@ -50,7 +50,12 @@ MAX_FAILED_COPIES = 3
 
 
 class Replica:
-    """The state machine. ``handle`` is the only way to change it; commands come in execution order."""
+    """The state machine. ``handle`` is the only way to change it; commands come in execution order.
+
+    An id that it does not know is answered with an end, never with an exception: the removal of an unknown adapter
+    with AdapterFreed, a second request of a live id with Reject, a row without its tokens with its request's end,
+    the answer to nothing that was asked with nothing.
+    """
 
     def __init__(self, config: PolicyConfig) -> None:
         self._config = config
@@ -61,6 +66,7 @@ class Replica:
         self._tree = self._cache.tree
         self._held = Reservations(config, self._cache, self._waiting, self._commands.append)
         self._swapper = Swapper(config.cache, self._cache, self._waiting, self._held.match)
+        self._gauges = Gauges(self._cache, self._held, self._waiting)
         self._requests: dict[RequestId, RequestState] = {}
         self._live: collections.Counter[AdapterId] = collections.Counter()
         self._removing: set[AdapterId] = set()
@@ -95,8 +101,7 @@ class Replica:
             case AdapterAdded():
                 self._tree.add_adapter(event.adapter, event.num_pages)
             case AdapterRemoved():
-                self._tree.mark_removed(event.adapter)
-                self._removing.add(event.adapter)
+                self._remove(event.adapter)
         if self._removing:
             self._free_removed()
         if not more:
@@ -111,50 +116,12 @@ class Replica:
         """Counts since the start (live object)."""
         return self._cache.counters
 
-    def snapshot(self, busy_adapters_only: bool = False) -> Snapshot:
-        """The gauges of this moment. O(adapters + requests). ``busy_adapters_only``: of those with requests."""
-        running = collections.Counter[AdapterId]()
-        waiting = collections.Counter[AdapterId]()
-        for sequence in self._held.holders:
-            where = running if sequence.stage is RUNNING else waiting
-            where[sequence.adapter] += 1
-        waiting.update(s.adapter for s in self._waiting.members())
-        tree, device, host = self._tree, self._cache.device, self._cache.host
-        free = device.num_free + device.num_deferred
-        left_over = sum(len(move.pages) for move in self._cache.moves() if move.owns_pages)
-        history = tree.history_pages - tree.pinned_history_pages - tree.standing_pages + left_over
-        if busy_adapters_only:
-            nodes = [tree.node(adapter) for adapter in sorted(running | waiting)]
-        else:
-            nodes = [tree.base, *tree.adapters()]
-        return Snapshot(
-            num_running=running.total(),
-            num_waiting=waiting.total(),
-            pages_total=device.num_pages,
-            pages_free=free,
-            pages_running=device.num_pages - free - history - tree.adapter_pages,
-            pages_history=history,
-            pages_adapters=tree.adapter_pages,
-            pages_loading=tree.loading_pages,
-            pages_saving=tree.saving_pages,
-            invalid_pages=tree.invalid_pages(),
-            host_pages_total=host.num_pages,
-            host_pages_free=host.num_free,
-            host_pages_history=tree.host_history_pages,
-            host_pages_adapters=tree.host_adapter_pages,
-            adapters=tuple(
-                AdapterUse(
-                    n.adapter,
-                    n.residence.value,
-                    n.num_pages,
-                    running[n.adapter],
-                    waiting[n.adapter],
-                    n.host.value,
-                    tree.history_of(n.adapter),
-                )
-                for n in nodes
-            ),
-        )
+    def snapshot(self, which: Which = "all") -> Snapshot:
+        """The gauges of this moment, with the adapters named by ``which``. O(requests + those adapters).
+
+        ``changed`` takes turns: what the next one leaves out is as the one before had it.
+        """
+        return self._gauges.read(which)
 
     def check(self) -> None:
         """Raise AssertionError if an invariant of design §4 does not hold. For tests; O(everything)."""
@@ -266,7 +233,16 @@ class Replica:
 
     # ------------------------------------------------------------ adapters
 
+    def _remove(self, adapter: AdapterId) -> None:
+        """AdapterFreed follows when nothing of it is left, which may be now: where it is not known."""
+        if self._tree.mark_removed(adapter):
+            self._removing.add(adapter)
+        elif adapter not in self._removing:
+            self._commands.append(AdapterFreed(adapter))
+
     def _adapter_read(self, event: AdapterRead, now: float) -> None:
+        if event.adapter not in self._cache.reads:
+            return
         node = self._cache.read_ended(event)
         if node is not None:
             status = 400 if event.is_at_fault else 503
@@ -403,8 +379,17 @@ class Replica:
             self._commands.append(Ready(state.request.id, adapter_s, kv_s))
 
     def _step_done(self, event: StepDone, now: float) -> None:
-        if event.step != self._num_steps - len(self._in_flight) + 1:
-            raise AssertionError(f"step {event.step} is not the oldest in flight")
+        oldest = self._num_steps - len(self._in_flight) + 1
+        if not oldest <= event.step <= self._num_steps:
+            return  # it ended before, or was never started
+        for step in range(oldest, event.step):
+            # Steps end in order, so it has ended too, and nobody knows how.
+            self._end_step(StepDone(step, False, error="its end was not told"), now)
+        self._end_step(event, now)
+        self._swapper.step_ended()
+        self._wake(now)  # a page that was computed may be what another was waiting for
+
+    def _end_step(self, event: StepDone, now: float) -> None:
         rows = self._in_flight.popleft()
         self._cache.device.step_ended(event.step)
         if event.ok:
@@ -413,8 +398,6 @@ class Replica:
             self._take_step(rows, dict(event.tokens), now)
         else:
             self._fail_step(rows, event.error, now)
-        self._swapper.step_ended()
-        self._wake(now)  # a page that was computed may be what another was waiting for
 
     def _take_step(self, rows: list[Scheduled], drawn: dict[SequenceId, tuple[int, ...]], now: float) -> None:
         """What the rows computed, and what was drawn for them."""
@@ -430,8 +413,12 @@ class Replica:
                     self._held.enter_full_pages(sequence, now)
             if num_samples:
                 sequence.num_coming -= 1
-                tokens = drawn[sequence.id]
-                if len(tokens) > 1:
+                tokens = drawn.get(sequence.id, ())
+                if len(tokens) != num_samples:
+                    error = RequestError(500, f"a step drew {len(tokens)} tokens instead of {num_samples}")
+                    self._fail_request(sequence.state, error, now)
+                    continue
+                if num_samples > 1:
                     self._fork_off(sequence, tokens, now)
                 self._take_token(sequence, tokens[0], (sequence.id, 0), now)
 

@@ -1,10 +1,23 @@
-"""What a replica's gauges are."""
+"""What a replica's gauges are, and how they are read.
+
+Reads the cache, the holders and the queue, changes nothing of them but that it takes note of what it has told.
+"""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+from collections.abc import Iterable
+from typing import Literal
 
-from manylora.types import AdapterId
+from manylora.policy.cache import Cache
+from manylora.policy.queues import RUNNING, WaitingQueue
+from manylora.policy.reservations import Reservations
+from manylora.types import BASE, AdapterId
+
+Which = Literal["all", "busy", "changed"]
+"""Adapters that a snapshot tells of: all of them and the base; those with requests; or the base and those of which
+something may differ from the last snapshot of this kind."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,7 +35,7 @@ class AdapterUse:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The replica's gauges; device pages by use add up to ``pages_total``. ``adapters`` includes the base (0).
+    """The replica's gauges; device pages by use add up to ``pages_total``. ``adapters``: by id, the base is 0.
 
     ``pages_loading`` and ``pages_saving``: of these, how many are in flight. ``invalid_pages``: history on the
     device whose adapter is not there.
@@ -43,3 +56,73 @@ class Snapshot:
     host_pages_history: int
     host_pages_adapters: int
     adapters: tuple[AdapterUse, ...]
+
+
+class Gauges:
+    """Reads snapshots of one replica's parts."""
+
+    def __init__(self, cache: Cache, held: Reservations, waiting: WaitingQueue) -> None:
+        self._cache = cache
+        self._tree = cache.tree
+        self._held = held
+        self._waiting = waiting
+        self._told_busy: frozenset[AdapterId] = frozenset()
+
+    def read(self, which: Which) -> Snapshot:
+        """The gauges of this moment. O(requests + adapters told of)."""
+        running = collections.Counter[AdapterId]()
+        waiting = collections.Counter(self._waiting.num_by_adapter)
+        for sequence in self._held.holders:
+            where = running if sequence.stage is RUNNING else waiting
+            where[sequence.adapter] += 1
+        tree, device, host = self._tree, self._cache.device, self._cache.host
+        free = device.num_free + device.num_deferred
+        left_over = sum(len(move.pages) for move in self._cache.moves() if move.owns_pages)
+        history = tree.history_pages - tree.pinned_history_pages - tree.standing_pages + left_over
+        return Snapshot(
+            num_running=running.total(),
+            num_waiting=waiting.total(),
+            pages_total=device.num_pages,
+            pages_free=free,
+            pages_running=device.num_pages - free - history - tree.adapter_pages,
+            pages_history=history,
+            pages_adapters=tree.adapter_pages,
+            pages_loading=tree.loading_pages,
+            pages_saving=tree.saving_pages,
+            invalid_pages=tree.invalid_pages,
+            host_pages_total=host.num_pages,
+            host_pages_free=host.num_free,
+            host_pages_history=tree.host_history_pages,
+            host_pages_adapters=tree.host_adapter_pages,
+            adapters=tuple(
+                self._use(adapter, running, waiting)
+                for adapter in sorted(self._chosen(which, running.keys() | waiting.keys()))
+            ),
+        )
+
+    def _chosen(self, which: Which, busy: Iterable[AdapterId]) -> Iterable[AdapterId]:
+        if which == "busy":
+            return busy
+        if which == "all":
+            return [BASE, *(node.adapter for node in self._tree.adapters())]
+        before, self._told_busy = self._told_busy, frozenset(busy)
+        # Requests of an adapter that is gone have gone before it.
+        gone = {adapter for adapter in before if not self._tree.has(adapter)}
+        return {BASE} | self._tree.take_changed() | self._told_busy | (before - gone)
+
+    def _use(
+        self,
+        adapter: AdapterId,
+        running: collections.Counter[AdapterId],
+        waiting: collections.Counter[AdapterId],
+    ) -> AdapterUse:
+        node = self._tree.node(adapter)
+        return AdapterUse(
+            adapter,
+            node.residence.value,
+            node.num_pages,
+            running[adapter],
+            waiting[adapter],
+            node.host.value,
+            self._tree.history_of(adapter),
+        )

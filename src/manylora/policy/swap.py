@@ -90,7 +90,7 @@ class Swapper:
     def _sample(self) -> None:
         tree, counters = self._cache.tree, self._cache.counters
         if tree.idle_history_pages:
-            counters.invalid_share_sum += tree.invalid_pages() / tree.idle_history_pages
+            counters.invalid_share_sum += tree.invalid_pages / tree.idle_history_pages
             counters.invalid_share_samples += 1
 
     def use_idle_lane(self, now: float) -> None:

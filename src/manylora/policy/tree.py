@@ -148,6 +148,8 @@ class DependencyTree:
         self.evictable_pages = 0  # of resident nodes that nobody pins
         self.evictable_adapter_pages = 0
         self._history_of: dict[AdapterId, int] = {}  # evictable KV pages
+        self.invalid_pages = 0  # of these, those whose adapter is not resident: no request could use them
+        self._changed: set[AdapterId] = set()  # whose states or history did, since somebody asked
         self.pinned_history_pages = 0
         self.saving_pages = 0
         self.loading_pages = 0
@@ -159,11 +161,12 @@ class DependencyTree:
     # ------------------------------------------------------------ adapters
 
     def add_adapter(self, adapter: AdapterId, num_pages: int) -> Node:
-        """Make an adapter known; it starts absent."""
+        """Make an adapter known; it starts absent. One that is known already stays as it is."""
         if adapter in self._adapters:
-            raise AssertionError(f"adapter {adapter} was added before")
+            return self.node(adapter)
         node = Node(adapter, None, b"", num_pages)
         self._adapters[adapter] = _AdapterEntry(node)
+        self._changed.add(adapter)
         self.num_nodes += 1
         return node
 
@@ -172,6 +175,15 @@ class DependencyTree:
         entry = self._adapters.get(adapter)
         return entry is not None and not entry.removed
 
+    def has(self, adapter: AdapterId) -> bool:
+        """Whether the adapter has a node: it may be removed, but not yet forgotten."""
+        return adapter in self._adapters
+
+    def take_changed(self) -> set[AdapterId]:
+        """Adapters whose states or idle history may have changed since the last call."""
+        changed, self._changed = self._changed, set()
+        return changed
+
     def node(self, adapter: AdapterId) -> Node:
         return self._adapters[adapter].node
 
@@ -179,9 +191,12 @@ class DependencyTree:
         """All adapter nodes but the base's."""
         return (entry.node for adapter, entry in self._adapters.items() if adapter != BASE)
 
-    def mark_removed(self, adapter: AdapterId) -> None:
-        """No new request may name it."""
+    def mark_removed(self, adapter: AdapterId) -> bool:
+        """No new request may name it. False: none could before, or it is the base."""
+        if adapter == BASE or not self.knows(adapter):
+            return False
         self._adapters[adapter].removed = True
+        return True
 
     def forget(self, adapter: AdapterId) -> None:
         """Drop an unpinned adapter that is in neither tier for good."""
@@ -192,6 +207,7 @@ class DependencyTree:
         self.num_nodes -= 1
         del self._adapters[adapter]
         self._history_of.pop(adapter, None)
+        self._changed.discard(adapter)
 
     # ------------------------------------------------------------ matching and growing
 
@@ -245,7 +261,11 @@ class DependencyTree:
         if residence is not LOADING:
             node.has_landed = False
         parent = node.parent
-        if parent is not None:
+        if parent is None:
+            self._changed.add(node.adapter)
+            gone = (before is RESIDENT) - (residence is RESIDENT)
+            self.invalid_pages += gone * self.history_of(node.adapter)
+        else:
             parent.num_standing += (residence is STANDBY) - (before is STANDBY)
             was_on = before is RESIDENT or before is LOADING
             is_on = residence is RESIDENT or residence is LOADING
@@ -261,6 +281,7 @@ class DependencyTree:
         """The node's new state on the host, likewise."""
         change = len(pages) - len(node.host_pages)
         if node.parent is None:
+            self._changed.add(node.adapter)
             self.host_adapter_pages += change
         else:
             self.host_history_pages += change
@@ -347,20 +368,15 @@ class DependencyTree:
         self.evictable_pages += kv_pages + adapter_pages
         self.evictable_adapter_pages += adapter_pages
         if kv_pages:
+            self._changed.add(adapter)
             self._history_of[adapter] = self._history_of.get(adapter, 0) + kv_pages
+            if self._adapters[adapter].node.residence is not RESIDENT:
+                self.invalid_pages += kv_pages
 
     @property
     def idle_history_pages(self) -> int:
         """Device pages of KV that no running request uses."""
         return self.evictable_pages - self.evictable_adapter_pages
-
-    def invalid_pages(self) -> int:
-        """Of these, those that no request could use as things are: their adapter is not resident. O(adapters)."""
-        return sum(
-            pages
-            for adapter, pages in self._history_of.items()
-            if pages and self.node(adapter).residence is not RESIDENT
-        )
 
     def history_of(self, adapter: AdapterId) -> int:
         """Device pages of KV under this adapter that no running request uses."""
