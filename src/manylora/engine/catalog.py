@@ -10,23 +10,37 @@ import concurrent.futures
 import itertools
 import threading
 import time
+from collections.abc import Callable
 
-from manylora.protocol import AdapterError, Executor
+from manylora.protocol import AdapterAdded, AdapterError, AdapterRemoved, Executor
 from manylora.types import BASE, AdapterCard, AdapterId
 
 
 class Catalog:
     """Thread-safe; loading an adapter's headers happens on the caller's thread.
 
+    ``tell`` puts what the policy must know into the loop's inbox. It is called under the catalog's lock, before a
+    name is published and as it is given up, so that a version's removal never overtakes its addition.
     ``adapter_pages_limit``: how many of the device pool's ``num_pages`` one adapter may take.
+
+    What the loop looks up at every request (``lookup``, ``card``, ``label``) takes no lock, so that it never waits
+    for another thread: one look into a dict relies on the GIL.
     """
 
-    def __init__(self, executor: Executor, num_pages: int, adapter_pages_limit: int) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        tell: Callable[[AdapterAdded | AdapterRemoved], None],
+        num_pages: int,
+        adapter_pages_limit: int,
+    ) -> None:
         self._executor = executor
+        self._tell = tell
         self._num_pages = num_pages
         self._adapter_pages_limit = adapter_pages_limit
         self._lock = threading.Lock()
         self._cards: dict[str, AdapterCard] = {}
+        self._served: dict[AdapterId, AdapterCard] = {}  # the same by version
         self._labels: dict[AdapterId, str] = {BASE: "base"}
         self._pending: set[str] = set()
         self._ids = itertools.count(1)
@@ -41,17 +55,16 @@ class Catalog:
         with self._lock:
             return tuple(self._cards.values())
 
-    def names(self) -> dict[AdapterId, AdapterCard]:
-        """Served versions."""
-        with self._lock:
-            return {card.id: card for card in self._cards.values()}
+    def card(self, adapter: AdapterId) -> AdapterCard | None:
+        """A served version's card."""
+        return self._served.get(adapter)
 
     def label(self, adapter: AdapterId) -> str:
         """A version for people to read, such as "german@3": known until it is freed, on one line."""
         return self._labels.get(adapter, f"@{adapter}")
 
     def add(self, name: str, path: str, verify: bool) -> AdapterCard:
-        """Check the adapter and give it a version; the caller then tells the policy. Raises AdapterError."""
+        """Check the adapter, give it a version, and tell the policy of it. Raises AdapterError."""
         with self._lock:
             if name in self._cards or name in self._pending:
                 raise AdapterError(f"an adapter named {name!r} is already loaded")
@@ -66,8 +79,10 @@ class Catalog:
                 raise
             card = AdapterCard(name, path, adapter, rank, num_pages, int(time.time()))
             with self._lock:
-                self._cards[name] = card
                 self._labels[adapter] = f"{name if name.isprintable() else ascii(name)}@{adapter}"
+                self._served[adapter] = card  # before the loop may ask for it
+                self._tell(AdapterAdded(adapter, num_pages))
+                self._cards[name] = card
             return card
         finally:
             with self._lock:
@@ -83,22 +98,26 @@ class Catalog:
         if verify:
             self._executor.verify_adapter(adapter)
 
-    def remove(self, name: str) -> tuple[AdapterId, concurrent.futures.Future[None]]:
-        """Give up a name; the future is done when ``freed`` is called for the version."""
+    def remove(self, name: str) -> concurrent.futures.Future[None]:
+        """Give up a name and tell the policy; the future is done when ``freed`` is called for the version."""
         with self._lock:
             card = self._cards.pop(name, None)
             if card is None:
                 raise AdapterError(f"no adapter named {name!r} is loaded", status=404)
+            del self._served[card.id]
             future = self._leaving[card.id] = concurrent.futures.Future()
             future.set_running_or_notify_cancel()  # It will be done, whoever still waits for it.
-            return card.id, future
+            self._tell(AdapterRemoved(card.id))
+            return future
 
     def freed(self, adapter: AdapterId) -> None:
         """The policy holds nothing of this version any more."""
         self._executor.remove_adapter(adapter)
         with self._lock:
             self._labels.pop(adapter, None)
-            self._leaving.pop(adapter).set_result(None)
+            future = self._leaving.pop(adapter, None)
+        if future is not None:
+            future.set_result(None)
 
     def fail_leaving(self, reason: Exception) -> None:
         """The engine ended before it could free them."""

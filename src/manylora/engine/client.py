@@ -25,7 +25,8 @@ class GenerationRequest:
     """A request by adapter *name* (None: the base model).
 
     With ``stream=False`` each sample's tokens may come in one Delta, at its end: less traffic where nobody
-    reads along. ``cache_scope``: whose KV it may reuse (see ``engine.scopes``).
+    reads along. ``cache_scope``: whose KV it may reuse (see ``engine.scopes``). ``serial`` comes back in the request's
+    deltas: it tells requests of one id apart, of which one has ended, or was refused, before its last deltas were read.
     """
 
     id: RequestId
@@ -34,6 +35,7 @@ class GenerationRequest:
     adapter: str | None = None
     stream: bool = True
     cache_scope: str = ""
+    serial: int = 0
 
 
 class Delta(NamedTuple):
@@ -43,8 +45,9 @@ class Delta(NamedTuple):
     "error"; ``error`` accompanies "error" only. A refused request gets one Delta with sample 0 and an error.
     ``stop_token`` tells that the last token is one of the request's stop ids (end-of-sequence among them):
     such a token counts in usage but not in the text. ``at_s``: the engine's monotonic clock when the tokens
-    were ready. What comes with a request's first Delta only: ``num_cached_tokens``, and how long it waited for
-    admission (``queue_s``), then for its adapter (``adapter_s``), then for its history (``kv_s``).
+    were ready; ``spread_s``: how long before that the first of them was, where they were held back;
+    ``serial``: the request's. What comes with a request's first Delta only: ``num_cached_tokens``, and how long
+    it waited for admission (``queue_s``), then for its adapter (``adapter_s``), then for its history (``kv_s``).
     """
 
     request: RequestId
@@ -59,6 +62,8 @@ class Delta(NamedTuple):
     adapter_s: float = 0.0
     kv_s: float = 0.0
     at_s: float = 0.0
+    spread_s: float = 0.0
+    serial: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

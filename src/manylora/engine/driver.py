@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import logging
 import queue
@@ -26,14 +27,13 @@ from manylora.engine.client import (
     GenerationRequest,
 )
 from manylora.engine.journal import JournalWriter
+from manylora.engine.loads import AdapterLoads
 from manylora.engine.outbox import Outbox
 from manylora.engine.trace import TraceWriter
 from manylora.policy.policies import adapter_pages_limit
 from manylora.policy.replica import Replica
-from manylora.policy.snapshot import AdapterUse
 from manylora.protocol import (
     Abort,
-    AdapterAdded,
     AdapterFreed,
     AdapterRead,
     AdapterRemoved,
@@ -53,7 +53,7 @@ from manylora.protocol import (
     SwapPages,
     Timer,
 )
-from manylora.types import BASE, AdapterCard, AdapterId, EngineInfo, Request, RequestError, RequestId
+from manylora.types import BASE, AdapterCard, EngineInfo, Request, RequestError, RequestId
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +103,9 @@ class Driver:
         self._replica = Replica(config)
         # A request needs a page beside its adapter's.
         limit = min(adapter_pages_limit(config), config.num_pages - 1)
-        self._catalog = Catalog(executor, config.num_pages, limit)
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._catalog = Catalog(executor, self._inbox.put, config.num_pages, limit)
+        self._loads = AdapterLoads(self._catalog)
         self._outbox = Outbox(clock)
         self._meters = _Meters()
         self._arrived: collections.deque[Request] = collections.deque()  # and not yet told of
@@ -113,7 +114,8 @@ class Driver:
         self._failed_steps = 0
         self._thread: threading.Thread | None = None
         self._end: str | None = None
-        self._closing = False
+        self._freeing = threading.Lock()
+        self._is_free = False
 
     # ------------------------------------------------------------ life
 
@@ -125,19 +127,28 @@ class Driver:
         self._thread.start()
 
     def close(self) -> None:
-        """End the loop after the step in flight and free the executor. Idempotent."""
-        if self._closing:
-            return
-        self._closing = True
+        """End the loop after the step in flight and free the executor. Idempotent.
+
+        Every caller waits for the end, but for the loop's own thread, where the garbage collector may come by.
+        """
         self._inbox.put(_STOP)
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is None:
+            self._free()
+        elif self._thread is not threading.current_thread():
             self._thread.join()
-        self._end = self._end or "the engine was closed"
-        self._abandon()
-        self._executor.close()
-        for file in (self._journal, self._trace):
-            if file is not None:
-                file.close()
+
+    def _free(self) -> None:
+        """The loop has ended, or never began: give everything back, once."""
+        with self._freeing:
+            if self._is_free:
+                return
+            self._is_free = True
+            self._end = self._end or "the engine was closed"
+            self._abandon()
+            self._executor.close()
+            for file in (self._journal, self._trace):
+                if file is not None:
+                    file.close()
 
     # ------------------------------------------------------------ what others ask
 
@@ -153,29 +164,31 @@ class Driver:
 
         Without ``verify`` only headers are read: for thousands of adapters at start-up.
         """
-        card = self._catalog.add(name, path, verify)
-        self._inbox.put(AdapterAdded(card.id, card.num_pages))
-        return card
+        return self._catalog.add(name, path, verify)
 
     def remove_adapter(self, name: str) -> concurrent.futures.Future[None]:
         """Stop serving a name at once; the future is done when nothing of it is left."""
-        adapter, freed = self._catalog.remove(name)
-        self._put(AdapterRemoved(adapter))
+        freed = self._catalog.remove(name)
+        self._abandon_if_ended()
         return freed
 
     def adapters(self) -> tuple[AdapterCard, ...]:
         return self._catalog.cards()
 
     def stats(self) -> concurrent.futures.Future[EngineStats]:
-        """A snapshot taken between two steps."""
+        """A snapshot taken between two steps. ``adapters`` is empty there: ``adapter_loads`` has them."""
         future: concurrent.futures.Future[EngineStats] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()  # A cancelled one cannot be answered: the loop would end of it.
-        self._put(future)
+        self._inbox.put(future)
+        self._abandon_if_ended()
         return future
 
-    def _put(self, item: object) -> None:
-        """Into the inbox, for something that somebody waits for: the loop may have ended a moment ago."""
-        self._inbox.put(item)
+    def adapter_loads(self) -> tuple[AdapterLoad, ...]:
+        """Every served adapter at the moment of the newest snapshot. O(adapters), none of it on the loop."""
+        return self._loads.all()
+
+    def _abandon_if_ended(self) -> None:
+        """Somebody waits for what was just put into the inbox, and the loop may have ended a moment ago."""
         if self._end is not None:
             self._abandon()
 
@@ -193,16 +206,17 @@ class Driver:
             self._died(self._end)
         else:
             self._end = "the engine was closed"
-        self._abandon()
+        self._free()
 
     def _abandon(self) -> None:
         """Answer those who wait for something that the loop, now ended, will never say."""
         error = EngineDead(self._end or "the engine has ended")
         self._catalog.fail_leaving(error)
-        while not self._inbox.empty():
-            item = self._inbox.get()
-            if isinstance(item, concurrent.futures.Future):
-                item.set_exception(error)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._inbox.get_nowait()
+                if isinstance(item, concurrent.futures.Future):
+                    item.set_exception(error)
 
     def _round(self) -> bool:
         """The oldest step's end or the first thing to come in; all that has come in by then, the timer if it is
@@ -247,7 +261,9 @@ class Driver:
         if isinstance(item, concurrent.futures.Future):
             item.set_result(self._stats())
         else:
-            if isinstance(item, AdapterRead):
+            if isinstance(item, AdapterRemoved):
+                self._loads.drop(item.adapter)
+            elif isinstance(item, AdapterRead):
                 self._meters.adapter_read_s += item.read_s
                 self._meters.adapter_read_failures += not item.ok
             self._feed(item)  # type: ignore[arg-type]  # the rest of the inbox are events
@@ -261,11 +277,15 @@ class Driver:
             # Chosen here, outside the policy, so that the journal knows it and a replay draws the same.
             params = dataclasses.replace(params, seed=secrets.randbits(63))
         request = Request(asked.id, adapter or BASE, asked.prompt, params, stop_ids, asked.cache_scope)
-        self._outbox.open(request, asked.stream)
-        if adapter is None:
+        error = None
+        if self._outbox.is_live(asked.id):
+            error = RequestError(400, f"request id {asked.id!r} is already in use")
+        elif adapter is None:
             error = RequestError(404, f"The model `{asked.adapter}` does not exist.", "model")
-            self._outbox.reject(asked.id, error)
+        if error is not None:
+            self._outbox.refuse(request, asked.serial, error)
             return
+        self._outbox.open(request, asked.stream, asked.serial)
         self._meters.prompt_tokens += len(asked.prompt)
         self._arrived.append(request)
 
@@ -343,29 +363,13 @@ class Driver:
 
     def _stats(self) -> EngineStats:
         """Snapshot, counters and meters have the names that their fields have here."""
-        snapshot = self._replica.snapshot()
-        names: dict[AdapterId, AdapterCard] = self._catalog.names()
+        snapshot = self._replica.snapshot("changed")
+        self._loads.update(snapshot.adapters)
         base = snapshot.adapters[0]
         self._meters.host_pages_pinned = self._executor.host_pages_pinned
         sources = (snapshot, self._replica.counters, self._meters)
         return EngineStats(
             base_running=base.running,
             base_waiting=base.waiting,
-            adapters=tuple(
-                _load(use, names[use.adapter]) for use in snapshot.adapters if use.adapter in names
-            ),
             **{name: getattr(source, name) for source in sources for name in _STATS if hasattr(source, name)},
         )
-
-
-def _load(use: AdapterUse, card: AdapterCard) -> AdapterLoad:
-    return AdapterLoad(
-        name=card.name,
-        rank=card.rank,
-        state=use.state,
-        num_pages=use.num_pages,
-        running=use.running,
-        waiting=use.waiting,
-        host_state=use.host_state,
-        history_pages=use.history_pages,
-    )

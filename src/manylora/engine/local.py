@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 
 from manylora.engine.client import Delta, EngineStats, GenerationRequest
@@ -59,7 +60,8 @@ class LocalEngine:
         return self._driver.adapters()
 
     async def stats(self) -> EngineStats:
-        return await asyncio.wrap_future(self._driver.stats())
+        stats = await asyncio.wrap_future(self._driver.stats())
+        return dataclasses.replace(stats, adapters=self._driver.adapter_loads())
 
     async def wait_dead(self) -> str:
         return await self._mailboxes.wait_dead()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
+import itertools
 from collections.abc import AsyncIterator, Callable
 
 from manylora.engine.client import Delta, EngineDead, GenerationRequest
@@ -70,10 +72,16 @@ class DeltaStream:
 
 
 class Mailboxes:
-    """One box an open request. All methods run on the event loop's thread."""
+    """One box an open request. All methods run on the event loop's thread.
+
+    Boxes are found by a serial that each request is given: an id is free again once its stream was read to the end
+    or closed, and what the engine still says of it then is not taken for its next request's.
+    """
 
     def __init__(self) -> None:
-        self._boxes: dict[RequestId, _Box] = {}
+        self._boxes: dict[int, _Box] = {}
+        self._open_ids: set[RequestId] = set()
+        self._serials = itertools.count(1)
         self._dead: EngineDead | None = None
         self._death: asyncio.Event = asyncio.Event()
 
@@ -86,21 +94,25 @@ class Mailboxes:
         """Submit at once and return the request's deltas; closing them early aborts it."""
         if self._dead is not None:
             raise self._dead
-        if request.id in self._boxes:
+        if request.id in self._open_ids:
             raise InvalidRequest(f"request id {request.id!r} is already in use")
-        box = _Box()
-        self._boxes[request.id] = box
-        submit(request)
-        return DeltaStream(request, box, lambda is_open: self._close(request.id, is_open, abort))
+        asked = dataclasses.replace(request, serial=next(self._serials))
+        box = self._boxes[asked.serial] = _Box()
+        self._open_ids.add(asked.id)
+        submit(asked)
+        return DeltaStream(asked, box, lambda is_open: self._close(asked, is_open, abort))
 
-    def _close(self, request: RequestId, is_open: bool, abort: Callable[[RequestId], None]) -> None:
-        if self._boxes.pop(request, None) is not None and is_open and self._dead is None:
-            abort(request)
+    def _close(self, asked: GenerationRequest, is_open: bool, abort: Callable[[RequestId], None]) -> None:
+        if self._boxes.pop(asked.serial, None) is None:
+            return
+        self._open_ids.remove(asked.id)
+        if is_open and self._dead is None:
+            abort(asked.id)
 
     def dispatch(self, deltas: list[Delta]) -> None:
         """Put each delta where it is waited for; news of closed requests is dropped."""
         for delta in deltas:
-            box = self._boxes.get(delta.request)
+            box = self._boxes.get(delta.serial)
             if box is not None:
                 box.put(delta)
 

@@ -16,16 +16,18 @@ from manylora.types import Request, RequestError, RequestId, SequenceId, TokenLo
 
 @dataclasses.dataclass(slots=True)
 class _Sample:
+    began_s: float = 0.0
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     error: RequestError | None = None
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class _Open:
     request: Request
     stream: bool
+    serial: int
     arrived_s: float
     queue_s: float = 0.0
     adapter_s: float = 0.0
@@ -37,20 +39,29 @@ class _Open:
 
 
 class Outbox:
-    """Deltas to be. Used by the loop's thread alone."""
+    """Deltas to be. Used by the loop's thread alone.
+
+    Entries are found by their request's id while it is live. Once it has ended the id is free, though its last
+    deltas may still wait to be collected: those wait by entry.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._open: dict[RequestId, _Open] = {}
-        self._ready: dict[tuple[RequestId, int], None] = {}
+        self._live: dict[RequestId, _Open] = {}
+        self._ready: dict[tuple[_Open, int], None] = {}
         self.logprobs: dict[tuple[SequenceId, int], TokenLogprobs] = {}
 
-    def open(self, request: Request, stream: bool) -> None:
-        """A request has come; its id is unique among open ones (the mailboxes see to that)."""
-        self._open[request.id] = _Open(request, stream, self._clock())
+    def is_live(self, request: RequestId) -> bool:
+        """Whether a request of this id has come and not ended."""
+        return request in self._live
 
-    def reject(self, request: RequestId, error: RequestError) -> None:
-        self.note(Reject(request, error))
+    def open(self, request: Request, stream: bool, serial: int) -> None:
+        """A request has come, of an id that is not live."""
+        self._live[request.id] = _Open(request, stream, serial, self._clock())
+
+    def refuse(self, request: Request, serial: int, error: RequestError) -> None:
+        """A request has come that the policy will not hear of; perhaps of an id that is live, which goes on."""
+        self._reject(_Open(request, False, serial, self._clock()), error)
 
     def note(self, command: Command) -> None:
         """Take in one of the commands that concern clients."""
@@ -58,59 +69,59 @@ class Outbox:
             case Emit():
                 self._emit(command)
             case Admitted():
-                entry = self._open[command.request]
+                entry = self._live[command.request]
                 entry.queue_s = self._clock() - entry.arrived_s
                 entry.num_cached_tokens = command.num_cached
             case Ready():
-                entry = self._open[command.request]
+                entry = self._live[command.request]
                 entry.adapter_s, entry.kv_s = command.adapter_s, command.kv_s
             case Finish():
-                self._end(command.request, command.sample, command.reason, command.error)
+                entry = self._live[command.request]
+                self._end(entry, command.sample, command.reason, command.error)
+                if entry.num_ended == entry.request.params.n:
+                    del self._live[command.request]
             case Reject():
-                entry = self._open[command.request]
-                entry.num_ended = entry.request.params.n - 1
-                self._end(command.request, 0, "error", command.error)
+                self._reject(self._live.pop(command.request), command.error)
             case _:
                 raise AssertionError(f"{type(command).__name__} is not for clients")
 
     def _emit(self, command: Emit) -> None:
-        entry = self._open[command.request]
+        entry = self._live[command.request]
         sample = entry.samples.get(command.sample)
         if sample is None:
-            sample = entry.samples[command.sample] = _Sample()
+            # What is streamed is collected at once: only what is held back takes time.
+            began_s = 0.0 if entry.stream else self._clock()
+            sample = entry.samples[command.sample] = _Sample(began_s)
         sample.tokens.append(command.token)
         if entry.request.params.logprobs is not None:
             sample.logprobs.append(self.logprobs[command.drawn_by])
         if entry.stream:
-            self._ready[command.request, command.sample] = None
+            self._ready[entry, command.sample] = None
 
-    def _end(self, request: RequestId, index: int, reason: str, error: RequestError | None) -> None:
-        entry = self._open[request]
+    def _reject(self, entry: _Open, error: RequestError) -> None:
+        self._end(entry, 0, "error", error)
+
+    def _end(self, entry: _Open, index: int, reason: str, error: RequestError | None) -> None:
         sample = entry.samples.setdefault(index, _Sample())
         sample.finish_reason = reason
         sample.error = error
         entry.num_ended += 1
-        self._ready[request, index] = None
+        self._ready[entry, index] = None
 
     def collect(self) -> list[Delta]:
-        """Everything that is ready, each token once; ended requests are forgotten."""
+        """Everything that is ready, each token once."""
         if not self._ready:
             return []
         at_s = self._clock()
-        deltas = [self._delta(request, sample, at_s) for request, sample in self._ready]
-        for request, _ in self._ready:
-            entry = self._open.get(request)
-            if entry is not None and entry.num_ended == entry.request.params.n:
-                del self._open[request]
+        deltas = [self._delta(entry, sample, at_s) for entry, sample in self._ready]
         self._ready.clear()
         return deltas
 
-    def _delta(self, request: RequestId, index: int, at_s: float) -> Delta:
-        entry = self._open[request]
+    def _delta(self, entry: _Open, index: int, at_s: float) -> Delta:
         sample = entry.samples.pop(index)
         is_first, entry.told = not entry.told, True
         return Delta(
-            request=request,
+            request=entry.request.id,
             sample=index,
             tokens=tuple(sample.tokens),
             logprobs=tuple(sample.logprobs),
@@ -124,4 +135,6 @@ class Outbox:
             adapter_s=entry.adapter_s if is_first else 0.0,
             kv_s=entry.kv_s if is_first else 0.0,
             at_s=at_s,
+            spread_s=at_s - sample.began_s if sample.began_s else 0.0,
+            serial=entry.serial,
         )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import socket
 from collections.abc import AsyncIterator
 
 from manylora.config import ConfigError, EngineSettings
 from manylora.engine import wire
-from manylora.engine.client import Delta, EngineDead, EngineStats, GenerationRequest
+from manylora.engine.client import AdapterLoad, Delta, EngineDead, EngineStats, GenerationRequest
 from manylora.engine.mailboxes import Mailboxes
 from manylora.protocol import AdapterError
 from manylora.types import AdapterCard, EngineInfo, RequestId
@@ -24,6 +25,7 @@ class RemoteEngine:
         self._info = info
         self._mailboxes = Mailboxes()
         self._calls: dict[int, asyncio.Future[wire.Answer]] = {}
+        self._loads: dict[int, list[AdapterLoad]] = {}  # that came before the answers to their calls
         self._call_ids = itertools.count()
         self._closing = False
         self._listener = asyncio.create_task(self._listen())
@@ -52,7 +54,12 @@ class RemoteEngine:
             match message:
                 case wire.Deltas(deltas):
                     self._mailboxes.dispatch(deltas)
+                case wire.Loads(call, loads):
+                    self._loads.setdefault(call, []).extend(loads)
                 case wire.Answer(id=call):
+                    if message.stats is not None:
+                        loads = tuple(self._loads.pop(call, ()))
+                        message.stats = dataclasses.replace(message.stats, adapters=loads)
                     future = self._calls.pop(call, None)
                     if future is not None and not future.done():
                         future.set_result(message)
@@ -118,8 +125,7 @@ class RemoteEngine:
         return await self._mailboxes.wait_dead()
 
     async def close(self) -> None:
-        if self._closing:
-            return
-        self._closing = True
-        self._writer.close()  # the engine takes the end of the stream as the word to end
-        await self._listener
+        if not self._closing:
+            self._closing = True
+            self._writer.close()  # the engine takes the end of the stream as the word to end
+        await asyncio.wait([self._listener])  # of several callers none may cancel it for the others

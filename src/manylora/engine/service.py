@@ -8,6 +8,7 @@ import logging
 import queue
 import socket
 import threading
+from collections.abc import Iterable, Iterator
 
 from manylora.engine import wire
 from manylora.engine.client import Delta, EngineStats
@@ -16,6 +17,9 @@ from manylora.protocol import AdapterError
 from manylora.types import AdapterCard
 
 log = logging.getLogger(__name__)
+
+LOADS_A_MESSAGE = 256
+"""Adapters in one message: encoding one holds the GIL, for which the step loop waits meanwhile."""
 
 
 class Sender:
@@ -26,12 +30,16 @@ class Sender:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._queue: queue.SimpleQueue[wire.ToServer | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Iterable[wire.ToServer] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="manylora-sender", daemon=True)
         self._thread.start()
 
     def send(self, message: wire.ToServer) -> None:
-        self._queue.put(message)
+        self._queue.put((message,))
+
+    def send_all(self, messages: Iterable[wire.ToServer]) -> None:
+        """Send them one after another. They are made on the sender's thread, each when it is its turn."""
+        self._queue.put(messages)
 
     def close(self) -> None:
         """Send what is queued, then stop."""
@@ -40,8 +48,9 @@ class Sender:
 
     def _run(self) -> None:
         try:
-            while (message := self._queue.get()) is not None:
-                self._sock.sendall(wire.frame(message))
+            while (messages := self._queue.get()) is not None:
+                for message in messages:
+                    self._sock.sendall(wire.frame(message))
         except OSError:
             return  # the server is gone; the reading side ends the process
         except Exception:
@@ -114,7 +123,7 @@ def _answer(call: wire.Call, driver: Driver, sender: Sender) -> None:
             sender.send(wire.Answer(call.id, cards=driver.adapters()))
         case _:
             stats = driver.stats()
-            stats.add_done_callback(lambda done: sender.send(_stats_answer(call.id, done)))
+            stats.add_done_callback(lambda done: sender.send_all(_stats_answer(call.id, done, driver)))
 
 
 def _failure(call: int, error: BaseException) -> wire.Answer:
@@ -132,6 +141,14 @@ def _plain_answer(call: int, done: concurrent.futures.Future[None]) -> wire.Answ
     return wire.Answer(call) if error is None else _failure(call, error)
 
 
-def _stats_answer(call: int, done: concurrent.futures.Future[EngineStats]) -> wire.Answer:
+def _stats_answer(
+    call: int, done: concurrent.futures.Future[EngineStats], driver: Driver
+) -> Iterator[wire.ToServer]:
     error = done.exception()
-    return wire.Answer(call, stats=done.result()) if error is None else _failure(call, error)
+    if error is not None:
+        yield _failure(call, error)
+        return
+    loads = driver.adapter_loads()
+    for first in range(0, len(loads), LOADS_A_MESSAGE):
+        yield wire.Loads(call, loads[first : first + LOADS_A_MESSAGE])
+    yield wire.Answer(call, stats=done.result())

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from manylora.config import EngineSettings
-from manylora.engine.client import Delta, EngineStats, GenerationRequest
+from manylora.engine.client import AdapterLoad, Delta, EngineStats, GenerationRequest
 from manylora.types import AdapterCard, EngineInfo
 
 _LENGTH = struct.Struct("<I")
@@ -77,6 +77,13 @@ class Deltas(msgspec.Struct, tag=True):
     deltas: list[Delta]
 
 
+class Loads(msgspec.Struct, tag=True):
+    """Some of the adapters that the Answer to this Call leaves out; it comes after them all."""
+
+    id: int
+    loads: tuple[AdapterLoad, ...]
+
+
 class Answer(msgspec.Struct, tag=True):
     """The one answer to a Call; ``status`` is 0 when it went well."""
 
@@ -87,7 +94,7 @@ class Answer(msgspec.Struct, tag=True):
     stats: EngineStats | None = None
 
 
-ToServer = Ready | Failed | Deltas | Answer
+ToServer = Ready | Failed | Deltas | Loads | Answer
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
