@@ -144,3 +144,16 @@ def test_a_reader_that_has_seen_enough_is_no_trouble() -> None:
     process.stdout.close()  # before it has imported what it prints with
     assert process.communicate()[1] == b""
     assert process.returncode == 1
+
+
+def test_a_journal_may_go_on_in_parts() -> None:
+    engine, _ = build_settings({"model": "m", "journal": "j", "journal_rotate": "64KiB"})
+    assert (engine.journal, engine.journal_part_bytes) == ("j", 2**16)
+    assert build_settings({"model": "m", "journal": "j"})[0].journal_part_bytes is None
+    for given, says in (
+        ({"journal_rotate": "1MiB"}, "--journal-rotate needs --journal"),
+        ({"journal": "j", "journal_rotate": 4095}, "--journal-rotate must be at least 4096 bytes, got 4095"),
+        ({"journal": "j", "journal_rotate": "much"}, "--journal-rotate: 'much' is not a size"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            build_settings({"model": "m", **given})

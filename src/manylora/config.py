@@ -212,6 +212,8 @@ class EngineSettings:
     scheduler: SchedulerSettings = SchedulerSettings()
     adapters: AdapterSettings = AdapterSettings()
     journal: str | None = None
+    journal_part_bytes: int | None = None
+    """From which size the journal goes on in another file; None: never."""
     cuda_graphs: str = "auto"
     """auto: decoding steps are captured where the device can; off: every step is launched kernel by kernel."""
 

@@ -193,10 +193,20 @@ FLAGS: tuple[Flag, ...] = (
     Flag(
         "journal", "path", "record every event the policy sees, to replay its decisions later", metavar="FILE"
     ),
+    Flag(
+        "journal_rotate",
+        "size",
+        "go on in FILE.1, FILE.2, ... whenever a part of the journal has this size; a replay needs all of them "
+        "(default: one file)",
+        metavar="SIZE",
+    ),
 )
 
 _PAGE_TOKENS = {"static-lru": 32}
 """The FastLibra paper runs its vLLM baseline with blocks of 32 tokens (§2.2)."""
+
+SMALLEST_PART = 4096
+"""Bytes of a journal that are worth a file."""
 
 _BY_NAME = {flag.name: flag for flag in FLAGS}
 
@@ -349,6 +359,7 @@ def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSetti
             _adapters(got["adapter"] or []), got["adapter_dir"], got["max_adapter_rank"]
         ),
         journal=got["journal"],
+        journal_part_bytes=got["journal_rotate"],
         cuda_graphs=got["cuda_graphs"],
     )
     http = HttpSettings(got["host"], got["port"], got["drain_timeout"], tuple(got["api_key"] or ()))
@@ -382,6 +393,13 @@ def _check(got: Mapping[str, Any]) -> None:
         raise ConfigError(f"--port must be between 0 and 65535, got {got['port']}")
     if not 0 <= got["drain_timeout"] < float("inf"):
         raise ConfigError(f"--drain-timeout must be at least 0, got {got['drain_timeout']}")
+    if got["journal_rotate"] is not None:
+        if got["journal"] is None:
+            raise ConfigError("--journal-rotate needs --journal")
+        if got["journal_rotate"] < SMALLEST_PART:
+            raise ConfigError(
+                f"--journal-rotate must be at least {SMALLEST_PART} bytes, got {got['journal_rotate']}"
+            )
     if got["adapter_dir"] is not None and not Path(got["adapter_dir"]).is_dir():
         raise ConfigError(f"--adapter-dir {got['adapter_dir']} is not a folder")
     if not all(key.strip() for key in got["api_key"] or ()):

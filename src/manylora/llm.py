@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -22,8 +23,11 @@ from manylora.engine.driver import Driver
 from manylora.engine.local import LocalEngine
 from manylora.engine.scopes import CacheScopes
 from manylora.flags import build_settings
+from manylora.metrics.requests import Metrics
+from manylora.metrics.stream import RecordedStream
+from manylora.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
 from manylora.text.chat import render_chat
-from manylora.text.generate import GenerationFailed, TextDelta, TextOutput, TextStream, collect, generate_text
+from manylora.text.generate import GenerationFailed, TextDelta, TextDeltas, TextOutput, collect, generate_text
 from manylora.text.prompts import encode_text, fit_params, require_tokenizer, spread
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import AdapterCard, EngineInfo, InvalidRequest, SamplingParams, TokenLogprobs
@@ -35,66 +39,13 @@ Message = Mapping[str, Any]
 _Result = TypeVar("_Result")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Logprob:
-    """One token's log-probability; ``rank`` counts from 1, or is None where it is not among the top."""
-
-    logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CompletionOutput:
-    """One finished sample. ``logprobs``: per token, token id -> Logprob, the chosen token included."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None
-    finish_reason: str | None
-    stop_reason: int | str | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """One prompt's results: ``n`` samples, in order. ``adapter`` is None for the base model."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    adapter: str | None
-    outputs: list[CompletionOutput]
-    finished: bool = True
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StreamOutput:
-    """News of one sample of one prompt while it runs: what is new, not what came before.
-
-    With a prompt's first news only: how many of its tokens were reused, and how long it waited for admission,
-    then for its adapter, then for its history.
-    """
-
-    request_id: str
-    prompt_index: int
-    sample: int
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None
-    num_cached_tokens: int = 0
-    queue_s: float = 0.0
-    adapter_s: float = 0.0
-    kv_s: float = 0.0
-
-
 @dataclasses.dataclass(slots=True)
 class _Job:
     """One prompt on its way."""
 
     request: GenerationRequest
     prompt: str | None
-    stream: TextStream | None = None
+    stream: TextDeltas | None = None
 
 
 class Generation:
@@ -156,6 +107,7 @@ class AsyncLLM:
         self._engine: LocalEngine | None = None
         self._ids = itertools.count()
         self._scopes = CacheScopes()
+        self._metrics = Metrics(engine.model.name, self._driver.info)
         # Ends the driver's thread and frees the pool even where nobody calls close().
         self._finalizer = weakref.finalize(self, self._driver.close)
 
@@ -242,7 +194,10 @@ class AsyncLLM:
     def _submit(self, jobs: list[_Job]) -> None:
         engine = self._connected()
         for job in jobs:
-            job.stream = generate_text(engine, self._tokenizer, job.request)
+            asked, start_s = job.request, time.perf_counter()
+            stream = generate_text(engine, self._tokenizer, asked)
+            recorder = self._metrics.request(asked.adapter, len(asked.prompt), asked.params.n, start_s)
+            job.stream = RecordedStream(stream, recorder)
 
     async def _finished(self, job: _Job) -> RequestOutput:
         assert job.stream is not None
@@ -297,6 +252,7 @@ class AsyncLLM:
     async def remove_adapter(self, name: str) -> None:
         """Refuse new requests for it, wait until its running ones have ended and its pages are free."""
         await self._connected().remove_adapter(name)
+        self._metrics.forget(name)
 
     async def adapters(self) -> tuple[AdapterCard, ...]:
         """All served adapters."""
@@ -305,6 +261,10 @@ class AsyncLLM:
     async def stats(self) -> EngineStats:
         """Gauges and counters of this moment."""
         return await self._connected().stats()
+
+    async def metrics(self) -> dict[str, float]:
+        """The names, with labels, and figures that a server's ``/metrics`` would show of this engine."""
+        return await asyncio.to_thread(self._metrics.figures, await self.stats())
 
     @property
     def info(self) -> EngineInfo:
@@ -324,9 +284,8 @@ class AsyncLLM:
         return self._engine
 
     async def close(self) -> None:
-        """Abort what runs and free everything. Idempotent."""
-        if self._finalizer.detach() is None:
-            return
+        """Abort what runs and free everything. Idempotent: every caller waits for the end."""
+        self._finalizer.detach()
         if self._engine is not None:
             await self._engine.close()
         else:
@@ -365,7 +324,10 @@ class LLM:
             target=_run_loop, args=(self._loop,), name="manylora-llm", daemon=True
         )
         self._thread.start()
-        self._finalizer = weakref.finalize(self, _shut_down, self._llm, self._loop, self._thread, workers)
+        self._has_ended = threading.Event()
+        self._finalizer = weakref.finalize(
+            self, _end, self._has_ended, self._llm, self._loop, self._thread, workers
+        )
 
     def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         if not self._finalizer.alive:
@@ -417,6 +379,10 @@ class LLM:
         """Gauges and counters of this moment."""
         return self._wait(self._llm.stats())
 
+    def metrics(self) -> dict[str, float]:
+        """The names, with labels, and figures that a server's ``/metrics`` would show of this engine."""
+        return self._wait(self._llm.metrics())
+
     @property
     def info(self) -> EngineInfo:
         """What the engine is: context length, pages, device, dtype."""
@@ -428,8 +394,10 @@ class LLM:
         return self._llm.tokenizer
 
     def close(self) -> None:
-        """Abort what runs and free everything. Idempotent."""
+        """Abort what runs and free everything. Idempotent: every caller waits for the end."""
         self._finalizer()
+        if threading.current_thread() is not self._thread:
+            self._has_ended.wait()
 
     def __enter__(self) -> LLM:
         return self
@@ -443,6 +411,14 @@ class LLM:
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     loop.run_forever()
+
+
+def _end(has_ended: threading.Event, *parts: Any) -> None:
+    """Shut down and say so."""
+    try:
+        _shut_down(*parts)
+    finally:
+        has_ended.set()
 
 
 def _shut_down(

@@ -72,7 +72,8 @@ def build_driver(settings: EngineSettings, *, shows_progress: bool = False) -> D
         undo.callback(worker.close)
         journal = None
         if settings.journal is not None:
-            journal = _open("journal", settings.journal, lambda path: JournalWriter(path, config))
+            rotate = settings.journal_part_bytes
+            journal = _open("journal", settings.journal, lambda path: JournalWriter(path, config, rotate))
             undo.callback(journal.close)
         driver = Driver(config, worker, info, journal=journal, trace=trace)
         add_initial_adapters(driver, settings.adapters, base=settings.model.name)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
 
 from manylora import LLM, AsyncLLM, SamplingParams
 from manylora.adapters import peft
+from manylora.executor.worker import Worker
 from manylora.llm import StreamOutput
 from tests.e2e.process import MODEL
 
@@ -55,3 +57,28 @@ def test_what_is_checked_before_the_model_is_loaded_is_not_read_again(
         with LLM(MODEL, named, device="cpu", device_pool="8MiB", host_pool="8MiB") as llm:
             assert [card.name for card in llm.adapters()] == list(named)
         assert len(reads) == 3, f"start {start}"
+
+
+def test_every_closer_waits_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, has_come = threading.Event(), threading.Event()
+    close = Worker.close
+
+    def slow(worker: Worker) -> None:
+        has_come.set()
+        gate.wait(60)
+        close(worker)
+
+    monkeypatch.setattr(Worker, "close", slow)
+    llm = LLM(MODEL, device="cpu", device_pool="8MiB", host_pool="8MiB")
+    first, second = (threading.Thread(target=llm.close) for _ in range(2))
+    first.start()
+    assert has_come.wait(60)
+    second.start()
+    second.join(0.3)
+    is_early = not second.is_alive()
+    gate.set()
+    for closer in (first, second):
+        closer.join(60)
+        assert not closer.is_alive()
+    assert not is_early, "the engine was still there"
+    llm.close()

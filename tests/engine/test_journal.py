@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
+import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
+from manylora.engine import journal
+from manylora.engine.driver import Driver
 from manylora.engine.journal import JournalWriter, fingerprint, read_answered, read_journal
+from manylora.engine.lines import LineFile
+from manylora.engine.local import LocalEngine
 from manylora.protocol import Abort, Command, EndSequence, RunStep, SequenceStart, SetTimer, StepRow, Timer
+from manylora.sim.conformance import replay_difference
 from manylora.types import SamplingParams
-from tests.engine.test_engine import CONFIG
+from tests.engine.fake_executor import FakeExecutor
+from tests.engine.test_engine import CONFIG, INFO, drain, request
 
 START = SequenceStart(1, 0, 2, (5, 6, 7), 3, 0, (9,), SamplingParams(temperature=0), ())
 STEP = RunStep(1, (START,), (StepRow(1, 0, 3, 1, ()),))
@@ -71,3 +80,137 @@ def test_damage_says_where(tmp_path: Path, line: str, says: str) -> None:
     path.write_text("{}\n")
     with pytest.raises(ValueError, match=":1: expected the policy's settings"):
         read_journal(path)
+
+
+# ---------------------------------------------------------------- parts
+
+
+def serve(path: Path, part_bytes: int | None) -> None:
+    """A run with requests and an adapter that comes and goes."""
+
+    async def scenario() -> None:
+        engine = LocalEngine(
+            Driver(CONFIG, FakeExecutor(), INFO, journal=JournalWriter(path, CONFIG, part_bytes))
+        )
+        await engine.add_adapter("x", "3")
+        asked = [request(f"r{i}", (i, 2, 3), "x" if i % 2 else None, n=2, max_tokens=20) for i in range(12)]
+        await asyncio.gather(*[drain(engine.generate(r)) for r in asked])
+        await engine.remove_adapter("x")
+        await engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_journal_in_parts_is_read_and_replayed_as_one(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    serve(path, 4096)
+    parts = [path, *(tmp_path / f"journal.{number}" for number in range(1, len(list(tmp_path.iterdir()))))]
+    assert len(parts) > 2
+    for number, part in enumerate(parts):
+        lines = part.read_text().splitlines()
+        assert all(json.loads(line) for line in lines), "each part is text, line by line"
+        is_last = number == len(parts) - 1
+        assert (lines[-1] == json.dumps({"part": number + 1}, separators=(",", ":"))) == (not is_last)
+        assert is_last or 4096 <= part.stat().st_size < 2 * 4096
+    config, answered = read_answered(path)
+    entries = list(answered)
+    assert config == CONFIG
+    assert len(entries) == sum(len(part.read_text().splitlines()) for part in parts) - len(parts)
+    assert all(there is not None for _, _, there in entries)
+    assert replay_difference(config, iter(entries), fingerprint) is None
+    # A shorter run in the same place: what is left of the longer one is not its own.
+    serve(path, None)
+    assert len(list(read_journal(path)[1])) == len(path.read_text().splitlines()) - 1
+
+
+def test_a_part_that_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    serve(path, 4096)
+    with (tmp_path / "journal.1").open("a") as part:
+        part.write("never read: it goes on elsewhere")
+    num_events = len(list(read_journal(path)[1]))
+    damaged = tmp_path / "journal.2"
+    text = damaged.read_text()
+    damaged.write_text("not JSON\n" + text)
+    with pytest.raises(ValueError, match=r"journal\.2:1: expected \[moment"):
+        list(read_journal(path)[1])
+    damaged.unlink()
+    events = read_journal(path)[1]
+    with pytest.raises(ValueError, match=r"journal\.2 is missing"):
+        list(events)
+    damaged.write_text(text)
+    assert len(list(read_journal(path)[1])) == num_events
+
+
+def test_a_next_part_that_cannot_be_opened_ends_the_journal_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "journal"
+    (tmp_path / "journal.2").mkdir()
+    serve(path, 4096)
+    assert len([r for r in caplog.records if "the journal ends here" in r.getMessage()]) == 1
+    config, answered = read_answered(path)
+    assert replay_difference(config, answered, fingerprint) is None, "what was written is whole"
+
+
+def test_reading_keeps_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    writer = JournalWriter(path, CONFIG, 2**20)
+    for number in range(40_000):
+        writer.record(Abort(f"request-{number:060}"), float(number))
+    writer.close()
+    assert sum(part.stat().st_size for part in tmp_path.iterdir()) > 4 * 2**20
+    tracemalloc.start()
+    events = read_journal(path)[1]
+    assert next(events) == (0.0, Abort(f"request-{0:060}"))
+    assert sum(1 for _ in events) == 39_999
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most_bytes < 2**20
+
+
+# ---------------------------------------------------------------- the writer's thread
+
+
+def test_lines_are_made_on_another_thread_and_none_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the file takes less than what comes, whoever records waits."""
+    gate = threading.Event()
+    makers: set[int] = set()
+    write, make = LineFile.write, journal.fingerprint
+    writer = JournalWriter(tmp_path / "journal", CONFIG)
+    monkeypatch.setattr(LineFile, "write", lambda file, line: (gate.wait(), write(file, line)))
+    monkeypatch.setattr(
+        journal, "fingerprint", lambda commands: (makers.add(threading.get_ident()), make(commands))[1]
+    )
+    num_events = 2 * journal.MOST_WAITING
+
+    def loop() -> None:
+        for number in range(num_events):
+            writer.record(Timer(), float(number))
+            writer.answered([SetTimer(number + 1.0)])
+
+    recording = threading.Thread(target=loop)
+    recording.start()
+    recording.join(0.3)
+    assert recording.is_alive(), "no more than so many wait"
+    gate.set()
+    recording.join(60)
+    writer.close()
+    writer.close()
+    assert [now for now, _ in read_journal(tmp_path / "journal")[1]] == [float(n) for n in range(num_events)]
+    assert makers.isdisjoint({threading.get_ident(), recording.ident})
+
+
+def test_a_line_that_cannot_be_made_ends_the_journal_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = JournalWriter(tmp_path / "journal", CONFIG)
+    writer.record(Timer(), 1.0)
+    writer.record(object(), 2.0)  # type: ignore[arg-type]
+    for number in range(2 * journal.MOST_WAITING):
+        writer.record(Timer(), 3.0 + number)
+    writer.close()
+    assert [now for now, _ in read_journal(tmp_path / "journal")[1]] == [1.0]
+    assert "the journal ends here" in caplog.text

@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 
 from manylora.config import CacheConfig, PolicyConfig
+from manylora.engine import service
 from manylora.engine.client import AdapterLoad, Delta, EngineStats, GenerationRequest
 from manylora.engine.driver import Driver, _Meters
 from manylora.engine.journal import JournalWriter, read_journal
+from manylora.engine.loads import AdapterLoads
 from manylora.engine.local import LocalEngine
 from manylora.engine.trace import TraceWriter
 from manylora.policy.replica import Replica
+from manylora.policy.snapshot import AdapterUse
 from manylora.protocol import AdapterError, CopyDone, Decided, Timer
 from manylora.types import SamplingParams
 from tests.engine.fake_executor import FakeExecutor
@@ -108,6 +111,46 @@ def test_stats_of_two_tiers_add_up() -> None:
         assert any(load.host_state == "held" for load in stats.adapters)
 
     asyncio.run(scenario())
+
+
+@kinds
+def test_stats_of_many_adapters_cost_the_loop_what_has_changed(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And are true of each, however often they are asked for, and whoever comes and goes."""
+    told: list[int] = []
+    update = AdapterLoads.update
+
+    def counted(loads: AdapterLoads, uses: tuple[AdapterUse, ...]) -> None:
+        told.append(len(uses))
+        update(loads, uses)
+
+    monkeypatch.setattr(AdapterLoads, "update", counted)
+
+    async def scenario() -> None:
+        async with running(kind, FakeExecutor()) as engine:
+            names = [f"a{i}" for i in range(2 * service.LOADS_A_MESSAGE + 3)]
+            for name in names:
+                await engine.add_adapter(name, "3")
+            stats, again = await asyncio.gather(engine.stats(), engine.stats())
+            assert stats.adapters == again.adapters
+            assert [(load.name, load.state, load.rank) for load in stats.adapters] == [
+                (name, "absent", 8) for name in names
+            ]
+            for name in ("a7", "a300"):
+                await drain(engine.generate(request(name, tuple(range(9)), name)))
+            await engine.remove_adapter("a8")
+            await engine.add_adapter("a8", "2")
+            stats = await engine.stats()
+            assert [load.name for load in stats.adapters] == [*names[:8], *names[9:], "a8"]
+            resident = {load.name: load.history_pages for load in stats.adapters if load.state == "resident"}
+            assert resident.keys() == {"a7", "a300"}
+            assert all(resident.values())
+            await engine.stats()
+
+    asyncio.run(scenario())
+    # The base is always told of; the two that served and the one that came back once more.
+    assert told[1:] == [1, 4, 1]
 
 
 @kinds

@@ -9,7 +9,10 @@ about.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import queue
+import threading
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -43,38 +46,95 @@ def _decided(command: Command) -> object:
     return command.step, starts, command.rows
 
 
+_Entry = tuple[float, Event, Sequence[Command] | None]
+
+MOST_WAITING = 1024
+"""Entries that wait to be written. A journal with holes could not be replayed, so where more come than the file
+takes, the step loop waits for it."""
+
+
 class JournalWriter:
-    """Appends events as they are handled. A file that cannot be written any more ends the journal alone."""
+    """Appends events as they are handled, from one thread; encodes, hashes and writes on a thread of its own.
 
-    def __init__(self, path: Path, config: PolicyConfig) -> None:
+    A file that cannot be written any more ends the journal alone; one that is slow slows the steps down, see
+    ``MOST_WAITING``. With ``part_bytes`` the journal goes on in another part once one has that size: FILE is the
+    first, then come FILE.1, FILE.2 and so on. Each ends with the number of the next; a replay needs them all.
+    """
+
+    def __init__(self, path: Path, config: PolicyConfig, part_bytes: int | None = None) -> None:
         """Start the file anew; raises OSError or ValueError where it cannot be written."""
+        self._path = path
+        self._part_bytes = part_bytes
         self._file = LineFile(path, "journal")
-        self._write({"policy": config})
-        self._unanswered: list[object] | None = None
-
-    def _write(self, line: object) -> None:
-        self._file.write(msgspec.json.encode(line).decode())
+        self._num_parts = 1
+        self._num_bytes = 0  # of this part
+        self._write(msgspec.json.encode({"policy": config}))
+        self._unanswered: tuple[float, Event] | None = None
+        self._queue: queue.Queue[_Entry | None] = queue.Queue(MOST_WAITING)
+        self._thread = threading.Thread(target=self._run, name="manylora-journal", daemon=True)
+        self._thread.start()
 
     def record(self, event: Event, now: float) -> None:
         """One event at the time that the replica was told. Its line is written with the answer, or without."""
-        self._write_unanswered()
-        self._unanswered = [now, type(event).__name__, event]
+        self._put_unanswered(None)
+        self._unanswered = now, event
 
     def answered(self, commands: Sequence[Command]) -> None:
-        """What the replica commanded when it was told of the event recorded last."""
-        if self._unanswered is not None:
-            self._unanswered.append(fingerprint(commands))
-            self._write_unanswered()
+        """What the replica commanded when it was told of the event recorded last; not to be changed any more."""
+        self._put_unanswered(commands)
 
-    def _write_unanswered(self) -> None:
-        line, self._unanswered = self._unanswered, None
-        if line is not None:
-            self._write(line)
+    def _put_unanswered(self, commands: Sequence[Command] | None) -> None:
+        if self._unanswered is not None:
+            self._queue.put((*self._unanswered, commands))
+            self._unanswered = None
 
     def close(self) -> None:
-        """Write what is still buffered. Idempotent."""
-        self._write_unanswered()
+        """Write what is still to be written. Idempotent."""
+        self._put_unanswered(None)
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            try:
+                self._write(_line(*entry))
+            except Exception as error:  # a bug; the loop must not wait for this thread for ever
+                self._file.give_up(error)
+            if self._queue.empty():
+                self._file.flush()
         self._file.close()
+
+    def _write(self, line: bytes) -> None:
+        if self._part_bytes is not None and self._num_bytes >= self._part_bytes:
+            self._begin_part()
+        self._file.write(line.decode())
+        self._num_bytes += len(line) + 1
+
+    def _begin_part(self) -> None:
+        if not self._file.is_open:
+            return
+        try:
+            part = LineFile(_part(self._path, self._num_parts), "journal")
+        except (OSError, ValueError) as error:
+            self._file.give_up(error)
+            return
+        self._file.write(msgspec.json.encode({"part": self._num_parts}).decode())
+        self._file.close()
+        self._file, self._num_bytes = part, 0
+        self._num_parts += 1
+
+
+def _line(now: float, event: Event, commands: Sequence[Command] | None) -> bytes:
+    answer = () if commands is None else (fingerprint(commands),)
+    return msgspec.json.encode((now, type(event).__name__, event, *answer))
+
+
+def _part(path: Path, number: int) -> Path:
+    """Where the journal at ``path`` goes on."""
+    return path.with_name(f"{path.name}.{number}")
 
 
 def read_journal(path: Path) -> tuple[PolicyConfig, Iterator[tuple[float, Event]]]:
@@ -87,22 +147,47 @@ def read_answered(path: Path) -> tuple[PolicyConfig, Iterator[tuple[float, Event
     """The same with the fingerprint of each event's commands.
 
     None where there is none: in journals from before there were any, and after an event that the policy
-    failed on.
+    failed on. Events are read as they are asked for, one line at a time, through all parts.
     """
-    lines = path.read_text(encoding="utf-8").splitlines()
-    if not lines:
+    with path.open("rb") as file:
+        first = file.readline()
+    if not first:
         raise ValueError(f"{path} is empty")
     try:
-        config = msgspec.convert(json.loads(lines[0])["policy"], PolicyConfig)
+        config = msgspec.convert(json.loads(first)["policy"], PolicyConfig)
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path}:1: expected the policy's settings: {error!r}") from error
-    return config, _answered(path, lines[1:])
+    return config, _answered(path)
 
 
-def _answered(path: Path, lines: list[str]) -> Iterator[tuple[float, Event, str | None]]:
-    for number, line in enumerate(lines, 2):
+def _answered(path: Path) -> Iterator[tuple[float, Event, str | None]]:
+    for file, number, line in _lines(path):
         try:
             now, name, fields, *rest = json.loads(line)
             yield now, msgspec.convert(fields, _EVENTS[name]), rest[0] if rest else None
         except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"{path}:{number}: expected [moment, event, fields]: {error!r}") from error
+            raise ValueError(f"{file}:{number}: expected [moment, event, fields]: {error!r}") from error
+
+
+def _lines(path: Path) -> Iterator[tuple[Path, int, bytes]]:
+    """Every part's lines, with part and line number, but for the settings and the names of the next parts."""
+    part: Path | None = path
+    for number in itertools.count(1):
+        if part is None:
+            return
+        here, part = part, None
+        try:
+            file = here.open("rb")
+        except FileNotFoundError as error:
+            raise ValueError(f"{here} is missing: the journal goes on there") from error
+        with file:
+            for place, line in enumerate(file, 1):
+                if number == place == 1:
+                    continue
+                if line.startswith(_GOES_ON):
+                    part = _part(path, number)
+                    break
+                yield here, place, line
+
+
+_GOES_ON = b'{"part":'

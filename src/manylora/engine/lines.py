@@ -24,6 +24,11 @@ class LineFile:
         self._file: TextIO | None = path.open("w", encoding="utf-8")
         self._has_news = False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether what is written goes anywhere."""
+        return self._file is not None
+
     def write(self, line: str) -> None:
         """Append a line; it may stay in the buffer."""
         if self._file is None:
@@ -32,7 +37,7 @@ class LineFile:
             self._file.write(line + "\n")
             self._has_news = True
         except OSError as error:
-            self._give_up(error)
+            self.give_up(error)
 
     def flush(self) -> None:
         """Let readers of the file see what was written; costs nothing where nothing was."""
@@ -42,7 +47,7 @@ class LineFile:
         try:
             self._file.flush()
         except OSError as error:
-            self._give_up(error)
+            self.give_up(error)
 
     def close(self) -> None:
         """Write what is still buffered. Idempotent."""
@@ -52,9 +57,10 @@ class LineFile:
             self._file.close()
             self._file = None
         except OSError as error:
-            self._give_up(error)
+            self.give_up(error)
 
-    def _give_up(self, error: OSError) -> None:
+    def give_up(self, error: Exception) -> None:
+        """Say why it ends here, and close it."""
         log.error("the %s ends here, it cannot be written: %s", self._what, error)
         file, self._file = self._file, None
         if file is not None:

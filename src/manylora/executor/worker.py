@@ -74,7 +74,11 @@ class _Drawn:
 
 
 class Worker:
-    """``protocol.Executor`` on one device. All but what adds, verifies and removes adapters: one thread."""
+    """``protocol.Executor`` on one device. All but what adds, verifies and removes adapters: one thread.
+
+    Adapters' specs and what has landed are shared with other threads without a lock: setting or reading one entry
+    of a dict, and appending to a deque or popping from it, rely on the GIL.
+    """
 
     def __init__(
         self,

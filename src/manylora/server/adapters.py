@@ -11,9 +11,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 
 from manylora.engine.client import EngineClient
+from manylora.metrics.requests import Metrics
 from manylora.server.errors import ApiError, clipped
 from manylora.server.lifecycle import Lifecycle
-from manylora.server.metrics import Metrics
 from manylora.server.models import Models, note_model
 from manylora.server.schemas import LoadAdapterBody, UnloadAdapterBody, read_body
 from manylora.server.settings import ServerSettings

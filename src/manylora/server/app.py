@@ -6,10 +6,10 @@ from fastapi import FastAPI
 
 from manylora.engine.client import EngineClient
 from manylora.engine.scopes import CacheScopes
+from manylora.metrics.requests import Metrics
 from manylora.server import adapters, chat, completions, docs, errors, models, probes
 from manylora.server.generation import Service
 from manylora.server.lifecycle import Lifecycle
-from manylora.server.metrics import Metrics
 from manylora.server.middleware import ApiKeys, BodyLimit, Gate, RequestLog
 from manylora.server.settings import ServerSettings
 from manylora.text.tokenizer import Tokenizer

@@ -18,9 +18,9 @@ from starlette.types import Receive, Scope, Send
 
 from manylora.engine.client import EngineClient, GenerationRequest
 from manylora.engine.scopes import CacheScopes
+from manylora.metrics.requests import Metrics, Recorder
 from manylora.server.errors import as_api_error
 from manylora.server.lifecycle import Lifecycle
-from manylora.server.metrics import Metrics, Recorder
 from manylora.server.models import Chosen
 from manylora.server.schemas import SamplingFields
 from manylora.server.streaming import DONE, HEADERS, ChunkWriter, Usage, error_events, merged

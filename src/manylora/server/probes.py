@@ -9,8 +9,8 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from manylora.engine.client import EngineClient, EngineDead, EngineStats
+from manylora.metrics.requests import Metrics
 from manylora.server.lifecycle import Lifecycle
-from manylora.server.metrics import Metrics
 
 # A scrape must be answered even when the engine is too busy, or too dead, to say anything.
 _STATS_TIMEOUT_S = 2.0

@@ -90,10 +90,10 @@ def replay_difference(
     ``entries``: moment, event and the fingerprint of what was commanded, as ``engine.journal.read_answered`` gives
     them; where that is None, nothing is compared. ``fingerprint``: the function that made them.
     """
-    listed = list(entries)
-    replayed = recorded_commands(config, ((now, event) for now, event, _ in listed))
+    told_to, said_of = itertools.tee(entries)  # in step, so that none is kept
+    replayed = recorded_commands(config, ((now, event) for now, event, _ in told_to))
     try:
-        for number, (told, (_, _, there)) in enumerate(zip(replayed, listed), 1):
+        for number, (told, (_, _, there)) in enumerate(zip(replayed, said_of), 1):
             here = fingerprint(told.commands)
             if there is not None and there != here:
                 names = _short(told.commands)

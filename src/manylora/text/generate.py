@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 from manylora.engine.client import Delta, EngineClient, GenerationRequest
 from manylora.text.detokenize import Detokenizer
@@ -36,6 +36,7 @@ class TextDelta(NamedTuple):
     adapter_s: float = 0.0
     kv_s: float = 0.0
     at_s: float = 0.0
+    spread_s: float = 0.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -145,6 +146,7 @@ class _Sample:
         return TextDelta(
             delta.sample, text, delta.tokens, delta.logprobs, finish_reason, stop_reason, delta.error,
             delta.num_cached_tokens, delta.queue_s, delta.adapter_s, delta.kv_s, delta.at_s,
+            delta.spread_s,
         )  # fmt: skip
 
     def _add(self, token: int) -> str:
@@ -176,10 +178,21 @@ class _Sample:
             adapter_s=delta.adapter_s,
             kv_s=delta.kv_s,
             at_s=delta.at_s,
+            spread_s=delta.spread_s,
         )
 
 
-async def collect(stream: TextStream, n: int) -> list[TextOutput]:
+class TextDeltas(Protocol):
+    """One request's deltas, as of a TextStream."""
+
+    def __aiter__(self) -> AsyncIterator[TextDelta]:
+        """In the order in which they came."""
+
+    async def aclose(self) -> None:
+        """Abort what still runs. Idempotent."""
+
+
+async def collect(stream: TextDeltas, n: int) -> list[TextOutput]:
     """Wait for all ``n`` samples, in order; raises GenerationFailed if one of them failed.
 
     Closes the stream, so that a caller that is cancelled leaves nothing running.

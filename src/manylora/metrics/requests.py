@@ -1,7 +1,7 @@
-"""Prometheus metrics: what the server measures of requests, beside what the engine reports of itself.
+"""What is measured of requests, beside what the engine reports of itself: a page to scrape, or a dict.
 
-Names and buckets are vLLM's wherever vLLM has the metric; ours start with ``manylora:``. Each app has a
-registry of its own.
+Names and buckets are vLLM's wherever vLLM has the metric; ours start with ``manylora:``. Each server, and each
+engine in process, has a registry of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from manylora.engine.client import EngineStats
-from manylora.server.collector import EngineCollector
+from manylora.metrics.engine import EngineCollector
+from manylora.metrics.histogram import TokenHistogram
 from manylora.text.generate import TextDelta
 from manylora.types import EngineInfo
 
@@ -36,7 +37,7 @@ history, and the rest."""
 
 
 class Metrics:
-    """One app's metrics. ``base`` is the base model's id."""
+    """The metrics of one server, or of one engine in process. ``base`` is the base model's id."""
 
     def __init__(self, base: str, info: EngineInfo) -> None:
         self._base = base
@@ -51,9 +52,11 @@ class Metrics:
         self.first_token_s = histogram(
             "vllm:time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S
         )
-        self.inter_token_s = histogram(
-            "vllm:inter_token_latency_seconds", "From one token of a sample to its next.", _TOKEN_S
-        )
+        self.inter_token_s = TokenHistogram(
+            "vllm:inter_token_latency_seconds", "From one token of a sample to its next.",
+            {"model_name": base}, _TOKEN_S,
+        )  # fmt: skip
+        self._registry.register(self.inter_token_s)
         self.per_output_token_s = histogram(
             "vllm:request_time_per_output_token_seconds", "A sample's mean time per token after its first.",
             _TOKEN_S,
@@ -137,6 +140,12 @@ class Metrics:
         self._engine.update(stats)
         return generate_latest(self._registry)
 
+    def figures(self, stats: EngineStats | None) -> dict[str, float]:
+        """What ``render`` shows, by names with labels as they stand there."""
+        lines = self.render(stats).decode().split("\n")
+        samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
+        return {name: float(value) for name, _, value in samples}
+
 
 class Recorder:
     """Watches the deltas of one engine request. Cheap: it runs once for every delta."""
@@ -157,14 +166,18 @@ class Recorder:
         sample, num_new = delta.sample, len(delta.token_ids)
         if num_new:
             now_s = time.perf_counter()
+            first_s = now_s - delta.spread_s
             self._generated.inc(num_new)
             if not self._has_token:
                 self._has_token = True
-                self._metrics.count_first_token(self._adapter, delta, now_s - self._start_s)
+                self._metrics.count_first_token(self._adapter, delta, max(first_s - self._start_s, 0.0))
             if self._num_tokens[sample]:
-                self._metrics.inter_token_s.observe((now_s - self._last_s[sample]) / num_new)
+                num_gaps, since_s = num_new, self._last_s[sample]
             else:
-                self._first_s[sample] = now_s
+                num_gaps, since_s = num_new - 1, first_s
+                self._first_s[sample] = first_s
+            if num_gaps:
+                self._metrics.inter_token_s.observe((now_s - since_s) / num_gaps, num_gaps)
             self._last_s[sample] = now_s
             self._num_tokens[sample] += num_new
         if delta.finish_reason is not None:

@@ -1,0 +1,58 @@
+"""What ``LLM`` and ``AsyncLLM`` give: whole results, and news of results that grow."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log-probability; ``rank`` counts from 1, or is None where it is not among the top."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One finished sample. ``logprobs``: per token, token id -> Logprob, the chosen token included."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """One prompt's results: ``n`` samples, in order. ``adapter`` is None for the base model."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    adapter: str | None
+    outputs: list[CompletionOutput]
+    finished: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamOutput:
+    """News of one sample of one prompt while it runs: what is new, not what came before.
+
+    With a prompt's first news only: how many of its tokens were reused, and how long it waited for admission,
+    then for its adapter, then for its history.
+    """
+
+    request_id: str
+    prompt_index: int
+    sample: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    num_cached_tokens: int = 0
+    queue_s: float = 0.0
+    adapter_s: float = 0.0
+    kv_s: float = 0.0
