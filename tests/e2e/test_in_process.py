@@ -10,8 +10,10 @@ import pytest
 
 from manylora import LLM, AsyncLLM, SamplingParams
 from manylora.adapters import peft
+from manylora.engine.journal import fingerprint, read_answered
 from manylora.executor.worker import Worker
 from manylora.llm import StreamOutput
+from manylora.sim.conformance import replay_difference
 from tests.e2e.process import MODEL
 
 PROMPT = list(range(5, 45))
@@ -82,3 +84,14 @@ def test_every_closer_waits_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None
         assert not closer.is_alive()
     assert not is_early, "the engine was still there"
     llm.close()
+
+
+def test_a_journal_in_parts_replays(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    settings = {"device_pool": "8MiB", "journal": str(journal), "journal_rotate": "4KiB"}
+    with LLM(MODEL, device="cpu", **settings) as llm:
+        llm.generate([PROMPT] * 4, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    assert len(list(tmp_path.iterdir())) > 1
+    config, entries = read_answered(journal)
+    assert replay_difference(config, entries, fingerprint) is None
+    assert sum(1 for _ in read_answered(journal)[1]) > 40

@@ -172,6 +172,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         adapter = next(self.adapter_ids)
         num_pages = min(num_pages, self.most_adapter_pages)
         self.adapters[adapter] = num_pages
+        self.told[adapter] = AdapterUse(adapter, "absent", num_pages, 0, 0)
         self.feed(AdapterAdded(adapter, num_pages))
 
     @precondition(lambda self: self.adapters)

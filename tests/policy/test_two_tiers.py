@@ -368,7 +368,6 @@ def test_a_snapshot_of_changes_looks_at_nothing_else() -> None:
     rig = Rig("manylora", num_pages=60, max_num_seqs=2)
     for adapter in range(1, 10_001):
         rig.replica.handle(AdapterAdded(adapter, 3), 0.0)
-    assert len(rig.replica.snapshot("changed").adapters) == 10_001
     assert [use.adapter for use in rig.replica.snapshot("changed").adapters] == [BASE]
     rig.serve("idle again", 7, prompt(7, 3))
     rig.ask("running", 8, prompt(8, 1), 4)

@@ -34,6 +34,7 @@ from manylora.policy.policies import adapter_pages_limit
 from manylora.policy.replica import Replica
 from manylora.protocol import (
     Abort,
+    AdapterAdded,
     AdapterFreed,
     AdapterRead,
     AdapterRemoved,
@@ -261,7 +262,9 @@ class Driver:
         if isinstance(item, concurrent.futures.Future):
             item.set_result(self._stats())
         else:
-            if isinstance(item, AdapterRemoved):
+            if isinstance(item, AdapterAdded):
+                self._loads.add(item.adapter, item.num_pages)
+            elif isinstance(item, AdapterRemoved):
                 self._loads.drop(item.adapter)
             elif isinstance(item, AdapterRead):
                 self._meters.adapter_read_s += item.read_s

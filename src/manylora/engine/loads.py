@@ -21,6 +21,10 @@ class AdapterLoads:
         self._catalog = catalog
         self._loads: dict[AdapterId, AdapterLoad] = {}
 
+    def add(self, adapter: AdapterId, num_pages: int) -> None:
+        """The policy knows of it from now on; it is absent."""
+        self.update((AdapterUse(adapter, "absent", num_pages, 0, 0),))
+
     def update(self, uses: Iterable[AdapterUse]) -> None:
         """These have changed."""
         for use in uses:

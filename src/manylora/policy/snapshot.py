@@ -17,7 +17,7 @@ from manylora.types import BASE, AdapterId
 
 Which = Literal["all", "busy", "changed"]
 """Adapters that a snapshot tells of: all of them and the base; those with requests; or the base and those of which
-something may differ from the last snapshot of this kind."""
+something may differ from the last snapshot of this kind, or from what it was when they were added: absent."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

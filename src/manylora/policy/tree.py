@@ -166,7 +166,6 @@ class DependencyTree:
             return self.node(adapter)
         node = Node(adapter, None, b"", num_pages)
         self._adapters[adapter] = _AdapterEntry(node)
-        self._changed.add(adapter)
         self.num_nodes += 1
         return node
 
@@ -180,7 +179,7 @@ class DependencyTree:
         return adapter in self._adapters
 
     def take_changed(self) -> set[AdapterId]:
-        """Adapters whose states or idle history may have changed since the last call."""
+        """Adapters whose states or idle history may have changed since the last call, or since they were added."""
         changed, self._changed = self._changed, set()
         return changed
 
