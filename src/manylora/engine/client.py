@@ -24,9 +24,10 @@ from manylora.types import (
 class GenerationRequest:
     """A request by adapter *name* (None: the base model).
 
-    With ``stream=False`` each sample's tokens may come in one Delta, at its end: less traffic where nobody
-    reads along. ``cache_scope``: whose KV it may reuse (see ``engine.scopes``). ``serial`` comes back in the request's
-    deltas: it tells requests of one id apart, of which one has ended, or was refused, before its last deltas were read.
+    With ``stream=False`` each sample's tokens may come in one Delta, at its end: less traffic where nobody reads
+    along. ``cache_scope``: whose KV it may reuse (see ``engine.scopes``). ``serial`` comes back in the request's
+    deltas: it tells requests of one id apart, of which one has ended, or was refused, before its last deltas
+    were read.
     """
 
     id: RequestId
