@@ -86,6 +86,12 @@ def check_pipeline_depth(pipeline_depth: int) -> None:
         raise ConfigError(f"pipeline_depth must be 1 or 2, got {pipeline_depth}")
 
 
+def check_max_waiting(max_waiting: int | None) -> None:
+    """Raises ConfigError."""
+    if max_waiting is not None and max_waiting < 1:
+        raise ConfigError(f"max_waiting must be at least 1, got {max_waiting}")
+
+
 def check_admission(admission: str, slo_ttft_s: float | None) -> None:
     """Raises ConfigError for an admission policy and a first-token objective that make no sense together."""
     if admission not in ADMISSIONS:
@@ -114,10 +120,13 @@ class PolicyConfig:
     """When a request's first token should have come, after its arrival; early-abort only."""
     pipeline_depth: int = 1
     """Steps in flight at most. With 2, a step is decided while the one before it still runs."""
+    max_waiting: int | None = None
+    """Requests that may wait for their first admission; one that comes beyond them is refused. None: any number."""
 
     def __post_init__(self) -> None:
         check_admission(self.admission, self.slo_ttft_s)
         check_pipeline_depth(self.pipeline_depth)
+        check_max_waiting(self.max_waiting)
         for name in (
             "num_pages", "page_tokens", "max_model_len", "max_num_seqs", "max_batch_tokens", "page_bytes",
         ):  # fmt: skip
@@ -171,9 +180,12 @@ class SchedulerSettings:
     slo_ttft_s: float | None = None
     pipeline_depth: int | None = None
     """Steps in flight at most."""
+    max_waiting: int | None = None
+    """Requests that may wait for their first admission. None: any number."""
 
     def __post_init__(self) -> None:
         check_admission(self.admission, self.slo_ttft_s)
+        check_max_waiting(self.max_waiting)
         if self.pipeline_depth is not None:
             check_pipeline_depth(self.pipeline_depth)
 
@@ -220,9 +232,14 @@ class EngineSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HttpSettings:
-    """The server's own side."""
+    """The server's own side. ``max_body_size`` in bytes; None: as the model's context and vocabulary need."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     drain_timeout: float = 15.0
     api_keys: tuple[str, ...] = ()
+    metrics_key: str = "required"
+    """Whether /metrics asks for one of the keys: required or open."""
+    max_waiting: int = 10_000
+    max_connections: int | None = None
+    max_body_size: int | None = None

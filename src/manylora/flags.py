@@ -191,6 +191,38 @@ FLAGS: tuple[Flag, ...] = (
         metavar="KEY",
     ),
     Flag(
+        "metrics_key",
+        "str",
+        "where keys are set, whether /metrics asks for one too",
+        "required",
+        ("required", "open"),
+        is_http=True,
+    ),
+    Flag(
+        "max_waiting",
+        "int",
+        "most requests that wait to be admitted; more are refused with 429",
+        10_000,
+        is_http=True,
+        metavar="N",
+    ),
+    Flag(
+        "max_connections",
+        "int",
+        "most connections at once; more are answered with 503 and closed (default: 16384, or more where "
+        "--max-waiting asks for it, as the limit on open files allows)",
+        is_http=True,
+        metavar="N",
+    ),
+    Flag(
+        "max_body_size",
+        "size",
+        "largest body of a request, such as 16MiB; a larger one is refused with 413 (default: 4 MiB and what "
+        "the longest prompt may need)",
+        is_http=True,
+        metavar="SIZE",
+    ),
+    Flag(
         "journal", "path", "record every event the policy sees, to replay its decisions later", metavar="FILE"
     ),
     Flag(
@@ -362,7 +394,16 @@ def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSetti
         journal_part_bytes=got["journal_rotate"],
         cuda_graphs=got["cuda_graphs"],
     )
-    http = HttpSettings(got["host"], got["port"], got["drain_timeout"], tuple(got["api_key"] or ()))
+    http = HttpSettings(
+        got["host"],
+        got["port"],
+        got["drain_timeout"],
+        tuple(got["api_key"] or ()),
+        got["metrics_key"],
+        got["max_waiting"],
+        got["max_connections"],
+        got["max_body_size"],
+    )
     return engine, http
 
 
@@ -379,7 +420,10 @@ def _adapters(pairs: list[str]) -> tuple[tuple[str, str], ...]:
 
 
 def _check(got: Mapping[str, Any]) -> None:
-    for name in ("max_model_len", "max_num_seqs", "max_batch_tokens", "page_tokens", "max_adapter_rank"):
+    for name in (
+        "max_model_len", "max_num_seqs", "max_batch_tokens", "page_tokens", "max_adapter_rank", "max_waiting",
+        "max_connections", "max_body_size",
+    ):  # fmt: skip
         if got[name] is not None and got[name] < 1:
             raise ConfigError(f"{_BY_NAME[name].option} must be at least 1, got {got[name]}")
         if got[name] is not None and got[name] > LARGEST_NUMBER:

@@ -9,7 +9,7 @@ from manylora.flags import build_settings
 from manylora.policy.admission import Admission
 from manylora.policy.queues import RequestState, Sequence, Stage, WaitingQueue
 from manylora.policy.replica import Replica
-from manylora.protocol import Admitted, Arrive, Command, Finish, RunStep, StepDone
+from manylora.protocol import Abort, Admitted, Arrive, Command, Finish, Reject, RunStep, StepDone
 from manylora.sim.costs import DeviceCosts
 from manylora.sim.replay import Outcome, Replay
 from manylora.sim.summary import summarize
@@ -17,8 +17,12 @@ from manylora.types import BASE, Request, SamplingParams
 from manylora.workloads.stream import Piece, Stream, StreamRequest
 
 
-def config(admission: str, slo_ttft_s: float | None = None, max_num_seqs: int = 1) -> PolicyConfig:
-    return PolicyConfig(200, 4, 400, max_num_seqs, 64, admission=admission, slo_ttft_s=slo_ttft_s)
+def config(
+    admission: str, slo_ttft_s: float | None = None, max_num_seqs: int = 1, max_waiting: int | None = None
+) -> PolicyConfig:
+    return PolicyConfig(
+        200, 4, 400, max_num_seqs, 64, admission=admission, slo_ttft_s=slo_ttft_s, max_waiting=max_waiting
+    )
 
 
 def waiting(queue: WaitingQueue, number: int, arrived_s: float) -> Sequence:
@@ -101,6 +105,59 @@ def test_whoever_began_is_not_dropped() -> None:
     server.ask("a", 0.0)
     server.end_step(60.0)
     assert (server.admitted, server.dropped) == (["a"], {})
+
+
+def test_the_queue_is_bounded() -> None:
+    """One runs and two may wait, each with three samples; who waits ends or is admitted, and there is room again."""
+    replica = Replica(config("fcfs", max_num_seqs=3, max_waiting=2))
+
+    def ask(name: str, now: float, more: bool = False) -> list[Command]:
+        request = Request(name, BASE, (1, 2, 3), SamplingParams(n=3, max_tokens=9, seed=0))
+        return replica.handle(Arrive(request, more), now)
+
+    (step,) = [c for c in ask("a", 0.0) if isinstance(c, RunStep)]
+    assert not any(isinstance(c, Reject) for name in "bc" for c in ask(name, 1.0))
+    (refused,) = ask("d", 2.0)
+    assert isinstance(refused, Reject)
+    assert (refused.request, refused.error.status) == ("d", 429)
+    assert "2 requests wait" in refused.error.message
+    assert replica.handle(Abort("d"), 2.5) == []  # nothing of it is kept
+    replica.handle(Abort("b"), 3.0)
+    assert not any(isinstance(c, Reject) for c in ask("e", 4.0))
+    assert isinstance(ask("f", 4.0)[0], Reject)
+    replica.handle(Abort("a"), 5.0)
+    replica.handle(StepDone(step.step, True, ((step.rows[0].sequence, (0, 0, 0)),), 0.1), 6.0)  # c is admitted
+    assert not any(isinstance(c, Reject) for c in ask("g", 7.0))
+    replica.check()
+
+
+def test_the_bound_holds_for_requests_that_come_together() -> None:
+    """They are told of one after the other, and none is admitted before the last is known."""
+    replica = Replica(config("fcfs", max_num_seqs=64, max_waiting=2))
+    refused = []
+    for number in range(4):
+        request = Request(f"r{number}", BASE, (1, 2), SamplingParams(max_tokens=1, seed=0))
+        commands = replica.handle(Arrive(request, more=number < 3), 0.0)
+        refused += [c.request for c in commands if isinstance(c, Reject)]
+    assert refused == ["r2", "r3"]
+
+
+def test_without_a_bound_any_number_waits() -> None:
+    replica = Replica(config("fcfs"))
+    for number in range(20_000):
+        request = Request(f"r{number}", BASE, (1, 2), SamplingParams(max_tokens=1, seed=0))
+        assert not any(isinstance(c, Reject) for c in replica.handle(Arrive(request, more=True), 0.0))
+    assert replica.snapshot().num_waiting == 20_000
+
+
+@pytest.mark.parametrize("wrong", [0, -1])
+def test_a_bound_must_be_at_least_one(wrong: int) -> None:
+    with pytest.raises(ConfigError, match="max_waiting"):
+        config("fcfs", max_waiting=wrong)
+    with pytest.raises(ConfigError, match="max_waiting"):
+        SchedulerSettings(max_waiting=wrong)
+    with pytest.raises(ConfigError, match="--max-waiting must be at least 1"):
+        build_settings({"model": "m", "max_waiting": wrong})
 
 
 def test_moving_averages() -> None:

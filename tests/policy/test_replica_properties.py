@@ -54,6 +54,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         admission=st.sampled_from(["fcfs", *ADMISSIONS]),
         slo_ttft_s=st.sampled_from([0.75, 2.0, 5.0]),
         pipeline_depth=st.sampled_from([1, 2]),
+        max_waiting=st.sampled_from([None, None, 1, 2, 4]),
     )
     def start(
         self,
@@ -68,6 +69,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         admission: str,
         slo_ttft_s: float,
         pipeline_depth: int,
+        max_waiting: int | None,
     ) -> None:
         cache = CacheConfig(
             policy, adapter_share=0.5, tau_s=2.0, window_s=8.0, low_mark=low_mark, high_mark=high_mark
@@ -84,6 +86,7 @@ class ReplicaMachine(RuleBasedStateMachine):
             admission,
             slo_ttft_s,
             pipeline_depth,
+            max_waiting,
         )
         self.replica = Replica(self.config)
         self.most_adapter_pages = min(4, adapter_pages_limit(self.config))
@@ -95,6 +98,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.ended: dict[tuple[str, int], str] = {}
         self.rejected: set[str] = set()
+        self.turned_away: set[str] = set()
         self.aborted: set[str] = set()
         self.emitted: dict[tuple[str, int], list[int]] = {}
         self.adapters: dict[int, int] = {}
@@ -132,6 +136,8 @@ class ReplicaMachine(RuleBasedStateMachine):
                 assert command.request not in self.rejected
                 assert not any(request == command.request for request, _ in self.ended)
                 self.rejected.add(command.request)
+                if command.error.status == 429:
+                    self.turned_away.add(command.request)
             case SetTimer():
                 assert command.at > self.now
                 self.timer = command.at
@@ -164,6 +170,10 @@ class ReplicaMachine(RuleBasedStateMachine):
 
     def live(self) -> list[str]:
         return sorted(r.id for r in self.requests.values() if not self.has_ended(r))
+
+    def num_queued(self) -> int:
+        """Requests that wait for their first admission, however many samples each has."""
+        return len(set(self.live()) - set(self.admission_order))
 
     # ------------------------------------------------------------ rules
 
@@ -211,9 +221,12 @@ class ReplicaMachine(RuleBasedStateMachine):
         num_steps = len(self.device.steps)
         for num_more in reversed(range(together)):
             request = Request(f"r{next(self.ids)}", adapter, tuple(prompt), params, stop_ids, scope)
-            self.requests[request.id] = request
             self.arrived_s[request.id] = self.now + EVENT_S
+            is_full = self.config.max_waiting is not None and self.num_queued() >= self.config.max_waiting
+            self.requests[request.id] = request
             self.feed(Arrive(request, more=num_more > 0))
+            is_wrong = request.id in self.rejected - self.turned_away
+            assert is_wrong or (request.id in self.turned_away) == is_full, "refused where the queue is full"
             if num_more:
                 assert len(self.device.steps) == num_steps, "no step starts before the last has come"
             if adapter in self.removed:

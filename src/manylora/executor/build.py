@@ -208,6 +208,7 @@ def _limits(
         cache=settings.cache.policy,
         admission=settings.scheduler.admission,
         slo_ttft_s=settings.scheduler.slo_ttft_s,
+        max_waiting=settings.scheduler.max_waiting,
         pipeline_depth=pipeline_depth,
     )
 

@@ -1,4 +1,4 @@
-"""Whose turn it is to be admitted, and for whom it is too late (S-LoRA §4.3, §7.5).
+"""Which request is admitted next, which ones it is too late for (S-LoRA §4.3, §7.5), and how many may wait.
 
 Owns the three admission policies; does not know what an admission takes, nor how a request is told of its end.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from manylora.config import FIRST_STEP_S, PolicyConfig
 from manylora.policy.queues import Sequence, WaitingQueue
+from manylora.types import RequestError
 
 KEPT = 0.7
 """How much of a moving average survives one observation. The authors' abort_req_queue.py keeps 0.3 and
@@ -25,11 +26,18 @@ class Admission:
 
     def __init__(self, config: PolicyConfig, waiting: WaitingQueue) -> None:
         self._waiting = waiting
+        self._max_waiting = config.max_waiting
         self._objective_s = config.slo_ttft_s if config.admission == "early-abort" else None
         self._num_left = 0
         self.growth = 1.0
         self.admitted = 1.0
         waiting.is_newest_first = config.admission == "lcfs"
+
+    def refusal(self) -> RequestError | None:
+        """Why a request that comes at this moment cannot join the queue, if so."""
+        if self._max_waiting is None or self._waiting.num_arrived < self._max_waiting:
+            return None
+        return RequestError(429, f"the queue is full: {self._waiting.num_arrived} requests wait; try again later")
 
     def begin_round(self, now: float) -> list[Sequence]:
         """There is room for somebody; sets the queue's order and returns those for whom it is too late."""

@@ -158,6 +158,11 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._returned) + self._num_arrived
 
+    @property
+    def num_arrived(self) -> int:
+        """Requests that wait and were never admitted."""
+        return self._num_arrived
+
     def arrive(self, sequence: Sequence) -> None:
         """A sequence of a new request, later than all others."""
         self._arrived.append(sequence)

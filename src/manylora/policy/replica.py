@@ -130,7 +130,7 @@ class Replica:
     # ------------------------------------------------------------ arrival and end
 
     def _arrive(self, request: Request) -> None:
-        error = self._refusal(request)
+        error = self._refusal(request) or self._admission.refusal()
         if error is not None:
             self._commands.append(Reject(request.id, error))
             return
