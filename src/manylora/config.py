@@ -121,7 +121,7 @@ class PolicyConfig:
     pipeline_depth: int = 1
     """Steps in flight at most. With 2, a step is decided while the one before it still runs."""
     max_waiting: int | None = None
-    """Requests that may wait for their first admission; one that comes beyond them is refused. None: any number."""
+    """Requests that may wait for their first admission; more are refused. None: any number."""
 
     def __post_init__(self) -> None:
         check_admission(self.admission, self.slo_ttft_s)

@@ -108,7 +108,7 @@ def test_whoever_began_is_not_dropped() -> None:
 
 
 def test_the_queue_is_bounded() -> None:
-    """One runs and two may wait, each with three samples; who waits ends or is admitted, and there is room again."""
+    """One runs and two may wait, each with three samples; once one is gone or admitted there is room."""
     replica = Replica(config("fcfs", max_num_seqs=3, max_waiting=2))
 
     def ask(name: str, now: float, more: bool = False) -> list[Command]:
@@ -126,7 +126,9 @@ def test_the_queue_is_bounded() -> None:
     assert not any(isinstance(c, Reject) for c in ask("e", 4.0))
     assert isinstance(ask("f", 4.0)[0], Reject)
     replica.handle(Abort("a"), 5.0)
-    replica.handle(StepDone(step.step, True, ((step.rows[0].sequence, (0, 0, 0)),), 0.1), 6.0)  # c is admitted
+    replica.handle(
+        StepDone(step.step, True, ((step.rows[0].sequence, (0, 0, 0)),), 0.1), 6.0
+    )  # c is admitted
     assert not any(isinstance(c, Reject) for c in ask("g", 7.0))
     replica.check()
 

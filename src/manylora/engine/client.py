@@ -27,7 +27,8 @@ class GenerationRequest:
     With ``stream=False`` each sample's tokens may come in one Delta, at its end: less traffic where nobody reads
     along. ``cache_scope``: whose KV it may reuse (see ``engine.scopes``). ``serial`` comes back in the request's
     deltas: it tells requests of one id apart, of which one has ended, or was refused, before its last deltas
-    were read.
+    were read. ``more``: another request follows at once, and both are admitted or refused before
+    either runs.
     """
 
     id: RequestId
@@ -37,6 +38,7 @@ class GenerationRequest:
     stream: bool = True
     cache_scope: str = ""
     serial: int = 0
+    more: bool = False
 
 
 class Delta(NamedTuple):
@@ -145,6 +147,10 @@ class EngineDead(Exception):
     """The engine is gone; nothing more will come from it. The message says why."""
 
 
+class EngineBusy(Exception):
+    """The engine does not take in what it is sent as fast as it is sent; the message is meant for the sender."""
+
+
 class EngineClient(Protocol):
     """Asynchronous; all methods are called from one event loop."""
 
@@ -153,7 +159,7 @@ class EngineClient(Protocol):
         """Facts that never change."""
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
-        """The request's deltas until each of its samples has finished; raises EngineDead.
+        """The request's deltas until each of its samples has finished; raises EngineDead and EngineBusy.
 
         Submits at once, on the call itself. Closing the iterator (``aclose``) aborts what still runs.
         """

@@ -110,6 +110,7 @@ class Driver:
         self._outbox = Outbox(clock)
         self._meters = _Meters()
         self._arrived: collections.deque[Request] = collections.deque()  # and not yet told of
+        self._more_follow = False  # after the last of them, at once
         self._in_flight: collections.deque[IssuedStep] = collections.deque()  # oldest first
         self._timer_at: float | None = None
         self._failed_steps = 0
@@ -156,6 +157,11 @@ class Driver:
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request; an unknown adapter is answered by a Delta with status 404."""
         self._inbox.put(request)
+
+    @property
+    def backlog(self) -> int:
+        """How many things others asked for that the loop has not looked at."""
+        return self._inbox.qsize()
 
     def abort(self, request: RequestId, sample: int | None, reason: str) -> None:
         self._inbox.put(Abort(request, sample, reason))
@@ -234,7 +240,7 @@ class Driver:
                 return False
             self._take(item)
             item = None
-            if self._inbox.empty():
+            if self._inbox.empty() and not self._more_follow:
                 self._tell_arrived()
         # Last before a step's end: where a first step has just been issued, that is in the next round.
         is_last = result is not None or not self._in_flight
@@ -279,6 +285,7 @@ class Driver:
         if params.seed is None:
             # Chosen here, outside the policy, so that the journal knows it and a replay draws the same.
             params = dataclasses.replace(params, seed=secrets.randbits(63))
+        self._more_follow = asked.more
         request = Request(asked.id, adapter or BASE, asked.prompt, params, stop_ids, asked.cache_scope)
         error = None
         if self._outbox.is_live(asked.id):
@@ -294,6 +301,7 @@ class Driver:
 
     def _tell_arrived(self) -> None:
         """All that have come since the last other event, the policy being told that they come together."""
+        self._more_follow = False
         while self._arrived:
             request = self._arrived.popleft()
             self._feed(Arrive(request, more=bool(self._arrived)))

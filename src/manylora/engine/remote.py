@@ -10,10 +10,13 @@ from collections.abc import AsyncIterator
 
 from manylora.config import ConfigError, EngineSettings
 from manylora.engine import wire
-from manylora.engine.client import AdapterLoad, Delta, EngineDead, EngineStats, GenerationRequest
+from manylora.engine.client import AdapterLoad, Delta, EngineBusy, EngineDead, EngineStats, GenerationRequest
 from manylora.engine.mailboxes import Mailboxes
 from manylora.protocol import AdapterError
 from manylora.types import AdapterCard, EngineInfo, RequestId
+
+MAX_UNSENT_BYTES = 64 * 2**20
+"""Of questions to an engine that does not read them. Then whoever asks something new gets EngineBusy."""
 
 
 class RemoteEngine:
@@ -27,6 +30,7 @@ class RemoteEngine:
         self._calls: dict[int, asyncio.Future[wire.Answer]] = {}
         self._loads: dict[int, list[AdapterLoad]] = {}  # that came before the answers to their calls
         self._call_ids = itertools.count()
+        self._stats: asyncio.Task[wire.Answer] | None = None
         self._closing = False
         self._listener = asyncio.create_task(self._listen())
 
@@ -77,12 +81,18 @@ class RemoteEngine:
         self._calls.clear()
 
     def _send(self, message: wire.ToEngine) -> None:
-        # Not awaited: the engine always reads, and its requests are small beside what the kernel buffers.
+        # Not awaited, for a request is submitted on the call itself; ``_check_room`` bounds what is unsent.
         self._writer.write(wire.frame(message))
+
+    def _check_room(self) -> None:
+        """Before anything that is not the end of something else."""
+        if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            raise EngineBusy("the engine takes in no more requests at the moment; try again later")
 
     async def _call(self, what: str, name: str = "", path: str = "") -> wire.Answer:
         if self._mailboxes.dead is not None:
             raise self._mailboxes.dead
+        self._check_room()
         call = wire.Call(next(self._call_ids), what, name, path)
         future = self._calls[call.id] = asyncio.get_running_loop().create_future()
         self._send(call)
@@ -101,6 +111,7 @@ class RemoteEngine:
         return self._info
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        self._check_room()
         return self._mailboxes.open(request, lambda asked: self._send(wire.Submit(asked)), self.abort)
 
     def abort(self, request: RequestId, sample: int | None = None, reason: str = "abort") -> None:
@@ -117,7 +128,11 @@ class RemoteEngine:
         return (await self._call("adapters")).cards
 
     async def stats(self) -> EngineStats:
-        stats = (await self._call("stats")).stats
+        # One question at a time, however many ask: an engine that stands still is not left a heap of them.
+        if self._stats is None or self._stats.done():
+            self._stats = asyncio.create_task(self._call("stats"))
+            self._stats.add_done_callback(lambda done: done.cancelled() or done.exception())
+        stats = (await asyncio.shield(self._stats)).stats
         assert stats is not None  # a stats call is answered by stats or by an error
         return stats
 

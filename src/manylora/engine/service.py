@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import functools
 import logging
-import queue
 import socket
 import threading
 from collections.abc import Iterable, Iterator
@@ -22,33 +22,63 @@ LOADS_A_MESSAGE = 256
 """Adapters in one message: encoding one holds the GIL, for which the step loop waits meanwhile."""
 
 
+MAX_UNSENT = 1024
+"""Messages to the server that may wait to be written: the news of as many rounds. Then the step loop waits."""
+
+MAX_BACKLOG = 1024
+"""Things asked for that the step loop has not looked at: then nothing more is read, and the server has to wait."""
+
+MAX_LOADS = 1024
+"""Adapters that may wait to be read."""
+
+_LOOK_AGAIN_S = 0.005
+
+
 class Sender:
     """Writes messages from any thread in the order given, on a thread of its own.
 
-    So neither encoding nor a slow reader ever delays a step.
+    So encoding never delays a step, nor does a server that stops reading for a moment. One that stops for long
+    holds the engine up rather than filling its memory.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._queue: queue.SimpleQueue[Iterable[wire.ToServer] | None] = queue.SimpleQueue()
+        self._unsent: collections.deque[Iterable[wire.ToServer] | None] = collections.deque()
+        self._changed = threading.Condition()
+        self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="manylora-sender", daemon=True)
         self._thread.start()
 
     def send(self, message: wire.ToServer) -> None:
-        self._queue.put((message,))
+        """Queue a message; waits while MAX_UNSENT are queued. Dropped where the server is gone."""
+        self._put((message,))
 
     def send_all(self, messages: Iterable[wire.ToServer]) -> None:
-        """Send them one after another. They are made on the sender's thread, each when it is its turn."""
-        self._queue.put(messages)
+        """Queue messages that are made on the sender's thread, each when it is its turn."""
+        self._put(messages)
+
+    def _put(self, messages: Iterable[wire.ToServer] | None) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._unsent) < MAX_UNSENT or self._has_ended)
+            if not self._has_ended:
+                self._unsent.append(messages)
+                self._changed.notify_all()
 
     def close(self) -> None:
         """Send what is queued, then stop."""
-        self._queue.put(None)
+        self._put(None)
         self._thread.join()
+
+    def _next(self) -> Iterable[wire.ToServer] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._unsent)
+            if len(self._unsent) == MAX_UNSENT:
+                self._changed.notify_all()
+            return self._unsent.popleft()
 
     def _run(self) -> None:
         try:
-            while (messages := self._queue.get()) is not None:
+            while (messages := self._next()) is not None:
                 for message in messages:
                     self._sock.sendall(wire.frame(message))
         except OSError:
@@ -57,6 +87,11 @@ class Sender:
             # Nobody would hear of anything any more: better an end that the server notices.
             log.exception("a message could not be sent: the engine ends")
             self._sock.shutdown(socket.SHUT_RDWR)
+        finally:
+            with self._changed:
+                self._has_ended = True
+                self._unsent.clear()
+                self._changed.notify_all()
 
 
 def serve(sock: socket.socket, sender: Sender, driver: Driver) -> int:
@@ -83,6 +118,8 @@ def serve(sock: socket.socket, sender: Sender, driver: Driver) -> int:
                     driver.submit(request)
                 case wire.Cancel(request_id, sample, reason):
                     driver.abort(request_id, sample, reason)
+                case wire.Call(call, "add") if len(loads) >= MAX_LOADS:
+                    sender.send(wire.Answer(call, 429, f"{MAX_LOADS} adapters wait to be read; try again later"))
                 case wire.Call(call, "add", name, path):
                     future = loads[call] = loader.submit(driver.add_adapter, name, path)
                     future.add_done_callback(functools.partial(_loaded, call, loads, sender))
@@ -93,6 +130,8 @@ def serve(sock: socket.socket, sender: Sender, driver: Driver) -> int:
                         withdrawn.cancel()  # does nothing to one that has begun
                 case wire.Start():
                     raise AssertionError("an engine starts once")
+            while driver.backlog >= MAX_BACKLOG and not died.wait(_LOOK_AGAIN_S):
+                pass
         loader.shutdown(wait=False, cancel_futures=True)
         driver.close()
     return 1 if died.is_set() else 0

@@ -37,7 +37,9 @@ class Admission:
         """Why a request that comes at this moment cannot join the queue, if so."""
         if self._max_waiting is None or self._waiting.num_arrived < self._max_waiting:
             return None
-        return RequestError(429, f"the queue is full: {self._waiting.num_arrived} requests wait; try again later")
+        return RequestError(
+            429, f"the queue is full: {self._waiting.num_arrived} requests wait; try again later"
+        )
 
     def begin_round(self, now: float) -> list[Sequence]:
         """There is room for somebody; sets the queue's order and returns those for whom it is too late."""

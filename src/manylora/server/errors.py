@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from manylora.engine.client import EngineDead
+from manylora.engine.client import EngineBusy, EngineDead
 from manylora.protocol import AdapterError
 from manylora.text.generate import GenerationFailed
 from manylora.types import InvalidRequest, RequestError
@@ -20,8 +20,11 @@ _TYPES = {
     403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
     409: "ConflictError",
     413: "ContentTooLargeError",
+    429: "rate_limit_error",
+    431: "RequestHeaderFieldsTooLargeError",
     503: "ServiceUnavailableError",
 }
 # A message may quote what a client sent; a body of megabytes must not come back, or go to the log.
@@ -65,6 +68,11 @@ def unavailable(message: str) -> ApiError:
     return ApiError(503, message, headers={"Retry-After": "1", "Connection": "close"})
 
 
+def try_later(status: int, message: str) -> ApiError:
+    """429 or 503: too much is asked of the server at the moment. The same request may succeed in a second."""
+    return ApiError(status, message, headers={"Retry-After": "1"})
+
+
 def as_api_error(error: Exception) -> ApiError | None:
     """What a client is told of an exception; None for one that nobody expected."""
     match error:
@@ -74,11 +82,15 @@ def as_api_error(error: Exception) -> ApiError | None:
             return ApiError(400, str(error), param=error.param)
         case GenerationFailed():
             return _from_engine(error.error)
+        case AdapterError(status=429):
+            return try_later(429, str(error))
         case AdapterError():
             kind = "InvalidUserInput" if error.status == 400 else None
             return ApiError(error.status, str(error), kind=kind)
         case EngineDead():
             return unavailable(f"the engine has died: {error}")
+        case EngineBusy():
+            return try_later(503, str(error))
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
         case RequestValidationError():
@@ -89,6 +101,8 @@ def as_api_error(error: Exception) -> ApiError | None:
 def _from_engine(error: RequestError) -> ApiError:
     if error.status == 503:
         return unavailable(error.message)
+    if error.status == 429:
+        return try_later(429, error.message)
     return ApiError(error.status, error.message, param=error.param)
 
 
@@ -102,7 +116,7 @@ async def _answer(request: Request, error: Exception) -> Response:
 def install(app: FastAPI) -> None:
     """Let every expected exception of an endpoint become an error body."""
     expected: tuple[type[Exception], ...] = (
-        ApiError, InvalidRequest, GenerationFailed, AdapterError, EngineDead, HTTPException,
+        ApiError, InvalidRequest, GenerationFailed, AdapterError, EngineDead, EngineBusy, HTTPException,
         RequestValidationError,
     )  # fmt: skip
     for kind in expected:

@@ -142,8 +142,8 @@ class GenerationResponse(Response):
         job, recorders = self._job, []
         streams: list[TextStream] = []
         try:
-            for prompt, params in zip(job.prompts, job.params, strict=True):
-                streams.append(self._submit(prompt, params))
+            for number, (prompt, params) in enumerate(zip(job.prompts, job.params, strict=True), 1):
+                streams.append(self._submit(prompt, params, more=number < len(job.prompts)))
                 recorders.append(self._recorder(prompt, params))
             async with contextlib.aclosing(merged(streams)) as deltas:
                 async for number, delta in deltas:
@@ -159,11 +159,11 @@ class GenerationResponse(Response):
             for stream in streams:
                 await stream.aclose()
 
-    def _submit(self, prompt: tuple[int, ...], params: SamplingParams) -> TextStream:
+    def _submit(self, prompt: tuple[int, ...], params: SamplingParams, more: bool) -> TextStream:
         request_id = f"{self._job.id}-{next(_serial)}"
         job = self._job
         request = GenerationRequest(
-            request_id, prompt, params, job.chosen.adapter, cache_scope=job.cache_scope
+            request_id, prompt, params, job.chosen.adapter, cache_scope=job.cache_scope, more=more
         )
         return generate_text(self._service.client, self._service.tokenizer, request)
 

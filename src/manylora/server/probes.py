@@ -8,7 +8,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from manylora.engine.client import EngineClient, EngineDead, EngineStats
+from manylora.engine.client import EngineBusy, EngineClient, EngineDead, EngineStats
 from manylora.metrics.requests import Metrics
 from manylora.server.lifecycle import Lifecycle
 
@@ -17,7 +17,7 @@ _STATS_TIMEOUT_S = 2.0
 
 
 def routes(client: EngineClient, lifecycle: Lifecycle, metrics: Metrics, version: str) -> APIRouter:
-    """/health, /ping, /version and /metrics: open without a key, answered to the end."""
+    """/health, /ping, /version and /metrics: answered to the end."""
     router = APIRouter(tags=["probes"])
 
     async def health() -> Response:
@@ -34,7 +34,7 @@ def routes(client: EngineClient, lifecycle: Lifecycle, metrics: Metrics, version
     async def stats() -> EngineStats | None:
         try:
             return await asyncio.wait_for(client.stats(), _STATS_TIMEOUT_S)
-        except (EngineDead, TimeoutError):
+        except (EngineDead, EngineBusy, TimeoutError):
             return None
 
     @router.get("/metrics", summary="Prometheus metrics")
