@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -18,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from manylora import __version__
 from manylora.adapters.sources import discover
@@ -35,7 +36,10 @@ from manylora.models.source import resolve_model
 from manylora.progress import LOG_FORMAT, Bar
 from manylora.protocol import AdapterError
 from manylora.text.tokenizer import MissingTokenizer, Tokenizer, TokenizerError
-from manylora.types import why_reserved
+from manylora.types import EngineInfo, why_reserved
+
+if TYPE_CHECKING:
+    from manylora.server.connection import ConnectionLimits
 
 log = logging.getLogger("manylora")
 
@@ -134,6 +138,8 @@ def load_tokenizer(model: str) -> Tokenizer | None:
 def run_server(engine: EngineSettings, http: HttpSettings) -> int:
     """Serve until told to stop; the exit code. Raises ConfigError where the settings cannot work."""
     configure_logging()
+    scheduler = dataclasses.replace(engine.scheduler, max_waiting=http.max_waiting)
+    engine = dataclasses.replace(engine, scheduler=scheduler)
     sock = _bind(http)  # first: a taken port must not cost a model load
     try:
         _check_model(engine.model.model)
@@ -216,6 +222,9 @@ async def _serve(
             version=__version__,
             adapter_dir=Path(engine.adapters.adapter_dir) if engine.adapters.adapter_dir else None,
             api_keys=http.api_keys,
+            metrics_open=http.metrics_key == "open",
+            max_body_bytes=http.max_body_size,
+            connections=_connection_limits(http, client.info),
         )
         app = create_app(client, tokenizer, settings)
         try:
@@ -232,6 +241,20 @@ async def _serve(
             child.kill()  # it has not come up, so it holds nothing that needs an orderly end
         else:
             await client.close()
+
+
+def _connection_limits(http: HttpSettings, info: EngineInfo) -> ConnectionLimits:
+    """By default one connection for each request that may run or wait, and more for other questions."""
+    from manylora.server.connection import ConnectionLimits, connections_allowed
+
+    limits = ConnectionLimits()
+    wanted = http.max_connections
+    if wanted is None:
+        wanted = max(limits.max_connections, http.max_waiting + info.max_num_seqs + 1024)
+    allowed = connections_allowed(wanted)
+    if allowed < wanted:
+        log.warning("the limit on open files allows %d connections, not %d", allowed, wanted)
+    return dataclasses.replace(limits, max_connections=allowed)
 
 
 def _ignore_signals() -> None:

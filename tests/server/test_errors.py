@@ -201,10 +201,10 @@ def test_unknown_routes_and_methods(tokenizer: Tokenizer) -> None:
 )
 def test_missing_or_wrong_key(tokenizer: Tokenizer, headers: dict[str, str]) -> None:
     keys = {"api_keys": ("secret", "zweiter-Schlüssel")}
-    for method, path in (("POST", COMPLETIONS), ("GET", "/v1/models"), ("GET", "/v1/nothing")):
+    for method, path in (("POST", COMPLETIONS), ("GET", "/v1/models"), ("GET", "/v1/nothing"), ("GET", "/metrics")):
         response = send(keys, tokenizer, method, path, headers=headers)
         check(response, 401, "AuthenticationError", None)
-    for path in ("/health", "/metrics", "/version", "/ping", "/docs"):
+    for path in ("/health", "/version", "/ping", "/docs", "/openapi.json"):
         assert send(keys, tokenizer, "GET", path, headers=headers).status_code == 200
 
 

@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from manylora.engine.client import EngineClient
 from manylora.engine.scopes import CacheScopes
 from manylora.metrics.requests import Metrics
-from manylora.server import adapters, chat, completions, docs, errors, models, probes
+from manylora.server import adapters, bodies, chat, completions, docs, errors, models, probes
 from manylora.server.generation import Service
 from manylora.server.lifecycle import Lifecycle
 from manylora.server.middleware import ApiKeys, BodyLimit, Gate, RequestLog
@@ -28,6 +28,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, settings: Serv
         redirect_slashes=False,
     )
     app.state.lifecycle = lifecycle
+    app.state.connection_limits = settings.connections
     errors.install(app)
 
     served = models.Models(client, settings)
@@ -40,8 +41,8 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, settings: Serv
     docs.install(app)
 
     # The last one added is the outermost.
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
-    app.add_middleware(ApiKeys, api_keys=settings.api_keys)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes or bodies.max_bytes(client.info))
+    app.add_middleware(ApiKeys, api_keys=settings.api_keys, metrics_open=settings.metrics_open)
     app.add_middleware(Gate, lifecycle=lifecycle)
     app.add_middleware(RequestLog)
     return app

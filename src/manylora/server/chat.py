@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from manylora.server.bodies import run_beside
 from manylora.server.generation import GenerationResponse, Job, Service, StreamPlan, answer_id
 from manylora.server.logprobs import ChatLogprobs, TokenNames
 from manylora.server.models import Models, note_model
@@ -17,7 +18,11 @@ from manylora.server.streaming import ChunkWriter, Usage, encode
 from manylora.text.chat import render_chat
 from manylora.text.generate import TextDelta, TextOutput
 from manylora.text.prompts import encode_text, fit_params, require_tokenizer
-from manylora.types import TokenLogprobs
+from manylora.text.tokenizer import Tokenizer
+from manylora.types import InvalidRequest, TokenLogprobs
+
+# Rendering takes time for each; the context of no model has room for so many.
+MAX_MESSAGES = 16_384
 
 _ROLE = b'"delta":{"role":"assistant","content":""}'
 
@@ -69,6 +74,16 @@ def routes(service: Service, models: Models) -> APIRouter:
     """/v1/chat/completions."""
     router = APIRouter(tags=["generation"])
 
+    def rendered(tokenizer: Tokenizer, body: ChatBody) -> str:
+        if len(body.messages) > MAX_MESSAGES:
+            raise InvalidRequest(f"messages may hold at most {MAX_MESSAGES} messages", "messages")
+        return render_chat(
+            tokenizer,
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            template_kwargs=body.chat_template_kwargs,
+        )
+
     @router.post("/v1/chat/completions", summary="Continue a conversation")
     async def chat(request: Request) -> Response:
         start_s = time.perf_counter()
@@ -79,12 +94,7 @@ def routes(service: Service, models: Models) -> APIRouter:
         check_supported(body)
         params = chat_params(body)
         tokenizer = require_tokenizer(service.tokenizer, "messages")
-        text = render_chat(
-            tokenizer,
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            template_kwargs=body.chat_template_kwargs,
-        )
+        text = await run_beside(await request.body(), rendered, tokenizer, body)
         # The template has written the special tokens already.
         add_special_tokens = bool(body.add_special_tokens)
         prompt = await encode_text(

@@ -7,11 +7,12 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from manylora.server.bodies import run_beside
 from manylora.server.generation import GenerationResponse, Job, Service, StreamPlan, answer_id
 from manylora.server.logprobs import CompletionLogprobs, TokenNames
 from manylora.server.models import Models, note_model
 from manylora.server.naming import adapter_asked
-from manylora.server.sampling import completion_params
+from manylora.server.sampling import check_parameters, completion_params
 from manylora.server.schemas import CompletionBody, check_supported, read_body
 from manylora.server.streaming import ChunkWriter, Usage, encode
 from manylora.text.generate import TextDelta, TextOutput
@@ -113,6 +114,7 @@ def routes(service: Service, models: Models) -> APIRouter:
         params, info = completion_params(body), service.client.info
         if len(prompts) * params.n > MAX_CHOICES:
             raise InvalidRequest(f"prompts times n may be at most {MAX_CHOICES}", "n")
+        check_parameters(params, len(prompts))
         is_explicit = body.max_tokens is not None
         return [fit_params(ids, params, info, is_max_tokens_explicit=is_explicit) for ids in prompts]
 
@@ -134,9 +136,10 @@ def routes(service: Service, models: Models) -> APIRouter:
         chosen = await models.choose(body.model, adapter_asked(body))
         note_model(request, chosen.name)
         check_supported(body)
-        prompts = split_prompts(body.prompt)
+        raw = await request.body()
+        prompts = await run_beside(raw, split_prompts, body.prompt)
         token_ids = await encoded(body, prompts)
-        params = fitted(body, token_ids)
+        params = await run_beside(raw, fitted, body, token_ids)
         scope = service.cache_scope(request, body.cache_salt)
         job = Job(answer_id("cmpl", request), chosen, token_ids, params, start_s, scope)
         names = TokenNames(service.tokenizer, bool(body.return_tokens_as_token_ids))

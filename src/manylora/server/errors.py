@@ -106,8 +106,20 @@ def _from_engine(error: RequestError) -> ApiError:
     return ApiError(error.status, error.message, param=error.param)
 
 
+def _no_such_route(request: Request, error: HTTPException) -> ApiError | None:
+    """What is said where the router finds no endpoint."""
+    method, path = request.method, clipped(request.url.path)
+    if error.status_code == 404 and error.detail == "Not Found":
+        return ApiError(404, f"the route {path} is not offered by this server; /docs lists those that are")
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "other methods")
+        return ApiError(405, f"{path} does not take {method} but {allowed}", headers=error.headers)
+    return None
+
+
 async def _answer(request: Request, error: Exception) -> Response:
-    known = as_api_error(error)
+    known = _no_such_route(request, error) if isinstance(error, HTTPException) else None
+    known = known or as_api_error(error)
     if known is None:
         raise error
     return known.response()

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import socket
 from collections.abc import Iterator
 from types import TracebackType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 from starlette.types import Receive
 
 from manylora.engine.client import EngineClient
+from manylora.server.connection import Connection
 from manylora.server.errors import ApiError, unavailable
 
 logger = logging.getLogger("manylora.server")
@@ -175,8 +178,9 @@ async def serve(app: FastAPI, sock: socket.socket, client: EngineClient, drain_t
     Run under uvloop for speed; any event loop works.
     """
     lifecycle: Lifecycle = app.state.lifecycle
+    connection: Any = functools.partial(Connection, app.state.connection_limits)
     config = uvicorn.Config(
-        app, loop="none", http="httptools", ws="none", lifespan="off", log_config=None, access_log=False,
+        app, loop="none", http=connection, ws="none", lifespan="off", log_config=None, access_log=False,
         server_header=False, timeout_keep_alive=65, timeout_graceful_shutdown=3,
     )  # fmt: skip
     server = _Server(config)

@@ -16,13 +16,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from manylora.server.access import log_request
 from manylora.server.errors import ApiError, bug, clipped
 from manylora.server.lifecycle import Disconnected, Lifecycle
 
-logger = logging.getLogger("manylora.server.access")
+logger = logging.getLogger("manylora.server")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-# These answer while the server drains or its engine is dead, and without a key.
+# These answer while the server drains or its engine is dead.
 _PROBES = frozenset({"/health", "/ping", "/version", "/metrics"})
 _CLIENT_CLOSED_REQUEST = 499
 
@@ -62,11 +63,9 @@ class RequestLog:
                 raise
             await bug(request_id).response()(scope, receive, send_with_id)
         finally:
-            logger.info(
-                "id=%s model=%r status=%d duration=%.3fs %s %r",
-                request_id, state.get("model"), status, time.perf_counter() - start_s,
-                scope["method"], clipped(scope["path"]),
-            )  # fmt: skip
+            duration_s = time.perf_counter() - start_s
+            path = clipped(scope["path"])
+            log_request(request_id, state.get("model"), status, duration_s, scope["method"], path)
 
 
 class Gate:
@@ -90,10 +89,12 @@ class Gate:
 
 
 class ApiKeys:
-    """Asks for one of the keys on /v1/*. Leaves the digest of the one that was sent as ``state["api_key"]``."""
+    """Asks for one of the keys on /v1/*, and on /metrics, which names every adapter, unless ``metrics_open``. Leaves
+    the digest of the one that was sent as ``state["api_key"]``."""
 
-    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]) -> None:
+    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], metrics_open: bool = False) -> None:
         self._app = app
+        self._metrics_open = metrics_open
         # Digests have one length, so that comparing takes the same time whatever was sent.
         self._digests = [_digest(key.encode()) for key in api_keys]
 
@@ -106,6 +107,8 @@ class ApiKeys:
         await self._app(scope, receive, send)
 
     def _is_guarded(self, path: str) -> bool:
+        if path == "/metrics" and not self._metrics_open:
+            return bool(self._digests)
         return bool(self._digests) and (path == "/v1" or path.startswith("/v1/"))
 
     def _is_allowed(self, scope: Scope) -> bool:
@@ -126,7 +129,10 @@ def _digest(key: bytes) -> bytes:
 
 
 class BodyLimit:
-    """Refuses a body over a size, by its announced length or, where none is announced, as it comes in."""
+    """Refuses a body over a size, by its announced length or, where none is announced, as it comes in.
+
+    And one that the connection has refused while it came in: malformed, or never complete.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
@@ -146,6 +152,9 @@ class BodyLimit:
         async def receive_counted() -> Message:
             nonlocal num_bytes
             message = await receive()
+            refusal: ApiError | None = scope["state"].get("refusal")
+            if refusal is not None:
+                raise refusal
             if message["type"] == "http.request":
                 num_bytes += len(message.get("body", b""))
                 if num_bytes > self._max_bytes:

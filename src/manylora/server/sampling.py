@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+from manylora.server.errors import clipped
 from manylora.server.schemas import ChatBody, CompletionBody, SamplingFields
 from manylora.types import InvalidRequest, SamplingParams
 
@@ -19,6 +21,10 @@ MAX_STOP_STRINGS = 128
 MAX_STOP_CHARS = 65_536
 MAX_STOP_TOKEN_IDS = 65_536
 MAX_BIASED_TOKENS = 300_000  # more than today's vocabularies have
+# Of all of these together, each prompt of a request having its own.
+MAX_PARAMETERS = 500_000
+
+_TOKEN_ID = re.compile("0|[1-9][0-9]*")
 
 
 def completion_params(body: CompletionBody) -> SamplingParams:
@@ -47,6 +53,17 @@ def chat_params(body: ChatBody) -> SamplingParams:
     )
 
 
+def check_parameters(params: SamplingParams, num_prompts: int) -> None:
+    """Raise InvalidRequest where the parameters of all prompts together are more than one request may bring."""
+    num_each = len(params.logit_bias) + len(params.stop_token_ids) + sum(map(len, params.stop))
+    if num_prompts * num_each > MAX_PARAMETERS:
+        raise InvalidRequest(
+            f"{num_prompts} prompts with {num_each} biased tokens, stop ids and characters of stop strings each "
+            f"are more than {MAX_PARAMETERS} in all",
+            "prompt",
+        )
+
+
 def max_chat_tokens(body: ChatBody) -> int | None:
     """``max_completion_tokens`` is the newer name of ``max_tokens`` and wins."""
     return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -65,4 +82,9 @@ def _params(body: SamplingFields, given: dict[str, Any]) -> SamplingParams:
         raise InvalidRequest(f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids", "stop_token_ids")
     if len(body.logit_bias or ()) > MAX_BIASED_TOKENS:
         raise InvalidRequest(f"logit_bias may name at most {MAX_BIASED_TOKENS} tokens", "logit_bias")
+    for key in body.logit_bias or ():
+        if not _TOKEN_ID.fullmatch(key):  # one spelling for each id, so that no two keys are the same token
+            raise InvalidRequest(
+                f"logit_bias: {clipped(key)!r} is not a token id in decimal digits", "logit_bias"
+            )
     return SamplingParams(**given)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import Request
 
+from manylora.server.bodies import check_contents, run_beside
 from manylora.server.errors import ApiError
 from manylora.server.naming import AdapterFields, Name
 from manylora.types import InvalidRequest
@@ -69,6 +70,21 @@ class SamplingFields(AdapterFields, kw_only=True):
     truncate_prompt_tokens: Any = None
     return_token_ids: Any = None
     kv_transfer_params: Any = None
+    guided_decoding_backend: Any = None
+    guided_whitespace_pattern: Any = None
+    structural_tag: Any = None
+    grammar: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    json_schema: Any = None
+    stop_regex: Any = None
+    custom_logit_processor: Any = None
+    length_penalty: Any = None
+    early_stopping: Any = None
+    thinking_token_budget: Any = None
+    detokenize: Any = None
+    spaces_between_special_tokens: Any = None
+    priority: Any = None
 
 
 class CompletionBody(SamplingFields, kw_only=True):
@@ -79,6 +95,9 @@ class CompletionBody(SamplingFields, kw_only=True):
     echo: bool | None = None
     suffix: Any = None
     prompt_embeds: Any = None
+    messages: Any = None
+    max_completion_tokens: Any = None
+    top_logprobs: Any = None
 
 
 class ChatBody(SamplingFields, kw_only=True):
@@ -102,6 +121,7 @@ class ChatBody(SamplingFields, kw_only=True):
     continue_final_message: Any = None
     documents: Any = None
     echo: Any = None
+    prompt: Any = None
 
 
 class LoadAdapterBody(msgspec.Struct, kw_only=True):
@@ -126,6 +146,11 @@ _PARAM = re.compile(r"`\$\.(\w+)|field `(\w+)`")
 async def read_body(request: Request, kind: type[Body]) -> Body:
     """The request's JSON body as ``kind``, whatever its content type; raises ApiError 400."""
     raw = await request.body()
+    return await run_beside(raw, _decode, raw, kind)
+
+
+def _decode(raw: bytes, kind: type[Body]) -> Body:
+    check_contents(raw)
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
@@ -140,6 +165,10 @@ def _is_off(value: Any) -> bool:
     return not value
 
 
+def _is_on(value: Any) -> bool:
+    return value is None or value is True
+
+
 def _is_plain_text(value: Any) -> bool:
     return value is None or value == {"type": "text"}
 
@@ -148,13 +177,13 @@ def _is_absent(value: Any) -> bool:
     return value is None
 
 
-# What each unsupported field may hold without asking for anything.
+# What each unsupported field may hold without asking for anything. An empty schema is a schema: any JSON.
 _HARMLESS: dict[str, Callable[[Any], bool]] = {
     "use_beam_search": _is_off,
     "prompt_logprobs": _is_absent,
     "response_format": _is_plain_text,
     "structured_outputs": _is_off,
-    "guided_json": _is_off,
+    "guided_json": _is_absent,
     "guided_regex": _is_off,
     "guided_choice": _is_off,
     "guided_grammar": _is_off,
@@ -164,6 +193,21 @@ _HARMLESS: dict[str, Callable[[Any], bool]] = {
     "truncate_prompt_tokens": _is_absent,
     "return_token_ids": _is_off,
     "kv_transfer_params": _is_off,
+    "guided_decoding_backend": _is_off,
+    "guided_whitespace_pattern": _is_absent,
+    "structural_tag": _is_off,
+    "grammar": _is_off,
+    "regex": _is_off,
+    "ebnf": _is_off,
+    "json_schema": _is_absent,
+    "stop_regex": _is_off,
+    "custom_logit_processor": _is_off,
+    "length_penalty": lambda value: value is None or value == 1,
+    "early_stopping": _is_off,
+    "thinking_token_budget": _is_absent,
+    "detokenize": _is_on,
+    "spaces_between_special_tokens": _is_on,
+    "priority": _is_off,
     "suffix": _is_off,
     "prompt_embeds": _is_off,
     "functions": _is_off,
@@ -178,6 +222,17 @@ _HARMLESS: dict[str, Callable[[Any], bool]] = {
 }
 
 
+# Fields that one of the two generation routes has and the other has not: of completions, of chat.
+_OTHER_ROUTE: tuple[dict[str, str], dict[str, str]] = (
+    {
+        "messages": "use /v1/chat/completions",
+        "max_completion_tokens": "use max_tokens",
+        "top_logprobs": "use logprobs, the number of alternatives",
+    },
+    {"echo": "use /v1/completions", "prompt": "use /v1/completions"},
+)
+
+
 def check_supported(body: SamplingFields) -> None:
     """Raise InvalidRequest, naming the field, where a body asks for what this server cannot do."""
     for name, is_harmless in _HARMLESS.items():
@@ -185,9 +240,11 @@ def check_supported(body: SamplingFields) -> None:
             raise InvalidRequest(f"{name} is not supported by this server", name)
     if body.best_of not in (None, 1 if body.n is None else body.n):
         raise InvalidRequest("best_of other than n is not supported by this server", "best_of")
+    other_route = _OTHER_ROUTE[isinstance(body, ChatBody)]
+    for name, advice in other_route.items():
+        if getattr(body, name):
+            raise InvalidRequest(f"{name} is not a field of this route: {advice}", name)
     if isinstance(body, ChatBody):
-        if body.echo:
-            raise InvalidRequest("echo is not supported for chat completions", "echo")
         if body.tool_choice not in (None, "none", "auto"):
             raise InvalidRequest(
                 "tool_choice other than 'none' is not supported by this server", "tool_choice"
