@@ -32,7 +32,7 @@ from tests.e2e.process import (
 CONTRACT_FLAGS = (
     "served-model-name", "adapter", "adapter-dir", "host", "port", "device", "dtype", "load-format",
     "max-model-len", "max-num-seqs", "max-batch-tokens", "page-tokens", "device-pool", "max-adapter-rank",
-    "drain-timeout", "api-key", "config",
+    "drain-timeout", "api-key", "metrics-key", "max-waiting", "max-connections", "max-body-size", "config",
 )  # fmt: skip
 
 
@@ -83,7 +83,8 @@ BAD_VALUES = [
     ("--drain-timeout", "x"), ("--adapter", "x"), ("--adapter", "x="), ("--adapter", "=x"),
     ("--adapter-dir", "/no/such/folder"), ("--api-key", ""), ("--config", "/no/such/file"),
     ("--cache-policy", "mru"), ("--cache-tau", "0"), ("--cache-window", "x"), ("--cache-adapter-share", "2"),
-    ("--host-pool", "-5"), ("--host-pool", "much"),
+    ("--host-pool", "-5"), ("--host-pool", "much"), ("--max-waiting", "0"), ("--max-waiting", "all"),
+    ("--max-connections", "0"), ("--max-body-size", "0"), ("--max-body-size", "big"), ("--metrics-key", "no"),
 ]  # fmt: skip
 
 
@@ -254,7 +255,8 @@ def _check_keys(server: Server) -> None:
     for key in ("first", "second"):
         answer = get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {key}"})
         assert answer.status_code == 200
-    for path in ("/health", "/version", "/metrics"):
+    assert_error(server.http.get("/metrics"), 401)
+    for path in ("/health", "/version", "/docs"):
         assert get(f"{server.url}{path}").status_code == 200
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,8 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from manylora.server.schemas import ChatBody, CompletionBody
+from manylora.engine.client import Delta, EngineBusy, GenerationRequest
+from manylora.flags import FLAGS
+from manylora.server.schemas import BODIES, ChatBody, CompletionBody
 from manylora.text.tokenizer import Tokenizer
+from manylora.types import RequestError
 from tests.server.conftest import BASE, client_of, make_app
 from tests.server.fakes import MAX_MODEL_LEN, TOO_LARGE, VOCAB_SIZE, FakeEngine
 
@@ -114,7 +118,50 @@ BAD = [
     (CHAT, OK_CHAT | {"max_completion_tokens": MAX_MODEL_LEN}, "max_tokens"),
     (CHAT, OK_CHAT | {"chat_template": "{{ 1 }}"}, "chat_template"),
     (CHAT, OK_CHAT | {"echo": True}, "echo"),
+    (CHAT, OK_CHAT | {"prompt": "x"}, "prompt"),
+    (CHAT, OK_CHAT | {"messages": [{"role": "user", "content": "x"}] * 16_385}, "messages"),
+    (COMPLETIONS, OK | {"messages": OK_CHAT["messages"]}, "messages"),
+    (COMPLETIONS, OK | {"max_completion_tokens": 3}, "max_completion_tokens"),
+    (COMPLETIONS, OK | {"top_logprobs": 3}, "top_logprobs"),
+    *(
+        (COMPLETIONS, OK | {"logit_bias": {key: 1}}, "logit_bias")
+        for key in (
+            "05",
+            " 5",
+            "5 ",
+            "+5",
+            "-5",
+            "0_5",
+            "٥",
+            "5.0",
+            "",
+            "00",
+            "1e2",
+        )
+    ),
+    (COMPLETIONS, OK | {"prompt": [[5]] * 1000, "stop_token_ids": [5] * 501}, "prompt"),
+    (
+        COMPLETIONS,
+        OK | {"prompt": [[5]] * 1000, "logit_bias": {str(i): 0 for i in range(419)}, "stop": "x" * 99},
+        "prompt",
+    ),
 ]
+ASKING: dict[str, list[object]] = {
+    "guided_json": [{}, {"type": "object"}, "{}"], "json_schema": [{}, "{}"], "guided_regex": ["a+"],
+    "guided_choice": [["a"]], "guided_grammar": ["root ::= x"], "guided_decoding_backend": ["xgrammar"],
+    "guided_whitespace_pattern": ["", " "], "structural_tag": [{"structures": []}, "x"], "grammar": ["x"],
+    "regex": ["a"], "ebnf": ["root ::= x"], "stop_regex": ["a"], "custom_logit_processor": ["x"],
+    "length_penalty": [0, 0.5, 2, "1"], "early_stopping": [True, "never"], "thinking_token_budget": [0, 5],
+    "detokenize": [False], "spaces_between_special_tokens": [False], "priority": [1, -1, "high"],
+}  # fmt: skip
+"""Fields that constrain the output or the order of work, with values that ask for something."""
+
+HARMLESS: dict[str, list[object]] = {
+    "length_penalty": [1, 1.0], "early_stopping": [False], "detokenize": [True], "priority": [0],
+    "spaces_between_special_tokens": [True], "guided_regex": [""], "service_tier": ["auto"], "store": [True],
+    "metadata": [{"a": "b"}], "parallel_tool_calls": [False], "reasoning_effort": ["high"],
+    "verbosity": ["low"], "user": ["me"], "safety_identifier": ["x"], "prompt_cache_key": ["x"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "body", "param"), BAD, ids=lambda value: str(value)[:60])
@@ -154,6 +201,37 @@ def test_malformed_json(tokenizer: Tokenizer, path: str, raw: bytes) -> None:
     assert response.json()["error"]["type"] == "BadRequestError"
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("field", ASKING)
+def test_what_cannot_be_kept_is_refused_by_name(tokenizer: Tokenizer, path: str, field: str) -> None:
+    good = OK if path == COMPLETIONS else OK_CHAT
+    for value in ASKING[field]:
+        message = check(
+            send({}, tokenizer, "POST", path, json=good | {field: value}), 400, "BadRequestError", field
+        )
+        assert field in message
+    assert send({}, tokenizer, "POST", path, json=good | {field: None}).status_code == 200
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_hints_and_defaults_are_taken(tokenizer: Tokenizer, path: str) -> None:
+    good = OK if path == COMPLETIONS else OK_CHAT
+    for field, values in HARMLESS.items():
+        for value in values:
+            response = send({}, tokenizer, "POST", path, json=good | {field: value})
+            assert response.status_code == 200, f"{field}: {response.text}"
+
+
+def test_the_page_on_http_names_every_field_and_limit() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+    for kind in BODIES:
+        for field in kind.__struct_fields__:
+            assert f"`{field}`" in page, field
+    for flag in FLAGS:
+        if flag.is_http and flag.name not in ("host", "port", "drain_timeout"):
+            assert f"`{flag.option}" in page, flag.option
+
+
 def test_context_message(tokenizer: Tokenizer) -> None:
     response = send({}, tokenizer, "POST", COMPLETIONS, json=OK | {"prompt": [1] * 300})
     message = check(response, 400, "BadRequestError", "prompt")
@@ -188,11 +266,13 @@ def test_no_tokenizer() -> None:
 
 
 def test_unknown_routes_and_methods(tokenizer: Tokenizer) -> None:
-    check(send({}, tokenizer, "GET", "/v1/nothing"), 404, "NotFoundError", None)
+    said = check(send({}, tokenizer, "POST", "/v1/responses"), 404, "NotFoundError", None)
+    assert "/v1/responses is not offered by this server" in said
     check(send({}, tokenizer, "GET", "/"), 404, "NotFoundError", None)
     response = send({}, tokenizer, "GET", COMPLETIONS)
     check(response, 405, "MethodNotAllowedError", None)
     assert response.headers["allow"] == "POST"
+    assert "POST" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +281,12 @@ def test_unknown_routes_and_methods(tokenizer: Tokenizer) -> None:
 )
 def test_missing_or_wrong_key(tokenizer: Tokenizer, headers: dict[str, str]) -> None:
     keys = {"api_keys": ("secret", "zweiter-Schlüssel")}
-    for method, path in (("POST", COMPLETIONS), ("GET", "/v1/models"), ("GET", "/v1/nothing"), ("GET", "/metrics")):
+    for method, path in (
+        ("POST", COMPLETIONS),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/nothing"),
+        ("GET", "/metrics"),
+    ):
         response = send(keys, tokenizer, method, path, headers=headers)
         check(response, 401, "AuthenticationError", None)
     for path in ("/health", "/version", "/ping", "/docs", "/openapi.json"):
@@ -213,6 +298,44 @@ def test_right_key(tokenizer: Tokenizer, key: str) -> None:
     headers = {"Authorization": f"Bearer {key}".encode()}
     keys = {"api_keys": ("secret", "zweiter-Schlüssel")}
     assert send(keys, tokenizer, "GET", "/v1/models", headers=headers).status_code == 200
+
+
+def test_metrics_ask_for_a_key_where_there_are_keys(tokenizer: Tokenizer) -> None:
+    """They name every adapter; unless the operator says that they are open."""
+    key = {"Authorization": "Bearer secret"}
+    check(send({"api_keys": ("secret",)}, tokenizer, "GET", "/metrics"), 401, "AuthenticationError", None)
+    assert send({"api_keys": ("secret",)}, tokenizer, "GET", "/metrics", headers=key).status_code == 200
+    opened = {"api_keys": ("secret",), "metrics_open": True}
+    assert send(opened, tokenizer, "GET", "/metrics").status_code == 200
+    check(send(opened, tokenizer, "GET", "/v1/models"), 401, "AuthenticationError", None)
+    assert send({}, tokenizer, "GET", "/metrics").status_code == 200
+
+
+def test_a_refusal_of_the_engine_keeps_its_status(tokenizer: Tokenizer) -> None:
+    """Too many wait, or the engine takes in no more: with the moment to try again, in whole seconds."""
+
+    class Refusing(FakeEngine):
+        def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+            async def refuse() -> AsyncIterator[Delta]:
+                yield Delta(
+                    request.id, 0, finish_reason="error", error=RequestError(429, "the queue is full")
+                )
+
+            if request.params.n == 1:
+                raise EngineBusy("not now")
+            return refuse()
+
+    async def scenario() -> None:
+        async with client_of(make_app(Refusing(), tokenizer)) as client:
+            for stream in (False, True):
+                response = await client.post(COMPLETIONS, json=OK | {"n": 2, "stream": stream})
+                assert check(response, 429, "rate_limit_error", None) == "the queue is full"
+                assert response.headers["retry-after"] == "1"
+                response = await client.post(COMPLETIONS, json=OK | {"stream": stream})
+                assert check(response, 503, "ServiceUnavailableError", None) == "not now"
+                assert response.headers["retry-after"] == "1"
+
+    asyncio.run(scenario())
 
 
 def test_body_limit(tokenizer: Tokenizer) -> None:

@@ -22,7 +22,7 @@ from manylora.types import InvalidRequest, SamplingParams
 # Each prompt is an engine request of its own; more than this would hold up the event loop.
 MAX_PROMPTS = 4096
 # Samples of all prompts: each has text and figures of its own.
-MAX_CHOICES = 32_768
+MAX_CHOICES = 16_384
 
 
 class CompletionShape:

@@ -153,10 +153,7 @@ class Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """A piece of a request's body."""
         self._num_unseen = 0
-        super().on_body(body)
-        if self.pipeline and len(self.cycle.body) > self._limits.head_bytes:
-            self._refuse(ApiError(400, "a large body was sent before the answer to the request before it"))
-            raise httptools.HttpParserError("nothing more is read")
+        super().on_body(body)  # which stops reading where much has come that the app has not asked for
 
     def on_message_complete(self) -> None:
         """The end of a request."""
