@@ -220,7 +220,7 @@ def test_random_bodies_never_give_a_5xx(server: Server) -> None:
     chance = random.Random(2)
     # Unloading what happens to be served would be right, and would take it from the tests that follow.
     paths = ROUTES[:3]
-    cases = [(path, _random_body(chance, path)) for path in (chance.choice(paths) for _ in range(500))]
+    cases = [(path, _random_body(chance, path)) for path in (chance.choice(paths) for _ in range(700))]
     before = {card["id"] for card in server.http.get("/v1/models").json()["data"]}
 
     def status(case: tuple[str, Any]) -> int:

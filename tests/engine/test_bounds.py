@@ -182,9 +182,9 @@ def test_loads_wait_in_a_bounded_line(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     add = executor.add_adapter
 
-    def slow(adapter: int, path: str, verify: bool) -> tuple[int, int]:
+    def slow(adapter: int, path: str) -> tuple[int, int]:
         gate.wait(WAIT_S)
-        return add(adapter, path, verify)
+        return add(adapter, path)
 
     executor.add_adapter = slow  # type: ignore[method-assign]
 

@@ -16,9 +16,21 @@ from manylora.engine.driver import Driver
 from manylora.engine.journal import JournalWriter, fingerprint, read_answered, read_journal
 from manylora.engine.lines import LineFile
 from manylora.engine.local import LocalEngine
-from manylora.protocol import Abort, Command, EndSequence, RunStep, SequenceStart, SetTimer, StepRow, Timer
+from manylora.policy.replica import Replica
+from manylora.protocol import (
+    Abort,
+    Arrive,
+    Command,
+    EndSequence,
+    Reject,
+    RunStep,
+    SequenceStart,
+    SetTimer,
+    StepRow,
+    Timer,
+)
 from manylora.sim.conformance import replay_difference
-from manylora.types import SamplingParams
+from manylora.types import BASE, Request, SamplingParams
 from tests.engine.fake_executor import FakeExecutor
 from tests.engine.test_engine import CONFIG, INFO, drain, request
 
@@ -49,6 +61,29 @@ def test_a_line_an_event(tmp_path: Path) -> None:
         (1.5, False), (2.0, True), (3.0, False), (4.0, True),
     ]  # fmt: skip
     assert next(iter(read_journal(tmp_path / "journal")[1])) == (1.5, Abort("a"))
+
+
+def test_a_refusal_of_a_full_queue_is_in_the_journal_and_replays(tmp_path: Path) -> None:
+    """And a journal from before there was such a bound is read as one without."""
+    config = dataclasses.replace(CONFIG, max_waiting=1)
+    writer, replica = JournalWriter(tmp_path / "journal", config), Replica(config)
+    for number in range(3):
+        request = Request(f"r{number}", BASE, (1, 2), SamplingParams(max_tokens=1, seed=0))
+        event = Arrive(request, more=number < 2)
+        writer.record(event, 1.0)
+        commands = replica.handle(event, 1.0)
+        writer.answered(commands)
+    writer.close()
+    found, answered = read_answered(tmp_path / "journal")
+    again, unbounded = Replica(found), Replica(CONFIG)
+    for now, event, said in answered:
+        assert fingerprint(again.handle(event, now)) == said
+        assert not any(isinstance(command, Reject) for command in unbounded.handle(event, now))
+    first, *rest = (tmp_path / "journal").read_text().splitlines()
+    policy = json.loads(first)["policy"]
+    assert policy.pop("max_waiting") == 1
+    (tmp_path / "older").write_text("\n".join([json.dumps({"policy": policy}), *rest]))
+    assert read_answered(tmp_path / "older")[0] == CONFIG
 
 
 def test_fingerprints_tell_commands_apart() -> None:

@@ -89,8 +89,10 @@ class Gate:
 
 
 class ApiKeys:
-    """Asks for one of the keys on /v1/*, and on /metrics, which names every adapter, unless ``metrics_open``. Leaves
-    the digest of the one that was sent as ``state["api_key"]``."""
+    """Asks for one of the keys on /v1/*, and on /metrics, which names every adapter, unless ``metrics_open``.
+
+    Leaves the digest of the one that was sent as ``state["api_key"]``.
+    """
 
     def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], metrics_open: bool = False) -> None:
         self._app = app
