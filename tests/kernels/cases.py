@@ -7,8 +7,13 @@ import dataclasses
 import numpy as np
 import torch
 
+from manylora.bench import rounding
+from manylora.bench.rounding import Bounded
 from manylora.kernels.ops import AttentionRows, LoraSegments
+from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.shapes import AdapterGeometry, PageShape, Projection, ProjectionGroup
+
+REFERENCE = ReferenceOps()
 
 
 @dataclasses.dataclass
@@ -177,9 +182,31 @@ def error(out: torch.Tensor, truth: torch.Tensor) -> float:
     return float((out - truth).norm() / truth.norm())
 
 
-TOLERANCE = {
-    torch.float64: 1e-9,
-    torch.float32: 3e-6,
-    torch.float16: 3e-3,
-    torch.bfloat16: 2e-2,
-}
+def attention_truth(case: AttentionCase) -> Bounded:
+    """``[T, heads * D]`` as stored."""
+    return rounding.attention(
+        case.q, case.pool, case.layer, case.rows, case.page, case.scale, case.window
+    ).rounded(case.q.dtype)
+
+
+def lora_truth(case: LoraCase, x: torch.Tensor, group: ProjectionGroup) -> Bounded:
+    """What the case's adapters add for the group, not yet rounded. Scales are positive."""
+    plan = REFERENCE.plan_lora(case.segments, case.geometry, x.device)
+
+    def added(x: torch.Tensor, is_magnitude: bool) -> torch.Tensor:
+        out = torch.zeros(len(x), group.offsets[-1], dtype=torch.float64, device=x.device)
+        pool = case.pool.double()
+        if plan is not None:
+            REFERENCE.lora(out, x, pool.abs() if is_magnitude else pool, case.layer, group, plan)
+        return out
+
+    rank = int(case.segments.records[..., 2].max(initial=0))
+    return rounding.lora(added, x, group.in_features + rank)
+
+
+def adapted_truth(
+    case: LoraCase, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: ProjectionGroup
+) -> Bounded:
+    """A product and what adapters add to it, as stored."""
+    base = rounding.linear(x, weight, bias).rounded(x.dtype)
+    return base.plus(lora_truth(case, x, group).rounded(x.dtype)).rounded(x.dtype)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from manylora.kernels.reference import ReferenceOps
-from tests.kernels.cases import TOLERANCE, error
+from manylora.bench import rounding
+from manylora.bench.rounding import Bounded
+from manylora.kernels.ops import Rotary
 from tests.kernels.implementations import SUBJECTS, Subject
-
-REFERENCE = ReferenceOps()
 
 
 def normal(subject: Subject, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -20,27 +19,29 @@ def normal(subject: Subject, *shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("subject", SUBJECTS)
 @pytest.mark.parametrize("shape", [(1, 7), (5, 96), (3, 4, 32), (2, 3000)])
 def test_rms_norm(subject: Subject, shape: tuple[int, ...]) -> None:
-    ops, tolerance = subject.ops(), TOLERANCE[subject.dtype]
+    ops, dtype = subject.ops(), subject.dtype
     x, residual, weight = (
         normal(subject, *shape),
         normal(subject, *shape, seed=1),
         normal(subject, shape[-1], seed=2),
     )
-    truth = REFERENCE.rms_norm(x.double(), weight.double(), 1e-5)
-    assert error(ops.rms_norm(x.clone(), weight, 1e-5), truth) < tolerance
+
+    def normed(x: torch.Tensor) -> Bounded:
+        return rounding.rms_norm(Bounded.given(x), weight, 1e-5, dtype).rounded(dtype)
+
+    truth = normed(x)
+    assert truth.excess(ops.rms_norm(x.clone(), weight, 1e-5)) <= 1
     # The middle heads of a fused projection: not contiguous.
     wide = torch.cat((residual, x, residual), -1)
     view = wide[..., shape[-1] : 2 * shape[-1]]
-    assert error(ops.rms_norm(view, weight, 1e-5), truth) < tolerance
-    total = x.double() + residual.double()
+    assert truth.excess(ops.rms_norm(view, weight, 1e-5)) <= 1
     out, new = ops.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
-    assert error(new, total) < tolerance
-    assert error(out, REFERENCE.rms_norm(total, weight.double(), 1e-5)) < tolerance
+    assert rounding.added(x, residual).excess(new) <= 1
+    assert normed(new).excess(out) <= 1, "of the sum as it is stored"
     adapted = normal(subject, *shape, seed=3)
-    total += adapted.double()
     out, new = ops.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5, adapted)
-    assert error(new, total) < tolerance
-    assert error(out, REFERENCE.rms_norm(total, weight.double(), 1e-5)) < tolerance
+    assert rounding.added(x, adapted, residual).excess(new) <= 1
+    assert normed(new).excess(out) <= 1
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
@@ -55,15 +56,17 @@ def test_rope(subject: Subject, heads: int, kv_heads: int, dim: int, fused: bool
     q, k = q.unflatten(1, (heads, dim)), k.unflatten(1, (kv_heads, dim))
     if not fused:
         q, k = q.contiguous(), k.contiguous()
-    truth = REFERENCE.rope(q.double(), k.double(), cos, sin, positions)
+    rotary, dtype = Rotary(cos, sin), subject.dtype
+    truth = [
+        rounding.rotated(Bounded.given(x), rotary, positions, dtype).rounded(dtype) for x in (q, k)
+    ]
     for out, expected in zip(subject.ops().rope(q, k, cos, sin, positions), truth):
-        assert out.shape == expected.shape
-        assert error(out, expected) < TOLERANCE[subject.dtype]
+        assert expected.excess(out) <= 1
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
 @pytest.mark.parametrize("shape", [(1, 2), (5, 44), (3, 3000)])
 def test_silu_mul(subject: Subject, shape: tuple[int, int]) -> None:
     gate_up = normal(subject, *shape)
-    truth = REFERENCE.silu_mul(gate_up.double())
-    assert error(subject.ops().silu_mul(gate_up), truth) < TOLERANCE[subject.dtype]
+    truth = rounding.silu_mul(Bounded.given(gate_up), subject.dtype).rounded(subject.dtype)
+    assert truth.excess(subject.ops().silu_mul(gate_up)) <= 1

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 from manylora.kernels.ops import AttentionRows
-from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.attention_plans import FixedAttention
 from manylora.kernels.triton.decode_table import DecodeTable
-from tests.kernels.cases import TOLERANCE, AttentionCase, attention_case, error
+from tests.kernels.cases import AttentionCase, attention_case, attention_truth
 from tests.kernels.implementations import SUBJECTS, Subject
 
-REFERENCE = ReferenceOps()
 CPU = torch.device("cpu")
 TRITON = [subject for subject in SUBJECTS if subject.id.startswith(("interpreted", "gpu"))]
 
@@ -26,12 +26,8 @@ def decoding(subject: Subject, seed: int, contexts: list[int], window: int | Non
     )
 
 
-def check(subject: Subject, case: AttentionCase, out: torch.Tensor) -> None:
-    plan = REFERENCE.plan_attention(case.rows, case.page, subject.device)
-    truth = REFERENCE.attention(
-        case.q.double(), case.pool.double(), case.layer, plan, case.scale, case.window
-    )
-    assert error(out[: len(truth)], truth) < TOLERANCE[subject.dtype]
+def check(case: AttentionCase, out: torch.Tensor) -> None:
+    assert attention_truth(case).excess(out[: len(case.q)]) <= 1
 
 
 def padded(q: torch.Tensor, count: int) -> torch.Tensor:
@@ -56,7 +52,7 @@ def test_one_plan_serves_any_rows_within_its_bucket(subject: Subject, window: in
             ops.attention(q.clone(), case.pool, case.layer, fixed.plan, case.scale, window) for _ in range(2)
         )
         assert torch.equal(out, again)
-        check(subject, case, out)
+        check(case, out)
         assert not out[len(contexts) :].any(), "padding gets zeros"
 
 
@@ -73,7 +69,7 @@ def test_one_plan_serves_prompts_beside_decoding_rows(subject: Subject) -> None:
         fixed.fill(case.rows)
         subject.poison()
         out = ops.attention(padded(case.q, 32), case.pool, case.layer, fixed.plan, case.scale, None)
-        check(subject, case, out)
+        check(case, out)
         assert not out[len(case.q) :].any()
 
 
@@ -103,7 +99,7 @@ def test_prompts_after_long_histories_are_cut_and_joined(subject: Subject, windo
             ops.attention(q.clone(), case.pool, case.layer, fixed.plan, case.scale, window) for _ in range(2)
         )
         assert torch.equal(out, again)
-        check(subject, case, out)
+        check(case, out)
         assert not out[len(case.q) :].any()
 
 
@@ -169,18 +165,11 @@ def test_a_captured_graph_replays_with_other_rows() -> None:
         q[: len(contexts)] = case.q
         fixed.fill(case.rows)
         graph.replay()
-        truth = REFERENCE.attention(
-            case.q.double(),
-            pool.double(),
-            1,
-            REFERENCE.plan_attention(case.rows, case.page, q.device),
-            case.scale,
-            None,
-        )
-        assert error(out[: len(contexts)], truth) < TOLERANCE[subject.dtype]
+        truth = attention_truth(dataclasses.replace(case, pool=pool, layer=1))
+        assert truth.excess(out[: len(contexts)]) <= 1
         eager = ops.plan_attention(case.rows, case.page, q.device)
         again = ops.attention(case.q, pool, 1, eager, case.scale, None)
-        assert error(again, out[: len(contexts)]) < 1e-2
+        assert truth.excess(again) <= 1
         assert not np.isnan(out.float().cpu().numpy()).any()
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from manylora.bench import rounding
 from manylora.kernels.triton.products import LinearConfig, Products, bucket_of, stored_choices
-from tests.kernels.cases import TOLERANCE, error
 from tests.kernels.implementations import GPU_MARKS, SUBJECTS, Subject
 
 TRITON = [subject for subject in SUBJECTS if subject.id.startswith(("interpreted", "gpu"))]
@@ -46,14 +46,14 @@ def test_equals_torch_however_tiles_are_shared(
     subject: Subject, config: LinearConfig, tokens: int, inputs: int, outputs: int, biased: bool
 ) -> None:
     x, weight, bias = tensors(subject, tokens, inputs, outputs, biased)
-    truth = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    truth = rounding.linear(x, weight, bias).rounded(subject.dtype)
     # A tile each; tiles in parts; programs that end one tile and begin the next; programs without work.
     for multiprocessors in (1, 3, 7, 40):
         products = Products({}, multiprocessors)
         subject.poison()
         out, again = (products.run(x, weight, bias, config) for _ in range(2))
         assert torch.equal(out, again), "the same input gives the same bits"
-        assert error(out, truth) < TOLERANCE[subject.dtype]
+        assert truth.excess(out) <= 1
 
 
 @pytest.mark.parametrize(
@@ -112,11 +112,7 @@ def test_a_choice_serves_its_own_shape_and_bucket_alone(
     for tokens, outputs in ((1, 96), (16, 96), (17, 96), (4, 64), (0, 96)):
         x, weight, bias = tensors(subject, tokens, 64, outputs, True)
         out = products(x, weight, bias)
-        assert bias is not None
-        truth = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
-        assert out.shape == truth.shape
-        if tokens:
-            assert error(out, truth) < TOLERANCE[subject.dtype]
+        assert rounding.linear(x, weight, bias).rounded(subject.dtype).excess(out) <= 1
     x, weight, bias = tensors(Subject(subject.kind, torch.float32), 4, 64, 96, True)
     products(x, weight, bias)  # float32 is the library's
     assert ours == [1, 16]
