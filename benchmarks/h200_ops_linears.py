@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.h200_ops_timing import cold_time, relative_error
+from manylora.bench import rounding
 from manylora.kernels.triton.operations import TritonOps
 from manylora.kernels.triton.products import (
     Choice,
@@ -208,6 +209,7 @@ def errors(choices: Mapping[Shape, Choice]) -> dict[str, Any]:
         rows[f"{block_m} {inputs} {outputs}"] = {
             "ours": relative_error(outs[0], truth),
             "library": library,
+            "of_bound": rounding.linear(case.x, weight, None).rounded(DTYPE).excess(outs[0]),
             "same_bits": all(torch.equal(out, outs[0]) for out in outs),
         }
     worst = max((row["ours"] / row["library"] for row in rows.values()), default=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -16,8 +17,9 @@ import torch
 from manylora.bench import kernels_rig
 from manylora.bench.dummies import DEMO
 from manylora.bench.kernels import Decoder, exact_lora, random_pool, segments_for
-from manylora.bench.kernels_rig import errors
+from manylora.bench.kernels_rig import Errors, errors
 from manylora.bench.kernels_settings import KERNELS, POPULARITIES, QUICK, check_name, model_counts
+from manylora.bench.rounding import Bounded
 from manylora.cli import main
 from manylora.config import ConfigError
 from manylora.kernels.cpu import CpuOps
@@ -57,7 +59,8 @@ def test_every_kernel_is_right_and_timed(whole: Path) -> None:
     assert list(dict.fromkeys(row["kernel"] for row in rows)) == list(KERNELS)
     for row in rows:
         assert row["is_right"]
-        assert row["kernel"] == "sampling" or max(row["error"], row["max_error"]) < 1e-4
+        assert 0 <= row["of_bound"] <= 1
+        assert row["kernel"] == "sampling" or row["error"] < 1e-5
         if row["kernel"] != "lora":  # a difference of two times
             assert row["us"] > 0
         bytes_us = row["bytes"] / document["bytes_per_s"] * 1e6
@@ -112,8 +115,13 @@ class SlightlyTooLarge(CpuOps):
 class OneElementOff(CpuOps):
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out = super().linear(x, weight, bias)
-        out[-1, -1] += 0.01
+        out[-1, -1] += 0.001
         return out
+
+
+class AnotherRow(CpuOps):
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return super().linear(x.roll(1, 0), weight, bias)
 
 
 class Unfinished(CpuOps):
@@ -155,6 +163,7 @@ class SkipsTheNewest(CpuOps):
     [
         (SlightlyTooLarge, "silu_mul"),
         (OneElementOff, "linear"),
+        (AnotherRow, "linear"),
         (Unfinished, "silu_mul"),
         (WritesElsewhereToo, "rotate_and_store"),
         (OtherScales, "lora"),
@@ -195,14 +204,16 @@ def test_a_broken_kernel_does_not_stop_the_others(
 
 
 def test_errors_are_of_the_worst_pair() -> None:
-    truth = torch.tensor([3.0, -4.0])
+    exact = torch.tensor([3.0, -4.0])
+    truth = Bounded(exact.double(), torch.tensor([0.125, 0.25], dtype=torch.float64))
     out = torch.tensor([3.0, -4.5])
-    found = errors([(truth, truth), (out, truth)])
+    found = errors([(exact, truth), (out, truth)])
     assert found.relative == pytest.approx(0.5 / 5)
-    assert found.largest == pytest.approx(0.5 / (4 + 12.5**0.5))
-    assert errors([(torch.full((2,), float("nan")), truth)]).relative == float("inf")
+    assert found.of_bound == pytest.approx(0.5 / 0.25)
+    assert not found.is_right
+    assert errors([(torch.full((2,), float("nan")), truth)]) == Errors(math.inf, math.inf)
     nothing = torch.zeros(2)
-    assert errors([(nothing, nothing)]).largest == 0
+    assert errors([(nothing, Bounded.given(nothing))]) == Errors(0, 0)
 
 
 def test_the_dense_truth_of_lora_is_the_references() -> None:
@@ -215,9 +226,12 @@ def test_the_dense_truth_of_lora_is_the_references() -> None:
     plan = reference.plan_lora(segments, geometry, CPU)
     assert plan is not None
     for group in geometry.groups:
-        x, y = torch.randn(6, group.in_features), torch.zeros(6, group.offsets[-1])
-        reference.lora(y, x, pool, 2, group, plan)
+        x, y = torch.randn(6, group.in_features), torch.zeros(6, group.offsets[-1], dtype=torch.float64)
+        reference.lora(y, x.double(), pool.double(), 2, group, plan)
         torch.testing.assert_close(exact_lora(x, pool, 2, group, segments, geometry), y)
+        size = torch.zeros_like(y)
+        reference.lora(size, x.double().abs(), pool.double().abs(), 2, group, plan)
+        torch.testing.assert_close(exact_lora(x, pool, 2, group, segments, geometry, of_magnitudes=True), size)
 
 
 @pytest.mark.parametrize("popularity", POPULARITIES)

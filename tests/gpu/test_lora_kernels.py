@@ -10,11 +10,12 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
+from manylora.bench import rounding
 from manylora.kernels.triton.lora import AdaptedLinears, FixedLora
 from manylora.kernels.triton.lora_launch import DEFAULT, Beside, LoraConfig, LoraKernels, LoraPlan
-from tests.kernels.cases import TOLERANCE, LoraCase
+from tests.kernels.cases import LoraCase, adapted_truth, lora_truth
 from tests.kernels.implementations import Subject
-from tests.kernels.test_lora_kernels import added, case_of, inputs_of, part_of
+from tests.kernels.test_lora_kernels import case_of, inputs_of, part_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,8 +54,8 @@ def test_replay_follows_the_tables(dtype: torch.dtype, pdl: bool) -> None:
         found = [y.clone() for y in outputs]
         step(plain)
         for index, (y, x) in enumerate(zip(found, inputs)):
-            truth = added(part, x, index)
-            assert (y.double() - truth).norm() <= TOLERANCE[dtype] * truth.norm()
+            truth = lora_truth(part, x, case.geometry.groups[index]).rounded(dtype)
+            assert truth.excess(y) <= 1
             assert torch.equal(y, outputs[index])
 
 
@@ -92,11 +93,11 @@ class Linears:
                 self.outputs.append(self.made.summands(*given).whole)
 
     def check(self, part: LoraCase, dtype: torch.dtype) -> None:
-        for index, (x, weight, y) in enumerate(zip(self.inputs, self.weights, self.outputs)):
-            truth = x.double() @ weight.double().T + added(part, x, index)
-            if part.geometry.groups[index].name == "gate_up":
-                truth = silu_mul(truth)
-            assert (y.double() - truth).norm() <= 2 * TOLERANCE[dtype] * truth.norm()
+        for group, x, weight, y in zip(part.geometry.groups, self.inputs, self.weights, self.outputs):
+            truth = adapted_truth(part, x, weight, None, group)
+            if group.name == "gate_up":
+                truth = rounding.silu_mul(truth, dtype).rounded(dtype)
+            assert truth.excess(y) <= 1
 
 
 def silu_mul(y: torch.Tensor) -> torch.Tensor:

@@ -23,5 +23,5 @@ def test_smoke(number: int, tmp_path: Path) -> None:
     found = json.loads((tmp_path / f"{name}.json").read_text())
     assert found["settings"]["device"] == "cuda"
     assert all(figure["ours"] > 0 for figure in found["headline"])
-    assert all(row.get("error", 0) < 3e-3 for row in found["rows"]), "float16"
+    assert all(row.get("error_of_bound", 0) <= 1 for row in found["rows"])
     assert (tmp_path / f"{name}.png").exists()

@@ -193,15 +193,15 @@ def lora_truth(case: LoraCase, x: torch.Tensor, group: ProjectionGroup) -> Bound
     """What the case's adapters add for the group, not yet rounded. Scales are positive."""
     plan = REFERENCE.plan_lora(case.segments, case.geometry, x.device)
 
-    def added(x: torch.Tensor, is_magnitude: bool) -> torch.Tensor:
+    def added(x: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
         out = torch.zeros(len(x), group.offsets[-1], dtype=torch.float64, device=x.device)
-        pool = case.pool.double()
         if plan is not None:
-            REFERENCE.lora(out, x, pool.abs() if is_magnitude else pool, case.layer, group, plan)
+            REFERENCE.lora(out, x, pool, case.layer, group, plan)
         return out
 
-    rank = int(case.segments.records[..., 2].max(initial=0))
-    return rounding.lora(added, x, group.in_features + rank)
+    wide, pool = x.double(), case.pool.double()
+    terms = group.in_features + int(case.segments.records[..., 2].max(initial=0))
+    return rounding.lora(added(wide, pool), added(wide.abs(), pool.abs()), terms, x.dtype)
 
 
 def adapted_truth(

@@ -57,9 +57,7 @@ def test_rope(subject: Subject, heads: int, kv_heads: int, dim: int, fused: bool
     if not fused:
         q, k = q.contiguous(), k.contiguous()
     rotary, dtype = Rotary(cos, sin), subject.dtype
-    truth = [
-        rounding.rotated(Bounded.given(x), rotary, positions, dtype).rounded(dtype) for x in (q, k)
-    ]
+    truth = [rounding.rotated(Bounded.given(x), rotary, positions, dtype).rounded(dtype) for x in (q, k)]
     for out, expected in zip(subject.ops().rope(q, k, cos, sin, positions), truth):
         assert expected.excess(out) <= 1
 

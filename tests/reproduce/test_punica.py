@@ -74,7 +74,7 @@ def test_fig7(tmp_path: Path) -> None:
         assert row["flop"] == 2 * sgmv_flop(row["batch"], 16, 256)
         assert row["io_bytes"] == 2 * sgmv_bytes(row["batch"], row["models"], 16, 256, 4)
         assert row["flop_per_s"] == pytest.approx(row["flop"] / row["us"] * 1e6)
-        assert row["error"] < 1e-5
+        assert row["error_of_bound"] <= 1
     # §7.1: Distinct's does not change, Identical's grows most, the others' are between.
     assert intensity["distinct"][0] == intensity["distinct"][-1]
     last = [intensity[popularity][-1] for popularity in POPULARITIES]

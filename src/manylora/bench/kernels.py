@@ -15,6 +15,7 @@ import torch
 
 from manylora.bench.interleaved import medians
 from manylora.bench.kernels_settings import model_counts
+from manylora.bench.rounding import Bounded, lora
 from manylora.kernels.ops import LoraSegments
 from manylora.kernels.shapes import AdapterGeometry, PageShape, Projection, ProjectionGroup
 
@@ -149,26 +150,47 @@ def exact_lora(
     group: ProjectionGroup,
     segments: LoraSegments,
     geometry: AdapterGeometry,
+    of_magnitudes: bool = False,
 ) -> torch.Tensor:
-    """What LoRA adds, in float32, one dense product after another."""
+    """What LoRA adds, in float64, one dense product after another; or the same of absolute values, which bounds
+    the rounding of it."""
     cell = geometry.cell_elements
     unit = math.gcd(geometry.page.slab_elements, cell)
     cells = pool.view(-1).unfold(0, cell, unit)  # a view: row n is what begins at element n * unit
-    added = torch.zeros(len(x), group.offsets[-1], dtype=torch.float32, device=x.device)
+    added = torch.zeros(len(x), group.offsets[-1], dtype=torch.float64, device=x.device)
+    inputs = x.double().abs() if of_magnitudes else x.double()
 
     def rows(first: int, rank: int, elements: int) -> torch.Tensor:
         begin = segments.cells[first : first + rank * geometry.cells(elements)]
         begin = (begin + layer * geometry.page.slab_elements) // unit
-        return cells[begin].view(rank, -1)[:, :elements].float()
+        found = cells[begin].view(rank, -1)[:, :elements].double()
+        return found.abs() if of_magnitudes else found
 
     for s, (start, length) in enumerate(zip(segments.start.tolist(), segments.length.tolist())):
         for i, projection in enumerate(group.projections):
             p = geometry.projections.index(projection)
             first_a, first_b, rank = segments.records[s, p].tolist()
-            v = x[start : start + length].float() @ rows(first_a, rank, projection.in_features).T
-            delta = v @ rows(first_b, rank, projection.out_features) * float(segments.scales[s, p, layer])
+            scale = float(segments.scales[s, p, layer])
+            v = inputs[start : start + length] @ rows(first_a, rank, projection.in_features).T
+            delta = (
+                v @ rows(first_b, rank, projection.out_features) * (abs(scale) if of_magnitudes else scale)
+            )
             added[start : start + length, group.offsets[i] : group.offsets[i + 1]] = delta
     return added
+
+
+def bounded_lora(
+    x: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    group: ProjectionGroup,
+    segments: LoraSegments,
+    geometry: AdapterGeometry,
+) -> Bounded:
+    """What LoRA adds, and by how much a kernel's may miss it before it is stored."""
+    exact, magnitude = (exact_lora(x, pool, layer, group, segments, geometry, of) for of in (False, True))
+    terms = group.in_features + int(segments.records[..., 2].max(initial=0))
+    return lora(exact, magnitude, terms, x.dtype)
 
 
 def pages_of(context: int) -> int:

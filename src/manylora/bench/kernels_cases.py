@@ -1,4 +1,4 @@
-"""The cases of the small operations, attention and the base products, against the torch reference."""
+"""The cases of the small operations, attention and the base products, held against exact results."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
+from manylora.bench import rounding
 from manylora.bench.interleaved import Step
 from manylora.bench.kernels import PAGE_TOKENS, pages_of, random_pool
-from manylora.bench.kernels_rig import COPIES, Case, Limit, Rig, errors
+from manylora.bench.kernels_rig import COPIES, Case, Errors, Rig, errors
 from manylora.bench.kernels_settings import Queries, Sizes
+from manylora.bench.rounding import Bounded
 from manylora.executor.fixed import fixed_attention
 from manylora.kernels.ops import Rotary
-from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.shapes import PageShape
 
-REFERENCE = ReferenceOps()
 EPS = 1e-5
 MAX_CONTEXT = 4096
 """Longest position, and the context that a captured decoding step is made for, unless a case's own is longer."""
@@ -34,9 +34,9 @@ def _each(calls: Sequence[Step]) -> Step:
 
 def _case(
     rig: Rig, kernel: str, setting: dict[str, Any], num_bytes: int, flop: int,
-    check: Callable[[], Limit], calls: Sequence[Step],
+    check: Callable[[], Errors], calls: Sequence[Step],
 ) -> Case:  # fmt: skip
-    return Case(kernel, setting, num_bytes, flop, check, rig.limit, _each(calls), len(calls))
+    return Case(kernel, setting, num_bytes, flop, check, _each(calls), len(calls))
 
 
 # ---- small operations ----------------------------------------------------------------------------------
@@ -49,12 +49,12 @@ def norm_cases(rig: Rig, sizes: Sizes) -> Iterator[list[Case]]:
     def case(tokens: int) -> Case:
         inputs = [(rig.normal(tokens, hidden), rig.normal(tokens, hidden)) for _ in range(COPIES)]
 
-        def check() -> Limit:
+        def check() -> Errors:
             x, residual = inputs[0]
-            out = rig.ops.add_rms_norm(x.clone(), residual.clone(), weight, EPS)
+            out, total = rig.ops.add_rms_norm(x.clone(), residual.clone(), weight, EPS)
             # Of the sum as it is stored: the residual stream's rounding is part of the operation.
-            total = x + residual
-            return errors(zip(out, (REFERENCE.rms_norm(total.float(), weight.float(), EPS), total)))
+            normed = rounding.rms_norm(Bounded.given(total), weight, EPS, rig.dtype).rounded(rig.dtype)
+            return errors([(out, normed), (total, rounding.added(x, residual))])
 
         calls = [partial(rig.ops.add_rms_norm, x, residual, weight, EPS) for x, residual in inputs]
         num_bytes = 4 * inputs[0][0].nbytes + weight.nbytes
@@ -67,8 +67,9 @@ def silu_cases(rig: Rig, sizes: Sizes) -> Iterator[list[Case]]:
     def case(tokens: int) -> Case:
         inputs = [rig.normal(tokens, 2 * rig.decoder.intermediate) for _ in range(COPIES)]
 
-        def check() -> Limit:
-            return errors([(rig.ops.silu_mul(inputs[0].clone()), REFERENCE.silu_mul(inputs[0].float()))])
+        def check() -> Errors:
+            truth = rounding.silu_mul(Bounded.given(inputs[0]), rig.dtype).rounded(rig.dtype)
+            return errors([(rig.ops.silu_mul(inputs[0].clone()), truth)])
 
         calls = [partial(rig.ops.silu_mul, x) for x in inputs]
         return _case(rig, "silu_mul", {"tokens": tokens}, inputs[0].nbytes * 3 // 2, 0, check, calls)
@@ -97,16 +98,17 @@ def placing_cases(rig: Rig, sizes: Sizes) -> Iterator[list[Case]]:
         positions = torch.randint(MAX_CONTEXT, (tokens,), device=rig.device)
         slots = torch.randperm(pages_of(tokens) * PAGE_TOKENS, device=rig.device)[:tokens]
 
-        def check() -> Limit:
+        def check() -> Errors:
             page = PageShape(2, PAGE_TOKENS, decoder.kv_heads, decoder.head_dim, rig.dtype.itemsize)
             pool = random_pool(page, pages_of(tokens), rig.dtype, rig.device)
-            wide = pool.to(torch.float32, copy=True)
+            given = [Bounded.given(part) for part in parts(inputs[0])]
+            # The pool as a whole: where nothing is written it must be as before.
+            truth = rounding.rotate_and_store(
+                (given[0], given[1], given[2]), pool, 1, rotary, positions, slots, None
+            )
             q, k, v = parts(inputs[0].clone())
             out = rig.ops.rotate_and_store(q, k, v, pool, 1, rotary, positions, slots, None)
-            q, k, v = parts(inputs[0].float())
-            truth = REFERENCE.rotate_and_store(q, k, v, wide, 1, rotary, positions, slots, None)
-            # The pools as wholes: what nobody wrote to must be as before.
-            return errors([(out, truth), (pool, wide)])
+            return errors(zip((out, pool), truth))
 
         def call(qkv: torch.Tensor, layer: int) -> object:
             q, k, v = parts(qkv)
@@ -144,12 +146,11 @@ def _attention(rig: Rig, kernel: str, name: str, queries: Queries, plan: Any) ->
     # Large queries: with small ones every key weighs the same, and it would not show which was read.
     q = rig.normal(tokens, decoder.heads, decoder.head_dim) * 20
 
-    def check() -> Limit:
-        reference = REFERENCE.plan_attention(rig.rows(queries), rig.page, rig.device)
+    def check() -> Errors:
         layer = rig.layers - 1
         out = rig.ops.attention(q.clone(), rig.pool, layer, plan, scale, None)
-        truth = REFERENCE.attention(q.float(), rig.pool, layer, reference, scale, None)
-        return errors([(out, truth)])
+        truth = rounding.attention(q, rig.pool, layer, rig.rows(queries), rig.page, scale, None)
+        return errors([(out, truth.rounded(rig.dtype))])
 
     context = sum(context for _, context in queries)
     kv_bytes = 2 * context * decoder.kv_heads * decoder.head_dim * rig.dtype.itemsize
@@ -175,9 +176,9 @@ def linear_cases(rig: Rig, sizes: Sizes) -> Iterator[list[Case]]:
         outputs, inputs = matrices[0].shape
         x = rig.normal(batch, inputs)
 
-        def check() -> Limit:
+        def check() -> Errors:
             out = rig.ops.linear(x, matrices[-1], None)
-            return errors([(out, REFERENCE.linear(x.float(), matrices[-1], None))])
+            return errors([(out, rounding.linear(x, matrices[-1], None).rounded(rig.dtype))])
 
         num_bytes = (outputs * inputs + batch * (outputs + inputs)) * rig.dtype.itemsize
         calls = [partial(rig.ops.linear, x, matrix, None) for matrix in matrices]

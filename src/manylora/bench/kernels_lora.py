@@ -7,29 +7,25 @@ adapters is taken away.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from manylora.bench import rounding
 from manylora.bench.interleaved import Step
-from manylora.bench.kernels import exact_lora, segments_for
-from manylora.bench.kernels_rig import Case, Limit, Rig, errors
+from manylora.bench.kernels import bounded_lora, segments_for
+from manylora.bench.kernels_rig import Case, Errors, Rig, errors
 from manylora.bench.kernels_settings import POPULARITIES, PROMPTS, PROMPTS_RANK, Sizes, model_counts
+from manylora.bench.rounding import Bounded
 from manylora.executor.fixed import fixed_lora
 from manylora.kernels.ops import LoraSegments, Summands
-from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.shapes import ProjectionGroup
 
 GATED = "gate_up"
 """The group whose products go through SiLU."""
 EPS = 1e-5
-REFERENCE = ReferenceOps()
-_LARGEST_OF_BFLOAT16 = 2.5e-1
-"""Of one element: both factors of a gated product are rounded and may be large, and 1.2e-1 was seen of one element
-among 25 million. What is wrong is off by its own size."""
 
 
 def lora_cases(rig: Rig, sizes: Sizes) -> Iterator[list[Case]]:
@@ -93,8 +89,7 @@ class _LoraLayer:
 
         return Case(
             "lora", {**setting, "models": models}, models * rank * per_rank * rig.dtype.itemsize,
-            2 * self._tokens * rank * per_rank, self._check(segments, plan), _limit(rig), step, rig.layers,
-            self._base,
+            2 * self._tokens * rank * per_rank, self._check(segments, plan), step, rig.layers, self._base,
         )  # fmt: skip
 
     def _run(self, plan: Any) -> None:
@@ -109,31 +104,26 @@ class _LoraLayer:
         given = (x, rig.weights[layer][group.name], None, rig.pool, layer, group, plan)
         return Summands(rig.ops.lora_gated(*given)) if group.name == GATED else rig.ops.lora_summands(*given)
 
-    def _check(self, segments: LoraSegments, plan: Any) -> Callable[[], Limit]:
+    def _check(self, segments: LoraSegments, plan: Any) -> Callable[[], Errors]:
         rig, last = self._rig, self._rig.layers - 1
 
-        def check() -> Limit:
+        def check() -> Errors:
             pairs = []
             for group, x, base in zip(rig.groups, self._inputs, self._truths):
-                truth = base + exact_lora(x, rig.pool, last, group, segments, rig.geometry)
+                added = bounded_lora(x, rig.pool, last, group, segments, rig.geometry).rounded(rig.dtype)
+                truth = base.plus(added).rounded(rig.dtype)
                 if group.name == GATED:
-                    truth = REFERENCE.silu_mul(truth)
+                    truth = rounding.silu_mul(truth, rig.dtype).rounded(rig.dtype)
                 pairs.append((self._product(last, group, x, plan).whole, truth))
             return errors(pairs)
 
         return check
 
     @functools.cached_property
-    def _truths(self) -> list[torch.Tensor]:
+    def _truths(self) -> list[Bounded]:
         """The last layer's base products."""
         weights = self._rig.weights[-1]
         return [
-            REFERENCE.linear(x.float(), weights[group.name], None)
+            rounding.linear(x, weights[group.name], None).rounded(self._rig.dtype)
             for group, x in zip(self._rig.groups, self._inputs)
         ]
-
-
-def _limit(rig: Rig) -> Limit:
-    if rig.dtype != torch.bfloat16:
-        return rig.limit
-    return dataclasses.replace(rig.limit, largest=_LARGEST_OF_BFLOAT16)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,6 +19,7 @@ from manylora.bench.dummies import DEMO
 from manylora.bench.interleaved import Step
 from manylora.bench.kernels import Decoder, cells_for, pages_of, random_pool
 from manylora.bench.kernels_settings import PROMPTS, PROMPTS_RANK, KernelSettings, Queries, Sizes, check_name
+from manylora.bench.rounding import Bounded
 from manylora.config import ConfigError
 from manylora.devices.select import open_device
 from manylora.executor.shards import SMALL_MODEL_BYTES
@@ -34,38 +36,35 @@ COPIES = 8
 _SHAPES = {DEMO.name: DEMO, **SHAPES}
 
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class Limit:
-    """Errors, or the largest of a right result. ``relative``: ||out - truth|| / ||truth||. ``largest``: of one
-    element, |out - truth| / (|truth| + the truth's root mean square)."""
+class Errors:
+    """``relative``: ||out - exact|| / ||exact||. ``of_bound``: the largest error of an element over what rounding
+    may make of it (``rounding``); a right result's is at most 1."""
 
     relative: float
-    largest: float
+    of_bound: float
 
-
-LIMITS = {
-    torch.float32: Limit(1e-5, 1e-4),
-    torch.float16: Limit(2e-3, 1e-2),
-    torch.bfloat16: Limit(1e-2, 1e-1),
-}
-"""Roundings to the type before and after a sum, with room (5.8e-2 was seen of one element of rank 64 among
-millions); what is wrong is off by more."""
+    @property
+    def is_right(self) -> bool:
+        return self.of_bound <= 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One operation at one setting. ``num_bytes``, ``flop``: the least that a call must move and compute.
 
-    ``step`` makes ``calls`` calls; ``base``: the part of it whose time is not the kernel's. ``check`` gives the
-    errors, of which ``limit`` are the largest. ``is_captured``: may run in a CUDA graph.
+    ``step`` makes ``calls`` calls; ``base``: the part of it whose time is not the kernel's. ``is_captured``: may
+    run in a CUDA graph.
     """
 
     kernel: str
     setting: dict[str, Any]
     num_bytes: int
     flop: int
-    check: Callable[[], Limit]
-    limit: Limit
+    check: Callable[[], Errors]
     step: Step
     calls: int
     base: Step | None = None
@@ -90,7 +89,6 @@ class Rig:
         self.dtype = self._dtype(settings.dtype)
         attends = not settings.only or not {"decode", "prefill"}.isdisjoint(settings.only)
         self.ops = self._ops(settings.ops, attends)
-        self.limit = LIMITS[self.dtype]
         self.layers = min(LAYERS if self.is_cuda else 1, self.shape.layers)
         sizes = self.shape
         self.decoder = Decoder(
@@ -108,7 +106,7 @@ class Rig:
             raise ConfigError(
                 "Triton's interpreter multiplies bfloat16 wrongly: use --dtype float32 or float16"
             )
-        return {str(dtype).removeprefix("torch."): dtype for dtype in LIMITS}[name]
+        return {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}[name]
 
     def _ops(self, name: str, attends: bool) -> Ops:
         if self.is_cuda:
@@ -174,14 +172,11 @@ class Rig:
         )
 
 
-def errors(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Limit:
+def errors(pairs: Iterable[tuple[torch.Tensor, Bounded]]) -> Errors:
     """The worst of all pairs of output and truth; NaN and infinities where one should not be give infinity."""
-    relative = largest = 0.0
+    relative = of_bound = 0.0
     for out, truth in pairs:
-        off, size = (out.float() - truth.float()).abs(), truth.float().abs()
-        mean = size.square().mean().sqrt()
-        one = float(off.norm() / size.norm().clamp(min=1e-30))
-        most = float((off / (size + mean).clamp(min=1e-30)).max())
-        relative = max(relative, one if np.isfinite(one) else float("inf"))
-        largest = max(largest, most if np.isfinite(most) else float("inf"))
-    return Limit(relative, largest)
+        one = float((out.double() - truth.exact).norm() / truth.exact.norm().clamp(min=1e-30))
+        relative = max(relative, one if math.isfinite(one) else math.inf)
+        of_bound = max(of_bound, truth.excess(out))
+    return Errors(relative, of_bound)

@@ -7,15 +7,14 @@ where tensor cores cut off instead of rounding, since they add several products 
 that is stored adds the unit roundoff of its type, relative to the same sum; the stored result, relative to itself.
 Exact values and magnitudes are the reference's, in float64.
 
-Products accumulate in float32 (in float64 for float64). What an operation computes from inexact inputs carries their
-errors along, so bounds of chains are compositions: ``silu_mul(linear(...).rounded(dtype), dtype)``.
+Products accumulate in float32 (in float64 for float64). What an operation computes from inexact inputs carries
+their errors along, so bounds of chains are compositions: ``silu_mul(linear(...).rounded(dtype), dtype)``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
 
 import torch
 
@@ -48,7 +47,7 @@ def gamma(terms: int, roundoff: float) -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bounded:
-    """``exact``: what would come out without rounding; ``error``: how far off each element may be. Both float64."""
+    """``exact``: what would come out without rounding; ``error``: how far off each element may be; float64."""
 
     exact: torch.Tensor
     error: torch.Tensor
@@ -91,33 +90,27 @@ class Bounded:
         return float(worst)
 
 
-def worst(pairs: Iterable[tuple[torch.Tensor, Bounded]]) -> float:
-    """The largest excess of several results."""
-    return max((bounded.excess(out) for out, bounded in pairs), default=0.0)
-
-
 def chain(
     exact: torch.Tensor, magnitude: torch.Tensor, terms: int, dtype: torch.dtype, inner: int = 0
 ) -> Bounded:
-    """A chain of products, not yet rounded. ``magnitude``: the same chain of absolute values; ``terms``: the sum of
-    the lengths of its reductions; ``inner``: how many intermediate results may have been stored in the type."""
+    """A chain of products, not yet rounded. ``magnitude``: the same chain of absolute values; ``terms``: the sum
+    of the lengths of its reductions; ``inner``: how many intermediate results may have been stored in the type."""
     relative = (1 + gamma(terms, accumulator(dtype))) * (1 + unit(dtype)) ** inner - 1
     return Bounded(exact, relative * magnitude)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Bounded:
     """Of exact inputs; not yet rounded."""
-    exact = [None if t is None else t.double() for t in (x, weight, bias)]
-    size = [None if t is None else t.abs() for t in exact]
-    products = [_REFERENCE.linear(t[0], t[1], t[2]) for t in (exact, size) if t[0] is not None and t[1] is not None]
-    return chain(*products, x.shape[-1] + 1, x.dtype)
+    x_wide, wide, added = x.double(), weight.double(), None if bias is None else bias.double()
+    exact = _REFERENCE.linear(x_wide, wide, added)
+    magnitude = _REFERENCE.linear(x_wide.abs(), wide.abs(), None if added is None else added.abs())
+    return chain(exact, magnitude, x.shape[-1] + 1, x.dtype)
 
 
-def lora(added: Callable[[torch.Tensor, bool], torch.Tensor], x: torch.Tensor, terms: int) -> Bounded:
-    """What adapters add; not yet rounded. ``added`` computes it in float64, or the same of absolute values; ``terms``:
-    inputs and the largest rank. What shrinking gives, that times the scale, and what expanding gives may each have
-    been stored."""
-    return chain(added(x.double(), False), added(x.double().abs(), True), terms + 1, x.dtype, inner=3)
+def lora(exact: torch.Tensor, magnitude: torch.Tensor, terms: int, dtype: torch.dtype) -> Bounded:
+    """What adapters add, as ``chain``; not yet rounded. ``terms``: inputs and the largest rank. What shrinking
+    gives, that times the scale, and what expanding gives may each have been stored."""
+    return chain(exact, magnitude, terms + 1, dtype, inner=3)
 
 
 def silu_mul(gate_up: Bounded, dtype: torch.dtype) -> Bounded:
@@ -167,8 +160,13 @@ def rotated(x: Bounded, rotary: Rotary, positions: torch.Tensor, dtype: torch.dt
 
 
 def rotate_and_store(
-    qkv: tuple[Bounded, Bounded, Bounded], pool: torch.Tensor, layer: int, rotary: Rotary,
-    positions: torch.Tensor, slots: torch.Tensor, norm: HeadNorm | None,
+    qkv: tuple[Bounded, Bounded, Bounded],
+    pool: torch.Tensor,
+    layer: int,
+    rotary: Rotary,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    norm: HeadNorm | None,
 ) -> tuple[Bounded, Bounded]:
     """(turned q, the whole pool), both stored. Where nothing is written the pool may not differ at all."""
     dtype = pool.dtype
@@ -184,7 +182,12 @@ def rotate_and_store(
 
 
 def attention(
-    q: torch.Tensor, pool: torch.Tensor, layer: int, rows: AttentionRows, page: PageShape, scale: float,
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    rows: AttentionRows,
+    page: PageShape,
+    scale: float,
     window: int | None,
 ) -> Bounded:
     """Not yet rounded; weights have been, before they meet the values."""
@@ -195,7 +198,7 @@ def attention(
     keys = own[:, 0, 0].nan_to_num().norm(dim=-1).amax((0, 1))  # of each key head, the longest
     own[:, 0, 1].abs_()
     magnitude = _REFERENCE.attention(q.double(), own, 0, plan, scale, window)
-    # Of a logit: a product of D terms, at most as large as the vectors' lengths allow, and an exponential's argument.
+    # Of a logit: a product of D terms, no larger than the vectors' lengths allow, and an exponential's argument.
     heads = q.shape[1]
     logit = scale * q.double().norm(dim=-1) * keys.repeat_interleave(heads // len(keys))  # [T, heads]
     logit_off = (gamma(q.shape[-1] + 4, roundoff) + 4 * roundoff) * logit

@@ -12,9 +12,9 @@ import torch
 
 from manylora.bench.interleaved import Step, medians
 from manylora.bench.kernels import (
+    bounded_lora,
     cells_for,
     device_name,
-    exact_lora,
     random_pool,
     relative_error,
     segments_for,
@@ -83,12 +83,16 @@ class LoraRig:
 
         return step
 
-    def error(self, case: Case) -> float:
-        """Of the engine's operator against a float32 computation, relative; leaves y alone."""
+    def errors(self, case: Case) -> dict[str, float]:
+        """Of the engine's operator, for a report's row: ``error`` relative, and ``error_of_bound``, the largest of
+        an element over what rounding may make of it. Leaves y alone."""
         y = torch.zeros_like(case.y)
         plan = self.ops.plan_lora(case.segments, self.geometry, self.device)
         self.ops.lora(y, case.x, self.pool, 0, self.group, plan)
-        return relative_error(y, exact_lora(case.x, self.pool, 0, self.group, case.segments, self.geometry))
+        truth = bounded_lora(case.x, self.pool, 0, self.group, case.segments, self.geometry).rounded(
+            self.dtype
+        )
+        return {"error": relative_error(y, truth.exact), "error_of_bound": truth.excess(y)}
 
     def dense(self, case: Case, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The adapters out of their pages: a ``[n, h1, rank]``, and b ``[n, rank, h2]`` with the scale in it."""

@@ -73,7 +73,7 @@ def _rows(rig: LoraRig, batch: int, repeats: int) -> list[Row]:
             {
                 "popularity": popularity, "batch": batch, "models": len(case.counts),
                 "flop": flop, "io_bytes": num_bytes, "flop_per_byte": flop / num_bytes,
-                "us": seconds * 1e6, "flop_per_s": flop / seconds, "error": rig.error(case),
+                "us": seconds * 1e6, "flop_per_s": flop / seconds, **rig.errors(case),
             }
         )  # fmt: skip
     return rows

@@ -39,7 +39,7 @@ def run(setup: Setup) -> Report:
             found = rig.seconds([rig.sgmv(case) for case in cases], repeats)
             for rank, case, seconds in zip(RANKS, cases, found, strict=True):
                 setting = {"popularity": popularity, "rank": rank, "batch": batch, "models": len(case.counts)}
-                rows.append({**setting, "us": seconds * 1e6, "error": rig.error(case)})
+                rows.append({**setting, "us": seconds * 1e6, **rig.errors(case)})
             setup.show(f"{len(rows)} of {len(POPULARITIES) * len(batches) * len(RANKS)} timed")
     settings = {
         "scale": setup.scale, "device": setup.device, "h1": h1, "h2": h2, "repeats": repeats, **rig.description,
