@@ -14,7 +14,6 @@ import collections
 import json
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ import torch
 import transformers
 
 from manylora import LLM, SamplingParams
+from manylora.bench.provenance import Recording, add_flags
 
 DEMO = Path(__file__).parents[1] / "demo"
 REQUESTS, PROMPT, GENERATE, ADAPTERS, THREADS = 64, 32, 128, 8, 2
@@ -221,11 +221,13 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--picture")
     parser.add_argument("--repeats", type=int, default=3)
+    add_flags(parser)
     args = parser.parse_args()
     torch.set_num_threads(THREADS)
+    recording = Recording.of(args, 0)
     report = {
-        "command": "python -m benchmarks.cpu_vs_peft",
-        "commit": subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip(),
+        "command": recording.command,
+        "commit": recording.commit,
         "machine": f"{platform.processor() or platform.machine()}, {THREADS} threads",
         "versions": {m.__name__: m.__version__ for m in (torch, transformers, peft)},
         "settings": {
@@ -233,6 +235,7 @@ def main() -> None:
             "models": ADAPTERS + 1, "dtype": "float32",
         },
         **measure(args.repeats),
+        "provenance": recording.provenance(),
     }  # fmt: skip
     Path(args.out).write_text(json.dumps(report, indent=1))
     if args.picture:

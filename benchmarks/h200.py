@@ -14,7 +14,6 @@ import gc
 import json
 import random
 import resource
-import sys
 import tempfile
 import threading
 import time
@@ -25,6 +24,7 @@ import torch
 from safetensors.torch import save_file
 
 from manylora import LLM, SamplingParams
+from manylora.bench.provenance import Recording, add_flags
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-2-7b": {
@@ -226,19 +226,21 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     parser.add_argument("--churn-s", type=float, default=0.0)
-    parser.add_argument("--commit", default="unknown", help="noted in the report")
+    add_flags(parser)
     args = parser.parse_args()
+    recording = Recording.of(args, "none: weights and prompts do not depend on one")
     bandwidth = measured_bandwidth()
     torch.cuda.empty_cache()
     report: dict[str, Any] = {
-        "command": "python -m " + " ".join(["benchmarks.h200", *sys.argv[1:]]),
-        "commit": args.commit, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "command": recording.command, "commit": recording.commit,
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "bandwidth_bytes_per_s": bandwidth, "prompt_tokens": PROMPT, "generated_tokens": GENERATE, "shapes": {},
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         for name in args.shapes:
             report["shapes"][name] = measure(Path(scratch) / name, SHAPES[name], bandwidth, args.churn_s)
             print(json.dumps({name: report["shapes"][name]}), flush=True)
+            report["provenance"] = recording.provenance()
             Path(args.out).write_text(json.dumps(report, indent=1))
 
 

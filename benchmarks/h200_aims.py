@@ -37,6 +37,7 @@ import torch
 from benchmarks import h200, h200_cache
 from benchmarks.h200_aims_chat import chat, conformance, http
 from benchmarks.h200_aims_first import first
+from manylora.bench.provenance import Recording, add_flags
 from manylora.bench.random_adapters import write_random_adapters
 from manylora.bench.targets import Answer, Call, EngineTarget
 from manylora.config import PolicyConfig
@@ -175,6 +176,7 @@ class Aims:
     info: EngineInfo
     adapters: Mapping[str, str]
     report: dict[str, Any]
+    recording: Recording
     args: argparse.Namespace
     began_s: float
     num_runs: int = 0
@@ -212,6 +214,7 @@ class Aims:
         row = {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
         self.report.setdefault(part, []).append(row)
         print(f"{time.monotonic() - self.began_s:6.1f} s  {part}: {json.dumps(row)}", flush=True)
+        self.report["provenance"] = self.recording.provenance()
         Path(self.args.out).write_text(json.dumps(self.report, indent=1))
         gc.collect()
 
@@ -350,7 +353,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", required=True)
-    parser.add_argument("--commit", default="unknown", help="noted in the report")
+    add_flags(parser)
     parser.add_argument(
         "--numbers-by-engine",
         action="store_true",
@@ -366,8 +369,9 @@ def main() -> None:
     began_s = time.monotonic()
     staging.NUMBERS_BY_KERNEL = not args.numbers_by_engine
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
+    recording = Recording.of(args, "0 of the chat's tokens; the other requests are stored")
     report: dict[str, Any] = {
-        "command": "python -m " + " ".join(["benchmarks.h200_aims", *sys.argv[1:]]), "commit": args.commit,
+        "command": recording.command, "commit": recording.commit,
         "torch": torch.__version__, "left_out": [],
     }  # fmt: skip
     if not args.toy:
@@ -399,7 +403,7 @@ def main() -> None:
         )
         report["build_s"] = round(time.monotonic() - build_s, 2)
         report["policy"] = dataclasses.asdict(policy)
-        aims = Aims(worker, policy, info, adapters, report, args, began_s)
+        aims = Aims(worker, policy, info, adapters, report, recording, args, began_s)
         try:
             for part in args.parts.split(","):
                 if part == "many":

@@ -15,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+from manylora.bench.provenance import ROOT, commit_of
+
 _TAIL = 1500
 _MINUTES = 9.5
 """For a part. What would begin later is left out."""
@@ -84,7 +86,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("parts", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--commit", default="unknown", help="noted in the reports")
+    parser.add_argument(
+        "--commit", default=commit_of(ROOT), help="of the code that runs, noted in the reports"
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     # All parts, whatever came of the first.

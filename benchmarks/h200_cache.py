@@ -18,17 +18,17 @@ import concurrent.futures
 import dataclasses
 import gc
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.h200 import SHAPES, measured_bandwidth, projections, write_model
 from benchmarks.plot_cache import PAPER, POLICIES, VLLM, compare, line_of
+from manylora.bench.provenance import Recording, add_flags
 from manylora.bench.replay import ReplaySettings, replay, show_on_stderr
 from manylora.bench.serve import Measured, measure
 from manylora.bench.summary import as_rows
@@ -227,9 +227,11 @@ class Comparison:
         self.adapters = self.work / f"adapters-{'toy' if args.toy else 'llama-2-7b'}"
         self.model = self.scale.model or self.work / "llama-2-7b"
         self.rehearsed: set[int] = set()
+        self.recording = Recording.of(args, args.seed)
+        self.previous = _previous(args.previous)
         self.report: Report = {
-            "command": "python -m " + " ".join(["benchmarks.h200_cache", *sys.argv[1:]]),
-            "commit": args.commit,
+            "command": self.recording.command,
+            "commit": self.recording.commit,
             "device": "cpu" if args.toy else torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "is_toy": args.toy,
@@ -237,7 +239,7 @@ class Comparison:
             "num_adapters": self.scale.num_adapters,
             "ceilings": {},
             "reference": {"vllm": [] if args.toy else VLLM, "paper": PAPER},
-            "runs": _previous_runs(args.previous),
+            "runs": list(self.previous.runs),
         }
 
     def prepare(self) -> None:
@@ -336,6 +338,11 @@ class Comparison:
 
     def save(self) -> None:
         self.report["comparison"] = compare(self.report)
+        new = range(len(self.previous.runs), len(self.report["runs"]))
+        self.report["provenance"] = [
+            *self.previous.provenance,
+            *self.recording.provenance("/ceilings", "/engine", *(f"/runs/{number}" for number in new)),
+        ]
         out = Path(self.args.out)
         scratch = out.with_suffix(".part")
         scratch.write_text(json.dumps(self.report, indent=1) + "\n")
@@ -353,10 +360,24 @@ async def _pinned(target: EngineTarget) -> float | None:
     return time.monotonic() - began_s
 
 
-def _previous_runs(path: str | None) -> list[dict[str, Any]]:
+class _Previous(NamedTuple):
+    """An earlier report's runs that did not break, and where they come from."""
+
+    runs: list[dict[str, Any]]
+    provenance: list[dict[str, Any]]
+
+
+def _previous(path: str | None) -> _Previous:
     if path is None:
-        return []
-    return [run for run in json.loads(Path(path).read_text())["runs"] if "error" not in run]
+        return _Previous([], [])
+    report = json.loads(Path(path).read_text())
+    kept = [number for number, run in enumerate(report["runs"]) if "error" not in run]
+    places = {f"/runs/{old}": f"/runs/{new}" for new, old in enumerate(kept)}
+    entries = [
+        {**entry, "parts": [places[part] for part in entry["parts"] if part in places]}
+        for entry in report.get("provenance", [])
+    ]
+    return _Previous([report["runs"][number] for number in kept], entries)
 
 
 def _cells(args: argparse.Namespace) -> list[Cell]:
@@ -397,7 +418,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--host-pool", help="size (default: 48GiB, 8MiB with --toy)")
     parser.add_argument("--work", default=str(Path(tempfile.gettempdir()) / "manylora-h200-cache"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", default="unknown", help="noted in the report")
+    add_flags(parser)
     parser.add_argument("--toy", action="store_true", help="tiny, on a CPU")
     parser.add_argument("--progress", action="store_true")
     args = parser.parse_args(argv)

@@ -19,7 +19,6 @@ import json
 import queue
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 
+from manylora.bench.provenance import Recording, add_flags
 from manylora.devices.cpu import CpuDevice
 from manylora.devices.cuda import CudaDevice
 from manylora.kernels.shapes import PageShape
@@ -373,7 +373,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", required=True, help="a JSON file")
-    parser.add_argument("--commit", default="unknown", help="noted in the report")
+    add_flags(parser)
     parser.add_argument("--pool-gib", type=float, default=8.0, help="of each pool (default: 8)")
     parser.add_argument("--pin-gib", type=float, default=32.0, help="pinned beside steps (default: 32)")
     parser.add_argument("--rounds", type=int, default=5, help="of each rate, the median is given")
@@ -381,12 +381,14 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this measures a CUDA device, and there is none")
+    recording = Recording.of(args, "none: bytes are copied whatever they are")
     report: dict[str, Any] = {
-        "command": "python -m " + " ".join(["benchmarks.h200_copies", *sys.argv[1:]]),
-        "commit": args.commit, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "command": recording.command, "commit": recording.commit,
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "cuda": torch.version.cuda, "command_bytes": COMMAND_BYTES, "transfer_bytes": TRANSFER_BYTES,
     }  # fmt: skip
     measure(args, report)
+    report["provenance"] = recording.provenance()
     Path(args.out).write_text(json.dumps(report, indent=1))
     print(json.dumps(compact(report), separators=(",", ":")))
 

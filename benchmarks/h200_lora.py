@@ -23,6 +23,7 @@ import torch
 
 from benchmarks.lora_layer import Case, Rig
 from manylora.bench.kernels import CUDA_DECODERS, Decoder, read_bandwidth
+from manylora.bench.provenance import Recording, add_flags
 from manylora.kernels.shapes import ProjectionGroup
 from manylora.kernels.triton.lora import as_row, lora_kernels_on
 from manylora.kernels.triton.lora_launch import DEFAULT, Beside, LoraConfig, LoraKernels, TileConfig
@@ -283,7 +284,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=80.0)
     parser.add_argument("--rehearse", action="store_true", help="tiny, in the interpreter, without a GPU")
+    add_flags(parser)
     arguments = parser.parse_args()
+    recording = Recording.of(arguments, 0)
     began, tiny = time.perf_counter(), arguments.rehearse
     if tiny:
         for choices in (*SHRINKS.values(), *EXPANDS.values(), LONG_SHRINKS, LONG_EXPANDS):
@@ -322,7 +325,7 @@ def main() -> None:
     document = {
         "device": "cpu" if tiny else torch.cuda.get_device_name(), "torch": torch.__version__,
         "seconds": round(time.perf_counter() - began), "failures": bench.failures, "kinds": bench.report,
-        "tuned": as_row(tuned),
+        "tuned": as_row(tuned), "provenance": recording.provenance(),
     }  # fmt: skip
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(document, indent=1) + "\n")

@@ -48,6 +48,7 @@ from benchmarks.h200_ops_linears import (
     save_table,
 )
 from benchmarks.h200_ops_timing import graph_time, relative_error
+from manylora.bench.provenance import Recording, add_flags
 from manylora.kernels.ops import HeadNorm, Rotary
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.triton.decode_table import DecodeConfig, DecodeTable, stored_table
@@ -61,6 +62,7 @@ LAYERS = {
 """Heads, key heads, and the products of a layer."""
 
 MEASURED_LAYERS, CONTEXT = 6, 512
+SEEDS = "0 and 1 of the pages' places and lengths; values are drawn anew"
 OTHER_PARTS = ("elementwise", "decode", "prefill", "flashinfer_builds", "flashinfer")
 
 
@@ -71,6 +73,7 @@ class Run:
     out: Path
     began: float
     report: dict[str, Any]
+    recording: Recording
     bytes_per_s: float = 4.3e12
     linears: Linears | None = None
 
@@ -86,6 +89,7 @@ class Run:
         self.report.setdefault("seconds", {})[name] = round(took, 1)
         print(f"-- {name}: {took:.1f} s, {total:.0f} s in all", flush=True)
         self.out.parent.mkdir(parents=True, exist_ok=True)
+        self.report["provenance"] = self.recording.provenance()
         self.out.write_text(json.dumps(self.report))
 
     def floor_us(self, num_bytes: float) -> float:
@@ -341,12 +345,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--skip", nargs="*", default=[], help="parts to leave out")
     parser.add_argument("--linears-only", action="store_true", help="products, and layers by the choices")
     parser.add_argument("--seconds", type=float, default=90, help="for the products' measuring")
+    add_flags(parser)
     parser.add_argument("--jit", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.jit:
         attending.build_flashinfer(options.jit)
         return
-    run = Run(options.out, time.perf_counter(), {"argv": sys.argv[1:]})
+    run = Run(options.out, time.perf_counter(), {"argv": sys.argv[1:]}, Recording.of(options, SEEDS))
     builds: dict[str, subprocess.Popen[bytes]] = {}
     skipped = {*options.skip, *(OTHER_PARTS if options.linears_only else ())}
     if importlib.util.find_spec("flashinfer") is not None and "flashinfer" not in skipped:

@@ -26,6 +26,7 @@ import torch
 
 from benchmarks.h200_ops_attention import HEADS, Pool, calls
 from benchmarks.h200_ops_timing import cold_time
+from manylora.bench.provenance import Recording, add_flags
 from manylora.kernels.triton import attention_plans
 from manylora.kernels.triton.attending import PagedAttention
 from manylora.kernels.triton.decode_table import DecodeTable, TileConfig, stored_table
@@ -147,7 +148,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
+    add_flags(parser)
     args = parser.parse_args()
+    recording = Recording.of(args, "0 of the pages' places; values are drawn anew")
     began = time.perf_counter()
     settings = [(heads, tiles) for heads in HEADS for tiles in CONFIGS]
     workers = max(1, min(13, (os.cpu_count() or 2) - 2))
@@ -155,13 +158,17 @@ def main() -> None:
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as processes:
         failed = [error for error in processes.map(compile_one, settings, timeout=120) if error]
     print(f"compiled in {time.perf_counter() - began:.0f} s; failed: {failed}", flush=True)
-    report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "failed": failed}
+    report: dict[str, Any] = {
+        "command": recording.command, "commit": recording.commit, "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(), "failed": failed,
+    }  # fmt: skip
     for heads, shape in HEADS.items():
         pool = Pool(*shape)
         report[heads] = sweep(pool, heads, CONFIGS, list(CASES))
         args.out.write_text(json.dumps(report))
         for name, (values, cases) in CHOICES.items():
             report[f"{heads} {name}"] = choices(pool, heads, name, values, cases)
+        report["provenance"] = recording.provenance()
         report[f"{heads} dependent"] = found = row(pool, TileConfig(), heads, CASES["220 + 32"], 3, True)
         print(heads, "dependent", found, flush=True)
         args.out.write_text(json.dumps(report))

@@ -18,7 +18,6 @@ import json
 import logging
 import queue
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks.h200 import SHAPES, adapter_bytes, kv_bytes, measured_bandwidth, weight_bytes, write_model
+from manylora.bench.provenance import Recording, add_flags
 from manylora.bench.random_adapters import write_random_adapters
 from manylora.devices import staging
 from manylora.executor.build import build_worker
@@ -288,7 +288,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", required=True)
-    parser.add_argument("--commit", default="unknown", help="noted in the report")
+    add_flags(parser)
     parser.add_argument(
         "--numbers-by-engine",
         action="store_true",
@@ -300,8 +300,9 @@ def main() -> None:
     args = parser.parse_args()
     staging.NUMBERS_BY_KERNEL = not args.numbers_by_engine
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
+    recording = Recording.of(args, "1 of sampled rows; weights and prompts do not depend on one")
     report: dict[str, Any] = {
-        "command": "python -m " + " ".join(["benchmarks.h200_steps", *sys.argv[1:]]), "commit": args.commit,
+        "command": recording.command, "commit": recording.commit,
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "context": CONTEXT,
     }  # fmt: skip
     report["bandwidth_bytes_per_s"] = bandwidth = measured_bandwidth()
@@ -310,6 +311,7 @@ def main() -> None:
     for name in args.shapes:
         with tempfile.TemporaryDirectory() as scratch:
             report["shapes"][name] = run(name, Path(scratch), bandwidth, args.steps, args.parts.split(","))
+        report["provenance"] = recording.provenance()
         Path(args.out).write_text(json.dumps(report, indent=1))
         gc.collect()
         torch.cuda.empty_cache()

@@ -16,7 +16,6 @@ import logging
 import pstats
 import re
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -27,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.h200 import SHAPES, write_model
 from benchmarks.h200_steps import GREEDY, PAGE_TOKENS, RANK, Bench
+from manylora.bench.provenance import Recording, add_flags
 from manylora.bench.random_adapters import write_random_adapters
 from manylora.executor.build import build_worker
 from manylora.flags import build_settings
@@ -142,13 +142,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", required=True)
-    parser.add_argument("--commit", default="unknown", help="noted in the report")
+    add_flags(parser)
     parser.add_argument("--set", action="append", default=[], help="NAME=VALUE, a setting of the engine")
     parser.add_argument("--repeats", type=int, default=8)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
+    recording = Recording.of(args, "none: weights and prompts do not depend on one")
     report: dict[str, Any] = {
-        "command": "python -m " + " ".join(["benchmarks.h200_trace", *sys.argv[1:]]), "commit": args.commit,
+        "command": recording.command, "commit": recording.commit,
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "steps": [],
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
@@ -172,6 +173,7 @@ def main() -> None:
                 row["host_us"] = host_of(steps, rows, is_adapted, args.repeats)
                 report["steps"].append(row)
                 print(json.dumps(row), flush=True)
+                report["provenance"] = recording.provenance()
                 Path(args.out).write_text(json.dumps(report, indent=1))
         worker.close()
 

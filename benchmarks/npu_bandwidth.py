@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from manylora.bench.provenance import Recording, add_flags
 from manylora.reproduce.cells import REFERENCE, Cell, in_parallel, peak_rate, run_cells
 from manylora.reproduce.fastlibra_table_peaks import rounded
 from manylora.sim.hardware import NPU_MEMORY_CHOICES, fastlibra_npu
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--search", type=float, default=300.0, help="virtual seconds of a run of the search")
     parser.add_argument("--duration", type=float, default=1800.0, help="virtual seconds of the others")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--commit", default="unknown", help="noted in the report")
+    add_flags(parser)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
 
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for scenario in args.scenarios
         for bytes_s in NPU_MEMORY_CHOICES
     ]
-    began_s = time.monotonic()
+    began_s, recording = time.monotonic(), Recording.of(args, cases[0].seed)
     found = in_parallel(peak_rate, {case: case for case in cases}, args.workers, show, "peaks found")
     shares = cells_of(found, args.shares, args.duration)
     results = run_cells(shares, args.workers, show)
@@ -78,14 +79,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         for cell, result in results.items()
     ]  # fmt: skip
     report = {
-        "benchmark": "npu_bandwidth", "commit": args.commit, "python": platform.python_version(),
+        "benchmark": "npu_bandwidth", "commit": recording.commit, "python": platform.python_version(),
         "num_adapters": 20, "model": "llama-2-7b", "cards": 1, "duration_s": args.duration,
         "wall_s": round(time.monotonic() - began_s),
         "peaks": [
             {"scenario": case.scenario, "hardware": case.hardware, "fastlibra_per_s": peak}
             for case, peak in found.items()
         ],
-        "rows": rows,
+        "rows": rows, "provenance": recording.provenance(),
     }  # fmt: skip
     args.out.write_text(json.dumps(report, indent=1) + "\n")
 

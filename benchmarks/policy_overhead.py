@@ -13,6 +13,7 @@ import json
 import platform
 from pathlib import Path
 
+from manylora.bench.provenance import Recording, add_flags
 from manylora.config import CACHE_POLICIES
 from manylora.reproduce.decision_times import measure
 
@@ -21,10 +22,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--nodes", type=int, nargs="+", default=[100_000, 1_000_000])
     parser.add_argument("--policies", nargs="+", default=list(CACHE_POLICIES[:2]), choices=CACHE_POLICIES)
-    parser.add_argument("--commit", default="unknown")
+    add_flags(parser)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    rows = []
+    recording, rows = Recording.of(args, 0), []
     for num_nodes in args.nodes:
         for policy in args.policies:
             for with_host in (True, False):
@@ -34,10 +35,13 @@ def main() -> None:
         machine = {"cpu": platform.processor() or platform.machine(), "python": platform.python_version()}
         args.out.write_text(
             json.dumps(
-                {"benchmark": "policy_overhead", "commit": args.commit, "machine": machine, "rows": rows},
+                {
+                    "benchmark": "policy_overhead", "commit": recording.commit, "machine": machine, "rows": rows,
+                    "provenance": recording.provenance(),
+                },
                 indent=1,
             )
-        )
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

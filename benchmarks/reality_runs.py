@@ -16,6 +16,7 @@ import msgspec
 
 from benchmarks.h200_cache import REAL, ROOT, TRACES, Scale, stream_of, turns_of
 from benchmarks.plot_reality import compare, draw, lines_of, work_of
+from manylora.bench.provenance import Recording
 from manylora.config import ConfigError, PolicyConfig
 from manylora.sim.costs import IDLE_S, StepCosts, StepWork
 from manylora.sim.fit import fit_profile
@@ -204,13 +205,16 @@ def _mean_ms(outcomes: Sequence[Outcome], name: str) -> float:
 class Report:
     """All files beside ``--out``, written after every part."""
 
-    def __init__(self, out: Path, head: Run) -> None:
+    def __init__(self, out: Path, head: Run, recording: Recording) -> None:
         self.out = out
         self.head: Run = {**head, "runs": []}
         self.logs: list[Run] = []
+        self._recording = recording
+        self._measured: list[Run] | None = None
+        """Where an earlier report's runs come from."""
 
     @classmethod
-    def of(cls, out: Path, earlier: Path) -> Report:
+    def of(cls, out: Path, earlier: Path, recording: Recording) -> Report:
         """An earlier one's runs and logs. Raises ConfigError where either is missing or damaged."""
         head = _read(earlier, "report", json.loads)
         log = beside(earlier, ".log.json.gz")
@@ -219,8 +223,9 @@ class Report:
             raise ConfigError(f"{earlier} is no report of benchmarks.simulator_reality")
         if len(logs) != len(head["runs"]):
             raise ConfigError(f"{log} is the log of {len(logs)} runs, its report has {len(head['runs'])}")
-        report = cls(out, head)
+        report = cls(out, head, recording)
         report.head["runs"] = head["runs"]
+        report._measured = head.get("provenance", [])
         report.logs = logs
         return report
 
@@ -249,8 +254,17 @@ class Report:
 
     def save(self) -> None:
         """Whole or not at all."""
+        self.head["provenance"] = self._provenance()
         _replace(self.out, (json.dumps(self.head, indent=1) + "\n").encode())
         _replace(beside(self.out, ".log.json.gz"), gzip.compress(json.dumps(self.logs).encode(), mtime=0))
+
+    def _provenance(self) -> list[Run]:
+        if self._measured is None:
+            return self._recording.provenance()
+        simulated = [
+            f"/runs/{i}/{part}" for i in range(len(self.logs)) for part in ("simulated", "as_it_was")
+        ]
+        return [*self._measured, *self._recording.provenance("/profile", "/comparison", *simulated)]
 
 
 def beside(out: Path, ending: str) -> Path:

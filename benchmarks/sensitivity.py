@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from manylora.bench.provenance import Recording, add_flags
 from manylora.config import CACHE_POLICIES, CacheConfig, PolicyConfig, parse_size
 from manylora.sim.costs import DeviceCosts
 from manylora.sim.replay import Replay
@@ -234,7 +235,9 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, required=True, help="where to write the report")
     parser.add_argument("--quick", action="store_true", help="60 turns of each trace, a coarse grid")
+    add_flags(parser)
     args = parser.parse_args()
+    recording = Recording.of(args, "none: the traces are stored")
     if not args.folder.is_dir():
         parser.error(f"--folder {args.folder}: there is no such folder")
     limit = 60 if args.quick else None
@@ -245,6 +248,7 @@ def main() -> None:
         "fastlibra": sweep_fastlibra(GRID_WORKLOADS, taus_s, windows_s, limit),
         "manylora": sweep_manylora(GRID_WORKLOADS, (*TAUS_S[:1], 5.0, *WINDOWS_S), limit),
     }
+    report["provenance"] = recording.provenance()
     quick = " --quick" if args.quick else ""
     page = page_of(report, f"python -m benchmarks.sensitivity{quick} --folder docs/results")
     (args.folder / "cache_sensitivity.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -22,7 +22,6 @@ import asyncio
 import dataclasses
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -44,6 +43,7 @@ from benchmarks.reality_runs import SCALES, Load, Report, Run, beside, loads_fro
 from manylora.bench.profile import Profiler, ProfileSettings, describe, machine_name, shape_of
 from manylora.bench.profile_grid import Limits, make_batches
 from manylora.bench.profile_rig import Rig, rounded, undisturbed
+from manylora.bench.provenance import Recording, add_flags
 from manylora.bench.replay import ReplaySettings, replay, warm_adapters
 from manylora.bench.step_log import LentExecutor, StepLog
 from manylora.bench.summary import as_rows, difference, summarize
@@ -199,6 +199,7 @@ class Comparison:
         self.kind = "toy" if args.toy else args.device
         self.scale = SCALES[self.kind]
         self.host_pool = args.host_pool or HOST_POOL[self.kind]
+        self.recording = Recording.of(args, args.seed)
 
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self.began_s:6.1f} s  {text}", flush=True)
@@ -252,8 +253,8 @@ class Comparison:
 
     def _report(self, bench: Bench) -> Report:
         head = {
-            "command": "python -m " + " ".join(["benchmarks.simulator_reality", *sys.argv[1:]]),
-            "commit": self.args.commit,
+            "command": self.recording.command,
+            "commit": self.recording.commit,
             "device": machine_name(bench.info.device),
             "torch": torch.__version__,
             "kind": self.kind,
@@ -261,7 +262,7 @@ class Comparison:
             "policy": dataclasses.asdict(bench.served),
             "ceilings": ceilings() if self.kind == "cuda" else {},
         }
-        return Report(Path(self.args.out), head)
+        return Report(Path(self.args.out), head, self.recording)
 
     def _rehearse(self, bench: Bench, opened_s: float) -> None:
         stream = stream_of(turns_of("20", self.scale)[:120], self.scale, self.scale.speed)
@@ -283,7 +284,7 @@ class Comparison:
             settings = ProfileSettings(
                 engine={}, out=beside(report.out, ".profile.json"), is_quick=self.args.toy,
                 name="llama-2-7b" if self.kind == "cuda" else "demo", budget_s=self.args.profile_budget,
-                commit=self.args.commit,
+                commit=self.recording.commit,
             )  # fmt: skip
             with Profiler(settings, bench.worker, bench.policy, bench.info, config, _Said(self)) as profiler:
                 for number, load in enumerate(loads):
@@ -349,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--host-pool", help="size (default: 48GiB on cuda, 32MiB)")
     parser.add_argument("--work", default=str(Path(tempfile.gettempdir()) / "manylora-simulator-reality"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", default="unknown", help="noted in the report")
+    add_flags(parser)
     parser.add_argument("--toy", action="store_true", help="tiny, on a CPU, in seconds")
     args = parser.parse_args(argv)
     try:
@@ -366,7 +367,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def again(args: argparse.Namespace) -> None:
     """Simulate the runs of an earlier report."""
-    report = Report.of(Path(args.out), args.again)
+    report = Report.of(Path(args.out), args.again, Recording.of(args, args.seed))
     scale = SCALES[report.head["kind"]]
     name = args.profile or str(beside(args.again, ".profile.json"))
     profile = find_profile(name)

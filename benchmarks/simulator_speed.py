@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from manylora.bench.provenance import Recording, add_flags
 from manylora.config import CACHE_POLICIES, CacheConfig, ConfigError, PolicyConfig
 from manylora.sim.fit import fit_profile
 from manylora.sim.profile import find_profile
@@ -90,17 +91,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--policy", default="manylora", choices=CACHE_POLICIES)
     parser.add_argument("--profile", default="h200-llama-2-7b", help="a shipped profile or a file")
-    parser.add_argument("--commit", default="unknown", help="noted in the report")
+    add_flags(parser)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     if args.requests < 1:
         parser.error("--requests must be at least 1")
+    recording = Recording.of(args, 0)
     try:
         report = measure(args.requests, args.policy, args.profile)
     except ConfigError as error:
         parser.error(str(error))
     machine = {"cpu": platform.processor() or platform.machine(), "python": platform.python_version()}
-    report = {"benchmark": "simulator_speed", "commit": args.commit, "machine": machine, **report}
+    report = {"benchmark": "simulator_speed", "commit": recording.commit, "machine": machine, **report}
+    report["provenance"] = recording.provenance()
     text = json.dumps(report, indent=1) + "\n"
     print(text, end="")
     if args.out is not None:

@@ -25,9 +25,12 @@ from manylora.bench.kernels_settings import (
     Sizes,
     check_name,
 )
+from manylora.bench.provenance import Recording
 from manylora.config import ConfigError
 
 Row = dict[str, Any]
+SEED = 0
+"""Of inputs, weights and pages."""
 
 _CASES: dict[str, Callable[[Rig, Sizes], Iterator[list[Case]]]] = {
     "add_rms_norm": kernels_cases.norm_cases,
@@ -82,6 +85,7 @@ class _Bench:
         self._rows: list[Row] = []
         self._left_out: list[str] = []
         self._began = began
+        self._recording = Recording(SEED)
         self._is_timed = not rig.is_interpreted
         self._bytes_per_s = self._flops = math.inf
         self.mistakes: list[str] = []
@@ -89,7 +93,7 @@ class _Bench:
     # ---- measuring -------------------------------------------------------------------------------------
 
     def run(self, names: Sequence[str]) -> None:
-        torch.manual_seed(0)
+        torch.manual_seed(SEED)
         if self._is_timed:
             _show("ceilings")
             small = self._settings.is_quick and not self._rig.is_cuda
@@ -194,6 +198,7 @@ class _Bench:
             "bytes_per_s": self._bytes_per_s if timed else None, "flops": self._flops if timed else None,
             "seconds": round(time.monotonic() - self._began, 1), "mistakes": self.mistakes,
             "left_out": self._left_out, "notes": self._notes(), "rows": self._rows,
+            "provenance": self._recording.provenance(),
         }  # fmt: skip
         path = settings.out / "kernels.json"
         try:

@@ -16,6 +16,7 @@ from manylora.bench.http_client import allow_many_connections
 from manylora.bench.http_target import HttpTarget
 from manylora.bench.picture import check_plot, check_writable, draw
 from manylora.bench.processes import processes_for, replay_apart
+from manylora.bench.provenance import Recording
 from manylora.bench.replay import Halt, ReplaySettings, RequestResult, check_fit, replay, warm_adapters
 from manylora.bench.summary import Objective, Summary, as_rows, difference, summarize, table, warnings
 from manylora.bench.targets import EngineTarget, Target
@@ -93,7 +94,9 @@ def run(settings: BenchSettings, stream: Stream) -> int:
     check(settings)
     # Before there is an event loop, which would hold back an interrupt until all is loaded.
     loaded = None if settings.url is not None else _load(settings)
+    recording = Recording(settings.replay.seed)
     report, results = asyncio.run(_run(settings, stream, loaded))
+    report["provenance"] = recording.provenance()
     try:
         if settings.out is not None:
             settings.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from manylora.bench.picture import check_writable
+from manylora.bench.provenance import Recording
 from manylora.config import CACHE_POLICIES, ConfigError, EngineSettings, PolicyConfig
 from manylora.flags import build_settings
 from manylora.sim.analytical import AnalyticalCosts, check_cards
@@ -105,6 +106,7 @@ def run(settings: SimulateSettings, load: Callable[[], Stream]) -> int:
     # Of the reference batch sizes and lengths matter, pools do not, and pages are as large as by default.
     unlimited = _config(settings, "lru", target)
     notes = _notes(configs, target)
+    recording = Recording("the workload's (--seed)")
     stream = load()
     print(f"{stream.name} on {target.name}, {len(stream.requests)} requests", flush=True)
     for note in notes:
@@ -125,6 +127,7 @@ def run(settings: SimulateSettings, load: Callable[[], Stream]) -> int:
         report["results"][name] = result
         print(_line(name, width, [_cell(form, result) for _, form in columns]), flush=True)
     if settings.out is not None:
+        report["provenance"] = recording.provenance()
         try:
             settings.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         except OSError as error:

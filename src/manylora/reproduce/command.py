@@ -8,6 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from manylora.bench.provenance import Recording
 from manylora.config import ConfigError
 from manylora.reproduce.experiment import CLEAR, Device, Scale, Setup, show_progress
 from manylora.reproduce.registry import TITLES, experiment
@@ -46,9 +47,10 @@ def reproduce(
     setup = Setup(
         scale, chosen, seed, workers, hardware, store, is_run, lambda line: show_progress(f"{name}: {line}")
     )
+    recording = Recording(seed)
     report = found.run(setup)
     try:
-        written = report.write(out)
+        written = report.write(out, recording.provenance())
         found.draw(report, written.with_suffix(".png"))
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None

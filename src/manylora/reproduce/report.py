@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ class Report:
     headline: list[Headline]
     notes: tuple[str, ...] = ()
 
-    def write(self, folder: Path) -> Path:
+    def write(self, folder: Path, provenance: Sequence[Row] = ()) -> Path:
         """``NAME.json`` in the folder, which is made; returns its path. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.experiment}.json"
@@ -44,6 +45,7 @@ class Report:
             values: Row = {"metric": figure.metric, "ours": figure.ours, "paper": figure.paper}
             headline.append({**values, "paper_is_recalled": True} if figure.is_recalled else values)
         values = {**dataclasses.asdict(self), "headline": headline, "notes": list(self.notes)}
+        values["provenance"] = list(provenance)
         path.write_text(json.dumps(values, indent=1) + "\n")
         return path
 
