@@ -341,7 +341,7 @@ class Comparison:
         new = range(len(self.previous.runs), len(self.report["runs"]))
         self.report["provenance"] = [
             *self.previous.provenance,
-            *self.recording.provenance("/ceilings", "/engine", *(f"/runs/{number}" for number in new)),
+            *self.recording.provenance("ceilings", "comparison", *(f"runs/{number}" for number in new)),
         ]
         out = Path(self.args.out)
         scratch = out.with_suffix(".part")
@@ -372,10 +372,11 @@ def _previous(path: str | None) -> _Previous:
         return _Previous([], [])
     report = json.loads(Path(path).read_text())
     kept = [number for number, run in enumerate(report["runs"]) if "error" not in run]
-    places = {f"/runs/{old}": f"/runs/{new}" for new, old in enumerate(kept)}
+    places = {f"runs/{old}": f"runs/{new}" for new, old in enumerate(kept)}
     entries = [
-        {**entry, "parts": [places[part] for part in entry["parts"] if part in places]}
+        {**entry, "part": places[entry["part"]]}
         for entry in report.get("provenance", [])
+        if entry["part"] in places
     ]
     return _Previous([report["runs"][number] for number in kept], entries)
 

@@ -262,9 +262,9 @@ class Report:
         if self._measured is None:
             return self._recording.provenance()
         simulated = [
-            f"/runs/{i}/{part}" for i in range(len(self.logs)) for part in ("simulated", "as_it_was")
+            f"runs/{i}/{part}" for i in range(len(self.logs)) for part in ("simulated", "as_it_was")
         ]
-        return [*self._measured, *self._recording.provenance("/profile", "/comparison", *simulated)]
+        return [*self._measured, *self._recording.provenance("profile", "comparison", *simulated)]
 
 
 def beside(out: Path, ending: str) -> Path:

@@ -68,14 +68,13 @@ class Recording:
         return self.commit.isalnum() and self.commit != UNKNOWN
 
     def provenance(self, *parts: str) -> list[dict[str, Any]]:
-        """One entry, of the whole record or of parts of it (JSON pointers); measured until now."""
-        entry: dict[str, Any] = {"parts": list(parts)} if parts else {}
-        return [
-            {
-                **entry, "command": self.command, "commit": self.commit, "machine": machine(),
-                "versions": versions(), "seed": self._seed, "others": self._others(_Load.now()),
-            }
-        ]  # fmt: skip
+        """An entry for each part of the record (a path in it: ``runs/0``), or one of the whole; measured until
+        now."""
+        entry = {
+            "command": self.command, "commit": self.commit, "machine": machine(), "versions": versions(),
+            "seed": self._seed, "others": self._others(_Load.now()),
+        }  # fmt: skip
+        return [{"part": part, **entry} for part in parts] or [entry]
 
     def _others(self, end: _Load) -> dict[str, Any]:
         """Measured: the cores that others kept busy in the mean, the load when the work began and at its end (the
