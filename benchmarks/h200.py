@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--churn-s", type=float, default=0.0)
     add_flags(parser)
     args = parser.parse_args()
-    recording = Recording.of(args, "none: weights and prompts do not depend on one")
+    recording = Recording.of(args, "the number of models, and of each churning thread")
     bandwidth = measured_bandwidth()
     torch.cuda.empty_cache()
     report: dict[str, Any] = {

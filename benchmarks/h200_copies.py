@@ -381,7 +381,7 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this measures a CUDA device, and there is none")
-    recording = Recording.of(args, "none: bytes are copied whatever they are")
+    recording = Recording.of(args, 0)
     report: dict[str, Any] = {
         "command": recording.command, "commit": recording.commit,
         "device": torch.cuda.get_device_name(), "torch": torch.__version__,

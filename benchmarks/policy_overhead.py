@@ -25,7 +25,7 @@ def main() -> None:
     add_flags(parser)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    recording, rows = Recording.of(args, 0), []
+    recording, rows = Recording.of(args, 7), []
     for num_nodes in args.nodes:
         for policy in args.policies:
             for with_host in (True, False):

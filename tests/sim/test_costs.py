@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +16,7 @@ from manylora.sim.costs import DeviceCosts, StepCosts, StepWork, prefill_pairs
 from manylora.sim.hardware import HARDWARE, Hardware, hardware_named
 from manylora.sim.shapes import ALL_MODULES, SHAPES, ModelShape, shape_named
 
+ROOT = Path(__file__).parents[2]
 ROUND = Hardware("round", 10**9, 1e9, 1e12, 1e8, "made up", 1.0, 1.0, 1.0, 0.5)
 """A byte takes a nanosecond, a million FLOPs a microsecond, and a byte to the host 10 nanoseconds;
 adapters are read at half the rate."""
@@ -67,15 +72,45 @@ def test_efficiencies_and_the_engines_time_count() -> None:
     assert costs_of().read_s(9 * 10**8) == pytest.approx(1e-3 + 1.0)
 
 
-def test_a_7b_model_on_an_h200_takes_about_what_was_measured() -> None:
-    # docs/results/h200.md: 64 requests of 128 to 384 positions, a mean step of 9.6 ms with some prefill.
-    costs = AnalyticalCosts(SHAPES["llama-2-7b"], hardware_named("h200"))
-    assert costs.step_s(StepWork(64, 0, 64 * 256, 0)) == pytest.approx(9.6e-3, rel=0.15)
-    # The same place: 64 adapters of ranks 8 to 64 on all modules make it 16.8 ms.
-    adapters = 16 * sum(SHAPES["llama-2-7b"].adapter_bytes(rank, ALL_MODULES) for rank in (8, 16, 32, 64))
-    assert costs.step_s(StepWork(64, 0, 64 * 256, adapters, 64)) == pytest.approx(16.8e-3, rel=0.15)
-    # benchmarks/sensitivity.py assumes 22 us a prefill token, from the same machine.
-    assert (costs.step_s(StepWork(0, 4000, 4000, 0)) - 3e-3) / 4000 == pytest.approx(22e-6, rel=0.15)
+def recorded(name: str) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((ROOT / "docs" / "results" / name).read_text())
+    return record
+
+
+def decoding_steps() -> Iterator[tuple[str, dict[str, Any], StepWork]]:
+    """Of the engine on an H200: the model, what was measured, what the step had to do."""
+    record = recorded("h200_steps.json")
+    for name, found in record["shapes"].items():
+        for step in found["steps"]:
+            batch, shape = step["batch"], SHAPES[name]
+            adapters = {"none": 0, "distinct r16": batch, "identical r16": 1}[step["lora"]]
+            adapter_bytes = adapters * shape.adapter_bytes(16, ALL_MODULES)
+            yield name, step, StepWork(batch, 0, batch * record["context"], adapter_bytes, adapters)
+
+
+def test_steps_on_an_h200_take_about_what_the_engine_took() -> None:
+    """Captured ones, whose launch costs nothing; by the assumed efficiencies of the data sheet's rates."""
+    for name, step, work in decoding_steps():
+        costs = AnalyticalCosts(SHAPES[name], hardware_named("h200"), launch_s=0.0)
+        assert costs.step_s(work) == pytest.approx(step["gpu_ms"] * 1e-3, rel=0.22), step
+
+
+def test_bytes_over_the_measured_bandwidth_are_the_measured_floor() -> None:
+    """Of the device that the steps ran on, by the bandwidth of the same command; no step took less."""
+    bytes_s = recorded("h200_steps.json")["bandwidth_bytes_per_s"]
+    device = Hardware("that device", 10**12, bytes_s, 1e18, 1e18, "its own bandwidth", 1.0, 1.0, 1.0, 1.0)
+    for name, step, work in decoding_steps():
+        floor_s = AnalyticalCosts(SHAPES[name], device, launch_s=0.0).step_s(work)
+        assert floor_s == pytest.approx(step["floor_ms"] * 1e-3, rel=0.05), step
+        assert floor_s < step["gpu_ms"] * 1e-3 < 1.5 * floor_s
+
+
+def test_prompts_on_an_h200_take_about_what_the_engine_took() -> None:
+    (run,) = [run for run in recorded("h200_aims.json")["runs"] if "prefill" in run]
+    (found,) = [row for row in run["prefill"] if row["kind"] is None]
+    costs = AnalyticalCosts(SHAPES["llama-2-7b"], hardware_named("h200"), launch_s=0.0)
+    work = StepWork(0, 8000, 8000, 0, 0, 4 * prefill_pairs(0, 2000))
+    assert 8000 / costs.step_s(work) == pytest.approx(found["tokens_per_s"], rel=0.2)
 
 
 MORE = (

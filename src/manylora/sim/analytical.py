@@ -8,8 +8,8 @@ from manylora.sim.hardware import Hardware
 from manylora.sim.shapes import ModelShape
 
 EAGER_LAUNCH_S = 3e-3
-"""What a step takes beside its device work: an eager engine's 7B and 8B steps left an H200 idle for about so long
-(docs/results/h200.md). A CUDA graph would leave a few hundred microseconds."""
+"""What a step takes beside its device work in an engine that launches its kernels one by one; assumed. Captured
+steps leave an H200 idle for some 20 us (docs/results/h200_steps.json)."""
 
 _CARDS = (1, 2, 4, 8)
 
@@ -37,7 +37,7 @@ class AnalyticalCosts:
     by the one and prefill by the other. A token's LoRA arithmetic is 2 FLOPs for each number of its adapter, so
     it grows with the rank. Logits are counted as bytes only: few tokens of a step are sampled. Copies take
     ``copy_base_s`` and the link's time; reads ``read_base_s`` and their bytes at ``read_bytes_s``, assumed, like
-    an engine that packs rows on host threads (0.9 GB/s, docs/results/h200.md).
+    an engine that packs rows on host threads.
     """
 
     def __init__(

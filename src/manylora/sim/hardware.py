@@ -32,8 +32,8 @@ class Hardware:
     flops_efficiency: float = 0.60
     link_efficiency: float = 0.85
     adapter_efficiency: float = 0.28
-    """Of ``memory_bytes_s``: what LoRA kernels read adapters at. The engine's on an H200: 9.6 GB of 64 adapters
-    added 7.2 ms to a step (docs/results/h200.md)."""
+    """Of ``memory_bytes_s``: what LoRA kernels read adapters at; assumed. The engine's reach 0.6 on an H200, where
+    64 adapters of rank 16, 5.1 GB, add 1.8 ms to a step (docs/results/h200_steps.json)."""
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "memory_bytes_s", "flops", "link_bytes_s"):
@@ -95,15 +95,15 @@ HARDWARE: dict[str, Hardware] = {
         Hardware("h200", 141 * GIB, 4800e9, 989.4e12, 64e9, _VENDOR + " (SXM)"),
         Hardware(
             "h200-measured", 141 * GIB, 4800e9, 989.4e12, 64e9,
-            "data sheet as for h200; ceilings measured (docs/results/cache_h200.json): device copy 4.30 TB/s, "
-            "16-bit matrix product 808 TFLOP/s, host link 55.5 GB/s",
+            "data sheet as for h200; ceilings measured (docs/results/cache_h200_pinned.json, within 1 %): device "
+            "copy 4.30 TB/s, 16-bit matrix product 808 TFLOP/s, host link 55.5 GB/s",
             4.303 / 4.8, 807.9 / 989.4, 55.5 / 64,
         ),
         *map(fastlibra_npu, NPU_MEMORY_CHOICES),
     )
 }  # fmt: skip
 """By name. ``h200-measured`` has what single large operations reached, an upper limit for a model's; the others'
-assumed efficiencies are about what a 7B model's steps reached on an H200 (docs/results/h200.md)."""
+assumed efficiencies are about what a 7B model's steps reached on an H200 (docs/results/h200_steps.json)."""
 
 
 def hardware_named(name: str) -> Hardware:
