@@ -261,9 +261,7 @@ class Report:
     def _provenance(self) -> list[Run]:
         if self._measured is None:
             return self._recording.provenance()
-        simulated = [
-            f"runs/{i}/{part}" for i in range(len(self.logs)) for part in ("simulated", "as_it_was")
-        ]
+        simulated = [f"runs/{i}/{part}" for i in range(len(self.logs)) for part in ("simulated", "as_it_was")]
         return [*self._measured, *self._recording.provenance("profile", "comparison", *simulated)]
 
 

@@ -231,7 +231,9 @@ def test_the_dense_truth_of_lora_is_the_references() -> None:
         torch.testing.assert_close(exact_lora(x, pool, 2, group, segments, geometry), y)
         size = torch.zeros_like(y)
         reference.lora(size, x.double().abs(), pool.double().abs(), 2, group, plan)
-        torch.testing.assert_close(exact_lora(x, pool, 2, group, segments, geometry, of_magnitudes=True), size)
+        torch.testing.assert_close(
+            exact_lora(x, pool, 2, group, segments, geometry, of_magnitudes=True), size
+        )
 
 
 @pytest.mark.parametrize("popularity", POPULARITIES)
