@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from manylora.bench.interleaved import captured
-from manylora.bench.kernels import Decoder, bounded_lora, random_pool, relative_error, segments_for
+from manylora.bench.kernels import Decoder, exact_lora, random_pool, relative_error, segments_for
 from manylora.bench.rounding import Bounded
 from manylora.kernels.ops import LoraSegments
 from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup, adapter_geometry
@@ -133,8 +133,8 @@ class Case:
         for group in rig.geometry.groups:
             x = self.inputs[group.name]
             if group.name not in self._truths:
-                truth = bounded_lora(x, rig.pool, layer, group, self.segments, rig.geometry)
-                self._truths[group.name] = truth.rounded(rig.dtype)
+                truth = exact_lora(x, rig.pool, layer, group, self.segments, rig.geometry)
+                self._truths[group.name] = truth
             truth, found = self._truths[group.name], []
             for _ in range(2):
                 y = torch.zeros_like(truth.exact, dtype=rig.dtype)

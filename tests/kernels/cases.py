@@ -10,10 +10,7 @@ import torch
 from manylora.bench import rounding
 from manylora.bench.rounding import Bounded
 from manylora.kernels.ops import AttentionRows, LoraSegments
-from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.shapes import AdapterGeometry, PageShape, Projection, ProjectionGroup
-
-REFERENCE = ReferenceOps()
 
 
 @dataclasses.dataclass
@@ -190,18 +187,19 @@ def attention_truth(case: AttentionCase) -> Bounded:
 
 
 def lora_truth(case: LoraCase, x: torch.Tensor, group: ProjectionGroup) -> Bounded:
-    """What the case's adapters add for the group, not yet rounded. Scales are positive."""
-    plan = REFERENCE.plan_lora(case.segments, case.geometry, x.device)
-
-    def added(x: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros(len(x), group.offsets[-1], dtype=torch.float64, device=x.device)
-        if plan is not None:
-            REFERENCE.lora(out, x, pool, case.layer, group, plan)
-        return out
-
-    wide, pool = x.double(), case.pool.double()
-    terms = group.in_features + int(case.segments.records[..., 2].max(initial=0))
-    return rounding.lora(added(wide, pool), added(wide.abs(), pool.abs()), terms, x.dtype)
+    """What the case's adapters add for the group, as stored."""
+    added = Bounded.given(torch.zeros(len(x), group.offsets[-1], dtype=x.dtype, device=x.device))
+    segments = case.segments
+    for segment, (start, length) in enumerate(zip(segments.start.tolist(), segments.length.tolist())):
+        for i, projection in enumerate(group.projections):
+            index = case.geometry.projections.index(projection)
+            pair = case.adapters[segment][index]
+            if pair is None:
+                continue
+            tokens, columns = slice(start, start + length), slice(group.offsets[i], group.offsets[i + 1])
+            scale = float(segments.scales[segment, index, case.layer])
+            added.put(tokens, columns, rounding.lora(x[tokens], *pair, scale))
+    return added
 
 
 def adapted_truth(
@@ -209,4 +207,4 @@ def adapted_truth(
 ) -> Bounded:
     """A product and what adapters add to it, as stored."""
     base = rounding.linear(x, weight, bias).rounded(x.dtype)
-    return base.plus(lora_truth(case, x, group).rounded(x.dtype)).rounded(x.dtype)
+    return base.plus(lora_truth(case, x, group)).rounded(x.dtype)

@@ -54,7 +54,7 @@ def check(kernels: LoraKernels, plan: LoraPlan, case: LoraCase, subject: Subject
     for group, x in zip(case.geometry.groups, inputs_of(case, subject, num_tokens)):
         if subject.small and group.name not in ("qkv", "down"):
             continue
-        truth = lora_truth(case, x, group).rounded(subject.dtype)
+        truth = lora_truth(case, x, group)
         subject.poison()
         partial = kernels.shrink(x, case.pool, case.layer, group, plan)
         written = torch.full_like(truth.exact, float("nan"), dtype=subject.dtype)

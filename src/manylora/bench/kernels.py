@@ -150,47 +150,27 @@ def exact_lora(
     group: ProjectionGroup,
     segments: LoraSegments,
     geometry: AdapterGeometry,
-    of_magnitudes: bool = False,
-) -> torch.Tensor:
-    """What LoRA adds, in float64, one dense product after another; or the same of absolute values, which bounds
-    the rounding of it."""
+) -> Bounded:
+    """What LoRA adds, in float64, one dense product after another; and by how much a kernel's, as stored, may miss
+    it."""
     cell = geometry.cell_elements
     unit = math.gcd(geometry.page.slab_elements, cell)
     cells = pool.view(-1).unfold(0, cell, unit)  # a view: row n is what begins at element n * unit
-    added = torch.zeros(len(x), group.offsets[-1], dtype=torch.float64, device=x.device)
-    inputs = x.double().abs() if of_magnitudes else x.double()
+    added = Bounded.given(torch.zeros(len(x), group.offsets[-1], dtype=x.dtype, device=x.device))
 
     def rows(first: int, rank: int, elements: int) -> torch.Tensor:
         begin = segments.cells[first : first + rank * geometry.cells(elements)]
         begin = (begin + layer * geometry.page.slab_elements) // unit
-        found = cells[begin].view(rank, -1)[:, :elements].double()
-        return found.abs() if of_magnitudes else found
+        return cells[begin].view(rank, -1)[:, :elements]
 
     for s, (start, length) in enumerate(zip(segments.start.tolist(), segments.length.tolist())):
         for i, projection in enumerate(group.projections):
             p = geometry.projections.index(projection)
             first_a, first_b, rank = segments.records[s, p].tolist()
-            scale = float(segments.scales[s, p, layer])
-            v = inputs[start : start + length] @ rows(first_a, rank, projection.in_features).T
-            delta = (
-                v @ rows(first_b, rank, projection.out_features) * (abs(scale) if of_magnitudes else scale)
-            )
-            added[start : start + length, group.offsets[i] : group.offsets[i + 1]] = delta
+            a, b = rows(first_a, rank, projection.in_features), rows(first_b, rank, projection.out_features)
+            delta = lora(x[start : start + length], a, b, float(segments.scales[s, p, layer]))
+            added.put(slice(start, start + length), slice(group.offsets[i], group.offsets[i + 1]), delta)
     return added
-
-
-def bounded_lora(
-    x: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    group: ProjectionGroup,
-    segments: LoraSegments,
-    geometry: AdapterGeometry,
-) -> Bounded:
-    """What LoRA adds, and by how much a kernel's may miss it before it is stored."""
-    exact, magnitude = (exact_lora(x, pool, layer, group, segments, geometry, of) for of in (False, True))
-    terms = group.in_features + int(segments.records[..., 2].max(initial=0))
-    return lora(exact, magnitude, terms, x.dtype)
 
 
 def pages_of(context: int) -> int:

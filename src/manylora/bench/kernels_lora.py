@@ -15,7 +15,7 @@ import torch
 
 from manylora.bench import rounding
 from manylora.bench.interleaved import Step
-from manylora.bench.kernels import bounded_lora, segments_for
+from manylora.bench.kernels import exact_lora, segments_for
 from manylora.bench.kernels_rig import Case, Errors, Rig, errors
 from manylora.bench.kernels_settings import POPULARITIES, PROMPTS, PROMPTS_RANK, Sizes, model_counts
 from manylora.bench.rounding import Bounded
@@ -110,7 +110,7 @@ class _LoraLayer:
         def check() -> Errors:
             pairs = []
             for group, x, base in zip(rig.groups, self._inputs, self._truths):
-                added = bounded_lora(x, rig.pool, last, group, segments, rig.geometry).rounded(rig.dtype)
+                added = exact_lora(x, rig.pool, last, group, segments, rig.geometry)
                 truth = base.plus(added).rounded(rig.dtype)
                 if group.name == GATED:
                     truth = rounding.silu_mul(truth, rig.dtype).rounded(rig.dtype)

@@ -3,9 +3,8 @@
 Every operation is a chain of products, sums and a few functions. With the unit roundoff u of the accumulator and n
 terms, a computed sum of products misses the exact one by at most gamma_n = n u / (1 - n u) times the same sum of
 absolute values, in whatever order it was taken (Higham, Accuracy and Stability of Numerical Algorithms, 3.1), also
-where tensor cores cut off instead of rounding, since they add several products at a time. An intermediate result
-that is stored adds the unit roundoff of its type, relative to the same sum; the stored result, relative to itself.
-Exact values and magnitudes are the reference's, in float64.
+where tensor cores cut off instead of rounding, since they add several products at a time. A result that is stored
+adds the unit roundoff of its type, relative to itself. Exact values are float64, as the reference computes them.
 
 Products accumulate in float32 (in float64 for float64). What an operation computes from inexact inputs carries
 their errors along, so bounds of chains are compositions: ``silu_mul(linear(...).rounded(dtype), dtype)``.
@@ -73,6 +72,10 @@ class Bounded:
         """Not yet rounded."""
         return Bounded(self.exact + other.exact, self.error + other.error)
 
+    def put(self, rows: slice, columns: slice, other: Bounded) -> None:
+        """In place of what is there."""
+        self.exact[rows, columns], self.error[rows, columns] = other.exact, other.error
+
     def part(self, rows: slice) -> Bounded:
         """Some of the rows."""
         return Bounded(self.exact[rows], self.error[rows])
@@ -90,27 +93,30 @@ class Bounded:
         return float(worst)
 
 
-def chain(
-    exact: torch.Tensor, magnitude: torch.Tensor, terms: int, dtype: torch.dtype, inner: int = 0
-) -> Bounded:
-    """A chain of products, not yet rounded. ``magnitude``: the same chain of absolute values; ``terms``: the sum
-    of the lengths of its reductions; ``inner``: how many intermediate results may have been stored in the type."""
-    relative = (1 + gamma(terms, accumulator(dtype))) * (1 + unit(dtype)) ** inner - 1
-    return Bounded(exact, relative * magnitude)
+def product(x: Bounded, matrix: torch.Tensor, dtype: torch.dtype) -> Bounded:
+    """``x @ matrix``, summed by the type's accumulator; not yet rounded."""
+    wide = matrix.double()
+    relative = gamma(len(matrix), accumulator(dtype))
+    return Bounded(x.exact @ wide, (x.error + relative * x.largest) @ wide.abs())
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Bounded:
     """Of exact inputs; not yet rounded."""
-    x_wide, wide, added = x.double(), weight.double(), None if bias is None else bias.double()
-    exact = _REFERENCE.linear(x_wide, wide, added)
-    magnitude = _REFERENCE.linear(x_wide.abs(), wide.abs(), None if added is None else added.abs())
-    return chain(exact, magnitude, x.shape[-1] + 1, x.dtype)
+    y = product(Bounded.given(x), weight.T, x.dtype)
+    if bias is None:
+        return y
+    total = y.plus(Bounded.given(bias))
+    return Bounded(total.exact, total.error + accumulator(x.dtype) * total.largest)
 
 
-def lora(exact: torch.Tensor, magnitude: torch.Tensor, terms: int, dtype: torch.dtype) -> Bounded:
-    """What adapters add, as ``chain``; not yet rounded. ``terms``: inputs and the largest rank. What shrinking
-    gives, that times the scale, and what expanding gives may each have been stored."""
-    return chain(exact, magnitude, terms + 1, dtype, inner=3)
+def lora(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> Bounded:
+    """What one adapter adds to one projection of its tokens, as stored; ``a`` [rank, in], ``b`` [rank, out].
+
+    What shrinking gives and that times the scale may each have been stored before expanding."""
+    dtype = x.dtype
+    shrunk = product(Bounded.given(x), a.T, dtype).rounded(dtype)
+    scaled = Bounded(shrunk.exact * scale, shrunk.error * abs(scale)).rounded(dtype)
+    return product(scaled, b, dtype).rounded(dtype)
 
 
 def silu_mul(gate_up: Bounded, dtype: torch.dtype) -> Bounded:

@@ -12,9 +12,9 @@ import torch
 
 from manylora.bench.interleaved import Step, medians
 from manylora.bench.kernels import (
-    bounded_lora,
     cells_for,
     device_name,
+    exact_lora,
     random_pool,
     relative_error,
     segments_for,
@@ -89,9 +89,7 @@ class LoraRig:
         y = torch.zeros_like(case.y)
         plan = self.ops.plan_lora(case.segments, self.geometry, self.device)
         self.ops.lora(y, case.x, self.pool, 0, self.group, plan)
-        truth = bounded_lora(case.x, self.pool, 0, self.group, case.segments, self.geometry).rounded(
-            self.dtype
-        )
+        truth = exact_lora(case.x, self.pool, 0, self.group, case.segments, self.geometry)
         return {"error": relative_error(y, truth.exact), "error_of_bound": truth.excess(y)}
 
     def dense(self, case: Case, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
