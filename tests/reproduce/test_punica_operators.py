@@ -46,7 +46,9 @@ def test_gather_copies_each_inputs_own_matrices(rig: LoraRig) -> None:
 
 
 def test_the_rig_checks_its_own_kernels(rig: LoraRig) -> None:
-    assert rig.error(rig.case((3, 1, 2), 8)) < 1e-5
+    found = rig.errors(rig.case((3, 1, 2), 8))
+    assert found["error"] < 1e-5
+    assert 0 < found["error_of_bound"] <= 1
 
 
 @pytest.mark.parametrize("counts", [(4,), (1, 1, 1), (3, 1)])
