@@ -17,7 +17,8 @@ from benchmarks import h200_cache
 from manylora.bench.replay import ReplaySettings
 from manylora.bench.serve import measure
 from manylora.bench.targets import EngineTarget
-from manylora.engine.journal import fingerprint, read_answered
+from manylora.engine.fingerprint import fingerprint
+from manylora.engine.journal import read_answered
 from manylora.sim.conformance import recorded_commands, replay_difference, simulation_difference
 
 if TYPE_CHECKING:

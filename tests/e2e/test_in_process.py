@@ -10,7 +10,8 @@ import pytest
 
 from manylora import LLM, AsyncLLM, SamplingParams
 from manylora.adapters import peft
-from manylora.engine.journal import fingerprint, read_answered
+from manylora.engine.fingerprint import fingerprint
+from manylora.engine.journal import read_answered
 from manylora.executor.worker import Worker
 from manylora.llm import StreamOutput
 from manylora.sim.conformance import replay_difference

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import json
 import threading
 import tracemalloc
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from manylora.engine import journal
 from manylora.engine.driver import Driver
-from manylora.engine.journal import JournalWriter, fingerprint, read_answered, read_journal
+from manylora.engine.fingerprint import fingerprint
+from manylora.engine.journal import JournalWriter, read_answered, read_journal
 from manylora.engine.lines import LineFile
 from manylora.engine.local import LocalEngine
 from manylora.policy.replica import Replica
@@ -27,6 +30,7 @@ from manylora.protocol import (
     SequenceStart,
     SetTimer,
     StepRow,
+    SwapPages,
     Timer,
 )
 from manylora.sim.conformance import replay_difference
@@ -98,7 +102,33 @@ def test_fingerprints_tell_commands_apart() -> None:
     written = dataclasses.replace(START, params=SamplingParams(temperature=0.0))
     assert fingerprint([dataclasses.replace(STEP, starts=(written,))]) == fingerprint([STEP])
     # Journals are read on other machines and by later versions.
-    assert fingerprint([STEP, EndSequence(1)]) == "6eb7979b915f8439"
+    assert fingerprint([STEP, EndSequence(1)]) == "cd2cf0143f3b7bb6"
+
+
+def test_a_field_at_its_default_is_no_part_of_a_fingerprint() -> None:
+    """So that a command may gain one, and journals of before stay valid."""
+    row = msgspec.json.encode(
+        [["RunStep", {"step": 1, "starts": [], "rows": [[1, 0, 3, 1]]}], ["EndSequence", {"sequence": 1}]]
+    )
+    assert fingerprint([RunStep(1, (), (StepRow(1, 0, 3, 1, ()),)), EndSequence(1)]) == (
+        hashlib.blake2b(row, digest_size=8).hexdigest()
+    )
+    assert fingerprint([SwapPages(1, True, ((2, 3),), None)]) == fingerprint([SwapPages(1, True, ((2, 3),))])
+    assert fingerprint([SwapPages(1, True, ((2, 3),), 4)]) != fingerprint([SwapPages(1, True, ((2, 3),))])
+
+
+def test_fingerprints_of_another_form_are_not_compared(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    writer = JournalWriter(path, CONFIG)
+    writer.record(Timer(), 1.0)
+    writer.answered([EndSequence(3)])
+    writer.close()
+    assert next(read_answered(path)[1])[2] == fingerprint([EndSequence(3)])
+    first, *rest = path.read_text().splitlines(keepends=True)
+    header = json.loads(first)
+    del header["fingerprints"]
+    path.write_text(json.dumps(header) + "\n" + "".join(rest))
+    assert next(read_answered(path)[1]) == (1.0, Timer(), None)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from manylora.engine.journal import fingerprint
+from manylora.engine.fingerprint import fingerprint
 from manylora.sim.conformance import replay_difference, simulation_difference
 from tests.sim.test_conformance import crowd, read
 

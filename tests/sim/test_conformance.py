@@ -19,7 +19,8 @@ from manylora import AsyncLLM, SamplingParams
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.engine.client import EngineStats
 from manylora.engine.driver import Driver
-from manylora.engine.journal import JournalWriter, fingerprint, read_answered
+from manylora.engine.fingerprint import fingerprint
+from manylora.engine.journal import JournalWriter, read_answered
 from manylora.engine.local import LocalEngine
 from manylora.protocol import Abort, AdapterRead, Arrive, CopyDone, Event, RunStep, StepDone
 from manylora.sim.conformance import recorded_commands, replay_difference, simulation_difference
@@ -152,7 +153,8 @@ def test_a_real_run_comes_out_the_same_again(run: Run) -> None:
 IN_ANOTHER_PROCESS = """
 import sys
 from pathlib import Path
-from manylora.engine.journal import fingerprint, read_answered
+from manylora.engine.fingerprint import fingerprint
+from manylora.engine.journal import read_answered
 from manylora.sim.conformance import replay_difference
 config, entries = read_answered(Path(sys.argv[1]))
 print(replay_difference(config, entries, fingerprint), end="")

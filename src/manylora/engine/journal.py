@@ -8,7 +8,6 @@ about.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import queue
@@ -21,29 +20,11 @@ from typing import Any
 import msgspec
 
 from manylora.config import PolicyConfig
+from manylora.engine.fingerprint import FORM, fingerprint
 from manylora.engine.lines import LineFile
-from manylora.protocol import Command, Event, RunStep
+from manylora.protocol import Command, Event
 
 _EVENTS: dict[str, type[Any]] = {cls.__name__: cls for cls in typing.get_args(Event)}
-
-
-def fingerprint(commands: Sequence[Command]) -> str:
-    """64 bits of what was commanded, as 16 hex digits: equal for equal commands, on every machine.
-
-    Sampling parameters are left out: the policy hands them on as they came.
-    """
-    plain = [(type(command).__name__, _decided(command)) for command in commands]
-    return hashlib.blake2b(msgspec.json.encode(plain), digest_size=8).hexdigest()
-
-
-def _decided(command: Command) -> object:
-    if not isinstance(command, RunStep):
-        return command
-    starts = [
-        (s.sequence, s.sample, s.adapter, s.tokens, s.num_prompt_tokens, s.num_computed, s.pages, s.stop_ids)
-        for s in command.starts
-    ]
-    return command.step, starts, command.rows
 
 
 _Entry = tuple[float, Event, Sequence[Command] | None]
@@ -68,7 +49,7 @@ class JournalWriter:
         self._file = LineFile(path, "journal")
         self._num_parts = 1
         self._num_bytes = 0  # of this part
-        self._write(msgspec.json.encode({"policy": config}))
+        self._write(msgspec.json.encode({"policy": config, "fingerprints": FORM}))
         self._unanswered: tuple[float, Event] | None = None
         self._queue: queue.Queue[_Entry | None] = queue.Queue(MOST_WAITING)
         self._thread = threading.Thread(target=self._run, name="manylora-journal", daemon=True)
@@ -146,25 +127,29 @@ def read_journal(path: Path) -> tuple[PolicyConfig, Iterator[tuple[float, Event]
 def read_answered(path: Path) -> tuple[PolicyConfig, Iterator[tuple[float, Event, str | None]]]:
     """The same with the fingerprint of each event's commands.
 
-    None where there is none: in journals from before there were any, and after an event that the policy
-    failed on. Events are read as they are asked for, one line at a time, through all parts.
+    None where there is none that can be compared: in journals with fingerprints of another form, or without, and
+    after an event that the policy failed on. Events are read as they are asked for, one line at a time, through all
+    parts.
     """
     with path.open("rb") as file:
         first = file.readline()
     if not first:
         raise ValueError(f"{path} is empty")
     try:
-        config = msgspec.convert(json.loads(first)["policy"], PolicyConfig)
+        header = json.loads(first)
+        config = msgspec.convert(header["policy"], PolicyConfig)
+        is_comparable = header.get("fingerprints") == FORM
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path}:1: expected the policy's settings: {error!r}") from error
-    return config, _answered(path)
+    return config, _answered(path, is_comparable)
 
 
-def _answered(path: Path) -> Iterator[tuple[float, Event, str | None]]:
+def _answered(path: Path, is_comparable: bool) -> Iterator[tuple[float, Event, str | None]]:
     for file, number, line in _lines(path):
         try:
             now, name, fields, *rest = json.loads(line)
-            yield now, msgspec.convert(fields, _EVENTS[name]), rest[0] if rest else None
+            there = rest[0] if rest and is_comparable else None
+            yield now, msgspec.convert(fields, _EVENTS[name]), there
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{file}:{number}: expected [moment, event, fields]: {error!r}") from error
 
