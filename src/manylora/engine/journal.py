@@ -128,8 +128,8 @@ def read_answered(path: Path) -> tuple[PolicyConfig, Iterator[tuple[float, Event
     """The same with the fingerprint of each event's commands.
 
     None where there is none that can be compared: in journals with fingerprints of another form, or without, and
-    after an event that the policy failed on. Events are read as they are asked for, one line at a time, through all
-    parts.
+    after an event that the policy failed on. Events are read as they are asked for, one line at a time, through
+    all parts.
     """
     with path.open("rb") as file:
         first = file.readline()
