@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import manylora.main
-from manylora.aliases import TABLE, Alias
+from manylora.aliases import ALIASES, Alias
 from manylora.cli import _parser, main
 from manylora.config import ConfigError, EngineSettings, HttpSettings
-from manylora.flags import ALIASES, FLAGS, build_settings, canonical
+from manylora.flags import FLAGS, build_settings, canonical
 from manylora.llm import LLM, AsyncLLM
 
 PAGE = Path(__file__).parent.parent / "docs" / "flags.md"
@@ -59,8 +59,8 @@ def served(*args: str) -> tuple[EngineSettings, HttpSettings]:
 
 def test_the_page_has_the_table() -> None:
     rows = re.findall(r"^\| `(--[\w-]+)` \| ([\w, ]+) \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
-    assert [row[0] for row in rows] == [alias.option for alias in TABLE]
-    for (_, engines, here), alias in zip(rows, TABLE, strict=True):
+    assert [row[0] for row in rows] == [alias.option for alias in ALIASES]
+    for (_, engines, here), alias in zip(rows, ALIASES, strict=True):
         assert engines == alias.engines
         if alias.of is None:
             assert here.startswith(f"always on: {alias.means}")
@@ -71,8 +71,8 @@ def test_the_page_has_the_table() -> None:
 
 def test_names_are_told_apart() -> None:
     own = {flag.name for flag in FLAGS}
-    assert not own & {alias.name for alias in TABLE}
-    assert len({alias.name for alias in TABLE}) == len(TABLE)
+    assert not own & {alias.name for alias in ALIASES}
+    assert len({alias.name for alias in ALIASES}) == len(ALIASES)
 
 
 def test_help_shows_each_beside_what_it_means() -> None:

@@ -32,7 +32,8 @@ ROOMS: dict[str, set[str]] = {
     "workloads": BOTTOM,
     "sim": BOTTOM | {"policy", "workloads"},
     "bench": BOTTOM
-    | {"engine", "executor", "kernels", "devices", "flags", "main", "models", "progress", "sim", "workloads"},
+    | {"aliases", "engine", "executor", "kernels", "devices", "flags", "main", "models", "progress", "sim"}
+    | {"workloads"},
     "reproduce": BOTTOM
     | {"adapters", "bench", "devices", "engine", "flags", "kernels", "policy", "sim", "workloads"},
     "aliases": {"config"},
@@ -41,7 +42,7 @@ ROOMS: dict[str, set[str]] = {
     "outputs": set(),
     "llm": BOTTOM | {"flags", "text", "engine", "main", "metrics", "outputs"},
     "inspection": BOTTOM | {"adapters", "kernels", "models"},
-    "cli": {"", "config", "flags", "main", "inspection", "progress", "bench", "workloads", "reproduce"},
+    "cli": {"", "aliases", "config", "flags", "main", "inspection", "progress", "bench", "workloads", "reproduce"},
     "__main__": {"cli"},
     "main": {"", "progress", "adapters", "engine", "executor", "inspection", "models", "server", "text"}
     | BOTTOM,

@@ -32,7 +32,7 @@ class Alias:
         return "--" + self.name.replace("_", "-")
 
 
-TABLE: tuple[Alias, ...] = (
+ALIASES: tuple[Alias, ...] = (
     Alias("max_num_batched_tokens", "max_batch_tokens", "vLLM"),
     Alias("max_running_requests", "max_num_seqs", "SGLang"),
     Alias("max_queued_requests", "max_waiting", "SGLang"),

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from manylora import __version__
+from manylora.aliases import ALIASES
 from manylora.bench import command as bench_command
 from manylora.bench.options import add_settings, settings_of
 from manylora.config import ConfigError
-from manylora.flags import ALIASES, FLAGS, Flag, build_settings, canonical, read_config_file
+from manylora.flags import FLAGS, Flag, build_settings, canonical, read_config_file
 from manylora.progress import LOG_FORMAT
 from manylora.workloads import command as workload_command
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from manylora.aliases import TABLE, Alias, adapter_pairs, check_switch
+from manylora.aliases import ALIASES, Alias, adapter_pairs, check_switch
 from manylora.config import (
     ADMISSIONS,
     CACHE_POLICIES,
@@ -241,9 +241,6 @@ SMALLEST_PART = 4096
 """Bytes of a journal that are worth a file."""
 
 _BY_NAME = {flag.name: flag for flag in FLAGS}
-
-ALIASES: tuple[Alias, ...] = tuple(alias for alias in TABLE if alias.of is None or alias.of in _BY_NAME)
-"""Other engines' names for these flags."""
 
 
 def canonical(*layers: Mapping[str, Any]) -> dict[str, Any]:

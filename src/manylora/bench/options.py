@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
+from manylora.aliases import ALIASES
 from manylora.config import ConfigError
-from manylora.flags import ALIASES, FLAGS, Flag, canonical
+from manylora.flags import FLAGS, Flag, canonical
 
 AddFlag = Callable[[argparse._ActionsContainer, Flag], None]
 """Adds a setting of the engine."""
