@@ -39,12 +39,17 @@ ROOMS: dict[str, set[str]] = {
     "aliases": {"config"},
     "flags": {"aliases", "config"},
     "progress": set(),
+    "signals": set(),
+    "arguments": {"types"},
+    "exits": set(),
+    "feeding": set(),
     "outputs": set(),
-    "llm": BOTTOM | {"flags", "text", "engine", "main", "metrics", "outputs"},
+    "llm": BOTTOM | {"arguments", "exits", "feeding", "flags", "text", "engine", "main", "metrics", "outputs"},
     "inspection": BOTTOM | {"adapters", "kernels", "models"},
-    "cli": {"", "aliases", "config", "flags", "main", "inspection", "progress", "bench", "workloads", "reproduce"},
+    "cli": {"", "aliases", "config", "flags", "main", "inspection", "progress", "signals"}
+    | {"bench", "workloads", "reproduce"},
     "__main__": {"cli"},
-    "main": {"", "progress", "adapters", "engine", "executor", "inspection", "models", "server", "text"}
+    "main": {"", "progress", "signals", "adapters", "engine", "executor", "inspection", "models", "server", "text"}
     | BOTTOM,
     "": {"llm", "types"},
 }

@@ -154,7 +154,9 @@ def _serve(args: argparse.Namespace) -> int:
     names = ("model", *(flag.name for flag in FLAGS), *(alias.name for alias in ALIASES))
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     engine, http = build_settings(canonical(settings, given))
-    for number in (signal.SIGTERM, signal.SIGINT):
+    from manylora.signals import stop_signals
+
+    for number in stop_signals():
         signal.signal(number, _leave)
     from manylora.main import run_server
 

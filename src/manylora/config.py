@@ -23,6 +23,10 @@ LARGEST_NUMBER = 2**62
 """No size and no count may be larger, so that each can cross to another process."""
 
 
+MOST_SEQS = 2**15
+"""No engine runs more sequences at once: each has a row in the executor's tables and a token on the device."""
+
+
 class ConfigError(ValueError):
     """A setting that cannot work; one line for whoever wrote it."""
 
@@ -228,6 +232,8 @@ class EngineSettings:
     """From which size the journal goes on in another file; None: never."""
     cuda_graphs: str = "auto"
     """auto: decoding steps are captured where the device can; off: every step is launched kernel by kernel."""
+    step_timeout_s: float = 300.0
+    """An engine whose step takes longer, or that is silent for longer, is taken for lost."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -236,7 +242,7 @@ class HttpSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    drain_timeout: float = 15.0
+    drain_timeout: float = 5.0
     api_keys: tuple[str, ...] = ()
     metrics_key: str = "required"
     """Whether /metrics asks for one of the keys: required or open."""

@@ -17,6 +17,7 @@ from manylora.config import (
     ADMISSIONS,
     CACHE_POLICIES,
     LARGEST_NUMBER,
+    MOST_SEQS,
     AdapterSettings,
     CacheConfig,
     CacheSettings,
@@ -175,10 +176,19 @@ FLAGS: tuple[Flag, ...] = (
     Flag("trace", "path", "write every cache decision as a line that a person can read", metavar="FILE"),
     Flag("max_adapter_rank", "int", "refuse adapters of a larger rank (default: no limit)", metavar="N"),
     Flag(
+        "step_timeout",
+        "float",
+        "seconds after which a step that has not ended, or an engine that says nothing, is taken for lost: open "
+        "requests fail and the server ends with exit code 1; compiling and capturing do not count",
+        300.0,
+        metavar="S",
+    ),
+    Flag(
         "drain_timeout",
         "float",
-        "seconds that running requests get to finish after SIGTERM",
-        15.0,
+        "seconds that running requests get to finish after SIGTERM, SIGINT or SIGHUP, which a second signal ends; "
+        "the server is gone at most 5 s after them, so that the default ends before Docker kills after 10 s",
+        5.0,
         is_http=True,
         metavar="S",
     ),
@@ -390,6 +400,7 @@ def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSetti
         journal=got["journal"],
         journal_part_bytes=got["journal_rotate"],
         cuda_graphs=got["cuda_graphs"],
+        step_timeout_s=got["step_timeout"],
     )
     http = HttpSettings(
         got["host"],
@@ -423,9 +434,10 @@ def _check(got: Mapping[str, Any]) -> None:
     ):  # fmt: skip
         if got[name] is not None and got[name] < 1:
             raise ConfigError(f"{_BY_NAME[name].option} must be at least 1, got {got[name]}")
-        if got[name] is not None and got[name] > LARGEST_NUMBER:
-            raise ConfigError(f"{_BY_NAME[name].option} must be at most {LARGEST_NUMBER}, got {got[name]}")
-    for name in ("cache_tau", "cache_window"):
+        largest = MOST_SEQS if name == "max_num_seqs" else LARGEST_NUMBER
+        if got[name] is not None and got[name] > largest:
+            raise ConfigError(f"{_BY_NAME[name].option} must be at most {largest}, got {got[name]}")
+    for name in ("cache_tau", "cache_window", "step_timeout"):
         if not 0 < got[name] < float("inf"):
             raise ConfigError(f"{_BY_NAME[name].option} must be more than 0, got {got[name]}")
     if not 0 < got["cache_adapter_share"] < 1:

@@ -10,29 +10,32 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
+import os
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
+from manylora.arguments import Prompt, as_prompts, spread
 from manylora.config import ConfigError
 from manylora.engine.client import EngineDead, EngineStats, GenerationRequest
 from manylora.engine.driver import Driver
 from manylora.engine.local import LocalEngine
 from manylora.engine.scopes import CacheScopes
+from manylora.exits import close_at_exit, wait_at_exit
+from manylora.feeding import run_all
 from manylora.flags import build_settings
 from manylora.metrics.requests import Metrics
 from manylora.metrics.stream import RecordedStream
 from manylora.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
 from manylora.text.chat import render_chat
-from manylora.text.generate import GenerationFailed, TextDelta, TextDeltas, TextOutput, collect, generate_text
-from manylora.text.prompts import encode_text, fit_params, require_tokenizer, spread
+from manylora.text.generate import GenerationFailed, TextDelta, TextOutput, collect, generate_text
+from manylora.text.prompts import encode_text, fit_params, require_tokenizer
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import AdapterCard, EngineInfo, InvalidRequest, SamplingParams, TokenLogprobs
 
-Prompt = str | Sequence[int]
 Adapter = str | None
 Salt = str | None
 Message = Mapping[str, Any]
@@ -45,7 +48,6 @@ class _Job:
 
     request: GenerationRequest
     prompt: str | None
-    stream: TextDeltas | None = None
 
 
 class Generation:
@@ -101,15 +103,20 @@ class AsyncLLM:
             if taken := next((name for name in adapters if "=" in name), None):
                 raise ConfigError(f"an adapter's name must hold no '=', got {taken!r}")
             values["adapter"] = [f"{name}={path}" for name, path in adapters.items()]
-        engine, _ = build_settings(values)
+        engine, http = build_settings(values)
         self._tokenizer: Tokenizer | None = load_tokenizer(engine.model.model)
         self._driver: Driver = build_driver(engine)
         self._engine: LocalEngine | None = None
         self._ids = itertools.count()
         self._scopes = CacheScopes()
         self._metrics = Metrics(engine.model.name, self._driver.info)
+        self._max_waiting = http.max_waiting  # a server refuses what comes beyond, here it follows
+        self._rooms: tuple[asyncio.AbstractEventLoop | None, asyncio.Semaphore] = (None, asyncio.Semaphore())
+        self._pid = os.getpid()
         # Ends the driver's thread and frees the pool even where nobody calls close().
         self._finalizer = weakref.finalize(self, self._driver.close)
+        self._finalizer.atexit = False  # but by ``exits``
+        close_at_exit(self._driver)
 
     # ------------------------------------------------------------ generating
 
@@ -124,9 +131,10 @@ class AsyncLLM:
 
         ``await`` the result for a list in prompt order, or ``async for`` StreamOutput in it. KV is shared among
         prompts of one ``cache_salt`` only. Raises InvalidRequest before anything runs where one of the prompts
-        cannot be served.
+        cannot be served, an empty text among them (the beginning-of-text token alone can be given as token ids).
+        Any number of prompts may be given: the engine gets ``max_waiting`` at a time.
         """
-        return Generation(self, lambda: self._jobs(_as_prompts(prompts), params, adapter, cache_salt))
+        return Generation(self, lambda: self._jobs(as_prompts(prompts), params, adapter, cache_salt))
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, adapter: Adapter = None,
@@ -155,6 +163,7 @@ class AsyncLLM:
         self, prompts: list[Prompt], params: Any, adapter: Any, salt: Any, add_special_tokens: bool = True
     ) -> list[_Job]:
         """Check everything before anything runs."""
+        self.check_process()
         each_params = spread(params if params is not None else SamplingParams(), len(prompts), "params")
         each_adapter = spread(adapter, len(prompts), "adapter")
         scopes = [self._scopes.scope(None, one) for one in spread(salt, len(prompts), "cache_salt")]
@@ -183,25 +192,33 @@ class AsyncLLM:
         return jobs
 
     async def _collect(self, jobs: list[_Job]) -> list[RequestOutput]:
-        self._submit(jobs)
+        streams: list[RecordedStream] = []
+
+        def start(job: _Job) -> Coroutine[Any, Any, RequestOutput]:
+            streams.append(self._submitted(job))
+            return self._finished(job, streams[-1])
+
         try:
-            return [await self._finished(job) for job in jobs]
+            return await run_all(jobs, start, self._room())
         finally:
-            for job in jobs:
-                if job.stream is not None:
-                    await job.stream.aclose()
+            for stream in streams:
+                await stream.aclose()
 
-    def _submit(self, jobs: list[_Job]) -> None:
-        engine = self._connected()
-        for job in jobs:
-            asked, start_s = job.request, time.perf_counter()
-            stream = generate_text(engine, self._tokenizer, asked)
-            recorder = self._metrics.request(asked.adapter, len(asked.prompt), asked.params.n, start_s)
-            job.stream = RecordedStream(stream, recorder)
+    def _submitted(self, job: _Job) -> RecordedStream:
+        asked, start_s = job.request, time.perf_counter()
+        stream = generate_text(self._connected(), self._tokenizer, asked)
+        recorder = self._metrics.request(asked.adapter, len(asked.prompt), asked.params.n, start_s)
+        return RecordedStream(stream, recorder)
 
-    async def _finished(self, job: _Job) -> RequestOutput:
-        assert job.stream is not None
-        outputs = await collect(job.stream, job.request.params.n)
+    def _room(self) -> asyncio.Semaphore:
+        """What all calls of one event loop take room of for each prompt that they submit."""
+        loop = asyncio.get_running_loop()
+        if self._rooms[0] is not loop:
+            self._rooms = loop, asyncio.Semaphore(self._max_waiting)
+        return self._rooms[1]
+
+    async def _finished(self, job: _Job, stream: RecordedStream) -> RequestOutput:
+        outputs = await collect(stream, job.request.params.n)
         return RequestOutput(
             job.request.id,
             job.prompt,
@@ -215,10 +232,8 @@ class AsyncLLM:
     ) -> None:
         """Put a job's stream on the queue, then None."""
         try:
-            self._submit([job])
-            assert job.stream is not None
-            async with contextlib.aclosing(job.stream):
-                async for delta in job.stream:
+            async with self._room(), contextlib.aclosing(self._submitted(job)) as stream:
+                async for delta in stream:
                     queue.put_nowait(_stream_output(index, job, delta))
             queue.put_nowait(None)
         except Exception as error:
@@ -276,7 +291,13 @@ class AsyncLLM:
         """The model's tokenizer, if it has one."""
         return self._tokenizer
 
+    def check_process(self) -> None:
+        """Raises EngineDead in a process that was forked off the engine's: no thread of the engine is there."""
+        if os.getpid() != self._pid:
+            raise EngineDead("the engine is in another process: make an LLM after the fork, in the child")
+
     def _connected(self) -> LocalEngine:
+        self.check_process()
         if not self._finalizer.alive:
             raise EngineDead("the engine was closed")
         if self._engine is None:
@@ -285,6 +306,8 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Abort what runs and free everything. Idempotent: every caller waits for the end."""
+        if os.getpid() != self._pid:
+            return
         self._finalizer.detach()
         if self._engine is not None:
             await self._engine.close()
@@ -328,16 +351,23 @@ class LLM:
         self._finalizer = weakref.finalize(
             self, _end, self._has_ended, self._llm, self._loop, self._thread, workers
         )
+        self._finalizer.atexit = False
 
     def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        if not self._finalizer.alive:
+        try:
+            self._llm.check_process()
+            wait_at_exit()
+            if not self._finalizer.alive:
+                raise EngineDead("the engine was closed")
+        except EngineDead:
             work.close()
-            raise EngineDead("the engine was closed")
+            raise
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except BaseException:
             future.cancel()  # such as KeyboardInterrupt: abort what runs
+            wait_at_exit()
             raise
 
     def generate(
@@ -427,7 +457,8 @@ def _shut_down(
     thread: threading.Thread,
     workers: concurrent.futures.ThreadPoolExecutor,
 ) -> None:
-    # Closed from here, not from the loop: at the interpreter's exit no new thread may be asked for.
+    if os.getpid() != llm._pid:
+        return  # forked off: neither the loop nor its thread is there
     llm._finalizer()
     if thread is threading.current_thread():
         # The garbage collector may come by on the loop's own thread, which must not wait for itself.
@@ -447,20 +478,6 @@ async def _let_go(llm: AsyncLLM) -> None:
         llm._engine.disconnect("the engine was closed")
     others = asyncio.all_tasks() - {asyncio.current_task()}
     await asyncio.gather(*others, return_exceptions=True)
-
-
-def _as_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt or several, as a list; raises InvalidRequest."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise InvalidRequest("prompts must be text, token ids or a list of either", "prompt")
-    listed = list(prompts)
-    if listed and all(isinstance(item, int) for item in listed):
-        return [listed]
-    if not all(isinstance(item, str | Sequence) for item in listed):
-        raise InvalidRequest("prompts must be text, token ids or a list of either", "prompt")
-    return listed
 
 
 def _stream_output(index: int, job: _Job, delta: TextDelta) -> StreamOutput:

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -35,6 +36,7 @@ from manylora.models.config import ModelError, read_model_config
 from manylora.models.source import resolve_model
 from manylora.progress import LOG_FORMAT, Bar
 from manylora.protocol import AdapterError
+from manylora.signals import stop_signals
 from manylora.text.tokenizer import MissingTokenizer, Tokenizer, TokenizerError
 from manylora.types import EngineInfo, why_reserved
 
@@ -43,8 +45,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("manylora")
 
-CHILD_EXIT_S = 10.0
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+START_EXIT_S = 10.0
+"""What the engine's process has to end in where it has not come up."""
+
+LEAST_EXIT_S = 1.0
+"""What the engine's process has to end in, however late it is."""
+
+OWN_EXIT_S = 0.5
+"""What this process needs once the engine's is gone."""
 
 _Writer = TypeVar("_Writer")
 
@@ -79,7 +87,9 @@ def build_driver(settings: EngineSettings, *, shows_progress: bool = False) -> D
             rotate = settings.journal_part_bytes
             journal = _open("journal", settings.journal, lambda path: JournalWriter(path, config, rotate))
             undo.callback(journal.close)
-        driver = Driver(config, worker, info, journal=journal, trace=trace)
+        driver = Driver(
+            config, worker, info, journal=journal, trace=trace, step_timeout_s=settings.step_timeout_s
+        )
         add_initial_adapters(driver, settings.adapters, base=settings.model.name)
         undo.pop_all()
     return driver
@@ -145,15 +155,15 @@ def run_server(engine: EngineSettings, http: HttpSettings) -> int:
         _check_model(engine.model.model)
         tokenizer = load_tokenizer(engine.model.model)
         ours, theirs = socket.socketpair()
-        child = _start_engine(theirs)
+        ending = Ending(_start_engine(theirs))
         try:
-            return _run_loop(_serve(engine, http, sock, ours, tokenizer, child))
+            return _run_loop(_serve(engine, http, sock, ours, tokenizer, ending))
         except EngineDead as error:
             log.error("%s", error)
             return 1
         finally:
             ours.close()
-            _reap(child)
+            ending.reap()
     finally:
         sock.close()
 
@@ -172,7 +182,8 @@ def _start_engine(sock: socket.socket) -> subprocess.Popen[bytes]:
     A terminal or a supervisor signals the whole group; the server decides when the engine ends. So the child
     starts with the signals blocked; one for this process waits until they are unblocked.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    signals = stop_signals()
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         child = subprocess.Popen(
             [sys.executable, "-m", "manylora.main", str(sock.fileno())], pass_fds=[sock.fileno()]
@@ -182,12 +193,12 @@ def _start_engine(sock: socket.socket) -> subprocess.Popen[bytes]:
             child.kill()  # nothing is served yet, so nothing needs an orderly end
             os._exit(0)
 
-        for number in STOP_SIGNALS:
+        for number in signals:
             signal.signal(number, leave)
         return child
     finally:
         sock.close()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
 
 def _run_loop(work: object) -> int:
@@ -205,7 +216,7 @@ async def _serve(
     sock: socket.socket,
     ours: socket.socket,
     tokenizer: Tokenizer | None,
-    child: subprocess.Popen[bytes],
+    ending: Ending,
 ) -> int:
     from manylora.server.app import create_app
     from manylora.server.lifecycle import serve
@@ -234,11 +245,13 @@ async def _serve(
         host, port = sock.getsockname()[:2]
         log.info("serving %s on http://%s:%d", engine.model.name, f"[{host}]" if ":" in host else host, port)
         gc.freeze()  # what start-up made lives on; do not look through it again
-        return await serve(app, sock, client, http.drain_timeout)
+        code = await serve(app, sock, client, http.drain_timeout, stop_signals())
+        ending.begin(app.state.lifecycle.left_s(), code)
+        return code
     finally:
         _ignore_signals()
         if client is None:
-            child.kill()  # it has not come up, so it holds nothing that needs an orderly end
+            ending.kill()  # it has not come up, so it holds nothing that needs an orderly end
         else:
             await client.close()
 
@@ -267,12 +280,12 @@ def _ignore_signals() -> None:
             complain(unraisable)
 
     sys.unraisablehook = of_all_but_signals
-    for number in STOP_SIGNALS:
+    for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)
 
 
 async def _connect_unless_stopped(ours: socket.socket, engine: EngineSettings) -> RemoteEngine | None:
-    """Wait for the engine to come up; None when SIGTERM or SIGINT came first.
+    """Wait for the engine to come up; None when one of the signals came first.
 
     Raises ConfigError, and EngineDead where the settings are not at fault. The signals stay handled: whoever
     handles them next replaces the handlers, and no signal meets none.
@@ -283,7 +296,7 @@ async def _connect_unless_stopped(ours: socket.socket, engine: EngineSettings) -
     def stop(number: int, frame: object) -> None:
         loop.call_soon_threadsafe(stopped.set)
 
-    for number in STOP_SIGNALS:
+    for number in stop_signals():
         signal.signal(number, stop)
     connecting = asyncio.create_task(RemoteEngine.connect(ours, engine))
     stopping = asyncio.create_task(stopped.wait())
@@ -318,13 +331,41 @@ def _cannot_listen(http: HttpSettings, error: Exception) -> ConfigError:
     return ConfigError(f"cannot listen on {http.host}:{http.port}: {reason}")
 
 
-def _reap(child: subprocess.Popen[bytes]) -> None:
-    """The child ends by itself when the socket closes; make sure that it does."""
-    try:
-        child.wait(CHILD_EXIT_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
+class Ending:
+    """The end of a server: of the engine's process, and by when both are gone."""
+
+    def __init__(self, child: subprocess.Popen[bytes]) -> None:
+        self._child = child
+        self._by_s = time.monotonic() + START_EXIT_S
+
+    def begin(self, within_s: float, code: int) -> None:
+        """From here on nothing that hangs keeps this process longer than so many seconds; its exit code is
+        ``code``."""
+        if code:
+            self.kill()  # what died by itself has had its time, and what hangs does not end
+        self._by_s = time.monotonic() + within_s
+        threading.Thread(
+            target=self._force, args=(within_s, code), name="manylora-ending", daemon=True
+        ).start()
+
+    def _force(self, within_s: float, code: int) -> None:
+        time.sleep(within_s)
+        log.error("something does not end: the server leaves it behind")
+        self.kill()
+        os._exit(code)
+
+    def kill(self) -> None:
+        """End the engine's process, stopped or not."""
+        self._child.kill()
+
+    def reap(self) -> None:
+        """The child ends by itself when the socket closes; make sure that it does."""
+        try:
+            self._child.wait(max(self._by_s - OWN_EXIT_S - time.monotonic(), LEAST_EXIT_S))
+        except subprocess.TimeoutExpired:
+            log.warning("the engine's process does not end: it is killed")
+            self.kill()
+            self._child.wait()
 
 
 # ---------------------------------------------------------------- the engine process
@@ -368,13 +409,15 @@ def _end_with_server(sock: socket.socket, is_up: threading.Event) -> None:
 
 
 def configure_logging() -> None:
-    """One line an event on stderr; MANYLORA_LOG_LEVEL sets the level."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=os.environ.get("MANYLORA_LOG_LEVEL", "INFO").upper(),
-        format=LOG_FORMAT,
-    )
+    """One line an event on stderr; MANYLORA_LOG_LEVEL sets the level. Raises ConfigError where it names none."""
+    level = os.environ.get("MANYLORA_LOG_LEVEL", "INFO").upper()
+    levels = logging.getLevelNamesMapping()
+    if level not in levels:
+        raise ConfigError(f"MANYLORA_LOG_LEVEL must be one of {', '.join(levels)}, got {level!r}")
+    logging.basicConfig(stream=sys.stderr, level=level, format=LOG_FORMAT)
 
 
 if __name__ == "__main__":
-    sys.exit(run_engine(int(sys.argv[1])))
+    code = run_engine(int(sys.argv[1]))
+    logging.shutdown()
+    os._exit(code)  # all is closed: no thread that hangs, and no load that goes on, keeps the process

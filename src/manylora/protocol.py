@@ -52,7 +52,8 @@ class StepDone:
     """The step ended. ``tokens``: per sampled row (sequence, tokens); n tokens where a row asked for n.
 
     When not ``ok`` no row of the step counts as computed and ``error`` says why. ``more``: the end of the step
-    after it follows at once, so no step is to be started in between.
+    after it follows at once, so no step is to be started in between. ``unsound``: sequences whose logits were not
+    finite; what stands for them in ``tokens`` means nothing.
     """
 
     step: int
@@ -61,6 +62,7 @@ class StepDone:
     device_s: float = 0.0
     error: str = ""
     more: bool = False
+    unsound: tuple[SequenceId, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -399,6 +401,11 @@ class Executor(Protocol):
     @property
     def host_pages_pinned(self) -> int:
         """Pages of the host whose copies are as fast as they can be: rises for a while after the start."""
+
+    @property
+    def preparation_s(self) -> float:
+        """Seconds spent on compiling and capturing so far, up to this moment where that goes on. Any thread may
+        ask."""
 
     def close(self) -> None:
         """Wait for work in flight and free everything. Idempotent."""

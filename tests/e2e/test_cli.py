@@ -33,6 +33,7 @@ CONTRACT_FLAGS = (
     "served-model-name", "adapter", "adapter-dir", "host", "port", "device", "dtype", "load-format",
     "max-model-len", "max-num-seqs", "max-batch-tokens", "page-tokens", "device-pool", "max-adapter-rank",
     "drain-timeout", "api-key", "metrics-key", "max-waiting", "max-connections", "max-body-size", "config",
+    "step-timeout",
 )  # fmt: skip
 
 
@@ -85,6 +86,9 @@ BAD_VALUES = [
     ("--cache-policy", "mru"), ("--cache-tau", "0"), ("--cache-window", "x"), ("--cache-adapter-share", "2"),
     ("--host-pool", "-5"), ("--host-pool", "much"), ("--max-waiting", "0"), ("--max-waiting", "all"),
     ("--max-connections", "0"), ("--max-body-size", "0"), ("--max-body-size", "big"), ("--metrics-key", "no"),
+    ("--max-num-seqs", "32769"),
+    ("--max-num-seqs", "1000000000000"), ("--step-timeout", "0"), ("--step-timeout", "-1"),
+    ("--step-timeout", "nan"), ("--step-timeout", "inf"), ("--step-timeout", "x"),
 ]  # fmt: skip
 
 
@@ -99,6 +103,15 @@ def test_usage_errors_are_one_line() -> None:
     assert_refused("serve", says=("model",))
     assert_refused("serve", MODEL, "--no-such-flag", says=("--no-such-flag",))
     assert_refused("serve", MODEL, "--adapter", "x=a", "--adapter", "x=b", says=("twice",))
+
+
+def test_a_log_level_that_is_none_is_refused_in_one_line() -> None:
+    ended = run_cli("serve", MODEL, "--port", "0", MANYLORA_LOG_LEVEL="banana")
+    assert ended.returncode == 2
+    (line,) = lines_of(ended.stderr)
+    assert "MANYLORA_LOG_LEVEL" in line
+    assert "INFO" in line
+    assert "BANANA" in line.upper()
 
 
 def test_models_that_cannot_be_served(tmp_path: Path) -> None:

@@ -318,3 +318,25 @@ def test_unload_waits_for_what_runs_and_refuses_what_comes(
     assert server.gauge(PAGES_ADAPTERS) <= pages_before + server.gauge(
         'manylora:adapter_pages{adapter_name="french"}'
     )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_adapter_whose_numbers_overflow_fails_its_own_requests(
+    server: Server, adapters: Path, folder: Path, stream: bool
+) -> None:
+    folders.copy_of(adapters / "german", folder)
+    weights = load_file(folder / WEIGHTS)
+    save_file({name: np.full(w.shape, 1e30, np.float32) for name, w in weights.items()}, folder / WEIGHTS)
+    expected = server.text(model="german")
+    assert server.load("overflows", folder).status_code == 200
+    try:
+        bodies = [completion(model=name, stream=stream) for name in ("overflows", "german", "overflows")]
+        bad, good, again = server.complete_all(bodies)
+        for answer in (bad, again):
+            assert_error(answer, 500, "not finite")
+        assert good.status_code == 200
+        assert server.text(model="german") == expected
+        for params in ({"temperature": 1, "top_p": 0.5}, {"logprobs": 2}, {"logit_bias": {"5": 100}}):
+            assert_error(server.complete(model="overflows", stream=stream, **params), 500, "not finite")
+    finally:
+        server.unload("overflows")

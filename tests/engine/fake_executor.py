@@ -46,6 +46,7 @@ class FakeExecutor:
         self.verify_gate.set()
         self.failing_verifications = 0
         self.host_pages_pinned = 0
+        self.preparation_s = 0.0
 
     def issue_step(self, step: RunStep) -> IssuedStep:
         result = self.run_step(step)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from manylora.executor import sampler
-from manylora.executor.sampler import TOP_K_WITHOUT_SORT, SampledRow, draw, greedy, uniform
+from manylora.executor.best import greedy
+from manylora.executor.sampler import TOP_K_WITHOUT_SORT, SampledRow, draw, uniform
 from manylora.types import SamplingParams, TokenLogprobs
 
 
@@ -34,10 +35,11 @@ def row(
 def sample(logits: torch.Tensor, rows: list[SampledRow]) -> tuple[Any, Any]:
     """The draws, waited for: tokens, log-probabilities."""
     drawn = draw(logits, rows)
-    found = drawn.read(drawn.packed.cpu().numpy())
-    for i, (first, tokens) in enumerate(zip(drawn.first.tolist(), found[0], strict=True)):
+    found, logprobs, unsound = drawn.read(drawn.packed.cpu().numpy())
+    assert not unsound
+    for i, (first, tokens) in enumerate(zip(drawn.first.tolist(), found, strict=True)):
         assert not tokens or first == tokens[0], f"row {i}"
-    return found
+    return found, logprobs
 
 
 def noise(rows: int, size: int, seed: int = 0) -> torch.Tensor:
@@ -295,9 +297,9 @@ def test_greedy_tokens_that_are_known_are_not_looked_for_again() -> None:
     logits = noise(3, 30)
     best = greedy(logits)
     drawn = draw(logits, [row()] * 3, best)
-    assert drawn.first is best
+    assert drawn.first is best.tokens
     edited = draw(logits, [row(), row(logit_bias={3: 100.0}), row()], best)
-    assert edited.first.tolist() == [int(best[0]), 3, int(best[2])]
+    assert edited.first.tolist() == [int(best.tokens[0]), 3, int(best.tokens[2])]
 
 
 def test_extreme_temperatures_and_logits_stay_finite() -> None:

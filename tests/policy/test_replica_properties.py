@@ -243,9 +243,13 @@ class ReplicaMachine(RuleBasedStateMachine):
             assert self.has_ended(self.requests[request])
 
     @precondition(lambda self: self.device.steps)
-    @rule(fails=st.sampled_from([False] * 15 + [True]))
-    def end_step(self, fails: bool) -> None:
-        self.feed(self.device.finish_step(ok=not fails))
+    @rule(data=st.data(), how=st.sampled_from(["well"] * 14 + ["failed", "unsound"]))
+    def end_step(self, data: st.DataObject, how: str) -> None:
+        done = self.device.finish_step(ok=how != "failed")
+        if how == "unsound" and done.tokens:
+            drawers = [sequence for sequence, _ in done.tokens]
+            done.unsound = tuple(data.draw(st.lists(st.sampled_from(drawers), unique=True)))
+        self.feed(done)
 
     @precondition(lambda self: self.device.reads)
     @rule(data=st.data(), ok=st.sampled_from([True, True, True, False]))

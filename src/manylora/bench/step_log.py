@@ -199,6 +199,11 @@ class LentExecutor:
         """See Executor."""
         return self._executor.host_pages_pinned
 
+    @property
+    def preparation_s(self) -> float:
+        """See Executor."""
+        return self._executor.preparation_s
+
     def close(self) -> None:
         """Idempotent."""
         ends_at = self._clock() + _LANDING_S

@@ -20,6 +20,7 @@ import torch
 
 from manylora.config import ConfigError
 from manylora.devices.device import CopyLane, Mirror, PageWriter, Tensors, copy_bytes
+from manylora.devices.preparation import PREPARATION
 from manylora.devices.staging import Inbox, Stage, borrowed, moves_by_kernel, outbox
 
 _STAGED_PAGES = 4
@@ -138,6 +139,10 @@ class _Captures:
         self.num_bytes = 0
 
     def capture(self, run: Callable[[], Tensors]) -> Callable[[], Tensors]:
+        with PREPARATION.running():
+            return self._capture(run)
+
+    def _capture(self, run: Callable[[], Tensors]) -> Callable[[], Tensors]:
         run()  # compiles kernels and loads modules, which a capture may not
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)

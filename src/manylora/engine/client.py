@@ -151,8 +151,15 @@ class EngineBusy(Exception):
     """The engine does not take in what it is sent as fast as it is sent; the message is meant for the sender."""
 
 
+class EngineSilent(Exception):
+    """The engine does not answer at the moment; whether what was asked for is done is not known."""
+
+
 class EngineClient(Protocol):
-    """Asynchronous; all methods are called from one event loop."""
+    """Asynchronous; all methods are called from one event loop.
+
+    What waits for an answer raises EngineDead once the engine is dead, EngineSilent while it says nothing.
+    """
 
     @property
     def info(self) -> EngineInfo:

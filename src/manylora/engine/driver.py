@@ -11,6 +11,8 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
+import math
+import os
 import queue
 import secrets
 import threading
@@ -30,6 +32,7 @@ from manylora.engine.journal import JournalWriter
 from manylora.engine.loads import AdapterLoads
 from manylora.engine.outbox import Outbox
 from manylora.engine.trace import TraceWriter
+from manylora.engine.watchdog import Activity, Pulse, watch
 from manylora.policy.policies import adapter_pages_limit
 from manylora.policy.replica import Replica
 from manylora.protocol import (
@@ -62,6 +65,9 @@ MAX_FAILED_STEPS = 3
 """Steps that may fail in a row before the device is taken for broken; those that another pulled along do not
 count."""
 
+CLOSE_S = 4.0
+"""How long ``close`` waits for the step in flight."""
+
 _STOP = object()
 
 _STATS = {field.name for field in dataclasses.fields(EngineStats)} - {"adapters"}
@@ -93,9 +99,12 @@ class Driver:
         *,
         journal: JournalWriter | None = None,
         trace: TraceWriter | None = None,
+        step_timeout_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.info = info
+        self.step_timeout_s = step_timeout_s
+        """A loop whose step takes longer is taken for lost where it is watched."""
         self._executor = executor
         self._clock = clock
         self._start_s = clock()
@@ -112,32 +121,75 @@ class Driver:
         self._arrived: collections.deque[Request] = collections.deque()  # and not yet told of
         self._more_follow = False  # after the last of them, at once
         self._in_flight: collections.deque[IssuedStep] = collections.deque()  # oldest first
+        self._asked: set[concurrent.futures.Future[EngineStats]] = set()
         self._timer_at: float | None = None
         self._failed_steps = 0
+        self._activity = Activity()
         self._thread: threading.Thread | None = None
+        self._watchdog: threading.Thread | None = None
+        self._pid = os.getpid()
         self._end: str | None = None
+        self._is_lost = False
+        self.is_closing = threading.Event()
+        self._has_ended = threading.Event()  # the loop; what it holds is freed after that
         self._freeing = threading.Lock()
         self._is_free = False
 
     # ------------------------------------------------------------ life
 
-    def start(self, deliver: Callable[[list[Delta]], None], died: Callable[[str], None]) -> None:
-        """Start the loop's thread."""
+    def start(
+        self,
+        deliver: Callable[[list[Delta]], None],
+        died: Callable[[str], None],
+        *,
+        is_watched: bool = False,
+    ) -> None:
+        """Start the loop's thread, and with ``is_watched`` one that gives the loop up where a step takes longer
+        than ``step_timeout_s``."""
         self._deliver = deliver
         self._died = died
         self._thread = threading.Thread(target=self._run, name="manylora-driver", daemon=True)
         self._thread.start()
+        if is_watched:
+            self._watchdog = watch(self, self.step_timeout_s)
 
     def close(self) -> None:
-        """End the loop after the step in flight and free the executor. Idempotent.
+        """End the loop after the step in flight and free the executor. Idempotent; every caller waits for the end.
 
-        Every caller waits for the end, but for the loop's own thread, where the garbage collector may come by.
+        A step that does not end within ``CLOSE_S`` is left behind on the loop's thread, which frees everything if
+        it ever ends. Does nothing in a process that was forked off the loop's: no thread of it is there.
         """
+        if os.getpid() != self._pid:
+            return
+        self.is_closing.set()
         self._inbox.put(_STOP)
         if self._thread is None:
             self._free()
         elif self._thread is not threading.current_thread():
-            self._thread.join()
+            if self._has_ended.wait(0.0 if self._is_lost else CLOSE_S):
+                self._thread.join()
+            else:
+                log.warning("the step in flight does not end: its thread is left behind")
+        if self._watchdog is not None:
+            self._watchdog.join()
+        self._end = self._end or "the engine was closed"
+        self._abandon()
+
+    def give_up(self, reason: str) -> None:
+        """The loop hangs: from now on the engine is dead, whatever the loop does when it gets on. From any thread
+        but the loop's."""
+        if self._end is None:
+            self._is_lost = True
+            self._die(reason)
+            self._abandon()
+
+    def pulse(self) -> Pulse:
+        """What the loop is doing now."""
+        return Pulse(self._activity.work, self._executor.preparation_s)
+
+    def _die(self, reason: str) -> None:
+        self._end = reason
+        self._died(reason)
 
     def _free(self) -> None:
         """The loop has ended, or never began: give everything back, once."""
@@ -167,10 +219,12 @@ class Driver:
         self._inbox.put(Abort(request, sample, reason))
 
     def add_adapter(self, name: str, path: str, *, verify: bool = True) -> AdapterCard:
-        """Check and serve an adapter; reads its files on the caller's thread. Raises AdapterError.
+        """Check and serve an adapter; reads its files on the caller's thread. Raises AdapterError, and EngineDead.
 
         Without ``verify`` only headers are read: for thousands of adapters at start-up.
         """
+        if self._end is not None:
+            raise EngineDead(self._end)
         return self._catalog.add(name, path, verify)
 
     def remove_adapter(self, name: str) -> concurrent.futures.Future[None]:
@@ -186,6 +240,9 @@ class Driver:
         """A snapshot taken between two steps. ``adapters`` is empty there: ``adapter_loads`` has them."""
         future: concurrent.futures.Future[EngineStats] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()  # A cancelled one cannot be answered: the loop would end of it.
+        # Not only in the inbox: a loop may take it from there and hang before it answers.
+        self._asked.add(future)
+        future.add_done_callback(self._asked.discard)
         self._inbox.put(future)
         self._abandon_if_ended()
         return future
@@ -203,35 +260,38 @@ class Driver:
 
     def _run(self) -> None:
         try:
-            while self._round():
+            while self._end is None and self._round():
                 self._flush()
                 if self._trace is not None:
                     self._trace.flush()
         except Exception as error:  # a bug, or a broken device: nothing can be trusted after it
             log.exception("the engine's loop failed")
-            self._end = f"the engine failed: {error}"
-            self._died(self._end)
-        else:
-            self._end = "the engine was closed"
+            if self._end is None:
+                self._die(f"the engine failed: {error}")
+        self._end = self._end or "the engine was closed"
+        self._activity.rest()
+        self._has_ended.set()
+        self._abandon()
+        self.is_closing.wait()
         self._free()
 
     def _abandon(self) -> None:
         """Answer those who wait for something that the loop, now ended, will never say."""
         error = EngineDead(self._end or "the engine has ended")
         self._catalog.fail_leaving(error)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                item = self._inbox.get_nowait()
-                if isinstance(item, concurrent.futures.Future):
-                    item.set_exception(error)
+        for future in list(self._asked):
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # answered at this very moment
+                future.set_exception(error)
 
     def _round(self) -> bool:
         """The oldest step's end or the first thing to come in; all that has come in by then, the timer if it is
         due, and only then that the step has ended, so that the next one knows of it all. False: told to stop."""
         item = result = None
         if self._in_flight:
+            self._activity.begin()
             result = self._in_flight.popleft().wait()
         else:
+            self._activity.rest()
             item = self._wait()
         while item is not None or not self._inbox.empty():
             if item is None:
@@ -266,7 +326,8 @@ class Driver:
             return
         self._tell_arrived()
         if isinstance(item, concurrent.futures.Future):
-            item.set_result(self._stats())
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # this loop was given up meanwhile
+                item.set_result(self._stats())
         else:
             if isinstance(item, AdapterAdded):
                 self._loads.add(item.adapter, item.num_pages)
@@ -307,6 +368,7 @@ class Driver:
             self._feed(Arrive(request, more=bool(self._arrived)))
 
     def _feed(self, event: Event) -> None:
+        self._activity.begin()
         now = self._clock()
         if self._journal is not None:
             self._journal.record(event, now)

@@ -19,7 +19,7 @@ class LocalEngine:
         self._driver = driver
         self._loop = asyncio.get_running_loop()
         self._mailboxes = Mailboxes()
-        driver.start(self._deliver, self._died)
+        driver.start(self._deliver, self._died, is_watched=True)
 
     def _deliver(self, deltas: list[Delta]) -> None:
         self._on_loop(self._mailboxes.dispatch, deltas)

@@ -10,22 +10,45 @@ from collections.abc import AsyncIterator
 
 from manylora.config import ConfigError, EngineSettings
 from manylora.engine import wire
-from manylora.engine.client import AdapterLoad, Delta, EngineBusy, EngineDead, EngineStats, GenerationRequest
+from manylora.engine.client import (
+    AdapterLoad,
+    Delta,
+    EngineBusy,
+    EngineDead,
+    EngineSilent,
+    EngineStats,
+    GenerationRequest,
+)
 from manylora.engine.mailboxes import Mailboxes
+from manylora.engine.watchdog import Judge, Pulse, tick_s
 from manylora.protocol import AdapterError
 from manylora.types import AdapterCard, EngineInfo, RequestId
 
 MAX_UNSENT_BYTES = 64 * 2**20
 """Of questions to an engine that does not read them. Then whoever asks something new gets EngineBusy."""
 
+ANSWER_S = 10.0
+"""How long an engine may be silent before those who have asked it for something are told so."""
+
+FLUSH_S = 1.0
+"""How long the engine has to take what was sent before the end."""
+
 
 class RemoteEngine:
     """Talks to ``engine.service`` over a connected socket. Create with ``connect``."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, info: EngineInfo) -> None:
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        info: EngineInfo,
+        step_timeout_s: float,
+    ) -> None:
         self._reader = reader
         self._writer = writer
         self._info = info
+        self._step_timeout_s = step_timeout_s
+        self._pulse: Pulse | None = None  # that has come and has not been looked at
         self._mailboxes = Mailboxes()
         self._calls: dict[int, asyncio.Future[wire.Answer]] = {}
         self._loads: dict[int, list[AdapterLoad]] = {}  # that came before the answers to their calls
@@ -33,6 +56,7 @@ class RemoteEngine:
         self._stats: asyncio.Task[wire.Answer] | None = None
         self._closing = False
         self._listener = asyncio.create_task(self._listen())
+        self._watcher = asyncio.create_task(self._watch())
 
     @classmethod
     async def connect(cls, sock: socket.socket, settings: EngineSettings) -> RemoteEngine:
@@ -44,7 +68,7 @@ class RemoteEngine:
         writer.write(wire.frame(wire.Start(settings)))
         match await wire.read_from_engine(reader):
             case wire.Ready(info):
-                return cls(reader, writer, info)
+                return cls(reader, writer, info, settings.step_timeout_s)
             case wire.Failed(message, is_user_error):
                 writer.close()
                 raise ConfigError(message) if is_user_error else EngineDead(message)
@@ -60,6 +84,8 @@ class RemoteEngine:
                     self._mailboxes.dispatch(deltas)
                 case wire.Loads(call, loads):
                     self._loads.setdefault(call, []).extend(loads)
+                case wire.Beat(pulse):
+                    self._pulse = pulse
                 case wire.Answer(id=call):
                     if message.stats is not None:
                         loads = tuple(self._loads.pop(call, ()))
@@ -73,11 +99,28 @@ class RemoteEngine:
                     pass  # start-up messages have no meaning here
         self._die("the engine was closed" if self._closing else reason)
 
+    async def _watch(self) -> None:
+        """Take the engine for dead when it hangs; until then nobody waits for one that is silent."""
+        judge = Judge(self._step_timeout_s)
+        while True:
+            await asyncio.sleep(tick_s(self._step_timeout_s))
+            pulse, self._pulse = self._pulse, None
+            reason = judge.look(pulse)
+            if reason is not None:
+                self._die(reason)
+                return
+            if judge.silent_s > ANSWER_S:
+                self._fail_calls(EngineSilent(f"the engine has said nothing for {judge.silent_s:.0f} s"))
+
     def _die(self, reason: str) -> None:
+        self._watcher.cancel()
         self._mailboxes.die(reason)
+        self._fail_calls(EngineDead(reason))
+
+    def _fail_calls(self, error: Exception) -> None:
         for future in self._calls.values():
             if not future.done():
-                future.set_exception(EngineDead(reason))
+                future.set_exception(error)
         self._calls.clear()
 
     def _send(self, message: wire.ToEngine) -> None:
@@ -143,4 +186,7 @@ class RemoteEngine:
         if not self._closing:
             self._closing = True
             self._writer.close()  # the engine takes the end of the stream as the word to end
-        await asyncio.wait([self._listener])  # of several callers none may cancel it for the others
+        # Of several callers none may cancel the listener for the others.
+        if not (await asyncio.wait([self._listener], timeout=FLUSH_S))[0]:
+            self._writer.transport.abort()  # the engine does not read what was sent before
+            await asyncio.wait([self._listener])

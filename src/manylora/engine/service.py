@@ -6,13 +6,16 @@ import collections
 import concurrent.futures
 import functools
 import logging
+import math
 import socket
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 
 from manylora.engine import wire
 from manylora.engine.client import Delta, EngineStats
 from manylora.engine.driver import Driver
+from manylora.engine.watchdog import Pulse, tick_s
 from manylora.protocol import AdapterError
 from manylora.types import AdapterCard
 
@@ -43,6 +46,9 @@ class Sender:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._pulse: Callable[[], Pulse] | None = None
+        self._beat_every_s = math.inf
+        self._beat_at_s = math.inf
         self._unsent: collections.deque[Iterable[wire.ToServer] | None] = collections.deque()
         self._changed = threading.Condition()
         self._has_ended = False
@@ -64,17 +70,32 @@ class Sender:
                 self._unsent.append(messages)
                 self._changed.notify_all()
 
+    def beat(self, every_s: float, pulse: Callable[[], Pulse]) -> None:
+        """Say from now on at these intervals what ``pulse`` gives.
+
+        On the sender's own thread, so that beats do not pile up before a server that does not read.
+        """
+        self._pulse, self._beat_every_s = pulse, every_s
+        self._beat_at_s = time.monotonic()
+        self.send(wire.Beat(pulse()))
+
     def close(self) -> None:
         """Send what is queued, then stop."""
         self._put(None)
         self._thread.join()
 
     def _next(self) -> Iterable[wire.ToServer] | None:
+        """The next messages in the queue, or a beat where one is due first."""
+        left_s = self._beat_at_s - time.monotonic()
         with self._changed:
-            self._changed.wait_for(lambda: self._unsent)
-            if len(self._unsent) == MAX_UNSENT:
-                self._changed.notify_all()
-            return self._unsent.popleft()
+            timeout_s = None if math.isinf(left_s) else left_s
+            if left_s > 0 and self._changed.wait_for(lambda: self._unsent, timeout_s):
+                if len(self._unsent) == MAX_UNSENT:
+                    self._changed.notify_all()
+                return self._unsent.popleft()
+        assert self._pulse is not None  # a beat is due
+        self._beat_at_s = time.monotonic() + self._beat_every_s
+        return (wire.Beat(self._pulse()),)
 
     def _run(self) -> None:
         try:
@@ -109,31 +130,32 @@ def serve(sock: socket.socket, sender: Sender, driver: Driver) -> int:
 
     driver.start(deliver, on_death)
     sender.send(wire.Ready(driver.info))
+    sender.beat(tick_s(driver.step_timeout_s), driver.pulse)
     loads: dict[int, concurrent.futures.Future[AdapterCard]] = {}
     # Adapters are checked beside the loop, one at a time, so that many loads do not crowd out the rest.
-    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manylora-adapters") as loader:
-        while (message := wire.read_from_server(sock)) is not None:
-            match message:
-                case wire.Submit(request):
-                    driver.submit(request)
-                case wire.Cancel(request_id, sample, reason):
-                    driver.abort(request_id, sample, reason)
-                case wire.Call(call, "add") if len(loads) >= MAX_LOADS:
-                    sender.send(wire.Answer(call, 429, f"{MAX_LOADS} adapters wait to be read; try again later"))
-                case wire.Call(call, "add", name, path):
-                    future = loads[call] = loader.submit(driver.add_adapter, name, path)
-                    future.add_done_callback(functools.partial(_loaded, call, loads, sender))
-                case wire.Call():
-                    _answer(message, driver, sender)
-                case wire.Withdraw(call):
-                    if (withdrawn := loads.get(call)) is not None:
-                        withdrawn.cancel()  # does nothing to one that has begun
-                case wire.Start():
-                    raise AssertionError("an engine starts once")
-            while driver.backlog >= MAX_BACKLOG and not died.wait(_LOOK_AGAIN_S):
-                pass
-        loader.shutdown(wait=False, cancel_futures=True)
-        driver.close()
+    loader = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manylora-adapters")
+    while (message := wire.read_from_server(sock)) is not None:
+        match message:
+            case wire.Submit(request):
+                driver.submit(request)
+            case wire.Cancel(request_id, sample, reason):
+                driver.abort(request_id, sample, reason)
+            case wire.Call(call, "add") if len(loads) >= MAX_LOADS:
+                sender.send(wire.Answer(call, 429, f"{MAX_LOADS} adapters wait to be read; try again later"))
+            case wire.Call(call, "add", name, path):
+                future = loads[call] = loader.submit(driver.add_adapter, name, path)
+                future.add_done_callback(functools.partial(_loaded, call, loads, sender))
+            case wire.Call():
+                _answer(message, driver, sender)
+            case wire.Withdraw(call):
+                if (withdrawn := loads.get(call)) is not None:
+                    withdrawn.cancel()  # does nothing to one that has begun
+            case wire.Start():
+                raise AssertionError("an engine starts once")
+        while driver.backlog >= MAX_BACKLOG and not died.wait(_LOOK_AGAIN_S):
+            pass
+    loader.shutdown(wait=False, cancel_futures=True)  # nothing waits for a load any more
+    driver.close()
     return 1 if died.is_set() else 0
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from manylora.config import EngineSettings
 from manylora.engine.client import AdapterLoad, Delta, EngineStats, GenerationRequest
+from manylora.engine.watchdog import Pulse
 from manylora.types import AdapterCard, EngineInfo
 
 _LENGTH = struct.Struct("<I")
@@ -94,7 +95,13 @@ class Answer(msgspec.Struct, tag=True):
     stats: EngineStats | None = None
 
 
-ToServer = Ready | Failed | Deltas | Loads | Answer
+class Beat(msgspec.Struct, tag=True):
+    """The engine's process lives, and this is what its loop does."""
+
+    pulse: Pulse
+
+
+ToServer = Ready | Failed | Deltas | Loads | Answer | Beat
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from manylora.devices.device import Device
+from manylora.executor.best import Best, greedy
 from manylora.executor.inputs import StepInputs
-from manylora.executor.sampler import greedy
 from manylora.executor.sequences import LATE_ENTRIES
 from manylora.kernels.ops import DrawnRows, LoraSegments, StepBatch
 from manylora.kernels.shapes import AdapterGeometry
@@ -38,19 +38,19 @@ class Numbers:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Outputs:
-    """Of the M rows that draw: ``logits`` float32 [M, V], ``best`` int64 [M]: the first of each row's largest,
-    ``last`` int64 [M]: the token that stands before, ``late_index`` int64 [M]."""
+    """Of the M rows that draw: ``logits`` float32 [M, V], ``best``: the most likely tokens of these rows or of
+    more, ``last`` int64 [M]: the token that stands before, ``late_index`` int64 [M]."""
 
     logits: torch.Tensor
-    best: torch.Tensor
+    best: Best
     last: torch.Tensor
     late_index: torch.Tensor
 
     def first(self, count: int) -> Outputs:
-        """Of the first ``count`` rows only."""
-        if count == len(self.best):
+        """Of the first ``count`` rows only, but for ``best``."""
+        if count == len(self.logits):
             return self
-        return Outputs(self.logits[:count], self.best[:count], self.last[:count], self.late_index[:count])
+        return Outputs(self.logits[:count], self.best, self.last[:count], self.late_index[:count])
 
 
 class Forward:
@@ -90,7 +90,7 @@ class Forward:
         )
         logits = self.decoder.forward(batch, self._arena.pool)
         best = greedy(logits)
-        self.redraw(numbers.late_index, best)
+        self.redraw(numbers.late_index, best.tokens)
         return Outputs(logits, best, token_ids[numbers.sample_index], numbers.late_index)
 
     def redraw(self, late_index: torch.Tensor, tokens: torch.Tensor) -> None:

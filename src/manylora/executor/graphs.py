@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from manylora.devices.device import Device, Tensors
+from manylora.executor.best import Best
 from manylora.executor.fixed import FixedAttention, FixedLora, fixed_attention, fixed_lora, has_fixed_plans
 from manylora.executor.forward import Forward, Numbers, Outputs
 from manylora.executor.inputs import StepInputs
@@ -261,7 +262,7 @@ class StepGraphs:
 
         def run() -> Tensors:
             found = self._forward.compute(numbers, attention.plan, None if lora is None else lora.plan)
-            return found.logits, found.best, found.last
+            return found.logits, found.best.packed, found.last
 
         # Captured on nothing but padding: the capture runs too, and must leave no trace.
         attention.fill(_NO_ROWS)
@@ -272,6 +273,6 @@ class StepGraphs:
 
         def outputs() -> Outputs:
             logits, best, last = replay()
-            return Outputs(logits, best, last, numbers.late_index)
+            return Outputs(logits, Best.within(best), last, numbers.late_index)
 
         return _Captured(attention, lora, cells, outputs)

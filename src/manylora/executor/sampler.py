@@ -3,7 +3,8 @@
 Follows vLLM's documented order: log-probabilities from the raw logits; then logit_bias, the min_tokens mask,
 repetition, frequency and presence penalties; then argmax where temperature is 0, else temperature, min_p,
 top_k and top_p (of what is left, renormalised), and the draw. Ties go to the lower token id everywhere, so
-top_k=1 is greedy. Knows tensors and SamplingParams; nothing of models, pages or devices by name.
+top_k=1 is greedy. A row whose logits are not finite is told of, and what is drawn for it means nothing. Knows
+tensors and SamplingParams; nothing of models, pages or devices by name.
 
 A draw depends on the row's logits and on (seed, sample, position), never on the batch: probabilities become
 integers, whose sums are exact in any order, and the token is the inverse of their running sum at one uniform
@@ -17,22 +18,57 @@ import dataclasses
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from manylora.executor.best import Best, greedy, unsound_rows
 from manylora.types import SamplingParams, TokenLogprobs
 
 TOP_K_WITHOUT_SORT = 1024
 """Up to this top_k the largest logits are selected; above it, and for top_p alone, a row is sorted."""
 
+_LARGEST = 3e38
+"""Near the largest number of float32."""
+
 _LEAST_TEMPERATURE = 1e-30
 """Smaller ones are 0 in float32."""
 
 
-Results = tuple[Sequence[Sequence[int]], Sequence[Sequence[TokenLogprobs | None]] | None]
-"""Per row and draw: the token, and its log-probabilities (None where not asked for; None where nobody asked)."""
+class Results(NamedTuple):
+    """Of a batch of rows, on the host.
+
+    ``tokens`` and ``logprobs``: per row and draw the token, and its log-probabilities (None where not asked for;
+    None where nobody asked). ``unsound``: the rows whose logits were not finite, ascending.
+    """
+
+    tokens: Sequence[Sequence[int]]
+    logprobs: Sequence[Sequence[TokenLogprobs | None]] | None
+    unsound: Sequence[int]
+
+
+class Bias:
+    """A request's logit_bias as arrays, made once for all its samples and steps."""
+
+    def __init__(self, logit_bias: tuple[tuple[int, float], ...]) -> None:
+        total: dict[int, float] = {}
+        for token, bias in logit_bias:
+            total[token] = total.get(token, 0.0) + bias
+        # A token id may be any integer; one that no vocabulary has is ignored.
+        known = sorted((token, bias) for token, bias in total.items() if 0 <= token < 2**31)
+        self._tokens = np.array([token for token, _ in known], dtype=np.int64)
+        self._biases = np.array([bias for _, bias in known], dtype=np.float32)
+        self._placed: tuple[torch.device, int, torch.Tensor, torch.Tensor] | None = None
+
+    def on(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens int64 [K], each once, and what is added to them float32 [K], beside ``logits`` [M, V]."""
+        device, size = logits.device, logits.shape[1]
+        if self._placed is None or self._placed[:2] != (device, size):
+            count = int(np.searchsorted(self._tokens, size))
+            tokens = _to(logits, self._tokens[:count])
+            self._placed = device, size, tokens, _to(logits, self._biases[:count], torch.float32)
+        return self._placed[2:]
 
 
 @dataclasses.dataclass(slots=True)
@@ -41,7 +77,7 @@ class SampledRow:
 
     ``output_ids``: generated so far, read by the penalties only; where the last one is negative it is the row's
     ``late`` token. ``samples``: per wanted draw (sample index, output position); all draws of a row are at one
-    position.
+    position. ``bias``: that of ``params``, made here unless it is given.
     """
 
     params: SamplingParams
@@ -49,6 +85,11 @@ class SampledRow:
     output_ids: Sequence[int] | np.ndarray
     stop_ids: tuple[int, ...]
     samples: tuple[tuple[int, int], ...]
+    bias: Bias | None = None
+
+    def __post_init__(self) -> None:
+        if self.bias is None and self.params.logit_bias:
+            self.bias = Bias(self.params.logit_bias)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,21 +108,22 @@ class Draws:
 def draw(
     logits: torch.Tensor,
     rows: Sequence[SampledRow],
-    best: torch.Tensor | None = None,
+    best: Best | None = None,
     late: torch.Tensor | None = None,
 ) -> Draws:
     """Draw every row's tokens from ``logits`` float32 [M, V]; M = len(rows). Does not change ``logits``.
 
-    ``best``: the greedy tokens of ``logits``, where they are known. ``late`` int64 [M]: each row's last token, for
+    ``best``: of ``logits``, where it is known; of M rows or more. ``late`` int64 [M]: each row's last token, for
     rows whose last token is known on the device only. Token ids outside the vocabulary, in prompts, stop_ids or
     logit_bias, are ignored. Where every token is ruled out, token 0 is drawn.
     """
+    best = greedy(logits) if best is None else best
     if all(_is_plain(row) for row in rows):
-        best = greedy(logits) if best is None else best
         counts = [len(row.samples) for row in rows]
-        return Draws(best, best, lambda found: _repeated(found.tolist(), counts))
+        return Draws(best.tokens, best.packed, lambda found: _repeated(found, counts))
     edited = _edited(logits, rows, late)
-    drawn = _Drawn(greedy(edited), rows)
+    most_likely = best.tokens[: len(rows)] if edited is logits else greedy(edited).tokens
+    drawn = _Drawn(most_likely, best.values[: len(rows)], rows)
     random = [i for i, row in enumerate(rows) if row.params.temperature > 0 and row.samples]
     if random:
         chosen = [rows[i] for i in random]
@@ -90,10 +132,14 @@ def draw(
     return drawn.packed(logits)
 
 
-def most_likely(best: torch.Tensor, count: int) -> Draws:
-    """One draw for each of ``count`` rows that ``is_greedy`` holds for: the first of ``best``, int64 [count or
-    more]."""
-    return Draws(best, best, lambda found: (list(zip(found[:count].tolist())), None))
+def most_likely(best: Best, count: int) -> Draws:
+    """One draw for each of ``count`` rows that ``is_greedy`` holds for: the first of ``best``."""
+
+    def read(found: np.ndarray) -> Results:
+        tokens, unsound = Best.unpack(found, count)
+        return Results(list(zip(tokens)), None, unsound)
+
+    return Draws(best.tokens, best.packed, read)
 
 
 def is_greedy(params: SamplingParams) -> bool:
@@ -107,16 +153,9 @@ def is_greedy(params: SamplingParams) -> bool:
     )
 
 
-def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """int64 [M]: the first of each row's largest logits."""
-    if logits.device.type == "cpu":
-        # numpy's is vectorised: 30 us for [64, 4096] on one core, where torch's takes 570.
-        return torch.from_numpy(logits.numpy().argmax(axis=-1))
-    return logits.argmax(dim=-1)
-
-
-def _repeated(tokens: list[int], counts: list[int]) -> Results:
-    return [[token] * n for token, n in zip(tokens, counts)], None
+def _repeated(packed: np.ndarray, counts: list[int]) -> Results:
+    tokens, unsound = Best.unpack(packed, len(counts))
+    return Results([[token] * n for token, n in zip(tokens, counts)], None, unsound)
 
 
 def _largest(values: torch.Tensor, width: int) -> torch.Tensor:
@@ -192,15 +231,15 @@ def _edited(logits: torch.Tensor, rows: Sequence[SampledRow], late: torch.Tensor
 
 def _add_bias(part: torch.Tensor, rows: Sequence[SampledRow]) -> None:
     size = part.shape[1]
-    biased = [
-        (i * size + token, bias)
-        for i, row in enumerate(rows)
-        for token, bias in row.params.logit_bias
-        if 0 <= token < size
-    ]
-    if biased:
-        where, bias = zip(*biased)
-        part.view(-1).index_add_(0, _to(part, where), _to(part, bias, torch.float32))
+    # Samples of one request share its bias: together they take a few calls, however many entries it has.
+    sharing: dict[Bias, list[int]] = {}
+    for i, row in enumerate(rows):
+        if row.bias is not None:
+            sharing.setdefault(row.bias, []).append(i)
+    for bias, members in sharing.items():
+        tokens, values = bias.on(part)
+        where = (_to(part, members).unsqueeze(1) * size + tokens).view(-1)
+        part.view(-1).index_add_(0, where, values.repeat(len(members)))
 
 
 def _mask_stops(part: torch.Tensor, rows: Sequence[SampledRow]) -> None:
@@ -229,8 +268,9 @@ def _penalise(part: torch.Tensor, rows: Sequence[SampledRow], late: torch.Tensor
             ],
             late,
         )
-        penalty = _column(part, params, lambda p: p.repetition_penalty)
-        scaled = torch.where(part > 0, part / penalty, part * penalty)
+        # Within float32, or it would make a NaN of 0 and an inf of what is finite.
+        penalty = _column(part, params, lambda p: min(max(p.repetition_penalty, 1 / _LARGEST), _LARGEST))
+        scaled = torch.where(part > 0, part / penalty, part * penalty).clamp_(max=_LARGEST)
         part.copy_(torch.where(seen > 0, scaled, part))
     if any(p.frequency_penalty or p.presence_penalty for p in params):
         counts = _counts(
@@ -352,10 +392,12 @@ def _draws(weights: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tensor:
 class _Drawn:
     """The draws of all rows, one after another, and what the host is to know of them."""
 
-    def __init__(self, best: torch.Tensor, rows: Sequence[SampledRow]) -> None:
-        """``best`` int64 [M]: the greedy tokens, which every draw is until ``put`` says otherwise."""
+    def __init__(self, best: torch.Tensor, values: torch.Tensor, rows: Sequence[SampledRow]) -> None:
+        """``best`` int64 [M]: the greedy tokens, which every draw is until ``put`` says otherwise. ``values``
+        float32 [M]: as ``Best`` has them."""
         self.rows = rows
         self.best = best
+        self.values = values
         self.starts = [0]
         for row in rows:
             self.starts.append(self.starts[-1] + len(row.samples))
@@ -376,25 +418,27 @@ class _Drawn:
     def packed(self, logits: torch.Tensor) -> Draws:
         asked = [i for i, row in enumerate(self.rows) if row.params.logprobs is not None and row.samples]
         if not asked:
-            return Draws(self._first(), self.tokens, lambda found: self._by_row(found.tolist()))
+            # Bits in int64, beside the tokens.
+            packed = torch.cat((self.tokens, self.values.double().view(torch.int64)))
+            return Draws(self._first(), packed, self._read_tokens)
         width = min(max(self.rows[i].params.logprobs or 0 for i in asked), logits.shape[1])
         logprobs = logits[_to(logits, asked)].float().log_softmax(dim=-1)
         top = logprobs.topk(width, dim=-1)
         draws = [(a, d) for a, i in enumerate(asked) for d in range(self.starts[i], self.starts[i + 1])]
         own = logprobs[_to(logits, [a for a, _ in draws]), self.tokens[_to(logits, [d for _, d in draws])]]
         # One copy to the host for all: float64 holds token ids and float32 values exactly.
-        parts = (self.tokens, own, top.values.reshape(-1), top.indices.reshape(-1))
+        parts = (self.tokens, own, top.values.reshape(-1), top.indices.reshape(-1), self.values)
         ends = np.cumsum([len(part) for part in parts])[:-1]
 
         def read(packed: np.ndarray) -> Results:
-            tokens, own, values, indices = np.split(packed, ends)
+            tokens, own, values, indices, largest = np.split(packed, ends)
             ids = tokens.astype(int).tolist()
             found: list[TokenLogprobs | None] = [None] * len(ids)
             for (a, d), logprob in zip(draws, own.tolist()):
                 wanted = slice(a * width, a * width + min(self.rows[asked[a]].params.logprobs or 0, width))
                 alternatives = zip(indices[wanted].astype(int).tolist(), values[wanted].tolist())
                 found[d] = TokenLogprobs(ids[d], logprob, tuple(alternatives))
-            return self._by_row(ids, found)
+            return self._by_row(ids, largest, found)
 
         return Draws(self._first(), torch.cat([part.double() for part in parts]), read)
 
@@ -405,7 +449,13 @@ class _Drawn:
         last = len(self.tokens) - 1
         return self.tokens[_to(self.tokens, [min(start, last) for start in self.starts[:-1]])]
 
-    def _by_row(self, tokens: list[int], found: list[TokenLogprobs | None] | None = None) -> Results:
+    def _read_tokens(self, packed: np.ndarray) -> Results:
+        count = self.starts[-1]
+        return self._by_row(packed[:count].tolist(), packed[count:].view(np.float64))
+
+    def _by_row(
+        self, tokens: list[int], values: np.ndarray, found: list[TokenLogprobs | None] | None = None
+    ) -> Results:
         ranges = [slice(begin, end) for begin, end in zip(self.starts, self.starts[1:])]
         said = None if found is None else [found[part] for part in ranges]
-        return [tokens[part] for part in ranges], said
+        return Results([tokens[part] for part in ranges], said, unsound_rows(values))

@@ -11,15 +11,16 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from manylora.executor.sampler import SampledRow, is_greedy
+from manylora.config import MOST_SEQS
+from manylora.executor.sampler import Bias, SampledRow, is_greedy
 from manylora.protocol import SequenceStart, StepRow
-from manylora.types import PageId, SequenceId
+from manylora.types import PageId, SamplingParams, SequenceId
 
 _FIRST_SLOTS = 16
 _FIRST_TOKENS = 256
 _FIRST_PAGES = 16
 
-LATE_ENTRIES = 2**16
+LATE_ENTRIES = 2 * MOST_SEQS
 """Length of the device's array of late tokens. Entry 0 is nobody's."""
 
 _NONE = np.zeros(0, dtype=np.int32)
@@ -143,8 +144,15 @@ class SequenceTable:
             has_penalties=bool(
                 params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
             ),
-            drawing=SampledRow(params, _NONE, _NONE, start.stop_ids, ()),
+            drawing=SampledRow(params, _NONE, _NONE, start.stop_ids, (), self._bias_of(params)),
         )
+
+    def _bias_of(self, params: SamplingParams) -> Bias | None:
+        """What another sample of the same request has already, if any."""
+        if not params.logit_bias:
+            return None
+        rows = (held.drawing for held in self._sequences.values())
+        return next((row.bias for row in rows if row.params is params), None)
 
     def end(self, sequence: SequenceId) -> None:
         """Forget a sequence (unknown ones are ignored)."""

@@ -9,9 +9,11 @@ Knows nothing of models or tensors.
 from __future__ import annotations
 
 import concurrent.futures
+import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,18 +30,39 @@ _Result = TypeVar("_Result")
 
 
 class Shards:
-    """``num_threads`` threads whose torch operations are single-threaded."""
+    """``num_threads`` threads whose torch operations are single-threaded.
+
+    Not a pool of ``concurrent.futures``, which takes no work once the interpreter's main thread has ended, though
+    other threads may still wait for steps.
+    """
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
+        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         before = torch.get_num_threads()
-        self._pool = concurrent.futures.ThreadPoolExecutor(
-            num_threads, thread_name_prefix="manylora-shard", initializer=torch.set_num_threads, initargs=(1,)
-        )
-        # All threads start now: each start also changes the default for threads to come, which is not ours.
-        everyone = threading.Barrier(num_threads)
-        concurrent.futures.wait([self._pool.submit(everyone.wait) for _ in range(num_threads)])
+        everyone = threading.Barrier(num_threads + 1)
+        self._threads = [
+            threading.Thread(
+                target=self._run_parts, args=(everyone,), name=f"manylora-shard-{n}", daemon=True
+            )
+            for n in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+        # All threads have started: each start also changes the default for threads to come, which is not ours.
+        everyone.wait()
         torch.set_num_threads(before)
+
+    def _run_parts(self, everyone: threading.Barrier) -> None:
+        torch.set_num_threads(1)
+        everyone.wait()
+        while (taken := self._work.get()) is not None:
+            part, future = taken
+            try:
+                future.set_result(part())
+            except BaseException as error:
+                future.set_exception(error)
+            del taken, part, future  # or the last step's would live until the next
 
     def split(self, costs: Sequence[int]) -> list[range] | None:
         """Consecutive ranges of rows of about equal cost; None where splitting does not pay."""
@@ -60,10 +83,15 @@ class Shards:
 
     def run(self, parts: Sequence[Callable[[], _Result]]) -> list[_Result]:
         """Run all parts side by side; results in order. Raises the first part's exception once all ended."""
-        futures = [self._pool.submit(part) for part in parts]
+        futures: list[Future[_Result]] = [Future() for _ in parts]
+        for pair in zip(parts, futures, strict=True):
+            self._work.put(pair)
         concurrent.futures.wait(futures)
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """End the threads."""
-        self._pool.shutdown()
+        """End the threads. Idempotent."""
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join()

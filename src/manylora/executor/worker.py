@@ -24,6 +24,7 @@ from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
 from manylora.adapters.verify import verify_weights
 from manylora.devices.device import Device
+from manylora.devices.preparation import PREPARATION
 from manylora.executor.forward import EagerSteps, Forward
 from manylora.executor.graphs import GraphLimits, Progress, StepGraphs
 from manylora.executor.inputs import InputBuilder
@@ -161,6 +162,7 @@ class Worker:
             finish = functools.partial(self._finish, step, rows.lineup.drawers, drawn, expected, began)
             return IssuedStep(finish)
         except Exception as error:
+            PREPARATION.give_up()
             self._sequences.undo(changes)
             for sequence in started:
                 self._sequences.end(sequence)
@@ -199,7 +201,7 @@ class Worker:
             else:
                 outputs = outputs.first(count)
                 draws = draw(outputs.logits, inputs.sampled, outputs.best, outputs.last)
-            if draws.first is not outputs.best:
+            if draws.first is not outputs.best.tokens:
                 forward.redraw(outputs.late_index, draws.first)
             arrived = self._device.download(draws.packed)
         drawn_rows = inputs.sampled_rows if indices is None else indices[inputs.sampled_rows]
@@ -221,16 +223,21 @@ class Worker:
             return self._failed(step, error, began)
         # Parts are in the order of their batches: from there into the step's.
         order = np.argsort(np.concatenate([part.rows for part in drawn])).tolist()
-        ids = [row for tokens, _ in results for row in tokens]
+        ids = [row for result in results for row in result.tokens]
         drew = [ids[place] for place in order]
         self._sequences.settle(expected, [tokens[0] for tokens in drew])
         logprobs: dict[tuple[SequenceId, int], TokenLogprobs] = {}
-        if any(said is not None for _, said in results):
-            told = [row for tokens, said in results for row in (said or [()] * len(tokens))]
+        if any(result.logprobs is not None for result in results):
+            told = [row for result in results for row in (result.logprobs or [()] * len(result.tokens))]
             for sequence, place in zip(drawers, order):
                 logprobs |= {(sequence, i): item for i, item in enumerate(told[place]) if item is not None}
         tokens = tuple(zip(drawers, map(tuple, drew)))
-        return StepResult(StepDone(step.step, True, tokens, self._step_s(began)), logprobs)
+        unsound: tuple[SequenceId, ...] = ()
+        if any(result.unsound for result in results):
+            begins = np.cumsum([0, *(len(result.tokens) for result in results)])
+            places = {begin + row for begin, result in zip(begins, results) for row in result.unsound}
+            unsound = tuple(sequence for sequence, place in zip(drawers, order) if place in places)
+        return StepResult(StepDone(step.step, True, tokens, self._step_s(began), unsound=unsound), logprobs)
 
     def _failed(self, step: RunStep, error: Exception, began: float) -> StepResult:
         _log.error("step %d failed", step.step, exc_info=error)
@@ -340,6 +347,10 @@ class Worker:
     @property
     def host_pages_pinned(self) -> int:
         return self._host.pages_pinned
+
+    @property
+    def preparation_s(self) -> float:
+        return PREPARATION.seconds()
 
     # ------------------------------------------------------------ the end
 

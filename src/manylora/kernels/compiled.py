@@ -16,10 +16,26 @@ import math
 
 import numba
 import numpy as np
+from numba.core import event
+
+from manylora.devices.preparation import PREPARATION
 
 _LOG2_E = np.float32(1.4426950408889634)
 _LN_2 = np.float32(0.6931471805599453)
 _COMPILE = {"nogil": True, "fastmath": True, "cache": True, "error_model": "numpy", "boundscheck": False}
+
+
+class _Reporter(event.Listener):  # type: ignore[misc]  # numba has no types
+    """Tells the process's meter when Numba compiles: also later, for arguments of new types."""
+
+    def on_start(self, _: event.Event) -> None:
+        PREPARATION.begin()
+
+    def on_end(self, _: event.Event) -> None:
+        PREPARATION.end()
+
+
+event.register("numba:compile", _Reporter())
 
 
 @numba.njit(**_COMPILE)

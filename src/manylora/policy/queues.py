@@ -12,6 +12,7 @@ import enum
 from typing import Final
 
 from manylora.policy.tree import Node, PageKey
+from manylora.protocol import SequenceStart
 from manylora.types import AdapterId, PageId, Request, SequenceId
 
 _TOKEN_BYTES = 8
@@ -120,6 +121,21 @@ class Sequence:
     @property
     def adapter(self) -> AdapterId:
         return self.state.request.adapter
+
+    def start(self) -> SequenceStart:
+        """What an executor must know to run it."""
+        request = self.state.request
+        return SequenceStart(
+            sequence=self.id,
+            sample=self.sample,
+            adapter=request.adapter,
+            tokens=tuple(self.tokens),
+            num_prompt_tokens=self.num_prompt,
+            num_computed=self.num_computed,
+            pages=tuple(self.pages),
+            params=request.params,
+            stop_ids=request.stop_ids,
+        )
 
     def page_keys(self, page_tokens: int) -> list[PageKey]:
         """The tokens of all full pages, cut once; the first page's stand behind the request's cache scope."""

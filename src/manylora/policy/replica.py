@@ -36,7 +36,6 @@ from manylora.protocol import (
     Ready,
     Reject,
     RunStep,
-    SequenceStart,
     SetTimer,
     StepDone,
     Timer,
@@ -47,6 +46,9 @@ from manylora.types import AdapterId, PageId, Request, RequestError, RequestId, 
 
 MAX_FAILED_COPIES = 3
 """Copies that may fail a request before it is given up: each time it looks for another way."""
+
+UNSOUND = "the logits are not finite (NaN or infinite): the model or the adapter gives such numbers"
+"""What a request is told."""
 
 
 class Replica:
@@ -346,7 +348,7 @@ class Replica:
                 changed = tuple(sequence.page_updates)
                 sequence.page_updates.clear()
             if not sequence.is_known_to_executor:
-                starts.append(_start_of(sequence))
+                starts.append(sequence.start())
                 sequence.is_known_to_executor = True
                 changed = ()
             first = sequence.num_scheduled
@@ -395,6 +397,8 @@ class Replica:
         if event.ok:
             num_tokens = sum([num_tokens for _, num_tokens, _ in rows])
             self._cache.rates.saw_step(len(rows), num_tokens, event.device_s)
+            if event.unsound:
+                self._fail_unsound(rows, set(event.unsound), now)
             self._take_step(rows, dict(event.tokens), now)
         else:
             self._fail_step(rows, event.error, now)
@@ -429,6 +433,20 @@ class Replica:
             if sequence.stage is not ENDED:
                 sequence.num_coming -= num_samples > 0
                 self._fail_request(sequence.state, error, now)
+
+    def _fail_unsound(self, rows: list[Scheduled], unsound: set[SequenceId], now: float) -> None:
+        """Fail the requests of these sequences and drop the KV that they computed or read: somewhere in it is what
+        made the logits NaN or inf, and a request that finds it in the tree fails too."""
+        for sequence, _, num_samples in rows:
+            if sequence.id not in unsound or sequence.stage is ENDED:
+                continue
+            sequence.num_coming -= num_samples > 0
+            path = self._held.path_of(sequence)
+            self._fail_request(sequence.state, RequestError(500, UNSOUND), now)
+            # What others use stays: where it is at fault they fail as well, and the last of them drops it.
+            idle = next((node for node in path if not node.busy and not node.is_dropped), None)
+            if idle is not None:
+                self._cache.discard(idle)
 
     def _fork_off(self, parent: Sequence, tokens: tuple[int, ...], now: float) -> None:
         """The prompt is computed: each other sample goes on from it with a token of its own."""
@@ -465,18 +483,3 @@ class Replica:
             self._end_sample(state, sample, "stop", now)
         elif len(tokens) >= sequence.most_tokens:
             self._end_sample(state, sample, "length", now)
-
-
-def _start_of(sequence: Sequence) -> SequenceStart:
-    request = sequence.state.request
-    return SequenceStart(
-        sequence=sequence.id,
-        sample=sequence.sample,
-        adapter=request.adapter,
-        tokens=tuple(sequence.tokens),
-        num_prompt_tokens=sequence.num_prompt,
-        num_computed=sequence.num_computed,
-        pages=tuple(sequence.pages),
-        params=request.params,
-        stop_ids=request.stop_ids,
-    )

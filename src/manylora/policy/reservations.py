@@ -251,6 +251,13 @@ class Reservations:
             sequence.pages.append(page)
         return Growth.DONE
 
+    def path_of(self, sequence: Sequence) -> list[Node]:
+        """The KV nodes that a sequence uses, or could use if it waits; parents first."""
+        if sequence.node is not None:
+            return path_to(sequence.node)
+        keys = sequence.page_keys(self._config.page_tokens)
+        return self._tree.match(sequence.adapter, keys, len(keys))
+
     # ------------------------------------------------------------ letting go
 
     def release(self, sequence: Sequence, now: float) -> None:

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from manylora.engine.client import EngineBusy, EngineDead
+from manylora.engine.client import EngineBusy, EngineDead, EngineSilent
 from manylora.protocol import AdapterError
 from manylora.text.generate import GenerationFailed
 from manylora.types import InvalidRequest, RequestError
@@ -91,6 +91,8 @@ def as_api_error(error: Exception) -> ApiError | None:
             return unavailable(f"the engine has died: {error}")
         case EngineBusy():
             return try_later(503, str(error))
+        case EngineSilent():
+            return unavailable(f"{error}; whether what was asked for is done is not known")
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
         case RequestValidationError():
@@ -128,7 +130,8 @@ async def _answer(request: Request, error: Exception) -> Response:
 def install(app: FastAPI) -> None:
     """Let every expected exception of an endpoint become an error body."""
     expected: tuple[type[Exception], ...] = (
-        ApiError, InvalidRequest, GenerationFailed, AdapterError, EngineDead, EngineBusy, HTTPException,
+        ApiError, InvalidRequest, GenerationFailed, AdapterError, EngineDead, EngineBusy, EngineSilent,
+        HTTPException,
         RequestValidationError,
     )  # fmt: skip
     for kind in expected:

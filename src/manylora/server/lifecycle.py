@@ -9,9 +9,11 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import signal
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -26,11 +28,17 @@ from manylora.server.errors import ApiError, unavailable
 logger = logging.getLogger("manylora.server")
 
 # After the engine's death the server still answers 503 for a while, so that health checks and clients that
-# come late learn what happened, but exits well within ten seconds.
-_DEATH_ANSWERS_S = 3.0
-_DEATH_GRACE_S = 1.0
+# come late learn what happened, but exits within five seconds.
+_DEATH_ANSWERS_S = 2.0
+_DEATH_GRACE_S = 0.5
 # After an interruption a request still has its error to send.
-_LAST_WORDS_S = 2.0
+_LAST_WORDS_S = 1.0
+_HANG_UP_S = 1
+
+# A server is gone this long after its engine has died, or after its requests had their time to drain, whatever
+# hangs: what the stages above may take, and what is left for the engine to end in.
+_AFTER_DEATH_S = 4.0
+_AFTER_DRAIN_S = 4.5
 
 
 class Disconnected(Exception):
@@ -44,6 +52,8 @@ class Lifecycle:
         self._refusal: str | None = None
         self._interruption: ApiError | None = None
         self._interruptible: set[Interruptible] = set()
+        self._reading: set[Interruptible] = set()
+        self._end_by_s = math.inf
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -61,18 +71,32 @@ class Lifecycle:
 
     def drain(self) -> None:
         """Take no new requests; open ones go on."""
-        self._refusal = self._refusal or "the server is shutting down"
+        self._refuse(self._refusal or "the server is shutting down")
 
     def die(self, reason: str) -> None:
         """The engine has died."""
-        self._refusal = f"the engine has died: {reason}"
+        self._refuse(f"the engine has died: {reason}")
+        self._end_within(_AFTER_DEATH_S)
         self.died.set()
+
+    def _end_within(self, seconds: float) -> None:
+        self._end_by_s = min(self._end_by_s, time.monotonic() + seconds)
+
+    def _refuse(self, reason: str) -> None:
+        self._refusal = reason
+        for request in list(self._reading):
+            request.interrupt(unavailable(reason))
 
     def interrupt_all(self, error: ApiError) -> None:
         """End every open request that can be interrupted with this error, and later ones at once."""
         self._interruption = error
+        self._end_within(_AFTER_DRAIN_S)
         for request in list(self._interruptible):
             request.interrupt(error)
+
+    def left_s(self) -> float:
+        """How long the process may take to end, counted from this moment."""
+        return max(0.0, min(self._end_by_s - time.monotonic(), _AFTER_DRAIN_S))
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -100,6 +124,10 @@ class Lifecycle:
         The request's body must have been read before: whatever ``receive`` still brings is dropped.
         """
         return Interruptible(self._interruptible, self._interruption, receive)
+
+    def reading(self) -> Interruptible:
+        """A block that waits for more of a request's body: a request that is not whole yet is not taken either."""
+        return Interruptible(self._reading, self.refusal(), None)
 
 
 class Interruptible:
@@ -159,6 +187,12 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    def hang_up(self) -> None:
+        """Leave clients that do not take their answers. Their requests end by it as if the clients had gone."""
+        for connection in list(self.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+
 
 async def _watch_engine(client: EngineClient, lifecycle: Lifecycle) -> None:
     """Learn of the engine's death and end what it left hanging."""
@@ -170,8 +204,14 @@ async def _watch_engine(client: EngineClient, lifecycle: Lifecycle) -> None:
     lifecycle.interrupt_all(unavailable(f"the engine has died: {reason}"))
 
 
-async def serve(app: FastAPI, sock: socket.socket, client: EngineClient, drain_timeout_s: float) -> int:
-    """Serve on a bound socket until SIGTERM, SIGINT or the engine's death; return the exit code.
+async def serve(
+    app: FastAPI,
+    sock: socket.socket,
+    client: EngineClient,
+    drain_timeout_s: float,
+    signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
+) -> int:
+    """Serve on a bound socket until one of the signals or the engine's death; return the exit code.
 
     0 after a signal: new requests are refused, open ones drain for at most ``drain_timeout_s`` (a second
     signal ends that), then get an error. 1 after the engine died by itself. The caller closes the client.
@@ -181,10 +221,10 @@ async def serve(app: FastAPI, sock: socket.socket, client: EngineClient, drain_t
     connection: Any = functools.partial(Connection, app.state.connection_limits)
     config = uvicorn.Config(
         app, loop="none", http=connection, ws="none", lifespan="off", log_config=None, access_log=False,
-        server_header=False, timeout_keep_alive=65, timeout_graceful_shutdown=3,
+        server_header=False, timeout_keep_alive=65, timeout_graceful_shutdown=_HANG_UP_S,
     )  # fmt: skip
     server = _Server(config)
-    with _signals(lifecycle):
+    with _handled(signals, lifecycle):
         watch = asyncio.create_task(_watch_engine(client, lifecycle))
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         await _first(serving, lifecycle.stopping, lifecycle.died)
@@ -194,7 +234,8 @@ async def serve(app: FastAPI, sock: socket.socket, client: EngineClient, drain_t
             await _drain(lifecycle, drain_timeout_s)
         elif lifecycle.died.is_set():
             await asyncio.sleep(_DEATH_ANSWERS_S)
-            await lifecycle.wait_idle(_LAST_WORDS_S)
+        if not await lifecycle.wait_idle(_LAST_WORDS_S):
+            server.hang_up()
         server.should_exit = True
         await serving
         watch.cancel()
@@ -202,13 +243,13 @@ async def serve(app: FastAPI, sock: socket.socket, client: EngineClient, drain_t
 
 
 async def _drain(lifecycle: Lifecycle, timeout_s: float) -> None:
-    logger.info("draining: new requests are refused, open ones have %.0f s", timeout_s)
+    """Take no more requests, and end those that still run when their time is over."""
+    logger.info("draining: new requests are refused, open ones have %g s", timeout_s)
     lifecycle.drain()
     idle = asyncio.create_task(lifecycle.wait_idle(timeout_s))
     await _first(idle, lifecycle.hurrying, lifecycle.died)
     idle.cancel()
     lifecycle.interrupt_all(unavailable("the server is shutting down"))
-    await lifecycle.wait_idle(_LAST_WORDS_S)
 
 
 async def _first(task: asyncio.Task[None] | asyncio.Task[bool], *events: asyncio.Event) -> None:
@@ -220,18 +261,22 @@ async def _first(task: asyncio.Task[None] | asyncio.Task[bool], *events: asyncio
 
 
 @contextlib.contextmanager
-def _signals(lifecycle: Lifecycle) -> Iterator[None]:
+def _handled(signals: Sequence[signal.Signals], lifecycle: Lifecycle) -> Iterator[None]:
     """Not by the loop's own means: to remove these restores the default, by which a second SIGTERM would kill."""
     loop = asyncio.get_running_loop()
     before = {}
 
-    def stop(number: int, frame: object) -> None:
-        loop.call_soon_threadsafe(lifecycle.stop)
+    def stop(number: signal.Signals) -> None:
+        logger.info("%s: the server ends", number.name)
+        lifecycle.stop()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    def told(number: int, frame: object) -> None:
+        loop.call_soon_threadsafe(stop, signal.Signals(number))
+
+    for number in signals:
         # Outside the main thread no handler can be set; then the caller ends the server by ``stop``.
         with contextlib.suppress(ValueError):
-            before[number] = signal.signal(number, stop)
+            before[number] = signal.signal(number, told)
     try:
         yield
     finally:

@@ -69,7 +69,8 @@ class RequestLog:
 
 
 class Gate:
-    """Counts open requests; refuses new ones while the server drains or its engine is dead."""
+    """Counts open requests; refuses new ones, and those that are not whole yet, while the server drains or its
+    engine is dead."""
 
     def __init__(self, app: ASGIApp, lifecycle: Lifecycle) -> None:
         self._app = app
@@ -85,7 +86,22 @@ class Gate:
             await refusal.response()(scope, receive, send)
             return
         with self._lifecycle.opened():
-            await self._app(scope, receive, send)
+            await self._app(scope, self._body_of(receive), send)
+
+    def _body_of(self, receive: Receive) -> Receive:
+        """``receive``, but what waits for more of the body ends where requests are refused meanwhile."""
+        is_whole = False
+
+        async def receive_body() -> Message:
+            nonlocal is_whole
+            if is_whole:
+                return await receive()
+            async with self._lifecycle.reading():
+                message = await receive()
+            is_whole = not message.get("more_body", False)
+            return message
+
+        return receive_body
 
 
 class ApiKeys:

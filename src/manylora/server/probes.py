@@ -8,7 +8,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from manylora.engine.client import EngineBusy, EngineClient, EngineDead, EngineStats
+from manylora.engine.client import EngineBusy, EngineClient, EngineDead, EngineSilent, EngineStats
 from manylora.metrics.requests import Metrics
 from manylora.server.lifecycle import Lifecycle
 
@@ -34,7 +34,7 @@ def routes(client: EngineClient, lifecycle: Lifecycle, metrics: Metrics, version
     async def stats() -> EngineStats | None:
         try:
             return await asyncio.wait_for(client.stats(), _STATS_TIMEOUT_S)
-        except (EngineDead, EngineBusy, TimeoutError):
+        except (EngineDead, EngineBusy, EngineSilent, TimeoutError):
             return None
 
     @router.get("/metrics", summary="Prometheus metrics")

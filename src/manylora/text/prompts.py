@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from manylora.text.tokenizer import Tokenizer
@@ -22,18 +22,6 @@ def require_tokenizer(tokenizer: Tokenizer | None, param: str) -> Tokenizer:
     if tokenizer is None:
         raise InvalidRequest("this model has no tokenizer: send the prompt as token ids", param)
     return tokenizer
-
-
-def spread(value: Any, count: int, name: str) -> list[Any]:
-    """One value for all prompts, or one for each; raises InvalidRequest, naming it, for another number of them."""
-    if value is None or isinstance(value, str | SamplingParams):
-        return [value] * count
-    if not isinstance(value, Iterable):
-        raise InvalidRequest(f"{name} must be one for all prompts or a list, got {value!r}", name)
-    listed = list(value)
-    if len(listed) != count:
-        raise InvalidRequest(f"{name} has {len(listed)} entries for {count} prompts", name)
-    return listed
 
 
 async def encode_text(
@@ -76,11 +64,21 @@ async def encode_texts(
         )
 
     def encode_all() -> list[tuple[int, ...]]:
+        for text in texts:
+            _check_characters(text, param)
         return [tuple(known.encode(text, add_special_tokens)) for text in texts]
 
     if sum(map(len, texts)) <= _MAX_INLINE_CHARS:
         return encode_all()
     return await asyncio.to_thread(encode_all)
+
+
+def _check_characters(text: str, param: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"U+{ord(text[error.start]):04X} at {error.start}"
+        raise InvalidRequest(f"{param} holds half a character (a lone surrogate, {found})", param) from None
 
 
 def fit_params(

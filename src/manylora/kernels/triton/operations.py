@@ -14,6 +14,7 @@ from manylora.kernels.ops import AttentionRows, HeadNorm, LoraSegments, Rotary, 
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
 from manylora.kernels.triton.attending import PagedAttention, flat_heads
 from manylora.kernels.triton.attention_plans import FixedAttention, TritonAttentionPlan
+from manylora.kernels.triton.compiling import report_compilation
 from manylora.kernels.triton.decode_table import DecodeTable
 from manylora.kernels.triton.dependent import launch_options
 from manylora.kernels.triton.elementwise import (
@@ -49,6 +50,7 @@ class TritonOps:
 
         ``dependent``: small kernels begin while those before them end, where ``can_depend``.
         """
+        report_compilation()
         self._programs = programs
         self._attention = PagedAttention(programs, decoding, prompts, dependent)
         self._launching = launch_options(dependent)

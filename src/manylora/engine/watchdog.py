@@ -1,0 +1,121 @@
+"""Tells when an engine hangs: a step that does not end, a loop that is stuck, a process that says nothing.
+
+The loop counts its pieces of work (``Activity``). A judge looks at the count at regular intervals, and a number
+that stays the same for too long is a hang (``Judge``). In a server the engine's process sends its pulse to the
+server's, which judges; an engine in the caller's own process is watched by a thread (``watch``). What is to be
+done with an engine that hangs is its owner's business.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+_MOST_TICK_S = 0.5
+_TICKS = 8
+"""A judge looks this often in a step's time limit, or every ``_MOST_TICK_S``."""
+
+
+def tick_s(limit_s: float) -> float:
+    """How often an engine with this limit says what it does, and how often somebody looks."""
+    return min(_MOST_TICK_S, limit_s / _TICKS)
+
+
+class Pulse(NamedTuple):
+    """What an engine is doing at one moment.
+
+    ``work``: the number of the piece of work that it does, 0 while it waits for something to do. ``prepared_s``:
+    seconds that it has spent on compiling and capturing so far.
+    """
+
+    work: int
+    prepared_s: float
+
+
+class Activity:
+    """What a loop is doing. Written by the loop's thread, read by any."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self.work = 0
+        """The number of the piece of work that is being done; 0: none."""
+
+    def begin(self) -> None:
+        """Another piece of work begins; the one before has ended."""
+        self.work = self._count = self._count + 1
+
+    def rest(self) -> None:
+        """There is nothing to do."""
+        self.work = 0
+
+
+class Judge:
+    """Takes an engine for lost when one piece of its work, or its silence, lasts longer than ``limit_s`` seconds.
+
+    Time that the judge itself sleeps through does not count: where all processes are stopped together, or this
+    one's thread does not get to run, nothing is known of the engine.
+    """
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s = limit_s
+        self._most_s = 2 * tick_s(limit_s)
+        self._clock = clock
+        self._looked_s = clock()
+        self._seen: Pulse | None = None
+        self.busy_s = 0.0
+        """How long the piece of work that was seen last has lasted."""
+        self.silent_s = 0.0
+        """How long there has been no new pulse."""
+
+    def look(self, pulse: Pulse | None) -> str | None:
+        """Judge by what has come since the last look, None where nothing has. Gives the reason why the engine is
+        lost; None: it is not."""
+        now = self._clock()
+        passed_s = min(now - self._looked_s, self._most_s)
+        self._looked_s = now
+        if pulse is None:
+            self.silent_s += passed_s
+            if self.silent_s > self._limit_s:
+                return f"the engine has said nothing for {self._limit_s:g} s"
+            return None
+        before, self._seen = self._seen, pulse
+        if before is None or pulse.work != before.work or not pulse.work:
+            self.busy_s = 0.0
+        else:
+            # What passed in silence belongs to it as well.
+            prepared_s = pulse.prepared_s - before.prepared_s
+            self.busy_s += max(self.silent_s + passed_s - prepared_s, 0.0)
+        self.silent_s = 0.0
+        if self.busy_s > self._limit_s:
+            return f"a step has not ended within {self._limit_s:g} s"
+        return None
+
+
+class Watched(Protocol):
+    """A loop in this process."""
+
+    is_closing: threading.Event
+
+    def pulse(self) -> Pulse:
+        """What it is doing now."""
+
+    def give_up(self, reason: str) -> None:
+        """It is lost."""
+
+
+def watch(loop: Watched, limit_s: float) -> threading.Thread:
+    """Start a thread that gives the loop up when it hangs; the thread ends when the loop is to be closed."""
+    thread = threading.Thread(target=_watch, args=(loop, limit_s), name="manylora-watchdog", daemon=True)
+    thread.start()
+    return thread
+
+
+def _watch(loop: Watched, limit_s: float) -> None:
+    judge = Judge(limit_s)
+    while not loop.is_closing.wait(tick_s(limit_s)):
+        reason = judge.look(loop.pulse())
+        if reason is not None:
+            loop.give_up(reason)
+            return
