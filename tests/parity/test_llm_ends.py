@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from manylora import LLM, llm
+from manylora import LLM
 from manylora.engine.client import Delta, EngineDead
 from manylora.engine.driver import Driver
 from manylora.engine.local import LocalEngine
@@ -36,9 +36,9 @@ def demo() -> Any:
 @pytest.mark.parametrize(
     "prompts",
     [
-        b"bytes", bytearray(b"x"), memoryview(b"x"), {"a": 1}, {1: 2}, [b"bytes"], ["fine", b"bytes"],
-        ["fine", {"a": 1}], "", [""], ["fine", ""], "half \ud800", ["fine", "\udfff"], 5, None, [None], [[]],
-        [{1, 2}],
+        b"bytes", bytearray(b"x"), pytest.param(memoryview(b"x"), id="memoryview"), {"a": 1}, {1: 2}, [b"bytes"],
+        ["fine", b"bytes"], ["fine", {"a": 1}], "", [""], ["fine", ""], "half \ud800", ["fine", "\udfff"], 5, None,
+        [None], [[]], [{1, 2}],
     ],
     ids=repr,
 )  # fmt: skip
@@ -59,7 +59,6 @@ def test_half_a_character_in_a_chat_is_refused(demo: LLM) -> None:
 
 def test_more_prompts_than_are_submitted_at_a_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Order of the results, tokens, streaming and what comes after are as ever."""
-    monkeypatch.setattr(llm, "MAX_WAITING", 3)
     submitted: list[str] = []
     ended: list[str] = []
     most = [0]
@@ -79,7 +78,7 @@ def test_more_prompts_than_are_submitted_at_a_time(bench: Bench, monkeypatch: py
     prompts = [random_tokens(i, 3 + i % 7, bench.checkpoint.vocab_size) for i in range(25)]
     names = [bench.names[i % 3] for i in range(25)]
     lengths = [1 + (7 * i) % 11 for i in range(25)]
-    with bench.llm() as engine:
+    with bench.llm(max_waiting=3) as engine:
         outputs = engine.generate(prompts, [greedy(length) for length in lengths], names)
         assert [output.prompt_token_ids for output in outputs] == [list(prompt) for prompt in prompts]
         for output, length in zip(outputs, lengths):
@@ -98,7 +97,6 @@ def test_more_prompts_than_are_submitted_at_a_time(bench: Bench, monkeypatch: py
 
 
 def test_a_failure_among_many_ends_the_others(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm, "MAX_WAITING", 2)
     fails = iter([False] * 3 + [True])
     issue = Worker.issue_step
 
@@ -110,7 +108,7 @@ def test_a_failure_among_many_ends_the_others(bench: Bench, monkeypatch: pytest.
 
     monkeypatch.setattr(Worker, "issue_step", failing)
     prompts = [[1 + i % 5, 2, 3] for i in range(40)]
-    with bench.llm() as engine:
+    with bench.llm(max_waiting=2) as engine:
         with pytest.raises(GenerationFailed):
             engine.generate(prompts, greedy(4))
         bench.check(engine.generate(prompts, greedy(4)), 4)
@@ -118,14 +116,11 @@ def test_a_failure_among_many_ends_the_others(bench: Bench, monkeypatch: pytest.
         assert (stats.num_running, stats.num_waiting, stats.pages_running) == (0, 0, 0)
 
 
-def test_streams_and_cancelled_calls_give_their_room_back(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(llm, "MAX_WAITING", 2)
+def test_streams_and_cancelled_calls_give_their_room_back(bench: Bench) -> None:
     prompts = [[1 + i, 2, 3] for i in range(9)]
 
     async def scenario() -> None:
-        async with bench.async_llm() as engine:
+        async with bench.async_llm(max_waiting=2) as engine:
             for _ in range(3):
                 cancelled = asyncio.ensure_future(engine.generate(prompts, greedy(60))._all())
                 await asyncio.sleep(0.02)
