@@ -1,0 +1,51 @@
+"""Records the journals that a change of form must replay: ``python -m tests.proof.record``.
+
+To be run where behaviour was meant to change, never to make a failing test pass. Every policy lives through every
+scene with one step in flight and with two.
+"""
+
+from __future__ import annotations
+
+import lzma
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+
+from manylora.config import CACHE_POLICIES
+from manylora.engine.journal import JournalWriter
+from tests.proof.life import SCENES, Life
+
+JOURNALS = Path(__file__).parent / "journals"
+EVENTS = 3200
+
+
+def record(policy: str, pipeline_depth: int, scene: str) -> bytes:
+    """The journal of one life."""
+    life = Life(policy, pipeline_depth, SCENES[scene], zlib.crc32(f"{policy} {pipeline_depth} {scene}".encode()))
+    life.live(EVENTS)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "journal"
+        writer = JournalWriter(path, life.config)
+        for now, event, commands in life.told:
+            writer.record(event, now)
+            writer.answered(commands)
+        writer.close()
+        return path.read_bytes()
+
+
+def main() -> int:
+    """All of them, packed, into ``journals/``."""
+    JOURNALS.mkdir(exist_ok=True)
+    for policy in CACHE_POLICIES:
+        for pipeline_depth in (1, 2):
+            for scene in SCENES:
+                name = f"{policy}-{pipeline_depth}-{scene}.jsonl.xz"
+                packed = lzma.compress(record(policy, pipeline_depth, scene), preset=9 | lzma.PRESET_EXTREME)
+                (JOURNALS / name).write_bytes(packed)
+                print(name, len(packed), file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
