@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check -q
 # PyPI's default torch brings gigabytes of CUDA. constraints.txt pins the versions known to work together.
 CONSTRAINTS := -c constraints.txt
 
-.PHONY: demo serve test docs clean
+.PHONY: demo serve test test-long docs clean
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -31,6 +31,9 @@ test: $(VENV)/.test  ## everything that CI runs
 
 docs: $(VENV)/.base  ## write every figure of README and docs/ anew from its record in docs/results
 	$(BIN)/python -m tools.figures
+
+test-long: $(VENV)/.test  ## what takes longer than CI should
+	$(BIN)/python -m pytest -n 2 -m long
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 """A replica's life on the dictionary device: requests, adapters and failures drawn from a seed.
 
-Owns what happens and when; does not know what the policy should answer. The same seed, scene and policy give the same
-events as long as the policy decides alike, since the device answers what it is told.
+Owns what happens and when; does not know what the policy should answer. The same seed, scene and policy give the
+same events as long as the policy decides alike, since the device answers what it is told.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _MOST_OPEN = 40
 @dataclasses.dataclass(frozen=True)
 class Scene:
     """What a life is like. ``pause_s``: the shortest and the longest time between two events; one in a hundred is
-    two hundred times as long. ``failures``: of a hundred steps, copies and reads, how many fail. ``slow_copies``: of
-    a hundred copies, how many are so slow that computing KV again is cheaper."""
+    two hundred times as long. ``failures``: of a hundred steps, copies and reads, how many fail. ``slow_copies``:
+    of a hundred copies, how many are so slow that computing KV again is cheaper."""
 
     num_pages: int
     num_host_pages: int
@@ -58,18 +58,48 @@ class Scene:
     admission: str = "fcfs"
     slo_ttft_s: float | None = None
     traces: bool = False
+    max_waiting: int | None = None
     cache: tuple[tuple[str, float], ...] = ()
 
 
 SCENES: dict[str, Scene] = {
     # As the state machine of tests/policy draws them: hardly room for one request.
-    "tiny": Scene(9, 12, 2, 3, 9, 3, 3, 12, 9, (0.01, 0.3), failures=8, slow_copies=10, traces=True, cache=(("low_mark", 0.4),)),
+    "tiny": Scene(
+        9,
+        12,
+        2,
+        3,
+        9,
+        3,
+        3,
+        12,
+        9,
+        (0.01, 0.3),
+        failures=8,
+        slow_copies=10,
+        traces=True,
+        cache=(("low_mark", 0.4),),
+    ),
     # Conversations over many adapters that come and go, in a pool that holds a third of them.
     "crowd": Scene(120, 150, 4, 8, 64, 24, 6, 60, 24, (0.0005, 0.02)),
     # Hardly a host: what leaves is gone, adapters are read again and again.
     "bare": Scene(60, 14, 4, 6, 40, 8, 5, 40, 40, (0.001, 0.05), failures=4, traces=True),
     # More requests than can run, samples that fork, aborts, and an objective that some miss.
-    "crush": Scene(48, 90, 4, 12, 32, 5, 4, 24, 20, (0.0005, 0.01), admission="early-abort", slo_ttft_s=1.5),
+    "crush": Scene(
+        48,
+        90,
+        4,
+        12,
+        32,
+        5,
+        4,
+        24,
+        20,
+        (0.0005, 0.01),
+        admission="early-abort",
+        slo_ttft_s=1.5,
+        max_waiting=20,
+    ),
 }
 
 
@@ -83,7 +113,7 @@ class Life:
         self.config = PolicyConfig(
             scene.num_pages, scene.page_tokens, scene.most_prompt + scene.most_tokens, scene.max_num_seqs,
             scene.max_batch_tokens, scene.num_host_pages, 2**20, cache, scene.admission, scene.slo_ttft_s,
-            pipeline_depth,
+            pipeline_depth, scene.max_waiting,
         )  # fmt: skip
         self._replica = Replica(self.config)
         self._device = DeviceModel(scene.page_tokens, pipeline_depth)
@@ -153,6 +183,8 @@ class Life:
             self._arrive()
         elif draw < 0.13 and self._open:
             self._abort()
+        elif draw < 0.132:
+            self._feed(Abort("nobody's"))  # an id that the policy does not know
         elif draw < 0.135:
             self._come_or_go()
         elif self._timer is not None and self._timer <= self._now:
@@ -176,7 +208,8 @@ class Life:
             )
             stop_ids = (VOCABULARY - 1,) if rng.random() < 0.3 else ()
             name = f"r{next(self._request_ids)}"
-            request = Request(name, adapter, tuple(prompt), params, stop_ids)
+            scope = rng.choice(("", "", "", "tenant"))
+            request = Request(name, adapter, tuple(prompt), params, stop_ids, scope)
             self._open[name] = request, set(range(params.n))
             self._answers[name] = []
             self._feed(Arrive(request, more=num_more > 0))
@@ -229,5 +262,7 @@ class Life:
             num_tokens = sum(row.num_tokens for row in device.steps[0][0].rows)
             done = device.finish_step(ok)
             done.device_s = round(0.002 + 0.001 * num_tokens, 6)
+            if done.tokens and rng.random() < 0.01:
+                done.unsound = (rng.choice(done.tokens)[0],)
             self._feed(done)
         return True

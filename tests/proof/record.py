@@ -22,7 +22,9 @@ EVENTS = 3200
 
 def record(policy: str, pipeline_depth: int, scene: str) -> bytes:
     """The journal of one life."""
-    life = Life(policy, pipeline_depth, SCENES[scene], zlib.crc32(f"{policy} {pipeline_depth} {scene}".encode()))
+    life = Life(
+        policy, pipeline_depth, SCENES[scene], zlib.crc32(f"{policy} {pipeline_depth} {scene}".encode())
+    )
     life.live(EVENTS)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "journal"
