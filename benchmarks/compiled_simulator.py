@@ -39,7 +39,7 @@ def compile_into(folder: Path) -> None:
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "*.so"), dirs_exist_ok=True)
     protocol = copy / "protocol.py"
     protocol.write_text(_plain_records(protocol.read_text()))
-    policy = sorted(path for path in (copy / "policy").glob("*.py") if path.stem != "__init__")
+    policy = sorted(path for path in (copy / "policy").rglob("*.py") if path.stem != "__init__")
     modules = [protocol, *policy, *(copy / "sim" / f"{name}.py" for name in SIMULATOR)]
     with tempfile.TemporaryDirectory() as build:
         script = Path(build) / "setup.py"

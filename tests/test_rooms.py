@@ -32,8 +32,8 @@ ROOMS: dict[str, set[str]] = {
     "workloads": BOTTOM,
     "sim": BOTTOM | {"policy", "workloads"},
     "bench": BOTTOM
-    | {"aliases", "engine", "executor", "kernels", "devices", "flags", "main", "models", "progress", "sim"}
-    | {"workloads"},
+    | {"aliases", "engine", "executor", "kernels", "devices", "flags", "main", "models", "policy", "progress"}
+    | {"sim", "workloads"},
     "reproduce": BOTTOM
     | {"adapters", "bench", "devices", "engine", "flags", "kernels", "policy", "sim", "workloads"},
     "aliases": {"config"},
@@ -49,7 +49,8 @@ ROOMS: dict[str, set[str]] = {
     "cli": {"", "aliases", "config", "flags", "main", "inspection", "progress", "signals"}
     | {"bench", "workloads", "reproduce"},
     "__main__": {"cli"},
-    "main": {"", "progress", "signals", "adapters", "engine", "executor", "inspection", "models", "server", "text"}
+    "main": {"", "progress", "signals", "adapters", "engine", "executor", "inspection", "models", "policy"}
+    | {"server", "text"}
     | BOTTOM,
     "": {"llm", "types"},
 }

@@ -51,6 +51,12 @@ CACHE_POLICIES = (
 )  # fmt: skip
 
 
+def is_import_name(name: str) -> bool:
+    """Whether it names an attribute of a module, as ``module:Class``."""
+    module, colon, attribute = name.partition(":")
+    return bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheConfig:
     """Which cache policy, and its numbers. ``tau_s`` and ``window_s`` are assumptions of ours where the
@@ -68,8 +74,10 @@ class CacheConfig:
     trace: bool = False
 
     def __post_init__(self) -> None:
-        if self.policy not in CACHE_POLICIES:
-            raise ConfigError(f"cache policy {self.policy!r} is not known: use {', '.join(CACHE_POLICIES)}")
+        if self.policy not in CACHE_POLICIES and not is_import_name(self.policy):
+            raise ConfigError(
+                f"cache policy {self.policy!r} is not known: use {', '.join(CACHE_POLICIES)} or module:Class"
+            )
         for name in ("tau_s", "window_s", "interval_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be more than 0, got {getattr(self, name)}")

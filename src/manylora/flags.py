@@ -26,6 +26,7 @@ from manylora.config import (
     HttpSettings,
     ModelSettings,
     SchedulerSettings,
+    is_import_name,
     parse_size,
 )
 
@@ -160,9 +161,10 @@ FLAGS: tuple[Flag, ...] = (
     Flag(
         "cache_policy",
         "str",
-        "who decides what stays on the device: ours, FastLibra's with its ablations, or a baseline",
+        f"what decides which adapters and KV stay on the device: {', '.join(CACHE_POLICIES)}, or module:Class for "
+        "one of your own",
         "manylora",
-        CACHE_POLICIES,
+        metavar="NAME",
     ),
     Flag(
         "cache_adapter_share",
@@ -440,6 +442,9 @@ def _check(got: Mapping[str, Any]) -> None:
     for name in ("cache_tau", "cache_window", "step_timeout"):
         if not 0 < got[name] < float("inf"):
             raise ConfigError(f"{_BY_NAME[name].option} must be more than 0, got {got[name]}")
+    if got["cache_policy"] not in CACHE_POLICIES and not is_import_name(got["cache_policy"]):
+        known = ", ".join(CACHE_POLICIES)
+        raise ConfigError(f"--cache-policy must be one of {known}, or module:Class, got {got['cache_policy']!r}")
     if not 0 < got["cache_adapter_share"] < 1:
         raise ConfigError(f"--cache-adapter-share must lie between 0 and 1, got {got['cache_adapter_share']}")
     if not 0 <= got["port"] <= 65535:

@@ -34,6 +34,7 @@ from manylora.engine.trace import TraceWriter
 from manylora.inspection import check_named_adapters
 from manylora.models.config import ModelError, read_model_config
 from manylora.models.source import resolve_model
+from manylora.policy.caches import find_cache
 from manylora.progress import LOG_FORMAT, Bar
 from manylora.protocol import AdapterError
 from manylora.signals import stop_signals
@@ -66,7 +67,8 @@ def build_driver(settings: EngineSettings, *, shows_progress: bool = False) -> D
     from manylora.executor.build import build_worker  # brings torch
 
     with contextlib.ExitStack() as undo:
-        # A path that cannot be written must not, either.
+        # A policy that is not there, or a path that cannot be written, must not, either.
+        find_cache(settings.cache.policy.policy)
         if settings.journal is not None:
             _open("journal", settings.journal, lambda path: path.open("a").close())
         trace = None

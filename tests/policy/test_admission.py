@@ -7,8 +7,9 @@ import pytest
 from manylora.config import ConfigError, PolicyConfig, SchedulerSettings
 from manylora.flags import build_settings
 from manylora.policy.admission import Admission
-from manylora.policy.queues import RequestState, Sequence, Stage, WaitingQueue
+from manylora.policy.queues import WaitingQueue
 from manylora.policy.replica import Replica
+from manylora.policy.sequences import RequestState, Sequence, Stage
 from manylora.protocol import Abort, Admitted, Arrive, Command, Finish, Reject, RunStep, StepDone
 from manylora.sim.costs import DeviceCosts
 from manylora.sim.replay import Outcome, Replay

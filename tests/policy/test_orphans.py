@@ -14,8 +14,8 @@ def served_without_host_copy(policy: str) -> Rig:
     rig = Rig(policy, num_pages=16, low_mark=0.1)
     rig.add(1, 3)
     rig.serve("a", 1, prompt(1, 5))
-    cache = rig.replica._cache
-    cache._leave_host(cache.tree.node(1))  # as when the host is full
+    residency = rig.replica._residency
+    residency.leave_host(residency.tree.node(1))  # as when the host is full
     return rig
 
 
@@ -23,7 +23,7 @@ def served_without_host_copy(policy: str) -> Rig:
 def test_history_outlives_an_adapter_that_can_be_read_again(policy: str, keeps: bool) -> None:
     rig = served_without_host_copy(policy)
     rig.serve("b", BASE, prompt(2, 14))
-    assert not rig.replica._cache.tree.node(1).pages, "it had to leave the device too"
+    assert not rig.replica._residency.tree.node(1).pages, "it had to leave the device too"
     before = rig.computed_tokens()
     rig.serve("again", 1, prompt(1, 5))
     assert len(rig.of(ReadAdapter)) == 2
@@ -33,7 +33,7 @@ def test_history_outlives_an_adapter_that_can_be_read_again(policy: str, keeps: 
 @pytest.mark.parametrize("moment", ["while it is saved", "when it is alone", "after a failed read"])
 def test_unloading_frees_history_that_is_there_without_its_adapter(moment: str) -> None:
     rig = served_without_host_copy("manylora")
-    tree = rig.replica._cache.tree
+    tree = rig.replica._residency.tree
     rig.ask("b", BASE, prompt(2, 14))
     assert rig.device.copies
     if moment != "while it is saved":
@@ -63,7 +63,7 @@ def num_orphaned_in_a_busy_time(seed: int) -> int:
     rig = Rig(num_pages=rng.choice((16, 20, 24)), num_host_pages=rng.choice((14, 20)), low_mark=0.1)
     for adapter in range(1, 5):
         rig.add(adapter, rng.choice((2, 3)))
-    adapters = list(rig.replica._cache.tree.adapters())
+    adapters = list(rig.replica._residency.tree.adapters())
     num_orphaned = 0
     for turn in range(150):
         rig.now += rng.choice((0.01, 0.5, 3.0, 16.0))

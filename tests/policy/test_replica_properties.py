@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from manylora.config import ADMISSIONS, CACHE_POLICIES, FIRST_STEP_S, CacheConfig, PolicyConfig
-from manylora.policy.policies import adapter_pages_limit
+from manylora.policy.caches import adapter_pages_limit
 from manylora.policy.replica import Replica
 from manylora.policy.snapshot import AdapterUse
 from manylora.protocol import (

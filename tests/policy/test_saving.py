@@ -1,7 +1,7 @@
 """Whether copies to the host pay: by what earlier ones brought back."""
 
 from manylora.policy.cost import Rates
-from manylora.policy.saving import Saving
+from manylora.policy.saving import SaveWhereItPays
 from tests.policy.rig import PAGE
 
 USUAL = 5.0
@@ -18,7 +18,7 @@ def rates_of(page_in_s: float, prefill_token_s: float) -> Rates:
 
 
 def test_copies_that_never_come_back_are_made_no_more_but_for_trials() -> None:
-    saving = Saving(rates_of(page_in_s=0.003, prefill_token_s=0.001))
+    saving = SaveWhereItPays(rates_of(page_in_s=0.003, prefill_token_s=0.001))
     assert saving.pays(1, USUAL), "nobody knows yet"
     for _ in range(5000):
         saving.saved()
@@ -30,7 +30,7 @@ def test_copies_that_never_come_back_are_made_no_more_but_for_trials() -> None:
 
 
 def test_what_was_seen_long_ago_is_forgotten() -> None:
-    saving = Saving(rates_of(0.001, 0.001))
+    saving = SaveWhereItPays(rates_of(0.001, 0.001))
     for _ in range(100_000):
         saving.saved()
     saving.came_back(2000)
@@ -38,7 +38,7 @@ def test_what_was_seen_long_ago_is_forgotten() -> None:
 
 
 def test_copies_slower_than_computing_never_pay() -> None:
-    saving = Saving(rates_of(page_in_s=0.1, prefill_token_s=0.001))
+    saving = SaveWhereItPays(rates_of(page_in_s=0.1, prefill_token_s=0.001))
     saving.came_back(10_000)
     assert not saving.pays(1, USUAL)
     assert not saving.pays(1, 16.0)
@@ -49,7 +49,7 @@ def test_before_any_copy_came_they_are_believed_to_take_nothing() -> None:
     for _ in range(200):
         rates.saw_step(1, 101, 1e-4)
     assert rates.page_in_s > rates.page_prefill_s(1), "assumed, and not believed"
-    saving = Saving(rates)
+    saving = SaveWhereItPays(rates)
     assert saving.pays(1, USUAL)
     assert rates.weigh_copying((1,)) >= 0
     for _ in range(5000):

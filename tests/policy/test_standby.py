@@ -10,7 +10,7 @@ import pytest
 from manylora.policy.pages import PageLedger
 from manylora.policy.tree import Node, Residence, subtree
 from manylora.protocol import Abort, Timer
-from manylora.types import BASE
+from manylora.types import BASE, PageId
 from tests.policy.rig import PAGE, Rig, prompt
 
 
@@ -27,7 +27,7 @@ def crowded(policy: str) -> Rig:
 def states(rig: Rig, seed: int) -> set[Residence]:
     """Of the pages of a prompt that was served, under the base."""
     key = array.array("q", prompt(seed, 6)[:PAGE]).tobytes()
-    return {node.residence for node in subtree(rig.replica._cache.tree.base.children[key])}
+    return {node.residence for node in subtree(rig.replica._residency.tree.base.children[key])}
 
 
 @pytest.mark.parametrize("policy", ["manylora", "fastlibra"])
@@ -62,15 +62,15 @@ def test_an_adapter_that_leaves_takes_what_stands_by_along() -> None:
     rig = Rig("manylora", num_pages=24, num_host_pages=80, high_mark=0.5, low_mark=0.1)
     rig.add(1, 4)
     rig.serve("first", 1, prompt(1, 4))
-    cache = rig.replica._cache
-    cache.shrink(4, "busy")
+    residency = rig.replica._residency
+    residency.shrink(rig.now, 4, "busy")
     rig.feed(Timer())
     rig.settle_copies()
-    root = cache.tree.node(1)
+    root = residency.tree.node(1)
     assert root.num_standing == 1
-    cache.shrink(0, "busy")
+    residency.shrink(rig.now, 0, "busy")
     assert root.residence is Residence.ABSENT
-    assert cache.tree.standing_pages == root.num_standing == 0
+    assert residency.tree.standing_pages == root.num_standing == 0
     rig.replica.check()
     rig.serve("again", 1, prompt(1, 4))
 
@@ -91,15 +91,15 @@ def num_recalled_in_a_busy_time(seed: int, pipeline_depth: int) -> int:
     )  # fmt: skip
     for adapter in range(1, 4):
         rig.add(adapter, rng.choice((1, 2, 3)))
-    cache, num_recalled = rig.replica._cache, 0
-    call_back = cache.standby.call_back
+    device, num_recalled = rig.replica._residency.device, 0
+    call_back = device.call_back
 
-    def counted(node: Node) -> None:
+    def counted(page: PageId) -> None:
         nonlocal num_recalled
         num_recalled += 1
-        call_back(node)
+        call_back(page)
 
-    cache.standby.call_back = counted  # type: ignore[method-assign]
+    device.call_back = counted  # type: ignore[method-assign]
     for turn in range(120):
         rig.now += rng.choice((0.01, 0.5, 3.0))
         adapter = rng.randrange(4)
@@ -126,24 +126,26 @@ def num_recalled_in_a_busy_time(seed: int, pipeline_depth: int) -> int:
 def test_a_ledger_with_pages_that_stand_by() -> None:
     """They are taken last and in their order, not before the steps that were in flight have ended, unless called
     back."""
-    taken: list[int] = []
     ledger = PageLedger(6)
-    ledger.reclaimed = taken.append
     pages = ledger.take(5)
+    nodes = {page: Node(BASE, None, b"", 1) for page in pages}
     for page in pages[:3]:
-        ledger.stand_by(page)
+        ledger.stand_by(page, nodes[page])
     assert (ledger.num_free, ledger.num_deferred, ledger.num_used) == (4, 0, 2)
     ledger.call_back(pages[1])
     ledger.step_started(1)
-    ledger.stand_by(pages[3])
-    ledger.stand_by(pages[1])
+    ledger.stand_by(pages[3], nodes[pages[3]])
+    ledger.stand_by(pages[1], nodes[pages[1]])
     assert (ledger.num_free, ledger.num_deferred, ledger.num_used) == (3, 2, 1)
+    assert ledger.num_short(3) == 2
+    for page in (pages[0], pages[2]):
+        assert ledger.longest_standing() is nodes[page]
+        ledger.stand_down(page)
     assert ledger.take(3) == (pages[2], pages[0], 5)
-    assert taken == [pages[0], pages[2]]
     with pytest.raises(AssertionError, match="0 are free"):
         ledger.take(1)
     ledger.call_back(pages[3])
-    ledger.stand_by(pages[3])
+    ledger.stand_by(pages[3], nodes[pages[3]])
     ledger.step_started(2)
     ledger.step_ended(1)
     assert (ledger.num_free, ledger.num_deferred) == (2, 0)

@@ -267,7 +267,7 @@ def test_room_is_kept_for_twice_what_a_step_took_lately() -> None:
             rig.serve(f"r{seed}", BASE, prompt(seed, pages_each))
         rig.settle()
         snapshot = rig.replica.snapshot()
-        return snapshot.pages_total - rig.replica._cache.pages_used
+        return snapshot.pages_total - rig.replica._residency.room.pages_used
 
     slack = 200 // 64
     assert 20 <= free_after(1, 30, 7) <= 20 + slack
@@ -303,13 +303,13 @@ def test_what_the_swapper_sent_away_is_not_brought_back_at_once() -> None:
     rig.settle_copies()
     rig.ring()  # above the mark: some leave
     rig.settle_copies()
-    cache = rig.replica._cache
-    sent = [node for node in rig.replica._tree.all_nodes() if node.evicted_in == cache.interval]
+    swapper = rig.replica._swapper
+    sent = [node for node in rig.replica._tree.all_nodes() if node.evicted_in == swapper.interval]
     assert sent
     rig.feed(Abort("x"))
     rig.end_step()
     rig.settle_copies()
-    assert cache.pages_used < 16, "below the low mark: nodes could come in"
+    assert rig.replica._residency.room.pages_used < 16, "below the low mark: nodes could come in"
     assert all(not node.pages for node in sent), "not in the interval after"
     rig.settle(rings=3)
     assert any(node.pages for node in sent), "later, while room is left"

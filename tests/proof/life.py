@@ -11,7 +11,7 @@ import itertools
 import random
 
 from manylora.config import CacheConfig, PolicyConfig
-from manylora.policy.policies import adapter_pages_limit
+from manylora.policy.caches import adapter_pages_limit
 from manylora.policy.replica import Replica
 from manylora.protocol import (
     Abort,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from manylora.cli import main
 from manylora.config import ConfigError
-from manylora.policy.policies import POLICIES
+from manylora.policy.caches import CACHES
 from manylora.reproduce import drawing
 from manylora.reproduce.cells import MEASURED, REFERENCE, Cell, cell_config, cell_costs, run_cell
 from manylora.reproduce.experiment import Setup
@@ -128,7 +128,7 @@ def test_lines_that_are_none_of_ours_are_refused(
         CellStore(path)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", CACHES)
 def test_the_small_replay_that_stands_for_the_code_is_short_of_memory(policy: str) -> None:
     """Else a change of how victims are chosen would not change the code's digest."""
     cell = dataclasses.replace(SMALL, policy=policy, rate=3.0, num_adapters=12, duration_s=30.0)
@@ -219,7 +219,7 @@ def test_the_full_table_is_the_papers() -> None:
         assert {cell.duration_s for cell in full.cases.values()} == {1800}
         assert {cell.pool_like for cell in full.cases.values()} == {pool_like}
         assert full.shares == (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-        assert set(full.policies("agent 34B-100")) == {*POLICIES, REFERENCE}
+        assert set(full.policies("agent 34B-100")) == {*CACHES, REFERENCE}
 
 
 def test_a_model_is_run_in_every_scenario_before_the_next() -> None:
@@ -272,7 +272,7 @@ def test_rates_are_fixed_once(tmp_path: Path) -> None:
 
 def test_the_table_has_every_policy_and_the_papers_numbers(stored: tuple[Path, Report]) -> None:
     _, found = stored
-    assert {row["policy"] for row in found.rows} == {*POLICIES, REFERENCE}
+    assert {row["policy"] for row in found.rows} == {*CACHES, REFERENCE}
     assert found.settings["missing"] == []
     assert {f.metric: f.paper for f in found.headline if f.paper is not None} == PAPER
     assert len({f.metric for f in found.headline}) == len(found.headline)

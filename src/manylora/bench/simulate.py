@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from manylora.bench.picture import check_writable
 from manylora.bench.provenance import Recording
-from manylora.config import CACHE_POLICIES, ConfigError, EngineSettings, PolicyConfig
+from manylora.config import CACHE_POLICIES, ConfigError, EngineSettings, PolicyConfig, is_import_name
 from manylora.flags import build_settings
+from manylora.policy.caches import find_cache
 from manylora.sim.analytical import AnalyticalCosts, check_cards
 from manylora.sim.costs import StepCosts
 from manylora.sim.fit import fit_profile
@@ -189,7 +190,9 @@ def _notes(configs: Mapping[str, PolicyConfig], target: _Target) -> list[str]:
 def _policies(text: str) -> list[str]:
     names = list(CACHE_POLICIES) if text == "all" else [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in CACHE_POLICIES:
+        if is_import_name(name):
+            find_cache(name)
+        elif name not in CACHE_POLICIES:
             hint = suggestion(name, CACHE_POLICIES) or f": use {', '.join(CACHE_POLICIES)} or all"
             raise ConfigError(f"cache policy {name!r} is not known{hint}")
     return list(dict.fromkeys(names))

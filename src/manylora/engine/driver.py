@@ -33,7 +33,7 @@ from manylora.engine.loads import AdapterLoads
 from manylora.engine.outbox import Outbox
 from manylora.engine.trace import TraceWriter
 from manylora.engine.watchdog import Activity, Pulse, watch
-from manylora.policy.policies import adapter_pages_limit
+from manylora.policy.caches import adapter_pages_limit
 from manylora.policy.replica import Replica
 from manylora.protocol import (
     Abort,

@@ -10,14 +10,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Hashable, Iterator
 
-from manylora.policy.tree import Node
+from manylora.policy.tree import HELD, RESIDENT, DependencyTree, Node
 from manylora.policy.value import ValueModel
 
 _Entry = tuple[float, float, int, Node]
 """Rank, tie-break by depth, stamp, node."""
 
 
-class Candidates:
+class CandidateList:
     """One list of candidates. ``slot``: which of a node's stamps is this list's.
 
     ``takes_best``: the most valuable first (to enter) rather than the least (to leave). Entries go stale when
@@ -133,3 +133,64 @@ class Candidates:
         self._num_at_sweep = self._num_entries
         if self._heads is not None:
             self.begin(self._now)
+
+
+class Candidates:
+    """The choice of what leaves each tier and what comes to the device.
+
+    ``has_parts``: adapters and KV leave from lists of their own. ``can_enter``: nodes come without being asked
+    for.
+    """
+
+    def __init__(
+        self,
+        tree: DependencyTree,
+        device_value: ValueModel,
+        host_value: ValueModel,
+        *,
+        has_parts: bool,
+        can_enter: bool,
+    ) -> None:
+        self._tree = tree
+        self._device_value = device_value
+        self._host_value = host_value
+        self._can_enter = can_enter
+        self._leaving = self._leaving_adapters = CandidateList(0, device_value, tree.may_leave)
+        if has_parts:
+            self._leaving_adapters = CandidateList(0, device_value, tree.may_leave)
+        self._leaving_host = CandidateList(2, host_value, tree.may_leave_host)
+        self.entering = CandidateList(1, device_value, tree.may_enter, takes_best=True)
+
+    def offer(self, node: Node) -> None:
+        """Something about the node changed: it may have become a candidate, or one of another value."""
+        tree = self._tree
+        if node.residence is RESIDENT and node.busy == 0 and tree.may_leave(node):
+            (self._leaving_adapters if node.parent is None else self._leaving).offer(node)
+        if node.host is HELD:
+            if self._can_enter and tree.may_enter(node):
+                self.entering.offer(node)
+            if tree.may_leave_host(node):
+                self._leaving_host.offer(node)
+
+    def begin_leaving(self, now: float, for_adapters: bool) -> CandidateList:
+        """The list that gives up pages for an adapter, or for KV, with a decision begun."""
+        self._device_value.refresh(now, self._tree.resident_adapters)
+        leaving = self._leaving_adapters if for_adapters else self._leaving
+        leaving.begin(now)
+        return leaving
+
+    def begin_leaving_host(self, now: float) -> CandidateList:
+        """The same for the host."""
+        self._host_value.refresh(now, self._tree.resident_adapters)
+        self._leaving_host.begin(now)
+        return self._leaving_host
+
+    def begin_entering(self, now: float) -> CandidateList:
+        """The same for what comes to the device."""
+        self._device_value.refresh(now, self._tree.resident_adapters)
+        self.entering.begin(now)
+        return self.entering
+
+    def leaving(self) -> tuple[set[Node], set[Node]]:
+        """What may leave the device, and the host; for invariant checks."""
+        return {*self._leaving.members(), *self._leaving_adapters.members()}, {*self._leaving_host.members()}

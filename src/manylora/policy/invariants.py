@@ -6,10 +6,11 @@ import array
 import collections
 from collections.abc import Iterable, Mapping
 
-from manylora.policy.cache import Cache
-from manylora.policy.policies import CachePolicy
-from manylora.policy.queues import RequestState, Scheduled, Stage, WaitingQueue
+from manylora.policy.caches.policy import CachePolicy
+from manylora.policy.queues import WaitingQueue
 from manylora.policy.reservations import Reservations
+from manylora.policy.residency import Residency
+from manylora.policy.sequences import RequestState, Scheduled, Stage
 from manylora.policy.tree import HostState, Node, Residence
 from manylora.types import RequestId
 
@@ -18,26 +19,26 @@ _LEAVING = (Residence.SAVING, Residence.STANDBY)
 
 
 def check(
-    cache: Cache,
+    residency: Residency,
     held: Reservations,
     waiting: WaitingQueue,
     requests: Mapping[RequestId, RequestState],
     in_flight: Iterable[list[Scheduled]],
 ) -> None:
     """Raise AssertionError, naming the invariant, where one does not hold."""
-    nodes = list(cache.tree.all_nodes())
+    nodes = list(residency.tree.all_nodes())
     for node in nodes:
-        _check_node(node)
-        if cache.tree.keeps_dependencies:
-            _check_dependencies(node, cache.policy)
-    _check_counts(cache, nodes)
-    _check_candidates(cache, nodes)
+        _check_node(node, residency.transfers.current(node) is not None)
+        if residency.tree.keeps_dependencies:
+            _check_dependencies(node, residency.policy)
+    _check_counts(residency, nodes)
+    _check_candidates(residency, nodes)
     _check_pins(nodes, held)
-    _check_ownership(cache, nodes, held)
-    _check_capacity(cache, held)
-    _check_sequences(cache, held, waiting, requests)
+    _check_ownership(residency, nodes, held)
+    _check_capacity(residency, held)
+    _check_sequences(residency, held, waiting, requests)
     in_line = collections.Counter(sequence.adapter for sequence in waiting.members())
-    assert waiting.num_by_adapter == in_line, "who waits is counted by adapter"
+    assert waiting.num_by_adapter == in_line, "what waits is counted by adapter"
     _check_in_flight(held, [row for rows in in_flight for row in rows])
 
 
@@ -59,7 +60,7 @@ def _check_in_flight(held: Reservations, rows: list[Scheduled]) -> None:
         assert sequence.num_scheduled <= len(sequence.tokens) + sequence.num_coming
 
 
-def _check_node(node: Node) -> None:
+def _check_node(node: Node, is_moving: bool) -> None:
     assert node.pins >= 0, "pins never go below zero"
     assert node.busy == node.pins + sum(child.busy for child in node.children.values()), "busy counts pins"
     on_device = [child for child in node.children.values() if child.residence in _ON_DEVICE]
@@ -78,11 +79,11 @@ def _check_node(node: Node) -> None:
     if node.residence is Residence.SAVING:
         assert node.busy == 0, "pinned nodes stay"
         assert node.host is HostState.FILLING, "a saving node is being saved"
-        assert node.move is not None, "a saving node has a copy in flight"
+        assert is_moving, "a saving node has a copy in flight"
     if node.residence is Residence.STANDBY:
         assert node.busy == 0, "pinned nodes stay"
         assert node.host is HostState.HELD, "a node that stands by has a copy on the host"
-        assert node.move is None, "a node that stands by is still"
+        assert not is_moving, "a node that stands by is still"
     expected = 0 if node.host is HostState.NONE else node.num_pages
     assert len(node.host_pages) == expected, "host copies hold their pages"
     assert not node.has_landed or node.residence is Residence.LOADING, "only loading nodes wait for parents"
@@ -107,18 +108,18 @@ def _check_dependencies(node: Node, policy: CachePolicy) -> None:
         assert not parent.is_ghost, "device and host together stay connected"
 
 
-def _check_candidates(cache: Cache, nodes: list[Node]) -> None:
-    leaving, leaving_host = cache.candidates()
-    assert leaving == {n for n in nodes if cache.tree.may_leave(n)}, (
+def _check_candidates(residency: Residency, nodes: list[Node]) -> None:
+    leaving, leaving_host = residency.candidates.leaving()
+    assert leaving == {n for n in nodes if residency.tree.may_leave(n)}, (
         "what may leave the device is on its list"
     )
-    may_leave_host = {n for n in nodes if cache.tree.may_leave_host(n)}
+    may_leave_host = {n for n in nodes if residency.tree.may_leave_host(n)}
     assert leaving_host == may_leave_host, "what may leave the host is on its list"
 
 
-def _check_counts(cache: Cache, nodes: list[Node]) -> None:
-    tree = cache.tree
-    for ledger in (cache.device, cache.host):
+def _check_counts(residency: Residency, nodes: list[Node]) -> None:
+    tree = residency.tree
+    for ledger in (residency.device, residency.host):
         num_unused = ledger.num_free + ledger.num_deferred
         assert ledger.num_used == ledger.num_pages - num_unused, "pages in use are counted"
 
@@ -151,41 +152,48 @@ def _check_pins(nodes: list[Node], held: Reservations) -> None:
         assert node.pins == wanted[id(node)], "each holder pins its deepest node, nobody else pins"
 
 
-def _check_ownership(cache: Cache, nodes: list[Node], held: Reservations) -> None:
-    owners: collections.Counter[int] = collections.Counter(cache.device.unowned())
-    host_owners: collections.Counter[int] = collections.Counter(cache.host.unowned())
+def _check_ownership(residency: Residency, nodes: list[Node], held: Reservations) -> None:
+    owners: collections.Counter[int] = collections.Counter(residency.device.unowned())
+    host_owners: collections.Counter[int] = collections.Counter(residency.host.unowned())
     for node in nodes:
         owners.update(node.pages)
         host_owners.update(node.host_pages)
-    for move in cache.moves():
+    for move in residency.transfers.moves():
         owners.update(move.pages if move.owns_pages else ())
         host_owners.update(move.host_pages if move.owns_host_pages else ())
     for sequence in held.holders:
         owners.update(sequence.pages[sequence.num_shared :])
-    assert owners == collections.Counter(range(cache.device.num_pages)), "every page has exactly one owner"
+    assert owners == collections.Counter(range(residency.device.num_pages)), (
+        "every page has exactly one owner"
+    )
     standing = [page for node in nodes if node.residence is Residence.STANDBY for page in node.pages]
-    assert sorted(standing) == sorted(cache.device.standing()), "who stands by can be taken, nobody else"
-    assert host_owners == collections.Counter(range(cache.host.num_pages)), "every host page has one owner"
-    if not cache.device.is_step_in_flight:
-        assert cache.device.num_deferred == 0, "nothing stays deferred without a step in flight"
+    assert sorted(standing) == sorted(residency.device.standing()), "who stands by can be taken, nobody else"
+    assert host_owners == collections.Counter(range(residency.host.num_pages)), (
+        "every host page has one owner"
+    )
+    if not residency.device.is_step_in_flight:
+        assert residency.device.num_deferred == 0, "nothing stays deferred without a step in flight"
 
 
-def _check_capacity(cache: Cache, held: Reservations) -> None:
-    tree = cache.tree
-    assert tree.adapter_pages <= cache.adapter_limit, "adapters stay within their part"
-    if cache.policy.has_parts:
+def _check_capacity(residency: Residency, held: Reservations) -> None:
+    tree = residency.tree
+    assert tree.adapter_pages <= residency.room.adapter_limit, "adapters stay within their part"
+    if residency.room.has_parts:
         own_pages = sum(len(s.pages) - s.num_shared for s in held.holders)
-        assert tree.history_pages + own_pages <= cache.device.num_pages - cache.adapter_limit, (
+        assert tree.history_pages + own_pages <= residency.device.num_pages - residency.room.adapter_limit, (
             "KV stays within its part"
         )
-    if not cache.policy.keeps_history and not cache.device.is_step_in_flight:
+    if not residency.policy.keeps_history and not residency.device.is_step_in_flight:
         assert tree.idle_history_pages == 0, "no history is kept"
-    coming = sum(len(move.pages) for move in cache.moves() if move.to_device)
-    assert cache.pages_coming == coming, "pages on their way are counted"
+    coming = sum(len(move.pages) for move in residency.transfers.moves() if move.to_device)
+    assert residency.transfers.pages_coming == coming, "pages on their way are counted"
 
 
 def _check_sequences(
-    cache: Cache, held: Reservations, waiting: WaitingQueue, requests: Mapping[RequestId, RequestState]
+    residency: Residency,
+    held: Reservations,
+    waiting: WaitingQueue,
+    requests: Mapping[RequestId, RequestState],
 ) -> None:
     members = waiting.members()
     assert len(members) == len(waiting), "the queue knows its length"

@@ -1,14 +1,15 @@
 """The page ledger of one tier: which page ids are free, and which only become free when steps have ended.
 
-A page that stands by is free, but taken last and in the order in which it came; until then its owner may call it
-back, with what it holds. Does not know what a page holds or who owns it; owners return what they took.
+A page that stands by is free, but taken last and in the order in which it came; until then its node may have it
+back, with what it holds. Owners return what they took.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from manylora.policy.tree import Node
 from manylora.types import PageId
 
 
@@ -27,11 +28,9 @@ class PageLedger:
         self._num_deferred = 0
         self._last_started = 0
         self._last_ended = 0
-        self.reclaimed: Callable[[PageId], None] = lambda page: None
-        """Told of a page that stood by and is being taken."""
-        # Pages that stand by, oldest first, by a number that rises; up to a certain one the steps have ended that
-        # were in flight when they came.
-        self._standing: dict[PageId, int] = {}
+        # Pages that stand by, oldest first, with their nodes, by a number that rises; up to a certain one the
+        # steps have ended that were in flight when they came.
+        self._standing: dict[PageId, tuple[int, Node]] = {}
         self._unripe: collections.deque[tuple[int, int, PageId]] = collections.deque()
         self._num_stood_by = 0
         self._last_ripe = 0
@@ -39,7 +38,7 @@ class PageLedger:
 
     @property
     def num_free(self) -> int:
-        """Pages that can be taken now."""
+        """Pages that can be taken now, those that stand by included."""
         return len(self._free) + self._num_ripe
 
     @property
@@ -51,12 +50,15 @@ class PageLedger:
     def is_step_in_flight(self) -> bool:
         return self._last_started > self._last_ended
 
+    def num_short(self, count: int) -> int:
+        """How many of ``count`` pages no page that is simply free can be; below 1 where all can."""
+        return count - len(self._free)
+
     def take(self, count: int) -> tuple[PageId, ...]:
-        """Exactly ``count`` pages; the caller has made sure that they are there."""
-        if count > self.num_free:
-            raise AssertionError(f"took {count} pages where {self.num_free} are free")
-        while count > len(self._free):
-            self._reclaim()
+        """Exactly ``count`` pages; the caller has made sure that they are free, and that none of them stands
+        by."""
+        if count > len(self._free):
+            raise AssertionError(f"took {count} pages where {len(self._free)} are free")
         self.num_used += count
         self.num_taken += count
         if count == 1:  # the usual case, in the middle of decisions
@@ -72,18 +74,20 @@ class PageLedger:
         else:
             self._free.extend(pages)
 
-    def stand_by(self, page: PageId) -> None:
-        """Return a page, likewise, whose owner may call it back until it is taken."""
+    # ------------------------------------------------------------ standing by
+
+    def stand_by(self, page: PageId, node: Node) -> None:
+        """Return a page, likewise, which the node may have back until it is taken."""
         self.num_used -= 1
         self._num_stood_by += 1
-        self._standing[page] = self._num_stood_by
+        self._standing[page] = self._num_stood_by, node
         if self._last_started > self._last_ended:
             self._unripe.append((self._last_started, self._num_stood_by, page))
         else:
             self._ripen(self._num_stood_by, page)
 
     def call_back(self, page: PageId) -> None:
-        """The owner has a page again that stood by."""
+        """The node has its page again."""
         self.num_used += 1
         self._leave_standing(page)
 
@@ -92,25 +96,26 @@ class PageLedger:
         if self._leave_standing(page):
             self._free.append(page)
         else:
-            self.num_used += 1  # as if its owner had it back, for release to count it down
+            self.num_used += 1  # as if its node had it back, for release to count it down
             self.release((page,))
+
+    def longest_standing(self) -> Node:
+        """The node whose page is taken first of those that stand by."""
+        return next(iter(self._standing.values()))[1]
 
     def _leave_standing(self, page: PageId) -> bool:
         """Take a page from those that stand by; whether it could have been taken."""
-        is_ripe = self._standing.pop(page) <= self._last_ripe
+        is_ripe = self._standing.pop(page)[0] <= self._last_ripe
         self._num_ripe -= is_ripe
         return is_ripe
 
     def _ripen(self, number: int, page: PageId) -> None:
         self._last_ripe = number
-        # It may have been called back since, and stand by anew.
-        self._num_ripe += self._standing.get(page) == number
+        # The page may have been called back since, and stand by anew.
+        standing = self._standing.get(page)
+        self._num_ripe += standing is not None and standing[0] == number
 
-    def _reclaim(self) -> None:
-        """Free the page that has stood by for longest. Its owner may free others at that."""
-        page = next(iter(self._standing))
-        self.stand_down(page)
-        self.reclaimed(page)
+    # ------------------------------------------------------------ steps
 
     def step_started(self, step: int) -> None:
         """A step was issued; numbers rise."""
@@ -130,10 +135,12 @@ class PageLedger:
         """Whether nothing of the step, nor of one before it, is in flight any more."""
         return step <= self._last_ended
 
+    # ------------------------------------------------------------ for invariant checks
+
     def standing(self) -> list[PageId]:
-        """Every page that stands by, for invariant checks."""
+        """Every page that stands by."""
         return list(self._standing)
 
     def unowned(self) -> list[PageId]:
-        """Every page that nobody owns, for invariant checks."""
+        """Every page that no node, sequence or copy owns, those that stand by left out."""
         return self._free + [page for _, pages in self._deferred for page in pages]

@@ -1,7 +1,8 @@
 """One replica's policy: events in, commands out (design §1, §4). The only door into ``policy`` for an engine.
 
-Owns requests from arrival to their one end, and adapters from being added to being freed. What runs in a step
-is ``batch``'s choice, who holds which page is ``reservations``'. Knows no clock, no tensor, no text.
+Owns requests from arrival to their one end, and adapters from being added to being freed; collects what its
+parts decide, in order. What runs in a step is ``batching``'s choice, which sequence holds which page is
+``reservations``'. Knows no clock, no tensor, no text.
 """
 
 from __future__ import annotations
@@ -10,12 +11,23 @@ import collections
 
 from manylora.config import PolicyConfig
 from manylora.policy.admission import Admission
-from manylora.policy.batch import compose
-from manylora.policy.cache import Cache
+from manylora.policy.batching import FirstComeFirstServed, StepPlan
 from manylora.policy.counters import Counters
 from manylora.policy.invariants import check
-from manylora.policy.queues import ENDED, RUNNING, RequestState, Scheduled, Sequence, Stage, WaitingQueue
+from manylora.policy.queues import WaitingQueue
 from manylora.policy.reservations import Reservations
+from manylora.policy.residency import Residency
+from manylora.policy.sequences import (
+    ENDED,
+    LOADING,
+    RUNNING,
+    WAITING,
+    RequestState,
+    Scheduled,
+    Sequence,
+    rows_ended,
+    run_step,
+)
 from manylora.policy.snapshot import Gauges, Snapshot, Which
 from manylora.policy.swap import Swapper
 from manylora.policy.tree import RESIDENT, Node, subtree
@@ -35,14 +47,12 @@ from manylora.protocol import (
     Finish,
     Ready,
     Reject,
-    RunStep,
     SetTimer,
     StepDone,
     Timer,
     emit,
-    step_row,
 )
-from manylora.types import AdapterId, PageId, Request, RequestError, RequestId, SequenceId
+from manylora.types import AdapterId, Request, RequestError, RequestId, SequenceId
 
 MAX_FAILED_COPIES = 3
 """Copies that may fail a request before it is given up: each time it looks for another way."""
@@ -64,11 +74,12 @@ class Replica:
         self._waiting = WaitingQueue()
         self._admission = Admission(config, self._waiting)
         self._commands: list[Command] = []
-        self._cache = Cache(config, self._commands.append)
-        self._tree = self._cache.tree
-        self._held = Reservations(config, self._cache, self._waiting, self._commands.append)
-        self._swapper = Swapper(config.cache, self._cache, self._waiting, self._held.match)
-        self._gauges = Gauges(self._cache, self._held, self._waiting)
+        self._residency = Residency(config)
+        self._tree = self._residency.tree
+        self._held = Reservations(config, self._residency, self._waiting)
+        self._batching = FirstComeFirstServed(config, self._residency, self._held, self._waiting)
+        self._swapper = Swapper(config.cache, self._residency, self._waiting, self._held)
+        self._gauges = Gauges(self._residency, self._held, self._waiting)
         self._requests: dict[RequestId, RequestState] = {}
         self._live: collections.Counter[AdapterId] = collections.Counter()
         self._removing: set[AdapterId] = set()
@@ -82,14 +93,13 @@ class Replica:
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """React to one event at time ``now`` (seconds, any origin, never decreasing)."""
-        self._cache.now = now
         more = False
         match event:
             case StepDone():  # first, for there are most of them
                 self._step_done(event, now)
                 more = event.more
             case Arrive():
-                self._arrive(event.request)
+                self._arrive(event.request, now)
                 more = event.more
             case Abort():
                 self._abort(event, now)
@@ -109,14 +119,22 @@ class Replica:
         if not more:
             while self._start_next(now):
                 pass
-        commands = self._commands[:]
-        self._commands.clear()
+        self._collect()
+        commands, self._commands = self._commands, []
         return commands
+
+    def _collect(self) -> None:
+        """What the parts have decided goes before whatever is decided here next."""
+        self._commands += self._residency.collect()
+
+    def _say(self, command: Command) -> None:
+        self._collect()
+        self._commands.append(command)
 
     @property
     def counters(self) -> Counters:
         """Counts since the start (live object)."""
-        return self._cache.counters
+        return self._residency.counters
 
     def snapshot(self, which: Which = "all") -> Snapshot:
         """The gauges of this moment, with the adapters named by ``which``. O(requests + those adapters).
@@ -127,16 +145,16 @@ class Replica:
 
     def check(self) -> None:
         """Raise AssertionError if an invariant of design §4 does not hold. For tests; O(everything)."""
-        check(self._cache, self._held, self._waiting, self._requests, self._in_flight)
+        check(self._residency, self._held, self._waiting, self._requests, self._in_flight)
 
     # ------------------------------------------------------------ arrival and end
 
-    def _arrive(self, request: Request) -> None:
+    def _arrive(self, request: Request, now: float) -> None:
         error = self._refusal(request) or self._admission.refusal()
         if error is not None:
-            self._commands.append(Reject(request.id, error))
+            self._say(Reject(request.id, error))
             return
-        state = RequestState(request, self._num_arrivals, self._token_limit(request), self._cache.now)
+        state = RequestState(request, self._num_arrivals, self._token_limit(request), now)
         self._num_arrivals += 1
         self._requests[request.id] = state
         self._live[request.adapter] += 1
@@ -144,9 +162,7 @@ class Replica:
 
     def _new_sequence(self, state: RequestState, sample: int, tokens: list[int]) -> Sequence:
         self._num_sequences += 1
-        sequence = Sequence(self._num_sequences, state, sample, tokens)
-        state.sequences[sample] = sequence
-        return sequence
+        return Sequence(self._num_sequences, state, sample, tokens)
 
     def _token_limit(self, request: Request) -> int:
         """Tokens that one sample may generate: as asked, or as many as the context and the pool allow."""
@@ -159,8 +175,8 @@ class Replica:
 
     def _kv_pages_beside(self, adapter: AdapterId) -> int:
         """Device pages that KV can have while the adapter is resident."""
-        if self._cache.policy.has_parts:
-            return self._config.num_pages - self._cache.adapter_limit
+        if self._residency.room.has_parts:
+            return self._config.num_pages - self._residency.room.adapter_limit
         return self._config.num_pages - self._tree.node(adapter).num_pages
 
     def _refusal(self, request: Request) -> RequestError | None:
@@ -190,7 +206,7 @@ class Replica:
                 f"the request needs {adapter_pages + kv_pages} pages ({adapter_pages} for its adapter, "
                 f"{kv_pages} for {num_prompt + num_generated - 1} tokens) but the pool has "
                 f"{self._config.num_pages}"
-                + (f", of which {room} for tokens" if self._cache.policy.has_parts else ""),
+                + (f", of which {room} for tokens" if self._residency.room.has_parts else ""),
                 "max_tokens",
             )
         return None
@@ -207,8 +223,8 @@ class Replica:
         self, state: RequestState, sample: int, reason: str, now: float, error: RequestError | None = None
     ) -> None:
         """A sample's one and only end, whatever stage it is in."""
-        state.open_samples.remove(sample)
-        self._commands.append(Finish(state.request.id, sample, reason, error))
+        state.end_sample(sample)
+        self._say(Finish(state.request.id, sample, reason, error))
         sequence = state.sequences.get(sample)
         # Sample 0 computes the prompt for all: it runs on unheard while others have yet to fork off it.
         if sequence is not None and not (state.open_samples and sequence.num_unborn_forks):
@@ -220,14 +236,14 @@ class Replica:
             self._live[state.request.adapter] -= 1
 
     def _drop(self, sequence: Sequence, now: float) -> None:
-        if sequence.stage is Stage.WAITING:
+        if sequence.stage is WAITING:
             self._waiting.remove(sequence)
         else:
             self._held.release(sequence, now)
-        if sequence.is_known_to_executor:
-            self._commands.append(EndSequence(sequence.id))
-        sequence.stage = ENDED
-        del sequence.state.sequences[sequence.sample]
+            self._collect()
+        if sequence.forget_executor():
+            self._say(EndSequence(sequence.id))
+        sequence.end()
 
     def _fail_request(self, state: RequestState, error: RequestError, now: float) -> None:
         for sample in sorted(state.open_samples):
@@ -240,39 +256,38 @@ class Replica:
         if self._tree.mark_removed(adapter):
             self._removing.add(adapter)
         elif adapter not in self._removing:
-            self._commands.append(AdapterFreed(adapter))
+            self._say(AdapterFreed(adapter))
 
     def _adapter_read(self, event: AdapterRead, now: float) -> None:
-        if event.adapter not in self._cache.reads:
+        if not self._residency.transfers.is_read(event.adapter):
             return
-        node = self._cache.read_ended(event)
+        node = self._residency.read_ended(event)
         if node is not None:
             status = 400 if event.is_at_fault else 503
             error = RequestError(status, f"the adapter could not be read: {event.error}", "model")
             self._fail_waiting_for(node, error, now)
-            self._cache.abandon_load(node)
+            self._residency.abandon_load(node)
         self._wake(now)
 
     def _copy_done(self, event: CopyDone, now: float) -> None:
-        for node in self._cache.copy_ended(event):
+        for node in self._residency.copy_ended(event):
             if node.is_dropped:
                 continue
             # The host's copy is not to be trusted either: KV is computed again, an adapter read again.
             for sequence in self._waiting_for(node):
-                sequence.num_failed_copies += 1
-                if sequence.num_failed_copies >= MAX_FAILED_COPIES:
+                if sequence.note_failed_copy() >= MAX_FAILED_COPIES:
                     error = RequestError(503, f"what the request needs could not be copied: {event.error}")
                     self._fail_request(sequence.state, error, now)
-                elif sequence.stage is Stage.LOADING:
-                    self._held.put_back(sequence)
-            self._cache.abandon_load(node)
-            self._cache.discard(node)
+                elif sequence.stage is LOADING:
+                    self._held.put_back(sequence, now)
+            self._residency.abandon_load(node)
+            self._residency.discard(node)
         self._wake(now)
 
     def _waiting_for(self, node: Node) -> list[Sequence]:
         """Loading sequences that cannot start without this node."""
         below = {id(member) for member in subtree(node)}
-        return [s for s in self._held.holders if s.stage is Stage.LOADING and id(s.node) in below]
+        return [s for s in self._held.holders if s.stage is LOADING and id(s.node) in below]
 
     def _fail_waiting_for(self, node: Node, error: RequestError, now: float) -> None:
         for state in {s.state.order: s.state for s in self._waiting_for(node)}.values():
@@ -282,28 +297,27 @@ class Replica:
         """Let those run whose copies have all landed, and note how long each part of the wait was."""
         if not self._held.num_loading:
             return
-        loading = Stage.LOADING
-        for sequence in [s for s in self._held.holders if s.stage is loading]:
-            root = self._tree.node(sequence.adapter)
-            if sequence.adapter_s is None and root.residence is RESIDENT:
-                sequence.adapter_s = now - sequence.admitted_s
+        self._collect()
+        for sequence in [s for s in self._held.holders if s.stage is LOADING]:
+            if self._tree.node(sequence.adapter).residence is RESIDENT:
+                sequence.note_adapter(now)
             if self._held.start_if_ready(sequence):
                 self._note_ready(sequence, now)
 
     def _free_removed(self) -> None:
         """Give back what removed adapters hold, once no request uses them and nothing is on its way."""
-        cache = self._cache
+        residency, transfers = self._residency, self._residency.transfers
         for adapter in sorted(self._removing):
-            if self._live[adapter] or adapter in cache.reads:
+            if self._live[adapter] or transfers.is_read(adapter):
                 continue
-            node = self._tree.node(adapter)
-            cache.discard(node)
-            if cache.moves_of[adapter]:
+            residency.discard(self._tree.node(adapter))
+            if transfers.is_copied(adapter):
                 continue
             self._tree.forget(adapter)
+            transfers.forget(adapter)
             self._removing.remove(adapter)
-            del self._live[adapter], cache.moves_of[adapter]
-            self._commands.append(AdapterFreed(adapter))
+            del self._live[adapter]
+            self._say(AdapterFreed(adapter))
 
     # ------------------------------------------------------------ the clock
 
@@ -311,26 +325,37 @@ class Replica:
         """Ask to be woken after an interval, while there is anything to watch."""
         if self._requests or self._swapper.may_bring_in:
             self._timer_is_set = True
-            self._commands.append(SetTimer(now + self._config.cache.interval_s))
+            self._say(SetTimer(now + self._config.cache.interval_s))
 
     # ------------------------------------------------------------ steps
 
     def _start_next(self, now: float) -> bool:
         """Start what can start now; whether another step may follow at once."""
         depth, in_flight = self._config.pipeline_depth, self._in_flight
-        scheduled = self._compose(now) if len(in_flight) < depth else []
+        rows = self._compose(now).rows if len(in_flight) < depth else []
         # Whatever runs beside compute starts before a step does.
         self._swapper.use_idle_lane(now)
-        self._cache.flush()
+        self._residency.start_transfers()
         if not self._timer_is_set:
             self._set_timer(now)
-        if scheduled:
-            self._start_step(scheduled, now)
-        return bool(scheduled) and len(in_flight) < depth
+        if rows:
+            self._start_step(rows, now)
+        return bool(rows) and len(in_flight) < depth
 
-    def _compose(self, now: float) -> list[Scheduled]:
-        note, refuse = self._note_admission, self._refuse
-        return compose(self._config, self._held, self._waiting, self._admission, now, note, refuse)
+    def _compose(self, now: float) -> StepPlan:
+        """The rows of the next step; requests for which it is too late end before others are admitted."""
+        batching = self._batching
+        plan = batching.compose(now)
+        if batching.has_room(plan):
+            for sequence in self._admission.begin_round(now):
+                self._refuse(sequence, now)
+            if len(self._waiting):
+                batching.admit(plan, now)
+                self._admission.end_round(len(plan.admitted))
+                for admitted in plan.admitted:
+                    self._commands += admitted.decided
+                    self._note_admission(admitted.sequence, now)
+        return plan
 
     def _refuse(self, sequence: Sequence, now: float) -> None:
         waited_s, objective_s = now - sequence.state.arrived_s, self._config.slo_ttft_s
@@ -339,46 +364,26 @@ class Replica:
         if self._removing:
             self._free_removed()
 
-    def _start_step(self, scheduled: list[Scheduled], now: float) -> None:
+    def _start_step(self, rows: list[Scheduled], now: float) -> None:
         self._num_steps = step = self._num_steps + 1
-        starts, rows = [], []
-        for sequence, num_tokens, num_samples in scheduled:
-            changed: tuple[tuple[int, PageId], ...] = ()
-            if sequence.page_updates:
-                changed = tuple(sequence.page_updates)
-                sequence.page_updates.clear()
-            if not sequence.is_known_to_executor:
-                starts.append(sequence.start())
-                sequence.is_known_to_executor = True
-                changed = ()
-            first = sequence.num_scheduled
-            rows.append(step_row((sequence.id, first, num_tokens, num_samples, changed)))
-            sequence.num_scheduled = first + num_tokens
-            sequence.last_step = step
-            if num_samples:
-                sequence.num_coming += 1
-        self._in_flight.append(scheduled)
-        self._cache.device.step_started(step)
-        self._cache.visits.batch(len(rows), now)
-        self._commands.append(RunStep(step, tuple(starts), tuple(rows)))
+        self._in_flight.append(rows)
+        self._residency.device.step_started(step)
+        self._residency.visits.batch(len(rows), now)
+        self._say(run_step(step, rows))
 
     def _note_admission(self, sequence: Sequence, now: float) -> None:
-        if not sequence.state.admitted:
-            sequence.state.admitted = True
+        if sequence.state.note_admission():
             self._commands.append(Admitted(sequence.state.request.id, sequence.num_computed))
-        sequence.admitted_s = now
         is_there = self._tree.node(sequence.adapter).residence is RESIDENT
-        sequence.adapter_s = 0.0 if is_there else None
+        sequence.note_admission(now, is_there)
         if sequence.stage is RUNNING:
             self._note_ready(sequence, now)
 
     def _note_ready(self, sequence: Sequence, now: float) -> None:
-        state = sequence.state
-        if not state.is_ready:
-            state.is_ready = True
+        if sequence.state.note_ready():
             adapter_s = sequence.adapter_s or 0.0
             kv_s = now - sequence.admitted_s - adapter_s
-            self._commands.append(Ready(state.request.id, adapter_s, kv_s))
+            self._commands.append(Ready(sequence.state.request.id, adapter_s, kv_s))
 
     def _step_done(self, event: StepDone, now: float) -> None:
         oldest = self._num_steps - len(self._in_flight) + 1
@@ -388,15 +393,15 @@ class Replica:
             # Steps end in order, so it has ended too, and nobody knows how.
             self._end_step(StepDone(step, False, error="its end was not told"), now)
         self._end_step(event, now)
-        self._swapper.step_ended()
+        self._swapper.step_ended(now)
         self._wake(now)  # a page that was computed may be what another was waiting for
 
     def _end_step(self, event: StepDone, now: float) -> None:
         rows = self._in_flight.popleft()
-        self._cache.device.step_ended(event.step)
+        self._residency.device.step_ended(event.step)
         if event.ok:
             num_tokens = sum([num_tokens for _, num_tokens, _ in rows])
-            self._cache.rates.saw_step(len(rows), num_tokens, event.device_s)
+            self._residency.rates.saw_step(len(rows), num_tokens, event.device_s)
             if event.unsound:
                 self._fail_unsound(rows, set(event.unsound), now)
             self._take_step(rows, dict(event.tokens), now)
@@ -406,17 +411,14 @@ class Replica:
     def _take_step(self, rows: list[Scheduled], drawn: dict[SequenceId, tuple[int, ...]], now: float) -> None:
         """What the rows computed, and what was drawn for them."""
         page_tokens = self._config.page_tokens
-        for sequence, num_tokens, num_samples in rows:
+        rows_ended(rows)
+        for sequence, _, num_samples in rows:
             stage = sequence.stage
             if stage is ENDED:
                 continue
-            # One that was preempted meanwhile keeps its token, but not its pages.
-            if stage is RUNNING:
-                sequence.num_computed = num_computed = sequence.num_computed + num_tokens
-                if num_computed >= (sequence.num_shared + 1) * page_tokens:
-                    self._held.enter_full_pages(sequence, now)
-            if num_samples:
-                sequence.num_coming -= 1
+            if stage is RUNNING and sequence.num_computed >= (sequence.num_shared + 1) * page_tokens:
+                self._held.enter_full_pages(sequence, now)
+            if num_samples:  # one that was preempted meanwhile keeps its token, but not its pages
                 tokens = drawn.get(sequence.id, ())
                 if len(tokens) != num_samples:
                     error = RequestError(500, f"a step drew {len(tokens)} tokens instead of {num_samples}")
@@ -431,7 +433,7 @@ class Replica:
         error = RequestError(500, f"the step that ran this request failed: {why}")
         for sequence, _, num_samples in rows:
             if sequence.stage is not ENDED:
-                sequence.num_coming -= num_samples > 0
+                sequence.row_failed(num_samples > 0)
                 self._fail_request(sequence.state, error, now)
 
     def _fail_unsound(self, rows: list[Scheduled], unsound: set[SequenceId], now: float) -> None:
@@ -440,31 +442,33 @@ class Replica:
         for sequence, _, num_samples in rows:
             if sequence.id not in unsound or sequence.stage is ENDED:
                 continue
-            sequence.num_coming -= num_samples > 0
+            sequence.row_failed(num_samples > 0)
             path = self._held.path_of(sequence)
             self._fail_request(sequence.state, RequestError(500, UNSOUND), now)
             # What others use stays: where it is at fault they fail as well, and the last of them drops it.
             idle = next((node for node in path if not node.busy and not node.is_dropped), None)
             if idle is not None:
-                self._cache.discard(idle)
+                self._residency.discard(idle)
+                self._collect()
 
     def _fork_off(self, parent: Sequence, tokens: tuple[int, ...], now: float) -> None:
         """The prompt is computed: each other sample goes on from it with a token of its own."""
         for sample in range(1, len(tokens)):
             if sample in parent.state.open_samples:
                 self._fork(parent, sample, tokens[sample], now)
-        parent.num_unborn_forks = 0
+        parent.forks_are_born()
 
     def _fork(self, parent: Sequence, sample: int, token: int, now: float) -> None:
         child = self._new_sequence(parent.state, sample, parent.tokens[:])
         copy = None
         if parent.node is not None and len(self._held.holders) < self._config.max_num_seqs:
-            copy = self._held.admit_fork(child, parent)
+            copy = self._held.admit_fork(child, parent, now)
+            self._collect()
         if child.node is None:
             # No room: it waits in its place and finds the prompt's full pages in the tree.
             self._waiting.put_back(child)
         elif copy is not None:
-            self._commands.append(CopyPages((copy,)))
+            self._say(CopyPages((copy,)))
         self._take_token(child, token, (parent.id, sample), now)
 
     def _take_token(
@@ -479,7 +483,7 @@ class Replica:
             return
         count = len(tokens) - sequence.num_prompt
         self._commands.append(emit((state.request.id, sample, count - 1, token, drawn_by)))
-        if token in state.stop_ids and count >= state.request.params.min_tokens:
+        if token in state.stop_ids and count >= state.min_tokens:
             self._end_sample(state, sample, "stop", now)
         elif len(tokens) >= sequence.most_tokens:
             self._end_sample(state, sample, "length", now)

@@ -1,7 +1,7 @@
 """What sequences hold: admission, growth, release and preemption.
 
-Reservations are all-or-nothing. Owns the holders and their page tables; where pages come from is ``cache``'s,
-and what runs is ``batch``'s and ``replica``'s.
+A reservation is all-or-nothing, and committed or cancelled. Owns the holders and their page tables; where pages
+come from is ``residency``'s, and what runs is ``batching``'s and ``replica``'s.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import bisect
 import dataclasses
 import enum
 import itertools
-from collections.abc import Callable
 
 from manylora.config import PolicyConfig
-from manylora.policy.cache import Cache
-from manylora.policy.queues import RUNNING, Sequence, Stage, WaitingQueue
+from manylora.policy.queues import WaitingQueue
+from manylora.policy.residency import Residency
+from manylora.policy.sequences import LOADING as SEQUENCE_LOADING
+from manylora.policy.sequences import Sequence
 from manylora.policy.tree import ABSENT, HELD, LOADING, RESIDENT, STANDBY, Node, path_to
-from manylora.protocol import Command, EndSequence
+from manylora.protocol import EndSequence
 from manylora.types import PageId
 
 
@@ -28,34 +29,35 @@ class Growth(enum.Enum):
     NONE = "none"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Need:
-    """What a waiting sequence needs to start: nodes that it reuses, ``missing`` those of them that only the host
-    has; own pages, for the first ``num_tokens`` that it computes."""
+@dataclasses.dataclass(slots=True)  # not frozen, which takes thrice as long to make
+class Reservation:
+    """What a waiting sequence needs to start: nodes that it reuses, of which the deepest is pinned, ``missing``
+    those of them that only the host has; own pages, for the first ``num_tokens`` that it computes; pages for its
+    adapter."""
 
     root: Node
     path: list[Node]
+    deepest: Node
     missing: list[Node]
+    num_standing: int
     num_tokens: int
     own_pages: int
+    adapter_pages: int
 
     @property
-    def deepest(self) -> Node:
-        """On which all that it reuses depends."""
-        return self.path[-1] if self.path else self.root
+    def kv_pages(self) -> int:
+        """Device pages for KV that must be free when it is committed."""
+        return self.own_pages + len(self.missing) + self.num_standing
 
 
 class Reservations:
     """Sequences that hold pages (running, or loading: waiting for a copy), oldest first."""
 
-    def __init__(
-        self, config: PolicyConfig, cache: Cache, waiting: WaitingQueue, emit: Callable[[Command], None]
-    ) -> None:
+    def __init__(self, config: PolicyConfig, residency: Residency, waiting: WaitingQueue) -> None:
         self._config = config
-        self._cache = cache
-        self._tree = cache.tree
+        self._residency = residency
+        self._tree = residency.tree
         self._waiting = waiting
-        self._emit = emit
         self._promised = 0  # pages on their way that others in this step already wait for
         self.holders: list[Sequence] = []
         self.num_loading = 0  # of them
@@ -63,7 +65,7 @@ class Reservations:
     @property
     def num_preemptions(self) -> int:
         """How many sequences were preempted so far."""
-        return self._cache.counters.preemptions
+        return self._residency.counters.preemptions
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that this many tokens fill, the last perhaps partly."""
@@ -71,112 +73,120 @@ class Reservations:
 
     def is_in_flight(self, sequence: Sequence) -> bool:
         """Whether a step in flight has a row of it."""
-        return not self._cache.device.has_ended(sequence.last_step)
+        return not self._residency.device.has_ended(sequence.last_step)
 
     # ------------------------------------------------------------ taking
 
     def match(self, sequence: Sequence) -> list[Node]:
         """History that the sequence can reuse, in either tier. Its last known token is always computed."""
-        if not self._cache.policy.keeps_history:
+        if not self._residency.policy.keeps_history:
             return []
         size = self._config.page_tokens
         return self._tree.match(
             sequence.adapter, sequence.page_keys(size), (len(sequence.tokens) - 1) // size
         )
 
-    def _need(self, sequence: Sequence, first_chunk: int) -> Need:
-        """What it takes for the sequence to start with up to ``first_chunk`` tokens; keeps what was leaving.
+    def _reserve(self, sequence: Sequence, first_chunk: int) -> Reservation:
+        """What it takes for the sequence to start with up to ``first_chunk`` tokens; pins what it reuses, and
+        keeps of it what was leaving.
 
-        What stands by stays so: who cannot be admitted yet takes no page from those that run.
+        What stands by stays so: a sequence that cannot be admitted yet takes no page from those that run.
         """
-        cache = self._cache
+        residency, page_tokens = self._residency, self._config.page_tokens
         root = self._tree.node(sequence.adapter)
         path = self.match(sequence)
-        cache.rescue(path, with_standby=False)
+        residency.rescue(path, with_standby=False)
         missing = [node for node in path if node.residence is ABSENT]
-        if not cache.saving.is_copy_cheaper(missing):
+        if not residency.saving.is_copy_cheaper(missing):
             path = [*itertools.takewhile(lambda node: node.residence is not ABSENT, path)]
             missing = []
-        num_computed = len(path) * self._config.page_tokens
-        chunk = min(first_chunk, len(sequence.tokens) - num_computed)
-        own_pages = self.pages_for(num_computed + chunk) - len(path)
-        return Need(root, path, missing, chunk, own_pages)
+        num_computed = len(path) * page_tokens
+        num_tokens = min(first_chunk, len(sequence.tokens) - num_computed)
+        deepest = path[-1] if path else root  # all that it reuses hangs on it
+        self._tree.pin(deepest)
+        return Reservation(
+            root,
+            path,
+            deepest,
+            missing,
+            len([node for node in path if node.residence is STANDBY]),
+            num_tokens,
+            self.pages_for(num_computed + num_tokens) - len(path),
+            root.num_pages if root.residence is ABSENT else 0,
+        )
+
+    def _cancel(self, reservation: Reservation) -> None:
+        deepest = reservation.deepest
+        self._residency.unpin(deepest, deepest.last_use)
 
     def admit(self, sequence: Sequence, first_chunk: int, now: float) -> bool:
-        """Reserve all that the sequence needs to start, or nothing (design §4).
+        """Reserve all that the sequence needs to start, or nothing.
 
         Pins what it can reuse in either tier, then takes pages for what of that is not on the device (with
         its adapter) and for the first ``first_chunk`` tokens that it must compute; starts the copies.
         """
-        cache, tree = self._cache, self._tree
-        need = self._need(sequence, first_chunk)
-        root, path, missing, deepest = need.root, need.path, need.missing, need.deepest
-        adapter_pages = root.num_pages if root.residence is ABSENT else 0
-        num_standing = sum(node.residence is STANDBY for node in path)
-        tree.pin(deepest)
-        if not cache.provide(need.own_pages + len(missing) + num_standing, adapter_pages):
-            tree.unpin(deepest, deepest.last_use)
+        reservation = self._reserve(sequence, first_chunk)
+        if not self._residency.provide(now, reservation.kv_pages, reservation.adapter_pages):
+            self._cancel(reservation)
             return False
-        if num_standing:
-            cache.rescue(path)
-            missing = [node for node in path if node.residence is ABSENT]
-        self._count_hits(root, path, len(sequence.tokens))
-        cache.load([root, *missing] if adapter_pages else missing, "demand")
-        cache.rescue(path)
-        cache.visits.matched(deepest, now)
-        sequence.node = deepest
-        sequence.matched = deepest
-        sequence.num_shared = len(path)
-        sequence.num_computed = sequence.num_scheduled = len(path) * self._config.page_tokens
-        sequence.pages = [-1] * len(path)  # known when all are there
-        sequence.pages.extend(cache.device.take(need.own_pages))
-        self._waiting.remove(sequence)
-        sequence.stage = Stage.LOADING
-        self.num_loading += 1
-        sequence.page_updates.clear()
-        bisect.insort(self.holders, sequence, key=lambda s: s.order)
-        self.start_if_ready(sequence)
+        self._commit(sequence, reservation, now)
         return True
 
-    def make_room_for_queue(self, budget: int) -> None:
+    def _commit(self, sequence: Sequence, reservation: Reservation, now: float) -> None:
+        """The sequence holds what was reserved for it; what has to come is on its way."""
+        residency, path, missing = self._residency, reservation.path, reservation.missing
+        root, deepest = reservation.root, reservation.deepest
+        if reservation.num_standing:
+            residency.rescue(path)
+            missing = [node for node in path if node.residence is ABSENT]
+        self._count_hits(root, path, len(sequence.tokens))
+        residency.load(now, [root, *missing] if reservation.adapter_pages else missing, "demand")
+        # What was about to leave below a node that is loading can be kept as well.
+        residency.rescue(path)
+        residency.visits.matched(deepest, now)
+        own_pages = residency.take(reservation.own_pages)
+        self._waiting.remove(sequence)
+        sequence.hold(deepest, len(path), len(path) * self._config.page_tokens, own_pages)
+        self.num_loading += 1
+        bisect.insort(self.holders, sequence, key=lambda s: s.order)
+        self.start_if_ready(sequence)
+
+    def make_room_for_queue(self, budget: int, now: float) -> None:
         """The first in line waits for pages: have those behind it wait for the same copies, not for their own
         after it.
 
-        For as many together as ``budget`` tokens, the limit of sequences and the pool let in. A policy that
-        keeps pages free ahead of demand does without.
+        For as many together as ``budget`` tokens, the limit of sequences and the pool let in.
         """
-        cache, tree = self._cache, self._tree
-        if not cache.policy.makes_room_for_queue:
-            return
+        residency = self._residency
+        if residency.marks is not None or not residency.policy.keeps_history:
+            return  # pages are freed ahead of demand, or nothing unused lies in the way
         coming: set[Node] = set()
-        pinned: list[Node] = []
+        reservations: list[Reservation] = []
         # Holders are served first in the next step: those whose pages are then full take one more.
         size = self._config.page_tokens
         num_growing = sum(len(s.tokens) + s.num_coming == len(s.pages) * size for s in self.holders)
         kv_pages, adapter_pages = self._promised + num_growing, 0
         for sequence in self._waiting.leading(self._config.max_num_seqs - len(self.holders)):
-            need = self._need(sequence, budget)
-            more_kv = need.own_pages + sum(node not in coming for node in need.missing)
-            is_read = need.root.residence is ABSENT and need.root not in coming
-            more_adapters = need.root.num_pages if is_read else 0
-            # Nobody's room is to be made of what another of them will use.
-            tree.pin(need.deepest)
-            if not cache.may_provide(kv_pages + more_kv, adapter_pages + more_adapters):
-                tree.unpin(need.deepest, need.deepest.last_use)
+            # Pinned, so that no room is made of what another of them will use.
+            reservation = self._reserve(sequence, budget)
+            more_kv = reservation.own_pages + sum(node not in coming for node in reservation.missing)
+            more_adapters = 0 if reservation.root in coming else reservation.adapter_pages
+            if not residency.room.may_provide(kv_pages + more_kv, adapter_pages + more_adapters):
+                self._cancel(reservation)
                 break
-            pinned.append(need.deepest)
+            reservations.append(reservation)
             kv_pages += more_kv
             adapter_pages += more_adapters
-            coming.update(need.missing, [need.root])
-            budget -= need.num_tokens
+            coming.update(reservation.missing, [reservation.root])
+            budget -= reservation.num_tokens
             if budget <= 0:
                 break
-        cache.provide(kv_pages, adapter_pages)
-        for node in pinned:
-            tree.unpin(node, node.last_use)
+        residency.provide(now, kv_pages, adapter_pages)
+        for reservation in reservations:
+            self._cancel(reservation)
 
     def _count_hits(self, root: Node, path: list[Node], num_tokens: int) -> None:
-        counters, size = self._cache.counters, self._config.page_tokens
+        counters, size = self._residency.counters, self._config.page_tokens
         on_host = sum(node.residence in (ABSENT, LOADING) for node in path)
         counters.prefix_queries_tokens += num_tokens
         counters.prefix_hits_tokens += len(path) * size
@@ -201,12 +211,11 @@ class Reservations:
             return False
         if self._tree.node(sequence.adapter).residence is not RESIDENT:
             return False
-        sequence.pages[: len(path)] = [node.pages[0] for node in path]
-        sequence.stage = RUNNING
+        sequence.run([node.pages[0] for node in path])
         self.num_loading -= 1
         return True
 
-    def admit_fork(self, child: Sequence, parent: Sequence) -> tuple[PageId, PageId] | None:
+    def admit_fork(self, child: Sequence, parent: Sequence, now: float) -> tuple[PageId, PageId] | None:
         """Give a fork its parent's full pages and a copy of the partial one.
 
         Returns the (source, destination) to copy, or None when no page could be had (``child`` then holds
@@ -214,17 +223,11 @@ class Reservations:
         """
         assert parent.node is not None
         is_partial = child.num_prompt % self._config.page_tokens != 0
-        if is_partial and not self._cache.provide(1):
+        if is_partial and not self._residency.provide(now, 1):
             return None
-        own = self._cache.device.take(1) if is_partial else ()
+        own = self._residency.take(1) if is_partial else ()
         self._tree.pin(parent.node)
-        child.node = parent.node
-        child.matched = parent.node
-        child.num_shared = parent.num_shared
-        child.num_computed = child.num_scheduled = child.num_prompt
-        child.pages = parent.pages[: parent.num_shared] + list(own)
-        child.stage = RUNNING
-        child.page_updates.clear()
+        child.hold_fork(parent, own)
         bisect.insort(self.holders, child, key=lambda s: s.order)
         return (parent.pages[parent.num_shared], own[0]) if own else None
 
@@ -232,23 +235,21 @@ class Reservations:
         """A step is about to be composed."""
         self._promised = 0
 
-    def grow(self, sequence: Sequence, num_tokens: int) -> Growth:
+    def grow(self, sequence: Sequence, num_tokens: int, now: float) -> Growth:
         """Make room for the next ``num_tokens``, preempting newer holders if that is what it takes."""
         num_tokens += sequence.num_scheduled
         if num_tokens <= len(sequence.pages) * self._config.page_tokens:
             return Growth.DONE
         missing = self.pages_for(num_tokens) - len(sequence.pages)
-        while not self._cache.provide(missing + self._promised):
-            if self._cache.will_provide(missing + self._promised):
+        while not self._residency.provide(now, missing + self._promised):
+            if self._residency.room.will_provide(missing + self._promised):
                 self._promised += missing
                 return Growth.SOON
             newest = self.holders[-1]
             if newest is sequence:
                 return Growth.NONE
-            self.preempt(newest)
-        for page in self._cache.device.take(missing):
-            sequence.page_updates.append((len(sequence.pages), page))
-            sequence.pages.append(page)
+            self._preempt(newest, now)
+        sequence.add_pages(self._residency.take(missing))
         return Growth.DONE
 
     def path_of(self, sequence: Sequence) -> list[Node]:
@@ -261,52 +262,50 @@ class Reservations:
     # ------------------------------------------------------------ letting go
 
     def release(self, sequence: Sequence, now: float) -> None:
-        """Take everything back from a holder. What it filled stays in the tree as history."""
-        node, cache = sequence.node, self._cache
+        """Take everything back from a holder that ends. What it filled stays in the tree as history."""
+        self._release(sequence, now, now)
+
+    def _release(self, sequence: Sequence, now: float, last_use: float) -> None:
+        node, residency = sequence.node, self._residency
         assert node is not None
         assert sequence.matched is not None
-        own = sequence.pages[sequence.num_shared :]
-        cache.device.release(own)
-        cache.visits.computed(sequence.matched, node, cache.now)
-        self._tree.unpin(node, now)
-        if not cache.policy.keeps_history:
-            self._drop_unused(node)
-        sequence.node = sequence.matched = None
-        sequence.pages = []
-        sequence.num_shared = 0
-        sequence.num_computed = sequence.num_scheduled = 0
-        self.num_loading -= sequence.stage is Stage.LOADING
+        residency.device.release(sequence.pages[sequence.num_shared :])
+        residency.visits.computed(sequence.matched, node, now)
+        residency.unpin(node, last_use)
+        if not residency.policy.keeps_history:
+            self._drop_unused(node, now)
+        sequence.let_go()
+        self.num_loading -= sequence.stage is SEQUENCE_LOADING
         self.holders.remove(sequence)
 
-    def _drop_unused(self, node: Node) -> None:
+    def _drop_unused(self, node: Node, now: float) -> None:
         """Keep nothing that no running request uses (the paper's S-LoRA baseline)."""
         step: Node | None = node
         while step is not None and step.busy == 0:
             above = step.parent
             if step.parent is not None and not step.children:
-                self._cache.discard(step)
+                self._residency.discard(step)
             elif step.parent is None and self._tree.may_leave(step):
-                self._cache.evict(step, None, "unused")
+                self._residency.evict(now, step, "unused")
             step = above
 
-    def preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence, now: float) -> None:
         """Send a holder back to its place in the queue.
 
         Its full pages stay as history, which leaves by way of the host: it swaps out rather than computes
         again, unless the cache policy finds computing cheaper.
         """
         assert sequence.node is not None
-        self._cache.counters.preemptions += 1
-        self._cache.decided("preempt", sequence.node, "no page is left")
-        self.put_back(sequence)
+        self._residency.counters.preemptions += 1
+        self._residency.note("preempt", sequence.node, "no page is left")
+        self.put_back(sequence, now)
 
-    def put_back(self, sequence: Sequence) -> None:
+    def put_back(self, sequence: Sequence, now: float) -> None:
         """Take a holder's reservation; it waits again, in its place."""
         assert sequence.node is not None
-        self.release(sequence, sequence.node.last_use)
-        if sequence.is_known_to_executor:
-            self._emit(EndSequence(sequence.id))
-            sequence.is_known_to_executor = False
+        self._release(sequence, now, sequence.node.last_use)
+        if sequence.forget_executor():
+            self._residency.decide(EndSequence(sequence.id))
         self._waiting.put_back(sequence)
 
     # ------------------------------------------------------------ filling
@@ -317,18 +316,18 @@ class Reservations:
         Where an equal node is on the device already the sequence adopts its page and frees its own: the
         values agree up to rounding, and every full page then belongs to the tree.
         """
-        size, cache, tree = self._config.page_tokens, self._cache, self._tree
-        keys, pages, node = sequence.page_keys(size), sequence.pages, sequence.node
+        size, residency, tree = self._config.page_tokens, self._residency, self._tree
+        keys, node = sequence.page_keys(size), sequence.node
         assert node is not None
         for index in range(sequence.num_shared, sequence.num_computed // size):
-            key, own = keys[index], pages[index]
+            key, own = keys[index], sequence.pages[index]
             child = node.children.get(key)
             if child is None:
                 child = tree.insert(node, key, now)
             tree.move_pin(node, child)
-            if not cache.fill(child, (own,)):
-                cache.device.release((own,))
-                pages[index] = child.pages[0]
-                sequence.page_updates.append((index, child.pages[0]))
-            sequence.node = node = child
-            sequence.num_shared = index + 1
+            if residency.fill(child, (own,)):
+                sequence.enter(child, None)
+            else:
+                residency.device.release((own,))
+                sequence.enter(child, child.pages[0])
+            node = child

@@ -1,6 +1,6 @@
 """What a replica's gauges are, and how they are read.
 
-Reads the cache, the holders and the queue, changes nothing of them but that it takes note of what it has told.
+Reads residency, the holders and the queue, changes nothing of them but that it takes note of what it has told.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Literal
 
-from manylora.policy.cache import Cache
-from manylora.policy.queues import RUNNING, WaitingQueue
+from manylora.policy.queues import WaitingQueue
 from manylora.policy.reservations import Reservations
+from manylora.policy.residency import Residency
+from manylora.policy.sequences import RUNNING
 from manylora.types import BASE, AdapterId
 
 Which = Literal["all", "busy", "changed"]
@@ -61,9 +62,9 @@ class Snapshot:
 class Gauges:
     """Reads snapshots of one replica's parts."""
 
-    def __init__(self, cache: Cache, held: Reservations, waiting: WaitingQueue) -> None:
-        self._cache = cache
-        self._tree = cache.tree
+    def __init__(self, residency: Residency, held: Reservations, waiting: WaitingQueue) -> None:
+        self._residency = residency
+        self._tree = residency.tree
         self._held = held
         self._waiting = waiting
         self._told_busy: frozenset[AdapterId] = frozenset()
@@ -75,9 +76,9 @@ class Gauges:
         for sequence in self._held.holders:
             where = running if sequence.stage is RUNNING else waiting
             where[sequence.adapter] += 1
-        tree, device, host = self._tree, self._cache.device, self._cache.host
+        tree, device, host = self._tree, self._residency.device, self._residency.host
         free = device.num_free + device.num_deferred
-        left_over = sum(len(move.pages) for move in self._cache.moves() if move.owns_pages)
+        left_over = sum(len(move.pages) for move in self._residency.transfers.moves() if move.owns_pages)
         history = tree.history_pages - tree.pinned_history_pages - tree.standing_pages + left_over
         return Snapshot(
             num_running=running.total(),

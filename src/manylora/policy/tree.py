@@ -1,22 +1,19 @@
 """The dependency tree (FastLibra §4): adapters under the root, KV pages under the adapter they depend on.
 
-Owns each node's states on the device and on the host, who pins what, and the counts that follow from both. A
-KV node is one full page of tokens computed under its adapter after its parent's tokens. Does not know free
-pages, copies, sequences, or what a node is worth; tells a listener whenever a node may have become a candidate
-to leave or to enter.
+Owns each node's states on the device and on the host, who pins what, and the counts that follow from both. A KV
+node is one full page of tokens computed under its adapter after its parent's tokens. Does not know free pages,
+copies, sequences, or what a node is worth; what changes a state returns the other nodes that may have become
+candidates to leave or to enter by it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator
+from typing import Final
 
 from manylora.types import BASE, AdapterId, PageId
-
-if TYPE_CHECKING:
-    from manylora.policy.moves import Move
 
 PageKey = bytes
 """The tokens of one full page, behind their cache scope in a first page; bytes, because they keep their hash."""
@@ -76,7 +73,6 @@ class Node:
         "is_dropped",
         "key",
         "last_use",
-        "move",
         "num_on_device",
         "num_pages",
         "num_standing",
@@ -104,7 +100,6 @@ class Node:
         self.residence = ABSENT
         self.host = NO_COPY
         self.has_landed = False  # LOADING, and only its parent is missing
-        self.move: Move | None = None  # its newest copy in flight
         self.is_dropped = False
         self.pins = 0
         self.busy = 0
@@ -140,7 +135,6 @@ class DependencyTree:
         self.base = Node(BASE, None, b"", 0)
         self.base.residence = RESIDENT
         self._adapters: dict[AdapterId, _AdapterEntry] = {BASE: _AdapterEntry(self.base)}
-        self.changed: Callable[[Node], None] = lambda node: None
         self.num_nodes = 0
         # Device pages by what they hold, whatever the state; then some of them by state.
         self.history_pages = 0
@@ -230,27 +224,31 @@ class DependencyTree:
         self.num_nodes += 1
         return node
 
-    def remove(self, node: Node) -> None:
+    def remove(self, node: Node) -> Node:
         """Take a KV node that is in neither tier, and without children, out of the tree.
 
-        Ghosts above it that were kept for its sake go too.
+        Ghosts above it that were kept for its sake go too. Returns the node above them, which may have become a
+        leaf.
         """
-        parent = node.parent
-        assert parent is not None, "an adapter is forgotten, not removed"
-        if not node.is_ghost or node.children or node.busy:
-            raise AssertionError("the node is still in use")
-        del parent.children[node.key]
-        node.is_dropped = True
-        self.num_nodes -= 1
-        if parent.parent is not None and parent.is_ghost and not parent.children and not parent.busy:
-            self.remove(parent)
-        elif parent.host is HELD:
-            self.changed(parent)  # a leaf of both tiers now; as one of the device it was offered before
+        while True:
+            parent = node.parent
+            assert parent is not None, "an adapter is forgotten, not removed"
+            if not node.is_ghost or node.children or node.busy:
+                raise AssertionError("the node is still in use")
+            del parent.children[node.key]
+            node.is_dropped = True
+            self.num_nodes -= 1
+            if parent.parent is None or not parent.is_ghost or parent.children or parent.busy:
+                return parent
+            node = parent
 
     # ------------------------------------------------------------ states
 
-    def set_device(self, node: Node, residence: Residence, pages: tuple[PageId, ...]) -> None:
-        """The node's new state on the device, with the pages it owns there from now on."""
+    def set_device(self, node: Node, residence: Residence, pages: tuple[PageId, ...]) -> Node | None:
+        """The node's new state on the device, with the pages it owns there from now on.
+
+        Returns the parent where that has lost its last child on the device.
+        """
         before = node.residence
         if node.pages:
             self._count_device(node, -1)
@@ -271,10 +269,12 @@ class DependencyTree:
             if was_on != is_on:
                 parent.num_on_device += 1 if is_on else -1
                 if parent.num_on_device == 0:
-                    self.changed(parent)
-        # Without a copy on the host it is at most a candidate to leave.
-        if node.host is HELD or (residence is RESIDENT and node.busy == 0):
-            self.changed(node)
+                    return parent
+        return None
+
+    def mark_landed(self, node: Node) -> None:
+        """The contents of a loading node are there; its parent's are not."""
+        node.has_landed = True
 
     def set_host(self, node: Node, state: HostState, pages: tuple[PageId, ...]) -> None:
         """The node's new state on the host, likewise."""
@@ -285,7 +285,6 @@ class DependencyTree:
         else:
             self.host_history_pages += change
         node.host, node.host_pages = state, pages
-        self.changed(node)
 
     def _count_device(self, node: Node, sign: int) -> None:
         size, residence = sign * len(node.pages), node.residence
@@ -327,8 +326,9 @@ class DependencyTree:
         num_pages = len(step.pages) if step.busy == 1 and step.residence is RESIDENT else 0
         self._add_evictable(node.adapter, -num_kv_pages, -num_pages)
 
-    def unpin(self, node: Node, now: float) -> None:
-        """Let go of the node; the whole path counts as used now."""
+    def unpin(self, node: Node, now: float) -> list[Node]:
+        """Let go of the node; the whole path counts as used now. Returns what of it has become idle and may
+        leave."""
         node.pins -= 1
         num_kv_pages = num_pages = 0
         idle = []
@@ -350,8 +350,7 @@ class DependencyTree:
                     idle.append(step)
             step = step.parent
         self._add_evictable(node.adapter, num_kv_pages, num_pages)
-        for step in idle:
-            self.changed(step)
+        return idle
 
     def move_pin(self, parent: Node, child: Node) -> None:
         """Exchange a pin on ``parent`` for one on its child. O(1): no subtree count above changes."""
@@ -424,6 +423,19 @@ def subtree(root: Node) -> list[Node]:
     for node in order:
         order.extend(node.children.values())
     return order
+
+
+def use(deepest: Node, above: Node | None, now: float) -> Node | None:
+    """The path from ``deepest`` up to ``above``, which is left out, is used now; returns the adapter where it gets
+    there."""
+    step = deepest
+    while step.parent is not None and step is not above:
+        step.last_use = now
+        step = step.parent
+    if step is above:
+        return None
+    step.last_use = now
+    return step
 
 
 def path_to(node: Node) -> list[Node]:

@@ -1,4 +1,4 @@
-"""Who was asked for lately: visits of nodes within a sliding window, aged weights, recent batch sizes.
+"""What was asked for lately: visits of nodes within a sliding window, aged weights, recent batch sizes.
 
 Owns the bookkeeping that value models read; decides nothing.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable
 
-from manylora.policy.tree import HELD, Node
+from manylora.policy.tree import HELD, Node, use
 from manylora.types import BASE
 
 BATCH_WINDOW_S = 5.0
@@ -20,16 +19,14 @@ class Visits:
     """Counts requests by the nodes they used. A request visits the nodes it matched when it is admitted, and
     those it computed when it lets go of them (the paper updates a node's frequency when it is generated too).
 
-    ``changed`` is called for nodes whose count fell because a visit left the window; without
-    ``counts_window`` nobody reads those counts, and they are not kept. ``only_leaves_matter``: of nodes with
-    children on the device it need not be told.
+    ``counts_window``: counts are kept of the visits within the window; without it no value model reads any.
+    ``only_leaves_matter``: a node with children on the device is no candidate to leave it.
     """
 
     def __init__(
         self,
         window_s: float,
         aging_s: float,
-        changed: Callable[[Node], None],
         *,
         counts_window: bool,
         only_leaves_matter: bool,
@@ -37,7 +34,6 @@ class Visits:
         self._window_s = window_s
         self._counts_window = counts_window
         self._aging_s = aging_s
-        self._changed = changed
         self._log: collections.deque[tuple[float, Node | None, Node]] = collections.deque()
         self._batches: collections.deque[tuple[float, int]] = collections.deque()
         self._batch_rows = 0
@@ -58,14 +54,10 @@ class Visits:
     def _visit(self, above: Node | None, deepest: Node, now: float) -> None:
         if self._counts_window:
             self._count(above, deepest, now)
-        step: Node = deepest
-        while step.parent is not None and step is not above:
-            step.last_use = now
-            step = step.parent
-        if step is not above:
-            step.last_use = now
-            step.weight = 1.0 + step.weight * math.exp((step.weighed_at - now) / self._aging_s)
-            step.weighed_at = now
+        root = use(deepest, above, now)
+        if root is not None:
+            root.weight = 1.0 + root.weight * math.exp((root.weighed_at - now) / self._aging_s)
+            root.weighed_at = now
 
     def _count(self, above: Node | None, deepest: Node, now: float) -> None:
         self._log.append((now, above, deepest))
@@ -76,9 +68,11 @@ class Visits:
                 self._adapters[step] = None
             step = step.parent
 
-    def expire(self, now: float) -> None:
-        """Forget visits that have left the window."""
+    def expire(self, now: float) -> list[Node]:
+        """Forget visits that have left the window; returns the idle nodes, candidates perhaps, whose count
+        fell."""
         log, first = self._log, now - self._window_s
+        fallen: list[Node] = []
         while log and log[0][0] < first:
             _, above, deepest = log.popleft()
             self.num_requests -= above is None
@@ -90,8 +84,9 @@ class Visits:
                 if step.busy == 0:
                     may_be_leaf = not self._only_leaves_matter or step.num_on_device == 0
                     if may_be_leaf or step.host is HELD:
-                        self._changed(step)
+                        fallen.append(step)
                 step = step.parent
+        return fallen
 
     def batch(self, num_rows: int, now: float) -> None:
         """A step of so many rows was started."""

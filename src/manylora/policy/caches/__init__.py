@@ -1,0 +1,48 @@
+"""The cache policies, each a small class in a file of its own, found by name.
+
+``manylora``, FastLibra's with its ablations, the baselines of its paper, and one LRU. A policy of your own is a
+subclass of ``CachePolicy`` anywhere on the import path, named as ``module:Class``.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from manylora.config import ConfigError, PolicyConfig, is_import_name
+from manylora.policy.caches.fastlibra import FastLibra
+from manylora.policy.caches.fastlibra_wol import FastLibraWithoutReward
+from manylora.policy.caches.fastlibra_wom import FastLibraWithoutDependencies
+from manylora.policy.caches.fastlibra_wos import FastLibraWithoutValue
+from manylora.policy.caches.lru import Lru
+from manylora.policy.caches.manylora import Manylora
+from manylora.policy.caches.policy import CachePolicy
+from manylora.policy.caches.s_lora import SLora
+from manylora.policy.caches.static_lru import StaticLru
+
+CACHES: dict[str, type[CachePolicy]] = {
+    policy.name: policy
+    for policy in (
+        Manylora, FastLibra, FastLibraWithoutDependencies, FastLibraWithoutValue, FastLibraWithoutReward,
+        StaticLru, SLora, Lru,
+    )
+}  # fmt: skip
+
+
+def find_cache(name: str) -> CachePolicy:
+    """The policy of that name; raises ConfigError for ``module:Class`` where there is none."""
+    if not is_import_name(name):
+        return CACHES[name]()  # settings refuse names that are not known
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"cache policy {name!r} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, CachePolicy)):
+        raise ConfigError(f"cache policy {name!r} is no subclass of manylora's CachePolicy")
+    return found()
+
+
+def adapter_pages_limit(config: PolicyConfig) -> int:
+    """How many device pages adapters may take."""
+    limit = find_cache(config.cache.policy).adapter_pages(config)
+    return config.num_pages if limit is None else limit

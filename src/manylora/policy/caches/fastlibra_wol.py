@@ -1,0 +1,17 @@
+"""FastLibra's ablation without the reward of adapters, its equation 4 (-WOL)."""
+
+from __future__ import annotations
+
+from manylora.policy.caches.fastlibra import FastLibra
+from manylora.policy.caches.policy import Signals
+from manylora.policy.value import FastLibraValue, ValueModel
+
+
+class FastLibraWithoutReward(FastLibra):
+    """Adapters are worth what equations 3, 5 and 6 say."""
+
+    name = "fastlibra-wol"
+
+    def device_value(self, signals: Signals) -> ValueModel:
+        """See CachePolicy."""
+        return FastLibraValue(signals.visits, signals.rates, signals.config.tau_s, rewards_adapters=False)

@@ -1,0 +1,13 @@
+"""The FastLibra paper's S-LoRA (§6.1): one pool, adapters dropped when they are not used, no history."""
+
+from __future__ import annotations
+
+from manylora.policy.caches.policy import CachePolicy
+
+
+class SLora(CachePolicy):
+    """What no running request uses goes at once; what waiting ones need is prefetched."""
+
+    name = "s-lora"
+    keeps_history = False
+    prefetches = True

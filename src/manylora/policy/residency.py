@@ -1,0 +1,465 @@
+"""What lies where: how nodes leave the device and the host, and how they come back.
+
+Moves the tree, the page ledgers, the transfers and the candidates together, so that every page has one owner: a
+tier's ledger, a node, a sequence, or a copy in flight whose node has gone another way. Knows neither requests nor
+when the swapper wants to move something. What is decided is handed up by ``collect``, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from manylora.config import PolicyConfig
+from manylora.policy.caches import find_cache
+from manylora.policy.caches.policy import Signals
+from manylora.policy.candidates import Candidates
+from manylora.policy.cost import Rates
+from manylora.policy.counters import Counters
+from manylora.policy.pages import PageLedger
+from manylora.policy.room import Room
+from manylora.policy.transfers import Move, Transfers
+from manylora.policy.tree import (
+    ABSENT,
+    FILLING,
+    HELD,
+    LOADING,
+    NO_COPY,
+    RESIDENT,
+    SAVING,
+    STANDBY,
+    DependencyTree,
+    HostState,
+    Node,
+    Residence,
+    subtree,
+)
+from manylora.policy.visits import Visits
+from manylora.protocol import AdapterRead, Command, CopyDone, Decided, EvictAdapter
+from manylora.types import PageId
+
+
+class Residency:
+    """Nodes in two tiers. ``start_transfers`` must follow whatever queued copies."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        self.policy = find_cache(config.cache.policy)
+        self.tree = DependencyTree(self.policy.keeps_dependencies)
+        self.device = PageLedger(config.num_pages)
+        self.host = PageLedger(config.num_host_pages)
+        self.transfers = Transfers()
+        self.rates = Rates(config.page_bytes, config.page_tokens)
+        self.saving = self.policy.saving(self.rates)
+        self.marks = self.policy.marks(config.cache, config.num_pages)
+        self.counters = Counters()
+        self.visits = Visits(
+            config.cache.window_s,
+            config.cache.window_s,
+            counts_window=self.policy.counts_visits,
+            only_leaves_matter=self.policy.keeps_dependencies,
+        )
+        self.room = Room(self.tree, self.device, self.policy.adapter_pages(config))
+        signals = Signals(config.cache, self.visits, self.rates, self.counters)
+        self.candidates = Candidates(
+            self.tree,
+            self.policy.device_value(signals),
+            self.policy.host_value(signals),
+            has_parts=self.room.has_parts,
+            can_enter=self.marks is not None,
+        )
+        self._traces = config.cache.trace
+        self._decided: list[Command] = []
+
+    def collect(self) -> list[Command]:
+        """What was decided since the last time, in order."""
+        decided, self._decided = self._decided, []
+        return decided
+
+    def decide(self, command: Command) -> None:
+        """Something that a part above decides in the course of it, in its place among the rest."""
+        self._decided.append(command)
+
+    def note(self, action: str, node: Node, reason: str, value: float | None = None) -> None:
+        """Say what was decided, where it is traced."""
+        if self._traces:
+            self._decided.append(Decided(action, node.adapter, node.depth, node.num_pages, reason, value))
+
+    # ------------------------------------------------------------ states
+
+    def _set_device(self, node: Node, residence: Residence, pages: tuple[PageId, ...]) -> None:
+        leaf = self.tree.set_device(node, residence, pages)
+        if leaf is not None:
+            self.candidates.offer(leaf)
+        # Without a copy on the host it is at most a candidate to leave.
+        if node.host is HELD or (residence is RESIDENT and node.busy == 0):
+            self.candidates.offer(node)
+
+    def _set_host(self, node: Node, state: HostState, pages: tuple[PageId, ...]) -> None:
+        self.tree.set_host(node, state, pages)
+        self.candidates.offer(node)
+
+    def unpin(self, node: Node, last_use: float) -> None:
+        """Let go of a node that a sequence or a reservation has pinned; its path was used until then."""
+        for idle in self.tree.unpin(node, last_use):
+            self.candidates.offer(idle)
+
+    def forget_visits(self, now: float) -> None:
+        """Visits that have left the window count no more."""
+        for node in self.visits.expire(now):
+            self.candidates.offer(node)
+
+    # ------------------------------------------------------------ room on the device
+
+    def provide(self, now: float, kv_pages: int, adapter_pages: int = 0) -> bool:
+        """Whether so many pages are free. Where they are not, starts what will free them, as far as can be."""
+        if not self.room.has_parts:
+            count = kv_pages + adapter_pages
+            return self.device.num_free >= count or self._provide(now, count, for_adapters=False)
+        has_adapter = not adapter_pages or self._provide(now, adapter_pages, for_adapters=True)
+        return self._provide(now, kv_pages, for_adapters=False) and has_adapter
+
+    def _provide(self, now: float, count: int, for_adapters: bool) -> bool:
+        if self.room.num_coming(for_adapters) + self.tree.evictable_pages >= count:
+            self._make_room(now, count, for_adapters, "demand")
+        return self.room.num_free(for_adapters) >= count
+
+    def shrink(self, now: float, num_pages: int, reason: str) -> list[Node]:
+        """Send nodes away until at most so many pages are used; returns those nodes."""
+        return self._make_room(now, self.device.num_pages - num_pages, False, reason)
+
+    def _make_room(self, now: float, count: int, for_adapters: bool, reason: str) -> list[Node]:
+        """Send nodes away until so many pages are free or about to be, as far as there are candidates."""
+        sent: list[Node] = []
+        if self.room.num_coming(for_adapters) >= count:
+            return sent
+        self.forget_visits(now)
+        leaving = self.candidates.begin_leaving(now, for_adapters)
+        while self.room.num_coming(for_adapters) < count:
+            chosen = leaving.pop()
+            if chosen is None:
+                break
+            self.evict(now, chosen[0], reason, chosen[1])
+            sent.append(chosen[0])
+        leaving.end()
+        return sent
+
+    def take(self, count: int) -> tuple[PageId, ...]:
+        """Device pages that ``provide`` has freed; what stands by on them has left for good."""
+        device = self.device
+        while device.num_short(count) > 0:
+            self._end_standby(device.longest_standing())
+        return device.take(count)
+
+    # ------------------------------------------------------------ leaving the device
+
+    def evict(self, now: float, node: Node, reason: str, value: float | None = None) -> None:
+        """Send a candidate away: at once where the host has a copy, else by way of one, else for good.
+
+        For good, too, where KV is not worth the copy.
+        """
+        if node.host is HELD:
+            self._leave_device(node)
+            self.note("evict", node, reason, value)
+        elif node.host is FILLING and not node.is_adapter:
+            # A save was begun, the node was kept meanwhile, and now is not after all.
+            self._set_device(node, SAVING, node.pages)
+            self.note("save", node, reason, value)
+        elif node.parent is not None and self._is_worth_saving(node, now) and self._provide_host(now, 1):
+            self._save(node)
+            self.note("save", node, reason, value)
+        else:
+            self.note("drop", node, reason, value)
+            self._lose(node)
+
+    def _is_worth_saving(self, node: Node, now: float) -> bool:
+        return self.saving.pays(node.depth.bit_length(), now)
+
+    def _leave_device(self, node: Node) -> None:
+        """Free the device pages of a node whose contents are safe, or not wanted."""
+        if self._can_stand_by(node):
+            self._set_device(node, STANDBY, node.pages)
+            self.device.stand_by(node.pages[0], node)
+            return
+        self._end_standby_below(node)
+        pages = node.pages
+        self._set_device(node, ABSENT, ())
+        # An aborted request's rows may still be in the step in flight.
+        self.device.release(pages)
+        self._has_left(node)
+
+    def _has_left(self, node: Node) -> None:
+        """A node whose contents were on the device is there no more, nor stands by."""
+        if node.parent is None:
+            self.counters.adapter_evictions += 1
+            self._decided.append(EvictAdapter(node.adapter))
+        else:
+            self.counters.history_evictions += 1
+
+    def _save(self, node: Node) -> None:
+        self._set_device(node, SAVING, node.pages)
+        self._set_host(node, FILLING, self.host.take(1))
+        self.saving.saved()
+        self.transfers.queue(node, to_device=False)
+
+    def _lose(self, node: Node) -> None:
+        """Drop a node that nothing can bring back from the host, with what cannot be used without it."""
+        if not node.children or self.policy.loses_history_with(node.is_adapter):
+            self.discard(node)
+            return
+        if node.residence is not ABSENT:
+            self._leave_device(node)
+        self.counters.history_drops += not node.is_adapter
+
+    def discard(self, root: Node) -> None:
+        """Take a node and all below it out of both tiers. None of them is pinned; an adapter stays known."""
+        for node in reversed(subtree(root)) if root.children else (root,):
+            self._let_go(node)
+            if node.parent is not None and not node.is_dropped:
+                self.counters.history_drops += 1
+                self._remove(node)
+
+    def _remove(self, node: Node) -> None:
+        """Take a KV node that is in neither tier out of the tree."""
+        above = self.tree.remove(node)
+        if above.host is HELD:
+            # A leaf of both tiers, perhaps; as one of the device it was offered before.
+            self.candidates.offer(above)
+
+    def _let_go(self, node: Node) -> None:
+        """Give up the node's pages in both tiers; what a copy still touches is the copy's until it ends."""
+        pages, host_pages = node.pages, node.host_pages
+        move = self.transfers.disown(node)
+        if move is not None:
+            move.owns_pages = bool(pages)
+            move.owns_host_pages = bool(host_pages)
+        was_there = node.residence is RESIDENT or node.residence is STANDBY
+        if node.residence is STANDBY:
+            self.device.call_back(pages[0])
+        if pages:
+            self._set_device(node, ABSENT, ())
+            if move is None:
+                self.device.release(pages)
+        if host_pages:
+            self._set_host(node, NO_COPY, ())
+            if move is None:
+                self.host.release(host_pages)
+        if was_there and pages:
+            self._has_left(node)
+
+    # ------------------------------------------------------------ standing by
+
+    def _can_stand_by(self, node: Node) -> bool:
+        """Whether a node that leaves can come back until its page is taken."""
+        parent = node.parent
+        if not self.policy.keeps_standby or parent is None or node.host is not HELD:
+            return False
+        return parent.residence is RESIDENT or parent.residence is STANDBY or parent.residence is SAVING
+
+    def _end_standby(self, node: Node) -> None:
+        """Give up the page of a node that stands by, and those of what could not come back without it."""
+        self.device.stand_down(node.pages[0])
+        self._end_standby_below(node)
+        self._set_device(node, ABSENT, ())
+        self._has_left(node)
+
+    def _end_standby_below(self, node: Node) -> None:
+        if node.num_standing:
+            for child in [child for child in node.children.values() if child.residence is STANDBY]:
+                self._end_standby(child)
+
+    # ------------------------------------------------------------ the host
+
+    def _provide_host(self, now: float, count: int) -> bool:
+        """Free host pages, dropping what the host can best do without."""
+        if self.host.num_free >= count:
+            return True
+        if count > self.host.num_pages:
+            return False
+        leaving = self.candidates.begin_leaving_host(now)
+        while self.host.num_free < count:
+            chosen = leaving.pop()
+            if chosen is None:
+                break
+            self.leave_host(*chosen)
+        leaving.end()
+        return self.host.num_free >= count
+
+    def leave_host(self, node: Node, value: float | None = None) -> None:
+        """Drop the host's copy."""
+        self.counters.host_evictions += 1
+        self.note("drop-host", node, "host is full", value)
+        if node.residence is STANDBY:
+            self._end_standby(node)
+        pages = node.host_pages
+        self._set_host(node, NO_COPY, ())
+        self.host.release(pages)
+        if node.residence is ABSENT and not node.is_adapter:
+            self.counters.history_drops += 1
+            self._remove(node)
+
+    # ------------------------------------------------------------ coming
+
+    def rescue(self, path: Iterable[Node], with_standby: bool = True) -> None:
+        """Keep nodes of a path, parents first, that were about to leave or have just left, and whose parents have
+        not. What stands by below a parent that is not there has to be copied like any other."""
+        for node in path:
+            if node.residence is STANDBY and with_standby:
+                if not self._is_parent_there(node):
+                    self._end_standby(node)
+                    continue
+                self.device.call_back(node.pages[0])
+            elif node.residence is not SAVING:
+                continue
+            if self._is_parent_there(node):
+                self._set_device(node, RESIDENT, node.pages)
+                self._land_children(node)
+            elif node.parent is not None and node.parent.residence is LOADING:
+                self._set_device(node, LOADING, node.pages)
+                self.tree.mark_landed(node)
+
+    def load(self, now: float, nodes: Iterable[Node], reason: str, value: float | None = None) -> None:
+        """Bring absent nodes, parents first, into pages that ``provide`` has freed."""
+        for node in nodes:
+            if reason == "demand" and not node.is_adapter:
+                self.saving.came_back(1)
+            self._set_device(node, LOADING, self.take(node.num_pages))
+            if node.host is HELD:
+                self.transfers.queue(node, to_device=True)
+                self.note("load", node, reason, value)
+            elif node.host is NO_COPY:
+                assert node.is_adapter, "KV without a host copy cannot be brought back"
+                self.read(now, node, reason)
+
+    def read(self, now: float, node: Node, reason: str) -> None:
+        """Read an adapter from its source: to the host where it finds room, else to the device at once."""
+        self.note("read", node, reason)
+        self.counters.adapter_reads += 1
+        goes_to_host = self._provide_host(now, node.num_pages)
+        if goes_to_host:
+            self._set_host(node, FILLING, self.host.take(node.num_pages))
+        else:
+            assert node.residence is LOADING, "a read to the device needs pages there"
+        self._decided.append(self.transfers.read(node, to_device=not goes_to_host))
+
+    def start_transfers(self) -> None:
+        """Start the copies that were queued."""
+        self._decided += self.transfers.flush()
+
+    def fill(self, node: Node, pages: tuple[PageId, ...]) -> bool:
+        """A running sequence has computed this page: it becomes the node's, unless the node has its own.
+
+        Whether the sequence's page was taken; if not, it is to use the node's.
+        """
+        if node.residence is STANDBY:
+            self.device.call_back(node.pages[0])
+        if node.residence is SAVING or node.residence is STANDBY or node.has_landed:
+            self._set_device(node, RESIDENT, node.pages)
+            self._land_children(node)
+            return False
+        if node.residence is RESIDENT:
+            return False
+        if node.residence is LOADING:
+            move = self.transfers.disown(node)
+            assert move is not None, "a loading node has a copy in flight"
+            move.owns_pages = True  # what is coming is not wanted any more
+        self._set_device(node, RESIDENT, pages)
+        self._land_children(node)
+        return True
+
+    # ------------------------------------------------------------ what has come, or has not
+
+    def read_ended(self, event: AdapterRead) -> Node | None:
+        """A read has ended; returns the adapter's node where that leaves a loading one without contents."""
+        read = self.transfers.read_ended(event.adapter)
+        node = read.node
+        if event.ok:
+            self.rates.saw_read(node.num_pages, event.read_s)
+            if read.to_device:
+                self._land(node)
+            else:
+                self._set_host(node, HELD, node.host_pages)
+                if node.residence is LOADING:
+                    self.transfers.queue(node, to_device=True)
+            return None
+        if not read.to_device:
+            pages = node.host_pages
+            self._set_host(node, NO_COPY, ())
+            self.host.release(pages)
+        return node if node.residence is LOADING else None
+
+    def copy_ended(self, event: CopyDone) -> list[Node]:
+        """A copy has landed or failed; returns the nodes whose contents did not come."""
+        moves = self.transfers.copy_ended(event.copy)
+        if moves:
+            self._count_copy(moves, event)
+        failed = []
+        for move in moves:
+            node = move.node
+            is_current = self.transfers.end(move)
+            if move.to_device:
+                if is_current and event.ok:
+                    self._land(node)
+                elif is_current:
+                    failed.append(node)
+                elif event.ok and node.is_adapter:
+                    self._decided.append(EvictAdapter(node.adapter))  # the executor believes it resident
+            elif is_current:
+                self._saved(node, event.ok)
+            if move.owns_pages:
+                self.device.release(move.pages)
+            if move.owns_host_pages:
+                self.host.release(move.host_pages)
+        return failed
+
+    def _count_copy(self, moves: list[Move], event: CopyDone) -> None:
+        num_pages, to_device = sum(len(move.pages) for move in moves), moves[0].to_device
+        self.counters.swaps_failed += not event.ok
+        if event.ok:
+            self.rates.saw_copy(num_pages, event.copy_s, to_device)
+            self.counters.copied(num_pages, event.copy_s, to_device)
+
+    def _saved(self, node: Node, ok: bool) -> None:
+        """A copy to the host has ended: a node that still wants to leave does."""
+        if ok:
+            self._set_host(node, HELD, node.host_pages)
+            if node.residence is SAVING:
+                self._leave_device(node)
+            return
+        pages = node.host_pages
+        self._set_host(node, NO_COPY, ())
+        self.host.release(pages)
+        if node.residence is SAVING:
+            self._lose(node)
+
+    def _land(self, node: Node) -> None:
+        """A loading node's contents are there: it is resident once its parent is."""
+        if not self._is_parent_there(node):
+            self.tree.mark_landed(node)
+            return
+        self._set_device(node, RESIDENT, node.pages)
+        self._land_children(node)
+
+    def _land_children(self, node: Node) -> None:
+        """The node is resident: so are children that had landed before it, and others may enter."""
+        for child in node.children.values():
+            if child.has_landed:
+                self._land(child)
+            elif child.residence is ABSENT:
+                self.candidates.offer(child)
+
+    def _is_parent_there(self, node: Node) -> bool:
+        if node.parent is None or not self.tree.keeps_dependencies:
+            return True
+        return node.parent.residence is RESIDENT
+
+    def abandon_load(self, node: Node) -> None:
+        """What a loading node waited for will not come: it, and whatever below it is loading, is absent."""
+        for member in reversed(subtree(node)):
+            if member.residence is not LOADING:
+                continue
+            pages, move = member.pages, self.transfers.current(member)
+            if move is not None:
+                move.owns_pages, pages = True, ()
+                if move.to_device:
+                    self.transfers.disown(member)
+            self._set_device(member, ABSENT, ())
+            self.device.release(pages)

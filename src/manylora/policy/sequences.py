@@ -1,0 +1,298 @@
+"""Requests and sequences as the policy sees them.
+
+Owns the bookkeeping of tokens, pages and stages: every field of a request's state and of a sequence is written
+here and nowhere else. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import array
+import enum
+from collections.abc import Sequence as SequenceOf
+from typing import Final
+
+from manylora.policy.tree import Node, PageKey
+from manylora.protocol import RunStep, SequenceStart, StepRow, step_row
+from manylora.types import AdapterId, PageId, Request, SequenceId
+
+_TOKEN_BYTES = 8
+
+
+class Stage(enum.Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+WAITING: Final = Stage.WAITING
+LOADING: Final = Stage.LOADING
+RUNNING: Final = Stage.RUNNING
+ENDED: Final = Stage.ENDED
+"""Plain names: these are compared for every row of every step, and reading an Enum's member takes long."""
+
+
+class RequestState:
+    """A live request: its samples that have not ended yet, and limits resolved on arrival."""
+
+    __slots__ = (
+        "admitted", "arrived_s", "is_ready", "max_tokens", "min_tokens", "open_samples", "order", "request",
+        "sequences", "stop_ids",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, order: int, max_tokens: int, arrived_s: float) -> None:
+        self.request = request
+        self.order = order
+        self.arrived_s = arrived_s
+        self.max_tokens = max_tokens
+        self.min_tokens = request.params.min_tokens
+        self.stop_ids = frozenset(request.stop_ids)
+        self.admitted = False
+        self.is_ready = False
+        # Samples without a sequence yet are open too: they fork off sample 0 when its prompt is computed.
+        self.open_samples = set(range(request.params.n))
+        self.sequences: dict[int, Sequence] = {}
+
+    def note_admission(self) -> bool:
+        """One of its sequences left the queue; whether that is the first time."""
+        is_first, self.admitted = not self.admitted, True
+        return is_first
+
+    def note_ready(self) -> bool:
+        """All that one of its sequences reuses is there; whether that is the first time."""
+        is_first, self.is_ready = not self.is_ready, True
+        return is_first
+
+    def end_sample(self, sample: int) -> None:
+        """No token of it is told of after this."""
+        self.open_samples.remove(sample)
+
+
+class Sequence:
+    """One sample of a request.
+
+    Page table ``pages``: the first ``num_shared`` belong to tree nodes on the path that ends in ``node``
+    (which the sequence pins while it holds a reservation); the rest are its own.
+
+        tokens:  |<- prompt ->|<- generated ->|<- num_coming ->|
+                 |<- num_computed ->|<- in flight ->|<- remaining ->|
+                 |<-        num_scheduled         ->|
+        pages:   [shared ... shared][own ... own]
+
+    Without a step in flight nothing is coming, and what was scheduled is computed.
+    """
+
+    __slots__ = (
+        "adapter", "adapter_s", "admitted_s", "id", "is_known_to_executor", "is_prefetched", "keys", "last_step",
+        "matched", "most_tokens", "node", "num_coming", "num_computed", "num_failed_copies", "num_prompt",
+        "num_scheduled", "num_shared", "num_unborn_forks", "page_updates", "pages", "sample", "stage", "state",
+        "tokens",
+    )  # fmt: skip
+
+    def __init__(self, sequence: SequenceId, state: RequestState, sample: int, tokens: list[int]) -> None:
+        self.id = sequence
+        self.state = state
+        self.sample = sample
+        self.adapter: AdapterId = state.request.adapter
+        self.tokens = tokens
+        self.num_prompt = len(state.request.prompt)
+        self.most_tokens = self.num_prompt + state.max_tokens
+        self.num_computed = 0
+        self.num_scheduled = 0
+        self.num_coming = 0  # tokens that steps in flight draw for it
+        self.last_step = 0  # that has a row of it
+        self.pages: list[PageId] = []
+        self.num_shared = 0
+        self.node: Node | None = None
+        self.matched: Node | None = None  # the deepest node that it found rather than computed
+        self.keys: list[PageKey] = []
+        self.admitted_s = 0.0
+        self.adapter_s: float | None = None  # how long it waited for its adapter, once it is there
+        self.num_failed_copies = 0
+        # Samples that will fork off this sequence once its prompt is computed.
+        self.num_unborn_forks = state.request.params.n - 1 if sample == 0 else 0
+        self.is_prefetched = False
+        self.stage = WAITING
+        # False from each admission until a step brings a SequenceStart.
+        self.is_known_to_executor = False
+        self.page_updates: list[tuple[int, PageId]] = []
+        state.sequences[sample] = self
+
+    # ------------------------------------------------------------ asked
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Arrival order; earlier is more urgent and is preempted later."""
+        return (self.state.order, self.sample)
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens known, or soon known, that no step computes yet; 1 while decoding."""
+        return len(self.tokens) + self.num_coming - self.num_scheduled
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether it can go on only when the token that is coming has come: others fork off then, or it ends."""
+        num_known = len(self.tokens) + self.num_coming
+        return self.num_coming > 0 and (self.num_unborn_forks > 0 or num_known >= self.most_tokens)
+
+    def page_keys(self, page_tokens: int) -> list[PageKey]:
+        """The tokens of all full pages, cut once; the first page's stand behind the request's cache scope."""
+        first, size = len(self.keys), page_tokens * _TOKEN_BYTES
+        num_new = len(self.tokens) // page_tokens - first
+        if num_new > 0:
+            new = self.tokens[first * page_tokens : (first + num_new) * page_tokens]
+            cells = array.array("q", new).tobytes()
+            if num_new == 1:  # as it goes while tokens are generated
+                self.keys.append(cells)
+            else:
+                self.keys += [cells[start : start + size] for start in range(0, len(cells), size)]
+            if first == 0:
+                # Whatever lies below a first page that only one scope finds is that scope's alone. All pages have
+                # one length, so where the scope ends is clear.
+                self.keys[0] = self.state.request.cache_scope.encode() + self.keys[0]
+        return self.keys
+
+    # ------------------------------------------------------------ waiting and holding
+
+    def prefetched(self) -> None:
+        """What it needs was looked at while it waits."""
+        self.is_prefetched = True
+
+    def hold(self, deepest: Node, num_shared: int, num_computed: int, own_pages: SequenceOf[PageId]) -> None:
+        """It is admitted, and waits for what is on its way; the ids of shared pages are known when all are
+        there."""
+        self.node = self.matched = deepest
+        self.num_shared = num_shared
+        self.num_computed = self.num_scheduled = num_computed
+        self.pages = [-1] * num_shared
+        self.pages.extend(own_pages)
+        self.page_updates.clear()
+        self.stage = LOADING
+
+    def hold_fork(self, parent: Sequence, own_pages: SequenceOf[PageId]) -> None:
+        """It is a fork of a sequence whose prompt is computed, and runs on from there."""
+        self.node = self.matched = parent.node
+        self.num_shared = parent.num_shared
+        self.num_computed = self.num_scheduled = self.num_prompt
+        self.pages = parent.pages[: parent.num_shared]
+        self.pages.extend(own_pages)
+        self.page_updates.clear()
+        self.stage = RUNNING
+
+    def note_admission(self, now: float, is_adapter_there: bool) -> None:
+        """When it was admitted, for the parts of its wait."""
+        self.admitted_s = now
+        self.adapter_s = 0.0 if is_adapter_there else None
+
+    def note_adapter(self, now: float) -> None:
+        """Its adapter is there."""
+        if self.adapter_s is None:
+            self.adapter_s = now - self.admitted_s
+
+    def note_failed_copy(self) -> int:
+        """Something that it waits for could not be copied; how often that has been so."""
+        self.num_failed_copies += 1
+        return self.num_failed_copies
+
+    def run(self, shared_pages: SequenceOf[PageId]) -> None:
+        """All that it reuses is there."""
+        self.pages[: len(shared_pages)] = shared_pages
+        self.stage = RUNNING
+
+    def add_pages(self, pages: SequenceOf[PageId]) -> None:
+        """Room for more tokens."""
+        for page in pages:
+            self.page_updates.append((len(self.pages), page))
+            self.pages.append(page)
+
+    def enter(self, node: Node, instead: PageId | None) -> None:
+        """Its first own page belongs to a node now; ``instead`` is the node's page where that is another."""
+        if instead is not None:
+            self.pages[self.num_shared] = instead
+            self.page_updates.append((self.num_shared, instead))
+        self.node = node
+        self.num_shared += 1
+
+    def let_go(self) -> None:
+        """It holds nothing."""
+        self.node = self.matched = None
+        self.pages = []
+        self.num_shared = 0
+        self.num_computed = self.num_scheduled = 0
+
+    def forget_executor(self) -> bool:
+        """The executor is to forget it; whether it knows it."""
+        was_known, self.is_known_to_executor = self.is_known_to_executor, False
+        return was_known
+
+    def wait_again(self) -> None:
+        """It waits for another admission."""
+        self.stage = WAITING
+
+    def end(self) -> None:
+        """Its one end."""
+        self.stage = ENDED
+        del self.state.sequences[self.sample]
+
+    # ------------------------------------------------------------ steps
+
+    def row_failed(self, draws: bool) -> None:
+        """A step with a row of it has failed."""
+        self.num_coming -= draws
+
+    def forks_are_born(self) -> None:
+        """The samples that share its prompt have sequences of their own."""
+        self.num_unborn_forks = 0
+
+
+Scheduled = tuple[Sequence, int, int]
+"""A row of a step: the sequence, tokens to compute, samples to draw."""
+
+
+def run_step(step: int, scheduled: list[Scheduled]) -> RunStep:
+    """The rows are on their way; the command that computes them."""
+    starts: list[SequenceStart] = []
+    rows: list[StepRow] = []
+    for sequence, num_tokens, num_samples in scheduled:
+        changed: tuple[tuple[int, PageId], ...] = ()
+        if sequence.page_updates:
+            changed = tuple(sequence.page_updates)
+            sequence.page_updates.clear()
+        if not sequence.is_known_to_executor:
+            starts.append(_start_of(sequence))
+            sequence.is_known_to_executor = True
+            changed = ()
+        first = sequence.num_scheduled
+        rows.append(step_row((sequence.id, first, num_tokens, num_samples, changed)))
+        sequence.num_scheduled = first + num_tokens
+        sequence.last_step = step
+        if num_samples:
+            sequence.num_coming += 1
+    return RunStep(step, tuple(starts), tuple(rows))
+
+
+def rows_ended(scheduled: list[Scheduled]) -> None:
+    """The step with these rows has computed them; a sequence that was preempted meanwhile has no pages."""
+    for sequence, num_tokens, num_samples in scheduled:
+        if sequence.stage is RUNNING:
+            sequence.num_computed += num_tokens
+        if num_samples:
+            sequence.num_coming -= 1
+
+
+def _start_of(sequence: Sequence) -> SequenceStart:
+    request = sequence.state.request
+    return SequenceStart(
+        sequence=sequence.id,
+        sample=sequence.sample,
+        adapter=request.adapter,
+        tokens=tuple(sequence.tokens),
+        num_prompt_tokens=sequence.num_prompt,
+        num_computed=sequence.num_computed,
+        pages=tuple(sequence.pages),
+        params=request.params,
+        stop_ids=request.stop_ids,
+    )
