@@ -242,7 +242,7 @@ def main() -> None:
         parser.error(f"--folder {args.folder}: there is no such folder")
     limit = 60 if args.quick else None
     taus_s, windows_s = (TAUS_S[::3], WINDOWS_S[::2]) if args.quick else (TAUS_S, WINDOWS_S)
-    report = {
+    report: dict[str, Any] = {
         "costs": {**dataclasses.asdict(DeviceCosts()), "step_base_s": STEP_BASES_S[1]},
         "policies": compare_policies(WORKLOADS, limit),
         "fastlibra": sweep_fastlibra(GRID_WORKLOADS, taus_s, windows_s, limit),

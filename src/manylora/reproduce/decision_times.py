@@ -14,7 +14,7 @@ import statistics
 import time
 
 from manylora.config import CacheConfig, PolicyConfig
-from manylora.policy.cache import Cache
+from manylora.policy.residency import Residency
 from manylora.policy.tree import Node, PageKey, Residence
 
 NUM_ADAPTERS = 1000
@@ -26,8 +26,8 @@ WINDOW_S = 60.0
 
 def build(
     policy: str, num_nodes: int, with_host: bool, rng: random.Random
-) -> tuple[Cache, list[list[PageKey]]]:
-    """A full tree at 96 % use, each conversation visited at a moment of its own."""
+) -> tuple[Residency, list[list[PageKey]]]:
+    """A full tree at 96 % use, each conversation visited at a moment of its own within the first window."""
     num_conversations = num_nodes // PAGES_A_CONVERSATION
     num_adapters = min(NUM_ADAPTERS, num_conversations)
     used = num_nodes + num_adapters * ADAPTER_PAGES
@@ -42,30 +42,30 @@ def build(
         2**21,
         CacheConfig(policy, window_s=WINDOW_S),
     )
-    cache = Cache(config, lambda command: None)
+    residency = Residency(config)
+    tree = residency.tree
     for adapter in range(1, num_adapters + 1):
-        cache.tree.add_adapter(adapter, ADAPTER_PAGES)
+        tree.add_adapter(adapter, ADAPTER_PAGES)
     conversations = []
     now = 0.0
     spacing_s = WINDOW_S / num_conversations  # one enters the window as one leaves it
     for number in range(num_conversations):
         now += spacing_s
-        cache.now = now
-        root = cache.tree.node(_adapter_of(number))
+        root = tree.node(_adapter_of(number))
         if not root.pages:
-            cache.tree.set_device(root, Residence.RESIDENT, cache.device.take(root.num_pages))
+            tree.set_device(root, Residence.RESIDENT, residency.take(root.num_pages))
         keys = [rng.randbytes(16 * 8) for _ in range(PAGES_A_CONVERSATION)]
         conversations.append(keys)
         node: Node = root
-        cache.tree.pin(root)
+        tree.pin(root)
         for key in keys:
-            child = cache.tree.insert(node, key, now)
-            cache.tree.move_pin(node, child)
-            cache.fill(child, cache.device.take(1))
+            child = tree.insert(node, key, now)
+            tree.move_pin(node, child)
+            residency.fill(child, residency.take(1))
             node = child
-        cache.visits.matched(node, now)
-        cache.tree.unpin(node, now)
-    return cache, conversations
+        residency.visits.matched(node, now)
+        residency.unpin(node, now)
+    return residency, conversations
 
 
 def _adapter_of(conversation: int) -> int:
@@ -73,41 +73,41 @@ def _adapter_of(conversation: int) -> int:
 
 
 def time_requests(
-    cache: Cache, conversations: list[list[PageKey]], count: int, rng: random.Random
-) -> list[float]:
-    """Seconds of each request's match, pin, visit, unpin, and of the expiry of what left the window."""
-    tree, visits = cache.tree, cache.visits
+    residency: Residency, conversations: list[list[PageKey]], count: int, rng: random.Random
+) -> tuple[list[float], float]:
+    """Seconds of each request's match, pin, visit, unpin, and of the expiry of what left the window; and the
+    moment of the last one."""
+    tree, visits = residency.tree, residency.visits
     seconds = []
-    now = cache.now
+    now = WINDOW_S
     for _ in range(count):
         number = rng.randrange(len(conversations))
         keys, adapter = conversations[number], _adapter_of(number)
         now += WINDOW_S / len(conversations)  # each request sees about one expire
-        cache.now = now
         began = time.perf_counter()
         path = tree.match(adapter, keys, PAGES_A_CONVERSATION)
         deepest = path[-1] if path else tree.node(adapter)
         tree.pin(deepest)
         visits.matched(deepest, now)
-        tree.unpin(deepest, now)
-        visits.expire(now)
+        residency.unpin(deepest, now)
+        residency.forget_visits(now)
         seconds.append(time.perf_counter() - began)
         assert len(path) == PAGES_A_CONVERSATION
-    return seconds
+    return seconds, now
 
 
-def time_decisions(cache: Cache, count: int) -> list[float]:
+def time_decisions(residency: Residency, count: int, now: float) -> list[float]:
     """Seconds of each choice of victims for 64 pages; the pages are taken, so that use stays at 96 %."""
     seconds = []
     for _ in range(count):
-        cache.now += 0.1
-        cache.visits.expire(cache.now)  # requests pay for this, see above
-        target = cache.pages_used - VICTIM_PAGES
+        now += 0.1
+        residency.forget_visits(now)  # requests pay for this, see above
+        target = residency.room.pages_used - VICTIM_PAGES
         began = time.perf_counter()
-        cache.shrink(target, "busy")
+        residency.shrink(now, target, "busy")
         seconds.append(time.perf_counter() - began)
-        assert cache.pages_used <= target
-        cache.device.take(min(VICTIM_PAGES, cache.device.num_free))
+        assert residency.room.pages_used <= target
+        residency.take(min(VICTIM_PAGES, residency.device.num_free))
     return seconds
 
 
@@ -117,11 +117,11 @@ def measure(
     """Milliseconds of real time of requests and of decisions; raises AssertionError for a tree that is too small
     for so many decisions."""
     rng = random.Random(7)
-    cache, conversations = build(policy, num_nodes, with_host, rng)
+    residency, conversations = build(policy, num_nodes, with_host, rng)
     gc.collect()
     gc.freeze()
-    requests = time_requests(cache, conversations, num_requests, rng)
-    decisions = time_decisions(cache, num_decisions)
+    requests, now = time_requests(residency, conversations, num_requests, rng)
+    decisions = time_decisions(residency, num_decisions, now)
     gc.unfreeze()
     return {
         "policy": policy,
