@@ -33,7 +33,7 @@ docs: $(VENV)/.base  ## write every figure of README and docs/ anew from its rec
 	$(BIN)/python -m tools.figures
 
 test-long: $(VENV)/.test  ## what takes longer than CI should
-	$(BIN)/python -m pytest -n 2 -m long
+	$(BIN)/python -m tools.long_tests --out docs/results/test_long.json -n 2
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
