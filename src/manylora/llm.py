@@ -163,7 +163,7 @@ class AsyncLLM:
         self, prompts: list[Prompt], params: Any, adapter: Any, salt: Any, add_special_tokens: bool = True
     ) -> list[_Job]:
         """Check everything before anything runs."""
-        self.check_process()
+        self._check_process()
         each_params = spread(params if params is not None else SamplingParams(), len(prompts), "params")
         each_adapter = spread(adapter, len(prompts), "adapter")
         scopes = [self._scopes.scope(None, one) for one in spread(salt, len(prompts), "cache_salt")]
@@ -291,13 +291,13 @@ class AsyncLLM:
         """The model's tokenizer, if it has one."""
         return self._tokenizer
 
-    def check_process(self) -> None:
+    def _check_process(self) -> None:
         """Raises EngineDead in a process that was forked off the engine's: no thread of the engine is there."""
         if os.getpid() != self._pid:
             raise EngineDead("the engine is in another process: make an LLM after the fork, in the child")
 
     def _connected(self) -> LocalEngine:
-        self.check_process()
+        self._check_process()
         if not self._finalizer.alive:
             raise EngineDead("the engine was closed")
         if self._engine is None:
@@ -355,7 +355,7 @@ class LLM:
 
     def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         try:
-            self._llm.check_process()
+            self._llm._check_process()
             wait_at_exit()
             if not self._finalizer.alive:
                 raise EngineDead("the engine was closed")
