@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,7 @@ ROOMS: dict[str, set[str]] = {
     | BOTTOM,
     "": {"llm", "types"},
 }
+PERSONS = re.compile(r"\b(who|whom|whoever|nobody|somebody)\b", re.IGNORECASE)
 TORCH = {"torch", "triton"}
 NO_TORCH = {
     "types",
@@ -150,3 +152,10 @@ def test_no_file_is_a_god_file() -> None:
 def test_imports_without_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_things_are_not_called_who() -> None:
+    """A sentence says which thing it means: a request, a page, a node. In rooms that have been gone through."""
+    for path in (ROOT / "policy").rglob("*.py"):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            assert not PERSONS.search(line), f"{path}:{number}: {line.strip()}"

@@ -16,13 +16,14 @@ truncates."""
 
 
 class Admission:
-    """``fcfs``: oldest first; ``lcfs``: newest first; ``early-abort``: whoever can still be served in time.
+    """``fcfs``: oldest first; ``lcfs``: newest first; ``early-abort``: what can still be served in time.
 
-    Who was admitted before comes first in all of them. Early abort is as in the authors' repository, of which the
-    paper gives the idea: a round drops requests that have waited so long that, with ``FIRST_STEP_S`` for the step
-    to come, their first token would miss the objective. Then it takes the newest first where the queue grows by as
-    many as are admitted, else the oldest. ``growth`` averages, over rounds, how many more wait than after the
-    last round that admitted anybody; ``admitted``, over those, how many it admitted.
+    A sequence that was admitted before comes first in all of them. Early abort is as in the authors' repository,
+    of which the paper gives the idea: a round drops requests that have waited so long that, with
+    ``FIRST_STEP_S`` for the step to come, their first token would miss the objective. Then it takes the newest
+    first where the queue grows by as many as are admitted, else the oldest. ``growth`` averages, over rounds,
+    how many more wait than after the last round that admitted anybody; ``admitted``, over those, how many it
+    admitted.
     """
 
     def __init__(self, config: PolicyConfig, waiting: WaitingQueue) -> None:
@@ -43,7 +44,7 @@ class Admission:
         )
 
     def begin_round(self, now: float) -> list[Sequence]:
-        """There is room for somebody; sets the queue's order and returns those for whom it is too late."""
+        """There is room in the step; sets the queue's order and returns the sequences for which it is too late."""
         if self._objective_s is None:
             return []
         self.growth = KEPT * self.growth + (1 - KEPT) * (len(self._waiting) - self._num_left)

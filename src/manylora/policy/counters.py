@@ -1,4 +1,4 @@
-"""What the policy did since it began, in numbers. Does not know who shows them."""
+"""What the policy did since it began, in numbers. Does not know where they are shown."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def _check_in_flight(held: Reservations, rows: list[Scheduled]) -> None:
                 step = step.parent
     for sequence in held.holders:
         own = [(num_tokens, num_samples) for s, num_tokens, num_samples in rows if s is sequence]
-        assert held.is_in_flight(sequence) == bool(own), "who has rows in flight is known"
+        assert held.is_in_flight(sequence) == bool(own), "rows in flight are known"
         assert sequence.num_coming == sum(num_samples > 0 for _, num_samples in own), (
             "coming tokens are counted"
         )
@@ -149,7 +149,7 @@ def _check_counts(residency: Residency, nodes: list[Node]) -> None:
 def _check_pins(nodes: list[Node], held: Reservations) -> None:
     wanted = collections.Counter(id(s.node) for s in held.holders)
     for node in nodes:
-        assert node.pins == wanted[id(node)], "each holder pins its deepest node, nobody else pins"
+        assert node.pins == wanted[id(node)], "each holder pins its deepest node, and nothing else does"
 
 
 def _check_ownership(residency: Residency, nodes: list[Node], held: Reservations) -> None:
@@ -167,7 +167,7 @@ def _check_ownership(residency: Residency, nodes: list[Node], held: Reservations
         "every page has exactly one owner"
     )
     standing = [page for node in nodes if node.residence is Residence.STANDBY for page in node.pages]
-    assert sorted(standing) == sorted(residency.device.standing()), "who stands by can be taken, nobody else"
+    assert sorted(standing) == sorted(residency.device.standing()), "what stands by can be taken, and nothing else"
     assert host_owners == collections.Counter(range(residency.host.num_pages)), (
         "every host page has one owner"
     )

@@ -1,4 +1,4 @@
-"""Between which levels of use a policy keeps the device (FastLibra §5.3). Owns the levels; who moves is
+"""Between which levels of use a policy keeps the device (FastLibra §5.3). Owns the levels; what moves is
 ``swap``'s."""
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class PageLedger:
         return tuple(self._free.pop() for _ in range(count))
 
     def release(self, pages: Sequence[PageId]) -> None:
-        """Return pages, for when no step that started so far is in flight any more."""
+        """Return pages, for when every step that has started so far has ended."""
         self.num_used -= len(pages)
         if self._last_started > self._last_ended:
             self._deferred.append((self._last_started, pages))
@@ -132,7 +132,7 @@ class PageLedger:
             self._ripen(*self._unripe.popleft()[1:])
 
     def has_ended(self, step: int) -> bool:
-        """Whether nothing of the step, nor of one before it, is in flight any more."""
+        """Whether the step, and every one before it, has ended."""
         return step <= self._last_ended
 
     # ------------------------------------------------------------ for invariant checks

@@ -294,7 +294,7 @@ class Replica:
             self._fail_request(state, error, now)
 
     def _wake(self, now: float) -> None:
-        """Let those run whose copies have all landed, and note how long each part of the wait was."""
+        """Let the sequences run whose copies have all landed, and note how long each part of the wait was."""
         if not self._held.num_loading:
             return
         self._collect()
@@ -390,7 +390,7 @@ class Replica:
         if not oldest <= event.step <= self._num_steps:
             return  # it ended before, or was never started
         for step in range(oldest, event.step):
-            # Steps end in order, so it has ended too, and nobody knows how.
+            # Steps end in order, so it has ended too; how is not known.
             self._end_step(StepDone(step, False, error="its end was not told"), now)
         self._end_step(event, now)
         self._swapper.step_ended(now)

@@ -360,7 +360,7 @@ class Residency:
         if node.residence is LOADING:
             move = self.transfers.disown(node)
             assert move is not None, "a loading node has a copy in flight"
-            move.owns_pages = True  # what is coming is not wanted any more
+            move.owns_pages = True  # what is coming is not wanted
         self._set_device(node, RESIDENT, pages)
         self._land_children(node)
         return True

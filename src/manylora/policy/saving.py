@@ -19,7 +19,8 @@ _WRITE_SHARE = 0.05
 """Of a write's time: what it costs a step that runs on beside it (1 to 3 % slower on an H200)."""
 _TRIAL_S = 1.0
 _TRIALS_EVERY = 16
-"""One second of so many saves whatever is believed, or nobody would notice that history is asked for again."""
+"""One second of so many saves whatever is believed, or the policy would not notice that history is asked for
+again."""
 
 
 class Saving(Protocol):

@@ -1,6 +1,6 @@
 """The dependency tree (FastLibra §4): adapters under the root, KV pages under the adapter they depend on.
 
-Owns each node's states on the device and on the host, who pins what, and the counts that follow from both. A KV
+Owns each node's states on the device and on the host, its pins, and the counts that follow from both. A KV
 node is one full page of tokens computed under its adapter after its parent's tokens. Does not know free pages,
 copies, sequences, or what a node is worth; what changes a state returns the other nodes that may have become
 candidates to leave or to enter by it.
@@ -22,9 +22,9 @@ PageKey = bytes
 class Residence(enum.Enum):
     """Where a node stands on the device; all but ABSENT own device pages.
 
-    LOADING: its contents are on the way, or there and waiting for the parent's. SAVING: it leaves as soon as
-    its copy on the host is complete; until then it can still be kept. STANDBY: it has left, but nobody has taken
-    its page yet, so it can come back for nothing.
+    LOADING: its contents are on the way, or there and waiting for the parent's. SAVING: it leaves as soon as its
+    copy on the host is complete; until then it can still be kept. STANDBY: it has left, but no other owner has
+    taken its page yet, so it can come back for nothing.
     """
 
     ABSENT = "absent"
@@ -139,11 +139,11 @@ class DependencyTree:
         # Device pages by what they hold, whatever the state; then some of them by state.
         self.history_pages = 0
         self.adapter_pages = 0
-        self.evictable_pages = 0  # of resident nodes that nobody pins
+        self.evictable_pages = 0  # of resident nodes without pins
         self.evictable_adapter_pages = 0
         self._history_of: dict[AdapterId, int] = {}  # evictable KV pages
         self.invalid_pages = 0  # of these, those whose adapter is not resident: no request could use them
-        self._changed: set[AdapterId] = set()  # whose states or history did, since somebody asked
+        self._changed: set[AdapterId] = set()  # whose states or history did, since ``take_changed``
         self.pinned_history_pages = 0
         self.saving_pages = 0
         self.loading_pages = 0
@@ -380,7 +380,7 @@ class DependencyTree:
         """Device pages of KV under this adapter that no running request uses."""
         return self._history_of.get(adapter, 0)
 
-    # ------------------------------------------------------------ who may leave, who may enter
+    # ------------------------------------------------------------ what may leave, what may enter
 
     def may_leave(self, node: Node) -> bool:
         """Whether the device may do without it: leaves first, where dependencies are kept."""
