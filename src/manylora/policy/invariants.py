@@ -167,7 +167,9 @@ def _check_ownership(residency: Residency, nodes: list[Node], held: Reservations
         "every page has exactly one owner"
     )
     standing = [page for node in nodes if node.residence is Residence.STANDBY for page in node.pages]
-    assert sorted(standing) == sorted(residency.device.standing()), "what stands by can be taken, and nothing else"
+    assert sorted(standing) == sorted(residency.device.standing()), (
+        "what stands by can be taken, and nothing else"
+    )
     assert host_owners == collections.Counter(range(residency.host.num_pages)), (
         "every host page has one owner"
     )
