@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pairs import tree_of
 from manylora.bench.provenance import ROOT, Recording, add_flags, commit_of
 
 PROOF = ROOT / "tests" / "proof"
@@ -88,18 +89,11 @@ def main() -> None:
     recording = Recording.of(args, "none: the inputs are recorded")
     cells = [json.loads(line) for line in (PROOF / "cells.jsonl").read_text().splitlines()]
     cell = min(cells, key=lambda line: float(line["seconds"]))["cell"]
-    with tempfile.TemporaryDirectory() as folder:
-        other = Path(folder) / "other"
-        subprocess.run(
-            ["git", "-C", str(ROOT), "worktree", "add", "--detach", str(other), args.against], check=True
-        )
-        try:
-            journals = unpacked(Path(folder))
-            events = sum(path.read_bytes().count(b"\n") - 1 for path in journals)
-            before, after = measure(other, journals, cell), measure(ROOT, journals, cell)
-            against = commit_of(other)
-        finally:
-            subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", str(other)], check=True)
+    with tree_of(args.against) as other, tempfile.TemporaryDirectory() as folder:
+        journals = unpacked(Path(folder))
+        events = sum(path.read_bytes().count(b"\n") - 1 for path in journals)
+        before, after = measure(other, journals, cell), measure(ROOT, journals, cell)
+        against = commit_of(other)
     report = {
         "benchmark": "instructions", "against": against, "events": events, "journals": list(JOURNALS),
         "cell": cell,
