@@ -2,9 +2,9 @@
 
     python -m benchmarks.pairs --against COMMIT --pairs 15 --out FILE.json
 
-An engine of each tree stays up in a process of its own, and they take turns with the same requests: 64 at once over
-the base and eight adapters, 32 prompt and 128 generated tokens, greedy. A pair gives the ratio of their rates; shown
-is the median with a bootstrap 95 % interval. All tokens must be equal.
+An engine of each tree stays up in a process of its own, and they take turns with the same requests: 64 at once
+over the base and eight adapters, 32 prompt and 128 generated tokens, greedy. A pair gives the ratio of their
+rates; shown is the median with a bootstrap 95 % interval. All tokens must be equal.
 """
 
 from __future__ import annotations
