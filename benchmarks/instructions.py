@@ -3,7 +3,8 @@
     python -m benchmarks.instructions --against COMMIT --out FILE.json
 
 Counts do not depend on what else the machine does. ``policy``: recorded journals are fed to fresh replicas, under
-each of several policies and both depths; ``simulator``: a stored cell of FastLibra's table. What loading takes is
+each of several policies and both depths; ``rows``: 64 sequences decode 128 tokens; ``simulator``: a stored cell of
+FastLibra's table. What loading takes is
 counted apart and subtracted. The journals and the cell are those of today's tree, the code that of either commit.
 """
 
@@ -39,6 +40,32 @@ if sys.argv[1] == "work":
         for now, event in events:
             replica.handle(event, now)
 """
+DECODE = """
+import sys
+from manylora.config import CacheConfig, PolicyConfig
+from manylora.policy.replica import Replica
+from manylora.protocol import AdapterAdded, AdapterRead, Arrive, CopyDone, ReadAdapter, RunStep, StepDone, SwapPages
+from manylora.types import Request, SamplingParams
+ROWS, TOKENS = 64, 128
+replica, now = Replica(PolicyConfig(4000, 16, 512, ROWS, 2048, 1000, cache=CacheConfig())), 0.0
+for adapter in range(1, 9):
+    replica.handle(AdapterAdded(adapter, 4), now)
+params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=0)
+asked = [Request(f"r{i}", i % 9, tuple(range(100 * i, 100 * i + 32)), params) for i in range(ROWS)]
+pending = []
+if sys.argv[1] == "work":
+    for request in asked:
+        pending += replica.handle(Arrive(request, more=request is not asked[-1]), now)
+while pending:
+    command, now = pending.pop(0), now + 0.001
+    if isinstance(command, ReadAdapter):
+        pending += replica.handle(AdapterRead(command.adapter, True, "", 0.001), now)
+    elif isinstance(command, SwapPages):
+        pending += replica.handle(CopyDone(command.copy, True, 0.001), now)
+    elif isinstance(command, RunStep):
+        drawn = tuple((row[0], (7,)) for row in command.rows if row[3])
+        pending += replica.handle(StepDone(command.step, True, drawn, 0.015), now)
+"""
 SIMULATE = """
 import json, sys
 from manylora.reproduce.cells import Cell, cell_replay
@@ -61,7 +88,9 @@ def count(tree: Path, program: str, *args: str) -> int:
 
 def measure(tree: Path, journals: list[Path], cell: dict[str, Any]) -> dict[str, int]:
     """Instructions of the work alone, by what is measured."""
-    inputs = {"policy": (FEED, *map(str, journals)), "simulator": (SIMULATE, json.dumps(cell))}
+    inputs = {
+        "policy": (FEED, *map(str, journals)), "rows": (DECODE,), "simulator": (SIMULATE, json.dumps(cell)),
+    }  # fmt: skip
     return {
         name: count(tree, program, "work", *args) - count(tree, program, "load", *args)
         for name, (program, *args) in inputs.items()

@@ -410,23 +410,24 @@ class Replica:
 
     def _take_step(self, rows: list[Scheduled], drawn: dict[SequenceId, tuple[int, ...]], now: float) -> None:
         """What the rows computed, and what was drawn for them."""
-        page_tokens = self._config.page_tokens
+        page_tokens, take_token, drawn_for = self._config.page_tokens, self._take_token, drawn.get
         rows_ended(rows)
         for sequence, _, num_samples in rows:
             stage = sequence.stage
-            if stage is ENDED:
+            if stage is RUNNING:
+                if sequence.num_computed >= (sequence.num_shared + 1) * page_tokens:
+                    self._held.enter_full_pages(sequence, now)
+            elif stage is ENDED:
                 continue
-            if stage is RUNNING and sequence.num_computed >= (sequence.num_shared + 1) * page_tokens:
-                self._held.enter_full_pages(sequence, now)
             if num_samples:  # one that was preempted meanwhile keeps its token, but not its pages
-                tokens = drawn.get(sequence.id, ())
+                tokens = drawn_for(sequence.id, ())
                 if len(tokens) != num_samples:
                     error = RequestError(500, f"a step drew {len(tokens)} tokens instead of {num_samples}")
                     self._fail_request(sequence.state, error, now)
                     continue
                 if num_samples > 1:
                     self._fork_off(sequence, tokens, now)
-                self._take_token(sequence, tokens[0], (sequence.id, 0), now)
+                take_token(sequence, tokens[0], (sequence.id, 0), now)
 
     def _fail_step(self, rows: list[Scheduled], why: str, now: float) -> None:
         """No row of the step counts as computed."""
@@ -482,7 +483,7 @@ class Replica:
                 self._drop(sequence, now)
             return
         count = len(tokens) - sequence.num_prompt
-        self._commands.append(emit((state.request.id, sample, count - 1, token, drawn_by)))
+        self._commands.append(emit((state.id, sample, count - 1, token, drawn_by)))
         if token in state.stop_ids and count >= state.min_tokens:
             self._end_sample(state, sample, "stop", now)
         elif len(tokens) >= sequence.most_tokens:

@@ -38,12 +38,13 @@ class RequestState:
     """A live request: its samples that have not ended yet, and limits resolved on arrival."""
 
     __slots__ = (
-        "admitted", "arrived_s", "is_ready", "max_tokens", "min_tokens", "open_samples", "order", "request",
+        "admitted", "arrived_s", "id", "is_ready", "max_tokens", "min_tokens", "open_samples", "order", "request",
         "sequences", "stop_ids",
     )  # fmt: skip
 
     def __init__(self, request: Request, order: int, max_tokens: int, arrived_s: float) -> None:
         self.request = request
+        self.id = request.id
         self.order = order
         self.arrived_s = arrived_s
         self.max_tokens = max_tokens
