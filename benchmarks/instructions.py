@@ -4,8 +4,8 @@
 
 Counts do not depend on what else the machine does. ``policy``: recorded journals are fed to fresh replicas, under
 each of several policies and both depths; ``rows``: 64 sequences decode 128 tokens; ``simulator``: a stored cell of
-FastLibra's table. What loading takes is
-counted apart and subtracted. The journals and the cell are those of today's tree, the code that of either commit.
+FastLibra's table. What loading takes is counted apart and subtracted. The journals and the cell are those of
+today's tree, the code that of either commit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ DECODE = """
 import sys
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.policy.replica import Replica
-from manylora.protocol import AdapterAdded, AdapterRead, Arrive, CopyDone, ReadAdapter, RunStep, StepDone, SwapPages
+from manylora.protocol import AdapterAdded, AdapterRead, Arrive, CopyDone, ReadAdapter, RunStep, StepDone
+from manylora.protocol import SwapPages
 from manylora.types import Request, SamplingParams
 ROWS, TOKENS = 64, 128
 replica, now = Replica(PolicyConfig(4000, 16, 512, ROWS, 2048, 1000, cache=CacheConfig())), 0.0
