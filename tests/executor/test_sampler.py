@@ -335,8 +335,9 @@ def test_a_gpu_draws_what_the_cpu_draws_and_waits_for_nothing() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not [w for w in waits if "synchroniz" in str(w.message)]
-    tokens, logprobs = drawn.read(drawn.packed.cpu().numpy())
+    tokens, logprobs, unsound = drawn.read(drawn.packed.cpu().numpy())
     assert tokens == expected
+    assert not unsound
     assert logprobs is not None
     for found, wanted in zip(logprobs, expected_logprobs):
         for a, b in zip(found, wanted):
