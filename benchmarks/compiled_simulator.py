@@ -20,6 +20,8 @@ import tempfile
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "src" / "manylora"
+RECORDS = ("events", "commands")
+"""Of the protocol: what is made anew at every step."""
 SIMULATOR = ("analytical", "costs", "device", "fit", "limits", "loop", "replay")
 SETUP = """
 from mypyc.build import mypycify
@@ -37,10 +39,11 @@ def compile_into(folder: Path) -> None:
     """Raises CalledProcessError where a module does not compile."""
     copy = folder / PACKAGE.name
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "*.so"), dirs_exist_ok=True)
-    protocol = copy / "protocol.py"
-    protocol.write_text(_plain_records(protocol.read_text()))
+    protocol = [copy / "protocol" / f"{name}.py" for name in RECORDS]
+    for path in protocol:
+        path.write_text(_plain_records(path.read_text()))
     policy = sorted(path for path in (copy / "policy").rglob("*.py") if path.stem != "__init__")
-    modules = [protocol, *policy, *(copy / "sim" / f"{name}.py" for name in SIMULATOR)]
+    modules = [*protocol, copy / "reports.py", *policy, *(copy / "sim" / f"{name}.py" for name in SIMULATOR)]
     with tempfile.TemporaryDirectory() as build:
         script = Path(build) / "setup.py"
         version = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -144,7 +144,7 @@ PARTS = ("lora", "attention", "write_kv", "rope", "rms_norm", "add_rms_norm", "s
 def step_breakdown(ours: Manylora, prompts: list[list[int]], models: list[str | None]) -> dict[str, float]:
     """Milliseconds of a decode step by part, by wrapping the ops; the wrapping itself costs a little."""
     driver = ours.llm._llm._driver
-    worker: Any = driver._executor
+    worker: Any = driver._ports._executor
     spent: dict[str, float] = collections.defaultdict(float)
 
     def timed(owner: Any, method: str, label: str) -> None:
@@ -167,8 +167,8 @@ def step_breakdown(ours: Manylora, prompts: list[list[int]], models: list[str | 
         timed(part_of_worker.inputs, "build", "inputs")
     timed(decoder, "forward", "forward")
     timed(worker, "_run_part", "part")
-    timed(worker, "issue_step", "step")
-    timed(driver._replica, "handle", "policy")
+    timed(worker, "obey", "step")
+    timed(driver._machine, "handle", "policy")
     before, began = ours.llm.stats(), time.perf_counter()
     ours.run(prompts, models)
     wall = time.perf_counter() - began

@@ -48,9 +48,14 @@ from manylora.executor.build import build_worker
 from manylora.flags import build_settings
 from manylora.models.config import read_model_config
 from manylora.protocol import (
+    AdapterChecked,
     AdapterRead,
     CopyDone,
-    IssuedStep,
+    DeviceCommand,
+    DeviceEvent,
+    EvictAdapter,
+    Executor,
+    ForgetAdapter,
     ReadAdapter,
     RunStep,
     StepResult,
@@ -87,53 +92,57 @@ STEP_TOKENS = (64, 128, 192, 256, 320, 384, 512, 1024, 2048, 10**9)
 class Lent:
     """The worker for one engine: ``close`` leaves it open, without the engine's adapters."""
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker: Executor) -> None:
         self._worker = worker
         self._adapters: list[int] = []
+        self._issued: dict[int, tuple[int, int, float]] = {}  # rows, tokens, the host's seconds
         self.steps: list[tuple[int, int, float, float]] = []
         """Rows, tokens, seconds, and of them the host's."""
         self.moments: list[tuple[str, float]] = []
         """What was asked of the worker and answered by it, and when."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._worker, name)
+    def connect(self, tell: Callable[[DeviceEvent], None]) -> None:
+        self._tell = tell
+        self._worker.connect(self._hear)
 
-    def issue_step(self, step: RunStep) -> IssuedStep:
-        began_s = self.note("issue")
-        issued = self._worker.issue_step(step)
-        if issued.has_failed:
-            return issued
-        issue_s = self.note("issued") - began_s
-        num_rows, num_tokens = len(step.rows), sum(row.num_tokens for row in step.rows)
+    def obey(self, command: DeviceCommand) -> None:
+        match command:
+            case RunStep():
+                began_s = self.note("issue")
+                self._worker.obey(command)
+                num_tokens = sum(row.num_tokens for row in command.rows)
+                self._issued[command.step] = len(command.rows), num_tokens, self.note("issued") - began_s
+                return
+            case ReadAdapter():
+                self.note("read")
+            case SwapPages():
+                self.note("swap")
+            case ForgetAdapter():
+                self._adapters.remove(command.adapter)
+        self._worker.obey(command)
 
-        def finish() -> StepResult:
-            result: StepResult = issued.wait()
-            self.note("computed")
-            self.steps.append((num_rows, num_tokens, result.done.device_s, issue_s))
-            return result
+    def wait_step(self) -> None:
+        self._worker.wait_step()
 
-        return IssuedStep(finish)
-
-    def read_adapter(self, command: ReadAdapter, done: Callable[[AdapterRead], None]) -> None:
-        self.note("read")
-        self._worker.read_adapter(command, self.noting("was read", done))
-
-    def swap_pages(self, command: SwapPages, done: Callable[[CopyDone], None]) -> None:
-        self.note("swap")
-        self._worker.swap_pages(command, self.noting("swapped", done))
+    def _hear(self, answer: DeviceEvent) -> None:
+        match answer:
+            case StepResult() if answer.done.step in self._issued:  # else it could not be issued
+                self.note("computed")
+                num_rows, num_tokens, issue_s = self._issued.pop(answer.done.step)
+                self.steps.append((num_rows, num_tokens, answer.done.device_s, issue_s))
+            case AdapterRead():
+                self.note("was read")
+            case CopyDone():
+                self.note("swapped")
+            case AdapterChecked() if answer.ok and answer.adapter not in self._adapters:
+                self._adapters.append(answer.adapter)
+        self._tell(answer)
 
     def note(self, what: str) -> float:
         """The moment. Copies and reads note theirs from other threads."""
         now_s = time.monotonic()
         self.moments.append((what, now_s))
         return now_s
-
-    def noting(self, what: str, done: Callable[[Any], None]) -> Callable[[Any], None]:
-        def noted(answer: Any) -> None:
-            self.note(what)
-            done(answer)
-
-        return noted
 
     def by_tokens(self) -> dict[str, list[float]]:
         """Of decoding steps, and of others by tokens up to: how many, mean rows, mean tokens, mean seconds, mean
@@ -151,20 +160,11 @@ class Lent:
             "longest": [[*step[:2], *(round(seconds, 4) for seconds in step[2:])] for step in longest]
         }
 
-    def add_adapter(self, adapter: int, path: str) -> tuple[int, int]:
-        found: tuple[int, int] = self._worker.add_adapter(adapter, path)
-        self._adapters.append(adapter)
-        return found
-
-    def remove_adapter(self, adapter: int) -> None:
-        self._adapters.remove(adapter)
-        self._worker.remove_adapter(adapter)
-
     def close(self) -> None:
         time.sleep(0.3)  # copies under way land
         for adapter in list(self._adapters):
-            self._worker.evict_adapter(adapter)
-            self.remove_adapter(adapter)
+            self.obey(EvictAdapter(adapter))
+            self.obey(ForgetAdapter(adapter))
 
 
 @dataclasses.dataclass

@@ -112,9 +112,7 @@ def http(aims: Aims, folder: Path, engine: Mapping[str, Any], rates: Sequence[st
     flags = [word for name, value in pool.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     port = "8765"
     words = ["serve", str(engine["model"]), *flags, "--adapter-dir", str(folder), "--port", port]
-    with subprocess.Popen(
-        [sys.executable, "-m", "manylora", *words], stdout=subprocess.DEVNULL
-    ) as server:
+    with subprocess.Popen([sys.executable, "-m", "manylora", *words], stdout=subprocess.DEVNULL) as server:
         try:
             began_s = time.monotonic()
             url = f"http://127.0.0.1:{port}"

@@ -7,6 +7,8 @@ import statistics
 import time
 from typing import TYPE_CHECKING
 
+from manylora.executor.direct import DirectExecutor
+
 if TYPE_CHECKING:
     from benchmarks.h200_aims import Aims
 
@@ -18,8 +20,9 @@ async def first(aims: Aims) -> None:
     the worker was asked for what and had done it."""
     if not aims.has(15.0, "first"):
         return
-    card_pages = 1 + max(aims.worker.add_adapter(10**6, aims.adapters["adapter-0"])[0], 1)
-    aims.worker.remove_adapter(10**6)
+    direct = DirectExecutor(aims.worker)
+    card_pages = 1 + max(direct.add_adapter(10**6, aims.adapters["adapter-0"]).num_pages, 1)
+    direct.forget_adapter(10**6)
     many = min(len(aims.adapters), 40)
     # Room for 8 adapters, so that those not used for long are in host memory only.
     target = aims.open(num_pages=8 * card_pages + 16, max_model_len=min(aims.policy.max_model_len, 128))

@@ -16,10 +16,8 @@ import gc
 import itertools
 import json
 import logging
-import queue
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +30,7 @@ from manylora.bench.provenance import Recording, add_flags
 from manylora.bench.random_adapters import write_random_adapters
 from manylora.devices import staging
 from manylora.executor.build import build_worker
+from manylora.executor.direct import DirectExecutor
 from manylora.executor.graphs import Bucket
 from manylora.executor.worker import Worker
 from manylora.flags import build_settings
@@ -39,7 +38,6 @@ from manylora.models.config import read_model_config
 from manylora.protocol import (
     AdapterRead,
     CopyDone,
-    IssuedStep,
     ReadAdapter,
     RunStep,
     SequenceStart,
@@ -61,6 +59,7 @@ class Bench:
 
     def __init__(self, worker: Worker, num_pages: int) -> None:
         self.worker = worker
+        self.direct = DirectExecutor(worker)
         self._free = list(range(num_pages))
         self._num_steps = 0
         self.between: Callable[[], None] = lambda: None
@@ -69,20 +68,15 @@ class Bench:
     def load(self, adapters: list[str]) -> float:
         """Bring every adapter into pages of its own; seconds."""
         began = time.perf_counter()
-        answers: list[AdapterRead] = []
-        done = threading.Semaphore(0)
-
-        def answer(read: AdapterRead) -> None:
-            answers.append(read)
-            done.release()
-
+        reads = []
         for number, path in enumerate(adapters, 1):
-            count, _ = self.worker.add_adapter(number, path)
-            pages = tuple(self._free.pop() for _ in range(count))
-            self.worker.read_adapter(ReadAdapter(number, pages), answer)
-        for _ in adapters:
-            done.acquire()
-        assert all(read.ok for read in answers), [read.error for read in answers if not read.ok]
+            count = self.direct.add_adapter(number, path).num_pages
+            reads.append(ReadAdapter(number, tuple(self._free.pop() for _ in range(count))))
+            self.direct.begin(reads[-1])
+        for read in reads:
+            answer = self.direct.wait_for(read)
+            assert isinstance(answer, AdapterRead)
+            assert answer.ok, answer.error
         return time.perf_counter() - began
 
     def starts(
@@ -100,14 +94,16 @@ class Bench:
             for number in range(1, batch + 1)
         ]  # fmt: skip
 
-    def issue(self, position: int, starts: list[SequenceStart], is_first: bool) -> IssuedStep:
+    def issue(self, position: int, starts: list[SequenceStart], is_first: bool) -> RunStep:
         self._num_steps += 1
         rows = tuple(StepRow(start.sequence, position, 1, 1) for start in starts)
-        return self.worker.issue_step(RunStep(self._num_steps, tuple(starts) if is_first else (), rows))
+        step = RunStep(self._num_steps, tuple(starts) if is_first else (), rows)
+        self.direct.issue_step(step)
+        return step
 
     def decode(self, starts: list[SequenceStart], steps: int, depth: int) -> dict[str, float]:
         """Milliseconds of the later steps: between the ends of two, median and mean, and to issue one."""
-        flying: list[IssuedStep] = []
+        flying: list[RunStep] = []
         ends, issues = [], []
         for number in range(steps):
             self.between()
@@ -115,13 +111,13 @@ class Bench:
             flying.append(self.issue(CONTEXT + number, starts, number == 0))
             issues.append(time.perf_counter() - began)
             if len(flying) == depth:
-                done = flying.pop(0).wait().done
+                done = self.direct.wait_step(flying.pop(0)).done
                 assert done.ok, done.error
                 ends.append(time.perf_counter())
         for step in flying:
-            assert step.wait().done.ok
+            assert self.direct.wait_step(step).done.ok
         for start in starts:
-            self.worker.end_sequence(start.sequence)
+            self.direct.end_sequence(start.sequence)
         gaps = [after - before for before, after in itertools.pairwise(ends[5:])]
         return {
             "wall_ms": 1e3 * statistics.median(gaps), "mean_ms": 1e3 * statistics.mean(gaps),
@@ -130,7 +126,7 @@ class Bench:
 
     def device_ms(self, starts: list[SequenceStart], adapted: bool, repeats: int) -> float:
         """What the captured step's kernels take, replayed back to back."""
-        assert self.issue(starts[0].num_computed, starts, True).wait().done.ok
+        assert self.direct.wait_step(self.issue(starts[0].num_computed, starts, True)).done.ok
         graphs = self.worker._graphs
         assert graphs is not None
         replay = graphs._captured[Bucket(len(starts), len(starts), RANK if adapted else 0)].replay
@@ -142,7 +138,7 @@ class Bench:
         end.record()
         end.synchronize()
         for start in starts:
-            self.worker.end_sequence(start.sequence)
+            self.direct.end_sequence(start.sequence)
         return begin.elapsed_time(end) / repeats
 
     def pages(self, count: int) -> list[int]:
@@ -154,7 +150,7 @@ class Lanes:
     """Keeps copies of pages under way, in one direction or in both."""
 
     def __init__(self, bench: Bench, pages: list[int], directions: tuple[bool, ...]) -> None:
-        self._worker, self._directions = bench.worker, directions
+        self._direct, self._directions = bench.direct, directions
         half = len(pages) // 2
         # In: into the first half from the host's; out: from the second half into the host's other pages.
         self._pairs = {
@@ -162,32 +158,32 @@ class Lanes:
             False: list(zip(pages[half:], range(half, len(pages)))),
         }
         self._waiting, self._turns = dict.fromkeys(directions, 0), dict.fromkeys(directions, 0)
-        self._answers: queue.SimpleQueue[CopyDone] = queue.SimpleQueue()
-        self._of: dict[int, bool] = {}
+        self._copies: list[SwapPages] = []
         self.num_copied = 0
 
     def top_up(self) -> None:
-        while not self._answers.empty():
-            self._take()
+        for copy in [copy for copy in self._copies if self._direct.has_landed(copy)]:
+            self._take(copy)
         for direction in self._directions:
             while self._waiting[direction] < WAITING:
                 pairs = self._pairs[direction]
                 at = self._turns[direction] * COPIED_PAGES % len(pairs)
                 self._turns[direction] += 1
                 self._waiting[direction] += 1
-                copy = sum(self._turns.values())
-                self._of[copy] = direction
-                command = SwapPages(copy, direction, tuple(pairs[at : at + COPIED_PAGES]))
-                self._worker.swap_pages(command, self._answers.put)
+                number = sum(self._turns.values())
+                self._copies.append(SwapPages(number, direction, tuple(pairs[at : at + COPIED_PAGES])))
+                self._direct.begin(self._copies[-1])
 
     def drain(self) -> None:
-        while any(self._waiting.values()):
-            self._take()
+        while self._copies:
+            self._take(self._copies[0])
 
-    def _take(self) -> None:
-        done = self._answers.get(timeout=60)
+    def _take(self, copy: SwapPages) -> None:
+        done = self._direct.wait_for(copy)
+        assert isinstance(done, CopyDone)
         assert done.ok, done.error
-        self._waiting[self._of.pop(done.copy)] -= 1
+        self._copies.remove(copy)
+        self._waiting[copy.to_device] -= 1
         self.num_copied += COPIED_PAGES
 
 

@@ -31,7 +31,7 @@ from manylora.bench.random_adapters import write_random_adapters
 from manylora.executor.build import build_worker
 from manylora.flags import build_settings
 from manylora.models.config import read_model_config
-from manylora.protocol import IssuedStep, RunStep, SequenceStart, StepRow
+from manylora.protocol import RunStep, SequenceStart, StepRow
 from manylora.types import BASE
 
 SHAPE = "llama-2-7b"
@@ -53,7 +53,7 @@ MOST_GAP_US = 50.0
 class Steps(Bench):
     """Runs steps of sequences that begin with the step, on pages that nobody reads."""
 
-    def issue_rows(self, rows: list[tuple[int, int]], is_adapted: bool) -> tuple[float, IssuedStep]:
+    def issue_rows(self, rows: list[tuple[int, int]], is_adapted: bool) -> tuple[float, RunStep]:
         """Issue a step; the seconds that took."""
         starts, step_rows, first_page = [], [], 0
         for adapter, (computed, count) in enumerate(rows, 1):
@@ -69,20 +69,21 @@ class Steps(Bench):
                 )
             )  # fmt: skip
             step_rows.append(StepRow(self._num_steps, computed, count, 1))
+        step = RunStep(self._num_steps, tuple(starts), tuple(step_rows))
         began = time.perf_counter()
-        issued = self.worker.issue_step(RunStep(self._num_steps, tuple(starts), tuple(step_rows)))
+        self.direct.issue_step(step)
         seconds = time.perf_counter() - began
         for start in starts:
-            self.worker.end_sequence(start.sequence)
-        return seconds, issued
+            self.direct.end_sequence(start.sequence)
+        return seconds, step
 
     def run(self, rows: list[tuple[int, int]], is_adapted: bool, repeats: int) -> dict[str, float]:
         """Medians in ms: to issue a step, and until its tokens are there."""
         issues, walls = [], []
         for _ in range(repeats):
             began = time.perf_counter()
-            seconds, issued = self.issue_rows(rows, is_adapted)
-            done = issued.wait().done
+            seconds, step = self.issue_rows(rows, is_adapted)
+            done = self.direct.wait_step(step).done
             walls.append(time.perf_counter() - began)
             issues.append(seconds)
             assert done.ok, done.error
@@ -129,9 +130,9 @@ def host_of(steps: Steps, rows: list[tuple[int, int]], is_adapted: bool, repeats
     profiler = cProfile.Profile()
     for _ in range(repeats):
         profiler.enable()
-        _, issued = steps.issue_rows(rows, is_adapted)
+        _, step = steps.issue_rows(rows, is_adapted)
         profiler.disable()
-        assert issued.wait().done.ok
+        assert steps.direct.wait_step(step).done.ok
     found = {name: row[3] for (_, _, name), row in pstats.Stats(profiler).stats.items()}  # type: ignore[attr-defined]
     longest = sorted(found.items(), key=lambda item: -item[1])[:24]
     return {name: round(1e6 * seconds / repeats, 1) for name, seconds in longest}

@@ -26,6 +26,7 @@ from benchmarks.h200 import SHAPES, write_model
 from manylora.adapters.registry import Registry
 from manylora.devices.cpu import CpuDevice
 from manylora.devices.device import Tensors
+from manylora.executor.direct import DirectExecutor
 from manylora.executor.graphs import GraphLimits
 from manylora.executor.worker import Worker
 from manylora.kernels.ops import AttentionRows, StepBatch
@@ -134,6 +135,7 @@ def measured(
 ) -> dict[str, float]:
     """Microseconds to issue a step, of them the attention's tables, and, while the next one is on its way, to take
     its tokens in."""
+    direct = DirectExecutor(worker)
     took: dict[str, list[float]] = {"issue": [], "attention": [], "take": []}
     flying, sequences = [], []
     for step in steps:
@@ -142,19 +144,20 @@ def measured(
             profiler.enable()
         ops.attention_s = 0.0
         began = time.thread_time()
-        flying.append(worker.issue_step(step))
+        direct.issue_step(step)
         took["issue"].append(time.thread_time() - began)
         took["attention"].append(ops.attention_s)
+        flying.append(step)
         if len(flying) == 2:
             began = time.thread_time()
-            done = flying.pop(0).wait().done
+            done = direct.wait_step(flying.pop(0)).done
             took["take"].append(time.thread_time() - began)
             assert done.ok, done.error
         if profiler is not None:
             profiler.disable()
-    flying.pop().wait()
+    direct.wait_step(flying.pop())
     for sequence in sequences:
-        worker.end_sequence(sequence)
+        direct.end_sequence(sequence)
     return {name: quick_us(seconds) for name, seconds in took.items()}
 
 

@@ -444,7 +444,9 @@ def _check(got: Mapping[str, Any]) -> None:
             raise ConfigError(f"{_BY_NAME[name].option} must be more than 0, got {got[name]}")
     if got["cache_policy"] not in CACHE_POLICIES and not is_import_name(got["cache_policy"]):
         known = ", ".join(CACHE_POLICIES)
-        raise ConfigError(f"--cache-policy must be one of {known}, or module:Class, got {got['cache_policy']!r}")
+        raise ConfigError(
+            f"--cache-policy must be one of {known}, or module:Class, got {got['cache_policy']!r}"
+        )
     if not 0 < got["cache_adapter_share"] < 1:
         raise ConfigError(f"--cache-adapter-share must lie between 0 and 1, got {got['cache_adapter_share']}")
     if not 0 <= got["port"] <= 65535:

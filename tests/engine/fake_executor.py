@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import threading
 import time
 from collections.abc import Callable
 
 from manylora.protocol import (
-    AdapterError,
+    DEVICE_COMMANDS,
+    AdapterChecked,
     AdapterRead,
     CopyDone,
-    IssuedStep,
+    CopyPages,
+    DeviceCommand,
+    DeviceEvent,
+    EndSequence,
+    EvictAdapter,
+    ExecutorState,
+    ForgetAdapter,
+    InspectAdapter,
     ReadAdapter,
+    ReportState,
     RunStep,
     SequenceStart,
     StepDone,
     StepResult,
     SwapPages,
+    VerifyAdapter,
+    handlers,
 )
-from manylora.types import AdapterId, PageId, SequenceId, TokenLogprobs
+from manylora.types import AdapterId, SequenceId, TokenLogprobs
 from tests.policy.device_model import next_token
 
 
 class FakeExecutor:
     def __init__(self) -> None:
+        self._handlers = handlers(self, DEVICE_COMMANDS)
+        self._ended: collections.deque[StepResult] = collections.deque()
         self.sequences: dict[SequenceId, tuple[SequenceStart, list[int]]] = {}
         self.known: dict[AdapterId, str] = {}
         self.resident: set[AdapterId] = set()
@@ -48,11 +62,20 @@ class FakeExecutor:
         self.host_pages_pinned = 0
         self.preparation_s = 0.0
 
-    def issue_step(self, step: RunStep) -> IssuedStep:
-        result = self.run_step(step)
-        return IssuedStep(lambda: result)
+    def connect(self, tell: Callable[[DeviceEvent], None]) -> None:
+        self.tell = tell
 
-    def run_step(self, step: RunStep) -> StepResult:
+    def obey(self, command: DeviceCommand) -> None:
+        self._handlers[type(command)](command)
+
+    def run_step(self, command: RunStep) -> None:
+        self._ended.append(self.computed(command))
+
+    def wait_step(self) -> None:
+        if self._ended:
+            self.tell(self._ended.popleft())
+
+    def computed(self, step: RunStep) -> StepResult:
         if not self.step_gate.is_set():
             self.is_held.set()
             self.step_gate.wait()
@@ -77,13 +100,13 @@ class FakeExecutor:
             drawn.append((row.sequence, new))
         return StepResult(StepDone(step.step, True, tuple(drawn)), logprobs)
 
-    def end_sequence(self, sequence: SequenceId) -> None:
-        self.sequences.pop(sequence, None)
+    def end_sequence(self, command: EndSequence) -> None:
+        self.sequences.pop(command.sequence, None)
 
-    def copy_pages(self, pairs: tuple[tuple[PageId, PageId], ...]) -> None:
+    def copy_pages(self, command: CopyPages) -> None:
         pass
 
-    def swap_pages(self, command: SwapPages, done: Callable[[CopyDone], None]) -> None:
+    def swap_pages(self, command: SwapPages) -> None:
         self.swaps.append(command)
         fails = self.failing_swaps > 0
         self.failing_swaps -= fails
@@ -91,46 +114,54 @@ class FakeExecutor:
         def swap() -> None:
             self.swap_gate.wait()
             if fails:
-                done(CopyDone(command.copy, False, error="made to fail"))
+                self.tell(CopyDone(command.copy, False, error="made to fail"))
                 return
             if command.to_device and command.adapter is not None:
                 self.resident.add(command.adapter)
-            done(CopyDone(command.copy, True, 0.001))
+            self.tell(CopyDone(command.copy, True, 0.001))
 
         self._copier.submit(swap)
 
-    def read_adapter(self, command: ReadAdapter, done: Callable[[AdapterRead], None]) -> None:
+    def read_adapter(self, command: ReadAdapter) -> None:
         def read() -> None:
             self.reads += 1
             time.sleep(0.01)
             if self.failing_reads:
                 self.failing_reads -= 1
-                done(AdapterRead(command.adapter, False, "made to fail"))
+                self.tell(AdapterRead(command.adapter, False, "made to fail"))
             else:
                 if command.tier == "device":
                     self.resident.add(command.adapter)
-                done(AdapterRead(command.adapter, True))
+                self.tell(AdapterRead(command.adapter, True))
 
         threading.Thread(target=read).start()
 
-    def evict_adapter(self, adapter: AdapterId) -> None:
-        self.resident.remove(adapter)
+    def evict_adapter(self, command: EvictAdapter) -> None:
+        self.resident.remove(command.adapter)
 
-    def add_adapter(self, adapter: AdapterId, path: str) -> tuple[int, int]:
+    def inspect_adapter(self, command: InspectAdapter) -> None:
+        adapter, path = command.adapter, command.path
         if path == "bad":
-            raise AdapterError("no good")
+            self.tell(AdapterChecked(adapter, False, error="no good"))
+            return
         self.known[adapter] = path
-        return int(path), 8
+        self.tell(AdapterChecked(adapter, True, int(path), 8))
 
-    def verify_adapter(self, adapter: AdapterId) -> None:
-        self.verified.append(self.known[adapter])
+    def verify_adapter(self, command: VerifyAdapter) -> None:
+        path = self.known[command.adapter]
+        self.verified.append(path)
         self.verify_gate.wait()
         if self.failing_verifications:
             self.failing_verifications -= 1
-            raise AdapterError("made to fail")
+            self.tell(AdapterChecked(command.adapter, False, error="made to fail"))
+        else:
+            self.tell(AdapterChecked(command.adapter, True, int(path), 8))
 
-    def remove_adapter(self, adapter: AdapterId) -> None:
-        del self.known[adapter]
+    def forget_adapter(self, command: ForgetAdapter) -> None:
+        del self.known[command.adapter]
+
+    def report_state(self, command: ReportState) -> None:
+        self.tell(ExecutorState(self.host_pages_pinned, self.preparation_s))
 
     def wait_for_copies(self) -> None:
         """Until each has been answered; there can be no more then."""

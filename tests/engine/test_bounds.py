@@ -17,7 +17,7 @@ from manylora.engine import remote, service, wire
 from manylora.engine.client import Delta, EngineBusy, EngineDead, GenerationRequest
 from manylora.engine.driver import Driver
 from manylora.engine.remote import RemoteEngine
-from manylora.protocol import AdapterError
+from manylora.protocol import AdapterError, DeviceCommand, InspectAdapter
 from manylora.types import SamplingParams
 from tests.engine.fake_executor import FakeExecutor
 from tests.engine.test_engine import CONFIG, INFO, drain, request, running
@@ -180,13 +180,14 @@ def test_loads_wait_in_a_bounded_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "MAX_LOADS", 3)
     executor = FakeExecutor()
     gate = threading.Event()
-    add = executor.add_adapter
+    obey = executor.obey
 
-    def slow(adapter: int, path: str) -> tuple[int, int]:
-        gate.wait(WAIT_S)
-        return add(adapter, path)
+    def slow(command: DeviceCommand) -> None:
+        if isinstance(command, InspectAdapter):
+            gate.wait(WAIT_S)
+        obey(command)
 
-    executor.add_adapter = slow  # type: ignore[method-assign]
+    executor.obey = slow  # type: ignore[method-assign]
 
     async def scenario() -> None:
         async with running("remote", executor) as engine:

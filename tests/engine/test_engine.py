@@ -15,15 +15,17 @@ import pytest
 from manylora.config import EngineSettings, ModelSettings, PolicyConfig
 from manylora.engine import service, wire
 from manylora.engine.client import Delta, EngineDead, GenerationRequest
-from manylora.engine.driver import MAX_FAILED_STEPS, Driver
+from manylora.engine.driver import Driver
 from manylora.engine.journal import JournalWriter, read_journal
 from manylora.engine.local import LocalEngine
+from manylora.engine.ports import MAX_FAILED_STEPS
 from manylora.engine.remote import RemoteEngine
 from manylora.policy.replica import Replica
-from manylora.protocol import AdapterError
+from manylora.protocol import AdapterChecked, AdapterError, DeviceCommand, InspectAdapter
 from manylora.types import EngineInfo, InvalidRequest, SamplingParams
 from tests.engine.fake_executor import FakeExecutor
 from tests.policy.device_model import undisturbed
+from tests.policy.reports import gauges
 
 CONFIG = PolicyConfig(num_pages=40, page_tokens=4, max_model_len=64, max_num_seqs=8, max_batch_tokens=16)
 INFO = EngineInfo("fake", 64, 7, (6,), 40, 4, 64, "cpu", "float32", 8, 16)
@@ -87,13 +89,19 @@ def test_names_that_are_not_utf8_do_not_end_the_conversation(
     """Neither those of folders nor those that a file gives to its tensors."""
     executor = FakeExecutor()
 
-    def refuse(adapter: int, path: str) -> tuple[int, int]:
-        raise AdapterError(f"tensor half\ud83d in {path}")
+    obey = executor.obey
+
+    def refuse(command: DeviceCommand) -> None:
+        if isinstance(command, InspectAdapter):
+            error = f"tensor half\ud83d in {command.path}"
+            executor.tell(AdapterChecked(command.adapter, False, error=error))
+        else:
+            obey(command)
 
     async def scenario() -> None:
         async with running(kind, executor) as engine:
             with monkeypatch.context() as patch:
-                patch.setattr(executor, "add_adapter", refuse)
+                patch.setattr(executor, "obey", refuse)
                 with pytest.raises(AdapterError, match="tensor half"):
                     await engine.add_adapter("first", "\udcff")
             assert (await engine.add_adapter("first", "3")).name == "first"
@@ -379,7 +387,7 @@ def test_a_journal_replays_into_the_same_commands(tmp_path: Path) -> None:
     assert [event for _, event in replayed] == recorded
     for (now, event), original in zip(replayed, recorded, strict=True):
         assert one.handle(event, now) == other.handle(original, now)
-    assert one.snapshot().num_running == 0
+    assert gauges(one).num_running == 0
 
 
 @kinds
@@ -396,7 +404,7 @@ def test_nobody_waits_for_an_engine_that_died_meanwhile(kind: str) -> None:
             def broken(step: object) -> None:
                 raise RuntimeError("device gone")
 
-            executor.run_step = broken  # type: ignore[assignment, method-assign]
+            executor.computed = broken  # type: ignore[assignment, method-assign]
             other = engine.generate(request("b"))
             asked = [asyncio.create_task(engine.stats()), asyncio.create_task(engine.remove_adapter("x"))]
             await asyncio.sleep(0)  # they have asked

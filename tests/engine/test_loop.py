@@ -19,7 +19,6 @@ from manylora.protocol import (
     Arrive,
     CopyDone,
     Event,
-    IssuedStep,
     RunStep,
     SetTimer,
     StepDone,
@@ -62,7 +61,7 @@ def start() -> Iterator[Start]:
 
     def started(policy: Scripted, executor: FakeExecutor | None = None, **options: Any) -> Driver:
         driver = Driver(CONFIG, executor or FakeExecutor(), INFO, **options)
-        driver._replica = policy  # type: ignore[assignment]
+        driver._machine = policy  # type: ignore[assignment]
         drivers.append(driver)
         driver.start(_ignore, _ignore)
         return driver
@@ -80,9 +79,9 @@ def test_a_timer_comes_after_the_inbox_and_before_the_step_that_ended(start: Sta
     driver: Driver
 
     class Executor(FakeExecutor):
-        def run_step(self, step: RunStep) -> StepResult:
+        def run_step(self, command: RunStep) -> None:
             driver.abort("r", None, "abort")  # while the step runs
-            return super().run_step(step)
+            super().run_step(command)
 
     policy = Scripted(lambda now: [SetTimer(now), RunStep(1, (), ())])
     driver = start(policy, Executor())
@@ -94,13 +93,13 @@ def test_those_who_come_together_are_told_of_together(start: Start) -> None:
     driver: Driver
 
     class Executor(FakeExecutor):
-        def run_step(self, step: RunStep) -> StepResult:
+        def run_step(self, command: RunStep) -> None:
             for name in "bc":  # while the step runs
                 driver.submit(GenerationRequest(name, (1,), SamplingParams()))
             driver.abort("b", None, "abort")
             driver.submit(GenerationRequest("d", (1,), SamplingParams()))
             driver.submit(GenerationRequest("e", (1,), SamplingParams(), adapter="that nobody knows"))
-            return super().run_step(step)
+            super().run_step(command)
 
     policy = Scripted([RunStep(1, (), ())])
     driver = start(policy, Executor())
@@ -115,9 +114,9 @@ def test_a_step_that_the_timer_starts_ends_after_what_comes_in_meanwhile(start: 
     driver: Driver
 
     class Executor(FakeExecutor):
-        def run_step(self, step: RunStep) -> StepResult:
+        def run_step(self, command: RunStep) -> None:
             driver.abort("r", None, "abort")
-            return super().run_step(step)
+            super().run_step(command)
 
     again = SetTimer(0.0)  # is always due, and still lets the step end
     policy = Scripted(lambda now: [SetTimer(now)], [RunStep(1, (), ()), again], [], [again])
@@ -195,18 +194,19 @@ class Strict(FakeExecutor):
         self.broken = broken
         self.lost_rows: list[int] = []
 
-    def issue_step(self, step: RunStep) -> IssuedStep:
-        starting = {start.sequence for start in step.starts}
+    def run_step(self, command: RunStep) -> None:
+        starting = {start.sequence for start in command.starts}
         known = {name: len(tokens) for name, (_, tokens) in self.sequences.items()}
         relies = any(
             row.start + row.num_tokens > known.get(row.sequence, 0)
-            for row in step.rows
+            for row in command.rows
             if row.sequence not in starting
         )
-        if relies or step.step in self.broken:
-            self.lost_rows.append(len(step.rows))
-            return IssuedStep.failed(StepResult(StepDone(step.step, False, error="made to fail"), {}))
-        return super().issue_step(step)
+        if relies or command.step in self.broken:
+            self.lost_rows.append(len(command.rows))
+            self.tell(StepResult(StepDone(command.step, False, error="made to fail"), {}))
+        else:
+            super().run_step(command)
 
 
 @pytest.mark.parametrize("broken", [(1,), (4,), (4, 9, 14, 19)])

@@ -144,8 +144,8 @@ def test_an_id_is_free_once_its_request_has_ended_collected_or_not() -> None:
     for serial, token in ((1, 5), (2, 6)):
         assert not outbox.is_live("a")
         outbox.open(Request("a", BASE, (1,), params), True, serial)
-        outbox.note(Emit("a", 0, 0, token, (1, 0)))
-        outbox.note(Finish("a", 0, "length" if serial == 2 else "abort"))
+        outbox.emit(Emit("a", 0, 0, token, (1, 0)), 0.0)
+        outbox.finish(Finish("a", 0, "length" if serial == 2 else "abort"), 0.0)
     assert [(delta.serial, delta.tokens, delta.finish_reason) for delta in outbox.collect()] == [
         (1, (5,), "abort"), (2, (6,), "length"),
     ]  # fmt: skip

@@ -14,18 +14,20 @@ import pytest
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.engine import service
 from manylora.engine.client import AdapterLoad, Delta, EngineStats, GenerationRequest
-from manylora.engine.driver import Driver, _Meters
+from manylora.engine.driver import Driver
 from manylora.engine.journal import JournalWriter, read_journal
 from manylora.engine.loads import AdapterLoads
 from manylora.engine.local import LocalEngine
+from manylora.engine.ports import Meters
 from manylora.engine.trace import TraceWriter
 from manylora.policy.replica import Replica
-from manylora.policy.snapshot import AdapterUse
-from manylora.protocol import AdapterError, CopyDone, Decided, Timer
+from manylora.protocol import AdapterError, CopyDone, Decided, ExecutorState, Timer
+from manylora.reports import AdapterUse
 from manylora.types import SamplingParams
 from tests.engine.fake_executor import FakeExecutor
 from tests.engine.test_engine import CONFIG, INFO, drain, kinds, request, running
 from tests.policy.device_model import undisturbed
+from tests.policy.reports import counters, gauges
 
 SMALL = PolicyConfig(
     num_pages=16, page_tokens=4, max_model_len=64, max_num_seqs=4, max_batch_tokens=16, num_host_pages=60,
@@ -85,13 +87,14 @@ def test_copies_fail_and_nobody_can_tell_from_the_tokens() -> None:
 def test_stats_are_the_policys() -> None:
     """Each figure has one owner, and its name is the same there; what nobody fills would always be 0."""
     config = dataclasses.replace(SMALL)
-    snapshot, counters = Replica(config).snapshot(), Replica(config).counters
+    snapshot, counted = gauges(Replica(config)), counters(Replica(config))
     owners = [
-        {field.name for field in dataclasses.fields(owner)} for owner in (snapshot, counters, _Meters())
+        {field.name for field in dataclasses.fields(owner)}
+        for owner in (snapshot, counted, Meters(), ExecutorState())
     ]
     shown = {field.name for field in dataclasses.fields(EngineStats)}
     assert sum(map(len, owners)) == len(set.union(*owners))
-    assert shown == set.union(*owners) | {"base_running", "base_waiting"}
+    assert shown == set.union(*owners) - {"preparation_s"} | {"base_running", "base_waiting"}
     use = {field.name for field in dataclasses.fields(snapshot.adapters[0])}
     assert {field.name for field in dataclasses.fields(AdapterLoad)} == use - {"adapter"} | {"name", "rank"}
 
@@ -225,8 +228,8 @@ def test_a_journal_of_copies_and_timers_replays_into_the_same_commands(tmp_path:
 
     async def scenario() -> None:
         driver = Driver(SMALL, FakeExecutor(), INFO, journal=JournalWriter(path, SMALL))
-        decide = driver._replica.handle
-        driver._replica.handle = lambda event, now: _kept(decide(event, now), obeyed)  # type: ignore[method-assign]
+        decide = driver._machine.handle
+        driver._machine.handle = lambda event, now: _kept(decide(event, now), obeyed)  # type: ignore[method-assign]
         engine = LocalEngine(driver)
         for name in NAMES:
             await engine.add_adapter(name, "3")

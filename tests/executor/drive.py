@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import queue
 import random
 from collections.abc import Sequence as Ordered
 from pathlib import Path
 
 from manylora.executor.build import build_worker
+from manylora.executor.direct import DirectExecutor
 from manylora.protocol import (
     AdapterRead,
     CopyDone,
-    IssuedStep,
     ReadAdapter,
     RunStep,
     SequenceStart,
@@ -53,6 +52,7 @@ class Rig:
         self.worker, self.policy, self.facts = build_worker(
             settings_for(model, **settings), registry_path=cache / "adapters.sqlite", pads_steps=pads_steps
         )
+        self.direct = DirectExecutor(self.worker)
         self.free = list(range(self.policy.num_pages))
         random.Random(0).shuffle(self.free)
         self.free_host = list(range(self.policy.num_host_pages))
@@ -60,6 +60,10 @@ class Rig:
         self.sequences: dict[int, Sequence] = {}
         self.num_steps = 0
         self.num_copies = 0
+
+    def connect(self) -> None:
+        """Hear the worker's answers again, where others have heard them since."""
+        self.direct = DirectExecutor(self.worker)
 
     def take(self, count: int) -> list[int]:
         return [self.free.pop() for _ in range(count)]
@@ -71,7 +75,7 @@ class Rig:
 
     def serve(self, adapter: int, path: Path) -> tuple[int, ...]:
         """Add an adapter and bring it into pages of its own."""
-        num_pages, _ = self.worker.add_adapter(adapter, str(path))
+        num_pages = self.direct.add_adapter(adapter, str(path)).num_pages
         pages = tuple(self.take(num_pages))
         answer = self.read(adapter, pages)
         assert answer.ok, answer.error
@@ -79,9 +83,7 @@ class Rig:
 
     def read(self, adapter: int, pages: tuple[int, ...], tier: Tier = "device") -> AdapterRead:
         """Read and wait for the one answer."""
-        answers: queue.Queue[AdapterRead] = queue.Queue()
-        self.worker.read_adapter(ReadAdapter(adapter, pages, tier), answers.put)
-        return answers.get(timeout=60)
+        return self.direct.read_adapter(ReadAdapter(adapter, pages, tier))
 
     def swap(
         self, to_device: bool, sources: Ordered[int], destinations: Ordered[int], adapter: int | None = None
@@ -89,9 +91,7 @@ class Rig:
         """Copy pages between the tiers and wait for the one answer."""
         self.num_copies += 1
         pairs = tuple(zip(sources, destinations, strict=True))
-        answers: queue.Queue[CopyDone] = queue.Queue()
-        self.worker.swap_pages(SwapPages(self.num_copies, to_device, pairs, adapter), answers.put)
-        return answers.get(timeout=60)
+        return self.direct.swap_pages(SwapPages(self.num_copies, to_device, pairs, adapter))
 
     # ------------------------------------------------------------ sequences
 
@@ -144,24 +144,25 @@ class Rig:
         return self.run(self.command(*rows))
 
     def run(self, command: RunStep) -> StepResult:
-        return self.finish(command, self.worker.issue_step(command))
+        self.direct.issue_step(command)
+        return self.finish(command)
 
-    def issue(self, *rows: StepRow) -> tuple[RunStep, IssuedStep]:
+    def issue(self, *rows: StepRow) -> RunStep:
         """Start a step. The sequences advance by its rows at once, and know of its tokens that they are coming:
         ``LATE`` stands for each of them until ``finish``."""
         command = self.command(*rows)
-        issued = self.worker.issue_step(command)
+        self.direct.issue_step(command)
         for row in rows:
             held = self.sequences[row.sequence]
             held.num_computed += row.num_tokens
             held.start = None
             if row.num_samples:
                 held.tokens.append(LATE)
-        return command, issued
+        return command
 
-    def arrive(self, command: RunStep, issued: IssuedStep) -> StepResult:
+    def arrive(self, command: RunStep) -> StepResult:
         """Wait for a step that ``issue`` started."""
-        result = issued.wait()
+        result = self.direct.wait_step(command)
         assert result.done.ok, result.done.error
         for row in command.rows:
             if row.num_samples:
@@ -170,9 +171,9 @@ class Rig:
                 ][0]
         return result
 
-    def finish(self, command: RunStep, issued: IssuedStep) -> StepResult:
+    def finish(self, command: RunStep) -> StepResult:
         """Wait for a step; on success the sequences advance."""
-        result = issued.wait()
+        result = self.direct.wait_step(command)
         if result.done.ok:
             for row in command.rows:
                 self.sequences[row.sequence].num_computed += row.num_tokens
@@ -187,10 +188,10 @@ class Rig:
         for _ in range(steps):
             issued = self.issue(*(self.row(sequence) for sequence in sequences))
             if before is not None:
-                self.arrive(*before)
+                self.arrive(before)
             before = issued
         if before is not None:
-            self.arrive(*before)
+            self.arrive(before)
 
     def decode(self, steps: int, *sequences: int) -> None:
         """So many steps in which each sequence computes what it has left."""

@@ -13,7 +13,7 @@ import torch
 
 from manylora.devices import staging
 from manylora.devices.cuda import CudaDevice
-from manylora.protocol import AdapterRead, ReadAdapter
+from manylora.protocol import AdapterRead, CopyPages, ReadAdapter
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig
 
@@ -58,21 +58,23 @@ def test_tokens_of_mixed_batches(files: Files, tmp_path: Path, by_kernel: bool) 
 def test_reads_over_pages_that_steps_have_just_used(files: Files, tmp_path: Path) -> None:
     rig = make(files, tmp_path)
     rig.serve(1, files.adapters[1])
-    num_pages, _ = rig.worker.add_adapter(2, str(files.adapters[2]))
+    num_pages = rig.direct.add_adapter(2, str(files.adapters[2])).num_pages
     rig.open(1, [5, 6, 7, 8], adapter=1)
     for turn in range(12):
         pages = tuple(rig.take(num_pages))
         # Work on these very pages is still on its way when the read is asked for.
-        rig.worker.copy_pages(tuple((0, page) for page in pages) * 20)
-        answers: list[AdapterRead] = []
-        rig.worker.read_adapter(ReadAdapter(2, pages), answers.append)
+        rig.worker.obey(CopyPages(tuple((0, page) for page in pages) * 20))
+        read = ReadAdapter(2, pages)
+        rig.direct.begin(read)
         rig.decode(1, 1)
-        while not answers:
-            rig.worker.copy_pages(((0, 0),))
-        assert answers[0].ok, answers[0].error
+        while not rig.direct.has_landed(read):
+            rig.worker.obey(CopyPages(((0, 0),)))
+        answer = rig.direct.wait_for(read)
+        assert isinstance(answer, AdapterRead)
+        assert answer.ok, answer.error
         rig.open(100 + turn, [5 + turn, 6, 7, 8], adapter=2)
         rig.decode(2, 100 + turn)
-        rig.worker.evict_adapter(2)
+        rig.direct.evict_adapter(2)
         rig.free[:0] = pages
     check(rig, files)
     rig.worker.close()

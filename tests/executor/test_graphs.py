@@ -208,19 +208,19 @@ def test_a_sequence_that_ends_while_a_step_is_on_its_way(padded: Rig, files: Fil
     open_all(padded, 1, 2, 3)
     first = padded.issue(*(padded.row(sequence) for sequence in (1, 2, 3)))
     second = padded.issue(*(padded.row(sequence) for sequence in (1, 2, 3)))
-    padded.arrive(*first)
-    padded.worker.end_sequence(2)
+    padded.arrive(first)
+    padded.direct.end_sequence(2)
     ended = padded.sequences.pop(2)
     padded.open(5, PROMPTS[5][1], PROMPTS[5][0], pages=ended.pages)
     third = padded.issue(padded.row(5), padded.row(1))
-    result = second[1].wait()
+    result = padded.direct.wait_step(second)
     assert result.done.ok
     assert {sequence for sequence, _ in result.done.tokens} == {1, 2, 3}
     for sequence, (token,) in result.done.tokens:
         if sequence != 2:
             held = padded.sequences[sequence]
             held.tokens[held.tokens.index(-1)] = token
-    padded.arrive(*third)
+    padded.arrive(third)
     padded.decode_overlapped(3, 1, 3, 5)
     check(padded, files)
 
@@ -230,10 +230,10 @@ def test_a_chunk_after_a_late_token(rig: Rig, files: Files) -> None:
     rig.open(2, list(range(1, 12)), adapter=2)
     first = rig.issue(rig.row(1), rig.row(3), rig.row(2, 4))
     second = rig.issue(rig.row(2, 6), rig.row(3), rig.row(1))
-    rig.arrive(*first)
+    rig.arrive(first)
     third = rig.issue(rig.row(2), rig.row(1))
-    rig.arrive(*second)
-    rig.arrive(*third)
+    rig.arrive(second)
+    rig.arrive(third)
     rig.decode_overlapped(3, 1, 2, 3)
     check(rig, files)
 
@@ -259,10 +259,10 @@ def test_random_overlapped_steps(padded: Rig, files: Files) -> None:
             rows.append(padded.row(sequence, left if left < 3 else generator.randrange(1, left + 1)))
         issued = padded.issue(*rows)
         if before is not None:
-            padded.arrive(*before)
+            padded.arrive(before)
         before = issued
     assert before is not None
-    padded.arrive(*before)
+    padded.arrive(before)
     check(padded, files)
     check_untouched(padded)
 

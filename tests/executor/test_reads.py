@@ -16,7 +16,7 @@ import torch
 
 from manylora.adapters import registry
 from manylora.executor import reader
-from manylora.protocol import AdapterError, AdapterRead, ReadAdapter
+from manylora.protocol import AdapterChecked, AdapterError, AdapterRead, DeviceEvent, ReadAdapter
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig
 
@@ -35,7 +35,8 @@ def edit_weights(folder: Path, value: float) -> None:
 
 
 def test_a_file_changed_since_it_was_added(rig: Rig, copied: Path) -> None:
-    num_pages, rank = rig.worker.add_adapter(7, str(copied))
+    added = rig.direct.add_adapter(7, str(copied))
+    num_pages, rank = added.num_pages, added.rank
     assert rank == 4
     pages = tuple(rig.take(num_pages))
     config = copied / "adapter_config.json"
@@ -47,24 +48,24 @@ def test_a_file_changed_since_it_was_added(rig: Rig, copied: Path) -> None:
     assert not answer.is_at_fault, "who asks for the adapter could not know"
     rig.open(1, [5, 6, 7], adapter=7)
     assert not rig.step(rig.row(1)).done.ok
-    rig.worker.remove_adapter(7)
+    rig.direct.forget_adapter(7)
 
 
 def test_a_deleted_folder(rig: Rig, copied: Path) -> None:
-    num_pages, _ = rig.worker.add_adapter(7, str(copied))
+    num_pages = rig.direct.add_adapter(7, str(copied)).num_pages
     shutil.rmtree(copied)
     answer = rig.read(7, tuple(rig.take(num_pages)))
     assert not answer.ok
     assert "no adapter folder" in answer.error
     assert not answer.is_at_fault
     with pytest.raises(AdapterError) as raised:
-        rig.worker.add_adapter(8, str(copied))
+        rig.direct.add_adapter(8, str(copied))
     assert raised.value.status == 404
 
 
 def test_weights_that_are_not_finite_leave_the_pages_usable(rig: Rig, files: Files, copied: Path) -> None:
     edit_weights(copied, float("nan"))
-    num_pages, _ = rig.worker.add_adapter(7, str(copied))
+    num_pages = rig.direct.add_adapter(7, str(copied)).num_pages
     pages = tuple(rig.take(num_pages))
     answer = rig.read(7, pages)
     assert not answer.ok
@@ -91,13 +92,13 @@ def test_what_was_remembered_wrongly_is_inspected_again_when_it_is_read(
     files: Files, copied: Path, tmp_path: Path
 ) -> None:
     first = Rig(files.model, tmp_path)
-    num_pages, _ = first.worker.add_adapter(7, str(copied))
+    num_pages = first.direct.add_adapter(7, str(copied)).num_pages
     spec = first.worker._specs[7]
     first.worker.close()
     forge(tmp_path, key_infix=".default")
     rig = Rig(files.model, tmp_path)
     try:
-        assert rig.worker.add_adapter(7, str(copied))[0] == num_pages
+        assert rig.direct.add_adapter(7, str(copied)).num_pages == num_pages
         assert rig.worker._specs[7] != spec
         assert rig.read(7, tuple(rig.take(num_pages))).ok
         assert rig.worker._specs[7] == spec
@@ -112,22 +113,23 @@ def test_what_was_remembered_of_another_size_is_right_when_added_again(
     files: Files, copied: Path, tmp_path: Path
 ) -> None:
     first = Rig(files.model, tmp_path)
-    num_pages, rank = first.worker.add_adapter(7, str(copied))
+    added = first.direct.add_adapter(7, str(copied))
+    num_pages, rank = added.num_pages, added.rank
     ranks = first.worker._specs[7].ranks
     first.worker.close()
     forge(tmp_path, rank=9 * rank, ranks=[[9 * rank for rank in row] for row in ranks])
     rig = Rig(files.model, tmp_path)
     try:
-        wrong, _ = rig.worker.add_adapter(7, str(copied))
+        wrong = rig.direct.add_adapter(7, str(copied)).num_pages
         assert wrong > num_pages
         with pytest.raises(AdapterError, match="add it again"):
-            rig.worker.verify_adapter(7)
-        rig.worker.remove_adapter(7)
-        assert rig.worker.add_adapter(8, str(copied)) == (num_pages, rank)
-        rig.worker.verify_adapter(8)
+            rig.direct.verify_adapter(7)
+        rig.direct.forget_adapter(7)
+        assert rig.direct.add_adapter(8, str(copied)) == AdapterChecked(8, True, num_pages, rank)
+        rig.direct.verify_adapter(8)
         assert rig.read(8, tuple(rig.take(num_pages))).ok
         forge(tmp_path, rank=9 * rank, ranks=[[9 * rank for rank in row] for row in ranks])
-        rig.worker.add_adapter(9, str(copied))
+        rig.direct.add_adapter(9, str(copied))
         answer = rig.read(9, tuple(rig.take(wrong)))
         assert not answer.ok
         assert not answer.is_at_fault
@@ -137,7 +139,7 @@ def test_what_was_remembered_of_another_size_is_right_when_added_again(
 
 
 def test_a_wrong_number_of_pages_is_an_answer_too(rig: Rig, files: Files) -> None:
-    rig.worker.add_adapter(7, str(files.adapters[1]))
+    rig.direct.add_adapter(7, str(files.adapters[1]))
     answer = rig.read(7, tuple(rig.take(1)))
     assert not answer.ok
     assert "pages" in answer.error
@@ -150,21 +152,23 @@ def test_an_unknown_adapter(rig: Rig) -> None:
 def test_a_rank_over_the_limit(files: Files, tmp_path: Path) -> None:
     rig = Rig(files.model, tmp_path)
     rig.worker._max_adapter_rank = 8
-    assert rig.worker.add_adapter(1, str(files.adapters[1]))[1] == 4
+    assert rig.direct.add_adapter(1, str(files.adapters[1])).rank == 4
     with pytest.raises(AdapterError, match="rank 9"):
-        rig.worker.add_adapter(2, str(files.adapters[2]))
+        rig.direct.add_adapter(2, str(files.adapters[2]))
     rig.worker.close()
 
 
 def test_reads_go_on_beside_steps(rig: Rig, files: Files) -> None:
     held = rig.open(1, [5, 6, 7], adapter=1)
-    answers: list[AdapterRead] = []
+    reads = []
     for adapter in range(20, 30):
-        num_pages, _ = rig.worker.add_adapter(adapter, str(files.adapters[2]))
-        rig.worker.read_adapter(ReadAdapter(adapter, tuple(rig.take(num_pages))), answers.append)
+        num_pages = rig.direct.add_adapter(adapter, str(files.adapters[2])).num_pages
+        reads.append(ReadAdapter(adapter, tuple(rig.take(num_pages))))
+        rig.direct.begin(reads[-1])
         rig.decode(1, 1)
     rig.worker.close()
-    assert sorted(answer.adapter for answer in answers) == list(range(20, 30))
+    answers = [rig.direct.wait_for(read) for read in reads]
+    assert [answer.adapter for answer in answers if isinstance(answer, AdapterRead)] == list(range(20, 30))
     files.reference.check_greedy([5, 6, 7], held.generated, files.path(1))
 
 
@@ -178,10 +182,14 @@ def test_close_answers_reads_that_wait(rig: Rig, files: Files, monkeypatch: pyte
         real(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(reader, "load_adapter", slow)
-    answers: list[AdapterRead] = []
-    for adapter in range(20, 25):
-        num_pages, _ = rig.worker.add_adapter(adapter, str(files.adapters[2]))
-        rig.worker.read_adapter(ReadAdapter(adapter, tuple(rig.take(num_pages))), answers.append)
+    pages = {
+        adapter: rig.take(rig.direct.add_adapter(adapter, str(files.adapters[2])).num_pages)
+        for adapter in range(20, 25)
+    }
+    heard: list[DeviceEvent] = []
+    rig.worker.connect(heard.append)
+    for adapter in pages:
+        rig.worker.obey(ReadAdapter(adapter, tuple(pages[adapter])))
     assert entered.wait(60)
     closing = threading.Thread(target=rig.worker.close)
     closing.start()
@@ -190,10 +198,11 @@ def test_close_answers_reads_that_wait(rig: Rig, files: Files, monkeypatch: pyte
     leave.set()
     closing.join(60)
     assert not closing.is_alive()
-    assert sorted(answer.adapter for answer in answers) == list(range(20, 25))
-    assert any("closing" in answer.error for answer in answers)
-    rig.worker.read_adapter(ReadAdapter(20, (1,)), answers.append)
-    assert len(answers) == 6
+    rig.worker.obey(ReadAdapter(20, (1,)))
+    answers = [answer for answer in heard if isinstance(answer, AdapterRead)]
+    assert sorted(answer.adapter for answer in answers[:-1]) == list(range(20, 25))
+    assert any("closing" in answer.error for answer in answers[:-1])
+    assert len(answers) == len(heard) == 6
     assert not answers[-1].ok
 
 
@@ -212,5 +221,5 @@ def test_close_frees_everything(files: Files, tmp_path: Path) -> None:
     assert [reference() for reference in held] == [None, None]
     assert {thread.ident for thread in threading.enumerate()} <= before
     assert not rig.step(row).done.ok, "a step after close is refused, not raised"
-    worker.end_sequence(1)
-    worker.evict_adapter(1)
+    rig.direct.end_sequence(1)
+    rig.direct.evict_adapter(1)

@@ -12,6 +12,7 @@ import pytest
 from manylora.executor.rehearsal import rehearse
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.ops import LoraSegments
+from manylora.protocol import DeviceCommand, RunStep
 from tests.executor.drive import Rig
 from tests.executor.tiny import Reference, write_adapter, write_model
 
@@ -23,6 +24,7 @@ def test_served_tokens_are_the_same_after_it(tmp_path: Path, caplog: pytest.LogC
         with caplog.at_level(logging.INFO):
             assert rehearse(rig.worker, rig.policy) == [100]  # in prompts of 40, 40 and 20
         assert "rehearsed steps of [100] tokens" in caplog.text
+        rig.connect()
         prompt = [7, 8, 9, 10, 11]
         adapter = write_adapter(tmp_path / "r4", model, rank=4, seed=1)
         rig.serve(1, adapter)
@@ -77,14 +79,15 @@ def test_short_rows_are_beside_the_long_ones(
     rig = Rig(model, tmp_path, num_pages=1000, page_bytes=3072, **limits)
     rows: list[list[int]] = []
     adapters: list[list[int]] = []
-    run = type(rig.worker).run_step
+    obey = rig.worker.obey
 
-    def noted(self: Any, step: Any) -> Any:
-        rows.append([row.num_tokens for row in step.rows])
-        adapters.append([start.adapter for start in step.starts])
-        return run(self, step)
+    def noted(command: DeviceCommand) -> None:
+        if isinstance(command, RunStep):
+            rows.append([row.num_tokens for row in command.rows])
+            adapters.append([start.adapter for start in command.starts])
+        obey(command)
 
-    monkeypatch.setattr(type(rig.worker), "run_step", noted)
+    monkeypatch.setattr(rig.worker, "obey", noted)
     try:
         rehearse(rig.worker, rig.policy)
         assert rows[0] == expected

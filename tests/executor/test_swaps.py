@@ -14,7 +14,7 @@ import torch
 from manylora.config import ConfigError
 from manylora.devices.cpu import CpuCopyLane
 from manylora.executor.build import build_worker
-from manylora.protocol import CopyDone, ReadAdapter, SwapPages
+from manylora.protocol import CopyDone, DeviceEvent, ReadAdapter, SwapPages
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig
 from tests.executor.tiny import settings_for
@@ -28,13 +28,13 @@ def rig(files: Files, tmp_path: Path) -> Iterator[Rig]:
     """A worker that serves all adapters; none is resident."""
     made = Rig(files.model, tmp_path, num_pages=200, page_bytes=PAGE_BYTES, num_host_pages=150)
     for adapter, path in files.adapters.items():
-        made.worker.add_adapter(adapter, str(path))
+        made.direct.add_adapter(adapter, str(path))
     yield made
     made.worker.close()
 
 
 def num_pages(rig: Rig, files: Files, adapter: int) -> int:
-    return rig.worker.add_adapter(adapter, str(files.adapters[adapter]))[0]
+    return rig.direct.add_adapter(adapter, str(files.adapters[adapter])).num_pages
 
 
 def read_to_host(rig: Rig, files: Files, adapter: int) -> list[int]:
@@ -60,7 +60,7 @@ def test_a_read_to_the_host_and_a_swap_equal_a_read_to_the_device(rig: Rig, file
     for adapter in files.adapters:
         sources = read_to_host(rig, files, adapter)
         direct = list(rig.serve(adapter, files.adapters[adapter]))
-        rig.worker.evict_adapter(adapter)
+        rig.direct.evict_adapter(adapter)
         pages = rig.take(len(sources))
         answer = rig.swap(True, sources, pages, adapter)
         assert answer.ok, answer.error
@@ -86,8 +86,8 @@ def test_an_adapter_comes_and_goes_many_times(rig: Rig, files: Files) -> None:
         assert rig.swap(True, sources[adapter], pages, adapter).ok
         rig.open(turn, [turn + 1, *PROMPT], adapter)
         rig.decode(3, turn)
-        rig.worker.end_sequence(turn)
-        rig.worker.evict_adapter(adapter)
+        rig.direct.end_sequence(turn)
+        rig.direct.evict_adapter(adapter)
         rig.worker._arena.pool[pages] = float("nan")
         rig.free[:0] = pages
     check(rig, files)
@@ -97,7 +97,7 @@ def test_kv_that_was_saved_and_brought_back_elsewhere(rig: Rig, files: Files) ->
     rig.serve(1, files.adapters[1])
     held = rig.open(1, [3, 1, 4, 1, 5, 9, 2, 6, 5], adapter=1)
     rig.decode(1, 1)
-    rig.worker.end_sequence(1)
+    rig.direct.end_sequence(1)
     saved = held.pages[:2]
     on_host = rig.take_host(2)
     assert rig.swap(False, saved, on_host).ok
@@ -116,18 +116,13 @@ def test_a_swap_in_during_steps(rig: Rig, files: Files) -> None:
     rig.open(1, PROMPT, adapter=1)
     sources = read_to_host(rig, files, 2)
     pages = rig.take(len(sources))
-    answered = threading.Event()
-    answers: list[CopyDone] = []
-
-    def done(answer: CopyDone) -> None:
-        answers.append(answer)
-        answered.set()
-
-    rig.worker.swap_pages(SwapPages(1, True, tuple(zip(sources, pages)), 2), done)
-    while not answered.is_set() and len(rig.sequences[1].generated) < 30:
+    copy = SwapPages(1, True, tuple(zip(sources, pages)), 2)
+    rig.direct.begin(copy)
+    while not rig.direct.has_landed(copy) and len(rig.sequences[1].generated) < 30:
         rig.decode(1, 1)
-    assert answered.wait(30)
-    assert answers == [CopyDone(1, True, answers[0].copy_s)]
+    answer = rig.direct.wait_for(copy)
+    assert isinstance(answer, CopyDone)
+    assert answer == CopyDone(1, True, answer.copy_s)
     rig.open(2, PROMPT, adapter=2)
     rig.decode(5, 2)
     check(rig, files)
@@ -145,7 +140,7 @@ def test_an_adapter_removed_before_or_during_its_swap(
 
     def copy_and_remove(lane: CpuCopyLane, target: torch.Tensor, source: torch.Tensor) -> None:
         real(lane, target, source)
-        rig.worker.remove_adapter(2)
+        rig.direct.forget_adapter(2)
 
     with monkeypatch.context() as patch:
         patch.setattr(CpuCopyLane, "copy", copy_and_remove)
@@ -157,7 +152,7 @@ def test_an_adapter_removed_before_or_during_its_swap(
     rig.open(1, PROMPT)
     rig.decode(3, 1)
     assert 2 not in rig.worker._tables
-    rig.worker.evict_adapter(2)
+    rig.direct.evict_adapter(2)
     check(rig, files)
 
 
@@ -212,13 +207,13 @@ def test_close_during_copies_and_reads(rig: Rig, files: Files, monkeypatch: pyte
         real(lane, target, source)
 
     monkeypatch.setattr(CpuCopyLane, "copy", slow)
-    answers: list[CopyDone] = []
-    reads: list[object] = []
+    heard: list[DeviceEvent] = []
+    rig.worker.connect(heard.append)
     for copy in range(1, 6):
         pages = rig.take(len(sources))
-        rig.worker.swap_pages(SwapPages(copy, True, tuple(zip(sources, pages)), 2), answers.append)
-        rig.worker.swap_pages(SwapPages(10 + copy, False, ((pages[0], 100 + copy),)), answers.append)
-        rig.worker.read_adapter(ReadAdapter(1, tuple(rig.take_host(1)), "host"), reads.append)
+        rig.worker.obey(SwapPages(copy, True, tuple(zip(sources, pages)), 2))
+        rig.worker.obey(SwapPages(10 + copy, False, ((pages[0], 100 + copy),)))
+        rig.worker.obey(ReadAdapter(1, tuple(rig.take_host(1)), "host"))
     assert entered.wait(60)
     closing = threading.Thread(target=rig.worker.close)
     closing.start()
@@ -227,11 +222,13 @@ def test_close_during_copies_and_reads(rig: Rig, files: Files, monkeypatch: pyte
     leave.set()
     closing.join(60)
     assert not closing.is_alive()
+    answers = [answer for answer in heard if isinstance(answer, CopyDone)]
     assert sorted(answer.copy for answer in answers) == [1, 2, 3, 4, 5, 11, 12, 13, 14, 15]
-    assert len(reads) == 5
+    assert len(heard) - len(answers) == 5
     assert not any(answer.ok for answer in answers if answer.copy in (2, 3, 4, 5))
-    rig.worker.swap_pages(SwapPages(30, True, ((0, 0),), None), answers.append)
-    rig.worker.swap_pages(SwapPages(31, True, tuple(zip(sources, sources)), 2), answers.append)
+    rig.worker.obey(SwapPages(30, True, ((0, 0),), None))
+    rig.worker.obey(SwapPages(31, True, tuple(zip(sources, sources)), 2))
+    answers = [answer for answer in heard if isinstance(answer, CopyDone)]
     assert [(answer.copy, answer.ok) for answer in answers[-2:]] == [(30, False), (31, False)]
 
 

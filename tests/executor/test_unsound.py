@@ -157,7 +157,7 @@ def test_an_adapter_that_overflows_beside_others(
         rig.decode(4, sequence)
         alone[sequence] = rig.sequences[sequence].generated
     for sequence in range(others):
-        rig.worker.end_sequence(sequence)
+        rig.direct.end_sequence(sequence)
         rig.open(sequence, [5, 6, 7, sequence], sequence % 4, params=params)
     rig.open(100, [5, 6, 7], 7, params=params)
     rig.open(101, [9], 7, params=params)

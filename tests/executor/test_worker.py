@@ -9,6 +9,7 @@ import torch
 
 from manylora.executor import forward
 from manylora.models.layers import Attention, Step
+from manylora.protocol import CopyPages
 from manylora.types import BASE, SamplingParams
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig
@@ -94,7 +95,7 @@ def test_a_replaced_page_is_the_one_that_is_read(rig: Rig, files: Files) -> None
     held = rig.open(1, [3, 1, 4, 1, 5, 9, 2, 6, 5], adapter=1)
     rig.decode(1, 1)
     old, new = held.pages[1], rig.free.pop()
-    rig.worker.copy_pages(((old, new),))
+    rig.worker.obey(CopyPages(((old, new),)))
     rig.worker._arena.page(old).fill_(1e4)
     held.pages[1] = new
     row = rig.row(1)
@@ -117,7 +118,7 @@ def test_forks_continue_from_copied_pages(rig: Rig, files: Files) -> None:
     assert len(set(tokens)) == 1, "greedy samples agree"
     for child in (2, 3):
         own = rig.free.pop()
-        rig.worker.copy_pages(((parent.pages[1], own),))
+        rig.worker.obey(CopyPages(((parent.pages[1], own),)))
         rig.open(
             child,
             [*prompt, 20 + child],  # another token than was drawn: forks must go their own ways
@@ -139,8 +140,8 @@ def test_forks_continue_from_copied_pages(rig: Rig, files: Files) -> None:
 def test_a_resumed_sequence_goes_on(rig: Rig, files: Files, num_kept_pages: int) -> None:
     held = rig.open(1, [2, 4, 6, 8, 10, 12], adapter=1)
     rig.decode(5, 1)
-    rig.worker.end_sequence(1)
-    rig.worker.end_sequence(1)
+    rig.direct.end_sequence(1)
+    rig.direct.end_sequence(1)
     for page in held.pages[num_kept_pages:]:
         rig.worker._arena.page(page).fill_(-1e4)
     size = rig.policy.page_tokens
@@ -163,7 +164,7 @@ def test_many_sequences_and_long_ones_make_the_arrays_grow(rig: Rig, files: File
         rig.open(sequence, [sequence + 1, 5, sequence + 2], adapter=sequence % 4)
     rig.decode(3, *range(40))
     for sequence in range(39):
-        rig.worker.end_sequence(sequence)
+        rig.direct.end_sequence(sequence)
     rig.open(50, [(7 * i) % VOCAB for i in range(55)], adapter=3)
     rig.decode(6, 39, 50)
     check(rig, files)
@@ -173,10 +174,10 @@ def test_an_adapter_read_again_into_other_pages(rig: Rig, files: Files) -> None:
     rig.open(1, [5, 6, 7, 8], adapter=1)
     rig.open(2, [5, 6, 7, 8], adapter=2)
     rig.decode(3, 1, 2)
-    rig.worker.evict_adapter(1)
-    rig.worker.evict_adapter(1)
+    rig.direct.evict_adapter(1)
+    rig.direct.evict_adapter(1)
     assert not rig.step(rig.row(1)).done.ok, "it is not resident"
-    num_pages, _ = rig.worker.add_adapter(1, str(files.adapters[1]))
+    num_pages = rig.direct.add_adapter(1, str(files.adapters[1])).num_pages
     assert rig.read(1, tuple(rig.take(num_pages))).ok
     rig.decode(4, 1, 2)
     check(rig, files)
@@ -258,9 +259,9 @@ def test_a_failed_step_leaves_no_trace(rig: Rig, files: Files, monkeypatch: pyte
 
     with monkeypatch.context() as patch:
         patch.setattr("manylora.executor.worker.most_likely", fail)
-        issued = rig.worker.issue_step(command)
-        assert issued.has_failed, "known before it is waited for"
-        result = rig.finish(command, issued)
+        rig.direct.issue_step(command)
+        assert rig.direct.has_ended(command), "known before it is waited for"
+        result = rig.finish(command)
     assert not result.done.ok
     assert result.done.step == command.step
     assert result.done.error == "RuntimeError: made to fail"
@@ -268,9 +269,9 @@ def test_a_failed_step_leaves_no_trace(rig: Rig, files: Files, monkeypatch: pyte
     assert result.logprobs == {}
     assert 2 not in rig.worker._sequences
     assert (rig.worker._sequences.pages[0] == pages_before[0]).all()
-    issued = rig.worker.issue_step(command)
-    assert not issued.has_failed
-    assert rig.finish(command, issued).done.ok, "the very same step works afterwards"
+    rig.direct.issue_step(command)
+    assert not rig.direct.has_ended(command)
+    assert rig.finish(command).done.ok, "the very same step works afterwards"
     rig.decode(4, 1, 2)
     check(rig, files)
 

@@ -131,6 +131,6 @@ def test_the_same_steps_twice_are_bit_identical(padded: Rig) -> None:
         pages = [padded.worker._arena.page(page).clone() for each in held for page in each.pages]
         seen.append(([each.generated for each in held], torch.stack(pages)))
         for number in numbers:
-            padded.worker.end_sequence(number)
+            padded.direct.end_sequence(number)
     assert seen[0][0] == seen[1][0]
     assert torch.equal(seen[0][1], seen[1][1])

@@ -45,7 +45,7 @@ def test_every_way_gives_the_same_tokens(
     prompts = [random_tokens(i, 1 + 3 * (i % 13), vocab) for i in range(30)]
     models = [bench.names[i % len(bench.names)] for i in range(30)]
     with bench.llm() as llm:
-        assert ("compiled" in llm._llm._driver._executor._forward.decoder.ops.name) == is_compiled  # type: ignore[attr-defined]
+        assert ("compiled" in llm._llm._driver._ports._executor._forward.decoder.ops.name) == is_compiled  # type: ignore[attr-defined]
         bench.check(llm.generate(prompts, greedy(NUM_TOKENS), models), NUM_TOKENS)
         one_alone = llm.generate(prompts[:1], greedy(NUM_TOKENS), models[:1])
         bench.check(one_alone, NUM_TOKENS)

@@ -16,7 +16,7 @@ from manylora import LLM, AsyncLLM
 from manylora.config import ConfigError
 from manylora.engine.client import EngineDead
 from manylora.executor.worker import Worker
-from manylora.protocol import IssuedStep, RunStep
+from manylora.protocol import DeviceCommand, RunStep
 from tests.parity.conftest import make_bench
 from tests.parity.engines import Bench, greedy, random_tokens
 
@@ -178,13 +178,14 @@ def test_two_models_at_once(bench: Bench, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_closing_while_another_thread_waits(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    issue = Worker.issue_step
+    obey = Worker.obey
 
-    def slow(worker: Worker, step: RunStep) -> IssuedStep:
-        time.sleep(0.1)  # so that the call below takes far longer than closing
-        return issue(worker, step)
+    def slow(worker: Worker, command: DeviceCommand) -> None:
+        if isinstance(command, RunStep):
+            time.sleep(0.1)  # so that the call below takes far longer than closing
+        obey(worker, command)
 
-    monkeypatch.setattr(Worker, "issue_step", slow)
+    monkeypatch.setattr(Worker, "obey", slow)
     llm = open_llm(bench)
     ended: list[BaseException] = []
 

@@ -18,7 +18,7 @@ from manylora.engine.client import Delta, EngineDead
 from manylora.engine.driver import Driver
 from manylora.engine.local import LocalEngine
 from manylora.executor.worker import Worker
-from manylora.protocol import IssuedStep, RunStep
+from manylora.protocol import DeviceCommand, RunStep
 from manylora.text.generate import GenerationFailed
 from manylora.types import InvalidRequest
 from tests.parity.engines import Bench, greedy, random_tokens
@@ -98,15 +98,14 @@ def test_more_prompts_than_are_submitted_at_a_time(bench: Bench, monkeypatch: py
 
 def test_a_failure_among_many_ends_the_others(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     fails = iter([False] * 3 + [True])
-    issue = Worker.issue_step
+    obey = Worker.obey
 
-    def failing(worker: Worker, step: RunStep) -> IssuedStep:
-        if next(fails, False):
-            raise_at = RunStep(step.step, step.starts, ((10**9, 0, 1, 1, ()),))  # an unknown sequence
-            return issue(worker, raise_at)
-        return issue(worker, step)
+    def failing(worker: Worker, command: DeviceCommand) -> None:
+        if isinstance(command, RunStep) and next(fails, False):
+            command = RunStep(command.step, command.starts, ((10**9, 0, 1, 1, ()),))  # an unknown sequence
+        obey(worker, command)
 
-    monkeypatch.setattr(Worker, "issue_step", failing)
+    monkeypatch.setattr(Worker, "obey", failing)
     prompts = [[1 + i % 5, 2, 3] for i in range(40)]
     with bench.llm(max_waiting=2) as engine:
         with pytest.raises(GenerationFailed):
@@ -146,16 +145,17 @@ def test_a_step_that_hangs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Non
     """Every open call raises, close returns, and the process lives on."""
     gate = threading.Event()
     is_held = threading.Event()
-    issue = Worker.issue_step
+    obey = Worker.obey
 
-    def hanging(worker: Worker, step: RunStep) -> IssuedStep:
-        is_held.set()
-        gate.wait()
-        return issue(worker, step)
+    def hanging(worker: Worker, command: DeviceCommand) -> None:
+        if isinstance(command, RunStep):
+            is_held.set()
+            gate.wait()
+        obey(worker, command)
 
     with bench.llm(step_timeout=1) as engine:
         bench.check(engine.generate([[1, 2, 3]], greedy(4)), 4)
-        monkeypatch.setattr(Worker, "issue_step", hanging)
+        monkeypatch.setattr(Worker, "obey", hanging)
         failures: list[BaseException] = []
 
         def call() -> None:
@@ -259,7 +259,7 @@ def test_exit_without_close_and_with_a_hung_step() -> None:
     script = """
 import threading, time
 from manylora.executor.worker import Worker
-Worker.issue_step = lambda worker, step: time.sleep(3600)
+Worker.obey = lambda worker, command: time.sleep(3600)
 threading.Thread(target=llm.generate, args=("Once",), daemon=True).start()
 time.sleep(1)
 """

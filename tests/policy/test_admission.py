@@ -16,6 +16,7 @@ from manylora.sim.replay import Outcome, Replay
 from manylora.sim.summary import summarize
 from manylora.types import BASE, Request, SamplingParams
 from manylora.workloads.stream import Piece, Stream, StreamRequest
+from tests.policy.reports import gauges
 
 
 def config(
@@ -98,7 +99,7 @@ def test_too_late_half_a_second_before_the_objective() -> None:
     assert server.dropped["b"] == "after 2.5 s in the queue, no first token can come within 3 s"
     assert server.admitted == ["a", "c"]
     server.end_step(4.0)
-    assert server.replica.snapshot().num_waiting == 0
+    assert gauges(server.replica).num_waiting == 0
 
 
 def test_whoever_began_is_not_dropped() -> None:
@@ -150,7 +151,7 @@ def test_without_a_bound_any_number_waits() -> None:
     for number in range(20_000):
         request = Request(f"r{number}", BASE, (1, 2), SamplingParams(max_tokens=1, seed=0))
         assert not any(isinstance(c, Reject) for c in replica.handle(Arrive(request, more=True), 0.0))
-    assert replica.snapshot().num_waiting == 20_000
+    assert gauges(replica).num_waiting == 20_000
 
 
 @pytest.mark.parametrize("wrong", [0, -1])
@@ -268,5 +269,5 @@ def test_a_burst_in_the_simulator() -> None:
 def test_warming_goes_on_where_it_is_dropped() -> None:
     """Eight adapters are read one after the other, 2 s each: together longer than the objective."""
     replay = replayed("early-abort", 6.0, num_adapters=8)
-    assert replay.replica.counters.adapter_reads >= 8
+    assert replay.report("busy").counters.adapter_reads >= 8
     assert in_time(replay.outcomes, 6.0) == 6

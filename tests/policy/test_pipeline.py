@@ -11,6 +11,7 @@ from manylora.policy.replica import Replica
 from manylora.protocol import Arrive, Command, Emit, EndSequence, Event, Finish, RunStep
 from manylora.types import BASE, Request, SamplingParams
 from tests.policy.device_model import DeviceModel, next_token, undisturbed
+from tests.policy.reports import counters
 
 PAGE = 4
 
@@ -117,7 +118,7 @@ def test_one_preempted_while_its_row_runs_keeps_the_token() -> None:
     for prompt in prompts:
         rig.ask(prompt, max_tokens=8)
     rig.end_all()
-    assert rig.replica.counters.preemptions > 0
+    assert counters(rig.replica).preemptions > 0
     requests = {c.request for c in rig.commands if isinstance(c, Emit)}
     answers = [
         [c.token for c in rig.commands if isinstance(c, Emit) and c.request == r] for r in sorted(requests)

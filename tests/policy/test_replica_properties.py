@@ -13,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from manylora.config import ADMISSIONS, CACHE_POLICIES, FIRST_STEP_S, CacheConfig, PolicyConfig
 from manylora.policy.caches import adapter_pages_limit
 from manylora.policy.replica import Replica
-from manylora.policy.snapshot import AdapterUse
 from manylora.protocol import (
     Abort,
     AdapterAdded,
@@ -31,8 +30,10 @@ from manylora.protocol import (
     SetTimer,
     Timer,
 )
+from manylora.reports import AdapterUse
 from manylora.types import BASE, Request, SamplingParams
 from tests.policy.device_model import VOCABULARY, DeviceModel, undisturbed
+from tests.policy.reports import gauges
 from tests.policy.rig import check_order
 
 EVENT_S = 0.25
@@ -275,9 +276,9 @@ class ReplicaMachine(RuleBasedStateMachine):
     @rule()
     def look(self) -> None:
         """What snapshots of changes have told together is what one of everything tells."""
-        changed = self.replica.snapshot("changed")
+        changed = gauges(self.replica, "changed")
         self.told |= {use.adapter: use for use in changed.adapters}
-        whole = self.replica.snapshot()
+        whole = gauges(self.replica)
         assert [self.told[use.adapter] for use in whole.adapters] == list(whole.adapters)
         assert dataclasses.replace(changed, adapters=whole.adapters) == whole
 
@@ -320,7 +321,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         if self.config.admission == "fcfs":
             assert firsts == sorted(firsts), "admission is in arrival order: nobody starves"
         assert not self.device.sequences, "the executor was told to forget every sequence"
-        snapshot = self.replica.snapshot()
+        snapshot = gauges(self.replica)
         assert snapshot.num_running == snapshot.num_waiting == snapshot.pages_running == 0
         assert snapshot.pages_loading == snapshot.pages_saving == 0
         used = snapshot.pages_free + snapshot.pages_history + snapshot.pages_adapters

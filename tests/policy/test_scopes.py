@@ -26,6 +26,7 @@ from manylora.protocol import (
 )
 from manylora.types import Request, SamplingParams
 from tests.policy.device_model import DeviceModel, next_token
+from tests.policy.reports import counters, gauges
 from tests.policy.rig import PAGE, Rig, prompt
 
 SHIFT = 1000
@@ -57,7 +58,7 @@ def test_scopes_that_run_together_compute_pages_of_their_own(scope: str) -> None
     rig.ask("asked", 0, prompt(1, 3), 6, scope)
     rig.settle()
     assert rig.check_answers() == len(SCOPES) + 1
-    assert rig.replica.snapshot().pages_history == len(SCOPES) * (3 + 6 // PAGE)
+    assert gauges(rig.replica).pages_history == len(SCOPES) * (3 + 6 // PAGE)
 
 
 def test_history_on_the_host_comes_back_for_its_own_scope_only() -> None:
@@ -66,9 +67,9 @@ def test_history_on_the_host_comes_back_for_its_own_scope_only() -> None:
     for seed in range(2, 6):
         rig.serve(f"filler-{seed}", 0, prompt(seed, 4), 1, "c")
     rig.serve("theirs", 0, prompt(1, 4), 1, "b")
-    assert rig.replica.counters.kv_hit_tokens_host == 0
+    assert counters(rig.replica).kv_hit_tokens_host == 0
     rig.serve("mine-again", 0, prompt(1, 4), 1, "a")
-    assert rig.replica.counters.kv_hit_tokens_host > 0
+    assert counters(rig.replica).kv_hit_tokens_host > 0
     assert (cached(rig, "theirs"), cached(rig, "mine-again")) == (0, 4 * PAGE)
 
 

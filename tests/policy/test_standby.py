@@ -11,6 +11,7 @@ from manylora.policy.pages import PageLedger
 from manylora.policy.tree import Node, Residence, subtree
 from manylora.protocol import Abort, Timer
 from manylora.types import BASE, PageId
+from tests.policy.reports import gauges
 from tests.policy.rig import PAGE, Rig, prompt
 
 
@@ -45,7 +46,7 @@ def test_history_comes_back_without_a_copy(policy: str) -> None:
 def test_pages_of_what_has_left_are_free() -> None:
     """Whoever needs them takes them, and what they held is copied when it is asked for."""
     rig = crowded("manylora")
-    snapshot = rig.replica.snapshot()
+    snapshot = gauges(rig.replica)
     assert snapshot.pages_free >= 10
     assert snapshot.pages_free + snapshot.pages_history + snapshot.pages_running == 20
     rig.ask("large", BASE, prompt(3, 15), max_tokens=6)

@@ -17,6 +17,7 @@ from manylora.protocol import (
     SwapPages,
 )
 from manylora.types import BASE
+from tests.policy.reports import counters, gauges
 from tests.policy.rig import PAGE, Rig, prompt
 
 WITH_HISTORY = [name for name in CACHE_POLICIES if name != "s-lora"]
@@ -33,7 +34,7 @@ def test_history_leaves_by_way_of_the_host_and_comes_back(policy: str) -> None:
     before = rig.computed_tokens()
     rig.serve("again", BASE, prompt(1, 6))
     assert rig.computed_tokens() - before == 1, "only the last token is computed again"
-    assert rig.replica.counters.kv_hit_tokens_host >= 5 * PAGE
+    assert counters(rig.replica).kv_hit_tokens_host >= 5 * PAGE
 
 
 @pytest.mark.parametrize("policy", CACHE_POLICIES)
@@ -42,7 +43,7 @@ def test_without_a_host_pool_history_is_computed_again(policy: str) -> None:
     for name, seed in (("a", 1), ("b", 2), ("c", 3), ("again", 1)):
         rig.serve(name, BASE, prompt(seed, 7))
     assert not rig.of(SwapPages)
-    assert rig.replica.counters.history_drops > 0
+    assert counters(rig.replica).history_drops > 0
 
 
 def test_a_host_copy_is_kept_so_that_leaving_again_costs_nothing() -> None:
@@ -65,9 +66,9 @@ def test_adapters_are_read_once_and_never_written_back(policy: str) -> None:
     assert all(read.tier == "host" for read in rig.of(ReadAdapter))
     assert {swap.adapter for swap in rig.of(SwapPages) if swap.adapter is not None} == {1, 2, 3, 4}
     assert all(swap.to_device for swap in rig.of(SwapPages) if swap.adapter is not None)
-    counters = rig.replica.counters
-    assert counters.adapter_misses == 4
-    assert counters.adapter_hits_host + counters.adapter_hits_device == 8
+    counted = counters(rig.replica)
+    assert counted.adapter_misses == 4
+    assert counted.adapter_hits_host + counted.adapter_hits_device == 8
 
 
 def test_a_host_pool_too_small_for_an_adapter_is_passed_by() -> None:
@@ -142,7 +143,7 @@ def test_a_failed_copy_in_is_computed_instead() -> None:
     rig.land_copy(ok=False)
     rig.settle()
     rig.check_answer("again")
-    assert rig.replica.counters.swaps_failed == 1
+    assert counters(rig.replica).swaps_failed == 1
 
 
 def test_copies_of_an_adapter_that_keep_failing_end_in_503() -> None:
@@ -189,10 +190,12 @@ def test_preemption_swaps_out_rather_than_computing_again() -> None:
     rig.settle()
     rig.check_answer("old")
     rig.check_answer("new")
-    assert rig.replica.counters.preemptions >= 1
+    assert counters(rig.replica).preemptions >= 1
     needed = 2 * (4 * PAGE + 1 + 23)
     again = rig.computed_tokens() - needed
-    assert again <= 2 * PAGE * rig.replica.counters.preemptions, "at most the partial page and the last token"
+    assert again <= 2 * PAGE * counters(rig.replica).preemptions, (
+        "at most the partial page and the last token"
+    )
 
 
 def test_history_that_is_cheaper_to_compute_than_to_copy_is_not_saved() -> None:
@@ -204,7 +207,7 @@ def test_history_that_is_cheaper_to_compute_than_to_copy_is_not_saved() -> None:
     for seed in (1, 2, 3):
         rig.serve(f"then {seed}", BASE, prompt(seed, 7))
     assert not rig.of(SwapPages)
-    assert rig.replica.counters.history_drops > 0
+    assert counters(rig.replica).history_drops > 0
 
 
 def test_one_slow_copy_does_not_end_saving_for_ever() -> None:
@@ -222,7 +225,7 @@ def test_a_slow_lane_does_not_keep_adapters_on_the_host() -> None:
         if adapter not in {read.adapter for read in rig.of(ReadAdapter)}:
             rig.add(adapter, 4)
         rig.serve(f"r{len(rig.commands)}", adapter, prompt(adapter, 4))
-    assert rig.replica.counters.adapter_reads == 2, "an adapter cannot be computed"
+    assert counters(rig.replica).adapter_reads == 2, "an adapter cannot be computed"
 
 
 def test_unloading_during_a_copy_frees_everything() -> None:
@@ -236,7 +239,7 @@ def test_unloading_during_a_copy_frees_everything() -> None:
     rig.settle()
     assert [freed.adapter for freed in rig.of(AdapterFreed)] == [1]
     rig.check_answer("b")
-    snapshot = rig.replica.snapshot()
+    snapshot = gauges(rig.replica)
     assert snapshot.host_pages_adapters == 0
     assert [use.adapter for use in snapshot.adapters] == [BASE]
 
@@ -250,11 +253,11 @@ def test_above_the_high_mark_nodes_leave_until_it_is_met(policy: str) -> None:
     for seed in range(1, 6):
         rig.serve(f"r{seed}", BASE, prompt(seed, 7))
     if policy != "manylora":  # which looks after every step
-        assert rig.replica.snapshot().pages_free < 10
+        assert gauges(rig.replica).pages_free < 10
     rig.ask("x", BASE, prompt(9, 1), 2)
     rig.settle(rings=1)
     rig.settle()
-    free = rig.replica.snapshot().pages_free
+    free = gauges(rig.replica).pages_free
     assert 10 <= free <= 12, "down to the mark, and no further"
 
 
@@ -266,7 +269,7 @@ def test_room_is_kept_for_twice_what_a_step_took_lately() -> None:
         for seed in range(first_seed, first_seed + num_prompts):
             rig.serve(f"r{seed}", BASE, prompt(seed, pages_each))
         rig.settle()
-        snapshot = rig.replica.snapshot()
+        snapshot = gauges(rig.replica)
         return snapshot.pages_total - rig.replica._residency.room.pages_used
 
     slack = 200 // 64
@@ -290,7 +293,7 @@ def test_below_the_low_mark_nodes_come_back_until_it_is_met(policy: str) -> None
         rig.feed(AdapterRemoved(adapter))
     rig.feed(AdapterRemoved(1))
     rig.settle(rings=50)
-    snapshot = rig.replica.snapshot()
+    snapshot = gauges(rig.replica)
     used = snapshot.pages_total - snapshot.pages_free
     assert used <= 38, "never past the high mark"
 
@@ -332,7 +335,7 @@ def test_prefetch_brings_what_the_queue_waits_for() -> None:
     assert [read.adapter for read in rig.of(ReadAdapter)] == [1], "read before it is its turn"
     rig.land_read()
     rig.land_copy()
-    assert rig.replica.counters.prefetches == 1
+    assert counters(rig.replica).prefetches == 1
     rig.settle()
     rig.check_answer("queued")
     parts = {ready.request: ready.adapter_s for ready in rig.of(Ready)}
@@ -356,7 +359,7 @@ def test_a_snapshot_of_busy_adapters_leaves_out_the_idle_ones_alone() -> None:
     rig.ask("first", 2, prompt(2, 1), 4)
     rig.ask("second", 2, prompt(2, 1), 4)
     rig.ask("queued", 3, prompt(3, 1), 4)
-    whole, busy = rig.replica.snapshot(), rig.replica.snapshot("busy")
+    whole, busy = gauges(rig.replica), gauges(rig.replica, "busy")
     assert [use.adapter for use in busy.adapters] == [2, 3]
     assert busy == dataclasses.replace(
         whole, adapters=tuple(use for use in whole.adapters if use.running or use.waiting)
@@ -368,7 +371,7 @@ def test_a_snapshot_of_changes_looks_at_nothing_else() -> None:
     rig = Rig("manylora", num_pages=60, max_num_seqs=2)
     for adapter in range(1, 10_001):
         rig.replica.handle(AdapterAdded(adapter, 3), 0.0)
-    assert [use.adapter for use in rig.replica.snapshot("changed").adapters] == [BASE]
+    assert [use.adapter for use in gauges(rig.replica, "changed").adapters] == [BASE]
     rig.serve("idle again", 7, prompt(7, 3))
     rig.ask("running", 8, prompt(8, 1), 4)
     rig.settle_copies()
@@ -376,13 +379,13 @@ def test_a_snapshot_of_changes_looks_at_nothing_else() -> None:
     node, adapters = rig.replica._tree.node, rig.replica._tree.adapters
     rig.replica._tree.node = lambda adapter: looked_at.append(adapter) or node(adapter)  # type: ignore[method-assign, func-returns-value]
     rig.replica._tree.adapters = lambda: pytest.fail("all were looked at")  # type: ignore[method-assign]
-    snapshot = rig.replica.snapshot("changed")
+    snapshot = gauges(rig.replica, "changed")
     assert [use.adapter for use in snapshot.adapters] == looked_at == [BASE, 7, 8]
     assert [(use.state, use.running) for use in snapshot.adapters[1:]] == [("resident", 0), ("resident", 1)]
     rig.replica._tree.node, rig.replica._tree.adapters = node, adapters  # type: ignore[method-assign]
     rig.settle()
-    assert [use.adapter for use in rig.replica.snapshot("changed").adapters] == [BASE, 8]
-    assert [use.adapter for use in rig.replica.snapshot("changed").adapters] == [BASE]
+    assert [use.adapter for use in gauges(rig.replica, "changed").adapters] == [BASE, 8]
+    assert [use.adapter for use in gauges(rig.replica, "changed").adapters] == [BASE]
 
 
 # ---------------------------------------------------------------- what distinguishes the baselines
@@ -392,12 +395,12 @@ def test_s_lora_keeps_nothing_that_is_not_in_use() -> None:
     rig = Rig("s-lora", num_pages=30)
     rig.add(1, 3)
     rig.serve("a", 1, prompt(1, 3))
-    snapshot = rig.replica.snapshot()
+    snapshot = gauges(rig.replica)
     assert (snapshot.pages_history, snapshot.pages_adapters, snapshot.pages_free) == (0, 0, 30)
     assert snapshot.host_pages_adapters == 3
     assert snapshot.host_pages_history == 0
     rig.serve("b", 1, prompt(1, 3))
-    assert rig.replica.counters.prefix_hits_tokens == 0
+    assert counters(rig.replica).prefix_hits_tokens == 0
 
 
 def test_static_lru_keeps_adapters_and_kv_in_parts() -> None:
@@ -405,13 +408,13 @@ def test_static_lru_keeps_adapters_and_kv_in_parts() -> None:
     for adapter in (1, 2, 3):
         rig.add(adapter, 4)
         rig.serve(f"r{adapter}", adapter, prompt(adapter, 2))
-    snapshot = rig.replica.snapshot()
+    snapshot = gauges(rig.replica)
     assert snapshot.pages_adapters == 8, "two of three, though pages are free"
     assert snapshot.pages_free >= 6
     assert snapshot.invalid_pages == 2, "the first one's history stays behind"
     rig.ask("x", BASE, [1], 3)
     rig.settle(rings=1)
-    assert rig.replica.counters.invalid_share_sum > 0
+    assert counters(rig.replica).invalid_share_sum > 0
     rig.ask("too long", BASE, prompt(1, 12))
     assert rig.ends["too long"].error.status == 400, "KV has 12 pages"
 
@@ -424,7 +427,7 @@ def test_dependent_policies_hold_no_invalid_history(policy: str) -> None:
             if turn == 0:
                 rig.add(adapter, 4)
             rig.serve(f"r{turn}-{adapter}", adapter, prompt(adapter, 2 + turn), 3)
-            assert rig.replica.snapshot().invalid_pages == 0
+            assert gauges(rig.replica).invalid_pages == 0
 
 
 def test_decisions_are_told_when_asked_for() -> None:

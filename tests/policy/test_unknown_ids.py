@@ -28,6 +28,7 @@ from manylora.protocol import (
 )
 from manylora.types import BASE, Request, SamplingParams
 from tests.policy.device_model import DeviceModel, undisturbed
+from tests.policy.reports import gauges
 from tests.policy.rig import Rig
 
 UNKNOWN = 999
@@ -81,7 +82,7 @@ def test_an_adapter_that_is_added_again_stays_as_it_is() -> None:
     rig.serve("before", 1, [1, 2, 3])
     rig.add(1, 7)
     rig.serve("after", 1, [1, 2, 3])
-    assert rig.replica.snapshot().pages_adapters == 3
+    assert gauges(rig.replica).pages_adapters == 3
 
 
 def test_a_second_request_of_a_live_id_is_refused_and_the_first_goes_on() -> None:

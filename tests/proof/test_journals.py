@@ -14,7 +14,8 @@ import pytest
 from manylora.config import CACHE_POLICIES
 from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import read_answered
-from manylora.protocol import Command, Event, RunStep, SwapPages
+from manylora.policy.replica import Replica
+from manylora.protocol import Command, Event, Report, ReportDue, RunStep, SwapPages
 from manylora.sim.conformance import recorded_commands, replay_difference
 from tests.proof.life import SCENES
 from tests.proof.record import JOURNALS
@@ -37,6 +38,18 @@ def test_replays_to_equal_fingerprints(packed: Path, tmp_path: Path) -> None:
     assert all(there is not None for _, _, there in entries)
     difference = replay_difference(config, entries, fingerprint)
     assert difference is None, str(difference)
+
+
+@pytest.mark.parametrize("policy", CACHE_POLICIES)
+def test_reports_decide_nothing(policy: str, tmp_path: Path) -> None:
+    """A replica that is asked for a report after every event commands the same as one that is not."""
+    config, answered = read_answered(unpacked(JOURNALS / f"{policy}-2-tiny.jsonl.xz", tmp_path))
+    replica = Replica(config)
+    for number, (now, event, there) in enumerate(answered):
+        assert fingerprint(replica.handle(event, now)) == there, number
+        (report,) = replica.handle(ReportDue(("all", "busy", "changed")[number % 3]), now)
+        assert isinstance(report, Report)
+        assert report.gauges.pages_total == config.num_pages
 
 
 def test_there_are_enough() -> None:
@@ -64,6 +77,7 @@ def test_together_they_show_everything_that_can_happen(tmp_path: Path) -> None:
             seen.update(f"status {error.status}" for error in errors if error is not None)
             seen["unsound"] += bool(getattr(told.event, "unsound", ()))
     kinds = {kind.__name__ for kind in (*typing.get_args(Event), *typing.get_args(Command))}
+    kinds -= {"ReportDue", "Report"}  # decide nothing
     kinds |= {"failed StepDone", "failed CopyDone", "failed AdapterRead"}
     kinds |= {"status 400", "status 404", "status 429", "status 500", "status 503", "unsound"}
     kinds |= {"evict", "save", "drop", "load", "read", "drop-host", "preempt"}

@@ -4,17 +4,28 @@ import dataclasses
 import inspect
 import types
 
-from benchmarks.compiled_simulator import PACKAGE, _plain_records
+import pytest
+
+from benchmarks.compiled_simulator import PACKAGE, RECORDS, _plain_records
 from manylora import protocol
+from manylora.protocol import commands, events
 
 
-def test_rewritten_records_take_and_keep_the_same_fields() -> None:
-    copy = types.ModuleType("manylora.protocol_copy")
-    exec(_plain_records((PACKAGE / "protocol.py").read_text()), copy.__dict__)
-    known = inspect.getmembers(protocol, dataclasses.is_dataclass)
-    records = [kind for _, kind in known if kind.__module__ == protocol.__name__]
-    assert protocol.RunStep in records
-    for kind in [*records, protocol.Emit]:
+def rewritten_copy(name: str) -> types.ModuleType:
+    copy = types.ModuleType(f"manylora.{name}_copy")
+    exec(_plain_records((PACKAGE / "protocol" / f"{name}.py").read_text()), copy.__dict__)
+    return copy
+
+
+@pytest.mark.parametrize("module", [commands, events])
+def test_rewritten_records_take_and_keep_the_same_fields(module: types.ModuleType) -> None:
+    name = module.__name__.rpartition(".")[2]
+    assert name in RECORDS
+    copy = rewritten_copy(name)
+    known = inspect.getmembers(module, dataclasses.is_dataclass)
+    records = [kind for _, kind in known if kind.__module__ == module.__name__]
+    assert protocol.RunStep in records or protocol.StepDone in records
+    for kind in [*records, *([protocol.Emit] if module is commands else ())]:
         rewritten = getattr(copy, kind.__name__)
         asked = inspect.signature(kind).parameters.values()
         assert [(p.name, p.default) for p in inspect.signature(rewritten).parameters.values()] == [
@@ -25,7 +36,6 @@ def test_rewritten_records_take_and_keep_the_same_fields() -> None:
 
 
 def test_rewritten_makers_give_rows_to_unpack_and_tokens_with_names() -> None:
-    copy = types.ModuleType("manylora.protocol_copy")
-    exec(_plain_records((PACKAGE / "protocol.py").read_text()), copy.__dict__)
+    copy = rewritten_copy("commands")
     assert copy.step_row((7, 16, 1, 1, ((1, 5),))) == (7, 16, 1, 1, ((1, 5),))
     assert vars(copy.emit(("name", 0, 3, 99, (7, 0)))) == protocol.Emit("name", 0, 3, 99, (7, 0))._asdict()

@@ -70,12 +70,12 @@ def test_invariants_hold_after_every_event_and_every_turn_ends(policy: str) -> N
         replay.replica.check()
     assert [o.num_tokens for o in replay.outcomes] == [o.request.output_tokens for o in replay.outcomes]
     assert len(replay.outcomes) == 36
-    assert replay.replica.counters.pages_swapped_in > 0, "the run is under pressure"
+    assert replay.report("busy").counters.pages_swapped_in > 0, "the run is under pressure"
 
 
 @pytest.mark.parametrize("policy", CACHE_POLICIES)
 def test_nothing_is_left_in_flight(policy: str) -> None:
-    after = run(policy).replica.snapshot()
+    after = run(policy).report().gauges
     assert (after.num_running, after.num_waiting) == (0, 0)
     assert (after.pages_loading, after.pages_saving, after.pages_running) == (0, 0, 0)
 
@@ -173,7 +173,7 @@ def test_nothing_is_fetched_below_what_leaves() -> None:
     replay = pressed(30, num_turns=5)
     while replay.advance():
         replay.replica.check()
-    assert replay.replica.counters.prefetches > 0
+    assert replay.report("busy").counters.prefetches > 0
 
 
 def test_history_that_nobody_asks_for_again_is_copied_no_more() -> None:
@@ -183,7 +183,7 @@ def test_history_that_nobody_asks_for_again_is_copied_no_more() -> None:
         """Pages saved, and pages that left the device."""
         replay = pressed(1300, num_turns)
         replay.run()
-        counters = replay.replica.counters
+        counters = replay.report("busy").counters
         return counters.pages_swapped_out, counters.history_evictions
 
     saved, left = saved_of(num_turns=1)
@@ -283,5 +283,7 @@ def test_history_that_nobody_asks_for_does_not_push_adapters_out_of_the_host() -
         config = config_of(policy, num_pages=30, num_host_pages=4 * num_adapters + 8)
         replay = Replay(stream, config, COSTS, [4] * num_adapters)
         replay.run()
-        misses[policy] = replay.replica.counters.adapter_misses - num_adapters  # each is read once to be warm
+        misses[policy] = (
+            replay.report("busy").counters.adapter_misses - num_adapters
+        )  # each is read once to be warm
     assert misses["manylora"] < num_adapters < misses["lru"]

@@ -8,10 +8,10 @@ import statistics
 import pytest
 
 from manylora.config import ConfigError
-from manylora.protocol import Command, ReadAdapter, RunStep, SamplingParams, SequenceStart, StepRow, SwapPages
+from manylora.protocol import Command, ReadAdapter, RunStep, SequenceStart, StepRow, SwapPages
 from manylora.sim.costs import DeviceCosts, Spread
 from manylora.sim.device import SimulatedDevice
-from manylora.types import BASE
+from manylora.types import BASE, SamplingParams
 
 PAGE_BYTES = 1000
 COSTS = DeviceCosts(

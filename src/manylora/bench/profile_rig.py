@@ -6,7 +6,6 @@ KV that a batch attends to was never computed: its pages hold what they hold, wh
 from __future__ import annotations
 
 import dataclasses
-import queue
 import random
 import time
 from collections.abc import Sequence
@@ -14,10 +13,10 @@ from pathlib import Path
 
 from manylora.bench.profile_grid import Batch
 from manylora.config import ConfigError, PolicyConfig
-from manylora.executor.worker import Worker
+from manylora.executor.direct import DirectExecutor
 from manylora.protocol import (
     AdapterRead,
-    CopyDone,
+    Executor,
     ReadAdapter,
     RunStep,
     SequenceStart,
@@ -29,7 +28,6 @@ from manylora.sim.costs import prefill_pairs
 from manylora.sim.profile import StepPoint, TransferPoint
 from manylora.types import BASE, AdapterId, PageId, SamplingParams
 
-_ANSWER_S = 600.0
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 _TOKEN = 5
 
@@ -44,10 +42,10 @@ class _Row:
 
 
 class Rig:
-    """A worker, the pages that nobody holds, and adapters in theirs."""
+    """An executor, the pages that nobody holds, and adapters in theirs."""
 
-    def __init__(self, worker: Worker, policy: PolicyConfig) -> None:
-        self.worker = worker
+    def __init__(self, executor: Executor, policy: PolicyConfig) -> None:
+        self._executor = DirectExecutor(executor)
         self.policy = policy
         self._free = list(range(policy.num_pages))
         random.Random(0).shuffle(self._free)
@@ -77,18 +75,20 @@ class Rig:
     def serve(self, paths: Sequence[Path], room: float) -> None:
         """Bring adapters to the device, as many as go into the share ``room`` of its pages."""
         most_pages = int(room * self.policy.num_pages)
-        answers: queue.SimpleQueue[AdapterRead] = queue.SimpleQueue()
+        reads = []
         for adapter, path in enumerate(paths, 1):
-            num_pages, _ = self.worker.add_adapter(adapter, str(path))
+            num_pages = self._executor.add_adapter(adapter, str(path)).num_pages
             most_pages -= num_pages
             if most_pages < 0:
-                self.worker.remove_adapter(adapter)
+                self._executor.forget_adapter(adapter)
                 break
             pages = tuple(self._free.pop() for _ in range(num_pages))
             self._adapter_pages[adapter] = pages
-            self.worker.read_adapter(ReadAdapter(adapter, pages, "device"), answers.put)
-        for _ in self._adapter_pages:
-            answer = answers.get(timeout=_ANSWER_S)
+            reads.append(ReadAdapter(adapter, pages))
+            self._executor.begin(reads[-1])
+        for read in reads:
+            answer = self._executor.wait_for(read)
+            assert isinstance(answer, AdapterRead)
             _require(answer.ok, "an adapter could not be read", answer.error)
 
     def reads(self, adapters: Sequence[AdapterId], repeats: int) -> list[TransferPoint]:
@@ -108,17 +108,15 @@ class Rig:
         return points
 
     def _read(self, adapter: AdapterId, pages: tuple[PageId, ...], tier: Tier) -> float:
-        answers: queue.SimpleQueue[AdapterRead] = queue.SimpleQueue()
-        self.worker.read_adapter(ReadAdapter(adapter, pages, tier), answers.put)
-        answer = answers.get(timeout=_ANSWER_S)
+        answer = self._executor.read_adapter(ReadAdapter(adapter, pages, tier))
         _require(answer.ok, "an adapter could not be read", answer.error)
         return answer.read_s
 
     def forget_adapters(self) -> None:
         """So that another may number them anew."""
         for adapter in self._adapter_pages:
-            self.worker.evict_adapter(adapter)
-            self.worker.remove_adapter(adapter)
+            self._executor.evict_adapter(adapter)
+            self._executor.forget_adapter(adapter)
         self._adapter_pages.clear()
 
     # ------------------------------------------------------------ copies
@@ -139,10 +137,8 @@ class Rig:
 
     def _copy(self, to_device: bool, pairs: tuple[tuple[PageId, PageId], ...]) -> float:
         self._num_copies += 1
-        answers: queue.SimpleQueue[CopyDone] = queue.SimpleQueue()
         began = time.perf_counter()
-        self.worker.swap_pages(SwapPages(self._num_copies, to_device, pairs), answers.put)
-        answer = answers.get(timeout=_ANSWER_S)
+        answer = self._executor.swap_pages(SwapPages(self._num_copies, to_device, pairs))
         seconds = time.perf_counter() - began
         _require(answer.ok, "a copy failed", answer.error)
         return seconds
@@ -212,13 +208,13 @@ class Rig:
         self._num_steps += 1
         starts = tuple(item.start for item in new)
         step = RunStep(self._num_steps, starts, tuple(item.row for item in rows))
-        done = self.worker.run_step(step).done
+        done = self._executor.run_step(step).done
         _require(done.ok, "a step failed", done.error)
         return done.device_s
 
     def _end(self, rows: Sequence[_Row]) -> None:
         for item in rows:
-            self.worker.end_sequence(item.start.sequence)
+            self._executor.end_sequence(item.start.sequence)
 
 
 def undisturbed(seconds: Sequence[float]) -> float:

@@ -12,17 +12,24 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from manylora.protocol import (
+    AdapterChecked,
     AdapterRead,
+    Ask,
     CopyDone,
+    DeviceCommand,
+    DeviceEvent,
+    EndSequence,
+    EvictAdapter,
     Executor,
-    IssuedStep,
+    ForgetAdapter,
     ReadAdapter,
     RunStep,
     StepResult,
     SwapPages,
+    ask_of,
 )
 from manylora.sim.costs import StepWork, prefill_pairs
-from manylora.types import AdapterId, PageId, SequenceId
+from manylora.types import AdapterId, SequenceId
 
 _LANDING_S = 60.0
 
@@ -68,6 +75,22 @@ class StepLog:
     reads: list[LoggedTransfer] = dataclasses.field(default_factory=list)
 
 
+class _Issued(NamedTuple):
+    """A step on its way."""
+
+    step: RunStep
+    work: StepWork
+    began_s: float
+    cpu_s: float
+
+
+class _Begun(NamedTuple):
+    """A copy or a read on its way."""
+
+    command: SwapPages | ReadAdapter
+    began_s: float
+
+
 class LentExecutor:
     """``protocol.Executor`` that hands on to ``executor``. ``close`` waits for transfers and forgets what the
     driver's run left behind."""
@@ -81,7 +104,9 @@ class LentExecutor:
         self._adapter_bytes: dict[AdapterId, int] = {}
         self._sequences: dict[SequenceId, AdapterId] = {}
         self._before: set[SequenceId] = set()
-        self._num_asked = 0
+        self._in_flight: dict[int, _Issued] = {}
+        self._issuing = 0  # a step
+        self._moving: dict[Ask, _Begun] = {}
         # Plain tuples of numbers: the garbage collector looks through anything else again and again.
         self._steps: list[tuple[_Timing, tuple[int, int], _Work, float, float]] = []
         self._copies: list[tuple[float, float, float, bool, int]] = []
@@ -103,27 +128,70 @@ class LentExecutor:
         """So far."""
         return len(self._steps)
 
+    # ------------------------------------------------------------ the door
+
+    def connect(self, tell: Callable[[DeviceEvent], None]) -> None:
+        """See Executor."""
+        self._tell = tell
+        self._executor.connect(self._hear)
+
+    def obey(self, command: DeviceCommand) -> None:
+        """See Executor."""
+        match command:
+            case RunStep():
+                self._issue(command)
+                return
+            case EndSequence():
+                self._sequences.pop(command.sequence, None)
+            case ForgetAdapter():
+                self._adapter_bytes.pop(command.adapter, None)
+            case SwapPages() | ReadAdapter():
+                self._moving[_asked(command)] = _Begun(command, self._clock())
+        self._executor.obey(command)
+
+    def wait_step(self) -> None:
+        """See Executor."""
+        self._executor.wait_step()
+
+    def close(self) -> None:
+        """Idempotent."""
+        ends_at = self._clock() + _LANDING_S
+        while self._moving and self._clock() < ends_at:
+            time.sleep(0.001)
+        for sequence in list(self._sequences):
+            self.obey(EndSequence(sequence))
+        for adapter in list(self._adapter_bytes):
+            self.obey(EvictAdapter(adapter))
+            self.obey(ForgetAdapter(adapter))
+
     # ------------------------------------------------------------ what is noted
 
-    def issue_step(self, step: RunStep) -> IssuedStep:
-        """See Executor."""
+    def _issue(self, step: RunStep) -> None:
         for start in step.starts:
             self._sequences[start.sequence] = start.adapter
         # Sequences may end while the step is on its way.
         work = work_of(step, self._sequences, self._adapter_bytes)
-        began_s, cpu_s = self._clock(), time.thread_time()
-        issued = self._executor.issue_step(step)
-        if issued.has_failed:
-            return issued  # nothing ran
+        self._in_flight[step.step] = _Issued(step, work, self._clock(), time.thread_time())
+        self._issuing = step.step
+        self._executor.obey(step)
+        self._issuing = 0
 
-        def finish() -> StepResult:
-            result = issued.wait()
-            self._note(step, work, began_s, self._clock(), time.thread_time() - cpu_s)
-            return result
+    def _hear(self, answer: DeviceEvent) -> None:
+        match answer:
+            case StepResult():
+                issued = self._in_flight.pop(answer.done.step)
+                if answer.done.step != self._issuing:  # else nothing ran
+                    self._note_step(issued, self._clock(), time.thread_time() - issued.cpu_s)
+            case CopyDone():
+                self._note_transfer(self._copies, answer, answer.copy_s)
+            case AdapterRead():
+                self._note_transfer(self._reads, answer, answer.read_s)
+            case AdapterChecked() if answer.ok:
+                self._adapter_bytes[answer.adapter] = answer.num_pages * self._page_bytes
+        self._tell(answer)
 
-        return IssuedStep(finish)
-
-    def _note(self, step: RunStep, work: StepWork, began_s: float, ended_s: float, cpu_s: float) -> None:
+    def _note_step(self, issued: _Issued, ended_s: float, cpu_s: float) -> None:
+        step, work, began_s, _ = issued
         rows = {row.sequence for row in step.rows}
         gap_s, idle_s = None, math.inf
         if self._steps:
@@ -137,83 +205,25 @@ class LentExecutor:
         timing = (began_s, ended_s - began_s, gap_s)
         self._steps.append((timing, (len(step.rows), len(step.starts)), tuple(work), cpu_s, idle_s))
 
-    def swap_pages(self, command: SwapPages, done: Callable[[CopyDone], None]) -> None:
-        """See Executor."""
-        began_s = self._clock()
-        size = len(command.pairs) * self._page_bytes
-        self._num_asked += 1
+    def _note_transfer(
+        self,
+        log: list[tuple[float, float, float, bool, int]],
+        answer: CopyDone | AdapterRead,
+        took_s: float,
+    ) -> None:
+        command, began_s = self._moving.pop(_asked(answer))
+        waited_s = self._clock() - began_s
+        if isinstance(command, SwapPages):
+            to_device, num_pages = command.to_device, len(command.pairs)
+        else:
+            to_device, num_pages = command.tier == "device", len(command.pages)
+        log.append((began_s, waited_s, took_s, to_device, num_pages * self._page_bytes))
 
-        def landed(answer: CopyDone) -> None:
-            waited_s = self._clock() - began_s
-            self._copies.append((began_s, waited_s, answer.copy_s, command.to_device, size))
-            done(answer)
 
-        self._executor.swap_pages(command, landed)
-
-    def read_adapter(self, command: ReadAdapter, done: Callable[[AdapterRead], None]) -> None:
-        """See Executor."""
-        began_s = self._clock()
-        size = len(command.pages) * self._page_bytes
-        to_device = command.tier == "device"
-        self._num_asked += 1
-
-        def landed(answer: AdapterRead) -> None:
-            waited_s = self._clock() - began_s
-            self._reads.append((began_s, waited_s, answer.read_s, to_device, size))
-            done(answer)
-
-        self._executor.read_adapter(command, landed)
-
-    # ------------------------------------------------------------ what is handed on
-
-    def end_sequence(self, sequence: SequenceId) -> None:
-        """See Executor."""
-        self._sequences.pop(sequence, None)
-        self._executor.end_sequence(sequence)
-
-    def copy_pages(self, pairs: tuple[tuple[PageId, PageId], ...]) -> None:
-        """See Executor."""
-        self._executor.copy_pages(pairs)
-
-    def evict_adapter(self, adapter: AdapterId) -> None:
-        """See Executor."""
-        self._executor.evict_adapter(adapter)
-
-    def add_adapter(self, adapter: AdapterId, path: str) -> tuple[int, int]:
-        """See Executor."""
-        num_pages, rank = self._executor.add_adapter(adapter, path)
-        self._adapter_bytes[adapter] = num_pages * self._page_bytes
-        return num_pages, rank
-
-    def verify_adapter(self, adapter: AdapterId) -> None:
-        """See Executor."""
-        self._executor.verify_adapter(adapter)
-
-    def remove_adapter(self, adapter: AdapterId) -> None:
-        """See Executor."""
-        self._adapter_bytes.pop(adapter, None)
-        self._executor.remove_adapter(adapter)
-
-    @property
-    def host_pages_pinned(self) -> int:
-        """See Executor."""
-        return self._executor.host_pages_pinned
-
-    @property
-    def preparation_s(self) -> float:
-        """See Executor."""
-        return self._executor.preparation_s
-
-    def close(self) -> None:
-        """Idempotent."""
-        ends_at = self._clock() + _LANDING_S
-        while len(self._copies) + len(self._reads) < self._num_asked and self._clock() < ends_at:
-            time.sleep(0.001)
-        for sequence in list(self._sequences):
-            self.end_sequence(sequence)
-        for adapter in list(self._adapter_bytes):
-            self.evict_adapter(adapter)
-            self.remove_adapter(adapter)
+def _asked(message: SwapPages | ReadAdapter | CopyDone | AdapterRead) -> Ask:
+    asked = ask_of(message)
+    assert asked is not None
+    return asked
 
 
 def work_of(

@@ -1,18 +1,27 @@
 """Names of adapters and the versions they stand for.
 
 Owns name -> version; a name given up and taken again gets a new version, so it never meets what the old one
-left behind. A version keeps its label until it is freed. Does not know residency; the policy does.
+left behind. Versions are numbered here, or elsewhere for several engines at once; none is served twice. A version
+keeps its label until it is freed. Does not know residency; the policy does.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import itertools
 import threading
 import time
 from collections.abc import Callable
 
-from manylora.protocol import AdapterAdded, AdapterError, AdapterRemoved, Executor
+from manylora.protocol import (
+    AdapterAdded,
+    AdapterChecked,
+    AdapterError,
+    AdapterRemoved,
+    Executor,
+    ForgetAdapter,
+    InspectAdapter,
+    VerifyAdapter,
+)
 from manylora.types import BASE, AdapterCard, AdapterId
 
 
@@ -43,7 +52,9 @@ class Catalog:
         self._served: dict[AdapterId, AdapterCard] = {}  # the same by version
         self._labels: dict[AdapterId, str] = {BASE: "base"}
         self._pending: set[str] = set()
-        self._ids = itertools.count(1)
+        self._used: set[AdapterId] = {BASE}  # versions, since the start
+        self._last_id: AdapterId = BASE
+        self._checking: dict[AdapterId, concurrent.futures.Future[AdapterChecked]] = {}
         self._leaving: dict[AdapterId, concurrent.futures.Future[None]] = {}
 
     def lookup(self, name: str) -> AdapterId | None:
@@ -63,40 +74,70 @@ class Catalog:
         """A version for people to read, such as "german@3": known until it is freed, on one line."""
         return self._labels.get(adapter, f"@{adapter}")
 
-    def add(self, name: str, path: str, verify: bool) -> AdapterCard:
-        """Check the adapter, give it a version, and tell the policy of it. Raises AdapterError."""
+    def add(self, name: str, path: str, verify: bool, version: AdapterId | None = None) -> AdapterCard:
+        """Check the adapter, give it a version, and tell the policy of it. Raises AdapterError.
+
+        ``version``: where others number versions.
+        """
         with self._lock:
             if name in self._cards or name in self._pending:
                 raise AdapterError(f"an adapter named {name!r} is already loaded")
+            adapter = self._number(version)
             self._pending.add(name)
-            adapter = next(self._ids)
         try:
-            num_pages, rank = self._executor.add_adapter(adapter, path)
+            found = self._check(InspectAdapter(adapter, path))
             try:
-                self._check(adapter, num_pages, verify)
+                self._check_size(found.num_pages)
+                if verify:  # last: the weights of an adapter that no pool holds may be endless
+                    self._check(VerifyAdapter(adapter))
             except Exception:
-                self._executor.remove_adapter(adapter)
+                self._executor.obey(ForgetAdapter(adapter))
                 raise
-            card = AdapterCard(name, path, adapter, rank, num_pages, int(time.time()))
+            card = AdapterCard(name, path, adapter, found.rank, found.num_pages, int(time.time()))
             with self._lock:
                 self._labels[adapter] = f"{name if name.isprintable() else ascii(name)}@{adapter}"
                 self._served[adapter] = card  # before the loop may ask for it
-                self._tell(AdapterAdded(adapter, num_pages))
+                self._tell(AdapterAdded(adapter, found.num_pages))
                 self._cards[name] = card
             return card
+        except Exception:
+            self._used.discard(adapter)  # the policy never heard of it
+            raise
         finally:
             with self._lock:
                 self._pending.discard(name)
 
-    def _check(self, adapter: AdapterId, num_pages: int, verify: bool) -> None:
-        """Raises AdapterError. Weights are read last: those of an adapter that no pool holds may be endless."""
+    def _number(self, version: AdapterId | None) -> AdapterId:
+        """A version that was never there; the lock is held."""
+        if version is None:
+            version = self._last_id + 1
+        if version in self._used or version < 0:
+            raise AdapterError(f"{version} is, or was, the version of another adapter", status=409)
+        self._used.add(version)
+        self._last_id = max(self._last_id, version)
+        return version
+
+    def _check(self, command: InspectAdapter | VerifyAdapter) -> AdapterChecked:
+        """Have the executor look; raises AdapterError where the adapter cannot be served."""
+        future = self._checking[command.adapter] = concurrent.futures.Future()
+        self._executor.obey(command)
+        found = future.result()
+        if not found.ok:
+            raise AdapterError(found.error, found.status)
+        return found
+
+    def checked(self, found: AdapterChecked) -> None:
+        """What the executor says of an adapter. From any thread."""
+        future = self._checking.pop(found.adapter, None)
+        if future is not None:
+            future.set_result(found)
+
+    def _check_size(self, num_pages: int) -> None:
         if num_pages > self._adapter_pages_limit:
             raise AdapterError(
                 f"the adapter takes {num_pages} pages and the device pool has {self._num_pages}, of which "
                 f"adapters may take {self._adapter_pages_limit}: raise --device-pool"
             )
-        if verify:
-            self._executor.verify_adapter(adapter)
 
     def remove(self, name: str) -> concurrent.futures.Future[None]:
         """Give up a name and tell the policy; the future is done when ``freed`` is called for the version."""
@@ -112,16 +153,20 @@ class Catalog:
 
     def freed(self, adapter: AdapterId) -> None:
         """The policy holds nothing of this version any more."""
-        self._executor.remove_adapter(adapter)
+        self._executor.obey(ForgetAdapter(adapter))
         with self._lock:
             self._labels.pop(adapter, None)
             future = self._leaving.pop(adapter, None)
         if future is not None:
             future.set_result(None)
 
-    def fail_leaving(self, reason: Exception) -> None:
-        """The engine ended before it could free them."""
+    def fail_waiting(self, reason: Exception) -> None:
+        """The engine ended before it could free the adapters that leave, or check those that come."""
         with self._lock:
-            for future in self._leaving.values():
-                future.set_exception(reason)
-            self._leaving.clear()
+            leaving, self._leaving = list(self._leaving.values()), {}
+        for future in leaving:
+            future.set_exception(reason)
+        for adapter in list(self._checking):
+            checking = self._checking.pop(adapter, None)
+            if checking is not None:
+                checking.set_exception(reason)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from manylora.engine.catalog import Catalog
 from manylora.engine.client import AdapterLoad
-from manylora.policy.snapshot import AdapterUse
+from manylora.reports import AdapterUse
 from manylora.types import AdapterId
 
 

@@ -1,4 +1,4 @@
-"""Turns the policy's Emit, Admitted, Ready, Finish and Reject into deltas, one per sample and round.
+"""Turns what the policy commands for clients into deltas, one per sample and round.
 
 Owns what is known of each open request on its way out: whether it streams, when it came, what was held back.
 Does not know where deltas go.
@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 
 from manylora.engine.client import Delta
-from manylora.protocol import Admitted, Command, Emit, Finish, Ready, Reject
+from manylora.protocol import Admitted, Emit, Finish, Ready, Reject
 from manylora.types import Request, RequestError, RequestId, SequenceId, TokenLogprobs
 
 
@@ -63,29 +63,30 @@ class Outbox:
         """A request has come that the policy will not hear of; perhaps of an id that is live, which goes on."""
         self._reject(_Open(request, False, serial, self._clock()), error)
 
-    def note(self, command: Command) -> None:
-        """Take in one of the commands that concern clients."""
-        match command:
-            case Emit():
-                self._emit(command)
-            case Admitted():
-                entry = self._live[command.request]
-                entry.queue_s = self._clock() - entry.arrived_s
-                entry.num_cached_tokens = command.num_cached
-            case Ready():
-                entry = self._live[command.request]
-                entry.adapter_s, entry.kv_s = command.adapter_s, command.kv_s
-            case Finish():
-                entry = self._live[command.request]
-                self._end(entry, command.sample, command.reason, command.error)
-                if entry.num_ended == entry.request.params.n:
-                    del self._live[command.request]
-            case Reject():
-                self._reject(self._live.pop(command.request), command.error)
-            case _:
-                raise AssertionError(f"{type(command).__name__} is not for clients")
+    def admitted(self, command: Admitted, now: float) -> None:
+        """Takes in Admitted."""
+        entry = self._live[command.request]
+        entry.queue_s = self._clock() - entry.arrived_s
+        entry.num_cached_tokens = command.num_cached
 
-    def _emit(self, command: Emit) -> None:
+    def ready(self, command: Ready, now: float) -> None:
+        """Takes in Ready."""
+        entry = self._live[command.request]
+        entry.adapter_s, entry.kv_s = command.adapter_s, command.kv_s
+
+    def finish(self, command: Finish, now: float) -> None:
+        """Takes in Finish."""
+        entry = self._live[command.request]
+        self._end(entry, command.sample, command.reason, command.error)
+        if entry.num_ended == entry.request.params.n:
+            del self._live[command.request]
+
+    def reject(self, command: Reject, now: float) -> None:
+        """Takes in Reject."""
+        self._reject(self._live.pop(command.request), command.error)
+
+    def emit(self, command: Emit, now: float) -> None:
+        """Takes in Emit."""
         entry = self._live[command.request]
         sample = entry.samples.get(command.sample)
         if sample is None:

@@ -6,6 +6,7 @@ import logging
 import time
 
 from manylora.config import PolicyConfig
+from manylora.executor.direct import DirectExecutor
 from manylora.executor.worker import Worker
 from manylora.protocol import RunStep, SequenceStart, StepRow
 from manylora.types import BASE, AdapterId, SamplingParams
@@ -38,6 +39,7 @@ def rehearse(worker: Worker, limits: PolicyConfig, max_adapter_rank: int | None 
     logged: it would fail requests.
     """
     began = time.perf_counter()
+    direct = DirectExecutor(worker)
     longest = min(limits.max_model_len, limits.num_pages * limits.page_tokens)
     most = min(limits.max_batch_tokens, limits.max_num_seqs * longest)
     sizes = {min(_LONG, most), most}
@@ -56,15 +58,15 @@ def rehearse(worker: Worker, limits: PolicyConfig, max_adapter_rank: int | None 
             lengths = _lengths(size, longest, limits.max_num_seqs)
             starts = _prompts(lengths, limits.page_tokens, params, adapter, beside)
             rows = tuple(StepRow(start.sequence, 0, len(start.tokens), 1) for start in starts)
-            done = worker.run_step(RunStep(0, starts, rows)).done
+            done = direct.run_step(RunStep(0, starts, rows)).done
             for start in starts:
-                worker.end_sequence(start.sequence)
+                direct.end_sequence(start.sequence)
             if not done.ok:
                 _log.warning("a step of %d tokens failed before serving began: %s", size, done.error)
                 return sorted(sizes)
     finally:
         for adapter in _PRETENDED:
-            worker.evict_adapter(adapter)
+            direct.evict_adapter(adapter)
     _log.info("rehearsed steps of %s tokens in %.1f s", sorted(sizes), time.perf_counter() - began)
     return sorted(sizes)
 

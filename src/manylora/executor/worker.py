@@ -39,17 +39,29 @@ from manylora.memory.copier import Copier, one_line
 from manylora.memory.host import HostPool
 from manylora.models.decoder import Decoder
 from manylora.protocol import (
+    DEVICE_COMMANDS,
+    AdapterChecked,
     AdapterError,
     AdapterRead,
     CopyDone,
-    IssuedStep,
+    CopyPages,
+    DeviceCommand,
+    DeviceEvent,
+    EndSequence,
+    EvictAdapter,
+    ExecutorState,
+    ForgetAdapter,
+    InspectAdapter,
     ReadAdapter,
+    ReportState,
     RunStep,
     StepDone,
     StepResult,
     SwapPages,
+    VerifyAdapter,
+    handlers,
 )
-from manylora.types import AdapterId, PageId, SequenceId, TokenLogprobs
+from manylora.types import AdapterId, SequenceId, TokenLogprobs
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +87,7 @@ class _Drawn:
 
 
 class Worker:
-    """``protocol.Executor`` on one device. All but what adds, verifies and removes adapters: one thread.
+    """``protocol.Executor`` on one device.
 
     Adapters' specs and what has landed are shared with other threads without a lock: setting or reading one entry
     of a dict, and appending to a deque or popping from it, rely on the GIL.
@@ -115,10 +127,28 @@ class Worker:
             )
             for _ in range(shards.num_threads if shards else 1)
         ]
+        self._handlers = handlers(self, DEVICE_COMMANDS)
+        self._tell: Callable[[DeviceEvent], None] = _unheard
+        self._in_flight: collections.deque[Callable[[], StepResult]] = collections.deque()  # oldest first
         self._ended_s = 0.0
         self._landed: collections.deque[Landed] = collections.deque()
         self._reader = AdapterReader(arena, host, geometry, device, self._landed.append, self._inspect_again)
         self._copier = Copier(arena, host, device)
+
+    # ------------------------------------------------------------ the door
+
+    def connect(self, tell: Callable[[DeviceEvent], None]) -> None:
+        """See Executor."""
+        self._tell = tell
+
+    def obey(self, command: DeviceCommand) -> None:
+        """See Executor."""
+        self._handlers[type(command)](command)
+
+    def wait_step(self) -> None:
+        """See Executor."""
+        if self._in_flight:
+            self._tell(self._in_flight.popleft()())
 
     # ------------------------------------------------------------ steps
 
@@ -141,11 +171,8 @@ class Worker:
             graphs.capture_all(progress)
         self._graphs = graphs
 
-    def run_step(self, step: RunStep) -> StepResult:
-        """Issue and wait."""
-        return self.issue_step(step).wait()
-
-    def issue_step(self, step: RunStep) -> IssuedStep:
+    def run_step(self, step: RunStep) -> None:
+        """Carries out RunStep."""
         began = time.perf_counter()
         started: list[SequenceId] = []
         changes: Undo = []
@@ -160,13 +187,13 @@ class Worker:
             # What other samples drew comes back as their own SequenceStart.
             expected = self._sequences.expect(rows)
             finish = functools.partial(self._finish, step, rows.lineup.drawers, drawn, expected, began)
-            return IssuedStep(finish)
+            self._in_flight.append(finish)
         except Exception as error:
             PREPARATION.give_up()
             self._sequences.undo(changes)
             for sequence in started:
                 self._sequences.end(sequence)
-            return IssuedStep.failed(self._failed(step, error, began))
+            self._tell(self._failed(step, error, began))
 
     def _run(self, rows: Rows) -> list[_Drawn]:
         parts = None if self._shards is None else self._split(rows, self._shards)
@@ -252,27 +279,42 @@ class Worker:
         seconds, self._ended_s = now - max(began, self._ended_s), now
         return seconds
 
-    def end_sequence(self, sequence: SequenceId) -> None:
-        self._sequences.end(sequence)
+    def end_sequence(self, command: EndSequence) -> None:
+        """Carries out EndSequence."""
+        self._sequences.end(command.sequence)
 
-    def copy_pages(self, pairs: tuple[tuple[PageId, PageId], ...]) -> None:
-        self._arena.copy_pages(pairs)
+    def copy_pages(self, command: CopyPages) -> None:
+        """Carries out CopyPages."""
+        self._arena.copy_pages(command.pairs)
         self._copier.settle()
 
     # ------------------------------------------------------------ adapters
 
-    def add_adapter(self, adapter: AdapterId, path: str) -> tuple[int, int]:
-        spec = self._registry.inspect(Path(path), self._max_adapter_rank)
-        num_pages = layout_of(spec, self._geometry).num_pages
-        self._specs[adapter] = spec
-        return num_pages, spec.rank
+    def inspect_adapter(self, command: InspectAdapter) -> None:
+        """Carries out InspectAdapter, on the caller's thread."""
 
-    def verify_adapter(self, adapter: AdapterId) -> None:
-        spec = self._spec(adapter)
-        try:
-            verify_weights(spec, self._geometry, self._arena.dtype)
-        except WrongInspection as error:
-            verify_weights(self._inspect_again(adapter, spec, error), self._geometry, self._arena.dtype)
+        def inspect() -> AdapterChecked:
+            spec = self._registry.inspect(Path(command.path), self._max_adapter_rank)
+            num_pages = layout_of(spec, self._geometry).num_pages
+            self._specs[command.adapter] = spec
+            return AdapterChecked(command.adapter, True, num_pages, spec.rank)
+
+        self._tell(_checked(command.adapter, inspect))
+
+    def verify_adapter(self, command: VerifyAdapter) -> None:
+        """Carries out VerifyAdapter, on the caller's thread."""
+
+        def verify() -> AdapterChecked:
+            spec = self._spec(command.adapter)
+            try:
+                verify_weights(spec, self._geometry, self._arena.dtype)
+            except WrongInspection as error:
+                spec = self._inspect_again(command.adapter, spec, error)
+                verify_weights(spec, self._geometry, self._arena.dtype)
+            num_pages = layout_of(spec, self._geometry).num_pages
+            return AdapterChecked(command.adapter, True, num_pages, spec.rank)
+
+        self._tell(_checked(command.adapter, verify))
 
     def _inspect_again(self, adapter: AdapterId, spec: AdapterSpec, error: WrongInspection) -> AdapterSpec:
         """What the registry remembered is not what the files hold: look at them. Raises AdapterError where the
@@ -285,8 +327,9 @@ class Worker:
             self._specs[adapter] = found
         return found
 
-    def remove_adapter(self, adapter: AdapterId) -> None:
-        self._specs.pop(adapter, None)
+    def forget_adapter(self, command: ForgetAdapter) -> None:
+        """Carries out ForgetAdapter."""
+        self._specs.pop(command.adapter, None)
 
     def pretend_adapter(self, adapter: AdapterId, rank: int) -> bool:
         """Enter an adapter of scale 0 on all projections, in pages that it does not have: steps with it compute
@@ -300,23 +343,26 @@ class Worker:
         self._tables.put(adapter, layout, np.zeros(layout.num_cells, np.int64))
         return True
 
-    def read_adapter(self, command: ReadAdapter, done: Callable[[AdapterRead], None]) -> None:
+    def read_adapter(self, command: ReadAdapter) -> None:
+        """Carries out ReadAdapter."""
         try:
-            self._reader.start(self._specs.get(command.adapter), command, done)
+            self._reader.start(self._specs.get(command.adapter), command, self._tell)
         except RuntimeError as error:
             # Closed, or the device is broken: no thread will answer.
-            done(AdapterRead(command.adapter, False, one_line(error)))
+            self._tell(AdapterRead(command.adapter, False, one_line(error)))
 
-    def evict_adapter(self, adapter: AdapterId) -> None:
+    def evict_adapter(self, command: EvictAdapter) -> None:
+        """Carries out EvictAdapter."""
         self._enter_landed()
-        self._tables.drop(adapter)
+        self._tables.drop(command.adapter)
 
-    def swap_pages(self, command: SwapPages, done: Callable[[CopyDone], None]) -> None:
+    def swap_pages(self, command: SwapPages) -> None:
+        """Carries out SwapPages."""
         try:
-            self._copier.start(command, self._landing(command), done)
+            self._copier.start(command, self._landing(command), self._tell)
         except (AdapterError, RuntimeError, ValueError) as error:
             # Removed meanwhile, closed, or a wrong command: no thread will answer.
-            done(CopyDone(command.copy, False, error=one_line(error)))
+            self._tell(CopyDone(command.copy, False, error=one_line(error)))
 
     def _landing(self, command: SwapPages) -> Callable[[], None]:
         """What to do on the copier's thread once the pages have landed."""
@@ -344,17 +390,14 @@ class Worker:
             landed = self._landed.popleft()
             self._tables.put(landed.adapter, landed.layout, landed.offsets)
 
-    @property
-    def host_pages_pinned(self) -> int:
-        return self._host.pages_pinned
-
-    @property
-    def preparation_s(self) -> float:
-        return PREPARATION.seconds()
+    def report_state(self, command: ReportState) -> None:
+        """Carries out ReportState."""
+        self._tell(ExecutorState(self._host.pages_pinned, PREPARATION.seconds()))
 
     # ------------------------------------------------------------ the end
 
     def close(self) -> None:
+        """See Executor."""
         if self._forward is None:
             return
         self._reader.close()
@@ -372,3 +415,19 @@ class Worker:
         self._host.close()
         self._registry.close()
         self._device.release_memory()
+
+
+def _checked(adapter: AdapterId, check: Callable[[], AdapterChecked]) -> AdapterChecked:
+    """What ``check`` finds, or why it failed."""
+    try:
+        return check()
+    except AdapterError as error:
+        return AdapterChecked(adapter, False, error=str(error), status=error.status)
+    except Exception as error:
+        _log.exception("checking adapter %d failed", adapter)
+        return AdapterChecked(adapter, False, error=one_line(error), status=503)
+
+
+def _unheard(answer: DeviceEvent) -> None:
+    """Where answers go before an executor is connected."""
+    _log.warning("an answer has nowhere to go: %s", type(answer).__name__)

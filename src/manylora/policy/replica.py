@@ -8,11 +8,11 @@ parts decide, in order. What runs in a step is ``batching``'s choice, which sequ
 from __future__ import annotations
 
 import collections
+import dataclasses
 
 from manylora.config import PolicyConfig
 from manylora.policy.admission import Admission
 from manylora.policy.batching import FirstComeFirstServed, StepPlan
-from manylora.policy.counters import Counters
 from manylora.policy.invariants import check
 from manylora.policy.queues import WaitingQueue
 from manylora.policy.reservations import Reservations
@@ -28,7 +28,7 @@ from manylora.policy.sequences import (
     rows_ended,
     run_step,
 )
-from manylora.policy.snapshot import Gauges, Snapshot, Which
+from manylora.policy.snapshot import Gauges
 from manylora.policy.swap import Swapper
 from manylora.policy.tree import RESIDENT, Node, subtree
 from manylora.protocol import (
@@ -47,11 +47,14 @@ from manylora.protocol import (
     Finish,
     Ready,
     Reject,
+    Report,
+    ReportDue,
     SetTimer,
     StepDone,
     Timer,
     emit,
 )
+from manylora.reports import Which
 from manylora.types import AdapterId, Request, RequestError, RequestId, SequenceId
 
 MAX_FAILED_COPIES = 3
@@ -114,6 +117,8 @@ class Replica:
                 self._tree.add_adapter(event.adapter, event.num_pages)
             case AdapterRemoved():
                 self._remove(event.adapter)
+            case ReportDue():
+                return [self._report(event.which)]
         if self._removing:
             self._free_removed()
         if not more:
@@ -131,17 +136,12 @@ class Replica:
         self._collect()
         self._commands.append(command)
 
-    @property
-    def counters(self) -> Counters:
-        """Counts since the start (live object)."""
-        return self._residency.counters
-
-    def snapshot(self, which: Which = "all") -> Snapshot:
-        """The gauges of this moment, with the adapters named by ``which``. O(requests + those adapters).
+    def _report(self, which: Which) -> Report:
+        """O(requests + the adapters named by ``which``).
 
         ``changed`` takes turns: what the next one leaves out is as the one before had it.
         """
-        return self._gauges.read(which)
+        return Report(self._gauges.read(which), dataclasses.replace(self._residency.counters))
 
     def check(self) -> None:
         """Raise AssertionError if an invariant of design §4 does not hold. For tests; O(everything)."""

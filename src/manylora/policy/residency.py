@@ -14,7 +14,6 @@ from manylora.policy.caches import find_cache
 from manylora.policy.caches.policy import Signals
 from manylora.policy.candidates import Candidates
 from manylora.policy.cost import Rates
-from manylora.policy.counters import Counters
 from manylora.policy.pages import PageLedger
 from manylora.policy.room import Room
 from manylora.policy.transfers import Move, Transfers
@@ -35,6 +34,7 @@ from manylora.policy.tree import (
 )
 from manylora.policy.visits import Visits
 from manylora.protocol import AdapterRead, Command, CopyDone, Decided, EvictAdapter
+from manylora.reports import Counters
 from manylora.types import PageId
 
 

@@ -6,57 +6,14 @@ Reads residency, the holders and the queue, changes nothing of them but that it 
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Iterable
-from typing import Literal
 
 from manylora.policy.queues import WaitingQueue
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import RUNNING
+from manylora.reports import AdapterUse, Snapshot, Which
 from manylora.types import BASE, AdapterId
-
-Which = Literal["all", "busy", "changed"]
-"""Adapters that a snapshot tells of: all of them and the base; those with requests; or the base and those of which
-something may differ from the last snapshot of this kind, or from what it was when they were added: absent."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AdapterUse:
-    """One adapter at this moment; requests count once per sequence."""
-
-    adapter: AdapterId
-    state: str
-    num_pages: int
-    running: int
-    waiting: int
-    host_state: str = "none"
-    history_pages: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The replica's gauges; device pages by use add up to ``pages_total``. ``adapters``: by id, the base is 0.
-
-    ``pages_loading`` and ``pages_saving``: of these, how many are in flight. ``invalid_pages``: history on the
-    device whose adapter is not there.
-    """
-
-    num_running: int
-    num_waiting: int
-    pages_total: int
-    pages_free: int
-    pages_running: int
-    pages_history: int
-    pages_adapters: int
-    pages_loading: int
-    pages_saving: int
-    invalid_pages: int
-    host_pages_total: int
-    host_pages_free: int
-    host_pages_history: int
-    host_pages_adapters: int
-    adapters: tuple[AdapterUse, ...]
 
 
 class Gauges:

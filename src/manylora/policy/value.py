@@ -11,9 +11,9 @@ from collections.abc import Hashable
 from typing import Protocol
 
 from manylora.policy.cost import Rates
-from manylora.policy.counters import Counters
 from manylora.policy.tree import HELD, RESIDENT, Node
 from manylora.policy.visits import Visits
+from manylora.reports import Counters
 
 Value = tuple[float, float]
 """What is compared first, and what decides between equals."""

@@ -194,7 +194,7 @@ class _Usage:
         self.samples: list[dict[str, float]] = []
 
     def note(self, at_s: float) -> None:
-        now = self._replay.replica.snapshot("busy")
+        now = self._replay.report("busy").gauges
         total = now.pages_total
         self.samples.append(
             {

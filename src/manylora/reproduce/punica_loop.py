@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from manylora.bench.closed_loop import Gate, LoopRequest, LoopResult
 from manylora.config import ConfigError, PolicyConfig
-from manylora.protocol import AdapterAdded, Admitted, Arrive, Command, Emit, Finish, Ready, Reject, RunStep
+from manylora.policy.replica import Replica
+from manylora.protocol import AdapterAdded, Arrive, ClientCommand, Command, Emit, Finish, Reject, RunStep
 from manylora.sim.costs import StepCosts
 from manylora.sim.device import SimulatedDevice
 from manylora.sim.loop import VirtualLoop
@@ -32,7 +33,7 @@ class SimulatedLoop(VirtualLoop):
         """``adapter_pages``: what each adapter takes."""
         named = sorted({r.adapter for r in requests if r.adapter is not None})
         pages = {adapter + 1: adapter_pages for adapter in named}  # the base model is 0 for the policy
-        super().__init__(config, SimulatedDevice(costs, config.page_bytes, pages))
+        super().__init__(Replica(config), SimulatedDevice(costs, config.page_bytes, pages))
         self._requests = requests
         self._gate = gate
         self._num_tokens = 0  # handed out so far, so that no two prompts begin alike
@@ -82,7 +83,7 @@ class SimulatedLoop(VirtualLoop):
         self._num_steps += type(command) is RunStep
         super()._obey(command)
 
-    def _note(self, command: Admitted | Ready | Finish | Reject) -> None:
+    def _note(self, command: ClientCommand) -> None:
         match command:
             case Reject():
                 raise ConfigError(f"the workload does not fit: {command.error.message}")

@@ -1,4 +1,4 @@
-"""A replica and a device in virtual time: events are handed over in the order in which ``engine.driver`` does.
+"""A machine and a device in virtual time: events are handed over in the order in which ``engine.loop`` does.
 
 As there, the loop waits for the oldest step in flight: what comes meanwhile is handed over when it has ended, then
 the timer if it is due, then the step's StepDone. Does not know where requests come from.
@@ -12,21 +12,21 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from manylora.config import PolicyConfig
-from manylora.policy.replica import Replica
 from manylora.protocol import (
-    Admitted,
+    CLIENT_COMMANDS,
+    DEVICE_COMMANDS,
+    ClientCommand,
     Command,
     Emit,
     Event,
-    Finish,
-    Ready,
-    Reject,
-    RunStep,
+    Machine,
+    Report,
+    ReportDue,
     SetTimer,
     StepDone,
     Timer,
 )
+from manylora.reports import Which
 
 _RANKS: dict[type[Event], int] = {Timer: 1, StepDone: 2}
 """Among what is due at one moment."""
@@ -44,11 +44,11 @@ class VirtualLoop:
 
     def __init__(
         self,
-        config: PolicyConfig,
+        machine: Machine,
         device: Device,
         watch: Callable[[float, Command], None] | None = None,
     ) -> None:
-        self.replica = Replica(config)
+        self._machine = machine
         self.now = 0.0
         self.num_events = 0
         self.handle_s = 0.0  # of real time
@@ -61,7 +61,7 @@ class VirtualLoop:
         self._timers_in_a_row = 0
 
     def advance(self) -> bool:
-        """Hand the next event to the replica and obey; False when there is none."""
+        """Hand the next event to the machine and obey; False when there is none."""
         due, event = self._next()
         if event is None:
             return False
@@ -75,7 +75,7 @@ class VirtualLoop:
         if type(event) is StepDone:
             self._ends.popleft()
         began = time.perf_counter()
-        commands = self.replica.handle(event, self.now)
+        commands = self._machine.handle(event, self.now)
         self.handle_s += time.perf_counter() - began
         self.num_events += 1
         if self._watch is not None:
@@ -87,6 +87,12 @@ class VirtualLoop:
             else:
                 self._obey(command)
         return commands
+
+    def report(self, which: Which = "all") -> Report:
+        """The machine's state at this moment."""
+        (report,) = self._machine.handle(ReportDue(which), self.now)
+        assert isinstance(report, Report)
+        return report
 
     # ------------------------------------------------------------ what is due
 
@@ -118,27 +124,24 @@ class VirtualLoop:
     # ------------------------------------------------------------ commands
 
     def _obey(self, command: Command) -> None:
-        match command:
-            case RunStep():  # first, for there are most of them
-                answer = self._device.obey(command, self.now)
-                if answer is not None:
-                    self._put(*answer)
+        kind = type(command)
+        if kind in DEVICE_COMMANDS:
+            answer = self._device.obey(command, self.now)
+            if answer is not None:
+                self._put(*answer)
+                if type(answer[1]) is StepDone:
                     self._ends.append(answer[0])
-            case SetTimer():
-                self._set_timer(command)
-            case Admitted() | Ready() | Finish() | Reject():
-                self._note(command)
-            case _:
-                answer = self._device.obey(command, self.now)
-                if answer is not None:
-                    self._put(*answer)
+        elif kind in CLIENT_COMMANDS:
+            self._note(command)  # type: ignore[arg-type]
+        elif kind is SetTimer:
+            self._set_timer(command)  # type: ignore[arg-type]
 
     def _set_timer(self, command: SetTimer) -> None:
         self._timer = Timer()
         self._put(command.at, self._timer)
 
-    def _note(self, command: Admitted | Ready | Finish | Reject) -> None:
-        """News of a request."""
+    def _note(self, command: ClientCommand) -> None:
+        """News of a request, but for its tokens."""
 
     def _note_token(self, command: Emit) -> None:
         """A token of a request."""

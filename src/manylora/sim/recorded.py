@@ -12,22 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from manylora.config import PolicyConfig
-from manylora.protocol import (
-    AdapterRead,
-    Command,
-    CopyDone,
-    Event,
-    ReadAdapter,
-    RunStep,
-    SetTimer,
-    StepDone,
-    SwapPages,
-    Timer,
-)
+from manylora.policy.replica import Replica
+from manylora.protocol import Ask, Command, Event, RunStep, SetTimer, StepDone, Timer, ask_of
 from manylora.sim.loop import VirtualLoop
-
-Asked = tuple[str, int]
-"""What an answer is to: ("step", its number), ("copy", its number), ("read", the adapter), ("timer", 0)."""
 
 
 class Told(NamedTuple):
@@ -56,7 +43,7 @@ class Recording:
     """What came unasked (requests, aborts, adapters) and, by what was asked and in that order, the answers."""
 
     given: Sequence[Measured]
-    answers: Mapping[Asked, Sequence[Measured]]
+    answers: Mapping[Ask, Sequence[Measured]]
 
 
 # ---------------------------------------------------------------- what was measured
@@ -66,15 +53,15 @@ def measured(told: Sequence[Told]) -> Recording:
     """Arrivals, durations and results of a run; how they are found out, ``conformance`` says."""
     due = _due(told)
     given: list[Measured] = []
-    answers: dict[Asked, list[Measured]] = collections.defaultdict(list)
-    asked_s: dict[Asked, float] = {}
+    answers: dict[Ask, list[Measured]] = collections.defaultdict(list)
+    asked_s: dict[Ask, float] = {}
     steps_end = _steps_end(told)
     in_flight: collections.deque[float] = collections.deque()  # when they end
     before = 0.0
     for number, (now, event, commands) in enumerate(told):
         late_s = _gap(max(before, due[number], in_flight[0] if in_flight else 0.0), now)
         before = now
-        asked = _answered_by(event)
+        asked = ask_of(event)
         if asked is None:
             given.append(Measured(event, due[number], late_s))
         elif asked in asked_s:
@@ -82,7 +69,7 @@ def measured(told: Sequence[Told]) -> Recording:
         if isinstance(event, StepDone) and in_flight:
             in_flight.popleft()
         for command in commands:
-            asks = _asks(command)
+            asks = ask_of(command)
             if asks is None:
                 continue
             asked_s[asks] = command.at if isinstance(command, SetTimer) else now
@@ -160,51 +147,25 @@ def _gap(start_s: float, end_s: float) -> float:
     return gap_s
 
 
-def _asks(command: Command) -> Asked | None:
-    match command:
-        case RunStep():
-            return "step", command.step
-        case SwapPages():
-            return "copy", command.copy
-        case ReadAdapter():
-            return "read", command.adapter
-        case SetTimer():
-            return "timer", 0
-    return None
-
-
-def _answered_by(event: Event) -> Asked | None:
-    match event:
-        case StepDone():
-            return "step", event.step
-        case CopyDone():
-            return "copy", event.copy
-        case AdapterRead():
-            return "read", event.adapter
-        case Timer():
-            return "timer", 0
-    return None
-
-
 # ---------------------------------------------------------------- the same again
 
 
 class RecordedDevice:
     """Answers what was answered, after the time that it took."""
 
-    def __init__(self, answers: Mapping[Asked, Sequence[Measured]]) -> None:
+    def __init__(self, answers: Mapping[Ask, Sequence[Measured]]) -> None:
         self.late_s: dict[int, float] = {}  # by the identity of events that wait
-        self._answers: dict[Asked, Iterator[Measured]] = {asked: iter(of) for asked, of in answers.items()}
+        self._answers: dict[Ask, Iterator[Measured]] = {asked: iter(of) for asked, of in answers.items()}
 
     def obey(self, command: Command, now: float) -> tuple[float, Event] | None:
         """As ``loop.Device`` has it; None also where the recording has no answer."""
-        asks = _asks(command)
+        asks = ask_of(command)
         if asks is None:
             return None
         answer = self.answer(asks)
         return None if answer.event is None else (now + answer.took_s, answer.event)
 
-    def answer(self, asks: Asked) -> Measured:
+    def answer(self, asks: Ask) -> Measured:
         """The next answer to that; one without an event where there is none."""
         answer = next(self._answers.get(asks, iter(())), Measured(None))
         if answer.event is not None:
@@ -217,7 +178,7 @@ class RecordedLoop(VirtualLoop):
 
     def __init__(self, config: PolicyConfig, recording: Recording) -> None:
         self._recorded = RecordedDevice(recording.answers)
-        super().__init__(config, self._recorded)
+        super().__init__(Replica(config), self._recorded)
         for come in recording.given:
             if come.event is not None:
                 self._recorded.late_s[id(come.event)] = come.late_s

@@ -15,11 +15,12 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 
 from manylora.config import ConfigError, PolicyConfig
-from manylora.policy.counters import Counters
+from manylora.policy.replica import Replica
 from manylora.protocol import (
     AdapterAdded,
     Admitted,
     Arrive,
+    ClientCommand,
     Command,
     Emit,
     Event,
@@ -28,6 +29,7 @@ from manylora.protocol import (
     Reject,
     Timer,
 )
+from manylora.reports import Counters
 from manylora.sim.costs import StepCosts
 from manylora.sim.device import SimulatedDevice
 from manylora.sim.loop import VirtualLoop
@@ -93,7 +95,9 @@ class Replay(VirtualLoop):
             raise ConfigError(f"{stream.name} has {len(stream.ranks)} adapters, not {len(adapter_pages)}")
         # The base model is 0 for the policy, so a stream's adapter 0 is its adapter 1.
         pages = {adapter + 1: num_pages for adapter, num_pages in enumerate(adapter_pages)}
-        super().__init__(config, SimulatedDevice(costs, config.page_bytes, pages), watch)
+        replica = Replica(config)
+        super().__init__(replica, SimulatedDevice(costs, config.page_bytes, pages), watch)
+        self.replica = replica
         self.stream = stream
         self.outcomes: list[Outcome] = []
         self._answer_s = costs.answer_s
@@ -146,7 +150,7 @@ class Replay(VirtualLoop):
         following_s = requests[number].arrival_s if number < len(requests) else math.inf
         self._next_arrival_s = (self._began_s or 0.0) + following_s
 
-    def _note(self, command: Admitted | Ready | Finish | Reject) -> None:
+    def _note(self, command: ClientCommand) -> None:
         match command:
             case Admitted():
                 outcome = self._open.get(command.request)
@@ -181,7 +185,7 @@ class Replay(VirtualLoop):
         """The stream starts now."""
         self._began_s = self.now
         self._look_ahead()
-        self.counters_at_start = dataclasses.replace(self.replica.counters)
+        self.counters_at_start = self.report("busy").counters
 
     def _hand_over(self, request: StreamRequest, moment: float) -> Event:
         prompt, said = self._prompts.take(request)

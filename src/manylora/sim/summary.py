@@ -19,7 +19,7 @@ def summarize(replay: Replay) -> Summary:
     Of dropped requests nothing counts but the moment of the last end.
     """
     outcomes = [outcome for outcome in replay.outcomes if not outcome.is_dropped]
-    before, after = replay.counters_at_start, replay.replica.counters
+    before, after = replay.counters_at_start, replay.report("busy").counters
     grown = {
         field.name: getattr(after, field.name) - getattr(before, field.name)
         for field in dataclasses.fields(after)

@@ -9,11 +9,11 @@ from typing import ClassVar, NamedTuple
 
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.policy.cost import Rates
-from manylora.policy.counters import Counters
 from manylora.policy.marks import Marks
 from manylora.policy.saving import AlwaysSave, Saving
 from manylora.policy.value import LeastRecentlyUsed, ValueModel
 from manylora.policy.visits import Visits
+from manylora.reports import Counters
 
 
 class Signals(NamedTuple):

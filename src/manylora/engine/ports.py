@@ -1,0 +1,314 @@
+"""What a replica is connected to: clients, the executor, the catalog of adapters, the trace.
+
+Turns what comes in into the replica's events, and its commands into what the executor obeys and clients hear. Owns
+no policy and no tensor.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import logging
+import queue
+import secrets
+from collections.abc import Callable, Iterator
+
+from manylora.config import PolicyConfig
+from manylora.engine.catalog import Catalog
+from manylora.engine.client import Delta, EngineDead, EngineStats, GenerationRequest
+from manylora.engine.loads import AdapterLoads
+from manylora.engine.loop import Routes
+from manylora.engine.outbox import Outbox
+from manylora.engine.trace import TraceWriter
+from manylora.policy.caches import adapter_pages_limit
+from manylora.protocol import (
+    CLIENT_COMMANDS,
+    DEVICE_COMMANDS,
+    ENGINE_COMMANDS,
+    AdapterAdded,
+    AdapterChecked,
+    AdapterFreed,
+    AdapterRead,
+    AdapterRemoved,
+    Arrive,
+    Decided,
+    DeviceCommand,
+    DeviceEvent,
+    Event,
+    Executor,
+    ExecutorState,
+    Report,
+    ReportDue,
+    ReportState,
+    RunStep,
+    SetTimer,
+    StepResult,
+    handlers,
+)
+from manylora.types import BASE, EngineInfo, Request, RequestError
+
+log = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 3
+"""Steps that may fail in a row before the device is taken for broken; those that another pulled along do not
+count."""
+
+_STATS = {field.name for field in dataclasses.fields(EngineStats)} - {"adapters"}
+
+StatsAsked = concurrent.futures.Future[EngineStats]
+"""In the inbox: a snapshot is wanted."""
+
+
+@dataclasses.dataclass
+class Meters:
+    """Counts since the start that the replica does not keep."""
+
+    adapter_read_s: float = 0.0
+    adapter_read_failures: int = 0
+    steps: int = 0
+    step_s: float = 0.0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class EnginePorts:
+    """``loop.Ports`` of a replica. What others than the loop may call says so."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        executor: Executor,
+        info: EngineInfo,
+        inbox: queue.SimpleQueue[object],
+        clock: Callable[[], float],
+        trace: TraceWriter | None,
+    ) -> None:
+        self._info = info
+        self._executor = executor
+        self._inbox = inbox
+        self._start_s = clock()
+        self._trace = trace
+        # A request needs a page beside its adapter's.
+        limit = min(adapter_pages_limit(config), config.num_pages - 1)
+        self.catalog = Catalog(executor, inbox.put, config.num_pages, limit)
+        self.loads = AdapterLoads(self.catalog)
+        self._outbox = Outbox(clock)
+        self._meters = Meters()
+        self._state = ExecutorState()
+        self._arrived: collections.deque[Request] = collections.deque()  # and not yet told of
+        self._more_follow = False  # after the last of them, at once
+        self._in_flight: collections.deque[int] = collections.deque()  # steps, oldest first
+        self._results: dict[int, StepResult] = {}  # of these, that have ended
+        self._failed_steps = 0
+        self._asked: set[StatsAsked] = set()  # and not answered
+        self._reporting: list[StatsAsked] = []  # of these, the report's
+        executor.connect(self._hear)
+
+    def deliver_to(self, deliver: Callable[[list[Delta]], None]) -> None:
+        """Where the news of each round goes; before the loop runs."""
+        self._deliver = deliver
+
+    # ------------------------------------------------------------ what comes in
+
+    def _hear(self, answer: DeviceEvent) -> None:
+        """What the executor says, on any thread.
+
+        What a loop that hangs may not hold up does not go through the inbox; nor do steps, whose end the loop
+        waits for: storing and taking one entry of a dict relies on the GIL.
+        """
+        match answer:
+            case StepResult():
+                self._results[answer.done.step] = answer
+            case ExecutorState():
+                self._state = answer
+            case AdapterChecked():
+                self.catalog.checked(answer)
+            case _:
+                self._inbox.put(answer)
+
+    def ask_stats(self) -> StatsAsked:
+        """A snapshot is wanted; from any thread."""
+        future: StatsAsked = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()  # A cancelled one cannot be answered: the loop would end of it.
+        # Not only in the inbox: a loop may take it from there and hang before it answers.
+        self._asked.add(future)
+        future.add_done_callback(self._asked.discard)
+        self._inbox.put(future)
+        return future
+
+    def take(self, item: object) -> Iterator[Event]:
+        """See Ports. Requests that come together are told of together, before anything that comes after them."""
+        if isinstance(item, GenerationRequest):
+            self._open(item)
+            return
+        yield from self._arrivals()
+        if isinstance(item, concurrent.futures.Future):
+            self._reporting.append(item)
+            self._executor.obey(ReportState())
+            yield ReportDue("changed")
+            return
+        match item:
+            case AdapterAdded():
+                self.loads.add(item.adapter, item.num_pages)
+            case AdapterRemoved():
+                self.loads.drop(item.adapter)
+            case AdapterRead():
+                self._meters.adapter_read_s += item.read_s
+                self._meters.adapter_read_failures += not item.ok
+        yield item  # type: ignore[misc]  # the rest of the inbox are events
+
+    def drained(self) -> Iterator[Event]:
+        """See Ports."""
+        if not self._more_follow:
+            yield from self._arrivals()
+
+    def _arrivals(self) -> Iterator[Event]:
+        """All that have come since the last other event, the policy being told that they come together."""
+        self._more_follow = False
+        while self._arrived:
+            request = self._arrived.popleft()
+            yield Arrive(request, more=bool(self._arrived))
+
+    def _open(self, asked: GenerationRequest) -> None:
+        adapter = BASE if asked.adapter is None else self.catalog.lookup(asked.adapter)
+        eos_ids = () if asked.params.ignore_eos else self._info.eos_ids
+        stop_ids = tuple(dict.fromkeys((*eos_ids, *asked.params.stop_token_ids)))
+        params = asked.params
+        if params.seed is None:
+            # Chosen here, outside the policy, so that the journal knows it and a replay draws the same.
+            params = dataclasses.replace(params, seed=secrets.randbits(63))
+        self._more_follow = asked.more
+        request = Request(asked.id, adapter or BASE, asked.prompt, params, stop_ids, asked.cache_scope)
+        error = None
+        if self._outbox.is_live(asked.id):
+            error = RequestError(400, f"request id {asked.id!r} is already in use")
+        elif adapter is None:
+            error = RequestError(404, f"The model `{asked.adapter}` does not exist.", "model")
+        if error is not None:
+            self._outbox.refuse(request, asked.serial, error)
+            return
+        self._outbox.open(request, asked.stream, asked.serial)
+        self._meters.prompt_tokens += len(asked.prompt)
+        self._arrived.append(request)
+
+    # ------------------------------------------------------------ steps
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step is on its way."""
+        return bool(self._in_flight)
+
+    def wait(self) -> None:
+        """See Ports."""
+        oldest = self._in_flight[0]
+        while oldest not in self._results:
+            self._executor.wait_step()
+
+    def ended(self) -> Iterator[Event]:
+        """The oldest step's end, and with it that of the next one where it is known to have failed: a step started
+        in between would rely on it and fail too, and so would the one after that, without end."""
+        results = [self._results.pop(self._in_flight.popleft())]
+        while self._in_flight and self._has_failed(self._in_flight[0]):
+            results.append(self._results.pop(self._in_flight.popleft()))
+        if any(result.done.ok for result in results):
+            self._failed_steps = 0
+        # Of those that end together one failed by itself.
+        self._failed_steps += not results[-1].done.ok
+        for number, result in enumerate(results, 1):
+            yield self._ended(result, more=number < len(results))
+
+    def _has_failed(self, step: int) -> bool:
+        result = self._results.get(step)
+        return result is not None and not result.done.ok
+
+    def _ended(self, result: StepResult, more: bool) -> Event:
+        done = result.done
+        self._meters.steps += 1
+        self._meters.step_s += done.device_s
+        self._meters.generated_tokens += sum(len(tokens) for _, tokens in done.tokens)
+        if not done.ok:
+            log.error("step %d failed: %s", done.step, done.error)
+            if self._failed_steps >= MAX_FAILED_STEPS:
+                raise RuntimeError(f"{self._failed_steps} steps in a row failed: {done.error}")
+        self._outbox.logprobs = result.logprobs
+        return dataclasses.replace(done, more=True) if more else done
+
+    @property
+    def preparation_s(self) -> float:
+        """See Ports."""
+        self._executor.obey(ReportState())
+        return self._state.preparation_s
+
+    # ------------------------------------------------------------ commands
+
+    def routes(self) -> Routes:
+        """See Ports."""
+        return {
+            **dict.fromkeys(DEVICE_COMMANDS, self._obey),
+            RunStep: self._run_step,
+            **handlers(self._outbox, CLIENT_COMMANDS),
+            **handlers(self, ENGINE_COMMANDS - {SetTimer}),
+        }
+
+    def _obey(self, command: DeviceCommand, now: float) -> None:
+        self._executor.obey(command)
+
+    def _run_step(self, command: RunStep, now: float) -> None:
+        # Where the device is the caller's own processor, issuing is running.
+        self._send()
+        self._in_flight.append(command.step)
+        self._executor.obey(command)
+
+    def adapter_freed(self, command: AdapterFreed, now: float) -> None:
+        """Carries out AdapterFreed."""
+        self.catalog.freed(command.adapter)
+
+    def decided(self, command: Decided, now: float) -> None:
+        """Carries out Decided."""
+        if self._trace is not None:
+            self._trace.write(command, self.catalog.label(command.adapter), now - self._start_s)
+
+    def report(self, command: Report, now: float) -> None:
+        """Carries out Report: gauges, counters and meters have the names that their fields have in the stats."""
+        self.loads.update(command.gauges.adapters)
+        base = command.gauges.adapters[0]
+        sources = (command.gauges, command.counters, self._meters, self._state)
+        stats = EngineStats(
+            base_running=base.running,
+            base_waiting=base.waiting,
+            **{name: getattr(source, name) for source in sources for name in _STATS if hasattr(source, name)},
+        )
+        for future in self._reporting:
+            with contextlib.suppress(
+                concurrent.futures.InvalidStateError
+            ):  # this loop was given up meanwhile
+                future.set_result(stats)
+        self._reporting.clear()
+
+    # ------------------------------------------------------------ the end of a round, and of all
+
+    def flush(self) -> None:
+        """See Ports."""
+        self._send()
+        if self._trace is not None:
+            self._trace.flush()
+
+    def _send(self) -> None:
+        deltas = self._outbox.collect()
+        if deltas:
+            self._deliver(deltas)
+
+    def abandon(self, error: EngineDead) -> None:
+        """See Ports."""
+        self.catalog.fail_waiting(error)
+        for future in list(self._asked):
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # answered at this very moment
+                future.set_exception(error)
+
+    def close(self) -> None:
+        """See Ports."""
+        self._executor.close()
+        if self._trace is not None:
+            self._trace.close()

@@ -1,0 +1,145 @@
+"""An executor without a driver: each command is a call that returns its answer."""
+
+from __future__ import annotations
+
+import queue
+
+from manylora.protocol import (
+    AdapterChecked,
+    AdapterError,
+    AdapterRead,
+    Ask,
+    CopyDone,
+    DeviceEvent,
+    EndSequence,
+    EvictAdapter,
+    Executor,
+    ExecutorState,
+    ForgetAdapter,
+    InspectAdapter,
+    ReadAdapter,
+    ReportState,
+    RunStep,
+    StepResult,
+    SwapPages,
+    VerifyAdapter,
+    ask_of,
+)
+from manylora.types import AdapterId, SequenceId
+
+_ANSWER_S = 600.0
+"""How long an answer may take."""
+
+
+class DirectExecutor:
+    """Gives commands to an executor, which it connects to itself, and waits for their answers. For one thread."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._results: dict[int, StepResult] = {}
+        self._landed: dict[Ask, queue.SimpleQueue[DeviceEvent]] = {}
+        self._checked: queue.SimpleQueue[AdapterChecked] = queue.SimpleQueue()
+        self._state = ExecutorState()
+        executor.connect(self._hear)
+
+    def _hear(self, answer: DeviceEvent) -> None:
+        match answer:
+            case StepResult():
+                self._results[answer.done.step] = answer
+            case AdapterChecked():
+                self._checked.put(answer)
+            case ExecutorState():
+                self._state = answer
+            case _:
+                asked = ask_of(answer)
+                if asked in self._landed:  # else it was asked for by another
+                    self._landed[asked].put(answer)
+
+    # ------------------------------------------------------------ steps
+
+    def run_step(self, step: RunStep) -> StepResult:
+        """Issue a step and wait for it, and for those issued before."""
+        self._executor.obey(step)
+        return self.wait_step(step)
+
+    def issue_step(self, step: RunStep) -> None:
+        """Issue a step; ``wait_step`` follows."""
+        self._executor.obey(step)
+
+    def has_ended(self, step: RunStep) -> bool:
+        """Whether the step's result is known: at once where it could not be issued."""
+        return step.step in self._results
+
+    def wait_step(self, step: RunStep) -> StepResult:
+        """The result of a step that was issued; those issued before it end first, and theirs is kept."""
+        while step.step not in self._results:
+            self._executor.wait_step()
+        return self._results.pop(step.step)
+
+    def end_sequence(self, sequence: SequenceId) -> None:
+        """Forget a sequence."""
+        self._executor.obey(EndSequence(sequence))
+
+    # ------------------------------------------------------------ adapters and copies
+
+    def add_adapter(self, adapter: AdapterId, path: str) -> AdapterChecked:
+        """Inspect an adapter by its headers. Raises AdapterError."""
+        return self._check(InspectAdapter(adapter, path))
+
+    def verify_adapter(self, adapter: AdapterId) -> AdapterChecked:
+        """Read all weights of an adapter that was added. Raises AdapterError."""
+        return self._check(VerifyAdapter(adapter))
+
+    def _check(self, command: InspectAdapter | VerifyAdapter) -> AdapterChecked:
+        self._executor.obey(command)
+        found = self._checked.get(timeout=_ANSWER_S)
+        if not found.ok:
+            raise AdapterError(found.error, found.status)
+        return found
+
+    def forget_adapter(self, adapter: AdapterId) -> None:
+        """Forget an adapter that is not resident."""
+        self._executor.obey(ForgetAdapter(adapter))
+
+    def evict_adapter(self, adapter: AdapterId) -> None:
+        """Forget where the adapter lies."""
+        self._executor.obey(EvictAdapter(adapter))
+
+    def read_adapter(self, command: ReadAdapter) -> AdapterRead:
+        """Read an adapter into its pages."""
+        self.begin(command)
+        answer = self.wait_for(command)
+        assert isinstance(answer, AdapterRead)
+        return answer
+
+    def swap_pages(self, command: SwapPages) -> CopyDone:
+        """Copy pages between the tiers."""
+        self.begin(command)
+        answer = self.wait_for(command)
+        assert isinstance(answer, CopyDone)
+        return answer
+
+    def begin(self, command: ReadAdapter | SwapPages) -> None:
+        """Begin a transfer; ``wait_for`` follows."""
+        asked = ask_of(command)
+        assert asked is not None
+        self._landed[asked] = queue.SimpleQueue()
+        self._executor.obey(command)
+
+    def has_landed(self, command: ReadAdapter | SwapPages) -> bool:
+        """Whether a transfer that was begun has been answered."""
+        asked = ask_of(command)
+        return asked is not None and not self._landed[asked].empty()
+
+    def wait_for(self, command: ReadAdapter | SwapPages) -> DeviceEvent:
+        """The answer to a transfer that was begun."""
+        asked = ask_of(command)
+        assert asked is not None
+        answer = self._landed[asked].get(timeout=_ANSWER_S)
+        del self._landed[asked]
+        return answer
+
+    def state(self) -> ExecutorState:
+        """What the executor says of itself now."""
+        self._executor.obey(ReportState())
+        return self._state

@@ -1,0 +1,314 @@
+"""What a replica commands, and what engines command an executor beside it.
+
+A new command is declared here, in the union of those that carry it out, and carried out by a method of its name
+(``handlers``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+from manylora.protocol.events import AdapterRead, CopyDone, Event, StepDone, Timer
+from manylora.reports import Counters, Snapshot
+from manylora.types import (
+    AdapterId,
+    CopyId,
+    PageId,
+    RequestError,
+    RequestId,
+    SamplingParams,
+    SequenceId,
+)
+
+Tier = Literal["device", "host"]
+"""Where pages are: each tier counts its own page ids from 0."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SequenceStart:
+    """All an executor must know to run a sequence: on admission, on resumption after preemption, as a fork.
+
+    ``tokens`` = prompt + tokens generated so far; ``pages[i]`` holds positions
+    ``[i * page_tokens, (i+1) * page_tokens)``. The first ``num_computed`` positions are in the pages.
+    """
+
+    sequence: SequenceId
+    sample: int
+    adapter: AdapterId
+    tokens: tuple[int, ...]
+    num_prompt_tokens: int
+    num_computed: int
+    pages: tuple[PageId, ...]
+    params: SamplingParams
+    stop_ids: tuple[int, ...]
+
+
+class StepRow(NamedTuple):
+    """Compute positions ``[start, start + num_tokens)`` of a sequence, then draw ``num_samples`` tokens.
+
+    ``pages``: changes to its page table since the last step, as (index, page). ``num_samples`` is 0 for a
+    chunk that does not reach the end of the tokens, 1 normally, and n where a request's samples fork.
+    """
+
+    sequence: SequenceId
+    start: int
+    num_tokens: int
+    num_samples: int
+    pages: tuple[tuple[int, PageId], ...] = ()
+
+
+step_row: Callable[[tuple[SequenceId, int, int, int, tuple[tuple[int, PageId], ...]]], StepRow]
+step_row = functools.partial(tuple.__new__, StepRow)
+"""Makes a StepRow of a tuple of its fields in little more than half the time: there is one for every token."""
+
+
+@dataclasses.dataclass(slots=True)  # like StepDone
+class RunStep:
+    """Run one batch. ``starts`` come before the rows that use them."""
+
+    step: int
+    starts: tuple[SequenceStart, ...]
+    rows: tuple[StepRow, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EndSequence:
+    """Forget the sequence; its pages may be given to others from the next command on."""
+
+    sequence: SequenceId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CopyPages:
+    """Copy whole pages inside the device pool, ordered against compute: (source, destination)."""
+
+    pairs: tuple[tuple[PageId, PageId], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReadAdapter:
+    """Read the adapter from its source into these pages, off the step loop; answer with AdapterRead.
+
+    On the device it is then resident; in host pages it waits for a SwapPages that names it.
+    """
+
+    adapter: AdapterId
+    pages: tuple[PageId, ...]
+    tier: Tier = "device"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SwapPages:
+    """Copy pages between the tiers beside compute; answer with CopyDone.
+
+    ``pairs``: (source, destination); the sources are the host's when ``to_device``, else the device's. The
+    destinations are nobody's else until the answer, and no issued step touches them. ``adapter``: these are
+    all the pages of this adapter, in order, and it is resident once they have landed.
+    """
+
+    copy: CopyId
+    to_device: bool
+    pairs: tuple[tuple[PageId, PageId], ...]
+    adapter: AdapterId | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SetTimer:
+    """Answer with Timer at ``at`` (on the clock of ``now``); replaces the one set before."""
+
+    at: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EvictAdapter:
+    """The adapter is no longer resident on the device; no step issued from now on reads it."""
+
+    adapter: AdapterId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterFreed:
+    """A removed adapter holds no page and no request any more."""
+
+    adapter: AdapterId
+
+
+class Emit(NamedTuple):
+    """A generated token; ``position`` counts from 0 at the sample's first. Emitted once, whatever moved.
+
+    ``drawn_by``: (sequence, index among the tokens it drew in its last step), where a driver finds what the
+    executor said beside the token. A fork's first token is drawn by sample 0's sequence.
+    """
+
+    request: RequestId
+    sample: int
+    position: int
+    token: int
+    drawn_by: tuple[SequenceId, int]
+
+
+emit: Callable[[tuple[RequestId, int, int, int, tuple[SequenceId, int]]], Emit]
+emit = functools.partial(tuple.__new__, Emit)
+"""Makes an Emit of a tuple of its fields, likewise."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Admitted:
+    """The request left the queue for the first time; ``num_cached`` of its prompt's tokens were reused."""
+
+    request: RequestId
+    num_cached: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ready:
+    """All that an admitted request reuses is on the device, for the first time; its prefill begins.
+
+    ``adapter_s``: how long it waited for its adapter since it was admitted; ``kv_s``: and for history after
+    that. Both 0 where nothing had to come.
+    """
+
+    request: RequestId
+    adapter_s: float
+    kv_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decided:
+    """One decision of the cache policy, for people; only with ``CacheConfig.trace``.
+
+    ``action``: "evict", "save", "drop", "load", "read", "prefetch", "drop-host", "preempt", ...; ``depth``: 0
+    for an adapter, else which page of its prefix; ``value``: what the policy thought the node worth (log
+    seconds), None where it was not asked; ``reason``: "demand", "busy", "idle", "queue", ...
+    """
+
+    action: str
+    adapter: AdapterId
+    depth: int
+    num_pages: int
+    reason: str
+    value: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finish:
+    """One sample has ended: "stop", "length", "abort" or "error" (then ``error`` says why)."""
+
+    request: RequestId
+    sample: int
+    reason: str
+    error: RequestError | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reject:
+    """The request will not be served at all; nothing was or will be emitted for it."""
+
+    request: RequestId
+    error: RequestError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """The replica's state at this moment: its gauges, and its counts since the start."""
+
+    gauges: Snapshot
+    counters: Counters
+
+
+# What only engines command: a replica learns of an adapter when it has been looked at.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InspectAdapter:
+    """Check by its headers that the adapter in ``path`` fits the model, and remember where it lies; answer with
+    AdapterChecked."""
+
+    adapter: AdapterId
+    path: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VerifyAdapter:
+    """Read all weights of an inspected adapter; answer with AdapterChecked."""
+
+    adapter: AdapterId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForgetAdapter:
+    """Forget an adapter that is not resident; unknown ids are ignored."""
+
+    adapter: AdapterId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReportState:
+    """Answer with ExecutorState."""
+
+
+DeviceCommand = (
+    RunStep | EndSequence | CopyPages | SwapPages | ReadAdapter | EvictAdapter
+    | InspectAdapter | VerifyAdapter | ForgetAdapter | ReportState
+)  # fmt: skip
+"""An executor carries these out."""
+
+ClientCommand = Emit | Admitted | Ready | Finish | Reject
+"""News of a request."""
+
+EngineCommand = SetTimer | AdapterFreed | Decided | Report
+"""The driver carries these out, or has its engine do it."""
+
+Command = (
+    RunStep | EndSequence | CopyPages | SwapPages | ReadAdapter | EvictAdapter | ClientCommand | EngineCommand
+)
+"""What a replica commands."""
+
+DEVICE_COMMANDS: frozenset[type] = frozenset(get_args(DeviceCommand))
+CLIENT_COMMANDS: frozenset[type] = frozenset(get_args(ClientCommand))
+ENGINE_COMMANDS: frozenset[type] = frozenset(get_args(EngineCommand))
+
+
+def handlers(port: object, commands: Iterable[type]) -> dict[type, Callable[..., Any]]:
+    """The port's methods by the command that each carries out: ``run_step`` for RunStep.
+
+    Raises TypeError where one is missing.
+    """
+    found = {kind: getattr(port, _method_of(kind), None) for kind in commands}
+    missing = sorted(kind.__name__ for kind, method in found.items() if method is None)
+    if missing:
+        raise TypeError(f"{type(port).__name__} does not carry out {', '.join(missing)}")
+    return found  # type: ignore[return-value]  # none is None
+
+
+def _method_of(kind: type) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+
+
+Ask = tuple[str, int]
+"""What is answered: ("step", its number), ("copy", its number), ("read", the adapter), ("timer", 0)."""
+
+
+def ask_of(message: Command | DeviceCommand | Event) -> Ask | None:
+    """What a command asks for, or an event answers, where another event or command is the counterpart."""
+    match message:
+        case RunStep() | StepDone():
+            return "step", message.step
+        case SwapPages() | CopyDone():
+            return "copy", message.copy
+        case ReadAdapter() | AdapterRead():
+            return "read", message.adapter
+        case SetTimer() | Timer():
+            return "timer", 0
+    return None
+
+
+class Machine(Protocol):
+    """What decides: a replica's policy, or anything of its form."""
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """React to one event at time ``now`` (seconds, any origin, never decreasing): commands, in their order."""

@@ -1,0 +1,101 @@
+"""What a replica is told."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from manylora.reports import Which
+from manylora.types import AdapterId, CopyId, Request, RequestId, SequenceId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arrive:
+    """A request has come. ``more``: others follow at once, and no step starts before the last of them is known,
+    so that those who come together start together."""
+
+    request: Request
+    more: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Abort:
+    """Stop a request, or one of its samples; ``reason`` becomes its finish reason ("abort", "stop")."""
+
+    request: RequestId
+    sample: int | None = None
+    reason: str = "abort"
+
+
+@dataclasses.dataclass(slots=True)  # not frozen, which takes thrice as long to make: there is one a step
+class StepDone:
+    """The step ended. ``tokens``: per sampled row (sequence, tokens); n tokens where a row asked for n.
+
+    When not ``ok`` no row of the step counts as computed and ``error`` says why. ``more``: the end of the step
+    after it follows at once, so no step is to be started in between. ``unsound``: sequences whose logits were not
+    finite; what stands for them in ``tokens`` means nothing.
+    """
+
+    step: int
+    ok: bool
+    tokens: tuple[tuple[SequenceId, tuple[int, ...]], ...] = ()
+    device_s: float = 0.0
+    error: str = ""
+    more: bool = False
+    unsound: tuple[SequenceId, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterRead:
+    """An adapter's weights lie in the pages its ReadAdapter named, or could not be brought there.
+
+    ``is_at_fault``: what its files hold is the reason, and not the device or the engine's end.
+    """
+
+    adapter: AdapterId
+    ok: bool
+    error: str = ""
+    read_s: float = 0.0
+    is_at_fault: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterAdded:
+    """From now on requests may name this adapter; it needs ``num_pages`` when resident."""
+
+    adapter: AdapterId
+    num_pages: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterRemoved:
+    """No new request may name it; AdapterFreed follows once its running requests and pages are gone."""
+
+    adapter: AdapterId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CopyDone:
+    """A SwapPages has landed whole, or failed; then what its destination pages hold is unknown.
+
+    ``copy_s``: how long its own transfers took, without the time it waited for others.
+    """
+
+    copy: CopyId
+    ok: bool
+    copy_s: float = 0.0
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timer:
+    """The moment that the last SetTimer named has come (or has passed: a step may have been running)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReportDue:
+    """Answer with Report; nothing is decided. ``which``: the adapters that it tells of."""
+
+    which: Which = "all"
+
+
+Event = Arrive | Abort | StepDone | AdapterRead | AdapterAdded | AdapterRemoved | CopyDone | Timer | ReportDue

@@ -1,0 +1,91 @@
+"""The door to a device: commands in, answers out. Both can be sent to another process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+from manylora.protocol.commands import DeviceCommand
+from manylora.protocol.events import AdapterRead, CopyDone, StepDone
+from manylora.types import AdapterId, SequenceId, TokenLogprobs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave: its StepDone, and log-probabilities by (sequence, index among its new tokens).
+
+    Log-probabilities go beside the event, not in it: policy never needs them.
+    """
+
+    done: StepDone
+    logprobs: dict[tuple[SequenceId, int], TokenLogprobs]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterChecked:
+    """An adapter takes ``num_pages`` when resident and its largest rank is ``rank``; or, where not ``ok``, it
+    cannot be served: ``error`` says why, with the HTTP status that fits."""
+
+    adapter: AdapterId
+    ok: bool
+    num_pages: int = 0
+    rank: int = 0
+    error: str = ""
+    status: int = 400
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExecutorState:
+    """``host_pages_pinned``: pages of the host whose copies are as fast as they can be; they become more for a
+    while after the start. ``preparation_s``: seconds spent on compiling and capturing so far, up to this moment
+    where that goes on."""
+
+    host_pages_pinned: int = 0
+    preparation_s: float = 0.0
+
+
+DeviceEvent = StepResult | CopyDone | AdapterRead | AdapterChecked | ExecutorState
+"""What an executor says."""
+
+
+class Executor(Protocol):
+    """Obeys commands on a device; decides nothing. All that it says goes to one place, as ``DeviceEvent``.
+
+    Commands are obeyed in their order and given by one thread, but for InspectAdapter, VerifyAdapter,
+    ForgetAdapter and ReportState, which any thread may give at any time.
+
+    **Steps** run and end in the order given, at most two at a time. RunStep returns before its step has ended
+    where the device works beside its caller. A row may compute the token that the step before it, still on its
+    way, draws for the same sequence (the first one where it draws several). A sequence may be ended meanwhile:
+    what is drawn for it is reported all the same. A failure is a StepDone with ok=False. A step that could not
+    even be issued is told of at once, before those that are on their way; so is one that relies on it.
+
+    **Copies** of one direction land in the order given, and CopyPages is ordered after steps issued before and
+    before steps issued later. An adapter that a SwapPages or a ReadAdapter brings to the device can be used by
+    the first step after its answer. Every SwapPages, ReadAdapter and check is answered exactly once, also when it
+    fails.
+    """
+
+    def connect(self, tell: Callable[[DeviceEvent], None]) -> None:
+        """Say everything to ``tell`` from now on, from whichever thread knows it."""
+
+    def obey(self, command: DeviceCommand) -> None:
+        """Begin what is commanded. Raises only where the device is broken: nothing can be trusted after that."""
+
+    def wait_step(self) -> None:
+        """Wait until the oldest step that is on its way has ended, and tell its result.
+
+        Belongs to the thread that commands steps. Does nothing where no step is on its way.
+        """
+
+    def close(self) -> None:
+        """Wait for work in flight, answer what is left, free everything. Idempotent."""
+
+
+class AdapterError(Exception):
+    """An adapter at fault. ``status`` is the HTTP status that fits (400; 404 for no such folder)."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status

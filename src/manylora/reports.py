@@ -1,0 +1,89 @@
+"""What a replica reports of itself: its gauges at one moment, and its counts since it began.
+
+Records only. Does not know how they are read, nor where they are shown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from manylora.types import AdapterId
+
+Which = Literal["all", "busy", "changed"]
+"""Adapters that a snapshot tells of: all of them and the base; those with requests; or the base and those of which
+something may differ from the last snapshot of this kind, or from what it was when they were added: absent."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """One adapter at this moment; requests count once per sequence."""
+
+    adapter: AdapterId
+    state: str
+    num_pages: int
+    running: int
+    waiting: int
+    host_state: str = "none"
+    history_pages: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The replica's gauges; device pages by use add up to ``pages_total``. ``adapters``: by id, the base is 0.
+
+    ``pages_loading`` and ``pages_saving``: of these, how many are in flight. ``invalid_pages``: history on the
+    device whose adapter is not there.
+    """
+
+    num_running: int
+    num_waiting: int
+    pages_total: int
+    pages_free: int
+    pages_running: int
+    pages_history: int
+    pages_adapters: int
+    pages_loading: int
+    pages_saving: int
+    invalid_pages: int
+    host_pages_total: int
+    host_pages_free: int
+    host_pages_history: int
+    host_pages_adapters: int
+    adapters: tuple[AdapterUse, ...]
+
+
+@dataclasses.dataclass(slots=True)
+class Counters:
+    """Counts since the start. Pages and tokens; times in seconds."""
+
+    prefix_queries_tokens: int = 0
+    prefix_hits_tokens: int = 0
+    kv_hit_tokens_device: int = 0
+    kv_hit_tokens_host: int = 0
+    adapter_hits_device: int = 0
+    adapter_hits_host: int = 0
+    adapter_misses: int = 0
+    preemptions: int = 0
+    adapter_reads: int = 0
+    adapter_evictions: int = 0
+    history_evictions: int = 0
+    history_drops: int = 0
+    host_evictions: int = 0
+    prefetches: int = 0
+    pages_swapped_in: int = 0
+    pages_swapped_out: int = 0
+    swap_in_s: float = 0.0
+    swap_out_s: float = 0.0
+    swaps_failed: int = 0
+    invalid_share_sum: float = 0.0
+    invalid_share_samples: int = 0
+
+    def copied(self, num_pages: int, seconds: float, to_device: bool) -> None:
+        """A copy between the tiers has landed."""
+        if to_device:
+            self.pages_swapped_in += num_pages
+            self.swap_in_s += seconds
+        else:
+            self.pages_swapped_out += num_pages
+            self.swap_out_s += seconds
