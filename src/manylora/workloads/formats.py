@@ -10,25 +10,16 @@ from pathlib import Path
 from random import Random
 
 from manylora.config import ConfigError
-from manylora.workloads import (
-    alpaca,
-    azure_functions,
-    azure_llm,
-    burstgpt,
-    chat,
-    conversations,
-    extracts,
-    mooncake,
-    parallel_text,
-    servegen,
-    taskmaster,
-)
+from manylora.workloads import alpaca, azure_functions, chat, extracts, mooncake, parallel_text, servegen
 from manylora.workloads.arrivals import check_load
 from manylora.workloads.assembly import NO_TIMES, Adapters, assign, lone_request, with_arrivals
+from manylora.workloads.conversations import LMSYS, SHAREGPT, load_arena
 from manylora.workloads.popularity import Popularity, check_adapters, mapped_functions, parse_ranks
 from manylora.workloads.scenarios import RANKS, THINK_S
 from manylora.workloads.stream import Stream, StreamRequest, in_order
+from manylora.workloads.taskmaster import TASKMASTER
 from manylora.workloads.terms import Form, Number, parse_term, suggestion
+from manylora.workloads.traces import AZURE_LLM, BURSTGPT, Reading, TimedTrace
 
 MOONCAKE_STEP_S = 3.0
 """Its conversation trace's timestamps come in such steps; arrivals are spread over them."""
@@ -78,6 +69,17 @@ class Wish:
         if self.num_adapters is None or self.popularity is not None:
             return None
         return Adapters.in_turn(self.drawn_ranks(self.num_adapters))
+
+    @property
+    def reading(self) -> Reading:
+        """Of a whole file."""
+        adapters = self.own_adapters() or Adapters()
+        return Reading(adapters, seed=self.seed, skip_bad_lines=self.skip_bad_lines)
+
+    @property
+    def reading_of_times(self) -> Reading:
+        """The same of a file with times, of which no more is read than is asked for."""
+        return dataclasses.replace(self.reading, duration_s=self.cut_s, limit=self.limit)
 
 
 def read_file(path: Path, file_format: str, wish: Wish) -> Stream:
@@ -145,6 +147,18 @@ def _chat(path: Path, wish: Wish) -> Stream:
     if (adapters := wish.own_adapters()) is None:
         return stream
     return assign(stream, adapters.ranks, lambda first: adapters.choose(str(first.adapter)))
+
+
+def _timed(trace: TimedTrace) -> Callable[[Path, Wish], Stream]:
+    return lambda path, wish: trace.load(path, wish.reading_of_times)
+
+
+def _whole(load: Callable[[Path, Reading], Stream]) -> Callable[[Path, Wish], Stream]:
+    return lambda path, wish: load(path, wish.reading)
+
+
+def _mooncake(path: Path, wish: Wish) -> Stream:
+    return mooncake.load(path, wish.reading, spread_s=MOONCAKE_STEP_S)
 
 
 def _ntrex(path: Path, wish: Wish) -> Stream:
@@ -223,15 +237,13 @@ _SKEWNESS = {"skewness": Form((Number("functions", 1, 1e6),))}
 
 
 def _functions_2019(path: Path, wish: Wish) -> Stream:
-    calls = azure_functions.load_2019(
-        path,
-        seed=wish.seed,
-        busiest=wish.num_adapters if wish.popularity is None else None,
-        until_s=wish.cut_s,
-        limit=wish.limit,
-        skip_bad_lines=wish.skip_bad_lines,
-    )
+    busiest = wish.num_adapters if wish.popularity is None else None
+    calls = azure_functions.load_2019(path, wish.reading_of_times, busiest)
     return _functions(calls, wish)
+
+
+def _functions_2021(path: Path, wish: Wish) -> Stream:
+    return _functions(azure_functions.load_2021(path, wish.reading), wish)
 
 
 def _functions(calls: azure_functions.Invocations, wish: Wish) -> Stream:
@@ -275,23 +287,9 @@ class Format:
     has_adapters: bool = False
 
 
-def _timed(load: Callable[..., Stream]) -> Callable[[Path, Wish], Stream]:
-    """Of a loader of lone requests with their times."""
-    return lambda path, wish: load(
-        path,
-        adapters=wish.own_adapters(),
-        duration_s=wish.cut_s,
-        limit=wish.limit,
-        skip_bad_lines=wish.skip_bad_lines,
-    )
-
-
 FORMATS = {
     "chat": Format("multi-turn chat with adapters, JSON lines (benchmarks/data)", _chat),
-    "azure-llm": Format(
-        "Azure LLM inference traces 2023 and 2024, CSV",
-        _timed(azure_llm.load),
-    ),
+    "azure-llm": Format("Azure LLM inference traces 2023 and 2024, CSV", _timed(AZURE_LLM)),
     "azure-functions-2019": Format(
         "Azure Functions 2019, invocations by minute, CSV; --popularity skewness(k): dLoRA's mapping",
         _functions_2019,
@@ -300,59 +298,20 @@ FORMATS = {
     ),
     "azure-functions-2021": Format(
         "Azure Functions 2021, an invocation a line, CSV; likewise",
-        lambda path, wish: _functions(
-            azure_functions.load_2021(path, skip_bad_lines=wish.skip_bad_lines), wish
-        ),
+        _functions_2021,
         has_functions=True,
         has_adapters=True,
     ),
-    "mooncake": Format(
-        "Mooncake traces with hash_ids, JSON lines",
-        lambda path, wish: mooncake.load(
-            path,
-            adapters=wish.own_adapters(),
-            spread_s=MOONCAKE_STEP_S,
-            seed=wish.seed,
-            skip_bad_lines=wish.skip_bad_lines,
-        ),
-    ),
+    "mooncake": Format("Mooncake traces with hash_ids, JSON lines", _mooncake),
     "servegen": Format(
         "ServeGen clients: a model's folder, or CSV of rates beside JSON lines of lengths", _servegen
     ),
-    "burstgpt": Format(
-        "BurstGPT, CSV",
-        _timed(burstgpt.load),
-    ),
-    "sharegpt": Format(
-        "ShareGPT conversations, JSON; no times",
-        lambda path, wish: conversations.load_sharegpt(
-            path, adapters=wish.own_adapters(), skip_bad_lines=wish.skip_bad_lines
-        ),
-    ),
-    "lmsys": Format(
-        "LMSYS conversations, JSON; no times",
-        lambda path, wish: conversations.load_lmsys(
-            path, adapters=wish.own_adapters(), skip_bad_lines=wish.skip_bad_lines
-        ),
-    ),
-    "arena": Format(
-        "LMSYS-33k, the Chatbot Arena's conversations and their times, JSON",
-        lambda path, wish: conversations.load_arena(
-            path, adapters=wish.own_adapters(), skip_bad_lines=wish.skip_bad_lines
-        ),
-    ),
-    "taskmaster": Format(
-        "Taskmaster dialogs, JSON; no times",
-        lambda path, wish: taskmaster.load(
-            path, adapters=wish.own_adapters(), skip_bad_lines=wish.skip_bad_lines
-        ),
-    ),
-    "alpaca": Format(
-        "Alpaca instructions, JSON; no times",
-        lambda path, wish: alpaca.load(
-            path, adapters=wish.own_adapters(), skip_bad_lines=wish.skip_bad_lines
-        ),
-    ),
+    "burstgpt": Format("BurstGPT, CSV", _timed(BURSTGPT)),
+    "sharegpt": Format("ShareGPT conversations, JSON; no times", _whole(SHAREGPT.load)),
+    "lmsys": Format("LMSYS conversations, JSON; no times", _whole(LMSYS.load)),
+    "arena": Format("LMSYS-33k, the Chatbot Arena's conversations and their times, JSON", _whole(load_arena)),
+    "taskmaster": Format("Taskmaster dialogs, JSON; no times", _whole(TASKMASTER.load)),
+    "alpaca": Format("Alpaca instructions, JSON; no times", _whole(alpaca.load)),
     "ntrex": Format(
         "NTREX-128's folder, or a TSV of languages: an adapter a pair, no times", _ntrex, has_adapters=True
     ),
