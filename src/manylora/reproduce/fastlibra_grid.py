@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from manylora.reproduce.cells import REFERENCE, Cell, CellResult, in_parallel, peak_rate, run_cells
-from manylora.reproduce.experiment import Setup
-from manylora.reproduce.report import Row, mean
+from manylora.reproduce.experiment import Found, Setup
+from manylora.reproduce.report import Headline, Row, change, mean
 
 SCENARIOS = ("chatbot", "translation", "agent")
 MODELS = (("llama-2-7b", 1), ("llama-2-13b", 2), ("codellama-34b", 4))
@@ -70,6 +70,29 @@ def cases(setup: Setup) -> dict[str, Cell]:
         for scenario in scenarios
         for model, cards in models
         for num in adapters
+    }  # fmt: skip
+
+
+MANY_ADAPTERS = (1000, 2000)
+POPULARITIES = {
+    "uniform": "uniform",
+    "distinct": "round-robin",
+    "skewed-0.05": "gaussian(0.05)",
+    "skewed-0.1": "gaussian(0.1)",
+    "skewed-0.2": "gaussian(0.2)",
+}
+"""§6.9; the paper's x are in its picture alone."""
+
+
+def cases_of_many(setup: Setup, numbers: Sequence[int], names: Sequence[str]) -> dict[str, Cell]:
+    """Those of §6.9, named "1000 uniform": chatbot and the 7B model, policy and rate as in ``cases``."""
+    return {
+        f"{number} {name}": Cell(
+            "chatbot", "fastlibra", FIRST_RATES["chatbot"], number, duration_s(setup),
+            popularity=POPULARITIES[name], seed=setup.seed,
+        )
+        for number in numbers
+        for name in names
     }  # fmt: skip
 
 
@@ -159,3 +182,54 @@ def pairs(rows: Sequence[Row], ours: str, other: str, field: str, by: str) -> li
     """(our policy's value, the other's) for each value of ``by``."""
     values = {(row[by], row["policy"]): row[field] for row in rows}
     return [(values[place, ours], values[place, other]) for place in dict.fromkeys(row[by] for row in rows)]
+
+
+# ---------------------------------------------------------------- experiments over the grid
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PolicyGrid:
+    """An experiment's grid: every policy in every case, at shares of ``fastlibra``'s peak.
+
+    ``rows``: what is told of the runs; ``peaks_of``: the policies whose peaks it needs besides.
+    """
+
+    cases: Callable[[Setup], dict[str, Cell]]
+    policies: Sequence[str]
+    rows: Callable[[Grid], list[Row]]
+    peaks_of: Sequence[str] = ()
+
+    def __call__(self, setup: Setup) -> Found:
+        """Run it."""
+        grid = run_grid(setup, self.cases(setup), self.policies, self.peaks_of)
+        return Found(grid.settings(setup), self.rows(grid))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Against:
+    """A headline figure: how a policy's field compares with another policy's, in the mean over cases.
+
+    ``how``: ``change`` or ``ratio``. ``by``: the row's field that names the case. ``within``, ``without``: only
+    cases whose names begin so, or do not.
+    """
+
+    metric: str
+    ours: str
+    other: str
+    field: str
+    how: Callable[[Any, Any], float | None] = change
+    by: str = "case"
+    paper: float | None = None
+    within: str = ""
+    without: str | None = None
+
+    def __call__(self, rows: list[Row]) -> list[Headline]:
+        """From the experiment's rows."""
+        mine = [
+            row
+            for row in rows
+            if row[self.by].startswith(self.within)
+            and (self.without is None or not row[self.by].startswith(self.without))
+        ]
+        compared = pairs(mine, self.ours, self.other, self.field, self.by)
+        return [Headline(self.metric, mean([self.how(a, b) for a, b in compared]), self.paper)]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from manylora.reproduce.cells import REFERENCE, Cell, CellResult
-from manylora.reproduce.experiment import Setup
+from manylora.reproduce.experiment import Found, Setup
 from manylora.reproduce.fastlibra_grid import (
     BASELINES,
     PAPERS_NAMES,
@@ -16,12 +16,12 @@ from manylora.reproduce.fastlibra_grid import (
     VARIANTS,
     WARM_NOTE,
 )
+from manylora.reproduce.fastlibra_paper import AGAINST, AMONG_MANY, IN_SCENARIOS, INVALID, OF_VARIANTS
 from manylora.reproduce.fastlibra_table_cases import COMPARED, Table
 from manylora.reproduce.fastlibra_table_peaks import LIMIT_MS, known_peak
 from manylora.reproduce.fastlibra_table_store import CellStore, code_of
-from manylora.reproduce.report import Headline, Report, Row, change, mean, ratio
+from manylora.reproduce.report import Headline, Row, change, mean, ratio
 
-TITLE = "Every cache policy and limit in every FastLibra case"
 PARTS = ("queue", "adapter", "kv", "steps")
 TIMES = ("ttft_mean_ms", "tpot_mean_ms", *(f"ttft_{part}_ms" for part in PARTS))
 FIELDS = (
@@ -30,26 +30,6 @@ FIELDS = (
     "invalid_share", "preemptions",
 )  # fmt: skip
 LIMITS = ("page_kept_device", "page_kept_device_limit", "page_kept", "page_kept_limit")
-
-AGAINST = {
-    "static-lru": {"TTFT": -0.603, "TPOT": -0.339, "peak": 1.7, "memory use": 1.2, "hit rate": 1.3},
-    "s-lora": {"TTFT": -0.501, "TPOT": -0.286, "peak": 1.6, "memory use": 2.6, "hit rate": 3.2},
-}
-"""§6.3, §6.4: FastLibra's change against each, or how many times its."""
-IN_SCENARIOS = {
-    "static-lru": ("translation", -0.689, -0.525),
-    "s-lora": ("agent", -0.811, -0.346),
-}
-"""§6.3: FastLibra's change of TTFT against each in a scenario, and in the others."""
-OF_VARIANTS = {
-    "fastlibra-wom": (1.27, 1.18, -0.198), "fastlibra-wos": (1.24, 1.15, -0.172),
-    "fastlibra-wol": (1.13, 1.11, -0.131),
-}  # fmt: skip
-"""§6.6 to §6.8: TTFT and TPOT as multiples of FastLibra's, and the change of the peak."""
-INVALID = {"fastlibra-wom": 0.486, "static-lru": 0.481}
-"""§6.6, §2.3.1: of the history on the device."""
-AMONG_MANY = {"TTFT": -0.554, "TPOT": -0.162}
-"""§6.9: against both baselines together."""
 
 NOTES = {
     "npu": SIMULATION_NOTES,
@@ -80,7 +60,7 @@ ALL_NOTES = (
 )
 
 
-def report(setup: Setup, table: Table, rates: Mapping[str, list[float]], store: CellStore) -> Report:
+def found(setup: Setup, table: Table, rates: Mapping[str, list[float]], store: CellStore) -> Found:
     """All that the store has; ``settings["missing"]`` says what it has not."""
     rows: list[Row] = []
     missing: list[str] = []
@@ -95,8 +75,8 @@ def report(setup: Setup, table: Table, rates: Mapping[str, list[float]], store: 
         for policy in table.policies(case):
             row = _row(table, case, policy, rates[case], results)
             if policy != REFERENCE and case in table.main:
-                found = known_peak(table.peak_cell(case, policy, rates), store, table.search)
-                row["peak_per_s"] = found.per_s if found else None
+                peak = known_peak(table.peak_cell(case, policy, rates), store, table.search)
+                row["peak_per_s"] = peak.per_s if peak else None
             rows.append(row)
             if row["ttft_mean_ms"] is None:
                 missing.append(f"{case}, {policy}: {row['rates_done']} of {len(rates[case])} rates")
@@ -112,8 +92,7 @@ def report(setup: Setup, table: Table, rates: Mapping[str, list[float]], store: 
     notes: tuple[str, ...] = (*NOTES[table.hardware], *ALL_NOTES, _resolution(table))
     if store.num_of_other_code:
         notes += (f"{store.num_of_other_code} lines of the store are of other code and were passed over.",)
-    name = "fastlibra-table" if table.hardware == "npu" else f"fastlibra-table-{table.hardware}"
-    return Report(name, TITLE, settings, rows, headline(rows), notes)
+    return Found(settings, rows, notes=notes)
 
 
 def _resolution(table: Table) -> str:
@@ -223,17 +202,23 @@ def headline(rows: list[Row]) -> list[Headline]:
 
 def _against(main: list[Row], ours: str, baseline: str) -> list[Headline]:
     is_papers, name = ours == "fastlibra", PAPERS_NAMES[baseline]
-    stated = AGAINST[baseline] if is_papers else {}
+    stated = AGAINST[baseline] if is_papers else None
     figures = []
     for what in ("TTFT", "TPOT"):
         field = f"{what.lower()}_mean_ms"
         found = compared(main, ours, baseline, field, change)
-        figures.append(Headline(f"{ours}: {what} against {name}", found, stated.get(what)))
+        figures.append(
+            Headline(f"{ours}: {what} against {name}", found, stated and getattr(stated, what.lower()))
+        )
         found = compared(main, ours, baseline, f"sustained_{field}", change)
         figures.append(Headline(f"{ours}: {what} against {name}, rates that all sustain", found))
-    for what, field in (("peak", "peak_per_s"), ("memory use", "pool_used"), ("hit rate", "hit")):
+    for what, field, paper in (
+        ("peak", "peak_per_s", stated and stated.peak),
+        ("memory use", "pool_used", stated and stated.used),
+        ("hit rate", "hit", stated and stated.hit),
+    ):
         found = compared(main, ours, baseline, field, ratio)
-        figures.append(Headline(f"{ours}: {what} over {name}'s", found, stated.get(what)))
+        figures.append(Headline(f"{ours}: {what} over {name}'s", found, paper))
     scenario, in_it, in_others = IN_SCENARIOS[baseline]
     inside = [row for row in main if row["scenario"] == scenario]
     others = [row for row in main if row["scenario"] != scenario]
