@@ -126,6 +126,17 @@ def test_the_documentation_has_every_experiment() -> None:
         )
 
 
+@pytest.mark.parametrize("each", EXPERIMENTS.values(), ids=EXPERIMENTS)
+def test_every_experiment_says_what_it_redraws(each: Experiment) -> None:
+    paper, _, place = each.name.rpartition("-")
+    assert each.paper.lower().startswith(paper)
+    if found := re.fullmatch(r"(fig|table)(\d+)", place):
+        kind = {"fig": "Figure", "table": "Table"}[found[1]]
+        assert f", {kind} {found[2]} (§" in each.paper
+    assert each.title
+    assert re.search(r"§\d", each.paper)
+
+
 def test_the_record_is_of_quick_runs() -> None:
     recorded = json.loads((ROOT / "docs" / "results" / "reproduce_quick.json").read_text())["experiments"]
     # The table has records of its own, and the layer needs a GPU.
