@@ -14,7 +14,14 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from manylora.workloads.assembly import Dialog, Message, TextPieces, dialog_requests, dialog_stream
+from manylora.workloads.assembly import (
+    NO_TIMES,
+    Dialog,
+    Message,
+    TextPieces,
+    dialog_requests,
+    requests_of_dialogs,
+)
 from manylora.workloads.rows import Number, Positive, RowType
 from manylora.workloads.stream import Stream, in_order
 from manylora.workloads.text_file import TextFile
@@ -39,10 +46,12 @@ class DialogTrace:
         file = TextFile(path, how.skip_bad_lines)
         found = file.records(self.dialog)
         kept = (dialog for dialog, label in found if how.only in (None, label))
-        dialogs = itertools.islice(kept, how.limit)
-        return dialog_stream(
-            self.name, dialogs, how.adapters, TextPieces(how.encode), lambda: (self.about, *file.notes)
-        )
+        pieces = TextPieces(how.encode)
+        requests, unanswered = requests_of_dialogs(itertools.islice(kept, how.limit), how.adapters, pieces)
+        notes = [self.about, *file.notes, *pieces.notes, NO_TIMES]
+        if unanswered:
+            notes.append(f"{unanswered} dialogs without an answer left out")
+        return in_order(self.name, requests, how.adapters.ranks, notes)
 
 
 class _ShareGptMessage(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from manylora.workloads.scenarios import RANKS, THINK_S
 from manylora.workloads.stream import Stream, StreamRequest, in_order
 from manylora.workloads.taskmaster import TASKMASTER
 from manylora.workloads.terms import Form, Number, parse_term, suggestion
-from manylora.workloads.traces import AZURE_LLM, BURSTGPT, Reading, TimedTrace
+from manylora.workloads.traces import AZURE_LLM, BURSTGPT, WHOLE, Reading, TimedTrace
 
 MOONCAKE_STEP_S = 3.0
 """Its conversation trace's timestamps come in such steps; arrivals are spread over them."""
@@ -177,7 +177,7 @@ def _ntrex(path: Path, wish: Wish) -> Stream:
     def read(names: Sequence[str]) -> list[parallel_text.ParallelText]:
         chosen = [pairs[name] for name in names]
         if not files:
-            return parallel_text.read_pairs(path, chosen, skip_bad_lines=wish.skip_bad_lines)
+            return parallel_text.read_pairs(path, chosen, wish.reading)
         return [_parallel([(files[source], files[target])], wish) for source, target in chosen]
 
     return _translations(list(pairs), read, f"{path} has {len(pairs)} pairs with English", wish)
@@ -195,8 +195,7 @@ def _opus(folder: Path, wish: Wish) -> Stream:
 
 
 def _parallel(files: Sequence[tuple[Path, Path]], wish: Wish) -> parallel_text.ParallelText:
-    read = parallel_text.read_lines
-    return parallel_text.joined([read(*sides, skip_bad_lines=wish.skip_bad_lines) for sides in files])
+    return parallel_text.joined([parallel_text.read_lines(*sides, wish.reading) for sides in files])
 
 
 def _translations(
@@ -212,7 +211,7 @@ def _translations(
     chosen = Random(f"{wish.seed} pairs").sample(pairs, count)
     adapters = Adapters.named(chosen, wish.drawn_ranks(count))
     texts = dict(zip(chosen, read(chosen)))
-    return parallel_text.load(texts, adapters=None if wish.popularity else adapters)
+    return parallel_text.load(texts, WHOLE if wish.popularity else Reading(adapters))
 
 
 def _servegen(path: Path, wish: Wish) -> Stream:
