@@ -1,6 +1,7 @@
 """The cases of FastLibra's evaluation (§6.1, §6.3): scenarios, models on cards, numbers of adapters, rates.
 
-Rates are fixed before policies are compared: shares of the peak that ``fastlibra`` bears in each case.
+Rates are fixed before policies are compared: shares of the peak that ``fastlibra`` bears in each case. Owns also how
+policies are compared in a headline; which figures there are is each experiment's.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from typing import Any
 
 from manylora.reproduce.cells import REFERENCE, Cell, CellResult, in_parallel, peak_rate, run_cells
 from manylora.reproduce.experiment import Found, Setup
+from manylora.reproduce.fastlibra_paper import AMONG_MANY, stated
 from manylora.reproduce.report import Headline, Row, change, mean
 
 SCENARIOS = ("chatbot", "translation", "agent")
 MODELS = (("llama-2-7b", 1), ("llama-2-13b", 2), ("codellama-34b", 4))
 """With the cards that the paper gives them (§6.1)."""
 ADAPTERS = (20, 50, 100)
+OURS = ("fastlibra", "manylora")
+"""Each is compared with both baselines; the paper's figures are of the first."""
 BASELINES = ("static-lru", "s-lora")
 PAPERS_NAMES = {"static-lru": "vLLM", "s-lora": "S-LoRA"}
 VARIANTS = ("fastlibra-wom", "fastlibra-wos", "fastlibra-wol")
@@ -184,7 +188,7 @@ def pairs(rows: Sequence[Row], ours: str, other: str, field: str, by: str) -> li
     return [(values[place, ours], values[place, other]) for place in dict.fromkeys(row[by] for row in rows)]
 
 
-# ---------------------------------------------------------------- experiments over the grid
+# ---------------------------------------------------------------- experiments over the grid, and their headlines
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -210,7 +214,7 @@ class Against:
     """A headline figure: how a policy's field compares with another policy's, in the mean over cases.
 
     ``how``: ``change`` or ``ratio``. ``by``: the row's field that names the case. ``within``, ``without``: only
-    cases whose names begin so, or do not.
+    cases whose names begin so, or do not. ``digits``: how far it is rounded; None: not at all.
     """
 
     metric: str
@@ -222,6 +226,7 @@ class Against:
     paper: float | None = None
     within: str = ""
     without: str | None = None
+    digits: int | None = None
 
     def __call__(self, rows: list[Row]) -> list[Headline]:
         """From the experiment's rows."""
@@ -232,4 +237,24 @@ class Against:
             and (self.without is None or not row[self.by].startswith(self.without))
         ]
         compared = pairs(mine, self.ours, self.other, self.field, self.by)
-        return [Headline(self.metric, mean([self.how(a, b) for a, b in compared]), self.paper)]
+        found = mean([self.how(a, b) for a, b in compared])
+        if found is not None and self.digits is not None:
+            found = round(found, self.digits)
+        return [Headline(self.metric, found, self.paper)]
+
+
+def against_both(rows: list[Row], where: str = "", digits: int | None = None) -> list[Headline]:
+    """§6.9: changes of TTFT and TPOT against both baselines together, then against each.
+
+    ``where``: what each figure's name ends in. ``digits``: as in ``Against``.
+    """
+    figures = []
+    for ours in OURS:
+        for what, paper in AMONG_MANY.items():
+            each: list[Headline] = []
+            for baseline in BASELINES:
+                metric = f"{ours}: {what} against {PAPERS_NAMES[baseline]}{where}"
+                each += Against(metric, ours, baseline, f"{what.lower()}_mean_ms", digits=digits)(rows)
+            both = mean([figure.ours for figure in each])
+            figures += [Headline(f"{ours}: {what} against both{where}", both, stated(ours, paper)), *each]
+    return figures

@@ -32,3 +32,8 @@ INVALID = {"fastlibra-wom": 0.486, "static-lru": 0.481}
 """§6.6 and, of its evaluation, §2.3.1 (§1 says "up to 46.5%"): invalid share of the history on the device."""
 AMONG_MANY = {"TTFT": -0.554, "TPOT": -0.162}
 """§6.9: against both baselines together."""
+
+
+def stated(ours: str, figure: float | None) -> float | None:
+    """A figure of the paper beside the policy that it is of; beside another there is none."""
+    return figure if ours == "fastlibra" else None

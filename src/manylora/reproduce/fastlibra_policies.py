@@ -12,6 +12,7 @@ from manylora.reproduce.fastlibra_grid import (
     BASELINES,
     MANY_ADAPTERS,
     NOTES,
+    OURS,
     PAPERS_NAMES,
     POLICIES,
     POPULARITIES,
@@ -22,21 +23,14 @@ from manylora.reproduce.fastlibra_grid import (
     Against,
     Grid,
     PolicyGrid,
+    against_both,
     cases,
     cases_of_many,
     pairs,
     scenario_rows,
 )
-from manylora.reproduce.fastlibra_paper import AGAINST, AMONG_MANY, IN_SCENARIOS, INVALID, OF_VARIANTS
+from manylora.reproduce.fastlibra_paper import AGAINST, IN_SCENARIOS, INVALID, OF_VARIANTS, stated
 from manylora.reproduce.report import Headline, Row, change, mean, ratio
-
-OURS = ("fastlibra", "manylora")
-"""Each against both baselines; the paper's figures are of the first."""
-
-
-def _stated(ours: str, paper: float) -> float | None:
-    return paper if ours == "fastlibra" else None
-
 
 # ---------------------------------------------------------------- Figure 11
 
@@ -72,14 +66,14 @@ def _against_baselines() -> Iterator[Against]:
     for ours in OURS:
         for baseline in BASELINES:
             name, paper = PAPERS_NAMES[baseline], AGAINST[baseline]
-            for what, stated in (("ttft", paper.ttft), ("tpot", paper.tpot)):
+            for what, figure in (("ttft", paper.ttft), ("tpot", paper.tpot)):
                 against = f"{ours}: {what.upper()} against {name}"
                 yield Against(
-                    f"{against}, mean rates", ours, baseline, f"{what}_mean_ms", paper=_stated(ours, stated)
+                    f"{against}, mean rates", ours, baseline, f"{what}_mean_ms", paper=stated(ours, figure)
                 )
                 yield Against(f"{against}, sustained rates", ours, baseline, f"{what}_sustained_ms")
             over = f"{ours}: peak over {name}'s"
-            yield Against(over, ours, baseline, "peak_per_s", ratio, paper=_stated(ours, paper.peak))
+            yield Against(over, ours, baseline, "peak_per_s", ratio, paper=stated(ours, paper.peak))
     for baseline, (scenario, most, elsewhere) in IN_SCENARIOS.items():
         against = f"fastlibra: TTFT against {PAPERS_NAMES[baseline]}"
         yield Against(
@@ -167,10 +161,10 @@ def _use_over_baselines() -> Iterator[Against]:
     for ours in OURS:
         for baseline in BASELINES:
             paper = AGAINST[baseline]
-            for field, what, stated in (("used", "memory use", paper.used), ("hit", "hit rate", paper.hit)):
+            for field, what, figure in (("used", "memory use", paper.used), ("hit", "hit rate", paper.hit)):
                 yield Against(
                     f"{ours}: {what} over {PAPERS_NAMES[baseline]}'s", ours, baseline, field, ratio,
-                    by="scenario", paper=_stated(ours, stated),
+                    by="scenario", paper=stated(ours, figure),
                 )  # fmt: skip
 
 
@@ -314,10 +308,10 @@ def _row_of_variant(grid: Grid, case: str, policy: str) -> Row:
 
 def _means_of_variants(rows: list[Row]) -> list[Headline]:
     figures = []
-    for variant, stated in OF_VARIANTS.items():
+    for variant, papers in OF_VARIANTS.items():
         mine = [row for row in rows if row["policy"] == variant]
         columns = (("ttft_ratio", "TTFT ratio"), ("tpot_ratio", "TPOT ratio"), ("peak_change", "peak change"))
-        for (field, what), paper in zip(columns, stated, strict=True):
+        for (field, what), paper in zip(columns, papers, strict=True):
             figures.append(Headline(f"{variant}: {what}", mean([row[field] for row in mine]), paper))
     return [*figures, _invalid_share("fastlibra-wom", rows)]
 
@@ -358,24 +352,6 @@ def _rows_of_many(grid: Grid) -> list[Row]:
     ]
 
 
-def _changes_among_many(rows: list[Row]) -> list[Headline]:
-    """Means over cases of the changes in each."""
-    figures = []
-    for ours in OURS:
-        for what, paper in AMONG_MANY.items():
-            field = f"{what.lower()}_mean_ms"
-            against = [
-                figure
-                for baseline in BASELINES
-                for figure in Against(
-                    f"{ours}: {what} against {PAPERS_NAMES[baseline]}", ours, baseline, field
-                )(rows)
-            ]
-            both = mean([figure.ours for figure in against])
-            figures += [Headline(f"{ours}: {what} against both", both, _stated(ours, paper)), *against]
-    return figures
-
-
 FIG16 = Experiment(
     "fastlibra-fig16",
     "TTFT and TPOT with 1,000 and 2,000 adapters asked for uniformly, in turn, or skewed",
@@ -387,7 +363,7 @@ FIG16 = Experiment(
         series="policy",
         is_log=("ttft_mean_ms",),
     ),
-    (_changes_among_many,),
+    (against_both,),
     (
         *NOTES,
         "Skewed-x: normally distributed around the middle adapter, x as a share of their number; values and unit "

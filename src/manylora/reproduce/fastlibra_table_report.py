@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from manylora.reproduce.cells import REFERENCE, Cell, CellResult
 from manylora.reproduce.experiment import Found, Setup
 from manylora.reproduce.fastlibra_grid import (
     BASELINES,
+    OURS,
     PAPERS_NAMES,
     SCENARIOS,
     SIMULATION_NOTES,
     VARIANTS,
     WARM_NOTE,
+    Against,
+    against_both,
 )
-from manylora.reproduce.fastlibra_paper import AGAINST, AMONG_MANY, IN_SCENARIOS, INVALID, OF_VARIANTS
+from manylora.reproduce.fastlibra_paper import AGAINST, IN_SCENARIOS, INVALID, OF_VARIANTS, stated
 from manylora.reproduce.fastlibra_table_cases import COMPARED, Table
 from manylora.reproduce.fastlibra_table_peaks import LIMIT_MS, known_peak
 from manylora.reproduce.fastlibra_table_store import CellStore, code_of
@@ -165,94 +169,61 @@ def _all_sustain(rate: float, results: Mapping[tuple[float, str], CellResult | N
 
 
 def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
+    return None if value is None else round(value, DIGITS)
 
 
 # ---------------------------------------------------------------- headline
 
 
-def compared(
-    rows: Iterable[Row], ours: str, other: str, field: str, how: Callable[[Any, Any], float | None]
-) -> float | None:
-    """The mean over cases of ``how`` our value compares with the other's in each."""
-    values: dict[str, dict[str, float | None]] = {}
-    for row in rows:
-        values.setdefault(row["case"], {})[row["policy"]] = row[field]
-    found = mean([how(case.get(ours), case.get(other)) for case in values.values()])
-    return None if found is None else round(found, 4)
+DIGITS = 4
+_Against = functools.partial(Against, digits=DIGITS)
+SUSTAINED = "rates that all sustain"
 
 
 def headline(rows: list[Row]) -> list[Headline]:
     """The paper's figures beside ours, then what we aim at."""
     main = [row for row in rows if row["group"] == "main"]
     many = [row for row in rows if row["group"] == "many"]
-    figures = []
-    for ours in ("fastlibra", "manylora"):
-        for baseline in BASELINES:
-            figures += _against(main, ours, baseline)
-    for variant in VARIANTS:
-        figures += _of_variant(main, variant)
-    for policy, stated in INVALID.items():
+    compared = [each for ours in OURS for baseline in BASELINES for each in _against(ours, baseline)]
+    compared += [each for variant in VARIANTS for each in _of_variant(variant)]
+    figures = [figure for each in compared for figure in each(main)]
+    for policy, paper in INVALID.items():
         invalid = mean([row["invalid_share"] for row in main if row["policy"] == policy])
-        figures.append(Headline(f"{policy}: invalid share of history", _rounded(invalid), stated))
+        figures.append(Headline(f"{policy}: invalid share of history", _rounded(invalid), paper))
     if many:
-        figures += _among_many(many)
+        figures += against_both(many, ", 1,000 and 2,000 adapters", DIGITS)
     return figures + _aims(main)
 
 
-def _against(main: list[Row], ours: str, baseline: str) -> list[Headline]:
-    is_papers, name = ours == "fastlibra", PAPERS_NAMES[baseline]
-    stated = AGAINST[baseline] if is_papers else None
-    figures = []
-    for what in ("TTFT", "TPOT"):
-        field = f"{what.lower()}_mean_ms"
-        found = compared(main, ours, baseline, field, change)
-        figures.append(
-            Headline(f"{ours}: {what} against {name}", found, stated and getattr(stated, what.lower()))
-        )
-        found = compared(main, ours, baseline, f"sustained_{field}", change)
-        figures.append(Headline(f"{ours}: {what} against {name}, rates that all sustain", found))
-    for what, field, paper in (
-        ("peak", "peak_per_s", stated and stated.peak),
-        ("memory use", "pool_used", stated and stated.used),
-        ("hit rate", "hit", stated and stated.hit),
-    ):
-        found = compared(main, ours, baseline, field, ratio)
-        figures.append(Headline(f"{ours}: {what} over {name}'s", found, paper))
+def _against(ours: str, baseline: str) -> Iterator[Against]:
+    name, paper = PAPERS_NAMES[baseline], AGAINST[baseline]
+    figures = (
+        (f"TTFT against {name}", "ttft_mean_ms", change, paper.ttft),
+        (f"TTFT against {name}, {SUSTAINED}", "sustained_ttft_mean_ms", change, None),
+        (f"TPOT against {name}", "tpot_mean_ms", change, paper.tpot),
+        (f"TPOT against {name}, {SUSTAINED}", "sustained_tpot_mean_ms", change, None),
+        (f"peak over {name}'s", "peak_per_s", ratio, paper.peak),
+        (f"memory use over {name}'s", "pool_used", ratio, paper.used),
+        (f"hit rate over {name}'s", "hit", ratio, paper.hit),
+    )
+    for what, field, how, figure in figures:
+        yield _Against(f"{ours}: {what}", ours, baseline, field, how, paper=stated(ours, figure))
     scenario, in_it, in_others = IN_SCENARIOS[baseline]
-    inside = [row for row in main if row["scenario"] == scenario]
-    others = [row for row in main if row["scenario"] != scenario]
-    for rows, where, paper in ((inside, scenario, in_it), (others, f"without {scenario}", in_others)):
-        found = compared(rows, ours, baseline, "ttft_mean_ms", change)
-        figures.append(Headline(f"{ours}: TTFT against {name}, {where}", found, paper if is_papers else None))
-    return figures
+    against = functools.partial(_Against, ours=ours, other=baseline, field="ttft_mean_ms")
+    what = f"{ours}: TTFT against {name}"
+    yield against(f"{what}, {scenario}", paper=stated(ours, in_it), within=scenario)
+    yield against(f"{what}, without {scenario}", paper=stated(ours, in_others), without=scenario)
 
 
-def _of_variant(main: list[Row], variant: str) -> list[Headline]:
+def _of_variant(variant: str) -> Iterator[Against]:
     ttft, tpot, peak = OF_VARIANTS[variant]
-    return [
-        Headline(f"{variant}: TTFT ratio", compared(main, variant, "fastlibra", "ttft_mean_ms", ratio), ttft),
-        Headline(
-            f"{variant}: TTFT ratio, rates that all sustain",
-            compared(main, variant, "fastlibra", "sustained_ttft_mean_ms", ratio),
-        ),
-        Headline(f"{variant}: TPOT ratio", compared(main, variant, "fastlibra", "tpot_mean_ms", ratio), tpot),
-        Headline(f"{variant}: peak change", compared(main, variant, "fastlibra", "peak_per_s", change), peak),
-    ]
-
-
-def _among_many(many: list[Row]) -> list[Headline]:
-    figures = []
-    for ours in ("fastlibra", "manylora"):
-        for what, paper in AMONG_MANY.items():
-            found = [compared(many, ours, b, f"{what.lower()}_mean_ms", change) for b in BASELINES]
-            names = ("both", *(PAPERS_NAMES[baseline] for baseline in BASELINES))
-            stated = (paper if ours == "fastlibra" else None, None, None)
-            figures += [
-                Headline(f"{ours}: {what} against {name}, 1,000 and 2,000 adapters", value, beside)
-                for name, value, beside in zip(names, (mean(found), *found), stated, strict=True)
-            ]
-    return figures
+    for what, field, how, figure in (
+        ("TTFT ratio", "ttft_mean_ms", ratio, ttft),
+        (f"TTFT ratio, {SUSTAINED}", "sustained_ttft_mean_ms", ratio, None),
+        ("TPOT ratio", "tpot_mean_ms", ratio, tpot),
+        ("peak change", "peak_per_s", change, peak),
+    ):
+        yield _Against(f"{variant}: {what}", variant, "fastlibra", field, how, paper=figure)
 
 
 def _aims(main: list[Row]) -> list[Headline]:
@@ -269,9 +240,8 @@ def _aims(main: list[Row]) -> list[Headline]:
         ),
     ]
     for other in ("fastlibra", "lru", REFERENCE):
-        for field, where in (("ttft_mean_ms", ""), ("sustained_ttft_mean_ms", ", rates that all sustain")):
-            found = compared(main, "manylora", other, field, change)
-            figures.append(Headline(f"manylora: TTFT against {other}{where}", found))
+        for field, where in (("ttft_mean_ms", ""), ("sustained_ttft_mean_ms", f", {SUSTAINED}")):
+            figures += _Against(f"manylora: TTFT against {other}{where}", "manylora", other, field)(main)
     for tier, field in (("device", "page_kept_device"), ("device and host", "page_kept")):
         kept = [ratio(row[field], row[f"{field}_limit"]) for row in main if row["policy"] == "manylora"]
         figures.append(Headline(f"manylora: pages kept of the most possible, {tier}", _rounded(mean(kept))))
