@@ -1,7 +1,7 @@
 """The cases of FastLibra's evaluation (§6.1, §6.3): scenarios, models on cards, numbers of adapters, rates.
 
-Rates are fixed before policies are compared: shares of the peak that ``fastlibra`` bears in each case. Owns also how
-policies are compared in a headline; which figures there are is each experiment's.
+Rates are fixed before policies are compared: shares of the peak that ``fastlibra`` bears in each case. Owns also
+how policies are compared in a headline; which figures there are is each experiment's.
 """
 
 from __future__ import annotations
