@@ -16,7 +16,7 @@ import pytest
 from manylora.cli import main
 from manylora.reproduce import command
 from manylora.reproduce.cells import in_parallel
-from manylora.reproduce.experiment import Experiment, Found, Setup, show_progress
+from manylora.reproduce.experiment import Experiment, GridResult, Setup, show_progress
 from manylora.reproduce.registry import EXPERIMENTS, experiment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Setup]:
     """How experiments were run; none does anything."""
     asked: list[Setup] = []
 
-    def grid(setup: Setup) -> Found:
+    def grid(setup: Setup) -> GridResult:
         asked.append(setup)
         raise AssertionError("should have been refused before")
 
@@ -83,7 +83,7 @@ def test_progress_is_lines_in_a_file_and_a_bar_on_a_terminal(
 def test_an_interrupt_ends_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def grid(setup: Setup) -> Found:
+    def grid(setup: Setup) -> GridResult:
         raise KeyboardInterrupt
 
     interrupted = dataclasses.replace(experiment("fastlibra-fig2"), grid=grid)

@@ -8,7 +8,7 @@ import pytest
 
 from manylora.config import ConfigError
 from manylora.workloads.assembly import Adapters
-from manylora.workloads.traces import AZURE_LLM, Reading
+from manylora.workloads.traces import AZURE_LLM, ReadOptions
 from tests.workloads.damage import SAMPLES, refuses, with_line, zipped
 
 CONV = "azure_llm_2023_conv.csv"
@@ -50,18 +50,18 @@ def test_2024(tmp_path: Path) -> None:
 
 def test_a_cut_in_time_and_number() -> None:
     whole = AZURE_LLM.load(SAMPLES / CONV).requests
-    cut = AZURE_LLM.load(SAMPLES / CONV, Reading(start_s=4.0, duration_s=5.0)).requests
+    cut = AZURE_LLM.load(SAMPLES / CONV, ReadOptions(start_s=4.0, duration_s=5.0)).requests
     expected = [request for request in whole if 4.0 <= request.arrival_s < 9.0]
     assert 1 < len(expected) < 30
     assert [request.new_tokens for request in cut] == [request.new_tokens for request in expected]
     assert cut[0].arrival_s == pytest.approx(expected[0].arrival_s - 4.0)
-    assert len(AZURE_LLM.load(SAMPLES / CONV, Reading(limit=7)).requests) == 7
+    assert len(AZURE_LLM.load(SAMPLES / CONV, ReadOptions(limit=7)).requests) == 7
     with pytest.raises(ConfigError, match="no requests"):
-        AZURE_LLM.load(SAMPLES / CONV, Reading(start_s=1e6))
+        AZURE_LLM.load(SAMPLES / CONV, ReadOptions(start_s=1e6))
 
 
 def test_adapters_and_gzip(tmp_path: Path) -> None:
-    stream = AZURE_LLM.load(zipped(tmp_path, CONV), Reading(adapters=Adapters.in_turn((8, 16))))
+    stream = AZURE_LLM.load(zipped(tmp_path, CONV), ReadOptions(adapters=Adapters.in_turn((8, 16))))
     assert [request.adapter for request in stream.requests] == [0, 1] * 15
     assert len({request.prompt for request in stream.requests}) == 30
 
@@ -78,7 +78,9 @@ def test_adapters_and_gzip(tmp_path: Path) -> None:
 )
 def test_bad_lines(tmp_path: Path, line: str, expected: str, found: str) -> None:
     path = with_line(tmp_path, CONV, 3, line)
-    left = refuses(lambda skip: AZURE_LLM.load(path, Reading(skip_bad_lines=skip)), path, 3, expected, found)
+    left = refuses(
+        lambda skip: AZURE_LLM.load(path, ReadOptions(skip_bad_lines=skip)), path, 3, expected, found
+    )
     assert len(left.requests) == 29
 
 
@@ -93,6 +95,6 @@ def test_a_request_before_the_first_is_refused(tmp_path: Path) -> None:
     path = with_line(tmp_path, "azure_llm_2023_conv.csv", 5, early)
     expected = "TIMESTAMP, not before the first line's 2023-11-16 18:15:46"
     left = refuses(
-        lambda skip: AZURE_LLM.load(path, Reading(skip_bad_lines=skip)), path, 5, expected, "18:00:00"
+        lambda skip: AZURE_LLM.load(path, ReadOptions(skip_bad_lines=skip)), path, 5, expected, "18:00:00"
     )
     assert len(left.requests) == 29

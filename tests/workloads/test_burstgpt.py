@@ -9,7 +9,7 @@ import pytest
 
 from manylora.config import ConfigError
 from manylora.workloads.assembly import Adapters
-from manylora.workloads.traces import BURSTGPT, Reading
+from manylora.workloads.traces import BURSTGPT, ReadOptions
 from tests.workloads.damage import refuses
 
 ROWS = """\
@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_rows(path: Path) -> None:
-    stream = BURSTGPT.load(path, Reading(adapters=Adapters.named(("ChatGPT", "GPT-4"), (8, 64))))
+    stream = BURSTGPT.load(path, ReadOptions(adapters=Adapters.named(("ChatGPT", "GPT-4"), (8, 64))))
     assert [(r.arrival_s, r.adapter, r.new_tokens, r.output_tokens) for r in stream.requests] == [
         (0.0, 0, 400, 20),
         (7.5, 1, 1000, 230),
@@ -41,18 +41,21 @@ def test_rows(path: Path) -> None:
 
 
 def test_cuts(path: Path) -> None:
-    cut = BURSTGPT.load(path, Reading(start_s=7.0, duration_s=80.0))
+    cut = BURSTGPT.load(path, ReadOptions(start_s=7.0, duration_s=80.0))
     assert [(request.arrival_s, request.new_tokens) for request in cut.requests] == [(0.5, 1000), (1.0, 60)]
-    api = BURSTGPT.load(path, Reading(only="API log"))
+    api = BURSTGPT.load(path, ReadOptions(only="API log"))
     assert [request.new_tokens for request in api.requests] == [1000, 60]
-    assert [request.new_tokens for request in BURSTGPT.load(path, Reading(limit=2)).requests] == [400, 1000]
+    assert [request.new_tokens for request in BURSTGPT.load(path, ReadOptions(limit=2)).requests] == [
+        400,
+        1000,
+    ]
 
 
 def test_no_request_comes_before_the_first(tmp_path: Path) -> None:
     path = tmp_path / "mixed.csv"
     path.write_text(ROWS + "2,ChatGPT,1,1,2,API log\n")
     expected = "Timestamp, not before the first line's 3"
-    left = refuses(lambda skip: BURSTGPT.load(path, Reading(skip_bad_lines=skip)), path, 7, expected, "2")
+    left = refuses(lambda skip: BURSTGPT.load(path, ReadOptions(skip_bad_lines=skip)), path, 7, expected, "2")
     assert len(left.requests) == 4
 
 
@@ -83,7 +86,9 @@ def test_gzip(path: Path) -> None:
 )
 def test_bad_lines(path: Path, line: str, expected: str, found: str) -> None:
     path.write_text(ROWS.replace("10.5,GPT-4,1000,230,1230,API log", line))
-    left = refuses(lambda skip: BURSTGPT.load(path, Reading(skip_bad_lines=skip)), path, 3, expected, found)
+    left = refuses(
+        lambda skip: BURSTGPT.load(path, ReadOptions(skip_bad_lines=skip)), path, 3, expected, found
+    )
     assert len(left.requests) == 3
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from manylora.workloads.assembly import NO_TIMES, Adapters
 from manylora.workloads.conversations import LMSYS, SHAREGPT, LengthPair, load_arena, read_lengths
-from manylora.workloads.traces import Reading
+from manylora.workloads.traces import ReadOptions
 from tests.workloads.damage import SAMPLES, refuses, with_line, zipped
 
 LENGTHS = "sharegpt_lengths.csv"
@@ -67,7 +67,7 @@ def by_line(folder: Path, records: list[dict[str, Any]]) -> Path:
 
 
 def test_sharegpt(tmp_path: Path) -> None:
-    stream = SHAREGPT.load(an_array(tmp_path, SHAREGPT_ROWS), Reading(encode=letters))
+    stream = SHAREGPT.load(an_array(tmp_path, SHAREGPT_ROWS), ReadOptions(encode=letters))
     assert [(r.conversation, r.turn, r.new_tokens, r.output_tokens) for r in stream.requests] == [
         (0, 0, 5, 2),
         (0, 1, 8, 3),
@@ -80,12 +80,12 @@ def test_sharegpt(tmp_path: Path) -> None:
         NO_TIMES,
         "1 dialogs without an answer left out",
     )
-    assert SHAREGPT.load(by_line(tmp_path, SHAREGPT_ROWS), Reading(encode=letters)) == stream
+    assert SHAREGPT.load(by_line(tmp_path, SHAREGPT_ROWS), ReadOptions(encode=letters)) == stream
 
 
 def test_sharegpt_adapters_by_conversation_and_limit(tmp_path: Path) -> None:
     path = an_array(tmp_path, SHAREGPT_ROWS)
-    stream = SHAREGPT.load(path, Reading(adapters=Adapters.named(("one_1",), (8,)), limit=2))
+    stream = SHAREGPT.load(path, ReadOptions(adapters=Adapters.named(("one_1",), (8,)), limit=2))
     assert [request.adapter for request in stream.requests] == [None, None, 0]
 
 
@@ -101,13 +101,15 @@ def test_sharegpt_adapters_by_conversation_and_limit(tmp_path: Path) -> None:
 )
 def test_sharegpt_bad_records(tmp_path: Path, record: dict[str, Any], expected: str, found: str) -> None:
     path = an_array(tmp_path, [SHAREGPT_ROWS[0], record, SHAREGPT_ROWS[3]])
-    left = refuses(lambda skip: SHAREGPT.load(path, Reading(skip_bad_lines=skip)), path, 3, expected, found)
+    left = refuses(
+        lambda skip: SHAREGPT.load(path, ReadOptions(skip_bad_lines=skip)), path, 3, expected, found
+    )
     assert len(left.requests) == 3
 
 
 def test_lmsys(tmp_path: Path) -> None:
     stream = LMSYS.load(
-        by_line(tmp_path, LMSYS_ROWS), Reading(encode=letters, adapters=Adapters.in_turn((8, 16)))
+        by_line(tmp_path, LMSYS_ROWS), ReadOptions(encode=letters, adapters=Adapters.in_turn((8, 16)))
     )
     assert [(r.conversation, r.turn, r.adapter, r.new_tokens, r.output_tokens) for r in stream.requests] == [
         (0, 0, 0, 5, 2),
@@ -116,10 +118,10 @@ def test_lmsys(tmp_path: Path) -> None:
         (2, 1, 0, 1, 1),
     ]
     path = an_array(tmp_path, LMSYS_ROWS)
-    assert LMSYS.load(path, Reading(encode=letters, adapters=Adapters.in_turn((8, 16)))) == stream
-    english = LMSYS.load(path, Reading(only="English"))
+    assert LMSYS.load(path, ReadOptions(encode=letters, adapters=Adapters.in_turn((8, 16)))) == stream
+    english = LMSYS.load(path, ReadOptions(only="English"))
     assert [(request.conversation, request.turn) for request in english.requests] == [(0, 0), (1, 0), (1, 1)]
-    assert len(LMSYS.load(path, Reading(only="English", limit=1)).requests) == 1
+    assert len(LMSYS.load(path, ReadOptions(only="English", limit=1)).requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_lmsys(tmp_path: Path) -> None:
 )
 def test_lmsys_bad_records(tmp_path: Path, name: str, value: object, expected: str, found: str) -> None:
     path = an_array(tmp_path, [LMSYS_ROWS[0], {**LMSYS_ROWS[1], name: value}, LMSYS_ROWS[2]])
-    left = refuses(lambda skip: LMSYS.load(path, Reading(skip_bad_lines=skip)), path, 3, expected, found)
+    left = refuses(lambda skip: LMSYS.load(path, ReadOptions(skip_bad_lines=skip)), path, 3, expected, found)
     assert len(left.requests) == 3
 
 
@@ -164,7 +166,7 @@ def arena(tstamp: float, a: str, b: str, language: str = "English") -> dict[str,
 def test_arena(tmp_path: Path) -> None:
     rows = [arena(1682351591.5, "koala", "gpt"), arena(1682351590.0, "gpt", "t5", "German")]
     stream = load_arena(
-        by_line(tmp_path, rows), Reading(encode=letters, adapters=Adapters.in_turn((8, 16, 32)))
+        by_line(tmp_path, rows), ReadOptions(encode=letters, adapters=Adapters.in_turn((8, 16, 32)))
     )
     assert [
         (r.arrival_s, r.conversation, r.turn, r.adapter, r.new_tokens, r.output_tokens)
@@ -179,7 +181,7 @@ def test_arena(tmp_path: Path) -> None:
         (1.5, 3, 0, 0, 5, 3),
         (1.5, 3, 1, 0, 3, 3),
     ]
-    english = load_arena(an_array(tmp_path, rows), Reading(only="English"))
+    english = load_arena(an_array(tmp_path, rows), ReadOptions(only="English"))
     assert [(request.arrival_s, request.conversation) for request in english.requests] == [
         (0.0, 0),
         (0.0, 0),
@@ -200,7 +202,7 @@ def test_arena_bad_records(tmp_path: Path, name: str, value: object, expected: s
     path = an_array(
         tmp_path, [arena(1.0, "a", "b"), {**arena(2.0, "a", "b"), name: value}, arena(3.0, "a", "b")]
     )
-    left = refuses(lambda skip: load_arena(path, Reading(skip_bad_lines=skip)), path, 3, expected, found)
+    left = refuses(lambda skip: load_arena(path, ReadOptions(skip_bad_lines=skip)), path, 3, expected, found)
     assert len(left.requests) == 8
 
 
@@ -209,7 +211,7 @@ def test_lengths(tmp_path: Path) -> None:
     assert found.pairs[:3] == (LengthPair(74, 918), LengthPair(290, 905), LengthPair(1402, 711))
     rows = list(csv.DictReader((SAMPLES / LENGTHS).open()))
     assert [sum(pair) for pair in found.pairs] == [int(row["num_total_tokens"]) for row in rows]
-    assert read_lengths(zipped(tmp_path, LENGTHS), Reading(limit=3)).pairs == found.pairs[:3]
+    assert read_lengths(zipped(tmp_path, LENGTHS), ReadOptions(limit=3)).pairs == found.pairs[:3]
 
 
 @pytest.mark.parametrize(
@@ -222,5 +224,7 @@ def test_lengths(tmp_path: Path) -> None:
 )
 def test_lengths_bad_lines(tmp_path: Path, line: str, expected: str, found: str) -> None:
     path = with_line(tmp_path, LENGTHS, 2, line)
-    left = refuses(lambda skip: read_lengths(path, Reading(skip_bad_lines=skip)), path, 2, expected, found)
+    left = refuses(
+        lambda skip: read_lengths(path, ReadOptions(skip_bad_lines=skip)), path, 2, expected, found
+    )
     assert len(left.pairs) == 39

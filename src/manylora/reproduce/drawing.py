@@ -313,7 +313,7 @@ def _figure(
 
 
 def _values(rows: Iterable[Row], field: str) -> list[Any]:
-    """Of a field, each once, in order."""
+    """The values of a field, each once, in the rows' order."""
     return list(dict.fromkeys(row[field] for row in rows))
 
 
@@ -322,7 +322,7 @@ def _where(rows: Iterable[Row], field: str, value: object) -> list[Row]:
 
 
 def _known(rows: Iterable[Row], panel: Panel) -> list[Row]:
-    """Those that have a number."""
+    """The rows that have a number in the panel's field."""
     return [row for row in rows if row[panel[0]] is not None]
 
 

@@ -49,8 +49,8 @@ class Setup:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Found:
-    """What a grid gave. ``headline`` and ``notes``: those that depend on the setup or on more than the rows."""
+class GridResult:
+    """What running a grid gives. ``headline`` and ``notes``: those that need the setup or more than the rows."""
 
     settings: dict[str, Any]
     rows: list[Row]
@@ -71,7 +71,7 @@ class Experiment:
     name: str
     title: str
     paper: str
-    grid: Callable[[Setup], Found]
+    grid: Callable[[Setup], GridResult]
     draw: Callable[[Report, Path], None]
     headline: Sequence[Callable[[list[Row]], list[Headline]]] = ()
     notes: tuple[str, ...] = ()

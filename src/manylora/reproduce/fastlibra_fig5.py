@@ -11,7 +11,7 @@ import numpy as np
 
 from manylora.reproduce.cells import Cell, cell_costs, cell_replay
 from manylora.reproduce.drawing import Points
-from manylora.reproduce.experiment import Experiment, Found, Setup
+from manylora.reproduce.experiment import Experiment, GridResult, Setup
 from manylora.reproduce.report import Headline, Row
 from manylora.sim.replay import Outcome
 from manylora.sim.shapes import shape_named
@@ -29,7 +29,7 @@ class Entry(NamedTuple):
     unused: float
 
 
-def run(setup: Setup) -> Found:
+def run(setup: Setup) -> GridResult:
     """One replay; nothing is evicted from the count."""
     cell = Cell("chatbot", "fastlibra", 2.0, 100, setup.pick(1800.0, 300.0, 20.0), seed=setup.seed)
     replay = cell_replay(cell)
@@ -49,7 +49,7 @@ def run(setup: Setup) -> Found:
                 Headline(f"{name}: rank correlation of {COLUMNS[a]} and {COLUMNS[b]}", spearman(*values))
             )
     settings = {"scale": setup.scale, "seed": setup.seed, "cell": dataclasses.asdict(cell)}
-    return Found(settings, rows, headline)
+    return GridResult(settings, rows, headline)
 
 
 def entries(cell: Cell, outcomes: Sequence[Outcome], adapter_ranks: Sequence[int]) -> list[Entry]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from manylora.reproduce.cells import REFERENCE, Cell, CellResult, in_parallel, peak_rate, run_cells
-from manylora.reproduce.experiment import Found, Setup
+from manylora.reproduce.experiment import GridResult, Setup
 from manylora.reproduce.fastlibra_paper import AMONG_MANY, stated
 from manylora.reproduce.report import Headline, Row, change, mean
 
@@ -89,7 +89,7 @@ POPULARITIES = {
 
 
 def cases_of_many(setup: Setup, numbers: Sequence[int], names: Sequence[str]) -> dict[str, Cell]:
-    """Those of §6.9, named "1000 uniform": chatbot and the 7B model, policy and rate as in ``cases``."""
+    """The cases of §6.9, named "1000 uniform": chatbot and the 7B model, policy and rate as in ``cases``."""
     return {
         f"{number} {name}": Cell(
             "chatbot", "fastlibra", FIRST_RATES["chatbot"], number, duration_s(setup),
@@ -203,10 +203,10 @@ class PolicyGrid:
     rows: Callable[[Grid], list[Row]]
     peaks_of: Sequence[str] = ()
 
-    def __call__(self, setup: Setup) -> Found:
+    def __call__(self, setup: Setup) -> GridResult:
         """Run it."""
         grid = run_grid(setup, self.cases(setup), self.policies, self.peaks_of)
-        return Found(grid.settings(setup), self.rows(grid))
+        return GridResult(grid.settings(setup), self.rows(grid))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class Against:
     digits: int | None = None
 
     def __call__(self, rows: list[Row]) -> list[Headline]:
-        """From the experiment's rows."""
+        """The figure, from the experiment's rows."""
         mine = [
             row
             for row in rows

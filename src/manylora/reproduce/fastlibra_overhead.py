@@ -6,7 +6,7 @@ import platform
 
 from manylora.reproduce.decision_times import measure
 from manylora.reproduce.drawing import Bars
-from manylora.reproduce.experiment import Experiment, Found, Setup
+from manylora.reproduce.experiment import Experiment, GridResult, Setup
 from manylora.reproduce.report import Headline, Row
 
 PAPER_REQUEST_MS = 0.5
@@ -16,7 +16,7 @@ PAPER_DECISION_MS = 5.0
 POLICIES = ("fastlibra", "manylora")
 
 
-def run(setup: Setup) -> Found:
+def run(setup: Setup) -> GridResult:
     """Trees of two sizes at full, one otherwise; one after the other, whatever the number of workers."""
     sizes = setup.pick((100_000, 1_000_000), (100_000,), (12_000,))
     num_requests, num_decisions = setup.pick((2000, 100), (2000, 100), (200, 20))
@@ -44,7 +44,7 @@ def run(setup: Setup) -> Found:
             ),
             Headline(f"{policy}: a decision, mean ms", decision_ms, PAPER_DECISION_MS if is_papers else None),
         ]
-    return Found(settings, rows, headline)
+    return GridResult(settings, rows, headline)
 
 
 OVERHEAD = Experiment(

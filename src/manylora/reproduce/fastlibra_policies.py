@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from manylora.reproduce.cells import REFERENCE, Cell, CellResult, run_cells
 from manylora.reproduce.drawing import Areas, Bars, StackedBars
-from manylora.reproduce.experiment import Experiment, Found, Setup
+from manylora.reproduce.experiment import Experiment, GridResult, Setup
 from manylora.reproduce.fastlibra_grid import (
     BASELINES,
     MANY_ADAPTERS,
@@ -210,7 +210,7 @@ RISING_AND_FALLING = Cell(
 """§6.5 and, for the cards, §6.1."""
 
 
-def _memory_over_time(setup: Setup) -> Found:
+def _memory_over_time(setup: Setup) -> GridResult:
     """The same arrivals under each policy; samples every minute's sixth, or a sixtieth of a shorter run."""
     duration_s = setup.pick(HALF_HOUR_S, 90.0, 5.0)
     step_s = setup.pick(10.0, duration_s / 60, duration_s / 20)
@@ -237,7 +237,7 @@ def _memory_over_time(setup: Setup) -> Found:
         "arrivals": load.arrivals, "model": load.model, "cards": load.cards, "adapters": load.num_adapters,
         "hardware": load.hardware,
     }  # fmt: skip
-    return Found(settings, rows, headline)
+    return GridResult(settings, rows, headline)
 
 
 def _in_periods(policy: str, rows: list[Row], result: CellResult, scale: float) -> list[Headline]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from manylora.reproduce.cells import REFERENCE, Cell, CellResult, cell_stream, run_cells
 from manylora.reproduce.drawing import Curves, Lines
-from manylora.reproduce.experiment import Experiment, Found, Setup
+from manylora.reproduce.experiment import Experiment, GridResult, Setup
 from manylora.reproduce.fastlibra_grid import (
     FIRST_RATES,
     SCENARIOS,
@@ -79,7 +79,7 @@ PAPER_WORST_MS = {(700, 1100): 5036.1, (1100, 1800): 8617.9}
 """§2.3.2, translation: it "increases up to", in these seconds of the half hour."""
 
 
-def _ttft_over_time(setup: Setup) -> Found:
+def _ttft_over_time(setup: Setup) -> GridResult:
     """Each scenario once, in windows of a sixtieth of its time."""
     cells = watched_cells(setup, SCENARIOS)
     results = watch(setup, cells)
@@ -108,7 +108,7 @@ def _ttft_over_time(setup: Setup) -> Found:
         during = [ttft_ms for at_s, ttft_ms in windows if begin * scale <= at_s < end * scale]
         name = f"translation: TTFT in the worst window, {begin}-{end} s, ms"
         headline.append(Headline(name, round(max(during), 1) if during else None, paper_ms))
-    return Found(_settings(setup, cells), rows, headline)
+    return GridResult(_settings(setup, cells), rows, headline)
 
 
 FIG2 = Experiment(
@@ -130,7 +130,7 @@ KV_PRESSURE = (700 / 1800, 1100 / 1800)
 """As shares of the half hour, for shorter runs."""
 
 
-def _use_over_time(setup: Setup) -> Found:
+def _use_over_time(setup: Setup) -> GridResult:
     """The translation run of Figure 2."""
     cells = watched_cells(setup, ("translation",))
     cell, result = cells["translation"], watch(setup, cells)["translation"]
@@ -144,7 +144,7 @@ def _use_over_time(setup: Setup) -> Found:
         }
         for sample in result["samples"]
     ]  # fmt: skip
-    return Found(_settings(setup, cells), rows, _use_in_periods(rows, cell))
+    return GridResult(_settings(setup, cells), rows, _use_in_periods(rows, cell))
 
 
 def _use_in_periods(rows: list[Row], cell: Cell) -> list[Headline]:
@@ -192,7 +192,7 @@ ENOUGH = 1.05
 COLUMNS = ("ttft_mean_ms", "ttft_queue_ms", "ttft_adapter_ms", "ttft_kv_ms", "adapter_hit_device")
 
 
-def _ttft_by_share(setup: Setup) -> Found:
+def _ttft_by_share(setup: Setup) -> GridResult:
     """``static-lru`` under the same arrivals with each share."""
     shares = setup.pick(
         (0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
@@ -226,7 +226,7 @@ def _ttft_by_share(setup: Setup) -> Found:
         "scale": setup.scale, "seed": setup.seed, "rate": RATE, "duration_s": duration_s, "model": "llama-2-7b",
         "hardware": "fastlibra-npu",
     }  # fmt: skip
-    return Found(settings, rows, [*_least_shares(rows), *reference])
+    return GridResult(settings, rows, [*_least_shares(rows), *reference])
 
 
 def _least_shares(rows: list[Row]) -> list[Headline]:

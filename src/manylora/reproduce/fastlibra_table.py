@@ -14,10 +14,10 @@ from pathlib import Path
 
 from manylora.config import ConfigError
 from manylora.reproduce.cells import Cell, in_parallel
-from manylora.reproduce.experiment import Experiment, Found, Setup
+from manylora.reproduce.experiment import Experiment, GridResult, Setup
 from manylora.reproduce.fastlibra_table_cases import COMPARED, HARDWARE, RatesFile, Table, table
 from manylora.reproduce.fastlibra_table_peaks import Peak, Search, peak, rounded, run_into
-from manylora.reproduce.fastlibra_table_report import found, headline
+from manylora.reproduce.fastlibra_table_report import grid_result, headline
 from manylora.reproduce.fastlibra_table_store import CellStore
 from manylora.reproduce.fastlibra_table_text import draw
 
@@ -26,7 +26,7 @@ GUESSED_BY = 6
 _LONG_S = 600.0
 
 
-def run(setup: Setup) -> Found:
+def run(setup: Setup) -> GridResult:
     """Run what the store does not have, and report all that it has. Without ``setup.is_run``: only report.
 
     The rates lie beside the store, in ``fastlibra_rates_HARDWARE.json``; where that file is there already, they
@@ -46,7 +46,7 @@ def run(setup: Setup) -> Found:
     if setup.is_run:
         find_rates(setup, shown, rates, store)
         fill(setup, shown, rates, store)
-    return found(setup, shown, rates.rates, CellStore(store))
+    return grid_result(setup, shown, rates.rates, CellStore(store))
 
 
 def find_rates(setup: Setup, shown: Table, rates: RatesFile, store: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from manylora.reproduce.cells import REFERENCE, Cell, CellResult
-from manylora.reproduce.experiment import Found, Setup
+from manylora.reproduce.experiment import GridResult, Setup
 from manylora.reproduce.fastlibra_grid import (
     BASELINES,
     OURS,
@@ -64,7 +64,7 @@ ALL_NOTES = (
 )
 
 
-def found(setup: Setup, table: Table, rates: Mapping[str, list[float]], store: CellStore) -> Found:
+def grid_result(setup: Setup, table: Table, rates: Mapping[str, list[float]], store: CellStore) -> GridResult:
     """All that the store has; ``settings["missing"]`` says what it has not."""
     rows: list[Row] = []
     missing: list[str] = []
@@ -96,7 +96,7 @@ def found(setup: Setup, table: Table, rates: Mapping[str, list[float]], store: C
     notes: tuple[str, ...] = (*NOTES[table.hardware], *ALL_NOTES, _resolution(table))
     if store.num_of_other_code:
         notes += (f"{store.num_of_other_code} lines of the store are of other code and were passed over.",)
-    return Found(settings, rows, notes=notes)
+    return GridResult(settings, rows, notes=notes)
 
 
 def _resolution(table: Table) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from manylora.reproduce.drawing import LinePanels
-from manylora.reproduce.experiment import Experiment, Found, Setup
+from manylora.reproduce.experiment import Experiment, GridResult, Setup
 from manylora.reproduce.report import Headline, Row, ratio
 from manylora.sim.analytical import AnalyticalCosts
 from manylora.sim.costs import StepWork, prefill_pairs
@@ -30,7 +30,7 @@ REAL_NOTE = (
 )
 
 
-def run(setup: Setup) -> Found:
+def run(setup: Setup) -> GridResult:
     """Simulated, or measured with the engine's executor."""
     batches, lengths = _sizes(setup)
     wanted = [(stage, n, b) for stage in ("prefill", "decode") for n in lengths for b in batches]
@@ -44,7 +44,7 @@ def run(setup: Setup) -> Found:
     ]
     settings = {"scale": setup.scale, "device": setup.device, **about}
     headline = _headline(rows, batches, lengths, setup.device != "cpu")
-    return Found(settings, rows, headline, (SIM_NOTE if setup.device == "sim" else REAL_NOTE,))
+    return GridResult(settings, rows, headline, (SIM_NOTE if setup.device == "sim" else REAL_NOTE,))
 
 
 def _sizes(setup: Setup) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manylora.bench.kernels_settings import POPULARITIES, model_counts
 from manylora.reproduce.drawing import LinePanels
-from manylora.reproduce.experiment import Experiment, Found, Setup
+from manylora.reproduce.experiment import Experiment, GridResult, Setup
 from manylora.reproduce.punica_workload import RANK
 from manylora.reproduce.report import Headline, Row, mean, ratio
 from manylora.sim.shapes import shape_named
@@ -23,7 +23,7 @@ NOTES = (
 )
 
 
-def run(setup: Setup) -> Found:
+def run(setup: Setup) -> GridResult:
     """All popularities of one batch in turn, batch by batch."""
     from manylora.bench.dummies import DEMO
     from manylora.bench.kernels import device_name
@@ -59,7 +59,7 @@ def run(setup: Setup) -> Found:
                 setup.show(f"{len(rows)} of {len(shapes) * len(cases)} timed")
         del rig  # before the next one's pool is taken
     settings = {"scale": setup.scale, "device": setup.device, "machine": machine, "repeats": repeats}
-    return Found(settings, rows)
+    return GridResult(settings, rows)
 
 
 def _headline(rows: list[Row]) -> list[Headline]:

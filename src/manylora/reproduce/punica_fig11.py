@@ -10,7 +10,7 @@ from manylora.bench.kernels_settings import POPULARITIES
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.reproduce.cells import HOST_POOL_BYTES, PAGE_TOKENS, in_parallel
 from manylora.reproduce.drawing import Bars
-from manylora.reproduce.experiment import Experiment, Found, Setup
+from manylora.reproduce.experiment import Experiment, GridResult, Setup
 from manylora.reproduce.punica_loop import SimulatedLoop
 from manylora.reproduce.punica_workload import LENGTHS_NOTE, MOST_TOKENS, RANK, TextRequest, text_requests
 from manylora.reproduce.report import Headline, Row, mean, ratio
@@ -76,7 +76,7 @@ class Load:
         return found[: run.num_requests]
 
 
-def run(setup: Setup) -> Found:
+def run(setup: Setup) -> GridResult:
     """Every system under every popularity."""
     load = _load(setup)
     models = _models(setup)
@@ -98,7 +98,9 @@ def run(setup: Setup) -> Found:
         "scale": setup.scale, "device": setup.device, "seed": setup.seed, "at_once": AT_ONCE, "rank": RANK,
         "requests": load.total, "lengths_divided_by": load.divisor, **about,
     }  # fmt: skip
-    return Found(settings, rows, _headline(rows, load), (SIM_NOTE if setup.device == "sim" else REAL_NOTE,))
+    return GridResult(
+        settings, rows, _headline(rows, load), (SIM_NOTE if setup.device == "sim" else REAL_NOTE,)
+    )
 
 
 def _load(setup: Setup) -> Load:

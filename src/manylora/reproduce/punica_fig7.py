@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from manylora.bench.kernels_settings import POPULARITIES, model_counts
 from manylora.reproduce.drawing import Roofline
-from manylora.reproduce.experiment import Experiment, Found, Setup
+from manylora.reproduce.experiment import Experiment, GridResult, Setup
 from manylora.reproduce.punica_workload import RANK
 from manylora.reproduce.report import Headline, Row, ratio
 
@@ -37,7 +37,7 @@ def sgmv_bytes(inputs: int, models: int, h_in: int, h_out: int, itemsize: int) -
     return (inputs * (h_in + h_out) + models * h_in * h_out) * itemsize
 
 
-def run(setup: Setup) -> Found:
+def run(setup: Setup) -> GridResult:
     """Each batch under all four popularities, in turn."""
     from manylora.bench.kernels import ceilings
     from manylora.reproduce.lora_rig import LoraRig
@@ -57,7 +57,7 @@ def run(setup: Setup) -> Found:
         "scale": setup.scale, "device": setup.device, "h_in": RANK, "h_out": hidden, "repeats": repeats,
         "bytes_per_s": bytes_per_s, "flops": flops, **rig.description,
     }  # fmt: skip
-    return Found(settings, rows)
+    return GridResult(settings, rows)
 
 
 def _rows(rig: LoraRig, batch: int, repeats: int) -> list[Row]:

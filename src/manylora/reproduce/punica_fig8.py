@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from manylora.bench.kernels_settings import POPULARITIES, model_counts
 from manylora.reproduce.drawing import LinePanels
-from manylora.reproduce.experiment import Experiment, Found, Setup
+from manylora.reproduce.experiment import Experiment, GridResult, Setup
 from manylora.reproduce.punica_workload import RANK
 from manylora.reproduce.report import Headline, Row, ratio
 
@@ -37,7 +37,7 @@ NOTES = (
 )
 
 
-def run(setup: Setup) -> Found:
+def run(setup: Setup) -> GridResult:
     """All operators on one batch in turn, batch by batch."""
     from manylora.reproduce.lora_rig import LoraRig
 
@@ -54,7 +54,7 @@ def run(setup: Setup) -> Found:
         **rig.description,
     }  # fmt: skip
     headline = _headline(rows, setup.device == "cuda")
-    return Found(settings, rows, headline)
+    return GridResult(settings, rows, headline)
 
 
 def _rows(rig: LoraRig, popularity: str, batch: int, repeats: int) -> list[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manylora.bench.kernels_settings import POPULARITIES, model_counts
 from manylora.reproduce.drawing import LinePanels
-from manylora.reproduce.experiment import Experiment, Found, Setup
+from manylora.reproduce.experiment import Experiment, GridResult, Setup
 from manylora.reproduce.punica_fig8 import SIZES
 from manylora.reproduce.report import Headline, Row, ratio
 
@@ -23,7 +23,7 @@ NOTES = (
 )
 
 
-def run(setup: Setup) -> Found:
+def run(setup: Setup) -> GridResult:
     """All ranks of one batch in turn, batch by batch."""
     from manylora.reproduce.lora_rig import LoraRig
 
@@ -43,7 +43,7 @@ def run(setup: Setup) -> Found:
         "scale": setup.scale, "device": setup.device, "h1": h1, "h2": h2, "repeats": repeats, **rig.description,
     }  # fmt: skip
     headline = _headline(rows, setup.device == "cuda")
-    return Found(settings, rows, headline)
+    return GridResult(settings, rows, headline)
 
 
 def _headline(rows: list[Row], is_gpu: bool) -> list[Headline]:

@@ -12,7 +12,7 @@ from random import Random
 from manylora.config import ADMISSIONS
 from manylora.reproduce.cells import in_parallel
 from manylora.reproduce.drawing import Matrix
-from manylora.reproduce.experiment import Experiment, Found, Setup
+from manylora.reproduce.experiment import Experiment, GridResult, Setup
 from manylora.reproduce.report import Headline, Row, mean, ratio
 from manylora.reproduce.s_lora_cells import NOTES, OBJECTIVE_S, SETTINGS, SYSTEMS, Case, measure
 from manylora.workloads.arrivals import from_gaps
@@ -52,7 +52,7 @@ class AgainstVariants:
     fields: Sequence[str]
 
     def __call__(self, rows: list[Row]) -> list[Headline]:
-        """From the experiment's rows."""
+        """The figures, from the experiment's rows."""
         places: dict[tuple[str, int, float], dict[str, Row]] = {}
         for row in rows:
             place = (row["setting"], row["num_adapters"], row["rate_per_s"])
@@ -87,7 +87,7 @@ class VariantGrid:
     durations_s: tuple[float, float, float]
     is_over_rates: bool
 
-    def __call__(self, setup: Setup) -> Found:
+    def __call__(self, setup: Setup) -> GridResult:
         """Run it."""
         first = next(iter(self.loads))
         loads = setup.pick(self.loads, {first: self.loads[first]}, {first: self.smoke})
@@ -102,7 +102,7 @@ class VariantGrid:
             "scale": setup.scale, "seed": setup.seed, "duration_s": duration_s, "cv": 1, "alpha": 1,
             "loads": [[*place, *load] for place, load in loads.items()],
         }  # fmt: skip
-        return Found(settings, _variant_rows(_measured(cases, setup)))
+        return GridResult(settings, _variant_rows(_measured(cases, setup)))
 
     def _case(
         self, place: tuple[str, str], fixed: float, varied: float, duration_s: float, system: str, seed: int
@@ -182,7 +182,7 @@ RATES = (1.0, 2.0, 3.0, 4.0)
 """The authors' suite a10g-req-rate-real, which runs 5 minutes as §7.3 says."""
 
 
-def _on_real_arrivals(setup: Setup) -> Found:
+def _on_real_arrivals(setup: Setup) -> GridResult:
     """The same requests for each system, faster or slower."""
     rates = setup.pick(RATES, RATES, (4.0,))
     duration_s = setup.pick(300.0, 150.0, 8.0)
@@ -195,7 +195,7 @@ def _on_real_arrivals(setup: Setup) -> Found:
         "scale": setup.scale, "seed": setup.seed, "duration_s": duration_s, "rates_per_s": list(rates),
         "num_adapters": ADAPTERS, "lengths": list(LENGTHS), "popularity": CHATBOT_POPULARITY,
     }  # fmt: skip
-    return Found(settings, _variant_rows(_measured(cases, setup, measure_real)))
+    return GridResult(settings, _variant_rows(_measured(cases, setup, measure_real)))
 
 
 def measure_real(case: Case) -> Row:
@@ -250,7 +250,7 @@ CVS = (1.0, 2.0, 4.0, 6.0, 8.0)
 """As in the authors' suites a10g-cv and a100-80-S4-cv."""
 
 
-def _by_burstiness(setup: Setup) -> Found:
+def _by_burstiness(setup: Setup) -> GridResult:
     """The same arrivals under each admission policy."""
     loads = setup.pick(ADMISSION_LOADS, ADMISSION_LOADS[-2:], (("S1", "a10", 10, 8.0),))
     cvs = setup.pick(CVS, (1.0, 4.0, 8.0), (4.0,))
@@ -272,7 +272,7 @@ def _by_burstiness(setup: Setup) -> Found:
         "scale": setup.scale, "seed": setup.seed, "duration_s": duration_s,
         "cvs": list(cvs), "objective_s": OBJECTIVE_S, "loads": [list(load) for load in loads],
     }  # fmt: skip
-    return Found(settings, rows)
+    return GridResult(settings, rows)
 
 
 def _means_over_cv(rows: list[Row]) -> list[Headline]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manylora.reproduce.cells import in_parallel
 from manylora.reproduce.drawing import Bars
-from manylora.reproduce.experiment import Experiment, Found, Setup
+from manylora.reproduce.experiment import Experiment, GridResult, Setup
 from manylora.reproduce.report import Headline, Row, ratio
 from manylora.reproduce.s_lora_baselines import measure_packed, measure_peft
 from manylora.reproduce.s_lora_cells import NOTES, Case, measure
@@ -31,7 +31,7 @@ OVER_PACKED, OVER_PEFT = 4.0, 30.0
 """§7.2: up to so many times the throughput of vLLM-packed and of PEFT."""
 
 
-def run(setup: Setup) -> Found:
+def run(setup: Setup) -> GridResult:
     """In simulation as in the paper; on a CPU with the demo model and the real PEFT."""
     if setup.device == "cpu":
         # Brings torch, transformers and PEFT.
@@ -41,7 +41,7 @@ def run(setup: Setup) -> Found:
     else:
         rows, settings, notes = _simulated(setup)
     settings = {"scale": setup.scale, "seed": setup.seed, "device": setup.device, **settings}
-    return Found(settings, rows, _headline(rows, setup.device == "sim"), notes)
+    return GridResult(settings, rows, _headline(rows, setup.device == "sim"), notes)
 
 
 def _simulated(setup: Setup) -> tuple[list[Row], dict[str, object], tuple[str, ...]]:

@@ -14,7 +14,7 @@ from manylora.workloads.assembly import NO_TIMES, TextPieces
 from manylora.workloads.rows import RowType
 from manylora.workloads.stream import Stream, StreamRequest, in_order
 from manylora.workloads.text_file import BadLine, TextFile
-from manylora.workloads.traces import WHOLE, Reading
+from manylora.workloads.traces import WHOLE, ReadOptions
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -31,25 +31,27 @@ class _Record(msgspec.Struct, frozen=True):
         return f"{self.instruction}\n\n{self.input}" if self.input.strip() else self.instruction
 
 
-def load(path: Path | str, how: Reading = WHOLE) -> Stream:
-    """The first ``how.limit`` instructions, each a request: the instruction and its input, the answer's length.
+def load(path: Path | str, options: ReadOptions = WHOLE) -> Stream:
+    """The first ``options.limit`` records, each a request: instruction and input if any, and the answer's length.
 
     No template is put around them. Records whose answer is empty are left out and counted in the notes. Key of a
     request: its number in the file, from 0. Raises ConfigError for a malformed record.
     """
-    file = TextFile(path, how.skip_bad_lines)
-    pieces = TextPieces(how.encode)
+    file = TextFile(path, options.skip_bad_lines)
+    pieces = TextPieces(options.encode)
     requests = []
     empty = 0
-    records = itertools.islice(file.records(RowType(_Record)), how.limit)
+    records = itertools.islice(file.records(RowType(_Record)), options.limit)
     for number, record in enumerate(records):
         prompt, output_tokens = pieces.pieces(record.prompt), pieces.length(record.output)
         if not prompt or not output_tokens:
             empty += 1
             continue
-        adapter = how.adapters.choose(str(number))
+        adapter = options.adapters.choose(str(number))
         requests.append(StreamRequest(0.0, adapter, number, 0, prompt, output_tokens))
     notes = ["Alpaca instructions, CC BY-NC 4.0 (no commercial use): real text, no times"]
     if empty:
         notes.append(f"{empty} records without an answer left out")
-    return in_order("alpaca", requests, how.adapters.ranks, (*notes, *file.notes, *pieces.notes, NO_TIMES))
+    return in_order(
+        "alpaca", requests, options.adapters.ranks, (*notes, *file.notes, *pieces.notes, NO_TIMES)
+    )

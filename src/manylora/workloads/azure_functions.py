@@ -18,7 +18,7 @@ import msgspec
 from manylora.config import ConfigError
 from manylora.workloads.rows import Number, RowType
 from manylora.workloads.text_file import BadLine, TextFile
-from manylora.workloads.traces import WHOLE, Reading
+from manylora.workloads.traces import WHOLE, ReadOptions
 
 MINUTE_S = 60.0
 _MOST_A_MINUTE = 10**6
@@ -50,15 +50,16 @@ class Invocations:
         )
 
 
-def load_2019(path: Path | str, how: Reading = WHOLE, busiest: int | None = None) -> Invocations:
+def load_2019(path: Path | str, options: ReadOptions = WHOLE, busiest: int | None = None) -> Invocations:
     """A day's file, one row a function: an id column (``HashFunction``, or ``function``) and columns 1 to 1440.
 
     Only functions that are called, and of these the ``busiest`` of the day. Of their arrivals, which may be
-    hundreds of millions, only those of the minutes that ``how.duration_s`` or the first ``how.limit`` arrivals
-    need. Within its minute an arrival is drawn uniformly, by ``how.seed`` and function: what else is kept does not
-    change a function's arrivals. Raises ConfigError for a malformed line and for a file without invocations.
+    hundreds of millions, only those of the minutes that ``options.duration_s`` or the first ``options.limit``
+    arrivals need. Within its minute an arrival is drawn uniformly, by ``options.seed`` and function: what else is
+    kept does not change a function's arrivals. Raises ConfigError for a malformed line and for a file without
+    invocations.
     """
-    file = TextFile(path, how.skip_bad_lines)
+    file = TextFile(path, options.skip_bad_lines)
     counts: dict[str, dict[int, int]] = {}
     length = 0
     for function, row in file.rows(("1",), _row_2019):
@@ -71,18 +72,16 @@ def load_2019(path: Path | str, how: Reading = WHOLE, busiest: int | None = None
     if not called:
         raise ConfigError(f"{path} has no invocation in the minutes asked for")
     kept = {f: counts[f] for f in called[:busiest]}
-    if how.duration_s is not None:
-        length = min(length, math.ceil(how.duration_s / MINUTE_S))
-    if how.limit is not None:
+    if options.duration_s is not None:
+        length = min(length, math.ceil(options.duration_s / MINUTE_S))
+    if options.limit is not None:
         each = (sum(its.get(minute, 0) for its in kept.values()) for minute in range(1, length + 1))
         length = next(
-            (minute for minute, made in enumerate(accumulate(each), 1) if made >= how.limit), length
+            (minute for minute, made in enumerate(accumulate(each), 1) if made >= options.limit), length
         )
-    arrivals = {f: _spread(its, length, random.Random(f"{how.seed}/{f}")) for f, its in kept.items()}
-    note = (
-        f"Azure Functions trace 2019, CC BY 4.0: counts a minute, spread uniformly within it, seed {how.seed}"
-    )
-    return Invocations(arrivals, length * MINUTE_S, (note, *file.notes))
+    arrivals = {f: _spread(its, length, random.Random(f"{options.seed}/{f}")) for f, its in kept.items()}
+    note = "Azure Functions trace 2019, CC BY 4.0: counts a minute, spread uniformly within it"
+    return Invocations(arrivals, length * MINUTE_S, (f"{note}, seed {options.seed}", *file.notes))
 
 
 class _Row2021(msgspec.Struct, frozen=True):
@@ -92,13 +91,13 @@ class _Row2021(msgspec.Struct, frozen=True):
     duration: Number
 
 
-def load_2021(path: Path | str, how: Reading = WHOLE) -> Invocations:
+def load_2021(path: Path | str, options: ReadOptions = WHOLE) -> Invocations:
     """All rows of app, func, end_timestamp, duration (seconds): arrival is end minus duration.
 
     Times count from the first arrival. A function is named ``app/func``, as func is unique only within an app.
     Raises ConfigError for a malformed line.
     """
-    file, row_type = TextFile(path, how.skip_bad_lines), RowType(_Row2021)
+    file, row_type = TextFile(path, options.skip_bad_lines), RowType(_Row2021)
     found: dict[str, list[float]] = {}
     for row in file.rows(row_type.columns, row_type):
         found.setdefault(f"{row.app}/{row.func}", []).append(row.end_timestamp - row.duration)

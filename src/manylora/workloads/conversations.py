@@ -25,7 +25,7 @@ from manylora.workloads.assembly import (
 from manylora.workloads.rows import Number, Positive, RowType
 from manylora.workloads.stream import Stream, in_order
 from manylora.workloads.text_file import TextFile
-from manylora.workloads.traces import WHOLE, Reading
+from manylora.workloads.traces import WHOLE, ReadOptions
 
 LabelledDialog = tuple[Dialog, str | None]
 
@@ -34,24 +34,26 @@ LabelledDialog = tuple[Dialog, str | None]
 class DialogTrace:
     """A format with a dialog a record and no times. ``about`` the data, for a stream's notes.
 
-    ``dialog``: that of a record, and its label, which ``Reading.only`` is compared with; raises BadLine.
+    ``dialog``: that of a record, and its label, which ``ReadOptions.only`` is compared with; raises BadLine.
     """
 
     name: str
     about: str
     dialog: Callable[[Mapping[str, Any]], LabelledDialog]
 
-    def load(self, path: Path | str, how: Reading = WHOLE) -> Stream:
-        """The first ``how.limit`` dialogs, one a line or in one array. Raises ConfigError."""
-        file = TextFile(path, how.skip_bad_lines)
+    def load(self, path: Path | str, options: ReadOptions = WHOLE) -> Stream:
+        """The first ``options.limit`` dialogs, one a line or in one array. Raises ConfigError."""
+        file = TextFile(path, options.skip_bad_lines)
         found = file.records(self.dialog)
-        kept = (dialog for dialog, label in found if how.only in (None, label))
-        pieces = TextPieces(how.encode)
-        requests, unanswered = requests_of_dialogs(itertools.islice(kept, how.limit), how.adapters, pieces)
+        kept = (dialog for dialog, label in found if options.only in (None, label))
+        pieces = TextPieces(options.encode)
+        requests, unanswered = requests_of_dialogs(
+            itertools.islice(kept, options.limit), options.adapters, pieces
+        )
         notes = [self.about, *file.notes, *pieces.notes, NO_TIMES]
         if unanswered:
             notes.append(f"{unanswered} dialogs without an answer left out")
-        return in_order(self.name, requests, how.adapters.ranks, notes)
+        return in_order(self.name, requests, options.adapters.ranks, notes)
 
 
 class _ShareGptMessage(msgspec.Struct, frozen=True):
@@ -124,27 +126,27 @@ the language, as "English". Key of a conversation: its model, which S-LoRA (sect
 take for the adapter."""
 
 
-def load_arena(path: Path | str, how: Reading = WHOLE) -> Stream:
+def load_arena(path: Path | str, options: ReadOptions = WHOLE) -> Stream:
     """LMSYS-33k, the Chatbot Arena's conversations, as JSON: FastLibra's chatbot (section 6.2).
 
-    The first ``how.limit`` rows of ``{"model_a", "model_b", "conversation_a", "conversation_b", "language",
-    "tstamp"}``, one a line or in one array (it is published as Parquet: export it); ``how.only``: of a language. A
-    row is two conversations, one with each model, that begin at its ``tstamp`` (seconds, from the earliest row's);
+    The first ``options.limit`` rows of ``{"model_a", "model_b", "conversation_a", "conversation_b", "language",
+    "tstamp"}``, one a line or in one array (it is published as Parquet: export it). A row's label is its language.
+    It is two conversations, one with each model, that begin at its ``tstamp`` (seconds, from the earliest row's);
     a later turn follows the reply before it at once. Key of a conversation: its model. Raises ConfigError for a
     malformed record.
     """
-    file = TextFile(path, how.skip_bad_lines)
-    rows = (row for row in file.records(RowType(_ArenaRecord)) if how.only in (None, row.language))
-    started = sorted(itertools.islice(rows, how.limit), key=lambda row: row.tstamp)
+    file = TextFile(path, options.skip_bad_lines)
+    rows = (row for row in file.records(RowType(_ArenaRecord)) if options.only in (None, row.language))
+    started = sorted(itertools.islice(rows, options.limit), key=lambda row: row.tstamp)
     begun = [(row.tstamp - started[0].tstamp, dialog) for row in started for dialog in row.dialogs()]
-    pieces = TextPieces(how.encode)
+    pieces = TextPieces(options.encode)
     requests = [
         dataclasses.replace(request, arrival_s=began_s)
         for number, (began_s, dialog) in enumerate(begun)
-        for request in dialog_requests(number, dialog, how.adapters, pieces)
+        for request in dialog_requests(number, dialog, options.adapters, pieces)
     ]
     about = "LMSYS-33k (licence of the data set; texts not to be passed on): real text, models and times"
-    return in_order("lmsys-33k", requests, how.adapters.ranks, (about, *file.notes, *pieces.notes))
+    return in_order("lmsys-33k", requests, options.adapters.ranks, (about, *file.notes, *pieces.notes))
 
 
 class LengthPair(NamedTuple):
@@ -167,16 +169,17 @@ class RequestLengths:
     notes: tuple[str, ...]
 
 
-def read_lengths(path: Path | str, how: Reading = WHOLE) -> RequestLengths:
-    """The first ``how.limit`` rows of num_prefill_tokens, num_decode_tokens (Sarathi-Serve's processed ShareGPT).
+def read_lengths(path: Path | str, options: ReadOptions = WHOLE) -> RequestLengths:
+    """The first ``options.limit`` rows of Sarathi-Serve's ShareGPT: num_prefill_tokens, num_decode_tokens.
 
     Draw from them at random: the file is no sequence of arrivals. Raises ConfigError for a malformed line.
     """
-    file = TextFile(path, how.skip_bad_lines)
+    file = TextFile(path, options.skip_bad_lines)
     row_type = RowType(_LengthsRow)
     rows = file.rows(row_type.columns, row_type)
     pairs = tuple(
-        LengthPair(row.num_prefill_tokens, row.num_decode_tokens) for row in itertools.islice(rows, how.limit)
+        LengthPair(row.num_prefill_tokens, row.num_decode_tokens)
+        for row in itertools.islice(rows, options.limit)
     )
     return RequestLengths(
         pairs, ("ShareGPT lengths (Llama-2 tokens, by Sarathi-Serve), Apache-2.0", *file.notes)

@@ -15,7 +15,7 @@ import msgspec
 from manylora.workloads.rows import Number, Positive, RowType
 from manylora.workloads.stream import Piece, Stream, StreamRequest, in_order
 from manylora.workloads.text_file import BadLine, TextFile
-from manylora.workloads.traces import WHOLE, Reading
+from manylora.workloads.traces import WHOLE, ReadOptions
 
 BLOCK_TOKENS = 512
 
@@ -43,25 +43,25 @@ class _Row(msgspec.Struct, frozen=True):
         return tuple(zip(self.hash_ids, sizes))
 
 
-def load(path: Path | str, how: Reading = WHOLE, spread_s: float = 0.0) -> Stream:
-    """The first ``how.limit`` requests, each a conversation of its own whose prompt is pieces of 512 tokens.
+def load(path: Path | str, options: ReadOptions = WHOLE, spread_s: float = 0.0) -> Stream:
+    """The first ``options.limit`` requests, each a conversation of its own whose prompt is pieces of 512 tokens.
 
     Arrivals count from the earliest of them, as a part cut out of a trace may begin late. The last piece of a
     prompt is what is left of its length. The conversation trace's timestamps come in steps of 3 s: ``spread_s``
-    delays each request by a uniform draw below it, by ``how.seed``. Key of a request: its second hash id (its
+    delays each request by a uniform draw below it, by ``options.seed``. Key of a request: its second hash id (its
     first, of a single one). In the conversation trace all requests begin with the same block and the second tells
     conversations apart, so requests that share more than an opening share an adapter. Raises ConfigError for a
     malformed line.
     """
-    file = TextFile(path, how.skip_bad_lines)
-    draws = random.Random(how.seed)
-    rows = list(itertools.islice(file.records(RowType(_Row)), how.limit))
+    file = TextFile(path, options.skip_bad_lines)
+    draws = random.Random(options.seed)
+    rows = list(itertools.islice(file.records(RowType(_Row)), options.limit))
     began_s = min((row.at_s for row in rows), default=0.0)
     seen: dict[tuple[int, int], Piece] = {}
     requests = []
     for number, row in enumerate(rows):
         arrival_s = row.at_s - began_s + draws.random() * spread_s
-        adapter = how.adapters.choose(str(row.hash_ids[:2][-1]))
+        adapter = options.adapters.choose(str(row.hash_ids[:2][-1]))
         # Equal pieces are one object: a long trace has many.
         prompt = tuple(
             seen.setdefault((block, size), Piece(("mooncake", block), size)) for block, size in row.blocks()
@@ -69,5 +69,5 @@ def load(path: Path | str, how: Reading = WHOLE, spread_s: float = 0.0) -> Strea
         requests.append(StreamRequest(arrival_s, adapter, number, 0, prompt, row.output_length))
     notes = ["Mooncake trace, Apache-2.0: real lengths and prefixes by 512-token blocks, no adapters"]
     if spread_s:
-        notes.append(f"arrivals: delayed by a uniform draw below {spread_s:g} s, seed {how.seed}")
-    return in_order("mooncake", requests, how.adapters.ranks, (*notes, *file.notes))
+        notes.append(f"arrivals: delayed by a uniform draw below {spread_s:g} s, seed {options.seed}")
+    return in_order("mooncake", requests, options.adapters.ranks, (*notes, *file.notes))

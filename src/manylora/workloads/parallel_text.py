@@ -16,7 +16,7 @@ from manylora.config import ConfigError
 from manylora.workloads.assembly import NO_TIMES, TextPieces
 from manylora.workloads.stream import Stream, StreamRequest, in_order
 from manylora.workloads.text_file import BadLine, TextFile
-from manylora.workloads.traces import WHOLE, Reading
+from manylora.workloads.traces import WHOLE, ReadOptions
 
 _END = object()
 _NTREX_FILE = re.compile(r".+-(?:src|ref)\.(.+)\.txt(?:\.gz)?")
@@ -52,16 +52,16 @@ def languages(path: Path | str) -> tuple[str, ...]:
     return header
 
 
-def read_tsv(path: Path | str, source: str, target: str, how: Reading = WHOLE) -> ParallelText:
-    """The first ``how.limit`` sentences in two columns of a TSV whose header names languages; nothing is quoted.
+def read_tsv(path: Path | str, source: str, target: str, options: ReadOptions = WHOLE) -> ParallelText:
+    """The first ``options.limit`` sentences in two columns of a TSV, unquoted, whose header names languages.
 
     Raises ConfigError for a language that is not there and for a malformed line.
     """
-    return read_pairs(path, [(source, target)], how)[0]
+    return read_pairs(path, [(source, target)], options)[0]
 
 
 def read_pairs(
-    path: Path | str, languages: Sequence[tuple[str, str]], how: Reading = WHOLE
+    path: Path | str, languages: Sequence[tuple[str, str]], options: ReadOptions = WHOLE
 ) -> list[ParallelText]:
     """As ``read_tsv``, for each source and target of ``languages``; the file is read once.
 
@@ -71,14 +71,16 @@ def read_pairs(
     def row(cells: Mapping[str, str]) -> list[SentencePair]:
         return [_pair(cells[source], cells[target]) for source, target in languages]
 
-    file = TextFile(path, how.skip_bad_lines)
+    file = TextFile(path, options.skip_bad_lines)
     columns = list(dict.fromkeys(code for pair in languages for code in pair))
-    rows = list(itertools.islice(file.rows(columns, row, delimiter="\t", quoted=False), how.limit))
+    rows = list(itertools.islice(file.rows(columns, row, delimiter="\t", quoted=False), options.limit))
     return [ParallelText(tuple(pairs[i] for pairs in rows), file.notes) for i in range(len(languages))]
 
 
-def read_lines(source_path: Path | str, target_path: Path | str, how: Reading = WHOLE) -> ParallelText:
-    """The first ``how.limit`` pairs of two files in which line i is the translation of line i.
+def read_lines(
+    source_path: Path | str, target_path: Path | str, options: ReadOptions = WHOLE
+) -> ParallelText:
+    """The first ``options.limit`` pairs of two files in which line i is the translation of line i.
 
     Raises ConfigError if a line is empty on one side or is not text, and, skipping or not, if one file is longer.
     Skipping leaves out the pair, so that the rest stays aligned.
@@ -88,7 +90,7 @@ def read_lines(source_path: Path | str, target_path: Path | str, how: Reading = 
     paths = (source_path, target_path)
     sides = itertools.zip_longest(*(TextFile(path).every_line() for path in paths), fillvalue=_END)
     for number, sentences in enumerate(sides, start=1):
-        if len(pairs) == how.limit:
+        if len(pairs) == options.limit:
             break
         for path, sentence in zip(paths, sentences):
             if sentence is _END:
@@ -96,7 +98,7 @@ def read_lines(source_path: Path | str, target_path: Path | str, how: Reading = 
                     f"{path}, line {number}: expected as many lines as its parallel file, found its end"
                 )
             problem = _problem(sentence)
-            if problem and not how.skip_bad_lines:
+            if problem and not options.skip_bad_lines:
                 raise ConfigError(f"{path}, line {number}: {problem}")
         source, target = sentences
         if (
@@ -151,21 +153,23 @@ def joined(texts: Sequence[ParallelText]) -> ParallelText:
     return ParallelText(pairs, tuple(note for text in texts for note in text.notes))
 
 
-def load(texts: Mapping[str, ParallelText], how: Reading = WHOLE, instruction: str | None = None) -> Stream:
+def load(
+    texts: Mapping[str, ParallelText], options: ReadOptions = WHOLE, instruction: str | None = None
+) -> Stream:
     """A request for each sentence: the source (after ``instruction``, the same for all) and the target's length.
 
     ``texts`` by the name of their language pair, such as "eng-deu", which is the key of a request: FastLibra
     (section 6.2) gives each pair an adapter. The pairs take turns: everybody's first sentence, then everybody's
     second. Raises ConfigError if there are none.
     """
-    pieces = TextPieces(how.encode)
+    pieces = TextPieces(options.encode)
     opening = pieces.pieces(instruction) if instruction else ()
     columns = [[(key, pair) for pair in text.pairs] for key, text in texts.items()]
     in_turn = (found for row in itertools.zip_longest(*columns) for found in row if found is not None)
     requests = [
         StreamRequest(
             0.0,
-            how.adapters.choose(key),
+            options.adapters.choose(key),
             number,
             0,
             opening + pieces.pieces(pair.source),
@@ -175,7 +179,7 @@ def load(texts: Mapping[str, ParallelText], how: Reading = WHOLE, instruction: s
     ]
     notes = dict.fromkeys(note for text in texts.values() for note in text.notes)
     about = ("parallel text: real sentences, no times", *notes, *pieces.notes, NO_TIMES)
-    return in_order("translation", requests, how.adapters.ranks, about)
+    return in_order("translation", requests, options.adapters.ranks, about)
 
 
 def _pair(source: str, target: str) -> SentencePair:

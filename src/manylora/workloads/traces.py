@@ -21,7 +21,7 @@ from manylora.workloads.text_file import BadLine, TextFile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Reading:
+class ReadOptions:
     """How a file is read. Which of these a format heeds depends on what it has.
 
     ``adapters``: which serve the file's keys. ``encode``: the tokenizer for texts; None: lengths are estimated.
@@ -41,8 +41,8 @@ class Reading:
     skip_bad_lines: bool = False
 
 
-WHOLE = Reading()
-"""A file as it is."""
+WHOLE = ReadOptions()
+"""The whole file as it is; all requests are the base model's."""
 
 
 class TimedRow(Protocol):
@@ -56,10 +56,10 @@ class TimedRow(Protocol):
     def output_tokens(self) -> int: ...
 
     def key(self, number: int) -> str:
-        """Of the request, which has this number in the file, from 0."""
+        """The request's key; ``number`` is its place in the file, from 0."""
 
     def label(self) -> str | None:
-        """What ``Reading.only`` is compared with."""
+        """The text that ``ReadOptions.only`` is compared with."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,31 +71,31 @@ class TimedTrace:
     about: str
     row: RowType[Any]
 
-    def load(self, path: Path | str, how: Reading = WHOLE) -> Stream:
-        """The requests of a part of the file, at most ``how.limit``; requests without input or output, which
+    def load(self, path: Path | str, options: ReadOptions = WHOLE) -> Stream:
+        """The requests of a part of the file, at most ``options.limit``; requests without input or output, which
         failed, are left out and counted in the notes.
 
         Raises ConfigError for a malformed line and for a request before the file's first, which would be before
         the start.
         """
-        file = TextFile(path, how.skip_bad_lines)
-        end_s = math.inf if how.duration_s is None else how.start_s + how.duration_s
+        file = TextFile(path, options.skip_bad_lines)
+        end_s = math.inf if options.duration_s is None else options.start_s + options.duration_s
         requests: list[StreamRequest] = []
         num_failed = 0
         for number, (after_s, row) in enumerate(self._rows(file)):
-            if len(requests) == how.limit:
+            if len(requests) == options.limit:
                 break
-            if not how.start_s <= after_s < end_s or how.only not in (None, row.label()):
+            if not options.start_s <= after_s < end_s or options.only not in (None, row.label()):
                 continue
             if not row.input_tokens or not row.output_tokens:
                 num_failed += 1
                 continue
-            adapter, arrival_s = how.adapters.choose(row.key(number)), after_s - how.start_s
+            adapter, arrival_s = options.adapters.choose(row.key(number)), after_s - options.start_s
             requests.append(
                 lone_request(arrival_s, number, row.input_tokens, row.output_tokens, adapter, self.name)
             )
         failed = (f"{num_failed} failed requests (no tokens) left out",) if num_failed else ()
-        return in_order(self.name, requests, how.adapters.ranks, (self.about, *failed, *file.notes))
+        return in_order(self.name, requests, options.adapters.ranks, (self.about, *failed, *file.notes))
 
     def _rows(self, file: TextFile) -> Iterator[tuple[float, TimedRow]]:
         """Each row, and how many seconds after the first it comes."""
