@@ -16,8 +16,8 @@ import pytest
 from manylora.cli import main
 from manylora.reproduce import command
 from manylora.reproduce.cells import in_parallel
-from manylora.reproduce.experiment import Experiment, Setup, show_progress
-from manylora.reproduce.registry import TITLES, experiment
+from manylora.reproduce.experiment import Experiment, GridResult, Setup, show_progress
+from manylora.reproduce.registry import EXPERIMENTS, experiment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,12 +27,12 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Setup]:
     """How experiments were run; none does anything."""
     asked: list[Setup] = []
 
-    def run(setup: Setup) -> None:
+    def grid(setup: Setup) -> GridResult:
         asked.append(setup)
         raise AssertionError("should have been refused before")
 
     def stand_in(name: str) -> Experiment:
-        return dataclasses.replace(experiment(name), run=run)  # type: ignore[arg-type]
+        return dataclasses.replace(experiment(name), grid=grid)
 
     monkeypatch.setattr(command, "experiment", stand_in)
     return asked
@@ -83,10 +83,10 @@ def test_progress_is_lines_in_a_file_and_a_bar_on_a_terminal(
 def test_an_interrupt_ends_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(setup: Setup) -> None:
+    def grid(setup: Setup) -> GridResult:
         raise KeyboardInterrupt
 
-    interrupted = dataclasses.replace(experiment("fastlibra-fig2"), run=run)  # type: ignore[arg-type]
+    interrupted = dataclasses.replace(experiment("fastlibra-fig2"), grid=grid)
     monkeypatch.setattr(command, "experiment", lambda name: interrupted)
     assert main(["reproduce", "fastlibra-fig2", "--out", str(tmp_path)]) == 130
     assert capsys.readouterr().err.strip() == "manylora: interrupted"
@@ -118,18 +118,29 @@ def test_what_has_not_begun_is_left_when_one_fails(tmp_path: Path) -> None:
 def test_the_documentation_has_every_experiment() -> None:
     text = (ROOT / "docs" / "reproduce.md").read_text()
     named = re.findall(r"^\| `([a-z][a-z0-9-]+)` \|", text, re.MULTILINE)
-    assert named == list(TITLES)
-    for name in TITLES:
-        devices = ", ".join(experiment(name).devices)
+    assert named == list(EXPERIMENTS)
+    for name, each in EXPERIMENTS.items():
+        devices = ", ".join(each.devices)
         assert re.search(rf"^\| `{name}` \|[^|]*\| {devices} \|", text, re.MULTILINE), (
             f"{name} runs on {devices}"
         )
 
 
+@pytest.mark.parametrize("each", EXPERIMENTS.values(), ids=EXPERIMENTS)
+def test_every_experiment_says_what_it_redraws(each: Experiment) -> None:
+    paper, _, place = each.name.rpartition("-")
+    assert each.paper.lower().startswith(paper)
+    if found := re.fullmatch(r"(fig|table)(\d+)", place):
+        kind = {"fig": "Figure", "table": "Table"}[found[1]]
+        assert f", {kind} {found[2]} (§" in each.paper
+    assert each.title
+    assert re.search(r"§\d", each.paper)
+
+
 def test_the_record_is_of_quick_runs() -> None:
     recorded = json.loads((ROOT / "docs" / "results" / "reproduce_quick.json").read_text())["experiments"]
     # The table has records of its own, and the layer needs a GPU.
-    assert set(recorded) == set(TITLES) - {"fastlibra-table", "punica-fig10"}
+    assert set(recorded) == set(EXPERIMENTS) - {"fastlibra-table", "punica-fig10"}
     for name, run in recorded.items():
         assert run["settings"]["scale"] == "quick"
         assert all({"metric", "ours", "paper"} <= set(figure) for figure in run["headline"])

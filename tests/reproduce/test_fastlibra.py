@@ -16,7 +16,7 @@ from manylora.reproduce.decision_times import measure
 from manylora.reproduce.experiment import Setup
 from manylora.reproduce.fastlibra_fig5 import entries, ranks, spearman
 from manylora.reproduce.fastlibra_grid import POLICIES, cases, rate_shares, run_grid, scenario_rows
-from manylora.reproduce.registry import TITLES, experiment
+from manylora.reproduce.registry import EXPERIMENTS, experiment
 
 Report = dict[str, Any]
 
@@ -79,7 +79,7 @@ def rows_of(report: Report, **where: str) -> list[dict[str, Any]]:
 
 def test_all_are_registered() -> None:
     # The table of all has tests of its own.
-    assert {name for name in TITLES if name.startswith("fastlibra-")} == {*PAPER, "fastlibra-table"}
+    assert {name for name in EXPERIMENTS if name.startswith("fastlibra-")} == {*PAPER, "fastlibra-table"}
 
 
 @pytest.mark.parametrize("name", PAPER)

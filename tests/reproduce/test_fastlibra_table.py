@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from manylora.cli import main
 from manylora.config import ConfigError
 from manylora.policy.caches import CACHES
-from manylora.reproduce import drawing
 from manylora.reproduce.cells import MEASURED, REFERENCE, Cell, cell_config, cell_costs, run_cell
+from manylora.reproduce.drawing import Bars
 from manylora.reproduce.experiment import Setup
-from manylora.reproduce.fastlibra_table import table_report
+from manylora.reproduce.fastlibra_table import TABLE
 from manylora.reproduce.fastlibra_table_cases import COMPARED, RatesFile, table
 from manylora.reproduce.fastlibra_table_peaks import (
     LIMIT_MS,
@@ -52,11 +52,16 @@ PAPER = {
 """§2.3.1, §6.3 to §6.8; §6.9's two stand where its cases do."""
 
 
+def table_report(store: Path, **others: Any) -> Report:
+    """The smoke table of the NPU, from this store."""
+    return TABLE.run(dataclasses.replace(SMOKE, store=store, **others))
+
+
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
     """The smoke table, and the store that it left."""
     path = tmp_path_factory.mktemp("table") / "cells.jsonl"
-    return path, table_report(SMOKE, "npu", path)
+    return path, table_report(path)
 
 
 # ---------------------------------------------------------------- the store
@@ -288,10 +293,10 @@ def test_the_table_has_every_policy_and_the_papers_numbers(stored: tuple[Path, R
 def test_a_second_run_finds_all_and_reports_the_same(stored: tuple[Path, Report]) -> None:
     path, found = stored
     lines = path.read_bytes()
-    again = table_report(SMOKE, "npu", path)
+    again = table_report(path)
     assert path.read_bytes() == lines
     assert again == found
-    assert table_report(SMOKE, "npu", path, is_run=False) == found
+    assert table_report(path, is_run=False) == found
 
 
 def test_a_stopped_run_goes_on_with_other_workers(stored: tuple[Path, Report], tmp_path: Path) -> None:
@@ -299,7 +304,7 @@ def test_a_stopped_run_goes_on_with_other_workers(stored: tuple[Path, Report], t
     lines = path.read_bytes().splitlines(keepends=True)
     half = tmp_path / path.name
     half.write_bytes(b"".join(lines[: len(lines) // 2]))
-    again = table_report(dataclasses.replace(SMOKE, workers=2), "npu", half)
+    again = table_report(half, workers=2)
     assert again.rows == found.rows
     assert half.read_bytes().startswith(b"".join(lines[: len(lines) // 2]))
 
@@ -309,7 +314,7 @@ def test_a_part_of_the_table_says_what_is_missing(stored: tuple[Path, Report], t
     part = tmp_path / path.name
     (rates,) = path.parent.glob("fastlibra_rates_*.json")
     part.touch()
-    nothing = table_report(SMOKE, "npu", part, is_run=False)
+    nothing = table_report(part, is_run=False)
     assert nothing.rows == []
     assert nothing.settings["missing"] == ["chatbot 7B-20: rates"]
     draw(nothing, tmp_path / "nothing.png")
@@ -317,7 +322,7 @@ def test_a_part_of_the_table_says_what_is_missing(stored: tuple[Path, Report], t
     (tmp_path / rates.name).write_bytes(rates.read_bytes())
     kept = [line for line in path.read_text().splitlines() if json.loads(line)["cell"]["policy"] != "s-lora"]
     part.write_text("\n".join(kept) + "\n")
-    report = table_report(SMOKE, "npu", part, is_run=False)
+    report = table_report(part, is_run=False)
     assert report.settings["missing"] == ["chatbot 7B-20, s-lora: 0 of 1 rates"]
     for row, whole in zip(report.rows, found.rows, strict=True):
         if row["policy"] == "s-lora":
@@ -361,13 +366,13 @@ def test_peaks_are_drawn_as_shares_of_fastlibras_and_unknown_ones_not_as_zero(
 ) -> None:
     _, found = stored
     drawn: list[Report] = []
-    bars = drawing.bars
+    draw_bars = Bars.__call__
 
-    def remember(report: Report, *args: Any, **kwargs: Any) -> None:
+    def remember(bars: Bars, report: Report, path: Path) -> None:
         drawn.append(report)
-        bars(report, *args, **kwargs)
+        draw_bars(bars, report, path)
 
-    monkeypatch.setattr(drawing, "bars", remember)
+    monkeypatch.setattr(Bars, "__call__", remember)
     draw(found, tmp_path / "table.svg")
     (report,) = drawn
     peaks = {row["policy"]: row["peak_per_s"] for row in found.rows}

@@ -25,7 +25,7 @@ from manylora.reproduce.s_lora_cells import (
     satisfaction,
     stream_of,
 )
-from manylora.reproduce.s_lora_fig7 import arena_like
+from manylora.reproduce.s_lora_figures import arena_like
 from manylora.sim.analytical import AnalyticalCosts
 from manylora.sim.costs import StepWork
 from manylora.sim.hardware import HARDWARE

@@ -11,6 +11,7 @@ import pytest
 from manylora.config import ConfigError
 from manylora.workloads import alpaca
 from manylora.workloads.assembly import NO_TIMES, Adapters
+from manylora.workloads.traces import ReadOptions
 from tests.workloads.damage import refuses
 
 ROWS = [
@@ -33,7 +34,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_rows(path: Path) -> None:
-    stream = alpaca.load(path, encode=letters, adapters=Adapters.in_turn((8, 16)))
+    stream = alpaca.load(path, ReadOptions(encode=letters, adapters=Adapters.in_turn((8, 16))))
     prompts = ["".join(map(chr, request.prompt[0].tokens or ())) for request in stream.requests]
     assert prompts == ["Name a colour.", "Add the numbers.\n\n2 and 3", "Name a colour."]
     assert [request.output_tokens for request in stream.requests] == [3, 1, 15]
@@ -56,7 +57,7 @@ def test_one_record_a_line_gzipped(path: Path, tmp_path: Path) -> None:
     lines = tmp_path / "alpaca.jsonl.gz"
     lines.write_bytes(gzip.compress("\n".join(json.dumps(row) for row in ROWS).encode()))
     assert alpaca.load(lines) == alpaca.load(path)
-    assert len(alpaca.load(path, limit=2).requests) == 2
+    assert len(alpaca.load(path, ReadOptions(limit=2)).requests) == 2
 
 
 @pytest.mark.parametrize(
@@ -70,14 +71,18 @@ def test_one_record_a_line_gzipped(path: Path, tmp_path: Path) -> None:
 )
 def test_bad_records(path: Path, name: str, value: object, expected: str, found: str) -> None:
     path.write_text(json.dumps([ROWS[0], {**ROWS[1], name: value}, ROWS[3]], indent=4))
-    left = refuses(lambda skip: alpaca.load(path, skip_bad_lines=skip), path, 7, expected, found)
+    left = refuses(lambda skip: alpaca.load(path, ReadOptions(skip_bad_lines=skip)), path, 7, expected, found)
     assert len(left.requests) == 2
 
 
 def test_a_file_cut_short(path: Path) -> None:
     path.write_text(path.read_text()[:-60])
     refuses(
-        lambda skip: alpaca.load(path, skip_bad_lines=skip), path, 17, "a whole JSON object in the array", "{"
+        lambda skip: alpaca.load(path, ReadOptions(skip_bad_lines=skip)),
+        path,
+        17,
+        "a whole JSON object in the array",
+        "{",
     )
 
 

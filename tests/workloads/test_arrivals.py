@@ -12,7 +12,6 @@ from manylora.config import ConfigError
 from manylora.workloads.arrivals import (
     at_once,
     even,
-    from_counts,
     from_gaps,
     gamma,
     parse_process,
@@ -65,12 +64,6 @@ def test_a_ramp_without_slope_is_poisson() -> None:
     assert ramp(3.0, 3.0, 100.0, Random(4)) == pytest.approx(
         [moment / 3 for moment in poisson(1.0, 300.0, Random(4))], abs=1e-9
     )
-
-
-def test_counts_stay_in_their_intervals() -> None:
-    moments = from_counts([2, 0, 3], 60.0, Random(5))
-    assert moments == sorted(moments)
-    assert [int(moment // 60) for moment in moments] == [0, 0, 2, 2, 2]
 
 
 def test_recorded_gaps_are_stretched_to_the_rate_exactly() -> None:

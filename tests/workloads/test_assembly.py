@@ -15,10 +15,10 @@ from manylora.workloads.assembly import (
     Message,
     TextPieces,
     assign,
-    dialog_stream,
+    requests_of_dialogs,
     with_arrivals,
 )
-from manylora.workloads.stream import Stream, prompt_tokens
+from manylora.workloads.stream import Stream, in_order, prompt_tokens
 
 
 def letters(text: str) -> list[int]:
@@ -31,7 +31,9 @@ def dialog(key: str, *said: str) -> Dialog:
 
 
 def stream(*dialogs: Dialog, adapters: Adapters | None = None) -> Stream:
-    return dialog_stream("w", dialogs, adapters or Adapters(), TextPieces(letters), lambda: ["a source"])
+    adapters = adapters or Adapters()
+    requests, _ = requests_of_dialogs(dialogs, adapters, TextPieces(letters))
+    return in_order("w", requests, adapters.ranks, ["a source", NO_TIMES])
 
 
 def turns(*said: str) -> list[tuple[str, int]]:
@@ -60,14 +62,11 @@ def test_a_later_prompt_holds_what_was_said() -> None:
     assert prompt_tokens(requests) == [5, 5 + 4 + 1]
 
 
-def test_notes_say_what_the_source_lacks() -> None:
-    notes = stream(dialog("k", "u:a", "a:b"), dialog("l", "u:unanswered")).notes
-    assert notes == (
-        "a source",
-        "lengths: counted by the given tokenizer",
-        NO_TIMES,
-        "1 dialogs without an answer left out",
-    )
+def test_dialogs_without_an_answer_are_counted() -> None:
+    dialogs = [dialog("k", "u:a", "a:b"), dialog("l", "u:unanswered"), dialog("m"), dialog("k", "u:c", "a:d")]
+    requests, unanswered = requests_of_dialogs(dialogs, Adapters(), TextPieces(letters))
+    assert [request.conversation for request in requests] == [0, 3]
+    assert unanswered == 2
 
 
 def test_lengths_without_a_tokenizer() -> None:

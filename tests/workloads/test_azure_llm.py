@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from manylora.config import ConfigError
-from manylora.workloads import azure_llm
 from manylora.workloads.assembly import Adapters
+from manylora.workloads.traces import AZURE_LLM, ReadOptions
 from tests.workloads.damage import SAMPLES, refuses, with_line, zipped
 
 CONV = "azure_llm_2023_conv.csv"
 
 
 def test_2023() -> None:
-    stream = azure_llm.load(SAMPLES / CONV)
+    stream = AZURE_LLM.load(SAMPLES / CONV)
     assert len(stream.requests) == 30
     first, second = stream.requests[:2]
     assert (first.arrival_s, first.new_tokens, first.output_tokens, first.adapter) == (0.0, 374, 44, None)
@@ -34,7 +34,7 @@ def test_2023() -> None:
 
 
 def test_2024(tmp_path: Path) -> None:
-    stream = azure_llm.load(SAMPLES / "azure_llm_2024_code.csv")
+    stream = AZURE_LLM.load(SAMPLES / "azure_llm_2024_code.csv")
     assert [round(request.arrival_s, 6) for request in stream.requests] == [
         0,
         0.007405,
@@ -45,23 +45,23 @@ def test_2024(tmp_path: Path) -> None:
     assert [request.new_tokens for request in stream.requests] == [2162, 2399, 76, 2376, 7670]
     # The other spelling of 2024; synthetic row, real schema.
     path = with_line(tmp_path, "azure_llm_2024_code.csv", 6, "2024-05-10 00:00:01+00:00,7670,8")
-    assert azure_llm.load(path).duration_s == pytest.approx(0.99007)
+    assert AZURE_LLM.load(path).duration_s == pytest.approx(0.99007)
 
 
 def test_a_cut_in_time_and_number() -> None:
-    whole = azure_llm.load(SAMPLES / CONV).requests
-    cut = azure_llm.load(SAMPLES / CONV, start_s=4.0, duration_s=5.0).requests
+    whole = AZURE_LLM.load(SAMPLES / CONV).requests
+    cut = AZURE_LLM.load(SAMPLES / CONV, ReadOptions(start_s=4.0, duration_s=5.0)).requests
     expected = [request for request in whole if 4.0 <= request.arrival_s < 9.0]
     assert 1 < len(expected) < 30
     assert [request.new_tokens for request in cut] == [request.new_tokens for request in expected]
     assert cut[0].arrival_s == pytest.approx(expected[0].arrival_s - 4.0)
-    assert len(azure_llm.load(SAMPLES / CONV, limit=7).requests) == 7
+    assert len(AZURE_LLM.load(SAMPLES / CONV, ReadOptions(limit=7)).requests) == 7
     with pytest.raises(ConfigError, match="no requests"):
-        azure_llm.load(SAMPLES / CONV, start_s=1e6)
+        AZURE_LLM.load(SAMPLES / CONV, ReadOptions(start_s=1e6))
 
 
 def test_adapters_and_gzip(tmp_path: Path) -> None:
-    stream = azure_llm.load(zipped(tmp_path, CONV), adapters=Adapters.in_turn((8, 16)))
+    stream = AZURE_LLM.load(zipped(tmp_path, CONV), ReadOptions(adapters=Adapters.in_turn((8, 16))))
     assert [request.adapter for request in stream.requests] == [0, 1] * 15
     assert len({request.prompt for request in stream.requests}) == 30
 
@@ -78,19 +78,23 @@ def test_adapters_and_gzip(tmp_path: Path) -> None:
 )
 def test_bad_lines(tmp_path: Path, line: str, expected: str, found: str) -> None:
     path = with_line(tmp_path, CONV, 3, line)
-    left = refuses(lambda skip: azure_llm.load(path, skip_bad_lines=skip), path, 3, expected, found)
+    left = refuses(
+        lambda skip: AZURE_LLM.load(path, ReadOptions(skip_bad_lines=skip)), path, 3, expected, found
+    )
     assert len(left.requests) == 29
 
 
 def test_another_header(tmp_path: Path) -> None:
     path = with_line(tmp_path, CONV, 1, "time,in,out")
     with pytest.raises(ConfigError, match="line 1: expected a header with TIMESTAMP, ContextTokens"):
-        azure_llm.load(path)
+        AZURE_LLM.load(path)
 
 
 def test_a_request_before_the_first_is_refused(tmp_path: Path) -> None:
     early = "2023-11-16 18:00:00.0000000,5,6"
     path = with_line(tmp_path, "azure_llm_2023_conv.csv", 5, early)
     expected = "TIMESTAMP, not before the first line's 2023-11-16 18:15:46"
-    left = refuses(lambda skip: azure_llm.load(path, skip_bad_lines=skip), path, 5, expected, "18:00:00")
+    left = refuses(
+        lambda skip: AZURE_LLM.load(path, ReadOptions(skip_bad_lines=skip)), path, 5, expected, "18:00:00"
+    )
     assert len(left.requests) == 29

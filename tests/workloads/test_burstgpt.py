@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from manylora.config import ConfigError
-from manylora.workloads import burstgpt
 from manylora.workloads.assembly import Adapters
+from manylora.workloads.traces import BURSTGPT, ReadOptions
 from tests.workloads.damage import refuses
 
 ROWS = """\
@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_rows(path: Path) -> None:
-    stream = burstgpt.load(path, adapters=Adapters.named(("ChatGPT", "GPT-4"), (8, 64)))
+    stream = BURSTGPT.load(path, ReadOptions(adapters=Adapters.named(("ChatGPT", "GPT-4"), (8, 64))))
     assert [(r.arrival_s, r.adapter, r.new_tokens, r.output_tokens) for r in stream.requests] == [
         (0.0, 0, 400, 20),
         (7.5, 1, 1000, 230),
@@ -41,18 +41,21 @@ def test_rows(path: Path) -> None:
 
 
 def test_cuts(path: Path) -> None:
-    cut = burstgpt.load(path, start_s=7.0, duration_s=80.0)
+    cut = BURSTGPT.load(path, ReadOptions(start_s=7.0, duration_s=80.0))
     assert [(request.arrival_s, request.new_tokens) for request in cut.requests] == [(0.5, 1000), (1.0, 60)]
-    api = burstgpt.load(path, log_type="API log")
+    api = BURSTGPT.load(path, ReadOptions(only="API log"))
     assert [request.new_tokens for request in api.requests] == [1000, 60]
-    assert [request.new_tokens for request in burstgpt.load(path, limit=2).requests] == [400, 1000]
+    assert [request.new_tokens for request in BURSTGPT.load(path, ReadOptions(limit=2)).requests] == [
+        400,
+        1000,
+    ]
 
 
 def test_no_request_comes_before_the_first(tmp_path: Path) -> None:
     path = tmp_path / "mixed.csv"
     path.write_text(ROWS + "2,ChatGPT,1,1,2,API log\n")
     expected = "Timestamp, not before the first line's 3"
-    left = refuses(lambda skip: burstgpt.load(path, skip_bad_lines=skip), path, 7, expected, "2")
+    left = refuses(lambda skip: BURSTGPT.load(path, ReadOptions(skip_bad_lines=skip)), path, 7, expected, "2")
     assert len(left.requests) == 4
 
 
@@ -62,13 +65,13 @@ def test_columns_may_be_more_and_in_another_order(tmp_path: Path) -> None:
         "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
         "5,1,2.5,ChatGPT,100,20,120,Conversation log\n"
     )
-    assert burstgpt.load(path).requests[0].new_tokens == 100
+    assert BURSTGPT.load(path).requests[0].new_tokens == 100
 
 
 def test_gzip(path: Path) -> None:
-    before = burstgpt.load(path)
+    before = BURSTGPT.load(path)
     path.write_bytes(gzip.compress(path.read_bytes()))
-    assert burstgpt.load(path) == before
+    assert BURSTGPT.load(path) == before
 
 
 @pytest.mark.parametrize(
@@ -83,11 +86,13 @@ def test_gzip(path: Path) -> None:
 )
 def test_bad_lines(path: Path, line: str, expected: str, found: str) -> None:
     path.write_text(ROWS.replace("10.5,GPT-4,1000,230,1230,API log", line))
-    left = refuses(lambda skip: burstgpt.load(path, skip_bad_lines=skip), path, 3, expected, found)
+    left = refuses(
+        lambda skip: BURSTGPT.load(path, ReadOptions(skip_bad_lines=skip)), path, 3, expected, found
+    )
     assert len(left.requests) == 3
 
 
 def test_another_header(path: Path) -> None:
     path.write_text(ROWS.replace("Log Type", "Type"))
     with pytest.raises(ConfigError, match="line 1: expected a header with Timestamp, Model"):
-        burstgpt.load(path)
+        BURSTGPT.load(path)

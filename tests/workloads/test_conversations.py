@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from manylora.workloads import conversations
-from manylora.workloads.assembly import Adapters
-from manylora.workloads.conversations import LengthPair
+from manylora.workloads.assembly import NO_TIMES, Adapters
+from manylora.workloads.conversations import LMSYS, SHAREGPT, LengthPair, load_arena, read_lengths
+from manylora.workloads.traces import ReadOptions
 from tests.workloads.damage import SAMPLES, refuses, with_line, zipped
 
 LENGTHS = "sharegpt_lengths.csv"
@@ -26,7 +26,7 @@ def sharegpt(name: str, *said: tuple[str, str]) -> dict[str, Any]:
     return {"id": name, "conversations": [{"from": who, "value": text} for who, text in said]}
 
 
-SHAREGPT = [
+SHAREGPT_ROWS = [
     sharegpt("one_0", ("human", "hello"), ("gpt", "hi"), ("human", "and now?"), ("gpt", "bye")),
     sharegpt("one_1", ("gpt", "as I said"), ("human", "yes"), ("gpt", "so")),
     sharegpt("empty"),
@@ -47,7 +47,7 @@ def lmsys(name: str, model: str, language: str, *said: tuple[str, str]) -> dict[
     }
 
 
-LMSYS = [
+LMSYS_ROWS = [
     lmsys("a", "vicuna-13b", "English", ("user", "hello"), ("assistant", "hi")),
     lmsys("b", "koala-13b", "German", ("user", "hallo"), ("assistant", "guten Tag")),
     lmsys("c", "vicuna-13b", "English", ("user", "x"), ("assistant", "y"), ("user", "z"), ("assistant", "w")),
@@ -67,7 +67,7 @@ def by_line(folder: Path, records: list[dict[str, Any]]) -> Path:
 
 
 def test_sharegpt(tmp_path: Path) -> None:
-    stream = conversations.load_sharegpt(an_array(tmp_path, SHAREGPT), encode=letters)
+    stream = SHAREGPT.load(an_array(tmp_path, SHAREGPT_ROWS), ReadOptions(encode=letters))
     assert [(r.conversation, r.turn, r.new_tokens, r.output_tokens) for r in stream.requests] == [
         (0, 0, 5, 2),
         (0, 1, 8, 3),
@@ -75,13 +75,17 @@ def test_sharegpt(tmp_path: Path) -> None:
         (3, 0, 8 + 5, 12),
     ]
     assert stream.requests[0].prompt[0] == stream.requests[3].prompt[1]  # both say hello
-    assert "1 dialogs without an answer left out" in stream.notes
-    assert conversations.load_sharegpt(by_line(tmp_path, SHAREGPT), encode=letters) == stream
+    assert stream.notes[1:] == (
+        "lengths: counted by the given tokenizer",
+        NO_TIMES,
+        "1 dialogs without an answer left out",
+    )
+    assert SHAREGPT.load(by_line(tmp_path, SHAREGPT_ROWS), ReadOptions(encode=letters)) == stream
 
 
 def test_sharegpt_adapters_by_conversation_and_limit(tmp_path: Path) -> None:
-    path = an_array(tmp_path, SHAREGPT)
-    stream = conversations.load_sharegpt(path, adapters=Adapters.named(("one_1",), (8,)), limit=2)
+    path = an_array(tmp_path, SHAREGPT_ROWS)
+    stream = SHAREGPT.load(path, ReadOptions(adapters=Adapters.named(("one_1",), (8,)), limit=2))
     assert [request.adapter for request in stream.requests] == [None, None, 0]
 
 
@@ -96,16 +100,16 @@ def test_sharegpt_adapters_by_conversation_and_limit(tmp_path: Path) -> None:
     ],
 )
 def test_sharegpt_bad_records(tmp_path: Path, record: dict[str, Any], expected: str, found: str) -> None:
-    path = an_array(tmp_path, [SHAREGPT[0], record, SHAREGPT[3]])
+    path = an_array(tmp_path, [SHAREGPT_ROWS[0], record, SHAREGPT_ROWS[3]])
     left = refuses(
-        lambda skip: conversations.load_sharegpt(path, skip_bad_lines=skip), path, 3, expected, found
+        lambda skip: SHAREGPT.load(path, ReadOptions(skip_bad_lines=skip)), path, 3, expected, found
     )
     assert len(left.requests) == 3
 
 
 def test_lmsys(tmp_path: Path) -> None:
-    stream = conversations.load_lmsys(
-        by_line(tmp_path, LMSYS), encode=letters, adapters=Adapters.in_turn((8, 16))
+    stream = LMSYS.load(
+        by_line(tmp_path, LMSYS_ROWS), ReadOptions(encode=letters, adapters=Adapters.in_turn((8, 16)))
     )
     assert [(r.conversation, r.turn, r.adapter, r.new_tokens, r.output_tokens) for r in stream.requests] == [
         (0, 0, 0, 5, 2),
@@ -113,11 +117,11 @@ def test_lmsys(tmp_path: Path) -> None:
         (2, 0, 0, 1, 1),
         (2, 1, 0, 1, 1),
     ]
-    path = an_array(tmp_path, LMSYS)
-    assert conversations.load_lmsys(path, encode=letters, adapters=Adapters.in_turn((8, 16))) == stream
-    english = conversations.load_lmsys(path, language="English")
+    path = an_array(tmp_path, LMSYS_ROWS)
+    assert LMSYS.load(path, ReadOptions(encode=letters, adapters=Adapters.in_turn((8, 16)))) == stream
+    english = LMSYS.load(path, ReadOptions(only="English"))
     assert [(request.conversation, request.turn) for request in english.requests] == [(0, 0), (1, 0), (1, 1)]
-    assert len(conversations.load_lmsys(path, language="English", limit=1).requests) == 1
+    assert len(LMSYS.load(path, ReadOptions(only="English", limit=1)).requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -136,8 +140,8 @@ def test_lmsys(tmp_path: Path) -> None:
     ],
 )
 def test_lmsys_bad_records(tmp_path: Path, name: str, value: object, expected: str, found: str) -> None:
-    path = an_array(tmp_path, [LMSYS[0], {**LMSYS[1], name: value}, LMSYS[2]])
-    left = refuses(lambda skip: conversations.load_lmsys(path, skip_bad_lines=skip), path, 3, expected, found)
+    path = an_array(tmp_path, [LMSYS_ROWS[0], {**LMSYS_ROWS[1], name: value}, LMSYS_ROWS[2]])
+    left = refuses(lambda skip: LMSYS.load(path, ReadOptions(skip_bad_lines=skip)), path, 3, expected, found)
     assert len(left.requests) == 3
 
 
@@ -161,8 +165,8 @@ def arena(tstamp: float, a: str, b: str, language: str = "English") -> dict[str,
 
 def test_arena(tmp_path: Path) -> None:
     rows = [arena(1682351591.5, "koala", "gpt"), arena(1682351590.0, "gpt", "t5", "German")]
-    stream = conversations.load_arena(
-        by_line(tmp_path, rows), encode=letters, adapters=Adapters.in_turn((8, 16, 32))
+    stream = load_arena(
+        by_line(tmp_path, rows), ReadOptions(encode=letters, adapters=Adapters.in_turn((8, 16, 32)))
     )
     assert [
         (r.arrival_s, r.conversation, r.turn, r.adapter, r.new_tokens, r.output_tokens)
@@ -177,7 +181,7 @@ def test_arena(tmp_path: Path) -> None:
         (1.5, 3, 0, 0, 5, 3),
         (1.5, 3, 1, 0, 3, 3),
     ]
-    english = conversations.load_arena(an_array(tmp_path, rows), language="English")
+    english = load_arena(an_array(tmp_path, rows), ReadOptions(only="English"))
     assert [(request.arrival_s, request.conversation) for request in english.requests] == [
         (0.0, 0),
         (0.0, 0),
@@ -198,16 +202,16 @@ def test_arena_bad_records(tmp_path: Path, name: str, value: object, expected: s
     path = an_array(
         tmp_path, [arena(1.0, "a", "b"), {**arena(2.0, "a", "b"), name: value}, arena(3.0, "a", "b")]
     )
-    left = refuses(lambda skip: conversations.load_arena(path, skip_bad_lines=skip), path, 3, expected, found)
+    left = refuses(lambda skip: load_arena(path, ReadOptions(skip_bad_lines=skip)), path, 3, expected, found)
     assert len(left.requests) == 8
 
 
 def test_lengths(tmp_path: Path) -> None:
-    found = conversations.read_lengths(SAMPLES / LENGTHS)
+    found = read_lengths(SAMPLES / LENGTHS)
     assert found.pairs[:3] == (LengthPair(74, 918), LengthPair(290, 905), LengthPair(1402, 711))
     rows = list(csv.DictReader((SAMPLES / LENGTHS).open()))
     assert [sum(pair) for pair in found.pairs] == [int(row["num_total_tokens"]) for row in rows]
-    assert conversations.read_lengths(zipped(tmp_path, LENGTHS), limit=3).pairs == found.pairs[:3]
+    assert read_lengths(zipped(tmp_path, LENGTHS), ReadOptions(limit=3)).pairs == found.pairs[:3]
 
 
 @pytest.mark.parametrize(
@@ -221,6 +225,6 @@ def test_lengths(tmp_path: Path) -> None:
 def test_lengths_bad_lines(tmp_path: Path, line: str, expected: str, found: str) -> None:
     path = with_line(tmp_path, LENGTHS, 2, line)
     left = refuses(
-        lambda skip: conversations.read_lengths(path, skip_bad_lines=skip), path, 2, expected, found
+        lambda skip: read_lengths(path, ReadOptions(skip_bad_lines=skip)), path, 2, expected, found
     )
     assert len(left.pairs) == 39

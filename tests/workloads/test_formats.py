@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from manylora.config import ConfigError
-from manylora.workloads.formats import FORMATS, Wish, read_file
+from manylora.workloads.formats import FORMATS, WorkloadOptions, read_file
 from manylora.workloads.stream import Stream
 
 
-def read(path: Path, name: str, **wish: object) -> Stream:
-    return read_file(path, name, Wish(**wish))  # type: ignore[arg-type]
+def read(path: Path, name: str, **options: object) -> Stream:
+    return read_file(path, name, WorkloadOptions(**options))  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 from manylora.workloads import mooncake
 from manylora.workloads.assembly import Adapters
 from manylora.workloads.stream import Piece
+from manylora.workloads.traces import ReadOptions
 from tests.workloads.damage import SAMPLES, refuses, with_line, zipped
 
 TRACE = "mooncake_conversation.jsonl"
@@ -44,15 +45,15 @@ def test_equal_ids_are_equal_pieces() -> None:
 
 def test_arrivals_spread_within_their_step() -> None:
     steps = mooncake.load(SAMPLES / TRACE).requests
-    spread = mooncake.load(SAMPLES / TRACE, spread_s=3.0, seed=4)
+    spread = mooncake.load(SAMPLES / TRACE, ReadOptions(seed=4), spread_s=3.0)
     delays = {
         request.conversation: request.arrival_s - steps[request.conversation].arrival_s
         for request in spread.requests
     }
     assert all(0 <= delay < 3 for delay in delays.values())
     assert len(set(delays.values())) == 40
-    assert spread.requests == mooncake.load(SAMPLES / TRACE, spread_s=3.0, seed=4).requests
-    assert spread.requests != mooncake.load(SAMPLES / TRACE, spread_s=3.0, seed=5).requests
+    assert spread.requests == mooncake.load(SAMPLES / TRACE, ReadOptions(seed=4), spread_s=3.0).requests
+    assert spread.requests != mooncake.load(SAMPLES / TRACE, ReadOptions(seed=5), spread_s=3.0).requests
     assert any("seed 4" in note for note in spread.notes)
 
 
@@ -67,14 +68,14 @@ def test_adapters_follow_the_second_block(tmp_path: Path) -> None:
             for ids in blocks
         )
     )
-    stream = mooncake.load(path, adapters=Adapters.in_turn((8, 8, 8)))
+    stream = mooncake.load(path, ReadOptions(adapters=Adapters.in_turn((8, 8, 8))))
     assert [request.adapter for request in stream.requests] == [0, 1, 0, 2]
 
 
 def test_gzip_and_limit(tmp_path: Path) -> None:
     whole = mooncake.load(zipped(tmp_path, TRACE))
     assert whole.requests == mooncake.load(SAMPLES / TRACE).requests
-    assert mooncake.load(SAMPLES / TRACE, limit=3).requests == whole.requests[:3]
+    assert mooncake.load(SAMPLES / TRACE, ReadOptions(limit=3)).requests == whole.requests[:3]
 
 
 @pytest.mark.parametrize(
@@ -108,5 +109,7 @@ def test_gzip_and_limit(tmp_path: Path) -> None:
 )
 def test_bad_lines(tmp_path: Path, line: str, expected: str, found: str) -> None:
     path = with_line(tmp_path, TRACE, 5, line)
-    left = refuses(lambda skip: mooncake.load(path, skip_bad_lines=skip), path, 5, expected, found)
+    left = refuses(
+        lambda skip: mooncake.load(path, ReadOptions(skip_bad_lines=skip)), path, 5, expected, found
+    )
     assert len(left.requests) == 39

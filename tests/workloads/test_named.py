@@ -1,4 +1,4 @@
-"""The catalogue: every name gives a stream, files are fitted to a wish, bad names are refused."""
+"""The catalogue: every name gives a stream, files are fitted to the options, bad names are refused."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from manylora.config import ConfigError
 from manylora.workloads import parallel_text
 from manylora.workloads.assembly import Adapters
 from manylora.workloads.parallel_text import ParallelText, SentencePair
+from manylora.workloads.traces import ReadOptions
 from tests.workloads.damage import SAMPLES, refuses, with_line, zipped
 
 TABLE = "ntrex_128.tsv"
@@ -25,7 +26,7 @@ def test_two_columns() -> None:
     assert parallel_text.languages(SAMPLES / TABLE) == ("eng", "deu", "fra", "arb", "jpn")
     found = parallel_text.read_tsv(SAMPLES / TABLE, "fra", "deu")
     assert found.pairs == tuple(SentencePair(row[2], row[1]) for row in CELLS[1:])
-    assert len(parallel_text.read_tsv(SAMPLES / TABLE, "fra", "deu", limit=4).pairs) == 4
+    assert len(parallel_text.read_tsv(SAMPLES / TABLE, "fra", "deu", ReadOptions(limit=4)).pairs) == 4
     with pytest.raises(ConfigError, match=r"line 1: expected a header with eng, tlh"):
         parallel_text.read_tsv(SAMPLES / TABLE, "eng", "tlh")
 
@@ -50,28 +51,28 @@ def test_two_files(tmp_path: Path) -> None:
     assert parallel_text.read_lines(eng, deu) == expected
     deu.write_bytes(gzip.compress(deu.read_bytes()))
     assert parallel_text.read_lines(eng, deu) == expected
-    assert parallel_text.read_lines(eng, deu, limit=2).pairs == expected.pairs[:2]
+    assert parallel_text.read_lines(eng, deu, ReadOptions(limit=2)).pairs == expected.pairs[:2]
 
 
 def test_two_files_stay_aligned_when_a_line_is_left_out(tmp_path: Path) -> None:
     eng, deu = two_files(tmp_path, "one\n\nthree\nfour\n", "eins\nzwei\ndrei\n \n")
     with pytest.raises(ConfigError, match=r"test.eng, line 2: expected a sentence, found 'an empty line'"):
         parallel_text.read_lines(eng, deu)
-    found = parallel_text.read_lines(eng, deu, skip_bad_lines=True)
+    found = parallel_text.read_lines(eng, deu, ReadOptions(skip_bad_lines=True))
     assert found.pairs == (SentencePair("one", "eins"), SentencePair("three", "drei"))
     assert found.notes == ("test.eng and test.deu: 2 malformed lines left out",)
     deu.write_bytes(b"eins\nzwei\ndr\xff\nvier\n")
     eng.write_text("one\ntwo\nthree\nfour\n")
     with pytest.raises(ConfigError, match=r"test.deu, line 3: expected UTF-8 text"):
         parallel_text.read_lines(eng, deu)
-    assert len(parallel_text.read_lines(eng, deu, skip_bad_lines=True).pairs) == 3
+    assert len(parallel_text.read_lines(eng, deu, ReadOptions(skip_bad_lines=True)).pairs) == 3
 
 
 @pytest.mark.parametrize("skip", [False, True])
 def test_two_files_of_unlike_length(tmp_path: Path, skip: bool) -> None:
     eng, deu = two_files(tmp_path, "one\ntwo\n", "eins\n")
     with pytest.raises(ConfigError, match=r"test.deu, line 2: expected as many lines"):
-        parallel_text.read_lines(eng, deu, skip_bad_lines=skip)
+        parallel_text.read_lines(eng, deu, ReadOptions(skip_bad_lines=skip))
 
 
 def test_a_stream_takes_turns_between_pairs() -> None:
@@ -81,7 +82,7 @@ def test_a_stream_takes_turns_between_pairs() -> None:
         "deu-eng": ParallelText((SentencePair("eins", "one"), SentencePair("zwei", "two"))),
     }
     stream = parallel_text.load(
-        texts, encode=letters, adapters=Adapters.in_turn((8, 16, 32)), instruction="Say: "
+        texts, ReadOptions(Adapters.in_turn((8, 16, 32)), encode=letters), instruction="Say: "
     )
     assert [
         ("".join(chr(t) for t in r.prompt[1].tokens or ()), r.output_tokens, r.adapter)
@@ -110,7 +111,11 @@ def test_estimated_lengths_count_bytes() -> None:
 def test_bad_lines(tmp_path: Path, line: str, expected: str, found: str) -> None:
     path = with_line(tmp_path, TABLE, 6, line)
     left = refuses(
-        lambda skip: parallel_text.read_tsv(path, "eng", "deu", skip_bad_lines=skip), path, 6, expected, found
+        lambda skip: parallel_text.read_tsv(path, "eng", "deu", ReadOptions(skip_bad_lines=skip)),
+        path,
+        6,
+        expected,
+        found,
     )
     assert len(left.pairs) == 11
     assert parallel_text.read_tsv(zipped(tmp_path, TABLE), "eng", "deu").pairs[4] not in left.pairs

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from manylora.workloads import taskmaster
 from manylora.workloads.assembly import Adapters
 from manylora.workloads.stream import StreamRequest, prompt_tokens
+from manylora.workloads.taskmaster import TASKMASTER
+from manylora.workloads.traces import ReadOptions
 from tests.workloads.damage import SAMPLES, refuses, with_line, zipped
 
 TM1, TM3, TM4 = "taskmaster_tm1.json", "taskmaster_tm3_reward.json", "taskmaster_tm4.json"
@@ -27,7 +28,7 @@ def prompts(requests: tuple[StreamRequest, ...]) -> list[list[str]]:
 
 
 def test_tm1_people_only() -> None:
-    requests = taskmaster.load(SAMPLES / TM1, encode=letters).requests
+    requests = TASKMASTER.load(SAMPLES / TM1, ReadOptions(encode=letters)).requests
     said = [u["text"] for u in json.loads((SAMPLES / TM1).read_text())[0]["utterances"]]
     assert prompts(requests) == [[text] for text in said[0::2]]
     assert [request.output_tokens for request in requests] == [len(text) for text in said[1::2]]
@@ -36,7 +37,7 @@ def test_tm1_people_only() -> None:
 
 
 def test_tm3_rewarded_turns_share_their_beginning() -> None:
-    stream = taskmaster.load(SAMPLES / TM3, encode=letters, adapters=Adapters.in_turn((8, 8)))
+    stream = TASKMASTER.load(SAMPLES / TM3, ReadOptions(encode=letters, adapters=Adapters.in_turn((8, 8))))
     first, second = (
         [request for request in stream.requests if request.conversation == number] for number in (0, 1)
     )
@@ -59,7 +60,7 @@ def test_tm3_rewarded_turns_share_their_beginning() -> None:
 
 def test_tm3_turns_with_tools() -> None:
     dialogs = [json.loads(line) for line in (SAMPLES / TURNS).read_text().splitlines()]
-    stream = taskmaster.load(SAMPLES / TURNS, encode=letters)
+    stream = TASKMASTER.load(SAMPLES / TURNS, ReadOptions(encode=letters))
     for number, dialog in enumerate(dialogs):
         its = tuple(request for request in stream.requests if request.conversation == number)
         # Every turn answers a run of input: as many as there are steps from input to the model's words.
@@ -71,7 +72,7 @@ def test_tm3_turns_with_tools() -> None:
 
 
 def test_tm4_calls_come_after_the_users_words() -> None:
-    requests = taskmaster.load(SAMPLES / TM4, encode=letters).requests
+    requests = TASKMASTER.load(SAMPLES / TM4, ReadOptions(encode=letters)).requests
     notes = json.loads((SAMPLES / TM4).read_text())[0]["utterances"][0]["annotations"]
     values = [note["value"] for note in notes]
     assert prompts(requests)[:3] == [["one Chai Latte please"], values[2:4], values[6:8]]
@@ -95,15 +96,19 @@ def test_tm3_apis_come_before_the_assistants_words(tmp_path: Path) -> None:
     path.write_text(
         json.dumps([{"conversation_id": "dlg-1", "vertical": "Movie Tickets", "utterances": utterances}])
     )
-    requests = taskmaster.load(path, encode=letters).requests
+    requests = TASKMASTER.load(path, ReadOptions(encode=letters)).requests
     assert prompts(requests) == [["What is on?"], ['{"find_movies": {"name.movie": "It"}}']]
     assert [request.output_tokens for request in requests] == [len('{"find_movies": {"location": "Ely"}}'), 3]
 
 
 def test_gzip_limit_and_estimates(tmp_path: Path) -> None:
-    assert taskmaster.load(zipped(tmp_path, TM4)) == taskmaster.load(SAMPLES / TM4)
-    assert {r.conversation for r in taskmaster.load(SAMPLES / TURNS, limit=3).requests} <= {0, 1, 2}
-    first = taskmaster.load(SAMPLES / TM1).requests[0]
+    assert TASKMASTER.load(zipped(tmp_path, TM4)) == TASKMASTER.load(SAMPLES / TM4)
+    assert {r.conversation for r in TASKMASTER.load(SAMPLES / TURNS, ReadOptions(limit=3)).requests} <= {
+        0,
+        1,
+        2,
+    }
+    first = TASKMASTER.load(SAMPLES / TM1).requests[0]
     assert (first.new_tokens, first.output_tokens) == (12, 10)  # by hand: 48 and 37 characters
 
 
@@ -136,5 +141,7 @@ def dialog(**fields: Any) -> str:
 )
 def test_bad_records(tmp_path: Path, line: str, expected: str, found: str) -> None:
     path = with_line(tmp_path, TURNS, 2, line)
-    left = refuses(lambda skip: taskmaster.load(path, skip_bad_lines=skip), path, 2, expected, found)
+    left = refuses(
+        lambda skip: TASKMASTER.load(path, ReadOptions(skip_bad_lines=skip)), path, 2, expected, found
+    )
     assert len({request.conversation for request in left.requests}) == 6  # and one that ends unanswered

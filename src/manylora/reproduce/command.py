@@ -11,7 +11,7 @@ from pathlib import Path
 from manylora.bench.provenance import Recording
 from manylora.config import ConfigError
 from manylora.reproduce.experiment import CLEAR, Device, Scale, Setup, show_progress
-from manylora.reproduce.registry import TITLES, experiment
+from manylora.reproduce.registry import EXPERIMENTS, experiment
 from manylora.reproduce.report import Headline
 
 
@@ -63,9 +63,9 @@ def reproduce(
 
 def print_list() -> None:
     """All names, a line each."""
-    width = max(map(len, TITLES))
-    for name, title in TITLES.items():
-        print(f"{name:<{width}}  {title}")
+    width = max(map(len, EXPERIMENTS))
+    for name, each in EXPERIMENTS.items():
+        print(f"{name:<{width}}  {each.title}")
 
 
 def _shown(figure: Headline) -> str:

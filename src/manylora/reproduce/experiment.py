@@ -1,7 +1,4 @@
-"""What an experiment is, and how much of it is run.
-
-Every experiment is a file of its own that ends in ``EXPERIMENT``; ``registry`` knows their names.
-"""
+"""What an experiment is, and how much of it is run."""
 
 from __future__ import annotations
 
@@ -10,11 +7,11 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from manylora.reproduce.report import Report
+from manylora.reproduce.report import Headline, Report, Row
 
 T = TypeVar("T")
 Scale = Literal["full", "quick", "smoke"]
@@ -52,18 +49,44 @@ class Setup:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Experiment:
-    """``devices``: where it can run, the default first. ``draw``: the picture, like the paper's.
+class GridResult:
+    """What running a grid gives. ``headline`` and ``notes``: those that need the setup or more than the rows."""
 
-    ``hardwares``: descriptions for which a simulated one can run, the default first; it takes a store, too.
+    settings: dict[str, Any]
+    rows: list[Row]
+    headline: Sequence[Headline] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Experiment:
+    """A table or figure of a paper, as data: what is run, which figures are told first, and how it is drawn.
+
+    ``paper``: the table or figure, and where its text is. ``grid`` runs all cells of a setup. ``headline``:
+    figures of the rows, beside the paper's. ``draw``: the picture, like the paper's. ``devices``: where it can
+    run, the default first. ``hardwares``: descriptions for which a simulated one can run, the default first; it
+    takes a store, too.
     """
 
     name: str
     title: str
-    devices: tuple[Device, ...]
-    run: Callable[[Setup], Report]
+    paper: str
+    grid: Callable[[Setup], GridResult]
     draw: Callable[[Report, Path], None]
+    headline: Sequence[Callable[[list[Row]], list[Headline]]] = ()
+    notes: tuple[str, ...] = ()
+    devices: tuple[Device, ...] = ("sim",)
     hardwares: tuple[str, ...] = ()
+
+    def run(self, setup: Setup) -> Report:
+        """Its report, named after the hardware too where that is not the default. Raises ConfigError."""
+        found = self.grid(setup)
+        is_default = setup.hardware in (None, *self.hardwares[:1])
+        name = self.name if is_default else f"{self.name}-{setup.hardware}"
+        figures = [figure for each in self.headline for figure in each(found.rows)]
+        headline = [*found.headline, *figures]
+        notes = (*self.notes, *found.notes)
+        return Report(name, self.title, found.settings, found.rows, headline, notes)
 
 
 def show_progress(line: str) -> None:

@@ -5,28 +5,19 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from manylora.reproduce import drawing
 from manylora.reproduce.cells import Cell, cell_costs, cell_replay
-from manylora.reproduce.experiment import Experiment, Setup
-from manylora.reproduce.report import Headline, Report, Row
+from manylora.reproduce.drawing import Points
+from manylora.reproduce.experiment import Experiment, GridResult, Setup
+from manylora.reproduce.report import Headline, Row
 from manylora.sim.replay import Outcome
 from manylora.sim.shapes import shape_named
 
-FIELDS = {"visits": "visited frequency", "cost": "swap cost", "unused": "LRU time"}
+COLUMNS = {"visits": "visited frequency", "cost": "swap cost", "unused": "LRU time"}
 PAIRS = (("unused", "visits"), ("unused", "cost"), ("cost", "visits"))
-NOTES = (
-    "Simulated: chatbot, 7B, 100 adapters, 2 requests/s under fastlibra, looked at when the last request has "
-    "ended; the paper names no scenario and no load for this figure.",
-    "A KV cache: what one turn added, its prompt and reply; visits: that turn and those after it in its "
-    "conversation. Swap cost: the transfer of its pages. LRU time: since the last use. Rank 0: the least.",
-    "The paper gives no coefficients but says that there is no clear correlation. Ours are Spearman's, ties at "
-    "their mean rank.",
-)
 
 
 class Entry(NamedTuple):
@@ -38,15 +29,15 @@ class Entry(NamedTuple):
     unused: float
 
 
-def run(setup: Setup) -> Report:
+def run(setup: Setup) -> GridResult:
     """One replay; nothing is evicted from the count."""
     cell = Cell("chatbot", "fastlibra", 2.0, 100, setup.pick(1800.0, 300.0, 20.0), seed=setup.seed)
     replay = cell_replay(cell)
     replay.run()
     found = entries(cell, replay.outcomes, replay.stream.ranks)
-    ranked = {field: ranks([getattr(entry, field) for entry in found]) for field in FIELDS}
+    ranked = {field: ranks([getattr(entry, field) for entry in found]) for field in COLUMNS}
     rows: list[Row] = [
-        {"kind": entry.kind, **{f"{field}_rank": round(float(ranked[field][index]), 1) for field in FIELDS}}
+        {"kind": entry.kind, **{f"{field}_rank": round(float(ranked[field][index]), 1) for field in COLUMNS}}
         for index, entry in enumerate(found)
     ]
     headline = []
@@ -55,10 +46,10 @@ def run(setup: Setup) -> Report:
         for a, b in PAIRS:
             values = [[getattr(entry, field) for entry in chosen] for field in (a, b)]
             headline.append(
-                Headline(f"{name}: rank correlation of {FIELDS[a]} and {FIELDS[b]}", spearman(*values))
+                Headline(f"{name}: rank correlation of {COLUMNS[a]} and {COLUMNS[b]}", spearman(*values))
             )
     settings = {"scale": setup.scale, "seed": setup.seed, "cell": dataclasses.asdict(cell)}
-    return Report(EXPERIMENT.name, EXPERIMENT.title, settings, rows, headline, NOTES)
+    return GridResult(settings, rows, headline)
 
 
 def entries(cell: Cell, outcomes: Sequence[Outcome], adapter_ranks: Sequence[int]) -> list[Entry]:
@@ -114,16 +105,21 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
     return round(float(np.corrcoef(x, y)[0, 1]), 4)
 
 
-def draw(report: Report, path: Path) -> None:
-    """Ranks against one another, a point for each KV cache or adapter."""
-    pairs = [((f"{a}_rank", f"rank of {FIELDS[a]}"), (f"{b}_rank", f"rank of {FIELDS[b]}")) for a, b in PAIRS]
-    drawing.points(report, path, pairs, series="kind")
-
-
-EXPERIMENT = Experiment(
+FIG5 = Experiment(
     "fastlibra-fig5",
     "ranks of visits, swap cost and last use of KV caches and adapters, against one another",
-    ("sim",),
+    "FastLibra, Figure 5 (§2.3.2)",
     run,
-    draw,
+    Points(
+        [((f"{a}_rank", f"rank of {COLUMNS[a]}"), (f"{b}_rank", f"rank of {COLUMNS[b]}")) for a, b in PAIRS],
+        series="kind",
+    ),
+    notes=(
+        "Simulated: chatbot, 7B, 100 adapters, 2 requests/s under fastlibra, looked at when the last request has "
+        "ended; the paper names no scenario and no load for this figure.",
+        "A KV cache: what one turn added, its prompt and reply; visits: that turn and those after it in its "
+        "conversation. Swap cost: the transfer of its pages. LRU time: since the last use. Rank 0: the least.",
+        "The paper gives no coefficients but says that there is no clear correlation. Ours are Spearman's, ties "
+        "at their mean rank.",
+    ),
 )

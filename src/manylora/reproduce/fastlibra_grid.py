@@ -1,23 +1,27 @@
 """The cases of FastLibra's evaluation (§6.1, §6.3): scenarios, models on cards, numbers of adapters, rates.
 
-Rates are fixed before policies are compared: shares of the peak that ``fastlibra`` bears in each case.
+Rates are fixed before policies are compared: shares of the peak that ``fastlibra`` bears in each case. Owns also
+how policies are compared in a headline; which figures there are is each experiment's.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from manylora.reproduce.cells import REFERENCE, Cell, CellResult, in_parallel, peak_rate, run_cells
-from manylora.reproduce.experiment import Setup
-from manylora.reproduce.report import Row, mean
+from manylora.reproduce.experiment import GridResult, Setup
+from manylora.reproduce.fastlibra_paper import AMONG_MANY, stated
+from manylora.reproduce.report import Headline, Row, change, mean
 
 SCENARIOS = ("chatbot", "translation", "agent")
 MODELS = (("llama-2-7b", 1), ("llama-2-13b", 2), ("codellama-34b", 4))
 """With the cards that the paper gives them (§6.1)."""
 ADAPTERS = (20, 50, 100)
+OURS = ("fastlibra", "manylora")
+"""Each is compared with both baselines; the paper's figures are of the first."""
 BASELINES = ("static-lru", "s-lora")
 PAPERS_NAMES = {"static-lru": "vLLM", "s-lora": "S-LoRA"}
 VARIANTS = ("fastlibra-wom", "fastlibra-wos", "fastlibra-wol")
@@ -70,6 +74,29 @@ def cases(setup: Setup) -> dict[str, Cell]:
         for scenario in scenarios
         for model, cards in models
         for num in adapters
+    }  # fmt: skip
+
+
+MANY_ADAPTERS = (1000, 2000)
+POPULARITIES = {
+    "uniform": "uniform",
+    "distinct": "round-robin",
+    "skewed-0.05": "gaussian(0.05)",
+    "skewed-0.1": "gaussian(0.1)",
+    "skewed-0.2": "gaussian(0.2)",
+}
+"""§6.9; the paper's x are in its picture alone."""
+
+
+def cases_of_many(setup: Setup, numbers: Sequence[int], names: Sequence[str]) -> dict[str, Cell]:
+    """The cases of §6.9, named "1000 uniform": chatbot and the 7B model, policy and rate as in ``cases``."""
+    return {
+        f"{number} {name}": Cell(
+            "chatbot", "fastlibra", FIRST_RATES["chatbot"], number, duration_s(setup),
+            popularity=POPULARITIES[name], seed=setup.seed,
+        )
+        for number in numbers
+        for name in names
     }  # fmt: skip
 
 
@@ -159,3 +186,75 @@ def pairs(rows: Sequence[Row], ours: str, other: str, field: str, by: str) -> li
     """(our policy's value, the other's) for each value of ``by``."""
     values = {(row[by], row["policy"]): row[field] for row in rows}
     return [(values[place, ours], values[place, other]) for place in dict.fromkeys(row[by] for row in rows)]
+
+
+# ---------------------------------------------------------------- experiments over the grid, and their headlines
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PolicyGrid:
+    """An experiment's grid: every policy in every case, at shares of ``fastlibra``'s peak.
+
+    ``rows``: what is told of the runs; ``peaks_of``: the policies whose peaks it needs besides.
+    """
+
+    cases: Callable[[Setup], dict[str, Cell]]
+    policies: Sequence[str]
+    rows: Callable[[Grid], list[Row]]
+    peaks_of: Sequence[str] = ()
+
+    def __call__(self, setup: Setup) -> GridResult:
+        """Run it."""
+        grid = run_grid(setup, self.cases(setup), self.policies, self.peaks_of)
+        return GridResult(grid.settings(setup), self.rows(grid))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Against:
+    """A headline figure: how a policy's field compares with another policy's, in the mean over cases.
+
+    ``how``: ``change`` or ``ratio``. ``by``: the row's field that names the case. ``within``, ``without``: only
+    cases whose names begin so, or do not. ``digits``: how far it is rounded; None: not at all.
+    """
+
+    metric: str
+    ours: str
+    other: str
+    field: str
+    how: Callable[[Any, Any], float | None] = change
+    by: str = "case"
+    paper: float | None = None
+    within: str = ""
+    without: str | None = None
+    digits: int | None = None
+
+    def __call__(self, rows: list[Row]) -> list[Headline]:
+        """The figure, from the experiment's rows."""
+        mine = [
+            row
+            for row in rows
+            if row[self.by].startswith(self.within)
+            and (self.without is None or not row[self.by].startswith(self.without))
+        ]
+        compared = pairs(mine, self.ours, self.other, self.field, self.by)
+        found = mean([self.how(a, b) for a, b in compared])
+        if found is not None and self.digits is not None:
+            found = round(found, self.digits)
+        return [Headline(self.metric, found, self.paper)]
+
+
+def against_both(rows: list[Row], where: str = "", digits: int | None = None) -> list[Headline]:
+    """§6.9: changes of TTFT and TPOT against both baselines together, then against each.
+
+    ``where``: what each figure's name ends in. ``digits``: as in ``Against``.
+    """
+    figures = []
+    for ours in OURS:
+        for what, paper in AMONG_MANY.items():
+            each: list[Headline] = []
+            for baseline in BASELINES:
+                metric = f"{ours}: {what} against {PAPERS_NAMES[baseline]}{where}"
+                each += Against(metric, ours, baseline, f"{what.lower()}_mean_ms", digits=digits)(rows)
+            both = mean([figure.ours for figure in each])
+            figures += [Headline(f"{ours}: {what} against both{where}", both, stated(ours, paper)), *each]
+    return figures

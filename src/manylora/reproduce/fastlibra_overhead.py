@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import platform
-from pathlib import Path
 
-from manylora.reproduce import drawing
 from manylora.reproduce.decision_times import measure
-from manylora.reproduce.experiment import Experiment, Setup
-from manylora.reproduce.report import Headline, Report, Row
+from manylora.reproduce.drawing import Bars
+from manylora.reproduce.experiment import Experiment, GridResult, Setup
+from manylora.reproduce.report import Headline, Row
 
 PAPER_REQUEST_MS = 0.5
 """§6.10: "less than 0.5ms" for matching and updating, with the largest tree."""
 PAPER_DECISION_MS = 5.0
 """§6.10: "within 5ms" for monitoring memory and deciding what to swap."""
 POLICIES = ("fastlibra", "manylora")
-NOTES = (
-    "Measured in one thread of this CPU, in Python, without a device; other work on the machine slows it. The "
-    "paper gives upper limits, not means, and does not say how large its largest tree is.",
-    "A request of 960 tokens that matches 60 pages; a decision sends 64 pages away at 96 % use.",
-)
 
 
-def run(setup: Setup) -> Report:
+def run(setup: Setup) -> GridResult:
     """Trees of two sizes at full, one otherwise; one after the other, whatever the number of workers."""
     sizes = setup.pick((100_000, 1_000_000), (100_000,), (12_000,))
     num_requests, num_decisions = setup.pick((2000, 100), (2000, 100), (200, 20))
@@ -50,19 +44,23 @@ def run(setup: Setup) -> Report:
             ),
             Headline(f"{policy}: a decision, mean ms", decision_ms, PAPER_DECISION_MS if is_papers else None),
         ]
-    return Report(EXPERIMENT.name, EXPERIMENT.title, settings, rows, headline, NOTES)
+    return GridResult(settings, rows, headline)
 
 
-def draw(report: Report, path: Path) -> None:
-    """Bars by size of the tree, with and without a host pool."""
-    panels = (("request_mean_ms", "match and update, ms"), ("decision_mean_ms", "a decision, ms"))
-    drawing.bars(report, path, panels, group="case", series="policy")
-
-
-EXPERIMENT = Experiment(
+OVERHEAD = Experiment(
     "fastlibra-overhead",
     "real time of matching and updating the tree, and of a swap decision, on this CPU",
-    ("cpu",),
+    "FastLibra, §6.10",
     run,
-    draw,
+    Bars(
+        (("request_mean_ms", "match and update, ms"), ("decision_mean_ms", "a decision, ms")),
+        group="case",
+        series="policy",
+    ),
+    notes=(
+        "Measured in one thread of this CPU, in Python, without a device; other work on the machine slows it. The "
+        "paper gives upper limits, not means, and does not say how large its largest tree is.",
+        "A request of 960 tokens that matches 60 pages; a decision sends 64 pages away at 96 % use.",
+    ),
+    devices=("cpu",),
 )

@@ -14,43 +14,39 @@ from pathlib import Path
 
 from manylora.config import ConfigError
 from manylora.reproduce.cells import Cell, in_parallel
-from manylora.reproduce.experiment import Experiment, Setup
+from manylora.reproduce.experiment import Experiment, GridResult, Setup
 from manylora.reproduce.fastlibra_table_cases import COMPARED, HARDWARE, RatesFile, Table, table
 from manylora.reproduce.fastlibra_table_peaks import Peak, Search, peak, rounded, run_into
-from manylora.reproduce.fastlibra_table_report import TITLE, report
+from manylora.reproduce.fastlibra_table_report import grid_result, headline
 from manylora.reproduce.fastlibra_table_store import CellStore
 from manylora.reproduce.fastlibra_table_text import draw
-from manylora.reproduce.report import Report
 
 GUESSED_BY = 6
 """A peak is guessed with runs so much shorter, where runs are long."""
 _LONG_S = 600.0
 
 
-def run(setup: Setup) -> Report:
-    """On the NPU's description or with an H200's profiles."""
-    return table_report(setup, setup.hardware or next(iter(HARDWARE)), setup.store, setup.is_run)
-
-
-def table_report(setup: Setup, hardware: str, store: Path | None, is_run: bool = True) -> Report:
-    """Run what the store does not have, and report all that it has. Without ``is_run``: only report.
+def run(setup: Setup) -> GridResult:
+    """Run what the store does not have, and report all that it has. Without ``setup.is_run``: only report.
 
     The rates lie beside the store, in ``fastlibra_rates_HARDWARE.json``; where that file is there already, they
     are taken from it. Raises ConfigError, also where there is no store to report from.
     """
-    if not is_run and not (store and store.exists()):
+    store = setup.store
+    if not setup.is_run and not (store and store.exists()):
         raise ConfigError(
             f"there is no store {store} to report from" if store else "name a store to report from"
         )
     if store is None:
         with tempfile.TemporaryDirectory() as folder:
-            return table_report(setup, hardware, Path(folder) / "cells.jsonl", is_run)
+            return run(dataclasses.replace(setup, store=Path(folder) / "cells.jsonl"))
+    hardware = setup.hardware or next(iter(HARDWARE))
     shown = table(setup, hardware)
     rates = RatesFile(store.with_name(f"fastlibra_rates_{hardware}.json"), shown)
-    if is_run:
+    if setup.is_run:
         find_rates(setup, shown, rates, store)
         fill(setup, shown, rates, store)
-    return report(setup, shown, rates.rates, CellStore(store))
+    return grid_result(setup, shown, rates.rates, CellStore(store))
 
 
 def find_rates(setup: Setup, shown: Table, rates: RatesFile, store: Path) -> None:
@@ -107,16 +103,17 @@ def _first_peak(store: Path, shown: Table, cell: Cell) -> Peak:
     guess = cell
     if cell.duration_s >= _LONG_S:
         shorter = dataclasses.replace(cell, duration_s=cell.duration_s / GUESSED_BY)
-        found = _peak(store, shown.guess, shorter).per_s
-        guess = dataclasses.replace(cell, rate=rounded(found)) if found else cell
+        guessed = _peak(store, shown.guess, shorter).per_s
+        guess = dataclasses.replace(cell, rate=rounded(guessed)) if guessed else cell
     return _peak(store, shown.search, guess)
 
 
-EXPERIMENT = Experiment(
+TABLE = Experiment(
     "fastlibra-table",
-    TITLE,
-    ("sim",),
+    "Every cache policy and limit in every FastLibra case",
+    "FastLibra, §6.3 to §6.9",
     run,
     draw,
-    tuple(HARDWARE),
+    (headline,),
+    hardwares=tuple(HARDWARE),
 )

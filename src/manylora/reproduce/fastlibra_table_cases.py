@@ -14,9 +14,15 @@ from typing import Any
 from manylora.config import ConfigError
 from manylora.reproduce.cells import MEASURED, REFERENCE, Cell
 from manylora.reproduce.experiment import Setup
-from manylora.reproduce.fastlibra_fig16 import ADAPTERS as MANY
-from manylora.reproduce.fastlibra_fig16 import POPULARITIES
-from manylora.reproduce.fastlibra_grid import BASELINES, FIRST_RATES, VARIANTS, cases, duration_s, rate_shares
+from manylora.reproduce.fastlibra_grid import (
+    BASELINES,
+    MANY_ADAPTERS,
+    POPULARITIES,
+    VARIANTS,
+    cases,
+    cases_of_many,
+    rate_shares,
+)
 from manylora.reproduce.fastlibra_table_peaks import LIMIT_MS, Peak, Search, rounded
 
 HARDWARE = {"npu": ("fastlibra-npu", None), "h200": (MEASURED, "fastlibra-npu")}
@@ -77,22 +83,14 @@ def table(setup: Setup, hardware: str) -> Table:
     if hardware not in HARDWARE:
         raise ConfigError(f"there is no hardware {hardware!r} for the table: use {' or '.join(HARDWARE)}")
     device, pool_like = HARDWARE[hardware]
-    numbers = setup.pick(MANY, MANY[:1], ())
+    numbers = setup.pick(MANY_ADAPTERS, MANY_ADAPTERS[:1], ())
     names = setup.pick(tuple(POPULARITIES), ("uniform",), ())
-    many = {
-        f"{number} {name}": Cell(
-            "chatbot", "fastlibra", FIRST_RATES["chatbot"], number, duration_s(setup),
-            popularity=POPULARITIES[name], seed=setup.seed,
-        )
-        for number in numbers
-        for name in names
-    }  # fmt: skip
     main, many = (
         {
             name: dataclasses.replace(cell, hardware=device, pool_like=pool_like)
             for name, cell in found.items()
         }
-        for found in (cases(setup), many)
+        for found in (cases(setup), cases_of_many(setup, numbers, names))
     )
     return Table(
         hardware, main, many, rate_shares(setup),

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from manylora.reproduce.cells import REFERENCE, Cell, CellResult
-from manylora.reproduce.experiment import Setup
+from manylora.reproduce.experiment import GridResult, Setup
 from manylora.reproduce.fastlibra_grid import (
     BASELINES,
+    OURS,
     PAPERS_NAMES,
     SCENARIOS,
     SIMULATION_NOTES,
     VARIANTS,
     WARM_NOTE,
+    Against,
+    against_both,
 )
+from manylora.reproduce.fastlibra_paper import AGAINST, IN_SCENARIOS, INVALID, OF_VARIANTS, stated
 from manylora.reproduce.fastlibra_table_cases import COMPARED, Table
 from manylora.reproduce.fastlibra_table_peaks import LIMIT_MS, known_peak
 from manylora.reproduce.fastlibra_table_store import CellStore, code_of
-from manylora.reproduce.report import Headline, Report, Row, change, mean, ratio
+from manylora.reproduce.report import Headline, Row, change, mean, ratio
 
-TITLE = "Every cache policy and limit in every FastLibra case"
 PARTS = ("queue", "adapter", "kv", "steps")
 TIMES = ("ttft_mean_ms", "tpot_mean_ms", *(f"ttft_{part}_ms" for part in PARTS))
 FIELDS = (
@@ -30,26 +34,6 @@ FIELDS = (
     "invalid_share", "preemptions",
 )  # fmt: skip
 LIMITS = ("page_kept_device", "page_kept_device_limit", "page_kept", "page_kept_limit")
-
-AGAINST = {
-    "static-lru": {"TTFT": -0.603, "TPOT": -0.339, "peak": 1.7, "memory use": 1.2, "hit rate": 1.3},
-    "s-lora": {"TTFT": -0.501, "TPOT": -0.286, "peak": 1.6, "memory use": 2.6, "hit rate": 3.2},
-}
-"""§6.3, §6.4: FastLibra's change against each, or how many times its."""
-IN_SCENARIOS = {
-    "static-lru": ("translation", -0.689, -0.525),
-    "s-lora": ("agent", -0.811, -0.346),
-}
-"""§6.3: FastLibra's change of TTFT against each in a scenario, and in the others."""
-OF_VARIANTS = {
-    "fastlibra-wom": (1.27, 1.18, -0.198), "fastlibra-wos": (1.24, 1.15, -0.172),
-    "fastlibra-wol": (1.13, 1.11, -0.131),
-}  # fmt: skip
-"""§6.6 to §6.8: TTFT and TPOT as multiples of FastLibra's, and the change of the peak."""
-INVALID = {"fastlibra-wom": 0.486, "static-lru": 0.481}
-"""§6.6, §2.3.1: of the history on the device."""
-AMONG_MANY = {"TTFT": -0.554, "TPOT": -0.162}
-"""§6.9: against both baselines together."""
 
 NOTES = {
     "npu": SIMULATION_NOTES,
@@ -80,7 +64,7 @@ ALL_NOTES = (
 )
 
 
-def report(setup: Setup, table: Table, rates: Mapping[str, list[float]], store: CellStore) -> Report:
+def grid_result(setup: Setup, table: Table, rates: Mapping[str, list[float]], store: CellStore) -> GridResult:
     """All that the store has; ``settings["missing"]`` says what it has not."""
     rows: list[Row] = []
     missing: list[str] = []
@@ -95,8 +79,8 @@ def report(setup: Setup, table: Table, rates: Mapping[str, list[float]], store: 
         for policy in table.policies(case):
             row = _row(table, case, policy, rates[case], results)
             if policy != REFERENCE and case in table.main:
-                found = known_peak(table.peak_cell(case, policy, rates), store, table.search)
-                row["peak_per_s"] = found.per_s if found else None
+                peak = known_peak(table.peak_cell(case, policy, rates), store, table.search)
+                row["peak_per_s"] = peak.per_s if peak else None
             rows.append(row)
             if row["ttft_mean_ms"] is None:
                 missing.append(f"{case}, {policy}: {row['rates_done']} of {len(rates[case])} rates")
@@ -112,8 +96,7 @@ def report(setup: Setup, table: Table, rates: Mapping[str, list[float]], store: 
     notes: tuple[str, ...] = (*NOTES[table.hardware], *ALL_NOTES, _resolution(table))
     if store.num_of_other_code:
         notes += (f"{store.num_of_other_code} lines of the store are of other code and were passed over.",)
-    name = "fastlibra-table" if table.hardware == "npu" else f"fastlibra-table-{table.hardware}"
-    return Report(name, TITLE, settings, rows, headline(rows), notes)
+    return GridResult(settings, rows, notes=notes)
 
 
 def _resolution(table: Table) -> str:
@@ -186,88 +169,61 @@ def _all_sustain(rate: float, results: Mapping[tuple[float, str], CellResult | N
 
 
 def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
+    return None if value is None else round(value, DIGITS)
 
 
 # ---------------------------------------------------------------- headline
 
 
-def compared(
-    rows: Iterable[Row], ours: str, other: str, field: str, how: Callable[[Any, Any], float | None]
-) -> float | None:
-    """The mean over cases of ``how`` our value compares with the other's in each."""
-    values: dict[str, dict[str, float | None]] = {}
-    for row in rows:
-        values.setdefault(row["case"], {})[row["policy"]] = row[field]
-    found = mean([how(case.get(ours), case.get(other)) for case in values.values()])
-    return None if found is None else round(found, 4)
+DIGITS = 4
+_Against = functools.partial(Against, digits=DIGITS)
+SUSTAINED = "rates that all sustain"
 
 
 def headline(rows: list[Row]) -> list[Headline]:
     """The paper's figures beside ours, then what we aim at."""
     main = [row for row in rows if row["group"] == "main"]
     many = [row for row in rows if row["group"] == "many"]
-    figures = []
-    for ours in ("fastlibra", "manylora"):
-        for baseline in BASELINES:
-            figures += _against(main, ours, baseline)
-    for variant in VARIANTS:
-        figures += _of_variant(main, variant)
-    for policy, stated in INVALID.items():
+    compared = [each for ours in OURS for baseline in BASELINES for each in _against(ours, baseline)]
+    compared += [each for variant in VARIANTS for each in _of_variant(variant)]
+    figures = [figure for each in compared for figure in each(main)]
+    for policy, paper in INVALID.items():
         invalid = mean([row["invalid_share"] for row in main if row["policy"] == policy])
-        figures.append(Headline(f"{policy}: invalid share of history", _rounded(invalid), stated))
+        figures.append(Headline(f"{policy}: invalid share of history", _rounded(invalid), paper))
     if many:
-        figures += _among_many(many)
+        figures += against_both(many, ", 1,000 and 2,000 adapters", DIGITS)
     return figures + _aims(main)
 
 
-def _against(main: list[Row], ours: str, baseline: str) -> list[Headline]:
-    is_papers, name = ours == "fastlibra", PAPERS_NAMES[baseline]
-    stated = AGAINST[baseline] if is_papers else {}
-    figures = []
-    for what in ("TTFT", "TPOT"):
-        field = f"{what.lower()}_mean_ms"
-        found = compared(main, ours, baseline, field, change)
-        figures.append(Headline(f"{ours}: {what} against {name}", found, stated.get(what)))
-        found = compared(main, ours, baseline, f"sustained_{field}", change)
-        figures.append(Headline(f"{ours}: {what} against {name}, rates that all sustain", found))
-    for what, field in (("peak", "peak_per_s"), ("memory use", "pool_used"), ("hit rate", "hit")):
-        found = compared(main, ours, baseline, field, ratio)
-        figures.append(Headline(f"{ours}: {what} over {name}'s", found, stated.get(what)))
+def _against(ours: str, baseline: str) -> Iterator[Against]:
+    name, paper = PAPERS_NAMES[baseline], AGAINST[baseline]
+    figures = (
+        (f"TTFT against {name}", "ttft_mean_ms", change, paper.ttft),
+        (f"TTFT against {name}, {SUSTAINED}", "sustained_ttft_mean_ms", change, None),
+        (f"TPOT against {name}", "tpot_mean_ms", change, paper.tpot),
+        (f"TPOT against {name}, {SUSTAINED}", "sustained_tpot_mean_ms", change, None),
+        (f"peak over {name}'s", "peak_per_s", ratio, paper.peak),
+        (f"memory use over {name}'s", "pool_used", ratio, paper.used),
+        (f"hit rate over {name}'s", "hit", ratio, paper.hit),
+    )
+    for what, field, how, figure in figures:
+        yield _Against(f"{ours}: {what}", ours, baseline, field, how, paper=stated(ours, figure))
     scenario, in_it, in_others = IN_SCENARIOS[baseline]
-    inside = [row for row in main if row["scenario"] == scenario]
-    others = [row for row in main if row["scenario"] != scenario]
-    for rows, where, paper in ((inside, scenario, in_it), (others, f"without {scenario}", in_others)):
-        found = compared(rows, ours, baseline, "ttft_mean_ms", change)
-        figures.append(Headline(f"{ours}: TTFT against {name}, {where}", found, paper if is_papers else None))
-    return figures
+    against = functools.partial(_Against, ours=ours, other=baseline, field="ttft_mean_ms")
+    what = f"{ours}: TTFT against {name}"
+    yield against(f"{what}, {scenario}", paper=stated(ours, in_it), within=scenario)
+    yield against(f"{what}, without {scenario}", paper=stated(ours, in_others), without=scenario)
 
 
-def _of_variant(main: list[Row], variant: str) -> list[Headline]:
+def _of_variant(variant: str) -> Iterator[Against]:
     ttft, tpot, peak = OF_VARIANTS[variant]
-    return [
-        Headline(f"{variant}: TTFT ratio", compared(main, variant, "fastlibra", "ttft_mean_ms", ratio), ttft),
-        Headline(
-            f"{variant}: TTFT ratio, rates that all sustain",
-            compared(main, variant, "fastlibra", "sustained_ttft_mean_ms", ratio),
-        ),
-        Headline(f"{variant}: TPOT ratio", compared(main, variant, "fastlibra", "tpot_mean_ms", ratio), tpot),
-        Headline(f"{variant}: peak change", compared(main, variant, "fastlibra", "peak_per_s", change), peak),
-    ]
-
-
-def _among_many(many: list[Row]) -> list[Headline]:
-    figures = []
-    for ours in ("fastlibra", "manylora"):
-        for what, paper in AMONG_MANY.items():
-            found = [compared(many, ours, b, f"{what.lower()}_mean_ms", change) for b in BASELINES]
-            names = ("both", *(PAPERS_NAMES[baseline] for baseline in BASELINES))
-            stated = (paper if ours == "fastlibra" else None, None, None)
-            figures += [
-                Headline(f"{ours}: {what} against {name}, 1,000 and 2,000 adapters", value, beside)
-                for name, value, beside in zip(names, (mean(found), *found), stated, strict=True)
-            ]
-    return figures
+    for what, field, how, figure in (
+        ("TTFT ratio", "ttft_mean_ms", ratio, ttft),
+        (f"TTFT ratio, {SUSTAINED}", "sustained_ttft_mean_ms", ratio, None),
+        ("TPOT ratio", "tpot_mean_ms", ratio, tpot),
+        ("peak change", "peak_per_s", change, peak),
+    ):
+        yield _Against(f"{variant}: {what}", variant, "fastlibra", field, how, paper=figure)
 
 
 def _aims(main: list[Row]) -> list[Headline]:
@@ -284,9 +240,8 @@ def _aims(main: list[Row]) -> list[Headline]:
         ),
     ]
     for other in ("fastlibra", "lru", REFERENCE):
-        for field, where in (("ttft_mean_ms", ""), ("sustained_ttft_mean_ms", ", rates that all sustain")):
-            found = compared(main, "manylora", other, field, change)
-            figures.append(Headline(f"manylora: TTFT against {other}{where}", found))
+        for field, where in (("ttft_mean_ms", ""), ("sustained_ttft_mean_ms", f", {SUSTAINED}")):
+            figures += _Against(f"manylora: TTFT against {other}{where}", "manylora", other, field)(main)
     for tier, field in (("device", "page_kept_device"), ("device and host", "page_kept")):
         kept = [ratio(row[field], row[f"{field}_limit"]) for row in main if row["policy"] == "manylora"]
         figures.append(Headline(f"manylora: pages kept of the most possible, {tier}", _rounded(mean(kept))))

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from manylora.reproduce import drawing
+from manylora.reproduce.drawing import Bars
 from manylora.reproduce.fastlibra_grid import BASELINES
 from manylora.reproduce.fastlibra_table_report import LIMITS, PARTS, finished, parts
 from manylora.reproduce.report import Report, Row, mean, ratio
@@ -206,7 +206,5 @@ def draw(report: Report, path: Path) -> None:
     panels = tuple(
         zip(fields, ("TTFT, ms", "TTFT where all sustain, ms", "TPOT, ms", "peak over fastlibra's"))
     )
-    drawing.bars(
-        dataclasses.replace(report, rows=rows), path, panels, group="case", series="policy",
-        is_log=fields[:2],
-    )  # fmt: skip
+    bars = Bars(panels, group="case", series="policy", is_log=fields[:2])
+    bars(dataclasses.replace(report, rows=rows), path)

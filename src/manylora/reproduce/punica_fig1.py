@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from manylora.reproduce import drawing
-from manylora.reproduce.experiment import Experiment, Setup
-from manylora.reproduce.report import Headline, Report, Row, ratio
+from manylora.reproduce.drawing import LinePanels
+from manylora.reproduce.experiment import Experiment, GridResult, Setup
+from manylora.reproduce.report import Headline, Row, ratio
 from manylora.sim.analytical import AnalyticalCosts
 from manylora.sim.costs import StepWork, prefill_pairs
 from manylora.sim.hardware import HARDWARE
@@ -32,7 +30,7 @@ REAL_NOTE = (
 )
 
 
-def run(setup: Setup) -> Report:
+def run(setup: Setup) -> GridResult:
     """Simulated, or measured with the engine's executor."""
     batches, lengths = _sizes(setup)
     wanted = [(stage, n, b) for stage in ("prefill", "decode") for n in lengths for b in batches]
@@ -45,9 +43,8 @@ def run(setup: Setup) -> Report:
         for (stage, length, batch), taken in zip(wanted, seconds, strict=True)
     ]
     settings = {"scale": setup.scale, "device": setup.device, **about}
-    notes = (*NOTES, SIM_NOTE if setup.device == "sim" else REAL_NOTE)
     headline = _headline(rows, batches, lengths, setup.device != "cpu")
-    return Report(EXPERIMENT.name, EXPERIMENT.title, settings, rows, headline, notes)
+    return GridResult(settings, rows, headline, (SIM_NOTE if setup.device == "sim" else REAL_NOTE,))
 
 
 def _sizes(setup: Setup) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -110,18 +107,12 @@ def _headline(
     return figures
 
 
-def draw(report: Report, path: Path) -> None:
-    """Time over batch size: prefill and decode, a line for each length."""
-    drawing.line_panels(
-        report, path, panel="stage", series="length", x=("batch", "batch size"), y=("ms", "ms"),
-        is_shared=False,
-    )  # fmt: skip
-
-
-EXPERIMENT = Experiment(
+FIG1 = Experiment(
     "punica-fig1",
     "Latency of prefill and decode steps by batch size and sequence length",
-    ("sim", "cpu", "cuda"),
+    "Punica, Figure 1 (§2.1)",
     run,
-    draw,
+    LinePanels(panel="stage", series="length", x=("batch", "batch size"), y=("ms", "ms"), is_shared=False),
+    notes=NOTES,
+    devices=("sim", "cpu", "cuda"),
 )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from manylora.bench.kernels_settings import POPULARITIES, model_counts
-from manylora.reproduce import drawing
-from manylora.reproduce.experiment import Experiment, Setup
+from manylora.reproduce.drawing import LinePanels
+from manylora.reproduce.experiment import Experiment, GridResult, Setup
 from manylora.reproduce.punica_workload import RANK
-from manylora.reproduce.report import Headline, Report, Row, mean, ratio
+from manylora.reproduce.report import Headline, Row, mean, ratio
 from manylora.sim.shapes import shape_named
 
 MODELS = ("llama-2-7b", "llama-2-13b")
@@ -25,7 +23,7 @@ NOTES = (
 )
 
 
-def run(setup: Setup) -> Report:
+def run(setup: Setup) -> GridResult:
     """All popularities of one batch in turn, batch by batch."""
     from manylora.bench.dummies import DEMO
     from manylora.bench.kernels import device_name
@@ -61,7 +59,7 @@ def run(setup: Setup) -> Report:
                 setup.show(f"{len(rows)} of {len(shapes) * len(cases)} timed")
         del rig  # before the next one's pool is taken
     settings = {"scale": setup.scale, "device": setup.device, "machine": machine, "repeats": repeats}
-    return Report(EXPERIMENT.name, EXPERIMENT.title, settings, rows, _headline(rows), NOTES)
+    return GridResult(settings, rows)
 
 
 def _headline(rows: list[Row]) -> list[Headline]:
@@ -79,18 +77,15 @@ def _headline(rows: list[Row]) -> list[Headline]:
     return figures
 
 
-def draw(report: Report, path: Path) -> None:
-    """Time over batch size, a panel for each model and length, a line for each popularity."""
-    drawing.line_panels(
-        report, path, panel="case", series="popularity", x=("batch", "batch size"), y=("ms", "ms a layer"),
-        is_shared=False,
-    )  # fmt: skip
-
-
-EXPERIMENT = Experiment(
+FIG10 = Experiment(
     "punica-fig10",
     "One transformer layer with LoRA, by batch size, model, length and popularity",
-    ("cuda",),
+    "Punica, Figure 10 (§7.1)",
     run,
-    draw,
+    LinePanels(
+        panel="case", series="popularity", x=("batch", "batch size"), y=("ms", "ms a layer"), is_shared=False
+    ),
+    (_headline,),
+    notes=NOTES,
+    devices=("cuda",),
 )

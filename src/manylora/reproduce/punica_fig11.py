@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from pathlib import Path
 
 from manylora.bench.closed_loop import Gate, LoopRequest, LoopResult
 from manylora.bench.kernels_settings import POPULARITIES
 from manylora.config import CacheConfig, PolicyConfig
-from manylora.reproduce import drawing
 from manylora.reproduce.cells import HOST_POOL_BYTES, PAGE_TOKENS, in_parallel
-from manylora.reproduce.experiment import Experiment, Setup
+from manylora.reproduce.drawing import Bars
+from manylora.reproduce.experiment import Experiment, GridResult, Setup
 from manylora.reproduce.punica_loop import SimulatedLoop
 from manylora.reproduce.punica_workload import LENGTHS_NOTE, MOST_TOKENS, RANK, TextRequest, text_requests
-from manylora.reproduce.report import Headline, Report, Row, mean, ratio
+from manylora.reproduce.report import Headline, Row, mean, ratio
 from manylora.sim.analytical import AnalyticalCosts
 from manylora.sim.hardware import HARDWARE
 from manylora.sim.shapes import ModelShape, shape_named
@@ -77,7 +76,7 @@ class Load:
         return found[: run.num_requests]
 
 
-def run(setup: Setup) -> Report:
+def run(setup: Setup) -> GridResult:
     """Every system under every popularity."""
     load = _load(setup)
     models = _models(setup)
@@ -99,8 +98,9 @@ def run(setup: Setup) -> Report:
         "scale": setup.scale, "device": setup.device, "seed": setup.seed, "at_once": AT_ONCE, "rank": RANK,
         "requests": load.total, "lengths_divided_by": load.divisor, **about,
     }  # fmt: skip
-    notes = (*NOTES, SIM_NOTE if setup.device == "sim" else REAL_NOTE)
-    return Report(EXPERIMENT.name, EXPERIMENT.title, settings, rows, _headline(rows, load), notes)
+    return GridResult(
+        settings, rows, _headline(rows, load), (SIM_NOTE if setup.device == "sim" else REAL_NOTE,)
+    )
 
 
 def _load(setup: Setup) -> Load:
@@ -237,15 +237,12 @@ def _headline(rows: list[Row], load: Load) -> list[Headline]:
     return figures
 
 
-def draw(report: Report, path: Path) -> None:
-    """Bars of tokens per second by model and popularity."""
-    drawing.bars(report, path, (("tokens_per_s", "tokens/s"),), group="case", series="system")
-
-
-EXPERIMENT = Experiment(
+FIG11 = Experiment(
     "punica-fig11",
     "Text generation on one card, batching across adapters or within one",
-    ("sim", "cpu", "cuda"),
+    "Punica, Figure 11 (§7.2)",
     run,
-    draw,
+    Bars((("tokens_per_s", "tokens/s"),), group="case", series="system"),
+    notes=NOTES,
+    devices=("sim", "cpu", "cuda"),
 )

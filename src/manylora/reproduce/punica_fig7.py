@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from manylora.bench.kernels_settings import POPULARITIES, model_counts
-from manylora.reproduce import drawing
-from manylora.reproduce.experiment import Experiment, Setup
+from manylora.reproduce.drawing import Roofline
+from manylora.reproduce.experiment import Experiment, GridResult, Setup
 from manylora.reproduce.punica_workload import RANK
-from manylora.reproduce.report import Headline, Report, Row, ratio
+from manylora.reproduce.report import Headline, Row, ratio
 
 if TYPE_CHECKING:
     from manylora.reproduce.lora_rig import LoraRig
@@ -38,7 +37,7 @@ def sgmv_bytes(inputs: int, models: int, h_in: int, h_out: int, itemsize: int) -
     return (inputs * (h_in + h_out) + models * h_in * h_out) * itemsize
 
 
-def run(setup: Setup) -> Report:
+def run(setup: Setup) -> GridResult:
     """Each batch under all four popularities, in turn."""
     from manylora.bench.kernels import ceilings
     from manylora.reproduce.lora_rig import LoraRig
@@ -58,7 +57,7 @@ def run(setup: Setup) -> Report:
         "scale": setup.scale, "device": setup.device, "h_in": RANK, "h_out": hidden, "repeats": repeats,
         "bytes_per_s": bytes_per_s, "flops": flops, **rig.description,
     }  # fmt: skip
-    return Report(EXPERIMENT.name, EXPERIMENT.title, settings, rows, _headline(rows), NOTES)
+    return GridResult(settings, rows)
 
 
 def _rows(rig: LoraRig, batch: int, repeats: int) -> list[Row]:
@@ -92,18 +91,13 @@ def _headline(rows: list[Row]) -> list[Headline]:
     return figures
 
 
-def draw(report: Report, path: Path) -> None:
-    """FLOP/s over FLOP per byte, both logarithmic, below the roof."""
-    drawing.roofline(
-        report, path, x=("flop_per_byte", "FLOP per byte"), y=("flop_per_s", "FLOP/s"), series="popularity",
-        bytes_per_s=report.settings["bytes_per_s"], flops=report.settings["flops"],
-    )  # fmt: skip
-
-
-EXPERIMENT = Experiment(
+FIG7 = Experiment(
     "punica-fig7",
     "Roofline of the batched LoRA operator, by popularity of the adapters",
-    ("cpu", "cuda"),
+    "Punica, Figure 7 (§7.1)",
     run,
-    draw,
+    Roofline(x=("flop_per_byte", "FLOP per byte"), y=("flop_per_s", "FLOP/s"), series="popularity"),
+    (_headline,),
+    notes=NOTES,
+    devices=("cpu", "cuda"),
 )

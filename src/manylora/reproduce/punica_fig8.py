@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manylora.bench.kernels_settings import POPULARITIES, model_counts
-from manylora.reproduce import drawing
-from manylora.reproduce.experiment import Experiment, Setup
+from manylora.reproduce.drawing import LinePanels
+from manylora.reproduce.experiment import Experiment, GridResult, Setup
 from manylora.reproduce.punica_workload import RANK
-from manylora.reproduce.report import Headline, Report, Row, ratio
+from manylora.reproduce.report import Headline, Row, ratio
 
 if TYPE_CHECKING:
     from manylora.reproduce.lora_rig import Case, LoraRig
@@ -38,7 +37,7 @@ NOTES = (
 )
 
 
-def run(setup: Setup) -> Report:
+def run(setup: Setup) -> GridResult:
     """All operators on one batch in turn, batch by batch."""
     from manylora.reproduce.lora_rig import LoraRig
 
@@ -55,7 +54,7 @@ def run(setup: Setup) -> Report:
         **rig.description,
     }  # fmt: skip
     headline = _headline(rows, setup.device == "cuda")
-    return Report(EXPERIMENT.name, EXPERIMENT.title, settings, rows, headline, NOTES)
+    return GridResult(settings, rows, headline)
 
 
 def _rows(rig: LoraRig, popularity: str, batch: int, repeats: int) -> list[Row]:
@@ -128,18 +127,14 @@ def _headline(rows: list[Row], is_gpu: bool) -> list[Headline]:
     return figures
 
 
-def draw(report: Report, path: Path) -> None:
-    """Time over batch size, a panel for each popularity."""
-    drawing.line_panels(
-        report, path, panel="popularity", series="operator", x=("batch", "batch size"), y=("us", "us"),
-        is_log=("us",),
-    )  # fmt: skip
-
-
-EXPERIMENT = Experiment(
+FIG8 = Experiment(
     "punica-fig8",
     "The batched LoRA operator against a loop over adapters and against Gather-BMM",
-    ("cpu", "cuda"),
+    "Punica, Figure 8 (§7.1)",
     run,
-    draw,
+    LinePanels(
+        panel="popularity", series="operator", x=("batch", "batch size"), y=("us", "us"), is_log=("us",)
+    ),
+    notes=NOTES,
+    devices=("cpu", "cuda"),
 )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from manylora.bench.kernels_settings import POPULARITIES, model_counts
-from manylora.reproduce import drawing
-from manylora.reproduce.experiment import Experiment, Setup
+from manylora.reproduce.drawing import LinePanels
+from manylora.reproduce.experiment import Experiment, GridResult, Setup
 from manylora.reproduce.punica_fig8 import SIZES
-from manylora.reproduce.report import Headline, Report, Row, ratio
+from manylora.reproduce.report import Headline, Row, ratio
 
 RANKS = (8, 16, 32, 64)
 PAPER_ONE_US = 42.0
@@ -25,7 +23,7 @@ NOTES = (
 )
 
 
-def run(setup: Setup) -> Report:
+def run(setup: Setup) -> GridResult:
     """All ranks of one batch in turn, batch by batch."""
     from manylora.reproduce.lora_rig import LoraRig
 
@@ -45,7 +43,7 @@ def run(setup: Setup) -> Report:
         "scale": setup.scale, "device": setup.device, "h1": h1, "h2": h2, "repeats": repeats, **rig.description,
     }  # fmt: skip
     headline = _headline(rows, setup.device == "cuda")
-    return Report(EXPERIMENT.name, EXPERIMENT.title, settings, rows, headline, NOTES)
+    return GridResult(settings, rows, headline)
 
 
 def _headline(rows: list[Row], is_gpu: bool) -> list[Headline]:
@@ -66,17 +64,12 @@ def _headline(rows: list[Row], is_gpu: bool) -> list[Headline]:
     return figures
 
 
-def draw(report: Report, path: Path) -> None:
-    """Time over batch size, a panel for each popularity, a line for each rank."""
-    drawing.line_panels(
-        report, path, panel="popularity", series="rank", x=("batch", "batch size"), y=("us", "us")
-    )
-
-
-EXPERIMENT = Experiment(
+FIG9 = Experiment(
     "punica-fig9",
     "The batched LoRA operator by rank and batch size, by popularity of the adapters",
-    ("cpu", "cuda"),
+    "Punica, Figure 9 (§7.1)",
     run,
-    draw,
+    LinePanels(panel="popularity", series="rank", x=("batch", "batch size"), y=("us", "us")),
+    notes=NOTES,
+    devices=("cpu", "cuda"),
 )

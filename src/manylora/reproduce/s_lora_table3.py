@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from manylora.reproduce import drawing
 from manylora.reproduce.cells import in_parallel
-from manylora.reproduce.experiment import Experiment, Setup
-from manylora.reproduce.report import Headline, Report, Row, ratio
+from manylora.reproduce.drawing import Bars
+from manylora.reproduce.experiment import Experiment, GridResult, Setup
+from manylora.reproduce.report import Headline, Row, ratio
 from manylora.reproduce.s_lora_baselines import measure_packed, measure_peft
 from manylora.reproduce.s_lora_cells import NOTES, Case, measure
 
@@ -33,7 +31,7 @@ OVER_PACKED, OVER_PEFT = 4.0, 30.0
 """§7.2: up to so many times the throughput of vLLM-packed and of PEFT."""
 
 
-def run(setup: Setup) -> Report:
+def run(setup: Setup) -> GridResult:
     """In simulation as in the paper; on a CPU with the demo model and the real PEFT."""
     if setup.device == "cpu":
         # Brings torch, transformers and PEFT.
@@ -43,9 +41,7 @@ def run(setup: Setup) -> Report:
     else:
         rows, settings, notes = _simulated(setup)
     settings = {"scale": setup.scale, "seed": setup.seed, "device": setup.device, **settings}
-    return Report(
-        EXPERIMENT.name, EXPERIMENT.title, settings, rows, _headline(rows, setup.device == "sim"), notes
-    )
+    return GridResult(settings, rows, _headline(rows, setup.device == "sim"), notes)
 
 
 def _simulated(setup: Setup) -> tuple[list[Row], dict[str, object], tuple[str, ...]]:
@@ -117,16 +113,12 @@ def _headline(rows: list[Row], is_papers: bool) -> list[Headline]:
     return figures
 
 
-def draw(report: Report, path: Path) -> None:
-    """Bars by setting and number of adapters; no bar: out of memory, or not run."""
-    panels = (("throughput_per_s", "throughput, requests/s"),)
-    drawing.bars(report, path, panels, group="case", series="system")
-
-
-EXPERIMENT = Experiment(
+TABLE3 = Experiment(
     "s-lora-table3",
     "Throughput by number of adapters, beside PEFT and merged copies",
-    ("cpu", "sim"),
+    "S-LoRA, Table 3 (§7.2)",
     run,
-    draw,
+    # No bar: out of memory, or not run.
+    Bars((("throughput_per_s", "throughput, requests/s"),), group="case", series="system"),
+    devices=("cpu", "sim"),
 )

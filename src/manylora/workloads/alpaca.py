@@ -6,48 +6,52 @@ No times: requests arrive at 0 (see assembly.py). Sources and licences: docs/wor
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from manylora.workloads.assembly import NO_TIMES, Adapters, TextPieces
-from manylora.workloads.stream import Encode, Stream, StreamRequest, in_order
-from manylora.workloads.text_file import BadLine, TextFile, string
+import msgspec
+
+from manylora.workloads.assembly import NO_TIMES, TextPieces
+from manylora.workloads.rows import RowType
+from manylora.workloads.stream import Stream, StreamRequest, in_order
+from manylora.workloads.text_file import BadLine, TextFile
+from manylora.workloads.traces import WHOLE, ReadOptions
 
 
-def load(
-    path: Path | str,
-    *,
-    encode: Encode | None = None,
-    adapters: Adapters | None = None,
-    limit: int | None = None,
-    skip_bad_lines: bool = False,
-) -> Stream:
-    """The first ``limit`` instructions, each a request: the instruction, its input if any, the answer's length.
+class _Record(msgspec.Struct, frozen=True):
+    instruction: str
+    input: str
+    output: str
+
+    def __post_init__(self) -> None:
+        if not self.instruction.strip():
+            raise BadLine("instruction, a text that is not empty", self.instruction)
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.instruction}\n\n{self.input}" if self.input.strip() else self.instruction
+
+
+def load(path: Path | str, options: ReadOptions = WHOLE) -> Stream:
+    """The first ``options.limit`` records, each a request: instruction and input if any, and the answer's length.
 
     No template is put around them. Records whose answer is empty are left out and counted in the notes. Key of a
     request: its number in the file, from 0. Raises ConfigError for a malformed record.
     """
-    file = TextFile(path, skip_bad_lines)
-    adapters = adapters or Adapters()
-    pieces = TextPieces(encode)
+    file = TextFile(path, options.skip_bad_lines)
+    pieces = TextPieces(options.encode)
     requests = []
     empty = 0
-    for number, (prompt_text, answer) in enumerate(itertools.islice(file.records(_record), limit)):
-        prompt, output_tokens = pieces.pieces(prompt_text), pieces.length(answer)
+    records = itertools.islice(file.records(RowType(_Record)), options.limit)
+    for number, record in enumerate(records):
+        prompt, output_tokens = pieces.pieces(record.prompt), pieces.length(record.output)
         if not prompt or not output_tokens:
             empty += 1
             continue
-        requests.append(StreamRequest(0.0, adapters.choose(str(number)), number, 0, prompt, output_tokens))
+        adapter = options.adapters.choose(str(number))
+        requests.append(StreamRequest(0.0, adapter, number, 0, prompt, output_tokens))
     notes = ["Alpaca instructions, CC BY-NC 4.0 (no commercial use): real text, no times"]
     if empty:
         notes.append(f"{empty} records without an answer left out")
-    return in_order("alpaca", requests, adapters.ranks, (*notes, *file.notes, *pieces.notes, NO_TIMES))
-
-
-def _record(record: Mapping[str, Any]) -> tuple[str, str]:
-    instruction = string(record, "instruction")
-    if not instruction.strip():
-        raise BadLine("instruction, a text that is not empty", instruction)
-    given = string(record, "input")
-    return f"{instruction}\n\n{given}" if given.strip() else instruction, string(record, "output")
+    return in_order(
+        "alpaca", requests, options.adapters.ranks, (*notes, *file.notes, *pieces.notes, NO_TIMES)
+    )

@@ -61,15 +61,6 @@ def ramp(low_rate: float, high_rate: float, duration_s: float, rng: Random) -> l
     return [moment for moment in moments if moment < duration_s]
 
 
-def from_counts(counts: Sequence[int], bin_s: float, rng: Random) -> list[float]:
-    """``counts[k]`` arrivals, each anywhere within the k-th interval of ``bin_s`` seconds."""
-    return [
-        (index + place) * bin_s
-        for index, count in enumerate(counts)
-        for place in sorted(rng.random() for _ in range(count))
-    ]
-
-
 def from_gaps(gaps_s: Sequence[float], rate: float, duration_s: float, start: int) -> list[float]:
     """Recorded gaps from number ``start`` on, again and again, stretched to just ``rate`` (as S-LoRA §7.3 does).
 

@@ -138,24 +138,17 @@ def _exchanges(dialog: Dialog, pieces: TextPieces) -> Iterator[tuple[tuple[Piece
         yield tuple(prompt), reply_tokens
 
 
-def dialog_stream(
-    name: str,
-    dialogs: Iterable[Dialog],
-    adapters: Adapters,
-    pieces: TextPieces,
-    notes: Callable[[], Sequence[str]],
-) -> Stream:
-    """A stream of dialogs; conversations are numbered in order. ``notes`` is asked when all were read."""
+def requests_of_dialogs(
+    dialogs: Iterable[Dialog], adapters: Adapters, pieces: TextPieces
+) -> tuple[list[StreamRequest], int]:
+    """The turns of all dialogs, numbered in order as conversations, and how many dialogs have no answer."""
     requests: list[StreamRequest] = []
     unanswered = 0
     for number, dialog in enumerate(dialogs):
         turns = list(dialog_requests(number, dialog, adapters, pieces))
         requests += turns
         unanswered += not turns
-    about = [*notes(), *pieces.notes, NO_TIMES]
-    if unanswered:
-        about.append(f"{unanswered} dialogs without an answer left out")
-    return in_order(name, requests, adapters.ranks, about)
+    return requests, unanswered
 
 
 NO_TIMES = "arrival times: none in the source, all 0 until some are given"

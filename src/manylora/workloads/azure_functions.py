@@ -13,8 +13,12 @@ from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
 
+import msgspec
+
 from manylora.config import ConfigError
-from manylora.workloads.text_file import BadLine, TextFile, decimal, string
+from manylora.workloads.rows import Number, RowType
+from manylora.workloads.text_file import BadLine, TextFile
+from manylora.workloads.traces import WHOLE, ReadOptions
 
 MINUTE_S = 60.0
 _MOST_A_MINUTE = 10**6
@@ -22,10 +26,10 @@ _MOST_A_MINUTE = 10**6
 
 @dataclasses.dataclass(frozen=True)
 class Invocations:
-    """When each function was called: seconds from the start of the cut, sorted; the busiest function first.
+    """When each function was called: seconds from the start, sorted; the busiest function first.
 
-    Functions as busy as each other keep the order of the file. In a shortened cut some may have no arrival left.
-    ``duration_s``: the length of the cut.
+    Functions as busy as each other keep the order of the file. Of a part of a day some may have no arrival left.
+    ``duration_s``: the length of the part.
     """
 
     arrivals_s: Mapping[str, tuple[float, ...]]
@@ -46,78 +50,65 @@ class Invocations:
         )
 
 
-def load_2019(
-    path: Path | str,
-    *,
-    seed: int,
-    first_minute: int = 1,
-    minutes: int | None = None,
-    busiest: int | None = None,
-    until_s: float | None = None,
-    limit: int | None = None,
-    skip_bad_lines: bool = False,
-) -> Invocations:
+def load_2019(path: Path | str, options: ReadOptions = WHOLE, busiest: int | None = None) -> Invocations:
     """A day's file, one row a function: an id column (``HashFunction``, or ``function``) and columns 1 to 1440.
 
-    Only the cut of ``minutes`` from ``first_minute`` (as the columns are named, from 1), only functions called
-    in it and of these the ``busiest``. Of their arrivals, which may be hundreds of millions a day, only those of
-    the minutes that ``until_s`` seconds or the first ``limit`` arrivals need. Within its minute an arrival is
-    drawn uniformly, by ``seed`` and function: what else is kept does not change a function's arrivals in a cut.
-    Raises ConfigError for a malformed line and for an impossible cut.
+    Only functions that are called, and of these the ``busiest`` of the day. Of their arrivals, which may be
+    hundreds of millions, only those of the minutes that ``options.duration_s`` or the first ``options.limit``
+    arrivals need. Within its minute an arrival is drawn uniformly, by ``options.seed`` and function: what else is
+    kept does not change a function's arrivals. Raises ConfigError for a malformed line and for a file without
+    invocations.
     """
-    file = TextFile(path, skip_bad_lines)
+    file = TextFile(path, options.skip_bad_lines)
     counts: dict[str, dict[int, int]] = {}
-    last = 0
+    length = 0
     for function, row in file.rows(("1",), _row_2019):
-        last = last or _last_minute(path, row)
-        end = last if minutes is None else first_minute + minutes - 1
-        if not 1 <= first_minute <= end <= last:
-            raise ConfigError(f"{path} has minutes 1 to {last}; {first_minute} to {end} are asked for")
+        length = length or _last_minute(path, row)
         its = counts.setdefault(function, {})
-        for minute in range(first_minute, end + 1):
+        for minute in range(1, length + 1):
             if row[minute]:
                 its[minute] = its.get(minute, 0) + row[minute]
     called = sorted((f for f in counts if counts[f]), key=lambda f: -sum(counts[f].values()))
     if not called:
         raise ConfigError(f"{path} has no invocation in the minutes asked for")
     kept = {f: counts[f] for f in called[:busiest]}
-    length = last - first_minute + 1 if minutes is None else minutes
-    if until_s is not None:
-        length = min(length, math.ceil(until_s / MINUTE_S))
-    if limit is not None:
-        each = (sum(its.get(first_minute + index, 0) for its in kept.values()) for index in range(length))
-        length = next((index for index, made in enumerate(accumulate(each), 1) if made >= limit), length)
-    arrivals = {
-        f: _spread(its, first_minute, length, random.Random(f"{seed}/{f}")) for f, its in kept.items()
-    }
-    note = f"Azure Functions trace 2019, CC BY 4.0: counts a minute, spread uniformly within it, seed {seed}"
-    return Invocations(arrivals, length * MINUTE_S, (note, *file.notes))
+    if options.duration_s is not None:
+        length = min(length, math.ceil(options.duration_s / MINUTE_S))
+    if options.limit is not None:
+        each = (sum(its.get(minute, 0) for its in kept.values()) for minute in range(1, length + 1))
+        length = next(
+            (minute for minute, made in enumerate(accumulate(each), 1) if made >= options.limit), length
+        )
+    arrivals = {f: _spread(its, length, random.Random(f"{options.seed}/{f}")) for f, its in kept.items()}
+    note = "Azure Functions trace 2019, CC BY 4.0: counts a minute, spread uniformly within it"
+    return Invocations(arrivals, length * MINUTE_S, (f"{note}, seed {options.seed}", *file.notes))
 
 
-def load_2021(
-    path: Path | str, *, busiest: int | None = None, limit: int | None = None, skip_bad_lines: bool = False
-) -> Invocations:
-    """The first ``limit`` rows of app, func, end_timestamp, duration (seconds): arrival is end minus duration.
+class _Row2021(msgspec.Struct, frozen=True):
+    app: str
+    func: str
+    end_timestamp: Number
+    duration: Number
+
+
+def load_2021(path: Path | str, options: ReadOptions = WHOLE) -> Invocations:
+    """All rows of app, func, end_timestamp, duration (seconds): arrival is end minus duration.
 
     Times count from the first arrival. A function is named ``app/func``, as func is unique only within an app.
     Raises ConfigError for a malformed line.
     """
-    file = TextFile(path, skip_bad_lines)
+    file, row_type = TextFile(path, options.skip_bad_lines), RowType(_Row2021)
     found: dict[str, list[float]] = {}
-    columns = ("app", "func", "end_timestamp", "duration")
-    for number, (function, start_s) in enumerate(file.rows(columns, _row_2021)):
-        if number == limit:
-            break
-        found.setdefault(function, []).append(start_s)
+    for row in file.rows(row_type.columns, row_type):
+        found.setdefault(f"{row.app}/{row.func}", []).append(row.end_timestamp - row.duration)
     if not found:
         raise ConfigError(f"{path} has no invocations")
     first_s = min(min(times) for times in found.values())
     called = sorted(found, key=lambda f: -len(found[f]))
     arrivals = {f: tuple(sorted(start_s - first_s for start_s in found[f])) for f in called}
     duration_s = max(times[-1] for times in arrivals.values())
-    kept = {f: arrivals[f] for f in called[:busiest]}
     note = "Azure Functions trace 2021, CC BY 4.0: real arrivals, as end minus duration"
-    return Invocations(kept, duration_s, (note, *file.notes))
+    return Invocations(arrivals, duration_s, (note, *file.notes))
 
 
 def _row_2019(row: Mapping[str, str]) -> tuple[str, dict[int, int]]:
@@ -139,18 +130,11 @@ def _last_minute(path: Path | str, row: Mapping[int, int]) -> int:
     return len(row)
 
 
-def _spread(
-    counts: Mapping[int, int], first_minute: int, minutes: int, draws: random.Random
-) -> tuple[float, ...]:
+def _spread(counts: Mapping[int, int], minutes: int, draws: random.Random) -> tuple[float, ...]:
     return tuple(
         sorted(
             (index + draws.random()) * MINUTE_S
             for index in range(minutes)
-            for _ in range(counts.get(first_minute + index, 0))
+            for _ in range(counts.get(1 + index, 0))
         )
     )
-
-
-def _row_2021(row: Mapping[str, str]) -> tuple[str, float]:
-    start_s = decimal(row, "end_timestamp") - decimal(row, "duration")
-    return f"{string(row, 'app')}/{string(row, 'func')}", start_s

@@ -7,14 +7,17 @@ lengths, no text; whoever replays it makes up the tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from manylora.config import ConfigError
 from manylora.workloads.popularity import MOST_ADAPTERS, MOST_RANK
+from manylora.workloads.rows import Count, Number, Positive, RowType
 from manylora.workloads.stream import Piece, Stream, StreamRequest, in_order
-from manylora.workloads.text_file import TextFile, decimal, whole
+from manylora.workloads.text_file import TextFile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,14 +27,14 @@ class Turn:
     The prompt is the conversation so far (``history_tokens``) and ``user_tokens`` new ones.
     """
 
-    arrival_s: float
-    conversation: int
-    turn: int
-    adapter: int
-    rank: int
-    history_tokens: int
-    user_tokens: int
-    reply_tokens: int
+    arrival_s: Number
+    conversation: Count
+    turn: Count
+    adapter: Annotated[int, msgspec.Meta(ge=0, le=MOST_ADAPTERS - 1)]
+    rank: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANK)]
+    history_tokens: Count
+    user_tokens: Positive
+    reply_tokens: Positive
 
     @property
     def prompt_tokens(self) -> int:
@@ -43,8 +46,10 @@ def read_turns(path: Path, limit: int | None = None) -> tuple[Turn, ...]:
     """The first ``limit`` turns (None: all) in order of arrival; raises ConfigError, in one line."""
     if limit is not None and limit < 1:
         raise ConfigError(f"the limit must be at least 1, got {limit}")
-    file = TextFile(path)
-    numbered = sorted(file.records(lambda row: (_turn(row), file.line)), key=lambda pair: pair[0].arrival_s)
+    file, row_type = TextFile(path), RowType(Turn)
+    numbered = sorted(
+        file.records(lambda row: (row_type(row), file.line)), key=lambda pair: pair[0].arrival_s
+    )
     if not numbered:
         raise ConfigError(f"the trace {path} is empty")
     # A prefix of the arrivals holds whole conversations' beginnings, so it is a trace as well.
@@ -107,19 +112,6 @@ def to_stream(turns: Iterable[Turn], name: str = "chat", ranks: Sequence[int] | 
         for turn in turns
     ]
     return in_order(name, requests, ranks, ("chat trace generated for this project: lengths, no text",))
-
-
-def _turn(row: Mapping[str, Any]) -> Turn:
-    return Turn(
-        arrival_s=decimal(row, "arrival_s"),
-        conversation=whole(row, "conversation"),
-        turn=whole(row, "turn"),
-        adapter=whole(row, "adapter", most=MOST_ADAPTERS - 1),
-        rank=whole(row, "rank", 1, MOST_RANK),
-        history_tokens=whole(row, "history_tokens"),
-        user_tokens=whole(row, "user_tokens", 1),
-        reply_tokens=whole(row, "reply_tokens", 1),
-    )
 
 
 def _check_together(path: Path, numbered: Iterable[tuple[Turn, int]]) -> None:

@@ -8,25 +8,145 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 from manylora.workloads.assembly import (
-    Adapters,
+    NO_TIMES,
     Dialog,
     Message,
     TextPieces,
     dialog_requests,
-    dialog_stream,
+    requests_of_dialogs,
 )
-from manylora.workloads.stream import Encode, Stream, in_order
-from manylora.workloads.text_file import BadLine, TextFile, an_object, array, decimal, string, whole
+from manylora.workloads.rows import Number, Positive, RowType
+from manylora.workloads.stream import Stream, in_order
+from manylora.workloads.text_file import TextFile
+from manylora.workloads.traces import WHOLE, ReadOptions
 
-_SHAREGPT_OURS = {"gpt": True, "chatgpt": True, "bing": True, "bard": True, "assistant": True}
-_SHAREGPT_THEIRS = {"human": False, "user": False, "system": False}
-_SHAREGPT_ROLES = _SHAREGPT_OURS | _SHAREGPT_THEIRS
-_LMSYS_ROLES = {"assistant": True, "user": False, "system": False}
+LabelledDialog = tuple[Dialog, str | None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DialogTrace:
+    """A format with a dialog a record and no times. ``about`` the data, for a stream's notes.
+
+    ``dialog``: that of a record, and its label, which ``ReadOptions.only`` is compared with; raises BadLine.
+    """
+
+    name: str
+    about: str
+    dialog: Callable[[Mapping[str, Any]], LabelledDialog]
+
+    def load(self, path: Path | str, options: ReadOptions = WHOLE) -> Stream:
+        """The first ``options.limit`` dialogs, one a line or in one array. Raises ConfigError."""
+        file = TextFile(path, options.skip_bad_lines)
+        found = file.records(self.dialog)
+        kept = (dialog for dialog, label in found if options.only in (None, label))
+        pieces = TextPieces(options.encode)
+        requests, unanswered = requests_of_dialogs(
+            itertools.islice(kept, options.limit), options.adapters, pieces
+        )
+        notes = [self.about, *file.notes, *pieces.notes, NO_TIMES]
+        if unanswered:
+            notes.append(f"{unanswered} dialogs without an answer left out")
+        return in_order(self.name, requests, options.adapters.ranks, notes)
+
+
+class _ShareGptMessage(msgspec.Struct, frozen=True):
+    role: Literal["gpt", "chatgpt", "bing", "bard", "assistant", "human", "user", "system"] = msgspec.field(
+        name="from"
+    )
+    text: str = msgspec.field(name="value")
+
+
+class _ShareGptRecord(msgspec.Struct, frozen=True):
+    conversations: list[_ShareGptMessage]
+    id: str
+
+
+class _LmsysMessage(msgspec.Struct, frozen=True):
+    role: Literal["assistant", "user", "system"]
+    text: str = msgspec.field(name="content")
+
+
+class _LmsysRecord(msgspec.Struct, frozen=True):
+    conversation: list[_LmsysMessage]
+    model: str
+    language: str
+
+
+class _ArenaRecord(msgspec.Struct, frozen=True):
+    model_a: str
+    conversation_a: list[_LmsysMessage]
+    model_b: str
+    conversation_b: list[_LmsysMessage]
+    tstamp: Number
+    language: str
+
+    def dialogs(self) -> tuple[Dialog, Dialog]:
+        return _dialog(self.model_a, self.conversation_a), _dialog(self.model_b, self.conversation_b)
+
+
+def _dialog(key: str, messages: Sequence[_ShareGptMessage | _LmsysMessage]) -> Dialog:
+    theirs = ("human", "user", "system")
+    return Dialog(key, tuple(Message(message.role not in theirs, message.text) for message in messages))
+
+
+_SHAREGPT_RECORD, _LMSYS_RECORD = RowType(_ShareGptRecord), RowType(_LmsysRecord)
+
+
+def _sharegpt(record: Mapping[str, Any]) -> LabelledDialog:
+    found = _SHAREGPT_RECORD(record)
+    return _dialog(found.id, found.conversations), None
+
+
+def _lmsys(record: Mapping[str, Any]) -> LabelledDialog:
+    found = _LMSYS_RECORD(record)
+    return _dialog(found.model, found.conversation), found.language
+
+
+SHAREGPT = DialogTrace(
+    "sharegpt",
+    "ShareGPT conversations (licence of the conversations themselves unclear): real text, no times",
+    _sharegpt,
+)
+"""``[{"id", "conversations": [{"from", "value"}]}]``. Key of a conversation: its id."""
+
+LMSYS = DialogTrace(
+    "lmsys",
+    "LMSYS conversations (licence agreement of the data set): real text and models, times not used",
+    _lmsys,
+)
+"""LMSYS-Chat-1M: ``{"conversation_id", "model", "conversation": [{"role", "content"}], "language"}``; its label is
+the language, as "English". Key of a conversation: its model, which S-LoRA (section 7) and FastLibra (section 6.2)
+take for the adapter."""
+
+
+def load_arena(path: Path | str, options: ReadOptions = WHOLE) -> Stream:
+    """LMSYS-33k, the Chatbot Arena's conversations, as JSON: FastLibra's chatbot (section 6.2).
+
+    The first ``options.limit`` rows of ``{"model_a", "model_b", "conversation_a", "conversation_b", "language",
+    "tstamp"}``, one a line or in one array (it is published as Parquet: export it). A row's label is its language.
+    It is two conversations, one with each model, that begin at its ``tstamp`` (seconds, from the earliest row's);
+    a later turn follows the reply before it at once. Key of a conversation: its model. Raises ConfigError for a
+    malformed record.
+    """
+    file = TextFile(path, options.skip_bad_lines)
+    rows = (row for row in file.records(RowType(_ArenaRecord)) if options.only in (None, row.language))
+    started = sorted(itertools.islice(rows, options.limit), key=lambda row: row.tstamp)
+    begun = [(row.tstamp - started[0].tstamp, dialog) for row in started for dialog in row.dialogs()]
+    pieces = TextPieces(options.encode)
+    requests = [
+        dataclasses.replace(request, arrival_s=began_s)
+        for number, (began_s, dialog) in enumerate(begun)
+        for request in dialog_requests(number, dialog, options.adapters, pieces)
+    ]
+    about = "LMSYS-33k (licence of the data set; texts not to be passed on): real text, models and times"
+    return in_order("lmsys-33k", requests, options.adapters.ranks, (about, *file.notes, *pieces.notes))
 
 
 class LengthPair(NamedTuple):
@@ -34,6 +154,11 @@ class LengthPair(NamedTuple):
 
     input_tokens: int
     output_tokens: int
+
+
+class _LengthsRow(msgspec.Struct, frozen=True):
+    num_prefill_tokens: Positive
+    num_decode_tokens: Positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,129 +169,18 @@ class RequestLengths:
     notes: tuple[str, ...]
 
 
-def load_sharegpt(
-    path: Path | str,
-    *,
-    encode: Encode | None = None,
-    adapters: Adapters | None = None,
-    limit: int | None = None,
-    skip_bad_lines: bool = False,
-) -> Stream:
-    """The first ``limit`` conversations of ``[{"id", "conversations": [{"from", "value"}]}]``, or one a line.
-
-    Key of a conversation: its id. Raises ConfigError for a malformed record.
-    """
-    file = TextFile(path, skip_bad_lines)
-    dialogs = itertools.islice(file.records(_sharegpt), limit)
-    source = "ShareGPT conversations (licence of the conversations themselves unclear): real text, no times"
-    return dialog_stream(
-        "sharegpt", dialogs, adapters or Adapters(), TextPieces(encode), lambda: (source, *file.notes)
-    )
-
-
-def load_lmsys(
-    path: Path | str,
-    *,
-    encode: Encode | None = None,
-    adapters: Adapters | None = None,
-    language: str | None = None,
-    limit: int | None = None,
-    skip_bad_lines: bool = False,
-) -> Stream:
-    """The first ``limit`` conversations of ``{"conversation_id", "model", "conversation": [{"role", "content"}],
-    "language"}`` (LMSYS-Chat-1M), one a line or in one array; ``language``: only these, as "English".
-
-    Key of a conversation: its model, which S-LoRA (section 7) and FastLibra (section 6.2) take for the adapter.
-    Raises ConfigError for a malformed record.
-    """
-    file = TextFile(path, skip_bad_lines)
-    found = file.records(_lmsys)
-    kept = (dialog for dialog, spoken in found if language is None or spoken == language)
-    source = "LMSYS conversations (licence agreement of the data set): real text and models, times not used"
-    return dialog_stream(
-        "lmsys",
-        itertools.islice(kept, limit),
-        adapters or Adapters(),
-        TextPieces(encode),
-        lambda: (source, *file.notes),
-    )
-
-
-def load_arena(
-    path: Path | str,
-    *,
-    encode: Encode | None = None,
-    adapters: Adapters | None = None,
-    language: str | None = None,
-    limit: int | None = None,
-    skip_bad_lines: bool = False,
-) -> Stream:
-    """LMSYS-33k, the Chatbot Arena's conversations, as JSON: FastLibra's chatbot (section 6.2).
-
-    The first ``limit`` rows of ``{"model_a", "model_b", "conversation_a", "conversation_b", "language",
-    "tstamp"}``, one a line or in one array (it is published as Parquet: export it). A row is two conversations,
-    one with each model, that begin at its ``tstamp`` (seconds, from the earliest row's); a later turn follows
-    the reply before it at once. Key of a conversation: its model. Raises ConfigError for a malformed record.
-    """
-    file = TextFile(path, skip_bad_lines)
-    rows = (row for row in file.records(_arena) if language is None or row[2] == language)
-    started = sorted(itertools.islice(rows, limit), key=lambda row: row[0])
-    dialogs = [(began_s, dialog) for began_s, pair, _ in started for dialog in pair]
-    adapters, pieces = adapters or Adapters(), TextPieces(encode)
-    requests = [
-        dataclasses.replace(request, arrival_s=began_s - started[0][0])
-        for number, (began_s, dialog) in enumerate(dialogs)
-        for request in dialog_requests(number, dialog, adapters, pieces)
-    ]
-    source = "LMSYS-33k (licence of the data set; texts not to be passed on): real text, models and times"
-    return in_order("lmsys-33k", requests, adapters.ranks, (source, *file.notes, *pieces.notes))
-
-
-def read_lengths(
-    path: Path | str, *, limit: int | None = None, skip_bad_lines: bool = False
-) -> RequestLengths:
-    """The first ``limit`` rows of num_prefill_tokens, num_decode_tokens (Sarathi-Serve's processed ShareGPT).
+def read_lengths(path: Path | str, options: ReadOptions = WHOLE) -> RequestLengths:
+    """The first ``options.limit`` rows of Sarathi-Serve's ShareGPT: num_prefill_tokens, num_decode_tokens.
 
     Draw from them at random: the file is no sequence of arrivals. Raises ConfigError for a malformed line.
     """
-    file = TextFile(path, skip_bad_lines)
-    rows = file.rows(("num_prefill_tokens", "num_decode_tokens"), _lengths)
-    pairs = tuple(itertools.islice(rows, limit))
+    file = TextFile(path, options.skip_bad_lines)
+    row_type = RowType(_LengthsRow)
+    rows = file.rows(row_type.columns, row_type)
+    pairs = tuple(
+        LengthPair(row.num_prefill_tokens, row.num_decode_tokens)
+        for row in itertools.islice(rows, options.limit)
+    )
     return RequestLengths(
         pairs, ("ShareGPT lengths (Llama-2 tokens, by Sarathi-Serve), Apache-2.0", *file.notes)
     )
-
-
-def _sharegpt(record: Mapping[str, Any]) -> Dialog:
-    messages = _messages(array(record, "conversations"), "from", "value", _SHAREGPT_ROLES)
-    return Dialog(string(record, "id"), messages)
-
-
-def _lmsys(record: Mapping[str, Any]) -> tuple[Dialog, str]:
-    messages = _messages(array(record, "conversation"), "role", "content", _LMSYS_ROLES)
-    return Dialog(string(record, "model"), messages), string(record, "language")
-
-
-def _arena(record: Mapping[str, Any]) -> tuple[float, tuple[Dialog, Dialog], str]:
-    one, other = (
-        Dialog(
-            string(record, f"model_{side}"),
-            _messages(array(record, f"conversation_{side}"), "role", "content", _LMSYS_ROLES),
-        )
-        for side in "ab"
-    )
-    return decimal(record, "tstamp"), (one, other), string(record, "language")
-
-
-def _messages(found: Any, role: str, content: str, roles: Mapping[str, bool]) -> tuple[Message, ...]:
-    messages = []
-    for message in map(an_object, found):
-        speaker = string(message, role)
-        if speaker not in roles:
-            raise BadLine(f"{role}, one of {', '.join(roles)}", speaker)
-        messages.append(Message(roles[speaker], string(message, content)))
-    return tuple(messages)
-
-
-def _lengths(row: Mapping[str, str]) -> LengthPair:
-    return LengthPair(whole(row, "num_prefill_tokens", 1), whole(row, "num_decode_tokens", 1))

@@ -10,25 +10,16 @@ from pathlib import Path
 from random import Random
 
 from manylora.config import ConfigError
-from manylora.workloads import (
-    alpaca,
-    azure_functions,
-    azure_llm,
-    burstgpt,
-    chat,
-    conversations,
-    extracts,
-    mooncake,
-    parallel_text,
-    servegen,
-    taskmaster,
-)
+from manylora.workloads import alpaca, azure_functions, chat, extracts, mooncake, parallel_text, servegen
 from manylora.workloads.arrivals import check_load
 from manylora.workloads.assembly import NO_TIMES, Adapters, assign, lone_request, with_arrivals
+from manylora.workloads.conversations import LMSYS, SHAREGPT, load_arena
 from manylora.workloads.popularity import Popularity, check_adapters, mapped_functions, parse_ranks
 from manylora.workloads.scenarios import RANKS, THINK_S
 from manylora.workloads.stream import Stream, StreamRequest, in_order
+from manylora.workloads.taskmaster import TASKMASTER
 from manylora.workloads.terms import Form, Number, parse_term, suggestion
+from manylora.workloads.traces import AZURE_LLM, BURSTGPT, WHOLE, ReadOptions, TimedTrace
 
 MOONCAKE_STEP_S = 3.0
 """Its conversation trace's timestamps come in such steps; arrivals are spread over them."""
@@ -36,8 +27,8 @@ _SERVEGEN_DURATION_S = 600.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wish:
-    """What a workload is asked to be; None: as it is in the file, or as its name has it.
+class WorkloadOptions:
+    """What is asked of a workload. None leaves a part as the file, or the named workload, has it.
 
     ``rate``: requests a second, in the mean. ``popularity`` draws an adapter for each conversation; without one
     the file's own keys take the adapters in turn (docs of each loader: what a key is). ``skip_bad_lines``: leave
@@ -79,9 +70,20 @@ class Wish:
             return None
         return Adapters.in_turn(self.drawn_ranks(self.num_adapters))
 
+    @property
+    def read_all(self) -> ReadOptions:
+        """How a whole file is read."""
+        adapters = self.own_adapters() or Adapters()
+        return ReadOptions(adapters, seed=self.seed, skip_bad_lines=self.skip_bad_lines)
 
-def read_file(path: Path, file_format: str, wish: Wish) -> Stream:
-    """The file as a stream, fitted to the wish. Raises ConfigError, in one line."""
+    @property
+    def read_part(self) -> ReadOptions:
+        """How a file with times is read: no more of it than these options need."""
+        return dataclasses.replace(self.read_all, duration_s=self.cut_s, limit=self.limit)
+
+
+def read_file(path: Path, file_format: str, options: WorkloadOptions) -> Stream:
+    """The file as a stream, fitted to the options. Raises ConfigError, in one line."""
     if file_format not in FORMATS:
         known = ", ".join(FORMATS)
         raise ConfigError(
@@ -89,40 +91,45 @@ def read_file(path: Path, file_format: str, wish: Wish) -> Stream:
         )
     if not os.path.exists(path):
         raise ConfigError(f"cannot read {path}: there is no such file")
-    check_load(1.0 if wish.rate is None else wish.rate, 1.0 if wish.duration_s is None else wish.duration_s)
-    if wish.num_adapters is not None:
-        check_adapters(wish.num_adapters)
-    if wish.popularity is not None and wish.num_adapters is None:
-        raise ConfigError(f"a popularity, {wish.popularity}, needs a number of adapters")
-    if wish.ranks is not None and wish.num_adapters is None and not FORMATS[file_format].has_adapters:
-        raise ConfigError(f"ranks, {wish.ranks}, need a number of adapters")
-    stream = FORMATS[file_format].read(path, wish)
-    if wish.popularity is not None and not FORMATS[file_format].has_functions:
-        stream = _with_popularity(stream, wish.popularity, wish)
-    stream = _at_rate(stream, wish)
-    if wish.duration_s is None:
+    check_load(
+        1.0 if options.rate is None else options.rate,
+        1.0 if options.duration_s is None else options.duration_s,
+    )
+    if options.num_adapters is not None:
+        check_adapters(options.num_adapters)
+    if options.popularity is not None and options.num_adapters is None:
+        raise ConfigError(f"a popularity, {options.popularity}, needs a number of adapters")
+    if options.ranks is not None and options.num_adapters is None and not FORMATS[file_format].has_adapters:
+        raise ConfigError(f"ranks, {options.ranks}, need a number of adapters")
+    stream = FORMATS[file_format].read(path, options)
+    if options.popularity is not None and not FORMATS[file_format].has_functions:
+        stream = _with_popularity(stream, options.popularity, options)
+    stream = _at_rate(stream, options)
+    if options.duration_s is None:
         return stream
-    kept = tuple(request for request in stream.requests if request.arrival_s < wish.duration_s)
+    kept = tuple(request for request in stream.requests if request.arrival_s < options.duration_s)
     return dataclasses.replace(stream, requests=kept)
 
 
-def _with_popularity(stream: Stream, popularity: str, wish: Wish) -> Stream:
-    assert wish.num_adapters is not None
-    draws = Popularity.parse(popularity).draws(wish.num_adapters, Random(f"{wish.seed} adapters"))
-    stream = assign(stream, wish.drawn_ranks(wish.num_adapters), lambda _first: next(draws))
-    return dataclasses.replace(stream, notes=(*stream.notes, f"popularity: {popularity}, seed {wish.seed}"))
+def _with_popularity(stream: Stream, popularity: str, options: WorkloadOptions) -> Stream:
+    assert options.num_adapters is not None
+    draws = Popularity.parse(popularity).draws(options.num_adapters, Random(f"{options.seed} adapters"))
+    stream = assign(stream, options.drawn_ranks(options.num_adapters), lambda _first: next(draws))
+    return dataclasses.replace(
+        stream, notes=(*stream.notes, f"popularity: {popularity}, seed {options.seed}")
+    )
 
 
-def _at_rate(stream: Stream, wish: Wish) -> Stream:
-    if wish.rate is None:
+def _at_rate(stream: Stream, options: WorkloadOptions) -> Stream:
+    if options.rate is None:
         return stream
     if NO_TIMES not in stream.notes:
-        return _scaled(stream, wish.rate, wish.num_first)
-    dice = Random(f"{wish.seed} arrivals")
-    moments = itertools.accumulate(dice.expovariate(wish.rate) for _ in itertools.repeat(None))
+        return _scaled(stream, options.rate, options.num_first)
+    dice = Random(f"{options.seed} arrivals")
+    moments = itertools.accumulate(dice.expovariate(options.rate) for _ in itertools.repeat(None))
     lone = all(request.turn == 0 for request in stream.requests)
     stream = with_arrivals(stream, moments, lambda: dice.expovariate(1 / THINK_S))
-    note = f"arrivals: at random, {wish.rate:g} turns/s"
+    note = f"arrivals: at random, {options.rate:g} turns/s"
     if not lone:
         note += f"; from one turn to the next {THINK_S:g} s, exponential, while others can begin (assumed)"
     return dataclasses.replace(stream, notes=(*stream.notes, note))
@@ -140,14 +147,26 @@ def _scaled(stream: Stream, rate: float, num_first: int | None) -> Stream:
     return stream.first(count).since(began_s).with_rate(rate * (end_s - began_s) / count)
 
 
-def _chat(path: Path, wish: Wish) -> Stream:
+def _chat(path: Path, options: WorkloadOptions) -> Stream:
     stream = chat.to_stream(chat.read_turns(path))
-    if (adapters := wish.own_adapters()) is None:
+    if (adapters := options.own_adapters()) is None:
         return stream
     return assign(stream, adapters.ranks, lambda first: adapters.choose(str(first.adapter)))
 
 
-def _ntrex(path: Path, wish: Wish) -> Stream:
+def _timed(trace: TimedTrace) -> Callable[[Path, WorkloadOptions], Stream]:
+    return lambda path, options: trace.load(path, options.read_part)
+
+
+def _whole(load: Callable[[Path, ReadOptions], Stream]) -> Callable[[Path, WorkloadOptions], Stream]:
+    return lambda path, options: load(path, options.read_all)
+
+
+def _mooncake(path: Path, options: WorkloadOptions) -> Stream:
+    return mooncake.load(path, options.read_all, spread_s=MOONCAKE_STEP_S)
+
+
+def _ntrex(path: Path, options: WorkloadOptions) -> Stream:
     """The published folder, a file a language, or a TSV with a column a language."""
     files = parallel_text.ntrex_files(path) if path.is_dir() else {}
     codes = tuple(files) if path.is_dir() else parallel_text.languages(path)
@@ -163,92 +182,89 @@ def _ntrex(path: Path, wish: Wish) -> Stream:
     def read(names: Sequence[str]) -> list[parallel_text.ParallelText]:
         chosen = [pairs[name] for name in names]
         if not files:
-            return parallel_text.read_pairs(path, chosen, skip_bad_lines=wish.skip_bad_lines)
-        return [_parallel([(files[source], files[target])], wish) for source, target in chosen]
+            return parallel_text.read_pairs(path, chosen, options.read_all)
+        return [_parallel([(files[source], files[target])], options) for source, target in chosen]
 
-    return _translations(list(pairs), read, f"{path} has {len(pairs)} pairs with English", wish)
+    return _translations(list(pairs), read, f"{path} has {len(pairs)} pairs with English", options)
 
 
-def _opus(folder: Path, wish: Wish) -> Stream:
+def _opus(folder: Path, options: WorkloadOptions) -> Stream:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder of parallel files")
     pairs = {"-".join(pair): files for pair, files in parallel_text.opus_files(folder).items()}
 
     def read(names: Sequence[str]) -> list[parallel_text.ParallelText]:
-        return [_parallel(pairs[name], wish) for name in names]
+        return [_parallel(pairs[name], options) for name in names]
 
-    return _translations(list(pairs), read, f"{folder} has {len(pairs)} pairs of languages", wish)
+    return _translations(list(pairs), read, f"{folder} has {len(pairs)} pairs of languages", options)
 
 
-def _parallel(files: Sequence[tuple[Path, Path]], wish: Wish) -> parallel_text.ParallelText:
-    read = parallel_text.read_lines
-    return parallel_text.joined([read(*sides, skip_bad_lines=wish.skip_bad_lines) for sides in files])
+def _parallel(files: Sequence[tuple[Path, Path]], options: WorkloadOptions) -> parallel_text.ParallelText:
+    return parallel_text.joined([parallel_text.read_lines(*sides, options.read_all) for sides in files])
 
 
 def _translations(
     pairs: Sequence[str],
     read: Callable[[Sequence[str]], Sequence[parallel_text.ParallelText]],
     found: str,
-    wish: Wish,
+    options: WorkloadOptions,
 ) -> Stream:
     """As many language pairs as adapters, at random (FastLibra §6.2). ``read``: the texts of pairs."""
-    count = wish.num_adapters or len(pairs)
+    count = options.num_adapters or len(pairs)
     if not pairs or count > len(pairs):
         raise ConfigError(f"{found}, fewer than {max(count, 1)} adapters")
-    chosen = Random(f"{wish.seed} pairs").sample(pairs, count)
-    adapters = Adapters.named(chosen, wish.drawn_ranks(count))
+    chosen = Random(f"{options.seed} pairs").sample(pairs, count)
+    adapters = Adapters.named(chosen, options.drawn_ranks(count))
     texts = dict(zip(chosen, read(chosen)))
-    return parallel_text.load(texts, adapters=None if wish.popularity else adapters)
+    return parallel_text.load(texts, WHOLE if options.popularity else ReadOptions(adapters))
 
 
-def _servegen(path: Path, wish: Wish) -> Stream:
+def _servegen(path: Path, options: WorkloadOptions) -> Stream:
     if path.is_dir():
-        clients = servegen.read_folder(path, skip_bad_lines=wish.skip_bad_lines)
+        clients = servegen.read_folder(path, skip_bad_lines=options.skip_bad_lines)
     else:
         clients = servegen.read_condensed(
             path,
             path.with_name(path.name.replace("rates.csv", "lengths.jsonl")),
-            skip_bad_lines=wish.skip_bad_lines,
+            skip_bad_lines=options.skip_bad_lines,
         )
-    duration_s = wish.duration_s or _SERVEGEN_DURATION_S
+    duration_s = options.duration_s or _SERVEGEN_DURATION_S
     scale, own_rate = 1.0, servegen.mean_rate(clients, duration_s)
-    if wish.rate is not None and own_rate:
-        scale = wish.rate / own_rate
+    if options.rate is not None and own_rate:
+        scale = options.rate / own_rate
     return servegen.generate(
-        clients, seed=wish.seed, duration_s=duration_s, rate_scale=scale, adapters=wish.own_adapters()
+        clients, seed=options.seed, duration_s=duration_s, rate_scale=scale, adapters=options.own_adapters()
     )
 
 
 _SKEWNESS = {"skewness": Form((Number("functions", 1, 1e6),))}
 
 
-def _functions_2019(path: Path, wish: Wish) -> Stream:
-    calls = azure_functions.load_2019(
-        path,
-        seed=wish.seed,
-        busiest=wish.num_adapters if wish.popularity is None else None,
-        until_s=wish.cut_s,
-        limit=wish.limit,
-        skip_bad_lines=wish.skip_bad_lines,
-    )
-    return _functions(calls, wish)
+def _functions_2019(path: Path, options: WorkloadOptions) -> Stream:
+    busiest = options.num_adapters if options.popularity is None else None
+    calls = azure_functions.load_2019(path, options.read_part, busiest)
+    return _functions(calls, options)
 
 
-def _functions(calls: azure_functions.Invocations, wish: Wish) -> Stream:
+def _functions_2021(path: Path, options: WorkloadOptions) -> Stream:
+    return _functions(azure_functions.load_2021(path, options.read_all), options)
+
+
+def _functions(calls: azure_functions.Invocations, options: WorkloadOptions) -> Stream:
     """Function i for adapter i, the busiest of them (FastLibra §6.2), or with ``skewness(k)`` all functions after
     dLoRA §7.1; lengths of first rounds of ShareGPT conversations, as dLoRA takes ShareGPT's."""
-    count = wish.num_adapters or len(calls.arrivals_s)
-    if wish.popularity is None:
+    count = options.num_adapters or len(calls.arrivals_s)
+    if options.popularity is None:
         calls = calls.busiest(count)
         adapters, mapping = tuple(range(count)), f"the {count} busiest functions, one each"
     else:
-        _, (skewness,) = parse_term("a mapping of functions to adapters", wish.popularity, _SKEWNESS)
+        _, (skewness,) = parse_term("a mapping of functions to adapters", options.popularity, _SKEWNESS)
         if not skewness.is_integer():
-            raise ConfigError(f"{wish.popularity}: functions are a whole number")
+            raise ConfigError(f"{options.popularity}: functions are a whole number")
         busiest_first = range(len(calls.arrivals_s), 0, -1)
         adapters = mapped_functions(busiest_first, count, int(skewness))
         mapping = f"functions by invocations, {int(skewness)} at a time round and round (dLoRA)"
-    dice = Random(f"{wish.seed} lengths")
+    dice = Random(f"{options.seed} lengths")
     firsts = [rounds[0] for rounds in extracts.sharegpt_conversations()]
 
     def requests() -> Iterator[StreamRequest]:
@@ -259,7 +275,7 @@ def _functions(calls: azure_functions.Invocations, wish: Wish) -> Stream:
 
     lengths = "lengths: first rounds of ShareGPT conversations in Llama-2 tokens (Apache-2.0)"
     notes = (*calls.notes, lengths, f"adapters: {mapping}")
-    return in_order("azure-functions", requests(), wish.drawn_ranks(count), notes)
+    return in_order("azure-functions", requests(), options.drawn_ranks(count), notes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -270,28 +286,14 @@ class Format:
     """
 
     about: str
-    read: Callable[[Path, Wish], Stream]
+    read: Callable[[Path, WorkloadOptions], Stream]
     has_functions: bool = False
     has_adapters: bool = False
 
 
-def _timed(load: Callable[..., Stream]) -> Callable[[Path, Wish], Stream]:
-    """Of a loader of lone requests with their times."""
-    return lambda path, wish: load(
-        path,
-        adapters=wish.own_adapters(),
-        duration_s=wish.cut_s,
-        limit=wish.limit,
-        skip_bad_lines=wish.skip_bad_lines,
-    )
-
-
 FORMATS = {
     "chat": Format("multi-turn chat with adapters, JSON lines (benchmarks/data)", _chat),
-    "azure-llm": Format(
-        "Azure LLM inference traces 2023 and 2024, CSV",
-        _timed(azure_llm.load),
-    ),
+    "azure-llm": Format("Azure LLM inference traces 2023 and 2024, CSV", _timed(AZURE_LLM)),
     "azure-functions-2019": Format(
         "Azure Functions 2019, invocations by minute, CSV; --popularity skewness(k): dLoRA's mapping",
         _functions_2019,
@@ -300,59 +302,20 @@ FORMATS = {
     ),
     "azure-functions-2021": Format(
         "Azure Functions 2021, an invocation a line, CSV; likewise",
-        lambda path, wish: _functions(
-            azure_functions.load_2021(path, skip_bad_lines=wish.skip_bad_lines), wish
-        ),
+        _functions_2021,
         has_functions=True,
         has_adapters=True,
     ),
-    "mooncake": Format(
-        "Mooncake traces with hash_ids, JSON lines",
-        lambda path, wish: mooncake.load(
-            path,
-            adapters=wish.own_adapters(),
-            spread_s=MOONCAKE_STEP_S,
-            seed=wish.seed,
-            skip_bad_lines=wish.skip_bad_lines,
-        ),
-    ),
+    "mooncake": Format("Mooncake traces with hash_ids, JSON lines", _mooncake),
     "servegen": Format(
         "ServeGen clients: a model's folder, or CSV of rates beside JSON lines of lengths", _servegen
     ),
-    "burstgpt": Format(
-        "BurstGPT, CSV",
-        _timed(burstgpt.load),
-    ),
-    "sharegpt": Format(
-        "ShareGPT conversations, JSON; no times",
-        lambda path, wish: conversations.load_sharegpt(
-            path, adapters=wish.own_adapters(), skip_bad_lines=wish.skip_bad_lines
-        ),
-    ),
-    "lmsys": Format(
-        "LMSYS conversations, JSON; no times",
-        lambda path, wish: conversations.load_lmsys(
-            path, adapters=wish.own_adapters(), skip_bad_lines=wish.skip_bad_lines
-        ),
-    ),
-    "arena": Format(
-        "LMSYS-33k, the Chatbot Arena's conversations and their times, JSON",
-        lambda path, wish: conversations.load_arena(
-            path, adapters=wish.own_adapters(), skip_bad_lines=wish.skip_bad_lines
-        ),
-    ),
-    "taskmaster": Format(
-        "Taskmaster dialogs, JSON; no times",
-        lambda path, wish: taskmaster.load(
-            path, adapters=wish.own_adapters(), skip_bad_lines=wish.skip_bad_lines
-        ),
-    ),
-    "alpaca": Format(
-        "Alpaca instructions, JSON; no times",
-        lambda path, wish: alpaca.load(
-            path, adapters=wish.own_adapters(), skip_bad_lines=wish.skip_bad_lines
-        ),
-    ),
+    "burstgpt": Format("BurstGPT, CSV", _timed(BURSTGPT)),
+    "sharegpt": Format("ShareGPT conversations, JSON; no times", _whole(SHAREGPT.load)),
+    "lmsys": Format("LMSYS conversations, JSON; no times", _whole(LMSYS.load)),
+    "arena": Format("LMSYS-33k, the Chatbot Arena's conversations and their times, JSON", _whole(load_arena)),
+    "taskmaster": Format("Taskmaster dialogs, JSON; no times", _whole(TASKMASTER.load)),
+    "alpaca": Format("Alpaca instructions, JSON; no times", _whole(alpaca.load)),
     "ntrex": Format(
         "NTREX-128's folder, or a TSV of languages: an adapter a pair, no times", _ntrex, has_adapters=True
     ),

@@ -6,81 +6,68 @@ prefixes. Sources and licences: docs/workloads.md.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from manylora.workloads.assembly import Adapters
+import msgspec
+
+from manylora.workloads.rows import Number, Positive, RowType
 from manylora.workloads.stream import Piece, Stream, StreamRequest, in_order
-from manylora.workloads.text_file import BadLine, TextFile, array, decimal, whole
+from manylora.workloads.text_file import BadLine, TextFile
+from manylora.workloads.traces import WHOLE, ReadOptions
 
 BLOCK_TOKENS = 512
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Row:
-    arrival_s: float
-    input_tokens: int
-    output_tokens: int
-    blocks: tuple[int, ...]
+class _Row(msgspec.Struct, frozen=True):
+    hash_ids: list[int]
+    input_length: Positive
+    timestamp: Number
+    output_length: Positive
+
+    def __post_init__(self) -> None:
+        expected = -(-self.input_length // BLOCK_TOKENS)
+        if len(self.hash_ids) != expected:
+            what = f"{expected} hash_ids for {self.input_length} tokens in blocks of {BLOCK_TOKENS}"
+            raise BadLine(what, len(self.hash_ids))
+
+    @property
+    def at_s(self) -> float:
+        return self.timestamp / 1000
+
+    def blocks(self) -> tuple[tuple[int, int], ...]:
+        """Each with its length in tokens; the last has what is left of the prompt."""
+        last = self.input_length - BLOCK_TOKENS * (len(self.hash_ids) - 1)
+        sizes = [BLOCK_TOKENS] * (len(self.hash_ids) - 1) + [last]
+        return tuple(zip(self.hash_ids, sizes))
 
 
-def load(
-    path: Path | str,
-    *,
-    adapters: Adapters | None = None,
-    spread_s: float = 0.0,
-    seed: int = 0,
-    limit: int | None = None,
-    skip_bad_lines: bool = False,
-) -> Stream:
-    """The first ``limit`` requests, each a conversation of its own whose prompt is pieces of 512 tokens.
+def load(path: Path | str, options: ReadOptions = WHOLE, spread_s: float = 0.0) -> Stream:
+    """The first ``options.limit`` requests, each a conversation of its own whose prompt is pieces of 512 tokens.
 
     Arrivals count from the earliest of them, as a part cut out of a trace may begin late. The last piece of a
     prompt is what is left of its length. The conversation trace's timestamps come in steps of 3 s: ``spread_s``
-    delays each request by a uniform draw below it, by ``seed``. Key of a request: its second hash id (its first,
-    of a single one). In the conversation trace all requests begin with the same block and the second tells
+    delays each request by a uniform draw below it, by ``options.seed``. Key of a request: its second hash id (its
+    first, of a single one). In the conversation trace all requests begin with the same block and the second tells
     conversations apart, so requests that share more than an opening share an adapter. Raises ConfigError for a
     malformed line.
     """
-    file = TextFile(path, skip_bad_lines)
-    adapters = adapters or Adapters()
-    draws = random.Random(seed)
+    file = TextFile(path, options.skip_bad_lines)
+    draws = random.Random(options.seed)
+    rows = list(itertools.islice(file.records(RowType(_Row)), options.limit))
+    began_s = min((row.at_s for row in rows), default=0.0)
     seen: dict[tuple[int, int], Piece] = {}
-    rows = list(itertools.islice(file.records(_row), limit))
-    began_s = min((row.arrival_s for row in rows), default=0.0)
     requests = []
     for number, row in enumerate(rows):
-        arrival_s = row.arrival_s - began_s + draws.random() * spread_s
-        adapter = adapters.choose(str(row.blocks[:2][-1]))
-        prompt = _pieces(row, seen)
-        requests.append(StreamRequest(arrival_s, adapter, number, 0, prompt, row.output_tokens))
+        arrival_s = row.at_s - began_s + draws.random() * spread_s
+        adapter = options.adapters.choose(str(row.hash_ids[:2][-1]))
+        # Equal pieces are one object: a long trace has many.
+        prompt = tuple(
+            seen.setdefault((block, size), Piece(("mooncake", block), size)) for block, size in row.blocks()
+        )
+        requests.append(StreamRequest(arrival_s, adapter, number, 0, prompt, row.output_length))
     notes = ["Mooncake trace, Apache-2.0: real lengths and prefixes by 512-token blocks, no adapters"]
     if spread_s:
-        notes.append(f"arrivals: delayed by a uniform draw below {spread_s:g} s, seed {seed}")
-    return in_order("mooncake", requests, adapters.ranks, (*notes, *file.notes))
-
-
-def _pieces(row: _Row, seen: dict[tuple[int, int], Piece]) -> tuple[Piece, ...]:
-    last = row.input_tokens - BLOCK_TOKENS * (len(row.blocks) - 1)
-    sizes = [BLOCK_TOKENS] * (len(row.blocks) - 1) + [last]
-    return tuple(
-        seen.setdefault((block, size), Piece(("mooncake", block), size))
-        for block, size in zip(row.blocks, sizes)
-    )
-
-
-def _row(row: Mapping[str, Any]) -> _Row:
-    blocks = array(row, "hash_ids")
-    if not all(type(block) is int for block in blocks):
-        raise BadLine("hash_ids, whole numbers", blocks)
-    input_tokens = whole(row, "input_length", 1)
-    expected = -(-input_tokens // BLOCK_TOKENS)
-    if len(blocks) != expected:
-        raise BadLine(
-            f"{expected} hash_ids for {input_tokens} tokens in blocks of {BLOCK_TOKENS}", len(blocks)
-        )
-    return _Row(decimal(row, "timestamp") / 1000, input_tokens, whole(row, "output_length", 1), tuple(blocks))
+        notes.append(f"arrivals: delayed by a uniform draw below {spread_s:g} s, seed {options.seed}")
+    return in_order("mooncake", requests, options.adapters.ranks, (*notes, *file.notes))

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from manylora.config import ConfigError
-from manylora.workloads.formats import FORMATS, Wish, read_file
+from manylora.workloads.formats import FORMATS, WorkloadOptions, read_file
 from manylora.workloads.scenarios import RANKS, SCENARIOS, scenario
 from manylora.workloads.stream import Stream
 from manylora.workloads.synthetic import Synthetic, synthetic
@@ -70,22 +70,22 @@ def named(
     ``rate``: requests a second; ``duration_s``: seconds. What is None is the name's own. ``skip_bad_lines``: leave
     out what is malformed in a file. Raises ConfigError.
     """
-    wish = Wish(rate, num_adapters, duration_s, seed, popularity, ranks, skip_bad_lines)
+    options = WorkloadOptions(rate, num_adapters, duration_s, seed, popularity, ranks, skip_bad_lines)
     if file_format is not None:
-        return read_file(Path(text), file_format, wish)
+        return read_file(Path(text), file_format, options)
     head, _, rest = text.partition(":")
     if head == "synthetic":
-        return _synthetic(_parts(rest), _SYNTHETIC_LOAD, wish, text)
+        return _synthetic(_parts(rest), _SYNTHETIC_LOAD, options, text)
     if text in SCENARIOS:
-        return _scenario(text, wish)
+        return _scenario(text, options)
     if text in _S_LORA:
-        return _synthetic(*_S_LORA[text], wish, text)
+        return _synthetic(*_S_LORA[text], options, text)
     if text in _CHATS:
         if not _CHATS[text].exists():
             raise ConfigError(
                 f"{text} is {_CHATS[text]} of a checkout; elsewhere name its path and format chat"
             )
-        return read_file(_CHATS[text], "chat", wish)
+        return read_file(_CHATS[text], "chat", options)
     if text and os.path.exists(text):  # Path's raises for names that are too long
         raise ConfigError(f"{text} is a file: name its format, one of {', '.join(FORMATS)}")
     raise ConfigError(
@@ -93,38 +93,38 @@ def named(
     )
 
 
-def _load(load: _Load, wish: Wish) -> _Load:
+def _load(load: _Load, options: WorkloadOptions) -> _Load:
     return _Load(
-        load.rate if wish.rate is None else wish.rate,
-        load.num_adapters if wish.num_adapters is None else wish.num_adapters,
-        load.duration_s if wish.duration_s is None else wish.duration_s,
+        load.rate if options.rate is None else options.rate,
+        load.num_adapters if options.num_adapters is None else options.num_adapters,
+        load.duration_s if options.duration_s is None else options.duration_s,
     )
 
 
-def _scenario(name: str, wish: Wish) -> Stream:
-    load = _load(_SCENARIO_LOAD, wish)
+def _scenario(name: str, options: WorkloadOptions) -> Stream:
+    load = _load(_SCENARIO_LOAD, options)
     return scenario(
         name,
         load.rate,
         load.num_adapters,
         load.duration_s,
-        wish.seed,
-        popularity=wish.popularity,
-        ranks=wish.ranks or RANKS,
+        options.seed,
+        popularity=options.popularity,
+        ranks=options.ranks or RANKS,
     )
 
 
-def _synthetic(parts: Synthetic, load: _Load, wish: Wish, name: str) -> Stream:
+def _synthetic(parts: Synthetic, load: _Load, options: WorkloadOptions, name: str) -> Stream:
     parts = dataclasses.replace(
-        parts, popularity=wish.popularity or parts.popularity, ranks=wish.ranks or parts.ranks
+        parts, popularity=options.popularity or parts.popularity, ranks=options.ranks or parts.ranks
     )
-    load = _load(load, wish)
+    load = _load(load, options)
     return synthetic(
         parts,
         rate=load.rate,
         num_adapters=load.num_adapters,
         duration_s=load.duration_s,
-        seed=wish.seed,
+        seed=options.seed,
         name=name.partition(":")[0],
     )
 

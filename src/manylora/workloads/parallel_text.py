@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from manylora.config import ConfigError
-from manylora.workloads.assembly import NO_TIMES, Adapters, TextPieces
-from manylora.workloads.stream import Encode, Stream, StreamRequest, in_order
+from manylora.workloads.assembly import NO_TIMES, TextPieces
+from manylora.workloads.stream import Stream, StreamRequest, in_order
 from manylora.workloads.text_file import BadLine, TextFile
+from manylora.workloads.traces import WHOLE, ReadOptions
 
 _END = object()
 _NTREX_FILE = re.compile(r".+-(?:src|ref)\.(.+)\.txt(?:\.gz)?")
@@ -51,23 +52,16 @@ def languages(path: Path | str) -> tuple[str, ...]:
     return header
 
 
-def read_tsv(
-    path: Path | str, source: str, target: str, *, limit: int | None = None, skip_bad_lines: bool = False
-) -> ParallelText:
-    """The first ``limit`` sentences in two columns of a TSV whose header names languages; nothing is quoted.
+def read_tsv(path: Path | str, source: str, target: str, options: ReadOptions = WHOLE) -> ParallelText:
+    """The first ``options.limit`` sentences in two columns of a TSV, unquoted, whose header names languages.
 
     Raises ConfigError for a language that is not there and for a malformed line.
     """
-
-    return read_pairs(path, [(source, target)], limit=limit, skip_bad_lines=skip_bad_lines)[0]
+    return read_pairs(path, [(source, target)], options)[0]
 
 
 def read_pairs(
-    path: Path | str,
-    languages: Sequence[tuple[str, str]],
-    *,
-    limit: int | None = None,
-    skip_bad_lines: bool = False,
+    path: Path | str, languages: Sequence[tuple[str, str]], options: ReadOptions = WHOLE
 ) -> list[ParallelText]:
     """As ``read_tsv``, for each source and target of ``languages``; the file is read once.
 
@@ -77,20 +71,16 @@ def read_pairs(
     def row(cells: Mapping[str, str]) -> list[SentencePair]:
         return [_pair(cells[source], cells[target]) for source, target in languages]
 
-    file = TextFile(path, skip_bad_lines)
+    file = TextFile(path, options.skip_bad_lines)
     columns = list(dict.fromkeys(code for pair in languages for code in pair))
-    rows = list(itertools.islice(file.rows(columns, row, delimiter="\t", quoted=False), limit))
+    rows = list(itertools.islice(file.rows(columns, row, delimiter="\t", quoted=False), options.limit))
     return [ParallelText(tuple(pairs[i] for pairs in rows), file.notes) for i in range(len(languages))]
 
 
 def read_lines(
-    source_path: Path | str,
-    target_path: Path | str,
-    *,
-    limit: int | None = None,
-    skip_bad_lines: bool = False,
+    source_path: Path | str, target_path: Path | str, options: ReadOptions = WHOLE
 ) -> ParallelText:
-    """The first ``limit`` pairs of two files in which line i is the translation of line i.
+    """The first ``options.limit`` pairs of two files in which line i is the translation of line i.
 
     Raises ConfigError if a line is empty on one side or is not text, and, skipping or not, if one file is longer.
     Skipping leaves out the pair, so that the rest stays aligned.
@@ -100,7 +90,7 @@ def read_lines(
     paths = (source_path, target_path)
     sides = itertools.zip_longest(*(TextFile(path).every_line() for path in paths), fillvalue=_END)
     for number, sentences in enumerate(sides, start=1):
-        if len(pairs) == limit:
+        if len(pairs) == options.limit:
             break
         for path, sentence in zip(paths, sentences):
             if sentence is _END:
@@ -108,7 +98,7 @@ def read_lines(
                     f"{path}, line {number}: expected as many lines as its parallel file, found its end"
                 )
             problem = _problem(sentence)
-            if problem and not skip_bad_lines:
+            if problem and not options.skip_bad_lines:
                 raise ConfigError(f"{path}, line {number}: {problem}")
         source, target = sentences
         if (
@@ -164,11 +154,7 @@ def joined(texts: Sequence[ParallelText]) -> ParallelText:
 
 
 def load(
-    texts: Mapping[str, ParallelText],
-    *,
-    encode: Encode | None = None,
-    adapters: Adapters | None = None,
-    instruction: str | None = None,
+    texts: Mapping[str, ParallelText], options: ReadOptions = WHOLE, instruction: str | None = None
 ) -> Stream:
     """A request for each sentence: the source (after ``instruction``, the same for all) and the target's length.
 
@@ -176,15 +162,14 @@ def load(
     (section 6.2) gives each pair an adapter. The pairs take turns: everybody's first sentence, then everybody's
     second. Raises ConfigError if there are none.
     """
-    adapters = adapters or Adapters()
-    pieces = TextPieces(encode)
+    pieces = TextPieces(options.encode)
     opening = pieces.pieces(instruction) if instruction else ()
     columns = [[(key, pair) for pair in text.pairs] for key, text in texts.items()]
     in_turn = (found for row in itertools.zip_longest(*columns) for found in row if found is not None)
     requests = [
         StreamRequest(
             0.0,
-            adapters.choose(key),
+            options.adapters.choose(key),
             number,
             0,
             opening + pieces.pieces(pair.source),
@@ -194,7 +179,7 @@ def load(
     ]
     notes = dict.fromkeys(note for text in texts.values() for note in text.notes)
     about = ("parallel text: real sentences, no times", *notes, *pieces.notes, NO_TIMES)
-    return in_order("translation", requests, adapters.ranks, about)
+    return in_order("translation", requests, options.adapters.ranks, about)
 
 
 def _pair(source: str, target: str) -> SentencePair:

@@ -6,47 +6,18 @@ No times: turns arrive at 0 (see assembly.py). Sources and licences: docs/worklo
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from manylora.workloads.assembly import Adapters, Dialog, Message, TextPieces, dialog_stream
-from manylora.workloads.stream import Encode, Stream
-from manylora.workloads.text_file import BadLine, TextFile, an_object, array, parsed_json, string
+from manylora.workloads.assembly import Dialog, Message
+from manylora.workloads.conversations import DialogTrace, LabelledDialog
+from manylora.workloads.text_file import BadLine, an_object, array, parsed_json, string
 
 _KINDS = {"user": False, "api_response": False, "agent": True, "assistant": True, "agent_api_call": True}
 
 
-def load(
-    path: Path | str,
-    *,
-    encode: Encode | None = None,
-    adapters: Adapters | None = None,
-    limit: int | None = None,
-    skip_bad_lines: bool = False,
-) -> Stream:
-    """The first ``limit`` dialogs of a file, a JSON array or one record a line, in any of the releases' shapes:
-
-    - TM-1 to TM-4 dialogs: ``utterances`` of ``speaker`` and ``text``. TM-3's ``apis`` (calls and responses) and
-      TM-4's ``annotations`` come after a user's text and before an assistant's, which is our reading: the
-      release does not state the order.
-    - TM-3 reward rows: ``context`` and ``generation``, JSON inside text. Many contexts are beginnings of others;
-      each is a dialog of its own here, and they share their prefix.
-    - ``turns`` of [kind, text], kind one of user, agent, assistant, agent_api_call, api_response.
-
-    Key of a dialog: its conversation id. Raises ConfigError for a malformed record.
-    """
-    file = TextFile(path, skip_bad_lines)
-    dialogs = itertools.islice(file.records(_dialog), limit)
-    source = "Taskmaster dialogs, CC BY 4.0: real text and calls of tools, no times"
-    return dialog_stream(
-        "taskmaster", dialogs, adapters or Adapters(), TextPieces(encode), lambda: (source, *file.notes)
-    )
-
-
-def _dialog(record: Mapping[str, Any]) -> Dialog:
+def _dialog(record: Mapping[str, Any]) -> LabelledDialog:
     key = string(record, "conversationId" if "conversationId" in record else "conversation_id")
     if "utterances" in record:
         messages = [m for found in array(record, "utterances") for m in _utterance(an_object(found))]
@@ -60,7 +31,7 @@ def _dialog(record: Mapping[str, Any]) -> Dialog:
         messages = [_kind_and_text(found) for found in array(record, "turns")]
     else:
         raise BadLine("a dialog with utterances, context or turns", ", ".join(record))
-    return Dialog(key, tuple(messages))
+    return Dialog(key, tuple(messages)), None
 
 
 def _utterance(found: Mapping[str, Any]) -> Iterator[Message]:
@@ -107,3 +78,18 @@ def _kind_and_text(found: Any) -> Message:
     if kind not in _KINDS:
         raise BadLine(f"a turn's kind, one of {', '.join(_KINDS)}", kind)
     return Message(_KINDS[kind], said)
+
+
+TASKMASTER = DialogTrace(
+    "taskmaster", "Taskmaster dialogs, CC BY 4.0: real text and calls of tools, no times", _dialog
+)
+"""A JSON array or one record a line, in any of the releases' shapes:
+
+- TM-1 to TM-4 dialogs: ``utterances`` of ``speaker`` and ``text``. TM-3's ``apis`` (calls and responses) and
+  TM-4's ``annotations`` come after a user's text and before an assistant's, which is our reading: the release does
+  not state the order.
+- TM-3 reward rows: ``context`` and ``generation``, JSON inside text. Many contexts are beginnings of others; each
+  is a dialog of its own here, and they share their prefix.
+- ``turns`` of [kind, text], kind one of user, agent, assistant, agent_api_call, api_response.
+
+Key of a dialog: its conversation id."""
