@@ -259,7 +259,9 @@ def test_exit_without_close_and_with_a_hung_step() -> None:
     script = """
 import threading, time
 from manylora.executor.worker import Worker
-Worker.obey = lambda worker, command: time.sleep(3600)
+from manylora.protocol import RunStep
+obey = Worker.obey
+Worker.obey = lambda worker, command: time.sleep(3600 if isinstance(command, RunStep) else 0) or obey(worker, command)
 threading.Thread(target=llm.generate, args=("Once",), daemon=True).start()
 time.sleep(1)
 """

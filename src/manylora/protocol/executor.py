@@ -53,7 +53,8 @@ class Executor(Protocol):
     """Obeys commands on a device; decides nothing. All that it says goes to one place, as ``DeviceEvent``.
 
     Commands are obeyed in their order and given by one thread, but for InspectAdapter, VerifyAdapter,
-    ForgetAdapter and ReportState, which any thread may give at any time.
+    ForgetAdapter and ReportState, which any thread may give at any time. ReportState waits for nothing: whatever
+    judges whether the engine hangs asks for it.
 
     **Steps** run and end in the order given, at most two at a time. RunStep returns before its step has ended
     where the device works beside its caller. A row may compute the token that the step before it, still on its
