@@ -261,7 +261,7 @@ import threading, time
 from manylora.executor.worker import Worker
 from manylora.protocol import RunStep
 obey = Worker.obey
-Worker.obey = lambda worker, command: time.sleep(3600 if isinstance(command, RunStep) else 0) or obey(worker, command)
+Worker.obey = lambda worker, command: (isinstance(command, RunStep) and time.sleep(3600)) or obey(worker, command)
 threading.Thread(target=llm.generate, args=("Once",), daemon=True).start()
 time.sleep(1)
 """
