@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from manylora.kernels.ops import Rotary
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.shapes import PageShape, adapter_geometry
 from tests.kernels.cases import attention_case, error, llama_groups, lora_case
@@ -101,9 +102,10 @@ def test_norms_and_rotation_are_those_of_transformers() -> None:
     expected = llama.apply_rotary_pos_emb(
         q[None], k[None], full.cos()[None], full.sin()[None], unsqueeze_dim=2
     )
-    turned = OPS.rope(q.clone(), k.clone(), angles.cos(), angles.sin(), positions)
-    assert error(turned[0], expected[0][0]) < 1e-6
-    assert error(turned[1], expected[1][0]) < 1e-6
+    pool, rotary = torch.zeros(1, 1, 2, 5, 2, 16), Rotary(angles.cos(), angles.sin())
+    turned = OPS.rotate_and_store(q, k, k, pool, 0, rotary, positions, torch.arange(5), None)
+    assert error(turned, expected[0][0]) < 1e-6
+    assert error(pool[0, 0, 0], expected[1][0]) < 1e-6
     gate_up = torch.randn(5, 14)
     assert error(OPS.silu_mul(gate_up), F.silu(gate_up[:, :7]) * gate_up[:, 7:]) < 1e-6
 

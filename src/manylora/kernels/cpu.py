@@ -162,7 +162,7 @@ class CpuOps(ComposedLora):
         residual.add_(Summands(x, adapted).whole)
         return F.rms_norm(residual, (residual.shape[-1],), weight, eps), residual
 
-    def rope(
+    def _rope(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         c, s = cos.index_select(0, positions)[:, None], sin.index_select(0, positions)[:, None]
@@ -185,7 +185,9 @@ class CpuOps(ComposedLora):
         norm: HeadNorm | None,
         adapted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return rotated_then_stored(self, q, k, v, pool, layer, rotary, positions, slots, norm, adapted)
+        return rotated_then_stored(
+            self, self._rope, q, k, v, pool, layer, rotary, positions, slots, norm, adapted
+        )
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

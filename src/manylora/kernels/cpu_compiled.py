@@ -16,7 +16,7 @@ from manylora.kernels import compiled
 from manylora.kernels.cpu import CpuOps, adjacent_heads
 from manylora.kernels.cpu_attention import CpuAttentionPlan
 from manylora.kernels.cpu_lora import CpuLoraPlan
-from manylora.kernels.ops import AttentionRows, LoraSegments, Summands
+from manylora.kernels.ops import AttentionRows, LoraSegments, Rotary, Summands
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
 
 SHORT_SEGMENT = 32
@@ -239,11 +239,11 @@ class CompiledOps(CpuOps):
         compiled.add_norm(x.numpy(), residual.numpy(), weight.numpy(), eps, out.numpy())
         return out, residual
 
-    def rope(
+    def _rope(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if q.dtype is not torch.float32:
-            return super().rope(q, k, cos, sin, positions)
+            return super()._rope(q, k, cos, sin, positions)
         both = adjacent_heads(q, k)
         for x in (q, k) if both is None else (both,):
             compiled.rotate_in_place(
@@ -283,8 +283,8 @@ def _warm_up(ops: CompiledOps) -> None:
     fused = torch.zeros(1, 12)
     q, k, v = (part.view(1, 1, 4) for part in fused.split_with_sizes([4, 4, 4], dim=1))
     zero = torch.zeros(1, dtype=torch.int64)
-    q, k = ops.rope(q, k, torch.zeros(1, 2), torch.zeros(1, 2), zero)
-    ops.write_kv(pool, 0, k, v, zero)
+    rotary = Rotary(torch.zeros(1, 2), torch.zeros(1, 2))
+    q = ops.rotate_and_store(q, k, v, pool, 0, rotary, zero, zero, None)
     page = PageShape(1, 1, 1, 4, 4)
     rows = AttentionRows(np.array([0, 1], np.int32), np.ones(1, np.int32), np.zeros((1, 1), np.int32))
     ops.attention(q, pool, 0, ops.plan_attention(rows, page, zero.device), 1.0, None)

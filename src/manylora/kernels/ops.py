@@ -8,6 +8,7 @@ whatever an implementation wants, once a step; every layer then reuses the plans
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -201,12 +202,6 @@ class Ops(Protocol):
         """(rms_norm(x + residual), x + residual); may reuse its arguments' memory. ``adapted``: of the summands
         ``[T, hidden]`` that x is the product of."""
 
-    def rope(
-        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate q ``[T, heads, D]`` and k ``[T, kv_heads, D]`` (two halves, not interleaved) by
-        cos, sin ``[max_positions, D/2]`` (float32) at ``positions``; may work in place."""
-
     def rotate_and_store(
         self,
         q: torch.Tensor,
@@ -220,8 +215,9 @@ class Ops(Protocol):
         norm: HeadNorm | None,
         adapted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``rms_norm`` of q's and k's heads (where ``norm`` is given), ``rope``, ``write_kv``, in this order and
-        rounded as by them. Returns the turned q; may work in place on q and k. ``adapted``: of the summands
+        """``rms_norm`` of the heads of q ``[T, heads, D]`` and k ``[T, kv_heads, D]`` where ``norm`` is given, a
+        rotation by ``rotary`` at ``positions`` (two halves, not interleaved), and ``write_kv``, in this order and
+        each rounded. Returns the turned q; may work in place on q and k. ``adapted``: of the summands
         ``[T, (heads + 2 kv_heads) * D]`` that q, k and v side by side are the product of."""
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -259,8 +255,15 @@ class ComposedLora:
         return self.silu_mul(self.lora_summands(x, weight, bias, pool, layer, group, plan).whole)
 
 
+Rope = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
+]
+"""Of (q, k, cos, sin, positions): q and k turned; it may work in place."""
+
+
 def rotated_then_stored(
     ops: Ops,
+    rope: Rope,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -272,13 +275,13 @@ def rotated_then_stored(
     norm: HeadNorm | None,
     adapted: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``Ops.rotate_and_store`` by the operations that it stands for."""
+    """``Ops.rotate_and_store`` by the operations that it stands for; ``rope`` is the rotation among them."""
     if adapted is not None:
         heads = adapted.view(len(q), -1, q.shape[-1])
         of_q, of_k, of_v = heads.split_with_sizes([q.shape[1], k.shape[1], v.shape[1]], dim=1)
         q, k, v = q + of_q, k + of_k, v + of_v
     if norm is not None:
         q, k = ops.rms_norm(q, norm.query, norm.eps), ops.rms_norm(k, norm.key, norm.eps)
-    q, k = ops.rope(q, k, rotary.cos, rotary.sin, positions)
+    q, k = rope(q, k, rotary.cos, rotary.sin, positions)
     ops.write_kv(pool, layer, k, v, slots)
     return q

@@ -159,7 +159,7 @@ class ReferenceOps(ComposedLora):
         total = Summands(x, adapted).whole + residual
         return self.rms_norm(total, weight, eps), total
 
-    def rope(
+    def _rope(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         c, s = wide(cos[positions])[:, None], wide(sin[positions])[:, None]  # [T, 1, D/2]
@@ -183,7 +183,9 @@ class ReferenceOps(ComposedLora):
         norm: HeadNorm | None,
         adapted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return rotated_then_stored(self, q, k, v, pool, layer, rotary, positions, slots, norm, adapted)
+        return rotated_then_stored(
+            self, self._rope, q, k, v, pool, layer, rotary, positions, slots, norm, adapted
+        )
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = wide(gate_up).chunk(2, dim=-1)

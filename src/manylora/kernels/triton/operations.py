@@ -17,12 +17,7 @@ from manylora.kernels.triton.attention_plans import FixedAttention, TritonAttent
 from manylora.kernels.triton.compiling import report_compilation
 from manylora.kernels.triton.decode_table import DecodeTable
 from manylora.kernels.triton.dependent import launch_options
-from manylora.kernels.triton.elementwise import (
-    rms_norm_kernel,
-    rope_kernel,
-    silu_mul_kernel,
-    write_kv_kernel,
-)
+from manylora.kernels.triton.elementwise import rms_norm_kernel, silu_mul_kernel, write_kv_kernel
 from manylora.kernels.triton.lora import AdaptedLinears, FixedLora, lora_kernels_on
 from manylora.kernels.triton.lora_launch import LoraPlan
 from manylora.kernels.triton.placing import rotate_and_store_kernel
@@ -227,29 +222,6 @@ class TritonOps:
                 **self._launching,
             )
         return out
-
-    def rope(
-        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k = flat_heads(q), flat_heads(k)
-        heads, kv_heads, half = q.shape[1], k.shape[1], q.shape[2] // 2
-        block = min(8, power_of_two(heads))
-        if len(positions):
-            rope_kernel[(len(positions), triton.cdiv(heads, block) + triton.cdiv(kv_heads, block))](
-                q,
-                k,
-                cos,
-                sin,
-                positions,
-                q.stride(0),
-                k.stride(0),
-                HEADS=heads,
-                KV_HEADS=kv_heads,
-                HALF=half,
-                BLOCK_HEADS=block,
-                BLOCK_HALF=power_of_two(half),
-            )
-        return q, k
 
     def rotate_and_store(
         self,
