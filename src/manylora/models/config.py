@@ -9,9 +9,10 @@ import dataclasses
 from pathlib import Path
 
 from manylora.kernels.shapes import Projection, ProjectionGroup
+from manylora.models.errors import ModelError
 from manylora.models.fields import Fields
-from manylora.models.registry import BY_ARCHITECTURE, BY_MODEL_TYPE
-from manylora.models.spec import Family, ModelConfig, ModelError, RopeConfig
+from manylora.models.registry import BY_ARCHITECTURE, BY_MODEL_TYPE, Family
+from manylora.models.spec import ModelConfig, RopeConfig
 
 __all__ = ["ModelConfig", "ModelError", "RopeConfig", "config_groups", "read_model_config"]
 

@@ -6,7 +6,7 @@ import dataclasses
 
 from manylora.models.fields import Fields
 from manylora.models.rotary import Defaults, read_rotary
-from manylora.models.spec import Family, ModelConfig
+from manylora.models.spec import ModelConfig
 
 _DEFAULTS = Defaults(
     vocab_size=32000,
@@ -18,10 +18,8 @@ _DEFAULTS = Defaults(
 )
 
 
-def _read(fields: Fields) -> ModelConfig:
+def read(fields: Fields) -> ModelConfig:
+    """What config.json says of such a model. Raises ModelError for settings that cannot be served."""
     config = read_rotary(fields, "mistral", "MistralForCausalLM", _DEFAULTS)
     window = fields.integer_or_none("sliding_window", 4096)
     return dataclasses.replace(config, windows=(window,) * config.num_layers)
-
-
-FAMILY = Family(name="mistral", architectures=("MistralForCausalLM",), read=_read)

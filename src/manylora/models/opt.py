@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal, cast
 
 from manylora.models.fields import Fields
-from manylora.models.spec import Family, ModelConfig, TensorNames
+from manylora.models.spec import ModelConfig, TensorNames
 
 _NAMES = TensorNames(
     body="model.decoder.",
@@ -26,7 +26,8 @@ _LAYER_NORM_EPS = 1e-5
 """torch's default, which OPT's config cannot change."""
 
 
-def _read(fields: Fields) -> ModelConfig:
+def read(fields: Fields) -> ModelConfig:
+    """What config.json says of such a model. Raises ModelError for settings that cannot be served."""
     hidden_size = fields.integer("hidden_size", 768)
     num_heads = fields.integer("num_attention_heads", 12)
     num_layers = fields.integer("num_hidden_layers", 12)
@@ -67,6 +68,3 @@ def _read(fields: Fields) -> ModelConfig:
         eos_ids=fields.token_ids("eos_token_id", (2,)),
         bos_id=fields.integer_or_none("bos_token_id", 2, minimum=0),
     )
-
-
-FAMILY = Family(name="opt", architectures=("OPTForCausalLM",), read=_read)

@@ -6,7 +6,7 @@ import dataclasses
 
 from manylora.models.fields import Fields
 from manylora.models.rotary import Defaults, qwen_windows, read_rotary
-from manylora.models.spec import Family, ModelConfig
+from manylora.models.spec import ModelConfig
 
 _DEFAULTS = Defaults(
     vocab_size=151936,
@@ -17,7 +17,8 @@ _DEFAULTS = Defaults(
 )
 
 
-def _read(fields: Fields) -> ModelConfig:
+def read(fields: Fields) -> ModelConfig:
+    """What config.json says of such a model. Raises ModelError for settings that cannot be served."""
     config = read_rotary(fields, "qwen3", "Qwen3ForCausalLM", _DEFAULTS)
     bias = fields.flag("attention_bias", False)
     return dataclasses.replace(
@@ -27,6 +28,3 @@ def _read(fields: Fields) -> ModelConfig:
         attention_out_bias=bias,
         windows=qwen_windows(fields, config.num_layers),
     )
-
-
-FAMILY = Family(name="qwen3", architectures=("Qwen3ForCausalLM",), read=_read)

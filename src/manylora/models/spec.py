@@ -8,19 +8,11 @@ know how any family spells these things in its config.json: that is the family's
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from manylora.kernels.shapes import PageShape
 
-if TYPE_CHECKING:
-    from manylora.models.fields import Fields
-
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
-
-
-class ModelError(ValueError):
-    """A model folder that cannot be served; the message is one line meant for the operator."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,15 +116,3 @@ class ModelConfig:
             head_dim=self.head_dim,
             itemsize=itemsize,
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """A model family: the architecture names it answers to, and how it reads its config.json.
-
-    ``name`` is config.json's model_type. ``read`` raises ModelError for settings that cannot be served.
-    """
-
-    name: str
-    architectures: tuple[str, ...]
-    read: Callable[[Fields], ModelConfig]
