@@ -54,6 +54,7 @@ from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.triton.decode_table import DecodeConfig, DecodeTable, stored_table
 from manylora.kernels.triton.operations import TritonOps
 from manylora.kernels.triton.products import BUCKETS, Choice, LinearConfig, Products, Shape
+from manylora.kernels.weight import Weight
 
 LAYERS = {
     "llama-2-7b": (32, 32, ("7b.qkv", "both.o", "7b.gate_up", "7b.down")),
@@ -270,7 +271,7 @@ def layers(run: Run) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for model in LAYERS:
         shapes = [LINEARS[name] for name in LAYERS[model][2]]
-        weights = [[normal(n, k) * k**-0.5 for k, n in shapes] for _ in range(MEASURED_LAYERS)]
+        weights = [[Weight(normal(n, k) * k**-0.5) for k, n in shapes] for _ in range(MEASURED_LAYERS)]
         for batch in (1, 16, 32, 64, 128):
             row = layer_row(run, model, batch, weights)
             rows[f"{model} {batch}"] = row
@@ -278,7 +279,7 @@ def layers(run: Run) -> dict[str, Any]:
     return rows
 
 
-def layer_row(run: Run, model: str, batch: int, weights: list[list[torch.Tensor]]) -> dict[str, float]:
+def layer_row(run: Run, model: str, batch: int, weights: list[list[Weight]]) -> dict[str, float]:
     heads, kv_heads, names = LAYERS[model]
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     tables = {
@@ -303,7 +304,7 @@ def layer_row(run: Run, model: str, batch: int, weights: list[list[torch.Tensor]
         def products() -> None:
             for layer in weights:
                 for weight in layer:
-                    ops.linear(x if weight.shape[1] == 4096 else wide, weight, None)
+                    ops.linear(x if weight.data.shape[1] == 4096 else wide, weight, None)
 
         row[f"products_{name}"] = graph_time(products) / len(weights) * 1e6
         row[name] = graph_time(lambda: step.run(ops, x, weights)) / len(weights) * 1e6

@@ -28,6 +28,7 @@ from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.attending import PagedAttention
 from manylora.kernels.triton.decode_table import DecodeConfig, DecodeTable
 from manylora.kernels.triton.operations import TritonOps
+from manylora.kernels.weight import Weight
 
 DTYPE = torch.bfloat16
 PAGE_TOKENS, LAYERS, NUM_PAGES = 16, 2, 16896
@@ -436,7 +437,7 @@ class LayerStep:
         self._norm = torch.ones(4096, dtype=dtype, device="cuda")
         self.kv_bytes = batch * context * 2 * kv_heads * self._dim * 2
 
-    def run(self, ops: TritonOps, x: torch.Tensor, weights: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+    def run(self, ops: TritonOps, x: torch.Tensor, weights: Sequence[Sequence[Weight]]) -> torch.Tensor:
         """Through all layers; the weights are those of qkv, o, gate_up and down. x is left as it is."""
         residual, widths = torch.zeros_like(x), (self._heads, self._kv_heads, self._kv_heads)
         x = x.clone()

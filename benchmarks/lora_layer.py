@@ -25,6 +25,7 @@ from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup, adapter_ge
 from manylora.kernels.triton.lora import FixedLora
 from manylora.kernels.triton.lora_launch import LoraConfig, LoraKernels, LoraPlan
 from manylora.kernels.triton.operations import TritonOps
+from manylora.kernels.weight import Weight
 
 RANK = 16
 
@@ -39,7 +40,7 @@ class Rig:
     layers: int
     geometry: AdapterGeometry
     pool: torch.Tensor
-    weights: list[dict[str, torch.Tensor]]
+    weights: list[dict[str, Weight]]
     norms: dict[str, torch.Tensor]
     multiprocessors: int
 
@@ -54,9 +55,9 @@ class Rig:
         )
         pages = -(-rows * RANK * adapters // geometry.cells_per_page) + 16
 
-        def drawn(group: ProjectionGroup) -> torch.Tensor:
+        def drawn(group: ProjectionGroup) -> Weight:
             weight = torch.randn(group.offsets[-1], group.in_features, dtype=dtype, device=device)
-            return weight.mul_(group.in_features**-0.5)
+            return Weight(weight.mul_(group.in_features**-0.5))
 
         weights = [{group.name: drawn(group) for group in geometry.groups} for _ in range(layers)]
         norms = {g.name: torch.ones(g.offsets[-1], dtype=dtype, device=device) for g in geometry.groups}

@@ -26,6 +26,7 @@ from manylora.kernels.cpu import CpuOps
 from manylora.kernels.ops import LoraSegments
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.shapes import AdapterGeometry, adapter_geometry
+from manylora.kernels.weight import Weight
 from manylora.sim.shapes import ALL_MODULES
 
 CPU = torch.device("cpu")
@@ -113,14 +114,14 @@ class SlightlyTooLarge(CpuOps):
 
 
 class OneElementOff(CpuOps):
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         out = super().linear(x, weight, bias)
         out[-1, -1] += 0.001
         return out
 
 
 class AnotherRow(CpuOps):
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         return super().linear(x.roll(1, 0), weight, bias)
 
 

@@ -11,8 +11,10 @@ from torch.nn import functional
 pytest.importorskip("triton")
 
 from manylora.bench import rounding
+from manylora.kernels.cpu import CpuOps
 from manylora.kernels.triton.lora import AdaptedLinears, FixedLora
 from manylora.kernels.triton.lora_launch import DEFAULT, Beside, LoraConfig, LoraKernels, LoraPlan
+from manylora.kernels.weight import Weight
 from tests.kernels.cases import LoraCase, adapted_truth, lora_truth
 from tests.kernels.implementations import Subject
 from tests.kernels.test_lora_kernels import case_of, inputs_of, part_of
@@ -69,9 +71,9 @@ def linears(config: LoraConfig, case: LoraCase, tokens: int, dtype: torch.dtype)
         (torch.randn(group.offsets[-1], group.in_features, generator=generator) * group.in_features**-0.5)
         for group in case.geometry.groups
     ]
-    made = AdaptedLinears(LoraKernels(config, 132), functional.linear, case.pool.device)
+    made = AdaptedLinears(LoraKernels(config, 132), CpuOps().linear, case.pool.device)
     inputs = inputs_of(case, Subject("gpu", dtype), tokens)
-    return Linears(made, case, inputs, [w.to(dtype).to(case.pool.device) for w in weights], [])
+    return Linears(made, case, inputs, [Weight(w.to(dtype).to(case.pool.device)) for w in weights], [])
 
 
 @dataclasses.dataclass
@@ -79,7 +81,7 @@ class Linears:
     made: AdaptedLinears
     case: LoraCase
     inputs: list[torch.Tensor]
-    weights: list[torch.Tensor]
+    weights: list[Weight]
     outputs: list[torch.Tensor]
 
     def step(self, plan: LoraPlan) -> None:
@@ -94,7 +96,7 @@ class Linears:
 
     def check(self, part: LoraCase, dtype: torch.dtype) -> None:
         for group, x, weight, y in zip(part.geometry.groups, self.inputs, self.weights, self.outputs):
-            truth = adapted_truth(part, x, weight, None, group)
+            truth = adapted_truth(part, x, weight.data, None, group)
             if group.name == "gate_up":
                 truth = rounding.silu_mul(truth, dtype).rounded(dtype)
             assert truth.excess(y) <= 1

@@ -33,6 +33,7 @@ from manylora.kernels.ops import (
     rotated_then_stored,
 )
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
+from manylora.kernels.weight import Weight
 
 
 class _Scratch(threading.local):
@@ -60,8 +61,8 @@ class CpuOps(ComposedLora):
 
     # ---- attention -------------------------------------------------------------------------------------
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(x, weight, bias)
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, weight.data, bias)
 
     def plan_attention(self, rows: AttentionRows, page: PageShape, device: torch.device) -> CpuAttentionPlan:
         return CpuAttentionPlan(rows, page)

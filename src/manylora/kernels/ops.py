@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
+from manylora.kernels.weight import Weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Ops(Protocol):
 
     name: str
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """x ``[T, in]`` times weight ``[out, in]`` transposed, plus bias ``[out]``, rounded once."""
 
     def plan_attention(self, rows: AttentionRows, page: PageShape, device: torch.device) -> Any:
@@ -166,7 +167,7 @@ class Ops(Protocol):
     def lora_summands(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         pool: torch.Tensor,
         layer: int,
@@ -179,7 +180,7 @@ class Ops(Protocol):
     def lora_gated(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         pool: torch.Tensor,
         layer: int,
@@ -230,7 +231,7 @@ class ComposedLora:
     def lora_summands(
         self: Ops,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         pool: torch.Tensor,
         layer: int,
@@ -245,7 +246,7 @@ class ComposedLora:
     def lora_gated(
         self: Ops,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         pool: torch.Tensor,
         layer: int,

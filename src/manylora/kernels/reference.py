@@ -21,6 +21,7 @@ from manylora.kernels.ops import (
     rotated_then_stored,
 )
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
+from manylora.kernels.weight import Weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +46,8 @@ class ReferenceOps(ComposedLora):
 
     name = "reference"
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return functional.linear(wide(x), wide(weight), None if bias is None else wide(bias)).to(x.dtype)
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        return functional.linear(wide(x), wide(weight.data), None if bias is None else wide(bias)).to(x.dtype)
 
     def plan_attention(
         self, rows: AttentionRows, page: PageShape, device: torch.device

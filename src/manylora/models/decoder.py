@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from manylora.kernels.ops import HeadNorm, Ops, Rotary, StepBatch, Summands
 from manylora.kernels.shapes import PageShape, ProjectionGroup
+from manylora.kernels.weight import Weight
 from manylora.models.config import config_groups
 from manylora.models.layers import (
     Attention,
@@ -103,19 +104,19 @@ def build_decoder(
     size, hidden = config.embedding_size, config.hidden_size
     project = None
     if size != hidden:
-        project = weights.take(Part(f"{names.body}{names.project_out}.weight", (size, hidden)))
+        project = _matrix(weights, Part(f"{names.body}{names.project_out}.weight", (size, hidden)))
     head = embedding.tokens
     if not config.tie_embeddings:
-        head = weights.take(Part(f"{names.head}.weight", (config.vocab_size, size)))
+        head = _matrix(weights, Part(f"{names.head}.weight", (config.vocab_size, size)))
     return Decoder(config, groups, ops, embedding, layers, Head(norm, project, head))
 
 
 def _embedding(config: ModelConfig, weights: Weights) -> Embedding:
     names, size, hidden = config.names, config.embedding_size, config.hidden_size
-    tokens = weights.take(Part(f"{names.body}{names.embedding}.weight", (config.vocab_size, size)))
+    tokens = _matrix(weights, Part(f"{names.body}{names.embedding}.weight", (config.vocab_size, size)))
     project = positions = None
     if size != hidden:
-        project = weights.take(Part(f"{names.body}{names.project_in}.weight", (hidden, size)))
+        project = _matrix(weights, Part(f"{names.body}{names.project_in}.weight", (hidden, size)))
     if config.rope is None:
         rows = config.max_position_embeddings + config.position_offset
         table = weights.take(Part(f"{names.body}{names.positions}.weight", (rows, hidden)))
@@ -172,8 +173,12 @@ def _linear(group: ProjectionGroup, weights: Weights, prefix: str, layer: int, b
     def parts(kind: str, *inner: int) -> list[Part]:
         return [Part(f"{prefix}{p.module}.{kind}", (p.out_features, *inner)) for p in group.projections]
 
-    weight = weights.take(*parts("weight", group.in_features))
+    weight = _matrix(weights, *parts("weight", group.in_features))
     return LoraLinear(group, layer, weight, weights.take(*parts("bias")) if bias else None)
+
+
+def _matrix(weights: Weights, *parts: Part) -> Weight:
+    return Weight(weights.take(*parts))
 
 
 def _norm(config: ModelConfig, weights: Weights, name: str) -> Norm:

@@ -23,6 +23,7 @@ from manylora.kernels.triton.lora_launch import LoraPlan
 from manylora.kernels.triton.placing import rotate_and_store_kernel
 from manylora.kernels.triton.plans import power_of_two
 from manylora.kernels.triton.products import Products
+from manylora.kernels.weight import Weight
 
 # Programs that keep a large GPU busy: 4 on each of 132 multiprocessors.
 BUSY_PROGRAMS = 528
@@ -52,7 +53,7 @@ class TritonOps:
         self._products = products or Products({}, 1)
         self._linears: AdaptedLinears | None = None
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         return self._products(x, weight, bias)
 
     # ---- attention -------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ class TritonOps:
     def lora_summands(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         pool: torch.Tensor,
         layer: int,
@@ -162,7 +163,7 @@ class TritonOps:
     def lora_gated(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         pool: torch.Tensor,
         layer: int,
