@@ -105,11 +105,11 @@ class Packed:
         length = projection.in_features if side == "A" else projection.out_features
         first_a, first_b, rank = self.layout.records[index].tolist()
         first, per_row = (first_a if side == "A" else first_b), self.geometry.cells(length)
-        starts = self.cells[first : first + rank * per_row] + layer * self.geometry.page.slab_elements
+        starts = self.cells[first : first + rank * per_row] + layer * self.geometry.page.slab_bytes
         within = torch.arange(self.geometry.cell_elements)
-        return self.pool[torch.from_numpy(starts)[:, None] + within].view(rank, per_row * len(within))[
-            :, :length
-        ]
+        return self.pool[torch.from_numpy(starts // self.geometry.itemsize)[:, None] + within].view(
+            rank, per_row * len(within)
+        )[:, :length]
 
 
 def pack(spec: AdapterSpec, shape: AdapterGeometry, dtype: torch.dtype = torch.float32) -> Packed:

@@ -219,16 +219,17 @@ def test_errors_are_of_the_worst_pair() -> None:
 
 def test_the_dense_truth_of_lora_is_the_references() -> None:
     decoder = Decoder("tiny", 3, 64, 4, 2, 16, 96)
-    page = decoder.page(torch.float32)
+    page = decoder.page(torch.float64)
     geometry = adapter_geometry(page, decoder.groups())
-    pool = random_pool(page, 64, torch.float32, CPU)
+    pool = random_pool(page, 64, torch.float64, CPU)
     segments = segments_for(geometry, [1, 3, 2], [4, 8, 1], len(pool), CPU)
     reference = ReferenceOps()
     plan = reference.plan_lora(segments, geometry, CPU)
     assert plan is not None
     for group in geometry.groups:
-        x, y = torch.randn(6, group.in_features), torch.zeros(6, group.offsets[-1], dtype=torch.float64)
-        reference.lora(y, x.double(), pool.double(), 2, group, plan)
+        x = torch.randn(6, group.in_features, dtype=torch.float64)
+        y = torch.zeros(6, group.offsets[-1], dtype=torch.float64)
+        reference.lora(y, x, pool, 2, group, plan)
         torch.testing.assert_close(exact_lora(x, pool, 2, group, segments, geometry).exact, y)
 
 

@@ -111,9 +111,11 @@ def lora_case(
     geometry: AdapterGeometry,
     missing: float = 0.2,
     same_scale: bool = False,
+    pool_dtype: torch.dtype | None = None,
 ) -> LoraCase:
     """``lengths``: per segment (base tokens before it, its tokens); ``ranks`` are drawn from for each
-    projection, which is missing with the given probability."""
+    projection, which is missing with the given probability. ``dtype``: of the adapters; ``pool_dtype``: of
+    keys and values, the same where None."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     page, projections = geometry.page, geometry.projections
@@ -145,15 +147,14 @@ def lora_case(
         adapters.append(adapter)
 
     num_pages = -(-(entry + 1) // geometry.cells_per_page) + 2
-    pool = torch.full((num_pages, page.layers, page.slab_elements), float("nan"), dtype=dtype)
+    flat = torch.full((num_pages * page.layers * geometry.slab_elements,), float("nan"), dtype=dtype)
     place = rng.permutation(num_pages * geometry.cells_per_page)[:entry]
-    offsets = place // geometry.cells_per_page * page.page_elements
-    offsets += place % geometry.cells_per_page * geometry.cell_elements
-    flat = pool.view(-1)
+    offsets = place // geometry.cells_per_page * page.page_bytes
+    offsets += place % geometry.cells_per_page * geometry.cell_bytes
     for first, row in rows:
         for cell in range(geometry.cells(len(row))):
             piece = row[cell * geometry.cell_elements : (cell + 1) * geometry.cell_elements]
-            begin = int(offsets[first + cell]) + layer * page.slab_elements
+            begin = int(offsets[first + cell]) // geometry.itemsize + layer * geometry.slab_elements
             flat[begin : begin + len(piece)] = piece
     starts, token = [], 0
     for gap, length in lengths:
@@ -170,7 +171,8 @@ def lora_case(
         cells=torch.from_numpy(offsets.astype(np.int64)).to(device),
     )
     shape = (num_pages, page.layers, 2, page.page_tokens, page.kv_heads, page.head_dim)
-    return LoraCase(geometry, pool.view(shape).to(device), segments, adapters, layer, token + 2)
+    pool = flat.view(dtype if pool_dtype is None else pool_dtype).view(shape)
+    return LoraCase(geometry, pool.to(device), segments, adapters, layer, token + 2)
 
 
 def error(out: torch.Tensor, truth: torch.Tensor) -> float:

@@ -39,6 +39,7 @@ def check(
     seed: int = 0,
     missing: float = 0.2,
     same_scale: bool = False,
+    pool_dtype: torch.dtype | None = None,
 ) -> None:
     case = lora_case(
         seed,
@@ -49,6 +50,7 @@ def check(
         geometry=geometry,
         missing=missing,
         same_scale=same_scale,
+        pool_dtype=pool_dtype,
     )
     ops = subject.ops()
     plan = ops.plan_lora(case.segments, geometry, subject.device)
@@ -94,6 +96,15 @@ def test_slab_that_is_no_multiple_of_the_cell(subject: Subject) -> None:
     geometry = geometry_of(subject.dtype, 64, dim=10)
     assert geometry.page.slab_elements % geometry.cell_elements
     check(subject, geometry, [(0, 3), (1, 1)], [2, 7])
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("pool_dtype", [torch.float8_e4m3fn, torch.float64])
+def test_keys_and_values_of_another_type(subject: Subject, pool_dtype: torch.dtype) -> None:
+    skip_repetition(subject)
+    page = PageShape(layers=3, page_tokens=4, kv_heads=2, head_dim=12, itemsize=pool_dtype.itemsize)
+    geometry = adapter_geometry(page, NARROW, subject.dtype.itemsize)
+    check(subject, geometry, [(1, 1), (0, 6), (2, 40)], [1, 4, 20], pool_dtype=pool_dtype)
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
@@ -151,7 +162,7 @@ def test_an_adapter_whose_products_are_infinite_disturbs_no_other(subject: Subje
         record[:] = 0
     cells = case.segments.cells[first : first + rank * geometry.cells(group.in_features)].tolist()
     for cell in cells:
-        begin = cell + case.layer * geometry.page.slab_elements
+        begin = cell // geometry.itemsize + case.layer * geometry.slab_elements
         case.pool.view(-1)[begin : begin + geometry.cell_elements] = torch.finfo(subject.dtype).max
     ops = subject.ops()
     plan = ops.plan_lora(case.segments, geometry, subject.device)

@@ -94,13 +94,13 @@ def layout_for(ranks: Sequence[int], scales: np.ndarray, geometry: AdapterGeomet
 
 
 def cell_offsets(layout: AdapterLayout, geometry: AdapterGeometry, pages: Sequence[int]) -> np.ndarray:
-    """int64 [num_cells]: the element of the flat pool where each cell's layer 0 begins."""
+    """int64 [num_cells]: at how many bytes into the pool each cell's layer 0 begins."""
     if len(pages) != layout.num_pages:
         raise ValueError(f"the adapter takes {layout.num_pages} pages, got {len(pages)}")
     cells = np.arange(layout.num_cells, dtype=np.int64)
     page, cell = np.divmod(cells, geometry.cells_per_page)
-    starts = np.asarray(pages, dtype=np.int64) * geometry.page.page_elements
-    return np.asarray(starts[page] + cell * geometry.cell_elements)
+    starts = np.asarray(pages, dtype=np.int64) * geometry.page.page_bytes
+    return np.asarray(starts[page] + cell * geometry.cell_bytes)
 
 
 def load_adapter(
@@ -121,7 +121,7 @@ def load_adapter(
     page = geometry.page
     count = max(1, min(WINDOW_BYTES // page.page_bytes, layout.num_pages))
     with _open(spec, layout, geometry, dtype) as loader:
-        window = torch.zeros((count, page.layers, page.slab_elements), dtype=dtype)
+        window = torch.zeros((count, page.layers, geometry.slab_elements), dtype=dtype)
         for first in range(0, layout.num_pages, count):
             images = window[: layout.num_pages - first]
             loader.fill(first, images, lambda: None, helpers)
@@ -153,8 +153,8 @@ def load_into(
 def _open(
     spec: AdapterSpec, layout: AdapterLayout, geometry: AdapterGeometry, dtype: torch.dtype
 ) -> Iterator[_Loader]:
-    if dtype.itemsize != geometry.page.itemsize:
-        raise ValueError(f"pages of {geometry.page.itemsize}-byte elements cannot hold {dtype}")
+    if dtype.itemsize != geometry.itemsize:
+        raise ValueError(f"adapters of {geometry.itemsize}-byte elements cannot be {dtype}")
     with open_weights(spec, geometry) as weights:
         yield _Loader(spec, layout, geometry, dtype, weights)
 

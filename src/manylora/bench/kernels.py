@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ import torch
 from manylora.bench.interleaved import medians
 from manylora.bench.kernels_settings import model_counts
 from manylora.bench.rounding import Bounded, lora
-from manylora.kernels.ops import LoraSegments
+from manylora.kernels.ops import LoraSegments, of_adapters
 from manylora.kernels.shapes import AdapterGeometry, PageShape, Projection, ProjectionGroup
 
 PAGE_TOKENS = 16
@@ -131,8 +130,8 @@ def segments_for(
     if needed > total:
         raise ValueError(f"adapters of {needed} cells do not fit a pool of {num_pages} pages, {total} cells")
     places = _places(total)[:needed]
-    offsets = places // geometry.cells_per_page * geometry.page.page_elements
-    offsets += places % geometry.cells_per_page * geometry.cell_elements
+    offsets = places // geometry.cells_per_page * geometry.page.page_bytes
+    offsets += places % geometry.cells_per_page * geometry.cell_bytes
     length = np.array(lengths, dtype=np.int32)
     return LoraSegments(
         start=(np.cumsum(length) - length).astype(np.int32),
@@ -154,13 +153,14 @@ def exact_lora(
     """What LoRA adds, in float64, one dense product after another; and by how much a kernel's, as stored, may miss
     it."""
     cell = geometry.cell_elements
-    unit = math.gcd(geometry.page.slab_elements, cell)
-    cells = pool.view(-1).unfold(0, cell, unit)  # a view: row n is what begins at element n * unit
+    unit = geometry.alignment_bytes
+    # A view: row n is what begins at byte n * unit.
+    cells = of_adapters(pool, x.dtype).view(-1).unfold(0, cell, unit // geometry.itemsize)
     added = Bounded.given(torch.zeros(len(x), group.offsets[-1], dtype=x.dtype, device=x.device))
 
     def rows(first: int, rank: int, elements: int) -> torch.Tensor:
         begin = segments.cells[first : first + rank * geometry.cells(elements)]
-        begin = (begin + layer * geometry.page.slab_elements) // unit
+        begin = (begin + layer * geometry.page.slab_bytes) // unit
         return cells[begin].view(rank, -1)[:, :elements]
 
     for s, (start, length) in enumerate(zip(segments.start.tolist(), segments.length.tolist())):

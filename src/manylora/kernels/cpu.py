@@ -30,6 +30,7 @@ from manylora.kernels.ops import (
     LoraSegments,
     Rotary,
     Summands,
+    of_adapters,
     rotated_then_stored,
 )
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
@@ -133,18 +134,20 @@ class CpuOps(ComposedLora):
         group: ProjectionGroup,
         plan: CpuLoraPlan,
     ) -> None:
+        pieces = of_adapters(pool, x.dtype).view(-1, plan.piece)
         for block in plan.blocks[group.name]:
-            cells = self._cells(pool, layer, block, plan)
+            cells = self._cells(pieces, layer, block, plan)
             if block.tokens is None:
                 _add_one(y, x, layer, group, block, cells, plan.geometry)
             else:
                 _add_several(y, x, layer, group, block, cells, plan.geometry)
 
-    def _cells(self, pool: torch.Tensor, layer: int, block: LoraBlock, plan: CpuLoraPlan) -> torch.Tensor:
-        """The block's cells ``[n, cell_elements]``, in scratch that the next call overwrites."""
-        offset = layer * plan.geometry.page.slab_elements // plan.piece
-        scratch = self._buffer("lora", len(block.pieces), plan.piece, pool.dtype)
-        torch.index_select(pool.view(-1, plan.piece)[offset:], 0, block.pieces, out=scratch)
+    def _cells(self, pieces: torch.Tensor, layer: int, block: LoraBlock, plan: CpuLoraPlan) -> torch.Tensor:
+        """The block's cells ``[n, cell_elements]``, out of the whole pool in pieces, in scratch that the next call
+        overwrites."""
+        offset = layer * plan.geometry.slab_elements // plan.piece
+        scratch = self._buffer("lora", len(block.pieces), plan.piece, pieces.dtype)
+        torch.index_select(pieces[offset:], 0, block.pieces, out=scratch)
         return scratch.view(-1, plan.geometry.cell_elements)
 
     # ---- small operations ------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from manylora.kernels import compiled
 from manylora.kernels.cpu import CpuOps, adjacent_heads
 from manylora.kernels.cpu_attention import CpuAttentionPlan
 from manylora.kernels.cpu_lora import CpuLoraPlan
-from manylora.kernels.ops import AttentionRows, LoraSegments, Rotary, Summands
+from manylora.kernels.ops import AttentionRows, LoraSegments, Rotary, Summands, of_adapters
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
 
 SHORT_SEGMENT = 32
@@ -167,7 +167,7 @@ class CompiledOps(CpuOps):
     ) -> CompiledLoraPlan | None:
         if len(segments.start) == 0:
             return None
-        is_float32 = geometry.page.itemsize == 4
+        is_float32 = geometry.itemsize == 4
         is_short = (segments.length <= SHORT_SEGMENT) & is_float32
         short, long = _subset(segments, is_short), _subset(segments, ~is_short)
         groups = {}
@@ -187,7 +187,7 @@ class CompiledOps(CpuOps):
             stops=(short.start + short.length).astype(np.int64),
             cells=segments.cells.numpy(),
             cell_elements=geometry.cell_elements,
-            slab_elements=geometry.page.slab_elements,
+            slab_elements=geometry.slab_elements,
             groups=groups,
             shrunk=np.empty((most_tokens, largest_rank), np.float32),
             long=super().plan_lora(long, geometry, device),
@@ -209,7 +209,7 @@ class CompiledOps(CpuOps):
             compiled.add_lora(
                 y.numpy(),
                 x.numpy(),
-                pool.view(-1).numpy(),
+                of_adapters(pool, x.dtype).view(-1).numpy(),
                 layer * plan.slab_elements,
                 plan.cells,
                 plan.cell_elements,

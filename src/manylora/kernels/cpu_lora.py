@@ -11,7 +11,6 @@ while that costs less arithmetic than another block costs calls; a long segment 
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import numpy as np
 import numpy.typing as npt
@@ -74,7 +73,7 @@ class CpuLoraPlan:
 
 def plan_blocks(segments: LoraSegments, geometry: AdapterGeometry) -> CpuLoraPlan:
     # Cells need not be aligned to their own size where a slab is no multiple of it.
-    piece = math.gcd(geometry.page.slab_elements, geometry.cell_elements)
+    piece = geometry.alignment_bytes // geometry.itemsize
     blocks: dict[str, list[LoraBlock]] = {}
     first = 0
     for group in geometry.groups:
@@ -149,7 +148,7 @@ def _block(
 
     a_entries = np.concatenate(a_parts, axis=1).reshape(-1)
     entries = np.concatenate((a_entries, *(part.reshape(-1) for part in b_parts)))
-    pieces = segments.cells[torch.from_numpy(entries)].div_(piece, rounding_mode="floor")
+    pieces = segments.cells[torch.from_numpy(entries)].div_(geometry.alignment_bytes, rounding_mode="floor")
     if piece != geometry.cell_elements:
         pieces = (pieces[:, None] + torch.arange(geometry.cell_elements // piece)).view(-1)
 

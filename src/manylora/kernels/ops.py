@@ -44,8 +44,8 @@ class LoraSegments:
     A row j (0 <= j < rank) of A takes ``geometry.cells(in_features)`` consecutive entries of ``cells`` from
     ``first + j * that``; B likewise with ``out_features`` (B is stored transposed: rank rows of length out).
     ``scales`` float32 [S, P, L]: lora_alpha / r (or rsLoRA's) per layer.
-    ``cells`` int64 tensor on the device: element offset, in the pool seen as one flat array of its dtype, of
-    a cell's *layer 0* bytes; layer l lies ``l * page.slab_elements`` further. Shared by all steps.
+    ``cells`` int64 tensor on the device: at how many bytes into the pool a cell's *layer 0* begins, a multiple of
+    ``geometry.alignment_bytes``; layer l lies ``l * page.slab_bytes`` further. Shared by all steps.
     """
 
     start: np.ndarray
@@ -125,8 +125,16 @@ class Summands(NamedTuple):
         return Summands(self.product[rows], None if self.adapted is None else self.adapted[rows])
 
 
+def of_adapters(pool: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The pool's memory as elements of the adapters' dtype; a view."""
+    return pool if pool.dtype == dtype else pool.view(dtype)
+
+
 class Ops(Protocol):
-    """Device operations. ``pool`` is always ``[num_pages, layers, 2, page_tokens, kv_heads, head_dim]``."""
+    """Device operations. ``pool`` is always ``[num_pages, layers, 2, page_tokens, kv_heads, head_dim]``.
+
+    Its dtype is that of keys and values. Adapters in its pages have the dtype of x.
+    """
 
     name: str
 

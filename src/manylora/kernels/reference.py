@@ -18,6 +18,7 @@ from manylora.kernels.ops import (
     LoraSegments,
     Rotary,
     Summands,
+    of_adapters,
     rotated_then_stored,
 )
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
@@ -116,8 +117,9 @@ class ReferenceOps(ComposedLora):
                 first_a, first_b, rank = segments.records[segment, index].tolist()
                 if rank == 0:
                     continue
-                a = self._rows(pool, layer, geometry, segments.cells, first_a, rank, projection.in_features)
-                b = self._rows(pool, layer, geometry, segments.cells, first_b, rank, projection.out_features)
+                lies = (pool, x.dtype, layer, geometry, segments.cells)
+                a = self._rows(*lies, first_a, rank, projection.in_features)
+                b = self._rows(*lies, first_b, rank, projection.out_features)
                 scale = float(segments.scales[segment, index, layer])
                 delta = wide(x[start : start + length]) @ wide(a).T @ wide(b) * scale
                 columns = y[start : start + length, group.offsets[i] : group.offsets[i + 1]]
@@ -126,6 +128,7 @@ class ReferenceOps(ComposedLora):
     @staticmethod
     def _rows(
         pool: torch.Tensor,
+        dtype: torch.dtype,
         layer: int,
         geometry: AdapterGeometry,
         cells: torch.Tensor,
@@ -134,13 +137,13 @@ class ReferenceOps(ComposedLora):
         elements: int,
     ) -> torch.Tensor:
         """The ``[rank, elements]`` matrix whose cells start at entry ``first`` of the cell table."""
-        flat = pool.view(-1)
+        flat = of_adapters(pool, dtype).view(-1)
         per_row = geometry.cells(elements)
-        offset = layer * geometry.page.slab_elements
+        offset = layer * geometry.page.slab_bytes
         rows = []
         for j in range(rank):
-            begins = (cells[first + j * per_row : first + (j + 1) * per_row] + offset).tolist()
-            row = torch.cat([flat[begin : begin + geometry.cell_elements] for begin in begins])
+            begins = (cells[first + j * per_row : first + (j + 1) * per_row] + offset) // geometry.itemsize
+            row = torch.cat([flat[begin : begin + geometry.cell_elements] for begin in begins.tolist()])
             rows.append(row[:elements])
         return torch.stack(rows)
 

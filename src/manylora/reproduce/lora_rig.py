@@ -95,11 +95,11 @@ class LoraRig:
     def dense(self, case: Case, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The adapters out of their pages: a ``[n, h1, rank]``, and b ``[n, rank, h2]`` with the scale in it."""
         flat, cell = self.pool.view(-1), self.geometry.cell_elements
-        within = torch.arange(cell, device=self.device) + layer * self.geometry.page.slab_elements
+        within = torch.arange(cell, device=self.device) + layer * self.geometry.slab_elements
 
         def rows(first: int, rank: int, length: int) -> torch.Tensor:
             begin = case.segments.cells[first : first + rank * self.geometry.cells(length)]
-            return flat[begin[:, None] + within].view(rank, -1)[:, :length]
+            return flat[begin[:, None] // self.geometry.itemsize + within].view(rank, -1)[:, :length]
 
         a, b = [], []
         for model, ((first_a, first_b, rank),) in enumerate(case.segments.records.tolist()):

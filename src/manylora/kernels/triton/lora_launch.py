@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from manylora.kernels.ops import LoraSegments
+from manylora.kernels.ops import LoraSegments, of_adapters
 from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
 from manylora.kernels.triton.lora_rows import (
     expand_kernel,
@@ -239,7 +239,7 @@ class LoraKernels:
         return has_long and 0 < self.config.writes_from <= num_tokens
 
     def _plan(self, cells: torch.Tensor, geometry: AdapterGeometry, parts: tuple[TilePlan, ...]) -> LoraPlan:
-        align = math.gcd(geometry.page.slab_elements, geometry.cell_elements, 16)
+        align = math.gcd(geometry.alignment_bytes // geometry.itemsize, 16)
         return LoraPlan(geometry, cells, geometry.page.layers, align, parts, pdl=self.config.pdl)
 
     # ---- launches --------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ class LoraKernels:
         items = work.size.entries * splits
         shrink_kernel[(self._programs(items, config.shrink_programs),)](
             x,
-            pool,
+            of_adapters(pool, x.dtype),
             plan.cells,
             work.counts,
             work.entries,
@@ -345,7 +345,7 @@ class LoraKernels:
         cells = [plan.geometry.cells(n) for n in outputs]
         padding = [outputs[-1]] * (3 - len(outputs)), [cells[-1]] * (3 - len(cells))
         expand_kernel[(self._programs(items, config.expand_programs),)](
-            y, pool, plan.cells, work.counts, work.tiles, part.buffer.scales, planes,
+            y, of_adapters(pool, y.dtype), plan.cells, work.counts, work.tiles, part.buffer.scales, planes,
             y.stride(0), planes.stride(0), self._layer(plan, layer), layer, plan.num_layers,
             *outputs, *padding[0], *cells, *padding[1],
             PROJECTIONS=len(outputs),
@@ -378,7 +378,7 @@ class LoraKernels:
 
     @staticmethod
     def _layer(plan: LoraPlan, layer: int) -> int:
-        return layer * plan.geometry.page.slab_elements
+        return layer * plan.geometry.slab_elements
 
 
 def _launch_options(pdl: bool, registers: int) -> dict[str, int]:
@@ -393,7 +393,7 @@ def _precision(dtype: torch.dtype) -> str:
 
 def _for_dtype(config: TileConfig, geometry: AdapterGeometry) -> TileConfig:
     """float32 products run without tensor cores: small tiles, or they do not fit the registers."""
-    return dataclasses.replace(config, tile_tokens=16) if geometry.page.itemsize > 2 else config
+    return dataclasses.replace(config, tile_tokens=16) if geometry.itemsize > 2 else config
 
 
 def _arrays(
