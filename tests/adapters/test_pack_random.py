@@ -66,7 +66,7 @@ def plain_pages(spec: AdapterSpec, shape: AdapterGeometry, dtype: torch.dtype) -
     pages = torch.zeros(layout.num_pages, shape.page.layers, shape.page.slab_elements, dtype=dtype)
     flat, size = pages.view(-1), shape.cell_elements
     starts = cell_offsets(layout, shape, range(layout.num_pages)).tolist()
-    for projection, (first_a, first_b, _), ranks in zip(
+    for projection, (first_a, first_b, *_), ranks in zip(
         shape.projections, layout.records.tolist(), spec.ranks
     ):
         for layer, rank in enumerate(ranks):

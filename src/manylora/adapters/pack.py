@@ -60,8 +60,8 @@ NO_HELPERS = Helpers()
 class AdapterLayout:
     """One packing for all layers; see LoraSegments for how kernels read it.
 
-    ``records`` int64 [P, 3]: (first A cell, first B cell, rank), cells counted from the adapter's first;
-    rank 0 rows are all 0. ``scales`` float32 [P, L].
+    ``records`` int64 [P, 4]: (first A cell, first B cell, rank, first row of the second scale), cells counted from
+    the adapter's first; rank 0 rows are all 0. ``scales`` float32 [P, 2, L].
     """
 
     num_cells: int
@@ -77,19 +77,19 @@ def layout_of(spec: AdapterSpec, geometry: AdapterGeometry) -> AdapterLayout:
 
 
 def layout_for(ranks: Sequence[int], scales: np.ndarray, geometry: AdapterGeometry) -> AdapterLayout:
-    """Of an adapter with one rank a projection; ``scales`` float32 [P, L]."""
-    records = np.zeros((len(geometry.projections), 3), dtype=np.int64)
+    """Of an adapter with one rank a projection; ``scales`` float32 [P, L]. No row has the second."""
+    records = np.zeros((len(geometry.projections), 4), dtype=np.int64)
     num_cells = 0
     for index, (rank, projection) in enumerate(zip(ranks, geometry.projections, strict=True)):
         if rank:
             first_b = num_cells + rank * geometry.cells(projection.in_features)
-            records[index] = num_cells, first_b, rank
+            records[index] = num_cells, first_b, rank, rank
             num_cells = first_b + rank * geometry.cells(projection.out_features)
     return AdapterLayout(
         num_cells=num_cells,
         num_pages=-(-num_cells // geometry.cells_per_page),
         records=records,
-        scales=scales,
+        scales=np.stack((scales, np.zeros_like(scales)), axis=1),
     )
 
 
@@ -223,7 +223,7 @@ class _Loader:
         images = [page.view(torch.uint8).numpy().view(self.bits) for page in pages]
         jobs: list[_Job] = []
         for index, projection in enumerate(self.geometry.projections):
-            first_a, first_b, rank = self.layout.records[index].tolist()
+            first_a, first_b, rank, _ = self.layout.records[index].tolist()
             sides: tuple[tuple[Side, int, int], ...] = (
                 ("A", first_a, projection.in_features),
                 ("B", first_b, projection.out_features),

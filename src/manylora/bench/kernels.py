@@ -123,9 +123,9 @@ def segments_for(
     per_row = np.array([[geometry.cells(p.in_features), geometry.cells(p.out_features)] for p in projections])
     count = np.array(ranks)[:, None, None] * per_row[None]  # [S, P, 2]
     ends = np.cumsum(count.reshape(-1)).reshape(count.shape)
-    records = np.empty((len(ranks), len(projections), 3), dtype=np.int64)
+    records = np.empty((len(ranks), len(projections), 4), dtype=np.int64)
     records[:, :, :2] = ends - count
-    records[:, :, 2] = np.array(ranks)[:, None]
+    records[:, :, 2:] = np.array(ranks)[:, None, None]
     total, needed = num_pages * geometry.cells_per_page, cells_for(geometry, ranks)
     if needed > total:
         raise ValueError(f"adapters of {needed} cells do not fit a pool of {num_pages} pages, {total} cells")
@@ -137,7 +137,7 @@ def segments_for(
         start=(np.cumsum(length) - length).astype(np.int32),
         length=length,
         records=records,
-        scales=np.full((len(ranks), len(projections), geometry.page.layers), 2.0, dtype=np.float32),
+        scales=np.full((len(ranks), len(projections), 2, geometry.page.layers), 2.0, dtype=np.float32),
         cells=torch.from_numpy(offsets).to(device),
     )
 
@@ -166,9 +166,9 @@ def exact_lora(
     for s, (start, length) in enumerate(zip(segments.start.tolist(), segments.length.tolist())):
         for i, projection in enumerate(group.projections):
             p = geometry.projections.index(projection)
-            first_a, first_b, rank = segments.records[s, p].tolist()
+            first_a, first_b, rank, _ = segments.records[s, p].tolist()
             a, b = rows(first_a, rank, projection.in_features), rows(first_b, rank, projection.out_features)
-            delta = lora(x[start : start + length], a, b, float(segments.scales[s, p, layer]))
+            delta = lora(x[start : start + length], a, b, segments.row_scales(s, p, layer))
             added.put(slice(start, start + length), slice(group.offsets[i], group.offsets[i + 1]), delta)
     return added
 

@@ -145,13 +145,15 @@ def _run_end(cells: np.ndarray, first: int, stop: int, cell: int) -> int:
 @numba.njit(**_COMPILE)
 def _shrink(
     x: np.ndarray, start: int, stop: int, pool: np.ndarray, offset: int, cells: np.ndarray, first: int,
-    rank: int, cell: int, shrunk: np.ndarray, scale: float,
+    rank: int, cell: int, shrunk: np.ndarray, second: int, scales: np.ndarray,
 ) -> None:  # fmt: skip
-    """shrunk[t - start, j] = scale * x[t] . A[j], four tokens at a time, each row of A read once for them."""
+    """shrunk[t - start, j] = scale * x[t] . A[j], four tokens at a time, each row of A read once for them;
+    the scale is ``scales[0]`` in rows before ``second``, else ``scales[1]``."""
     width = x.shape[1]
     a_cells = (width + cell - 1) // cell
     for j in range(rank):
         row = first + j * a_cells
+        scale = scales[0] if j < second else scales[1]
         for t in range(start, stop, 4):
             # Past the end the last token is computed again: cheaper than a branch inside the loop.
             t1, t2, t3 = min(t + 1, stop - 1), min(t + 2, stop - 1), min(t + 3, stop - 1)
@@ -169,10 +171,10 @@ def _shrink(
                     s2 += a[i] * x2[i]
                     s3 += a[i] * x3[i]
                 c = end
-            shrunk[t - start, j] = s0 * np.float32(scale)
-            shrunk[t1 - start, j] = s1 * np.float32(scale) if t1 > t else shrunk[t - start, j]
-            shrunk[t2 - start, j] = s2 * np.float32(scale) if t2 > t1 else shrunk[t1 - start, j]
-            shrunk[t3 - start, j] = s3 * np.float32(scale) if t3 > t2 else shrunk[t2 - start, j]
+            shrunk[t - start, j] = s0 * scale
+            shrunk[t1 - start, j] = s1 * scale if t1 > t else shrunk[t - start, j]
+            shrunk[t2 - start, j] = s2 * scale if t2 > t1 else shrunk[t1 - start, j]
+            shrunk[t3 - start, j] = s3 * scale if t3 > t2 else shrunk[t2 - start, j]
 
 
 @numba.njit(**_COMPILE)
@@ -206,8 +208,8 @@ def add_lora(
 ) -> None:  # fmt: skip
     """y[t, columns of p] += scale * (x[t] A_p) B_p for every token of every item and every projection p.
 
-    ``starts``, ``stops`` int64 [N]: each item's tokens; ``records`` int64 [N, P, 3] and ``scales`` float32 [N, P]
-    as in LoraSegments, of this group's projections and layer; ``columns`` int64 [P + 1]; ``offset``: the
+    ``starts``, ``stops`` int64 [N]: each item's tokens; ``records`` int64 [N, P, 4] and ``scales`` float32
+    [N, P, 2] as in LoraSegments, of this group's projections and layer; ``columns`` int64 [P + 1]; ``offset``: the
     layer's, in elements; ``shrunk`` float32 [most tokens, largest rank] is scratch.
     """
     for item in range(starts.shape[0]):
@@ -216,7 +218,8 @@ def add_lora(
             a_first, b_first, rank = records[item, p, 0], records[item, p, 1], records[item, p, 2]
             if rank == 0:
                 continue
-            _shrink(x, start, stop, pool, offset, cells, a_first, rank, cell, shrunk, scales[item, p])
+            second, both = records[item, p, 3], scales[item, p]
+            _shrink(x, start, stop, pool, offset, cells, a_first, rank, cell, shrunk, second, both)
             width = columns[p + 1] - columns[p]
             _expand(y, start, stop, columns[p], width, pool, offset, cells, b_first, rank, cell, shrunk)
 

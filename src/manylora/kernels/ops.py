@@ -39,11 +39,13 @@ class LoraSegments:
     """Runs of tokens that share an adapter; tokens in no segment belong to the base model.
 
     ``start``, ``length`` int32 [S]: token ranges of the flat batch, ascending, disjoint.
-    ``records`` int64 [S, P, 3]: per segment and projection (table order of AdapterGeometry.projections):
-    (position of its first A cell in ``cells``, position of its first B cell, rank); rank 0: not adapted.
+    ``records`` int64 [S, P, 4]: per segment and projection (table order of AdapterGeometry.projections):
+    (position of its first A cell in ``cells``, position of its first B cell, rank, the rank row at which the
+    second scale begins); rank 0: not adapted; the rank again: no row has the second scale. So one segment may
+    hold the rows of two adapters, one after the other.
     A row j (0 <= j < rank) of A takes ``geometry.cells(in_features)`` consecutive entries of ``cells`` from
     ``first + j * that``; B likewise with ``out_features`` (B is stored transposed: rank rows of length out).
-    ``scales`` float32 [S, P, L]: lora_alpha / r (or rsLoRA's) per layer.
+    ``scales`` float32 [S, P, 2, L]: lora_alpha / r (or rsLoRA's) per layer, the first and the second; finite.
     ``cells`` int64 tensor on the device: at how many bytes into the pool a cell's *layer 0* begins, a multiple of
     ``geometry.alignment_bytes``; layer l lies ``l * page.slab_bytes`` further. Shared by all steps.
     """
@@ -53,6 +55,16 @@ class LoraSegments:
     records: np.ndarray
     scales: np.ndarray
     cells: torch.Tensor
+
+    @property
+    def has_second_scales(self) -> bool:
+        return bool((self.records[..., 3] < self.records[..., 2]).any())
+
+    def row_scales(self, segment: int, projection: int, layer: int) -> np.ndarray:
+        """float32 [rank]: the scale of each rank row."""
+        rank, second = self.records[segment, projection, 2:].tolist()
+        first_scale, second_scale = self.scales[segment, projection, :, layer]
+        return np.asarray(np.where(np.arange(rank) < second, first_scale, second_scale))
 
     def of_tokens(self, tokens: np.ndarray) -> LoraSegments | None:
         """Of a batch of these tokens alone, ascending int [M]; None where none of them has an adapter."""

@@ -114,16 +114,21 @@ class ReferenceOps(ComposedLora):
         for segment, (start, length) in enumerate(zip(segments.start.tolist(), segments.length.tolist())):
             for i, projection in enumerate(group.projections):
                 index = geometry.projections.index(projection)
-                first_a, first_b, rank = segments.records[segment, index].tolist()
+                first_a, first_b, rank, second = segments.records[segment, index].tolist()
                 if rank == 0:
                     continue
                 lies = (pool, x.dtype, layer, geometry, segments.cells)
                 a = self._rows(*lies, first_a, rank, projection.in_features)
                 b = self._rows(*lies, first_b, rank, projection.out_features)
-                scale = float(segments.scales[segment, index, layer])
-                delta = wide(x[start : start + length]) @ wide(a).T @ wide(b) * scale
+                scales = segments.scales[segment, index, :, layer].tolist()
                 columns = y[start : start + length, group.offsets[i] : group.offsets[i + 1]]
-                columns.copy_(wide(columns) + delta)
+                total = wide(columns)
+                for rows, scale in zip((slice(second), slice(second, rank)), scales):
+                    if rows.start != rows.stop:
+                        total = (
+                            total + wide(x[start : start + length]) @ wide(a[rows]).T @ wide(b[rows]) * scale
+                        )
+                columns.copy_(total)
 
     @staticmethod
     def _rows(

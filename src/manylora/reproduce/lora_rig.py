@@ -102,9 +102,9 @@ class LoraRig:
             return flat[begin[:, None] // self.geometry.itemsize + within].view(rank, -1)[:, :length]
 
         a, b = [], []
-        for model, ((first_a, first_b, rank),) in enumerate(case.segments.records.tolist()):
+        for model, ((first_a, first_b, rank, _),) in enumerate(case.segments.records.tolist()):
             a.append(rows(first_a, rank, self.h1).T)
-            b.append(rows(first_b, rank, self.h2) * float(case.segments.scales[model, 0, layer]))
+            b.append(rows(first_b, rank, self.h2) * float(case.segments.scales[model, 0, 0, layer]))
         return torch.stack(a), torch.stack(b)
 
     def seconds(self, steps: Sequence[Step], repeats: int) -> list[float]:

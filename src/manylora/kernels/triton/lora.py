@@ -96,7 +96,8 @@ def lora_kernels_on(device: torch.device) -> LoraKernels:
 class FixedLora:
     """A plan at fixed addresses for captured steps of at most so many tokens and ranks up to ``max_rank``.
 
-    ``num_rows``: of at most so many segments; None: one a token, as decoding steps have them.
+    ``num_rows``: of at most so many segments; None: one a token, as decoding steps have them. ``num_scales``: 2
+    where segments may have the second.
     """
 
     def __init__(
@@ -107,8 +108,9 @@ class FixedLora:
         geometry: AdapterGeometry,
         cells: torch.Tensor,
         num_rows: int | None = None,
+        num_scales: int = 1,
     ) -> None:
-        self.plan = kernels.reserve(geometry, cells, num_tokens, max_rank, num_rows)
+        self.plan = kernels.reserve(geometry, cells, num_tokens, max_rank, num_rows, num_scales)
         self._kernels = kernels
         self._filled: tuple[LoraSegments | None, int] | None = None
 
