@@ -49,7 +49,8 @@ class Rig:
         cls, decoder: Decoder, device: torch.device, dtype: torch.dtype, layers: int, adapters: int
     ) -> Rig:
         """With room for so many adapters of rank RANK."""
-        geometry = adapter_geometry(decoder.page(dtype), decoder.groups())
+        page = decoder.page(dtype)
+        geometry = adapter_geometry(page, (decoder.groups(),) * page.layers)
         rows = sum(
             geometry.cells(p.in_features) + geometry.cells(p.out_features) for p in geometry.projections
         )

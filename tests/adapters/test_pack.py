@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from manylora.adapters import pack as pack_module
 from manylora.adapters.pack import cell_offsets, layout_for, layout_of, load_adapter
 from manylora.adapters.peft import CONFIG_NAME, WEIGHTS_NAME
-from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
+from manylora.kernels.shapes import AdapterGeometry, PageShape, Projection, ProjectionGroup, adapter_geometry
 from manylora.protocol import AdapterError
 from tests.adapters.tiny import (
     LAYERS,
@@ -196,7 +196,7 @@ def model_geometry(
     layers, hidden, heads, kv_heads, head_dim, inner = MODELS[model]
     page = PageShape(layers, page_tokens, kv_heads, head_dim, itemsize)
     groups = llama_groups(hidden, heads * head_dim, kv_heads * head_dim, inner)
-    return adapter_geometry(page, groups, adapter_itemsize)
+    return adapter_geometry(page, [groups] * layers, adapter_itemsize)
 
 
 @pytest.mark.parametrize("itemsizes", [(2, 2), (4, 4), (1, 2), (2, 4), (4, 2)])
@@ -220,10 +220,16 @@ def test_cells_begin_at_aligned_bytes_inside_their_pages(model: str, itemsizes: 
     assert len(set(offsets.tolist())) == layout.num_cells
 
 
-def test_layers_must_begin_at_whole_elements() -> None:
+def test_geometries_that_cannot_be_are_refused() -> None:
     page = PageShape(layers=2, page_tokens=1, kv_heads=1, head_dim=9, itemsize=1)
     with pytest.raises(ValueError, match="18 bytes are no whole numbers of adapter elements of 4 bytes"):
-        AdapterGeometry(page, (), 4, 4)
+        AdapterGeometry(page, ((), ()), 4, 4)
+    with pytest.raises(ValueError, match="1 layers are described, a page has 2"):
+        AdapterGeometry(page, ((),), 4, 1)
+    narrow, wide = Projection("down", 8, 4), Projection("down", 12, 4)
+    for others in (ProjectionGroup("a", (wide,)), ProjectionGroup("b", (narrow,))):
+        with pytest.raises(ValueError, match="share a name or a projection"):
+            AdapterGeometry(page, ((ProjectionGroup("a", (narrow,)),), (others,)), 4, 1)
 
 
 @pytest.mark.parametrize("page_tokens", [16, 32])

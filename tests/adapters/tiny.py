@@ -46,7 +46,8 @@ def llama_groups(hidden: int, query: int, kv: int, inner: int) -> tuple[Projecti
 
 def geometry(itemsize: int = 4, page_tokens: int = 8, layers: int = LAYERS) -> AdapterGeometry:
     page = PageShape(layers, page_tokens, KV_HEADS, HEAD_DIM, itemsize)
-    return adapter_geometry(page, llama_groups(HIDDEN, HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, INNER))
+    groups = llama_groups(HIDDEN, HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, INNER)
+    return adapter_geometry(page, [groups] * page.layers)
 
 
 def base_model() -> LlamaForCausalLM:

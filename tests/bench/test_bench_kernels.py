@@ -220,7 +220,7 @@ def test_errors_are_of_the_worst_pair() -> None:
 def test_the_dense_truth_of_lora_is_the_references() -> None:
     decoder = Decoder("tiny", 3, 64, 4, 2, 16, 96)
     page = decoder.page(torch.float64)
-    geometry = adapter_geometry(page, decoder.groups())
+    geometry = adapter_geometry(page, [decoder.groups()] * page.layers)
     pool = random_pool(page, 64, torch.float64, CPU)
     segments = segments_for(geometry, [1, 3, 2], [4, 8, 1], len(pool), CPU)
     reference = ReferenceOps()

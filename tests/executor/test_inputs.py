@@ -23,7 +23,8 @@ from manylora.types import SamplingParams
 
 PAGE_TOKENS = 4
 PAGE = PageShape(layers=2, page_tokens=PAGE_TOKENS, kv_heads=1, head_dim=8, itemsize=4)
-GEOMETRY = adapter_geometry(PAGE, (ProjectionGroup("only", (Projection("p", 8, 8),)),))
+ONLY = ProjectionGroup("only", (Projection("p", 8, 8),))
+GEOMETRY = adapter_geometry(PAGE, ((ONLY,),) * PAGE.layers)
 ADAPTERS = (1, 2, 3)
 
 

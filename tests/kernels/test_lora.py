@@ -29,7 +29,7 @@ def geometry_of(
     dtype: torch.dtype, cell: int | None = None, dim: int = 12, wide: bool = False
 ) -> AdapterGeometry:
     page = PageShape(layers=3, page_tokens=4, kv_heads=2, head_dim=dim, itemsize=torch.finfo(dtype).bits // 8)
-    geometry = adapter_geometry(page, WIDE if wide else NARROW)
+    geometry = adapter_geometry(page, [WIDE if wide else NARROW] * page.layers)
     return geometry if cell is None else dataclasses.replace(geometry, cell_elements=cell)
 
 
@@ -141,7 +141,7 @@ def test_a_second_scale_that_no_row_has_changes_no_bit(subject: Subject, seed: i
 def test_keys_and_values_of_another_type(subject: Subject, pool_dtype: torch.dtype) -> None:
     skip_repetition(subject)
     page = PageShape(layers=3, page_tokens=4, kv_heads=2, head_dim=12, itemsize=pool_dtype.itemsize)
-    geometry = adapter_geometry(page, NARROW, subject.dtype.itemsize)
+    geometry = adapter_geometry(page, [NARROW] * page.layers, subject.dtype.itemsize)
     check(subject, geometry, [(1, 1), (0, 6), (2, 40)], [1, 4, 20], pool_dtype=pool_dtype)
 
 

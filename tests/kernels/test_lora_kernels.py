@@ -30,7 +30,7 @@ SMALL = LoraConfig(short=SHORT, long=DEFAULT.long, long_run=6, writes_from=1)
 
 def geometry_of(dtype: torch.dtype) -> AdapterGeometry:
     page = PageShape(layers=2, page_tokens=4, kv_heads=2, head_dim=12, itemsize=torch.finfo(dtype).bits // 8)
-    return adapter_geometry(page, llama_groups(40, 48, 24, 72))
+    return adapter_geometry(page, [llama_groups(40, 48, 24, 72)] * page.layers)
 
 
 def case_of(

@@ -25,7 +25,8 @@ GROUPS = (
     ProjectionGroup("o", (Projection("o", 32, 64),)),
     ProjectionGroup("gate_up", (Projection("gate", 64, 96), Projection("up", 64, 96))),
 )
-GEOMETRY = adapter_geometry(PageShape(layers=2, page_tokens=16, kv_heads=2, head_dim=16, itemsize=2), GROUPS)
+PAGE = PageShape(layers=2, page_tokens=16, kv_heads=2, head_dim=16, itemsize=2)
+GEOMETRY = adapter_geometry(PAGE, (GROUPS, GROUPS))
 NUM_PROJECTIONS = len(GEOMETRY.projections)
 RANKS = st.sampled_from((0, 1, 8, 16, 17, 64, 100))
 

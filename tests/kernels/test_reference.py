@@ -49,7 +49,7 @@ def test_attention_is_unpaged_attention(window: int | None, kv_heads: int, heads
 @pytest.mark.parametrize("two_scales", [False, True])
 def test_lora_is_dense_products(two_scales: bool) -> None:
     page = PageShape(layers=2, page_tokens=4, kv_heads=2, head_dim=12, itemsize=8)
-    geometry = adapter_geometry(page, llama_groups(40, 48, 24, 72))
+    geometry = adapter_geometry(page, [llama_groups(40, 48, 24, 72)] * page.layers)
     case = lora_case(
         3,
         device=CPU,
@@ -84,7 +84,7 @@ def test_lora_is_dense_products(two_scales: bool) -> None:
 
 def test_no_segment_no_plan() -> None:
     page = PageShape(1, 4, 2, 12, 4)
-    geometry = adapter_geometry(page, llama_groups(40, 48, 24, 72))
+    geometry = adapter_geometry(page, [llama_groups(40, 48, 24, 72)] * page.layers)
     case = lora_case(0, device=CPU, dtype=torch.float32, lengths=[], ranks=[1], geometry=geometry)
     assert OPS.plan_lora(case.segments, geometry, CPU) is None
 

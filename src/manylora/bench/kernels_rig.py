@@ -97,7 +97,7 @@ class Rig:
         )
         self.page = self.decoder.page(self.dtype)
         self.groups = self.decoder.groups()
-        self.geometry = adapter_geometry(self.page, self.groups)
+        self.geometry = adapter_geometry(self.page, (self.groups,) * self.layers)
         self._num_pages = 0
 
     def _dtype(self, name: str) -> torch.dtype:

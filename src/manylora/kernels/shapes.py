@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 CELL_ALIGNMENT_BYTES = 16
@@ -74,6 +75,11 @@ class ProjectionGroup:
         return tuple(ends)
 
 
+def distinct_groups(layers: Iterable[Iterable[ProjectionGroup]]) -> tuple[ProjectionGroup, ...]:
+    """The groups of all layers, each once, in the order in which they first come."""
+    return tuple(dict.fromkeys(group for layer in layers for group in layer))
+
+
 @dataclasses.dataclass(frozen=True)
 class AdapterGeometry:
     """How adapters of one model are laid into its pages (design §3).
@@ -82,16 +88,25 @@ class AdapterGeometry:
     takes ``ceil(h / cell_elements)`` whole cells, so none straddles a page and all layers share one table.
     Cell n of an adapter lies in its page ``n // cells_per_page`` at cell ``n % cells_per_page``. An adapter's
     element has ``itemsize`` bytes, which may differ from the page's; where cells lie is told in bytes.
+    ``layers``: the groups that each layer has. The layers' common table has a place for every projection of any.
 
-    Raises ValueError where the slabs of a page's layers do not begin at whole elements.
+    Raises ValueError where the slabs of a page's layers do not begin at whole elements, where ``layers`` are not
+    the page's, and where two groups share a name or a projection.
     """
 
     page: PageShape
-    groups: tuple[ProjectionGroup, ...]
+    layers: tuple[tuple[ProjectionGroup, ...], ...]
     cell_elements: int
     itemsize: int
 
     def __post_init__(self) -> None:
+        if len(self.layers) != self.page.layers:
+            raise ValueError(f"{len(self.layers)} layers are described, a page has {self.page.layers}")
+        names = [group.name for group in self.groups]
+        if len(set(names)) < len(names) or len(set(self.projections)) < len(self.projections):
+            raise ValueError(
+                f"different groups of projections share a name or a projection: {', '.join(names)}"
+            )
         if self.page.slab_bytes % self.itemsize:
             raise ValueError(
                 f"a page's layers of {self.page.slab_bytes} bytes are no whole numbers of adapter elements "
@@ -118,8 +133,13 @@ class AdapterGeometry:
         return self.page.slab_bytes // self.cell_bytes
 
     @cached_property
+    def groups(self) -> tuple[ProjectionGroup, ...]:
+        """The groups that some layer has."""
+        return distinct_groups(self.layers)
+
+    @cached_property
     def projections(self) -> tuple[Projection, ...]:
-        """All projections in table order."""
+        """The projections that some layer has, in table order."""
         return tuple(projection for group in self.groups for projection in group.projections)
 
     def cells(self, elements: int) -> int:
@@ -133,17 +153,17 @@ class AdapterGeometry:
 
 
 def adapter_geometry(
-    page: PageShape, groups: tuple[ProjectionGroup, ...], itemsize: int | None = None
+    page: PageShape, layers: Sequence[tuple[ProjectionGroup, ...]], itemsize: int | None = None
 ) -> AdapterGeometry:
     """The largest power-of-two cell whose slack stays under SLACK_TARGET, else the one with least slack.
 
     Large cells mean few pointers for the kernels to load; every supported shape stays under 5 % slack.
-    ``itemsize``: bytes of an adapter's element; None: as the page's. Raises ValueError where a page's share of a
-    layer has no room for a cell.
+    ``layers``: the groups of each of the page's layers. ``itemsize``: bytes of an adapter's element; None: as the
+    page's. Raises ValueError where a page's share of a layer has no room for a cell.
     """
     itemsize = page.itemsize if itemsize is None else itemsize
     slab = page.slab_bytes // itemsize
-    projections = tuple(projection for group in groups for projection in group.projections)
+    projections = tuple(p for group in distinct_groups(layers) for p in group.projections)
     candidates = []
     size = CELL_ALIGNMENT_BYTES // itemsize
     while size <= min(LARGEST_CELL_ELEMENTS, slab):
@@ -156,7 +176,7 @@ def adapter_geometry(
         )
     good = [c for c in candidates if _slack(slab, projections, c) < SLACK_TARGET]
     best = max(good) if good else min(candidates, key=lambda c: _slack(slab, projections, c))
-    return AdapterGeometry(page=page, groups=groups, cell_elements=best, itemsize=itemsize)
+    return AdapterGeometry(page=page, layers=tuple(layers), cell_elements=best, itemsize=itemsize)
 
 
 def _slack(slab: int, projections: tuple[Projection, ...], cell: int) -> float:

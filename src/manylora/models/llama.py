@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from manylora.models.fields import Fields
 from manylora.models.rotary import Defaults, read_rotary
 from manylora.models.spec import ModelConfig
@@ -16,9 +14,12 @@ _DEFAULTS = Defaults(
 def read(fields: Fields) -> ModelConfig:
     """What config.json says of such a model. Raises ModelError for settings that cannot be served."""
     bias = fields.flag("attention_bias", False)
-    return dataclasses.replace(
-        read_rotary(fields, "llama", "LlamaForCausalLM", _DEFAULTS),
+    return read_rotary(
+        fields,
+        "llama",
+        "LlamaForCausalLM",
+        _DEFAULTS,
         qkv_bias=bias,
-        attention_out_bias=bias,
+        out_bias=bias,
         mlp_bias=fields.flag("mlp_bias", False),
     )

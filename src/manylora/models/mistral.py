@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from manylora.models.fields import Fields
-from manylora.models.rotary import Defaults, read_rotary
+from manylora.models.rotary import Defaults, num_layers_of, read_rotary
 from manylora.models.spec import ModelConfig
 
 _DEFAULTS = Defaults(
@@ -20,6 +18,5 @@ _DEFAULTS = Defaults(
 
 def read(fields: Fields) -> ModelConfig:
     """What config.json says of such a model. Raises ModelError for settings that cannot be served."""
-    config = read_rotary(fields, "mistral", "MistralForCausalLM", _DEFAULTS)
-    window = fields.integer_or_none("sliding_window", 4096)
-    return dataclasses.replace(config, windows=(window,) * config.num_layers)
+    windows = (fields.integer_or_none("sliding_window", 4096),) * num_layers_of(fields)
+    return read_rotary(fields, "mistral", "MistralForCausalLM", _DEFAULTS, windows=windows)

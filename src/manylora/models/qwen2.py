@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from manylora.models.fields import Fields
 from manylora.models.rotary import Defaults, qwen_windows, read_rotary
 from manylora.models.spec import ModelConfig
@@ -15,5 +13,5 @@ _DEFAULTS = Defaults(
 
 def read(fields: Fields) -> ModelConfig:
     """What config.json says of such a model. Raises ModelError for settings that cannot be served."""
-    config = read_rotary(fields, "qwen2", "Qwen2ForCausalLM", _DEFAULTS)
-    return dataclasses.replace(config, qkv_bias=True, windows=qwen_windows(fields, config.num_layers))
+    windows = qwen_windows(fields)
+    return read_rotary(fields, "qwen2", "Qwen2ForCausalLM", _DEFAULTS, windows=windows, qkv_bias=True)

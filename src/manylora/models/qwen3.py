@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from manylora.models.fields import Fields
 from manylora.models.rotary import Defaults, qwen_windows, read_rotary
 from manylora.models.spec import ModelConfig
@@ -19,12 +17,14 @@ _DEFAULTS = Defaults(
 
 def read(fields: Fields) -> ModelConfig:
     """What config.json says of such a model. Raises ModelError for settings that cannot be served."""
-    config = read_rotary(fields, "qwen3", "Qwen3ForCausalLM", _DEFAULTS)
     bias = fields.flag("attention_bias", False)
-    return dataclasses.replace(
-        config,
-        qk_norm=True,
+    return read_rotary(
+        fields,
+        "qwen3",
+        "Qwen3ForCausalLM",
+        _DEFAULTS,
+        windows=qwen_windows(fields),
         qkv_bias=bias,
-        attention_out_bias=bias,
-        windows=qwen_windows(fields, config.num_layers),
+        out_bias=bias,
+        has_head_norm=True,
     )

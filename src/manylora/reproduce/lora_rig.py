@@ -50,7 +50,7 @@ class LoraRig:
         self.h1, self.h2 = h1, h2
         page = PageShape(self.layers, _PAGE_TOKENS, 8, 64, self.dtype.itemsize)
         self.group = ProjectionGroup("one", (Projection("one", h1, h2),))
-        self.geometry = adapter_geometry(page, (self.group,))
+        self.geometry = adapter_geometry(page, ((self.group,),) * page.layers)
         cells = cells_for(self.geometry, [most_rank] * most_models)
         self.pool = random_pool(page, -(-cells // self.geometry.cells_per_page), self.dtype, self.device)
         self.ops = ops_for(self.device)
