@@ -584,7 +584,5 @@ def test_a_module_that_its_layer_lacks_is_refused(tmp_path: Path) -> None:
     make(tmp_path, r=2, target_modules=["up_proj", "q_proj"])
     layers = geometry().layers
     lacking = dataclasses.replace(geometry(), layers=(layers[0], layers[1][:2], *layers[2:]))
-    with pytest.raises(
-        AdapterError, match=r"up_proj.* that layer 1 of the base model lacks; .*o_proj$"
-    ):
+    with pytest.raises(AdapterError, match=r"up_proj.* that layer 1 of the base model lacks; .*o_proj$"):
         inspect(tmp_path, lacking)

@@ -11,7 +11,6 @@ from torch.nn import functional
 pytest.importorskip("triton")
 
 from manylora.bench import rounding
-from manylora.kernels.cpu import CpuOps
 from manylora.kernels.triton.lora import AdaptedLinears, FixedLora
 from manylora.kernels.triton.lora_launch import DEFAULT, Beside, LoraConfig, LoraKernels, LoraPlan
 from manylora.kernels.weight import Weight
@@ -64,6 +63,10 @@ def test_replay_follows_the_tables(dtype: torch.dtype, pdl: bool) -> None:
 GROUPS = ("qkv", "o", "gate_up", "down")
 
 
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    return functional.linear(x, weight.data, bias)
+
+
 def linears(config: LoraConfig, case: LoraCase, tokens: int, dtype: torch.dtype) -> Linears:
     """A layer's four linears with adapters as models call them, and what they gave last."""
     generator = torch.Generator().manual_seed(5)
@@ -71,7 +74,7 @@ def linears(config: LoraConfig, case: LoraCase, tokens: int, dtype: torch.dtype)
         (torch.randn(group.offsets[-1], group.in_features, generator=generator) * group.in_features**-0.5)
         for group in case.geometry.groups
     ]
-    made = AdaptedLinears(LoraKernels(config, 132), CpuOps().linear, case.pool.device)
+    made = AdaptedLinears(LoraKernels(config, 132), linear, case.pool.device)
     inputs = inputs_of(case, Subject("gpu", dtype), tokens)
     return Linears(made, case, inputs, [Weight(w.to(dtype).to(case.pool.device)) for w in weights], [])
 
