@@ -40,6 +40,7 @@ class Defaults:
 
 
 def num_layers_of(fields: Fields) -> int:
+    """Decoder layers of these families. Raises ModelError."""
     return fields.integer("num_hidden_layers", 32)
 
 
