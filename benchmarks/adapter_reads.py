@@ -34,7 +34,7 @@ from manylora.bench.random_adapters import write_random_adapters
 from manylora.devices.select import open_device
 from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
 from manylora.memory.host import HostPool
-from manylora.models.config import config_groups, read_model_config
+from manylora.models.config import read_model_config
 
 ADAPTERS = ((16, "bfloat16"), (64, "bfloat16"), (16, "float32"))
 HELPERS = (0, 1, 2, 3, 4, 6, 8, 12)
@@ -133,7 +133,7 @@ def main() -> None:
         folder = Path(scratch)
         h200.write_model(folder / "model", h200.SHAPES["llama-2-7b"])
         config = read_model_config(folder / "model")
-        geometry = adapter_geometry(PageShape(32, 16, 32, 128, 2), config_groups(config))
+        geometry = adapter_geometry(PageShape(32, 16, 32, 128, 2), config.layer_groups)
         host = HostPool(64, geometry.page, torch.bfloat16, device)
         while device.copies_from_pinned and host.pinned_bytes < host.num_pages * geometry.page.page_bytes:
             time.sleep(0.1)

@@ -138,7 +138,7 @@ def measure(repeats: int) -> dict[str, Any]:
     }
 
 
-PARTS = ("lora", "attention", "write_kv", "rope", "rms_norm", "add_rms_norm", "silu_mul")
+PARTS = ("lora", "attention", "write_kv", "_rope", "rms_norm", "add_rms_norm", "silu_mul")
 
 
 def step_breakdown(ours: Manylora, prompts: list[list[int]], models: list[str | None]) -> dict[str, float]:

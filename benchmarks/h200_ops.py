@@ -54,6 +54,7 @@ from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.triton.decode_table import DecodeConfig, DecodeTable, stored_table
 from manylora.kernels.triton.operations import TritonOps
 from manylora.kernels.triton.products import BUCKETS, Choice, LinearConfig, Products, Shape
+from manylora.kernels.weight import Weight
 
 LAYERS = {
     "llama-2-7b": (32, 32, ("7b.qkv", "both.o", "7b.gate_up", "7b.down")),
@@ -173,7 +174,7 @@ def linear_errors(run: Run) -> dict[str, Any]:
 
 
 def elementwise(_: Run) -> dict[str, Any]:
-    """Errors against the reference in float64, and times of fused and separate operations."""
+    """Errors against the reference in float64, and times."""
     rows: dict[str, Any] = {}
     for model, batch in itertools.product(LAYERS, (*BATCHES, 2048)):
         heads, kv_heads, names = LAYERS[model]
@@ -252,16 +253,11 @@ def placing_heads(batch: int, heads: int, kv_heads: int, dim: int = 128) -> Foun
     }
     q, k, v = parts(qkv)
 
-    def separate() -> None:
-        ops.rope(q, k, rotary.cos, rotary.sin, positions)
-        ops.write_kv(pool, 1, k, v, slots)
-
     times = {
         "rotate_and_store": us(
             lambda: ops.rotate_and_store(q, k, v, pool, 1, rotary, positions, slots, None)
         ),
         "with head norms": us(lambda: ops.rotate_and_store(q, k, v, pool, 1, rotary, positions, slots, norm)),
-        "rope, write_kv": us(separate),
     }
     return times, errors
 
@@ -270,12 +266,12 @@ def placing_heads(batch: int, heads: int, kv_heads: int, dim: int = 128) -> Foun
 
 
 def layers(run: Run) -> dict[str, Any]:
-    """A base decoding layer in a graph: by the library and separate operations, fused and by our choices, and
-    the same with dependent launches."""
+    """A base decoding layer in a graph: by the library with the default attention sizes, with those stored for
+    the device, by our choices, and the same with dependent launches."""
     rows: dict[str, Any] = {}
     for model in LAYERS:
         shapes = [LINEARS[name] for name in LAYERS[model][2]]
-        weights = [[normal(n, k) * k**-0.5 for k, n in shapes] for _ in range(MEASURED_LAYERS)]
+        weights = [[Weight(normal(n, k) * k**-0.5) for k, n in shapes] for _ in range(MEASURED_LAYERS)]
         for batch in (1, 16, 32, 64, 128):
             row = layer_row(run, model, batch, weights)
             rows[f"{model} {batch}"] = row
@@ -283,7 +279,7 @@ def layers(run: Run) -> dict[str, Any]:
     return rows
 
 
-def layer_row(run: Run, model: str, batch: int, weights: list[list[torch.Tensor]]) -> dict[str, float]:
+def layer_row(run: Run, model: str, batch: int, weights: list[list[Weight]]) -> dict[str, float]:
     heads, kv_heads, names = LAYERS[model]
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     tables = {
@@ -303,15 +299,15 @@ def layer_row(run: Run, model: str, batch: int, weights: list[list[torch.Tensor]
 
     def measure(name: str, choices: Mapping[Shape, Choice], dependent: bool) -> None:
         ops = TritonOps(products=Products(choices, multiprocessors), dependent=dependent)
-        step, fused = steps["before" if name == "before" else "now"], name != "before"
+        step = steps["before" if name == "before" else "now"]
 
         def products() -> None:
             for layer in weights:
                 for weight in layer:
-                    ops.linear(x if weight.shape[1] == 4096 else wide, weight, None)
+                    ops.linear(x if weight.data.shape[1] == 4096 else wide, weight, None)
 
         row[f"products_{name}"] = graph_time(products) / len(weights) * 1e6
-        row[name] = graph_time(lambda: step.run(ops, x, weights, fused)) / len(weights) * 1e6
+        row[name] = graph_time(lambda: step.run(ops, x, weights)) / len(weights) * 1e6
 
     assert run.linears is not None
     measure("before", {}, False)

@@ -28,6 +28,7 @@ from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.attending import PagedAttention
 from manylora.kernels.triton.decode_table import DecodeConfig, DecodeTable
 from manylora.kernels.triton.operations import TritonOps
+from manylora.kernels.weight import Weight
 
 DTYPE = torch.bfloat16
 PAGE_TOKENS, LAYERS, NUM_PAGES = 16, 2, 16896
@@ -436,9 +437,7 @@ class LayerStep:
         self._norm = torch.ones(4096, dtype=dtype, device="cuda")
         self.kv_bytes = batch * context * 2 * kv_heads * self._dim * 2
 
-    def run(
-        self, ops: TritonOps, x: torch.Tensor, weights: Sequence[Sequence[torch.Tensor]], fused: bool
-    ) -> torch.Tensor:
+    def run(self, ops: TritonOps, x: torch.Tensor, weights: Sequence[Sequence[Weight]]) -> torch.Tensor:
         """Through all layers; the weights are those of qkv, o, gate_up and down. x is left as it is."""
         residual, widths = torch.zeros_like(x), (self._heads, self._kv_heads, self._kv_heads)
         x = x.clone()
@@ -446,13 +445,9 @@ class LayerStep:
             x, residual = ops.add_rms_norm(x, residual, self._norm, 1e-5)
             parts = ops.linear(x, qkv, None).split([width * self._dim for width in widths], -1)
             q, k, v = (part.unflatten(1, (-1, self._dim)) for part in parts)
-            if fused:
-                q = ops.rotate_and_store(
-                    q, k, v, self._pool, layer, self._rotary, self._positions, self._slots, None
-                )
-            else:
-                q, k = ops.rope(q, k, self._rotary.cos, self._rotary.sin, self._positions)
-                ops.write_kv(self._pool, layer, k, v, self._slots)
+            q = ops.rotate_and_store(
+                q, k, v, self._pool, layer, self._rotary, self._positions, self._slots, None
+            )
             mixed = ops.attention(q, self._pool, layer, self._fixed.plan, self._dim**-0.5, None)
             x, residual = ops.add_rms_norm(ops.linear(mixed, o, None), residual, self._norm, 1e-5)
             x = ops.linear(ops.silu_mul(ops.linear(x, gate_up, None)), down, None)

@@ -31,6 +31,7 @@ from manylora.kernels.triton.products import (
     bucket_of,
     other_library,
 )
+from manylora.kernels.weight import Weight
 
 DTYPE = torch.bfloat16
 BATCHES = (1, 8, 16, 32, 64, 128)
@@ -98,7 +99,7 @@ def compile_linear(block_m: int, config: LinearConfig) -> None:
     """Run the kernel once on little data."""
     x = torch.zeros(block_m, 4096, dtype=DTYPE, device="cuda")
     weight = torch.zeros(2048, 4096, dtype=DTYPE, device="cuda")
-    Products({}, 132).run(x, weight, None, config)
+    Products({}, 132).run(x, Weight(weight), None, config)
 
 
 @dataclasses.dataclass
@@ -189,7 +190,9 @@ class _Case:
 
     def ours(self, config: LinearConfig, rounds: int) -> tuple[float, float]:
         return self.microseconds(
-            lambda x, weight: self._products.run(x, weight, None, config), config.ahead is not None, rounds
+            lambda x, weight: self._products.run(x, Weight(weight), None, config),
+            config.ahead is not None,
+            rounds,
         )
 
 
@@ -204,7 +207,7 @@ def errors(choices: Mapping[Shape, Choice]) -> dict[str, Any]:
         weight = case.weights[0]
         products = Products({}, torch.cuda.get_device_properties(0).multi_processor_count)
         truth = functional.linear(case.x.float(), weight.float())
-        outs = [products.run(case.x, weight, None, config) for _ in range(21)]
+        outs = [products.run(case.x, Weight(weight), None, config) for _ in range(21)]
         library = relative_error(functional.linear(case.x, weight), truth)
         rows[f"{block_m} {inputs} {outputs}"] = {
             "ours": relative_error(outs[0], truth),

@@ -25,6 +25,7 @@ from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup, adapter_ge
 from manylora.kernels.triton.lora import FixedLora
 from manylora.kernels.triton.lora_launch import LoraConfig, LoraKernels, LoraPlan
 from manylora.kernels.triton.operations import TritonOps
+from manylora.kernels.weight import Weight
 
 RANK = 16
 
@@ -39,7 +40,7 @@ class Rig:
     layers: int
     geometry: AdapterGeometry
     pool: torch.Tensor
-    weights: list[dict[str, torch.Tensor]]
+    weights: list[dict[str, Weight]]
     norms: dict[str, torch.Tensor]
     multiprocessors: int
 
@@ -48,15 +49,16 @@ class Rig:
         cls, decoder: Decoder, device: torch.device, dtype: torch.dtype, layers: int, adapters: int
     ) -> Rig:
         """With room for so many adapters of rank RANK."""
-        geometry = adapter_geometry(decoder.page(dtype), decoder.groups())
+        page = decoder.page(dtype)
+        geometry = adapter_geometry(page, (decoder.groups(),) * page.layers)
         rows = sum(
             geometry.cells(p.in_features) + geometry.cells(p.out_features) for p in geometry.projections
         )
         pages = -(-rows * RANK * adapters // geometry.cells_per_page) + 16
 
-        def drawn(group: ProjectionGroup) -> torch.Tensor:
+        def drawn(group: ProjectionGroup) -> Weight:
             weight = torch.randn(group.offsets[-1], group.in_features, dtype=dtype, device=device)
-            return weight.mul_(group.in_features**-0.5)
+            return Weight(weight.mul_(group.in_features**-0.5))
 
         weights = [{group.name: drawn(group) for group in geometry.groups} for _ in range(layers)]
         norms = {g.name: torch.ones(g.offsets[-1], dtype=dtype, device=device) for g in geometry.groups}
@@ -69,10 +71,10 @@ class Rig:
     def segments(self, lengths: list[int]) -> LoraSegments:
         """An adapter a segment; a page's cells one after another, pages anywhere."""
         described = segments_for(self.geometry, lengths, [RANK] * len(lengths), len(self.pool), self.device)
-        per_page, page = self.geometry.cells_per_page, self.geometry.page.page_elements
+        per_page, page = self.geometry.cells_per_page, self.geometry.page.page_bytes
         count = torch.arange(len(described.cells), device=self.device)
         pages = torch.randperm(len(self.pool), device=self.device)
-        places = pages[count // per_page] * page + count % per_page * self.geometry.cell_elements
+        places = pages[count // per_page] * page + count % per_page * self.geometry.cell_bytes
         return dataclasses.replace(described, cells=places)
 
 

@@ -35,7 +35,7 @@ from manylora.kernels.triton.attention_plans import FixedAttention
 from manylora.kernels.triton.operations import TritonOps
 from manylora.memory.arena import Arena
 from manylora.memory.host import HostPool
-from manylora.models.config import config_groups, read_model_config
+from manylora.models.config import read_model_config
 from manylora.models.decoder import Decoder
 from manylora.protocol import RunStep, SequenceStart, StepRow
 from manylora.types import BASE, SamplingParams
@@ -87,7 +87,7 @@ def made(folder: Path) -> tuple[Worker, TimedOps]:
     write_model(folder / "model", SHAPES["llama-2-7b"])
     config = read_model_config(folder / "model")
     page = config.page_shape(PAGE_TOKENS, torch.bfloat16.itemsize)
-    geometry, device = adapter_geometry(page, config_groups(config)), ReplayingDevice()
+    geometry, device = adapter_geometry(page, config.layer_groups), ReplayingDevice()
     arena = Arena(NUM_PAGES, page, torch.bfloat16, device)
     host = HostPool(0, page, torch.bfloat16, device)
     registry = Registry(geometry, "", folder / "registry.sqlite")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -162,3 +163,13 @@ def test_things_are_not_called_who() -> None:
     for path in (ROOT / "policy").rglob("*.py"):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             assert not PERSONS.search(line), f"{path}:{number}: {line.strip()}"
+
+
+@pytest.mark.parametrize("room", ["kernels", "memory", "models", "adapters", "executor", "policy"])
+def test_modules_of_a_room_import_each_other_in_one_direction(room: str) -> None:
+    """What is imported for its types alone counts."""
+    graph: dict[str, set[str]] = {}
+    for path in (ROOT / room).rglob("*.py"):
+        module = ".".join(("manylora", *path.relative_to(ROOT).with_suffix("").parts))
+        graph[module] = {name for name, _ in imports(path)}
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError

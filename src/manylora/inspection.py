@@ -15,7 +15,7 @@ from manylora.adapters.report import describe, render
 from manylora.adapters.sources import discover
 from manylora.config import ConfigError, EngineSettings
 from manylora.kernels.shapes import AdapterGeometry, adapter_geometry
-from manylora.models.config import ModelConfig, ModelError, config_groups, read_model_config
+from manylora.models.config import ModelConfig, ModelError, read_model_config
 from manylora.models.source import resolve_model
 from manylora.protocol import AdapterError
 from manylora.types import adapter_name_fault, why_reserved
@@ -86,7 +86,7 @@ def _geometry(settings: EngineSettings) -> tuple[ModelConfig, AdapterGeometry]:
     try:
         config = read_model_config(resolve_model(settings.model.model))
         page = config.page_shape(settings.cache.page_tokens, _ITEMSIZE[settings.model.dtype])
-        return config, adapter_geometry(page, config_groups(config))
+        return config, adapter_geometry(page, config.layer_groups)
     except (ModelError, ValueError) as error:
         raise ConfigError(str(error)) from error
 

@@ -6,14 +6,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from manylora.adapters import pack as pack_module
-from manylora.adapters.pack import cell_offsets, layout_of, load_adapter
+from manylora.adapters.pack import cell_offsets, layout_for, layout_of, load_adapter
 from manylora.adapters.peft import CONFIG_NAME, WEIGHTS_NAME
-from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
+from manylora.kernels.shapes import AdapterGeometry, PageShape, Projection, ProjectionGroup, adapter_geometry
 from manylora.protocol import AdapterError
 from tests.adapters.tiny import (
     LAYERS,
@@ -64,7 +65,7 @@ def test_packed_adapters_give_pefts_delta(kind: str, tmp_path: Path) -> None:
     for layer in range(LAYERS):
         for index, projection in enumerate(shape.projections):
             module = modules[f"base_model.model.{PREFIX}.{layer}.{projection.module}"]
-            rank, scale = spec.ranks[index][layer], packed.layout.scales[index, layer]
+            rank, scale = spec.ranks[index][layer], packed.layout.scales[index, 0, layer]
             a, b = packed.factor(index, layer, "A"), packed.factor(index, layer, "B")
             assert not a[rank:].any()
             assert not b[rank:].any()
@@ -189,10 +190,46 @@ MODELS = {
 }
 
 
-def model_geometry(model: str, page_tokens: int, itemsize: int) -> AdapterGeometry:
+def model_geometry(
+    model: str, page_tokens: int, itemsize: int, adapter_itemsize: int | None = None
+) -> AdapterGeometry:
     layers, hidden, heads, kv_heads, head_dim, inner = MODELS[model]
     page = PageShape(layers, page_tokens, kv_heads, head_dim, itemsize)
-    return adapter_geometry(page, llama_groups(hidden, heads * head_dim, kv_heads * head_dim, inner))
+    groups = llama_groups(hidden, heads * head_dim, kv_heads * head_dim, inner)
+    return adapter_geometry(page, [groups] * layers, adapter_itemsize)
+
+
+@pytest.mark.parametrize("itemsizes", [(2, 2), (4, 4), (1, 2), (2, 4), (4, 2)])
+@pytest.mark.parametrize("model", MODELS)
+def test_cells_begin_at_aligned_bytes_inside_their_pages(model: str, itemsizes: tuple[int, int]) -> None:
+    """Also where keys and values have another element size than adapters."""
+    shape = model_geometry(model, 16, *itemsizes)
+    ranks = [0, 5, 0, 0, 3, 0, 1]
+    layout = layout_for(ranks, np.ones((7, shape.page.layers), np.float32), shape)
+    pages = np.random.default_rng(0).permutation(1000)[: layout.num_pages]
+    offsets = cell_offsets(layout, shape, pages.tolist())
+    assert shape.alignment_bytes % 16 == 0
+    for layer in (0, shape.page.layers - 1):
+        begins = offsets + layer * shape.page.slab_bytes
+        assert (begins % shape.alignment_bytes == 0).all()
+        page, within = np.divmod(begins, shape.page.page_bytes)
+        assert (page == pages[np.arange(layout.num_cells) // shape.cells_per_page]).all()
+        in_slab = within - layer * shape.page.slab_bytes
+        assert (in_slab >= 0).all()
+        assert (in_slab + shape.cell_bytes <= shape.page.slab_bytes).all()
+    assert len(set(offsets.tolist())) == layout.num_cells
+
+
+def test_geometries_that_cannot_be_are_refused() -> None:
+    page = PageShape(layers=2, page_tokens=1, kv_heads=1, head_dim=9, itemsize=1)
+    with pytest.raises(ValueError, match="18 bytes are no whole numbers of adapter elements of 4 bytes"):
+        AdapterGeometry(page, ((), ()), 4, 4)
+    with pytest.raises(ValueError, match="1 layers are described, a page has 2"):
+        AdapterGeometry(page, ((),), 4, 1)
+    narrow, wide = Projection("down", 8, 4), Projection("down", 12, 4)
+    for others in (ProjectionGroup("a", (wide,)), ProjectionGroup("b", (narrow,))):
+        with pytest.raises(ValueError, match="share a name or a projection"):
+            AdapterGeometry(page, ((ProjectionGroup("a", (narrow,)),), (others,)), 4, 1)
 
 
 @pytest.mark.parametrize("page_tokens", [16, 32])

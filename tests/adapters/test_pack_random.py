@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from manylora.adapters import pack as pack_module
 from manylora.adapters.pack import NO_HELPERS, Helpers, cell_offsets, layout_of, load_adapter, load_into
 from manylora.adapters.peft import CONFIG_NAME, WEIGHTS_NAME, AdapterSpec
-from manylora.kernels.shapes import AdapterGeometry
+from manylora.kernels.shapes import AdapterGeometry, Projection, ProjectionGroup
 from manylora.protocol import AdapterError
-from tests.adapters.tiny import PREFIX, geometry, inspect
+from tests.adapters.tiny import HIDDEN, PREFIX, geometry, inspect
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -25,7 +25,11 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def random_geometry(random: np.random.Generator, itemsize: int) -> AdapterGeometry:
     shape = geometry(itemsize=itemsize, page_tokens=int(random.choice([1, 2, 5, 16])))
     # 48 divides no row, nor the slab of a page: rows with something behind them, slabs with a rest.
-    return dataclasses.replace(shape, cell_elements=int(random.choice([8, 16, 48, 64])))
+    layers = shape.layers
+    if random.random() < 0.5:  # one that lacks some groups, one whose last is wider than the others'
+        wide = ProjectionGroup("wide_down", (Projection("mlp.down_proj", 200, HIDDEN),))
+        layers = (shape.groups, shape.groups[:2], (*shape.groups[:3], wide))
+    return dataclasses.replace(shape, layers=layers, cell_elements=int(random.choice([8, 16, 48, 64])))
 
 
 def write_random(folder: Path, shape: AdapterGeometry, random: np.random.Generator) -> None:
@@ -33,8 +37,8 @@ def write_random(folder: Path, shape: AdapterGeometry, random: np.random.Generat
     generator = torch.Generator().manual_seed(int(random.integers(2**31)))
     tensors, ranks = {}, {}
     most = int(random.choice([1, 4, 40]))
-    for layer in range(shape.page.layers):
-        for projection in shape.projections:
+    for layer, groups in enumerate(shape.layers):
+        for projection in (p for group in groups for p in group.projections):
             if random.random() < 0.3 and (layer, projection) != (0, shape.projections[0]):
                 continue
             rank = int(random.choice([most, random.integers(1, most + 1)]))
@@ -66,7 +70,7 @@ def plain_pages(spec: AdapterSpec, shape: AdapterGeometry, dtype: torch.dtype) -
     pages = torch.zeros(layout.num_pages, shape.page.layers, shape.page.slab_elements, dtype=dtype)
     flat, size = pages.view(-1), shape.cell_elements
     starts = cell_offsets(layout, shape, range(layout.num_pages)).tolist()
-    for projection, (first_a, first_b, _), ranks in zip(
+    for projection, (first_a, first_b, *_), ranks in zip(
         shape.projections, layout.records.tolist(), spec.ranks
     ):
         for layer, rank in enumerate(ranks):
@@ -78,7 +82,7 @@ def plain_pages(spec: AdapterSpec, shape: AdapterGeometry, dtype: torch.dtype) -
                 cell = first
                 for row in matrix.to(dtype):
                     for piece in row.split(size):
-                        at = starts[cell] + layer * shape.page.slab_elements
+                        at = starts[cell] // shape.itemsize + layer * shape.slab_elements
                         flat[at : at + len(piece)] = piece
                         cell += 1
     return pages

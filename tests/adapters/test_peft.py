@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -576,3 +577,12 @@ def test_inspection_reads_no_weights(adapter: Path) -> None:
     before = bytes_read()
     inspect(adapter)
     assert bytes_read() - before < (adapter / WEIGHTS_NAME).stat().st_size / 4
+
+
+def test_a_module_that_its_layer_lacks_is_refused(tmp_path: Path) -> None:
+    """Other layers have it."""
+    make(tmp_path, r=2, target_modules=["up_proj", "q_proj"])
+    layers = geometry().layers
+    lacking = dataclasses.replace(geometry(), layers=(layers[0], layers[1][:2], *layers[2:]))
+    with pytest.raises(AdapterError, match=r"up_proj.* that layer 1 of the base model lacks; .*o_proj$"):
+        inspect(tmp_path, lacking)

@@ -91,8 +91,15 @@ def test_models_do_not_share_entries(adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="module"):
         Registry(geometry(), "decoder.layers", path).inspect(adapter)
     assert fingerprint(geometry(), PREFIX) == fingerprint(geometry(itemsize=2, page_tokens=16), PREFIX + ".")
-    wider = dataclasses.replace(geometry(), groups=geometry().groups[:2])
-    assert len({fingerprint(g, PREFIX) for g in (geometry(), geometry(layers=2), wider)}) == 3
+    layers = geometry().layers
+    fewer = dataclasses.replace(geometry(), layers=tuple(groups[:2] for groups in layers))
+    differing = dataclasses.replace(geometry(), layers=(*layers[1:], layers[0][:2]))
+    others = (geometry(), geometry(layers=2), fewer, differing)
+    assert len({fingerprint(g, PREFIX) for g in others}) == 4
+
+
+def test_caches_of_models_with_equal_layers_stay_valid() -> None:
+    assert fingerprint(geometry(), PREFIX) == "6d5ac0311e399f737069e80bba081292"
 
 
 @pytest.mark.parametrize("damage", ["garbage", "truncated", "middle", "row", "empty", "other table"])

@@ -46,7 +46,8 @@ def llama_groups(hidden: int, query: int, kv: int, inner: int) -> tuple[Projecti
 
 def geometry(itemsize: int = 4, page_tokens: int = 8, layers: int = LAYERS) -> AdapterGeometry:
     page = PageShape(layers, page_tokens, KV_HEADS, HEAD_DIM, itemsize)
-    return adapter_geometry(page, llama_groups(HIDDEN, HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, INNER))
+    groups = llama_groups(HIDDEN, HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, INNER)
+    return adapter_geometry(page, [groups] * page.layers)
 
 
 def base_model() -> LlamaForCausalLM:
@@ -103,13 +104,13 @@ class Packed:
         """[rank, length]: a projection's A, or its B transposed, through records and cells."""
         projection = self.geometry.projections[index]
         length = projection.in_features if side == "A" else projection.out_features
-        first_a, first_b, rank = self.layout.records[index].tolist()
+        first_a, first_b, rank, _ = self.layout.records[index].tolist()
         first, per_row = (first_a if side == "A" else first_b), self.geometry.cells(length)
-        starts = self.cells[first : first + rank * per_row] + layer * self.geometry.page.slab_elements
+        starts = self.cells[first : first + rank * per_row] + layer * self.geometry.page.slab_bytes
         within = torch.arange(self.geometry.cell_elements)
-        return self.pool[torch.from_numpy(starts)[:, None] + within].view(rank, per_row * len(within))[
-            :, :length
-        ]
+        return self.pool[torch.from_numpy(starts // self.geometry.itemsize)[:, None] + within].view(
+            rank, per_row * len(within)
+        )[:, :length]
 
 
 def pack(spec: AdapterSpec, shape: AdapterGeometry, dtype: torch.dtype = torch.float32) -> Packed:

@@ -26,6 +26,7 @@ from manylora.kernels.cpu import CpuOps
 from manylora.kernels.ops import LoraSegments
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.shapes import AdapterGeometry, adapter_geometry
+from manylora.kernels.weight import Weight
 from manylora.sim.shapes import ALL_MODULES
 
 CPU = torch.device("cpu")
@@ -113,14 +114,14 @@ class SlightlyTooLarge(CpuOps):
 
 
 class OneElementOff(CpuOps):
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         out = super().linear(x, weight, bias)
         out[-1, -1] += 0.001
         return out
 
 
 class AnotherRow(CpuOps):
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         return super().linear(x.roll(1, 0), weight, bias)
 
 
@@ -218,16 +219,17 @@ def test_errors_are_of_the_worst_pair() -> None:
 
 def test_the_dense_truth_of_lora_is_the_references() -> None:
     decoder = Decoder("tiny", 3, 64, 4, 2, 16, 96)
-    page = decoder.page(torch.float32)
-    geometry = adapter_geometry(page, decoder.groups())
-    pool = random_pool(page, 64, torch.float32, CPU)
+    page = decoder.page(torch.float64)
+    geometry = adapter_geometry(page, [decoder.groups()] * page.layers)
+    pool = random_pool(page, 64, torch.float64, CPU)
     segments = segments_for(geometry, [1, 3, 2], [4, 8, 1], len(pool), CPU)
     reference = ReferenceOps()
     plan = reference.plan_lora(segments, geometry, CPU)
     assert plan is not None
     for group in geometry.groups:
-        x, y = torch.randn(6, group.in_features), torch.zeros(6, group.offsets[-1], dtype=torch.float64)
-        reference.lora(y, x.double(), pool.double(), 2, group, plan)
+        x = torch.randn(6, group.in_features, dtype=torch.float64)
+        y = torch.zeros(6, group.offsets[-1], dtype=torch.float64)
+        reference.lora(y, x, pool, 2, group, plan)
         torch.testing.assert_close(exact_lora(x, pool, 2, group, segments, geometry).exact, y)
 
 

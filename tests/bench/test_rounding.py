@@ -15,6 +15,7 @@ from manylora.bench import rounding
 from manylora.bench.rounding import Bounded
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.ops import Rotary
+from manylora.kernels.weight import Weight
 from tests.kernels.cases import LoraCase, adapted_truth, attention_case, attention_truth, lora_case
 from tests.kernels.test_lora import geometry_of
 
@@ -38,7 +39,7 @@ def normal(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
 
 def linear(dtype: torch.dtype) -> Made:
     x, weight = normal(dtype, TOKENS, 300), normal(dtype, 70, 300, seed=1)
-    return Made(OPS.linear(x, weight, None), rounding.linear(x, weight, None).rounded(dtype))
+    return Made(OPS.linear(x, Weight(weight), None), rounding.linear(x, weight, None).rounded(dtype))
 
 
 def norm(dtype: torch.dtype) -> Made:
@@ -114,14 +115,14 @@ def _adapted(dtype: torch.dtype, group: int) -> tuple[LoraCase, torch.Tensor, to
 def lora(dtype: torch.dtype) -> Made:
     case, x, weight = _adapted(dtype, 0)
     group, plan = case.geometry.groups[0], OPS.plan_lora(case.segments, case.geometry, CPU)
-    out = OPS.lora_summands(x, weight, None, case.pool, case.layer, group, plan).whole
+    out = OPS.lora_summands(x, Weight(weight), None, case.pool, case.layer, group, plan).whole
     return Made(out, adapted_truth(case, x, weight, None, group))
 
 
 def lora_gated(dtype: torch.dtype) -> Made:
     case, x, weight = _adapted(dtype, 2)
     group, plan = case.geometry.groups[2], OPS.plan_lora(case.segments, case.geometry, CPU)
-    out = OPS.lora_gated(x, weight, None, case.pool, case.layer, group, plan)
+    out = OPS.lora_gated(x, Weight(weight), None, case.pool, case.layer, group, plan)
     truth = adapted_truth(case, x, weight, None, group)
     return Made(out, rounding.silu_mul(truth, dtype).rounded(dtype))
 
@@ -158,7 +159,7 @@ def test_another_tokens_adapter_is_beyond_the_bound() -> None:
     records[4] = records[5]
     swapped = dataclasses.replace(case, segments=dataclasses.replace(case.segments, records=records))
     plan = OPS.plan_lora(swapped.segments, case.geometry, CPU)
-    out = OPS.lora_summands(x, weight, None, case.pool, case.layer, group, plan).whole
+    out = OPS.lora_summands(x, Weight(weight), None, case.pool, case.layer, group, plan).whole
     assert truth.excess(out) > 4
     right = [token for token in range(TOKENS) if token != 4]
     assert Bounded(truth.exact[right], truth.error[right]).excess(out[right]) <= 1

@@ -46,10 +46,10 @@ def test_ranges_against_a_set_of_places(operations: list[tuple[str, int]]) -> No
 def layout(num_cells: int, seed: int) -> AdapterLayout:
     """Two projections, the second not adapted for odd seeds."""
     random = np.random.default_rng(seed)
-    records = np.array([[0, num_cells // 2, 3], [num_cells - 2, num_cells - 1, 1]], dtype=np.int64)
+    records = np.array([[0, num_cells // 2, 3, 3], [num_cells - 2, num_cells - 1, 1, 0]], dtype=np.int64)
     if seed % 2:
         records[1] = 0
-    return AdapterLayout(num_cells, 1, records, random.random((2, NUM_LAYERS), dtype=np.float32))
+    return AdapterLayout(num_cells, 1, records, random.random((2, 2, NUM_LAYERS), dtype=np.float32))
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 6), st.integers(4, 3000)), min_size=1, max_size=40))
@@ -74,5 +74,5 @@ def test_entries_survive_their_neighbours(operations: list[tuple[bool, int, int]
         assert (scales[index] == expected.scales).all()
         base = int(records[index, 0, 0])
         assert (tables.cells[base : base + len(offsets)].numpy() == offsets).all()
-        shifted = expected.records + np.array([base, base, 0])
-        assert (records[index] == np.where(expected.records[:, 2:] > 0, shifted, 0)).all()
+        shifted = expected.records + np.array([base, base, 0, 0])
+        assert (records[index] == np.where(expected.records[:, 2:3] > 0, shifted, 0)).all()

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from manylora.bench import rounding
 from manylora.kernels.triton.lora import AdaptedLinears, FixedLora
 from manylora.kernels.triton.lora_launch import DEFAULT, Beside, LoraConfig, LoraKernels, LoraPlan
+from manylora.kernels.weight import Weight
 from tests.kernels.cases import LoraCase, adapted_truth, lora_truth
 from tests.kernels.implementations import Subject
 from tests.kernels.test_lora_kernels import case_of, inputs_of, part_of
@@ -62,6 +63,10 @@ def test_replay_follows_the_tables(dtype: torch.dtype, pdl: bool) -> None:
 GROUPS = ("qkv", "o", "gate_up", "down")
 
 
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    return functional.linear(x, weight.data, bias)
+
+
 def linears(config: LoraConfig, case: LoraCase, tokens: int, dtype: torch.dtype) -> Linears:
     """A layer's four linears with adapters as models call them, and what they gave last."""
     generator = torch.Generator().manual_seed(5)
@@ -69,9 +74,9 @@ def linears(config: LoraConfig, case: LoraCase, tokens: int, dtype: torch.dtype)
         (torch.randn(group.offsets[-1], group.in_features, generator=generator) * group.in_features**-0.5)
         for group in case.geometry.groups
     ]
-    made = AdaptedLinears(LoraKernels(config, 132), functional.linear, case.pool.device)
+    made = AdaptedLinears(LoraKernels(config, 132), linear, case.pool.device)
     inputs = inputs_of(case, Subject("gpu", dtype), tokens)
-    return Linears(made, case, inputs, [w.to(dtype).to(case.pool.device) for w in weights], [])
+    return Linears(made, case, inputs, [Weight(w.to(dtype).to(case.pool.device)) for w in weights], [])
 
 
 @dataclasses.dataclass
@@ -79,7 +84,7 @@ class Linears:
     made: AdaptedLinears
     case: LoraCase
     inputs: list[torch.Tensor]
-    weights: list[torch.Tensor]
+    weights: list[Weight]
     outputs: list[torch.Tensor]
 
     def step(self, plan: LoraPlan) -> None:
@@ -94,7 +99,7 @@ class Linears:
 
     def check(self, part: LoraCase, dtype: torch.dtype) -> None:
         for group, x, weight, y in zip(part.geometry.groups, self.inputs, self.weights, self.outputs):
-            truth = adapted_truth(part, x, weight, None, group)
+            truth = adapted_truth(part, x, weight.data, None, group)
             if group.name == "gate_up":
                 truth = rounding.silu_mul(truth, dtype).rounded(dtype)
             assert truth.excess(y) <= 1

@@ -12,6 +12,7 @@ from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.dependent import can_depend
 from manylora.kernels.triton.operations import TritonOps
 from manylora.kernels.triton.products import LinearConfig, Products
+from manylora.kernels.weight import Weight
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,10 +46,10 @@ def normal(*shape: int) -> torch.Tensor:
 def test_products_in_a_graph(tokens: int, config: LinearConfig) -> None:
     """Several products one after the other share their counters; two runs of shared tiles may not differ."""
     products = Products({}, torch.cuda.get_device_properties(0).multi_processor_count)
-    x, weights = normal(tokens, 4096), [normal(n, 4096) * 0.02 for n in (4096, 1000, 6144)]
+    x, weights = normal(tokens, 4096), [Weight(normal(n, 4096) * 0.02) for n in (4096, 1000, 6144)]
     expected = [products.run(x, weight, None, config) for weight in weights]
     for out, weight in zip(expected, weights):
-        assert rounding.linear(x, weight, None).rounded(out.dtype).excess(out) <= 1
+        assert rounding.linear(x, weight.data, None).rounded(out.dtype).excess(out) <= 1
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outs = [products.run(x, weight, None, config) for weight in weights]
@@ -57,6 +58,23 @@ def test_products_in_a_graph(tokens: int, config: LinearConfig) -> None:
             out.fill_(float("nan"))
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(outs, expected))
+
+
+@pytest.mark.parametrize("config", [None, LinearConfig(64, 64, 2, 4, 3, described=True, rows_described=True)])
+def test_a_graph_reads_rewritten_weights(config: LinearConfig | None) -> None:
+    """The library's product and ours with descriptors, captured before the rewrite."""
+    table = {} if config is None else {(32, 4096, 1000): config}
+    products = Products(table, torch.cuda.get_device_properties(0).multi_processor_count)
+    x, weight = normal(17, 4096), Weight(normal(1000, 4096) * 0.02)
+    products(x, weight, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = products(x, weight, None)
+    for _ in range(3):
+        weight.rewrite(normal(1000, 4096) * 0.02)
+        graph.replay()
+        assert rounding.linear(x, weight.data, None).rounded(out.dtype).excess(out) <= 1
+        assert torch.equal(out, products(x, weight, None))
 
 
 def test_the_other_library_serves_where_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +88,7 @@ def test_the_other_library_serves_where_the_table_says(monkeypatch: pytest.Monke
         return linear(*arguments)
 
     monkeypatch.setattr("torch.nn.functional.linear", watched)
-    x, weight = normal(3, 64), normal(96, 64)
+    x, weight = normal(3, 64), Weight(normal(96, 64))
     assert products(x, weight, None).shape == (3, 96)
     products(normal(17, 64), weight, None)
     with pytest.raises(RuntimeError):
@@ -108,9 +126,7 @@ def test_decoding_attention_in_a_graph(heads: int, kv_heads: int, dim: int, depe
         assert torch.equal(out, expected)
 
 
-def layers(
-    ops: TritonOps, x: torch.Tensor, pool: torch.Tensor, weights: list[list[torch.Tensor]]
-) -> torch.Tensor:
+def layers(ops: TritonOps, x: torch.Tensor, pool: torch.Tensor, weights: list[list[Weight]]) -> torch.Tensor:
     """A few decoder layers; the tokens stand at the ends of contexts that the pool holds."""
     kv_heads, dim = pool.shape[4:]
     heads, tokens, context = x.shape[1] // dim, len(x), 48
@@ -154,7 +170,7 @@ def layers(
 def test_dependent_launches_change_nothing(tokens: int) -> None:
     """Kernels that begin before others end, in a chain of layers: the same bits, replay after replay."""
     sizes = [(1024 + 2 * 256, 1024), (1024, 1024), (2 * 2048, 1024), (1024, 2048)]
-    weights = [[normal(*size) * size[1] ** -0.5 for size in sizes] for _ in range(4)]
+    weights = [[Weight(normal(*size) * size[1] ** -0.5) for size in sizes] for _ in range(4)]
     x, pool = normal(tokens, 1024), normal(3 * tokens, 4, 2, 16, 2, 128)
     outs = []
     for ahead in (None, 0, 4):

@@ -111,14 +111,17 @@ def lora_case(
     geometry: AdapterGeometry,
     missing: float = 0.2,
     same_scale: bool = False,
+    pool_dtype: torch.dtype | None = None,
+    two_scales: bool = False,
 ) -> LoraCase:
     """``lengths``: per segment (base tokens before it, its tokens); ``ranks`` are drawn from for each
-    projection, which is missing with the given probability."""
+    projection, which is missing with the given probability. ``dtype``: of the adapters; ``pool_dtype``: of
+    keys and values, the same where None. ``two_scales``: the second begins at any rank row."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     page, projections = geometry.page, geometry.projections
     layer = int(rng.integers(page.layers))
-    records = np.zeros((len(lengths), len(projections), 3), dtype=np.int64)
+    records = np.zeros((len(lengths), len(projections), 4), dtype=np.int64)
     adapters: list[list[tuple[torch.Tensor, torch.Tensor] | None]] = []
     rows: list[tuple[int, torch.Tensor]] = []  # first entry in the cell table, the row
     entry = 0
@@ -127,7 +130,7 @@ def lora_case(
         for p, projection in enumerate(projections):
             rank = 0 if rng.random() < missing else int(rng.choice(ranks))
             if rank == 0:
-                records[s, p] = (10**6, 10**6, 0)  # positions of absent projections mean nothing
+                records[s, p] = (10**6, 10**6, 0, 0)  # positions of absent projections mean nothing
                 adapter.append(None)
                 continue
             a, b = (
@@ -140,26 +143,25 @@ def lora_case(
                     rows.append((entry, row))
                     entry += geometry.cells(len(row))
             entry += int(rng.integers(0, 3))  # unused entries of the table
-            records[s, p, 2] = rank
+            records[s, p, 2:] = rank, rng.integers(rank + 1) if two_scales else rank
             adapter.append((a.to(device), b.to(device)))
         adapters.append(adapter)
 
     num_pages = -(-(entry + 1) // geometry.cells_per_page) + 2
-    pool = torch.full((num_pages, page.layers, page.slab_elements), float("nan"), dtype=dtype)
+    flat = torch.full((num_pages * page.layers * geometry.slab_elements,), float("nan"), dtype=dtype)
     place = rng.permutation(num_pages * geometry.cells_per_page)[:entry]
-    offsets = place // geometry.cells_per_page * page.page_elements
-    offsets += place % geometry.cells_per_page * geometry.cell_elements
-    flat = pool.view(-1)
+    offsets = place // geometry.cells_per_page * page.page_bytes
+    offsets += place % geometry.cells_per_page * geometry.cell_bytes
     for first, row in rows:
         for cell in range(geometry.cells(len(row))):
             piece = row[cell * geometry.cell_elements : (cell + 1) * geometry.cell_elements]
-            begin = int(offsets[first + cell]) + layer * page.slab_elements
+            begin = int(offsets[first + cell]) // geometry.itemsize + layer * geometry.slab_elements
             flat[begin : begin + len(piece)] = piece
     starts, token = [], 0
     for gap, length in lengths:
         starts.append(token + gap)
         token += gap + length
-    scales = rng.uniform(0.25, 4.0, (len(lengths), len(projections), page.layers)).astype(np.float32)
+    scales = rng.uniform(0.25, 4.0, (len(lengths), len(projections), 2, page.layers)).astype(np.float32)
     if same_scale:
         scales[:] = scales[..., :1]
     segments = LoraSegments(
@@ -170,7 +172,8 @@ def lora_case(
         cells=torch.from_numpy(offsets.astype(np.int64)).to(device),
     )
     shape = (num_pages, page.layers, 2, page.page_tokens, page.kv_heads, page.head_dim)
-    return LoraCase(geometry, pool.view(shape).to(device), segments, adapters, layer, token + 2)
+    pool = flat.view(dtype if pool_dtype is None else pool_dtype).view(shape)
+    return LoraCase(geometry, pool.to(device), segments, adapters, layer, token + 2)
 
 
 def error(out: torch.Tensor, truth: torch.Tensor) -> float:
@@ -197,8 +200,8 @@ def lora_truth(case: LoraCase, x: torch.Tensor, group: ProjectionGroup) -> Bound
             if pair is None:
                 continue
             tokens, columns = slice(start, start + length), slice(group.offsets[i], group.offsets[i + 1])
-            scale = float(segments.scales[segment, index, case.layer])
-            added.put(tokens, columns, rounding.lora(x[tokens], *pair, scale))
+            scales = segments.row_scales(segment, index, case.layer)
+            added.put(tokens, columns, rounding.lora(x[tokens], *pair, scales))
     return added
 
 

@@ -1,4 +1,4 @@
-"""Norms, rotary embedding and the gated activation of every implementation against the reference."""
+"""Norms and the gated activation of every implementation against the reference."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 
 from manylora.bench import rounding
 from manylora.bench.rounding import Bounded
-from manylora.kernels.ops import Rotary
 from tests.kernels.implementations import SUBJECTS, Subject
 
 
@@ -42,24 +41,6 @@ def test_rms_norm(subject: Subject, shape: tuple[int, ...]) -> None:
     out, new = ops.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5, adapted)
     assert rounding.added(x, adapted, residual).excess(new) <= 1
     assert normed(new).excess(out) <= 1
-
-
-@pytest.mark.parametrize("subject", SUBJECTS)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (5, 1, 12), (2, 2, 64)])
-@pytest.mark.parametrize("fused", [False, True])
-def test_rope(subject: Subject, heads: int, kv_heads: int, dim: int, fused: bool) -> None:
-    positions = torch.tensor([3, 0, 11, 7, 7], device=subject.device)
-    angles = torch.outer(torch.arange(12.0), 0.5 ** torch.arange(dim / 2.0)).to(subject.device)
-    cos, sin = angles.cos(), angles.sin()
-    qkv = normal(subject, 5, (heads + 2 * kv_heads) * dim)
-    q, k, _ = qkv.split((heads * dim, kv_heads * dim, kv_heads * dim), -1)
-    q, k = q.unflatten(1, (heads, dim)), k.unflatten(1, (kv_heads, dim))
-    if not fused:
-        q, k = q.contiguous(), k.contiguous()
-    rotary, dtype = Rotary(cos, sin), subject.dtype
-    truth = [rounding.rotated(Bounded.given(x), rotary, positions, dtype).rounded(dtype) for x in (q, k)]
-    for out, expected in zip(subject.ops().rope(q, k, cos, sin, positions), truth):
-        assert expected.excess(out) <= 1
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)

@@ -6,6 +6,8 @@ import dataclasses
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from manylora.bench.rounding import Bounded
 from manylora.kernels import cpu_lora
@@ -27,7 +29,7 @@ def geometry_of(
     dtype: torch.dtype, cell: int | None = None, dim: int = 12, wide: bool = False
 ) -> AdapterGeometry:
     page = PageShape(layers=3, page_tokens=4, kv_heads=2, head_dim=dim, itemsize=torch.finfo(dtype).bits // 8)
-    geometry = adapter_geometry(page, WIDE if wide else NARROW)
+    geometry = adapter_geometry(page, [WIDE if wide else NARROW] * page.layers)
     return geometry if cell is None else dataclasses.replace(geometry, cell_elements=cell)
 
 
@@ -39,6 +41,8 @@ def check(
     seed: int = 0,
     missing: float = 0.2,
     same_scale: bool = False,
+    pool_dtype: torch.dtype | None = None,
+    two_scales: bool = False,
 ) -> None:
     case = lora_case(
         seed,
@@ -49,6 +53,8 @@ def check(
         geometry=geometry,
         missing=missing,
         same_scale=same_scale,
+        pool_dtype=pool_dtype,
+        two_scales=two_scales,
     )
     ops = subject.ops()
     plan = ops.plan_lora(case.segments, geometry, subject.device)
@@ -94,6 +100,49 @@ def test_slab_that_is_no_multiple_of_the_cell(subject: Subject) -> None:
     geometry = geometry_of(subject.dtype, 64, dim=10)
     assert geometry.page.slab_elements % geometry.cell_elements
     check(subject, geometry, [(0, 3), (1, 1)], [2, 7])
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("same_scale", [False, True])
+def test_second_scales(subject: Subject, same_scale: bool) -> None:
+    """One-token, short and long segments; the second scale begins at any row, or behind the last."""
+    if subject.small and (same_scale or subject.dtype != torch.float32):
+        pytest.skip(SLOW)
+    lengths, ranks = [(1, 1), (0, 6), (2, 40), (0, 1), (0, 2)], [1, 4, 20, 33]
+    check(subject, geometry_of(subject.dtype), lengths, ranks, same_scale=same_scale, two_scales=True)
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 2**16), unused=st.floats(-(2.0**100), 2.0**100, width=32))
+def test_a_second_scale_that_no_row_has_changes_no_bit(subject: Subject, seed: int, unused: float) -> None:
+    if subject.small and subject.dtype != torch.float32:
+        pytest.skip(SLOW)
+    geometry = geometry_of(subject.dtype)
+    group = geometry.groups[0]
+    case = lora_case(
+        seed, device=subject.device, dtype=subject.dtype, lengths=[(1, 1), (0, 3)], ranks=[1, 5, 20],
+        geometry=geometry,
+    )  # fmt: skip
+    x = torch.randn(case.num_tokens, group.in_features, generator=torch.Generator().manual_seed(seed))
+    outs = []
+    for second in (0.0, unused):
+        case.segments.scales[:, :, 1] = second
+        ops = subject.ops()
+        plan = ops.plan_lora(case.segments, geometry, subject.device)
+        y = torch.zeros(case.num_tokens, group.offsets[-1], dtype=subject.dtype, device=subject.device)
+        ops.lora(y, x.to(subject.dtype).to(subject.device), case.pool, case.layer, group, plan)
+        outs.append(y)
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("pool_dtype", [torch.float8_e4m3fn, torch.float64])
+def test_keys_and_values_of_another_type(subject: Subject, pool_dtype: torch.dtype) -> None:
+    skip_repetition(subject)
+    page = PageShape(layers=3, page_tokens=4, kv_heads=2, head_dim=12, itemsize=pool_dtype.itemsize)
+    geometry = adapter_geometry(page, [NARROW] * page.layers, subject.dtype.itemsize)
+    check(subject, geometry, [(1, 1), (0, 6), (2, 40)], [1, 4, 20], pool_dtype=pool_dtype)
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
@@ -146,12 +195,12 @@ def test_an_adapter_whose_products_are_infinite_disturbs_no_other(subject: Subje
         geometry=geometry, missing=0.0,
     )  # fmt: skip
     group = geometry.groups[0]
-    (first, _, rank), *others = case.segments.records[:, 0]
+    (first, _, rank, _), *others = case.segments.records[:, 0]
     for record in others:
         record[:] = 0
     cells = case.segments.cells[first : first + rank * geometry.cells(group.in_features)].tolist()
     for cell in cells:
-        begin = cell + case.layer * geometry.page.slab_elements
+        begin = cell // geometry.itemsize + case.layer * geometry.slab_elements
         case.pool.view(-1)[begin : begin + geometry.cell_elements] = torch.finfo(subject.dtype).max
     ops = subject.ops()
     plan = ops.plan_lora(case.segments, geometry, subject.device)

@@ -15,6 +15,7 @@ import torch
 from manylora.bench import rounding
 from manylora.devices.staging import outbox
 from manylora.kernels.ops import Ops, Summands
+from manylora.kernels.weight import Weight
 from tests.kernels.cases import LoraCase, adapted_truth
 from tests.kernels.implementations import SUBJECTS, Subject
 from tests.kernels.test_lora_kernels import case_of, part_of
@@ -66,7 +67,7 @@ def check(ops: Ops, plan: Any, case: LoraCase, subject: Subject, num_tokens: int
         x = drawn(num_tokens, group.in_features)
         weight = drawn(outputs, group.in_features) * group.in_features**-0.5
         added = drawn(outputs) if bias else None
-        given = (weight, added, case.pool, case.layer, group)
+        given = (Weight(weight), added, case.pool, case.layer, group)
         truth = adapted_truth(case, x, weight, added, group)
         calls = ["lora_summands", *(["lora_gated"] if len(group.projections) == 2 else [])]
         for name in calls:

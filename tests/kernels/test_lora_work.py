@@ -25,7 +25,8 @@ GROUPS = (
     ProjectionGroup("o", (Projection("o", 32, 64),)),
     ProjectionGroup("gate_up", (Projection("gate", 64, 96), Projection("up", 64, 96))),
 )
-GEOMETRY = adapter_geometry(PageShape(layers=2, page_tokens=16, kv_heads=2, head_dim=16, itemsize=2), GROUPS)
+PAGE = PageShape(layers=2, page_tokens=16, kv_heads=2, head_dim=16, itemsize=2)
+GEOMETRY = adapter_geometry(PAGE, (GROUPS, GROUPS))
 NUM_PROJECTIONS = len(GEOMETRY.projections)
 RANKS = st.sampled_from((0, 1, 8, 16, 17, 64, 100))
 
@@ -42,12 +43,13 @@ def batches(draw: st.DrawFn) -> tuple[LoraSegments, int]:
         length.append(tokens)
         place += gap + tokens
         cells = st.integers(0, 10**6)
-        records.append([[draw(cells), draw(cells), draw(RANKS)] for _ in range(NUM_PROJECTIONS)])
+        ranks = [draw(RANKS) for _ in range(NUM_PROJECTIONS)]
+        records.append([[draw(cells), draw(cells), rank, draw(st.integers(0, rank))] for rank in ranks])
     segments = LoraSegments(
         np.array(start, dtype=np.int32),
         np.array(length, dtype=np.int32),
-        np.array(records, dtype=np.int64).reshape(-1, NUM_PROJECTIONS, 3),
-        np.zeros((len(start), NUM_PROJECTIONS, 2), dtype=np.float32),
+        np.array(records, dtype=np.int64).reshape(-1, NUM_PROJECTIONS, 4),
+        np.zeros((len(start), NUM_PROJECTIONS, 2, 2), dtype=np.float32),
         torch.zeros(1, dtype=torch.int64),
     )
     return segments, max(1, place + draw(st.integers(0, 3)))
@@ -102,12 +104,12 @@ def check_tiles(
             assert (tokens > 1) == (number < several)
         covered.extend(range(begin, begin + tokens))
         for p in range(count):
-            rank, b_cell, unit = tile[4 + 4 * p : 7 + 4 * p]
+            rank, b_cell, unit, second = tile[4 + 4 * p : 8 + 4 * p]
             if segment < 0:
                 assert rank == 0
                 continue
             assert scale_row == segment * NUM_PROJECTIONS + first
-            assert rank == segments.records[segment, first + p, 2]
+            assert (rank, second) == tuple(segments.records[segment, first + p, 2:])
             if rank:
                 assert b_cell == segments.records[segment, first + p, 1]
                 units.extend(range(unit, unit + -(-rank // ROWS) * tokens))

@@ -10,6 +10,7 @@ import torch
 
 from manylora.bench import rounding
 from manylora.kernels.triton.products import LinearConfig, Products, bucket_of, stored_choices
+from manylora.kernels.weight import Weight
 from tests.kernels.implementations import GPU_MARKS, SUBJECTS, Subject
 
 TRITON = [subject for subject in SUBJECTS if subject.id.startswith(("interpreted", "gpu"))]
@@ -51,7 +52,7 @@ def test_equals_torch_however_tiles_are_shared(
     for multiprocessors in (1, 3, 7, 40):
         products = Products({}, multiprocessors)
         subject.poison()
-        out, again = (products.run(x, weight, bias, config) for _ in range(2))
+        out, again = (products.run(x, Weight(weight), bias, config) for _ in range(2))
         assert torch.equal(out, again), "the same input gives the same bits"
         assert truth.excess(out) <= 1
 
@@ -111,8 +112,8 @@ def test_a_choice_serves_its_own_shape_and_bucket_alone(
     monkeypatch.setattr(products, "run", lambda x, *rest: (ours.append(len(x)), run(x, *rest))[1])
     for tokens, outputs in ((1, 96), (16, 96), (17, 96), (4, 64), (0, 96)):
         x, weight, bias = tensors(subject, tokens, 64, outputs, True)
-        out = products(x, weight, bias)
+        out = products(x, Weight(weight), bias)
         assert rounding.linear(x, weight, bias).rounded(subject.dtype).excess(out) <= 1
     x, weight, bias = tensors(Subject(subject.kind, torch.float32), 4, 64, 96, True)
-    products(x, weight, bias)  # float32 is the library's
+    products(x, Weight(weight), bias)  # float32 is the library's
     assert ours == [1, 16]

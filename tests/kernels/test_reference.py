@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from manylora.kernels.ops import Rotary
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.shapes import PageShape, adapter_geometry
 from tests.kernels.cases import attention_case, error, llama_groups, lora_case
@@ -45,9 +46,10 @@ def test_attention_is_unpaged_attention(window: int | None, kv_heads: int, heads
     assert error(out, torch.cat(expected)) < 1e-12
 
 
-def test_lora_is_dense_products() -> None:
+@pytest.mark.parametrize("two_scales", [False, True])
+def test_lora_is_dense_products(two_scales: bool) -> None:
     page = PageShape(layers=2, page_tokens=4, kv_heads=2, head_dim=12, itemsize=8)
-    geometry = adapter_geometry(page, llama_groups(40, 48, 24, 72))
+    geometry = adapter_geometry(page, [llama_groups(40, 48, 24, 72)] * page.layers)
     case = lora_case(
         3,
         device=CPU,
@@ -55,6 +57,7 @@ def test_lora_is_dense_products() -> None:
         lengths=[(1, 3), (0, 1), (2, 4)],
         ranks=[1, 3, 8],
         geometry=geometry,
+        two_scales=two_scales,
     )
     plan = OPS.plan_lora(case.segments, geometry, CPU)
     assert plan is not None
@@ -69,8 +72,10 @@ def test_lora_is_dense_products() -> None:
                 if pair is None:
                     continue
                 first, length = int(case.segments.start[s]), int(case.segments.length[s])
-                scale = float(case.segments.scales[s, index, case.layer])
-                delta = scale * (x[first : first + length] @ pair[0].T @ pair[1])
+                second = int(case.segments.records[s, index, 3])
+                one, other = case.segments.scales[s, index, :, case.layer].tolist()
+                scaled = torch.cat((one * pair[1][:second], other * pair[1][second:]))
+                delta = x[first : first + length] @ pair[0].T @ scaled
                 expected[first : first + length, group.offsets[i] : group.offsets[i + 1]] += delta
             index += 1
         OPS.lora(y, x, case.pool, case.layer, group, plan)
@@ -79,7 +84,7 @@ def test_lora_is_dense_products() -> None:
 
 def test_no_segment_no_plan() -> None:
     page = PageShape(1, 4, 2, 12, 4)
-    geometry = adapter_geometry(page, llama_groups(40, 48, 24, 72))
+    geometry = adapter_geometry(page, [llama_groups(40, 48, 24, 72)] * page.layers)
     case = lora_case(0, device=CPU, dtype=torch.float32, lengths=[], ranks=[1], geometry=geometry)
     assert OPS.plan_lora(case.segments, geometry, CPU) is None
 
@@ -101,9 +106,10 @@ def test_norms_and_rotation_are_those_of_transformers() -> None:
     expected = llama.apply_rotary_pos_emb(
         q[None], k[None], full.cos()[None], full.sin()[None], unsqueeze_dim=2
     )
-    turned = OPS.rope(q.clone(), k.clone(), angles.cos(), angles.sin(), positions)
-    assert error(turned[0], expected[0][0]) < 1e-6
-    assert error(turned[1], expected[1][0]) < 1e-6
+    pool, rotary = torch.zeros(1, 1, 2, 5, 2, 16), Rotary(angles.cos(), angles.sin())
+    turned = OPS.rotate_and_store(q, k, k, pool, 0, rotary, positions, torch.arange(5), None)
+    assert error(turned, expected[0][0]) < 1e-6
+    assert error(pool[0, 0, 0], expected[1][0]) < 1e-6
     gate_up = torch.randn(5, 14)
     assert error(OPS.silu_mul(gate_up), F.silu(gate_up[:, :7]) * gate_up[:, 7:]) < 1e-6
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import transformers
 
-from manylora.models.config import ModelConfig, ModelError, RopeConfig, config_groups, read_model_config
+from manylora.models.config import ModelConfig, ModelError, RopeConfig, read_model_config
 
 
 def write(folder: Path, **fields: Any) -> Path:
@@ -30,6 +30,10 @@ def refused(folder: Path, **fields: Any) -> str:
     assert "\n" not in message
     assert str(folder) in message
     return message
+
+
+def windows(config: ModelConfig) -> list[int | None]:
+    return [layer.attention.window for layer in config.layers]
 
 
 LLAMA = {"architectures": ["LlamaForCausalLM"]}
@@ -67,7 +71,7 @@ def test_missing_fields_are_transformers_defaults(
     assert ours.norm_eps == (1e-5 if is_opt else theirs.rms_norm_eps)
     assert (ours.rope is None) if is_opt else (ours.rope == RopeConfig(theta=10000.0))
     window = theirs.sliding_window if ours.family == "mistral" else None
-    assert ours.windows == (window,) * ours.num_layers
+    assert windows(ours) == [window] * ours.num_layers
 
 
 def test_heads_derive_from_what_is_given(tmp_path: Path) -> None:
@@ -108,11 +112,11 @@ def test_original_context_of_rope_beside_it_wins(tmp_path: Path) -> None:
 
 def test_qwen_windows(tmp_path: Path) -> None:
     layers = QWEN2 | {"num_hidden_layers": 4, "sliding_window": 9}
-    assert read(tmp_path, **layers, max_window_layers=2).windows == (None,) * 4
+    assert windows(read(tmp_path, **layers, max_window_layers=2)) == [None] * 4
     used = layers | {"use_sliding_window": True}
-    assert read(tmp_path, **used, max_window_layers=2).windows == (None, None, 9, 9)
+    assert windows(read(tmp_path, **used, max_window_layers=2)) == [None, None, 9, 9]
     kinds = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
-    assert read(tmp_path, **used, layer_types=kinds).windows == (9, None, None, 9)
+    assert windows(read(tmp_path, **used, layer_types=kinds)) == [9, None, None, 9]
     assert "no sliding window" in refused(tmp_path, **layers, layer_types=kinds)
     assert "3 layers" in refused(tmp_path, **used, layer_types=kinds[:3])
     assert "'chunked_attention'" in refused(tmp_path, **used, layer_types=["chunked_attention"] * 4)
@@ -123,12 +127,12 @@ def test_groups_need_no_torch(tmp_path: Path) -> None:
         tmp_path, **LLAMA, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96
     )
     code = (
-        "import sys, pathlib; from manylora.models.config import read_model_config, config_groups; "
+        "import sys, pathlib; from manylora.models.config import read_model_config; "
         "import manylora.models.source; "
-        "config_groups(read_model_config(pathlib.Path(sys.argv[1]))); assert 'torch' not in sys.modules"
+        "read_model_config(pathlib.Path(sys.argv[1])).groups; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
-    groups = config_groups(read_model_config(tmp_path))
+    groups = read_model_config(tmp_path).groups
     assert [(g.name, g.in_features, g.offsets) for g in groups] == [
         ("qkv", 64, (0, 64, 96, 128)),
         ("o", 64, (0, 64)),
@@ -136,7 +140,7 @@ def test_groups_need_no_torch(tmp_path: Path) -> None:
         ("down", 96, (0, 64)),
     ]
     assert groups[0].projections[1].module == "self_attn.k_proj"
-    opt = config_groups(read(tmp_path, architectures=["OPTForCausalLM"]))
+    opt = read(tmp_path, architectures=["OPTForCausalLM"]).groups
     assert [[p.module for p in g.projections] for g in opt[1:]] == [["self_attn.out_proj"], ["fc1"], ["fc2"]]
 
 

@@ -15,7 +15,6 @@ import torch
 from manylora.kernels.ops import DrawnRows
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.shapes import ProjectionGroup
-from manylora.models.config import config_groups
 from manylora.models.load import load_model
 from tests.models.step_builder import Stepper
 from tests.models.tiny import MAX_POSITIONS, make_model
@@ -63,7 +62,7 @@ def test_adapted_projections_act_as_merged_weights(name: str, tmp_path: Path) ->
     torch.manual_seed(1)
     with torch.no_grad():
         for layer in range(decoder.config.num_layers):
-            for projection in (p for group in decoder.groups for p in group.projections):
+            for projection in (p for group in decoder.config.groups for p in group.projections):
                 path = f"{decoder.layer_prefix}{layer}.{projection.module}"
                 a = torch.randn(projection.in_features, RANK) * 0.1
                 b = torch.randn(RANK, projection.out_features) * 0.1
@@ -75,7 +74,7 @@ def test_adapted_projections_act_as_merged_weights(name: str, tmp_path: Path) ->
     with torch.inference_mode():
         expected = model(torch.tensor([tokens])).logits[0]
     torch.testing.assert_close(decoder.forward(batch, stepper.pool), expected, atol=1e-4, rtol=0.0)
-    names = [group.name for group in config_groups(decoder.config)]
+    names = [group.name for group in decoder.config.groups]
     assert ops.calls == [(layer, name) for layer in range(decoder.config.num_layers) for name in names]
 
     ops.rows.clear()

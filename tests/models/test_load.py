@@ -95,10 +95,10 @@ def test_checkpoint_dtype_is_converted(models: dict[str, Any], tmp_path: Path) -
     path = tmp_path / "model.safetensors"
     save_file({name: value.bfloat16() for name, value in load_file(path).items()}, path)
     decoder = load(tmp_path)
-    assert decoder.embedding.tokens.dtype == torch.float32
+    assert decoder.embedding.tokens.data.dtype == torch.float32
     assert not torch.equal(logits(tmp_path), before)
     torch.testing.assert_close(logits(tmp_path), before, atol=0.5, rtol=0.0)
-    assert load(tmp_path, dtype=torch.bfloat16).embedding.tokens.dtype == torch.bfloat16
+    assert load(tmp_path, dtype=torch.bfloat16).embedding.tokens.data.dtype == torch.bfloat16
 
 
 def test_extra_tensors_are_ignored(models: dict[str, Any], tmp_path: Path) -> None:

@@ -60,8 +60,8 @@ NO_HELPERS = Helpers()
 class AdapterLayout:
     """One packing for all layers; see LoraSegments for how kernels read it.
 
-    ``records`` int64 [P, 3]: (first A cell, first B cell, rank), cells counted from the adapter's first;
-    rank 0 rows are all 0. ``scales`` float32 [P, L].
+    ``records`` int64 [P, 4]: (first A cell, first B cell, rank, first row of the second scale), cells counted from
+    the adapter's first; rank 0 rows are all 0. ``scales`` float32 [P, 2, L].
     """
 
     num_cells: int
@@ -77,30 +77,30 @@ def layout_of(spec: AdapterSpec, geometry: AdapterGeometry) -> AdapterLayout:
 
 
 def layout_for(ranks: Sequence[int], scales: np.ndarray, geometry: AdapterGeometry) -> AdapterLayout:
-    """Of an adapter with one rank a projection; ``scales`` float32 [P, L]."""
-    records = np.zeros((len(geometry.projections), 3), dtype=np.int64)
+    """Of an adapter with one rank a projection; ``scales`` float32 [P, L]. No row has the second."""
+    records = np.zeros((len(geometry.projections), 4), dtype=np.int64)
     num_cells = 0
     for index, (rank, projection) in enumerate(zip(ranks, geometry.projections, strict=True)):
         if rank:
             first_b = num_cells + rank * geometry.cells(projection.in_features)
-            records[index] = num_cells, first_b, rank
+            records[index] = num_cells, first_b, rank, rank
             num_cells = first_b + rank * geometry.cells(projection.out_features)
     return AdapterLayout(
         num_cells=num_cells,
         num_pages=-(-num_cells // geometry.cells_per_page),
         records=records,
-        scales=scales,
+        scales=np.stack((scales, np.zeros_like(scales)), axis=1),
     )
 
 
 def cell_offsets(layout: AdapterLayout, geometry: AdapterGeometry, pages: Sequence[int]) -> np.ndarray:
-    """int64 [num_cells]: the element of the flat pool where each cell's layer 0 begins."""
+    """int64 [num_cells]: at how many bytes into the pool each cell's layer 0 begins."""
     if len(pages) != layout.num_pages:
         raise ValueError(f"the adapter takes {layout.num_pages} pages, got {len(pages)}")
     cells = np.arange(layout.num_cells, dtype=np.int64)
     page, cell = np.divmod(cells, geometry.cells_per_page)
-    starts = np.asarray(pages, dtype=np.int64) * geometry.page.page_elements
-    return np.asarray(starts[page] + cell * geometry.cell_elements)
+    starts = np.asarray(pages, dtype=np.int64) * geometry.page.page_bytes
+    return np.asarray(starts[page] + cell * geometry.cell_bytes)
 
 
 def load_adapter(
@@ -121,7 +121,7 @@ def load_adapter(
     page = geometry.page
     count = max(1, min(WINDOW_BYTES // page.page_bytes, layout.num_pages))
     with _open(spec, layout, geometry, dtype) as loader:
-        window = torch.zeros((count, page.layers, page.slab_elements), dtype=dtype)
+        window = torch.zeros((count, page.layers, geometry.slab_elements), dtype=dtype)
         for first in range(0, layout.num_pages, count):
             images = window[: layout.num_pages - first]
             loader.fill(first, images, lambda: None, helpers)
@@ -153,8 +153,8 @@ def load_into(
 def _open(
     spec: AdapterSpec, layout: AdapterLayout, geometry: AdapterGeometry, dtype: torch.dtype
 ) -> Iterator[_Loader]:
-    if dtype.itemsize != geometry.page.itemsize:
-        raise ValueError(f"pages of {geometry.page.itemsize}-byte elements cannot hold {dtype}")
+    if dtype.itemsize != geometry.itemsize:
+        raise ValueError(f"adapters of {geometry.itemsize}-byte elements cannot be {dtype}")
     with open_weights(spec, geometry) as weights:
         yield _Loader(spec, layout, geometry, dtype, weights)
 
@@ -223,7 +223,7 @@ class _Loader:
         images = [page.view(torch.uint8).numpy().view(self.bits) for page in pages]
         jobs: list[_Job] = []
         for index, projection in enumerate(self.geometry.projections):
-            first_a, first_b, rank = self.layout.records[index].tolist()
+            first_a, first_b, rank, _ = self.layout.records[index].tolist()
             sides: tuple[tuple[Side, int, int], ...] = (
                 ("A", first_a, projection.in_features),
                 ("B", first_b, projection.out_features),

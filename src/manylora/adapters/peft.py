@@ -180,9 +180,10 @@ def _places(
     geometry: AdapterGeometry, layer_prefix: str
 ) -> Iterator[tuple[str, tuple[int, int, Projection]]]:
     """Every module that may be adapted, in layer and projection order: name, (layer, index, projection)."""
-    for layer in range(geometry.page.layers):
-        for index, projection in enumerate(geometry.projections):
-            yield f"{layer_prefix}.{layer}.{projection.module}", (layer, index, projection)
+    indices = {projection: index for index, projection in enumerate(geometry.projections)}
+    for layer, groups in enumerate(geometry.layers):
+        for projection in (projection for group in groups for projection in group.projections):
+            yield f"{layer_prefix}.{layer}.{projection.module}", (layer, indices[projection], projection)
 
 
 def _lora_modules(tensors: dict[str, StoredTensor]) -> tuple[dict[str, dict[Side, str]], str, str]:
@@ -238,7 +239,14 @@ def _refuse_unknown_modules(
     first = min(unknown, key=order)
     tensor = shown(modules[first]["A"])
     match = pattern.fullmatch(first)
-    if match and match[2] in supported:
+    if match and f"{int(match[1])}" == match[1] and int(match[1]) < geometry.page.layers:
+        own = [p.module for group in geometry.layers[int(match[1])] for p in group.projections]
+        if match[2] in supported:
+            raise AdapterError(
+                f"the adapter does not fit: tensor {tensor} is for a module that layer {match[1]} of the base "
+                f"model lacks; these can be adapted there: {', '.join(own)}"
+            )
+    elif match and match[2] in supported:
         raise AdapterError(
             f"the adapter does not fit: tensor {tensor} is for layer {match[1]}, "
             f"the base model has {geometry.page.layers} layers"

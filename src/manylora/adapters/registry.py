@@ -195,4 +195,6 @@ def fingerprint(geometry: AdapterGeometry, layer_prefix: str) -> str:
     """All that an inspection's result depends on besides the adapter: layers, projections, names, format."""
     projections = [(p.module, p.in_features, p.out_features) for p in geometry.projections]
     described = [FORMAT_VERSION, layer_prefix.rstrip("."), geometry.page.layers, projections]
+    if len(set(geometry.layers)) > 1:  # equal layers need no more words: their caches stay valid
+        described.append([[group.name for group in groups] for groups in geometry.layers])
     return hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()

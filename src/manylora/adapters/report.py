@@ -40,7 +40,7 @@ def describe(spec: AdapterSpec, layout: AdapterLayout, geometry: AdapterGeometry
         "file_bytes": spec.weights.size_bytes,
         "pages": layout.num_pages,
         "pool_bytes": pool_bytes,
-        "slack": 1.0 - held * geometry.page.itemsize / pool_bytes,
+        "slack": 1.0 - held * geometry.itemsize / pool_bytes,
     }
 
 

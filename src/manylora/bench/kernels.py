@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ import torch
 from manylora.bench.interleaved import medians
 from manylora.bench.kernels_settings import model_counts
 from manylora.bench.rounding import Bounded, lora
-from manylora.kernels.ops import LoraSegments
+from manylora.kernels.ops import LoraSegments, of_adapters
 from manylora.kernels.shapes import AdapterGeometry, PageShape, Projection, ProjectionGroup
 
 PAGE_TOKENS = 16
@@ -124,21 +123,21 @@ def segments_for(
     per_row = np.array([[geometry.cells(p.in_features), geometry.cells(p.out_features)] for p in projections])
     count = np.array(ranks)[:, None, None] * per_row[None]  # [S, P, 2]
     ends = np.cumsum(count.reshape(-1)).reshape(count.shape)
-    records = np.empty((len(ranks), len(projections), 3), dtype=np.int64)
+    records = np.empty((len(ranks), len(projections), 4), dtype=np.int64)
     records[:, :, :2] = ends - count
-    records[:, :, 2] = np.array(ranks)[:, None]
+    records[:, :, 2:] = np.array(ranks)[:, None, None]
     total, needed = num_pages * geometry.cells_per_page, cells_for(geometry, ranks)
     if needed > total:
         raise ValueError(f"adapters of {needed} cells do not fit a pool of {num_pages} pages, {total} cells")
     places = _places(total)[:needed]
-    offsets = places // geometry.cells_per_page * geometry.page.page_elements
-    offsets += places % geometry.cells_per_page * geometry.cell_elements
+    offsets = places // geometry.cells_per_page * geometry.page.page_bytes
+    offsets += places % geometry.cells_per_page * geometry.cell_bytes
     length = np.array(lengths, dtype=np.int32)
     return LoraSegments(
         start=(np.cumsum(length) - length).astype(np.int32),
         length=length,
         records=records,
-        scales=np.full((len(ranks), len(projections), geometry.page.layers), 2.0, dtype=np.float32),
+        scales=np.full((len(ranks), len(projections), 2, geometry.page.layers), 2.0, dtype=np.float32),
         cells=torch.from_numpy(offsets).to(device),
     )
 
@@ -154,21 +153,22 @@ def exact_lora(
     """What LoRA adds, in float64, one dense product after another; and by how much a kernel's, as stored, may miss
     it."""
     cell = geometry.cell_elements
-    unit = math.gcd(geometry.page.slab_elements, cell)
-    cells = pool.view(-1).unfold(0, cell, unit)  # a view: row n is what begins at element n * unit
+    unit = geometry.alignment_bytes
+    # A view: row n is what begins at byte n * unit.
+    cells = of_adapters(pool, x.dtype).view(-1).unfold(0, cell, unit // geometry.itemsize)
     added = Bounded.given(torch.zeros(len(x), group.offsets[-1], dtype=x.dtype, device=x.device))
 
     def rows(first: int, rank: int, elements: int) -> torch.Tensor:
         begin = segments.cells[first : first + rank * geometry.cells(elements)]
-        begin = (begin + layer * geometry.page.slab_elements) // unit
+        begin = (begin + layer * geometry.page.slab_bytes) // unit
         return cells[begin].view(rank, -1)[:, :elements]
 
     for s, (start, length) in enumerate(zip(segments.start.tolist(), segments.length.tolist())):
         for i, projection in enumerate(group.projections):
             p = geometry.projections.index(projection)
-            first_a, first_b, rank = segments.records[s, p].tolist()
+            first_a, first_b, rank, _ = segments.records[s, p].tolist()
             a, b = rows(first_a, rank, projection.in_features), rows(first_b, rank, projection.out_features)
-            delta = lora(x[start : start + length], a, b, float(segments.scales[s, p, layer]))
+            delta = lora(x[start : start + length], a, b, segments.row_scales(s, p, layer))
             added.put(slice(start, start + length), slice(group.offsets[i], group.offsets[i + 1]), delta)
     return added
 

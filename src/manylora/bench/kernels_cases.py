@@ -169,16 +169,16 @@ def _attention(rig: Rig, kernel: str, name: str, queries: Queries, plan: Any) ->
 def linear_cases(rig: Rig, sizes: Sizes) -> Iterator[list[Case]]:
     names = [group.name for group in rig.groups]
     weights = {name: [layer[name] for layer in rig.weights] for name in names}
-    weights["head"] = [rig.normal(rig.shape.vocab, rig.decoder.hidden) * 0.02]
+    weights["head"] = [rig.weight(rig.shape.vocab, rig.decoder.hidden)]
 
     def case(batch: int, name: str) -> Case:
         matrices = weights[name]
-        outputs, inputs = matrices[0].shape
+        outputs, inputs = matrices[0].data.shape
         x = rig.normal(batch, inputs)
 
         def check() -> Errors:
             out = rig.ops.linear(x, matrices[-1], None)
-            return errors([(out, rounding.linear(x, matrices[-1], None).rounded(rig.dtype))])
+            return errors([(out, rounding.linear(x, matrices[-1].data, None).rounded(rig.dtype))])
 
         num_bytes = (outputs * inputs + batch * (outputs + inputs)) * rig.dtype.itemsize
         calls = [partial(rig.ops.linear, x, matrix, None) for matrix in matrices]

@@ -124,6 +124,6 @@ class _LoraLayer:
         """The last layer's base products."""
         weights = self._rig.weights[-1]
         return [
-            rounding.linear(x, weights[group.name], None).rounded(self._rig.dtype)
+            rounding.linear(x, weights[group.name].data, None).rounded(self._rig.dtype)
             for group, x in zip(self._rig.groups, self._inputs)
         ]

@@ -27,6 +27,7 @@ from manylora.kernels.flashinfer_attention import AttentionShape
 from manylora.kernels.ops import AttentionRows, Ops
 from manylora.kernels.select import ops_for
 from manylora.kernels.shapes import adapter_geometry
+from manylora.kernels.weight import Weight
 from manylora.sim.shapes import SHAPES, ModelShape
 
 LAYERS = 4
@@ -96,7 +97,7 @@ class Rig:
         )
         self.page = self.decoder.page(self.dtype)
         self.groups = self.decoder.groups()
-        self.geometry = adapter_geometry(self.page, self.groups)
+        self.geometry = adapter_geometry(self.page, (self.groups,) * self.layers)
         self._num_pages = 0
 
     def _dtype(self, name: str) -> torch.dtype:
@@ -147,12 +148,15 @@ class Rig:
         return random_pool(self.page, self._num_pages, self.dtype, self.device)
 
     @functools.cached_property
-    def weights(self) -> list[dict[str, torch.Tensor]]:
+    def weights(self) -> list[dict[str, Weight]]:
         """Of each layer, by group: ``[sum(out), in]``."""
         return [
-            {group.name: self.normal(group.offsets[-1], group.in_features) * 0.02 for group in self.groups}
+            {group.name: self.weight(group.offsets[-1], group.in_features) for group in self.groups}
             for _ in range(self.layers)
         ]
+
+    def weight(self, outputs: int, inputs: int) -> Weight:
+        return Weight(self.normal(outputs, inputs) * 0.02)
 
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, dtype=self.dtype, device=self.device)

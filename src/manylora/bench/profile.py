@@ -49,7 +49,7 @@ from manylora.executor.build import build_worker
 from manylora.executor.reader import READERS
 from manylora.executor.worker import Worker
 from manylora.flags import build_settings
-from manylora.models.config import ModelConfig, ModelError, config_groups, read_model_config
+from manylora.models.config import ModelConfig, ModelError, read_model_config
 from manylora.models.source import resolve_model
 from manylora.sim.fit import FittedCosts, fit_profile
 from manylora.sim.profile import FORMAT, Profile, save_profile
@@ -336,7 +336,7 @@ def shape_of(config: ModelConfig, name: str, itemsize: int) -> ModelShape:
         intermediate=config.intermediate_size,
         vocab=config.vocab_size,
         itemsize=itemsize,
-        is_gated=config.gated_mlp,
+        is_gated=all(layer.mlp.is_gated for layer in config.layers),
         is_tied=config.tie_embeddings,
     )
 
@@ -365,10 +365,8 @@ def _versions() -> dict[str, str]:
 
 
 def _projections(config: ModelConfig, which: str) -> list[Any]:
-    groups = config_groups(config)
-    return [
-        p for group in groups if which == "all" or group.name in _ATTENTION_GROUPS for p in group.projections
-    ]
+    groups = [group for group in config.groups if which == "all" or group.name in _ATTENTION_GROUPS]
+    return [projection for group in groups for projection in group.projections]
 
 
 def _write_adapters(

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import save_file
 
 from manylora.kernels.shapes import Projection
-from manylora.models.config import config_groups
 from manylora.models.spec import ModelConfig
 
 
@@ -22,15 +21,16 @@ def write_random_adapters(
     count: int,
     projections: Sequence[Projection] | None = None,
 ) -> list[Path]:
-    """Folders ``adapter-0``, ... on these projections of all layers (None: on every one), of ``ranks`` in turn.
-    Those of one rank share a file, not pages."""
+    """Folders ``adapter-0``, ... on these projections of all layers that have them (None: on every one), of
+    ``ranks`` in turn. Those of one rank share a file, not pages."""
     folder.mkdir(parents=True, exist_ok=True)
     if projections is None:
-        projections = [projection for group in config_groups(config) for projection in group.projections]
+        projections = [projection for group in config.groups for projection in group.projections]
     stems = [
         (f"base_model.model.{config.names.layer_prefix}{layer}.{p.module}", p)
-        for layer in range(config.num_layers)
+        for layer, groups in enumerate(config.layer_groups)
         for p in projections
+        if any(p in group.projections for group in groups)
     ]
     generator = torch.Generator().manual_seed(0)
     for rank in ranks[:count]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
 import torch
 
 from manylora.kernels.ops import AttentionRows, HeadNorm, Rotary
@@ -109,13 +110,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return Bounded(total.exact, total.error + accumulator(x.dtype) * total.largest)
 
 
-def lora(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> Bounded:
-    """What one adapter adds to one projection of its tokens, as stored; ``a`` [rank, in], ``b`` [rank, out].
+def lora(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scales: np.ndarray | float) -> Bounded:
+    """What one adapter adds to one projection of its tokens, as stored; ``a`` [rank, in], ``b`` [rank, out],
+    ``scales`` [rank], or one for all rows.
 
     What shrinking gives and that times the scale may each have been stored before expanding."""
     dtype = x.dtype
     shrunk = product(Bounded.given(x), a.T, dtype).rounded(dtype)
-    scaled = Bounded(shrunk.exact * scale, shrunk.error * abs(scale)).rounded(dtype)
+    scale = torch.as_tensor(scales, dtype=torch.float64, device=x.device)
+    scaled = Bounded(shrunk.exact * scale, shrunk.error * scale.abs()).rounded(dtype)
     return product(scaled, b, dtype).rounded(dtype)
 
 

@@ -218,7 +218,7 @@ def _target(settings: SimulateSettings) -> _Target:
 def _shape_of_folder(model: str, itemsize: int) -> ModelShape:
     from manylora.bench.profile import shape_of
     from manylora.models.config import read_model_config
-    from manylora.models.spec import ModelError
+    from manylora.models.errors import ModelError
 
     try:
         return shape_of(read_model_config(Path(model)), Path(model).resolve().name, itemsize)

@@ -15,8 +15,8 @@ from manylora.bench.targets import Call, EngineTarget, open_engine
 from manylora.config import ConfigError, EngineSettings
 from manylora.flags import build_settings
 from manylora.models.config import read_model_config
+from manylora.models.errors import ModelError
 from manylora.models.source import resolve_model
-from manylora.models.spec import ModelError
 from manylora.progress import Bar
 
 RANKS = (8, 64, 256)

@@ -28,7 +28,7 @@ from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
 from manylora.memory.arena import Arena
 from manylora.memory.budget import host_pool_pages, in_mib, pool_bytes, pool_pages
 from manylora.memory.host import HostPool
-from manylora.models.config import config_groups, read_model_config
+from manylora.models.config import read_model_config
 from manylora.models.load import load_model, resolve_dtype
 from manylora.models.source import resolve_model
 from manylora.models.spec import ModelConfig
@@ -154,9 +154,10 @@ def _info(
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """About what the weights take: projections and embeddings."""
-    layer = sum(p.in_features * p.out_features for group in config_groups(config) for p in group.projections)
+    groups = [group for layer in config.layers for group in layer.groups]
+    linears = sum(p.in_features * p.out_features for group in groups for p in group.projections)
     embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
-    return (config.num_layers * layer + embeddings) * dtype.itemsize
+    return (linears + embeddings) * dtype.itemsize
 
 
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, num_seqs: int, batch_tokens: int) -> int:
@@ -170,7 +171,8 @@ def activation_bytes(config: ModelConfig, dtype: torch.dtype, num_seqs: int, bat
 
 def _attention_shape(config: ModelConfig, dtype: torch.dtype, max_model_len: int) -> AttentionShape:
     """A window as long as the longest context is none."""
-    sees_all = any(window is None or window >= max_model_len for window in config.windows)
+    windows = [layer.attention.window for layer in config.layers]
+    sees_all = any(window is None or window >= max_model_len for window in windows)
     return AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, dtype, sees_all)
 
 
@@ -182,7 +184,7 @@ def _page_shape(config: ModelConfig, page_tokens: int, dtype: torch.dtype) -> Pa
 
 def _geometry(page: PageShape, config: ModelConfig) -> AdapterGeometry:
     try:
-        return adapter_geometry(page, config_groups(config))
+        return adapter_geometry(page, config.layer_groups)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

@@ -65,8 +65,8 @@ class AdapterTables:
         self._ranges = RangeAllocator(_FIRST_CELLS)
         self._held: dict[AdapterId, tuple[int, int, int]] = {}  # row, first cell, number of cells
         self._free_rows: list[int] = []
-        self._records = np.zeros((0, num_projections, 3), dtype=np.int64)
-        self._scales = np.zeros((0, num_projections, num_layers), dtype=np.float32)
+        self._records = np.zeros((0, num_projections, 4), dtype=np.int64)
+        self._scales = np.zeros((0, num_projections, 2, num_layers), dtype=np.float32)
         self.cells = torch.zeros(_FIRST_CELLS, dtype=torch.int64, device=device.torch_device)
         self.version = 0
 
@@ -100,7 +100,7 @@ class AdapterTables:
         return np.array([self._held[adapter][0] for adapter in adapters], dtype=np.int64)
 
     def entries(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Records int64 [S, P, 3], positions in ``cells``, and scales float32 [S, P, L]: copies."""
+        """Records int64 [S, P, 4], positions in ``cells``, and scales float32 [S, P, 2, L]: copies."""
         return self._records[rows], self._scales[rows]
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from manylora.devices.preparation import PREPARATION
 
 _LOG2_E = np.float32(1.4426950408889634)
 _LN_2 = np.float32(0.6931471805599453)
+_LOG2_BYTES = 2  # of a float32: the cell table has bytes
 _COMPILE = {"nogil": True, "fastmath": True, "cache": True, "error_model": "numpy", "boundscheck": False}
 
 
@@ -136,7 +137,7 @@ def attend(
 def _run_end(cells: np.ndarray, first: int, stop: int, cell: int) -> int:
     """The end of the run of cells from ``first`` that lie side by side in the pool."""
     end = first + 1
-    while end < stop and cells[end] == cells[end - 1] + cell:
+    while end < stop and cells[end] == cells[end - 1] + (cell << _LOG2_BYTES):
         end += 1
     return end
 
@@ -144,13 +145,15 @@ def _run_end(cells: np.ndarray, first: int, stop: int, cell: int) -> int:
 @numba.njit(**_COMPILE)
 def _shrink(
     x: np.ndarray, start: int, stop: int, pool: np.ndarray, offset: int, cells: np.ndarray, first: int,
-    rank: int, cell: int, shrunk: np.ndarray, scale: float,
+    rank: int, cell: int, shrunk: np.ndarray, second: int, scales: np.ndarray,
 ) -> None:  # fmt: skip
-    """shrunk[t - start, j] = scale * x[t] . A[j], four tokens at a time, each row of A read once for them."""
+    """shrunk[t - start, j] = scale * x[t] . A[j], four tokens at a time, each row of A read once for them;
+    the scale is ``scales[0]`` in rows before ``second``, else ``scales[1]``."""
     width = x.shape[1]
     a_cells = (width + cell - 1) // cell
     for j in range(rank):
         row = first + j * a_cells
+        scale = scales[0] if j < second else scales[1]
         for t in range(start, stop, 4):
             # Past the end the last token is computed again: cheaper than a branch inside the loop.
             t1, t2, t3 = min(t + 1, stop - 1), min(t + 2, stop - 1), min(t + 3, stop - 1)
@@ -158,7 +161,7 @@ def _shrink(
             c = row
             while c < row + a_cells:
                 end = _run_end(cells, c, row + a_cells, cell)
-                at, low = cells[c] + offset, (c - row) * cell
+                at, low = (cells[c] >> _LOG2_BYTES) + offset, (c - row) * cell
                 high = min(low + (end - c) * cell, width)
                 a = pool[at : at + high - low]
                 x0, x1, x2, x3 = x[t, low:high], x[t1, low:high], x[t2, low:high], x[t3, low:high]
@@ -168,10 +171,10 @@ def _shrink(
                     s2 += a[i] * x2[i]
                     s3 += a[i] * x3[i]
                 c = end
-            shrunk[t - start, j] = s0 * np.float32(scale)
-            shrunk[t1 - start, j] = s1 * np.float32(scale) if t1 > t else shrunk[t - start, j]
-            shrunk[t2 - start, j] = s2 * np.float32(scale) if t2 > t1 else shrunk[t1 - start, j]
-            shrunk[t3 - start, j] = s3 * np.float32(scale) if t3 > t2 else shrunk[t2 - start, j]
+            shrunk[t - start, j] = s0 * scale
+            shrunk[t1 - start, j] = s1 * scale if t1 > t else shrunk[t - start, j]
+            shrunk[t2 - start, j] = s2 * scale if t2 > t1 else shrunk[t1 - start, j]
+            shrunk[t3 - start, j] = s3 * scale if t3 > t2 else shrunk[t2 - start, j]
 
 
 @numba.njit(**_COMPILE)
@@ -186,7 +189,7 @@ def _expand(
         c = row
         while c < row + b_cells:
             end = _run_end(cells, c, row + b_cells, cell)
-            at, low = cells[c] + offset, (c - row) * cell
+            at, low = (cells[c] >> _LOG2_BYTES) + offset, (c - row) * cell
             count = min((end - c) * cell, width - low)
             b = pool[at : at + count]
             for t in range(start, stop):
@@ -205,8 +208,8 @@ def add_lora(
 ) -> None:  # fmt: skip
     """y[t, columns of p] += scale * (x[t] A_p) B_p for every token of every item and every projection p.
 
-    ``starts``, ``stops`` int64 [N]: each item's tokens; ``records`` int64 [N, P, 3] and ``scales`` float32 [N, P]
-    as in LoraSegments, of this group's projections and layer; ``columns`` int64 [P + 1]; ``offset``: the
+    ``starts``, ``stops`` int64 [N]: each item's tokens; ``records`` int64 [N, P, 4] and ``scales`` float32
+    [N, P, 2] as in LoraSegments, of this group's projections and layer; ``columns`` int64 [P + 1]; ``offset``: the
     layer's, in elements; ``shrunk`` float32 [most tokens, largest rank] is scratch.
     """
     for item in range(starts.shape[0]):
@@ -215,7 +218,8 @@ def add_lora(
             a_first, b_first, rank = records[item, p, 0], records[item, p, 1], records[item, p, 2]
             if rank == 0:
                 continue
-            _shrink(x, start, stop, pool, offset, cells, a_first, rank, cell, shrunk, scales[item, p])
+            second, both = records[item, p, 3], scales[item, p]
+            _shrink(x, start, stop, pool, offset, cells, a_first, rank, cell, shrunk, second, both)
             width = columns[p + 1] - columns[p]
             _expand(y, start, stop, columns[p], width, pool, offset, cells, b_first, rank, cell, shrunk)
 

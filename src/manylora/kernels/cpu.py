@@ -30,9 +30,11 @@ from manylora.kernels.ops import (
     LoraSegments,
     Rotary,
     Summands,
+    of_adapters,
     rotated_then_stored,
 )
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
+from manylora.kernels.weight import Weight
 
 
 class _Scratch(threading.local):
@@ -60,8 +62,8 @@ class CpuOps(ComposedLora):
 
     # ---- attention -------------------------------------------------------------------------------------
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(x, weight, bias)
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, weight.data, bias)
 
     def plan_attention(self, rows: AttentionRows, page: PageShape, device: torch.device) -> CpuAttentionPlan:
         return CpuAttentionPlan(rows, page)
@@ -132,18 +134,20 @@ class CpuOps(ComposedLora):
         group: ProjectionGroup,
         plan: CpuLoraPlan,
     ) -> None:
+        pieces = of_adapters(pool, x.dtype).view(-1, plan.piece)
         for block in plan.blocks[group.name]:
-            cells = self._cells(pool, layer, block, plan)
+            cells = self._cells(pieces, layer, block, plan)
             if block.tokens is None:
                 _add_one(y, x, layer, group, block, cells, plan.geometry)
             else:
                 _add_several(y, x, layer, group, block, cells, plan.geometry)
 
-    def _cells(self, pool: torch.Tensor, layer: int, block: LoraBlock, plan: CpuLoraPlan) -> torch.Tensor:
-        """The block's cells ``[n, cell_elements]``, in scratch that the next call overwrites."""
-        offset = layer * plan.geometry.page.slab_elements // plan.piece
-        scratch = self._buffer("lora", len(block.pieces), plan.piece, pool.dtype)
-        torch.index_select(pool.view(-1, plan.piece)[offset:], 0, block.pieces, out=scratch)
+    def _cells(self, pieces: torch.Tensor, layer: int, block: LoraBlock, plan: CpuLoraPlan) -> torch.Tensor:
+        """The block's cells ``[n, cell_elements]``, out of the whole pool in pieces, in scratch that the next call
+        overwrites."""
+        offset = layer * plan.geometry.slab_elements // plan.piece
+        scratch = self._buffer("lora", len(block.pieces), plan.piece, pieces.dtype)
+        torch.index_select(pieces[offset:], 0, block.pieces, out=scratch)
         return scratch.view(-1, plan.geometry.cell_elements)
 
     # ---- small operations ------------------------------------------------------------------------------
@@ -162,7 +166,7 @@ class CpuOps(ComposedLora):
         residual.add_(Summands(x, adapted).whole)
         return F.rms_norm(residual, (residual.shape[-1],), weight, eps), residual
 
-    def rope(
+    def _rope(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         c, s = cos.index_select(0, positions)[:, None], sin.index_select(0, positions)[:, None]
@@ -185,7 +189,9 @@ class CpuOps(ComposedLora):
         norm: HeadNorm | None,
         adapted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return rotated_then_stored(self, q, k, v, pool, layer, rotary, positions, slots, norm, adapted)
+        return rotated_then_stored(
+            self, self._rope, q, k, v, pool, layer, rotary, positions, slots, norm, adapted
+        )
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

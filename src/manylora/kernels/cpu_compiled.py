@@ -16,7 +16,7 @@ from manylora.kernels import compiled
 from manylora.kernels.cpu import CpuOps, adjacent_heads
 from manylora.kernels.cpu_attention import CpuAttentionPlan
 from manylora.kernels.cpu_lora import CpuLoraPlan
-from manylora.kernels.ops import AttentionRows, LoraSegments, Summands
+from manylora.kernels.ops import AttentionRows, LoraSegments, Rotary, Summands, of_adapters
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
 
 SHORT_SEGMENT = 32
@@ -45,7 +45,7 @@ class CompiledAttentionPlan:
 
 @dataclasses.dataclass(frozen=True)
 class _GroupItems:
-    """One group's short segments; ``scales[l]`` is layer l's."""
+    """One group's short segments; ``scales[l]`` [N, P, 2] is layer l's."""
 
     records: np.ndarray
     scales: np.ndarray
@@ -167,7 +167,7 @@ class CompiledOps(CpuOps):
     ) -> CompiledLoraPlan | None:
         if len(segments.start) == 0:
             return None
-        is_float32 = geometry.page.itemsize == 4
+        is_float32 = geometry.itemsize == 4
         is_short = (segments.length <= SHORT_SEGMENT) & is_float32
         short, long = _subset(segments, is_short), _subset(segments, ~is_short)
         groups = {}
@@ -176,7 +176,7 @@ class CompiledOps(CpuOps):
             last = first + len(group.projections)
             groups[group.name] = _GroupItems(
                 np.ascontiguousarray(short.records[:, first:last]),
-                np.ascontiguousarray(short.scales[:, first:last].transpose(2, 0, 1)),
+                np.ascontiguousarray(short.scales[:, first:last].transpose(3, 0, 1, 2)),
                 np.array(group.offsets, np.int64),
             )
             first = last
@@ -187,7 +187,7 @@ class CompiledOps(CpuOps):
             stops=(short.start + short.length).astype(np.int64),
             cells=segments.cells.numpy(),
             cell_elements=geometry.cell_elements,
-            slab_elements=geometry.page.slab_elements,
+            slab_elements=geometry.slab_elements,
             groups=groups,
             shrunk=np.empty((most_tokens, largest_rank), np.float32),
             long=super().plan_lora(long, geometry, device),
@@ -209,7 +209,7 @@ class CompiledOps(CpuOps):
             compiled.add_lora(
                 y.numpy(),
                 x.numpy(),
-                pool.view(-1).numpy(),
+                of_adapters(pool, x.dtype).view(-1).numpy(),
                 layer * plan.slab_elements,
                 plan.cells,
                 plan.cell_elements,
@@ -239,11 +239,11 @@ class CompiledOps(CpuOps):
         compiled.add_norm(x.numpy(), residual.numpy(), weight.numpy(), eps, out.numpy())
         return out, residual
 
-    def rope(
+    def _rope(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if q.dtype is not torch.float32:
-            return super().rope(q, k, cos, sin, positions)
+            return super()._rope(q, k, cos, sin, positions)
         both = adjacent_heads(q, k)
         for x in (q, k) if both is None else (both,):
             compiled.rotate_in_place(
@@ -283,16 +283,16 @@ def _warm_up(ops: CompiledOps) -> None:
     fused = torch.zeros(1, 12)
     q, k, v = (part.view(1, 1, 4) for part in fused.split_with_sizes([4, 4, 4], dim=1))
     zero = torch.zeros(1, dtype=torch.int64)
-    q, k = ops.rope(q, k, torch.zeros(1, 2), torch.zeros(1, 2), zero)
-    ops.write_kv(pool, 0, k, v, zero)
+    rotary = Rotary(torch.zeros(1, 2), torch.zeros(1, 2))
+    q = ops.rotate_and_store(q, k, v, pool, 0, rotary, zero, zero, None)
     page = PageShape(1, 1, 1, 4, 4)
     rows = AttentionRows(np.array([0, 1], np.int32), np.ones(1, np.int32), np.zeros((1, 1), np.int32))
     ops.attention(q, pool, 0, ops.plan_attention(rows, page, zero.device), 1.0, None)
     ops.add_rms_norm(torch.zeros(1, 4), torch.zeros(1, 4), torch.zeros(4), 1e-6)
     ops.silu_mul(torch.zeros(1, 8))
-    nothing = np.zeros((1, 1, 3), np.int64)
+    nothing = np.zeros((1, 1, 4), np.int64)
     compiled.add_lora(
         torch.zeros(1, 4).numpy(), torch.zeros(1, 4).numpy(), pool.view(-1).numpy(), 0, np.zeros(1, np.int64),
-        4, np.zeros(1, np.int64), np.ones(1, np.int64), nothing, np.zeros((1, 1), np.float32),
+        4, np.zeros(1, np.int64), np.ones(1, np.int64), nothing, np.zeros((1, 1, 2), np.float32),
         np.array([0, 4]), np.zeros((1, 1), np.float32),
     )  # fmt: skip

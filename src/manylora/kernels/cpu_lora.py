@@ -11,7 +11,6 @@ while that costs less arithmetic than another block costs calls; a long segment 
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import numpy as np
 import numpy.typing as npt
@@ -74,7 +73,7 @@ class CpuLoraPlan:
 
 def plan_blocks(segments: LoraSegments, geometry: AdapterGeometry) -> CpuLoraPlan:
     # Cells need not be aligned to their own size where a slab is no multiple of it.
-    piece = math.gcd(geometry.page.slab_elements, geometry.cell_elements)
+    piece = geometry.alignment_bytes // geometry.itemsize
     blocks: dict[str, list[LoraBlock]] = {}
     first = 0
     for group in geometry.groups:
@@ -140,7 +139,8 @@ def _block(
         b_cells = geometry.cells(projection.out_features)
         a_parts.append(_cell_entries(records[lender, i, 0], row, a_cells))
         b_parts.append(_cell_entries(records[lender, i, 1], row, b_cells))
-        scale = segments.scales[chosen, indices.start + i].T[:, :, None]  # [L, U, 1]
+        first, second = segments.scales[chosen, indices.start + i].transpose(1, 2, 0)[..., None]  # [L, U, 1]
+        scale = np.where(np.arange(rank) < records[:, i, 3:], first, second)
         scale_parts.append(np.where(np.arange(rank) < own[:, None], scale, np.float32(0)))
         lent_parts.append(np.repeat(own[:, None] == 0, rank, axis=1))
         shares.append(Share(projection, group.offsets[i], cell, column, rank))
@@ -149,7 +149,7 @@ def _block(
 
     a_entries = np.concatenate(a_parts, axis=1).reshape(-1)
     entries = np.concatenate((a_entries, *(part.reshape(-1) for part in b_parts)))
-    pieces = segments.cells[torch.from_numpy(entries)].div_(piece, rounding_mode="floor")
+    pieces = segments.cells[torch.from_numpy(entries)].div_(geometry.alignment_bytes, rounding_mode="floor")
     if piece != geometry.cell_elements:
         pieces = (pieces[:, None] + torch.arange(geometry.cell_elements // piece)).view(-1)
 

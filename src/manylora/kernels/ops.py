@@ -8,12 +8,14 @@ whatever an implementation wants, once a step; every layer then reuses the plans
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
+from manylora.kernels.weight import Weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +39,15 @@ class LoraSegments:
     """Runs of tokens that share an adapter; tokens in no segment belong to the base model.
 
     ``start``, ``length`` int32 [S]: token ranges of the flat batch, ascending, disjoint.
-    ``records`` int64 [S, P, 3]: per segment and projection (table order of AdapterGeometry.projections):
-    (position of its first A cell in ``cells``, position of its first B cell, rank); rank 0: not adapted.
+    ``records`` int64 [S, P, 4]: per segment and projection (table order of AdapterGeometry.projections):
+    (position of its first A cell in ``cells``, position of its first B cell, rank, the rank row at which the
+    second scale begins); rank 0: not adapted; the rank again: no row has the second scale. So one segment may
+    hold the rows of two adapters, one after the other.
     A row j (0 <= j < rank) of A takes ``geometry.cells(in_features)`` consecutive entries of ``cells`` from
     ``first + j * that``; B likewise with ``out_features`` (B is stored transposed: rank rows of length out).
-    ``scales`` float32 [S, P, L]: lora_alpha / r (or rsLoRA's) per layer.
-    ``cells`` int64 tensor on the device: element offset, in the pool seen as one flat array of its dtype, of
-    a cell's *layer 0* bytes; layer l lies ``l * page.slab_elements`` further. Shared by all steps.
+    ``scales`` float32 [S, P, 2, L]: lora_alpha / r (or rsLoRA's) per layer, the first and the second; finite.
+    ``cells`` int64 tensor on the device: at how many bytes into the pool a cell's *layer 0* begins, a multiple of
+    ``geometry.alignment_bytes``; layer l lies ``l * page.slab_bytes`` further. Shared by all steps.
     """
 
     start: np.ndarray
@@ -51,6 +55,16 @@ class LoraSegments:
     records: np.ndarray
     scales: np.ndarray
     cells: torch.Tensor
+
+    @property
+    def has_second_scales(self) -> bool:
+        return bool((self.records[..., 3] < self.records[..., 2]).any())
+
+    def row_scales(self, segment: int, projection: int, layer: int) -> np.ndarray:
+        """float32 [rank]: the scale of each rank row."""
+        rank, second = self.records[segment, projection, 2:].tolist()
+        first_scale, second_scale = self.scales[segment, projection, :, layer]
+        return np.asarray(np.where(np.arange(rank) < second, first_scale, second_scale))
 
     def of_tokens(self, tokens: np.ndarray) -> LoraSegments | None:
         """Of a batch of these tokens alone, ascending int [M]; None where none of them has an adapter."""
@@ -123,12 +137,20 @@ class Summands(NamedTuple):
         return Summands(self.product[rows], None if self.adapted is None else self.adapted[rows])
 
 
+def of_adapters(pool: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The pool's memory as elements of the adapters' dtype; a view."""
+    return pool if pool.dtype == dtype else pool.view(dtype)
+
+
 class Ops(Protocol):
-    """Device operations. ``pool`` is always ``[num_pages, layers, 2, page_tokens, kv_heads, head_dim]``."""
+    """Device operations. ``pool`` is always ``[num_pages, layers, 2, page_tokens, kv_heads, head_dim]``.
+
+    Its dtype is that of keys and values. Adapters in its pages have the dtype of x.
+    """
 
     name: str
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """x ``[T, in]`` times weight ``[out, in]`` transposed, plus bias ``[out]``, rounded once."""
 
     def plan_attention(self, rows: AttentionRows, page: PageShape, device: torch.device) -> Any:
@@ -165,7 +187,7 @@ class Ops(Protocol):
     def lora_summands(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         pool: torch.Tensor,
         layer: int,
@@ -178,7 +200,7 @@ class Ops(Protocol):
     def lora_gated(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         pool: torch.Tensor,
         layer: int,
@@ -201,12 +223,6 @@ class Ops(Protocol):
         """(rms_norm(x + residual), x + residual); may reuse its arguments' memory. ``adapted``: of the summands
         ``[T, hidden]`` that x is the product of."""
 
-    def rope(
-        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate q ``[T, heads, D]`` and k ``[T, kv_heads, D]`` (two halves, not interleaved) by
-        cos, sin ``[max_positions, D/2]`` (float32) at ``positions``; may work in place."""
-
     def rotate_and_store(
         self,
         q: torch.Tensor,
@@ -220,8 +236,9 @@ class Ops(Protocol):
         norm: HeadNorm | None,
         adapted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``rms_norm`` of q's and k's heads (where ``norm`` is given), ``rope``, ``write_kv``, in this order and
-        rounded as by them. Returns the turned q; may work in place on q and k. ``adapted``: of the summands
+        """``rms_norm`` of the heads of q ``[T, heads, D]`` and k ``[T, kv_heads, D]`` where ``norm`` is given, a
+        rotation by ``rotary`` at ``positions`` (two halves, not interleaved), and ``write_kv``, in this order and
+        each rounded. Returns the turned q; may work in place on q and k. ``adapted``: of the summands
         ``[T, (heads + 2 kv_heads) * D]`` that q, k and v side by side are the product of."""
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -234,7 +251,7 @@ class ComposedLora:
     def lora_summands(
         self: Ops,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         pool: torch.Tensor,
         layer: int,
@@ -249,7 +266,7 @@ class ComposedLora:
     def lora_gated(
         self: Ops,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         pool: torch.Tensor,
         layer: int,
@@ -259,8 +276,15 @@ class ComposedLora:
         return self.silu_mul(self.lora_summands(x, weight, bias, pool, layer, group, plan).whole)
 
 
+Rope = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
+]
+"""Of (q, k, cos, sin, positions): q and k turned; it may work in place."""
+
+
 def rotated_then_stored(
     ops: Ops,
+    rope: Rope,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -272,13 +296,13 @@ def rotated_then_stored(
     norm: HeadNorm | None,
     adapted: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``Ops.rotate_and_store`` by the operations that it stands for."""
+    """``Ops.rotate_and_store`` by the operations that it stands for; ``rope`` is the rotation among them."""
     if adapted is not None:
         heads = adapted.view(len(q), -1, q.shape[-1])
         of_q, of_k, of_v = heads.split_with_sizes([q.shape[1], k.shape[1], v.shape[1]], dim=1)
         q, k, v = q + of_q, k + of_k, v + of_v
     if norm is not None:
         q, k = ops.rms_norm(q, norm.query, norm.eps), ops.rms_norm(k, norm.key, norm.eps)
-    q, k = ops.rope(q, k, rotary.cos, rotary.sin, positions)
+    q, k = rope(q, k, rotary.cos, rotary.sin, positions)
     ops.write_kv(pool, layer, k, v, slots)
     return q

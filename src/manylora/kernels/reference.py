@@ -18,9 +18,11 @@ from manylora.kernels.ops import (
     LoraSegments,
     Rotary,
     Summands,
+    of_adapters,
     rotated_then_stored,
 )
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
+from manylora.kernels.weight import Weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +47,8 @@ class ReferenceOps(ComposedLora):
 
     name = "reference"
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return functional.linear(wide(x), wide(weight), None if bias is None else wide(bias)).to(x.dtype)
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        return functional.linear(wide(x), wide(weight.data), None if bias is None else wide(bias)).to(x.dtype)
 
     def plan_attention(
         self, rows: AttentionRows, page: PageShape, device: torch.device
@@ -112,19 +114,26 @@ class ReferenceOps(ComposedLora):
         for segment, (start, length) in enumerate(zip(segments.start.tolist(), segments.length.tolist())):
             for i, projection in enumerate(group.projections):
                 index = geometry.projections.index(projection)
-                first_a, first_b, rank = segments.records[segment, index].tolist()
+                first_a, first_b, rank, second = segments.records[segment, index].tolist()
                 if rank == 0:
                     continue
-                a = self._rows(pool, layer, geometry, segments.cells, first_a, rank, projection.in_features)
-                b = self._rows(pool, layer, geometry, segments.cells, first_b, rank, projection.out_features)
-                scale = float(segments.scales[segment, index, layer])
-                delta = wide(x[start : start + length]) @ wide(a).T @ wide(b) * scale
+                lies = (pool, x.dtype, layer, geometry, segments.cells)
+                a = self._rows(*lies, first_a, rank, projection.in_features)
+                b = self._rows(*lies, first_b, rank, projection.out_features)
+                scales = segments.scales[segment, index, :, layer].tolist()
                 columns = y[start : start + length, group.offsets[i] : group.offsets[i + 1]]
-                columns.copy_(wide(columns) + delta)
+                total = wide(columns)
+                for rows, scale in zip((slice(second), slice(second, rank)), scales):
+                    if rows.start != rows.stop:
+                        total = (
+                            total + wide(x[start : start + length]) @ wide(a[rows]).T @ wide(b[rows]) * scale
+                        )
+                columns.copy_(total)
 
     @staticmethod
     def _rows(
         pool: torch.Tensor,
+        dtype: torch.dtype,
         layer: int,
         geometry: AdapterGeometry,
         cells: torch.Tensor,
@@ -133,13 +142,13 @@ class ReferenceOps(ComposedLora):
         elements: int,
     ) -> torch.Tensor:
         """The ``[rank, elements]`` matrix whose cells start at entry ``first`` of the cell table."""
-        flat = pool.view(-1)
+        flat = of_adapters(pool, dtype).view(-1)
         per_row = geometry.cells(elements)
-        offset = layer * geometry.page.slab_elements
+        offset = layer * geometry.page.slab_bytes
         rows = []
         for j in range(rank):
-            begins = (cells[first + j * per_row : first + (j + 1) * per_row] + offset).tolist()
-            row = torch.cat([flat[begin : begin + geometry.cell_elements] for begin in begins])
+            begins = (cells[first + j * per_row : first + (j + 1) * per_row] + offset) // geometry.itemsize
+            row = torch.cat([flat[begin : begin + geometry.cell_elements] for begin in begins.tolist()])
             rows.append(row[:elements])
         return torch.stack(rows)
 
@@ -159,7 +168,7 @@ class ReferenceOps(ComposedLora):
         total = Summands(x, adapted).whole + residual
         return self.rms_norm(total, weight, eps), total
 
-    def rope(
+    def _rope(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         c, s = wide(cos[positions])[:, None], wide(sin[positions])[:, None]  # [T, 1, D/2]
@@ -183,7 +192,9 @@ class ReferenceOps(ComposedLora):
         norm: HeadNorm | None,
         adapted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return rotated_then_stored(self, q, k, v, pool, layer, rotary, positions, slots, norm, adapted)
+        return rotated_then_stored(
+            self, self._rope, q, k, v, pool, layer, rotary, positions, slots, norm, adapted
+        )
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = wide(gate_up).chunk(2, dim=-1)

@@ -7,6 +7,8 @@ which adapter rows are laid into pages. Does not know which adapter lies where.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 CELL_ALIGNMENT_BYTES = 16
@@ -28,6 +30,10 @@ class PageShape:
     def slab_elements(self) -> int:
         """Elements that one layer owns of a page."""
         return 2 * self.page_tokens * self.kv_heads * self.head_dim
+
+    @property
+    def slab_bytes(self) -> int:
+        return self.slab_elements * self.itemsize
 
     @property
     def page_elements(self) -> int:
@@ -69,26 +75,71 @@ class ProjectionGroup:
         return tuple(ends)
 
 
+def distinct_groups(layers: Iterable[Iterable[ProjectionGroup]]) -> tuple[ProjectionGroup, ...]:
+    """The groups of all layers, each once, in the order in which they first come."""
+    return tuple(dict.fromkeys(group for layer in layers for group in layer))
+
+
 @dataclasses.dataclass(frozen=True)
 class AdapterGeometry:
     """How adapters of one model are laid into its pages (design §3).
 
     A page's slab of one layer is cut into ``cells_per_page`` cells of ``cell_elements``; a row of length h
     takes ``ceil(h / cell_elements)`` whole cells, so none straddles a page and all layers share one table.
-    Cell n of an adapter lies in its page ``n // cells_per_page`` at cell ``n % cells_per_page``.
+    Cell n of an adapter lies in its page ``n // cells_per_page`` at cell ``n % cells_per_page``. An adapter's
+    element has ``itemsize`` bytes, which may differ from the page's; where cells lie is told in bytes.
+    ``layers``: the groups that each layer has. The layers' common table has a place for every projection of any.
+
+    Raises ValueError where the slabs of a page's layers do not begin at whole elements, where ``layers`` are not
+    the page's, and where two groups share a name or a projection.
     """
 
     page: PageShape
-    groups: tuple[ProjectionGroup, ...]
+    layers: tuple[tuple[ProjectionGroup, ...], ...]
     cell_elements: int
+    itemsize: int
+
+    def __post_init__(self) -> None:
+        if len(self.layers) != self.page.layers:
+            raise ValueError(f"{len(self.layers)} layers are described, a page has {self.page.layers}")
+        names = [group.name for group in self.groups]
+        if len(set(names)) < len(names) or len(set(self.projections)) < len(self.projections):
+            raise ValueError(
+                f"different groups of projections share a name or a projection: {', '.join(names)}"
+            )
+        if self.page.slab_bytes % self.itemsize:
+            raise ValueError(
+                f"a page's layers of {self.page.slab_bytes} bytes are no whole numbers of adapter elements "
+                f"of {self.itemsize} bytes"
+            )
+
+    @property
+    def slab_elements(self) -> int:
+        """Adapter elements that one layer's share of a page has room for."""
+        return self.page.slab_bytes // self.itemsize
+
+    @property
+    def cell_bytes(self) -> int:
+        return self.cell_elements * self.itemsize
+
+    @property
+    def alignment_bytes(self) -> int:
+        """Every cell of every layer begins at a multiple of this in the pool: whole elements, a power of two of
+        them where cells are one."""
+        return math.gcd(self.page.slab_bytes, self.cell_bytes)
 
     @property
     def cells_per_page(self) -> int:
-        return self.page.slab_elements // self.cell_elements
+        return self.page.slab_bytes // self.cell_bytes
+
+    @cached_property
+    def groups(self) -> tuple[ProjectionGroup, ...]:
+        """The groups that some layer has."""
+        return distinct_groups(self.layers)
 
     @cached_property
     def projections(self) -> tuple[Projection, ...]:
-        """All projections in table order."""
+        """The projections that some layer has, in table order."""
         return tuple(projection for group in self.groups for projection in group.projections)
 
     def cells(self, elements: int) -> int:
@@ -98,33 +149,39 @@ class AdapterGeometry:
     @property
     def slack(self) -> float:
         """Share of the cells' bytes that hold nothing, for an adapter on every projection."""
-        return _slack(self.page, self.projections, self.cell_elements)
+        return _slack(self.slab_elements, self.projections, self.cell_elements)
 
 
-def adapter_geometry(page: PageShape, groups: tuple[ProjectionGroup, ...]) -> AdapterGeometry:
+def adapter_geometry(
+    page: PageShape, layers: Sequence[tuple[ProjectionGroup, ...]], itemsize: int | None = None
+) -> AdapterGeometry:
     """The largest power-of-two cell whose slack stays under SLACK_TARGET, else the one with least slack.
 
     Large cells mean few pointers for the kernels to load; every supported shape stays under 5 % slack.
+    ``layers``: the groups of each of the page's layers. ``itemsize``: bytes of an adapter's element; None: as the
+    page's. Raises ValueError where a page's share of a layer has no room for a cell.
     """
-    projections = tuple(projection for group in groups for projection in group.projections)
+    itemsize = page.itemsize if itemsize is None else itemsize
+    slab = page.slab_bytes // itemsize
+    projections = tuple(p for group in distinct_groups(layers) for p in group.projections)
     candidates = []
-    size = CELL_ALIGNMENT_BYTES // page.itemsize
-    while size <= min(LARGEST_CELL_ELEMENTS, page.slab_elements):
+    size = CELL_ALIGNMENT_BYTES // itemsize
+    while size <= min(LARGEST_CELL_ELEMENTS, slab):
         candidates.append(size)
         size *= 2
     if not candidates:
         raise ValueError(
-            f"a page of {page.page_tokens} tokens holds {page.slab_elements} elements a layer, "
+            f"a page of {page.page_tokens} tokens holds {slab} elements a layer, "
             "too few for one adapter cell: raise page_tokens"
         )
-    good = [c for c in candidates if _slack(page, projections, c) < SLACK_TARGET]
-    best = max(good) if good else min(candidates, key=lambda c: _slack(page, projections, c))
-    return AdapterGeometry(page=page, groups=groups, cell_elements=best)
+    good = [c for c in candidates if _slack(slab, projections, c) < SLACK_TARGET]
+    best = max(good) if good else min(candidates, key=lambda c: _slack(slab, projections, c))
+    return AdapterGeometry(page=page, layers=tuple(layers), cell_elements=best, itemsize=itemsize)
 
 
-def _slack(page: PageShape, projections: tuple[Projection, ...], cell: int) -> float:
+def _slack(slab: int, projections: tuple[Projection, ...], cell: int) -> float:
     lengths = [length for p in projections for length in (p.in_features, p.out_features)]
     used = sum(lengths)
     cells = sum(-(-length // cell) for length in lengths)
-    slab_share = (page.slab_elements // cell) * cell / page.slab_elements
+    slab_share = (slab // cell) * cell / slab
     return 1.0 - used / (cells * cell) * slab_share

@@ -1,6 +1,6 @@
 """Reads a model folder's config.json (and generation_config.json) into a ``ModelConfig``. Loads no torch.
 
-Owns the choice of family, what is refused whatever the family, and the LoRA groups that a config implies.
+Owns the choice of family and what is refused whatever the family.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from manylora.kernels.shapes import Projection, ProjectionGroup
+from manylora.models.errors import ModelError
 from manylora.models.fields import Fields
-from manylora.models.registry import BY_ARCHITECTURE, BY_MODEL_TYPE
-from manylora.models.spec import Family, ModelConfig, ModelError, RopeConfig
+from manylora.models.registry import BY_ARCHITECTURE, BY_MODEL_TYPE, Family
+from manylora.models.spec import ModelConfig, RopeConfig
 
-__all__ = ["ModelConfig", "ModelError", "RopeConfig", "config_groups", "read_model_config"]
+__all__ = ["ModelConfig", "ModelError", "RopeConfig", "read_model_config"]
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -53,21 +53,3 @@ def _family(fields: Fields) -> Family:
         return BY_MODEL_TYPE[model_type]
     given = ", ".join(architectures) or model_type or "none given"
     fields.fail(f"architecture not supported: {given} (supported: {', '.join(BY_ARCHITECTURE)})")
-
-
-def config_groups(config: ModelConfig) -> tuple[ProjectionGroup, ...]:
-    """The projections of one decoder layer that LoRA may adapt, grouped by shared input, in order of use."""
-    names = config.names
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    sizes = (queries, keys, keys)
-    qkv = tuple(Projection(module, hidden, size) for module, size in zip(names.qkv, sizes, strict=True))
-    return (
-        ProjectionGroup("qkv", qkv),
-        ProjectionGroup("o", (Projection(names.attention_out, queries, hidden),)),
-        ProjectionGroup(
-            "gate_up" if config.gated_mlp else "fc1",
-            tuple(Projection(module, hidden, inner) for module in names.mlp_in),
-        ),
-        ProjectionGroup("down" if config.gated_mlp else "fc2", (Projection(names.mlp_out, inner, hidden),)),
-    )

@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional
 
 from manylora.kernels.ops import HeadNorm, Ops, Rotary, StepBatch, Summands
-from manylora.kernels.shapes import PageShape, ProjectionGroup
-from manylora.models.config import config_groups
+from manylora.kernels.shapes import PageShape
+from manylora.kernels.weight import Weight
 from manylora.models.layers import (
     Attention,
     Embedding,
@@ -31,7 +31,7 @@ from manylora.models.layers import (
     Step,
 )
 from manylora.models.rope import rope_tables
-from manylora.models.spec import ModelConfig
+from manylora.models.spec import LayerSpec, LinearSpec, ModelConfig
 from manylora.models.weights import Part, Weights
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -44,12 +44,11 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 class Decoder:
     """A base model ready to run.
 
-    ``groups``: the LoRA groups of every layer, in order of use. ``layer_prefix``: what comes before the
-    layer's number in a module path ("model.layers."), which is how adapter files name their targets.
+    ``layer_prefix``: what comes before the layer's number in a module path ("model.layers."), which is how
+    adapter files name their targets.
     """
 
     config: ModelConfig
-    groups: tuple[ProjectionGroup, ...]
     ops: Ops
     embedding: Embedding
     layers: tuple[Layer, ...]
@@ -90,32 +89,31 @@ def build_decoder(
 
     ``max_positions``: how long a context may get; it sizes the position tables.
     """
-    groups = config_groups(config)
     names = config.names
     rope = None
     if config.rope is not None:
         rope = Rotary(*rope_tables(config, max_positions, device))
     embedding = _embedding(config, weights)
     layers = tuple(
-        _layer(config, groups, weights, layer, rope, max_positions) for layer in range(config.num_layers)
+        _layer(config, spec, weights, layer, rope, max_positions) for layer, spec in enumerate(config.layers)
     )
     norm = _norm(config, weights, f"{names.body}{names.final_norm}") if config.final_norm else None
     size, hidden = config.embedding_size, config.hidden_size
     project = None
     if size != hidden:
-        project = weights.take(Part(f"{names.body}{names.project_out}.weight", (size, hidden)))
+        project = _matrix(weights, Part(f"{names.body}{names.project_out}.weight", (size, hidden)))
     head = embedding.tokens
     if not config.tie_embeddings:
-        head = weights.take(Part(f"{names.head}.weight", (config.vocab_size, size)))
-    return Decoder(config, groups, ops, embedding, layers, Head(norm, project, head))
+        head = _matrix(weights, Part(f"{names.head}.weight", (config.vocab_size, size)))
+    return Decoder(config, ops, embedding, layers, Head(norm, project, head))
 
 
 def _embedding(config: ModelConfig, weights: Weights) -> Embedding:
     names, size, hidden = config.names, config.embedding_size, config.hidden_size
-    tokens = weights.take(Part(f"{names.body}{names.embedding}.weight", (config.vocab_size, size)))
+    tokens = _matrix(weights, Part(f"{names.body}{names.embedding}.weight", (config.vocab_size, size)))
     project = positions = None
     if size != hidden:
-        project = weights.take(Part(f"{names.body}{names.project_in}.weight", (hidden, size)))
+        project = _matrix(weights, Part(f"{names.body}{names.project_in}.weight", (hidden, size)))
     if config.rope is None:
         rows = config.max_position_embeddings + config.position_offset
         table = weights.take(Part(f"{names.body}{names.positions}.weight", (rows, hidden)))
@@ -125,7 +123,7 @@ def _embedding(config: ModelConfig, weights: Weights) -> Embedding:
 
 def _layer(
     config: ModelConfig,
-    groups: tuple[ProjectionGroup, ...],
+    spec: LayerSpec,
     weights: Weights,
     layer: int,
     rope: Rotary | None,
@@ -134,23 +132,22 @@ def _layer(
     names = config.names
     prefix = f"{names.layer_prefix}{layer}."
 
-    def linear(group: ProjectionGroup, bias: bool) -> LoraLinear:
-        return _linear(group, weights, prefix, layer, bias)
+    def linear(described: LinearSpec) -> LoraLinear:
+        return _linear(described, weights, prefix, layer)
 
-    qkv_group, out_group, first_group, second_group = groups
     head_norm = None
-    qkv = linear(qkv_group, config.qkv_bias)
-    if config.qk_norm:
+    qkv = linear(spec.attention.qkv)
+    if spec.attention.has_head_norm:
         shape = (config.head_dim,)
         head_norm = HeadNorm(
             weights.take(Part(f"{prefix}{names.query_norm}.weight", shape)),
             weights.take(Part(f"{prefix}{names.key_norm}.weight", shape)),
             config.norm_eps,
         )
-    window = config.windows[layer]
+    window = spec.attention.window
     attention = Attention(
         qkv=qkv,
-        out=linear(out_group, config.attention_out_bias),
+        out=linear(spec.attention.out),
         head_norm=head_norm,
         rope=rope,
         head_dim=config.head_dim,
@@ -158,22 +155,28 @@ def _layer(
         # A window as long as the longest context hides nothing: spare the kernels the test.
         window=None if window is None or window >= max_positions else window,
     )
-    first, second = linear(first_group, config.mlp_bias), linear(second_group, config.mlp_bias)
+    first, second = linear(spec.mlp.first), linear(spec.mlp.second)
     mlp: GatedMlp | PlainMlp = GatedMlp(first, second)
-    if not config.gated_mlp:
-        mlp = PlainMlp(first, second, _ACTIVATIONS[config.activation])
+    if not spec.mlp.is_gated:
+        mlp = PlainMlp(first, second, _ACTIVATIONS[spec.mlp.activation])
     attention_norm = _norm(config, weights, f"{prefix}{names.attention_norm}")
     mlp_norm = _norm(config, weights, f"{prefix}{names.mlp_norm}")
     order = PreNormLayer if config.norm_before else PostNormLayer
     return order(attention_norm=attention_norm, attention=attention, mlp_norm=mlp_norm, mlp=mlp)
 
 
-def _linear(group: ProjectionGroup, weights: Weights, prefix: str, layer: int, bias: bool) -> LoraLinear:
+def _linear(spec: LinearSpec, weights: Weights, prefix: str, layer: int) -> LoraLinear:
+    group = spec.group
+
     def parts(kind: str, *inner: int) -> list[Part]:
         return [Part(f"{prefix}{p.module}.{kind}", (p.out_features, *inner)) for p in group.projections]
 
-    weight = weights.take(*parts("weight", group.in_features))
-    return LoraLinear(group, layer, weight, weights.take(*parts("bias")) if bias else None)
+    weight = _matrix(weights, *parts("weight", group.in_features))
+    return LoraLinear(group, layer, weight, weights.take(*parts("bias")) if spec.has_bias else None)
+
+
+def _matrix(weights: Weights, *parts: Part) -> Weight:
+    return Weight(weights.take(*parts))
 
 
 def _norm(config: ModelConfig, weights: Weights, name: str) -> Norm:

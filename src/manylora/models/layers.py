@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from manylora.kernels.ops import HeadNorm, Ops, Rotary, StepBatch, Summands
 from manylora.kernels.shapes import ProjectionGroup
+from manylora.kernels.weight import Weight
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,7 +40,7 @@ class LoraLinear:
 
     group: ProjectionGroup
     layer: int
-    weight: torch.Tensor
+    weight: Weight
     bias: torch.Tensor | None
 
     def __call__(self, x: torch.Tensor, step: Step) -> Summands:
@@ -222,14 +223,14 @@ class Embedding:
     """tokens ``[vocab, embedding]``; ``project`` ``[hidden, embedding]`` and learned ``positions``
     ``[max_positions, hidden]`` (row p is position p) where the model has them."""
 
-    tokens: torch.Tensor
-    project: torch.Tensor | None
+    tokens: Weight
+    project: Weight | None
     positions: torch.Tensor | None
 
     def __call__(self, batch: StepBatch) -> torch.Tensor:
-        x = functional.embedding(batch.token_ids, self.tokens)
+        x = functional.embedding(batch.token_ids, self.tokens.data)
         if self.project is not None:
-            x = functional.linear(x, self.project)
+            x = functional.linear(x, self.project.data)
         if self.positions is not None:
             x = x + functional.embedding(batch.positions, self.positions)
         return x
@@ -240,8 +241,8 @@ class Head:
     """From the stream to logits; ``project`` ``[embedding, hidden]``, ``weight`` ``[vocab, embedding]``."""
 
     norm: Norm | None
-    project: torch.Tensor | None
-    weight: torch.Tensor
+    project: Weight | None
+    weight: Weight
 
     def __call__(self, x: Summands, residual: torch.Tensor | None, ops: Ops) -> torch.Tensor:
         """float32 logits ``[M, vocab]`` of rows ``[M, hidden]``."""
@@ -250,5 +251,5 @@ class Head:
         else:
             last = stream(x, residual)
         if self.project is not None:
-            last = functional.linear(last, self.project)
+            last = functional.linear(last, self.project.data)
         return ops.linear(last, self.weight, None).float()

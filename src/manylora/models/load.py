@@ -17,7 +17,8 @@ import torch
 from manylora.kernels.ops import Ops
 from manylora.models.config import read_model_config
 from manylora.models.decoder import Decoder, build_decoder
-from manylora.models.spec import ModelConfig, ModelError
+from manylora.models.errors import ModelError
+from manylora.models.spec import ModelConfig
 from manylora.models.weights import (
     Checkpoint,
     CheckpointWeights,

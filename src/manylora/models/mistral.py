@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from manylora.models.fields import Fields
-from manylora.models.rotary import Defaults, read_rotary
-from manylora.models.spec import Family, ModelConfig
+from manylora.models.rotary import Defaults, num_layers_of, read_rotary
+from manylora.models.spec import ModelConfig
 
 _DEFAULTS = Defaults(
     vocab_size=32000,
@@ -18,10 +16,7 @@ _DEFAULTS = Defaults(
 )
 
 
-def _read(fields: Fields) -> ModelConfig:
-    config = read_rotary(fields, "mistral", "MistralForCausalLM", _DEFAULTS)
-    window = fields.integer_or_none("sliding_window", 4096)
-    return dataclasses.replace(config, windows=(window,) * config.num_layers)
-
-
-FAMILY = Family(name="mistral", architectures=("MistralForCausalLM",), read=_read)
+def read(fields: Fields) -> ModelConfig:
+    """What config.json says of such a model. Raises ModelError for settings that cannot be served."""
+    windows = (fields.integer_or_none("sliding_window", 4096),) * num_layers_of(fields)
+    return read_rotary(fields, "mistral", "MistralForCausalLM", _DEFAULTS, windows=windows)

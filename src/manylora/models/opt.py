@@ -5,10 +5,10 @@ Galactica is published under the same architecture name, with GELU and no biases
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import cast
 
 from manylora.models.fields import Fields
-from manylora.models.spec import Family, ModelConfig, TensorNames
+from manylora.models.spec import Activation, ModelConfig, TensorNames, dense_layer
 
 _NAMES = TensorNames(
     body="model.decoder.",
@@ -26,10 +26,12 @@ _LAYER_NORM_EPS = 1e-5
 """torch's default, which OPT's config cannot change."""
 
 
-def _read(fields: Fields) -> ModelConfig:
+def read(fields: Fields) -> ModelConfig:
+    """What config.json says of such a model. Raises ModelError for settings that cannot be served."""
     hidden_size = fields.integer("hidden_size", 768)
     num_heads = fields.integer("num_attention_heads", 12)
     num_layers = fields.integer("num_hidden_layers", 12)
+    inner = fields.integer("ffn_dim", 3072)
     if hidden_size % num_heads:
         fields.fail(f"hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads})")
     activation = fields.text("activation_function", "relu")
@@ -37,6 +39,17 @@ def _read(fields: Fields) -> ModelConfig:
         fields.fail(f"activation_function {activation!r} is not supported (supported: relu, gelu)")
     bias = fields.flag("enable_bias", True)
     norm_before = fields.flag("do_layer_norm_before", True)
+    layer = dense_layer(
+        _NAMES,
+        hidden=hidden_size,
+        queries=hidden_size,
+        keys=hidden_size,
+        inner=inner,
+        activation=cast(Activation, activation),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=bias,
+    )
     return ModelConfig(
         family="opt",
         architecture="OPTForCausalLM",
@@ -44,29 +57,20 @@ def _read(fields: Fields) -> ModelConfig:
         vocab_size=fields.integer("vocab_size", 50272),
         hidden_size=hidden_size,
         embedding_size=fields.integer_or_none("word_embed_proj_dim", None) or hidden_size,
-        intermediate_size=fields.integer("ffn_dim", 3072),
-        num_layers=num_layers,
+        intermediate_size=inner,
+        layers=(layer,) * num_layers,
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
         max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-        windows=(None,) * num_layers,
         rope=None,
         norm="layer",
         norm_eps=_LAYER_NORM_EPS,
-        activation=cast(Literal["relu", "gelu"], activation),
         tie_embeddings=fields.flag("tie_word_embeddings", True),
-        gated_mlp=False,
         norm_before=norm_before,
         norm_affine=fields.flag("layer_norm_elementwise_affine", True),
         final_norm=norm_before and not fields.flag("_remove_final_layer_norm", False),
-        qkv_bias=bias,
-        attention_out_bias=bias,
-        mlp_bias=bias,
         position_offset=_POSITION_OFFSET,
         eos_ids=fields.token_ids("eos_token_id", (2,)),
         bos_id=fields.integer_or_none("bos_token_id", 2, minimum=0),
     )
-
-
-FAMILY = Family(name="opt", architectures=("OPTForCausalLM",), read=_read)

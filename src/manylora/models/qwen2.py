@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from manylora.models.fields import Fields
 from manylora.models.rotary import Defaults, qwen_windows, read_rotary
-from manylora.models.spec import Family, ModelConfig
+from manylora.models.spec import ModelConfig
 
 _DEFAULTS = Defaults(
     vocab_size=151936, intermediate_size=22016, max_position_embeddings=32768, num_kv_heads=32
 )
 
 
-def _read(fields: Fields) -> ModelConfig:
-    config = read_rotary(fields, "qwen2", "Qwen2ForCausalLM", _DEFAULTS)
-    return dataclasses.replace(config, qkv_bias=True, windows=qwen_windows(fields, config.num_layers))
-
-
-FAMILY = Family(name="qwen2", architectures=("Qwen2ForCausalLM",), read=_read)
+def read(fields: Fields) -> ModelConfig:
+    """What config.json says of such a model. Raises ModelError for settings that cannot be served."""
+    windows = qwen_windows(fields)
+    return read_rotary(fields, "qwen2", "Qwen2ForCausalLM", _DEFAULTS, windows=windows, qkv_bias=True)

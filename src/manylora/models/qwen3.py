@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from manylora.models.fields import Fields
 from manylora.models.rotary import Defaults, qwen_windows, read_rotary
-from manylora.models.spec import Family, ModelConfig
+from manylora.models.spec import ModelConfig
 
 _DEFAULTS = Defaults(
     vocab_size=151936,
@@ -17,16 +15,16 @@ _DEFAULTS = Defaults(
 )
 
 
-def _read(fields: Fields) -> ModelConfig:
-    config = read_rotary(fields, "qwen3", "Qwen3ForCausalLM", _DEFAULTS)
+def read(fields: Fields) -> ModelConfig:
+    """What config.json says of such a model. Raises ModelError for settings that cannot be served."""
     bias = fields.flag("attention_bias", False)
-    return dataclasses.replace(
-        config,
-        qk_norm=True,
+    return read_rotary(
+        fields,
+        "qwen3",
+        "Qwen3ForCausalLM",
+        _DEFAULTS,
+        windows=qwen_windows(fields),
         qkv_bias=bias,
-        attention_out_bias=bias,
-        windows=qwen_windows(fields, config.num_layers),
+        out_bias=bias,
+        has_head_norm=True,
     )
-
-
-FAMILY = Family(name="qwen3", architectures=("Qwen3ForCausalLM",), read=_read)

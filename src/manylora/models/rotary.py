@@ -10,7 +10,7 @@ import dataclasses
 from typing import cast, get_args
 
 from manylora.models.fields import Fields
-from manylora.models.spec import ModelConfig, RopeConfig, RopeKind, TensorNames
+from manylora.models.spec import ModelConfig, RopeConfig, RopeKind, TensorNames, dense_layer
 
 NAMES = TensorNames(
     body="model.",
@@ -39,16 +39,47 @@ class Defaults:
     bos_id: int | None = None
 
 
-def read_rotary(fields: Fields, family: str, architecture: str, defaults: Defaults) -> ModelConfig:
-    """The settings common to these families: no biases, no windows, no q/k norm. Raises ModelError."""
+def num_layers_of(fields: Fields) -> int:
+    """Decoder layers of these families. Raises ModelError."""
+    return fields.integer("num_hidden_layers", 32)
+
+
+def read_rotary(
+    fields: Fields,
+    family: str,
+    architecture: str,
+    defaults: Defaults,
+    *,
+    windows: tuple[int | None, ...] | None = None,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    mlp_bias: bool = False,
+    has_head_norm: bool = False,
+) -> ModelConfig:
+    """The settings common to these families, whose layers differ by their ``windows`` alone (None: no layer has
+    one). Raises ModelError."""
     hidden_size = fields.integer("hidden_size", 4096)
     num_heads = fields.integer("num_attention_heads", 32)
-    num_layers = fields.integer("num_hidden_layers", 32)
+    num_layers = num_layers_of(fields)
+    inner = fields.integer("intermediate_size", defaults.intermediate_size)
     num_kv_heads = fields.integer_or_none("num_key_value_heads", defaults.num_kv_heads) or num_heads
     max_positions = fields.integer("max_position_embeddings", defaults.max_position_embeddings)
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         fields.fail(f"hidden_act {activation!r} is not supported (supported: silu)")
+    head_dim = _head_dim(fields, hidden_size, num_heads, num_kv_heads, defaults.head_dim)
+    layer = dense_layer(
+        NAMES,
+        hidden=hidden_size,
+        queries=num_heads * head_dim,
+        keys=num_kv_heads * head_dim,
+        inner=inner,
+        activation="silu",
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+        mlp_bias=mlp_bias,
+        has_head_norm=has_head_norm,
+    )
     return ModelConfig(
         family=family,
         architecture=architecture,
@@ -56,17 +87,15 @@ def read_rotary(fields: Fields, family: str, architecture: str, defaults: Defaul
         vocab_size=fields.integer("vocab_size", defaults.vocab_size),
         hidden_size=hidden_size,
         embedding_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size", defaults.intermediate_size),
-        num_layers=num_layers,
+        intermediate_size=inner,
+        layers=tuple(map(layer.with_window, windows or (None,) * num_layers)),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(fields, hidden_size, num_heads, num_kv_heads, defaults.head_dim),
+        head_dim=head_dim,
         max_position_embeddings=max_positions,
-        windows=(None,) * num_layers,
         rope=read_rope(fields, max_positions),
         norm="rms",
         norm_eps=fields.number("rms_norm_eps", 1e-6),
-        activation="silu",
         tie_embeddings=fields.flag("tie_word_embeddings", False),
         eos_ids=fields.token_ids("eos_token_id", defaults.eos_ids),
         bos_id=fields.integer_or_none("bos_token_id", defaults.bos_id, minimum=0),
@@ -143,10 +172,10 @@ def _read_yarn(rope: Fields, config: RopeConfig) -> RopeConfig:
     )
 
 
-def qwen_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+def qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     """Sliding windows of Qwen 2 and 3: off unless use_sliding_window, then by layer_types or from
     max_window_layers on. Raises ModelError."""
-    window = None
+    window, num_layers = None, num_layers_of(fields)
     if fields.flag("use_sliding_window", False):
         window = fields.integer_or_none("sliding_window", 4096)
     kinds = fields.texts_or_none("layer_types")

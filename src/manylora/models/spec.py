@@ -1,26 +1,19 @@
 """What the rest of the room says about a model: plain frozen data, no torch, no files.
 
-Owns ``ModelConfig``, which describes every supported decoder by its parts (which norm, gated or plain MLP,
-rotary or learned positions ...), so that building and running a model needs no case for a family. Does not
-know how any family spells these things in its config.json: that is the family's own file.
+Owns ``ModelConfig``, which describes every supported decoder by its parts (which norm, rotary or learned
+positions, and layer by layer which linears ...), so that building and running a model needs no case for a family.
+Does not know how any family spells these things in its config.json: that is the family's own file.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from manylora.kernels.shapes import PageShape
-
-if TYPE_CHECKING:
-    from manylora.models.fields import Fields
+from manylora.kernels.shapes import PageShape, Projection, ProjectionGroup, distinct_groups
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
-
-
-class ModelError(ValueError):
-    """A model folder that cannot be served; the message is one line meant for the operator."""
+Activation = Literal["silu", "relu", "gelu"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +67,92 @@ class TensorNames:
 
 
 @dataclasses.dataclass(frozen=True)
+class LinearSpec:
+    """Projections side by side, which one product computes; all of them have biases or none has."""
+
+    group: ProjectionGroup
+    has_bias: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """``qkv``: of q, k and v. ``window``: how many latest positions a query sees (None: all). ``has_head_norm``: q
+    and k are normalised head by head."""
+
+    qkv: LinearSpec
+    out: LinearSpec
+    window: int | None = None
+    has_head_norm: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpSpec:
+    """``is_gated``: ``first`` is gate and up, else the one first linear."""
+
+    first: LinearSpec
+    second: LinearSpec
+    activation: Activation
+    is_gated: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """One decoder layer. Groups of one name are equal in all layers of a model."""
+
+    attention: AttentionSpec
+    mlp: MlpSpec
+
+    @property
+    def groups(self) -> tuple[ProjectionGroup, ...]:
+        """What LoRA may adapt, in order of use."""
+        linears = (self.attention.qkv, self.attention.out, self.mlp.first, self.mlp.second)
+        return tuple(linear.group for linear in linears)
+
+    def with_window(self, window: int | None) -> LayerSpec:
+        return dataclasses.replace(self, attention=dataclasses.replace(self.attention, window=window))
+
+
+def dense_layer(
+    names: TensorNames,
+    *,
+    hidden: int,
+    queries: int,
+    keys: int,
+    inner: int,
+    activation: Activation,
+    qkv_bias: bool,
+    out_bias: bool,
+    mlp_bias: bool,
+    has_head_norm: bool = False,
+) -> LayerSpec:
+    """A layer whose linears all see every token. ``queries``, ``keys``: features of all heads together; ``inner``:
+    of the MLP, which is gated where ``names.mlp_in`` are two."""
+    is_gated = len(names.mlp_in) == 2
+    sizes = (queries, keys, keys)
+    qkv = tuple(Projection(module, hidden, size) for module, size in zip(names.qkv, sizes, strict=True))
+    out = (Projection(names.attention_out, queries, hidden),)
+    first = tuple(Projection(module, hidden, inner) for module in names.mlp_in)
+    second = (Projection(names.mlp_out, inner, hidden),)
+    return LayerSpec(
+        AttentionSpec(
+            LinearSpec(ProjectionGroup("qkv", qkv), qkv_bias),
+            LinearSpec(ProjectionGroup("o", out), out_bias),
+            has_head_norm=has_head_norm,
+        ),
+        MlpSpec(
+            LinearSpec(ProjectionGroup("gate_up" if is_gated else "fc1", first), mlp_bias),
+            LinearSpec(ProjectionGroup("down" if is_gated else "fc2", second), mlp_bias),
+            activation,
+            is_gated,
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """One decoder, described by its parts.
 
-    ``windows``: per layer, how many latest positions a query sees (None: all).
+    ``layers``: in order; they may differ, but all have the same heads. ``intermediate_size``: the widest MLP's.
     ``rope``: None where positions are learned; their table then starts with ``position_offset`` unused rows.
     ``embedding_size`` differs from ``hidden_size`` only where the embeddings are projected (opt-350m).
     ``norm_before``: norms before attention and MLP, rather than after each residual sum.
@@ -91,29 +166,36 @@ class ModelConfig:
     hidden_size: int
     embedding_size: int
     intermediate_size: int
-    num_layers: int
+    layers: tuple[LayerSpec, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
-    windows: tuple[int | None, ...]
     rope: RopeConfig | None
     norm: Literal["rms", "layer"]
     norm_eps: float
-    activation: Literal["silu", "relu", "gelu"]
     tie_embeddings: bool
-    gated_mlp: bool = True
     norm_before: bool = True
     norm_affine: bool = True
     final_norm: bool = True
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    attention_out_bias: bool = False
-    mlp_bias: bool = False
     position_offset: int = 0
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     dtype: str = "float32"
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def groups(self) -> tuple[ProjectionGroup, ...]:
+        """The groups that some layer has, each once, in order of use."""
+        return distinct_groups(self.layer_groups)
+
+    @property
+    def layer_groups(self) -> tuple[tuple[ProjectionGroup, ...], ...]:
+        """Each layer's groups."""
+        return tuple(layer.groups for layer in self.layers)
 
     def page_shape(self, page_tokens: int, itemsize: int) -> PageShape:
         """One page of this model's KV; ``itemsize`` is the pool dtype's, in bytes."""
@@ -124,15 +206,3 @@ class ModelConfig:
             head_dim=self.head_dim,
             itemsize=itemsize,
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """A model family: the architecture names it answers to, and how it reads its config.json.
-
-    ``name`` is config.json's model_type. ``read`` raises ModelError for settings that cannot be served.
-    """
-
-    name: str
-    architectures: tuple[str, ...]
-    read: Callable[[Fields], ModelConfig]

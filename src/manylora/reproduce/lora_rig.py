@@ -50,7 +50,7 @@ class LoraRig:
         self.h1, self.h2 = h1, h2
         page = PageShape(self.layers, _PAGE_TOKENS, 8, 64, self.dtype.itemsize)
         self.group = ProjectionGroup("one", (Projection("one", h1, h2),))
-        self.geometry = adapter_geometry(page, (self.group,))
+        self.geometry = adapter_geometry(page, ((self.group,),) * page.layers)
         cells = cells_for(self.geometry, [most_rank] * most_models)
         self.pool = random_pool(page, -(-cells // self.geometry.cells_per_page), self.dtype, self.device)
         self.ops = ops_for(self.device)
@@ -95,16 +95,16 @@ class LoraRig:
     def dense(self, case: Case, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The adapters out of their pages: a ``[n, h1, rank]``, and b ``[n, rank, h2]`` with the scale in it."""
         flat, cell = self.pool.view(-1), self.geometry.cell_elements
-        within = torch.arange(cell, device=self.device) + layer * self.geometry.page.slab_elements
+        within = torch.arange(cell, device=self.device) + layer * self.geometry.slab_elements
 
         def rows(first: int, rank: int, length: int) -> torch.Tensor:
             begin = case.segments.cells[first : first + rank * self.geometry.cells(length)]
-            return flat[begin[:, None] + within].view(rank, -1)[:, :length]
+            return flat[begin[:, None] // self.geometry.itemsize + within].view(rank, -1)[:, :length]
 
         a, b = [], []
-        for model, ((first_a, first_b, rank),) in enumerate(case.segments.records.tolist()):
+        for model, ((first_a, first_b, rank, _),) in enumerate(case.segments.records.tolist()):
             a.append(rows(first_a, rank, self.h1).T)
-            b.append(rows(first_b, rank, self.h2) * float(case.segments.scales[model, 0, layer]))
+            b.append(rows(first_b, rank, self.h2) * float(case.segments.scales[model, 0, 0, layer]))
         return torch.stack(a), torch.stack(b)
 
     def seconds(self, steps: Sequence[Step], repeats: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""Triton kernels for what memory alone limits: norms, rotary embedding, activation, storing K and V."""
+"""Triton kernels for what memory alone limits: norms, activation, storing K and V."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
@@ -56,49 +56,6 @@ def rms_norm_kernel(
     # Rounded before the weight is applied, as transformers does.
     scaled = normal.to(value.dtype).to(tl.float32) * factor
     tl.store(out + row * size + column, scaled.to(out.dtype.element_ty), mask=ok)
-
-
-@triton.jit
-def rope_kernel(
-    q,
-    k,
-    cos,
-    sin,
-    positions,
-    q_stride,
-    k_stride,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):
-    """Turns one token's heads in place; grid (T, blocks of q's heads + blocks of k's heads)."""
-    token = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    position = tl.load(positions + token).to(tl.int64)
-    half = tl.arange(0, BLOCK_HALF)
-    half_ok = half < HALF
-    c = tl.load(cos + position * HALF + half, mask=half_ok, other=0.0)[None, :]
-    s = tl.load(sin + position * HALF + half, mask=half_ok, other=0.0)[None, :]
-    q_blocks: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
-    if block < q_blocks:
-        first = block * BLOCK_HEADS
-        heads = HEADS - first
-        base = q + token * q_stride + first * (2 * HALF)
-    else:
-        first = (block - q_blocks) * BLOCK_HEADS
-        heads = KV_HEADS - first
-        base = k + token * k_stride + first * (2 * HALF)
-    head = tl.arange(0, BLOCK_HEADS)
-    ok = (head < heads)[:, None] & half_ok[None, :]
-    low = base + (head * (2 * HALF))[:, None] + half[None, :]
-    left = tl.load(low, mask=ok, other=0.0)
-    right = tl.load(low + HALF, mask=ok, other=0.0)
-    turned_left = left.to(tl.float32) * c - right.to(tl.float32) * s
-    turned_right = right.to(tl.float32) * c + left.to(tl.float32) * s
-    tl.store(low, turned_left.to(left.dtype), mask=ok)
-    tl.store(low + HALF, turned_right.to(left.dtype), mask=ok)
 
 
 @triton.jit

@@ -32,11 +32,12 @@ from manylora.kernels.triton.lora_launch import (
     LoraPlan,
     TileConfig,
 )
+from manylora.kernels.weight import Weight
 
 TABLE = Path(__file__).parents[1] / "tuned" / "lora.json"
 INTERPRETED_MULTIPROCESSORS = 4
 
-Linear = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+Linear = Callable[[torch.Tensor, Weight, "torch.Tensor | None"], torch.Tensor]
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +96,8 @@ def lora_kernels_on(device: torch.device) -> LoraKernels:
 class FixedLora:
     """A plan at fixed addresses for captured steps of at most so many tokens and ranks up to ``max_rank``.
 
-    ``num_rows``: of at most so many segments; None: one a token, as decoding steps have them.
+    ``num_rows``: of at most so many segments; None: one a token, as decoding steps have them. ``num_scales``: 2
+    where segments may have the second.
     """
 
     def __init__(
@@ -106,8 +108,9 @@ class FixedLora:
         geometry: AdapterGeometry,
         cells: torch.Tensor,
         num_rows: int | None = None,
+        num_scales: int = 1,
     ) -> None:
-        self.plan = kernels.reserve(geometry, cells, num_tokens, max_rank, num_rows)
+        self.plan = kernels.reserve(geometry, cells, num_tokens, max_rank, num_rows, num_scales)
         self._kernels = kernels
         self._filled: tuple[LoraSegments | None, int] | None = None
 
@@ -176,7 +179,7 @@ class AdaptedLinears:
     def _in_turn(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         pool: torch.Tensor,
         layer: int,
@@ -185,11 +188,11 @@ class AdaptedLinears:
     ) -> torch.Tensor:
         """Product and LoRA on one stream, added up."""
         if bias is None and plan.is_first:
-            y = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+            y = torch.empty((x.shape[0], weight.data.shape[0]), dtype=x.dtype, device=x.device)
             y[plan.covered :].zero_()
             partial = self.kernels.shrink(x, pool, layer, group, plan)
             self.kernels.expand(y, partial, pool, layer, group, plan, add=False)
-            return y.addmm_(x, weight.T)
+            return y.addmm_(x, weight.data.T)
         y = self._linear(x, weight, bias)
         self.add(y, x, pool, layer, group, plan)
         return y
@@ -197,7 +200,7 @@ class AdaptedLinears:
     def summands(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         pool: torch.Tensor,
         layer: int,
@@ -207,7 +210,7 @@ class AdaptedLinears:
         """What ``Ops.lora_summands`` says."""
         if plan.beside is None:
             return Summands(self._in_turn(x, weight, bias, pool, layer, group, plan))
-        adapted = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+        adapted = torch.empty((x.shape[0], weight.data.shape[0]), dtype=x.dtype, device=x.device)
         product_first = group.name in plan.beside.product_first
         side = self._behind if product_first else self._before
         side.fork()
@@ -224,7 +227,7 @@ class AdaptedLinears:
     def gated(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         pool: torch.Tensor,
         layer: int,

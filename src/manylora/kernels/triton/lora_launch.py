@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from manylora.kernels.ops import LoraSegments
+from manylora.kernels.ops import LoraSegments, of_adapters
 from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
 from manylora.kernels.triton.lora_rows import (
     expand_kernel,
@@ -202,9 +202,11 @@ class LoraKernels:
         tokens: int,
         max_rank: int,
         rows: int | None = None,
+        num_scales: int = 1,
     ) -> LoraPlan:
         """A plan for batches of up to so many tokens and segments (``rows``; None: one a token), to be captured
-        and then filled step by step. With fewer rows than tokens: for steps with prompts."""
+        and then filled step by step. With fewer rows than tokens: for steps with prompts. ``num_scales``: 2 where
+        segments may have the second."""
         config, has_long = self.config, rows is not None and rows < tokens
         sizes = config.short
         if has_long:
@@ -213,7 +215,9 @@ class LoraKernels:
         beside = None if is_first else config.of_beside(tokens)
         sizes = _for_dtype(sizes if beside is None else beside.sizes, geometry)
         segments = tokens if rows is None else rows
-        room = largest_sizes(geometry, tokens, segments, max_rank, sizes.item_tokens, sizes.tile_tokens)
+        room = largest_sizes(
+            geometry, tokens, segments, max_rank, sizes.item_tokens, sizes.tile_tokens, num_scales
+        )
         part = TilePlan(WorkBuffer(geometry, room, cells.device), sizes)
         return dataclasses.replace(
             self._plan(cells, geometry, (part,)),
@@ -239,7 +243,7 @@ class LoraKernels:
         return has_long and 0 < self.config.writes_from <= num_tokens
 
     def _plan(self, cells: torch.Tensor, geometry: AdapterGeometry, parts: tuple[TilePlan, ...]) -> LoraPlan:
-        align = math.gcd(geometry.page.slab_elements, geometry.cell_elements, 16)
+        align = math.gcd(geometry.alignment_bytes // geometry.itemsize, 16)
         return LoraPlan(geometry, cells, geometry.page.layers, align, parts, pdl=self.config.pdl)
 
     # ---- launches --------------------------------------------------------------------------------------
@@ -296,7 +300,7 @@ class LoraKernels:
         items = work.size.entries * splits
         shrink_kernel[(self._programs(items, config.shrink_programs),)](
             x,
-            pool,
+            of_adapters(pool, x.dtype),
             plan.cells,
             work.counts,
             work.entries,
@@ -345,7 +349,7 @@ class LoraKernels:
         cells = [plan.geometry.cells(n) for n in outputs]
         padding = [outputs[-1]] * (3 - len(outputs)), [cells[-1]] * (3 - len(cells))
         expand_kernel[(self._programs(items, config.expand_programs),)](
-            y, pool, plan.cells, work.counts, work.tiles, part.buffer.scales, planes,
+            y, of_adapters(pool, y.dtype), plan.cells, work.counts, work.tiles, part.buffer.scales, planes,
             y.stride(0), planes.stride(0), self._layer(plan, layer), layer, plan.num_layers,
             *outputs, *padding[0], *cells, *padding[1],
             PROJECTIONS=len(outputs),
@@ -360,6 +364,7 @@ class LoraKernels:
             SPLITS_PADDED=power_of_two(splits),
             VECTOR=config.vector,
             ADD=add,
+            TWO_SCALES=part.buffer.sizes.num_scales == 2,
             PDL=plan.pdl,
             PRECISION=_precision(y.dtype),
             num_warps=config.expand_warps,
@@ -378,7 +383,7 @@ class LoraKernels:
 
     @staticmethod
     def _layer(plan: LoraPlan, layer: int) -> int:
-        return layer * plan.geometry.page.slab_elements
+        return layer * plan.geometry.slab_elements
 
 
 def _launch_options(pdl: bool, registers: int) -> dict[str, int]:
@@ -393,7 +398,7 @@ def _precision(dtype: torch.dtype) -> str:
 
 def _for_dtype(config: TileConfig, geometry: AdapterGeometry) -> TileConfig:
     """float32 products run without tensor cores: small tiles, or they do not fit the registers."""
-    return dataclasses.replace(config, tile_tokens=16) if geometry.page.itemsize > 2 else config
+    return dataclasses.replace(config, tile_tokens=16) if geometry.itemsize > 2 else config
 
 
 def _arrays(
@@ -419,7 +424,7 @@ def _none(geometry: AdapterGeometry, cells: torch.Tensor) -> LoraSegments:
     return LoraSegments(
         empty,
         empty,
-        np.zeros((0, projections, 3), dtype=np.int64),
-        np.zeros((0, projections, layers), dtype=np.float32),
+        np.zeros((0, projections, 4), dtype=np.int64),
+        np.zeros((0, projections, 2, layers), dtype=np.float32),
         cells,
     )

@@ -59,10 +59,12 @@ def load_rows(
         begin = tl.load(table + k0 // CELL, mask=cell_ok, other=0, eviction_policy="evict_last")[:, None]
     else:
         begin = tl.load(table[:, None] + (k // CELL)[None, :], mask=ok, other=0, eviction_policy="evict_last")
-    # Cells begin at multiples of ALIGN and so do runs inside them. The compiler cannot know it, and would
-    # load single elements.
-    offsets = tl.max_contiguous(tl.multiple_of(begin + (k % CELL)[None, :], (1, ALIGN)), (1, ALIGN))
-    return tl.load(pool + offsets, mask=ok, other=0.0, eviction_policy="evict_first" if ONCE else "")
+    # The table's offsets are bytes. Cells begin at multiples of ALIGN elements, and so do runs inside them: the
+    # compiler cannot know it, and would load single elements.
+    rows = (pool.to(tl.pointer_type(tl.int8)) + begin).to(pool.dtype) + (k % CELL)[None, :]
+    SIZE: tl.constexpr = pool.dtype.element_ty.primitive_bitwidth // 8
+    rows = tl.max_contiguous(tl.multiple_of(rows, (1, ALIGN * SIZE)), (1, ALIGN))
+    return tl.load(rows, mask=ok, other=0.0, eviction_policy="evict_first" if ONCE else "")
 
 
 @triton.jit
@@ -184,10 +186,16 @@ def shrink_kernel(
 
 
 @triton.jit
+def row_scales(first, second, begins):
+    """``[ROWS]``: the second scale in the rows from ``begins`` on."""
+    return tl.where(tl.arange(0, ROWS) < begins, first, second)
+
+
+@triton.jit
 def one_token(
-    pool, table, partial, unit, rank, n0, outputs, cells_per_row, plane, b,
+    pool, table, partial, unit, rank, n0, outputs, cells_per_row, plane, b, first, second, begins,
     CELL: tl.constexpr, ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr, TWO_SCALES: tl.constexpr,
 ):  # fmt: skip
     """``[BLOCK_N]`` of v B for a one-token tile; ``b``: the first ROWS rows, loaded already."""
     row = tl.arange(0, ROWS)
@@ -195,21 +203,27 @@ def one_token(
     places = partial + split[:, None] * plane + row[None, :]
     ok = (split < SPLITS)[:, None]
     v = tl.sum(tl.load(places + unit * ROWS, mask=ok & (rank > 0), other=0.0), 0)
+    if TWO_SCALES:
+        v *= row_scales(first, second, begins)
     total = tl.sum(v[:, None] * b.to(tl.float32), 0)
     for r0 in tl.range(ROWS, rank, ROWS, num_stages=1):
         more_ok = r0 + row < rank
         more_b = load_rows(pool, table + r0 * cells_per_row, more_ok, n0, outputs, CELL, ALIGN, BLOCK_N, True)
         parts = tl.load(places + (unit + r0 // ROWS) * ROWS, mask=ok, other=0.0)
-        total += tl.sum(tl.sum(parts, 0)[:, None] * more_b.to(tl.float32), 0)
+        more_v = tl.sum(parts, 0)
+        if TWO_SCALES:
+            more_v *= row_scales(first, second, begins - r0)
+        total += tl.sum(more_v[:, None] * more_b.to(tl.float32), 0)
     return total
 
 
 @triton.jit
 def summed(
-    partial, unit, count, rank, plane,
-    BLOCK_T: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr,
+    partial, unit, count, rank, plane, first, second, begins,
+    BLOCK_T: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr, TWO_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """``[BLOCK_T, ROWS]`` of v: one block of rank rows, its splits added up; zero where there is no rank."""
+    """``[BLOCK_T, ROWS]`` of v: one block of rank rows, its splits added up; zero where there is no rank. With two
+    scales v has them already."""
     place = tl.arange(0, BLOCK_T * ROWS)
     split = tl.arange(0, SPLITS_PADDED)
     place_ok = (place // ROWS < count) & (rank > 0)
@@ -219,14 +233,17 @@ def summed(
         mask=(split < SPLITS)[:, None] & place_ok[None, :],
         other=0.0,
     )
-    return tl.reshape(tl.sum(parts, 0), (BLOCK_T, ROWS))
+    v = tl.reshape(tl.sum(parts, 0), (BLOCK_T, ROWS))
+    if TWO_SCALES:
+        v *= row_scales(first, second, begins)[None, :]
+    return v
 
 
 @triton.jit
 def several_tokens(
-    pool, table, partial, unit, size, count, rank, n0, outputs, cells_per_row, plane, v, b,
+    pool, table, partial, unit, size, count, rank, n0, outputs, cells_per_row, plane, v, b, first, second, begins,
     CELL: tl.constexpr, ALIGN: tl.constexpr, BLOCK_T: tl.constexpr, COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr, TWO_SCALES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``[BLOCK_T, COLUMNS]`` of v B of the ``count`` tokens from ``unit`` on, in a tile of ``size`` tokens.
 
@@ -239,8 +256,9 @@ def several_tokens(
             pool, table + r0 * cells_per_row, r0 + row < rank, n0, outputs, CELL, ALIGN, COLUMNS, False
         )
         more_v = summed(
-            partial, unit + r0 // ROWS * size, count, rank - r0, plane, BLOCK_T, SPLITS, SPLITS_PADDED
-        )
+            partial, unit + r0 // ROWS * size, count, rank - r0, plane, first, second, begins - r0,
+            BLOCK_T, SPLITS, SPLITS_PADDED, TWO_SCALES,
+        )  # fmt: skip
         total = tl.dot(more_v.to(b.dtype), more_b, total, input_precision=PRECISION)
     return total
 
@@ -307,6 +325,7 @@ def expand_kernel(
     SPLITS_PADDED: tl.constexpr,
     VECTOR: tl.constexpr,
     ADD: tl.constexpr,
+    TWO_SCALES: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -314,7 +333,8 @@ def expand_kernel(
 
     Items are tiles times blocks of columns of one projection: TILE_N columns for tiles of several tokens with an
     adapter, BLOCK_N for others. Tiles have up to TOKENS tokens, which take turns BLOCK_T at a time with the same
-    SUB_N columns of B. ADD passes over tokens without adapter, else they get zeros.
+    SUB_N columns of B. ADD passes over tokens without adapter, else they get zeros. TWO_SCALES: ``scales`` has two
+    rows a projection, and v is multiplied by its rows' own before the product; else the product is by the one.
     """
     release_successor(PDL)
     tile_blocks = tl.cdiv(out_0, TILE_N)
@@ -348,7 +368,16 @@ def expand_kernel(
         unit = load_word(record, 6 + 4 * projection)
         if not ADD or rank > 0:
             table = cells + first_cell + row * cells_per_row
-            scale = load_word(scales + scale_row.to(tl.int64) * num_layers, layer)
+            if TWO_SCALES:
+                first = load_word(scales + 2 * scale_row.to(tl.int64) * num_layers, layer)
+                second = load_word(scales + (2 * scale_row.to(tl.int64) + 1) * num_layers, layer)
+                begins = load_word(record, 7 + 4 * projection)
+                scale = 1.0
+            else:
+                scale = load_word(scales + scale_row.to(tl.int64) * num_layers, layer)
+                first = scale
+                second = scale
+                begins = rank
             y_row = y + start.to(tl.int64) * y_stride + column
             if VECTOR and count == 1:
                 n = n0 + tl.arange(0, BLOCK_N)
@@ -358,8 +387,8 @@ def expand_kernel(
                 if ADD:
                     old = tl.load(y_row + n, mask=n < outputs, other=0.0)
                 added = old.to(tl.float32) + scale * one_token(
-                    pool, table, partial, unit, rank, n0, outputs, cells_per_row, plane, b,
-                    CELL, ALIGN, BLOCK_N, SPLITS, SPLITS_PADDED,
+                    pool, table, partial, unit, rank, n0, outputs, cells_per_row, plane, b, first, second, begins,
+                    CELL, ALIGN, BLOCK_N, SPLITS, SPLITS_PADDED, TWO_SCALES,
                 )  # fmt: skip
                 tl.store(y_row + n, added.to(y.dtype.element_ty), mask=n < outputs)
             else:
@@ -370,7 +399,10 @@ def expand_kernel(
                 olds = tl.zeros((BLOCK_T, SUB_N), y.dtype.element_ty)
                 if ADD:
                     olds = load_tokens(y_row, token, count, y_stride, n0, end, SUB_N)
-                vs = summed(partial, unit, count, rank, plane, BLOCK_T, SPLITS, SPLITS_PADDED)
+                vs = summed(
+                    partial, unit, count, rank, plane, first, second, begins,
+                    BLOCK_T, SPLITS, SPLITS_PADDED, TWO_SCALES,
+                )  # fmt: skip
                 for sub in tl.range(0, end - n0, SUB_N, num_stages=1):
                     at = n0 + sub
                     these_b = rows_b
@@ -381,8 +413,8 @@ def expand_kernel(
                     for t0 in tl.range(0, count if TOKENS > BLOCK_T else 1, BLOCK_T, num_stages=1):
                         several = olds.to(tl.float32) + scale * several_tokens(
                             pool, table, partial, unit + t0, count, count - t0, rank, at, end, cells_per_row,
-                            plane, vs, these_b,
-                            CELL, ALIGN, BLOCK_T, SUB_N, SPLITS, SPLITS_PADDED, PRECISION,
+                            plane, vs, these_b, first, second, begins,
+                            CELL, ALIGN, BLOCK_T, SUB_N, SPLITS, SPLITS_PADDED, TWO_SCALES, PRECISION,
                         )  # fmt: skip
                         # What the next turn needs takes the registers that this one has done with.
                         next_t = 0
@@ -391,8 +423,8 @@ def expand_kernel(
                             next_t = tl.where(t0 + BLOCK_T < count, t0 + BLOCK_T, 0)
                             next_at = tl.where(next_t > 0, at, at + SUB_N)
                             vs = summed(
-                                partial, unit + next_t, count - next_t, rank, plane,
-                                BLOCK_T, SPLITS, SPLITS_PADDED,
+                                partial, unit + next_t, count - next_t, rank, plane, first, second, begins,
+                                BLOCK_T, SPLITS, SPLITS_PADDED, TWO_SCALES,
                             )  # fmt: skip
                         if ADD and (TOKENS > BLOCK_T or SUB_N < WIDEST):
                             olds = load_tokens(

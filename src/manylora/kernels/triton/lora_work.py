@@ -11,7 +11,7 @@ a group.
 Programs find all that they need in one record of WORDS int32:
 
     tile   0 first token  1 tokens  2 row of ``scales``  3 unused, then for each projection of the group
-           4 rank  5 position of its first B cell  6 first unit  7 unused
+           4 rank  5 position of its first B cell  6 first unit  7 rank row at which the second scale begins
     entry  0 first token  1 tokens  2-3 unused, then for each block
            4 rank rows in it  5 position of its first A cell  6 its unit
 
@@ -93,7 +93,7 @@ def work_arrays(
     # fewer than others, find a record of zeros at the end.
     columns, first, a_cells = _columns(geometry)
     count, num_projections = segments.records.shape[:2]
-    padded = np.zeros((count + 1, num_projections + 1, 3), dtype=np.int64)
+    padded = np.zeros((count + 1, num_projections + 1, 4), dtype=np.int64)
     padded[:count, :num_projections] = segments.records
     records = padded.take(segment, axis=0).take(columns, axis=1).swapaxes(0, 1)
     rank = records[..., 2]
@@ -107,6 +107,7 @@ def work_arrays(
     tiles[:, :, 2] = np.maximum(segment, 0) * num_projections + first[:, None]
     words = tiles.reshape(len(columns), len(start), 1 + MOST_PROJECTIONS, 4)[:, :, 1:]
     words[..., 0], words[..., 1], words[..., 2] = rank, records[..., 1] * (rank > 0), first_unit
+    words[..., 3] = records[..., 3]
 
     num_adapted = int(np.count_nonzero(segment >= 0))
     tile, inside = _parts(length[:num_adapted], entry_tokens)
@@ -210,10 +211,12 @@ class GroupSize:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Room of the tables: by group, and segments' rows of scales."""
+    """Room of the tables: by group, and segments' rows of scales. ``num_scales``: of a projection, 1 where no
+    record has the second."""
 
     groups: dict[str, GroupSize]
     segments: int
+    num_scales: int
 
 
 def sizes_of(arrays: dict[str, GroupArrays], segments: LoraSegments) -> Sizes:
@@ -222,11 +225,17 @@ def sizes_of(arrays: dict[str, GroupArrays], segments: LoraSegments) -> Sizes:
         name: GroupSize(max(1, len(found.tiles)), max(1, len(found.entries)), max(1, found.units))
         for name, found in arrays.items()
     }
-    return Sizes(groups, len(segments.start))
+    return Sizes(groups, len(segments.start), 2 if segments.has_second_scales else 1)
 
 
 def largest_sizes(
-    geometry: AdapterGeometry, tokens: int, segments: int, rank: int, tile_tokens: int, entry_tokens: int
+    geometry: AdapterGeometry,
+    tokens: int,
+    segments: int,
+    rank: int,
+    tile_tokens: int,
+    entry_tokens: int,
+    num_scales: int = 1,
 ) -> Sizes:
     """Room for every batch of so many tokens and segments with adapters up to the rank.
 
@@ -239,7 +248,7 @@ def largest_sizes(
     for group in geometry.groups:
         count = len(group.projections)
         groups[group.name] = GroupSize(tiles, pieces * count * blocks, tokens * count * blocks)
-    return Sizes(groups, segments)
+    return Sizes(groups, segments, num_scales)
 
 
 class WorkBuffer:
@@ -254,7 +263,7 @@ class WorkBuffer:
                 raise ValueError(f"LoRA kernels take {MOST_PROJECTIONS} projections a group at most")
             size = sizes.groups[group.name]
             lengths += [size.tiles * WORDS, size.entries * WORDS]
-        scales = sizes.segments * len(geometry.projections) * geometry.page.layers
+        scales = sizes.segments * len(geometry.projections) * sizes.num_scales * geometry.page.layers
         lengths.append(-(-scales // 4) * 4)
         ends = np.cumsum(lengths).tolist()
         self._places = list(zip([0, *ends], ends))
@@ -273,6 +282,8 @@ class WorkBuffer:
 
     def fill(self, segments: LoraSegments, arrays: dict[str, GroupArrays]) -> None:
         """Make these the tables' contents, by one asynchronous copy. Raises ValueError where they do not fit."""
+        if segments.has_second_scales and self.sizes.num_scales == 1:
+            raise ValueError("a LoRA plan for one scale a projection has no room for a second")
         stage = outbox(self._packed.device).stage(len(self._packed))
         view = stage.numbers
         for index, group in enumerate(self.geometry.groups):
@@ -282,7 +293,7 @@ class WorkBuffer:
             view[4 * index : 4 * index + 4] = found.counts
             self._place(view, 1 + 2 * index, found.tiles)
             self._place(view, 2 + 2 * index, found.entries)
-        scales = segments.scales.astype(np.float32, copy=False)
+        scales = segments.scales[:, :, : self.sizes.num_scales].astype(np.float32, copy=False)
         if not scales.size:
             # Tiles without an adapter multiply their zeros by the first segment's: it must be a number.
             view[slice(*self._places[-1])] = 0
@@ -293,4 +304,4 @@ class WorkBuffer:
         begin, end = self._places[part]
         if table.size > end - begin:
             raise ValueError(f"a LoRA table of {table.size} words exceeds its room of {end - begin}")
-        view[begin : begin + table.size] = table.reshape(-1)
+        view[begin : begin + table.size].reshape(table.shape)[...] = table

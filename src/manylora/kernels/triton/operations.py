@@ -17,17 +17,13 @@ from manylora.kernels.triton.attention_plans import FixedAttention, TritonAttent
 from manylora.kernels.triton.compiling import report_compilation
 from manylora.kernels.triton.decode_table import DecodeTable
 from manylora.kernels.triton.dependent import launch_options
-from manylora.kernels.triton.elementwise import (
-    rms_norm_kernel,
-    rope_kernel,
-    silu_mul_kernel,
-    write_kv_kernel,
-)
+from manylora.kernels.triton.elementwise import rms_norm_kernel, silu_mul_kernel, write_kv_kernel
 from manylora.kernels.triton.lora import AdaptedLinears, FixedLora, lora_kernels_on
 from manylora.kernels.triton.lora_launch import LoraPlan
 from manylora.kernels.triton.placing import rotate_and_store_kernel
 from manylora.kernels.triton.plans import power_of_two
 from manylora.kernels.triton.products import Products
+from manylora.kernels.weight import Weight
 
 # Programs that keep a large GPU busy: 4 on each of 132 multiprocessors.
 BUSY_PROGRAMS = 528
@@ -57,7 +53,7 @@ class TritonOps:
         self._products = products or Products({}, 1)
         self._linears: AdaptedLinears | None = None
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         return self._products(x, weight, bias)
 
     # ---- attention -------------------------------------------------------------------------------------
@@ -153,7 +149,7 @@ class TritonOps:
     def lora_summands(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         pool: torch.Tensor,
         layer: int,
@@ -167,7 +163,7 @@ class TritonOps:
     def lora_gated(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         pool: torch.Tensor,
         layer: int,
@@ -227,29 +223,6 @@ class TritonOps:
                 **self._launching,
             )
         return out
-
-    def rope(
-        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k = flat_heads(q), flat_heads(k)
-        heads, kv_heads, half = q.shape[1], k.shape[1], q.shape[2] // 2
-        block = min(8, power_of_two(heads))
-        if len(positions):
-            rope_kernel[(len(positions), triton.cdiv(heads, block) + triton.cdiv(kv_heads, block))](
-                q,
-                k,
-                cos,
-                sin,
-                positions,
-                q.stride(0),
-                k.stride(0),
-                HEADS=heads,
-                KV_HEADS=kv_heads,
-                HALF=half,
-                BLOCK_HEADS=block,
-                BLOCK_HALF=power_of_two(half),
-            )
-        return q, k
 
     def rotate_and_store(
         self,

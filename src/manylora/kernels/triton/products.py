@@ -22,6 +22,7 @@ from manylora.kernels.triton.counters import Counters
 from manylora.kernels.triton.dependent import launch_options
 from manylora.kernels.triton.linear import linear_kernel
 from manylora.kernels.triton.plans import power_of_two
+from manylora.kernels.weight import Weight
 
 _log = logging.getLogger(__name__)
 
@@ -115,39 +116,40 @@ class Products:
         self._multiprocessors = multiprocessors
         self._counters = Counters()
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """x ``[T, in]`` times weight ``[out, in]`` transposed, plus bias ``[out]``: ``[T, out]``.
 
         The first call on a device takes memory for the counters, so it must not be under capture.
         """
-        shape = self._shape(x, weight)
+        shape = self._shape(x, weight.data)
         if shape not in self._choices:
-            return functional.linear(x, weight, bias)
+            return functional.linear(x, weight.data, bias)
         config = self._choices[shape]
         if config is not None:
             return self.run(x, weight, bias, config)
         with other_library():
-            return functional.linear(x, weight, bias)
+            return functional.linear(x, weight.data, bias)
 
     @property
     def depends(self) -> bool:
         """Whether some are dependent launches."""
         return any(choice is not None and choice.ahead is not None for choice in self._choices.values())
 
-    def _shape(self, x: torch.Tensor, weight: torch.Tensor) -> Shape | None:
+    def _shape(self, x: torch.Tensor, matrix: torch.Tensor) -> Shape | None:
         """By which the table is asked; None where it does not apply."""
         if not self._choices or x.dtype.itemsize != 2 or x.dim() != 2 or x.stride(1) != 1:
             return None
         bucket = bucket_of(x.shape[0])
-        if bucket is None or x.shape[0] == 0 or not weight.is_contiguous():
+        if bucket is None or x.shape[0] == 0 or not matrix.is_contiguous():
             return None
-        return bucket, weight.shape[1], weight.shape[0]
+        return bucket, matrix.shape[1], matrix.shape[0]
 
     def run(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: LinearConfig
+        self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, config: LinearConfig
     ) -> torch.Tensor:
         """The same by our kernel, in any dtype; at least one token and at most the last bucket's."""
-        (num_tokens, inputs), outputs = x.shape, weight.shape[0]
+        matrix = weight.data
+        (num_tokens, inputs), outputs = x.shape, matrix.shape[0]
         block_m = max(16, power_of_two(num_tokens))
         tile_steps = triton.cdiv(inputs, config.block_k)
         tiles = triton.cdiv(outputs, config.block_n)
@@ -162,8 +164,8 @@ class Products:
         even = inputs % config.block_k == 0
         linear_kernel[(programs,)](
             _described(x, block_m, config.block_k) if config.rows_described else x,
-            _described(weight, config.block_n, config.block_k) if config.described else weight,
-            weight,
+            _described(matrix, config.block_n, config.block_k) if config.described else matrix,
+            matrix,
             out if bias is None else bias,
             out,
             partial,
