@@ -4,11 +4,11 @@
     python -m benchmarks.h200_pairs --before TREE --before-commit COMMIT --out pairs.json
 
 Each turn is a process of its own, of either tree: Llama-2-7B shape, dummy weights, bfloat16. ``steps``:
-milliseconds of captured decode steps of 1 and 32 rows, on the base and over as many adapters of rank 16
-(``gpu``: replayed back to back; ``wall1``, ``wall2``: on the clock, one and two in flight; ``sampled2``: with top-p).
-``first``: milliseconds to the first token of a prompt of 64. ``chat``: TTFT of the trace of 10 requests a second, its
-first ``--chat`` seconds. The report has every turn, and per figure the ratio of the medians, this tree's over the
-other's.
+milliseconds of captured decode steps of 1 and 32 rows, on the base and over as many adapters of rank 16 (``gpu``:
+replayed back to back; ``wall1``, ``wall2``: on the clock, one and two in flight; ``sampled2``: with top-p).
+``first``: milliseconds to the first token of a prompt of 64. ``chat``: TTFT of the trace of 10 requests a second,
+its first ``--chat`` seconds. The report has every turn, and per figure the ratio of the medians, this tree's over
+the other's.
 """
 
 from __future__ import annotations
