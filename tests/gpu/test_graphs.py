@@ -98,8 +98,8 @@ def test_issuing_a_step_waits_for_nothing(padded: Rig) -> None:
         second = padded.issue(*(padded.row(sequence) for sequence in (1, 2, 3, 4)))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    padded.arrive(*first)
-    padded.arrive(*second)
+    padded.arrive(first)
+    padded.arrive(second)
 
 
 def test_captures_survive_a_cell_table_that_moves(padded: Rig, files: Files) -> None:  # noqa: F811
