@@ -10,12 +10,13 @@ import argparse
 import dataclasses
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
@@ -155,13 +156,27 @@ def versions() -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    cuda = found.get("torch", "").partition("+cu")[2]
-    if cuda.isdigit():
-        found["cuda"] = f"{cuda[:-1]}.{cuda[-1]}"
+    cuda = _torch_cuda()
+    if cuda is not None:
+        found["cuda"] = cuda
     drivers = _gpu("--query-gpu=driver_version")
     if drivers:
         found["driver"] = drivers[0]
     return found
+
+
+def _torch_cuda() -> str | None:
+    """The CUDA that torch was built for. Its version file says so without torch being imported."""
+    spec = util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        told = re.search(
+            r"^cuda\b[^=]*= ['\"]([\d.]+)['\"]", Path(spec.origin).with_name("version.py").read_text(), re.M
+        )
+    except OSError:
+        return None
+    return None if told is None else told[1]
 
 
 def _cpu() -> str:
