@@ -8,14 +8,14 @@ CONSTRAINTS := -c constraints.txt
 
 .PHONY: demo serve test test-long docs clean
 
-$(VENV)/.base: pyproject.toml constraints.txt
+$(VENV)/.base: pyproject.toml lab/pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install $(CONSTRAINTS) torch
-	$(PIP) install $(CONSTRAINTS) -e '.[demo]'
+	$(PIP) install $(CONSTRAINTS) -e '.[demo]' -e ./lab
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base
-	$(PIP) install $(CONSTRAINTS) -e '.[test]'
+	$(PIP) install $(CONSTRAINTS) -e '.[test]' -e './lab[plot]'
 	touch $@
 
 demo: $(VENV)/.base  ## serve the shipped model with all its adapters under a mixed load, and show what comes back

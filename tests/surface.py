@@ -16,6 +16,7 @@ from manylora import LLM, AsyncLLM, SamplingParams, outputs
 from manylora.aliases import ALIASES
 from manylora.cli import _parser
 from manylora.engine.client import EngineStats
+from manylora.extensions import find_commands
 from manylora.flags import FLAGS
 from manylora.metrics.requests import Metrics
 from manylora.server.app import create_app
@@ -46,7 +47,7 @@ def surface() -> dict[str, Any]:
         "sampling": {field.name: repr(field.default) for field in dataclasses.fields(SamplingParams)},
         "flags": {flag.option: repr(flag.default) for flag in FLAGS},
         "aliases": {alias.option: repr(alias.of) for alias in ALIASES},
-        "commands": _commands(_parser()),
+        "commands": _commands(_parser(find_commands())),
         "routes": {
             path: {method: {} for method in methods} for path, methods in app.openapi()["paths"].items()
         },

@@ -15,6 +15,7 @@ import manylora.main
 from manylora.aliases import ALIASES, Alias
 from manylora.cli import _parser, main
 from manylora.config import ConfigError, EngineSettings, HttpSettings
+from manylora.extensions import find_commands
 from manylora.flags import FLAGS, build_settings, canonical
 from manylora.llm import LLM, AsyncLLM
 
@@ -76,7 +77,7 @@ def test_names_are_told_apart() -> None:
 
 
 def test_help_shows_each_beside_what_it_means() -> None:
-    (commands,) = [action for action in _parser()._actions if action.dest == "==SUPPRESS=="]
+    (commands,) = [action for action in _parser(find_commands())._actions if action.dest == "==SUPPRESS=="]
     text = " ".join(commands.choices["serve"].format_help().split())
     for alias in ALIASES:
         assert alias.option in text
@@ -223,7 +224,7 @@ def test_what_is_always_on_can_be_asked_for(
 
 def test_other_commands_take_them_where_they_take_the_flag() -> None:
     args = ["warmup", "m", "--max-num-batched-tokens", "96", "--block-size", "8", "--max-lora-rank", "4"]
-    parsed = _parser().parse_args(args)
+    parsed = _parser(find_commands()).parse_args(args)
     assert (parsed.max_num_batched_tokens, parsed.block_size, parsed.max_lora_rank) == ("96", "8", "4")
     assert canonical({"block_size": "8"}) == {"page_tokens": 8}
 

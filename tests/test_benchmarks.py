@@ -6,10 +6,9 @@ import importlib
 import pkgutil
 
 import pytest
-
-import benchmarks
+from manylora_lab import benchmarks
 
 
 @pytest.mark.parametrize("name", [module.name for module in pkgutil.iter_modules(benchmarks.__path__)])
 def test_a_benchmark_finds_what_it_uses(name: str) -> None:
-    assert importlib.import_module(f"benchmarks.{name}").__doc__
+    assert importlib.import_module(f"manylora_lab.benchmarks.{name}").__doc__

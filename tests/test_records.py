@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from manylora.bench.provenance import ROOT
+from manylora_lab.bench.provenance import ROOT
 
 FOLDER = ROOT / "docs" / "results"
 FIELDS = {"command", "commit", "machine", "versions", "seed", "others"}
@@ -154,26 +153,32 @@ def test_the_checks_see_what_is_not_there() -> None:
         check_command("manylora bench kernels --no-such-flag", head)
 
 
+PACKAGES = ("src/manylora", "lab/src/manylora_lab")
+REPRODUCE = ("src/manylora/reproduce", "lab/src/manylora_lab/reproduce")
+
+
 def check_command(command: str, commit: str) -> None:
     """The module, script or experiment exists at the commit, and every flag stands in its source there."""
     found = COMMAND.match(command)
     assert found, command
     words = shlex.split(command)
     if found["manylora"]:
-        source = git("grep", "-hE", "--", r'"--[a-z]|"[a-z_]+"', commit, "--", "src/manylora")
+        source = git(
+            "grep", "-hE", "--", r'"--[a-z]|"[a-z_]+"', commit, "--", "src/manylora", "lab/src/manylora_lab"
+        )
         assert source, f"{commit} has no package"
         assert words[1] in ("bench", "reproduce", "profile"), command
         if words[1] == "reproduce":
-            module = words[2].replace("-", "_")
-            assert source_at(commit, f"src/manylora/reproduce/{module}.py"), (
+            assert git("grep", "-lF", f'"{words[2]}"', commit, "--", *REPRODUCE), (
                 f"{words[2]} is not there at {commit}"
             )
     else:
         path = found["script"] or found["module"].replace(".", "/") + ".py"
-        source = source_at(commit, path)
+        source = source_at(commit, f"lab/src/{path}" if path.startswith("manylora_lab/") else path)
         assert source is not None, f"{path} is not there at {commit}"
         if "bench.provenance" in source:
-            source += source_at(commit, "src/manylora/bench/provenance.py") or ""
+            for package in ("src/manylora", "lab/src/manylora_lab"):
+                source += source_at(commit, f"{package}/bench/provenance.py") or ""
     for flag in (word.split("=")[0] for word in words if word.startswith("--")):
         # A setting of the engine is declared by its name, without dashes.
         names = (f'"{flag}"', f'"{flag[2:].replace("-", "_")}"') if found["manylora"] else (f'"{flag}"',)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "src" / "manylora"
+LAB = Path(__file__).parent.parent / "lab" / "src" / "manylora_lab"
 BOTTOM = {"types", "config", "reports", "protocol"}
 FORBIDDEN_NAMES = {"utils", "util", "common", "manager", "helpers", "base", "misc"}
 
@@ -32,15 +33,12 @@ ROOMS: dict[str, set[str]] = {
     "text": {"types", "engine.client"},
     "metrics": {"types", "engine.client", "text.generate"},
     "server": {"types", "protocol", "engine.client", "engine.scopes", "text", "metrics"},
-    "workloads": BOTTOM,
-    "sim": BOTTOM | {"policy", "workloads"},
-    "bench": BOTTOM
-    | {"aliases", "engine", "executor", "kernels", "devices", "flags", "main", "models", "policy", "progress"}
-    | {"sim", "workloads"},
-    "reproduce": BOTTOM
-    | {"adapters", "bench", "devices", "engine", "flags", "kernels", "policy", "sim", "workloads"},
+    "pricing": BOTTOM,
+    "warmup": BOTTOM | {"engine", "flags", "kernels", "main", "models", "progress"},
     "aliases": {"config"},
     "flags": {"aliases", "config"},
+    "options": {"aliases", "config", "flags"},
+    "extensions": set(),
     "progress": set(),
     "signals": set(),
     "arguments": {"types"},
@@ -50,13 +48,52 @@ ROOMS: dict[str, set[str]] = {
     "llm": BOTTOM
     | {"arguments", "exits", "feeding", "flags", "text", "engine", "main", "metrics", "outputs"},
     "inspection": BOTTOM | {"adapters", "kernels", "models"},
-    "cli": {"", "aliases", "config", "flags", "main", "inspection", "progress", "signals"}
-    | {"bench", "workloads", "reproduce"},
+    "cli": {
+        "",
+        "aliases",
+        "config",
+        "extensions",
+        "flags",
+        "main",
+        "inspection",
+        "options",
+        "progress",
+        "signals",
+    }
+    | {"warmup"},
     "__main__": {"cli"},
     "main": {"", "progress", "signals", "adapters", "engine", "executor", "inspection", "models", "policy"}
     | {"server", "text"}
     | BOTTOM,
     "": {"llm", "types"},
+}
+# The laboratory's rooms: what they may import of the laboratory, and of manylora.
+LAB_ROOMS: dict[str, tuple[set[str], set[str]]] = {
+    "workloads": (set(), BOTTOM),
+    "sim": ({"workloads"}, BOTTOM | {"policy", "pricing"}),
+    "bench": (
+        {"sim", "workloads"},
+        BOTTOM
+        | {
+            "",
+            "aliases",
+            "engine",
+            "executor",
+            "kernels",
+            "devices",
+            "flags",
+            "main",
+            "models",
+            "options",
+            "policy",
+        }
+        | {"pricing", "progress", "warmup"},
+    ),
+    "reproduce": (
+        {"bench", "sim", "workloads"},
+        BOTTOM | {"adapters", "devices", "engine", "flags", "kernels", "policy", "pricing", "warmup"},
+    ),
+    "commands": ({"bench", "reproduce", "workloads"}, set()),
 }
 PERSONS = re.compile(r"\b(who|whom|whoever|nobody|somebody)\b", re.IGNORECASE)
 TORCH = {"torch", "triton"}
@@ -71,8 +108,9 @@ NO_TORCH = {
     "metrics",
     "outputs",
     "server",
-    "workloads",
-    "sim",
+    "pricing",
+    "options",
+    "extensions",
     "aliases",
     "flags",
     "llm",
@@ -83,8 +121,11 @@ NO_TORCH = {
 PURE = {"time", "random", "os", "asyncio", "threading", "secrets", "socket"}
 
 
-def modules() -> list[Path]:
-    return sorted(ROOT.rglob("*.py"))
+LAB_NO_TORCH = {"workloads", "sim", "commands"}
+
+
+def modules(root: Path = ROOT) -> list[Path]:
+    return sorted(root.rglob("*.py"))
 
 
 def room_of(parts: tuple[str, ...]) -> str:
@@ -128,6 +169,32 @@ def test_imports_follow_the_table(path: Path) -> None:
             assert top in sys.stdlib_module_names | {"manylora"}, f"{where}: policy imports {name}"
 
 
+@pytest.mark.parametrize("path", modules(LAB), ids=lambda p: str(p.relative_to(LAB)))
+def test_imports_of_the_laboratory_follow_its_table(path: Path) -> None:
+    """But for what is run by hand, which may use anything, and which nothing but the table of pages uses."""
+    room = room_of(path.relative_to(LAB).with_suffix("").parts)
+    if room in ("", "benchmarks"):
+        return
+    of_lab, of_core = LAB_ROOMS[room]
+    for name, line in imports(path):
+        where = f"{path.relative_to(LAB)}:{line}"
+        top, _, rest = name.partition(".")
+        target = room_of(tuple(rest.split(".")) if rest else ())
+        if top == "manylora_lab":
+            assert target in of_lab | {room}, f"{where}: {room} may not import {name}"
+        if top == "manylora":
+            assert target in of_core, f"{where}: {room} may not import {name}"
+        if top in TORCH:
+            assert room not in LAB_NO_TORCH, f"{where}: {room} does without {top}"
+
+
+def test_the_product_does_without_the_laboratory() -> None:
+    """But for the door by which it finds the laboratory's commands."""
+    for path in modules():
+        names = {name.partition(".")[0] for name, _ in imports(path)}
+        assert "manylora_lab" not in names, path
+
+
 def test_torch_cuda_only_in_devices() -> None:
     for path in modules():
         if path.relative_to(ROOT).parts[0] != "devices":
@@ -135,7 +202,7 @@ def test_torch_cuda_only_in_devices() -> None:
 
 
 def test_no_file_is_a_god_file() -> None:
-    for path in modules():
+    for path in [*modules(), *modules(LAB)]:
         lines = path.read_text().count("\n")
         assert lines <= 500, f"{path} has {lines} lines"
         assert path.stem not in FORBIDDEN_NAMES, f"{path}: say what it owns"

@@ -1,6 +1,6 @@
 """Runs the tests that take longer than CI should, and records that they passed: ``make test-long``.
 
-    python -m tools.long_tests [--out docs/results/test_long.json] [pytest's arguments]
+python -m tools.long_tests [--out docs/results/test_long.json] [pytest's arguments]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from manylora.bench.provenance import Recording, add_flags
+from manylora_lab.bench.provenance import Recording, add_flags
 
 
 def main() -> int:

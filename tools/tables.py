@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import plot_reality, sensitivity
-from manylora.reproduce import fastlibra_table_text
-from manylora.reproduce.report import Headline, Report
+from manylora_lab.benchmarks import plot_reality, sensitivity
+from manylora_lab.reproduce import fastlibra_table_text
+from manylora_lab.reproduce.report import Headline, Report
 
 Record = Any
 Row = dict[str, Any]
@@ -208,7 +208,7 @@ def reality_runs(record: Record) -> str:
 
 
 def cache_sensitivity(record: Record) -> str:
-    return sensitivity.page_of(record, "python -m benchmarks.sensitivity --folder docs/results")
+    return sensitivity.page_of(record, "python -m manylora_lab.benchmarks.sensitivity --folder docs/results")
 
 
 def fastlibra_table(record: Record) -> str:

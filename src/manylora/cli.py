@@ -11,18 +11,16 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 from manylora import __version__
 from manylora.aliases import ALIASES
-from manylora.bench import command as bench_command
-from manylora.bench.options import add_settings, settings_of
 from manylora.config import ConfigError
-from manylora.flags import FLAGS, Flag, build_settings, canonical, read_config_file
+from manylora.extensions import LAB, AddParser, find_commands
+from manylora.flags import FLAGS, build_settings, canonical, read_config_file
+from manylora.options import add_flag, add_settings, settings_of
 from manylora.progress import LOG_FORMAT
-from manylora.workloads import command as workload_command
 
 _SERVE_EXAMPLES = """\
 examples:
@@ -40,24 +38,13 @@ sizes are written as 512MiB or 10GB. The command line wins over the config file.
 """
 
 
-_PROFILE_FLAGS = (
+_WARMUP_FLAGS = (
     "device", "dtype", "load_format", "max_model_len", "max_num_seqs", "max_batch_tokens", "page_tokens",
-    "device_pool", "host_pool", "pipeline_depth",
+    "device_pool", "host_pool", "pipeline_depth", "max_adapter_rank", "cuda_graphs",
 )  # fmt: skip
 
 
-_WARMUP_FLAGS = (*_PROFILE_FLAGS, "max_adapter_rank", "cuda_graphs", "pipeline_depth")
-
-_PROFILE_EXAMPLES = """\
-examples:
-  manylora profile --model ./llama --out llama-here.json
-  manylora profile --model ./demo/model --adapter-modules all --quick --out demo.json
-      about a minute on a CPU; take one that does nothing else
-  manylora profile --model ./folder-with-config.json --load-format dummy --name llama-2-7b --out 7b.json
-      no weights are needed to know what they cost
-
-without --host-pool it has 256 MiB on a CPU and 2 GiB elsewhere, enough for what is copied here.
-"""
+_OWN = ("serve", "adapters", "warmup")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -69,7 +56,14 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    args = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    # Other distributions' commands need not be imported for one of our own.
+    others = {} if words and words[0] in _OWN else find_commands()
+    if words and words[0] in LAB and words[0] not in others:
+        text = f"manylora {words[0]} is part of manylora-lab: pip install manylora-lab"
+        print(f"manylora: error: {text}", file=sys.stderr)
+        return 2
+    args = _parser(others).parse_args(words)
     if args.run is not _serve:  # whose log is the engine's
         _announce_compilation()
     try:
@@ -94,7 +88,8 @@ def _announce_compilation() -> None:
     logging.getLogger("manylora.kernels").setLevel(logging.INFO)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(others: Mapping[str, AddParser]) -> argparse.ArgumentParser:
+    """``others``: the commands of other distributions."""
     parser = _Parser(
         prog="manylora",
         description="Serve thousands of LoRA adapters on one base model, each request naming its own.",
@@ -103,11 +98,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands)
     _add_adapters(commands)
-    bench_command.add_parser(commands, _add_flag)
-    workload_command.add_parser(commands)
-    _add_profile(commands)
     _add_warmup(commands)
-    _add_reproduce(commands)
+    for name in sorted({*LAB, *others}):
+        if name in others:
+            others[name](commands)
+        else:
+            commands.add_parser(name, help="with manylora-lab, which is not installed")
     return parser
 
 
@@ -122,31 +118,12 @@ def _add_serve(commands: Any) -> None:
     serve.add_argument("model", nargs="?", metavar="MODEL", help="a local folder, or a hub id")
     serve.add_argument("--config", metavar="FILE", help="a YAML or JSON file that sets the same names")
     for flag in FLAGS:
-        _add_flag(serve, flag)
+        add_flag(serve, flag)
     for alias in ALIASES:
         if alias.of is None:
             text = f"{alias.engines}: always on, {alias.means}"
             serve.add_argument(alias.option, action="store_true", default=None, help=text)
     serve.set_defaults(run=_serve)
-
-
-def _add_flag(parser: argparse._ActionsContainer, flag: Flag) -> None:
-    # Values stay text, and absent ones None, so that a config file and the command line convert alike.
-    shown = "" if flag.default is None else f" (default: {flag.default})"
-    options: dict[str, Any] = {"help": flag.help + shown, "default": None, "dest": flag.name}
-    if flag.repeats:
-        options["action"] = "append"
-    if flag.choices:
-        options["choices"] = flag.choices
-    elif flag.metavar:
-        options["metavar"] = flag.metavar
-    parser.add_argument(flag.option, **options)
-    for alias in ALIASES:
-        if alias.of == flag.name:
-            options |= {"dest": alias.name, "help": f"{alias.engines}: the same as {flag.option}"}
-            if alias.lists_adapters:
-                options |= {"action": "extend", "nargs": "+"}
-            parser.add_argument(alias.option, **options)
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -213,78 +190,6 @@ def _adapters(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_reproduce(commands: Any) -> None:
-    reproduce = commands.add_parser(
-        "reproduce",
-        help="redraw a table or figure of the papers, in simulation or on this device",
-        description="Redraw a table or figure of the papers that manylora unifies: NAME.json, with the paper's "
-        "figures beside ours, and a picture.",
-    )
-    reproduce.add_argument("name", nargs="?", metavar="NAME", help="such as fastlibra-fig11; see --list")
-    reproduce.add_argument("--list", action="store_true", help="name all experiments")
-    scale = reproduce.add_mutually_exclusive_group()
-    scale.add_argument("--smoke", action="store_true", help="seconds: only whether it works")
-    scale.add_argument("--quick", action="store_true", help="under two minutes: fewer cases, shorter runs")
-    reproduce.add_argument(
-        "--device", choices=("sim", "cpu", "cuda"), help="where (default: the experiment's)"
-    )
-    reproduce.add_argument("--out", metavar="DIR", help="write NAME.json and NAME.png here")
-    reproduce.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
-    reproduce.add_argument("--workers", type=int, default=0, help="processes (default: one a core)")
-    reproduce.add_argument(
-        "--hardware", metavar="NAME", help="of a simulated table: npu or h200 (default: npu)"
-    )
-    reproduce.add_argument(
-        "--store", metavar="FILE", help="finished cells of a table: a stopped run goes on from here"
-    )
-    reproduce.add_argument(
-        "--report-only", action="store_true", help="report what the store has, run nothing"
-    )
-    reproduce.set_defaults(run=_reproduce)
-
-
-def _reproduce(args: argparse.Namespace) -> int:
-    from manylora.reproduce.command import print_list, reproduce
-
-    if args.list:
-        print_list()
-        return 0
-    if args.name is None or args.out is None:
-        raise ConfigError("reproduce needs a NAME and --out DIR; --list names the experiments")
-    if args.workers < 0:
-        raise ConfigError(f"--workers must be at least 0, got {args.workers}")
-    scale: Literal["full", "quick", "smoke"] = "smoke" if args.smoke else "quick" if args.quick else "full"
-    reproduce(
-        args.name, Path(args.out), scale, args.device, args.seed, args.workers, hardware=args.hardware,
-        store=Path(args.store) if args.store else None, is_run=not args.report_only,
-    )  # fmt: skip
-    return 0
-
-
-def _add_profile(commands: Any) -> None:
-    profile = commands.add_parser(
-        "profile",
-        help="measure what steps, copies and reads take on this device, for the simulator",
-        description="Measure what steps, copies between the tiers, adapter reads and the engine itself take "
-        "on this device with this model, and write a profile for the simulator.",
-        epilog=_PROFILE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    profile.add_argument("--model", metavar="MODEL", required=True, help="a local folder, or a hub id")
-    for option, metavar, help_text in (
-        ("--out", "FILE", "write the profile here"),
-        ("--name", "NAME", "the model's name in the profile (default: its folder's)"),
-        ("--adapter-modules", "WHICH", "what the random adapters adapt: attention (default) or all"),
-        ("--budget", "SECONDS", "time steps again while no more has passed (default: 100, quick 25)"),
-        ("--commit", "TEXT", "noted in the profile"),
-    ):
-        profile.add_argument(option, metavar=metavar, help=help_text, required=option == "--out")
-    profile.add_argument("--quick", action="store_true", help="a coarser grid, fewer repeats")
-    engine = profile.add_argument_group("settings of the engine, as for manylora serve")
-    add_settings(engine, _add_flag, _PROFILE_FLAGS)
-    profile.set_defaults(run=_profile)
-
-
 def _add_warmup(commands: Any) -> None:
     warmup = commands.add_parser(
         "warmup",
@@ -294,22 +199,15 @@ def _add_warmup(commands: Any) -> None:
     )
     warmup.add_argument("model", metavar="MODEL", help="a local folder, or a hub id")
     engine = warmup.add_argument_group("settings of the engine, as for manylora serve")
-    add_settings(engine, _add_flag, _WARMUP_FLAGS)
+    add_settings(engine, _WARMUP_FLAGS)
     warmup.set_defaults(run=_warmup)
 
 
 def _warmup(args: argparse.Namespace) -> int:
-    from manylora.bench.warmup import run
+    from manylora.warmup.command import run
 
     names = ("model", *_WARMUP_FLAGS)
     return run(settings_of(args, names))
-
-
-def _profile(args: argparse.Namespace) -> int:
-    from manylora.bench.profile import run, settings_from
-
-    names = ("model", *_PROFILE_FLAGS)
-    return run(settings_from(vars(args), settings_of(args, names)))
 
 
 if __name__ == "__main__":

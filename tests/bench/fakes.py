@@ -12,9 +12,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import pytest
-
-from manylora.bench.targets import Answer, Call
-from manylora.workloads.stream import Piece, Stream, StreamRequest, in_order
+from manylora_lab.bench.targets import Answer, Call
+from manylora_lab.workloads.stream import Piece, Stream, StreamRequest, in_order
 
 Result = TypeVar("Result")
 

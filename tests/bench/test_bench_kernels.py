@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from manylora_lab.bench import kernels_rig
+from manylora_lab.bench.dummies import DEMO
+from manylora_lab.bench.kernels import Decoder, exact_lora, random_pool, segments_for
+from manylora_lab.bench.kernels_rig import Errors, errors
+from manylora_lab.bench.kernels_settings import KERNELS, POPULARITIES, QUICK, check_name, model_counts
+from manylora_lab.bench.rounding import Bounded
 
-from manylora.bench import kernels_rig
-from manylora.bench.dummies import DEMO
-from manylora.bench.kernels import Decoder, exact_lora, random_pool, segments_for
-from manylora.bench.kernels_rig import Errors, errors
-from manylora.bench.kernels_settings import KERNELS, POPULARITIES, QUICK, check_name, model_counts
-from manylora.bench.rounding import Bounded
 from manylora.cli import main
 from manylora.config import ConfigError
 from manylora.kernels.cpu import CpuOps
@@ -27,7 +27,7 @@ from manylora.kernels.ops import LoraSegments
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.shapes import AdapterGeometry, adapter_geometry
 from manylora.kernels.weight import Weight
-from manylora.sim.shapes import ALL_MODULES
+from manylora.pricing.shapes import ALL_MODULES
 
 CPU = torch.device("cpu")
 

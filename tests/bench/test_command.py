@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manylora_lab.workloads.chat import TRACES
 
 from manylora.cli import main
 from tests.e2e.process import MODEL, REPOSITORY, Server
 
-TRACE = REPOSITORY / "benchmarks" / "data" / "chat_5rps.jsonl.gz"
+TRACE = TRACES / "chat_5rps.jsonl.gz"
 SYNTHETIC = "synthetic:arrivals=even,prompt=uniform(20,60),output=8,ranks=8"
 
 
@@ -216,7 +217,7 @@ def test_the_report_is_written_before_the_table(
     def nobody_reads(*_: Any) -> str:
         raise RuntimeError("nobody reads")
 
-    monkeypatch.setattr("manylora.bench.serve.table", nobody_reads)
+    monkeypatch.setattr("manylora_lab.bench.serve.table", nobody_reads)
     out = tmp_path / "out.json"
     with pytest.raises(RuntimeError, match="nobody reads"):
         main(["bench", "serve", *inside(adapters), "--trace-file", small_trace(tmp_path), "--out", str(out)])

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from manylora_lab.benchmarks import h200_cache
+from manylora_lab.benchmarks.plot_cache import POLICIES, VLLM, compare, draw, markdown, measured
 from safetensors.torch import load_file
-
-from benchmarks import h200_cache
-from benchmarks.plot_cache import POLICIES, VLLM, compare, draw, markdown, measured
 
 
 def test_the_toy_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

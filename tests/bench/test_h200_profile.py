@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from manylora_lab.benchmarks import h200_profile
 
-from benchmarks import h200_profile
-from manylora.sim.profile import load_profile
+from manylora.pricing.profile import load_profile
 
 
 def test_the_toy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

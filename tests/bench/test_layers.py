@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 import torch
+from manylora_lab.bench.dummies import DEMO
+from manylora_lab.bench.layers import LayerCase, LayerRig
 
-from manylora.bench.dummies import DEMO
-from manylora.bench.layers import LayerCase, LayerRig
 from manylora.kernels.reference import ReferenceOps
 
 CASES = [LayerCase(20, (1, 1, 1)), LayerCase(33, (2, 1)), LayerCase(16, (4,))]

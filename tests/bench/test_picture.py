@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from manylora_lab.bench.picture import _distribution
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-
-from manylora.bench.picture import _distribution
 
 
 @pytest.mark.parametrize("most_s", [0.0104, 0.08, 0.2, 1.0, 20.0, 3000.0])

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manylora_lab.bench.http_target import HttpTarget
+from manylora_lab.bench.processes import _dealt, _interrupts_held, processes_for
+from manylora_lab.bench.replay import ReplaySettings
+from manylora_lab.bench.serve import Measured, measure
+from manylora_lab.bench.targets import Call
+from manylora_lab.workloads.named import named
+from manylora_lab.workloads.stream import Piece, Stream, StreamRequest, in_order
 
-from manylora.bench.http_target import HttpTarget
-from manylora.bench.processes import _dealt, _interrupts_held, processes_for
-from manylora.bench.replay import ReplaySettings
-from manylora.bench.serve import Measured, measure
-from manylora.bench.targets import Call
-from manylora.workloads.named import named
-from manylora.workloads.stream import Piece, Stream, StreamRequest, in_order
 from tests.bench.fakes import stream_of, turn
 from tests.bench.trivial_server import FATAL
 from tests.e2e.process import REPOSITORY, Server, children_of, command, environment, is_running, wait_until

@@ -6,12 +6,12 @@ import statistics
 from pathlib import Path
 
 import pytest
+from manylora_lab.bench.profile_grid import Batch, Limits, make_batches
 
-from manylora.bench.profile_grid import Batch, Limits, make_batches
 from manylora.cli import main
-from manylora.sim.costs import StepWork
-from manylora.sim.fit import fit_profile
-from manylora.sim.profile import load_profile
+from manylora.pricing.costs import StepWork
+from manylora.pricing.fit import fit_profile
+from manylora.pricing.profile import load_profile
 from tests.e2e.process import MODEL
 
 SMALL = [

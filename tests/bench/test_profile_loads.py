@@ -6,8 +6,7 @@ import math
 import random
 
 import pytest
-
-from manylora.bench.profile_loads import (
+from manylora_lab.bench.profile_loads import (
     Room,
     answer_time_s,
     busy_load,
@@ -17,9 +16,10 @@ from manylora.bench.profile_loads import (
     read_points,
     step_points,
 )
-from manylora.bench.step_log import LoggedStep, LoggedTransfer
-from manylora.sim.costs import StepWork
-from manylora.sim.profile import OverheadPoint, TransferPoint
+from manylora_lab.bench.step_log import LoggedStep, LoggedTransfer
+
+from manylora.pricing.costs import StepWork
+from manylora.pricing.profile import OverheadPoint, TransferPoint
 
 ROOM = Room(max_seqs=64, max_len=4096, num_tokens=20_000, num_adapters=48)
 

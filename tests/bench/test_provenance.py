@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from manylora.bench import provenance
-from manylora.bench.provenance import ROOT, UNKNOWN, Recording, commit_of
+from manylora_lab.bench import provenance
+from manylora_lab.bench.provenance import ROOT, UNKNOWN, Recording, commit_of
 
 FIELDS = {"command", "commit", "machine", "versions", "seed", "others"}
 
@@ -93,7 +92,7 @@ def test_where_nothing_can_be_measured_nothing_is_told(monkeypatch: pytest.Monke
     assert entry["others"] == {}
 
 
-PROGRAM = "from manylora.bench.provenance import command_line; print(command_line())"
+PROGRAM = "from manylora_lab.bench.provenance import command_line; print(command_line())"
 
 
 @pytest.mark.parametrize(

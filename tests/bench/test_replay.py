@@ -10,9 +10,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-
-from manylora.bench.prompts import joined
-from manylora.bench.replay import (
+from manylora_lab.bench.prompts import joined
+from manylora_lab.bench.replay import (
     Halt,
     Replayed,
     ReplaySettings,
@@ -21,11 +20,21 @@ from manylora.bench.replay import (
     replay,
     warm_adapters,
 )
-from manylora.bench.serve import measure
-from manylora.bench.summary import Objective, as_rows, difference, fairness, jain, summarize, table, warnings
-from manylora.bench.targets import Answer, Call, Prompt, has_ids
+from manylora_lab.bench.serve import measure
+from manylora_lab.bench.summary import (
+    Objective,
+    as_rows,
+    difference,
+    fairness,
+    jain,
+    summarize,
+    table,
+    warnings,
+)
+from manylora_lab.bench.targets import Answer, Call, Prompt, has_ids
+from manylora_lab.workloads.stream import Piece, StreamRequest
+
 from manylora.config import ConfigError
-from manylora.workloads.stream import Piece, StreamRequest
 from tests.bench.fakes import FakeTarget, reply_to, run_in_own_time, stream_of, turn
 
 NAMES = {"adapter-0", "adapter-1", "adapter-2"}

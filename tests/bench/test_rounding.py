@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manylora_lab.bench import rounding
+from manylora_lab.bench.rounding import Bounded
 
-from manylora.bench import rounding
-from manylora.bench.rounding import Bounded
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.ops import Rotary
 from manylora.kernels.weight import Weight

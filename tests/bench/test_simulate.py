@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manylora_lab.bench.profile import machine_name
+from manylora_lab.sim.hardware import HARDWARE
+from manylora_lab.sim.limits import recorded, summarize_limits
+from manylora_lab.sim.shipped import find_profile
+from manylora_lab.sim.summary import summarize, ttft_parts_ms
+from manylora_lab.workloads.named import named
 
-from manylora.bench.profile import machine_name
 from manylora.cli import main
 from manylora.config import CACHE_POLICIES, CacheConfig, PolicyConfig
-from manylora.sim.fit import fit_profile
-from manylora.sim.hardware import HARDWARE
-from manylora.sim.limits import recorded, summarize_limits
-from manylora.sim.profile import find_profile, save_profile
-from manylora.sim.summary import summarize, ttft_parts_ms
-from manylora.workloads.named import named
+from manylora.pricing.fit import fit_profile
+from manylora.pricing.profile import save_profile
 from tests.e2e.process import MODEL
 
 PROFILE = "h200-llama-2-7b"

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manylora_lab.benchmarks import simulator_reality
+from manylora_lab.benchmarks.plot_reality import compare, lines_of, medians
+from manylora_lab.benchmarks.reality_runs import TOY, WINDOW_S, AsItWas, Load, loads_from, stream_for
+from manylora_lab.workloads.stream import prompt_tokens
 
-from benchmarks import simulator_reality
-from benchmarks.plot_reality import compare, lines_of, medians
-from benchmarks.reality_runs import TOY, WINDOW_S, AsItWas, Load, loads_from, stream_for
 from manylora.config import ConfigError
-from manylora.sim.costs import DeviceCosts, StepWork
-from manylora.sim.profile import FORMAT, load_profile
-from manylora.workloads.stream import prompt_tokens
+from manylora.pricing.costs import DeviceCosts, StepWork
+from manylora.pricing.profile import FORMAT, load_profile
 
 
 def test_the_toy_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

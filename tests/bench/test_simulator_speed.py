@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-
-from benchmarks.simulator_speed import main, stream_of
+from manylora_lab.benchmarks.simulator_speed import main, stream_of
 
 
 def test_a_small_measurement(tmp_path: Path) -> None:

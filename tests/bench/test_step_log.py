@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from manylora_lab.bench.step_log import LentExecutor
+from manylora_lab.bench.targets import Call, EngineTarget
+from manylora_lab.benchmarks.h200_cache import write_adapters
 
-from benchmarks.h200_cache import write_adapters
-from manylora.bench.step_log import LentExecutor
-from manylora.bench.targets import Call, EngineTarget
 from manylora.config import PolicyConfig
 from manylora.engine.driver import Driver
 from manylora.executor.build import build_worker

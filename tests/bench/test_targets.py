@@ -11,16 +11,16 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from manylora_lab.bench import http_client, http_target
+from manylora_lab.bench.http_target import HttpTarget
+from manylora_lab.bench.replay import ReplaySettings
+from manylora_lab.bench.serve import measure
+from manylora_lab.bench.targets import Answer, Call, EngineTarget, numbers_of, open_engine
+from manylora_lab.workloads.chat import TRACES, read_turns, shrunk, to_stream
+from manylora_lab.workloads.stream import Stream
 
-from manylora.bench import http_client, http_target
-from manylora.bench.http_target import HttpTarget
-from manylora.bench.replay import ReplaySettings
-from manylora.bench.serve import measure
-from manylora.bench.targets import Answer, Call, EngineTarget, numbers_of, open_engine
 from manylora.config import ConfigError
 from manylora.flags import build_settings
-from manylora.workloads.chat import read_turns, shrunk, to_stream
-from manylora.workloads.stream import Stream
 from tests.e2e.process import MODEL, REPOSITORY, Server
 
 CALL = Call((30, 31, 32, 33, 34), 6, "adapter-1")
@@ -47,7 +47,7 @@ def engine(adapters: str) -> EngineTarget:
 
 
 def chat() -> Stream:
-    small = shrunk(read_turns(REPOSITORY / "benchmarks" / "data" / "chat_5rps.jsonl.gz", 25), 16)
+    small = shrunk(read_turns(TRACES / "chat_5rps.jsonl.gz", 25), 16)
     turns = (dataclasses.replace(turn, adapter=turn.adapter % 3, rank=8) for turn in small)
     return to_stream(turns, ranks=(8, 8, 8)).with_rate(10.0)
 

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from manylora_lab.sim.conformance import replay_difference
 
 from manylora import LLM, AsyncLLM, SamplingParams
 from manylora.adapters import peft
@@ -14,7 +15,6 @@ from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import read_answered
 from manylora.executor.worker import Worker
 from manylora.llm import StreamOutput
-from manylora.sim.conformance import replay_difference
 from tests.e2e.process import MODEL
 
 PROMPT = list(range(5, 45))

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any, get_args
 
 import pytest
+from manylora_lab.sim.device import SimulatedDevice
 
 from manylora.engine.driver import Driver
 from manylora.engine.local import LocalEngine
@@ -43,7 +44,6 @@ from manylora.protocol import (
     ask_of,
     handlers,
 )
-from manylora.sim.device import SimulatedDevice
 from manylora.types import SamplingParams, TokenLogprobs
 from tests.engine.executor_process import COMMANDS, EVENTS, RemoteExecutor, packed, unpacked
 from tests.engine.fake_executor import FakeExecutor

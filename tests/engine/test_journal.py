@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from manylora_lab.sim.conformance import replay_difference
 
 from manylora.engine import journal
 from manylora.engine.driver import Driver
@@ -33,7 +34,6 @@ from manylora.protocol import (
     SwapPages,
     Timer,
 )
-from manylora.sim.conformance import replay_difference
 from manylora.types import BASE, Request, SamplingParams
 from tests.engine.fake_executor import FakeExecutor
 from tests.engine.test_engine import CONFIG, INFO, drain, request

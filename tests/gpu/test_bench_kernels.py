@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from manylora_lab.bench.kernels_settings import KERNELS
 
-from manylora.bench.kernels_settings import KERNELS
 from manylora.cli import main
 
 pytestmark = [

@@ -10,7 +10,8 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from manylora.bench import rounding
+from manylora_lab.bench import rounding
+
 from manylora.kernels.triton.lora import AdaptedLinears, FixedLora
 from manylora.kernels.triton.lora_launch import DEFAULT, Beside, LoraConfig, LoraKernels, LoraPlan
 from manylora.kernels.weight import Weight

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from manylora_lab.bench import rounding
 
-from manylora.bench import rounding
 from manylora.kernels.ops import AttentionRows, Rotary
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.dependent import can_depend

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from manylora.reproduce.command import reproduce
+from manylora_lab.reproduce.command import reproduce
 
 pytestmark = [
     pytest.mark.gpu,

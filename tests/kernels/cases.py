@@ -6,9 +6,9 @@ import dataclasses
 
 import numpy as np
 import torch
+from manylora_lab.bench import rounding
+from manylora_lab.bench.rounding import Bounded
 
-from manylora.bench import rounding
-from manylora.bench.rounding import Bounded
 from manylora.kernels.ops import AttentionRows, LoraSegments
 from manylora.kernels.shapes import AdapterGeometry, PageShape, Projection, ProjectionGroup
 

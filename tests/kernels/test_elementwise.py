@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from manylora_lab.bench import rounding
+from manylora_lab.bench.rounding import Bounded
 
-from manylora.bench import rounding
-from manylora.bench.rounding import Bounded
 from tests.kernels.implementations import SUBJECTS, Subject
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manylora_lab.bench.rounding import Bounded
 
-from manylora.bench.rounding import Bounded
 from manylora.kernels import cpu_lora
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry

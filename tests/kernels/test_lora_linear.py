@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from manylora_lab.bench import rounding
 
-from manylora.bench import rounding
 from manylora.devices.staging import outbox
 from manylora.kernels.ops import Ops, Summands
 from manylora.kernels.weight import Weight

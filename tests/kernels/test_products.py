@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from manylora_lab.bench import rounding
 
-from manylora.bench import rounding
 from manylora.kernels.triton.products import LinearConfig, Products, bucket_of, stored_choices
 from manylora.kernels.weight import Weight
 from tests.kernels.implementations import GPU_MARKS, SUBJECTS, Subject

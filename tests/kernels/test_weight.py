@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from manylora_lab.bench import rounding
 
-from manylora.bench import rounding
 from manylora.kernels.triton.products import LinearConfig, Products
 from manylora.kernels.weight import Weight, WeightKind
 from tests.kernels.cases import adapted_truth

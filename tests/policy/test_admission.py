@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from manylora_lab.sim.replay import Outcome, Replay
+from manylora_lab.sim.summary import summarize
+from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
 from manylora.config import ConfigError, PolicyConfig, SchedulerSettings
 from manylora.flags import build_settings
@@ -10,12 +13,9 @@ from manylora.policy.admission import Admission
 from manylora.policy.queues import WaitingQueue
 from manylora.policy.replica import Replica
 from manylora.policy.sequences import RequestState, Sequence, Stage
+from manylora.pricing.costs import DeviceCosts
 from manylora.protocol import Abort, Admitted, Arrive, Command, Finish, Reject, RunStep, StepDone
-from manylora.sim.costs import DeviceCosts
-from manylora.sim.replay import Outcome, Replay
-from manylora.sim.summary import summarize
 from manylora.types import BASE, Request, SamplingParams
-from manylora.workloads.stream import Piece, Stream, StreamRequest
 from tests.policy.reports import gauges
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manylora_lab.reproduce.cells import Cell, run_cell
 
 from manylora.config import CACHE_POLICIES
-from manylora.reproduce.cells import Cell, run_cell
 
 CELLS: list[dict[str, Any]] = [
     json.loads(line) for line in (Path(__file__).parent / "cells.jsonl").read_text().splitlines()

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from manylora_lab.sim.conformance import recorded_commands, replay_difference
 
 from manylora.config import CACHE_POLICIES
 from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import read_answered
 from manylora.policy.replica import Replica
 from manylora.protocol import Command, Event, Report, ReportDue, RunStep, SwapPages
-from manylora.sim.conformance import recorded_commands, replay_difference
 from tests.proof.life import SCENES
 from tests.proof.record import JOURNALS
 

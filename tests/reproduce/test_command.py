@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
+from manylora_lab.reproduce import command
+from manylora_lab.reproduce.cells import in_parallel
+from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup, show_progress
+from manylora_lab.reproduce.registry import EXPERIMENTS, experiment
 
 from manylora.cli import main
-from manylora.reproduce import command
-from manylora.reproduce.cells import in_parallel
-from manylora.reproduce.experiment import Experiment, GridResult, Setup, show_progress
-from manylora.reproduce.registry import EXPERIMENTS, experiment
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manylora_lab.reproduce.cells import REFERENCE, Cell, cell_replay, peak_rate, run_cell, run_cells
+from manylora_lab.reproduce.command import reproduce
+from manylora_lab.reproduce.decision_times import measure
+from manylora_lab.reproduce.experiment import Setup
+from manylora_lab.reproduce.fastlibra_fig5 import entries, ranks, spearman
+from manylora_lab.reproduce.fastlibra_grid import POLICIES, cases, rate_shares, run_grid, scenario_rows
+from manylora_lab.reproduce.registry import EXPERIMENTS, experiment
 
 from manylora.cli import main
-from manylora.reproduce.cells import REFERENCE, Cell, cell_replay, peak_rate, run_cell, run_cells
-from manylora.reproduce.command import reproduce
-from manylora.reproduce.decision_times import measure
-from manylora.reproduce.experiment import Setup
-from manylora.reproduce.fastlibra_fig5 import entries, ranks, spearman
-from manylora.reproduce.fastlibra_grid import POLICIES, cases, rate_shares, run_grid, scenario_rows
-from manylora.reproduce.registry import EXPERIMENTS, experiment
 
 Report = dict[str, Any]
 

@@ -10,16 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from manylora.cli import main
-from manylora.config import ConfigError
-from manylora.policy.caches import CACHES
-from manylora.reproduce.cells import MEASURED, REFERENCE, Cell, cell_config, cell_costs, run_cell
-from manylora.reproduce.drawing import Bars
-from manylora.reproduce.experiment import Setup
-from manylora.reproduce.fastlibra_table import TABLE
-from manylora.reproduce.fastlibra_table_cases import COMPARED, RatesFile, table
-from manylora.reproduce.fastlibra_table_peaks import (
+from manylora_lab.reproduce.cells import MEASURED, REFERENCE, Cell, cell_config, cell_costs, run_cell
+from manylora_lab.reproduce.drawing import Bars
+from manylora_lab.reproduce.experiment import Setup
+from manylora_lab.reproduce.fastlibra_table import TABLE
+from manylora_lab.reproduce.fastlibra_table_cases import COMPARED, RatesFile, table
+from manylora_lab.reproduce.fastlibra_table_peaks import (
     LIMIT_MS,
     Peak,
     Search,
@@ -28,10 +24,14 @@ from manylora.reproduce.fastlibra_table_peaks import (
     peak,
     run_into,
 )
-from manylora.reproduce.fastlibra_table_report import PARTS
-from manylora.reproduce.fastlibra_table_store import CellStore, code_of, decisions
-from manylora.reproduce.fastlibra_table_text import draw, markdown
-from manylora.reproduce.report import Report
+from manylora_lab.reproduce.fastlibra_table_report import PARTS
+from manylora_lab.reproduce.fastlibra_table_store import CellStore, code_of, decisions
+from manylora_lab.reproduce.fastlibra_table_text import draw, markdown
+from manylora_lab.reproduce.report import Report
+
+from manylora.cli import main
+from manylora.config import ConfigError
+from manylora.policy.caches import CACHES
 
 SMOKE = Setup("smoke", workers=1)
 SMALL = Cell("chatbot", "fastlibra", 8.0, 20, 4.0)

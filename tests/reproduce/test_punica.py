@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manylora_lab.bench.kernels_settings import POPULARITIES, model_counts
+from manylora_lab.reproduce import punica_fig11
+from manylora_lab.reproduce.command import reproduce
+from manylora_lab.reproduce.experiment import Device, Setup
+from manylora_lab.reproduce.punica_fig7 import sgmv_bytes, sgmv_flop
+from manylora_lab.reproduce.punica_fig11 import BACKBONE, MIXED, SINGLE, Load
+from manylora_lab.reproduce.registry import experiment
 
-from manylora.bench.kernels_settings import POPULARITIES, model_counts
 from manylora.cli import main
-from manylora.reproduce import punica_fig11
-from manylora.reproduce.command import reproduce
-from manylora.reproduce.experiment import Device, Setup
-from manylora.reproduce.punica_fig7 import sgmv_bytes, sgmv_flop
-from manylora.reproduce.punica_fig11 import BACKBONE, MIXED, SINGLE, Load
-from manylora.reproduce.registry import experiment
 
 NAMES = tuple(f"punica-fig{number}" for number in (1, 7, 8, 9, 10, 11))
 Report = dict[str, Any]
@@ -98,7 +98,7 @@ def test_fig8(tmp_path: Path) -> None:
 
 
 def test_fig8_has_the_papers_figures_at_batch_64() -> None:
-    from manylora.reproduce.punica_fig8 import OPERATORS, _headline
+    from manylora_lab.reproduce.punica_fig8 import OPERATORS, _headline
 
     rows = [
         {"popularity": popularity, "batch": batch, "operator": operator, "us": 40.0 + batch}
@@ -124,7 +124,7 @@ def test_fig9(tmp_path: Path) -> None:
 
 
 def test_fig9_has_the_papers_figures_at_batch_64() -> None:
-    from manylora.reproduce.punica_fig9 import RANKS, _headline
+    from manylora_lab.reproduce.punica_fig9 import RANKS, _headline
 
     rows = [
         {"popularity": popularity, "rank": rank, "batch": batch, "us": 40.0}
@@ -184,7 +184,7 @@ def test_fig11_has_the_papers_figures() -> None:
 
 
 def test_fig10_has_the_papers_figure() -> None:
-    from manylora.reproduce.punica_fig10 import _headline
+    from manylora_lab.reproduce.punica_fig10 import _headline
 
     rows = [
         {
@@ -231,7 +231,7 @@ def test_wrong_names_and_devices(
 
 def test_they_are_found_without_torch() -> None:
     code = (
-        "import sys; from manylora.reproduce.registry import experiment; "
+        "import sys; from manylora_lab.reproduce.registry import experiment; "
         f"[experiment(name) for name in {NAMES}]; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from manylora_lab.bench.closed_loop import ClosedLoop, Gate, LoopRequest, dummy_loop
+from manylora_lab.bench.dummies import DEMO
+from manylora_lab.reproduce.punica_loop import SimulatedLoop
+from manylora_lab.reproduce.punica_workload import text_requests
 
-from manylora.bench.closed_loop import ClosedLoop, Gate, LoopRequest, dummy_loop
-from manylora.bench.dummies import DEMO
 from manylora.config import ConfigError, PolicyConfig
+from manylora.pricing.costs import DeviceCosts
 from manylora.protocol import Command, RunStep
-from manylora.reproduce.punica_loop import SimulatedLoop
-from manylora.reproduce.punica_workload import text_requests
-from manylora.sim.costs import DeviceCosts
 from manylora.types import BASE, AdapterId, SequenceId
 
 CONFIG = PolicyConfig(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from manylora_lab.reproduce.lora_operators import gather, weight_elements
+from manylora_lab.reproduce.lora_rig import LoraRig
+from manylora_lab.reproduce.punica_fig7 import sgmv_bytes, sgmv_flop
+from manylora_lab.reproduce.punica_fig8 import step_of
 
 from manylora.kernels.reference import ReferenceOps
-from manylora.reproduce.lora_operators import gather, weight_elements
-from manylora.reproduce.lora_rig import LoraRig
-from manylora.reproduce.punica_fig7 import sgmv_bytes, sgmv_flop
-from manylora.reproduce.punica_fig8 import step_of
 
 RANK = 4
 

@@ -6,9 +6,8 @@ import itertools
 from collections import Counter
 
 import pytest
-
-from manylora.bench.kernels_settings import POPULARITIES, model_counts
-from manylora.reproduce.punica_workload import MOST_TOKENS, text_requests
+from manylora_lab.bench.kernels_settings import POPULARITIES, model_counts
+from manylora_lab.reproduce.punica_workload import MOST_TOKENS, text_requests
 
 
 @pytest.mark.parametrize(

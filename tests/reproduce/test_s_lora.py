@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from manylora.config import ADMISSIONS, ConfigError
-from manylora.reproduce import s_lora_baselines, s_lora_cpu, s_lora_table3
-from manylora.reproduce.command import reproduce
-from manylora.reproduce.experiment import Setup
-from manylora.reproduce.registry import experiment
-from manylora.reproduce.report import Report
-from manylora.reproduce.s_lora_baselines import batches, measure_packed, measure_peft
-from manylora.reproduce.s_lora_cells import (
+from manylora_lab.reproduce import s_lora_baselines, s_lora_cpu, s_lora_table3
+from manylora_lab.reproduce.command import reproduce
+from manylora_lab.reproduce.experiment import Setup
+from manylora_lab.reproduce.registry import experiment
+from manylora_lab.reproduce.report import Report
+from manylora_lab.reproduce.s_lora_baselines import batches, measure_packed, measure_peft
+from manylora_lab.reproduce.s_lora_cells import (
     SETTINGS,
     SYSTEMS,
     Case,
@@ -25,11 +23,13 @@ from manylora.reproduce.s_lora_cells import (
     satisfaction,
     stream_of,
 )
-from manylora.reproduce.s_lora_figures import arena_like
-from manylora.sim.analytical import AnalyticalCosts
-from manylora.sim.costs import StepWork
-from manylora.sim.hardware import HARDWARE
-from manylora.workloads.stream import Piece, Stream, StreamRequest
+from manylora_lab.reproduce.s_lora_figures import arena_like
+from manylora_lab.sim.analytical import AnalyticalCosts
+from manylora_lab.sim.hardware import HARDWARE
+from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
+
+from manylora.config import ADMISSIONS, ConfigError
+from manylora.pricing.costs import StepWork
 
 FIGURES = ("s-lora-fig5", "s-lora-fig6", "s-lora-fig7", "s-lora-fig10")
 SMALL = Case("S2", "a10", 12, 4.0, 10.0)

@@ -1,12 +1,12 @@
-"""What ``benchmarks.compiled_simulator`` rewrites before it compiles: the protocol's records."""
+"""What ``manylora_lab.benchmarks.compiled_simulator`` rewrites before it compiles: the protocol's records."""
 
 import dataclasses
 import inspect
 import types
 
 import pytest
+from manylora_lab.benchmarks.compiled_simulator import PACKAGE, RECORDS, _plain_records
 
-from benchmarks.compiled_simulator import PACKAGE, RECORDS, _plain_records
 from manylora import protocol
 from manylora.protocol import commands, events
 

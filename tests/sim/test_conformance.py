@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manylora_lab.sim.conformance import recorded_commands, replay_difference, simulation_difference
+from manylora_lab.sim.recorded import Measured, Recording, Told, measured
 
 from manylora import AsyncLLM, SamplingParams
 from manylora.config import CacheConfig, PolicyConfig
@@ -23,8 +25,6 @@ from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import JournalWriter, read_answered
 from manylora.engine.local import LocalEngine
 from manylora.protocol import Abort, AdapterRead, Arrive, CopyDone, Event, RunStep, StepDone
-from manylora.sim.conformance import recorded_commands, replay_difference, simulation_difference
-from manylora.sim.recorded import Measured, Recording, Told, measured
 from manylora.types import Request
 from tests.engine.fake_executor import FakeExecutor
 from tests.engine.test_engine import INFO, drain, request
@@ -155,7 +155,7 @@ import sys
 from pathlib import Path
 from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import read_answered
-from manylora.sim.conformance import replay_difference
+from manylora_lab.sim.conformance import replay_difference
 config, entries = read_answered(Path(sys.argv[1]))
 print(replay_difference(config, entries, fingerprint), end="")
 """

@@ -7,16 +7,16 @@ import json
 from pathlib import Path
 
 import pytest
-
-from manylora.config import ConfigError
-from manylora.sim.hardware import (
+from manylora_lab.sim.hardware import (
     HARDWARE,
     NPU_MEMORY_BYTES_S,
     NPU_MEMORY_CHOICES,
     fastlibra_npu,
     hardware_named,
 )
-from manylora.sim.shapes import ALL_MODULES, SHAPES, ModelShape, shape_from_json
+
+from manylora.config import ConfigError
+from manylora.pricing.shapes import ALL_MODULES, SHAPES, ModelShape, shape_from_json
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manylora_lab.sim import limits as limits_module
+from manylora_lab.sim.limits import Limits, Recorder, limits, most_kept, recorded, reference, summarize_limits
+from manylora_lab.sim.replay import Replay
+from manylora_lab.sim.summary import summarize
+from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
 from manylora.config import CACHE_POLICIES, PolicyConfig
 from manylora.protocol import (
@@ -23,12 +28,7 @@ from manylora.protocol import (
     StepRow,
     SwapPages,
 )
-from manylora.sim import limits as limits_module
-from manylora.sim.limits import Limits, Recorder, limits, most_kept, recorded, reference, summarize_limits
-from manylora.sim.replay import Replay
-from manylora.sim.summary import summarize
 from manylora.types import BASE, SamplingParams
-from manylora.workloads.stream import Piece, Stream, StreamRequest
 from tests.sim.test_replay import COSTS, chat, config_of, request, stream_of
 
 PARAMS = SamplingParams(max_tokens=1, seed=0)

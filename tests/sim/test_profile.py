@@ -12,23 +12,22 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from manylora_lab.sim.shipped import find_profile, shipped_profiles
 
 from manylora.config import ConfigError
-from manylora.sim.costs import Spread, StepWork
-from manylora.sim.fit import FEATURES, fit_profile, nonnegative_least_squares
-from manylora.sim.profile import (
+from manylora.pricing.costs import Spread, StepWork
+from manylora.pricing.fit import FEATURES, fit_profile, nonnegative_least_squares
+from manylora.pricing.profile import (
     ALONE_FORMAT,
     FORMAT,
     OverheadPoint,
     Profile,
     StepPoint,
     TransferPoint,
-    find_profile,
     load_profile,
     save_profile,
-    shipped_profiles,
 )
-from manylora.sim.shapes import SHAPES
+from manylora.pricing.shapes import SHAPES
 
 Load = tuple[int, int, int, int, int, int, int]
 SHAPE = SHAPES["llama-2-7b"]

@@ -7,15 +7,15 @@ import itertools
 from typing import Any
 
 import pytest
+from manylora_lab.sim.device import SimulatedDevice
+from manylora_lab.sim.replay import Replay
+from manylora_lab.sim.summary import summarize
+from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
 from manylora.config import CACHE_POLICIES, CacheConfig, ConfigError, PolicyConfig
+from manylora.pricing.costs import IDLE_S, DeviceCosts
 from manylora.protocol import Command, CopyDone, RunStep, SequenceStart, StepDone, StepRow, SwapPages
-from manylora.sim.costs import IDLE_S, DeviceCosts
-from manylora.sim.device import SimulatedDevice
-from manylora.sim.replay import Replay
-from manylora.sim.summary import summarize
 from manylora.types import BASE, SamplingParams
-from manylora.workloads.stream import Piece, Stream, StreamRequest
 
 PAGE_TOKENS = 4
 PAGE_BYTES = 1000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.sensitivity import (
+from manylora_lab.benchmarks.sensitivity import (
     Workload,
     compare_policies,
     grid_of,
@@ -13,6 +13,7 @@ from benchmarks.sensitivity import (
     sweep_manylora,
     table_of,
 )
+
 from manylora.config import CACHE_POLICIES
 
 SMALL = (Workload(5),)
@@ -39,7 +40,7 @@ def test_the_page_says_that_nothing_was_measured() -> None:
         "fastlibra": {},
         "manylora": sweep_manylora(SMALL, (10.0,), limit=4),
     }
-    page = page_of(report, "python -m benchmarks.sensitivity")
+    page = page_of(report, "python -m manylora_lab.benchmarks.sensitivity")
     assert "**Simulated, not measured**" in page
     assert "### 5/s, 12.6GiB" in page
 

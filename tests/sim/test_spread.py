@@ -6,11 +6,11 @@ import dataclasses
 import statistics
 
 import pytest
+from manylora_lab.sim.device import SimulatedDevice
 
 from manylora.config import ConfigError
+from manylora.pricing.costs import DeviceCosts, Spread
 from manylora.protocol import Command, ReadAdapter, RunStep, SequenceStart, StepRow, SwapPages
-from manylora.sim.costs import DeviceCosts, Spread
-from manylora.sim.device import SimulatedDevice
 from manylora.types import BASE, SamplingParams
 
 PAGE_BYTES = 1000

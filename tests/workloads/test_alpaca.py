@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+from manylora_lab.workloads import alpaca
+from manylora_lab.workloads.assembly import NO_TIMES, Adapters
+from manylora_lab.workloads.traces import ReadOptions
 
 from manylora.config import ConfigError
-from manylora.workloads import alpaca
-from manylora.workloads.assembly import NO_TIMES, Adapters
-from manylora.workloads.traces import ReadOptions
 from tests.workloads.damage import refuses
 
 ROWS = [

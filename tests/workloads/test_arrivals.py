@@ -7,9 +7,7 @@ import statistics
 from random import Random
 
 import pytest
-
-from manylora.config import ConfigError
-from manylora.workloads.arrivals import (
+from manylora_lab.workloads.arrivals import (
     at_once,
     even,
     from_gaps,
@@ -18,6 +16,8 @@ from manylora.workloads.arrivals import (
     poisson,
     ramp,
 )
+
+from manylora.config import ConfigError
 
 LONG_S = 20_000.0
 

@@ -6,9 +6,7 @@ import itertools
 from collections.abc import Iterable
 
 import pytest
-
-from manylora.config import ConfigError
-from manylora.workloads.assembly import (
+from manylora_lab.workloads.assembly import (
     NO_TIMES,
     Adapters,
     Dialog,
@@ -18,7 +16,9 @@ from manylora.workloads.assembly import (
     requests_of_dialogs,
     with_arrivals,
 )
-from manylora.workloads.stream import Stream, in_order, prompt_tokens
+from manylora_lab.workloads.stream import Stream, in_order, prompt_tokens
+
+from manylora.config import ConfigError
 
 
 def letters(text: str) -> list[int]:

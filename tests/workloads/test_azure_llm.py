@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from manylora_lab.workloads.assembly import Adapters
+from manylora_lab.workloads.traces import AZURE_LLM, ReadOptions
 
 from manylora.config import ConfigError
-from manylora.workloads.assembly import Adapters
-from manylora.workloads.traces import AZURE_LLM, ReadOptions
 from tests.workloads.damage import SAMPLES, refuses, with_line, zipped
 
 CONV = "azure_llm_2023_conv.csv"

@@ -6,10 +6,10 @@ import gzip
 from pathlib import Path
 
 import pytest
+from manylora_lab.workloads.assembly import Adapters
+from manylora_lab.workloads.traces import BURSTGPT, ReadOptions
 
 from manylora.config import ConfigError
-from manylora.workloads.assembly import Adapters
-from manylora.workloads.traces import BURSTGPT, ReadOptions
 from tests.workloads.damage import refuses
 
 ROWS = """\

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manylora_lab.workloads.chat import TRACES, conversations, prefix_bound, read_turns, shrunk
 
 from manylora.config import ConfigError
-from manylora.workloads.chat import conversations, prefix_bound, read_turns, shrunk
-
-TRACES = Path(__file__).parents[2] / "benchmarks" / "data"
 
 
 def row(**changes: Any) -> dict[str, Any]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from manylora_lab.workloads.chat import TRACES, Turn, read_turns, to_stream
+from manylora_lab.workloads.stream import prompt_tokens
 
 from manylora.config import ConfigError
-from manylora.workloads.chat import Turn, read_turns, to_stream
-from manylora.workloads.stream import prompt_tokens
 
-TRACE = Path(__file__).parents[2] / "benchmarks" / "data" / "chat_5rps.jsonl.gz"
+TRACE = TRACES / "chat_5rps.jsonl.gz"
 
 
 def test_prompts_are_as_long_as_in_the_trace() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manylora_lab.workloads.assembly import NO_TIMES, Adapters
+from manylora_lab.workloads.conversations import LMSYS, SHAREGPT, LengthPair, load_arena, read_lengths
+from manylora_lab.workloads.traces import ReadOptions
 
-from manylora.workloads.assembly import NO_TIMES, Adapters
-from manylora.workloads.conversations import LMSYS, SHAREGPT, LengthPair, load_arena, read_lengths
-from manylora.workloads.traces import ReadOptions
 from tests.workloads.damage import SAMPLES, refuses, with_line, zipped
 
 LENGTHS = "sharegpt_lengths.csv"

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from manylora_lab.workloads.describe import describe, summary, text, zipf_exponent
+from manylora_lab.workloads.picture import draw
+from manylora_lab.workloads.stream import Piece, Stream, StreamRequest, in_order
 
 from manylora.config import ConfigError
-from manylora.workloads.describe import describe, summary, text, zipf_exponent
-from manylora.workloads.picture import draw
-from manylora.workloads.stream import Piece, Stream, StreamRequest, in_order
 
 SYSTEM = Piece("system", 100)
 

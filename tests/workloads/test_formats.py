@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
+from manylora_lab.workloads.formats import FORMATS, WorkloadOptions, read_file
+from manylora_lab.workloads.stream import Stream
 
 from manylora.config import ConfigError
-from manylora.workloads.formats import FORMATS, WorkloadOptions, read_file
-from manylora.workloads.stream import Stream
 
 
 def read(path: Path, name: str, **options: object) -> Stream:

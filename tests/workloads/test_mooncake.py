@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from manylora_lab.workloads import mooncake
+from manylora_lab.workloads.assembly import Adapters
+from manylora_lab.workloads.stream import Piece
+from manylora_lab.workloads.traces import ReadOptions
 
-from manylora.workloads import mooncake
-from manylora.workloads.assembly import Adapters
-from manylora.workloads.stream import Piece
-from manylora.workloads.traces import ReadOptions
 from tests.workloads.damage import SAMPLES, refuses, with_line, zipped
 
 TRACE = "mooncake_conversation.jsonl"

@@ -7,14 +7,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from manylora_lab.workloads.chat import TRACES
+from manylora_lab.workloads.describe import describe
+from manylora_lab.workloads.formats import FORMATS
+from manylora_lab.workloads.named import catalogue, named
 
 from manylora.config import ConfigError
-from manylora.workloads.describe import describe
-from manylora.workloads.formats import FORMATS
-from manylora.workloads.named import catalogue, named
 
 CHECKOUT = Path(__file__).parents[2]
-CHAT = CHECKOUT / "benchmarks" / "data" / "chat_5rps.jsonl.gz"
+CHAT = TRACES / "chat_5rps.jsonl.gz"
 
 
 @pytest.mark.parametrize("name", catalogue())
@@ -219,10 +220,9 @@ def test_bad_names(text: str, options: dict[str, object], words: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_chat_names_need_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_names_do_not_depend_on_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="elsewhere name its path and format chat"):
-        named("chat-5")
+    assert named("chat-5", duration_s=5.0) == named(str(CHAT), file_format="chat", duration_s=5.0)
 
 
 @pytest.mark.parametrize("file_format", [name for name in FORMATS if name != "chat"])

@@ -6,12 +6,12 @@ import gzip
 from pathlib import Path
 
 import pytest
+from manylora_lab.workloads import parallel_text
+from manylora_lab.workloads.assembly import Adapters
+from manylora_lab.workloads.parallel_text import ParallelText, SentencePair
+from manylora_lab.workloads.traces import ReadOptions
 
 from manylora.config import ConfigError
-from manylora.workloads import parallel_text
-from manylora.workloads.assembly import Adapters
-from manylora.workloads.parallel_text import ParallelText, SentencePair
-from manylora.workloads.traces import ReadOptions
 from tests.workloads.damage import SAMPLES, refuses, with_line, zipped
 
 TABLE = "ntrex_128.tsv"

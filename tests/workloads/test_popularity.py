@@ -8,9 +8,9 @@ from collections import Counter
 from random import Random
 
 import pytest
+from manylora_lab.workloads.popularity import Popularity, mapped_functions, parse_ranks
 
 from manylora.config import ConfigError
-from manylora.workloads.popularity import Popularity, mapped_functions, parse_ranks
 
 ALL = ["zipf(1)", "geometric(1.5)", "power(0.1)", "gaussian(0.1)", "uniform", "round-robin", "identical"]
 

@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 import pytest
-
-from manylora.workloads.rows import Count, Number, Positive, RowType
+from manylora_lab.workloads.rows import Count, Number, Positive, RowType
 
 
 class Word(msgspec.Struct, frozen=True):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 import pytest
+from manylora_lab.workloads import extracts
+from manylora_lab.workloads.extracts import Round, fitting
+from manylora_lab.workloads.interleaving import Arrival, Script, interleave
+from manylora_lab.workloads.scenarios import SCENARIOS, scenario
+from manylora_lab.workloads.stream import prompt_tokens
 
 from manylora.config import ConfigError
-from manylora.workloads import extracts
-from manylora.workloads.extracts import Round, fitting
-from manylora.workloads.interleaving import Arrival, Script, interleave
-from manylora.workloads.scenarios import SCENARIOS, scenario
-from manylora.workloads.stream import prompt_tokens
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

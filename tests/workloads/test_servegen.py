@@ -10,11 +10,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from manylora_lab.workloads import servegen
+from manylora_lab.workloads.assembly import Adapters
+from manylora_lab.workloads.servegen import Clients, Lengths
 
 from manylora.config import ConfigError
-from manylora.workloads import servegen
-from manylora.workloads.assembly import Adapters
-from manylora.workloads.servegen import Clients, Lengths
 from tests.workloads.damage import SAMPLES, refuses, with_line, zipped
 
 RATES, SIZES = "servegen_m-large_client_rates.csv", "servegen_m-large_client_lengths.jsonl"

@@ -8,10 +8,10 @@ from collections import Counter
 from random import Random
 
 import pytest
+from manylora_lab.workloads.stream import Stream
+from manylora_lab.workloads.synthetic import Synthetic, empirical, parse_length, synthetic
 
 from manylora.config import ConfigError
-from manylora.workloads.stream import Stream
-from manylora.workloads.synthetic import Synthetic, empirical, parse_length, synthetic
 
 
 def made(parts: Synthetic, seed: int = 0, **options: object) -> Stream:

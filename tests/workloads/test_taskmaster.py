@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manylora_lab.workloads.assembly import Adapters
+from manylora_lab.workloads.stream import StreamRequest, prompt_tokens
+from manylora_lab.workloads.taskmaster import TASKMASTER
+from manylora_lab.workloads.traces import ReadOptions
 
-from manylora.workloads.assembly import Adapters
-from manylora.workloads.stream import StreamRequest, prompt_tokens
-from manylora.workloads.taskmaster import TASKMASTER
-from manylora.workloads.traces import ReadOptions
 from tests.workloads.damage import SAMPLES, refuses, with_line, zipped
 
 TM1, TM3, TM4 = "taskmaster_tm1.json", "taskmaster_tm3_reward.json", "taskmaster_tm4.json"

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manylora_lab.workloads.text_file import TextFile, decimal, string, whole
 
 from manylora.config import ConfigError
-from manylora.workloads.text_file import TextFile, decimal, string, whole
 
 
 def number(row: Mapping[str, Any]) -> int:

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from manylora_lab.workloads.formats import FORMATS
+from manylora_lab.workloads.named import catalogue
 
 from manylora.cli import main
-from manylora.workloads.formats import FORMATS
-from manylora.workloads.named import catalogue
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
@@ -80,8 +80,8 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 def test_parsers_alone_load_nothing_heavy() -> None:
     code = (
-        "import sys, argparse; from manylora.workloads.command import add_parser; "
+        "import sys, argparse; from manylora_lab.workloads.command import add_parser; "
         "add_parser(argparse.ArgumentParser().add_subparsers()); "
-        "sys.exit(any(n in sys.modules for n in ('numpy', 'matplotlib', 'manylora.workloads.named')))"
+        "sys.exit(any(n in sys.modules for n in ('numpy', 'matplotlib', 'manylora_lab.workloads.named')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,7 +1,7 @@
 """Launch sizes of attention: what was measured on a device, by heads and rows, and what holds elsewhere.
 
-Owns the format of ``kernels/tuned/attention.json``. Nothing is tried out at run time; ``benchmarks/h200_ops.py``
-measures.
+Owns the format of ``kernels/tuned/attention.json``. Nothing is tried out at run time; what measures is in the
+laboratory (``h200_ops``).
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""The laboratory beside manylora: simulator, workloads, measurements, the papers' figures."""

@@ -1,0 +1,198 @@
+"""A closed loop against an engine in this process: so many requests at once, first come first served.
+
+Owns who may join the batch next (``Gate``), which the simulator's loop uses too. The engine's policy is what it
+always is; a gate only holds requests back before it, as a system's front would that batches in this way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from manylora.config import ConfigError
+from manylora.engine.client import Delta, GenerationRequest
+from manylora.engine.driver import Driver
+from manylora.flags import build_settings
+from manylora.pricing.shapes import ModelShape
+from manylora.types import SamplingParams
+
+_FIRST_TOKEN = 3
+"""Ids below it are special tokens."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoopRequest:
+    """Lengths in tokens. ``adapter``: its number, None for the base."""
+
+    adapter: int | None
+    prompt_tokens: int
+    output_tokens: int
+
+
+class Gate:
+    """First come first served, at most ``at_once`` running. ``models``: of each request; unless ``is_mixed``, only
+    requests of one model run together, and the first in line of another waits until all of them have ended."""
+
+    def __init__(self, models: Sequence[int], at_once: int, is_mixed: bool) -> None:
+        self._models = models
+        self._at_once = at_once
+        self._is_mixed = is_mixed
+        self._num_joined = 0
+        self._running: set[int] = set()
+
+    @property
+    def is_done(self) -> bool:
+        """All have joined and ended."""
+        return self._num_joined == len(self._models) and not self._running
+
+    def join(self) -> int | None:
+        """The next request, which runs from now on; None where nobody may."""
+        first = self._num_joined
+        if first == len(self._models) or len(self._running) >= self._at_once:
+            return None
+        # All that run are of one model, unless they may be mixed.
+        other = next(iter(self._running), first)
+        if not self._is_mixed and self._models[other] != self._models[first]:
+            return None
+        self._num_joined += 1
+        self._running.add(first)
+        return first
+
+    def leave(self, request: int) -> None:
+        """It has ended."""
+        self._running.remove(request)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoopResult:
+    """From the first request handed over to the last one's end."""
+
+    duration_s: float
+    prompt_tokens: int
+    output_tokens: int
+    num_steps: int
+
+
+class ClosedLoop:
+    """Hands one request over after every step at most, so that a step has at most one new prompt."""
+
+    def __init__(self, driver: Driver) -> None:
+        """Takes over ``driver``, not yet started."""
+        self._driver = driver
+        self._num_runs = 0
+        self._asked: Sequence[GenerationRequest] = ()
+        self._gate = Gate((), 0, True)
+        self._ended = threading.Event()
+        self._error: str | None = None
+        driver.start(self._deliver, self._died)
+
+    @property
+    def machine(self) -> str:
+        """The device's name."""
+        return self._driver.info.device
+
+    def warm_up(self, requests: Sequence[LoopRequest]) -> None:
+        """Run these, mixed, for what only a first run costs: kernels to compile, adapters to read."""
+        self.run(requests, Gate([0] * len(requests), self._driver.info.max_num_seqs, True))
+
+    def run(self, requests: Sequence[LoopRequest], gate: Gate) -> LoopResult:
+        """All requests to their ends; prompts are random and never those of an earlier run. Raises ConfigError."""
+        self._num_runs += 1
+        self._asked = [self._request(number, request) for number, request in enumerate(requests)]
+        self._gate = gate
+        self._ended.clear()
+        steps = self._driver.stats().result().steps
+        began_s = time.monotonic()
+        self._hand_over()
+        self._ended.wait()
+        duration_s = time.monotonic() - began_s
+        if self._error is not None:
+            raise ConfigError(f"the engine failed: {self._error}")
+        return LoopResult(
+            duration_s,
+            sum(request.prompt_tokens for request in requests),
+            sum(request.output_tokens for request in requests),
+            self._driver.stats().result().steps - steps,
+        )
+
+    def serve(self, name: str, path: str) -> None:
+        """An adapter, by what requests call it: "adapter-7"."""
+        self._driver.add_adapter(name, path, verify=False)
+
+    def close(self) -> None:
+        """Free the engine."""
+        self._driver.close()
+
+    def _request(self, number: int, request: LoopRequest) -> GenerationRequest:
+        dice = random.Random(f"{self._num_runs} {number}")
+        ids = range(_FIRST_TOKEN, self._driver.info.vocab_size)
+        prompt = tuple(dice.choices(ids, k=request.prompt_tokens))
+        params = SamplingParams(max_tokens=request.output_tokens, temperature=0.0, ignore_eos=True, seed=0)
+        adapter = None if request.adapter is None else f"adapter-{request.adapter}"
+        return GenerationRequest(f"{self._num_runs}-{number}", prompt, params, adapter)
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        """On the driver's thread, once a step; what is handed over here joins the step after the next to start."""
+        for delta in deltas:
+            if delta.error is not None:
+                self._died(delta.error.message)
+            elif delta.finish_reason is not None:
+                self._gate.leave(int(delta.request.partition("-")[2]))
+        if self._gate.is_done:
+            self._ended.set()
+        else:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        number = self._gate.join()
+        if number is not None:
+            self._driver.submit(self._asked[number])
+
+    def _died(self, reason: str) -> None:
+        self._error = reason
+        self._ended.set()
+
+
+@contextmanager
+def dummy_loop(
+    shape: ModelShape, device: str, rank: int, num_adapters: int, at_once: int, max_tokens: int
+) -> Iterator[ClosedLoop]:
+    """A loop on an engine with dummy weights and adapters of ``rank`` on all linear modules.
+
+    ``max_tokens``: the longest request, reply included. Raises ConfigError.
+    """
+    # They bring torch, which a simulated loop does without.
+    from manylora.executor.build import build_worker
+    from manylora.models.config import read_model_config
+    from manylora.warmup.random_adapters import write_random_adapters
+    from manylora_lab.bench.dummies import dtype_name, write_model
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        model = write_model(folder / shape.name, shape, max_tokens)
+        settings, _ = build_settings(
+            {
+                "model": str(model), "device": device, "dtype": dtype_name(shape), "load_format": "dummy",
+                "max_model_len": max_tokens, "max_num_seqs": at_once,
+                # Room for a whole prompt beside the decoding rows, so that none is cut.
+                "max_batch_tokens": max_tokens + at_once,
+                **({"device_pool": "128MiB", "host_pool": "256MiB"} if device == "cpu" else {}),
+            }
+        )  # fmt: skip
+        worker, policy, info = build_worker(settings, registry_path=folder / "registry.sqlite")
+        loop = ClosedLoop(Driver(policy, worker, info))
+        try:
+            adapters = folder / "adapters"
+            for path in write_random_adapters(
+                adapters, read_model_config(model), dtype_name(shape), [rank], num_adapters
+            ):
+                loop.serve(path.name, str(path))
+            yield loop
+        finally:
+            loop.close()

@@ -1,0 +1,448 @@
+"""``manylora profile``: what steps, copies, reads and the engine itself take on this device with this model.
+
+The whole engine serves clients under one load after another (``bench.profile_loads``), and what its steps took is
+noted: an engine's steps share the machine with its policy, its event loop and its copies, and take longer than the
+same batches one by one. The report is a profile (``sim.profile``), from which the simulator's costs are fitted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib.metadata
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from manylora.config import ConfigError, EngineSettings, PolicyConfig
+from manylora.engine.driver import Driver
+from manylora.executor.build import build_worker
+from manylora.executor.reader import READERS
+from manylora.executor.worker import Worker
+from manylora.flags import build_settings
+from manylora.models.config import ModelConfig, ModelError, read_model_config
+from manylora.models.source import resolve_model
+from manylora.pricing.fit import FittedCosts, fit_profile
+from manylora.pricing.profile import FORMAT, Profile, save_profile
+from manylora.pricing.shapes import ModelShape
+from manylora.types import EngineInfo
+from manylora.warmup.random_adapters import write_random_adapters
+from manylora_lab.bench.picture import check_writable
+from manylora_lab.bench.profile_grid import Limits, make_batches
+from manylora_lab.bench.profile_loads import (
+    Load,
+    Room,
+    answer_time_s,
+    busy_load,
+    crowded_load,
+    make_loads,
+    overhead_points,
+    read_points,
+    read_under_load,
+    run_load,
+    step_points,
+    wake,
+)
+from manylora_lab.bench.profile_rig import Rig
+from manylora_lab.bench.profile_spread import copy_drag, spread_of
+from manylora_lab.bench.step_log import LentExecutor, StepLog
+from manylora_lab.bench.targets import EngineTarget
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is measured, how much of it is done, and how much there is."""
+
+RANKS = (64, 8, 32, 16)
+"""Of the adapters, in turn; 64 and 32 are the FastLibra paper's."""
+
+_HOST_POOL = {"cpu": "256MiB", "cuda": "2GiB"}
+_ADAPTER_ROOM = 0.3
+_KV_ROOM = 0.6
+_READS = 2 * len(RANKS)
+"""Adapters read under load in each part: two of each rank."""
+_WAKES, _QUICK_WAKES, _MOST_WAKE_TOKENS = 24, 8, 64
+"""Prompts that find the engine idle in each part, and the longest of them: short, since what waking takes is told
+from the rest by the fit, whose error in a long prompt is more than that."""
+_MOST_PASSES = 5
+_CROWDS = 2
+"""How often each part is watched with too few pages."""
+_ATTENTION_GROUPS = ("qkv", "o")
+_PACKAGES = ("manylora", "torch", "numpy", "triton", "numba", "flashinfer-python")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProfileSettings:
+    """What to profile. ``engine``: settings by flag name, ``model`` too. ``budget_s``: for watching the
+    engine, pass after pass over its loads, one pass at least."""
+
+    engine: Mapping[str, Any]
+    out: Path
+    name: str | None = None
+    adapter_modules: str = "attention"
+    is_quick: bool = False
+    budget_s: float = 100.0
+    commit: str = "unknown"
+
+    def __post_init__(self) -> None:
+        if self.adapter_modules not in ("attention", "all"):
+            raise ConfigError(f"--adapter-modules must be attention or all, got {self.adapter_modules!r}")
+        if not 0 < self.budget_s < float("inf"):
+            raise ConfigError(f"--budget must be more than 0, got {self.budget_s}")
+        check_writable(self.out)
+
+    @property
+    def repeats(self) -> int:
+        """Of every copy and read."""
+        return 5 if self.is_quick else 9
+
+
+def run(settings: ProfileSettings) -> int:
+    """Measure, write the file, say how well costs fit. Raises ConfigError."""
+    profile = measure(settings, Bars())
+    save_profile(profile, settings.out)
+    print(describe(profile, fit_profile(profile)))
+    print(f"written to {settings.out}")
+    return 0
+
+
+def measure(settings: ProfileSettings, progress: Progress) -> Profile:
+    """The profile, on a worker that is made and closed here. Raises ConfigError."""
+    engine = _engine_settings(settings)
+    try:
+        config = read_model_config(resolve_model(engine.model.model))
+        worker, policy, info = build_worker(engine)
+    except ModelError as error:
+        raise ConfigError(str(error)) from error
+    try:
+        with Profiler(settings, worker, policy, info, config, progress) as profiler:
+            profiler.watch()
+            return profiler.profile()
+    finally:
+        worker.close()
+
+
+class Profiler:
+    """Profiles a worker that serves nobody meanwhile; the worker stays open. A context: its files go at the end.
+
+    ``watch`` may be called for one part of the loads after another, with other work between, so that a machine
+    whose speed changes over minutes is seen as often fast and slow as that work sees it. Raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        settings: ProfileSettings,
+        worker: Worker,
+        policy: PolicyConfig,
+        info: EngineInfo,
+        config: ModelConfig,
+        progress: Progress,
+    ) -> None:
+        """Reads adapters and rehearses, for what only a first run of a batch costs."""
+        self._settings = settings
+        self._worker = worker
+        self._policy = policy
+        self._info = info
+        self._config = config
+        self._progress = progress
+        self._log = StepLog()
+        self._crowded = StepLog()
+        self._answer_s: list[float] = []
+        self._folder = tempfile.TemporaryDirectory()
+        try:
+            folder = Path(self._folder.name)
+            self._prepare(_write_adapters(folder, config, info.dtype, settings, policy.max_num_seqs))
+        except BaseException:
+            self._folder.cleanup()
+            raise
+
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._folder.cleanup()
+
+    def _prepare(self, paths: list[Path]) -> None:
+        rig = Rig(self._worker, self._policy)
+        self._progress("adapters", 0, 1)
+        rig.serve(paths, _ADAPTER_ROOM)
+        if not rig.num_adapters:
+            raise ConfigError("the device's pool is too small for one adapter: raise --device-pool")
+        self._progress("adapters", 1, 1)
+        self._reads = rig.reads(range(1, 1 + min(len(RANKS), rig.num_adapters)), self._settings.repeats)
+        _rehearse(self._settings, rig, self._policy, self._progress)
+        # Last: by now a large host pool is pinned.
+        self._copies = rig.copies(self._settings.repeats)
+        self._paths = paths[: rig.num_adapters]
+        self._adapter_pages = rig.adapter_pages
+        rig.forget_adapters()
+
+    def watch(self, part: int = 0, num_parts: int = 1) -> None:
+        """Run an engine under this part of the loads, once at least, and for its part of the time."""
+        room = Room(
+            max_seqs=self._policy.max_num_seqs,
+            max_len=self._policy.max_model_len,
+            num_tokens=int(_KV_ROOM * self._policy.num_pages) * self._policy.page_tokens,
+            num_adapters=len(self._paths),
+        )
+        loads = make_loads(room, self._settings.is_quick)[part::num_parts]
+        log = asyncio.run(self._watched(room, loads, self._settings.budget_s / num_parts))
+        _add(self._log, log)
+        _add(self._crowded, asyncio.run(self._watched_in_need(room, part)))
+
+    def _open(self, policy: PolicyConfig) -> tuple[LentExecutor, EngineTarget, list[str]]:
+        """An engine on the worker, and its adapters' names."""
+        lent = LentExecutor(self._worker, policy.page_bytes)
+        info = dataclasses.replace(self._info, num_pages=policy.num_pages, max_model_len=policy.max_model_len)
+        driver = Driver(policy, lent, info)
+        names = [f"profile-{number}" for number in range(len(self._paths))]
+        for name, path in zip(names, self._paths):
+            driver.add_adapter(name, str(path), verify=False)
+        return lent, EngineTarget(driver), names
+
+    async def _watched_in_need(self, room: Room, seed: int) -> StepLog:
+        """An engine that has half the pages that its clients fill."""
+        policy = self._policy
+        load = crowded_load(room, policy.num_host_pages * policy.page_tokens)
+        of_adapters = self._adapter_pages[: load.adapters]
+        of_client = -(-load.turns * (load.context + load.reply) // policy.page_tokens)
+        needed = load.clients * of_client + sum(of_adapters)
+        num_pages = min(policy.num_pages, max(needed // 2, of_client + max(of_adapters, default=0) + 1))
+        lent, target, names = self._open(
+            dataclasses.replace(
+                policy,
+                num_pages=num_pages,
+                max_model_len=min(policy.max_model_len, of_client * policy.page_tokens),
+            )
+        )
+        try:
+            for number in range(_CROWDS):
+                await run_load(target, load, names, seed=seed * _CROWDS + number)
+        finally:
+            await target.close()
+        return lent.log()
+
+    async def _watched(self, room: Room, loads: Sequence[Load], budget_s: float) -> StepLog:
+        """Its steps, and the reads of its first part, under load."""
+        busy = busy_load(room)
+        lent, target, names = self._open(self._policy)
+        total = _MOST_PASSES * len(loads)
+        ends_at = time.monotonic() + budget_s
+        try:
+            await read_under_load(target, busy, names[:_READS], seed=0)
+            reads = lent.log().reads
+            count = _QUICK_WAKES if self._settings.is_quick else _WAKES
+            answered_s = await wake(
+                target,
+                names[:_READS],
+                (busy.context, max(busy.context, min(_MOST_WAKE_TOKENS, room.max_len // 2))),
+                count,
+                seed=1,
+            )
+            for done in range(total):
+                if time.monotonic() > ends_at and done >= len(loads):
+                    break
+                self._progress("engine", done, total)
+                await run_load(target, loads[done % len(loads)], names, seed=done)
+        finally:
+            await target.close()
+        self._progress("engine", total, total)
+        steps = lent.log().steps
+        self._answer_s.append(answer_time_s(steps, answered_s))
+        return StepLog(steps, reads=reads)
+
+    def profile(self) -> Profile:
+        """Of all that was watched."""
+        settings, info = self._settings, self._info
+        name = settings.name or Path(info.model).name
+        shape = shape_of(self._config, name, getattr(torch, info.dtype).itemsize)
+        projections = _projections(self._config, settings.adapter_modules)
+        profile = Profile(
+            format=FORMAT,
+            machine=machine_name(info.device),
+            model=shape,
+            fingerprint=shape.fingerprint,
+            dtype=info.dtype,
+            page_tokens=self._policy.page_tokens,
+            adapter_modules=tuple(p.module.rpartition(".")[2] for p in projections),
+            reads_at_once=READERS,
+            versions=_versions(),
+            commit=settings.commit,
+            steps=tuple(step_points(self._log.steps)),
+            wakes=tuple(step_points(self._log.steps, is_cold=True)),
+            copies=tuple(self._copies),
+            reads=tuple(read_points(self._log.reads, self._reads)),
+            overheads=tuple(overhead_points(self._log.steps)),
+            answer_s=statistics.median(self._answer_s),
+            pipeline_depth=self._policy.pipeline_depth,
+        )
+        costs = fit_profile(profile)
+        return dataclasses.replace(
+            profile,
+            copy_drag=copy_drag(self._crowded, costs),
+            spread=spread_of(self._log, self._crowded, costs),
+        )
+
+
+def _add(log: StepLog, more: StepLog) -> None:
+    log.steps += more.steps
+    log.copies += more.copies
+    log.reads += more.reads
+
+
+def _engine_settings(settings: ProfileSettings) -> EngineSettings:
+    values = dict(settings.engine)
+    if values.get("host_pool") is None:
+        on_cpu = values.get("device") == "cpu" or not torch.accelerator.is_available()
+        values["host_pool"] = _HOST_POOL["cpu" if on_cpu else "cuda"]
+    return build_settings(values)[0]
+
+
+def _rehearse(settings: ProfileSettings, rig: Rig, policy: PolicyConfig, progress: Progress) -> None:
+    """Run every kind of batch once, for what only a first run costs, such as kernels to compile."""
+    limits = Limits(
+        max_seqs=policy.max_num_seqs,
+        max_tokens=policy.max_batch_tokens,
+        max_len=policy.max_model_len,
+        num_pages=rig.num_free_pages,
+        page_tokens=policy.page_tokens,
+        num_adapters=rig.num_adapters,
+    )
+    batches = make_batches(limits, settings.is_quick)
+    for done, batch in enumerate(batches):
+        progress("rehearsal", done, len(batches))
+        rig.rehearse(batch)
+    progress("rehearsal", len(batches), len(batches))
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+def shape_of(config: ModelConfig, name: str, itemsize: int) -> ModelShape:
+    """The model's sizes."""
+    return ModelShape(
+        name=name,
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate=config.intermediate_size,
+        vocab=config.vocab_size,
+        itemsize=itemsize,
+        is_gated=all(layer.mlp.is_gated for layer in config.layers),
+        is_tied=config.tie_embeddings,
+    )
+
+
+def machine_name(device: str) -> str:
+    """The device; of a CPU also which one, and on how many threads."""
+    if device != "cpu":
+        return device
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"cpu ({names[0] if names else model}, {torch.get_num_threads()} threads)"
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _projections(config: ModelConfig, which: str) -> list[Any]:
+    groups = [group for group in config.groups if which == "all" or group.name in _ATTENTION_GROUPS]
+    return [projection for group in groups for projection in group.projections]
+
+
+def _write_adapters(
+    folder: Path, config: ModelConfig, dtype: str, settings: ProfileSettings, max_seqs: int
+) -> list[Path]:
+    """Random PEFT adapters of RANKS in turn, as many as rows."""
+    count = min(max_seqs, 16 if settings.is_quick else 48)
+    projections = _projections(config, settings.adapter_modules)
+    return write_random_adapters(folder, config, dtype, RANKS, count, projections)
+
+
+# ---------------------------------------------------------------- for people
+
+
+class Bars:
+    """A bar on stderr for each part; silent where stderr is no terminal."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm[Any] | None = None
+        self._what = ""
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if self._bar is None or what != self._what:
+            self._what = what
+            self._bar = tqdm(total=total, desc=what, file=sys.stderr, disable=None, leave=False)
+        self._bar.update(done - self._bar.n)
+        if done >= total:
+            self._bar.close()
+
+
+def describe(profile: Profile, costs: FittedCosts) -> str:
+    """How many points there are and how far the fitted costs are from them."""
+
+    def error(of: Any) -> str:
+        return f"mean {100 * of.mean:.1f} %, largest {100 * of.largest:.1f} %, {of.num_points} batches"
+
+    def rate(line: tuple[float, float]) -> str:
+        per_s = f"{1e-9 / line[1]:.3g} GB/s" if line[1] else "any rate"
+        return f"{1e6 * line[0]:.0f} us + {per_s}"
+
+    most_rows = max(point.num_rows for point in profile.overheads)
+    return "\n".join(
+        (
+            f"model         {profile.model}, {profile.dtype}",
+            f"machine       {profile.machine}, pipeline_depth {profile.steps_in_flight}",
+            f"fit           {len(costs.planes)} planes",
+            f"  error       {error(costs.seen)}",
+            f"  held out    {error(costs.held_out)}",
+            f"to device     {rate(costs.copy_in)}",
+            f"to host       {rate(costs.copy_out)}",
+            f"reads         {rate(costs.read_out)} to the host, {rate(costs.read_in)} to the device",
+            f"between steps {1e6 * costs.overhead_s(1, 0):.0f} us with 1 row, "
+            f"{1e6 * costs.overhead_s(most_rows, 0):.0f} us with {most_rows}, "
+            f"{1e6 * costs.overhead[2]:.0f} us more with new ones",
+            f"copies        told {1e6 * statistics.fmean(costs.spread.landings or (0.0,)):.0f} us later than when "
+            f"idle; a second of them takes {costs.copy_drag:.2f} s of the steps beside them",
+            f"answers       {1e6 * costs.answer_s:.0f} us after their step",
+            f"after idling  {1e3 * costs.wake_s:.2f} ms more",
+        )
+    )
+
+
+def settings_from(values: Mapping[str, Any], engine: Mapping[str, Any]) -> ProfileSettings:
+    """From the command line's values, texts or None; raises ConfigError."""
+    is_quick = bool(values.get("quick"))
+    text = values.get("budget")
+    try:
+        budget_s = (25.0 if is_quick else 100.0) if text is None else float(text)
+    except ValueError:
+        raise ConfigError(f"--budget must be a number of seconds, got {text!r}") from None
+    return ProfileSettings(
+        engine=engine,
+        out=Path(values["out"]),
+        name=values.get("name"),
+        adapter_modules=values.get("adapter_modules") or "attention",
+        is_quick=is_quick,
+        budget_s=budget_s,
+        commit=values.get("commit") or "unknown",
+    )

@@ -1,0 +1,276 @@
+"""``manylora bench simulate``: a workload under cache policies in virtual time, measured or assumed costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from manylora.config import CACHE_POLICIES, ConfigError, EngineSettings, PolicyConfig, is_import_name
+from manylora.flags import build_settings
+from manylora.policy.caches import find_cache
+from manylora.pricing.costs import StepCosts
+from manylora.pricing.fit import fit_profile
+from manylora.pricing.profile import Profile
+from manylora.pricing.shapes import ATTENTION_MODULES, ModelShape, shape_named
+from manylora_lab.bench.picture import check_writable
+from manylora_lab.bench.provenance import Recording
+from manylora_lab.sim.analytical import AnalyticalCosts, check_cards
+from manylora_lab.sim.hardware import hardware_named
+from manylora_lab.sim.limits import recorded, reference, summarize_limits
+from manylora_lab.sim.replay import Replay
+from manylora_lab.sim.shipped import find_profile
+from manylora_lab.sim.summary import summarize, ttft_parts_ms
+from manylora_lab.workloads.stream import Stream
+from manylora_lab.workloads.terms import suggestion
+
+REFERENCE = "cached"
+_SHAPE = "llama-2-7b"
+_HOST_POOL_BYTES = {"cpu": 4 * 2**30, "cuda": 32 * 2**30}
+"""Where none is named: the engine takes a share of what its host has free, on a CPU at most so much."""
+_COLUMNS = (
+    ("TTFT ms", "{ttft_mean_ms:.1f}"),
+    ("p99", "{ttft_p99_ms:.1f}"),
+    ("TPOT ms", "{tpot_mean_ms:.2f}"),
+    ("done per s", "{done_per_s:.2f}"),
+    ("prefix hit", "{prefix_hit:.2f}"),
+    ("adapter hit", "{adapter_hit_device:.2f}"),
+    ("preempted", "{preemptions:.0f}"),
+)
+_LIMITS = (
+    ("KV kept", "{kv_kept:.2f} of {kv_kept_limit:.2f}"),
+    ("adapters kept", "{adapter_kept:.2f} of {adapter_kept_limit:.2f}"),
+)
+_DROPPED = ("dropped", "{dropped}")
+_LEAST_WIDTH = 9
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SimulateSettings:
+    """What to simulate: costs by ``profile``, which has to be of ``model`` and of this machine's ``device`` where
+    these are given, or by ``hardware`` and ``shape``. ``policies``: names with commas between, or "all".
+    ``engine``: settings by flag name. ``with_limits``: bounds beside every policy (docs/limits.md)."""
+
+    profile: str | None = None
+    model: str | None = None
+    device: str | None = None
+    hardware: str | None = None
+    shape: str | None = None
+    cards: int = 1
+    policies: str = "manylora"
+    is_warm: bool = True
+    with_limits: bool = False
+    engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        if (self.profile is None) == (self.hardware is None):
+            raise ConfigError("name either --profile, such as h200-llama-2-7b, or --hardware, such as h200")
+        if self.profile is not None and self.shape is not None:
+            raise ConfigError("a profile knows its model: --shape goes with --hardware")
+        if self.hardware is not None and self.model is not None:
+            raise ConfigError("--model is compared with a profile's: with --hardware name a --shape")
+        if self.hardware is not None and self.device is not None:
+            raise ConfigError("--device is compared with a profile's machine: it does not go with --hardware")
+        check_cards(self.cards, "--cards")
+        if self.out is not None:
+            check_writable(self.out)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Target:
+    """What is simulated: costs on all cards, and what the engine's settings, pools and adapters follow from.
+    ``profile``: whence the costs are, if measured."""
+
+    name: str
+    shape: ModelShape
+    costs: StepCosts
+    profile: Profile | None
+    pool_bytes: int | None
+
+    @property
+    def kind(self) -> Literal["cpu", "cuda"]:
+        """Whose defaults the engine has."""
+        return "cuda" if self.profile is None else self.profile.kind
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """That the adapters adapt."""
+        return ATTENTION_MODULES if self.profile is None else self.profile.adapter_modules
+
+
+def run(settings: SimulateSettings, load: Callable[[], Stream]) -> int:
+    """Simulate what ``load`` returns, print a line for each policy as it is done. Raises ConfigError."""
+    target = _target(settings)
+    configs = {name: _config(settings, name, target) for name in _policies(settings.policies)}
+    # Of the reference batch sizes and lengths matter, pools do not, and pages are as large as by default.
+    unlimited = _config(settings, "lru", target)
+    notes = _notes(configs, target)
+    recording = Recording("the workload's (--seed)")
+    stream = load()
+    print(f"{stream.name} on {target.name}, {len(stream.requests)} requests", flush=True)
+    for note in notes:
+        print(f"note: {note}", flush=True)
+    columns = (
+        *_COLUMNS,
+        *(_LIMITS if settings.with_limits else ()),
+        *((_DROPPED,) if unlimited.admission == "early-abort" else ()),
+    )
+    width = max(len(name) for name in (*configs, REFERENCE))
+    print(_line("", width, [heading for heading, _ in columns]), flush=True)
+    report: dict[str, Any] = {
+        "benchmark": "simulate", "workload": stream.name, "requests": len(stream.requests),
+        "notes": [*stream.notes, *notes], "device": target.name, "model": str(target.shape), "results": {},
+    }  # fmt: skip
+    for name, config in (*configs.items(), (REFERENCE, unlimited)):
+        result = _simulated(name, config, stream, target, settings)
+        report["results"][name] = result
+        print(_line(name, width, [_cell(form, result) for _, form in columns]), flush=True)
+    if settings.out is not None:
+        report["provenance"] = recording.provenance()
+        try:
+            settings.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {settings.out}: {error.strerror}") from error
+    return 0
+
+
+def _simulated(
+    name: str, config: PolicyConfig, stream: Stream, target: _Target, settings: SimulateSettings
+) -> dict[str, Any]:
+    """One policy's result, beside it, if asked for, the most that any could have kept; or the reference's."""
+    pages = [target.shape.adapter_pages(rank, config.page_tokens, target.modules) for rank in stream.ranks]
+    of_policy: dict[str, Any] = {}
+    if name == REFERENCE:
+        replay = reference(stream, config, target.costs, pages)
+    elif settings.with_limits:
+        replay, record = recorded(stream, config, target.costs, pages, settings.is_warm)
+        of_policy = {"config": _noted(config), **summarize_limits(record, config)}
+    else:
+        replay = Replay(stream, config, target.costs, pages, settings.is_warm)
+        replay.run()
+        of_policy = {"config": _noted(config)}
+    dropped = sum(outcome.is_dropped for outcome in replay.outcomes)
+    return {**of_policy, **summarize(replay), **ttft_parts_ms(replay.outcomes), "dropped": dropped}
+
+
+def _line(name: str, width: int, cells: Sequence[str]) -> str:
+    """``cells`` under their columns' headings, or these."""
+    widths = (max(_LEAST_WIDTH, len(heading)) for heading, _ in (*_COLUMNS, *_LIMITS, _DROPPED))
+    return f"{name:<{width}}" + "".join(f"  {cell:>{wide}}" for cell, wide in zip(cells, widths))
+
+
+def _cell(form: str, result: Mapping[str, Any]) -> str:
+    try:
+        return form.format_map(result)
+    except KeyError:  # the reference has no limits beside it
+        return "-"
+
+
+def _notes(configs: Mapping[str, PolicyConfig], target: _Target) -> list[str]:
+    """What is not as the profile has it."""
+    if target.profile is None:
+        return []
+    measured, depth = target.profile.page_tokens, target.profile.steps_in_flight
+    given = next(config.pipeline_depth for config in configs.values())
+    notes = []
+    if given != depth:
+        notes.append(
+            f"the profile is of an engine with pipeline_depth {depth}, not {given}: what the host takes between "
+            "steps is another there"
+        )
+    return notes + [
+        f"{name} has pages of {config.page_tokens} tokens, the profile is of pages of {measured}"
+        for name, config in configs.items()
+        if config.page_tokens != measured
+    ]
+
+
+def _policies(text: str) -> list[str]:
+    names = list(CACHE_POLICIES) if text == "all" else [name.strip() for name in text.split(",")]
+    for name in names:
+        if is_import_name(name):
+            find_cache(name)
+        elif name not in CACHE_POLICIES:
+            hint = suggestion(name, CACHE_POLICIES) or f": use {', '.join(CACHE_POLICIES)} or all"
+            raise ConfigError(f"cache policy {name!r} is not known{hint}")
+    return list(dict.fromkeys(names))
+
+
+def _target(settings: SimulateSettings) -> _Target:
+    cards = f"{settings.cards} x " if settings.cards > 1 else ""
+    if settings.hardware is not None:
+        hardware, shape = hardware_named(settings.hardware), shape_named(settings.shape or _SHAPE)
+        costs = AnalyticalCosts(shape, hardware, settings.cards)
+        name = f"{cards}{hardware.name} (assumed)"
+        return _Target(name, shape, costs, None, costs.pool_bytes())
+    assert settings.profile is not None
+    profile = find_profile(settings.profile)
+    if settings.model is not None:
+        profile.expect(_shape_of_folder(settings.model, profile.model.itemsize))
+    if settings.device is not None:
+        profile.expect(machine=_this_machine(settings.device))
+    measured = fit_profile(profile).on_cards(settings.cards)
+    return _Target(f"{cards}{profile.machine}", profile.model, measured, profile, None)
+
+
+def _shape_of_folder(model: str, itemsize: int) -> ModelShape:
+    from manylora.models.config import read_model_config
+    from manylora.models.errors import ModelError
+    from manylora_lab.bench.profile import shape_of
+
+    try:
+        return shape_of(read_model_config(Path(model)), Path(model).resolve().name, itemsize)
+    except ModelError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _this_machine(device: str) -> str:
+    from manylora.devices.select import open_device
+    from manylora_lab.bench.profile import machine_name
+
+    return machine_name(open_device(device).name)
+
+
+def _config(settings: SimulateSettings, policy: str, target: _Target) -> PolicyConfig:
+    """As ``executor.build`` has it on such a device, but for what depends on free memory there."""
+    engine, _ = build_settings({**settings.engine, "cache_policy": policy, "model": "simulated"})
+    page_bytes = target.shape.page_bytes(engine.cache.page_tokens)
+    num_pages = _pool_bytes(engine, target) // page_bytes
+    if num_pages < 1:
+        raise ConfigError(f"the device pool holds no page of {page_bytes / 2**20:g} MiB")
+    host_pool = engine.cache.host_pool
+    host_bytes = _HOST_POOL_BYTES[target.kind] if host_pool is None else host_pool
+    scheduler = engine.scheduler
+    num_seqs, batch_tokens, pipeline_depth = scheduler.limits_on(target.kind)
+    if target.profile is not None:
+        pipeline_depth = scheduler.pipeline_depth or target.profile.steps_in_flight
+    return PolicyConfig(
+        num_pages=num_pages,
+        page_tokens=engine.cache.page_tokens,
+        max_model_len=engine.model.max_model_len or num_pages * engine.cache.page_tokens,
+        max_num_seqs=num_seqs,
+        max_batch_tokens=batch_tokens,
+        num_host_pages=host_bytes // page_bytes,
+        page_bytes=page_bytes,
+        cache=engine.cache.policy,
+        admission=scheduler.admission,
+        slo_ttft_s=scheduler.slo_ttft_s,
+        pipeline_depth=pipeline_depth,
+    )
+
+
+def _pool_bytes(engine: EngineSettings, target: _Target) -> int:
+    found = engine.cache.device_pool or target.pool_bytes
+    if found is None:
+        raise ConfigError(
+            "--device-pool is missing: a profile does not say what its machine has left for pages"
+        )
+    return found
+
+
+def _noted(config: PolicyConfig) -> dict[str, Any]:
+    values = dataclasses.asdict(config)
+    return {**values, "cache": values["cache"]["policy"]}

@@ -1,0 +1,97 @@
+"""``manylora bench simulate``: its parser."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from manylora.options import add_settings, settings_of
+from manylora_lab.bench.options import (
+    Option,
+    add_options,
+    add_workload,
+    stream_of,
+)
+from manylora_lab.sim.hardware import HARDWARE
+
+_EXAMPLES = """\
+examples:
+  manylora bench simulate --workload chatbot --rate 4 --adapters 50 --duration 600 \\
+       --profile h200-llama-2-7b --device-pool 40GB --policies manylora,fastlibra,lru
+      ten minutes of chat on an H200, under three cache policies
+  manylora profile --model ./llama --out here.json
+  manylora bench simulate --workload 'synthetic:popularity=zipf(1)' --rate 20 --duration 300 \\
+       --profile here.json --model ./llama --device-pool 12GB --policies all --out simulated.json
+      your own machine and model
+  manylora bench simulate --trace-file chat_5rps.jsonl.gz --hardware a10 --shape llama-2-7b
+      hardware that is not at hand, by its data sheet
+
+--limits: of KV and adapters what was not computed or read again, and the most that any policy could have kept.
+cached, in the last line: the same requests with unlimited memory and all resident; a reference, not a bound.
+"""
+
+FLAG_NAMES = (
+    "max_model_len", "max_num_seqs", "max_batch_tokens", "page_tokens", "device_pool", "host_pool",
+    "cache_adapter_share", "cache_tau", "cache_window", "admission", "slo_ttft", "pipeline_depth",
+)  # fmt: skip
+"""Settings of the engine that a simulation knows."""
+
+_COSTS: tuple[Option, ...] = (
+    ("--profile", str, "NAME", "measured: a shipped profile, or a file that manylora profile wrote"),
+    ("--model", str, "MODEL", "a local folder: refuse a profile of another model"),
+    ("--device", str, "NAME", "cpu or cuda, of this machine: refuse a profile of another"),
+    ("--hardware", str, "NAME", "assumed, instead: " + ", ".join(HARDWARE)),
+    ("--shape", str, "NAME", "with --hardware: of the model, such as llama-2-7b (the default)"),
+    ("--cards", int, "N", "1, 2, 4 or 8 of them, ideally shared out (default: 1)"),
+)
+
+
+def add_parser(kinds: Any) -> None:
+    """Adds ``simulate`` to the subparsers of ``manylora bench``."""
+    parser = kinds.add_parser(
+        "simulate",
+        help="replay a workload through the engine's policy in virtual time, far faster than it would take",
+        description="Replay a workload through the engine's own policy in virtual time, on a device that takes "
+        "what a profile or a data sheet says, and report times to the first token, between tokens, and what was "
+        "reused.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_workload(parser)
+    add_options(parser.add_argument_group("the device"), _COSTS)
+    parser.add_argument(
+        "--policies", default="manylora", metavar="NAMES",
+        help="cache policies, such as manylora,lru, or all (default: manylora)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cold", action="store_true", help="adapters were never asked for before (default: once each)"
+    )
+    parser.add_argument(
+        "--limits",
+        action="store_true",
+        help="the most that any policy could have kept beside each (some 10 %% slower)",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
+    engine = parser.add_argument_group("settings of the engine, as for manylora serve on such a device")
+    add_settings(engine, FLAG_NAMES)
+    parser.set_defaults(run=_simulate)
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from manylora_lab.bench.simulate import SimulateSettings, run
+
+    settings = SimulateSettings(
+        profile=args.profile,
+        model=args.model,
+        device=args.device,
+        hardware=args.hardware,
+        shape=args.shape,
+        cards=1 if args.cards is None else args.cards,
+        policies=args.policies,
+        is_warm=not args.cold,
+        with_limits=args.limits,
+        engine=settings_of(args, FLAG_NAMES),
+        out=args.out,
+    )
+    return run(settings, lambda: stream_of(args))

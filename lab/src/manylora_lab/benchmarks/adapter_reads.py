@@ -1,0 +1,162 @@
+"""How long it takes to read an adapter from its file (in the page cache) into the host pool's pages.
+
+By the number of helping threads, alone and beside a thread that computes in Python for 1.5 ms and sleeps for 5, as
+a step loop does; ``python_ms`` is what reads make of its 1.5. Llama-2-7B shape, on the machine's own device (host
+memory is pinned where there is a GPU). From the repository's root:
+
+    python -m manylora_lab.benchmarks.adapter_reads
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from manylora.adapters import pack
+from manylora.adapters.pack import Helpers, layout_of, load_into
+from manylora.adapters.peft import AdapterSpec, inspect_adapter
+from manylora.adapters.tensorfile import read_header
+from manylora.devices.select import open_device
+from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
+from manylora.memory.host import HostPool
+from manylora.models.config import read_model_config
+from manylora.warmup.random_adapters import write_random_adapters
+from manylora_lab.benchmarks import h200
+
+ADAPTERS = ((16, "bfloat16"), (64, "bfloat16"), (16, "float32"))
+HELPERS = (0, 1, 2, 3, 4, 6, 8, 12)
+JOB_BYTES = (2**18, 2**19, 2**21, 2**22)
+PYTHON_S, SLEEP_S = 1.5e-3, 5e-3
+
+
+def timed(work: Callable[[], object], count: int) -> tuple[float, float]:
+    """The median and the most, in ms; the first run does not count."""
+    seconds = []
+    for _ in range(count + 1):
+        began_s = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began_s)
+    return 1e3 * statistics.median(seconds[1:]), 1e3 * max(seconds[1:])
+
+
+def read_into_pages(spec: AdapterSpec, geometry: AdapterGeometry, host: HostPool, helpers: Helpers) -> None:
+    layout = layout_of(spec, geometry)
+    pages = [host.page(page) for page in range(layout.num_pages)]
+    load_into(spec, layout, geometry, host.dtype, pages, lambda: None, helpers)
+
+
+def additions(count: int) -> None:
+    total = 0
+    for number in range(count):
+        total += number
+
+
+@contextlib.contextmanager
+def computing(loops: int) -> Iterator[list[float]]:
+    """A thread that computes and sleeps; the seconds that each computation took."""
+    stop, seconds = threading.Event(), list[float]()
+
+    def compute() -> None:
+        while not stop.is_set():
+            began_s = time.perf_counter()
+            additions(loops)
+            seconds.append(time.perf_counter() - began_s)
+            time.sleep(SLEEP_S)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        yield seconds
+    finally:
+        stop.set()
+        thread.join()
+
+
+def measure(read: Callable[[Helpers], None], helpers: Sequence[int], repeats: int, loops: int) -> None:
+    for count in helpers:
+        with ThreadPoolExecutor(max(1, count)) as threads:
+            given = Helpers(threads, count)
+            cpu_s = time.process_time()
+            alone, most = timed(partial(read, given), repeats)
+            cpu = 1e3 * (time.process_time() - cpu_s) / (repeats + 1)
+            with computing(loops) as seconds:
+                beside, most_beside = timed(partial(read, given), repeats)
+        python = 1e3 * statistics.mean(seconds)
+        print(
+            f"  helpers {count:2d}: {alone:6.1f} ms (most {most:6.1f}, CPU {cpu:6.1f}); beside a computing thread "
+            f"{beside:6.1f} (most {most_beside:6.1f}), python_ms {python:.2f}",
+            flush=True,
+        )
+
+
+def raw_reads(path: Path, pool: torch.Tensor, repeats: int) -> None:
+    """Plain reads of the whole file, by threads: what the system gives."""
+    size = path.stat().st_size
+    with open(path, "rb", buffering=0) as file:
+        for count in (1, 2, 4, 8):
+            share = -(-size // count)
+
+            def part(number: int, share: int = share) -> None:
+                for at in range(number * share, min((number + 1) * share, size), 2**20):
+                    os.preadv(file.fileno(), [pool[at : at + 2**20].numpy().data], at)
+
+            with ThreadPoolExecutor(count) as threads:
+                middle, _ = timed(lambda: list(threads.map(part, range(count))), repeats)  # noqa: B023
+            print(f"  {count} plain readers: {middle:.1f} ms, {size / middle / 1e6:.1f} GB/s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--helpers", type=json.loads, default=list(HELPERS), help="a list")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    device = open_device("auto")
+    began_s = time.perf_counter()
+    additions(10**6)
+    loops = int(10**6 * PYTHON_S / (time.perf_counter() - began_s))
+    print(f"{os.cpu_count()} cores, {device.name}, Python loops of {loops}")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        h200.write_model(folder / "model", h200.SHAPES["llama-2-7b"])
+        config = read_model_config(folder / "model")
+        geometry = adapter_geometry(PageShape(32, 16, 32, 128, 2), config.layer_groups)
+        host = HostPool(64, geometry.page, torch.bfloat16, device)
+        while device.copies_from_pinned and host.pinned_bytes < host.num_pages * geometry.page.page_bytes:
+            time.sleep(0.1)
+        host.run(0, host.num_pages).zero_()
+        gc.freeze()
+        for rank, dtype in ADAPTERS:
+            path = write_random_adapters(folder / f"{rank}-{dtype}", config, dtype, [rank], 1)[0]
+            spec = inspect_adapter(path, geometry, config.names.layer_prefix, None)
+            weights = path / "adapter_model.safetensors"
+            header, _ = timed(partial(read_header, weights), args.repeats)
+            print(f"rank {rank} {dtype}: {weights.stat().st_size / 1e6:.0f} MB, header {header:.2f} ms")
+            read = partial(read_into_pages, spec, geometry, host)
+            if (rank, dtype) == ADAPTERS[0]:
+                raw_reads(weights, host.run(0, host.num_pages), args.repeats)
+                for job_bytes in JOB_BYTES:
+                    before, pack._JOB_BYTES = pack._JOB_BYTES, job_bytes
+                    print(f" jobs of {job_bytes} bytes")
+                    measure(read, [3, 6], args.repeats, loops)
+                    pack._JOB_BYTES = before
+                print(f" jobs of {pack._JOB_BYTES} bytes")
+            measure(read, args.helpers, args.repeats, loops)
+        host.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Throughput on the CPU demo beside another commit's, in interleaved pairs.
+
+    python -m manylora_lab.benchmarks.pairs --against COMMIT --pairs 15 --out FILE.json
+
+An engine of each tree stays up in a process of its own, and they take turns with the same requests: 64 at once
+over the base and eight adapters, 32 prompt and 128 generated tokens, greedy. A pair gives the ratio of their
+rates; shown is the median with a bootstrap 95 % interval. All tokens must be equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from manylora_lab.bench.provenance import ROOT, Recording, add_flags, commit_of
+
+REQUESTS, PROMPT, GENERATE, ADAPTERS = 64, 32, 128, 8
+DRAWS = 10_000
+ENGINE = """
+import json, random, sys, time
+from pathlib import Path
+from manylora import LLM, SamplingParams
+demo, (requests, prompt, generate, adapters) = Path(sys.argv[1]), map(int, sys.argv[2:])
+folders = {folder.name: str(folder) for folder in sorted((demo / "adapters").iterdir())[:adapters]}
+models = [[None, *folders][i % (adapters + 1)] for i in range(requests)]
+params = SamplingParams(max_tokens=generate, temperature=0.0, ignore_eos=True)
+with LLM(str(demo / "model"), folders, device="cpu", dtype="float32") as llm:
+    for line in sys.stdin:
+        draw = random.Random(int(line))
+        prompts = [[draw.randrange(5, 4096) for _ in range(prompt)] for _ in range(requests)]
+        began = time.perf_counter()
+        results = llm.generate(prompts, params, models)
+        seconds = time.perf_counter() - began
+        print(json.dumps([seconds, [r.outputs[0].token_ids for r in results]]), flush=True)
+"""
+
+
+class Engine:
+    """An engine of one tree, which runs what it is told and says how long it took."""
+
+    def __init__(self, tree: Path) -> None:
+        shape = map(str, (REQUESTS, PROMPT, GENERATE, ADAPTERS))
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", ENGINE, str(ROOT / "demo"), *shape],
+            env={**os.environ, "PYTHONPATH": str(tree / "src")}, cwd=tree, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def run(self, seed: int) -> tuple[float, list[list[int]]]:
+        """Seconds, and every request's tokens."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{seed}\n")
+        self._process.stdin.flush()
+        seconds, tokens = json.loads(self._process.stdout.readline())
+        return seconds, tokens
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+@contextlib.contextmanager
+def tree_of(commit: str) -> Iterator[Path]:
+    """A checkout of another commit, gone afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "other"
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--detach", str(tree), commit], check=True)
+        try:
+            yield tree
+        finally:
+            subprocess.run([*git, "remove", "--force", str(tree)], check=True)
+
+
+def interval(ratios: list[float]) -> list[float]:
+    """The bootstrap's 95 % of the median."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(DRAWS))
+    return [medians[int(0.025 * DRAWS)], medians[int(0.975 * DRAWS)]]
+
+
+def measure(other: Path, pairs: int) -> dict[str, Any]:
+    """The pairs' seconds and ratios; the first pair warms up and is left out."""
+    engines = [Engine(other), Engine(ROOT)]
+    seconds: list[list[float]] = []
+    for seed in range(pairs + 1):
+        turns = (0, 1) if seed % 2 else (1, 0)  # neither is always first
+        results = {number: engines[number].run(seed) for number in turns}
+        assert results[0][1] == results[1][1], f"tokens differ at seed {seed}"
+        seconds.append([results[0][0], results[1][0]])
+    for engine in engines:
+        engine.close()
+    ratios = [before / after for before, after in seconds[1:]]
+    return {
+        "seconds": [[round(value, 4) for value in pair] for pair in seconds[1:]],
+        "rate_ratio_median": round(statistics.median(ratios), 4),
+        "rate_ratio_interval": [round(value, 4) for value in interval(ratios)],
+    }
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--against", required=True, metavar="COMMIT", help="whose rate is the measure")
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--out", type=Path)
+    add_flags(parser)
+    args = parser.parse_args()
+    recording = Recording.of(args, "the pair's number")
+    with tree_of(args.against) as other:
+        against, found = commit_of(other), measure(other, args.pairs)
+    print(json.dumps({name: found[name] for name in ("rate_ratio_median", "rate_ratio_interval")}))
+    if args.out:
+        report = {"benchmark": "pairs", "against": against, **found, "provenance": recording.provenance()}
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

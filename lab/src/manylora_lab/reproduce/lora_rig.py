@@ -1,0 +1,112 @@
+"""The LoRA operator of one projection on a device: paged adapters, inputs, and what to time. Brings torch.
+
+Kernels are the ones that serve: Triton on CUDA, torch over pages on a CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from manylora.kernels.ops import LoraSegments
+from manylora.kernels.select import ops_for
+from manylora.kernels.shapes import PageShape, Projection, ProjectionGroup, adapter_geometry
+from manylora_lab.bench.interleaved import Step, medians
+from manylora_lab.bench.kernels import (
+    cells_for,
+    device_name,
+    exact_lora,
+    random_pool,
+    relative_error,
+    segments_for,
+)
+
+_PAGE_TOKENS = 16
+_CUDA_LAYERS = 8
+"""One timed call goes through so many layers, each with adapters of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A batch: ``counts[m]`` adjacent inputs of model m."""
+
+    counts: tuple[int, ...]
+    segments: LoraSegments
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class LoraRig:
+    """A pool that holds up to ``most_models`` adapters of ``most_rank`` for a projection from h1 to h2."""
+
+    def __init__(self, device: str, h1: int, h2: int, most_models: int, most_rank: int) -> None:
+        torch.manual_seed(0)
+        self.device = torch.device(device)
+        is_cpu = self.device.type == "cpu"
+        self.dtype = torch.float32 if is_cpu else torch.float16
+        self.layers = 1 if is_cpu else _CUDA_LAYERS
+        self.h1, self.h2 = h1, h2
+        page = PageShape(self.layers, _PAGE_TOKENS, 8, 64, self.dtype.itemsize)
+        self.group = ProjectionGroup("one", (Projection("one", h1, h2),))
+        self.geometry = adapter_geometry(page, ((self.group,),) * page.layers)
+        cells = cells_for(self.geometry, [most_rank] * most_models)
+        self.pool = random_pool(page, -(-cells // self.geometry.cells_per_page), self.dtype, self.device)
+        self.ops = ops_for(self.device)
+
+    @property
+    def description(self) -> dict[str, object]:
+        """For a report's settings."""
+        return {
+            "kernels": self.ops.name, "dtype": str(self.dtype).removeprefix("torch."),
+            "machine": device_name(self.device), "torch": torch.__version__, "layers_a_call": self.layers,
+        }  # fmt: skip
+
+    def case(self, counts: Sequence[int], rank: int) -> Case:
+        """Inputs of so many models, their adapters at random places of the pool."""
+        segments = segments_for(
+            self.geometry, list(counts), [rank] * len(counts), len(self.pool), self.device
+        )
+        batch = sum(counts)
+        x = torch.randn(batch, self.h1, dtype=self.dtype, device=self.device)
+        y = torch.zeros(batch, self.h2, dtype=self.dtype, device=self.device)
+        return Case(tuple(counts), segments, x, y)
+
+    def sgmv(self, case: Case) -> Step:
+        """The engine's operator, planned once, on every layer."""
+        plan = self.ops.plan_lora(case.segments, self.geometry, self.device)
+
+        def step() -> None:
+            for layer in range(self.layers):
+                self.ops.lora(case.y, case.x, self.pool, layer, self.group, plan)
+
+        return step
+
+    def errors(self, case: Case) -> dict[str, float]:
+        """Of the engine's operator, for a report's row: ``error`` relative, and ``error_of_bound``, the largest of
+        an element over what rounding may make of it. Leaves y alone."""
+        y = torch.zeros_like(case.y)
+        plan = self.ops.plan_lora(case.segments, self.geometry, self.device)
+        self.ops.lora(y, case.x, self.pool, 0, self.group, plan)
+        truth = exact_lora(case.x, self.pool, 0, self.group, case.segments, self.geometry)
+        return {"error": relative_error(y, truth.exact), "error_of_bound": truth.excess(y)}
+
+    def dense(self, case: Case, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The adapters out of their pages: a ``[n, h1, rank]``, and b ``[n, rank, h2]`` with the scale in it."""
+        flat, cell = self.pool.view(-1), self.geometry.cell_elements
+        within = torch.arange(cell, device=self.device) + layer * self.geometry.slab_elements
+
+        def rows(first: int, rank: int, length: int) -> torch.Tensor:
+            begin = case.segments.cells[first : first + rank * self.geometry.cells(length)]
+            return flat[begin[:, None] // self.geometry.itemsize + within].view(rank, -1)[:, :length]
+
+        a, b = [], []
+        for model, ((first_a, first_b, rank, _),) in enumerate(case.segments.records.tolist()):
+            a.append(rows(first_a, rank, self.h1).T)
+            b.append(rows(first_b, rank, self.h2) * float(case.segments.scales[model, 0, 0, layer]))
+        return torch.stack(a), torch.stack(b)
+
+    def seconds(self, steps: Sequence[Step], repeats: int) -> list[float]:
+        """Of one layer of each step: medians of repeats that take turns."""
+        return [total / self.layers for total in medians(self.device, steps, repeats)]

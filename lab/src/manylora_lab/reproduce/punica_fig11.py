@@ -1,0 +1,248 @@
+"""Punica's Figure 11: text generation on one card, by popularity, against one adapter a batch (§7.2)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+from manylora.config import CacheConfig, PolicyConfig
+from manylora.pricing.shapes import ModelShape, shape_named
+from manylora_lab.bench.closed_loop import Gate, LoopRequest, LoopResult
+from manylora_lab.bench.kernels_settings import POPULARITIES
+from manylora_lab.reproduce.cells import HOST_POOL_BYTES, PAGE_TOKENS, in_parallel
+from manylora_lab.reproduce.drawing import Bars
+from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
+from manylora_lab.reproduce.punica_loop import SimulatedLoop
+from manylora_lab.reproduce.punica_workload import LENGTHS_NOTE, MOST_TOKENS, RANK, TextRequest, text_requests
+from manylora_lab.reproduce.report import Headline, Row, mean, ratio
+from manylora_lab.sim.analytical import AnalyticalCosts
+from manylora_lab.sim.hardware import HARDWARE
+
+AT_ONCE = 32
+HARDWARE_NAME = "a100-80"
+MIXED, SINGLE, BACKBONE = "mixed adapters", "one adapter a batch", "one adapter a batch, backbone"
+SYSTEMS = (MIXED, SINGLE, BACKBONE)
+PAPER_MIXED = {"llama-2-7b": 1044.0, "llama-2-13b": 693.0}
+"""§7.2: Punica, tokens per second, "consistently ... regardless of workloads"."""
+PAPER_BACKBONE = {"llama-2-7b": 1140.0, "llama-2-13b": 789.0}
+"""§7.2: vLLM, backbone only, where all requests are for the same model."""
+PAPER_TIMES = 12.0
+"""§1: "12x higher throughput compared to state-of-the-art LLM serving systems"; the text names no setting."""
+NOTES = (
+    "The paper's 12 times (section 1) has no setting, model or baseline: it stands beside the most of each model.",
+    "A gate before the engine holds requests back: first come first served, 32 at once, one handed over after a "
+    "step at most, so that a step has one new prompt at most; this is how the published "
+    "benchmarks/bench_textgen_lora.py drives every system. The engine's own policy is unchanged.",
+    f"{SINGLE}: the same engine; who is first in line joins only those of its adapter, else waits until they "
+    f"have ended. {BACKBONE}: the same without the adapters' arithmetic and loading, as the paper lets vLLM run.",
+    "The paper's other baselines (HuggingFace Transformers, DeepSpeed, FasterTransformer), whose batches also "
+    "wait for their longest request, are left out.",
+    "Tokens per second are generated ones (tokens_per_s); all_tokens_per_s counts prompts too, as the published "
+    "benchmark prints it. The text does not say which it plots.",
+    LENGTHS_NOTE,
+)
+SIM_NOTE = (
+    "Simulated: the engine's own policy on arithmetic costs of an A100-80 (manylora_lab.sim.analytical), an eager "
+    "engine's launch included. All adapters are in the host's memory from the start."
+)
+REAL_NOTE = (
+    "Measured on the engine in this process; dummy weights; lengths divided as the settings say. Every adapter "
+    "was asked for once before; those that fit stay on the device, others on the host. Of repeats the "
+    "median counts."
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """One bar. ``num_requests``: how many of the workload's first are run."""
+
+    model: str
+    popularity: str
+    system: str
+    num_requests: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """The workload: ``total`` requests, of which a system that batches one adapter runs the first ``slow``."""
+
+    total: int
+    slow: int
+    divisor: int
+    seed: int
+
+    def requests(self, run: Run) -> list[TextRequest]:
+        found = text_requests(run.popularity, self.total, self.seed, self.divisor)
+        return found[: run.num_requests]
+
+
+def run(setup: Setup) -> GridResult:
+    """Every system under every popularity."""
+    load = _load(setup)
+    models = _models(setup)
+    runs = [
+        Run(model, popularity, system, _num_requests(load, popularity, system))
+        for model in models
+        for popularity in POPULARITIES
+        for system in SYSTEMS
+    ]
+    if setup.device == "sim":
+        found = in_parallel(
+            _simulate, {one: (one, load) for one in runs}, setup.num_workers, setup.show, "runs done"
+        )
+        about: Row = {"hardware": HARDWARE_NAME}
+    else:
+        found, about = _measure(runs, load, models, setup)
+    rows = [_row(one, found[one]) for one in runs]
+    settings = {
+        "scale": setup.scale, "device": setup.device, "seed": setup.seed, "at_once": AT_ONCE, "rank": RANK,
+        "requests": load.total, "lengths_divided_by": load.divisor, **about,
+    }  # fmt: skip
+    return GridResult(
+        settings, rows, _headline(rows, load), (SIM_NOTE if setup.device == "sim" else REAL_NOTE,)
+    )
+
+
+def _load(setup: Setup) -> Load:
+    if setup.device == "sim":
+        return setup.pick(
+            Load(1000, 1000, 1, setup.seed), Load(100, 50, 1, setup.seed), Load(16, 8, 16, setup.seed)
+        )
+    if setup.device == "cuda":
+        return setup.pick(
+            Load(1000, 50, 1, setup.seed), Load(64, 4, 1, setup.seed), Load(8, 4, 64, setup.seed)
+        )
+    return setup.pick(
+        Load(1000, 100, 8, setup.seed), Load(64, 16, 8, setup.seed), Load(8, 4, 128, setup.seed)
+    )
+
+
+def _models(setup: Setup) -> tuple[str, ...]:
+    both, smaller = tuple(PAPER_MIXED), ("llama-2-7b",)
+    if setup.device == "cpu":
+        return ("demo",)
+    if setup.device == "cuda":  # the larger one takes as long again
+        return setup.pick(both, smaller, ("demo",))
+    return setup.pick(both, both, smaller)
+
+
+def _num_requests(load: Load, popularity: str, system: str) -> int:
+    """Batches of one or two take many steps, and their pace soon shows."""
+    return load.total if system == MIXED or popularity == "identical" else load.slow
+
+
+def _gate(run: Run, requests: list[TextRequest]) -> tuple[Gate, list[LoopRequest]]:
+    gate = Gate([request.model for request in requests], AT_ONCE, run.system == MIXED)
+    return gate, [
+        LoopRequest(
+            None if run.system == BACKBONE else request.model, request.prompt_tokens, request.output_tokens
+        )
+        for request in requests
+    ]
+
+
+def _simulate(arguments: tuple[Run, Load]) -> LoopResult:
+    one, load = arguments
+    shape = shape_named(one.model)
+    costs = AnalyticalCosts(shape, HARDWARE[HARDWARE_NAME])
+    page_bytes = shape.page_bytes(PAGE_TOKENS)
+    config = PolicyConfig(
+        num_pages=costs.pool_bytes() // page_bytes,
+        page_tokens=PAGE_TOKENS,
+        max_model_len=MOST_TOKENS,
+        max_num_seqs=AT_ONCE,
+        max_batch_tokens=MOST_TOKENS + AT_ONCE,
+        num_host_pages=HOST_POOL_BYTES // page_bytes,
+        page_bytes=page_bytes,
+        cache=CacheConfig(),
+    )
+    gate, requests = _gate(one, load.requests(one))
+    adapter_pages = shape.adapter_pages(RANK, PAGE_TOKENS, shape.modules)
+    return SimulatedLoop(requests, gate, config, costs, adapter_pages).run()
+
+
+def _measure(
+    runs: list[Run], load: Load, models: tuple[str, ...], setup: Setup
+) -> tuple[dict[Run, LoopResult], Row]:
+    from manylora_lab.bench.closed_loop import dummy_loop
+    from manylora_lab.bench.dummies import DEMO
+    from manylora_lab.bench.interleaved import one_thread
+
+    # A GPU's runs take minutes, and nobody else's work disturbs them.
+    repeats = setup.pick(3, 3, 1) if setup.device == "cpu" else 1
+    found: dict[Run, LoopResult] = {}
+    with one_thread() if setup.device == "cpu" else contextlib.nullcontext():
+        for model in models:
+            shape: ModelShape = DEMO if model == "demo" else shape_named(model)
+            longest = MOST_TOKENS // load.divisor + 2  # both lengths are at least 1
+            with dummy_loop(shape, setup.device, RANK, load.total, AT_ONCE, longest) as loop:
+                loop.warm_up(_warm_requests(load))
+                mine = [one for one in runs if one.model == model]
+                repeated: dict[Run, list[LoopResult]] = {one: [] for one in mine}
+                for number in range(repeats):
+                    for done, one in enumerate(mine):
+                        gate, requests = _gate(one, load.requests(one))
+                        repeated[one].append(loop.run(requests, gate))
+                        setup.show(f"{model}, repeat {number + 1}: {done + 1} of {len(mine)} runs done")
+                found |= {one: _median(results) for one, results in repeated.items()}
+                machine = loop.machine
+    return found, {"machine": machine, "repeats": repeats}
+
+
+def _median(results: list[LoopResult]) -> LoopResult:
+    """By duration."""
+    return sorted(results, key=lambda result: result.duration_s)[len(results) // 2]
+
+
+def _warm_requests(load: Load) -> list[LoopRequest]:
+    """Every adapter once, and some of the prompts, of adapters and of the base."""
+    asked = text_requests("distinct", load.total, load.seed, load.divisor)[:AT_ONCE]
+    return [
+        *(LoopRequest(adapter, 1, 1) for adapter in range(load.total)),
+        *(LoopRequest(one.model if i % 2 else None, one.prompt_tokens, 2) for i, one in enumerate(asked)),
+    ]
+
+
+def _row(run: Run, result: LoopResult) -> Row:
+    return {
+        "case": f"{run.model} {run.popularity}", "model": run.model, "popularity": run.popularity,
+        "system": run.system, "requests": run.num_requests,
+        "tokens_per_s": result.output_tokens / result.duration_s,
+        "all_tokens_per_s": (result.prompt_tokens + result.output_tokens) / result.duration_s,
+        "mean_batch": result.output_tokens / result.num_steps,
+        "output_tokens": result.output_tokens, "duration_s": result.duration_s,
+    }  # fmt: skip
+
+
+def _headline(rows: list[Row], load: Load) -> list[Headline]:
+    """The paper's figures stand beside ours where models and lengths are the paper's."""
+    at = {(row["model"], row["popularity"], row["system"]): row["tokens_per_s"] for row in rows}
+    is_papers = load.divisor == 1
+    figures = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        mixed = [at[model, popularity, MIXED] for popularity in POPULARITIES]
+        stated = PAPER_MIXED.get(model) if is_papers else None
+        figures.append(Headline(f"{model}: tokens/s, {MIXED}, mean of popularities", mean(mixed), stated))
+        figures.append(
+            Headline(f"{model}: {MIXED}, slowest popularity over fastest", ratio(min(mixed), max(mixed)))
+        )
+        stated = PAPER_BACKBONE.get(model) if is_papers else None
+        name = f"{model}: tokens/s, {BACKBONE}, identical"
+        figures.append(Headline(name, at[model, "identical", BACKBONE], stated))
+        times = {p: ratio(at[model, p, MIXED], at[model, p, BACKBONE]) for p in POPULARITIES}
+        figures += [Headline(f"{model}: {MIXED} over {BACKBONE}, {p}", times[p]) for p in POPULARITIES]
+        most = max(value for value in times.values() if value is not None)
+        stated = PAPER_TIMES if is_papers and model in PAPER_MIXED else None
+        figures.append(Headline(f"{model}: {MIXED} over {BACKBONE}, most", most, stated))
+    return figures
+
+
+FIG11 = Experiment(
+    "punica-fig11",
+    "Text generation on one card, batching across adapters or within one",
+    "Punica, Figure 11 (§7.2)",
+    run,
+    Bars((("tokens_per_s", "tokens/s"),), group="case", series="system"),
+    notes=NOTES,
+    devices=("sim", "cpu", "cuda"),
+)

@@ -1,0 +1,57 @@
+"""The experiments by name: paper and number, in the order of the papers."""
+
+from __future__ import annotations
+
+from manylora.config import ConfigError
+from manylora_lab.reproduce import (
+    fastlibra_fig5,
+    fastlibra_overhead,
+    fastlibra_policies,
+    fastlibra_static,
+    fastlibra_table,
+    punica_fig1,
+    punica_fig7,
+    punica_fig8,
+    punica_fig9,
+    punica_fig10,
+    punica_fig11,
+    s_lora_figures,
+    s_lora_table3,
+)
+from manylora_lab.reproduce.experiment import Experiment
+from manylora_lab.workloads.terms import suggestion
+
+_ALL = (
+    fastlibra_static.FIG2,
+    fastlibra_static.FIG4,
+    fastlibra_fig5.FIG5,
+    fastlibra_static.FIG9,
+    fastlibra_policies.FIG11,
+    fastlibra_policies.FIG12,
+    fastlibra_policies.FIG13,
+    fastlibra_policies.FIG14,
+    fastlibra_policies.FIG15,
+    fastlibra_policies.FIG16,
+    fastlibra_table.TABLE,
+    fastlibra_overhead.OVERHEAD,
+    s_lora_table3.TABLE3,
+    s_lora_figures.FIG5,
+    s_lora_figures.FIG6,
+    s_lora_figures.FIG7,
+    s_lora_figures.FIG10,
+    punica_fig1.FIG1,
+    punica_fig7.FIG7,
+    punica_fig8.FIG8,
+    punica_fig9.FIG9,
+    punica_fig10.FIG10,
+    punica_fig11.FIG11,
+)
+EXPERIMENTS: dict[str, Experiment] = {each.name: each for each in _ALL}
+
+
+def experiment(name: str) -> Experiment:
+    """Raises ConfigError for a name that there is not, with the nearest ones."""
+    if name not in EXPERIMENTS:
+        hint = suggestion(name, EXPERIMENTS) or "; manylora reproduce --list names them"
+        raise ConfigError(f"there is no experiment {name!r}{hint}")
+    return EXPERIMENTS[name]

@@ -1,0 +1,133 @@
+"""A device that only takes time: commands in, and when each is done, out.
+
+Its model is the simplest that a conversation can be checked against: the next token is the last one plus one.
+Owns the lanes on which copies and reads queue, and the chance in what they take; knows no policy and no requests.
+"""
+
+from __future__ import annotations
+
+import collections
+import heapq
+import random
+from collections.abc import Mapping, Sequence
+
+from manylora.pricing.costs import IDLE_S, StepCosts, prefill_pairs, step_work
+from manylora.protocol import (
+    AdapterRead,
+    Command,
+    CopyDone,
+    EndSequence,
+    ReadAdapter,
+    RunStep,
+    StepDone,
+    SwapPages,
+)
+from manylora.types import AdapterId, SequenceId
+
+Answer = tuple[float, StepDone | CopyDone | AdapterRead]
+"""When, and what."""
+
+_SEED = 0
+
+
+class SimulatedDevice:
+    """Prices commands. Moments are seconds of the caller's clock, which never goes back. A new device that is
+    told the same at the same moments takes as long: what is drawn comes from one seed."""
+
+    def __init__(self, costs: StepCosts, page_bytes: int, adapter_pages: Mapping[AdapterId, int]) -> None:
+        self._costs = costs
+        self._page_bytes = page_bytes
+        self._adapter_bytes = {adapter: pages * page_bytes for adapter, pages in adapter_pages.items()}
+        # By sequence: its adapter with its bytes, and what its last token would be at position 0.
+        self._sequences: dict[SequenceId, tuple[AdapterId, int, int]] = {}
+        self._lane_free_at = {True: 0.0, False: 0.0}
+        self._readers_free_at = [0.0] * costs.reads_at_once
+        self._steps_end = 0.0
+        self._told_at = {True: 0.0, False: 0.0}
+        # Begin and end of each copy, of either lane, that a step may still meet.
+        self._copied: collections.deque[tuple[float, float]] = collections.deque()
+        self._random = random.Random(_SEED).random
+
+    def obey(self, command: Command, now: float) -> Answer | None:
+        """What the command leads to; None for what takes no time."""
+        match command:
+            case RunStep():
+                return self._run_step(command, now)
+            case EndSequence():
+                self._sequences.pop(command.sequence, None)
+            case SwapPages():
+                return self._copy(command, now)
+            case ReadAdapter():
+                return self._read(command, now)
+        return None
+
+    def _run_step(self, step: RunStep, now: float) -> Answer:
+        sequences = self._sequences
+        for start in step.starts:
+            token_at_0 = start.tokens[-1] + 1 - len(start.tokens)
+            sequences[start.sequence] = start.adapter, self._adapter_bytes.get(start.adapter, 0), token_at_0
+        drawn = []
+        decodes, prefill, pairs, kv, token_bytes = len(step.rows), 0, 0, 0, 0
+        adapters: dict[AdapterId, int] = {}
+        for number, first, num_tokens, num_samples, _ in step.rows:
+            adapter, num_bytes, token_at_0 = sequences[number]
+            end = first + num_tokens
+            kv += end
+            if num_tokens > 1:
+                decodes -= 1
+                prefill += num_tokens
+                pairs += prefill_pairs(first, num_tokens)
+            if num_bytes:
+                adapters[adapter] = num_bytes
+                token_bytes += num_tokens * num_bytes
+            if num_samples:
+                drawn.append((number, (token_at_0 + end,) * num_samples))
+        num_bytes = sum(adapters.values())
+        work = step_work((decodes, prefill, kv, num_bytes, len(adapters), pairs, token_bytes))
+        costs = self._costs
+        seconds = costs.step_s(work)
+        factors = costs.spread.prefills if prefill else costs.spread.decodes
+        if factors:
+            seconds *= self._drawn(factors)
+        if now >= self._steps_end + IDLE_S:
+            seconds += costs.wake_s
+        # What is done between steps is hidden by a step that still runs.
+        begin = max(now + costs.overhead_s(len(step.rows), len(step.starts)), self._steps_end)
+        if costs.copy_drag:
+            seconds += costs.copy_drag * self._copied_s(begin, begin + seconds)
+        self._steps_end = begin + seconds
+        return self._steps_end, StepDone(step.step, True, tuple(drawn), seconds)
+
+    def _drawn(self, values: Sequence[float]) -> float:
+        return values[int(self._random() * len(values))]
+
+    def _copied_s(self, begin: float, end: float) -> float:
+        """How long copies that are known by now run beside a step; nothing asks of earlier steps any more."""
+        copied = self._copied
+        while copied and copied[0][1] <= begin:
+            copied.popleft()
+        return sum(max(0.0, min(until, end) - max(since, begin)) for since, until in copied)
+
+    def _copy(self, command: SwapPages, now: float) -> Answer:
+        to_device = command.to_device
+        seconds = self._costs.copy_s(len(command.pairs) * self._page_bytes, to_device)
+        # What leaves the device may still be written by the steps issued so far; no step touches where others go.
+        begin = now if to_device else max(now, self._steps_end)
+        end = max(begin, self._lane_free_at[to_device]) + seconds
+        self._lane_free_at[to_device] = end
+        if self._costs.copy_drag:
+            self._copied.append((end - seconds, end))
+        landings = self._costs.spread.landings
+        if landings:
+            # Those of one direction are answered in order.
+            end = max(end + self._drawn(landings), self._told_at[to_device])
+            self._told_at[to_device] = end
+        return end, CopyDone(command.copy, True, seconds)
+
+    def _read(self, command: ReadAdapter, now: float) -> Answer:
+        seconds = self._costs.read_s(len(command.pages) * self._page_bytes, command.tier == "device")
+        if self._costs.spread.reads:
+            seconds *= self._drawn(self._costs.spread.reads)
+        end = max(now, heapq.heappop(self._readers_free_at)) + seconds
+        heapq.heappush(self._readers_free_at, end)
+        return end, AdapterRead(command.adapter, True, read_s=seconds)

@@ -1,0 +1,291 @@
+"""Replays a request stream through the engine's own ``Replica`` in virtual time.
+
+The order of events is ``loop``'s. Where a stream names no token ids, a piece's tokens are 2**20 times the number
+of its identity, and those that follow; so a turn's prompt spells the history, the simulated device's replies
+included.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import heapq
+import math
+from collections.abc import Callable, Hashable, Sequence
+
+from manylora.config import ConfigError, PolicyConfig
+from manylora.policy.replica import Replica
+from manylora.pricing.costs import StepCosts
+from manylora.protocol import (
+    AdapterAdded,
+    Admitted,
+    Arrive,
+    ClientCommand,
+    Command,
+    Emit,
+    Event,
+    Finish,
+    Ready,
+    Reject,
+    Timer,
+)
+from manylora.reports import Counters
+from manylora.types import BASE, AdapterId, Request, RequestId, SamplingParams
+from manylora_lab.sim.device import SimulatedDevice
+from manylora_lab.sim.loop import VirtualLoop
+from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
+
+_MOST_TOKENS = 2**20
+_WARM_TOKENS = 8
+_MOST_TIMERS = 10_000
+"""In a row, before those who wait are taken for forgotten."""
+
+
+@dataclasses.dataclass(slots=True)
+class Outcome:
+    """What came of one request. Moments count from the stream's start, in seconds.
+
+    The time to the first token is ``queue_s`` (until admitted), ``adapter_s`` and ``kv_s`` (until what it waits
+    for is on the device), and the rest: steps.
+    """
+
+    request: StreamRequest
+    prompt_tokens: int
+    handed_s: float
+    said: list[int] | None = dataclasses.field(default=None, repr=False, compare=False)
+    """The conversation so far, where it goes on after this turn."""
+    num_cached: int = 0
+    queue_s: float = 0.0
+    adapter_s: float = 0.0
+    kv_s: float = 0.0
+    first_s: float = 0.0
+    end_s: float = 0.0
+    num_tokens: int = 0
+    is_dropped: bool = False
+    """Early abort refused it; it has no tokens, and of its moments only ``end_s`` means something."""
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.handed_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time between tokens after the first."""
+        return (self.end_s - self.first_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+
+class Replay(VirtualLoop):
+    """One run. ``advance`` hands over one event; ``run`` all of them.
+
+    ``adapter_pages``: what each adapter of the stream takes. ``is_warm``: every adapter is asked for once before
+    the stream starts. ``watch`` is told of every command, with its moment.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        config: PolicyConfig,
+        costs: StepCosts,
+        adapter_pages: Sequence[int],
+        is_warm: bool = True,
+        watch: Callable[[float, Command], None] | None = None,
+    ) -> None:
+        if len(adapter_pages) != len(stream.ranks):
+            raise ConfigError(f"{stream.name} has {len(stream.ranks)} adapters, not {len(adapter_pages)}")
+        # The base model is 0 for the policy, so a stream's adapter 0 is its adapter 1.
+        pages = {adapter + 1: num_pages for adapter, num_pages in enumerate(adapter_pages)}
+        replica = Replica(config)
+        super().__init__(replica, SimulatedDevice(costs, config.page_bytes, pages), watch)
+        self.replica = replica
+        self.stream = stream
+        self.outcomes: list[Outcome] = []
+        self._answer_s = costs.answer_s
+        self.counters_at_start = Counters()
+        self._began_s: float | None = None
+        self._num_handed = 0  # of the stream's requests that arrived
+        self._next_arrival_s = math.inf
+        self._open: dict[RequestId, Outcome] = {}
+        self._prompts = _Prompts(stream)
+        self._warming: dict[RequestId, Request] = {}
+        self._drops = config.admission == "early-abort"
+        for adapter, num_pages in pages.items():
+            self._tell(AdapterAdded(adapter, num_pages))
+        self._warm_up(pages if is_warm else ())
+
+    @property
+    def since_start_s(self) -> float | None:
+        """Seconds of virtual time since the stream's start; None while adapters are warmed."""
+        return None if self._began_s is None else self.now - self._began_s
+
+    def run(self) -> None:
+        """Replay to the end; raises RuntimeError when the policy leaves somebody waiting for ever."""
+        while self._timers_in_a_row <= _MOST_TIMERS and self.advance():
+            pass
+        num_waiting = len(self._open) + len(self._warming)
+        if self._due or num_waiting:
+            raise RuntimeError(f"only timers come, if anything, and {num_waiting} requests wait")
+
+    # ------------------------------------------------------------ events and commands
+
+    def _next(self) -> tuple[float, Event | None]:
+        """The next event and when it is due: arrivals, then what the device and the timer bring."""
+        while True:
+            arrival_s = self._next_arrival_s
+            if self._due and self._due[0][0] < arrival_s:
+                due, _, _, event = heapq.heappop(self._due)
+                if type(event) is not Timer or self._may_fire(event, due):
+                    return due, event
+            elif arrival_s == math.inf:
+                return 0.0, None
+            else:
+                request = self.stream.requests[self._num_handed]
+                self._num_handed += 1
+                self._look_ahead()
+                if self._prompts.is_free(request):
+                    return arrival_s, self._hand_over(request, arrival_s)
+
+    def _look_ahead(self) -> None:
+        requests, number = self.stream.requests, self._num_handed
+        following_s = requests[number].arrival_s if number < len(requests) else math.inf
+        self._next_arrival_s = (self._began_s or 0.0) + following_s
+
+    def _note(self, command: ClientCommand) -> None:
+        match command:
+            case Admitted():
+                outcome = self._open.get(command.request)
+                if outcome is not None:
+                    outcome.num_cached = command.num_cached
+                    outcome.queue_s = self._since_start() - outcome.handed_s
+            case Ready():
+                outcome = self._open.get(command.request)
+                if outcome is not None:
+                    outcome.adapter_s, outcome.kv_s = command.adapter_s, command.kv_s
+            case Finish():
+                self._finish(command)
+            case Reject():
+                raise ConfigError(f"the workload does not fit: {command.error.message}")
+
+    def _since_start(self) -> float:
+        return self.now - (self._began_s or 0.0)
+
+    # ------------------------------------------------------------ requests
+
+    def _warm_up(self, adapters: Sequence[AdapterId] | dict[AdapterId, int]) -> None:
+        for adapter in adapters:
+            name = f"warm-{adapter}"
+            first = -adapter * _MOST_TOKENS  # numbers that no piece has
+            tokens = tuple(range(first, first + _WARM_TOKENS))
+            self._warming[name] = _request(name, adapter, tokens, 1)
+            self._put(0.0, Arrive(self._warming[name]))
+        if not self._warming:
+            self._begin()
+
+    def _begin(self) -> None:
+        """The stream starts now."""
+        self._began_s = self.now
+        self._look_ahead()
+        self.counters_at_start = self.report("busy").counters
+
+    def _hand_over(self, request: StreamRequest, moment: float) -> Event:
+        prompt, said = self._prompts.take(request)
+        name = f"{request.conversation}-{request.turn}"
+        outcome = Outcome(request, len(prompt), moment - (self._began_s or 0.0), said)
+        self.outcomes.append(outcome)
+        self._open[name] = outcome
+        adapter = BASE if request.adapter is None else request.adapter + 1
+        return Arrive(_request(name, adapter, prompt, request.output_tokens))
+
+    def _note_token(self, command: Emit) -> None:
+        outcome = self._open.get(command.request)
+        if outcome is None:
+            return
+        outcome.end_s = self.now - (self._began_s or 0.0) + self._answer_s
+        if outcome.num_tokens == 0:
+            outcome.first_s = outcome.end_s
+        outcome.num_tokens += 1
+        if outcome.said is not None:
+            outcome.said.append(command.token)
+
+    def _finish(self, command: Finish) -> None:
+        outcome = self._open.get(command.request)
+        if command.error is not None:
+            # On a simulated device nothing fails, so it was early abort.
+            if not self._drops or command.error.status != 503:
+                raise RuntimeError(f"request {command.request} failed: {command.error.message}")
+            if outcome is None:
+                self._put(self.now, Arrive(self._warming[command.request]))
+                return
+            outcome.is_dropped, outcome.end_s = True, self._since_start() + self._answer_s
+        if command.request in self._warming:
+            del self._warming[command.request]
+            if not self._warming:
+                self._begin()
+            return
+        following = self._prompts.ended(self._open.pop(command.request).request)
+        if following is not None:
+            answered_s = self.now + self._answer_s
+            self._put(answered_s, self._hand_over(following, answered_s))
+
+
+class _Prompts:
+    """What is said in conversations, and whose turn has to wait for the reply before it."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._last_turn = {request.conversation: request.turn for request in stream.requests}
+        self._said: dict[int, list[int]] = {}  # of conversations that go on
+        self._busy: dict[int, collections.deque[StreamRequest]] = {}  # with the turns that wait
+        self._first_tokens: dict[Hashable, int] = {}
+
+    def is_free(self, request: StreamRequest) -> bool:
+        """Whether the turn can be handed over; if not, it is remembered."""
+        waiting = self._busy.get(request.conversation)
+        if waiting is None:
+            return True
+        waiting.append(request)
+        return False
+
+    def take(self, request: StreamRequest) -> tuple[tuple[int, ...], list[int] | None]:
+        """The turn's prompt, and where its reply is to be added, if another turn follows.
+
+        The conversation is busy until the reply has ended.
+        """
+        self._busy.setdefault(request.conversation, collections.deque())
+        said = self._said.get(request.conversation, [])
+        for piece in request.prompt:
+            said.extend(self._tokens(piece))
+        prompt = tuple(said)
+        if not self._goes_on(request):
+            return prompt, None
+        self._said[request.conversation] = said
+        return prompt, said
+
+    def ended(self, request: StreamRequest) -> StreamRequest | None:
+        """The reply has ended; returns the turn that waited for it."""
+        if not self._goes_on(request):
+            self._said.pop(request.conversation, None)
+        waiting = self._busy[request.conversation]
+        if waiting:
+            return waiting.popleft()
+        del self._busy[request.conversation]
+        return None
+
+    def _goes_on(self, request: StreamRequest) -> bool:
+        return request.turn < self._last_turn[request.conversation]
+
+    def _tokens(self, piece: Piece) -> Sequence[int]:
+        if piece.tokens is not None:
+            return piece.tokens
+        if piece.num_tokens > _MOST_TOKENS:
+            raise ConfigError(f"a piece of {piece.num_tokens} tokens is longer than {_MOST_TOKENS}")
+        first = self._first_tokens.setdefault(piece.identity, len(self._first_tokens) * _MOST_TOKENS)
+        return range(first, first + piece.num_tokens)
+
+
+def _request(name: RequestId, adapter: AdapterId, prompt: tuple[int, ...], num_reply: int) -> Request:
+    return Request(name, adapter, prompt, _greedy(num_reply))
+
+
+@functools.lru_cache(maxsize=4096)
+def _greedy(num_reply: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_reply, temperature=0.0, seed=0, ignore_eos=True)

@@ -1,0 +1,77 @@
+"""From a replay in virtual time to the numbers that are compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+
+from manylora_lab.sim.replay import Outcome, Replay
+
+Summary = dict[str, float]
+
+
+def summarize(replay: Replay) -> Summary:
+    """A finished replay, in numbers that depend on nothing but its inputs; shares are of 1, times in ms.
+
+    Of dropped requests nothing counts but the moment of the last end.
+    """
+    outcomes = [outcome for outcome in replay.outcomes if not outcome.is_dropped]
+    before, after = replay.counters_at_start, replay.report("busy").counters
+    grown = {
+        field.name: getattr(after, field.name) - getattr(before, field.name)
+        for field in dataclasses.fields(after)
+    }
+    end_s = max(outcome.end_s for outcome in replay.outcomes)
+    adapters = sum(grown[name] for name in ("adapter_hits_device", "adapter_hits_host", "adapter_misses"))
+    tokens = grown["prefix_queries_tokens"]
+    return {
+        **_spread_ms("ttft", [outcome.ttft_s for outcome in outcomes]),
+        **_spread_ms("tpot", [outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None]),
+        "done_per_s": len(outcomes) / end_s,
+        "output_tokens_per_s": sum(outcome.num_tokens for outcome in outcomes) / end_s,
+        "prefix_hit": _share(sum(o.num_cached for o in outcomes), sum(o.prompt_tokens for o in outcomes)),
+        "kv_hit_device": _share(grown["kv_hit_tokens_device"], tokens),
+        "kv_hit_host": _share(grown["kv_hit_tokens_host"], tokens),
+        "adapter_hit_device": _share(grown["adapter_hits_device"], adapters),
+        "adapter_hit_host": _share(grown["adapter_hits_host"], adapters),
+        "adapter_miss": _share(grown["adapter_misses"], adapters),
+        "preemptions": grown["preemptions"],
+        "adapter_reads": grown["adapter_reads"],
+        "prefetches": grown["prefetches"],
+        "pages_in": grown["pages_swapped_in"],
+        "pages_out": grown["pages_swapped_out"],
+        "history_drops": grown["history_drops"],
+        "invalid_share": _share(grown["invalid_share_sum"], grown["invalid_share_samples"]),
+    }
+
+
+def ttft_parts_ms(outcomes: Sequence[Outcome]) -> Summary:
+    """Mean milliseconds of each part of the time to the first token; dropped requests do not count."""
+    served = [outcome for outcome in outcomes if not outcome.is_dropped]
+    parts = {
+        "queue": [o.queue_s for o in served],
+        "adapter": [o.adapter_s for o in served],
+        "kv": [o.kv_s for o in served],
+        "steps": [o.ttft_s - o.queue_s - o.adapter_s - o.kv_s for o in served],
+    }
+    return {
+        f"ttft_{name}_ms": round(1e3 * statistics.fmean(seconds), 3) if seconds else 0.0
+        for name, seconds in parts.items()
+    }
+
+
+def _spread_ms(name: str, seconds: Sequence[float]) -> Summary:
+    p50, p99 = np.percentile(seconds, (50, 99)).tolist() if seconds else (0.0, 0.0)
+    mean = statistics.fmean(seconds) if seconds else 0.0
+    return {
+        f"{name}_mean_ms": round(1e3 * mean, 3),
+        f"{name}_p50_ms": round(1e3 * p50, 3),
+        f"{name}_p99_ms": round(1e3 * p99, 3),
+    }
+
+
+def _share(part: float, whole: float) -> float:
+    return round(part / whole, 4) if whole else 0.0

@@ -1,0 +1,48 @@
+"""Settings of the engine as options of a command, added and read back by name."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Container, Iterable
+from typing import Any
+
+from manylora.aliases import ALIASES
+from manylora.flags import FLAGS, Flag, canonical
+
+
+def add_flag(parser: argparse._ActionsContainer, flag: Flag) -> None:
+    """Adds a setting with its aliases.
+
+    Values stay text, and absent ones None, so that a config file and the command line convert alike.
+    """
+    shown = "" if flag.default is None else f" (default: {flag.default})"
+    options: dict[str, Any] = {"help": flag.help + shown, "default": None, "dest": flag.name}
+    if flag.repeats:
+        options["action"] = "append"
+    if flag.choices:
+        options["choices"] = flag.choices
+    elif flag.metavar:
+        options["metavar"] = flag.metavar
+    parser.add_argument(flag.option, **options)
+    for alias in ALIASES:
+        if alias.of == flag.name:
+            options |= {"dest": alias.name, "help": f"{alias.engines}: the same as {flag.option}"}
+            if alias.lists_adapters:
+                options |= {"action": "extend", "nargs": "+"}
+            parser.add_argument(alias.option, **options)
+
+
+def add_settings(parser: argparse._ActionsContainer, names: Container[str]) -> None:
+    """Adds those of the engine's settings that are named."""
+    for flag in FLAGS:
+        if flag.name in names:
+            add_flag(parser, flag)
+
+
+def settings_of(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Those of these settings that were given, by name. Raises ConfigError where two names of one differ."""
+    wanted = set(names)
+    wanted |= {alias.name for alias in ALIASES if alias.of in wanted}
+    return canonical(
+        {name: value for name, value in vars(args).items() if name in wanted and value is not None}
+    )
