@@ -142,11 +142,11 @@ def test_the_checks_see_what_is_not_there() -> None:
     require_history()
     assert git("cat-file", "-e", "dd64e05^{commit}") is None
     head = (git("rev-parse", "HEAD") or "").strip()
-    assert source_at(head, "benchmarks/no_such_thing.py") is None
+    assert source_at(head, "lab/src/manylora_lab/benchmarks/no_such_thing.py") is None
     with pytest.raises(AssertionError, match="no_such_thing"):
-        check_command("python -m benchmarks.no_such_thing --out x", head)
+        check_command("python -m manylora_lab.benchmarks.no_such_thing --out x", head)
     with pytest.raises(AssertionError, match="--no-such-flag"):
-        check_command("python -m benchmarks.simulator_speed --no-such-flag", head)
+        check_command("python -m manylora_lab.benchmarks.simulator_speed --no-such-flag", head)
     with pytest.raises(AssertionError, match="fig99"):
         check_command("manylora reproduce punica-fig99 --quick", head)
     with pytest.raises(AssertionError, match="--no-such-flag"):

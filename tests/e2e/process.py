@@ -36,7 +36,12 @@ def command(*args: str) -> list[str]:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    found = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1", **changes}
+    found = {
+        **os.environ,
+        "PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY / 'lab/src'}",
+        "OMP_NUM_THREADS": "1",
+        **changes,
+    }
     return {**found, "CUDA_VISIBLE_DEVICES": ""}
 
 

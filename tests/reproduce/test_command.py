@@ -61,7 +61,7 @@ def test_a_missing_matplotlib_is_told_before_the_work(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["reproduce", "fastlibra-fig2", "--out", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line == "manylora: error: the picture needs matplotlib: pip install manylora[plot]"
+    assert line == "manylora: error: the picture needs matplotlib: pip install manylora-lab[plot]"
     assert runs == []
 
 

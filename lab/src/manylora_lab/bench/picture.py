@@ -22,7 +22,7 @@ def check_plot(path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("a plot needs matplotlib: pip install manylora[plot]") from error
+        raise ConfigError("a plot needs matplotlib: pip install manylora-lab[plot]") from error
     if path.suffix[1:] not in FigureCanvasAgg(Figure()).get_supported_filetypes():
         raise ConfigError(f"cannot write {path}: name it *.png, *.svg or *.pdf")
     check_writable(path)

@@ -78,7 +78,7 @@ def _shown(figure: Headline) -> str:
 def _require_output(out: Path, name: str) -> None:
     """Raises ConfigError where the report or its picture could not be written: before hours of work, not after."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("the picture needs matplotlib: pip install manylora[plot]")
+        raise ConfigError("the picture needs matplotlib: pip install manylora-lab[plot]")
     try:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
