@@ -6,6 +6,7 @@ other side checks against the types.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import subprocess
@@ -79,8 +80,9 @@ class RemoteExecutor:
 
     def obey(self, command: DeviceCommand) -> None:
         with self._sending:
-            self._num_steps += isinstance(command, RunStep)
-            send(self._sock, command)
+            if not self._is_closed:  # a watchdog may ask for the state until the end
+                self._num_steps += isinstance(command, RunStep)
+                send(self._sock, command)
 
     def wait_step(self) -> None:
         with self._has_ended:
@@ -91,8 +93,9 @@ class RemoteExecutor:
     def close(self) -> None:
         if self._is_closed:
             return
-        self._is_closed = True
-        self._sock.shutdown(socket.SHUT_RDWR)
+        with self._sending:
+            self._is_closed = True
+            self._sock.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._sock.close()
         assert self._process.wait(30) == 0
@@ -113,7 +116,7 @@ def main() -> None:
     sending = threading.Lock()
 
     def tell(event: DeviceEvent) -> None:
-        with sending:
+        with sending, contextlib.suppress(OSError):  # the engine has ended: nothing hears it
             send(sock, event)
 
     executor.connect(tell)

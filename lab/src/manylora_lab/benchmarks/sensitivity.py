@@ -25,9 +25,8 @@ from manylora.pricing.costs import DeviceCosts
 from manylora_lab.bench.provenance import Recording, add_flags
 from manylora_lab.sim.replay import Replay
 from manylora_lab.sim.summary import Summary, summarize
-from manylora_lab.workloads.chat import Turn, read_turns, to_stream
+from manylora_lab.workloads.chat import TRACES, Turn, read_turns, to_stream
 
-TRACES = Path(__file__).parent / "data"
 NUM_ADAPTERS = 100
 TOKEN_BYTES = 2**19  # K and V of one token: 32 layers, 2 x 4096 numbers of 2 bytes
 RANK_BYTES = 2**21  # of one rank of an adapter on q, k, v, o
@@ -209,7 +208,7 @@ def page_of(report: dict[str, Any], command: str) -> str:
         f"    {command}",
         "Llama-2-7B's shape in bfloat16 (0.5 MiB of KV a token; an adapter of rank 32 is 64 MiB), 16 tokens a "
         "page (static-lru: 32), host pool 48 GiB, max_num_seqs 64, max_batch_tokens 8192, 100 adapters, all "
-        "requested once before. The chat traces of `benchmarks/data`; 15/s and 30/s are those of 10/s and 20/s, "
+        "requested once before. The shipped chat traces; 15/s and 30/s are those of 10/s and 20/s, "
         "faster. Hits are shares of prompt tokens, and of admissions that need an adapter. Where requests queue "
         "(20/s on, and 6 GiB) runs with slightly different costs differ by about 1 %: less means nothing.",
         "## Policies",
