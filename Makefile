@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check -q
 # PyPI's default torch brings gigabytes of CUDA. constraints.txt pins the versions known to work together.
 CONSTRAINTS := -c constraints.txt
 
-.PHONY: demo serve test test-long docs clean
+.PHONY: demo serve test test-long coverage docs clean
 
 $(VENV)/.base: pyproject.toml lab/pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -34,6 +34,9 @@ docs: $(VENV)/.base  ## write every figure of README and docs/ anew from its rec
 
 test-long: $(VENV)/.test  ## what takes longer than CI should
 	$(BIN)/python -m tools.long_tests --out docs/results/test_long.json -n 2
+
+coverage: $(VENV)/.test  ## every branch of the policy is taken by its tests, but for those that a file names
+	$(BIN)/python -m tools.branches
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,6 +18,7 @@ FORBIDDEN_NAMES = {"utils", "util", "common", "manager", "helpers", "base", "mis
 
 # room -> manylora rooms it may import besides itself; a module at the top level is a room of its own.
 ROOMS: dict[str, set[str]] = {
+    "_version": set(),
     "types": set(),
     "config": {"types"},
     "reports": {"types"},
@@ -49,7 +50,7 @@ ROOMS: dict[str, set[str]] = {
     | {"arguments", "exits", "feeding", "flags", "text", "engine", "main", "metrics", "outputs"},
     "inspection": BOTTOM | {"adapters", "kernels", "models"},
     "cli": {
-        "",
+        "_version",
         "aliases",
         "config",
         "extensions",
@@ -62,10 +63,20 @@ ROOMS: dict[str, set[str]] = {
     }
     | {"warmup"},
     "__main__": {"cli"},
-    "main": {"", "progress", "signals", "adapters", "engine", "executor", "inspection", "models", "policy"}
+    "main": {
+        "_version",
+        "progress",
+        "signals",
+        "adapters",
+        "engine",
+        "executor",
+        "inspection",
+        "models",
+        "policy",
+    }
     | {"server", "text"}
     | BOTTOM,
-    "": {"llm", "types"},
+    "": {"_version", "llm", "types"},
 }
 # The laboratory's rooms: what they may import of the laboratory, and of manylora.
 LAB_ROOMS: dict[str, tuple[set[str], set[str]]] = {

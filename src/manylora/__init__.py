@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from manylora._version import VERSION
+
 if TYPE_CHECKING:
     from manylora.llm import LLM as LLM
     from manylora.llm import AsyncLLM as AsyncLLM
     from manylora.types import SamplingParams as SamplingParams
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 
 _HOMES = {"LLM": "manylora.llm", "AsyncLLM": "manylora.llm", "SamplingParams": "manylora.types"}

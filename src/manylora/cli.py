@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from manylora import __version__
+from manylora._version import VERSION
 from manylora.aliases import ALIASES
 from manylora.config import ConfigError
 from manylora.extensions import LAB, AddParser, find_commands
@@ -94,7 +94,7 @@ def _parser(others: Mapping[str, AddParser]) -> argparse.ArgumentParser:
         prog="manylora",
         description="Serve thousands of LoRA adapters on one base model, each request naming its own.",
     )
-    parser.add_argument("--version", action="version", version=f"manylora {__version__}")
+    parser.add_argument("--version", action="version", version=f"manylora {VERSION}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands)
     _add_adapters(commands)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from manylora import __version__
+from manylora._version import VERSION
 from manylora.adapters.sources import discover
 from manylora.config import AdapterSettings, ConfigError, EngineSettings, HttpSettings
 from manylora.engine import service, wire
@@ -232,7 +232,7 @@ async def _serve(
         settings = ServerSettings(
             served_model_name=engine.model.name,
             model_root=engine.model.model,
-            version=__version__,
+            version=VERSION,
             adapter_dir=Path(engine.adapters.adapter_dir) if engine.adapters.adapter_dir else None,
             api_keys=http.api_keys,
             metrics_open=http.metrics_key == "open",

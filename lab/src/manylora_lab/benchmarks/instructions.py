@@ -70,8 +70,9 @@ while pending:
 """
 SIMULATE = """
 import json, sys
-from manylora_lab.reproduce.cells import Cell, cell_replay
-replay = cell_replay(Cell(**json.loads(sys.argv[2])))
+from importlib import import_module
+cells = import_module(sys.argv[2] + ".reproduce.cells")
+replay = cells.cell_replay(cells.Cell(**json.loads(sys.argv[3])))
 if sys.argv[1] == "work":
     replay.run()
 """
@@ -81,7 +82,7 @@ def count(tree: Path, program: str, *args: str) -> int:
     """Instructions that a program runs with the package of a tree."""
     done = subprocess.run(
         ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", sys.executable, "-c", program, *args],
-        env={**os.environ, "PYTHONPATH": str(tree / "src"), "PYTHONHASHSEED": "0"},
+        env={**os.environ, "PYTHONPATH": f"{tree / 'src'}:{tree / 'lab/src'}", "PYTHONHASHSEED": "0"},
         check=True, capture_output=True, text=True,
     )  # fmt: skip
     line = next(line for line in done.stderr.splitlines() if "Collected" in line)
@@ -90,9 +91,12 @@ def count(tree: Path, program: str, *args: str) -> int:
 
 def measure(tree: Path, journals: list[Path], cell: dict[str, Any]) -> dict[str, int]:
     """Instructions of the work alone, by what is measured."""
+    package = "manylora_lab" if (tree / "lab").is_dir() else "manylora"  # where the simulator is
     inputs = {
-        "policy": (FEED, *map(str, journals)), "rows": (DECODE,), "simulator": (SIMULATE, json.dumps(cell)),
-    }  # fmt: skip
+        "policy": (FEED, *map(str, journals)),
+        "rows": (DECODE,),
+        "simulator": (SIMULATE, package, json.dumps(cell)),
+    }
     return {
         name: count(tree, program, "work", *args) - count(tree, program, "load", *args)
         for name, (program, *args) in inputs.items()

@@ -1,0 +1,5 @@
+"""The version, for what may not import the package itself."""
+
+from __future__ import annotations
+
+VERSION = "0.1.0"
