@@ -5,7 +5,7 @@ import inspect
 import types
 
 import pytest
-from manylora_lab.benchmarks.compiled_simulator import PACKAGE, RECORDS, _plain_records
+from manylora_lab.benchmarks.compiled_simulator import PACKAGES, RECORDS, _plain_records
 
 from manylora import protocol
 from manylora.protocol import commands, events
@@ -13,7 +13,7 @@ from manylora.protocol import commands, events
 
 def rewritten_copy(name: str) -> types.ModuleType:
     copy = types.ModuleType(f"manylora.{name}_copy")
-    exec(_plain_records((PACKAGE / "protocol" / f"{name}.py").read_text()), copy.__dict__)
+    exec(_plain_records((PACKAGES[0] / "protocol" / f"{name}.py").read_text()), copy.__dict__)
     return copy
 
 

@@ -1,6 +1,6 @@
 """A copy of the package, its policy and simulator compiled by mypyc: the same decisions in half the time or less.
 
-    python benchmarks/compiled_simulator.py DIR
+    python -m manylora_lab.benchmarks.compiled_simulator DIR
     PYTHONPATH=DIR manylora reproduce fastlibra-table --store DIR/cells.jsonl --out DIR
 
 For runs of hours. Needs the test extra and a C compiler, and takes a few minutes. The sources stay as they are; in
@@ -21,10 +21,11 @@ from pathlib import Path
 
 from manylora_lab.bench.provenance import ROOT
 
-PACKAGE = ROOT / "src" / "manylora"
+PACKAGES = (ROOT / "src" / "manylora", ROOT / "lab" / "src" / "manylora_lab")
 RECORDS = ("events", "commands")
 """Of the protocol: what is made anew at every step."""
-SIMULATOR = ("analytical", "costs", "device", "fit", "limits", "loop", "replay")
+PRICING = ("costs", "fit")
+SIMULATOR = ("analytical", "device", "limits", "loop", "replay")
 SETUP = """
 from mypyc.build import mypycify
 from setuptools import setup
@@ -39,13 +40,17 @@ setup(
 
 def compile_into(folder: Path) -> None:
     """Raises CalledProcessError where a module does not compile."""
-    copy = folder / PACKAGE.name
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "*.so"), dirs_exist_ok=True)
-    protocol = [copy / "protocol" / f"{name}.py" for name in RECORDS]
+    for package in PACKAGES:
+        ignored = shutil.ignore_patterns("__pycache__", "*.so")
+        shutil.copytree(package, folder / package.name, ignore=ignored, dirs_exist_ok=True)
+    core, lab = (folder / package.name for package in PACKAGES)
+    protocol = [core / "protocol" / f"{name}.py" for name in RECORDS]
     for path in protocol:
         path.write_text(_plain_records(path.read_text()))
-    policy = sorted(path for path in (copy / "policy").rglob("*.py") if path.stem != "__init__")
-    modules = [*protocol, copy / "reports.py", *policy, *(copy / "sim" / f"{name}.py" for name in SIMULATOR)]
+    policy = sorted(path for path in (core / "policy").rglob("*.py") if path.stem != "__init__")
+    modules = [*protocol, core / "reports.py", *policy]
+    modules += [core / "pricing" / f"{name}.py" for name in PRICING]
+    modules += [lab / "sim" / f"{name}.py" for name in SIMULATOR]
     with tempfile.TemporaryDirectory() as build:
         script = Path(build) / "setup.py"
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
