@@ -278,11 +278,17 @@ def handlers(port: object, commands: Iterable[type]) -> dict[type, Callable[...,
 
     Raises TypeError where one is missing.
     """
-    found = {kind: getattr(port, _method_of(kind), None) for kind in commands}
-    missing = sorted(kind.__name__ for kind, method in found.items() if method is None)
+    found: dict[type, Callable[..., Any]] = {}
+    missing = []
+    for kind in commands:
+        method = getattr(port, _method_of(kind), None)
+        if method is None:
+            missing.append(kind.__name__)
+        else:
+            found[kind] = method
     if missing:
-        raise TypeError(f"{type(port).__name__} does not carry out {', '.join(missing)}")
-    return found  # type: ignore[return-value]  # none is None
+        raise TypeError(f"{type(port).__name__} does not carry out {', '.join(sorted(missing))}")
+    return found
 
 
 def _method_of(kind: type) -> str:
