@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from manylora_lab.bench.step_log import LentExecutor
+from manylora_lab.bench.step_log import StepLogger
 from manylora_lab.bench.targets import Call, EngineTarget
 from manylora_lab.benchmarks.h200_cache import write_adapters
 
@@ -44,10 +44,10 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "adapter-0"
 
 
-def served(built: Built, adapter: Path, calls: list[list[Call]]) -> tuple[LentExecutor, int]:
+def served(built: Built, adapter: Path, calls: list[list[Call]]) -> tuple[StepLogger, int]:
     """Each list of calls at once, one list after another; the adapter's bytes too."""
     worker, policy, info = built
-    lent = LentExecutor(worker, policy.page_bytes)
+    lent = StepLogger(worker, policy.page_bytes)
 
     async def scenario() -> int:
         driver = Driver(policy, lent, info)

@@ -53,7 +53,7 @@ from manylora_lab.bench.profile_loads import (
 )
 from manylora_lab.bench.profile_rig import Rig
 from manylora_lab.bench.profile_spread import copy_drag, spread_of
-from manylora_lab.bench.step_log import LentExecutor, StepLog
+from manylora_lab.bench.step_log import StepLog, StepLogger
 from manylora_lab.bench.targets import EngineTarget
 
 Progress = Callable[[str, int, int], None]
@@ -196,9 +196,9 @@ class Profiler:
         _add(self._log, log)
         _add(self._crowded, asyncio.run(self._watched_in_need(room, part)))
 
-    def _open(self, policy: PolicyConfig) -> tuple[LentExecutor, EngineTarget, list[str]]:
+    def _open(self, policy: PolicyConfig) -> tuple[StepLogger, EngineTarget, list[str]]:
         """An engine on the worker, and its adapters' names."""
-        lent = LentExecutor(self._worker, policy.page_bytes)
+        lent = StepLogger(self._worker, policy.page_bytes)
         info = dataclasses.replace(self._info, num_pages=policy.num_pages, max_model_len=policy.max_model_len)
         driver = Driver(policy, lent, info)
         names = [f"profile-{number}" for number in range(len(self._paths))]

@@ -1,7 +1,4 @@
-"""An executor on loan to a driver: notes what every step, copy and read was and took, as the engine paid it.
-
-Owns the log and what is to be undone when the driver ends; the executor itself stays open, for the next driver.
-"""
+"""What every step, copy and read of an engine was and took, as the engine paid it. Owns the log."""
 
 from __future__ import annotations
 
@@ -20,18 +17,15 @@ from manylora.protocol import (
     DeviceCommand,
     DeviceEvent,
     EndSequence,
-    EvictAdapter,
     Executor,
     ForgetAdapter,
     ReadAdapter,
     RunStep,
     StepResult,
     SwapPages,
-    ask_of,
 )
 from manylora.types import AdapterId, SequenceId
-
-_LANDING_S = 60.0
+from manylora_lab.bench.lending import LentExecutor, asked
 
 _Timing = tuple[float, float, float | None]
 _Work = tuple[int, ...]
@@ -91,22 +85,21 @@ class _Begun(NamedTuple):
     began_s: float
 
 
-class LentExecutor:
-    """``protocol.Executor`` that hands on to ``executor``. ``close`` waits for transfers and forgets what the
-    driver's run left behind."""
+class StepLogger(LentExecutor):
+    """Notes what every step, copy and read was and took."""
 
     def __init__(
         self, executor: Executor, page_bytes: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._executor = executor
+        super().__init__(executor)
         self._page_bytes = page_bytes
         self._clock = clock
         self._adapter_bytes: dict[AdapterId, int] = {}
-        self._sequences: dict[SequenceId, AdapterId] = {}
+        self._adapter_of: dict[SequenceId, AdapterId] = {}
         self._before: set[SequenceId] = set()
         self._in_flight: dict[int, _Issued] = {}
         self._issuing = 0  # a step
-        self._moving: dict[Ask, _Begun] = {}
+        self._begun: dict[Ask, _Begun] = {}
         # Plain tuples of numbers: the garbage collector looks through anything else again and again.
         self._steps: list[tuple[_Timing, tuple[int, int], _Work, float, float]] = []
         self._copies: list[tuple[float, float, float, bool, int]] = []
@@ -128,67 +121,41 @@ class LentExecutor:
         """So far."""
         return len(self._steps)
 
-    # ------------------------------------------------------------ the door
-
-    def connect(self, tell: Callable[[DeviceEvent], None]) -> None:
-        """See Executor."""
-        self._tell = tell
-        self._executor.connect(self._hear)
-
-    def obey(self, command: DeviceCommand) -> None:
-        """See Executor."""
+    def begins(self, command: DeviceCommand) -> None:
+        """See LentExecutor."""
         match command:
             case RunStep():
-                self._issue(command)
-                return
+                for start in command.starts:
+                    self._adapter_of[start.sequence] = start.adapter
+                # Sequences may end while the step is on its way.
+                work = work_of(command, self._adapter_of, self._adapter_bytes)
+                self._in_flight[command.step] = _Issued(command, work, self._clock(), time.thread_time())
+                self._issuing = command.step
             case EndSequence():
-                self._sequences.pop(command.sequence, None)
+                self._adapter_of.pop(command.sequence, None)
             case ForgetAdapter():
                 self._adapter_bytes.pop(command.adapter, None)
             case SwapPages() | ReadAdapter():
-                self._moving[_asked(command)] = _Begun(command, self._clock())
-        self._executor.obey(command)
+                self._begun[asked(command)] = _Begun(command, self._clock())
 
-    def wait_step(self) -> None:
-        """See Executor."""
-        self._executor.wait_step()
+    def has_begun(self, command: DeviceCommand) -> None:
+        """See LentExecutor."""
+        if isinstance(command, RunStep):
+            self._issuing = 0
 
-    def close(self) -> None:
-        """Idempotent."""
-        ends_at = self._clock() + _LANDING_S
-        while self._moving and self._clock() < ends_at:
-            time.sleep(0.001)
-        for sequence in list(self._sequences):
-            self.obey(EndSequence(sequence))
-        for adapter in list(self._adapter_bytes):
-            self.obey(EvictAdapter(adapter))
-            self.obey(ForgetAdapter(adapter))
-
-    # ------------------------------------------------------------ what is noted
-
-    def _issue(self, step: RunStep) -> None:
-        for start in step.starts:
-            self._sequences[start.sequence] = start.adapter
-        # Sequences may end while the step is on its way.
-        work = work_of(step, self._sequences, self._adapter_bytes)
-        self._in_flight[step.step] = _Issued(step, work, self._clock(), time.thread_time())
-        self._issuing = step.step
-        self._executor.obey(step)
-        self._issuing = 0
-
-    def _hear(self, answer: DeviceEvent) -> None:
-        match answer:
+    def says(self, event: DeviceEvent) -> None:
+        """See LentExecutor."""
+        match event:
             case StepResult():
-                issued = self._in_flight.pop(answer.done.step)
-                if answer.done.step != self._issuing:  # else nothing ran
+                issued = self._in_flight.pop(event.done.step)
+                if event.done.step != self._issuing:  # else nothing ran
                     self._note_step(issued, self._clock(), time.thread_time() - issued.cpu_s)
             case CopyDone():
-                self._note_transfer(self._copies, answer, answer.copy_s)
+                self._note_transfer(self._copies, event, event.copy_s)
             case AdapterRead():
-                self._note_transfer(self._reads, answer, answer.read_s)
-            case AdapterChecked() if answer.ok:
-                self._adapter_bytes[answer.adapter] = answer.num_pages * self._page_bytes
-        self._tell(answer)
+                self._note_transfer(self._reads, event, event.read_s)
+            case AdapterChecked() if event.ok:
+                self._adapter_bytes[event.adapter] = event.num_pages * self._page_bytes
 
     def _note_step(self, issued: _Issued, ended_s: float, cpu_s: float) -> None:
         step, work, began_s, _ = issued
@@ -208,22 +175,16 @@ class LentExecutor:
     def _note_transfer(
         self,
         log: list[tuple[float, float, float, bool, int]],
-        answer: CopyDone | AdapterRead,
+        event: CopyDone | AdapterRead,
         took_s: float,
     ) -> None:
-        command, began_s = self._moving.pop(_asked(answer))
+        command, began_s = self._begun.pop(asked(event))
         waited_s = self._clock() - began_s
         if isinstance(command, SwapPages):
             to_device, num_pages = command.to_device, len(command.pairs)
         else:
             to_device, num_pages = command.tier == "device", len(command.pages)
         log.append((began_s, waited_s, took_s, to_device, num_pages * self._page_bytes))
-
-
-def _asked(message: SwapPages | ReadAdapter | CopyDone | AdapterRead) -> Ask:
-    asked = ask_of(message)
-    assert asked is not None
-    return asked
 
 
 def work_of(

@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,11 @@ from manylora.executor.build import build_worker
 from manylora.flags import build_settings
 from manylora.models.config import read_model_config
 from manylora.protocol import (
-    AdapterChecked,
     AdapterRead,
     CopyDone,
     DeviceCommand,
     DeviceEvent,
-    EvictAdapter,
     Executor,
-    ForgetAdapter,
     ReadAdapter,
     RunStep,
     StepResult,
@@ -57,6 +54,7 @@ from manylora.protocol import (
 )
 from manylora.types import EngineInfo
 from manylora.warmup.random_adapters import write_random_adapters
+from manylora_lab.bench.lending import LentExecutor
 from manylora_lab.bench.provenance import Recording, add_flags
 from manylora_lab.bench.targets import Answer, Call, EngineTarget
 from manylora_lab.benchmarks import h200, h200_cache
@@ -90,54 +88,43 @@ AIM = {
 STEP_TOKENS = (64, 128, 192, 256, 320, 384, 512, 1024, 2048, 10**9)
 
 
-class Lent:
-    """The worker for one engine: ``close`` leaves it open, without the engine's adapters."""
+class Lent(LentExecutor):
+    """The worker for one engine, which notes the moments of what passes."""
 
     def __init__(self, worker: Executor) -> None:
-        self._worker = worker
-        self._adapters: list[int] = []
-        self._issued: dict[int, tuple[int, int, float]] = {}  # rows, tokens, the host's seconds
+        super().__init__(worker)
+        self._issued: dict[int, tuple[int, int, float]] = {}  # rows, tokens, when; then the host's seconds
         self.steps: list[tuple[int, int, float, float]] = []
         """Rows, tokens, seconds, and of them the host's."""
         self.moments: list[tuple[str, float]] = []
         """What was asked of the worker and answered by it, and when."""
 
-    def connect(self, tell: Callable[[DeviceEvent], None]) -> None:
-        self._tell = tell
-        self._worker.connect(self._hear)
-
-    def obey(self, command: DeviceCommand) -> None:
+    def begins(self, command: DeviceCommand) -> None:
         match command:
             case RunStep():
-                began_s = self.note("issue")
-                self._worker.obey(command)
                 num_tokens = sum(row.num_tokens for row in command.rows)
-                self._issued[command.step] = len(command.rows), num_tokens, self.note("issued") - began_s
-                return
+                self._issued[command.step] = len(command.rows), num_tokens, self.note("issue")
             case ReadAdapter():
                 self.note("read")
             case SwapPages():
                 self.note("swap")
-            case ForgetAdapter():
-                self._adapters.remove(command.adapter)
-        self._worker.obey(command)
 
-    def wait_step(self) -> None:
-        self._worker.wait_step()
+    def has_begun(self, command: DeviceCommand) -> None:
+        if isinstance(command, RunStep) and command.step in self._issued:
+            num_rows, num_tokens, began_s = self._issued[command.step]
+            self._issued[command.step] = num_rows, num_tokens, self.note("issued") - began_s
 
-    def _hear(self, answer: DeviceEvent) -> None:
-        match answer:
-            case StepResult() if answer.done.step in self._issued:  # else it could not be issued
-                self.note("computed")
-                num_rows, num_tokens, issue_s = self._issued.pop(answer.done.step)
-                self.steps.append((num_rows, num_tokens, answer.done.device_s, issue_s))
+    def says(self, event: DeviceEvent) -> None:
+        match event:
+            case StepResult():
+                num_rows, num_tokens, issue_s = self._issued.pop(event.done.step)
+                if event.done.ok:
+                    self.note("computed")
+                    self.steps.append((num_rows, num_tokens, event.done.device_s, issue_s))
             case AdapterRead():
                 self.note("was read")
             case CopyDone():
                 self.note("swapped")
-            case AdapterChecked() if answer.ok and answer.adapter not in self._adapters:
-                self._adapters.append(answer.adapter)
-        self._tell(answer)
 
     def note(self, what: str) -> float:
         """The moment. Copies and reads note theirs from other threads."""
@@ -160,12 +147,6 @@ class Lent:
         return means | {
             "longest": [[*step[:2], *(round(seconds, 4) for seconds in step[2:])] for step in longest]
         }
-
-    def close(self) -> None:
-        time.sleep(0.3)  # copies under way land
-        for adapter in list(self._adapters):
-            self.obey(EvictAdapter(adapter))
-            self.obey(ForgetAdapter(adapter))
 
 
 @dataclasses.dataclass

@@ -44,7 +44,7 @@ from manylora_lab.bench.profile_grid import Limits, make_batches
 from manylora_lab.bench.profile_rig import Rig, rounded, undisturbed
 from manylora_lab.bench.provenance import Recording, add_flags
 from manylora_lab.bench.replay import ReplaySettings, replay, warm_adapters
-from manylora_lab.bench.step_log import LentExecutor, StepLog
+from manylora_lab.bench.step_log import StepLog, StepLogger
 from manylora_lab.bench.summary import as_rows, difference, summarize
 from manylora_lab.bench.targets import EngineTarget
 from manylora_lab.benchmarks.h200 import write_model
@@ -94,9 +94,9 @@ class Bench:
     adapters: Path
     scale: Scale
 
-    def open(self) -> tuple[EngineTarget, LentExecutor, list[int]]:
+    def open(self) -> tuple[EngineTarget, StepLogger, list[int]]:
         """A new engine on the worker, and its adapters' pages."""
-        lent = LentExecutor(self.worker, self.served.page_bytes)
+        lent = StepLogger(self.worker, self.served.page_bytes)
         info = dataclasses.replace(
             self.info,
             num_pages=self.served.num_pages,
