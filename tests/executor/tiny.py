@@ -19,7 +19,7 @@ from tests.models.tiny import VOCAB, make_model
 ALL_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 OPT_MODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 CLOSE_LOGITS = 2e-4
-"""Where the reference's own top two logits are closer than this, another choice is rounding (design §6)."""
+"""Where the reference's own top two logits are closer than this, another choice is rounding."""
 
 __all__ = ["ALL_MODULES", "OPT_MODULES", "VOCAB", "Reference", "settings_for", "write_adapter", "write_model"]
 

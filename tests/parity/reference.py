@@ -1,4 +1,4 @@
-"""What transformers and PEFT generate, one prompt at a time, and what counts as the same (design §6)."""
+"""What transformers and PEFT generate, one prompt at a time, and what counts as the same."""
 
 from __future__ import annotations
 

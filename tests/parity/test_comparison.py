@@ -1,4 +1,4 @@
-"""The comparison itself can fail, and lets pass what design §6 calls rounding and nothing else."""
+"""The comparison itself can fail, and lets pass what is rounding (``reference.py``) and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random events, failures included: every invariant of design §4 after each, and the right tokens in the end."""
+"""Random events, failures included: every policy invariant after each, and the right tokens in the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A journal of one replica's events: enough to replay its every decision (design §1).
+"""A journal of one replica's events: enough to replay its every decision.
 
 One JSON line an event, after a first line with the policy's settings: the moment, the event's name, its fields,
 and the fingerprint of the commands that the replica answered with, so that a replay is held against what was

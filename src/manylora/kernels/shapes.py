@@ -82,7 +82,7 @@ def distinct_groups(layers: Iterable[Iterable[ProjectionGroup]]) -> tuple[Projec
 
 @dataclasses.dataclass(frozen=True)
 class AdapterGeometry:
-    """How adapters of one model are laid into its pages (design §3).
+    """How adapters of one model are laid into its pages (docs/architecture.md, "Memory").
 
     A page's slab of one layer is cut into ``cells_per_page`` cells of ``cell_elements``; a row of length h
     takes ``ceil(h / cell_elements)`` whole cells, so none straddles a page and all layers share one table.

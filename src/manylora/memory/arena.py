@@ -1,4 +1,4 @@
-"""The device's pool of pages, for KV and for adapters alike (design §3).
+"""The device's pool of pages, for KV and for adapters alike (docs/architecture.md, "Memory").
 
 Owns the allocation and its views. Does not know what a page holds or who owns it: that is the policy's.
 """

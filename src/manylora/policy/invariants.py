@@ -1,4 +1,4 @@
-"""The invariants of design §4, checked over the whole state. For tests: O(everything)."""
+"""The policy's invariants, checked over the whole state. For tests: O(everything)."""
 
 from __future__ import annotations
 

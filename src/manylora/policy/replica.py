@@ -1,4 +1,4 @@
-"""One replica's policy: events in, commands out (design §1, §4). The only door into ``policy`` for an engine.
+"""One replica's policy: events in, commands out. The only door into ``policy`` for an engine.
 
 Owns requests from arrival to their one end, and adapters from being added to being freed; collects what its
 parts decide, in order. What runs in a step is ``batching``'s choice, which sequence holds which page is
@@ -144,7 +144,7 @@ class Replica:
         return Report(self._gauges.read(which), dataclasses.replace(self._residency.counters))
 
     def check(self) -> None:
-        """Raise AssertionError if an invariant of design §4 does not hold. For tests; O(everything)."""
+        """Raise AssertionError if an invariant (``policy/invariants``) does not hold. For tests; O(everything)."""
         check(self._residency, self._held, self._waiting, self._requests, self._in_flight)
 
     # ------------------------------------------------------------ arrival and end
