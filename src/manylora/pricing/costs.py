@@ -1,8 +1,8 @@
 """What a simulated device takes for what it is told: seconds by the numbers that a step, copy or read has.
 
 ``StepCosts`` is what the simulator asks. Three answer it: ``DeviceCosts`` by assumed rates (here),
-``sim.analytical.AnalyticalCosts`` by a hardware's data sheet, ``pricing.fit.FittedCosts`` by a profile that ``manylora
-profile`` measured.
+``AnalyticalCosts`` by a hardware's data sheet (in the laboratory), ``pricing.fit.FittedCosts`` by a profile that
+``manylora profile`` measured.
 """
 
 from __future__ import annotations

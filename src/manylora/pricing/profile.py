@@ -1,7 +1,7 @@
 """A profile: what steps, copies and reads took on one machine with one model, as ``manylora profile`` measured it.
 
-Owns the file's form (JSON), its checks, and the refusal of a profile of something else. ``pricing.fit`` makes costs
-of it.
+Owns the file's form (JSON), its checks, and the refusal of a profile of something else; ``pricing.fit`` makes
+costs of it.
 """
 
 from __future__ import annotations
