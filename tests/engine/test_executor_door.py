@@ -51,7 +51,15 @@ from tests.engine.test_engine import CONFIG, INFO, drain, request
 from tests.policy.device_model import undisturbed
 
 START = SequenceStart(
-    7, 0, 3, (1, 2, 3), 3, 0, (4, 5), SamplingParams(max_tokens=9, seed=2**63 - 1, logit_bias={5: -1.5}), (2,)
+    7,
+    0,
+    3,
+    (1, 2, 3),
+    3,
+    0,
+    (4, 5),
+    SamplingParams(max_tokens=9, seed=2**63 - 1, logit_bias=((5, -1.5),)),
+    (2,),
 )
 EXAMPLES: list[Any] = [
     RunStep(1, (START,), (StepRow(7, 0, 3, 1, ((0, 4), (1, 5))), StepRow(8, 9, 1, 0))),
