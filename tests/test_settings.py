@@ -129,12 +129,8 @@ def test_the_caches_own_checks(wrong: dict[str, Any]) -> None:
 )
 def test_the_policys_own_checks(wrong: dict[str, int]) -> None:
     fine: dict[str, Any] = {
-        "num_pages": 9,
-        "page_tokens": 4,
-        "max_model_len": 64,
-        "max_num_seqs": 8,
-        "max_batch_tokens": 16,
-    }
+        "num_pages": 9, "page_tokens": 4, "max_model_len": 64, "max_num_seqs": 8, "max_batch_tokens": 16
+    }  # fmt: skip
     with pytest.raises(ConfigError):
         PolicyConfig(**{**fine, **wrong})
 

@@ -107,15 +107,8 @@ def test_what_a_reply_filled_can_be_asked_for() -> None:
     drawn = [Emit("a", 0, position, 4 + position, (1, 0)) for position in range(3)]
     another_s = Emit("a", 1, 0, 9, (1, 1))  # drawn for a fork, which has a sequence of its own
     turns: list[Command] = [
-        first,
-        drawn[0],
-        another_s,
-        step(2, 3),
-        drawn[1],
-        step(3, 4),
-        drawn[2],
-        EndSequence(1),
-    ]
+        first, drawn[0], another_s, step(2, 3), drawn[1], step(3, 4), drawn[2], EndSequence(1)
+    ]  # fmt: skip
     again = RunStep(4, (start_of(2, BASE, (1, 2, 3, 4, 5, 6, 7), 4),), (StepRow(2, 4, 3, 1),))
     record = record_of(*turns, again)
     assert record.pages_in_use == [2, 2, 3, 4]
