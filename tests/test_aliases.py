@@ -78,6 +78,7 @@ def test_names_are_told_apart() -> None:
 
 def test_help_shows_each_beside_what_it_means() -> None:
     (commands,) = [action for action in _parser(find_commands())._actions if action.dest == "==SUPPRESS=="]
+    assert isinstance(commands.choices, dict)
     text = " ".join(commands.choices["serve"].format_help().split())
     for alias in ALIASES:
         assert alias.option in text
@@ -99,9 +100,10 @@ def test_it_sets_what_the_flag_sets(alias: Alias, tmp_path: Path) -> None:
         assert served("--config", str(file)) == expected
     assert served(alias.option, "96") == expected
     assert built(**{alias.name: 96}) == expected
+    keywords: dict[str, Any] = {alias.name: 96}
     for kind in (LLM, AsyncLLM):
         with pytest.raises(Reached) as reached:
-            kind("m", **{alias.name: 96})
+            kind("m", **keywords)
         assert reached.value.args[0] == expected[0]
 
 
@@ -119,9 +121,10 @@ def test_two_spellings_agree_or_are_refused(
     (line,) = capsys.readouterr().err.splitlines()
     assert alias.option in line
     assert own in line
+    both: dict[str, Any] = {alias.name: 96, alias.of: 95}
     for kind in (LLM, AsyncLLM):
         with pytest.raises(ConfigError, match=alias.option):
-            kind("m", **{alias.name: 96, alias.of: 95})
+            kind("m", **both)
     # The command line wins over a file, whatever the spelling.
     file = tmp_path / "serve.json"
     for in_file, given in ((alias.name, own), (alias.of, alias.option)):

@@ -16,7 +16,7 @@ from tools import figures
 from tools.expressions import Figure
 from tools.figures import ROOT, main
 from tools.records import FigureError, Records
-from tools.tables import PAGES
+from tools.tables import PAGES, TABLES
 
 RECORD: dict[str, Any] = {
     "command": "python -m benchmarks.one --out one.json",
@@ -203,7 +203,7 @@ def test_a_changed_digit_in_a_record_is_told(site: Path) -> None:
 
 
 def test_a_table_is_written_by_its_function(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(figures.TABLES, "runs", lambda record: f"| {record['plain']} |\n|---|\n")
+    monkeypatch.setitem(TABLES, "runs", lambda record: f"| {record['plain']} |\n|---|\n")
     page = site / "README.md"
     page.write_text("Before.\n\n<!--table t: one.json; runs-->\n| old |\n<!--/table-->\n\nAfter.\n")
     assert main(["--check"], site) == 1
@@ -214,9 +214,7 @@ def test_a_table_is_written_by_its_function(site: Path, monkeypatch: pytest.Monk
 
 
 def test_a_page_may_be_written_as_a_whole(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        figures.PAGES, "docs/results/whole.md", ("one.json", lambda record: f"# {record['word']}\n")
-    )
+    monkeypatch.setitem(PAGES, "docs/results/whole.md", ("one.json", lambda record: f"# {record['word']}\n"))
     page = site / "docs" / "results" / "whole.md"
     page.write_text("# slow\n")
     assert main(["--check"], site) == 1

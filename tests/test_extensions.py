@@ -65,7 +65,7 @@ def test_a_laboratory_on_the_path_is_found_without_being_installed(tmp_path: Pat
 def test_a_command_that_another_distribution_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     point = importlib.metadata.EntryPoint("hello", f"{__name__}:add_hello", extensions.GROUP)
     gone = importlib.metadata.EntryPoint("gone", "no_such_package:add", extensions.GROUP)
-    monkeypatch.setattr(extensions.importlib.metadata, "entry_points", lambda group: (point, gone))
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: (point, gone))
     assert cli.main(["hello", "--number", "7"]) == 7
     assert set(extensions.find_commands()) == {"hello", *extensions.LAB}
 

@@ -25,7 +25,7 @@ from manylora.flags import build_settings
 from manylora.llm import LLM, AsyncLLM
 from tests.e2e.process import command, environment
 
-GIVEN = {
+GIVEN: dict[str, Any] = {
     "host_pool": "2GiB", "device_pool": "1GiB", "cache_policy": "static-lru", "cache_adapter_share": 0.3,
     "cache_tau": 2.5, "cache_window": 30, "trace": "decisions.txt",
 }  # fmt: skip
@@ -128,7 +128,9 @@ def test_the_caches_own_checks(wrong: dict[str, Any]) -> None:
     "wrong", [{"num_host_pages": -1}, {"page_bytes": 0}, {"max_batch_tokens": 7}], ids=str
 )
 def test_the_policys_own_checks(wrong: dict[str, int]) -> None:
-    fine = {"num_pages": 9, "page_tokens": 4, "max_model_len": 64, "max_num_seqs": 8, "max_batch_tokens": 16}
+    fine: dict[str, Any] = {
+        "num_pages": 9, "page_tokens": 4, "max_model_len": 64, "max_num_seqs": 8, "max_batch_tokens": 16
+    }  # fmt: skip
     with pytest.raises(ConfigError):
         PolicyConfig(**{**fine, **wrong})
 

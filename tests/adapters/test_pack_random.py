@@ -41,7 +41,7 @@ def write_random(folder: Path, shape: AdapterGeometry, random: np.random.Generat
         for projection in (p for group in groups for p in group.projections):
             if random.random() < 0.3 and (layer, projection) != (0, shape.projections[0]):
                 continue
-            rank = int(random.choice([most, random.integers(1, most + 1)]))
+            rank = int(random.choice([most, int(random.integers(1, most + 1))]))
             name = f"{PREFIX}.{layer}.{projection.module}"
             ranks[name] = rank
             for side, sizes in (

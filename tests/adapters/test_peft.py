@@ -393,8 +393,8 @@ def test_dimensions_that_no_file_can_have_are_not_multiplied(adapter: Path) -> N
         header(b'{"x":{"dtype":"F32","shape":[' + shape + b'],"data_offsets":[0,0]}}')
     )
     assert seconds_to_refuse(adapter, "entry for x is corrupt") < 5
-    for shape in ([1] * 9, [2**62, 0], [10**4000]):
-        (adapter / WEIGHTS_NAME).write_bytes(header(entry(shape=shape, data_offsets=[0, 0])))
+    for sizes in ([1] * 9, [2**62, 0], [10**4000]):
+        (adapter / WEIGHTS_NAME).write_bytes(header(entry(shape=sizes, data_offsets=[0, 0])))
         assert seconds_to_refuse(adapter, "entry for x is corrupt") < 5
 
 

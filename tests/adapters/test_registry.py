@@ -19,6 +19,7 @@ from manylora.adapters import peft as peft_module
 from manylora.adapters import registry as registry_module
 from manylora.adapters.peft import CONFIG_NAME, WEIGHTS_NAME
 from manylora.adapters.registry import Registry, default_path, fingerprint
+from manylora.adapters.tensorfile import StoredTensor, read_header
 from manylora.protocol import AdapterError
 from tests.adapters.tiny import PREFIX, edit_config, geometry, inspect, make
 
@@ -39,8 +40,12 @@ def adapter(plain: Path, tmp_path: Path) -> Path:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The weights files whose headers were read."""
     seen: list[Path] = []
-    original = peft_module.read_header
-    monkeypatch.setattr(peft_module, "read_header", lambda path: (seen.append(path), original(path))[1])
+
+    def noted(path: Path) -> dict[str, StoredTensor]:
+        seen.append(path)
+        return read_header(path)
+
+    monkeypatch.setattr(peft_module, "read_header", noted)
     return seen
 
 

@@ -36,7 +36,11 @@ def test_reads_that_return_less_than_was_asked(
     with open(tmp_path / "file", "rb", buffering=0) as file:
         for preadv in (real, short):
             monkeypatch.setattr(os, "preadv", preadv)
-            targets = [np.zeros(10, np.uint16), np.zeros((3, 5), np.uint8), np.zeros((2, 8), np.uint32)]
+            targets: list[np.ndarray] = [
+                np.zeros(10, np.uint16),
+                np.zeros((3, 5), np.uint8),
+                np.zeros((2, 8), np.uint32),
+            ]
             read_into(file, 40, [target.data for target in targets], "t")
             assert b"".join(target.tobytes() for target in targets) == content[40:139].tobytes()
             with pytest.raises(AdapterError, match="ended inside tensor t"):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import pytest
-from manylora_lab.bench.targets import Answer, Call
+from manylora_lab.bench.targets import Answer, Call, has_ids
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest, in_order
 
 Result = TypeVar("Result")
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 def reply_to(call: Call) -> list[int]:
     """Depends on the whole prompt and the adapter."""
-    assert not isinstance(call.prompt, str)
+    assert has_ids(call.prompt)
     start = sum(call.prompt) + 31 * len(call.prompt) + len(call.adapter or "")
     return [5 + (start + 7 * i) % 90 for i in range(call.max_tokens)]
 

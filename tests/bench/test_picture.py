@@ -17,7 +17,7 @@ def test_labels_do_not_overlap(most_s: float) -> None:
     canvas = FigureCanvasAgg(figure)
     axes = figure.subplots(1, 3)[0]
     _distribution(axes, [0.01 * (most_s / 0.01) ** (i / 50) for i in range(51)], "time to first token, ms")
-    canvas.draw()
+    canvas.draw()  # type: ignore[no-untyped-call]
     least, most = axes.get_xlim()
     shown = [tick for tick in axes.xaxis.get_major_ticks() if least <= tick.get_loc() <= most]
     boxes = [tick.label1.get_window_extent() for tick in shown]

@@ -199,9 +199,11 @@ def test_chats_are_messages_and_thoughts_count_but_are_not_said() -> None:
             {"content": "So "},
             {"content": "it is."},
         ]
-        choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+        choices: list[dict[str, Any]] = [
+            {"index": 0, "delta": delta, "finish_reason": None} for delta in deltas
+        ]
         choices.append({"index": 0, "delta": {}, "finish_reason": "length"})
-        lines = [{"choices": [choice]} for choice in choices]
+        lines: list[dict[str, Any]] = [{"choices": [choice]} for choice in choices]
         usage = {"prompt_tokens": 9, "completion_tokens": body["max_tokens"]}
         lines.append({"choices": [], "usage": usage})
         return (

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from manylora_lab.sim.conformance import replay_difference
 
 from manylora import LLM, AsyncLLM, SamplingParams
 from manylora.adapters import peft
+from manylora.adapters.tensorfile import StoredTensor, read_header
 from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import read_answered
 from manylora.executor.worker import Worker
-from manylora.llm import StreamOutput
+from manylora.outputs import StreamOutput
 from tests.e2e.process import MODEL
 
 PROMPT = list(range(5, 45))
@@ -53,8 +55,12 @@ def test_what_is_checked_before_the_model_is_loaded_is_not_read_again(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     reads: list[Path] = []
-    read_header = peft.read_header
-    monkeypatch.setattr(peft, "read_header", lambda path: (reads.append(path), read_header(path))[1])
+
+    def noted(path: Path) -> dict[str, StoredTensor]:
+        reads.append(path)
+        return read_header(path)
+
+    monkeypatch.setattr(peft, "read_header", noted)
     named = {name: str(adapters / name) for name in ("german", "french", "greek")}
     for start in range(2):
         with LLM(MODEL, named, device="cpu", device_pool="8MiB", host_pool="8MiB") as llm:
@@ -89,7 +95,7 @@ def test_every_closer_waits_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_journal_in_parts_replays(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
-    settings = {"device_pool": "8MiB", "journal": str(journal), "journal_rotate": "4KiB"}
+    settings: dict[str, Any] = {"device_pool": "8MiB", "journal": str(journal), "journal_rotate": "4KiB"}
     with LLM(MODEL, device="cpu", **settings) as llm:
         llm.generate([PROMPT] * 4, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
     assert len(list(tmp_path.iterdir())) > 1

@@ -11,7 +11,7 @@ import pytest
 from manylora import LLM, AsyncLLM, SamplingParams
 from tests.e2e.process import BASE, MODEL, Server
 
-SETTINGS = {"device_pool": "8MiB", "host_pool": "8MiB", "max_num_seqs": 4, "page_tokens": 16}
+SETTINGS: dict[str, Any] = {"device_pool": "8MiB", "host_pool": "8MiB", "max_num_seqs": 4, "page_tokens": 16}
 NAMES = ("german", "greek")
 PROMPT = list(range(5, 45))
 REQUESTS: tuple[tuple[str | None, dict[str, Any]], ...] = (

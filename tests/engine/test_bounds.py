@@ -8,7 +8,7 @@ import dataclasses
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -118,7 +118,7 @@ def test_an_engine_that_does_not_read_is_busy(monkeypatch: pytest.MonkeyPatch) -
         ours, theirs = socket.socketpair()
         theirs.sendall(wire.frame(wire.Ready(INFO)))
         engine = await RemoteEngine.connect(ours, EngineSettings(ModelSettings("fake")))
-        asked = []
+        asked: list[AsyncIterator[Delta]] = []
         with contextlib.suppress(EngineBusy):
             while len(asked) < 1000:
                 asked.append(engine.generate(request(f"r{len(asked)}", prompt=(1,) * 5000)))
@@ -164,7 +164,12 @@ def test_however_many_ask_for_figures_one_question_is_on_its_way(monkeypatch: py
                     await asyncio.wait_for(engine.stats(), 0.01)
             asked: list[wire.ToEngine] = []
             send = engine._send
-            monkeypatch.setattr(engine, "_send", lambda message: (asked.append(message), send(message)))
+
+            def noted(message: wire.ToEngine) -> None:
+                asked.append(message)
+                send(message)
+
+            monkeypatch.setattr(engine, "_send", noted)
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(engine.stats(), 0.01)
             assert asked == []

@@ -50,9 +50,8 @@ from tests.engine.fake_executor import FakeExecutor
 from tests.engine.test_engine import CONFIG, INFO, drain, request
 from tests.policy.device_model import undisturbed
 
-START = SequenceStart(
-    7, 0, 3, (1, 2, 3), 3, 0, (4, 5), SamplingParams(max_tokens=9, seed=2**63 - 1, logit_bias={5: -1.5}), (2,)
-)
+BIASED = SamplingParams(max_tokens=9, seed=2**63 - 1, logit_bias=((5, -1.5),))
+START = SequenceStart(7, 0, 3, (1, 2, 3), 3, 0, (4, 5), BIASED, (2,))
 EXAMPLES: list[Any] = [
     RunStep(1, (START,), (StepRow(7, 0, 3, 1, ((0, 4), (1, 5))), StepRow(8, 9, 1, 0))),
     EndSequence(7), CopyPages(((1, 2), (3, 4))), SwapPages(5, True, ((1, 2),), 3), SwapPages(6, False, ((2, 1),)),

@@ -8,6 +8,7 @@ import hashlib
 import json
 import threading
 import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -80,9 +81,9 @@ def test_a_refusal_of_a_full_queue_is_in_the_journal_and_replays(tmp_path: Path)
     writer.close()
     found, answered = read_answered(tmp_path / "journal")
     again, unbounded = Replica(found), Replica(CONFIG)
-    for now, event, said in answered:
-        assert fingerprint(again.handle(event, now)) == said
-        assert not any(isinstance(command, Reject) for command in unbounded.handle(event, now))
+    for now, heard, said in answered:
+        assert fingerprint(again.handle(heard, now)) == said
+        assert not any(isinstance(command, Reject) for command in unbounded.handle(heard, now))
     first, *rest = (tmp_path / "journal").read_text().splitlines()
     policy = json.loads(first)["policy"]
     assert policy.pop("max_waiting") == 1
@@ -243,12 +244,15 @@ def test_lines_are_made_on_another_thread_and_none_is_left_out(
     """Where the file takes less than what comes, whoever records waits."""
     gate = threading.Event()
     makers: set[int] = set()
-    write, make = LineFile.write, journal.fingerprint
+    write = LineFile.write
     writer = JournalWriter(tmp_path / "journal", CONFIG)
     monkeypatch.setattr(LineFile, "write", lambda file, line: (gate.wait(), write(file, line)))
-    monkeypatch.setattr(
-        journal, "fingerprint", lambda commands: (makers.add(threading.get_ident()), make(commands))[1]
-    )
+
+    def noted(commands: Sequence[Command]) -> str:
+        makers.add(threading.get_ident())
+        return fingerprint(commands)
+
+    monkeypatch.setattr(journal, "fingerprint", noted)
     num_events = 2 * journal.MOST_WAITING
 
     def loop() -> None:

@@ -61,7 +61,7 @@ def start() -> Iterator[Start]:
 
     def started(policy: Scripted, executor: FakeExecutor | None = None, **options: Any) -> Driver:
         driver = Driver(CONFIG, executor or FakeExecutor(), INFO, **options)
-        driver._machine = policy  # type: ignore[assignment]
+        driver._machine = policy
         drivers.append(driver)
         driver.start(_ignore, _ignore)
         return driver

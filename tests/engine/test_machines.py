@@ -127,7 +127,7 @@ def opened(
 ) -> tuple[Loop, Restaurant, Tables, queue.SimpleQueue[object], list[str]]:
     machine, ports = Restaurant(num_tables, patience_s), Tables()
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-    loop = Loop(machine, ports, inbox, clock=time.monotonic)  # type: ignore[arg-type]  # events of its own
+    loop = Loop(machine, ports, inbox, clock=time.monotonic)
     deaths: list[str] = []
     loop.run(deaths.append)
     return loop, machine, ports, inbox, deaths

@@ -29,11 +29,15 @@ class Started:
         self.deltas: queue.Queue[Delta] = queue.Queue()
         self.deaths: list[str] = []
         self.driver = Driver(CONFIG, executor, INFO)
-        self.driver.start(lambda deltas: [self.deltas.put(delta) for delta in deltas], self.deaths.append)
+        self.driver.start(self._keep, self.deaths.append)
+
+    def _keep(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            self.deltas.put(delta)
 
     def until_ended(self, num_ends: int) -> list[Delta]:
         """All deltas until so many samples have ended."""
-        found = []
+        found: list[Delta] = []
         while sum(delta.finish_reason is not None for delta in found) < num_ends:
             found.append(self.deltas.get(timeout=WAIT_S))
         return found

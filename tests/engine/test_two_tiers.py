@@ -21,7 +21,7 @@ from manylora.engine.local import LocalEngine
 from manylora.engine.ports import Meters
 from manylora.engine.trace import TraceWriter
 from manylora.policy.replica import Replica
-from manylora.protocol import AdapterError, CopyDone, Decided, ExecutorState, Timer
+from manylora.protocol import AdapterError, Command, CopyDone, Decided, ExecutorState, Timer
 from manylora.reports import AdapterUse
 from manylora.types import SamplingParams
 from tests.engine.fake_executor import FakeExecutor
@@ -224,7 +224,7 @@ def test_a_trace_that_cannot_be_written_ends_alone(caplog: pytest.LogCaptureFixt
 
 def test_a_journal_of_copies_and_timers_replays_into_the_same_commands(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    obeyed: list[object] = []
+    obeyed: list[Command] = []
 
     async def scenario() -> None:
         driver = Driver(SMALL, FakeExecutor(), INFO, journal=JournalWriter(path, SMALL))
@@ -244,7 +244,7 @@ def test_a_journal_of_copies_and_timers_replays_into_the_same_commands(tmp_path:
     assert [command for now, event in replayed for command in replica.handle(event, now)] == obeyed
 
 
-def _kept(commands: list[object], kept: list[object]) -> list[object]:
+def _kept(commands: list[Command], kept: list[Command]) -> list[Command]:
     kept += commands
     return commands
 

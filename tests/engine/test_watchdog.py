@@ -7,7 +7,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 
 import pytest
 from hypothesis import given
@@ -137,7 +137,7 @@ def test_a_local_engine_whose_step_hangs_fails_every_call_and_can_be_closed() ->
         driver = Driver(CONFIG, executor, INFO, step_timeout_s=LIMIT_S)
         engine = LocalEngine(driver)
         card = await engine.add_adapter("first", "3")
-        waits = [drain(engine.generate(request(f"r{i}"))) for i in range(3)]
+        waits: list[Awaitable[object]] = [drain(engine.generate(request(f"r{i}"))) for i in range(3)]
         waits += [engine.stats(), engine.remove_adapter(card.name)]
         for found in await asyncio.gather(*waits, return_exceptions=True):
             assert isinstance(found, EngineDead)
@@ -224,7 +224,7 @@ def test_idle_and_compiling_engines_live() -> None:
 
 
 @contextlib.asynccontextmanager
-async def across_a_wire(driver: Driver, limit_s: float) -> Iterator[RemoteEngine]:  # type: ignore[misc]
+async def across_a_wire(driver: Driver, limit_s: float) -> AsyncIterator[RemoteEngine]:
     ours, theirs = socket.socketpair()
 
     def child() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections.abc import Sequence as Ordered
 from pathlib import Path
+from typing import Any
 
 from manylora.executor.build import build_worker
 from manylora.executor.direct import DirectExecutor
@@ -46,9 +47,7 @@ class Sequence:
 class Rig:
     """A worker on a tiny model, and the pages that nobody holds."""
 
-    def __init__(
-        self, model: Path, cache: Path, *, pads_steps: bool | None = None, **settings: object
-    ) -> None:
+    def __init__(self, model: Path, cache: Path, *, pads_steps: bool | None = None, **settings: Any) -> None:
         self.worker, self.policy, self.facts = build_worker(
             settings_for(model, **settings), registry_path=cache / "adapters.sqlite", pads_steps=pads_steps
         )

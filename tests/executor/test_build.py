@@ -11,6 +11,7 @@ import torch
 from manylora.config import ConfigError, EngineSettings
 from manylora.executor import build
 from manylora.executor.build import build_worker
+from manylora.models.config import read_model_config
 from tests.executor.conftest import Files
 from tests.executor.tiny import settings_for
 
@@ -99,7 +100,7 @@ def test_cuda_without_a_gpu(files: Files, tmp_path: Path) -> None:
 
 
 def test_activations_of_an_8b_model_stay_in_proportion(files: Files) -> None:
-    config = build.read_model_config(files.model)
+    config = read_model_config(files.model)
     large = dataclasses.replace(
         config,
         hidden_size=4096,

@@ -127,6 +127,7 @@ def check_batch(inputs: StepInputs, rows: list[StepRow], adapters: list[int]) ->
     if not any(of_token):
         assert batch.lora is None
         return
+    assert batch.lora is not None
     covered = [0] * len(of_token)
     for begin, length, records, scales in zip(
         batch.lora.start, batch.lora.length, batch.lora.records, batch.lora.scales

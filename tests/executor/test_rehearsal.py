@@ -44,7 +44,7 @@ def test_served_tokens_are_the_same_after_it(tmp_path: Path, caplog: pytest.LogC
 def test_steps_with_an_adapter_are_among_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of scale 0, so they draw what the base model does; where the pool has no room for it, there are none."""
     model = write_model(tmp_path / "model")
-    limits = {"max_batch_tokens": 100, "max_num_seqs": 8, "max_model_len": 40}
+    limits: dict[str, Any] = {"max_batch_tokens": 100, "max_num_seqs": 8, "max_model_len": 40}
     rig = Rig(model, tmp_path, num_pages=1000, page_bytes=3072, **limits)
     ranks: list[int] = []
     plan = CpuOps.plan_lora
@@ -74,7 +74,7 @@ def test_short_rows_are_beside_the_long_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, expected: list[int]
 ) -> None:
     model = write_model(tmp_path / "model")
-    limits = {"max_batch_tokens": 80, "max_num_seqs": max_num_seqs, "max_model_len": 40}
+    limits: dict[str, Any] = {"max_batch_tokens": 80, "max_num_seqs": max_num_seqs, "max_model_len": 40}
     monkeypatch.setattr("manylora.executor.rehearsal._BESIDE", (9, 1, 1))
     rig = Rig(model, tmp_path, num_pages=1000, page_bytes=3072, **limits)
     rows: list[list[int]] = []

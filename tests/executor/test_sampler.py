@@ -20,11 +20,11 @@ def row(
     output: tuple[int, ...] = (),
     stop: tuple[int, ...] = (),
     samples: tuple[tuple[int, int], ...] | None = None,
-    **params: object,
+    **params: Any,
 ) -> SampledRow:
     settings = {"temperature": 0.0, "seed": 0, "max_tokens": None, **params}
     return SampledRow(
-        params=SamplingParams(**settings),  # type: ignore[arg-type]
+        params=SamplingParams(**settings),
         prompt_ids=np.array(prompt, dtype=np.int64),
         output_ids=output,
         stop_ids=stop,
@@ -76,10 +76,11 @@ def distribution_reference(logits: np.ndarray, r: SampledRow) -> np.ndarray:
     if p.top_p < 1:
         before = np.cumsum(probs[order]) - probs[order]
         probs[order[before >= p.top_p]] = 0
-    return probs / probs.sum()
+    kept: np.ndarray = probs / probs.sum()
+    return kept
 
 
-FILTERS = [
+FILTERS: list[dict[str, Any]] = [
     {},
     {"top_k": 1},
     {"top_k": 5},
@@ -99,7 +100,7 @@ FILTERS = [
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("ties", [False, True])
-def test_draws_cover_exactly_the_reference_support(filters: dict[str, float], ties: bool) -> None:
+def test_draws_cover_exactly_the_reference_support(filters: dict[str, Any], ties: bool) -> None:
     logits = noise(1, 40)
     if ties:
         logits = (logits / 2).round()
@@ -131,13 +132,14 @@ def test_greedy_is_argmax_and_ties_go_to_the_lower_id() -> None:
     assert sample(logits, [row()] * 16) == ([[t] for t in logits.argmax(-1).tolist()], None)
     logits[:, [7, 9, 200]] = 50.0
     assert sample(logits, [row()] * 16)[0] == [[7]] * 16
-    for params in ({"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-30, "top_p": 0.3}):
+    filters: list[dict[str, Any]] = [{"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-30, "top_p": 0.3}]
+    for params in filters:
         assert sample(logits, [row(**{"temperature": 0.8, **params})] * 16)[0] == [[7]] * 16
 
 
 def test_a_draw_does_not_depend_on_the_batch() -> None:
     logits = noise(24, 517)
-    kinds = [
+    kinds: list[dict[str, Any]] = [
         *FILTERS,
         {"temperature": 0.0},
         {"repetition_penalty": 1.5},
@@ -190,7 +192,7 @@ def test_rows_with_different_numbers_of_draws_keep_theirs() -> None:
     assert together == [sample(logits[i : i + 1], [r])[0][0] for i, r in enumerate(rows)]
 
 
-EDITS = [
+EDITS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.7},
     {"repetition_penalty": 0.5},
     {"presence_penalty": 1.5},
@@ -279,7 +281,7 @@ def test_logprobs_come_from_the_raw_logits_and_include_the_chosen_token() -> Non
 def test_a_token_that_only_the_device_knows_is_penalised_like_any_other() -> None:
     logits = noise(3, 30)
     late = torch.tensor([4, 5, 17])
-    edits = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 2.0}
+    edits: dict[str, Any] = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 2.0}
     told = [row(prompt=(1,), output=(2, 2, token), **edits) for token in (4, 5, 17)]
     untold = [row(prompt=(1,), output=(2, 2, -entry), **edits) for entry in (7, 1, 3)]
     for x, r, token in zip(logits, told, (4, 5, 17)):
@@ -312,7 +314,7 @@ def test_extreme_temperatures_and_logits_stay_finite() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_draws_what_the_cpu_draws_and_waits_for_nothing() -> None:
-    kinds = [*FILTERS, *EDITS, {"temperature": 0.0}, {"logprobs": 3}]
+    kinds: list[dict[str, Any]] = [*FILTERS, *EDITS, {"temperature": 0.0}, {"logprobs": 3}]
     logits = (noise(4 * len(kinds), 5000) * 4).round() / 4
     rows = [
         row(

@@ -106,7 +106,11 @@ def test_a_bias_is_made_once_a_request(files: Files, tmp_path: Path, monkeypatch
     monkeypatch.setattr(Bias, "on", watched)
     rig = Rig(files.model, tmp_path, num_pages=200, page_bytes=3072)
     params = SamplingParams(
-        n=16, temperature=1.0, seed=3, max_tokens=32, logit_bias={token: 1.0 + token for token in range(60)}
+        n=16,
+        temperature=1.0,
+        seed=3,
+        max_tokens=32,
+        logit_bias=tuple((token, 1.0 + token) for token in range(60)),
     )
     for sequence in range(16):
         rig.open(sequence, [1, 2, 3], params=params, sample=sequence)
@@ -120,7 +124,9 @@ def test_a_bias_is_made_once_a_request(files: Files, tmp_path: Path, monkeypatch
 
 def test_biases_of_several_requests_add_up_as_one_by_one() -> None:
     logits = noise(6, 40)
-    shared = SamplingParams(temperature=0.0, logit_bias={1: 2.5, 7: -3.0, 39: 1.0, 40: 9.0, 10**12: 1.0})
+    shared = SamplingParams(
+        temperature=0.0, logit_bias=((1, 2.5), (7, -3.0), (39, 1.0), (40, 9.0), (10**12, 1.0))
+    )
     rows = [row(), row(logit_bias={2: 1.5}), row(), row(), row(logit_bias=((2, 1.0), (2, 0.5))), row()]
     bias = Bias(shared.logit_bias)
     for i in (2, 3, 5):

@@ -80,7 +80,8 @@ class _Reference:
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         with torch.inference_mode():
-            return self.model(torch.tensor([list(tokens)])).logits[0]
+            logits: torch.Tensor = self.model(torch.tensor([list(tokens)])).logits[0]
+            return logits
 
 
 class Reference:

@@ -175,16 +175,17 @@ def test_a_copy_out_waits_for_compute_that_was_issued_before(bench: Bench) -> No
 def test_copies_to_the_device_wait_for_what_was_settled_and_for_no_step(bench: Bench) -> None:
     bench.pinned()
     bench.host.page(3).fill_(5.0)
-    busy_until = torch.cuda.Event()
-    torch.cuda._sleep(4_000_000_000)  # cycles: two seconds of a step
+    busy_until = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(4_000_000_000)  # type: ignore[no-untyped-call]  # cycles: two seconds of a step
     busy_until.record()
     bench.start(True, [(3, 8)])
     bench.wait(1)
-    assert not busy_until.query(), "the copy has landed while the step still runs"
+    is_over = busy_until.query()  # type: ignore[no-untyped-call]
+    assert not is_over, "the copy has landed while the step still runs"
     bench.copier.settle()
     bench.start(True, [(3, 9)])
     bench.wait(1)
-    assert busy_until.query()
+    assert busy_until.query()  # type: ignore[no-untyped-call]
     assert bool((bench.arena.page(8) == 5).all())
     assert bool((bench.arena.page(9) == 5).all())
 

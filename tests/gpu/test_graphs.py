@@ -86,7 +86,7 @@ def test_issuing_a_step_waits_for_nothing(padded: Rig) -> None:
         SamplingParams(temperature=0.0, max_tokens=32),
         SamplingParams(temperature=1.0, seed=1, top_p=0.9, top_k=40, max_tokens=32),
         SamplingParams(temperature=0.0, repetition_penalty=1.2, logprobs=2, max_tokens=32),
-        SamplingParams(temperature=0.7, seed=2, min_p=0.05, logit_bias={5: 1.0}, max_tokens=32),
+        SamplingParams(temperature=0.7, seed=2, min_p=0.05, logit_bias=((5, 1.0),), max_tokens=32),
     ]
     for sequence, chosen in enumerate(params, 1):
         adapter, prompt = PROMPTS[sequence]

@@ -98,7 +98,7 @@ def test_write_kv(subject: Subject, page_tokens: int) -> None:
     shape = (7, 3, 2, page_tokens, 3, 12)
     pool = torch.randn(shape, generator=generator).to(subject.dtype).to(subject.device)
     fused = torch.randn(5, 3 * 36, generator=generator).to(subject.dtype).to(subject.device)
-    k, v = (fused[:, i * 36 : i * 36 + 36].unflatten(1, (3, 12)) for i in (1, 2))  # rows are not contiguous
+    k, v = (fused[:, i * 36 : i * 36 + 36].view(5, 3, 12) for i in (1, 2))  # rows are not contiguous
     slots = torch.randperm(7 * page_tokens, generator=generator)[:5].to(subject.device)
     expected = pool.clone()
     REFERENCE.write_kv(expected, 1, k, v, slots)

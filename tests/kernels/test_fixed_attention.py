@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -15,8 +16,20 @@ from manylora.kernels.triton.decode_table import DecodeTable
 from tests.kernels.cases import AttentionCase, attention_case, attention_truth
 from tests.kernels.implementations import SUBJECTS, Subject
 
+if TYPE_CHECKING:
+    from manylora.kernels.triton.operations import TritonOps
+
 CPU = torch.device("cpu")
-TRITON = [subject for subject in SUBJECTS if subject.id.startswith(("interpreted", "gpu"))]
+TRITON = [subject for subject in SUBJECTS if str(subject.id).startswith(("interpreted", "gpu"))]
+
+
+def ops_of(subject: Subject) -> TritonOps:
+    """Operations with plans that are filled again."""
+    from manylora.kernels.triton.operations import TritonOps
+
+    ops = subject.ops()
+    assert isinstance(ops, TritonOps)
+    return ops
 
 
 def decoding(subject: Subject, seed: int, contexts: list[int], window: int | None = None) -> AttentionCase:
@@ -39,7 +52,7 @@ def padded(q: torch.Tensor, count: int) -> torch.Tensor:
 @pytest.mark.parametrize("window", [None, 70])
 def test_one_plan_serves_any_rows_within_its_bucket(subject: Subject, window: int | None) -> None:
     """More rows and longer contexts than at first, then fewer: nothing of an earlier step is left."""
-    ops = subject.ops()
+    ops = ops_of(subject)
     fixed = None
     for seed, contexts in enumerate(([7, 64], [1, 300, 65, 128, 500], [250], [600, 3, 3, 3, 3])):
         case = decoding(subject, seed, contexts, window)
@@ -58,7 +71,7 @@ def test_one_plan_serves_any_rows_within_its_bucket(subject: Subject, window: in
 
 @pytest.mark.parametrize("subject", TRITON)
 def test_one_plan_serves_prompts_beside_decoding_rows(subject: Subject) -> None:
-    ops = subject.ops()
+    ops = ops_of(subject)
     fixed = None
     for seed, lengths in enumerate(([(1, 30), (20, 20)], [(17, 80), (1, 200), (9, 9)], [(1, 1)])):
         case = attention_case(
@@ -77,7 +90,7 @@ def test_one_plan_serves_prompts_beside_decoding_rows(subject: Subject) -> None:
 @pytest.mark.parametrize("window", [None, 820])
 def test_prompts_after_long_histories_are_cut_and_joined(subject: Subject, window: int | None) -> None:
     """Beside short ones that are not, and again with the same bits: whichever piece arrives last."""
-    ops, fixed = subject.ops(), None
+    ops, fixed = ops_of(subject), None
     for seed, lengths in enumerate(([(3, 1000), (1, 30), (2, 2)], [(2, 2), (1, 900)], [(5, 840), (4, 1000)])):
         case = attention_case(
             seed,
@@ -125,7 +138,7 @@ def test_what_does_not_fit_is_refused(contexts: list[int]) -> None:
     subject = TRITON[0].values[0]
     assert isinstance(subject, Subject)
     case = decoding(subject, 0, contexts)
-    fixed = subject.ops().fixed_attention(2, 64, case.page, subject.device)
+    fixed = ops_of(subject).fixed_attention(2, 64, case.page, subject.device)
     with pytest.raises(ValueError, match="larger than what was captured"):
         fixed.fill(case.rows)
 
@@ -134,7 +147,7 @@ def test_prompts_do_not_fit_a_decoding_plan() -> None:
     subject = TRITON[0].values[0]
     assert isinstance(subject, Subject)
     case = attention_case(0, device=subject.device, dtype=subject.dtype, lengths=[(2, 2)])
-    fixed = subject.ops().fixed_attention(2, 64, case.page, subject.device)
+    fixed = ops_of(subject).fixed_attention(2, 64, case.page, subject.device)
     with pytest.raises(ValueError, match="larger than what was captured"):
         fixed.fill(case.rows)
 
@@ -143,7 +156,7 @@ def test_prompts_do_not_fit_a_decoding_plan() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_captured_graph_replays_with_other_rows() -> None:
     subject = Subject("gpu", torch.bfloat16)
-    ops, module = subject.ops(), torch.get_device_module("cuda")
+    ops, module = ops_of(subject), torch.get_device_module("cuda")
     first = decoding(subject, 0, [40, 3])
     fixed = ops.fixed_attention(6, 700, first.page, subject.device)
     shape = (64, *first.pool.shape[1:])

@@ -175,7 +175,7 @@ def test_many_adapters_apart_and_together(
     if subject.kind != "cpu" and cost:
         pytest.skip("this cost is the CPU's")
     monkeypatch.setattr(cpu_lora, "CALL_COST", cost)
-    lengths = [(i % 3 == 0, 1 + (i * 7) % 4) for i in range(6 if subject.small else 24)]
+    lengths = [(int(i % 3 == 0), 1 + (i * 7) % 4) for i in range(6 if subject.small else 24)]
     check(subject, geometry_of(subject.dtype), lengths, [1, 2, 4, 8, 16])
     check(subject, geometry_of(subject.dtype), lengths, [8], missing=0.0, same_scale=True)
 

@@ -22,8 +22,8 @@ from tests.kernels.test_lora_kernels import case_of, part_of
 
 pytest.importorskip("triton")
 
-from manylora.kernels.triton import lora
-from manylora.kernels.triton.lora_launch import DEFAULT, Beside, LoraConfig
+from manylora.kernels.triton import lora, lora_launch
+from manylora.kernels.triton.lora_launch import DEFAULT, Beside, LoraConfig, LoraKernels
 
 TRITON = [
     s for s in SUBJECTS if isinstance(s.values[0], Subject) and s.values[0].kind in ("interpreted", "gpu")
@@ -45,7 +45,7 @@ def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 
 def use(config: LoraConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora, "lora_kernels_on", lambda device: lora.LoraKernels(config, 4))
+    monkeypatch.setattr(lora, "lora_kernels_on", lambda device: LoraKernels(config, 4))
     from manylora.kernels.triton import operations
 
     monkeypatch.setattr(operations, "lora_kernels_on", lora.lora_kernels_on)
@@ -130,7 +130,7 @@ def test_stored_configurations(tmp_path: Path) -> None:
     chosen = dataclasses.replace(
         DEFAULT, pdl=True, short=dataclasses.replace(DEFAULT.short, chunk=256), long_run=64,
         beside=((128, BESIDE),),
-        mixed=((128, lora.MIXED), (512, dataclasses.replace(lora.MIXED, tile_tokens=32))),
+        mixed=((128, lora_launch.MIXED), (512, dataclasses.replace(lora_launch.MIXED, tile_tokens=32))),
     )  # fmt: skip
     path = tmp_path / "lora.json"
     path.write_text(json.dumps({"Some GPU": lora.as_row(chosen)}))

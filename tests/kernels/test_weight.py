@@ -12,12 +12,13 @@ from tests.kernels.cases import adapted_truth
 from tests.kernels.implementations import SUBJECTS, Subject
 from tests.kernels.test_lora_kernels import case_of
 
-TRITON = [subject for subject in SUBJECTS if subject.id.startswith(("interpreted", "gpu"))]
+TRITON = [subject for subject in SUBJECTS if str(subject.id).startswith(("interpreted", "gpu"))]
 
 
 def normal(subject: Subject, *shape: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).to(subject.dtype).to(subject.device)
+    values: torch.Tensor = torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
+    return values.to(subject.dtype).to(subject.device)
 
 
 def test_a_rewrite_changes_the_numbers_and_the_version_and_nothing_else() -> None:

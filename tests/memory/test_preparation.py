@@ -94,7 +94,7 @@ def test_numba_reports_what_it_compiles() -> None:
     numba = pytest.importorskip("numba")
     import manylora.kernels.compiled  # noqa: F401  # registers
 
-    @numba.njit
+    @numba.njit  # type: ignore[untyped-decorator]  # numba has no types
     def double(values: np.ndarray) -> np.ndarray:
         return values * 2
 

@@ -37,7 +37,7 @@ class Stepper:
         with torch.inference_mode():
             logits = self.decoder.forward(batch, self.pool)
         assert logits.dtype == torch.float32
-        return dict(zip(work, logits.split([len(tokens) for tokens in work.values()]), strict=True))
+        return dict(zip(work, torch.split(logits, [len(tokens) for tokens in work.values()]), strict=True))
 
     def batch(self, work: Mapping[str, Sequence[int]]) -> StepBatch:
         """The batch of those tokens, logits wanted for all; the sequences count as advanced."""

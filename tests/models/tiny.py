@@ -117,5 +117,5 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 def load(folder: Path, **options: Any) -> Decoder:
     """Our decoder of the folder, float32 on the CPU with the reference operations."""
-    options = {"dtype": torch.float32, "load_format": "auto", "max_positions": MAX_POSITIONS} | options
-    return load_model(folder, ops=ReferenceOps(), device=torch.device("cpu"), **options)
+    usual: dict[str, Any] = {"dtype": torch.float32, "load_format": "auto", "max_positions": MAX_POSITIONS}
+    return load_model(folder, ops=ReferenceOps(), device=torch.device("cpu"), **(usual | options))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from manylora import LLM, AsyncLLM, SamplingParams
-from manylora.llm import RequestOutput
+from manylora.outputs import RequestOutput
 from tests.parity.checkpoints import Checkpoint
 from tests.parity.reference import Reference, assert_greedy
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from manylora.config import CACHE_POLICIES
@@ -23,7 +25,9 @@ def pages_of(num_tokens: int) -> int:
 LONGEST = pages_of(TURNS * (7 + NUM_TOKENS))
 
 
-def converse(bench: Bench, policy: str, num_pages: int, host_pool: int, **settings: object) -> dict[str, int]:
+def converse(
+    bench: Bench, policy: str, num_pages: int, host_pool: int | str, **settings: Any
+) -> dict[str, int]:
     """Conversations of three turns over all adapters and the base, in changing order; returns counters."""
     names = bench.names
     histories = [random_tokens(300 + i, 7, bench.checkpoint.vocab_size) for i in range(len(names))]
@@ -61,7 +65,7 @@ def barely(bench: Bench, policy: str) -> int:
 
 @pytest.mark.parametrize("policy", CACHE_POLICIES)
 @pytest.mark.parametrize("host_pool", [0, "1MiB", "256MiB"], ids=["no host", "small host", "large host"])
-def test_barely_one_request(bench: Bench, policy: str, host_pool: int) -> None:
+def test_barely_one_request(bench: Bench, policy: str, host_pool: int | str) -> None:
     counts = converse(bench, policy, barely(bench, policy), host_pool, max_num_seqs=4, max_batch_tokens=16)
     assert counts["swaps_failed"] == 0
     if host_pool == "256MiB":

@@ -18,7 +18,7 @@ from manylora.engine.client import Delta, EngineDead
 from manylora.engine.driver import Driver
 from manylora.engine.local import LocalEngine
 from manylora.executor.worker import Worker
-from manylora.protocol import DeviceCommand, RunStep
+from manylora.protocol import DeviceCommand, RunStep, StepRow
 from manylora.text.generate import GenerationFailed
 from manylora.types import InvalidRequest
 from tests.parity.engines import Bench, greedy, random_tokens
@@ -102,7 +102,7 @@ def test_a_failure_among_many_ends_the_others(bench: Bench, monkeypatch: pytest.
 
     def failing(worker: Worker, command: DeviceCommand) -> None:
         if isinstance(command, RunStep) and next(fails, False):
-            command = RunStep(command.step, command.starts, ((10**9, 0, 1, 1, ()),))  # an unknown sequence
+            command = RunStep(command.step, command.starts, (StepRow(10**9, 0, 1, 1),))  # an unknown sequence
         obey(worker, command)
 
     monkeypatch.setattr(Worker, "obey", failing)

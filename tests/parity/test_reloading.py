@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from manylora.llm import RequestOutput
+from manylora.outputs import RequestOutput
 from manylora.types import InvalidRequest
 from tests.parity.checkpoints import WEIGHTS_FILE, write_adapters
 from tests.parity.engines import Bench, greedy, random_tokens

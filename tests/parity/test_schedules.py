@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from manylora import AsyncLLM
-from manylora.llm import RequestOutput
+from manylora.outputs import RequestOutput
 from tests.parity.engines import Bench, greedy, random_tokens
 from tests.parity.reference import assert_greedy
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import TypeVar
 
 import hypothesis.strategies as st
 import pytest
@@ -32,9 +33,10 @@ from tests.policy.reports import gauges
 from tests.policy.rig import Rig
 
 UNKNOWN = 999
+Sought = TypeVar("Sought")
 
 
-def of(commands: list[Command], kind: type) -> list[Command]:
+def of(commands: list[Command], kind: type[Sought]) -> list[Sought]:
     return [command for command in commands if isinstance(command, kind)]
 
 
@@ -121,7 +123,7 @@ def test_a_steps_end_tells_that_those_before_it_have_ended() -> None:
     assert len(rig.device.steps) == 2
     rig.device.finish_step(ok=True)
     ends = of(rig.feed(rig.device.finish_step(ok=True)), Finish)
-    assert [(end.request, end.error and end.error.status) for end in ends] == [("first", 500)]  # type: ignore[attr-defined]
+    assert [(end.request, end.error and end.error.status) for end in ends] == [("first", 500)]
     rig.serve("after", BASE, [1, 2, 3])
 
 
@@ -213,7 +215,7 @@ class Strangers(RuleBasedStateMachine):
             self.uses[name] = self.uses.get(name, 0) + 1
             self.requests[name, self.uses[name]] = request
         commands = self.feed(Arrive(request))
-        assert [command.request for command in of(commands, Reject)] == [name] * is_refused  # type: ignore[attr-defined]
+        assert [command.request for command in of(commands, Reject)] == [name] * is_refused
         self.note(commands)
 
     @rule(name=st.sampled_from("abcde"), sample=st.sampled_from([None, 0, 1, 7]))

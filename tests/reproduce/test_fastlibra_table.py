@@ -76,7 +76,7 @@ def test_a_cell_is_found_again_by_its_settings_alone(tmp_path: Path) -> None:
         {"rate": 9.0}, {"policy": "lru"}, {"seed": 1}, {"num_adapters": 21}, {"duration_s": 5.0},
         {"hardware": MEASURED}, {"model": "llama-2-13b"}, {"cards": 2}, {"popularity": "uniform"},
     ):  # fmt: skip
-        assert store.find(dataclasses.replace(SMALL, **other)) is None  # type: ignore[arg-type]
+        assert store.find(dataclasses.replace(SMALL, **other)) is None
 
 
 def test_two_stores_add_to_one_file(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def test_operators_add_what_the_reference_adds(rig: LoraRig, operator: str, coun
     expected = case.y.clone()
     reference = ReferenceOps()
     plan = reference.plan_lora(case.segments, rig.geometry, rig.device)
+    assert plan is not None
     reference.lora(expected, case.x, rig.pool, 0, rig.group, plan)
     before = case.y.clone()
     step_of(rig, case, operator)()

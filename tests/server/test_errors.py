@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -341,7 +342,7 @@ def test_a_refusal_of_the_engine_keeps_its_status(tokenizer: Tokenizer) -> None:
 def test_body_limit(tokenizer: Tokenizer) -> None:
     limit = {"max_body_bytes": 1000}
 
-    async def chunks(size: int):
+    async def chunks(size: int) -> AsyncIterator[bytes]:
         for _ in range(size // 100):
             yield b" " * 100
 
@@ -397,7 +398,7 @@ LIKELY = {
 }
 
 
-def bodies(kind: type, required: list[str]) -> st.SearchStrategy[dict[str, Any]]:
+def bodies(kind: type[msgspec.Struct], required: list[str]) -> st.SearchStrategy[dict[str, Any]]:
     fields = {name: LIKELY.get(name, st.nothing()) | ANYTHING for name in kind.__struct_fields__}
     mandatory = {name: LIKELY[name] | LIKELY[name] | fields[name] for name in required}
     optional = {name: value for name, value in fields.items() if name not in mandatory}

@@ -46,7 +46,11 @@ def send_raw(url: str, body: dict[str, object]) -> socket.socket:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", [[5], [[5], [6], [7]]])
 def test_disconnect_aborts(
-    running: RunningServer, engine: FakeEngine, stream: bool, prompt: list[object], caplog
+    running: RunningServer,
+    engine: FakeEngine,
+    stream: bool,
+    prompt: list[object],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "manylora.server.access")
     engine.is_held = True
@@ -64,7 +68,9 @@ def test_disconnect_aborts(
     assert aborted in metrics
 
 
-def test_disconnect_while_uploading(running: RunningServer, engine: FakeEngine, caplog) -> None:
+def test_disconnect_while_uploading(
+    running: RunningServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "manylora.server.access")
     host, port = running.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
@@ -75,7 +81,7 @@ def test_disconnect_while_uploading(running: RunningServer, engine: FakeEngine, 
     assert "Traceback" not in caplog.text
 
 
-def test_log_line(running: RunningServer, caplog) -> None:
+def test_log_line(running: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "manylora.server.access")
     headers = {"x-request-id": "abc"}
     httpx.post(f"{running.url}/v1/completions", json=SLOW | {"max_tokens": 1}, headers=headers, timeout=60)

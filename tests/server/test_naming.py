@@ -116,8 +116,9 @@ def test_two_fields_that_name_different_adapters_are_400(
     assert agreeing.json()["model"] == "german"
 
 
+NO_NAMES: tuple[object, ...] = (3, True, "", ["german"], {})
 WRONG = [
-    *((field.removeprefix("parameters.").partition(".")[0], fields) for name in (3, True, "", ["german"], {})
+    *((field.removeprefix("parameters.").partition(".")[0], fields) for name in NO_NAMES
       for field, fields in naming(name) if "parameters" not in fields),
     ("lora_request", {"lora_request": {}}),
     ("lora_request", {"lora_request": "german"}),
@@ -150,7 +151,7 @@ def test_what_cannot_be_honoured_is_400_and_named(
 
 @ROUTES
 def test_null_and_nothing_ask_for_nothing(engine: FakeEngine, tokenizer: Tokenizer, path: str) -> None:
-    nothing = [{field: None} for field, _ in naming(None) if "." not in field]
+    nothing: list[dict[str, Any]] = [{field: None} for field, _ in naming(None) if "." not in field]
     nothing += [{"parameters": None}, {"parameters": {}}, {"parameters": {"adapter_id": None, "top_k": 3}}]
     nothing += [{"adapters": []}, {"adapters": None}, {"adapter_source": None}, {"lora": []}]
     answers = ask(engine, tokenizer, path, *nothing)
@@ -204,7 +205,8 @@ def test_salts_narrow(tokenizer: Tokenizer) -> None:
 
 
 def test_keys_separate_and_salts_narrow_each(tokenizer: Tokenizer) -> None:
-    keys, salts = ("alpha", "beta"), ({}, {"cache_salt": "1"}, {"cache_salt": "2"})
+    keys = ("alpha", "beta")
+    salts: list[dict[str, str]] = [{}, {"cache_salt": "1"}, {"cache_salt": "2"}]
     bodies = [{"key": key, **salt} for key in keys for salt in salts]
     found = scopes(tokenizer, *bodies, *bodies, api_keys=keys)
     assert found[: len(bodies)] == found[len(bodies) :]

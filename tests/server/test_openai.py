@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageParam
 
 from manylora.text.tokenizer import Tokenizer
 from tests.server.conftest import BASE, RunningServer
@@ -16,14 +19,14 @@ def client(running: RunningServer) -> openai.OpenAI:
 
 
 def test_base_and_adapter(
-    client: openai.OpenAI, running: RunningServer, engine: FakeEngine, tokenizer: Tokenizer, tmp_path
+    client: openai.OpenAI, running: RunningServer, engine: FakeEngine, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     (tmp_path / "ad").mkdir()
     client.post("/load_lora_adapter", body={"lora_name": "ad", "lora_path": "ad"}, cast_to=str)
     assert [model.id for model in client.models.list()] == [BASE, "ad"]
     assert client.models.retrieve("ad").id == "ad"
     assert client.models.retrieve(BASE).id == BASE
-    messages = [{"role": "user", "content": "Hello"}]
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hello"}]
     for model in (BASE, "ad"):
         whole = client.completions.create(model=model, prompt="One coffee", max_tokens=6)
         expected = tokenizer.decode(plain_tokens(engine.requests[-1], 0))

@@ -119,7 +119,8 @@ async def crowd(policy: str, pipeline_depth: int, journal: Path, device: str = "
 )
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     journal = tmp_path_factory.mktemp(request.param[0]) / "journal"
-    stats = asyncio.run(crowd(*request.param, journal))
+    policy, pipeline_depth = request.param
+    stats = asyncio.run(crowd(policy, pipeline_depth, journal))
     assert stats.preemptions > 0
     assert min(stats.pages_swapped_in, stats.pages_swapped_out) > 0
     assert min(stats.adapter_evictions, stats.history_evictions, stats.host_evictions) > 0
@@ -292,7 +293,7 @@ PATIENT = dataclasses.replace(CONFIG, cache=CacheConfig(interval_s=60.0))
 def by_hand() -> list[Told]:
     """One step from 5.0 to 6.0 s; a request comes meanwhile and is told at 6.5 s, StepDone at 7.0 s."""
     first, second = (Arrive(Request(name, 0, (1, 2, 3), PARAMS)) for name in ("first", "second"))
-    events = [
+    events: list[tuple[float, Event]] = [
         (5.0, first),
         (6.0, Abort("nobody")),
         (6.5, second),
@@ -333,7 +334,9 @@ def test_a_difference_reads_like_this() -> None:
 
 
 def test_a_journal_that_makes_no_sense_says_where() -> None:
-    entries = [(now, event, fingerprint(commands)) for now, event, commands in by_hand()]
+    entries: list[tuple[float, Event, str | None]] = [
+        (now, event, fingerprint(commands)) for now, event, commands in by_hand()
+    ]
     tokens: Any = tuple("words")
     entries.append((8.0, Arrive(Request("third", 0, tokens, PARAMS)), None))
     assert str(replay_difference(PATIENT, entries, fingerprint)) == (

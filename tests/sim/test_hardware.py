@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from manylora_lab.sim.hardware import (
@@ -46,7 +47,7 @@ def test_nobody_is_nameless() -> None:
 
 
 @pytest.mark.parametrize("change", [{"flops": 0}, {"link_efficiency": 1.1}, {"memory_bytes_s": -1}])
-def test_impossible_hardware(change: dict[str, float]) -> None:
+def test_impossible_hardware(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(change))):
         dataclasses.replace(HARDWARE["a10"], **change)
 

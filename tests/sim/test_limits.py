@@ -106,7 +106,9 @@ def test_what_a_reply_filled_can_be_asked_for() -> None:
     first = RunStep(1, (start_of(1, BASE, (1, 2, 3)),), (StepRow(1, 0, 3, 1),))
     drawn = [Emit("a", 0, position, 4 + position, (1, 0)) for position in range(3)]
     another_s = Emit("a", 1, 0, 9, (1, 1))  # drawn for a fork, which has a sequence of its own
-    turns = [first, drawn[0], another_s, step(2, 3), drawn[1], step(3, 4), drawn[2], EndSequence(1)]
+    turns: list[Command] = [
+        first, drawn[0], another_s, step(2, 3), drawn[1], step(3, 4), drawn[2], EndSequence(1)
+    ]  # fmt: skip
     again = RunStep(4, (start_of(2, BASE, (1, 2, 3, 4, 5, 6, 7), 4),), (StepRow(2, 4, 3, 1),))
     record = record_of(*turns, again)
     assert record.pages_in_use == [2, 2, 3, 4]
@@ -122,7 +124,7 @@ def test_a_page_filled_by_a_token_that_is_learnt_late_is_known_by_it() -> None:
         return RunStep(number, starts, (StepRow(1, at, 1, 1),))
 
     first = RunStep(1, (start_of(1, BASE, (1, 2, 3)),), (StepRow(1, 0, 3, 1),))
-    news = [Emit("a", 0, 0, 4, (1, 0)), Emit("a", 0, 1, 5, (1, 0)), EndSequence(1)]
+    news: list[Command] = [Emit("a", 0, 0, 4, (1, 0)), Emit("a", 0, 1, 5, (1, 0)), EndSequence(1)]
     again = RunStep(4, (start_of(2, BASE, (1, 2, 3, 4, 5), 4),), (StepRow(2, 4, 1, 1),))
     other = run_of(3, BASE, (9,))
     record = record_of(first, step(2, 3), *news, *other, again)
@@ -216,7 +218,7 @@ class Script:
     def _step(self, number: int, starts: list[SequenceStart], chunk: int) -> None:
         asks: list[tuple[Item, bool]] = []
         for start in starts:
-            asked = [(start.adapter, *start.tokens[: end * PAGE]) for end in (1, 2, 3)]
+            asked: list[Item] = [(start.adapter, *start.tokens[: end * PAGE]) for end in (1, 2, 3)]
             asked = [page for page in asked if len(page) - 1 < len(start.tokens)]
             asked += [("adapter", start.adapter)] if start.adapter != BASE else []
             in_use = self.in_use()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def test_metaspace_with_stray_bytes_loses_no_character(ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [byte_level, metaspace])
-def test_a_character_is_never_shown_in_parts(tokenizer) -> None:
+def test_a_character_is_never_shown_in_parts(tokenizer: Callable[[], Tokenizer]) -> None:
     ids = tokenizer().encode("a🙂ﷺ b", add_special_tokens=False)
     assert len(ids) > 6
     assert not any("\ufffd" in piece for piece in pieces(tokenizer(), ids, True))
