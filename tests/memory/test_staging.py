@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from manylora.devices.staging import Inbox, Outbox, Stage, can_map, copy_by_kernel, moves_by_kernel, outbox
+from manylora.devices.staging import (
+    Inbox,
+    StagingBuffer,
+    UploadBuffers,
+    can_map,
+    copy_by_kernel,
+    moves_by_kernel,
+    outbox,
+)
 
 CPU = torch.device("cpu")
 
@@ -17,7 +25,7 @@ CPU = torch.device("cpu")
 def test_what_is_sent_arrives(by_kernel: bool) -> None:
     """More messages than buffers, of changing lengths and types, into the fronts of longer tensors."""
     rng = random.Random(1)
-    box = Outbox(CPU, by_kernel)
+    box = UploadBuffers(CPU, by_kernel)
     for number in range(100):
         dtype = rng.choice([torch.int32, torch.int64])
         length = rng.choice([0, 1, 5, 3000, 40000])
@@ -53,7 +61,7 @@ def test_kernels_copy_bit_by_bit(dtype: torch.dtype) -> None:
 
 
 def test_a_stage_of_another_length_is_not_what_was_held() -> None:
-    stage = Stage(CPU, by_kernel=True).hold(4, torch.int32)
+    stage = StagingBuffer(CPU, by_kernel=True).hold(4, torch.int32)
     assert stage.numbers.shape == (4,)
     assert stage.hold(100_000, torch.int64).numbers.shape == (100_000,)
 

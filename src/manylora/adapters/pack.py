@@ -22,7 +22,7 @@ from manylora.adapters.peft import AdapterSpec, Side
 from manylora.adapters.tensorfile import StoredTensor, read_into
 from manylora.adapters.values import BITS, TORCH_DTYPES, all_finite, convert
 from manylora.adapters.verify import why_not_finite
-from manylora.adapters.weightsfile import Weights, open_weights
+from manylora.adapters.weightsfile import AdapterWeights, open_weights
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.protocol import AdapterError
 
@@ -207,7 +207,7 @@ class _Loader:
         layout: AdapterLayout,
         geometry: AdapterGeometry,
         dtype: torch.dtype,
-        weights: Weights,
+        weights: AdapterWeights,
     ) -> None:
         self.spec = spec
         self.layout = layout

@@ -21,7 +21,7 @@ import torch
 from manylora.config import ConfigError
 from manylora.devices.device import CopyLane, Mirror, PageWriter, Tensors, copy_bytes
 from manylora.devices.preparation import PREPARATION
-from manylora.devices.staging import Inbox, Stage, borrowed, moves_by_kernel, outbox
+from manylora.devices.staging import Inbox, StagingBuffer, borrowed, moves_by_kernel, outbox
 
 _STAGED_PAGES = 4
 """Pinned pages of one writer: while one is filled the others are on their way."""
@@ -178,7 +178,7 @@ class _CudaMirror:
 
     def __init__(self, length: int, device: torch.device) -> None:
         self.tensor = torch.zeros(length, dtype=torch.int64, device=device)
-        self._staged: Stage | None = None
+        self._staged: StagingBuffer | None = None
 
     def stage(self) -> np.ndarray:
         self._staged = outbox(self.tensor.device).stage(len(self.tensor), torch.int64)

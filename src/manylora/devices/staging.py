@@ -34,7 +34,7 @@ _LEAST_BYTES = 2**16
 """Of a pinned buffer, unless it must hold more."""
 
 
-class Stage:
+class StagingBuffer:
     """A pinned buffer, and the event that tells when what was last copied from it or to it has landed."""
 
     def __init__(self, device: torch.device, by_kernel: bool) -> None:
@@ -50,7 +50,7 @@ class Stage:
         """What ``hold`` asked for."""
         return np.asarray(self._held.numpy())
 
-    def hold(self, length: int, dtype: torch.dtype) -> Stage:
+    def hold(self, length: int, dtype: torch.dtype) -> StagingBuffer:
         """Be [length] of this type from now on, holding anything. Waits for the last copy."""
         self.settle()
         num_bytes = length * dtype.itemsize
@@ -89,23 +89,23 @@ class Stage:
             self._landed.record(torch.cuda.current_stream(self._device))
 
 
-class Outbox:
+class UploadBuffers:
     """Numbers for a device, from one thread. Buffers are taken in turn."""
 
     def __init__(self, device: torch.device, by_kernel: bool) -> None:
         self._device = device
         self._by_kernel = by_kernel
-        self._stages: list[Stage] = []
+        self._stages: list[StagingBuffer] = []
         self._turn = -1
 
-    def stage(self, length: int, dtype: torch.dtype = torch.int32) -> Stage:
+    def stage(self, length: int, dtype: torch.dtype = torch.int32) -> StagingBuffer:
         """Where the next numbers are to be written and sent from, at once: it serves again a little later.
 
         Waits for what was sent some time ago, not for steps that are in flight, unless there are many.
         """
         self._turn = (self._turn + 1) % _STAGES
         if self._turn == len(self._stages):
-            self._stages.append(Stage(self._device, self._by_kernel))
+            self._stages.append(StagingBuffer(self._device, self._by_kernel))
         return self._stages[self._turn].hold(length, dtype)
 
 
@@ -115,11 +115,11 @@ class Inbox:
     def __init__(self, device: torch.device, by_kernel: bool) -> None:
         self._device = device
         self._by_kernel = by_kernel
-        self._free: collections.deque[Stage] = collections.deque()
+        self._free: collections.deque[StagingBuffer] = collections.deque()
 
     def start(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
         """As ``Device.download``; the tensor is contiguous."""
-        stage = self._free.popleft() if self._free else Stage(self._device, self._by_kernel)
+        stage = self._free.popleft() if self._free else StagingBuffer(self._device, self._by_kernel)
         stage.hold(tensor.numel(), tensor.dtype).take(tensor)
         shape = tuple(tensor.shape)
 
@@ -135,11 +135,11 @@ class Inbox:
 _threads = threading.local()
 
 
-def outbox(device: torch.device) -> Outbox:
+def outbox(device: torch.device) -> UploadBuffers:
     """The calling thread's. What is sent through it arrives in order."""
-    boxes: dict[torch.device, Outbox] = _threads.__dict__.setdefault("boxes", {})
+    boxes: dict[torch.device, UploadBuffers] = _threads.__dict__.setdefault("boxes", {})
     if device not in boxes:
-        boxes[device] = Outbox(device, moves_by_kernel(device))
+        boxes[device] = UploadBuffers(device, moves_by_kernel(device))
     return boxes[device]
 
 
@@ -196,7 +196,7 @@ def can_map(device: torch.device) -> bool:
     numbers = [1, -2, 3, -4, 5]
     try:
         target = torch.zeros(len(numbers), dtype=torch.int32, device=device)
-        stage = Outbox(device, by_kernel=True).stage(len(numbers))
+        stage = UploadBuffers(device, by_kernel=True).stage(len(numbers))
         stage.numbers[:] = numbers
         stage.send(target)
         return bool(Inbox(device, by_kernel=True).start(target)().tolist() == numbers)

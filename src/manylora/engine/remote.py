@@ -67,7 +67,7 @@ class RemoteEngine:
         reader, writer = await asyncio.open_connection(sock=sock)
         writer.write(wire.frame(wire.Start(settings)))
         match await wire.read_from_engine(reader):
-            case wire.Ready(info):
+            case wire.EngineReady(info):
                 return cls(reader, writer, info, settings.step_timeout_s)
             case wire.Failed(message, is_user_error):
                 writer.close()

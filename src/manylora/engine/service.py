@@ -129,7 +129,7 @@ def serve(sock: socket.socket, sender: Sender, driver: Driver) -> int:
         sock.shutdown(socket.SHUT_RDWR)  # wakes the reading loop below
 
     driver.start(deliver, on_death)
-    sender.send(wire.Ready(driver.info))
+    sender.send(wire.EngineReady(driver.info))
     sender.beat(tick_s(driver.step_timeout_s), driver.pulse)
     loads: dict[int, concurrent.futures.Future[AdapterCard]] = {}
     # Adapters are checked beside the loop, one at a time, so that many loads do not crowd out the rest.

@@ -1,6 +1,6 @@
 """A closed loop against an engine in this process: so many requests at once, first come first served.
 
-Owns who may join the batch next (``Gate``), which the simulator's loop uses too. The engine's policy is what it
+Owns which request joins the batch next (``BatchGate``); the simulator's loop uses too. The engine's policy is what it
 always is; a gate only holds requests back before it, as a system's front would that batches in this way.
 """
 
@@ -35,7 +35,7 @@ class LoopRequest:
     output_tokens: int
 
 
-class Gate:
+class BatchGate:
     """First come first served, at most ``at_once`` running. ``models``: of each request; unless ``is_mixed``, only
     requests of one model run together, and the first in line of another waits until all of them have ended."""
 
@@ -87,7 +87,7 @@ class ClosedLoop:
         self._driver = driver
         self._num_runs = 0
         self._asked: Sequence[GenerationRequest] = ()
-        self._gate = Gate((), 0, True)
+        self._gate = BatchGate((), 0, True)
         self._ended = threading.Event()
         self._error: str | None = None
         driver.start(self._deliver, self._died)
@@ -99,9 +99,9 @@ class ClosedLoop:
 
     def warm_up(self, requests: Sequence[LoopRequest]) -> None:
         """Run these, mixed, for what only a first run costs: kernels to compile, adapters to read."""
-        self.run(requests, Gate([0] * len(requests), self._driver.info.max_num_seqs, True))
+        self.run(requests, BatchGate([0] * len(requests), self._driver.info.max_num_seqs, True))
 
-    def run(self, requests: Sequence[LoopRequest], gate: Gate) -> LoopResult:
+    def run(self, requests: Sequence[LoopRequest], gate: BatchGate) -> LoopResult:
         """All requests to their ends; prompts are random and never those of an earlier run. Raises ConfigError."""
         self._num_runs += 1
         self._asked = [self._request(number, request) for number, request in enumerate(requests)]

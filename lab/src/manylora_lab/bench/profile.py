@@ -36,7 +36,7 @@ from manylora.pricing.shapes import ModelShape
 from manylora.types import EngineInfo
 from manylora.warmup.random_adapters import write_random_adapters
 from manylora_lab.bench.picture import check_writable
-from manylora_lab.bench.profile_grid import Limits, make_batches
+from manylora_lab.bench.profile_grid import GridLimits, make_batches
 from manylora_lab.bench.profile_loads import (
     Load,
     Room,
@@ -306,7 +306,7 @@ def _engine_settings(settings: ProfileSettings) -> EngineSettings:
 
 def _rehearse(settings: ProfileSettings, rig: Rig, policy: PolicyConfig, progress: Progress) -> None:
     """Run every kind of batch once, for what only a first run costs, such as kernels to compile."""
-    limits = Limits(
+    limits = GridLimits(
         max_seqs=policy.max_num_seqs,
         max_tokens=policy.max_batch_tokens,
         max_len=policy.max_model_len,

@@ -18,7 +18,7 @@ from manylora.config import ConfigError
 from manylora.pricing.costs import IDLE_S, StepWork
 from manylora.pricing.profile import OverheadPoint, StepPoint, TransferPoint
 from manylora_lab.bench.step_log import LoggedStep, LoggedTransfer
-from manylora_lab.bench.targets import Call, EngineTarget
+from manylora_lab.bench.targets import EngineTarget, TargetRequest
 
 _REPLY = 24
 _LONG_REPLY = 96
@@ -179,7 +179,7 @@ async def _converse(
     first_s = 0.0
     for new, num_reply in turns:
         prompt = (*history, *new)
-        answer = await target.generate(Call(prompt, num_reply, adapter))
+        answer = await target.generate(TargetRequest(prompt, num_reply, adapter))
         if answer.error is not None:
             raise ConfigError(f"the engine could not run a prompt of {len(prompt)} tokens: {answer.error}")
         history, first_s = (*prompt, *answer.tokens), answer.first_s or first_s

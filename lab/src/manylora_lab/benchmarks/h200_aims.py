@@ -58,7 +58,7 @@ from manylora.protocol import (
 from manylora.types import EngineInfo
 from manylora.warmup.random_adapters import write_random_adapters
 from manylora_lab.bench.provenance import Recording, add_flags
-from manylora_lab.bench.targets import Answer, Call, EngineTarget
+from manylora_lab.bench.targets import EngineTarget, TargetRequest, TargetResult
 from manylora_lab.benchmarks import h200, h200_cache
 from manylora_lab.benchmarks.h200_aims_chat import chat, conformance, http
 from manylora_lab.benchmarks.h200_aims_first import first
@@ -201,8 +201,10 @@ class Aims:
         self.num_runs += 1
         return tuple(random.Random(self.num_runs).choices(range(3, self.info.vocab_size), k=length))
 
-    def call(self, length: int, max_tokens: int, adapter: int | None) -> Call:
-        return Call(self.prompt(length), max_tokens, None if adapter is None else f"adapter-{adapter}")
+    def call(self, length: int, max_tokens: int, adapter: int | None) -> TargetRequest:
+        return TargetRequest(
+            self.prompt(length), max_tokens, None if adapter is None else f"adapter-{adapter}"
+        )
 
     def has(self, seconds: float, what: str) -> bool:
         """Whether so much time is left."""
@@ -225,7 +227,7 @@ def beside(key: str) -> dict[str, Any]:
     return {name: figures.get(key) for name, figures in (("vllm", VLLM), ("aim", AIM), ("floor", FLOOR))}
 
 
-def failed(answers: Sequence[Answer]) -> list[str]:
+def failed(answers: Sequence[TargetResult]) -> list[str]:
     return [answer.error for answer in answers if answer.error is not None][:1]
 
 

@@ -40,7 +40,7 @@ from manylora.pricing.fit import fit_profile
 from manylora.pricing.profile import Profile, save_profile
 from manylora.types import EngineInfo
 from manylora_lab.bench.profile import Profiler, ProfileSettings, describe, machine_name, shape_of
-from manylora_lab.bench.profile_grid import Limits, make_batches
+from manylora_lab.bench.profile_grid import GridLimits, make_batches
 from manylora_lab.bench.profile_rig import Rig, rounded, undisturbed
 from manylora_lab.bench.provenance import Recording, add_flags
 from manylora_lab.bench.replay import ReplaySettings, replay, warm_adapters
@@ -165,7 +165,7 @@ def alone(bench: Bench) -> list[Run]:
     rig.serve(
         [bench.adapters / f"adapter-{number}" for number in range(bench.scale.num_adapters)], ADAPTER_ROOM
     )
-    limits = Limits(
+    limits = GridLimits(
         max_seqs=bench.policy.max_num_seqs,
         max_tokens=bench.policy.max_batch_tokens,
         max_len=bench.policy.max_model_len,

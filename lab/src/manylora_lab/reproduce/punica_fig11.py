@@ -7,7 +7,7 @@ import dataclasses
 
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.pricing.shapes import ModelShape, shape_named
-from manylora_lab.bench.closed_loop import Gate, LoopRequest, LoopResult
+from manylora_lab.bench.closed_loop import BatchGate, LoopRequest, LoopResult
 from manylora_lab.bench.kernels_settings import POPULARITIES
 from manylora_lab.reproduce.cells import HOST_POOL_BYTES, PAGE_TOKENS, in_parallel
 from manylora_lab.reproduce.drawing import Bars
@@ -131,8 +131,8 @@ def _num_requests(load: Load, popularity: str, system: str) -> int:
     return load.total if system == MIXED or popularity == "identical" else load.slow
 
 
-def _gate(run: Run, requests: list[TextRequest]) -> tuple[Gate, list[LoopRequest]]:
-    gate = Gate([request.model for request in requests], AT_ONCE, run.system == MIXED)
+def _gate(run: Run, requests: list[TextRequest]) -> tuple[BatchGate, list[LoopRequest]]:
+    gate = BatchGate([request.model for request in requests], AT_ONCE, run.system == MIXED)
     return gate, [
         LoopRequest(
             None if run.system == BACKBONE else request.model, request.prompt_tokens, request.output_tokens

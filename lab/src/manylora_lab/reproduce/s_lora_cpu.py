@@ -17,7 +17,7 @@ from typing import Any
 
 from manylora.config import ConfigError
 from manylora.flags import build_settings
-from manylora_lab.bench.targets import Call, EngineTarget, open_engine
+from manylora_lab.bench.targets import EngineTarget, TargetRequest, open_engine
 from manylora_lab.reproduce.experiment import Setup
 from manylora_lab.reproduce.report import Row
 from manylora_lab.reproduce.s_lora_baselines import batches, by_adapter
@@ -144,9 +144,9 @@ async def _serve(
         }
     )  # fmt: skip
     target = open_engine(settings)
-    calls = [Call(_prompt(r), r.output_tokens, _name(r) if folders else None) for r in requests]
+    calls = [TargetRequest(_prompt(r), r.output_tokens, _name(r) if folders else None) for r in requests]
     try:
-        await _ask(target, [Call(calls[0].prompt, 2, name) for name in folders or (None,)])
+        await _ask(target, [TargetRequest(calls[0].prompt, 2, name) for name in folders or (None,)])
         seconds = []
         for _ in range(repeats):
             began = time.perf_counter()
@@ -157,7 +157,7 @@ async def _serve(
         await target.close()
 
 
-async def _ask(target: EngineTarget, calls: Sequence[Call]) -> None:
+async def _ask(target: EngineTarget, calls: Sequence[TargetRequest]) -> None:
     for answer in await asyncio.gather(*(target.generate(call) for call in calls)):
         if answer.error is not None:
             raise ConfigError(f"a request was not served: {answer.error}")
