@@ -116,7 +116,7 @@ def test_fixed_plan_serves_every_batch(subject: Subject, order: str, rows: int |
         pytest.skip("the interpreter is slow")
     ops, case = subject.ops(), case_of(subject, MIXED, [3, 20])
     kernels = ops._adapted(subject.device).kernels  # type: ignore[attr-defined]
-    fixed = lora.FixedLora(kernels, 24, 32, case.geometry, case.segments.cells, rows)
+    fixed = lora.TritonFixedLora(kernels, 24, 32, case.geometry, case.segments.cells, rows)
     fill_stages(subject.device)
     for chosen in ([1], [0, 1, 2, 3, 4], []):
         part = part_of(case, chosen)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_lab.reproduce.cells import MEASURED, REFERENCE, Cell, cell_config, cell_costs, run_cell
-from manylora_lab.reproduce.drawing import Bars
+from manylora_lab.reproduce.drawing import BarPanels
 from manylora_lab.reproduce.experiment import Setup
 from manylora_lab.reproduce.fastlibra_table import TABLE
 from manylora_lab.reproduce.fastlibra_table_cases import COMPARED, RatesFile, table
@@ -366,13 +366,13 @@ def test_peaks_are_drawn_as_shares_of_fastlibras_and_unknown_ones_not_as_zero(
 ) -> None:
     _, found = stored
     drawn: list[Report] = []
-    draw_bars = Bars.__call__
+    draw_bars = BarPanels.__call__
 
-    def remember(bars: Bars, report: Report, path: Path) -> None:
+    def remember(bars: BarPanels, report: Report, path: Path) -> None:
         drawn.append(report)
         draw_bars(bars, report, path)
 
-    monkeypatch.setattr(Bars, "__call__", remember)
+    monkeypatch.setattr(BarPanels, "__call__", remember)
     draw(found, tmp_path / "table.svg")
     (report,) = drawn
     peaks = {row["policy"]: row["peak_per_s"] for row in found.rows}

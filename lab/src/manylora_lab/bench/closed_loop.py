@@ -1,7 +1,7 @@
 """A closed loop against an engine in this process: so many requests at once, first come first served.
 
-Owns which request joins the batch next (``BatchGate``); the simulator's loop uses too. The engine's policy is what it
-always is; a gate only holds requests back before it, as a system's front would that batches in this way.
+Owns which request joins the batch next (``BatchGate``); the simulator's loop uses it too. The policy is the
+engine's own; a gate only holds requests back before it, as the front of a system would that batches in this way.
 """
 
 from __future__ import annotations

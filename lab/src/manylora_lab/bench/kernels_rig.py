@@ -26,7 +26,7 @@ from manylora.kernels.weight import Weight
 from manylora.pricing.shapes import SHAPES, ModelShape
 from manylora_lab.bench.dummies import DEMO
 from manylora_lab.bench.interleaved import Step
-from manylora_lab.bench.kernels import Decoder, cells_for, pages_of, random_pool
+from manylora_lab.bench.kernels import DecoderSizes, cells_for, pages_of, random_pool
 from manylora_lab.bench.kernels_settings import (
     PROMPTS,
     PROMPTS_RANK,
@@ -61,7 +61,7 @@ class Errors:
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One operation at one setting. ``num_bytes``, ``flop``: the least that a call must move and compute.
 
     ``step`` makes ``calls`` calls; ``base``: the part of it whose time is not the kernel's. ``is_captured``: may
@@ -99,7 +99,7 @@ class Rig:
         self.ops = self._ops(settings.ops, attends)
         self.layers = min(LAYERS if self.is_cuda else 1, self.shape.layers)
         sizes = self.shape
-        self.decoder = Decoder(
+        self.decoder = DecoderSizes(
             name, self.layers, sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.intermediate
         )
         self.page = self.decoder.page(self.dtype)

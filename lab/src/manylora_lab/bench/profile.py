@@ -105,7 +105,7 @@ class ProfileSettings:
 
 def run(settings: ProfileSettings) -> int:
     """Measure, write the file, say how well costs fit. Raises ConfigError."""
-    profile = measure(settings, Bars())
+    profile = measure(settings, ProgressBars())
     save_profile(profile, settings.out)
     print(describe(profile, fit_profile(profile)))
     print(f"written to {settings.out}")
@@ -381,7 +381,7 @@ def _write_adapters(
 # ---------------------------------------------------------------- for people
 
 
-class Bars:
+class ProgressBars:
     """A bar on stderr for each part; silent where stderr is no terminal."""
 
     def __init__(self) -> None:

@@ -26,9 +26,9 @@ from manylora.kernels.triton.lora import as_row, lora_kernels_on
 from manylora.kernels.triton.lora_launch import DEFAULT, Beside, LoraConfig, LoraKernels, TileConfig
 from manylora.kernels.triton.operations import TritonOps
 from manylora.kernels.triton.products import products_on
-from manylora_lab.bench.kernels import CUDA_DECODERS, Decoder, read_bandwidth
+from manylora_lab.bench.kernels import CUDA_DECODERS, DecoderSizes, read_bandwidth
 from manylora_lab.bench.provenance import Recording, add_flags
-from manylora_lab.benchmarks.lora_layer import Case, Rig
+from manylora_lab.benchmarks.lora_layer import Rig, StepCase
 
 LAYERS = 8
 MIXED_TOKENS = {"prompt 64": 128, "31+220": 384, "31+600": 1024, "31+1500": 2048}
@@ -109,11 +109,11 @@ def everywhere(config: LoraConfig, sizes: TileConfig) -> LoraConfig:
     return dataclasses.replace(config, short=sizes, mixed=((2048, sizes),))
 
 
-class Bench:
+class LoraBench:
     """``rounds`` of replays; reports go to ``report``."""
 
     def __init__(
-        self, rig: Rig, ops: TritonOps, cases: dict[str, Case], deadline: float, rounds: int
+        self, rig: Rig, ops: TritonOps, cases: dict[str, StepCase], deadline: float, rounds: int
     ) -> None:
         self.rig, self.ops, self.cases, self.deadline, self.rounds = rig, ops, cases, deadline, rounds
         self.stored = lora_kernels_on(rig.device).config
@@ -265,7 +265,7 @@ class Bench:
         print(f"{count} kernels, {failed} failed, {time.perf_counter() - began:.0f} s", flush=True)
 
 
-def _compiled(case: Case, config: LoraConfig, group: ProjectionGroup, with_expand: bool) -> bool:
+def _compiled(case: StepCase, config: LoraConfig, group: ProjectionGroup, with_expand: bool) -> bool:
     rig = case.rig
     kernels = LoraKernels(config, rig.multiprocessors)
     plan = case.plan_for(kernels)
@@ -276,7 +276,7 @@ def _compiled(case: Case, config: LoraConfig, group: ProjectionGroup, with_expan
     return True
 
 
-TINY = Decoder("tiny", 2, 64, 4, 2, 16, 96)
+TINY = DecoderSizes("tiny", 2, 64, 4, 2, 16, 96)
 
 
 def main() -> None:
@@ -298,8 +298,8 @@ def main() -> None:
         bandwidth = 1e12 if tiny else read_bandwidth(device)
         rig = Rig.of(decoder, device, dtype, 2 if tiny else LAYERS, 136)
         ops = TritonOps() if tiny else TritonOps(products=products_on(device), dependent=True)
-        cases = {name: Case(rig, ops, *kind) for name, kind in kinds(16 if tiny else 1).items()}
-    bench = Bench(rig, ops, cases, began + arguments.seconds, 1 if tiny else 11)
+        cases = {name: StepCase(rig, ops, *kind) for name, kind in kinds(16 if tiny else 1).items()}
+    bench = LoraBench(rig, ops, cases, began + arguments.seconds, 1 if tiny else 11)
     if tiny:
         bench.stored = dataclasses.replace(DEFAULT, long_run=6)
     print(f"ready to compile after {time.perf_counter() - began:.0f} s", flush=True)

@@ -73,7 +73,7 @@ def steps(worker: Any, num_pages: int, adapters: list[str]) -> dict[str, float]:
     """Medians of repeats, by batch and figure."""
     from manylora_lab.benchmarks import h200_steps
 
-    bench = h200_steps.Bench(worker, num_pages)
+    bench = h200_steps.StepBench(worker, num_pages)
     bench.load(adapters)
     found: dict[str, float] = {}
     for adapted in (False, True):

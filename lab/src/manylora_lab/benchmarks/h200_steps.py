@@ -61,7 +61,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=2000)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=1, max_tokens=2000)
 
 
-class Bench:
+class StepBench:
     """A worker with adapters 1 to n on the device, and sequences that decode."""
 
     def __init__(self, worker: Worker, num_pages: int) -> None:
@@ -156,7 +156,7 @@ class Bench:
 class Lanes:
     """Keeps copies of pages under way, in one direction or in both."""
 
-    def __init__(self, bench: Bench, pages: list[int], directions: tuple[bool, ...]) -> None:
+    def __init__(self, bench: StepBench, pages: list[int], directions: tuple[bool, ...]) -> None:
         self._direct, self._directions = bench.direct, directions
         half = len(pages) // 2
         # In: into the first half from the host's; out: from the second half into the host's other pages.
@@ -194,7 +194,7 @@ class Lanes:
         self.num_copied += COPIED_PAGES
 
 
-def beside_copies(bench: Bench, steps: int) -> dict[str, Any]:
+def beside_copies(bench: StepBench, steps: int) -> dict[str, Any]:
     """Steps two in flight with saturated lanes against steps alone, in turns: milliseconds, and the ratio."""
     host = bench.worker._host
     deadline = time.monotonic() + 60
@@ -224,7 +224,7 @@ def beside_copies(bench: Bench, steps: int) -> dict[str, Any]:
     return found
 
 
-def measure(bench: Bench, name: str, bandwidth: float, steps: int) -> list[dict[str, Any]]:
+def measure(bench: StepBench, name: str, bandwidth: float, steps: int) -> list[dict[str, Any]]:
     shape = SHAPES[name]
     graphs = bench.worker._graphs
     rows = []
@@ -276,7 +276,7 @@ def run(name: str, folder: Path, bandwidth: float, steps: int, parts: list[str])
     assert worker._graphs is not None
     report["captured"] = worker._graphs.num_captured
     report["captured_mib"] = round(worker._device.captured_bytes() / 2**20)
-    bench = Bench(worker, policy.num_pages)
+    bench = StepBench(worker, policy.num_pages)
     report["adapters_s"] = round(bench.load([str(path) for path in adapters]), 2)
     if "steps" in parts:
         report["steps"] = measure(bench, name, bandwidth, steps)

@@ -32,7 +32,7 @@ from manylora.types import BASE
 from manylora.warmup.random_adapters import write_random_adapters
 from manylora_lab.bench.provenance import Recording, add_flags
 from manylora_lab.benchmarks.h200 import SHAPES, write_model
-from manylora_lab.benchmarks.h200_steps import GREEDY, PAGE_TOKENS, RANK, Bench
+from manylora_lab.benchmarks.h200_steps import GREEDY, PAGE_TOKENS, RANK, StepBench
 
 SHAPE = "llama-2-7b"
 STEPS: dict[str, list[tuple[int, int]]] = {
@@ -50,7 +50,7 @@ MOST_GAP_US = 50.0
 """Between two kernels of one step; longer ones lie between steps."""
 
 
-class Steps(Bench):
+class Steps(StepBench):
     """Runs steps of sequences that begin with the step, on pages that nobody reads."""
 
     def issue_rows(self, rows: list[tuple[int, int]], is_adapted: bool) -> tuple[float, RunStep]:

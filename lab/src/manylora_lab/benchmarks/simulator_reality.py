@@ -84,7 +84,7 @@ PIN_S_PER_GIB = 0.35
 
 
 @dataclasses.dataclass(frozen=True)
-class Bench:
+class SharedWorker:
     """A worker that stays open over all runs, and the numbers its drivers get."""
 
     worker: Worker
@@ -111,7 +111,7 @@ class Bench:
         return EngineTarget(driver), lent, [card.num_pages for card in cards]
 
 
-async def serve(bench: Bench, stream: Stream, seed: int, is_warm: bool = True) -> tuple[Run, Run]:
+async def serve(bench: SharedWorker, stream: Stream, seed: int, is_warm: bool = True) -> tuple[Run, Run]:
     """What a stream measured, and its log. Moments count from the stream's start."""
     target, lent, adapter_pages = bench.open()
     settings = ReplaySettings(seed)
@@ -159,7 +159,7 @@ def _plain(log: StepLog, first: int, start_s: float) -> Run:
     }
 
 
-def alone(bench: Bench) -> list[Run]:
+def alone(bench: SharedWorker) -> list[Run]:
     """Batches run one by one with no engine around them, for what an engine adds to a step."""
     rig = Rig(bench.worker, bench.policy)
     rig.serve(
@@ -191,7 +191,7 @@ def alone(bench: Bench) -> list[Run]:
 # ---------------------------------------------------------------- the command
 
 
-class Comparison:
+class RealityComparison:
     """Opens the worker, serves, profiles, simulates; says what it does and when."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -232,7 +232,7 @@ class Comparison:
                 max_num_seqs=self.scale.engine["max_num_seqs"],
                 max_model_len=min(policy.max_model_len, pages * policy.page_tokens),
             )
-            bench = Bench(worker, policy, info, served, self._adapters(work, model), self.scale)
+            bench = SharedWorker(worker, policy, info, served, self._adapters(work, model), self.scale)
             report = self._report(bench)
             self._rehearse(bench, opened_s)
             profile = self._serve_and_profile(bench, report, loads, config)
@@ -252,7 +252,7 @@ class Comparison:
         self.say("adapters are there")
         return folder
 
-    def _report(self, bench: Bench) -> Report:
+    def _report(self, bench: SharedWorker) -> Report:
         head = {
             "command": self.recording.command,
             "commit": self.recording.commit,
@@ -265,7 +265,7 @@ class Comparison:
         }
         return Report(Path(self.args.out), head, self.recording)
 
-    def _rehearse(self, bench: Bench, opened_s: float) -> None:
+    def _rehearse(self, bench: SharedWorker, opened_s: float) -> None:
         stream = stream_of(turns_of("20", self.scale)[:120], self.scale, self.scale.speed)
         asyncio.run(serve(bench, stream, REHEARSAL_SEED, is_warm=False))
         self.say("rehearsed")
@@ -274,7 +274,7 @@ class Comparison:
             time.sleep(max(0.0, pinned_s - time.monotonic()))
 
     def _serve_and_profile(
-        self, bench: Bench, report: Report, loads: Sequence[Load], config: ModelConfig
+        self, bench: SharedWorker, report: Report, loads: Sequence[Load], config: ModelConfig
     ) -> Profile:
         """The profile is measured in parts, before, between and after the streams: machines slow down."""
         if self.args.profile:
@@ -297,7 +297,7 @@ class Comparison:
         self.say(describe(profile, fit_profile(profile)))
         return profile
 
-    def _serve(self, bench: Bench, report: Report, load: Load, number: int) -> None:
+    def _serve(self, bench: SharedWorker, report: Report, load: Load, number: int) -> None:
         stream = stream_for(load, self.scale)
         run: Run = {
             "trace_rate": load.rate, "rate_scale": load.scale, "rounds": load.rounds,
@@ -318,7 +318,7 @@ class Comparison:
 class _Said:
     """``bench.profile.Progress``: one line for each part."""
 
-    def __init__(self, comparison: Comparison) -> None:
+    def __init__(self, comparison: RealityComparison) -> None:
         self._comparison = comparison
         self._what = ""
 
@@ -361,7 +361,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
         if args.device == "cpu":
             torch.set_num_threads(1)
-        Comparison(args).run(loads)
+        RealityComparison(args).run(loads)
     except ConfigError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
 

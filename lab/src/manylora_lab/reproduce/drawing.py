@@ -20,7 +20,7 @@ Panel = tuple[str, str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Bars:
+class BarPanels:
     """A panel under another; in each a group of bars for each value of ``group``, a bar for each of ``series``:
     'n/a' where there is no number, which a bar of no height would say is zero."""
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from manylora_lab.reproduce.drawing import Bars
+from manylora_lab.reproduce.drawing import BarPanels
 from manylora_lab.reproduce.fastlibra_grid import BASELINES
 from manylora_lab.reproduce.fastlibra_table_report import LIMITS, PARTS, finished, parts
 from manylora_lab.reproduce.report import Report, Row, mean, ratio
@@ -206,5 +206,5 @@ def draw(report: Report, path: Path) -> None:
     panels = tuple(
         zip(fields, ("TTFT, ms", "TTFT where all sustain, ms", "TPOT, ms", "peak over fastlibra's"))
     )
-    bars = Bars(panels, group="case", series="policy", is_log=fields[:2])
+    bars = BarPanels(panels, group="case", series="policy", is_log=fields[:2])
     bars(dataclasses.replace(report, rows=rows), path)

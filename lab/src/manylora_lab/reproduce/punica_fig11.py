@@ -10,7 +10,7 @@ from manylora.pricing.shapes import ModelShape, shape_named
 from manylora_lab.bench.closed_loop import BatchGate, LoopRequest, LoopResult
 from manylora_lab.bench.kernels_settings import POPULARITIES
 from manylora_lab.reproduce.cells import HOST_POOL_BYTES, PAGE_TOKENS, in_parallel
-from manylora_lab.reproduce.drawing import Bars
+from manylora_lab.reproduce.drawing import BarPanels
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
 from manylora_lab.reproduce.punica_loop import SimulatedLoop
 from manylora_lab.reproduce.punica_workload import LENGTHS_NOTE, MOST_TOKENS, RANK, TextRequest, text_requests
@@ -242,7 +242,7 @@ FIG11 = Experiment(
     "Text generation on one card, batching across adapters or within one",
     "Punica, Figure 11 (§7.2)",
     run,
-    Bars((("tokens_per_s", "tokens/s"),), group="case", series="system"),
+    BarPanels((("tokens_per_s", "tokens/s"),), group="case", series="system"),
     notes=NOTES,
     devices=("sim", "cpu", "cuda"),
 )

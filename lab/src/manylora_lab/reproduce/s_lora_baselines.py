@@ -8,7 +8,14 @@ from collections.abc import Iterator, Sequence
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.pricing.costs import StepWork, prefill_pairs
 from manylora_lab.reproduce.report import Row
-from manylora_lab.reproduce.s_lora_cells import BATCH_TOKENS, PAGE_TOKENS, SETTINGS, Case, stream_of, summary
+from manylora_lab.reproduce.s_lora_cells import (
+    BATCH_TOKENS,
+    PAGE_TOKENS,
+    SETTINGS,
+    ServingCase,
+    stream_of,
+    summary,
+)
 from manylora_lab.sim.analytical import AnalyticalCosts
 from manylora_lab.sim.hardware import HARDWARE
 from manylora_lab.sim.replay import Outcome, Replay
@@ -26,7 +33,7 @@ PEFT_LAUNCH_S = 0.08
 # ---------------------------------------------------------------- vLLM-packed
 
 
-def measure_packed(case: Case) -> Row | None:
+def measure_packed(case: ServingCase) -> Row | None:
     """One engine with merged weights for each adapter, side by side on one card; None where they do not fit.
 
     Each has its share of the memory, of its bandwidth and of the arithmetic, and no LoRA to compute: an ideal
@@ -71,7 +78,7 @@ def by_adapter(requests: Sequence[StreamRequest]) -> dict[int | None, list[Strea
 # ---------------------------------------------------------------- PEFT
 
 
-def measure_peft(case: Case) -> Row:
+def measure_peft(case: ServingCase) -> Row:
     """A server like the authors' run_exp_peft.py: all that wait, grouped by adapter; a group's requests in
     batches, each padded to its longest prompt and generated to its last end; then whatever came meanwhile.
     """

@@ -13,11 +13,11 @@ from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.attention import attend_kernel
 from manylora.kernels.triton.attention_plans import (
     BLOCK_TOKENS,
-    FixedAttention,
     TritonAttentionPlan,
+    TritonFixedAttention,
     attention_plan,
 )
-from manylora.kernels.triton.counters import Counters
+from manylora.kernels.triton.counters import LaunchCounters
 from manylora.kernels.triton.decode_table import DecodeConfig, DecodeTable, TileConfig
 from manylora.kernels.triton.dependent import launch_options
 from manylora.kernels.triton.plans import power_of_two
@@ -53,7 +53,7 @@ class PagedAttention:
         self._decoding = decoding or DecodeTable()
         self._prompts = prompts
         self._launching = launch_options(dependent)
-        self._counters = Counters()
+        self._counters = LaunchCounters()
 
     def plan(self, rows: AttentionRows, page: PageShape, device: torch.device) -> TritonAttentionPlan:
         plan = attention_plan(rows, page, device, self._programs, self._decoding)
@@ -68,8 +68,10 @@ class PagedAttention:
         page: PageShape,
         device: torch.device,
         num_tokens: int | None = None,
-    ) -> FixedAttention:
-        return FixedAttention(num_rows, max_context, page, device, self._programs, self._decoding, num_tokens)
+    ) -> TritonFixedAttention:
+        return TritonFixedAttention(
+            num_rows, max_context, page, device, self._programs, self._decoding, num_tokens
+        )
 
     def __call__(
         self,

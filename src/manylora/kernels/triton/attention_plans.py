@@ -74,7 +74,7 @@ def attention_plan(
     )
 
 
-class FixedAttention:
+class TritonFixedAttention:
     """A plan whose memory and launch sizes never change, for steps of at most so many rows and tokens.
 
     ``plan`` is what attention is given under capture; it stays valid with the object. ``fill`` it before each

@@ -7,7 +7,7 @@ import torch
 _LEAST = 1 << 16
 
 
-class Counters:
+class LaunchCounters:
     """int32 zeros of one device, shared by launches that are ordered on it.
 
     Taken for the first time outside of capture. Those that became too few live on, since captured graphs know

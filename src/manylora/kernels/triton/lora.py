@@ -93,7 +93,7 @@ def lora_kernels_on(device: torch.device) -> LoraKernels:
     return LoraKernels(config, properties.multi_processor_count)
 
 
-class FixedLora:
+class TritonFixedLora:
     """A plan at fixed addresses for captured steps of at most so many tokens and ranks up to ``max_rank``.
 
     ``num_rows``: of at most so many segments; None: one a token, as decoding steps have them. ``num_scales``: 2
