@@ -18,7 +18,7 @@ import pytest
 from manylora_lab.bench.http_target import HttpTarget
 from manylora_lab.bench.processes import _dealt, _interrupts_held, processes_for
 from manylora_lab.bench.replay import ReplaySettings
-from manylora_lab.bench.serve import Measured, measure
+from manylora_lab.bench.serve import MeasuredReplay, measure
 from manylora_lab.bench.targets import TargetRequest
 from manylora_lab.workloads.named import named
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest, in_order
@@ -45,8 +45,8 @@ def trivial_server(delay_s: float) -> Iterator[str]:
         process.stdout.close()
 
 
-def replayed(url: str, stream: Stream, processes: int) -> Measured:
-    async def run() -> Measured:
+def replayed(url: str, stream: Stream, processes: int) -> MeasuredReplay:
+    async def run() -> MeasuredReplay:
         needs_ids = any(request.turn for request in stream.requests)
         target = await HttpTarget.connect(url, needs_ids=needs_ids)
         try:

@@ -12,7 +12,7 @@ from manylora_lab.reproduce import s_lora_baselines, s_lora_cpu, s_lora_table3
 from manylora_lab.reproduce.command import reproduce
 from manylora_lab.reproduce.experiment import Setup
 from manylora_lab.reproduce.registry import experiment
-from manylora_lab.reproduce.report import Report
+from manylora_lab.reproduce.report import ExperimentReport
 from manylora_lab.reproduce.s_lora_baselines import batches, measure_packed, measure_peft
 from manylora_lab.reproduce.s_lora_cells import (
     SETTINGS,
@@ -35,12 +35,12 @@ FIGURES = ("s-lora-fig5", "s-lora-fig6", "s-lora-fig7", "s-lora-fig10")
 SMALL = ServingCase("S2", "a10", 12, 4.0, 10.0)
 
 
-def smoke(name: str, **others: object) -> Report:
+def smoke(name: str, **others: object) -> ExperimentReport:
     return experiment(name).run(Setup("smoke", **{"workers": 1, **others}))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
-def reports() -> dict[str, Report]:
+def reports() -> dict[str, ExperimentReport]:
     simulated = smoke("s-lora-table3", device="sim")
     return {"s-lora-table3": simulated, **{name: smoke(name) for name in FIGURES}}
 
@@ -49,7 +49,7 @@ def reports() -> dict[str, Report]:
 
 
 @pytest.mark.parametrize("name", ["s-lora-table3", *FIGURES])
-def test_rows_make_sense(reports: dict[str, Report], name: str) -> None:
+def test_rows_make_sense(reports: dict[str, ExperimentReport], name: str) -> None:
     for row in reports[name].rows:
         assert row["throughput_per_s"] > 0
         assert 0 <= row["satisfaction"] <= row["attainment"] <= 1 - row["dropped"] <= 1
@@ -57,14 +57,14 @@ def test_rows_make_sense(reports: dict[str, Report], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["s-lora-table3", *FIGURES])
-def test_equal_seeds_give_equal_reports(reports: dict[str, Report], name: str) -> None:
+def test_equal_seeds_give_equal_reports(reports: dict[str, ExperimentReport], name: str) -> None:
     device = reports[name].settings.get("device", "sim")
     assert smoke(name, device=device) == reports[name]
     assert smoke(name, device=device, seed=1).rows != reports[name].rows
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_everybody_gets_the_same_requests(reports: dict[str, Report], name: str) -> None:
+def test_everybody_gets_the_same_requests(reports: dict[str, ExperimentReport], name: str) -> None:
     keys = ("num_adapters", "rate_per_s", "cv")
     asked: dict[tuple[object, ...], set[int]] = {}
     for row in reports[name].rows:
@@ -81,7 +81,7 @@ def test_the_command_writes_the_report_and_a_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["s-lora-table3", "s-lora-fig5", "s-lora-fig7"])
-def test_pictures(reports: dict[str, Report], name: str, tmp_path: Path) -> None:
+def test_pictures(reports: dict[str, ExperimentReport], name: str, tmp_path: Path) -> None:
     experiment(name).draw(reports[name], tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 

@@ -19,8 +19,8 @@ from manylora.kernels.shapes import ProjectionGroup
 from manylora_lab.bench import rounding
 from manylora_lab.bench.interleaved import Step
 from manylora_lab.bench.kernels import exact_lora, segments_for
-from manylora_lab.bench.kernels_rig import Errors, KernelCase, Rig, errors
-from manylora_lab.bench.kernels_settings import POPULARITIES, PROMPTS, PROMPTS_RANK, Sizes, model_counts
+from manylora_lab.bench.kernels_rig import Errors, KernelCase, KernelRig, errors
+from manylora_lab.bench.kernels_settings import POPULARITIES, PROMPTS, PROMPTS_RANK, KernelSizes, model_counts
 from manylora_lab.bench.rounding import Bounded
 
 GATED = "gate_up"
@@ -28,7 +28,7 @@ GATED = "gate_up"
 EPS = 1e-5
 
 
-def lora_cases(rig: Rig, sizes: Sizes) -> Iterator[list[KernelCase]]:
+def lora_cases(rig: KernelRig, sizes: KernelSizes) -> Iterator[list[KernelCase]]:
     """All cases of a batch together, since they take turns with its base products."""
     for batch in sizes.lora_batches:
         layer = _LoraLayer(rig, batch)
@@ -44,7 +44,7 @@ def lora_cases(rig: Rig, sizes: Sizes) -> Iterator[list[KernelCase]]:
 class _LoraLayer:
     """The products of so many tokens, with LoRA and without."""
 
-    def __init__(self, rig: Rig, tokens: int) -> None:
+    def __init__(self, rig: KernelRig, tokens: int) -> None:
         self._rig = rig
         self._tokens = tokens
         self._inputs = [rig.normal(tokens, group.in_features) for group in rig.groups]

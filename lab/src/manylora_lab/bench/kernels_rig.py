@@ -31,8 +31,8 @@ from manylora_lab.bench.kernels_settings import (
     PROMPTS,
     PROMPTS_RANK,
     KernelSettings,
+    KernelSizes,
     Queries,
-    Sizes,
     check_name,
 )
 from manylora_lab.bench.rounding import Bounded
@@ -84,7 +84,7 @@ class KernelCase:
         return ", ".join([self.kernel, *words])
 
 
-class Rig:
+class KernelRig:
     """Raises ConfigError for settings that cannot run here."""
 
     def __init__(self, settings: KernelSettings) -> None:
@@ -139,7 +139,7 @@ class Rig:
 
     # ---- memory that cases share -----------------------------------------------------------------------
 
-    def reserve(self, sizes: Sizes) -> None:
+    def reserve(self, sizes: KernelSizes) -> None:
         """Before the first case: how large the pool must be."""
         rows = [queries for _, queries in (*sizes.decode, *sizes.prefill)]
         decoding, prompts = sizes.lora_ranks[-1] * sizes.lora_batches[-1], PROMPTS_RANK * PROMPTS

@@ -16,23 +16,23 @@ from manylora.config import ConfigError
 from manylora_lab.bench import kernels_cases, kernels_lora, kernels_picture, kernels_sampling
 from manylora_lab.bench.interleaved import Step, medians, one_thread
 from manylora_lab.bench.kernels import ceilings, device_name
-from manylora_lab.bench.kernels_rig import Errors, KernelCase, Rig
+from manylora_lab.bench.kernels_rig import Errors, KernelCase, KernelRig
 from manylora_lab.bench.kernels_settings import (
     FULL,
     INTERPRETED,
     KERNELS,
     QUICK,
     KernelSettings,
-    Sizes,
+    KernelSizes,
     check_name,
 )
-from manylora_lab.bench.provenance import Recording
+from manylora_lab.bench.provenance import Provenance
 
 Row = dict[str, Any]
 SEED = 0
 """Of inputs, weights and pages."""
 
-_CASES: dict[str, Callable[[Rig, Sizes], Iterator[list[KernelCase]]]] = {
+_CASES: dict[str, Callable[[KernelRig, KernelSizes], Iterator[list[KernelCase]]]] = {
     "add_rms_norm": kernels_cases.norm_cases,
     "silu_mul": kernels_cases.silu_cases,
     "rotate_and_store": kernels_cases.placing_cases,
@@ -69,7 +69,7 @@ def run(settings: KernelSettings) -> int:
     kernels_picture.check_folder(settings.out)
     began = time.monotonic()
     _show("preparing")
-    bench = _Bench(Rig(settings), settings, began)
+    bench = _Bench(KernelRig(settings), settings, began)
     bench.run([name for name in KERNELS if not settings.only or name in settings.only])
     bench.write()
     for line in bench.mistakes:
@@ -78,14 +78,14 @@ def run(settings: KernelSettings) -> int:
 
 
 class _Bench:
-    def __init__(self, rig: Rig, settings: KernelSettings, began: float) -> None:
+    def __init__(self, rig: KernelRig, settings: KernelSettings, began: float) -> None:
         self._rig = rig
         self._settings = settings
         self._sizes = INTERPRETED if rig.is_interpreted else QUICK if settings.is_quick else FULL
         self._rows: list[Row] = []
         self._left_out: list[str] = []
         self._began = began
-        self._recording = Recording(SEED)
+        self._recording = Provenance(SEED)
         self._is_timed = not rig.is_interpreted
         self._bytes_per_s = self._flops = math.inf
         self.mistakes: list[str] = []

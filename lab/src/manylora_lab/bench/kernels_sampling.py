@@ -11,8 +11,8 @@ import torch
 
 from manylora.executor.sampler import SampledRow, draw, uniform
 from manylora.types import SamplingParams
-from manylora_lab.bench.kernels_rig import Errors, KernelCase, Rig
-from manylora_lab.bench.kernels_settings import Sizes
+from manylora_lab.bench.kernels_rig import Errors, KernelCase, KernelRig
+from manylora_lab.bench.kernels_settings import KernelSizes
 from manylora_lab.bench.rounding import unit
 
 SAMPLERS = {
@@ -22,7 +22,7 @@ SAMPLERS = {
 }
 
 
-def sampling_cases(rig: Rig, sizes: Sizes) -> Iterator[list[KernelCase]]:
+def sampling_cases(rig: KernelRig, sizes: KernelSizes) -> Iterator[list[KernelCase]]:
     """Only greedy sampling is part of captured steps; the time of the others has the host's share in it."""
     for batch in sizes.sampling:
         logits = torch.randn(batch, rig.shape.vocab, device=rig.device) * 3

@@ -38,8 +38,8 @@ from manylora.warmup.random_adapters import write_random_adapters
 from manylora_lab.bench.picture import check_writable
 from manylora_lab.bench.profile_grid import GridLimits, make_batches
 from manylora_lab.bench.profile_loads import (
-    Load,
-    Room,
+    ClientLoad,
+    EngineCapacity,
     answer_time_s,
     busy_load,
     crowded_load,
@@ -51,7 +51,7 @@ from manylora_lab.bench.profile_loads import (
     step_points,
     wake,
 )
-from manylora_lab.bench.profile_rig import Rig
+from manylora_lab.bench.profile_rig import ProfileRig
 from manylora_lab.bench.profile_spread import copy_drag, spread_of
 from manylora_lab.bench.step_log import LentExecutor, StepLog
 from manylora_lab.bench.targets import EngineTarget
@@ -169,7 +169,7 @@ class Profiler:
         self._folder.cleanup()
 
     def _prepare(self, paths: list[Path]) -> None:
-        rig = Rig(self._worker, self._policy)
+        rig = ProfileRig(self._worker, self._policy)
         self._progress("adapters", 0, 1)
         rig.serve(paths, _ADAPTER_ROOM)
         if not rig.num_adapters:
@@ -185,7 +185,7 @@ class Profiler:
 
     def watch(self, part: int = 0, num_parts: int = 1) -> None:
         """Run an engine under this part of the loads, once at least, and for its part of the time."""
-        room = Room(
+        room = EngineCapacity(
             max_seqs=self._policy.max_num_seqs,
             max_len=self._policy.max_model_len,
             num_tokens=int(_KV_ROOM * self._policy.num_pages) * self._policy.page_tokens,
@@ -206,7 +206,7 @@ class Profiler:
             driver.add_adapter(name, str(path), verify=False)
         return lent, EngineTarget(driver), names
 
-    async def _watched_in_need(self, room: Room, seed: int) -> StepLog:
+    async def _watched_in_need(self, room: EngineCapacity, seed: int) -> StepLog:
         """An engine that has half the pages that its clients fill."""
         policy = self._policy
         load = crowded_load(room, policy.num_host_pages * policy.page_tokens)
@@ -228,7 +228,7 @@ class Profiler:
             await target.close()
         return lent.log()
 
-    async def _watched(self, room: Room, loads: Sequence[Load], budget_s: float) -> StepLog:
+    async def _watched(self, room: EngineCapacity, loads: Sequence[ClientLoad], budget_s: float) -> StepLog:
         """Its steps, and the reads of its first part, under load."""
         busy = busy_load(room)
         lent, target, names = self._open(self._policy)
@@ -304,7 +304,7 @@ def _engine_settings(settings: ProfileSettings) -> EngineSettings:
     return build_settings(values)[0]
 
 
-def _rehearse(settings: ProfileSettings, rig: Rig, policy: PolicyConfig, progress: Progress) -> None:
+def _rehearse(settings: ProfileSettings, rig: ProfileRig, policy: PolicyConfig, progress: Progress) -> None:
     """Run every kind of batch once, for what only a first run costs, such as kernels to compile."""
     limits = GridLimits(
         max_seqs=policy.max_num_seqs,

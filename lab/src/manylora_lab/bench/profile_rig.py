@@ -41,7 +41,7 @@ class _Row:
     num_bytes: int
 
 
-class Rig:
+class ProfileRig:
     """An executor, the pages that nobody holds, and adapters in theirs."""
 
     def __init__(self, executor: Executor, policy: PolicyConfig) -> None:

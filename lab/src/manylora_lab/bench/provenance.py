@@ -1,6 +1,6 @@
 """Where a record comes from: command, commit, machine, versions, seed, and what else used the machine.
 
-Every program that writes a record opens a ``Recording`` before its work and puts ``provenance()`` into what it
+Every program that writes a record opens a ``Provenance`` before its work and puts ``provenance()`` into what it
 writes; docs/results/README.md has the form. Nothing here imports torch.
 """
 
@@ -46,7 +46,7 @@ class _Load:
         return cls(time.monotonic(), _busy_s(), own_s, average, _gpu_processes())
 
 
-class Recording:
+class Provenance:
     """Begun before the work. ``seed``: what the inputs are drawn from; a text where there is more to say.
     ``commit``: given where git cannot tell it (a copy of the working tree); ``said``: what cannot be measured of
     other work on the machine."""
@@ -59,7 +59,7 @@ class Recording:
         self._began = _Load.now()
 
     @classmethod
-    def of(cls, args: argparse.Namespace, seed: int | str) -> Recording:
+    def of(cls, args: argparse.Namespace, seed: int | str) -> Provenance:
         """With what ``add_flags`` read."""
         return cls(seed, args.commit, args.others)
 

@@ -18,7 +18,7 @@ from manylora_lab.bench.http_client import allow_many_connections
 from manylora_lab.bench.http_target import HttpTarget
 from manylora_lab.bench.picture import check_plot, check_writable, draw
 from manylora_lab.bench.processes import processes_for, replay_apart
-from manylora_lab.bench.provenance import Recording
+from manylora_lab.bench.provenance import Provenance
 from manylora_lab.bench.replay import Halt, ReplaySettings, RequestResult, check_fit, replay, warm_adapters
 from manylora_lab.bench.summary import Objective, Summary, as_rows, difference, summarize, table, warnings
 from manylora_lab.bench.targets import EngineTarget, Target
@@ -52,7 +52,7 @@ class BenchSettings:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredReplay:
     """One replay. ``engine``: how the target's own numbers grew meanwhile; ``error``: why it ended early."""
 
     summary: Summary
@@ -94,7 +94,7 @@ def run(settings: BenchSettings, stream: Stream) -> int:
     check(settings)
     # Before there is an event loop, which would hold back an interrupt until all is loaded.
     loaded = None if settings.url is not None else _load(settings)
-    recording = Recording(settings.replay.seed)
+    recording = Provenance(settings.replay.seed)
     report, results = asyncio.run(_run(settings, stream, loaded))
     report["provenance"] = recording.provenance()
     try:
@@ -154,7 +154,7 @@ async def _connect(settings: BenchSettings, stream: Stream) -> HttpTarget:
     return await HttpTarget.connect(settings.url, settings.api_key, needs_ids, settings.replay.kind)
 
 
-def _report(settings: BenchSettings, stream: Stream, target: Target, found: Measured) -> dict[str, Any]:
+def _report(settings: BenchSettings, stream: Stream, target: Target, found: MeasuredReplay) -> dict[str, Any]:
     """The names of ``vllm bench`` first, then ours."""
     model = target.description.get("model")
     fields = serve_fields(found.summary, found.results, None if model is None else str(model))
@@ -194,7 +194,7 @@ async def measure(
     objective: Objective | None = None,
     client_processes: int | None = None,
     halt: Halt | None = None,
-) -> Measured:
+) -> MeasuredReplay:
     """Check, warm up, replay. ``extra_adapters`` are warmed as well. Raises ConfigError.
 
     ``client_processes``: that send requests to a server; 0: this one. None: as many as the stream needs.
@@ -212,7 +212,7 @@ async def measure(
         done = await replay(target, stream, settings, halt)
     after = await target.counters() if done.error is None else {}
     summary = summarize(stream, done.results, objective)
-    return Measured(summary, difference(before, after), done.results, done.error)
+    return MeasuredReplay(summary, difference(before, after), done.results, done.error)
 
 
 def fitting(stream: Stream, most_tokens: int | None) -> Stream:

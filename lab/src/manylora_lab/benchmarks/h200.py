@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 
 from manylora import LLM, SamplingParams
-from manylora_lab.bench.provenance import Recording, add_flags
+from manylora_lab.bench.provenance import Provenance, add_flags
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-2-7b": {
@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--churn-s", type=float, default=0.0)
     add_flags(parser)
     args = parser.parse_args()
-    recording = Recording.of(args, "the number of models, and of each churning thread")
+    recording = Provenance.of(args, "the number of models, and of each churning thread")
     bandwidth = measured_bandwidth()
     torch.cuda.empty_cache()
     report: dict[str, Any] = {

@@ -57,7 +57,7 @@ from manylora.protocol import (
 )
 from manylora.types import EngineInfo
 from manylora.warmup.random_adapters import write_random_adapters
-from manylora_lab.bench.provenance import Recording, add_flags
+from manylora_lab.bench.provenance import Provenance, add_flags
 from manylora_lab.bench.targets import EngineTarget, TargetRequest, TargetResult
 from manylora_lab.benchmarks import h200, h200_cache
 from manylora_lab.benchmarks.h200_aims_chat import chat, conformance, http
@@ -177,7 +177,7 @@ class Aims:
     info: EngineInfo
     adapters: Mapping[str, str]
     report: dict[str, Any]
-    recording: Recording
+    recording: Provenance
     args: argparse.Namespace
     began_s: float
     num_runs: int = 0
@@ -372,7 +372,7 @@ def main() -> None:
     began_s = time.monotonic()
     staging.NUMBERS_BY_KERNEL = not args.numbers_by_engine
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
-    recording = Recording.of(args, "0 of the chat's tokens; the other requests are stored")
+    recording = Provenance.of(args, "0 of the chat's tokens; the other requests are stored")
     report: dict[str, Any] = {
         "command": recording.command, "commit": recording.commit,
         "torch": torch.__version__, "left_out": [],

@@ -28,9 +28,9 @@ import torch
 
 from manylora.config import CACHE_POLICIES, ConfigError, parse_size
 from manylora.flags import build_settings
-from manylora_lab.bench.provenance import ROOT, Recording, add_flags
+from manylora_lab.bench.provenance import ROOT, Provenance, add_flags
 from manylora_lab.bench.replay import ReplaySettings, replay, show_on_stderr
-from manylora_lab.bench.serve import Measured, measure
+from manylora_lab.bench.serve import MeasuredReplay, measure
 from manylora_lab.bench.summary import as_rows
 from manylora_lab.bench.targets import EngineTarget, open_engine
 from manylora_lab.benchmarks.h200 import SHAPES, measured_bandwidth, projections, write_model
@@ -225,7 +225,7 @@ class CacheComparison:
         self.adapters = self.work / f"adapters-{'toy' if args.toy else 'llama-2-7b'}"
         self.model = self.scale.model or self.work / "llama-2-7b"
         self.rehearsed: set[int] = set()
-        self.recording = Recording.of(args, args.seed)
+        self.recording = Provenance.of(args, args.seed)
         self.previous = _previous(args.previous)
         self.report: Report = {
             "command": self.recording.command,
@@ -327,7 +327,7 @@ class CacheComparison:
         errors = [result.error for result in done.results if result.error is not None]
         print(f"rehearsed {len(turns)} turns, {len(errors)} failed {errors[:1]}", flush=True)
 
-    def _save_turns(self, run: dict[str, Any], found: Measured) -> None:
+    def _save_turns(self, run: dict[str, Any], found: MeasuredReplay) -> None:
         """A line of JSON a run, in a file of their own."""
         if self.args.turns:
             with open(self.args.turns, "a") as file:

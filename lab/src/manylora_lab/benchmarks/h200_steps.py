@@ -43,7 +43,7 @@ from manylora.protocol import (
 )
 from manylora.types import BASE, SamplingParams
 from manylora.warmup.random_adapters import write_random_adapters
-from manylora_lab.bench.provenance import Recording, add_flags
+from manylora_lab.bench.provenance import Provenance, add_flags
 from manylora_lab.benchmarks.h200 import (
     SHAPES,
     adapter_bytes,
@@ -303,7 +303,7 @@ def main() -> None:
     args = parser.parse_args()
     staging.NUMBERS_BY_KERNEL = not args.numbers_by_engine
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
-    recording = Recording.of(args, "1 of sampled rows; weights and prompts do not depend on one")
+    recording = Provenance.of(args, "1 of sampled rows; weights and prompts do not depend on one")
     report: dict[str, Any] = {
         "command": recording.command, "commit": recording.commit,
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "context": CONTEXT,

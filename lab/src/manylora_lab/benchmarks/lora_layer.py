@@ -31,7 +31,7 @@ RANK = 16
 
 
 @dataclasses.dataclass
-class Rig:
+class LoraLayerRig:
     """Weights of ``layers`` of a model's layers, and a pool with all layers' pages."""
 
     decoder: DecoderSizes
@@ -47,7 +47,7 @@ class Rig:
     @classmethod
     def of(
         cls, decoder: DecoderSizes, device: torch.device, dtype: torch.dtype, layers: int, adapters: int
-    ) -> Rig:
+    ) -> LoraLayerRig:
         """With room for so many adapters of rank RANK."""
         page = decoder.page(dtype)
         geometry = adapter_geometry(page, (decoder.groups(),) * page.layers)
@@ -81,7 +81,9 @@ class Rig:
 class StepCase:
     """One kind of step. ``tokens``, ``rows``: of the bucket that captures it; no rows: an eager one of prompts."""
 
-    def __init__(self, rig: Rig, ops: TritonOps, lengths: list[int], tokens: int, rows: int | None) -> None:
+    def __init__(
+        self, rig: LoraLayerRig, ops: TritonOps, lengths: list[int], tokens: int, rows: int | None
+    ) -> None:
         self.rig, self.ops, self.tokens, self.rows = rig, ops, tokens, rows
         self.segments = rig.segments(lengths)
         self.inputs = {

@@ -22,7 +22,7 @@ from typing import Any
 
 from manylora.config import CACHE_POLICIES, CacheConfig, PolicyConfig, parse_size
 from manylora.pricing.costs import DeviceCosts
-from manylora_lab.bench.provenance import Recording, add_flags
+from manylora_lab.bench.provenance import Provenance, add_flags
 from manylora_lab.sim.replay import Replay
 from manylora_lab.sim.summary import Summary, summarize
 from manylora_lab.workloads.chat import TRACES, Turn, read_turns, to_stream
@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="60 turns of each trace, a coarse grid")
     add_flags(parser)
     args = parser.parse_args()
-    recording = Recording.of(args, "none: the traces are stored")
+    recording = Provenance.of(args, "none: the traces are stored")
     if not args.folder.is_dir():
         parser.error(f"--folder {args.folder}: there is no such folder")
     limit = 60 if args.quick else None

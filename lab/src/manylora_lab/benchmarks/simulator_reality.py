@@ -41,8 +41,8 @@ from manylora.pricing.profile import Profile, save_profile
 from manylora.types import EngineInfo
 from manylora_lab.bench.profile import Profiler, ProfileSettings, describe, machine_name, shape_of
 from manylora_lab.bench.profile_grid import GridLimits, make_batches
-from manylora_lab.bench.profile_rig import Rig, rounded, undisturbed
-from manylora_lab.bench.provenance import Recording, add_flags
+from manylora_lab.bench.profile_rig import ProfileRig, rounded, undisturbed
+from manylora_lab.bench.provenance import Provenance, add_flags
 from manylora_lab.bench.replay import ReplaySettings, replay, warm_adapters
 from manylora_lab.bench.step_log import LentExecutor, StepLog
 from manylora_lab.bench.summary import as_rows, difference, summarize
@@ -57,7 +57,15 @@ from manylora_lab.benchmarks.h200_cache import (
     turns_of,
     write_adapters,
 )
-from manylora_lab.benchmarks.reality_runs import SCALES, Load, Report, Run, beside, loads_from, stream_for
+from manylora_lab.benchmarks.reality_runs import (
+    SCALES,
+    RateLoad,
+    RealityReport,
+    Run,
+    beside,
+    loads_from,
+    stream_for,
+)
 from manylora_lab.sim.shipped import find_profile
 from manylora_lab.workloads.stream import Stream
 
@@ -161,7 +169,7 @@ def _plain(log: StepLog, first: int, start_s: float) -> Run:
 
 def alone(bench: SharedWorker) -> list[Run]:
     """Batches run one by one with no engine around them, for what an engine adds to a step."""
-    rig = Rig(bench.worker, bench.policy)
+    rig = ProfileRig(bench.worker, bench.policy)
     rig.serve(
         [bench.adapters / f"adapter-{number}" for number in range(bench.scale.num_adapters)], ADAPTER_ROOM
     )
@@ -200,12 +208,12 @@ class RealityComparison:
         self.kind = "toy" if args.toy else args.device
         self.scale = SCALES[self.kind]
         self.host_pool = args.host_pool or HOST_POOL[self.kind]
-        self.recording = Recording.of(args, args.seed)
+        self.recording = Provenance.of(args, args.seed)
 
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self.began_s:6.1f} s  {text}", flush=True)
 
-    def run(self, loads: Sequence[Load]) -> None:
+    def run(self, loads: Sequence[RateLoad]) -> None:
         """Everything."""
         work = Path(self.args.work)
         model = Path(self.args.model) if self.args.model else self.scale.model or work / "llama-2-7b"
@@ -252,7 +260,7 @@ class RealityComparison:
         self.say("adapters are there")
         return folder
 
-    def _report(self, bench: SharedWorker) -> Report:
+    def _report(self, bench: SharedWorker) -> RealityReport:
         head = {
             "command": self.recording.command,
             "commit": self.recording.commit,
@@ -263,7 +271,7 @@ class RealityComparison:
             "policy": dataclasses.asdict(bench.served),
             "ceilings": ceilings() if self.kind == "cuda" else {},
         }
-        return Report(Path(self.args.out), head, self.recording)
+        return RealityReport(Path(self.args.out), head, self.recording)
 
     def _rehearse(self, bench: SharedWorker, opened_s: float) -> None:
         stream = stream_of(turns_of("20", self.scale)[:120], self.scale, self.scale.speed)
@@ -274,7 +282,7 @@ class RealityComparison:
             time.sleep(max(0.0, pinned_s - time.monotonic()))
 
     def _serve_and_profile(
-        self, bench: SharedWorker, report: Report, loads: Sequence[Load], config: ModelConfig
+        self, bench: SharedWorker, report: RealityReport, loads: Sequence[RateLoad], config: ModelConfig
     ) -> Profile:
         """The profile is measured in parts, before, between and after the streams: machines slow down."""
         if self.args.profile:
@@ -297,7 +305,7 @@ class RealityComparison:
         self.say(describe(profile, fit_profile(profile)))
         return profile
 
-    def _serve(self, bench: SharedWorker, report: Report, load: Load, number: int) -> None:
+    def _serve(self, bench: SharedWorker, report: RealityReport, load: RateLoad, number: int) -> None:
         stream = stream_for(load, self.scale)
         run: Run = {
             "trace_rate": load.rate, "rate_scale": load.scale, "rounds": load.rounds,
@@ -368,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def again(args: argparse.Namespace) -> None:
     """Simulate the runs of an earlier report."""
-    report = Report.of(Path(args.out), args.again, Recording.of(args, args.seed))
+    report = RealityReport.of(Path(args.out), args.again, Provenance.of(args, args.seed))
     scale = SCALES[report.head["kind"]]
     name = args.profile or str(beside(args.again, ".profile.json"))
     profile = find_profile(name)

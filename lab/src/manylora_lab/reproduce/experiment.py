@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from manylora_lab.reproduce.report import Headline, Report, Row
+from manylora_lab.reproduce.report import ExperimentReport, Headline, Row
 
 T = TypeVar("T")
 Scale = Literal["full", "quick", "smoke"]
@@ -72,13 +72,13 @@ class Experiment:
     title: str
     paper: str
     grid: Callable[[Setup], GridResult]
-    draw: Callable[[Report, Path], None]
+    draw: Callable[[ExperimentReport, Path], None]
     headline: Sequence[Callable[[list[Row]], list[Headline]]] = ()
     notes: tuple[str, ...] = ()
     devices: tuple[Device, ...] = ("sim",)
     hardwares: tuple[str, ...] = ()
 
-    def run(self, setup: Setup) -> Report:
+    def run(self, setup: Setup) -> ExperimentReport:
         """Its report, named after the hardware too where that is not the default. Raises ConfigError."""
         found = self.grid(setup)
         is_default = setup.hardware in (None, *self.hardwares[:1])
@@ -86,7 +86,7 @@ class Experiment:
         figures = [figure for each in self.headline for figure in each(found.rows)]
         headline = [*found.headline, *figures]
         notes = (*self.notes, *found.notes)
-        return Report(name, self.title, found.settings, found.rows, headline, notes)
+        return ExperimentReport(name, self.title, found.settings, found.rows, headline, notes)
 
 
 def show_progress(line: str) -> None:

@@ -26,7 +26,7 @@ class Headline:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class ExperimentReport:
     """``settings``: all that a repetition needs. ``notes``: what was assumed, substituted or left out."""
 
     experiment: str

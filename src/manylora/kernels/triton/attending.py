@@ -18,7 +18,7 @@ from manylora.kernels.triton.attention_plans import (
     attention_plan,
 )
 from manylora.kernels.triton.counters import LaunchCounters
-from manylora.kernels.triton.decode_table import DecodeConfig, DecodeTable, TileConfig
+from manylora.kernels.triton.decode_table import AttentionTileConfig, DecodeConfig, DecodeTable
 from manylora.kernels.triton.dependent import launch_options
 from manylora.kernels.triton.plans import power_of_two
 
@@ -149,13 +149,13 @@ class PagedAttention:
 
 
 def _launch_sizes(
-    dtype: torch.dtype, dim: int, heads: int, tile: int, config: DecodeConfig, tiles: TileConfig
+    dtype: torch.dtype, dim: int, heads: int, tile: int, config: DecodeConfig, tiles: AttentionTileConfig
 ) -> dict[str, int]:
     """``attend_kernel``'s, for ``heads`` to a key head; ``config`` and ``tiles`` where they are for such heads."""
     if dim > 128 or dtype == torch.float32:
         # Blocks that fit the registers: float32 products run without tensor cores.
         block, rows = (16, 16) if dtype == torch.float32 else (32, 64)
-        config, tiles = DecodeConfig(block, 4, 2), TileConfig(rows, block, 4, 2, None)
+        config, tiles = DecodeConfig(block, 4, 2), AttentionTileConfig(rows, block, 4, 2, None)
     if BLOCK_TOKENS % config.block_n or BLOCK_TOKENS % tiles.block_n:
         raise ValueError(f"pieces are whole blocks of {BLOCK_TOKENS}: {config} or {tiles} cannot take them")
     sizes = {

@@ -30,7 +30,7 @@ from manylora.kernels.triton.lora_launch import (
     LoraConfig,
     LoraKernels,
     LoraPlan,
-    TileConfig,
+    LoraTileConfig,
 )
 from manylora.kernels.weight import Weight
 
@@ -253,5 +253,5 @@ def as_row(config: LoraConfig) -> dict[str, Any]:
     return row
 
 
-def _differences(sizes: TileConfig, default: TileConfig) -> dict[str, Any]:
+def _differences(sizes: LoraTileConfig, default: LoraTileConfig) -> dict[str, Any]:
     return {k: v for k, v in dataclasses.asdict(sizes).items() if v != getattr(default, k)}
