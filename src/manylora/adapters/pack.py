@@ -349,7 +349,7 @@ def _run_all(jobs: Iterable[_Job], helpers: Helpers) -> None:
             try:
                 job(scratch)
             except BaseException:
-                for _ in left:  # nobody begins another
+                for _ in left:  # no thread begins another job
                     pass
                 raise
 

@@ -2,7 +2,7 @@
 
 Every step sends some kilobytes and gets fewer back. The device's copy engines take their work in turn, so while
 pages are copied both ways such a copy may wait for milliseconds, and its step with it. A kernel that reads pinned
-host memory, or writes it, waits for nobody. Owns the pinned buffers; does not know what the numbers mean.
+host memory, or writes it, waits for no copy. Owns the pinned buffers; does not know what the numbers mean.
 """
 
 # mypy: disallow-untyped-calls=False
@@ -28,10 +28,10 @@ that is worth: with the copy engines, a step beside saturated copies takes up to
 (docs/performance.md)."""
 
 _STAGES = 16
-"""Pinned buffers of an outbox: some more than what the steps in flight send."""
+"""Pinned buffers of one ``UploadBuffers``: some more than what the steps in flight send."""
 
 _LEAST_BYTES = 2**16
-"""Of a pinned buffer, unless it must hold more."""
+"""The bytes of a pinned buffer, unless it must hold more."""
 
 
 class StagingBuffer:

@@ -1,4 +1,4 @@
-"""What is known of each served adapter's state. Does not know who shows it."""
+"""What is known of each served adapter's state. Does not know where it is shown."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Sender:
         except OSError:
             return  # the server is gone; the reading side ends the process
         except Exception:
-            # Nobody would hear of anything any more: better an end that the server notices.
+            # No message would reach the server after this one: it notices an end at least.
             log.exception("a message could not be sent: the engine ends")
             self._sock.shutdown(socket.SHUT_RDWR)
         finally:

@@ -19,7 +19,7 @@ _TICKS = 8
 
 
 def tick_s(limit_s: float) -> float:
-    """How often an engine with this limit says what it does, and how often somebody looks."""
+    """How often an engine with this limit reports what it does, and how often the watchdog looks."""
     return min(_MOST_TICK_S, limit_s / _TICKS)
 
 

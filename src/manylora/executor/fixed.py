@@ -31,7 +31,7 @@ class FixedAttention(Protocol):
 
 
 class FixedLora(Protocol):
-    """``plan``: for ``Ops.lora_summands``, as above."""
+    """``plan``: for ``Ops.lora_summands``; under capture its launches depend on its sizes alone."""
 
     @property
     def plan(self) -> Any: ...

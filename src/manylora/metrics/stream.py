@@ -1,4 +1,4 @@
-"""Records a request's deltas on their way to whoever reads them."""
+"""Records a request's deltas on their way to the client."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class RealCost:
         return rates.step_s + num_pages * (rates.page_in_s if is_held else rates.page_read_s)
 
     def _kv_cost_s(self, depth_class: int, is_held: bool) -> float:
-        """Of one page."""
+        """The value of one page."""
         rates = self._rates
         # Without a copy it would be saved: written now and read back later. Never more than computing it again.
         copy_s = rates.page_in_s if is_held else rates.page_out_s + rates.page_in_s

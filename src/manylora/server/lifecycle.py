@@ -42,7 +42,7 @@ _AFTER_DRAIN_S = 4.5
 
 
 class Disconnected(Exception):
-    """The client has gone; nobody is left to answer."""
+    """The client has gone; its request needs no answer."""
 
 
 class Lifecycle:

@@ -52,7 +52,7 @@ class BatchGate:
         return self._num_joined == len(self._models) and not self._running
 
     def join(self) -> int | None:
-        """The next request, which runs from now on; None where nobody may."""
+        """The next request, which runs from now on; None where none may."""
         first = self._num_joined
         if first == len(self._models) or len(self._running) >= self._at_once:
             return None

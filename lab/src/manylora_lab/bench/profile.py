@@ -129,7 +129,7 @@ def measure(settings: ProfileSettings, progress: Progress) -> Profile:
 
 
 class Profiler:
-    """Profiles a worker that serves nobody meanwhile; the worker stays open. A context: its files go at the end.
+    """Profiles a worker that serves no requests meanwhile; it stays open. A context: its files go at the end.
 
     ``watch`` may be called for one part of the loads after another, with other work between, so that a machine
     whose speed changes over minutes is seen as often fast and slow as that work sees it. Raises ConfigError.

@@ -275,7 +275,7 @@ def overhead_points(steps: Sequence[LoggedStep]) -> list[OverheadPoint]:
 
 
 def answer_time_s(steps: Sequence[LoggedStep], answered_s: Sequence[float]) -> float:
-    """The median from a step's end until the one who waited for its only token had it; 0 for none.
+    """The median from a step's end until the client of its only token had it; 0 for none.
 
     ``answered_s``: of each, in order, as ``wake`` returns them."""
     ends = [step.began_s + step.took_s for step in steps]

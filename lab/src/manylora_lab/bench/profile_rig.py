@@ -42,7 +42,7 @@ class _Row:
 
 
 class ProfileRig:
-    """An executor, the pages that nobody holds, and adapters in theirs."""
+    """An executor, its free pages, and adapters in theirs."""
 
     def __init__(self, executor: Executor, policy: PolicyConfig) -> None:
         self._executor = DirectExecutor(executor)

@@ -341,7 +341,7 @@ class _Run:
             self.halt.call(reason)
 
     async def _sleep_until(self, moment_s: float) -> None:
-        # At least once around the loop, so that whoever is late still hears the answers.
+        # At least once around the loop, so that a late conversation still hears the answers.
         await asyncio.sleep(max(0.0, self.start_s + moment_s - time.monotonic()))
 
     async def report(self, tell: Tell | None) -> None:

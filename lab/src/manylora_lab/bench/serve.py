@@ -104,7 +104,7 @@ def run(settings: BenchSettings, stream: Stream) -> int:
             draw(results, f"{stream.name}: {len(results):,} requests", settings.plot)
     except OSError as error:
         raise ConfigError(f"cannot write {settings.out}: {error.strerror}") from error
-    finally:  # neither lost with the other: a disk may be full, and who reads the table may be gone
+    finally:  # neither lost with the other: a disk may be full, and the table's reader may be gone
         for line in report["warnings"]:
             print(f"warning: {line}", file=sys.stderr)
         if report["error"] is not None:

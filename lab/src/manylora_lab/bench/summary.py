@@ -104,7 +104,7 @@ def summarize(
 
 
 def fairness(results: Sequence[RequestResult]) -> dict[str, Any] | None:
-    """How adapters fared beside each other; None where nobody got anything.
+    """How adapters fared beside each other; None where no adapter got anything.
 
     Jain's index of n values, (sum x)^2 / (n sum x^2): 1 where all are equal, 1/n where one has all. Of times to
     the first token it compares how long adapters' users waited; of output tokens what they got, which is as

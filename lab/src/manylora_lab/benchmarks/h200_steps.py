@@ -149,7 +149,7 @@ class StepBench:
         return begin.elapsed_time(end) / repeats
 
     def pages(self, count: int) -> list[int]:
-        """Of the device's pool, nobody else's from now on."""
+        """Take pages of the device's pool, which from now on belong to the caller alone."""
         return [self._free.pop() for _ in range(count)]
 
 

@@ -51,7 +51,7 @@ MOST_GAP_US = 50.0
 
 
 class TraceSteps(StepBench):
-    """Runs steps of sequences that begin with the step, on pages that nobody reads."""
+    """Runs steps of sequences that begin with the step, on pages that no other step reads."""
 
     def issue_rows(self, rows: list[tuple[int, int]], is_adapted: bool) -> tuple[float, RunStep]:
         """Issue a step; the seconds that took."""

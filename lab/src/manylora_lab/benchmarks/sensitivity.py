@@ -31,7 +31,7 @@ NUM_ADAPTERS = 100
 TOKEN_BYTES = 2**19  # K and V of one token: 32 layers, 2 x 4096 numbers of 2 bytes
 RANK_BYTES = 2**21  # of one rank of an adapter on q, k, v, o
 STEP_BASES_S = (6.3e-3, 6.5e-3, 6.7e-3)
-"""Policies are compared by means over these: a saturated run depends by a percent on who comes when."""
+"""Policies are compared by means over these: a saturated run depends by a percent on when each request comes."""
 TAUS_S = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 WINDOWS_S = (10.0, 30.0, 60.0, 120.0, 300.0)
 

@@ -91,7 +91,7 @@ def _require_output(out: Path, name: str) -> None:
 
 
 def _has_cuda() -> bool:
-    # torch is wanted only by those who ask for a GPU, and takes seconds to import.
+    # Only a run on a GPU needs torch, which takes seconds to import.
     from manylora.devices.cuda import cuda_is_available
 
     return cuda_is_available()

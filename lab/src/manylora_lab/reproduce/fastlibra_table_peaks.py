@@ -21,7 +21,7 @@ RECORDED = ("manylora",)
 @dataclasses.dataclass(frozen=True, slots=True)
 class Search:
     """``tolerance``: of a peak, as a share of itself; ``stride``: the first step from a guess, as a factor;
-    ``highest``: requests a second beyond which nobody looks."""
+    ``highest``: requests a second beyond which the search does not go."""
 
     tolerance: float
     stride: float

@@ -174,7 +174,7 @@ def _measure(
     from manylora_lab.bench.dummies import DEMO
     from manylora_lab.bench.interleaved import one_thread
 
-    # A GPU's runs take minutes, and nobody else's work disturbs them.
+    # A GPU's runs take minutes, and no other work disturbs them.
     repeats = setup.pick(3, 3, 1) if setup.device == "cpu" else 1
     found: dict[PunicaRun, LoopResult] = {}
     with one_thread() if setup.device == "cpu" else contextlib.nullcontext():

@@ -45,7 +45,7 @@ class SimulatedLoop(VirtualLoop):
             self._put(0.0, Arrive(self._request(f"warm {adapter}", adapter, _WARM_TOKENS, 1)))
 
     def run(self) -> LoopResult:
-        """To the end. Raises RuntimeError where somebody is forgotten, ConfigError where one does not fit."""
+        """Run to the end. Raises RuntimeError where a request is forgotten, ConfigError where one does not fit."""
         while self._num_warming and self.advance():
             pass
         began_s, steps = self.now, self._num_steps

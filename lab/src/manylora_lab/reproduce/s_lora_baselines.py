@@ -112,7 +112,7 @@ def _generate(
     adapter_bytes: int,
     outcomes: list[Outcome],
 ) -> float:
-    """One batch from its prefill to its last end, whoever has ended leaving it; returns when that is."""
+    """Run a batch from its prefill to its last end, where requests leave as they end; returns when it ends."""
     length, count = max(request.new_tokens for request in batch), len(batch)
     pairs = count * prefill_pairs(0, length)
     tokens = count * length

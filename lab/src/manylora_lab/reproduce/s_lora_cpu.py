@@ -1,6 +1,6 @@
 """S-LoRA's Table 3 on a CPU: the engine, the real PEFT and merged copies, on the demo model of a checkout.
 
-All requests come at once. Needs torch; transformers and PEFT are wanted from whoever runs it.
+All requests come at once. Needs torch, and transformers and PEFT, which the user installs.
 """
 
 from __future__ import annotations

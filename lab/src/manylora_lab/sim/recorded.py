@@ -29,8 +29,8 @@ class Told(NamedTuple):
 class MeasuredAnswer:
     """One thing that came. ``event`` is None where the recording ends before the answer.
 
-    ``took_s``: from the command to the answer; of a timer from the moment it was set for; of what nobody asked
-    for from the clock's zero. ``late_s``: how long it then stood in line, behind others, with the loop awake.
+    ``took_s``: from the command to the answer; of a timer from the moment it was set for; of an event without
+    a command from the clock's zero. ``late_s``: how long it then waited behind others, with the loop awake.
     """
 
     event: Event | None

@@ -160,7 +160,7 @@ def generate(
     Lengths are drawn from those of the client at that time, prompt and reply independently (the source has no
     joint ones); a client without lengths takes those of the next that has some, which the notes count. What
     is drawn depends on ``seed``, client and window, not on what else is asked for. Key of a request: the client's
-    name. Raises ConfigError if nobody has lengths, nobody sends anything, or they send more than can be held.
+    name. Raises ConfigError if no client has lengths or sends anything, or they send more than can be held.
     """
     adapters = adapters or Adapters()
     if not 0 < rate_scale < math.inf:

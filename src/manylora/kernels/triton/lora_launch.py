@@ -70,7 +70,7 @@ class LoraTileConfig:
 
     @property
     def item_tokens(self) -> int:
-        """Of one item of expand."""
+        """The tokens of one item of expand."""
         return self.expand_tokens or self.tile_tokens
 
 
