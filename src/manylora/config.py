@@ -64,7 +64,7 @@ class CacheConfig:
 
     policy: str = "manylora"
     adapter_share: float = 0.2
-    """Of the device's pages, for adapters; static-lru only."""
+    """The share of the device's pages for adapters; static-lru only."""
     tau_s: float = 10.0
     window_s: float = 60.0
     interval_s: float = 0.1

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from manylora.devices.staging import (
-    Inbox,
+    DownloadBuffers,
     StagingBuffer,
     UploadBuffers,
     can_map,
     copy_by_kernel,
     moves_by_kernel,
-    outbox,
+    upload_buffers,
 )
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def test_what_is_sent_arrives(by_kernel: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64])
 def test_what_is_read_is_what_was_there(by_kernel: bool, dtype: torch.dtype) -> None:
     """Later changes of the tensor do not show, nor do other reads that are still open."""
-    box = Inbox(CPU, by_kernel)
+    box = DownloadBuffers(CPU, by_kernel)
     first, second = torch.arange(6, dtype=dtype).view(2, 3), torch.full((70000,), 5, dtype=dtype)
     read_first, read_second = box.start(first), box.start(second)
     first.fill_(-1)
@@ -69,4 +69,4 @@ def test_a_stage_of_another_length_is_not_what_was_held() -> None:
 def test_numbers_move_by_kernel_only_where_asked() -> None:
     assert can_map(CPU), "what is asked of a GPU holds of plain memory"
     assert not moves_by_kernel(CPU)
-    assert outbox(CPU) is outbox(CPU)
+    assert upload_buffers(CPU) is upload_buffers(CPU)

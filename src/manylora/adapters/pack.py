@@ -77,7 +77,7 @@ def layout_of(spec: AdapterSpec, geometry: AdapterGeometry) -> AdapterLayout:
 
 
 def layout_for(ranks: Sequence[int], scales: np.ndarray, geometry: AdapterGeometry) -> AdapterLayout:
-    """Of an adapter with one rank a projection; ``scales`` float32 [P, L]. No row has the second."""
+    """The layout of an adapter with one rank a projection; ``scales`` float32 [P, L]. No row has the second."""
     records = np.zeros((len(geometry.projections), 4), dtype=np.int64)
     num_cells = 0
     for index, (rank, projection) in enumerate(zip(ranks, geometry.projections, strict=True)):

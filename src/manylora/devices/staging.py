@@ -90,7 +90,7 @@ class StagingBuffer:
 
 
 class UploadBuffers:
-    """Numbers for a device, from one thread. Buffers are taken in turn."""
+    """Pinned buffers for numbers that go to a device, from one thread. Buffers are taken in turn."""
 
     def __init__(self, device: torch.device, by_kernel: bool) -> None:
         self._device = device
@@ -109,8 +109,8 @@ class UploadBuffers:
         return self._stages[self._turn].hold(length, dtype)
 
 
-class Inbox:
-    """A step's results for the host. Starts are one thread's, reads may be another's."""
+class DownloadBuffers:
+    """Pinned buffers for a step's results. One thread starts the copies; another may read them."""
 
     def __init__(self, device: torch.device, by_kernel: bool) -> None:
         self._device = device
@@ -118,7 +118,7 @@ class Inbox:
         self._free: collections.deque[StagingBuffer] = collections.deque()
 
     def start(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
-        """As ``Device.download``; the tensor is contiguous."""
+        """Does what ``Device.download`` does; the tensor is contiguous."""
         stage = self._free.popleft() if self._free else StagingBuffer(self._device, self._by_kernel)
         stage.hold(tensor.numel(), tensor.dtype).take(tensor)
         shape = tuple(tensor.shape)
@@ -135,8 +135,8 @@ class Inbox:
 _threads = threading.local()
 
 
-def outbox(device: torch.device) -> UploadBuffers:
-    """The calling thread's. What is sent through it arrives in order."""
+def upload_buffers(device: torch.device) -> UploadBuffers:
+    """The calling thread's buffers. What is sent through them arrives in order."""
     boxes: dict[torch.device, UploadBuffers] = _threads.__dict__.setdefault("boxes", {})
     if device not in boxes:
         boxes[device] = UploadBuffers(device, moves_by_kernel(device))
@@ -199,6 +199,6 @@ def can_map(device: torch.device) -> bool:
         stage = UploadBuffers(device, by_kernel=True).stage(len(numbers))
         stage.numbers[:] = numbers
         stage.send(target)
-        return bool(Inbox(device, by_kernel=True).start(target)().tolist() == numbers)
+        return bool(DownloadBuffers(device, by_kernel=True).start(target)().tolist() == numbers)
     except (RuntimeError, TypeError, ValueError):  # whichever torch says of such memory
         return False

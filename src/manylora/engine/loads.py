@@ -46,5 +46,5 @@ class AdapterLoads:
         self._loads.pop(adapter, None)
 
     def all(self) -> tuple[AdapterLoad, ...]:
-        """Of every served adapter, in the order in which they were added."""
+        """The state of every served adapter, in the order in which they were added."""
         return tuple(self._loads.values())

@@ -72,7 +72,7 @@ def rehearse(worker: Worker, limits: PolicyConfig, max_adapter_rank: int | None 
 
 
 def _lengths(size: int, longest: int, most_rows: int) -> tuple[list[int], list[int]]:
-    """Of prompts of ``size`` tokens together: long ones, and ``_BESIDE`` where there is room."""
+    """The lengths of prompts of ``size`` tokens together: long ones, and ``_BESIDE`` where there is room."""
     left = size - sum(_BESIDE)
     if left >= sum(_BESIDE) and -(-left // longest) + len(_BESIDE) <= most_rows:
         return _parts(left, longest), [min(length, longest) for length in _BESIDE]

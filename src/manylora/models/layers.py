@@ -50,7 +50,7 @@ class LoraLinear:
         )
 
     def gated(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """Of gate and up side by side: silu(gate) * up, ``[T, I]``."""
+        """The gated product of gate and up side by side: silu(gate) * up, ``[T, I]``."""
         return step.ops.lora_gated(
             x, self.weight, self.bias, step.pool, self.layer, self.group, step.batch.lora
         )

@@ -19,7 +19,7 @@ from manylora.pricing.shapes import ModelShape
 
 FORMAT = "manylora-profile-2"
 ALONE_FORMAT = "manylora-profile-1"
-"""Of steps run one by one, without an engine around them: an engine's own take longer. Still read."""
+"""The form for steps run one by one, without an engine around them: an engine's own take longer. Still read."""
 
 _UNTOLD_PIPELINE_DEPTH = {"cpu": 1, "cuda": 2}
 """The depth of profiles that do not tell theirs: the default of the engines they are from."""

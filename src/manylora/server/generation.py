@@ -78,7 +78,7 @@ class StreamPlan:
 
     @classmethod
     def of(cls, body: SamplingFields) -> StreamPlan:
-        """As the body's ``stream`` and ``stream_options`` ask."""
+        """The plan that the body's ``stream`` and ``stream_options`` ask for."""
         options = body.stream_options
         has_usage = bool(options and options.include_usage)
         is_continuous = bool(options and options.continuous_usage_stats)

@@ -156,7 +156,7 @@ class KernelRig:
 
     @functools.cached_property
     def weights(self) -> list[dict[str, Weight]]:
-        """Of each layer, by group: ``[sum(out), in]``."""
+        """The weights of each layer, by group: ``[sum(out), in]``."""
         return [
             {group.name: self.weight(group.offsets[-1], group.in_features) for group in self.groups}
             for _ in range(self.layers)

@@ -30,7 +30,7 @@ from manylora_lab.bench.provenance import Provenance
 
 Row = dict[str, Any]
 SEED = 0
-"""Of inputs, weights and pages."""
+"""The seed of inputs, weights and pages."""
 
 _CASES: dict[str, Callable[[KernelRig, KernelSizes], Iterator[list[KernelCase]]]] = {
     "add_rms_norm": kernels_cases.norm_cases,
@@ -149,7 +149,7 @@ class _Bench:
                 )
 
     def _seconds(self, group: list[KernelCase]) -> list[float | None]:
-        """Of one call of each. All that can be captured take turns, each base once."""
+        """The seconds of one call of each. All that can be captured take turns, each base once."""
         captured = [case for case in group if case.is_captured]
         bases: list[Step] = list(dict.fromkeys(case.base for case in captured if case.base is not None))
         steps = [*(case.step for case in captured), *bases]
@@ -162,7 +162,7 @@ class _Bench:
         return seconds
 
     def _waited(self, case: KernelCase) -> float:
-        """Of a step that the host takes part in."""
+        """The seconds of a step that the host takes part in."""
         module = torch.get_device_module(self._rig.device)
         samples = []
         for _ in range(self._sizes.repeats + 1):

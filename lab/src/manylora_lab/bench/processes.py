@@ -49,7 +49,7 @@ def processes_for(stream: Stream) -> int:
 async def replay_apart(
     access: Access, stream: Stream, settings: ReplaySettings, count: int, halt: Halt | None = None
 ) -> Replayed:
-    """As ``replay``, from at most ``count`` processes."""
+    """Does what ``replay`` does, from at most ``count`` processes."""
     clients = [_Client(access, part, settings) for part in _dealt(stream, count)]
     crew = _Crew(clients, stream, settings, halt or Halt())
     try:

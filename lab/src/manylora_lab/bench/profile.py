@@ -60,7 +60,7 @@ Progress = Callable[[str, int, int], None]
 """Called with what is measured, how much of it is done, and how much there is."""
 
 RANKS = (64, 8, 32, 16)
-"""Of the adapters, in turn; 64 and 32 are the FastLibra paper's."""
+"""The ranks of the adapters, in turn; 64 and 32 are the FastLibra paper's."""
 
 _HOST_POOL = {"cpu": "256MiB", "cuda": "2GiB"}
 _ADAPTER_ROOM = 0.3
@@ -99,7 +99,7 @@ class ProfileSettings:
 
     @property
     def repeats(self) -> int:
-        """Of every copy and read."""
+        """How often every copy and read is repeated."""
         return 5 if self.is_quick else 9
 
 
@@ -258,7 +258,7 @@ class Profiler:
         return StepLog(steps, reads=reads)
 
     def profile(self) -> Profile:
-        """Of all that was watched."""
+        """The profile of all that was watched."""
         settings, info = self._settings, self._info
         name = settings.name or Path(info.model).name
         shape = shape_of(self._config, name, getattr(torch, info.dtype).itemsize)

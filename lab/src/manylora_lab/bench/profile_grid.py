@@ -17,7 +17,7 @@ _MOST_DRAWS = 200
 
 _Kind = Literal["decode", "prefill", "both"]
 _KINDS: tuple[_Kind, ...] = ("decode", "both", "decode", "prefill", "both")
-"""Of the random batches, in turn."""
+"""The kinds of the random batches, in turn."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Computed in the step."""
+        """The tokens that the step computes."""
         return len(self.contexts) + sum(tokens for _, tokens in self.prefills)
 
     def num_pages(self, page_tokens: int) -> int:
-        """Of KV, each row's its own."""
+        """The pages of KV, where each row has its own."""
         ends = [context + 1 for context in self.contexts]
         ends += [start + tokens for start, tokens in self.prefills]
         return sum(-(-end // page_tokens) for end in ends)

@@ -33,7 +33,7 @@ _MOST_CROWDED = 1024
 """Tokens of each client of too small a pool."""
 _SHORTEST = 16
 _MOST_TOKENS = 65536
-"""Of one load's prompts."""
+"""The most tokens of one load's prompts."""
 _VOCABULARY = range(3, 250)
 
 _ALIKE = 0.2

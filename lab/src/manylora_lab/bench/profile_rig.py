@@ -57,7 +57,7 @@ class ProfileRig:
 
     @property
     def num_free_pages(self) -> int:
-        """Of the device's pool."""
+        """The free pages of the device's pool."""
         return len(self._free)
 
     @property

@@ -104,7 +104,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def command_line() -> str:
-    """As it was typed, but for folders outside this one: of absolute paths the last part."""
+    """The command line as it was typed, but for folders outside this one: of absolute paths the last part."""
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     name = "" if spec is None else spec.name.removesuffix(".__main__")
@@ -149,7 +149,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, of the libraries that are installed and make the figures, and of CUDA's driver."""
+    """The versions of Python, of the installed libraries that make the figures, and of CUDA's driver."""
     found = {"python": platform.python_version()}
     for name in _LIBRARIES:
         try:
@@ -191,7 +191,7 @@ def _cpu() -> str:
 
 
 def _busy_s() -> float | None:
-    """Of all cores together, user and system."""
+    """The busy seconds of all cores together, user and system."""
     try:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     except OSError:

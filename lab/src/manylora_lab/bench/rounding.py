@@ -102,7 +102,7 @@ def product(x: Bounded, matrix: torch.Tensor, dtype: torch.dtype) -> Bounded:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Bounded:
-    """Of exact inputs; not yet rounded."""
+    """The product of exact inputs; not yet rounded."""
     y = product(Bounded.given(x), weight.T, x.dtype)
     if bias is None:
         return y

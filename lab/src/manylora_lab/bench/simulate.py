@@ -235,7 +235,7 @@ def _this_machine(device: str) -> str:
 
 
 def _config(settings: SimulateSettings, policy: str, target: _Target) -> PolicyConfig:
-    """As ``executor.build`` has it on such a device, but for what depends on free memory there."""
+    """The config that ``executor.build`` gives on such a device, but for what depends on free memory there."""
     engine, _ = build_settings({**settings.engine, "cache_policy": policy, "model": "simulated"})
     page_bytes = target.shape.page_bytes(engine.cache.page_tokens)
     num_pages = _pool_bytes(engine, target) // page_bytes

@@ -17,10 +17,10 @@ from manylora_lab.workloads.stream import Stream
 Summary = dict[str, Any]
 
 LAG_SHARE = 0.1
-"""Of the median time to the first token: a client that is later than this distorts what it measures."""
+"""The share of the median time to the first token: a client that is later than this distorts what it measures."""
 
 BASE_NAME = "(base)"
-"""Of requests without an adapter, where adapters are listed."""
+"""The name of requests without an adapter, where adapters are listed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ class TargetResult:
 
     @property
     def num_tokens(self) -> int:
-        """Of the reply: its ids, or as the target tells, or as many as there were deliveries."""
+        """The tokens of the reply: its ids, or as the target tells, or as many as there were deliveries."""
         if self.tokens:
             return len(self.tokens)
         if self.reply_length is not None:

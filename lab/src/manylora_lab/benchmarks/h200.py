@@ -216,7 +216,7 @@ def churn(llm: LLM, adapters: dict[str, str], seconds: float) -> dict[str, Any]:
 
 
 def private_bytes() -> int:
-    """Of this process, without shared memory: the host's pool is that, and fills while it is used."""
+    """The memory of this process, without shared memory: the host's pool is that, and fills while it is used."""
     _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
     return (resident - shared) * resource.getpagesize()
 

@@ -125,7 +125,7 @@ class LoraBench:
         return time.perf_counter() > self.deadline
 
     def added(self, kind: str, configs: dict[str, LoraConfig]) -> dict[str, float]:
-        """Of those that are right; the rest are reported."""
+        """The added times of the configs that are right; the rest are reported."""
         right = {}
         for name, config in configs.items():
             error = self._attempt(f"{kind}: {name}", functools.partial(self.cases[kind].error, config))

@@ -107,7 +107,7 @@ class StepCase:
         return kernels
 
     def plan_for(self, kernels: LoraKernels) -> LoraPlan:
-        """As the engine makes it."""
+        """The plan as the engine makes it."""
         rig = self.rig
         if self.rows is None:
             return kernels.plan(self.segments, rig.geometry, rig.device, self.tokens)

@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 GIB = 2**30
 MEMORY_SHARE = 0.9
-"""Of a card's memory that an engine takes (vLLM's default); weights come off it, the rest is the pool."""
+"""The share of a card's memory for one engine (vLLM's default); weights come off it, the rest is the pool."""
 HOST_POOL_BYTES = 200 * GIB
 """Assumed, of the paper's 256 GB of main memory."""
 RUNNING_AT_ONCE = 256

@@ -66,7 +66,7 @@ class Table:
         return (*(COMPARED if case in self.main else COMPARED_AMONG_MANY), REFERENCE)
 
     def cells(self, case: str, rates: Mapping[str, list[float]]) -> dict[tuple[float, str], Cell]:
-        """Of a case, by rate and policy; those of one rate in a row, since they share the stream."""
+        """The cells of a case, by rate and policy; those of one rate in a row, since they share the stream."""
         return {
             (rate, policy): dataclasses.replace(self.cases[case], rate=rate, policy=policy)
             for rate in rates[case]

@@ -70,7 +70,7 @@ class CellStore:
         return self._results.get(cell)
 
     def seconds(self, cell: Cell) -> float:
-        """Of a core that a cell took, where it is there."""
+        """The seconds of one core that a cell took, 0.0 where its result is not there."""
         return self._seconds.get(cell, 0.0)
 
     def borne(self, cell: Cell, limit_ms: float) -> dict[float, bool]:

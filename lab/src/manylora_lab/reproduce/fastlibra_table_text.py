@@ -140,7 +140,7 @@ def _by_case(rows: Sequence[Row], what: str, field: str, digits: int) -> list[st
 
 
 def _by_rate(report: ExperimentReport, rows: Sequence[Row]) -> list[str]:
-    """Of each case with a rate that more than one policy has run at."""
+    """The lines of each case with a rate that more than one policy has run at."""
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     blocks = []
     for case in dict.fromkeys(row["case"] for row in rows):

@@ -108,5 +108,5 @@ class LoraRig:
         return torch.stack(a), torch.stack(b)
 
     def seconds(self, steps: Sequence[Step], repeats: int) -> list[float]:
-        """Of one layer of each step: medians of repeats that take turns."""
+        """The seconds of one layer of each step: medians of repeats that take turns."""
         return [total / self.layers for total in medians(self.device, steps, repeats)]

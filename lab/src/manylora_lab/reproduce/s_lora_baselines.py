@@ -22,7 +22,7 @@ from manylora_lab.sim.replay import Outcome, Replay
 from manylora_lab.workloads.stream import Stream, StreamRequest
 
 PACKED_MEMORY_SHARE = 0.95
-"""Of the card, for all copies together: --vllm-mem-ratio of the authors' launch_server.py."""
+"""The share of the card for all copies together: --vllm-mem-ratio of the authors' launch_server.py."""
 PACKED_RUNNING = 256
 PEFT_BATCH = {"llama-2-7b": 50, "llama-2-13b": 35}
 """Requests: as the authors' run_exp_peft.py notes for Table 3, against running out of memory."""
@@ -99,7 +99,7 @@ def measure_peft(case: ServingCase) -> Row:
 
 
 def batches(queue: Sequence[StreamRequest], most: int) -> Iterator[list[StreamRequest]]:
-    """Of one adapter each, and at most so many requests."""
+    """Yield batches, each of one adapter and of ``most`` requests at most."""
     for requests in by_adapter(queue).values():
         for first in range(0, len(requests), most):
             yield requests[first : first + most]

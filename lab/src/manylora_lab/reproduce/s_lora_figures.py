@@ -247,7 +247,7 @@ ADMISSION_LOADS = (
 """Setting, card, adapters, requests a second. 10 (S1, S2) and 6 (S4) are the authors'; the simulated card serves
 S1 and S2 faster than theirs did, so 20 and 15 are there too, which are more than it can."""
 CVS = (1.0, 2.0, 4.0, 6.0, 8.0)
-"""As in the authors' suites a10g-cv and a100-80-S4-cv."""
+"""The values of the authors' suites a10g-cv and a100-80-S4-cv."""
 
 
 def _by_burstiness(setup: Setup) -> GridResult:

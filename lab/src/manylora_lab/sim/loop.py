@@ -108,7 +108,7 @@ class VirtualLoop:
         return self._ends[0] if self._ends else 0.0
 
     def _may_fire(self, timer: Timer, due: float) -> bool:
-        """Of timers only the one that was set last counts, and it waits for the oldest step in flight."""
+        """Only the timer that was set last counts, and it waits for the oldest step in flight."""
         if timer is not self._timer:
             return False
         if due >= self._waits_until():

@@ -160,7 +160,7 @@ class RecordedDevice:
         }
 
     def obey(self, command: Command, now: float) -> tuple[float, Event] | None:
-        """As ``loop.Device`` has it; None also where the recording has no answer."""
+        """See ``loop.VirtualDevice``; None also where the recording has no answer."""
         asks = ask_of(command)
         if asks is None:
             return None

@@ -46,7 +46,7 @@ class Window:
     rate_rps: float
     pattern: str
     shape: float
-    """Of the pattern; its scale follows from the rate."""
+    """The shape of the pattern; its scale follows from the rate."""
 
 
 @dataclasses.dataclass(frozen=True)

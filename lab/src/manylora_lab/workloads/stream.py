@@ -118,7 +118,7 @@ class Stream:
 
 
 def prompt_tokens(requests: Iterable[StreamRequest]) -> list[int]:
-    """Of each request the length of its whole prompt, history included; in order of arrival."""
+    """The length of each request's whole prompt, history included; in order of arrival."""
     said: dict[int, int] = {}
     lengths = []
     for request in requests:

@@ -82,7 +82,7 @@ class PagedAttention:
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """As ``Ops.attention``. The first call takes memory for counters: not under capture."""
+        """Computes ``Ops.attention``. The first call takes memory for counters: not under capture."""
         num_tokens, heads, dim = q.shape
         q = flat_heads(q)
         # Tokens of no row must not carry NaN onwards.

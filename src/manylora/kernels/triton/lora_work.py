@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from manylora.devices.staging import outbox
+from manylora.devices.staging import upload_buffers
 from manylora.kernels.ops import LoraSegments
 from manylora.kernels.shapes import AdapterGeometry
 
@@ -284,7 +284,7 @@ class WorkBuffer:
         """Make these the tables' contents, by one asynchronous copy. Raises ValueError where they do not fit."""
         if segments.has_second_scales and self.sizes.num_scales == 1:
             raise ValueError("a LoRA plan for one scale a projection has no room for a second")
-        stage = outbox(self._packed.device).stage(len(self._packed))
+        stage = upload_buffers(self._packed.device).stage(len(self._packed))
         view = stage.numbers
         for index, group in enumerate(self.geometry.groups):
             found = arrays[group.name]
