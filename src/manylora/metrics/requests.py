@@ -32,8 +32,8 @@ _REQUEST_S = (
 _ADAPTER_FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 PARTS = ("queue", "adapter", "kv", "prefill")
-"""The parts of a request's time to its first token, in order: waiting for admission, then for its adapter, then for
-its history, and the rest."""
+"""The parts of a request's time to its first token, in order: waiting for admission, for its adapter, for its
+history, and the rest."""
 
 
 class Metrics:
