@@ -99,7 +99,7 @@ class UploadBuffers:
         self._turn = -1
 
     def stage(self, length: int, dtype: torch.dtype = torch.int32) -> StagingBuffer:
-        """Where the next numbers are to be written and sent from, at once: it serves again a little later.
+        """The buffer to write the next numbers to and send them from, at once: it serves again a little later.
 
         Waits for what was sent some time ago, not for steps that are in flight, unless there are many.
         """

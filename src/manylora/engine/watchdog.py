@@ -99,10 +99,10 @@ class Watched(Protocol):
     is_closing: threading.Event
 
     def pulse(self) -> Pulse:
-        """What it is doing now."""
+        """What the loop does now."""
 
     def give_up(self, reason: str) -> None:
-        """It is lost."""
+        """The engine is lost."""
 
 
 def watch(loop: Watched, limit_s: float) -> threading.Thread:

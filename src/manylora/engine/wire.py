@@ -51,7 +51,7 @@ class Call(msgspec.Struct, tag=True):
 
 
 class Withdraw(msgspec.Struct, tag=True):
-    """No one waits for the answer to this Call: what has not begun need not be done, nor answered."""
+    """The client has dropped this Call: what has not begun need not be done, nor answered."""
 
     id: int
 

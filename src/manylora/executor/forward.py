@@ -27,7 +27,7 @@ NARROWED = 64
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Numbers:
-    """What ``StepInputs`` calls by the same names, on the device."""
+    """The device's copies of what ``StepInputs`` calls by the same names."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor

@@ -93,7 +93,7 @@ def _why_not(shape: AttentionShape) -> str | None:
 
 
 def _backend(device: torch.device) -> str:
-    """Its kernels for this device; raises RuntimeError where it has none."""
+    """FlashInfer's kernels for this device; raises RuntimeError where it has none."""
     major, minor = torch.get_device_module(device).get_device_capability(device)
     if major < 8:
         raise RuntimeError(f"there is no kernel for compute capability {major}.{minor}")
@@ -146,7 +146,7 @@ class PromptAttention:
         self._has_failed = False
 
     def plan(self, rows: AttentionRows, page: PageShape) -> PlannedPrompts | None:
-        """For the step's rows of several queries; None where our kernel is to serve them."""
+        """The plan for the step's rows of several queries; None where our kernel is to serve them."""
         length = np.diff(rows.query_start)
         prompts = np.flatnonzero(length > 1)
         if len(prompts) == 0 or length[prompts].mean() < LEAST_MEAN_QUERIES:

@@ -117,7 +117,7 @@ class Swapper:
         )
 
     def _prefetch(self, now: float) -> None:
-        """For the first in the queue, into idle pages only; an adapter with no room there at least is read."""
+        """Prefetch for the first in the queue, into idle pages only; an adapter without room is read at least."""
         residency = self._residency
         for sequence in self._waiting.leading(QUEUE_DEPTH):
             if sequence.is_prefetched:

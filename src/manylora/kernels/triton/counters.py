@@ -18,7 +18,7 @@ class LaunchCounters:
         self._all: list[torch.Tensor] = []
 
     def take(self, count: int, device: torch.device) -> torch.Tensor:
-        """At least ``count`` of them."""
+        """At least ``count`` counters."""
         if not self._all or len(self._all[-1]) < count:
             self._all.append(torch.zeros(max(count, _LEAST), dtype=torch.int32, device=device))
         return self._all[-1]

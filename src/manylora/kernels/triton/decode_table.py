@@ -60,7 +60,7 @@ class DecodeTable:
         return max(2, self.tiles.rows // power_of_two(self.group))
 
     def choice(self, num_rows: int) -> DecodeConfig:
-        """For so many rows of one query; past the last entry that one holds too."""
+        """The config for so many rows of one query; past the last entry that one holds too."""
         held = (config for most, config in self.choices if num_rows <= most)
         return next(held, self.choices[-1][1] if self.choices else DecodeConfig())
 

@@ -170,7 +170,7 @@ class LoraKernels:
     def plan(
         self, segments: LoraSegments, geometry: AdapterGeometry, device: torch.device, num_tokens: int
     ) -> LoraPlan:
-        """For one batch."""
+        """The plan of one batch."""
         config = self.config
         has_long = int(segments.length.max()) > config.long_run
         is_first = self._writes_first(num_tokens, has_long)

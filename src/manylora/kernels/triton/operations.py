@@ -71,7 +71,7 @@ class TritonOps:
         device: torch.device,
         num_tokens: int | None = None,
     ) -> TritonFixedAttention:
-        """For captured steps of at most so many rows: of one token each, or of ``num_tokens`` in all."""
+        """A plan for captured steps of at most so many rows: of one token each, or of ``num_tokens`` in all."""
         return self._attention.fixed(num_rows, max_context, page, device, num_tokens)
 
     def write_kv(
@@ -131,8 +131,8 @@ class TritonOps:
         device: torch.device,
         num_rows: int | None = None,
     ) -> TritonFixedLora:
-        """For captured steps of at most so many tokens, in at most ``num_rows`` segments of any length (None:
-        decoding, one a token), and ranks up to ``max_rank``; ``cells`` must stay where it is."""
+        """A plan for captured steps of at most so many tokens, in at most ``num_rows`` segments of any length
+        (None: decoding, one a token), and ranks up to ``max_rank``; ``cells`` must stay where it is."""
         return TritonFixedLora(self._adapted(device).kernels, num_tokens, max_rank, geometry, cells, num_rows)
 
     def lora(

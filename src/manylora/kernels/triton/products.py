@@ -136,7 +136,7 @@ class Products:
         return any(choice is not None and choice.ahead is not None for choice in self._choices.values())
 
     def _shape(self, x: torch.Tensor, matrix: torch.Tensor) -> Shape | None:
-        """By which the table is asked; None where it does not apply."""
+        """The shape to look up in the table; None where it does not apply."""
         if not self._choices or x.dtype.itemsize != 2 or x.dim() != 2 or x.stride(1) != 1:
             return None
         bucket = bucket_of(x.shape[0])
