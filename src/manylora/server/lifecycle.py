@@ -262,7 +262,7 @@ async def _first(task: asyncio.Task[None] | asyncio.Task[bool], *events: asyncio
 
 @contextlib.contextmanager
 def _handled(signals: Sequence[signal.Signals], lifecycle: Lifecycle) -> Iterator[None]:
-    """Handle the signals, not by the loop's means: to remove those restores the default, and SIGTERM then kills."""
+    """Handle signals, not by the loop's means: to remove those restores the default, and SIGTERM then kills."""
     loop = asyncio.get_running_loop()
     before = {}
 

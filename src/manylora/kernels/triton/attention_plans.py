@@ -24,7 +24,7 @@ LEAST_BLOCKS = 2
 """The least blocks in a piece of a row with one query, which costs the bytes of its context wherever it is cut."""
 
 LEAST_TILE_BLOCKS = 12
-"""The least blocks in a piece of a tile: joining costs as much as some, so only those far into a context are cut."""
+"""The least blocks in a piece of a tile: joining costs as much as some, so only tiles of long contexts are cut."""
 
 SPREAD = 0.5
 """Over which part of a captured step's other pieces its tiles are spread: tiles calculate while others read."""
