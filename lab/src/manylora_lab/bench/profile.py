@@ -229,7 +229,7 @@ class Profiler:
         return lent.log()
 
     async def _watched(self, room: EngineCapacity, loads: Sequence[ClientLoad], budget_s: float) -> StepLog:
-        """Its steps, and the reads of its first part, under load."""
+        """The engine's steps, and the reads of its first part, under load."""
         busy = busy_load(room)
         lent, target, names = self._open(self._policy)
         total = _MOST_PASSES * len(loads)

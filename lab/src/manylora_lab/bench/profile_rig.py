@@ -62,7 +62,7 @@ class ProfileRig:
 
     @property
     def num_adapters(self) -> int:
-        """On the device."""
+        """The adapters on the device."""
         return len(self._adapter_pages)
 
     @property
@@ -113,7 +113,7 @@ class ProfileRig:
         return answer.read_s
 
     def forget_adapters(self) -> None:
-        """So that another may number them anew."""
+        """Forget the adapters, so that another may number them anew."""
         for adapter in self._adapter_pages:
             self._executor.evict_adapter(adapter)
             self._executor.forget_adapter(adapter)

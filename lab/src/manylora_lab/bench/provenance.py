@@ -60,7 +60,7 @@ class Provenance:
 
     @classmethod
     def of(cls, args: argparse.Namespace, seed: int | str) -> Provenance:
-        """With what ``add_flags`` read."""
+        """A provenance with what ``add_flags`` read."""
         return cls(seed, args.commit, args.others)
 
     @property

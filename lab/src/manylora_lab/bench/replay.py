@@ -110,7 +110,7 @@ class RequestResult:
 
     @property
     def e2e_s(self) -> float:
-        """From handing over to the last token."""
+        """The time from handing over to the last token."""
         return self.end_s - self.handed_s
 
 
@@ -226,7 +226,7 @@ def shown(stream: Stream, show: Callable[[str], None] | None) -> Tell | None:
 
 
 def show_on_stderr(line: str) -> None:
-    """For ``ReplaySettings.show``."""
+    """Print a line on stderr, as a ``ReplaySettings.show``."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -345,7 +345,7 @@ class _Run:
         await asyncio.sleep(max(0.0, self.start_s + moment_s - time.monotonic()))
 
     async def report(self, tell: Tell | None) -> None:
-        """For ever."""
+        """Report progress for ever."""
         while tell is not None:
             await asyncio.sleep(_PROGRESS_S)
             failed = sum(result.error is not None for result in self.results)

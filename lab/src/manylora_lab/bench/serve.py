@@ -46,7 +46,7 @@ class BenchSettings:
     is_offline: bool = False
     """Ask for throughput rather than times."""
     notes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """For the report: where the workload came from."""
+    """The report's notes: where the workload came from."""
     out: Path | None = None
     plot: Path | None = None
 
@@ -216,7 +216,7 @@ async def measure(
 
 
 def fitting(stream: Stream, most_tokens: int | None) -> Stream:
-    """Without the turns that are longer than that, reply included, and what follows them; raises ConfigError."""
+    """The stream without turns of more than ``most_tokens``, reply included, and what follows them; raises ConfigError."""
     if most_tokens is None:
         return stream
     ended: set[int] = set()

@@ -125,7 +125,7 @@ class LentExecutor:
 
     @property
     def num_steps(self) -> int:
-        """So far."""
+        """The number of steps so far."""
         return len(self._steps)
 
     # ------------------------------------------------------------ the door

@@ -188,7 +188,7 @@ def _adapter_hit(done: Sequence[RequestResult]) -> float | None:
 
 
 def table(summary: Summary) -> str:
-    """For people, some lines."""
+    """The summary as some lines for people."""
     failed = f" ({summary['failed']} failed)" if summary["failed"] else ""
     missing = summary["planned"] - summary["requests"]
     unmade = f", {missing} of {summary['planned']} not made" if missing else ""

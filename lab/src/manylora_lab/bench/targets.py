@@ -63,7 +63,7 @@ class TargetResult:
     """Where the target writes text."""
     prompt_length: int | None = None
     reply_length: int | None = None
-    """In tokens, where the target tells."""
+    """The lengths in tokens, where the target tells."""
 
     def delivered(self, now: float) -> None:
         """Tokens came at ``now``."""
@@ -148,7 +148,7 @@ class EngineTarget:
         return await future
 
     def _deliver(self, deltas: list[Delta]) -> None:
-        """On the driver's thread, between two steps."""
+        """Take the deltas, on the driver's thread, between two steps."""
         now = time.monotonic()
         ended = []
         for delta in deltas:

@@ -48,7 +48,7 @@ class LoraLayerRig:
     def of(
         cls, decoder: DecoderSizes, device: torch.device, dtype: torch.dtype, layers: int, adapters: int
     ) -> LoraLayerRig:
-        """With room for so many adapters of rank RANK."""
+        """A rig with room for so many adapters of rank RANK."""
         page = decoder.page(dtype)
         geometry = adapter_geometry(page, (decoder.groups(),) * page.layers)
         rows = sum(

@@ -29,7 +29,7 @@ METRICS = (
     ("pages_out", "pages copied to the host"),
 )
 AIMS = ("ttft_mean_ms", "ttft_p99_ms", "output_tokens_per_s", "done_per_s")
-"""To be within 15 % of what is measured."""
+"""The metrics that are to be within 15 % of what is measured."""
 
 WORK = slice(5, 5 + len(StepWork._fields))
 """A step's columns of its work; after it comes, in newer logs, its CPU time."""

@@ -236,7 +236,7 @@ class RealityReport:
         self.save()
 
     def simulate_all(self, profile: Profile, scale: Scale) -> None:
-        """Beside every measured run the simulated one; then the comparison and the picture."""
+        """Simulate every measured run; then the comparison and the picture."""
         costs = fit_profile(profile)
         policy = msgspec.convert(self.head["policy"], PolicyConfig)
         for run, log in zip(self.head["runs"], self.logs, strict=True):

@@ -110,7 +110,7 @@ def pages_of(rank: int, page_bytes: int) -> int:
 
 
 def compare_policies(workloads: Iterable[Workload], limit: int | None) -> dict[str, dict[str, Summary]]:
-    """By workload, by policy."""
+    """The summaries by workload and by policy."""
     return {
         workload.name: {
             policy: simulate(workload, CacheConfig(policy), limit, STEP_BASES_S) for policy in CACHE_POLICIES
@@ -122,7 +122,7 @@ def compare_policies(workloads: Iterable[Workload], limit: int | None) -> dict[s
 def sweep_fastlibra(
     workloads: Iterable[Workload], taus_s: Iterable[float], windows_s: Iterable[float], limit: int | None
 ) -> dict[str, dict[str, Summary]]:
-    """By workload, by "tau x window"."""
+    """The summaries by workload and by "tau x window"."""
     taus_s, windows_s = list(taus_s), list(windows_s)
     return {
         workload.name: {
@@ -139,7 +139,7 @@ def sweep_fastlibra(
 def sweep_manylora(
     workloads: Iterable[Workload], agings_s: Iterable[float], limit: int | None
 ) -> dict[str, dict[str, Summary]]:
-    """By workload, by aging constant."""
+    """The summaries by workload and by aging constant."""
     agings_s = list(agings_s)
     return {
         workload.name: {

@@ -43,7 +43,7 @@ class Setup:
         return self.workers or os.cpu_count() or 1
 
     def pick(self, full: T, quick: T, smoke: T) -> T:
-        """By scale."""
+        """The value for the setup's scale."""
         choices: dict[Scale, T] = {"full": full, "quick": quick, "smoke": smoke}
         return choices[self.scale]
 
@@ -79,7 +79,7 @@ class Experiment:
     hardwares: tuple[str, ...] = ()
 
     def run(self, setup: Setup) -> ExperimentReport:
-        """Its report, named after the hardware too where that is not the default. Raises ConfigError."""
+        """Run the experiment; its report, named after the hardware too where that is not the default. Raises ConfigError."""
         found = self.grid(setup)
         is_default = setup.hardware in (None, *self.hardwares[:1])
         name = self.name if is_default else f"{self.name}-{setup.hardware}"

@@ -18,7 +18,7 @@ from manylora_lab.reproduce.report import Headline, Row, change, mean
 
 SCENARIOS = ("chatbot", "translation", "agent")
 MODELS = (("llama-2-7b", 1), ("llama-2-13b", 2), ("codellama-34b", 4))
-"""With the cards that the paper gives them (§6.1)."""
+"""The models, with the cards that the paper gives them (§6.1)."""
 ADAPTERS = (20, 50, 100)
 OURS = ("fastlibra", "manylora")
 """Each is compared with both baselines; the paper's figures are of the first."""
@@ -119,7 +119,7 @@ class Grid:
         }  # fmt: skip
 
     def mean(self, case: str, policy: str, field: str) -> float | None:
-        """Over the case's rates."""
+        """The mean over the case's rates."""
         return mean([run[field] for run in self.runs[case, policy]])
 
     def parts(self, case: str, policy: str) -> Row:

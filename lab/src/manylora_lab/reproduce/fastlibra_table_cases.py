@@ -132,7 +132,7 @@ class RatesFile:
 
     @property
     def rates(self) -> dict[str, list[float]]:
-        """By case, rising; the last is the peak itself."""
+        """The rates by case, rising; the last is the peak itself."""
         return {name: case["rates"] for name, case in self._cases.items()}
 
     def fix(self, case: str, peak: Peak) -> None:

@@ -67,7 +67,7 @@ def run_into(store: CellStore, cell: Cell, most_ttft_ms: float | None = None) ->
 
 
 def rounded(rate: float) -> float:
-    """To four digits, so that a rate reads the same everywhere."""
+    """The rate to four digits, so that a rate reads the same everywhere."""
     return float(f"{rate:.4g}")
 
 

@@ -99,7 +99,7 @@ class CellStore:
         self.refresh()
 
     def _append(self, line: bytes) -> None:
-        """In one write, so that lines of several processes do not mix."""
+        """Append the line in one write, so that lines of several processes do not mix."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)

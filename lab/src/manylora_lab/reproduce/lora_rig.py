@@ -57,7 +57,7 @@ class LoraRig:
 
     @property
     def description(self) -> dict[str, object]:
-        """For a report's settings."""
+        """The rig's part of a report's settings."""
         return {
             "kernels": self.ops.name, "dtype": str(self.dtype).removeprefix("torch."),
             "machine": device_name(self.device), "torch": torch.__version__, "layers_a_call": self.layers,

@@ -196,7 +196,7 @@ def _measure(
 
 
 def _median(results: list[LoopResult]) -> LoopResult:
-    """By duration."""
+    """The result of median duration."""
     return sorted(results, key=lambda result: result.duration_s)[len(results) // 2]
 
 

@@ -68,7 +68,7 @@ def measure_packed(case: ServingCase) -> Row | None:
 
 
 def by_adapter(requests: Sequence[StreamRequest]) -> dict[int | None, list[StreamRequest]]:
-    """In order of each adapter's first request."""
+    """The requests by adapter, in order of each adapter's first request."""
     found: dict[int | None, list[StreamRequest]] = {}
     for request in requests:
         found.setdefault(request.adapter, []).append(request)

@@ -90,7 +90,7 @@ def _require() -> None:
 
 
 def _folders(count: int) -> dict[str, Path]:
-    """So many adapters by name, the demo's again and again."""
+    """The folders of so many adapters by name, the demo's again and again."""
     found = sorted(folder for folder in (DEMO / "adapters").iterdir() if folder.is_dir())
     return {f"adapter-{number}": found[number % len(found)] for number in range(count)}
 

@@ -63,7 +63,7 @@ class TextPieces:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """For a stream's notes: how lengths came about."""
+        """The stream's notes: how lengths came about."""
         if self._encode is not None:
             return ("lengths: counted by the given tokenizer",)
         return (f"lengths: no tokenizer, a token for every {BYTES_PER_TOKEN} UTF-8 bytes, rounded up",)
@@ -79,7 +79,7 @@ class TextPieces:
         return tuple(found)
 
     def length(self, text: str) -> int:
-        """In tokens."""
+        """The text's length in tokens."""
         return _estimate(text) if self._encode is None else len(self._encode(text))
 
 

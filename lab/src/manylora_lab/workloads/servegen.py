@@ -220,7 +220,7 @@ def _lengths_of(clients: Sequence[Client], index: int) -> tuple[tuple[float, Len
 
 
 def _current(lengths: Sequence[tuple[float, Lengths, Lengths]], moment_s: float) -> tuple[Lengths, Lengths]:
-    """Those that began last; before the first, the first."""
+    """The lengths that began last; before the first, the first."""
     begun = [found for found in lengths if found[0] <= moment_s]
     _, prompts, replies = begun[-1] if begun else lengths[0]
     return prompts, replies

@@ -95,7 +95,7 @@ class Stream:
 
     @property
     def duration_s(self) -> float:
-        """From the start to the last arrival."""
+        """The time from the start to the last arrival."""
         return self.requests[-1].arrival_s
 
     def with_rate(self, scale: float) -> Stream:

@@ -52,7 +52,7 @@ class TextFile:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """For a stream's notes: how many lines were left out, nothing if none."""
+        """The stream's notes: how many lines were left out, nothing if none."""
         return (f"{self.path.name}: {self.skipped} malformed lines left out",) if self.skipped else ()
 
     def lines(self, parse: Callable[[str], Value]) -> Iterator[Value]:
