@@ -138,7 +138,7 @@ class ClosedLoop:
         return GenerationRequest(f"{self._num_runs}-{number}", prompt, params, adapter)
 
     def _deliver(self, deltas: list[Delta]) -> None:
-        """Runs on the driver's thread, once a step; what is handed over here joins the step after the next to start."""
+        """Runs on the driver's thread, once a step; what it hands over joins the step after the next to start."""
         for delta in deltas:
             if delta.error is not None:
                 self._died(delta.error.message)

@@ -79,7 +79,7 @@ class Experiment:
     hardwares: tuple[str, ...] = ()
 
     def run(self, setup: Setup) -> ExperimentReport:
-        """Run the experiment; its report, named after the hardware too where that is not the default. Raises ConfigError."""
+        """The report of a run, named after the hardware too where that is not the default. Raises ConfigError."""
         found = self.grid(setup)
         is_default = setup.hardware in (None, *self.hardwares[:1])
         name = self.name if is_default else f"{self.name}-{setup.hardware}"
