@@ -42,7 +42,9 @@ def rooms(package: Path) -> collections.Counter[str]:
 
 
 def test_what_counts_as_code() -> None:
-    source = '"""A module.\n\nOf two lines."""\n\n# a comment\nx = (\n    1,  # one\n\n    "two",\n)\n"""Of x"""\n'
+    source = (
+        '"""A module.\n\nOf two lines."""\n\n# a comment\nx = (\n    1,  # one\n\n    "two",\n)\n"""Of x"""\n'
+    )
     assert code_lines(source) == 4
 
 

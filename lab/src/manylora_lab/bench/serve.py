@@ -216,7 +216,7 @@ async def measure(
 
 
 def fitting(stream: Stream, most_tokens: int | None) -> Stream:
-    """The stream without turns of more than ``most_tokens``, reply included, and their followers; raises ConfigError."""
+    """The stream without turns of more tokens, reply included, and what follows them; raises ConfigError."""
     if most_tokens is None:
         return stream
     ended: set[int] = set()
