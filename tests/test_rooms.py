@@ -106,7 +106,12 @@ LAB_ROOMS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "commands": ({"bench", "reproduce", "workloads"}, set()),
 }
-PERSONS = re.compile(r"\b(who|whom|whoever|nobody|somebody)\b", re.IGNORECASE)
+PERSONS = re.compile(r"\b(who|whom|whoever|nobody|somebody|anybody|everybody)\b", re.IGNORECASE)
+# file -> a line of text that users or records see, which therefore stays as it is.
+PERSONS_IN_TEXTS = {
+    ROOT / "flags.py": "whoever can still be ",  # --admission's help
+    LAB / "reproduce" / "punica_fig11.py": "who is first in line",  # a note in docs/results/punica-fig11.json
+}
 TORCH = {"torch", "triton"}
 NO_TORCH = {
     "types",
@@ -237,10 +242,12 @@ def test_imports_without_torch(module: str) -> None:
 
 
 def test_things_are_not_called_who() -> None:
-    """A sentence says which thing it means: a request, a page, a node. In rooms that have been gone through."""
-    for path in (ROOT / "policy").rglob("*.py"):
+    """A sentence says which thing it means: a request, a page, a node."""
+    for path in [*modules(), *modules(LAB)]:
+        shown = PERSONS_IN_TEXTS.get(path)
         for number, line in enumerate(path.read_text().splitlines(), 1):
-            assert not PERSONS.search(line), f"{path}:{number}: {line.strip()}"
+            if shown is None or shown not in line:
+                assert not PERSONS.search(line), f"{path}:{number}: {line.strip()}"
 
 
 @pytest.mark.parametrize("room", ["kernels", "memory", "models", "adapters", "executor", "policy"])

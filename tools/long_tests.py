@@ -14,7 +14,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from manylora_lab.bench.provenance import Recording, add_flags
+from manylora_lab.bench.provenance import Provenance, add_flags
 
 
 def main() -> int:
@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="the record to write")
     add_flags(parser)
     args, more = parser.parse_known_args()
-    recording, began = Recording.of(args, "each test's own"), time.monotonic()
+    recording, began = Provenance.of(args, "each test's own"), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-m", "long", f"--junitxml={report}", *more]

@@ -9,7 +9,7 @@ from typing import Any
 
 from manylora_lab.benchmarks import plot_reality, sensitivity
 from manylora_lab.reproduce import fastlibra_table_text
-from manylora_lab.reproduce.report import Headline, Report
+from manylora_lab.reproduce.report import ExperimentReport, Headline
 
 Record = Any
 Row = dict[str, Any]
@@ -214,7 +214,9 @@ def cache_sensitivity(record: Record) -> str:
 def fastlibra_table(record: Record) -> str:
     fields = {name: record[name] for name in ("experiment", "title", "settings", "rows")}
     headline = [Headline(one["metric"], one["ours"], one["paper"]) for one in record["headline"]]
-    return fastlibra_table_text.markdown(Report(**fields, headline=headline, notes=tuple(record["notes"])))
+    return fastlibra_table_text.markdown(
+        ExperimentReport(**fields, headline=headline, notes=tuple(record["notes"]))
+    )
 
 
 TABLES: dict[str, Callable[[Record], str]] = {

@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nmanylora: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # Whoever reads what is printed, such as head, has seen enough.
+    except BrokenPipeError:  # The reader of the output, such as head, has seen enough.
         # Python writes the rest at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -28,7 +28,7 @@ MOST_SEQS = 2**15
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work; one line for whoever wrote it."""
+    """A setting that cannot work; one line for the user."""
 
 
 def parse_size(value: str | int) -> int:
@@ -64,7 +64,7 @@ class CacheConfig:
 
     policy: str = "manylora"
     adapter_share: float = 0.2
-    """Of the device's pages, for adapters; static-lru only."""
+    """The share of the device's pages for adapters; static-lru only."""
     tau_s: float = 10.0
     window_s: float = 60.0
     interval_s: float = 0.1
@@ -184,7 +184,7 @@ class CacheSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """How much runs at once (None: chosen for the device), and who is admitted next."""
+    """How much runs at once (None: chosen for the device), and which request is admitted next."""
 
     max_num_seqs: int | None = None
     max_batch_tokens: int | None = None

@@ -463,5 +463,5 @@ def _check(got: Mapping[str, Any]) -> None:
     if got["adapter_dir"] is not None and not Path(got["adapter_dir"]).is_dir():
         raise ConfigError(f"--adapter-dir {got['adapter_dir']} is not a folder")
     if not all(key.strip() for key in got["api_key"] or ()):
-        # Such as from an unset variable. It would let in everyone who sends an empty key.
+        # Such as from an unset variable. It would let in every client that sends an empty key.
         raise ConfigError("--api-key must not be empty")

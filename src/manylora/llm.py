@@ -113,7 +113,7 @@ class AsyncLLM:
         self._max_waiting = http.max_waiting  # a server refuses what comes beyond, here it follows
         self._rooms: tuple[asyncio.AbstractEventLoop | None, asyncio.Semaphore] = (None, asyncio.Semaphore())
         self._pid = os.getpid()
-        # Ends the driver's thread and frees the pool even where nobody calls close().
+        # Ends the driver's thread and frees the pool even where close() is never called.
         self._finalizer = weakref.finalize(self, self._driver.close)
         self._finalizer.atexit = False  # but by ``exits``
         close_at_exit(self._driver)
@@ -473,7 +473,7 @@ def _shut_down(
 
 
 async def _let_go(llm: AsyncLLM) -> None:
-    """Tell everybody who still waits that the engine is gone, and let them hear it."""
+    """Tell every waiting task that the engine is gone, and let it hear of that."""
     if llm._engine is not None:
         llm._engine.disconnect("the engine was closed")
     others = asyncio.all_tasks() - {asyncio.current_task()}

@@ -138,7 +138,7 @@ def load_tokenizer(model: str) -> Tokenizer | None:
     try:
         return Tokenizer.from_folder(resolve_model(model))
     except MissingTokenizer as error:
-        log.warning("%s", str(error))  # not the exception: whoever keeps records would keep this engine
+        log.warning("%s", str(error))  # not the exception: a log handler that keeps it would keep this engine
         return None
     except (TokenizerError, ModelError) as error:
         raise ConfigError(str(error)) from error
@@ -273,7 +273,7 @@ def _connection_limits(http: HttpSettings, info: EngineInfo) -> ConnectionLimits
 
 
 def _ignore_signals() -> None:
-    """The end has begun already: whoever asks for it again must not turn an orderly one into a kill."""
+    """The end has begun already: a second signal must not turn an orderly end into a kill."""
     complain = sys.unraisablehook
 
     def of_all_but_signals(unraisable: sys.UnraisableHookArgs) -> None:
@@ -289,8 +289,8 @@ def _ignore_signals() -> None:
 async def _connect_unless_stopped(ours: socket.socket, engine: EngineSettings) -> RemoteEngine | None:
     """Wait for the engine to come up; None when one of the signals came first.
 
-    Raises ConfigError, and EngineDead where the settings are not at fault. The signals stay handled: whoever
-    handles them next replaces the handlers, and no signal meets none.
+    Raises ConfigError, and EngineDead where the settings are not at fault. The signals stay handled: the
+    next owner replaces the handlers, so that no signal finds none.
     """
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()

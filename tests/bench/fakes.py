@@ -12,13 +12,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import pytest
-from manylora_lab.bench.targets import Answer, Call, has_ids
+from manylora_lab.bench.targets import TargetRequest, TargetResult, has_ids
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest, in_order
 
 Result = TypeVar("Result")
 
 
-def reply_to(call: Call) -> list[int]:
+def reply_to(call: TargetRequest) -> list[int]:
     """Depends on the whole prompt and the adapter."""
     assert has_ids(call.prompt)
     start = sum(call.prompt) + 31 * len(call.prompt) + len(call.adapter or "")
@@ -50,12 +50,14 @@ def run_in_own_time(monkeypatch: pytest.MonkeyPatch, work: Coroutine[Any, Any, R
 class FakeTarget:
     is_exact = True
 
-    def __init__(self, names: set[str], fails: Callable[[Call], str | None] = lambda call: None) -> None:
+    def __init__(
+        self, names: set[str], fails: Callable[[TargetRequest], str | None] = lambda call: None
+    ) -> None:
         self.description: dict[str, Any] = {"kind": "fake"}
         self.vocab_size: int | None = 1000
         self.max_model_len: int | None = 2048
         self.adapters = frozenset(names)
-        self.calls: list[tuple[float, Call]] = []
+        self.calls: list[tuple[float, TargetRequest]] = []
         self.running = self.most_running = 0
         self.fails = fails
         self.delay_s = 0.02
@@ -63,7 +65,7 @@ class FakeTarget:
         self.parts: dict[str, float] = {}
         self.death: str | None = None
 
-    async def generate(self, call: Call) -> Answer:
+    async def generate(self, call: TargetRequest) -> TargetResult:
         self.calls.append((time.monotonic(), call))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
@@ -73,9 +75,9 @@ class FakeTarget:
         self.running -= 1
         error = self.fails(call)
         if error is not None:
-            return Answer(error=error)
+            return TargetResult(error=error)
         last_s = time.monotonic()
-        answer = Answer(reply_to(call), first_s, last_s, self.cached_tokens, dict(self.parts))
+        answer = TargetResult(reply_to(call), first_s, last_s, self.cached_tokens, dict(self.parts))
         answer.itls_s = [last_s - first_s]
         return answer
 

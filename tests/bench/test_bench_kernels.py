@@ -15,7 +15,7 @@ import pytest
 import torch
 from manylora_lab.bench import kernels_rig
 from manylora_lab.bench.dummies import DEMO
-from manylora_lab.bench.kernels import Decoder, exact_lora, random_pool, segments_for
+from manylora_lab.bench.kernels import DecoderSizes, exact_lora, random_pool, segments_for
 from manylora_lab.bench.kernels_rig import Errors, errors
 from manylora_lab.bench.kernels_settings import KERNELS, POPULARITIES, QUICK, check_name, model_counts
 from manylora_lab.bench.rounding import Bounded
@@ -218,7 +218,7 @@ def test_errors_are_of_the_worst_pair() -> None:
 
 
 def test_the_dense_truth_of_lora_is_the_references() -> None:
-    decoder = Decoder("tiny", 3, 64, 4, 2, 16, 96)
+    decoder = DecoderSizes("tiny", 3, 64, 4, 2, 16, 96)
     page = decoder.page(torch.float64)
     geometry = adapter_geometry(page, [decoder.groups()] * page.layers)
     pool = random_pool(page, 64, torch.float64, CPU)

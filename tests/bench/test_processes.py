@@ -18,8 +18,8 @@ import pytest
 from manylora_lab.bench.http_target import HttpTarget
 from manylora_lab.bench.processes import _dealt, _interrupts_held, processes_for
 from manylora_lab.bench.replay import ReplaySettings
-from manylora_lab.bench.serve import Measured, measure
-from manylora_lab.bench.targets import Call
+from manylora_lab.bench.serve import MeasuredReplay, measure
+from manylora_lab.bench.targets import TargetRequest
 from manylora_lab.workloads.named import named
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest, in_order
 
@@ -45,8 +45,8 @@ def trivial_server(delay_s: float) -> Iterator[str]:
         process.stdout.close()
 
 
-def replayed(url: str, stream: Stream, processes: int) -> Measured:
-    async def run() -> Measured:
+def replayed(url: str, stream: Stream, processes: int) -> MeasuredReplay:
+    async def run() -> MeasuredReplay:
         needs_ids = any(request.turn for request in stream.requests)
         target = await HttpTarget.connect(url, needs_ids=needs_ids)
         try:
@@ -179,7 +179,7 @@ def test_a_server_that_dies_leaves_what_came(tmp_path: Path) -> None:
 async def _send_fatal(url: str) -> str | None:
     """What the request that ends the server is answered."""
     target = await HttpTarget.connect(url, needs_ids=False)
-    return (await target.generate(Call((FATAL,), 5, None))).error
+    return (await target.generate(TargetRequest((FATAL,), 5, None))).error
 
 
 @pytest.mark.parametrize("processes", ["0", "2"])

@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from manylora_lab.bench.profile_grid import Batch, Limits, make_batches
+from manylora_lab.bench.profile_grid import Batch, GridLimits, make_batches
 
 from manylora.cli import main
 from manylora.pricing.costs import StepWork
@@ -86,7 +86,9 @@ def test_what_cannot_work_is_one_line(
     assert not list(tmp_path.iterdir())
 
 
-LIMITS = Limits(max_seqs=64, max_tokens=1024, max_len=1000, num_pages=2000, page_tokens=16, num_adapters=5)
+LIMITS = GridLimits(
+    max_seqs=64, max_tokens=1024, max_len=1000, num_pages=2000, page_tokens=16, num_adapters=5
+)
 
 
 @pytest.mark.parametrize("is_quick", [False, True])
@@ -115,5 +117,5 @@ def test_a_batch_counts_its_pages() -> None:
 
 
 def test_the_smallest_engine_has_batches() -> None:
-    limits = Limits(max_seqs=1, max_tokens=4, max_len=8, num_pages=4, page_tokens=4, num_adapters=1)
+    limits = GridLimits(max_seqs=1, max_tokens=4, max_len=8, num_pages=4, page_tokens=4, num_adapters=1)
     assert all(batch.fits(limits) for batch in make_batches(limits, True))

@@ -7,7 +7,7 @@ import random
 
 import pytest
 from manylora_lab.bench.profile_loads import (
-    Room,
+    EngineCapacity,
     answer_time_s,
     busy_load,
     crowded_load,
@@ -21,7 +21,7 @@ from manylora_lab.bench.step_log import LoggedStep, LoggedTransfer
 from manylora.pricing.costs import StepWork
 from manylora.pricing.profile import OverheadPoint, TransferPoint
 
-ROOM = Room(max_seqs=64, max_len=4096, num_tokens=20_000, num_adapters=48)
+ROOM = EngineCapacity(max_seqs=64, max_len=4096, num_tokens=20_000, num_adapters=48)
 
 
 def step(took_s: float, gap_s: float | None = None, rows: int = 1, **work: int) -> LoggedStep:
@@ -29,9 +29,12 @@ def step(took_s: float, gap_s: float | None = None, rows: int = 1, **work: int) 
     return LoggedStep(0.0, took_s, gap_s, rows, 0, StepWork(**numbers), took_s)
 
 
-@pytest.mark.parametrize("room", [ROOM, Room(4, 64, 200, 3), Room(128, 8192, 100_000, 0), Room(1, 3, 3, 1)])
+@pytest.mark.parametrize(
+    "room",
+    [ROOM, EngineCapacity(4, 64, 200, 3), EngineCapacity(128, 8192, 100_000, 0), EngineCapacity(1, 3, 3, 1)],
+)
 @pytest.mark.parametrize("is_quick", [True, False])
-def test_loads_fit_the_room_and_reach_its_ends(room: Room, is_quick: bool) -> None:
+def test_loads_fit_the_room_and_reach_its_ends(room: EngineCapacity, is_quick: bool) -> None:
     loads = make_loads(room, is_quick)
     assert loads == make_loads(room, is_quick)
     assert len(set(loads)) == len(loads)

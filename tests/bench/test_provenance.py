@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from manylora_lab.bench import provenance
-from manylora_lab.bench.provenance import ROOT, UNKNOWN, Recording, commit_of
+from manylora_lab.bench.provenance import ROOT, UNKNOWN, Provenance, commit_of
 
 FIELDS = {"command", "commit", "machine", "versions", "seed", "others"}
 
@@ -53,11 +53,11 @@ def test_without_git_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.Monk
     [("f50f534", True), ("f50f534+", False), (UNKNOWN, False), ("f50f534 or so", False)],
 )
 def test_what_is_a_record(commit: str, is_record: bool) -> None:
-    assert Recording(0, commit).is_record is is_record
+    assert Provenance(0, commit).is_record is is_record
 
 
 def test_entries() -> None:
-    (whole,) = Recording(7, "f50f534", "a simulation on the other core").provenance()
+    (whole,) = Provenance(7, "f50f534", "a simulation on the other core").provenance()
     assert set(whole) == FIELDS
     assert (whole["seed"], whole["commit"]) == (7, "f50f534")
     assert whole["machine"]["cpu"]
@@ -65,7 +65,7 @@ def test_entries() -> None:
     assert {"python", "torch"} <= set(whole["versions"])
     assert whole["others"]["said"] == "a simulation on the other core"
     assert json.loads(json.dumps(whole)) == whole
-    parts = Recording(0).provenance("runs/0", "runs/1")
+    parts = Provenance(0).provenance("runs/0", "runs/1")
     assert [entry.pop("part") for entry in parts] == ["runs/0", "runs/1"]
     assert parts[0] == parts[1]
 
@@ -77,7 +77,7 @@ def test_others_are_measured_apart_from_the_work(monkeypatch: pytest.MonkeyPatch
         provenance._Load(110.0, 5030.0, 50.0, 2.5, 2),
     ]
     monkeypatch.setattr(provenance._Load, "now", classmethod(lambda cls: loads.pop(0)))
-    (entry,) = Recording(0).provenance()
+    (entry,) = Provenance(0).provenance()
     assert entry["others"] == {
         "busy_cores": 2.0,
         "load_before": 0.5,
@@ -88,7 +88,7 @@ def test_others_are_measured_apart_from_the_work(monkeypatch: pytest.MonkeyPatch
 
 def test_where_nothing_can_be_measured_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance._Load, "now", classmethod(lambda cls: cls(0.0, None, 0.0, None, None)))
-    (entry,) = Recording(0).provenance()
+    (entry,) = Provenance(0).provenance()
     assert entry["others"] == {}
 
 

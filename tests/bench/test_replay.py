@@ -31,7 +31,7 @@ from manylora_lab.bench.summary import (
     table,
     warnings,
 )
-from manylora_lab.bench.targets import Answer, Call, Prompt, has_ids
+from manylora_lab.bench.targets import Prompt, TargetRequest, TargetResult, has_ids
 from manylora_lab.workloads.stream import Piece, StreamRequest
 
 from manylora.config import ConfigError
@@ -122,7 +122,7 @@ def test_a_chat_is_what_was_said_in_turn() -> None:
     words = ReplaySettings(kind="text").prompts()
     first, second = turn(0, 0, 0.0), turn(0, 1, 0.0)
     said = joined(prompts.nothing(), prompts.new(first))
-    said = joined(joined(said, prompts.reply(Answer(text="Well. "))), prompts.new(second))
+    said = joined(joined(said, prompts.reply(TargetResult(text="Well. "))), prompts.new(second))
     assert said == (words.new(first), "Well. ", words.new(second))
     assert not has_ids(said)
     assert not has_ids(words.new(first))
@@ -160,7 +160,7 @@ def test_a_halted_replay_keeps_what_it_has(in_own_time: OwnTime) -> None:
     target = FakeTarget(NAMES)
     whole = target.generate
 
-    async def for_ever(call: Call):  # type: ignore[no-untyped-def]
+    async def for_ever(call: TargetRequest):  # type: ignore[no-untyped-def]
         if call.adapter == "adapter-1":
             await asyncio.sleep(3600)
         return await whole(call)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from manylora_lab.benchmarks import simulator_reality
 from manylora_lab.benchmarks.plot_reality import compare, lines_of, medians
-from manylora_lab.benchmarks.reality_runs import TOY, WINDOW_S, AsItWas, Load, loads_from, stream_for
+from manylora_lab.benchmarks.reality_runs import TOY, WINDOW_S, AsItWas, RateLoad, loads_from, stream_for
 from manylora_lab.workloads.stream import prompt_tokens
 
 from manylora.config import ConfigError
@@ -25,7 +25,7 @@ def test_the_toy_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[s
     simulator_reality.main([*args, "--policy", "lru", "--work", str(tmp_path), "--profile-budget", "0.01"])
     report = json.loads(out.read_text())
     (run,) = report["runs"]
-    requests = stream_for(Load("10", 1, 1), TOY).requests
+    requests = stream_for(RateLoad("10", 1, 1), TOY).requests
     assert run["summary"]["failed"] == 0
     assert run["summary"]["requests"] == len(requests)
     assert report["commit"] == "abc"
@@ -96,7 +96,7 @@ def test_an_earlier_report_that_is_not_there(
 
 
 def test_a_trace_is_repeated_in_new_conversations() -> None:
-    once, twice = stream_for(Load("10", 1, 1), TOY), stream_for(Load("10", 1, 2), TOY)
+    once, twice = stream_for(RateLoad("10", 1, 1), TOY), stream_for(RateLoad("10", 1, 2), TOY)
     count = len(once.requests)
     assert twice.requests[:count] == once.requests
     for first, second in zip(once.requests, twice.requests[count:], strict=True):
@@ -111,7 +111,7 @@ def test_a_trace_is_repeated_in_new_conversations() -> None:
 
 def test_rates_are_read() -> None:
     assert loads_from("5x2,10,20*0.6,20*0.5x3") == [
-        Load("5", 1.0, 2), Load("10", 1.0, 1), Load("20", 0.6, 1), Load("20", 0.5, 3),
+        RateLoad("5", 1.0, 2), RateLoad("10", 1.0, 1), RateLoad("20", 0.6, 1), RateLoad("20", 0.5, 3),
     ]  # fmt: skip
 
 

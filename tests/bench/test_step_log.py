@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from manylora_lab.bench.step_log import StepLogger
-from manylora_lab.bench.targets import Call, EngineTarget
+from manylora_lab.bench.targets import EngineTarget, TargetRequest
 from manylora_lab.benchmarks.h200_cache import write_adapters
 
 from manylora.config import PolicyConfig
@@ -44,7 +44,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "adapter-0"
 
 
-def served(built: Built, adapter: Path, calls: list[list[Call]]) -> tuple[StepLogger, int]:
+def served(built: Built, adapter: Path, calls: list[list[TargetRequest]]) -> tuple[StepLogger, int]:
     """Each list of calls at once, one list after another; the adapter's bytes too."""
     worker, policy, info = built
     lent = StepLogger(worker, policy.page_bytes)
@@ -65,7 +65,9 @@ def served(built: Built, adapter: Path, calls: list[list[Call]]) -> tuple[StepLo
 
 
 def test_a_step_is_noted_as_what_it_was(built: Built, adapter: Path) -> None:
-    lent, adapter_bytes = served(built, adapter, [[Call(PROMPT, 4, None)], [Call(PROMPT[::-1], 3, "a")]])
+    lent, adapter_bytes = served(
+        built, adapter, [[TargetRequest(PROMPT, 4, None)], [TargetRequest(PROMPT[::-1], 3, "a")]]
+    )
     log = lent.log()
     first, second = log.steps[:4], log.steps[4:]
     assert (len(second), lent.num_steps) == (3, 7)
@@ -87,8 +89,12 @@ def test_a_step_is_noted_as_what_it_was(built: Built, adapter: Path) -> None:
 
 
 def test_rows_of_one_step_are_counted_together(built: Built, adapter: Path) -> None:
-    calls = [Call(PROMPT[:10], 12, "a"), Call(PROMPT[10:20], 12, "a"), Call(PROMPT[20:30], 12, None)]
-    lent, adapter_bytes = served(built, adapter, [[Call(PROMPT, 1, "a")], calls])
+    calls = [
+        TargetRequest(PROMPT[:10], 12, "a"),
+        TargetRequest(PROMPT[10:20], 12, "a"),
+        TargetRequest(PROMPT[20:30], 12, None),
+    ]
+    lent, adapter_bytes = served(built, adapter, [[TargetRequest(PROMPT, 1, "a")], calls])
     full = [step for step in lent.log().steps if step.num_rows == 3 and not step.work.num_prefill_tokens]
     assert full
     for step in full:
@@ -98,7 +104,7 @@ def test_rows_of_one_step_are_counted_together(built: Built, adapter: Path) -> N
 
 
 def test_the_executor_is_as_before_for_the_next_driver(built: Built, adapter: Path) -> None:
-    call = [[Call(PROMPT, 4, "a")]]
+    call = [[TargetRequest(PROMPT, 4, "a")]]
     works = [[step.work for step in served(built, adapter, call)[0].log().steps] for _ in range(2)]
     assert works[0] == works[1]
     assert len(served(built, adapter, call)[0].log().reads) == 1

@@ -15,7 +15,7 @@ from manylora_lab.bench import http_client, http_target
 from manylora_lab.bench.http_target import HttpTarget
 from manylora_lab.bench.replay import ReplaySettings
 from manylora_lab.bench.serve import measure
-from manylora_lab.bench.targets import Answer, Call, EngineTarget, numbers_of, open_engine
+from manylora_lab.bench.targets import EngineTarget, TargetRequest, TargetResult, numbers_of, open_engine
 from manylora_lab.workloads.chat import TRACES, read_turns, shrunk, to_stream
 from manylora_lab.workloads.stream import Stream
 
@@ -23,7 +23,7 @@ from manylora.config import ConfigError
 from manylora.flags import build_settings
 from tests.e2e.process import MODEL, REPOSITORY, Server
 
-CALL = Call((30, 31, 32, 33, 34), 6, "adapter-1")
+CALL = TargetRequest((30, 31, 32, 33, 34), 6, "adapter-1")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def chat() -> Stream:
 
 
 def test_an_engine_and_a_server_give_the_same_tokens(adapters: str, server: Server) -> None:
-    async def both() -> tuple[Answer, Answer, Answer]:
+    async def both() -> tuple[TargetResult, TargetResult, TargetResult]:
         ours = engine(adapters)
         try:
             inside = await ours.generate(CALL)
@@ -101,7 +101,7 @@ def test_a_trace_on_both(adapters: str, server: Server) -> None:
 
 
 def test_refusals_are_answers(adapters: str, server: Server) -> None:
-    async def ask() -> list[Answer]:
+    async def ask() -> list[TargetResult]:
         calls = [dataclasses.replace(CALL, adapter="nobody"), dataclasses.replace(CALL, max_tokens=5000)]
         theirs = await HttpTarget.connect(server.url, "secret")
         ours = engine(adapters)
@@ -122,7 +122,7 @@ def test_refusals_are_answers(adapters: str, server: Server) -> None:
 
 
 def test_a_dead_engine_fails_its_requests(adapters: str) -> None:
-    async def run() -> list[Answer]:
+    async def run() -> list[TargetResult]:
         target = engine(adapters)
         try:
             open_request = asyncio.create_task(target.generate(dataclasses.replace(CALL, max_tokens=1000)))
@@ -175,10 +175,10 @@ def vllm_chunks(body: dict[str, Any]) -> bytes:
 
 
 def test_return_token_ids_comes_first() -> None:
-    async def run() -> tuple[HttpTarget, Answer]:
+    async def run() -> tuple[HttpTarget, TargetResult]:
         async with stand_in(vllm_chunks) as url:
             target = await HttpTarget.connect(url)
-            return target, await target.generate(Call((3, 4, 5), 4, "lora"))
+            return target, await target.generate(TargetRequest((3, 4, 5), 4, "lora"))
 
     target, answer = asyncio.run(run())
     assert answer.tokens == [40, 41, 42, 43]
@@ -210,10 +210,10 @@ def test_chats_are_messages_and_thoughts_count_but_are_not_said() -> None:
             b"".join(b"data: " + json.dumps(line).encode() + b"\n\n" for line in lines) + b"data: [DONE]\n\n"
         )
 
-    async def run() -> tuple[HttpTarget, Answer]:
+    async def run() -> tuple[HttpTarget, TargetResult]:
         async with stand_in(chunks) as url:
             target = await HttpTarget.connect(url, kind="chat")
-            return target, await target.generate(Call(("Is it?", "Yes.", "Why?"), 4, "lora"))
+            return target, await target.generate(TargetRequest(("Is it?", "Yes.", "Why?"), 4, "lora"))
 
     target, answer = asyncio.run(run())
     assert (answer.error, answer.text, answer.num_tokens) == (None, "So it is.", 4)
@@ -240,10 +240,10 @@ def test_tokens_without_a_letter_came_by_the_end() -> None:
         ]
         return b"".join(b"data: " + json.dumps(line).encode() + b"\n\n" for line in lines)
 
-    async def run() -> Answer:
+    async def run() -> TargetResult:
         async with stand_in(chunks) as url:
             target = await HttpTarget.connect(url, kind="chat")
-            return await target.generate(Call(("Well?",), 1, None))
+            return await target.generate(TargetRequest(("Well?",), 1, None))
 
     answer = asyncio.run(run())
     assert (answer.error, answer.text, answer.num_tokens) == (None, "", 1)
@@ -266,7 +266,7 @@ def test_errors_within_a_stream_and_nonsense_are_answers() -> None:
     def complete(body: dict[str, Any]) -> bytes:
         return vllm_chunks(body) if len(body["prompt"]) == 4 else bodies.pop(0)
 
-    async def run() -> list[Answer]:
+    async def run() -> list[TargetResult]:
         async with stand_in(complete) as url:
             target = await HttpTarget.connect(url)
             return [await target.generate(CALL), await target.generate(CALL)]

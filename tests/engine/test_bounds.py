@@ -116,7 +116,7 @@ def test_an_engine_that_does_not_read_is_busy(monkeypatch: pytest.MonkeyPatch) -
 
     async def scenario() -> None:
         ours, theirs = socket.socketpair()
-        theirs.sendall(wire.frame(wire.Ready(INFO)))
+        theirs.sendall(wire.frame(wire.EngineReady(INFO)))
         engine = await RemoteEngine.connect(ours, EngineSettings(ModelSettings("fake")))
         asked: list[AsyncIterator[Delta]] = []
         with contextlib.suppress(EngineBusy):

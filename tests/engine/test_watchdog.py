@@ -266,7 +266,7 @@ def test_calls_to_an_engine_that_says_nothing_fail_long_before_it_is_given_up(
 
     async def scenario() -> None:
         ours, theirs = socket.socketpair()
-        theirs.sendall(wire.frame(wire.Ready(INFO)))
+        theirs.sendall(wire.frame(wire.EngineReady(INFO)))
         settings = EngineSettings(ModelSettings("fake"), step_timeout_s=300)
         engine = await RemoteEngine.connect(ours, settings)
         for _ in range(2):
@@ -285,7 +285,7 @@ def test_calls_to_an_engine_that_says_nothing_fail_long_before_it_is_given_up(
 def test_an_engine_that_does_not_read_does_not_hold_up_the_end() -> None:
     async def scenario() -> None:
         ours, theirs = socket.socketpair()
-        theirs.sendall(wire.frame(wire.Ready(INFO)))
+        theirs.sendall(wire.frame(wire.EngineReady(INFO)))
         engine = await RemoteEngine.connect(ours, EngineSettings(ModelSettings("fake"), step_timeout_s=0.5))
         big = tuple(range(200_000))
         with pytest.raises(EngineDead, match="said nothing"):

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from manylora_lab.bench import rounding
 
-from manylora.kernels.triton.lora import AdaptedLinears, FixedLora
+from manylora.kernels.triton.lora import AdaptedLinears, TritonFixedLora
 from manylora.kernels.triton.lora_launch import DEFAULT, Beside, LoraConfig, LoraKernels, LoraPlan
 from manylora.kernels.weight import Weight
 from tests.kernels.cases import LoraCase, adapted_truth, lora_truth
@@ -130,7 +130,7 @@ def test_captured_linears(dtype: torch.dtype, beside: Beside | None) -> None:
     for pdl in (False, True):
         table = () if beside is None else ((tokens, beside),)
         layer = linears(dataclasses.replace(DEFAULT, pdl=pdl, beside=table), case, tokens, dtype)
-        fixed = FixedLora(layer.made.kernels, tokens, 64, case.geometry, case.segments.cells)
+        fixed = TritonFixedLora(layer.made.kernels, tokens, 64, case.geometry, case.segments.cells)
         fixed.fill(part_of(case, [1]).segments, tokens)
         layer.step(fixed.plan)
         graph = torch.cuda.CUDAGraph()

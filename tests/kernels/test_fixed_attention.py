@@ -11,7 +11,7 @@ import torch
 
 from manylora.kernels.ops import AttentionRows
 from manylora.kernels.shapes import PageShape
-from manylora.kernels.triton.attention_plans import FixedAttention
+from manylora.kernels.triton.attention_plans import TritonFixedAttention
 from manylora.kernels.triton.decode_table import DecodeTable
 from tests.kernels.cases import AttentionCase, attention_case, attention_truth
 from tests.kernels.implementations import SUBJECTS, Subject
@@ -124,7 +124,7 @@ def test_a_captured_step_holds_as_many_prompts_as_tokens_allow() -> None:
         contexts = np.array(lengths, dtype=np.int32) + 800
         rows = AttentionRows(starts, contexts, np.zeros((len(lengths), 70), np.int32))
         for group in (1, 4):
-            fixed = FixedAttention(128, 1100, page, CPU, 528, DecodeTable(group=group), 256)
+            fixed = TritonFixedAttention(128, 1100, page, CPU, 528, DecodeTable(group=group), 256)
             fixed.fill(rows)
             tokens = fixed.plan.records[:, 2][fixed.plan.records[:, 4] == 0]
             assert tokens.sum() == 256, "each token in the first piece of one tile"

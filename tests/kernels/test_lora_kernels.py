@@ -15,7 +15,7 @@ from tests.kernels.implementations import SLOW, SUBJECTS, Subject
 
 pytest.importorskip("triton")
 
-from manylora.kernels.triton.lora_launch import DEFAULT, LoraConfig, LoraKernels, LoraPlan, TileConfig
+from manylora.kernels.triton.lora_launch import DEFAULT, LoraConfig, LoraKernels, LoraPlan, LoraTileConfig
 from manylora.kernels.triton.lora_work import runs_of
 
 DEVICES = [
@@ -78,7 +78,7 @@ def test_mixed_lengths_and_ranks(subject: Subject, programs: int) -> None:
     if subject.small and subject.dtype != torch.float32 and programs:
         pytest.skip(SLOW)
 
-    def limited(config: TileConfig) -> TileConfig:
+    def limited(config: LoraTileConfig) -> LoraTileConfig:
         return dataclasses.replace(config, shrink_programs=programs, expand_programs=programs)
 
     config = dataclasses.replace(SMALL, short=limited(SMALL.short), long=limited(SMALL.long))
@@ -99,7 +99,7 @@ ONE_LAUNCH = {
 
 @pytest.mark.parametrize("subject", DEVICES)
 @pytest.mark.parametrize("sizes", ONE_LAUNCH.values(), ids=ONE_LAUNCH)
-def test_long_and_one_token_runs_in_one_launch(subject: Subject, sizes: TileConfig) -> None:
+def test_long_and_one_token_runs_in_one_launch(subject: Subject, sizes: LoraTileConfig) -> None:
     """As captured and as eager steps have it: a prompt of several tiles, the last of one token, among decoding."""
     if subject.small and subject.dtype != torch.float32:
         pytest.skip(SLOW)

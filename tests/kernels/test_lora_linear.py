@@ -13,7 +13,7 @@ import pytest
 import torch
 from manylora_lab.bench import rounding
 
-from manylora.devices.staging import outbox
+from manylora.devices.staging import upload_buffers
 from manylora.kernels.ops import Ops, Summands
 from manylora.kernels.weight import Weight
 from tests.kernels.cases import LoraCase, adapted_truth
@@ -105,7 +105,7 @@ def test_no_adapter(subject: Subject) -> None:
 def fill_stages(device: torch.device) -> None:
     """What is not written into the tables is no number."""
     for _ in range(32):
-        outbox(device).stage(2**16).numbers.fill(-1)
+        upload_buffers(device).stage(2**16).numbers.fill(-1)
 
 
 @pytest.mark.parametrize("subject", TRITON)
@@ -116,7 +116,7 @@ def test_fixed_plan_serves_every_batch(subject: Subject, order: str, rows: int |
         pytest.skip("the interpreter is slow")
     ops, case = subject.ops(), case_of(subject, MIXED, [3, 20])
     kernels = ops._adapted(subject.device).kernels  # type: ignore[attr-defined]
-    fixed = lora.FixedLora(kernels, 24, 32, case.geometry, case.segments.cells, rows)
+    fixed = lora.TritonFixedLora(kernels, 24, 32, case.geometry, case.segments.cells, rows)
     fill_stages(subject.device)
     for chosen in ([1], [0, 1, 2, 3, 4], []):
         part = part_of(case, chosen)

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from manylora.devices.staging import Inbox, Outbox, Stage, can_map, copy_by_kernel, moves_by_kernel, outbox
+from manylora.devices.staging import (
+    DownloadBuffers,
+    StagingBuffer,
+    UploadBuffers,
+    can_map,
+    copy_by_kernel,
+    moves_by_kernel,
+    upload_buffers,
+)
 
 CPU = torch.device("cpu")
 
@@ -17,7 +25,7 @@ CPU = torch.device("cpu")
 def test_what_is_sent_arrives(by_kernel: bool) -> None:
     """More messages than buffers, of changing lengths and types, into the fronts of longer tensors."""
     rng = random.Random(1)
-    box = Outbox(CPU, by_kernel)
+    box = UploadBuffers(CPU, by_kernel)
     for number in range(100):
         dtype = rng.choice([torch.int32, torch.int64])
         length = rng.choice([0, 1, 5, 3000, 40000])
@@ -32,7 +40,7 @@ def test_what_is_sent_arrives(by_kernel: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64])
 def test_what_is_read_is_what_was_there(by_kernel: bool, dtype: torch.dtype) -> None:
     """Later changes of the tensor do not show, nor do other reads that are still open."""
-    box = Inbox(CPU, by_kernel)
+    box = DownloadBuffers(CPU, by_kernel)
     first, second = torch.arange(6, dtype=dtype).view(2, 3), torch.full((70000,), 5, dtype=dtype)
     read_first, read_second = box.start(first), box.start(second)
     first.fill_(-1)
@@ -53,7 +61,7 @@ def test_kernels_copy_bit_by_bit(dtype: torch.dtype) -> None:
 
 
 def test_a_stage_of_another_length_is_not_what_was_held() -> None:
-    stage = Stage(CPU, by_kernel=True).hold(4, torch.int32)
+    stage = StagingBuffer(CPU, by_kernel=True).hold(4, torch.int32)
     assert stage.numbers.shape == (4,)
     assert stage.hold(100_000, torch.int64).numbers.shape == (100_000,)
 
@@ -61,4 +69,4 @@ def test_a_stage_of_another_length_is_not_what_was_held() -> None:
 def test_numbers_move_by_kernel_only_where_asked() -> None:
     assert can_map(CPU), "what is asked of a GPU holds of plain memory"
     assert not moves_by_kernel(CPU)
-    assert outbox(CPU) is outbox(CPU)
+    assert upload_buffers(CPU) is upload_buffers(CPU)

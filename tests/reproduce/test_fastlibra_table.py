@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_lab.reproduce.cells import MEASURED, REFERENCE, Cell, cell_config, cell_costs, run_cell
-from manylora_lab.reproduce.drawing import Bars
+from manylora_lab.reproduce.drawing import BarPanels
 from manylora_lab.reproduce.experiment import Setup
 from manylora_lab.reproduce.fastlibra_table import TABLE
 from manylora_lab.reproduce.fastlibra_table_cases import COMPARED, RatesFile, table
@@ -27,7 +27,7 @@ from manylora_lab.reproduce.fastlibra_table_peaks import (
 from manylora_lab.reproduce.fastlibra_table_report import PARTS
 from manylora_lab.reproduce.fastlibra_table_store import CellStore, code_of, decisions
 from manylora_lab.reproduce.fastlibra_table_text import draw, markdown
-from manylora_lab.reproduce.report import Report
+from manylora_lab.reproduce.report import ExperimentReport
 
 from manylora.cli import main
 from manylora.config import ConfigError
@@ -52,13 +52,13 @@ PAPER = {
 """§2.3.1, §6.3 to §6.8; §6.9's two stand where its cases do."""
 
 
-def table_report(store: Path, **others: Any) -> Report:
+def table_report(store: Path, **others: Any) -> ExperimentReport:
     """The smoke table of the NPU, from this store."""
     return TABLE.run(dataclasses.replace(SMOKE, store=store, **others))
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
+def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ExperimentReport]:
     """The smoke table, and the store that it left."""
     path = tmp_path_factory.mktemp("table") / "cells.jsonl"
     return path, table_report(path)
@@ -275,7 +275,7 @@ def test_rates_are_fixed_once(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the report
 
 
-def test_the_table_has_every_policy_and_the_papers_numbers(stored: tuple[Path, Report]) -> None:
+def test_the_table_has_every_policy_and_the_papers_numbers(stored: tuple[Path, ExperimentReport]) -> None:
     _, found = stored
     assert {row["policy"] for row in found.rows} == {*CACHES, REFERENCE}
     assert found.settings["missing"] == []
@@ -290,7 +290,7 @@ def test_the_table_has_every_policy_and_the_papers_numbers(stored: tuple[Path, R
     assert ours["page_kept_device"] <= ours["page_kept_device_limit"] <= ours["page_kept_limit"] <= 1
 
 
-def test_a_second_run_finds_all_and_reports_the_same(stored: tuple[Path, Report]) -> None:
+def test_a_second_run_finds_all_and_reports_the_same(stored: tuple[Path, ExperimentReport]) -> None:
     path, found = stored
     lines = path.read_bytes()
     again = table_report(path)
@@ -299,7 +299,9 @@ def test_a_second_run_finds_all_and_reports_the_same(stored: tuple[Path, Report]
     assert table_report(path, is_run=False) == found
 
 
-def test_a_stopped_run_goes_on_with_other_workers(stored: tuple[Path, Report], tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on_with_other_workers(
+    stored: tuple[Path, ExperimentReport], tmp_path: Path
+) -> None:
     path, found = stored
     lines = path.read_bytes().splitlines(keepends=True)
     half = tmp_path / path.name
@@ -309,7 +311,9 @@ def test_a_stopped_run_goes_on_with_other_workers(stored: tuple[Path, Report], t
     assert half.read_bytes().startswith(b"".join(lines[: len(lines) // 2]))
 
 
-def test_a_part_of_the_table_says_what_is_missing(stored: tuple[Path, Report], tmp_path: Path) -> None:
+def test_a_part_of_the_table_says_what_is_missing(
+    stored: tuple[Path, ExperimentReport], tmp_path: Path
+) -> None:
     path, found = stored
     part = tmp_path / path.name
     (rates,) = path.parent.glob("fastlibra_rates_*.json")
@@ -339,7 +343,7 @@ def test_a_part_of_the_table_says_what_is_missing(stored: tuple[Path, Report], t
     assert "- chatbot 7B-20: 8 of 9 simulations, 7 of 8 peaks" in text
 
 
-def test_the_text_explains_gaps_by_their_parts(stored: tuple[Path, Report]) -> None:
+def test_the_text_explains_gaps_by_their_parts(stored: tuple[Path, ExperimentReport]) -> None:
     _, found = stored
     text = markdown(found)
     by_policy = {row["policy"]: row for row in found.rows}
@@ -350,7 +354,7 @@ def test_the_text_explains_gaps_by_their_parts(stored: tuple[Path, Report]) -> N
     assert "**Partial**" not in text
 
 
-def test_the_gaps_of_many_adapters_are_explained_too(stored: tuple[Path, Report]) -> None:
+def test_the_gaps_of_many_adapters_are_explained_too(stored: tuple[Path, ExperimentReport]) -> None:
     _, found = stored
     many = [{**row, "group": "many"} for row in found.rows]
     text = markdown(dataclasses.replace(found, rows=[*found.rows, *many]))
@@ -362,17 +366,17 @@ def test_the_gaps_of_many_adapters_are_explained_too(stored: tuple[Path, Report]
 
 
 def test_peaks_are_drawn_as_shares_of_fastlibras_and_unknown_ones_not_as_zero(
-    stored: tuple[Path, Report], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stored: tuple[Path, ExperimentReport], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, found = stored
-    drawn: list[Report] = []
-    draw_bars = Bars.__call__
+    drawn: list[ExperimentReport] = []
+    draw_bars = BarPanels.__call__
 
-    def remember(bars: Bars, report: Report, path: Path) -> None:
+    def remember(bars: BarPanels, report: ExperimentReport, path: Path) -> None:
         drawn.append(report)
         draw_bars(bars, report, path)
 
-    monkeypatch.setattr(Bars, "__call__", remember)
+    monkeypatch.setattr(BarPanels, "__call__", remember)
     draw(found, tmp_path / "table.svg")
     (report,) = drawn
     peaks = {row["policy"]: row["peak_per_s"] for row in found.rows}
@@ -393,7 +397,7 @@ def test_peaks_are_drawn_as_shares_of_fastlibras_and_unknown_ones_not_as_zero(
 # ---------------------------------------------------------------- the command
 
 
-def test_the_command_takes_hardware_and_store(stored: tuple[Path, Report], tmp_path: Path) -> None:
+def test_the_command_takes_hardware_and_store(stored: tuple[Path, ExperimentReport], tmp_path: Path) -> None:
     path, found = stored
     arguments = ["reproduce", "fastlibra-table", "--smoke", "--report-only", "--store", str(path)]
     assert main([*arguments, "--out", str(tmp_path)]) == 0

@@ -14,7 +14,7 @@ from manylora_lab.reproduce import punica_fig11
 from manylora_lab.reproduce.command import reproduce
 from manylora_lab.reproduce.experiment import Device, Setup
 from manylora_lab.reproduce.punica_fig7 import sgmv_bytes, sgmv_flop
-from manylora_lab.reproduce.punica_fig11 import BACKBONE, MIXED, SINGLE, Load
+from manylora_lab.reproduce.punica_fig11 import BACKBONE, MIXED, SINGLE, RequestLoad
 from manylora_lab.reproduce.registry import experiment
 
 from manylora.cli import main
@@ -173,7 +173,7 @@ def test_fig11_has_the_papers_figures() -> None:
         for popularity in POPULARITIES
         for system, speed in ((MIXED, 120.0), (SINGLE, 10.0), (BACKBONE, 20.0))
     ]
-    headline = punica_fig11._headline(rows, Load(1000, 1000, 1, 0))
+    headline = punica_fig11._headline(rows, RequestLoad(1000, 1000, 1, 0))
     found = {figure.metric: (figure.ours, figure.paper) for figure in headline}
     # §7.2.
     assert found[f"llama-2-7b: tokens/s, {MIXED}, mean of popularities"] == (120, 1044)

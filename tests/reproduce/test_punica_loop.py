@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from manylora_lab.bench.closed_loop import ClosedLoop, Gate, LoopRequest, dummy_loop
+from manylora_lab.bench.closed_loop import BatchGate, ClosedLoop, LoopRequest, dummy_loop
 from manylora_lab.bench.dummies import DEMO
 from manylora_lab.reproduce.punica_loop import SimulatedLoop
 from manylora_lab.reproduce.punica_workload import text_requests
@@ -22,7 +22,7 @@ CONFIG = PolicyConfig(
 
 
 def test_anybody_joins_a_mixed_batch_up_to_its_size() -> None:
-    gate = Gate([7, 8, 9], at_once=2, is_mixed=True)
+    gate = BatchGate([7, 8, 9], at_once=2, is_mixed=True)
     assert [gate.join(), gate.join(), gate.join()] == [0, 1, None]
     gate.leave(1)
     assert [gate.join(), gate.join()] == [2, None]
@@ -33,7 +33,7 @@ def test_anybody_joins_a_mixed_batch_up_to_its_size() -> None:
 
 
 def test_one_model_a_batch_first_come_first_served() -> None:
-    gate = Gate([7, 7, 8, 7], at_once=4, is_mixed=False)
+    gate = BatchGate([7, 7, 8, 7], at_once=4, is_mixed=False)
     assert [gate.join(), gate.join(), gate.join()] == [0, 1, None]
     gate.leave(0)
     assert gate.join() is None, "the fourth does not pass the third"
@@ -46,7 +46,7 @@ def test_one_model_a_batch_first_come_first_served() -> None:
 class Watched(SimulatedLoop):
     """Notes every step's adapters, and those of the sequences that start in it."""
 
-    def __init__(self, requests: list[LoopRequest], gate: Gate) -> None:
+    def __init__(self, requests: list[LoopRequest], gate: BatchGate) -> None:
         self.steps: list[tuple[list[AdapterId], list[AdapterId]]] = []
         self._adapters: dict[SequenceId, AdapterId] = {}
         super().__init__(requests, gate, CONFIG, DeviceCosts(), adapter_pages=4)
@@ -63,7 +63,7 @@ class Watched(SimulatedLoop):
 def test_a_step_has_one_new_prompt_and_the_batch_its_adapters(is_mixed: bool) -> None:
     asked = text_requests("skewed", 60, seed=3, divisor=16)
     requests = [LoopRequest(one.model, one.prompt_tokens, one.output_tokens) for one in asked]
-    loop = Watched(requests, Gate([one.model for one in asked], 8, is_mixed))
+    loop = Watched(requests, BatchGate([one.model for one in asked], 8, is_mixed))
     result = loop.run()
     assert result.output_tokens == sum(one.output_tokens for one in asked)
     steps = loop.steps[-result.num_steps :]
@@ -76,7 +76,7 @@ def test_a_step_has_one_new_prompt_and_the_batch_its_adapters(is_mixed: bool) ->
 
 def test_a_backbone_run_has_no_adapters() -> None:
     requests = [LoopRequest(None, 8, 4)] * 3
-    loop = Watched(requests, Gate([1, 2, 1], 8, False))
+    loop = Watched(requests, BatchGate([1, 2, 1], 8, False))
     result = loop.run()
     assert result.num_steps == 12
     assert {adapter for running, _ in loop.steps for adapter in running} == {BASE}
@@ -84,7 +84,7 @@ def test_a_backbone_run_has_no_adapters() -> None:
 
 def test_what_does_not_fit_is_said() -> None:
     with pytest.raises(ConfigError, match="does not fit"):
-        Watched([LoopRequest(None, 600, 4)], Gate([0], 8, True)).run()
+        Watched([LoopRequest(None, 600, 4)], BatchGate([0], 8, True)).run()
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_steps_by_hand(
     device: str, models: tuple[int, ...], is_mixed: bool, num_steps: int, engine: ClosedLoop
 ) -> None:
     requests = [LoopRequest(model, 8, 5) for model in models]
-    gate = Gate(models, 8, is_mixed)
+    gate = BatchGate(models, 8, is_mixed)
     result = Watched(requests, gate).run() if device == "sim" else engine.run(requests, gate)
     assert result.num_steps == num_steps
     assert (result.prompt_tokens, result.output_tokens) == (8 * len(models), 5 * len(models))
@@ -120,4 +120,4 @@ def test_steps_by_hand(
 
 def test_an_engine_that_refuses_is_an_error(engine: ClosedLoop) -> None:
     with pytest.raises(ConfigError, match="the engine failed"):
-        engine.run([LoopRequest(99, 8, 5)], Gate([0], 8, True))
+        engine.run([LoopRequest(99, 8, 5)], BatchGate([0], 8, True))

@@ -12,13 +12,13 @@ from manylora_lab.reproduce import s_lora_baselines, s_lora_cpu, s_lora_table3
 from manylora_lab.reproduce.command import reproduce
 from manylora_lab.reproduce.experiment import Setup
 from manylora_lab.reproduce.registry import experiment
-from manylora_lab.reproduce.report import Report
+from manylora_lab.reproduce.report import ExperimentReport
 from manylora_lab.reproduce.s_lora_baselines import batches, measure_packed, measure_peft
 from manylora_lab.reproduce.s_lora_cells import (
     SETTINGS,
     SYSTEMS,
-    Case,
     PaddedCopies,
+    ServingCase,
     measure,
     satisfaction,
     stream_of,
@@ -32,15 +32,15 @@ from manylora.config import ADMISSIONS, ConfigError
 from manylora.pricing.costs import StepWork
 
 FIGURES = ("s-lora-fig5", "s-lora-fig6", "s-lora-fig7", "s-lora-fig10")
-SMALL = Case("S2", "a10", 12, 4.0, 10.0)
+SMALL = ServingCase("S2", "a10", 12, 4.0, 10.0)
 
 
-def smoke(name: str, **others: object) -> Report:
+def smoke(name: str, **others: object) -> ExperimentReport:
     return experiment(name).run(Setup("smoke", **{"workers": 1, **others}))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
-def reports() -> dict[str, Report]:
+def reports() -> dict[str, ExperimentReport]:
     simulated = smoke("s-lora-table3", device="sim")
     return {"s-lora-table3": simulated, **{name: smoke(name) for name in FIGURES}}
 
@@ -49,7 +49,7 @@ def reports() -> dict[str, Report]:
 
 
 @pytest.mark.parametrize("name", ["s-lora-table3", *FIGURES])
-def test_rows_make_sense(reports: dict[str, Report], name: str) -> None:
+def test_rows_make_sense(reports: dict[str, ExperimentReport], name: str) -> None:
     for row in reports[name].rows:
         assert row["throughput_per_s"] > 0
         assert 0 <= row["satisfaction"] <= row["attainment"] <= 1 - row["dropped"] <= 1
@@ -57,14 +57,14 @@ def test_rows_make_sense(reports: dict[str, Report], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["s-lora-table3", *FIGURES])
-def test_equal_seeds_give_equal_reports(reports: dict[str, Report], name: str) -> None:
+def test_equal_seeds_give_equal_reports(reports: dict[str, ExperimentReport], name: str) -> None:
     device = reports[name].settings.get("device", "sim")
     assert smoke(name, device=device) == reports[name]
     assert smoke(name, device=device, seed=1).rows != reports[name].rows
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_everybody_gets_the_same_requests(reports: dict[str, Report], name: str) -> None:
+def test_everybody_gets_the_same_requests(reports: dict[str, ExperimentReport], name: str) -> None:
     keys = ("num_adapters", "rate_per_s", "cv")
     asked: dict[tuple[object, ...], set[int]] = {}
     for row in reports[name].rows:
@@ -81,7 +81,7 @@ def test_the_command_writes_the_report_and_a_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["s-lora-table3", "s-lora-fig5", "s-lora-fig7"])
-def test_pictures(reports: dict[str, Report], name: str, tmp_path: Path) -> None:
+def test_pictures(reports: dict[str, ExperimentReport], name: str, tmp_path: Path) -> None:
     experiment(name).draw(reports[name], tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
@@ -138,7 +138,7 @@ def test_early_abort_serves_most_in_time() -> None:
 
 
 def test_own_variants_are_not_faster_under_load() -> None:
-    case = Case("S2", "a10", 50, 3.0, 40.0)
+    case = ServingCase("S2", "a10", 50, 3.0, 40.0)
     ours, bmm, parts = (measure(dataclasses.replace(case, system=s))["throughput_per_s"] for s in SYSTEMS)
     assert ours > parts > bmm
 
@@ -176,7 +176,7 @@ def test_peft_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s_lora_baselines, "stream_of", lambda case: Stream("four", tuple(asked), (8, 8)))
     fast = dataclasses.replace(HARDWARE["a100-80"], memory_bytes_s=1e18, flops=1e22)
     monkeypatch.setitem(HARDWARE, "a100-80", fast)
-    row = measure_peft(Case("S1", "a100-80", 2, 1.0, 1.0))
+    row = measure_peft(ServingCase("S1", "a100-80", 2, 1.0, 1.0))
     # The first ends at 0.8; 1 and 3 together from there, to 0.96 and 1.2; then 2, to 1.52.
     assert row["throughput_per_s"] == pytest.approx(4 / 1.52, abs=1e-3)
     first = [0.08 - 0.0, 0.88 - 0.1, 1.28 - 0.2, 0.88 - 0.3]
@@ -188,7 +188,7 @@ def test_peft_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("setting", "most"), [("S1", 5), ("S4", 3)])
 def test_copies_that_fit(setting: str, most: int) -> None:
     """95 % of 80 GiB hold five times 13.5 GB, or three times 26 GB."""
-    case = Case(setting, "a100-80", most, 1.0, 10.0)
+    case = ServingCase(setting, "a100-80", most, 1.0, 10.0)
     row = measure_packed(case)
     assert row is not None
     assert row["requests"] == len(stream_of(case).requests)
@@ -197,12 +197,12 @@ def test_copies_that_fit(setting: str, most: int) -> None:
 
 def test_the_arena_has_the_stated_means() -> None:
     """§7.3: 85 tokens in, 165 out, 26 adapters; five minutes at 4 a second."""
-    stream = arena_like(Case("S2", "a10", 26, 4.0, 300.0))
+    stream = arena_like(ServingCase("S2", "a10", 26, 4.0, 300.0))
     assert len(stream.requests) == 1200
     assert sum(r.new_tokens for r in stream.requests) / 1200 == pytest.approx(85, rel=0.1)
     assert sum(r.output_tokens for r in stream.requests) / 1200 == pytest.approx(165, rel=0.1)
     assert {r.adapter for r in stream.requests} == set(range(26))
-    slower = arena_like(Case("S2", "a10", 26, 2.0, 300.0)).requests
+    slower = arena_like(ServingCase("S2", "a10", 26, 2.0, 300.0)).requests
     assert [r.prompt for r in slower] == [r.prompt for r in stream.requests[:600]]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from manylora_lab.sim.conformance import recorded_commands, replay_difference, simulation_difference
-from manylora_lab.sim.recorded import Measured, Recording, Told, measured
+from manylora_lab.sim.recorded import MeasuredAnswer, Recording, Told, measured
 
 from manylora import AsyncLLM, SamplingParams
 from manylora.config import CacheConfig, PolicyConfig
@@ -195,10 +195,12 @@ def middle(run: Run, kind: str) -> int:
     return places[len(places) // 2]
 
 
-def changed(recording: Recording, event: Event, change: Callable[[Measured], Measured]) -> Recording:
+def changed(
+    recording: Recording, event: Event, change: Callable[[MeasuredAnswer], MeasuredAnswer]
+) -> Recording:
     """With another measurement of one event."""
 
-    def of(measurements: Sequence[Measured]) -> list[Measured]:
+    def of(measurements: Sequence[MeasuredAnswer]) -> list[MeasuredAnswer]:
         return [change(m) if m.event is event else m for m in measurements]
 
     return Recording(of(recording.given), {asked: of(m) for asked, m in recording.answers.items()})
@@ -232,7 +234,7 @@ def test_a_lost_event_is_noticed(run: Run, kind: str) -> None:
 def test_another_duration_is_noticed(run: Run, kind: str, scale: float, more_s: float) -> None:
     event = run.told[middle(run, kind)].event
 
-    def longer(m: Measured) -> Measured:
+    def longer(m: MeasuredAnswer) -> MeasuredAnswer:
         return dataclasses.replace(m, took_s=m.took_s * scale + more_s)
 
     simulated = simulation_difference(run.config, run.told, changed(measured(run.told), event, longer))
@@ -311,7 +313,7 @@ def test_what_is_measured() -> None:
     (step,) = recording.answers["step", 1]
     assert (step.took_s, step.late_s) == (1.0, 0.5)
     # The second request's step has no answer yet.
-    assert recording.answers["step", 2] == [Measured(None, 0.0)]
+    assert recording.answers["step", 2] == [MeasuredAnswer(None, 0.0)]
     assert simulation_difference(PATIENT, by_hand()) is None
 
 

@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 class FilesChanged(AdapterError):
-    """The files are no longer those that were inspected: the fault of neither the adapter nor whoever asks for it.
+    """The files differ from those that were inspected: the fault of neither the adapter nor the client.
 
     409 where it is being loaded: what was asked for and what lies there contradict each other, until it is asked
     for again.

@@ -22,7 +22,7 @@ from manylora.adapters.peft import AdapterSpec, Side
 from manylora.adapters.tensorfile import StoredTensor, read_into
 from manylora.adapters.values import BITS, TORCH_DTYPES, all_finite, convert
 from manylora.adapters.verify import why_not_finite
-from manylora.adapters.weightsfile import Weights, open_weights
+from manylora.adapters.weightsfile import AdapterWeights, open_weights
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.protocol import AdapterError
 
@@ -77,7 +77,7 @@ def layout_of(spec: AdapterSpec, geometry: AdapterGeometry) -> AdapterLayout:
 
 
 def layout_for(ranks: Sequence[int], scales: np.ndarray, geometry: AdapterGeometry) -> AdapterLayout:
-    """Of an adapter with one rank a projection; ``scales`` float32 [P, L]. No row has the second."""
+    """The layout of an adapter with one rank a projection; ``scales`` float32 [P, L]. No row has the second."""
     records = np.zeros((len(geometry.projections), 4), dtype=np.int64)
     num_cells = 0
     for index, (rank, projection) in enumerate(zip(ranks, geometry.projections, strict=True)):
@@ -207,7 +207,7 @@ class _Loader:
         layout: AdapterLayout,
         geometry: AdapterGeometry,
         dtype: torch.dtype,
-        weights: Weights,
+        weights: AdapterWeights,
     ) -> None:
         self.spec = spec
         self.layout = layout
@@ -349,7 +349,7 @@ def _run_all(jobs: Iterable[_Job], helpers: Helpers) -> None:
             try:
                 job(scratch)
             except BaseException:
-                for _ in left:  # nobody begins another
+                for _ in left:  # no thread begins another job
                     pass
                 raise
 

@@ -22,7 +22,7 @@ from manylora.protocol import AdapterError
 LONGEST_PATTERN = 2000
 MOST_PATTERNS = 4096
 MOST_CHARACTERS = 2**17
-"""Of all expressions of a set. One for each module of a 126-layer model: 882 of them, 30,000 characters."""
+"""The most characters of a set's expressions. One for each module of a 126-layer model: 882, 30,000 characters."""
 
 MOST_STATES = 2**17
 MOST_VISITS = 4 * 2**20

@@ -65,7 +65,7 @@ class Registry:
             self._open()
 
     def inspect(self, path: Path, max_rank: int | None = None, *, anew: bool = False) -> AdapterSpec:
-        """As ``inspect_adapter``, without reading the files again while their stamps stay the same.
+        """Does what ``inspect_adapter`` does, without reading the files again while their stamps stay the same.
 
         ``anew``: what is remembered has proved wrong, and is replaced. Raises AdapterError.
         """

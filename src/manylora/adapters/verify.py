@@ -1,4 +1,4 @@
-"""Reads all weights of an adapter for nobody: whether each is a number that the pool can hold."""
+"""Checks all weights of an adapter: whether each is a number that the pool can hold. Keeps none of them."""
 
 from __future__ import annotations
 

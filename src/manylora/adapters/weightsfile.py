@@ -18,7 +18,7 @@ from manylora.kernels.shapes import AdapterGeometry
 from manylora.protocol import AdapterError
 
 
-class Weights:
+class AdapterWeights:
     """The open file and what its header says of the adapter's tensors, by projection, layer and side."""
 
     def __init__(
@@ -50,14 +50,14 @@ class Weights:
 
 
 @contextmanager
-def open_weights(spec: AdapterSpec, geometry: AdapterGeometry) -> Iterator[Weights]:
+def open_weights(spec: AdapterSpec, geometry: AdapterGeometry) -> Iterator[AdapterWeights]:
     """Raises FilesChanged, on leaving too: bytes replaced while they were read are not the version that was
     inspected. Raises WrongInspection, and AdapterError for a file that cannot be read."""
     weights_path = _unchanged(spec)
     header = read_header(weights_path)
     try:
         with open(weights_path, "rb", buffering=0) as file:
-            yield Weights(spec, geometry, header, file)
+            yield AdapterWeights(spec, geometry, header, file)
     except OSError as error:
         raise AdapterError(f"cannot read {weights_path.name}: {error.strerror or error}") from error
     _unchanged(spec)

@@ -44,7 +44,7 @@ class CpuDevice:
         return torch.from_numpy(array)
 
     def download(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
-        # A copy: the next step may write to the same memory before anybody looks.
+        # A copy: the next step may write to the same memory before this is read.
         found = tensor.numpy().copy()
         return lambda: found
 

@@ -21,13 +21,13 @@ import torch
 from manylora.config import ConfigError
 from manylora.devices.device import CopyLane, Mirror, PageWriter, Tensors, copy_bytes
 from manylora.devices.preparation import PREPARATION
-from manylora.devices.staging import Inbox, Stage, borrowed, moves_by_kernel, outbox
+from manylora.devices.staging import DownloadBuffers, StagingBuffer, borrowed, moves_by_kernel, upload_buffers
 
 _STAGED_PAGES = 4
 """Pinned pages of one writer: while one is filled the others are on their way."""
 
 _WRITING_STREAMS = 2
-"""As many as adapters are read at a time."""
+"""The number of adapters that are read at a time."""
 
 _CHUNK_BYTES, _CHUNKS_AHEAD = 128 * 2**20, 1
 """A lane waits when more than so many chunks of so many bytes are on their way: some milliseconds, which is what
@@ -58,7 +58,7 @@ class CudaDevice:
         self.name = f"cuda ({torch.cuda.get_device_name(self.torch_device)})"
         self._captures: _Captures | None = None
         self._num_writers = 0
-        self._inbox = Inbox(self.torch_device, moves_by_kernel(self.torch_device))
+        self._inbox = DownloadBuffers(self.torch_device, moves_by_kernel(self.torch_device))
 
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
@@ -174,14 +174,14 @@ class _Captures:
 
 
 class _CudaMirror:
-    """Filled through the thread's outbox."""
+    """Filled through the thread's ``upload_buffers``."""
 
     def __init__(self, length: int, device: torch.device) -> None:
         self.tensor = torch.zeros(length, dtype=torch.int64, device=device)
-        self._staged: Stage | None = None
+        self._staged: StagingBuffer | None = None
 
     def stage(self) -> np.ndarray:
-        self._staged = outbox(self.tensor.device).stage(len(self.tensor), torch.int64)
+        self._staged = upload_buffers(self.tensor.device).stage(len(self.tensor), torch.int64)
         return self._staged.numbers
 
     def send(self, count: int) -> None:

@@ -1,7 +1,7 @@
 """Time that this process spends on preparing steps rather than on running them: compiling and capturing.
 
-One meter a process, since compilers are the process's. Compilers and devices report to it; whoever judges how long
-a step takes reads it. Does not know what is compiled.
+One meter a process, since compilers are the process's. Compilers and devices report to it; the watchdog, which
+judges how long a step takes, reads it. Does not know what is compiled.
 """
 
 from __future__ import annotations
@@ -68,4 +68,4 @@ class PreparationMeter:
 
 
 PREPARATION = PreparationMeter()
-"""Of this process."""
+"""The meter of this process."""

@@ -2,7 +2,7 @@
 
 Every step sends some kilobytes and gets fewer back. The device's copy engines take their work in turn, so while
 pages are copied both ways such a copy may wait for milliseconds, and its step with it. A kernel that reads pinned
-host memory, or writes it, waits for nobody. Owns the pinned buffers; does not know what the numbers mean.
+host memory, or writes it, waits for no copy. Owns the pinned buffers; does not know what the numbers mean.
 """
 
 # mypy: disallow-untyped-calls=False
@@ -28,13 +28,13 @@ that is worth: with the copy engines, a step beside saturated copies takes up to
 (docs/performance.md)."""
 
 _STAGES = 16
-"""Pinned buffers of an outbox: some more than what the steps in flight send."""
+"""Pinned buffers of one ``UploadBuffers``: some more than what the steps in flight send."""
 
 _LEAST_BYTES = 2**16
-"""Of a pinned buffer, unless it must hold more."""
+"""The bytes of a pinned buffer, unless it must hold more."""
 
 
-class Stage:
+class StagingBuffer:
     """A pinned buffer, and the event that tells when what was last copied from it or to it has landed."""
 
     def __init__(self, device: torch.device, by_kernel: bool) -> None:
@@ -50,7 +50,7 @@ class Stage:
         """What ``hold`` asked for."""
         return np.asarray(self._held.numpy())
 
-    def hold(self, length: int, dtype: torch.dtype) -> Stage:
+    def hold(self, length: int, dtype: torch.dtype) -> StagingBuffer:
         """Be [length] of this type from now on, holding anything. Waits for the last copy."""
         self.settle()
         num_bytes = length * dtype.itemsize
@@ -89,37 +89,37 @@ class Stage:
             self._landed.record(torch.cuda.current_stream(self._device))
 
 
-class Outbox:
-    """Numbers for a device, from one thread. Buffers are taken in turn."""
+class UploadBuffers:
+    """Pinned buffers for numbers that go to a device, from one thread. Buffers are taken in turn."""
 
     def __init__(self, device: torch.device, by_kernel: bool) -> None:
         self._device = device
         self._by_kernel = by_kernel
-        self._stages: list[Stage] = []
+        self._stages: list[StagingBuffer] = []
         self._turn = -1
 
-    def stage(self, length: int, dtype: torch.dtype = torch.int32) -> Stage:
-        """Where the next numbers are to be written and sent from, at once: it serves again a little later.
+    def stage(self, length: int, dtype: torch.dtype = torch.int32) -> StagingBuffer:
+        """The buffer to write the next numbers to and send them from, at once: it serves again a little later.
 
         Waits for what was sent some time ago, not for steps that are in flight, unless there are many.
         """
         self._turn = (self._turn + 1) % _STAGES
         if self._turn == len(self._stages):
-            self._stages.append(Stage(self._device, self._by_kernel))
+            self._stages.append(StagingBuffer(self._device, self._by_kernel))
         return self._stages[self._turn].hold(length, dtype)
 
 
-class Inbox:
-    """A step's results for the host. Starts are one thread's, reads may be another's."""
+class DownloadBuffers:
+    """Pinned buffers for a step's results. One thread starts the copies; another may read them."""
 
     def __init__(self, device: torch.device, by_kernel: bool) -> None:
         self._device = device
         self._by_kernel = by_kernel
-        self._free: collections.deque[Stage] = collections.deque()
+        self._free: collections.deque[StagingBuffer] = collections.deque()
 
     def start(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
-        """As ``Device.download``; the tensor is contiguous."""
-        stage = self._free.popleft() if self._free else Stage(self._device, self._by_kernel)
+        """Does what ``Device.download`` does; the tensor is contiguous."""
+        stage = self._free.popleft() if self._free else StagingBuffer(self._device, self._by_kernel)
         stage.hold(tensor.numel(), tensor.dtype).take(tensor)
         shape = tuple(tensor.shape)
 
@@ -135,11 +135,11 @@ class Inbox:
 _threads = threading.local()
 
 
-def outbox(device: torch.device) -> Outbox:
-    """The calling thread's. What is sent through it arrives in order."""
-    boxes: dict[torch.device, Outbox] = _threads.__dict__.setdefault("boxes", {})
+def upload_buffers(device: torch.device) -> UploadBuffers:
+    """The calling thread's buffers. What is sent through them arrives in order."""
+    boxes: dict[torch.device, UploadBuffers] = _threads.__dict__.setdefault("boxes", {})
     if device not in boxes:
-        boxes[device] = Outbox(device, moves_by_kernel(device))
+        boxes[device] = UploadBuffers(device, moves_by_kernel(device))
     return boxes[device]
 
 
@@ -196,9 +196,9 @@ def can_map(device: torch.device) -> bool:
     numbers = [1, -2, 3, -4, 5]
     try:
         target = torch.zeros(len(numbers), dtype=torch.int32, device=device)
-        stage = Outbox(device, by_kernel=True).stage(len(numbers))
+        stage = UploadBuffers(device, by_kernel=True).stage(len(numbers))
         stage.numbers[:] = numbers
         stage.send(target)
-        return bool(Inbox(device, by_kernel=True).start(target)().tolist() == numbers)
+        return bool(DownloadBuffers(device, by_kernel=True).start(target)().tolist() == numbers)
     except (RuntimeError, TypeError, ValueError):  # whichever torch says of such memory
         return False

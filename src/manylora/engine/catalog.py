@@ -147,7 +147,7 @@ class Catalog:
                 raise AdapterError(f"no adapter named {name!r} is loaded", status=404)
             del self._served[card.id]
             future = self._leaving[card.id] = concurrent.futures.Future()
-            future.set_running_or_notify_cancel()  # It will be done, whoever still waits for it.
+            future.set_running_or_notify_cancel()  # The removal happens, even if no caller waits for it.
             self._tell(AdapterRemoved(card.id))
             return future
 

@@ -24,7 +24,7 @@ from manylora.types import (
 class GenerationRequest:
     """A request by adapter *name* (None: the base model).
 
-    With ``stream=False`` each sample's tokens may come in one Delta, at its end: less traffic where nobody reads
+    With ``stream=False`` each sample's tokens may come in one Delta, at its end: less traffic where no one reads
     along. ``cache_scope``: whose KV it may reuse (see ``engine.scopes``). ``serial`` comes back in the request's
     deltas: it tells requests of one id apart, of which one has ended, or was refused, before its last deltas
     were read. ``more``: another request follows at once, and both are admitted or refused before

@@ -16,7 +16,7 @@ import msgspec
 from manylora.protocol import Command, SequenceStart
 
 FORM = 2
-"""Of the fingerprints in a journal; those of another form say nothing here."""
+"""The form of the fingerprints in a journal; those of another form say nothing here."""
 
 _NO_DEFAULT = object()
 _FIELDS: dict[type, tuple[tuple[str, Any], ...]] = {}

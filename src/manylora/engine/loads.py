@@ -1,4 +1,4 @@
-"""What is known of each served adapter's state. Does not know who shows it."""
+"""What is known of each served adapter's state. Does not know where it is shown."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ class AdapterLoads:
         self._loads.pop(adapter, None)
 
     def all(self) -> tuple[AdapterLoad, ...]:
-        """Of every served adapter, in the order in which they were added."""
+        """The state of every served adapter, in the order in which they were added."""
         return tuple(self._loads.values())

@@ -31,7 +31,7 @@ class LocalEngine:
         try:
             self._loop.call_soon_threadsafe(call, argument)  # type: ignore[arg-type]
         except RuntimeError:
-            pass  # the loop was closed first: nobody listens any more
+            pass  # the loop was closed first: no coroutine is left to hear of it
 
     @property
     def info(self) -> EngineInfo:

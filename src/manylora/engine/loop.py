@@ -36,7 +36,7 @@ class Ports(Protocol):
     ``preparation_s`` belongs to the loop's thread; nothing is called after ``close``."""
 
     def routes(self) -> Routes:
-        """Of every kind of command but SetTimer, which is the loop's own."""
+        """The routes of every kind of command but SetTimer, which is the loop's own."""
 
     def take(self, item: Any) -> Iterable[Event]:
         """What the machine is to be told of something that came into the inbox, perhaps later."""

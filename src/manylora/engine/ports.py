@@ -58,7 +58,7 @@ count."""
 _STATS = {field.name for field in dataclasses.fields(EngineStats)} - {"adapters"}
 
 StatsAsked = concurrent.futures.Future[EngineStats]
-"""In the inbox: a snapshot is wanted."""
+"""An item of the inbox: a snapshot is wanted."""
 
 
 @dataclasses.dataclass

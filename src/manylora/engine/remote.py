@@ -25,10 +25,10 @@ from manylora.protocol import AdapterError
 from manylora.types import AdapterCard, EngineInfo, RequestId
 
 MAX_UNSENT_BYTES = 64 * 2**20
-"""Of questions to an engine that does not read them. Then whoever asks something new gets EngineBusy."""
+"""The most bytes of calls that the engine has not read yet. Past them a new call gets EngineBusy."""
 
 ANSWER_S = 10.0
-"""How long an engine may be silent before those who have asked it for something are told so."""
+"""How long an engine may be silent before the callers that wait for an answer are told so."""
 
 FLUSH_S = 1.0
 """How long the engine has to take what was sent before the end."""
@@ -67,7 +67,7 @@ class RemoteEngine:
         reader, writer = await asyncio.open_connection(sock=sock)
         writer.write(wire.frame(wire.Start(settings)))
         match await wire.read_from_engine(reader):
-            case wire.Ready(info):
+            case wire.EngineReady(info):
                 return cls(reader, writer, info, settings.step_timeout_s)
             case wire.Failed(message, is_user_error):
                 writer.close()
@@ -100,7 +100,7 @@ class RemoteEngine:
         self._die("the engine was closed" if self._closing else reason)
 
     async def _watch(self) -> None:
-        """Take the engine for dead when it hangs; until then nobody waits for one that is silent."""
+        """Take the engine for dead when it hangs; until then no call waits for a silent one."""
         judge = Judge(self._step_timeout_s)
         while True:
             await asyncio.sleep(tick_s(self._step_timeout_s))

@@ -105,7 +105,7 @@ class Sender:
         except OSError:
             return  # the server is gone; the reading side ends the process
         except Exception:
-            # Nobody would hear of anything any more: better an end that the server notices.
+            # No message would reach the server after this one: it notices an end at least.
             log.exception("a message could not be sent: the engine ends")
             self._sock.shutdown(socket.SHUT_RDWR)
         finally:
@@ -129,7 +129,7 @@ def serve(sock: socket.socket, sender: Sender, driver: Driver) -> int:
         sock.shutdown(socket.SHUT_RDWR)  # wakes the reading loop below
 
     driver.start(deliver, on_death)
-    sender.send(wire.Ready(driver.info))
+    sender.send(wire.EngineReady(driver.info))
     sender.beat(tick_s(driver.step_timeout_s), driver.pulse)
     loads: dict[int, concurrent.futures.Future[AdapterCard]] = {}
     # Adapters are checked beside the loop, one at a time, so that many loads do not crowd out the rest.

@@ -19,7 +19,7 @@ _TICKS = 8
 
 
 def tick_s(limit_s: float) -> float:
-    """How often an engine with this limit says what it does, and how often somebody looks."""
+    """How often an engine with this limit reports what it does, and how often the watchdog looks."""
     return min(_MOST_TICK_S, limit_s / _TICKS)
 
 
@@ -99,10 +99,10 @@ class Watched(Protocol):
     is_closing: threading.Event
 
     def pulse(self) -> Pulse:
-        """What it is doing now."""
+        """What the loop does now."""
 
     def give_up(self, reason: str) -> None:
-        """It is lost."""
+        """The engine is lost."""
 
 
 def watch(loop: Watched, limit_s: float) -> threading.Thread:

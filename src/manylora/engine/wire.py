@@ -51,7 +51,7 @@ class Call(msgspec.Struct, tag=True):
 
 
 class Withdraw(msgspec.Struct, tag=True):
-    """No one waits for the answer to this Call: what has not begun need not be done, nor answered."""
+    """The client has dropped this Call: what has not begun need not be done, nor answered."""
 
     id: int
 
@@ -59,7 +59,7 @@ class Withdraw(msgspec.Struct, tag=True):
 ToEngine = Start | Submit | Cancel | Call | Withdraw
 
 
-class Ready(msgspec.Struct, tag=True):
+class EngineReady(msgspec.Struct, tag=True):
     """The engine serves."""
 
     info: EngineInfo
@@ -101,7 +101,7 @@ class Beat(msgspec.Struct, tag=True):
     pulse: Pulse
 
 
-ToServer = Ready | Failed | Deltas | Loads | Answer | Beat
+ToServer = EngineReady | Failed | Deltas | Loads | Answer | Beat
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

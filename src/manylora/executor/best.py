@@ -28,7 +28,7 @@ class Best(NamedTuple):
 
     @staticmethod
     def unpack(packed: np.ndarray, count: int) -> tuple[list[int], list[int]]:
-        """Of the first ``count`` rows: the tokens, and the rows whose logits are not finite."""
+        """What is packed of the first ``count`` rows: the tokens, and the rows whose logits are not finite."""
         size = len(packed) // 2
         return packed[:count].tolist(), unsound_rows(packed[size:].view(np.float32)[:count])
 

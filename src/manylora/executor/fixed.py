@@ -31,7 +31,7 @@ class FixedAttention(Protocol):
 
 
 class FixedLora(Protocol):
-    """``plan``: for ``Ops.lora_summands``, as above."""
+    """``plan``: for ``Ops.lora_summands``; under capture its launches depend on its sizes alone."""
 
     @property
     def plan(self) -> Any: ...
@@ -39,7 +39,7 @@ class FixedLora(Protocol):
     def fill(self, segments: LoraSegments | None, num_tokens: int) -> None:
         """Point the plan at the segments of a batch of so many tokens; None: no token has an adapter.
 
-        As ``FixedAttention.fill``. The segments' cells are the table that the plan was made for.
+        Otherwise this is ``FixedAttention.fill``. The segments' cells are the table that the plan was made for.
         """
 
 
@@ -76,7 +76,7 @@ def has_fixed_plans(ops: Ops) -> bool:
 def fixed_attention(
     ops: Ops, num_tokens: int, num_rows: int, max_context: int, page: PageShape, device: torch.device
 ) -> FixedAttention:
-    """For at most ``num_tokens`` tokens in ``num_rows`` rows, of one token each where the two are equal, and for
+    """A plan for up to ``num_tokens`` tokens in ``num_rows`` rows, of one token each if the two are equal, and for
     contexts of at most ``max_context`` tokens."""
     if isinstance(ops, _FixesAttention):
         of_any_length = None if num_tokens == num_rows else num_tokens
@@ -93,8 +93,8 @@ def fixed_lora(
     cells: torch.Tensor,
     device: torch.device,
 ) -> FixedLora:
-    """For at most ``num_tokens`` tokens in ``num_rows`` rows, of one token each where the two are equal, and ranks
-    up to ``max_rank``."""
+    """A plan for up to ``num_tokens`` tokens in ``num_rows`` rows, of one token each if the two are equal, and
+    ranks up to ``max_rank``."""
     if isinstance(ops, _FixesLora):
         return ops.fixed_lora(num_tokens, max_rank, geometry, cells, device, num_rows)
 

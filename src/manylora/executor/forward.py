@@ -27,7 +27,7 @@ NARROWED = 64
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Numbers:
-    """What ``StepInputs`` calls by the same names, on the device."""
+    """The device's copies of what ``StepInputs`` calls by the same names."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -47,7 +47,7 @@ class Outputs:
     late_index: torch.Tensor
 
     def first(self, count: int) -> Outputs:
-        """Of the first ``count`` rows only, but for ``best``."""
+        """The outputs of the first ``count`` rows only, but for ``best``."""
         if count == len(self.logits):
             return self
         return Outputs(self.logits[:count], self.best, self.last[:count], self.late_index[:count])

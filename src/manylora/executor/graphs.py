@@ -1,7 +1,7 @@
 """Steps at fixed sizes, captured once and replayed: the host launches one thing instead of hundreds.
 
 Decoding steps, and steps with prompts whose kernels take less time than their launches. A step is padded to its
-bucket. Padding tokens read and write a page that nobody owns, belong to no row and to no adapter, and what they
+bucket. Padding tokens read and write a page that holds no data, belong to no row and to no adapter, and what they
 give is thrown away. Everything that changes between steps is in device memory at fixed addresses: numbers in a
 mirror, tables in the operations' fixed plans. Owns the buckets and what was captured for them; does not know what
 a capture is, which is the device's.
@@ -95,7 +95,7 @@ class StepGraphs:
         limits: GraphLimits,
         scratch_page: int,
     ) -> None:
-        """``scratch_page``: of the pool, and nobody else's. Raises ValueError where nothing can be captured."""
+        """``scratch_page``: a pool page for padding alone. Raises ValueError where nothing can be captured."""
         if device.captures and not has_fixed_plans(forward.decoder.ops):
             raise ValueError(f"{forward.decoder.ops.name} kernels have no fixed plans")
         self._forward = forward

@@ -91,7 +91,7 @@ class AdapterReader:
     ) -> None:
         """Read into the command's pages; ``done`` is called once.
 
-        ``spec`` None stands for an adapter that nobody knows. Raises RuntimeError after ``close``; then
+        ``spec`` None stands for an unknown adapter. Raises RuntimeError after ``close``; then
         ``done`` is not called.
         """
         writer = self._device.page_writer() if command.tier == "device" else None

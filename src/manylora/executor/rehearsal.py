@@ -1,4 +1,4 @@
-"""Steps run before anybody asks: kernels are compiled and loaded, and memory that is short shows at the start."""
+"""Steps run before any request: kernels are compiled and loaded, and memory that is short shows at the start."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def rehearse(worker: Worker, limits: PolicyConfig, max_adapter_rank: int | None 
     """Run eager steps, one as large as a step can be; returns their tokens. Of the base model and, since LoRA's
     kernels have variants by the size of a step and the rank, with adapters.
 
-    Before the policy's first command, since the steps write to pages that nobody holds yet. A step that fails is
-    logged: it would fail requests.
+    Runs before the policy's first command, since the steps write to pages that no sequence holds yet. A step that
+    fails is logged: it would fail requests.
     """
     began = time.perf_counter()
     direct = DirectExecutor(worker)
@@ -72,7 +72,7 @@ def rehearse(worker: Worker, limits: PolicyConfig, max_adapter_rank: int | None 
 
 
 def _lengths(size: int, longest: int, most_rows: int) -> tuple[list[int], list[int]]:
-    """Of prompts of ``size`` tokens together: long ones, and ``_BESIDE`` where there is room."""
+    """The lengths of prompts of ``size`` tokens together: long ones, and ``_BESIDE`` where there is room."""
     left = size - sum(_BESIDE)
     if left >= sum(_BESIDE) and -(-left // longest) + len(_BESIDE) <= most_rows:
         return _parts(left, longest), [min(length, longest) for length in _BESIDE]
@@ -90,7 +90,7 @@ def _prompts(
     adapter: AdapterId,
     beside: AdapterId,
 ) -> tuple[SequenceStart, ...]:
-    """Prompts, all on the same pages: nobody will read what is written. Those beside the long ones are of an
+    """Prompts, all on the same pages: what they write is never read. The prompts beside the long ones have an
     adapter of their own, or they would be one run with them."""
     each = [(adapter, length) for length in lengths[0]] + [(beside, length) for length in lengths[1]]
     return tuple(

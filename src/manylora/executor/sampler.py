@@ -37,10 +37,10 @@ _LEAST_TEMPERATURE = 1e-30
 
 
 class Results(NamedTuple):
-    """Of a batch of rows, on the host.
+    """The tokens of a batch of rows, on the host.
 
     ``tokens`` and ``logprobs``: per row and draw the token, and its log-probabilities (None where not asked for;
-    None where nobody asked). ``unsound``: the rows whose logits were not finite, ascending.
+    None where no row asks). ``unsound``: the rows whose logits were not finite, ascending.
     """
 
     tokens: Sequence[Sequence[int]]

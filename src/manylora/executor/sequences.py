@@ -21,7 +21,7 @@ _FIRST_TOKENS = 256
 _FIRST_PAGES = 16
 
 LATE_ENTRIES = 2 * MOST_SEQS
-"""Length of the device's array of late tokens. Entry 0 is nobody's."""
+"""Length of the device's array of late tokens. Entry 0 belongs to no sequence."""
 
 _NONE = np.zeros(0, dtype=np.int32)
 
@@ -42,7 +42,7 @@ class _Sequence:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Lineup:
-    """Who takes part in a step, and with how many tokens: by row, int64 [R] but for ``sequences``.
+    """The sequences of a step and their numbers of tokens: by row, int64 [R] but for ``sequences``.
 
     ``drawing``: the rows that draw, ascending; ``drawers``: their sequences. Decoding steps share one object until
     a sequence starts or ends or takes another part, so what follows from it alone need not be computed again.
@@ -96,7 +96,7 @@ class SequenceTable:
     -i, where i is the slot's entry among the device's late tokens (slot + 1). ``lengths`` int64 [slots]: how many
     tokens there are, late ones included. ``pages`` int32 [slots, width]: page tables; entries past a sequence's
     own are stale but valid ids. ``adapters`` int64 [slots]. ``greedy`` bool [slots]: ``is_greedy`` of its
-    parameters. ``owners`` int64 [slots]: a number for whoever has the slot, never given twice; 0: nobody. The
+    parameters. ``owners`` int64 [slots]: a number of the slot's sequence, never given twice; 0 in a free slot. The
     arrays are replaced when they grow: read them anew every step.
     """
 

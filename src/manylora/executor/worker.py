@@ -155,7 +155,7 @@ class Worker:
     def use_graphs(self, limits: GraphLimits, scratch_page: int, progress: Progress | None = None) -> None:
         """Run decoding steps at fixed sizes from now on, captured where the device can; before the first step.
 
-        ``scratch_page``: of the device's pool, and nobody's. Does nothing but log where it cannot be.
+        ``scratch_page``: a page of the device's pool that holds no data. Where this cannot be, it only logs.
         """
         assert self._forward is not None
         try:

@@ -22,8 +22,9 @@ from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.plans import upload
 
 LEAST_MEAN_QUERIES = 128
-"""Of a step's prompts. On an H200, FlashInfer's fa3 is faster than our kernel for prompts of 256 tokens and more,
-and not for those of 64 (``manylora_lab.benchmarks.h200_ops``, not on record); nothing between was measured."""
+"""The least mean length of a step's prompts. On an H200, FlashInfer's fa3 is faster than our kernel for prompts of
+256 tokens and more, and not for those of 64 (``manylora_lab.benchmarks.h200_ops``, not on record); nothing between
+was measured."""
 
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -92,7 +93,7 @@ def _why_not(shape: AttentionShape) -> str | None:
 
 
 def _backend(device: torch.device) -> str:
-    """Its kernels for this device; raises RuntimeError where it has none."""
+    """FlashInfer's kernels for this device; raises RuntimeError where it has none."""
     major, minor = torch.get_device_module(device).get_device_capability(device)
     if major < 8:
         raise RuntimeError(f"there is no kernel for compute capability {major}.{minor}")
@@ -145,7 +146,7 @@ class PromptAttention:
         self._has_failed = False
 
     def plan(self, rows: AttentionRows, page: PageShape) -> PlannedPrompts | None:
-        """For the step's rows of several queries; None where our kernel is to serve them."""
+        """The plan for the step's rows of several queries; None where our kernel is to serve them."""
         length = np.diff(rows.query_start)
         prompts = np.flatnonzero(length > 1)
         if len(prompts) == 0 or length[prompts].mean() < LEAST_MEAN_QUERIES:

@@ -67,7 +67,7 @@ class LoraSegments:
         return np.asarray(np.where(np.arange(rank) < second, first_scale, second_scale))
 
     def of_tokens(self, tokens: np.ndarray) -> LoraSegments | None:
-        """Of a batch of these tokens alone, ascending int [M]; None where none of them has an adapter."""
+        """The segments of these tokens alone, ascending int [M]; None where none of them has an adapter."""
         segment = np.searchsorted(self.start, tokens, side="right") - 1
         ends = np.append(self.start + self.length, 0)  # -1: before all segments
         adapted = np.flatnonzero(tokens < ends[segment])
@@ -133,7 +133,7 @@ class Summands(NamedTuple):
         return self.product if self.adapted is None else self.product + self.adapted
 
     def of(self, rows: torch.Tensor) -> Summands:
-        """Of these rows, int64 [M]."""
+        """The summands of these rows, int64 [M]."""
         return Summands(self.product[rows], None if self.adapted is None else self.adapted[rows])
 
 

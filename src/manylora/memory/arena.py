@@ -1,6 +1,6 @@
 """The device's pool of pages, for KV and for adapters alike (docs/architecture.md, "Memory").
 
-Owns the allocation and its views. Does not know what a page holds or who owns it: that is the policy's.
+Owns the allocation and its views. Does not know what a page holds or which request owns it: that is the policy's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The host tier's pages: memory of the machine, of the same shape as the device pool's pages.
 
-Owns the memory and its pinning. Does not know what a page holds or who owns it: that is the policy's.
+Owns the memory and its pinning. Does not know what a page holds or which request owns it: that is the policy's.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _REQUEST_S = (
 _ADAPTER_FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 PARTS = ("queue", "adapter", "kv", "prefill")
-"""Of the time to a request's first token, in order: waiting for admission, then for its adapter, then for its
+"""The parts of a request's time to its first token, in order: waiting for admission, for its adapter, for its
 history, and the rest."""
 
 
@@ -98,12 +98,12 @@ class Metrics:
         text += " The base model counts under its own id."
         return Counter(f"manylora:adapter_{name}", text, ["adapter_name"], registry=self._registry)
 
-    def request(self, adapter: str | None, num_prompt_tokens: int, n: int, start_s: float) -> Recorder:
+    def request(self, adapter: str | None, num_prompt_tokens: int, n: int, start_s: float) -> RequestRecorder:
         """Start recording one engine request that arrived at ``start_s`` (time.perf_counter)."""
         name = adapter or self._base
         self._adapter_requests.labels(name).inc()
         self._adapter_prompt.labels(name).inc(num_prompt_tokens)
-        return Recorder(self, name, self._adapter_generated.labels(name), n, start_s)
+        return RequestRecorder(self, name, self._adapter_generated.labels(name), n, start_s)
 
     def count_first_token(self, adapter: str, delta: TextDelta, seconds: float) -> None:
         """Record when a request's first token, which ``delta`` brings, came, and what it waited for."""
@@ -147,7 +147,7 @@ class Metrics:
         return {name: float(value) for name, _, value in samples}
 
 
-class Recorder:
+class RequestRecorder:
     """Watches the deltas of one engine request. Cheap: it runs once for every delta."""
 
     def __init__(self, metrics: Metrics, adapter: str, generated: Counter, n: int, start_s: float) -> None:

@@ -1,17 +1,17 @@
-"""Records a request's deltas on their way to whoever reads them."""
+"""Records a request's deltas on their way to the client."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from manylora.metrics.requests import Recorder
+from manylora.metrics.requests import RequestRecorder
 from manylora.text.generate import TextDelta, TextStream
 
 
 class RecordedStream:
     """A request's deltas, each recorded as it is read. Closing it ends the record."""
 
-    def __init__(self, stream: TextStream, recorder: Recorder) -> None:
+    def __init__(self, stream: TextStream, recorder: RequestRecorder) -> None:
         self._stream = stream
         self._recorder = recorder
 

@@ -27,7 +27,7 @@ class Step:
     pool: torch.Tensor
 
     def of_drawn(self) -> Step:
-        """For parts that run on the rows of ``batch.sample_index`` alone."""
+        """The step for parts that run on the rows of ``batch.sample_index`` alone."""
         drawn = self.batch.drawn
         return Step(
             self.ops, dataclasses.replace(self.batch, lora=None if drawn is None else drawn.lora), self.pool
@@ -50,7 +50,7 @@ class LoraLinear:
         )
 
     def gated(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """Of gate and up side by side: silu(gate) * up, ``[T, I]``."""
+        """The gated product of gate and up side by side: silu(gate) * up, ``[T, I]``."""
         return step.ops.lora_gated(
             x, self.weight, self.bias, step.pool, self.layer, self.group, step.batch.lora
         )
@@ -86,7 +86,7 @@ class RmsNorm:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerNorm:
-    """Without weight and bias where the model has none."""
+    """A layer norm, without weight and bias where the model has none."""
 
     size: int
     weight: torch.Tensor | None
@@ -238,7 +238,7 @@ class Embedding:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Head:
-    """From the stream to logits; ``project`` ``[embedding, hidden]``, ``weight`` ``[vocab, embedding]``."""
+    """Maps the stream to logits; ``project`` ``[embedding, hidden]``, ``weight`` ``[vocab, embedding]``."""
 
     norm: Norm | None
     project: Weight | None

@@ -22,7 +22,7 @@ class Admission:
     of which the paper gives the idea: a round drops requests that have waited so long that, with
     ``FIRST_STEP_S`` for the step to come, their first token would miss the objective. Then it takes the newest
     first where the queue grows by as many as are admitted, else the oldest. ``growth`` averages, over rounds,
-    how many more wait than after the last round that admitted anybody; ``admitted``, over those, how many it
+    how many more wait than after the last round that admitted any; ``admitted``, over those, how many it
     admitted.
     """
 

@@ -180,13 +180,13 @@ class Candidates:
         return leaving
 
     def begin_leaving_host(self, now: float) -> CandidateList:
-        """The same for the host."""
+        """The list that gives up host pages, with a decision begun."""
         self._host_value.refresh(now, self._tree.resident_adapters)
         self._leaving_host.begin(now)
         return self._leaving_host
 
     def begin_entering(self, now: float) -> CandidateList:
-        """The same for what comes to the device."""
+        """The list of nodes to bring to the device, with a decision begun."""
         self._device_value.refresh(now, self._tree.resident_adapters)
         self.entering.begin(now)
         return self.entering

@@ -7,7 +7,7 @@ import math
 from typing import Protocol
 
 LEAST_ROOM, MOST_ROOM = 0.02, 0.10
-"""Of the device, where the high mark follows what steps take."""
+"""The least and the most share of the device that is kept free, where the high mark follows what steps take."""
 ROOM_STEPS = 2
 """So many of the largest intakes that a step had lately find room: one, and another while that is freed anew."""
 ROOM_HALF_LIFE_S = 60.0

@@ -129,7 +129,7 @@ class Replica:
         return commands
 
     def _collect(self) -> None:
-        """What the parts have decided goes before whatever is decided here next."""
+        """Put the commands of the parts before those that are decided here next."""
         self._commands += self._residency.collect()
 
     def _say(self, command: Command) -> None:

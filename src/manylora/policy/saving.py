@@ -16,7 +16,7 @@ _PRIOR_PAGES = 128
 _MEMORY_PAGES = 8192
 """After so many saved pages both counts are halved: what was asked for long ago says little."""
 _WRITE_SHARE = 0.05
-"""Of a write's time: what it costs a step that runs on beside it (1 to 3 % slower on an H200)."""
+"""The share of a write's time that it costs a step that runs on beside it (1 to 3 % slower on an H200)."""
 _TRIAL_S = 1.0
 _TRIALS_EVERY = 16
 """One second of so many saves whatever is believed, or the policy would not notice that history is asked for

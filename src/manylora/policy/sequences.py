@@ -159,12 +159,12 @@ class Sequence:
     # ------------------------------------------------------------ waiting and holding
 
     def prefetched(self) -> None:
-        """What it needs was looked at while it waits."""
+        """The scheduler has looked at what the waiting sequence needs."""
         self.is_prefetched = True
 
     def hold(self, deepest: Node, num_shared: int, num_computed: int, own_pages: SequenceOf[PageId]) -> None:
-        """It is admitted, and waits for what is on its way; the ids of shared pages are known when all are
-        there."""
+        """The sequence is admitted, and waits for what is on its way; the ids of shared pages are known when all
+        are there."""
         self.node = self.matched = deepest
         self.num_shared = num_shared
         self.num_computed = self.num_scheduled = num_computed
@@ -174,7 +174,7 @@ class Sequence:
         self.stage = LOADING
 
     def hold_fork(self, parent: Sequence, own_pages: SequenceOf[PageId]) -> None:
-        """It is a fork of a sequence whose prompt is computed, and runs on from there."""
+        """The sequence is a fork of another whose prompt is computed, and runs on from there."""
         self.node = self.matched = parent.node
         self.num_shared = parent.num_shared
         self.num_computed = self.num_scheduled = self.num_prompt
@@ -184,33 +184,33 @@ class Sequence:
         self.stage = RUNNING
 
     def note_admission(self, now: float, is_adapter_there: bool) -> None:
-        """When it was admitted, for the parts of its wait."""
+        """Keep the moment of admission, for the parts of the sequence's wait."""
         self.admitted_s = now
         self.adapter_s = 0.0 if is_adapter_there else None
 
     def note_adapter(self, now: float) -> None:
-        """Its adapter is there."""
+        """The sequence's adapter is there."""
         if self.adapter_s is None:
             self.adapter_s = now - self.admitted_s
 
     def note_failed_copy(self) -> int:
-        """Something that it waits for could not be copied; how often that has been so."""
+        """Count a failed copy of something that the sequence waits for; the count."""
         self.num_failed_copies += 1
         return self.num_failed_copies
 
     def run(self, shared_pages: SequenceOf[PageId]) -> None:
-        """All that it reuses is there."""
+        """The sequence runs: all that it reuses is there."""
         self.pages[: len(shared_pages)] = shared_pages
         self.stage = RUNNING
 
     def add_pages(self, pages: SequenceOf[PageId]) -> None:
-        """Room for more tokens."""
+        """Add room for more tokens."""
         for page in pages:
             self.page_updates.append((len(self.pages), page))
             self.pages.append(page)
 
     def enter(self, node: Node, instead: PageId | None) -> None:
-        """Its first own page belongs to a node now; ``instead`` is the node's page where that is another."""
+        """The first own page belongs to a node now; ``instead`` is the node's page where that is another."""
         if instead is not None:
             self.pages[self.num_shared] = instead
             self.page_updates.append((self.num_shared, instead))
@@ -218,23 +218,23 @@ class Sequence:
         self.num_shared += 1
 
     def let_go(self) -> None:
-        """It holds nothing."""
+        """The sequence holds nothing."""
         self.node = self.matched = None
         self.pages = []
         self.num_shared = 0
         self.num_computed = self.num_scheduled = 0
 
     def forget_executor(self) -> bool:
-        """The executor is to forget it; whether it knows it."""
+        """The executor is to forget the sequence; whether it knows it."""
         was_known, self.is_known_to_executor = self.is_known_to_executor, False
         return was_known
 
     def wait_again(self) -> None:
-        """It waits for another admission."""
+        """The sequence waits for another admission."""
         self.stage = WAITING
 
     def end(self) -> None:
-        """Its one end."""
+        """The sequence ends, once."""
         self.stage = ENDED
         del self.state.sequences[self.sample]
 

@@ -16,7 +16,7 @@ from manylora.policy.tree import ABSENT, HELD, NO_COPY, SAVING, STANDBY, Node
 LANE_S = 0.005
 """What it moves at a time, in seconds of the lane: a copy that a request waits for stands behind it."""
 PREFETCH_MARK = 0.95
-"""Of the device: up to there what waiting requests need comes ahead of them, where a policy has no marks."""
+"""The share of the device up to which waiting requests' needs come ahead of them, where a policy has no marks."""
 QUEUE_DEPTH = 8
 """How far into the waiting queue it looks."""
 
@@ -117,7 +117,7 @@ class Swapper:
         )
 
     def _prefetch(self, now: float) -> None:
-        """For the first in the queue, into idle pages only; an adapter with no room there at least is read."""
+        """Prefetch for the first in the queue, into idle pages only; an adapter without room is read at least."""
         residency = self._residency
         for sequence in self._waiting.leading(QUEUE_DEPTH):
             if sequence.is_prefetched:

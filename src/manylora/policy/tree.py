@@ -117,7 +117,7 @@ class Node:
 
     @property
     def is_ghost(self) -> bool:
-        """In neither tier; a KV node is then kept only because others still hang below it."""
+        """Whether the node is in neither tier; a KV node is then kept only because others still hang below it."""
         return self.residence is ABSENT and self.host is NO_COPY
 
 

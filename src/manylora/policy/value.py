@@ -22,7 +22,7 @@ REUSE_S = 15.0
 """How fast KV loses value: about the pause between two turns of a conversation."""
 _LEAST_COST_S = 1e-7
 _LEAST_WEIGHT = 1e-6
-"""Of what no request has asked for yet."""
+"""The weight of what no request has asked for yet."""
 _PRIOR_TOKENS = 1000
 """Prompts begin by looking wholly reusable; so many tokens later what was seen counts half."""
 
@@ -149,7 +149,7 @@ class RealCost:
         return rates.step_s + num_pages * (rates.page_in_s if is_held else rates.page_read_s)
 
     def _kv_cost_s(self, depth_class: int, is_held: bool) -> float:
-        """Of one page."""
+        """The value of one page."""
         rates = self._rates
         # Without a copy it would be saved: written now and read back later. Never more than computing it again.
         copy_s = rates.page_in_s if is_held else rates.page_out_s + rates.page_in_s
@@ -163,7 +163,7 @@ class RealCost:
 
 
 class RealHostCost(RealCost):
-    """The same for a copy on the host, for the node's next use from there: what the transfer saves.
+    """The value of a copy on the host, for the node's next use from there: what the transfer saves.
 
     An adapter's read from its source delays the requests that wait for it; a KV page's prefill all rows of its
     step. So history that is seldom asked for does not push adapters out, and of what is asked for often that

@@ -80,7 +80,7 @@ class StepCosts(Protocol):
 
     @property
     def answer_s(self) -> float:
-        """From a step's end until who asked has its tokens."""
+        """The time from a step's end until the client has its tokens."""
 
     @property
     def copy_drag(self) -> float:

@@ -19,10 +19,10 @@ from manylora.pricing.shapes import ModelShape
 
 FORMAT = "manylora-profile-2"
 ALONE_FORMAT = "manylora-profile-1"
-"""Of steps run one by one, without an engine around them: an engine's own take longer. Still read."""
+"""The form for steps run one by one, without an engine around them: an engine's own take longer. Still read."""
 
 _UNTOLD_PIPELINE_DEPTH = {"cpu": 1, "cuda": 2}
-"""Of profiles from before they told it: the engine's default then."""
+"""The depth of profiles that do not tell theirs: the default of the engines they are from."""
 
 
 def _check_numbers(point: Any) -> None:
@@ -90,7 +90,7 @@ class OverheadPoint:
 class Profile:
     """All of one run. ``versions``: of what was measured with; ``adapter_modules``: what its adapters adapt.
     ``wakes``: steps after the engine had been idle (``costs.IDLE_S``), which ``steps`` are not; older profiles
-    do not tell them apart. ``answer_s``: from a step's end until who asked has its token; ``copy_drag``,
+    do not tell them apart. ``answer_s``: from a step's end until the client has its token; ``copy_drag``,
     ``spread``: see ``costs.StepCosts``. Older profiles have neither of these three: 0, and no spread.
     ``pipeline_depth``: of the engine that was watched; older profiles do not tell it (``steps_in_flight``)."""
 
@@ -142,7 +142,7 @@ class Profile:
 
     @property
     def kind(self) -> Literal["cpu", "cuda"]:
-        """Of device, by the machine's name."""
+        """The profile's device, by the machine's name."""
         return "cpu" if self.machine.startswith("cpu") else "cuda"
 
     @property
@@ -183,7 +183,7 @@ def load_profile(path: Path) -> Profile:
 
 
 def profile_of(data: bytes) -> Profile:
-    """A profile from its file's bytes. Points are tables, or, as once, one object each."""
+    """A profile from its file's bytes. Points are tables, or, in older files, one object each."""
     fields = msgspec.json.decode(data)
     if isinstance(fields, dict):
         for name, value in fields.items():

@@ -69,12 +69,12 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of all layers' linear modules: what every token is multiplied with."""
+        """The parameters of all layers' linear modules: what every token is multiplied with."""
         return self.layers * sum(inputs * outputs for inputs, outputs in self.modules.values())
 
     @property
     def head_parameters(self) -> int:
-        """Of the matrix that gives logits."""
+        """The parameters of the matrix that gives logits."""
         return self.vocab * self.hidden
 
     @property
@@ -108,7 +108,7 @@ class ModelShape:
 
     @property
     def fingerprint(self) -> str:
-        """The same for equal sizes, whatever the name."""
+        """A digest that is equal for equal sizes, whatever the name."""
         sizes = {name: value for name, value in dataclasses.asdict(self).items() if name != "name"}
         return hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()[:12]
 

@@ -106,7 +106,7 @@ class SwapPages:
     """Copy pages between the tiers beside compute; answer with CopyDone.
 
     ``pairs``: (source, destination); the sources are the host's when ``to_device``, else the device's. The
-    destinations are nobody's else until the answer, and no issued step touches them. ``adapter``: these are
+    destinations are this copy's alone until the answer, and no issued step touches them. ``adapter``: these are
     all the pages of this adapter, in order, and it is resident once they have landed.
     """
 
@@ -125,7 +125,7 @@ class SetTimer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EvictAdapter:
-    """The adapter is no longer resident on the device; no step issued from now on reads it."""
+    """The adapter leaves the device; no step issued from now on reads it."""
 
     adapter: AdapterId
 

@@ -11,7 +11,7 @@ from manylora.types import AdapterId, CopyId, Request, RequestId, SequenceId
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arrive:
     """A request has come. ``more``: others follow at once, and no step starts before the last of them is known,
-    so that those who come together start together."""
+    so that requests which come together start together."""
 
     request: Request
     more: bool = False

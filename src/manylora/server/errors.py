@@ -74,7 +74,7 @@ def try_later(status: int, message: str) -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """What a client is told of an exception; None for one that nobody expected."""
+    """What a client is told of an exception; None for an unexpected one."""
     match error:
         case ApiError():
             return error
@@ -139,7 +139,7 @@ def install(app: FastAPI) -> None:
 
 
 def bug(request_id: str) -> ApiError:
-    """500: what a client is told of an exception that nobody expected."""
+    """500: what a client is told of an unexpected exception."""
     return ApiError(500, f"internal error; the server's log says more under request id {request_id}")
 
 

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from manylora.engine.client import EngineClient, GenerationRequest
 from manylora.engine.scopes import CacheScopes
-from manylora.metrics.requests import Metrics, Recorder
+from manylora.metrics.requests import Metrics, RequestRecorder
 from manylora.server.errors import as_api_error
 from manylora.server.lifecycle import Lifecycle
 from manylora.server.models import Chosen
@@ -78,7 +78,7 @@ class StreamPlan:
 
     @classmethod
     def of(cls, body: SamplingFields) -> StreamPlan:
-        """As the body's ``stream`` and ``stream_options`` ask."""
+        """The plan that the body's ``stream`` and ``stream_options`` ask for."""
         options = body.stream_options
         has_usage = bool(options and options.include_usage)
         is_continuous = bool(options and options.continuous_usage_stats)
@@ -167,7 +167,7 @@ class GenerationResponse(Response):
         )
         return generate_text(self._service.client, self._service.tokenizer, request)
 
-    def _recorder(self, prompt: tuple[int, ...], params: SamplingParams) -> Recorder:
+    def _recorder(self, prompt: tuple[int, ...], params: SamplingParams) -> RequestRecorder:
         adapter = self._job.chosen.adapter
         return self._service.metrics.request(adapter, len(prompt), params.n, self._job.start_s)
 

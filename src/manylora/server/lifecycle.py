@@ -42,7 +42,7 @@ _AFTER_DRAIN_S = 4.5
 
 
 class Disconnected(Exception):
-    """The client has gone; nobody is left to answer."""
+    """The client has gone; its request needs no answer."""
 
 
 class Lifecycle:
@@ -262,7 +262,7 @@ async def _first(task: asyncio.Task[None] | asyncio.Task[bool], *events: asyncio
 
 @contextlib.contextmanager
 def _handled(signals: Sequence[signal.Signals], lifecycle: Lifecycle) -> Iterator[None]:
-    """Not by the loop's own means: to remove these restores the default, by which a second SIGTERM would kill."""
+    """Handle signals, not by the loop's means: to remove those restores the default, and SIGTERM then kills."""
     loop = asyncio.get_running_loop()
     before = {}
 

@@ -28,7 +28,7 @@ _TOKEN_ID = re.compile("0|[1-9][0-9]*")
 
 
 def completion_params(body: CompletionBody) -> SamplingParams:
-    """As /v1/completions asks for; raises InvalidRequest."""
+    """The parameters of a /v1/completions body; raises InvalidRequest."""
     given: dict[str, Any] = {"logprobs": body.logprobs}
     if body.max_tokens is not None:
         given["max_tokens"] = body.max_tokens
@@ -39,7 +39,7 @@ def completion_params(body: CompletionBody) -> SamplingParams:
 
 
 def chat_params(body: ChatBody) -> SamplingParams:
-    """As /v1/chat/completions asks for: by default as many tokens as the context allows."""
+    """The parameters of a /v1/chat/completions body: by default as many tokens as the context allows."""
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs may be given with logprobs=true only", "top_logprobs")
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= 20:

@@ -40,7 +40,7 @@ class Usage:
         self.num_cached += delta.num_cached_tokens
 
     def encode(self) -> msgspec.Raw:
-        """In OpenAI's shape."""
+        """The usage in OpenAI's shape."""
         return msgspec.Raw(
             b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,'
             b'"prompt_tokens_details":{"cached_tokens":%d}}'

@@ -21,7 +21,7 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies: joins bytes, so a token costs a look-up and no decoding of a window."""
+    """Decodes byte-level vocabularies: joins bytes, so a token costs a look-up and no decoding of a window."""
 
     def __init__(self, token_bytes: Callable[[int], bytes], skipped: Set[int]) -> None:
         self._token_bytes = token_bytes
@@ -44,7 +44,7 @@ _MAX_HELD_TOKENS = 8
 
 
 class WindowDetokenizer:
-    """For any other decoder: decodes a short window of tokens twice, with and without the new ones.
+    """Decodes any other vocabulary: a short window of tokens twice, with and without the new ones.
 
     The window starts at tokens already shown, because what a decoder makes of a token (a leading space,
     a byte) depends on its neighbours.

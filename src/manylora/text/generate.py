@@ -186,7 +186,7 @@ class TextDeltas(Protocol):
     """One request's deltas, as of a TextStream."""
 
     def __aiter__(self) -> AsyncIterator[TextDelta]:
-        """In the order in which they came."""
+        """The deltas in the order in which they came."""
 
     async def aclose(self) -> None:
         """Abort what still runs. Idempotent."""

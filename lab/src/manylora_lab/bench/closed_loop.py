@@ -1,7 +1,7 @@
 """A closed loop against an engine in this process: so many requests at once, first come first served.
 
-Owns who may join the batch next (``Gate``), which the simulator's loop uses too. The engine's policy is what it
-always is; a gate only holds requests back before it, as a system's front would that batches in this way.
+Owns which request joins the batch next (``BatchGate``); the simulator's loop uses it too. The policy is the
+engine's own; a gate only holds requests back before it, as the front of a system would that batches in this way.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LoopRequest:
     output_tokens: int
 
 
-class Gate:
+class BatchGate:
     """First come first served, at most ``at_once`` running. ``models``: of each request; unless ``is_mixed``, only
     requests of one model run together, and the first in line of another waits until all of them have ended."""
 
@@ -52,7 +52,7 @@ class Gate:
         return self._num_joined == len(self._models) and not self._running
 
     def join(self) -> int | None:
-        """The next request, which runs from now on; None where nobody may."""
+        """The next request, which runs from now on; None where none may."""
         first = self._num_joined
         if first == len(self._models) or len(self._running) >= self._at_once:
             return None
@@ -65,7 +65,7 @@ class Gate:
         return first
 
     def leave(self, request: int) -> None:
-        """It has ended."""
+        """The request has ended."""
         self._running.remove(request)
 
 
@@ -87,7 +87,7 @@ class ClosedLoop:
         self._driver = driver
         self._num_runs = 0
         self._asked: Sequence[GenerationRequest] = ()
-        self._gate = Gate((), 0, True)
+        self._gate = BatchGate((), 0, True)
         self._ended = threading.Event()
         self._error: str | None = None
         driver.start(self._deliver, self._died)
@@ -99,9 +99,9 @@ class ClosedLoop:
 
     def warm_up(self, requests: Sequence[LoopRequest]) -> None:
         """Run these, mixed, for what only a first run costs: kernels to compile, adapters to read."""
-        self.run(requests, Gate([0] * len(requests), self._driver.info.max_num_seqs, True))
+        self.run(requests, BatchGate([0] * len(requests), self._driver.info.max_num_seqs, True))
 
-    def run(self, requests: Sequence[LoopRequest], gate: Gate) -> LoopResult:
+    def run(self, requests: Sequence[LoopRequest], gate: BatchGate) -> LoopResult:
         """All requests to their ends; prompts are random and never those of an earlier run. Raises ConfigError."""
         self._num_runs += 1
         self._asked = [self._request(number, request) for number, request in enumerate(requests)]
@@ -138,7 +138,7 @@ class ClosedLoop:
         return GenerationRequest(f"{self._num_runs}-{number}", prompt, params, adapter)
 
     def _deliver(self, deltas: list[Delta]) -> None:
-        """On the driver's thread, once a step; what is handed over here joins the step after the next to start."""
+        """Runs on the driver's thread, once a step; what it hands over joins the step after the next to start."""
         for delta in deltas:
             if delta.error is not None:
                 self._died(delta.error.message)

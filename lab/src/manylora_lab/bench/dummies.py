@@ -14,7 +14,7 @@ _DTYPES = {2: "float16", 4: "float32"}
 
 
 def dtype_name(shape: ModelShape) -> str:
-    """By the shape's bytes of a number."""
+    """The dtype by the shape's bytes of a number."""
     return _DTYPES[shape.itemsize]
 
 

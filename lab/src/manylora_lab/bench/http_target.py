@@ -19,7 +19,7 @@ import msgspec
 
 from manylora.config import ConfigError
 from manylora_lab.bench.http_client import HttpClient, HttpFailure
-from manylora_lab.bench.targets import Answer, Call, Prompt, PromptKind
+from manylora_lab.bench.targets import Prompt, PromptKind, TargetRequest, TargetResult
 
 
 class _Way(NamedTuple):
@@ -145,7 +145,7 @@ class HttpTarget:
         reasons = []
         for fields in dialects:
             self.access = dataclasses.replace(self.access, base=base, fields=fields)
-            answer = await self.generate(Call(prompt, _PROBE_TOKENS, None))
+            answer = await self.generate(TargetRequest(prompt, _PROBE_TOKENS, None))
             found = len(answer.tokens) if needs_ids else answer.num_tokens
             if answer.error is None and (found == _PROBE_TOKENS or (found and not self.is_exact)):
                 return
@@ -161,9 +161,9 @@ class HttpTarget:
             f"the server does not answer {way.path} of 2 tokens: {'; '.join(reasons)}{way.hint}"
         )
 
-    async def generate(self, call: Call) -> Answer:
+    async def generate(self, call: TargetRequest) -> TargetResult:
         """See Target."""
-        answer = Answer()
+        answer = TargetResult()
         body = {
             "model": self.access.base if call.adapter is None else call.adapter,
             "max_tokens": call.max_tokens, "temperature": 0,
@@ -227,7 +227,7 @@ class HttpTarget:
         await self._client.close()
 
 
-def _take(answer: Answer, chunk: _Chunk) -> None:
+def _take(answer: TargetResult, chunk: _Chunk) -> None:
     if chunk.error is not None:
         answer.error = str(chunk.error.get("message") if isinstance(chunk.error, dict) else chunk.error)
     for choice in chunk.choices:
@@ -250,7 +250,7 @@ def _take(answer: Answer, chunk: _Chunk) -> None:
             answer.cached_tokens = details["cached_tokens"]
 
 
-def _take_delta(answer: Answer, delta: _Delta) -> None:
+def _take_delta(answer: TargetResult, delta: _Delta) -> None:
     """A chunk with the role alone, or with the end alone, is no token."""
     if delta.content or delta.reasoning_content:
         answer.delivered(time.monotonic())

@@ -22,7 +22,7 @@ PAGE_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoder:
+class DecoderSizes:
     """The sizes of one decoder layer, and how many layers."""
 
     name: str
@@ -53,8 +53,8 @@ class Decoder:
 
 
 CUDA_DECODERS = (
-    Decoder("llama-2-7b", 32, 4096, 32, 32, 128, 11008),
-    Decoder("llama-3-8b", 32, 4096, 32, 8, 128, 14336),
+    DecoderSizes("llama-2-7b", 32, 4096, 32, 32, 128, 11008),
+    DecoderSizes("llama-3-8b", 32, 4096, 32, 8, 128, 14336),
 )
 
 

@@ -15,8 +15,8 @@ from manylora.kernels.shapes import PageShape
 from manylora_lab.bench import rounding
 from manylora_lab.bench.interleaved import Step
 from manylora_lab.bench.kernels import PAGE_TOKENS, pages_of, random_pool
-from manylora_lab.bench.kernels_rig import COPIES, Case, Errors, Rig, errors
-from manylora_lab.bench.kernels_settings import Queries, Sizes
+from manylora_lab.bench.kernels_rig import COPIES, Errors, KernelCase, KernelRig, errors
+from manylora_lab.bench.kernels_settings import KernelSizes, Queries
 from manylora_lab.bench.rounding import Bounded
 
 EPS = 1e-5
@@ -33,20 +33,20 @@ def _each(calls: Sequence[Step]) -> Step:
 
 
 def _case(
-    rig: Rig, kernel: str, setting: dict[str, Any], num_bytes: int, flop: int,
+    rig: KernelRig, kernel: str, setting: dict[str, Any], num_bytes: int, flop: int,
     check: Callable[[], Errors], calls: Sequence[Step],
-) -> Case:  # fmt: skip
-    return Case(kernel, setting, num_bytes, flop, check, _each(calls), len(calls))
+) -> KernelCase:  # fmt: skip
+    return KernelCase(kernel, setting, num_bytes, flop, check, _each(calls), len(calls))
 
 
 # ---- small operations ----------------------------------------------------------------------------------
 
 
-def norm_cases(rig: Rig, sizes: Sizes) -> Iterator[list[Case]]:
+def norm_cases(rig: KernelRig, sizes: KernelSizes) -> Iterator[list[KernelCase]]:
     hidden = rig.decoder.hidden
     weight = rig.normal(hidden)
 
-    def case(tokens: int) -> Case:
+    def case(tokens: int) -> KernelCase:
         inputs = [(rig.normal(tokens, hidden), rig.normal(tokens, hidden)) for _ in range(COPIES)]
 
         def check() -> Errors:
@@ -63,8 +63,8 @@ def norm_cases(rig: Rig, sizes: Sizes) -> Iterator[list[Case]]:
     yield [case(tokens) for tokens in sizes.tokens]
 
 
-def silu_cases(rig: Rig, sizes: Sizes) -> Iterator[list[Case]]:
-    def case(tokens: int) -> Case:
+def silu_cases(rig: KernelRig, sizes: KernelSizes) -> Iterator[list[KernelCase]]:
+    def case(tokens: int) -> KernelCase:
         inputs = [rig.normal(tokens, 2 * rig.decoder.intermediate) for _ in range(COPIES)]
 
         def check() -> Errors:
@@ -77,13 +77,13 @@ def silu_cases(rig: Rig, sizes: Sizes) -> Iterator[list[Case]]:
     yield [case(tokens) for tokens in sizes.tokens]
 
 
-def _rotary(rig: Rig) -> Rotary:
+def _rotary(rig: KernelRig) -> Rotary:
     half = rig.decoder.head_dim // 2
     angles = torch.outer(torch.arange(float(MAX_CONTEXT)), 1e4 ** -(torch.arange(half) / half))
     return Rotary(angles.cos().to(rig.device), angles.sin().to(rig.device))
 
 
-def placing_cases(rig: Rig, sizes: Sizes) -> Iterator[list[Case]]:
+def placing_cases(rig: KernelRig, sizes: KernelSizes) -> Iterator[list[KernelCase]]:
     decoder, rotary = rig.decoder, _rotary(rig)
     heads = (decoder.heads, decoder.kv_heads, decoder.kv_heads)
 
@@ -93,7 +93,7 @@ def placing_cases(rig: Rig, sizes: Sizes) -> Iterator[list[Case]]:
         q, k, v = (part.view(len(qkv), -1, decoder.head_dim) for part in split)
         return q, k, v
 
-    def case(tokens: int) -> Case:
+    def case(tokens: int) -> KernelCase:
         inputs = [rig.normal(tokens, sum(heads) * decoder.head_dim) for _ in range(COPIES)]
         positions = torch.randint(MAX_CONTEXT, (tokens,), device=rig.device)
         slots = torch.randperm(pages_of(tokens) * PAGE_TOKENS, device=rig.device)[:tokens]
@@ -123,7 +123,7 @@ def placing_cases(rig: Rig, sizes: Sizes) -> Iterator[list[Case]]:
 # ---- attention -----------------------------------------------------------------------------------------
 
 
-def decode_cases(rig: Rig, sizes: Sizes) -> Iterator[list[Case]]:
+def decode_cases(rig: KernelRig, sizes: KernelSizes) -> Iterator[list[KernelCase]]:
     """With the plans that captured steps have, where the operations know such."""
     for name, queries in sizes.decode:
         rows = rig.rows(queries)
@@ -133,13 +133,13 @@ def decode_cases(rig: Rig, sizes: Sizes) -> Iterator[list[Case]]:
         yield [_attention(rig, "decode", name, queries, fixed.plan)]
 
 
-def prefill_cases(rig: Rig, sizes: Sizes) -> Iterator[list[Case]]:
+def prefill_cases(rig: KernelRig, sizes: KernelSizes) -> Iterator[list[KernelCase]]:
     for name, queries in sizes.prefill:
         plan = rig.ops.plan_attention(rig.rows(queries), rig.page, rig.device)
         yield [_attention(rig, "prefill", name, queries, plan)]
 
 
-def _attention(rig: Rig, kernel: str, name: str, queries: Queries, plan: Any) -> Case:
+def _attention(rig: KernelRig, kernel: str, name: str, queries: Queries, plan: Any) -> KernelCase:
     decoder = rig.decoder
     scale = decoder.head_dim**-0.5
     tokens = sum(number for number, _ in queries)
@@ -166,12 +166,12 @@ def _attention(rig: Rig, kernel: str, name: str, queries: Queries, plan: Any) ->
 # ---- base products -------------------------------------------------------------------------------------
 
 
-def linear_cases(rig: Rig, sizes: Sizes) -> Iterator[list[Case]]:
+def linear_cases(rig: KernelRig, sizes: KernelSizes) -> Iterator[list[KernelCase]]:
     names = [group.name for group in rig.groups]
     weights = {name: [layer[name] for layer in rig.weights] for name in names}
     weights["head"] = [rig.weight(rig.shape.vocab, rig.decoder.hidden)]
 
-    def case(batch: int, name: str) -> Case:
+    def case(batch: int, name: str) -> KernelCase:
         matrices = weights[name]
         outputs, inputs = matrices[0].data.shape
         x = rig.normal(batch, inputs)

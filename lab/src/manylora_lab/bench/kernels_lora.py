@@ -19,8 +19,8 @@ from manylora.kernels.shapes import ProjectionGroup
 from manylora_lab.bench import rounding
 from manylora_lab.bench.interleaved import Step
 from manylora_lab.bench.kernels import exact_lora, segments_for
-from manylora_lab.bench.kernels_rig import Case, Errors, Rig, errors
-from manylora_lab.bench.kernels_settings import POPULARITIES, PROMPTS, PROMPTS_RANK, Sizes, model_counts
+from manylora_lab.bench.kernels_rig import Errors, KernelCase, KernelRig, errors
+from manylora_lab.bench.kernels_settings import POPULARITIES, PROMPTS, PROMPTS_RANK, KernelSizes, model_counts
 from manylora_lab.bench.rounding import Bounded
 
 GATED = "gate_up"
@@ -28,7 +28,7 @@ GATED = "gate_up"
 EPS = 1e-5
 
 
-def lora_cases(rig: Rig, sizes: Sizes) -> Iterator[list[Case]]:
+def lora_cases(rig: KernelRig, sizes: KernelSizes) -> Iterator[list[KernelCase]]:
     """All cases of a batch together, since they take turns with its base products."""
     for batch in sizes.lora_batches:
         layer = _LoraLayer(rig, batch)
@@ -44,7 +44,7 @@ def lora_cases(rig: Rig, sizes: Sizes) -> Iterator[list[Case]]:
 class _LoraLayer:
     """The products of so many tokens, with LoRA and without."""
 
-    def __init__(self, rig: Rig, tokens: int) -> None:
+    def __init__(self, rig: KernelRig, tokens: int) -> None:
         self._rig = rig
         self._tokens = tokens
         self._inputs = [rig.normal(tokens, group.in_features) for group in rig.groups]
@@ -52,7 +52,7 @@ class _LoraLayer:
         self._norms = [rig.normal(group.offsets[-1]) for group in rig.groups]
         self._base: Step = lambda: self._run(None)
 
-    def decoding(self, popularity: str, rank: int, max_rank: int) -> Case:
+    def decoding(self, popularity: str, rank: int, max_rank: int) -> KernelCase:
         """One token a request, with the plan that captured steps have, where the operations know such."""
         rig, counts = self._rig, model_counts(popularity, self._tokens)
         segments = self._segments(counts, rank)
@@ -63,7 +63,7 @@ class _LoraLayer:
         setting = {"popularity": popularity, "batch": self._tokens, "rank": rank}
         return self._case(setting, segments, fixed.plan, rank, fixed)
 
-    def prompts(self, popularity: str) -> Case:
+    def prompts(self, popularity: str) -> KernelCase:
         """Eight prompts, of an adapter each or of one."""
         rig, each = self._rig, self._tokens // PROMPTS
         counts = [count * each for count in model_counts(popularity, PROMPTS)]
@@ -78,7 +78,7 @@ class _LoraLayer:
 
     def _case(
         self, setting: dict[str, Any], segments: LoraSegments, plan: Any, rank: int, owner: object
-    ) -> Case:
+    ) -> KernelCase:
         """``owner`` holds the plan's memory."""
         rig, models = self._rig, len(segments.start)
         per_rank = sum(p.in_features + p.out_features for p in rig.geometry.projections)
@@ -87,7 +87,7 @@ class _LoraLayer:
             assert owner is not None
             self._run(plan)
 
-        return Case(
+        return KernelCase(
             "lora", {**setting, "models": models}, models * rank * per_rank * rig.dtype.itemsize,
             2 * self._tokens * rank * per_rank, self._check(segments, plan), step, rig.layers, self._base,
         )  # fmt: skip

@@ -26,13 +26,13 @@ from manylora.kernels.weight import Weight
 from manylora.pricing.shapes import SHAPES, ModelShape
 from manylora_lab.bench.dummies import DEMO
 from manylora_lab.bench.interleaved import Step
-from manylora_lab.bench.kernels import Decoder, cells_for, pages_of, random_pool
+from manylora_lab.bench.kernels import DecoderSizes, cells_for, pages_of, random_pool
 from manylora_lab.bench.kernels_settings import (
     PROMPTS,
     PROMPTS_RANK,
     KernelSettings,
+    KernelSizes,
     Queries,
-    Sizes,
     check_name,
 )
 from manylora_lab.bench.rounding import Bounded
@@ -61,7 +61,7 @@ class Errors:
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One operation at one setting. ``num_bytes``, ``flop``: the least that a call must move and compute.
 
     ``step`` makes ``calls`` calls; ``base``: the part of it whose time is not the kernel's. ``is_captured``: may
@@ -84,7 +84,7 @@ class Case:
         return ", ".join([self.kernel, *words])
 
 
-class Rig:
+class KernelRig:
     """Raises ConfigError for settings that cannot run here."""
 
     def __init__(self, settings: KernelSettings) -> None:
@@ -99,7 +99,7 @@ class Rig:
         self.ops = self._ops(settings.ops, attends)
         self.layers = min(LAYERS if self.is_cuda else 1, self.shape.layers)
         sizes = self.shape
-        self.decoder = Decoder(
+        self.decoder = DecoderSizes(
             name, self.layers, sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.intermediate
         )
         self.page = self.decoder.page(self.dtype)
@@ -139,7 +139,7 @@ class Rig:
 
     # ---- memory that cases share -----------------------------------------------------------------------
 
-    def reserve(self, sizes: Sizes) -> None:
+    def reserve(self, sizes: KernelSizes) -> None:
         """Before the first case: how large the pool must be."""
         rows = [queries for _, queries in (*sizes.decode, *sizes.prefill)]
         decoding, prompts = sizes.lora_ranks[-1] * sizes.lora_batches[-1], PROMPTS_RANK * PROMPTS
@@ -156,7 +156,7 @@ class Rig:
 
     @functools.cached_property
     def weights(self) -> list[dict[str, Weight]]:
-        """Of each layer, by group: ``[sum(out), in]``."""
+        """The weights of each layer, by group: ``[sum(out), in]``."""
         return [
             {group.name: self.weight(group.offsets[-1], group.in_features) for group in self.groups}
             for _ in range(self.layers)

@@ -16,23 +16,23 @@ from manylora.config import ConfigError
 from manylora_lab.bench import kernels_cases, kernels_lora, kernels_picture, kernels_sampling
 from manylora_lab.bench.interleaved import Step, medians, one_thread
 from manylora_lab.bench.kernels import ceilings, device_name
-from manylora_lab.bench.kernels_rig import Case, Errors, Rig
+from manylora_lab.bench.kernels_rig import Errors, KernelCase, KernelRig
 from manylora_lab.bench.kernels_settings import (
     FULL,
     INTERPRETED,
     KERNELS,
     QUICK,
     KernelSettings,
-    Sizes,
+    KernelSizes,
     check_name,
 )
-from manylora_lab.bench.provenance import Recording
+from manylora_lab.bench.provenance import Provenance
 
 Row = dict[str, Any]
 SEED = 0
-"""Of inputs, weights and pages."""
+"""The seed of inputs, weights and pages."""
 
-_CASES: dict[str, Callable[[Rig, Sizes], Iterator[list[Case]]]] = {
+_CASES: dict[str, Callable[[KernelRig, KernelSizes], Iterator[list[KernelCase]]]] = {
     "add_rms_norm": kernels_cases.norm_cases,
     "silu_mul": kernels_cases.silu_cases,
     "rotate_and_store": kernels_cases.placing_cases,
@@ -69,7 +69,7 @@ def run(settings: KernelSettings) -> int:
     kernels_picture.check_folder(settings.out)
     began = time.monotonic()
     _show("preparing")
-    bench = _Bench(Rig(settings), settings, began)
+    bench = _Bench(KernelRig(settings), settings, began)
     bench.run([name for name in KERNELS if not settings.only or name in settings.only])
     bench.write()
     for line in bench.mistakes:
@@ -78,14 +78,14 @@ def run(settings: KernelSettings) -> int:
 
 
 class _Bench:
-    def __init__(self, rig: Rig, settings: KernelSettings, began: float) -> None:
+    def __init__(self, rig: KernelRig, settings: KernelSettings, began: float) -> None:
         self._rig = rig
         self._settings = settings
         self._sizes = INTERPRETED if rig.is_interpreted else QUICK if settings.is_quick else FULL
         self._rows: list[Row] = []
         self._left_out: list[str] = []
         self._began = began
-        self._recording = Recording(SEED)
+        self._recording = Provenance(SEED)
         self._is_timed = not rig.is_interpreted
         self._bytes_per_s = self._flops = math.inf
         self.mistakes: list[str] = []
@@ -123,7 +123,7 @@ class _Bench:
             # The others can still be measured, and what was is kept.
             self.mistakes.append(f"{name} failed: {type(error).__name__}: {error}".split("\n")[0])
 
-    def _measure(self, group: list[Case]) -> None:
+    def _measure(self, group: list[KernelCase]) -> None:
         found = [case.check() for case in group]
         seconds = self._seconds(group) if self._is_timed else [None] * len(group)
         for case, error, one in zip(group, found, seconds, strict=True):
@@ -148,8 +148,8 @@ class _Bench:
                     f"times what rounding allows, the whole by {error.relative:.1e}"
                 )
 
-    def _seconds(self, group: list[Case]) -> list[float | None]:
-        """Of one call of each. All that can be captured take turns, each base once."""
+    def _seconds(self, group: list[KernelCase]) -> list[float | None]:
+        """The seconds of one call of each. All that can be captured take turns, each base once."""
         captured = [case for case in group if case.is_captured]
         bases: list[Step] = list(dict.fromkeys(case.base for case in captured if case.base is not None))
         steps = [*(case.step for case in captured), *bases]
@@ -161,8 +161,8 @@ class _Bench:
             seconds.append((whole - without) / case.calls)
         return seconds
 
-    def _waited(self, case: Case) -> float:
-        """Of a step that the host takes part in."""
+    def _waited(self, case: KernelCase) -> float:
+        """The seconds of a step that the host takes part in."""
         module = torch.get_device_module(self._rig.device)
         samples = []
         for _ in range(self._sizes.repeats + 1):
@@ -213,7 +213,7 @@ class _Bench:
             print(f"left out, for the budget was spent: {name}")
 
 
-def _line(case: Case, error: Errors, row: Row) -> str:
+def _line(case: KernelCase, error: Errors, row: Row) -> str:
     mark = "" if row["is_right"] else "  WRONG"
     line = f"{case.title:<66}{error.relative:>9.1e}{error.of_bound:>9.2f}"
     if row["us"] is None:

@@ -11,8 +11,8 @@ import torch
 
 from manylora.executor.sampler import SampledRow, draw, uniform
 from manylora.types import SamplingParams
-from manylora_lab.bench.kernels_rig import Case, Errors, Rig
-from manylora_lab.bench.kernels_settings import Sizes
+from manylora_lab.bench.kernels_rig import Errors, KernelCase, KernelRig
+from manylora_lab.bench.kernels_settings import KernelSizes
 from manylora_lab.bench.rounding import unit
 
 SAMPLERS = {
@@ -22,7 +22,7 @@ SAMPLERS = {
 }
 
 
-def sampling_cases(rig: Rig, sizes: Sizes) -> Iterator[list[Case]]:
+def sampling_cases(rig: KernelRig, sizes: KernelSizes) -> Iterator[list[KernelCase]]:
     """Only greedy sampling is part of captured steps; the time of the others has the host's share in it."""
     for batch in sizes.sampling:
         logits = torch.randn(batch, rig.shape.vocab, device=rig.device) * 3
@@ -34,7 +34,9 @@ def sampling_cases(rig: Rig, sizes: Sizes) -> Iterator[list[Case]]:
             step = functools.partial(draw, logits, rows)
             check = functools.partial(_check, logits, rows)
             is_captured = params.temperature == 0
-            cases.append(Case("sampling", setting, logits.nbytes, 0, check, step, 1, is_captured=is_captured))
+            cases.append(
+                KernelCase("sampling", setting, logits.nbytes, 0, check, step, 1, is_captured=is_captured)
+            )
         yield cases
 
 

@@ -53,7 +53,7 @@ class KernelSettings:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sizes:
+class KernelSizes:
     """``tokens``: of the small operations; ``products``: batches of the base products; ``lora_prompt_tokens``: of
     eight prompts together; ``repeats``: of which a time is the median."""
 
@@ -72,7 +72,7 @@ def _decoding(batch: int, context: int) -> tuple[str, Queries]:
     return f"context {context}", ((1, context),) * batch
 
 
-FULL = Sizes(
+FULL = KernelSizes(
     tokens=(1, 8, 32, 64, 128, 2048),
     products=(1, 2, 4, 8, 16, 32, 64, 128),
     decode=(
@@ -91,7 +91,7 @@ FULL = Sizes(
     sampling=(1, 64),
     repeats=20,
 )
-QUICK = Sizes(
+QUICK = KernelSizes(
     tokens=(1, 64),
     products=(1, 32),
     decode=(
@@ -106,7 +106,7 @@ QUICK = Sizes(
     sampling=(1, 32),
     repeats=15,
 )
-INTERPRETED = Sizes(
+INTERPRETED = KernelSizes(
     tokens=(1, 5),
     products=(1, 5),
     decode=(("context 33-60", tuple((1, 33 + 9 * i) for i in range(4))),),

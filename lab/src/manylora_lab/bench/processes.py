@@ -1,4 +1,4 @@
-"""Replays a stream against a server from processes of their own, so that the client's work delays nobody.
+"""Replays a stream against a server from processes of their own, so that the client's work delays no request.
 
 Whole conversations are dealt out among the processes; their clock is one (``time.monotonic`` is the machine's).
 A process tells of its progress meanwhile, and of its results at its end; it ends when told to, when the server is
@@ -49,7 +49,7 @@ def processes_for(stream: Stream) -> int:
 async def replay_apart(
     access: Access, stream: Stream, settings: ReplaySettings, count: int, halt: Halt | None = None
 ) -> Replayed:
-    """As ``replay``, from at most ``count`` processes."""
+    """Does what ``replay`` does, from at most ``count`` processes."""
     clients = [_Client(access, part, settings) for part in _dealt(stream, count)]
     crew = _Crew(clients, stream, settings, halt or Halt())
     try:
@@ -189,7 +189,7 @@ def _client(connection: Connection) -> None:
     try:
         access, stream, settings = connection.recv()
     except EOFError:
-        return  # Nobody is left to tell.
+        return  # The parent process is gone: there is none to tell.
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_replay_as_told(connection, access, stream, settings))
 
@@ -210,7 +210,7 @@ async def _replay_as_told(
             loop.call_soon_threadsafe(start.set_result, start_s)
             loop.call_soon_threadsafe(halt.call, connection.recv())
         except (EOFError, OSError):
-            os._exit(1)  # Nobody is left to tell.
+            os._exit(1)  # The parent process is gone: there is none to tell.
         except RuntimeError:
             pass  # The loop is closed: all was over when the halt came.
 

@@ -36,10 +36,10 @@ from manylora.pricing.shapes import ModelShape
 from manylora.types import EngineInfo
 from manylora.warmup.random_adapters import write_random_adapters
 from manylora_lab.bench.picture import check_writable
-from manylora_lab.bench.profile_grid import Limits, make_batches
+from manylora_lab.bench.profile_grid import GridLimits, make_batches
 from manylora_lab.bench.profile_loads import (
-    Load,
-    Room,
+    ClientLoad,
+    EngineCapacity,
     answer_time_s,
     busy_load,
     crowded_load,
@@ -51,7 +51,7 @@ from manylora_lab.bench.profile_loads import (
     step_points,
     wake,
 )
-from manylora_lab.bench.profile_rig import Rig
+from manylora_lab.bench.profile_rig import ProfileRig
 from manylora_lab.bench.profile_spread import copy_drag, spread_of
 from manylora_lab.bench.step_log import StepLog, StepLogger
 from manylora_lab.bench.targets import EngineTarget
@@ -60,7 +60,7 @@ Progress = Callable[[str, int, int], None]
 """Called with what is measured, how much of it is done, and how much there is."""
 
 RANKS = (64, 8, 32, 16)
-"""Of the adapters, in turn; 64 and 32 are the FastLibra paper's."""
+"""The ranks of the adapters, in turn; 64 and 32 are the FastLibra paper's."""
 
 _HOST_POOL = {"cpu": "256MiB", "cuda": "2GiB"}
 _ADAPTER_ROOM = 0.3
@@ -99,13 +99,13 @@ class ProfileSettings:
 
     @property
     def repeats(self) -> int:
-        """Of every copy and read."""
+        """How often every copy and read is repeated."""
         return 5 if self.is_quick else 9
 
 
 def run(settings: ProfileSettings) -> int:
     """Measure, write the file, say how well costs fit. Raises ConfigError."""
-    profile = measure(settings, Bars())
+    profile = measure(settings, ProgressBars())
     save_profile(profile, settings.out)
     print(describe(profile, fit_profile(profile)))
     print(f"written to {settings.out}")
@@ -129,7 +129,7 @@ def measure(settings: ProfileSettings, progress: Progress) -> Profile:
 
 
 class Profiler:
-    """Profiles a worker that serves nobody meanwhile; the worker stays open. A context: its files go at the end.
+    """Profiles a worker that serves no requests meanwhile; it stays open. A context: its files go at the end.
 
     ``watch`` may be called for one part of the loads after another, with other work between, so that a machine
     whose speed changes over minutes is seen as often fast and slow as that work sees it. Raises ConfigError.
@@ -169,7 +169,7 @@ class Profiler:
         self._folder.cleanup()
 
     def _prepare(self, paths: list[Path]) -> None:
-        rig = Rig(self._worker, self._policy)
+        rig = ProfileRig(self._worker, self._policy)
         self._progress("adapters", 0, 1)
         rig.serve(paths, _ADAPTER_ROOM)
         if not rig.num_adapters:
@@ -185,7 +185,7 @@ class Profiler:
 
     def watch(self, part: int = 0, num_parts: int = 1) -> None:
         """Run an engine under this part of the loads, once at least, and for its part of the time."""
-        room = Room(
+        room = EngineCapacity(
             max_seqs=self._policy.max_num_seqs,
             max_len=self._policy.max_model_len,
             num_tokens=int(_KV_ROOM * self._policy.num_pages) * self._policy.page_tokens,
@@ -206,7 +206,7 @@ class Profiler:
             driver.add_adapter(name, str(path), verify=False)
         return lent, EngineTarget(driver), names
 
-    async def _watched_in_need(self, room: Room, seed: int) -> StepLog:
+    async def _watched_in_need(self, room: EngineCapacity, seed: int) -> StepLog:
         """An engine that has half the pages that its clients fill."""
         policy = self._policy
         load = crowded_load(room, policy.num_host_pages * policy.page_tokens)
@@ -228,8 +228,8 @@ class Profiler:
             await target.close()
         return lent.log()
 
-    async def _watched(self, room: Room, loads: Sequence[Load], budget_s: float) -> StepLog:
-        """Its steps, and the reads of its first part, under load."""
+    async def _watched(self, room: EngineCapacity, loads: Sequence[ClientLoad], budget_s: float) -> StepLog:
+        """The engine's steps, and the reads of its first part, under load."""
         busy = busy_load(room)
         lent, target, names = self._open(self._policy)
         total = _MOST_PASSES * len(loads)
@@ -258,7 +258,7 @@ class Profiler:
         return StepLog(steps, reads=reads)
 
     def profile(self) -> Profile:
-        """Of all that was watched."""
+        """The profile of all that was watched."""
         settings, info = self._settings, self._info
         name = settings.name or Path(info.model).name
         shape = shape_of(self._config, name, getattr(torch, info.dtype).itemsize)
@@ -304,9 +304,9 @@ def _engine_settings(settings: ProfileSettings) -> EngineSettings:
     return build_settings(values)[0]
 
 
-def _rehearse(settings: ProfileSettings, rig: Rig, policy: PolicyConfig, progress: Progress) -> None:
+def _rehearse(settings: ProfileSettings, rig: ProfileRig, policy: PolicyConfig, progress: Progress) -> None:
     """Run every kind of batch once, for what only a first run costs, such as kernels to compile."""
-    limits = Limits(
+    limits = GridLimits(
         max_seqs=policy.max_num_seqs,
         max_tokens=policy.max_batch_tokens,
         max_len=policy.max_model_len,
@@ -381,7 +381,7 @@ def _write_adapters(
 # ---------------------------------------------------------------- for people
 
 
-class Bars:
+class ProgressBars:
     """A bar on stderr for each part; silent where stderr is no terminal."""
 
     def __init__(self) -> None:

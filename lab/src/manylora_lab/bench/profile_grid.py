@@ -17,11 +17,11 @@ _MOST_DRAWS = 200
 
 _Kind = Literal["decode", "prefill", "both"]
 _KINDS: tuple[_Kind, ...] = ("decode", "both", "decode", "prefill", "both")
-"""Of the random batches, in turn."""
+"""The kinds of the random batches, in turn."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
+class GridLimits:
     """What one batch may have. ``num_pages``: for KV; ``num_adapters``: resident ones, numbered from 0."""
 
     max_seqs: int
@@ -44,16 +44,16 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Computed in the step."""
+        """The tokens that the step computes."""
         return len(self.contexts) + sum(tokens for _, tokens in self.prefills)
 
     def num_pages(self, page_tokens: int) -> int:
-        """Of KV, each row's its own."""
+        """The pages of KV, where each row has its own."""
         ends = [context + 1 for context in self.contexts]
         ends += [start + tokens for start, tokens in self.prefills]
         return sum(-(-end // page_tokens) for end in ends)
 
-    def fits(self, limits: Limits) -> bool:
+    def fits(self, limits: GridLimits) -> bool:
         """Whether the engine could run it."""
         rows = len(self.contexts) + len(self.prefills)
         longest = max([context + 1 for context in self.contexts] + [sum(row) for row in self.prefills])
@@ -66,7 +66,7 @@ class Batch:
         )
 
 
-def make_batches(limits: Limits, is_quick: bool) -> list[Batch]:
+def make_batches(limits: GridLimits, is_quick: bool) -> list[Batch]:
     """All batches, shuffled, so that a machine that slows down bends no one direction. Each is there once."""
     random_source = random.Random(0)
     grid = dict.fromkeys([*_decoding(limits, is_quick), *_prefilling(limits, is_quick)])
@@ -88,7 +88,7 @@ def _steps(first: int, last: int, factor: int) -> list[int]:
     return [*values, last]
 
 
-def _decoding(limits: Limits, is_quick: bool) -> Iterator[Batch]:
+def _decoding(limits: GridLimits, is_quick: bool) -> Iterator[Batch]:
     for count in _steps(1, limits.max_seqs, 4 if is_quick else 2):
         for context in _steps(_SHORTEST, limits.max_len - 1, 16 if is_quick else 4):
             contexts = (context,) * count
@@ -97,7 +97,7 @@ def _decoding(limits: Limits, is_quick: bool) -> Iterator[Batch]:
             yield Batch(contexts, adapters=_some(count, limits))
 
 
-def _prefilling(limits: Limits, is_quick: bool) -> Iterator[Batch]:
+def _prefilling(limits: GridLimits, is_quick: bool) -> Iterator[Batch]:
     longest = min(limits.max_len, limits.max_tokens)
     for tokens in _steps(_SHORTEST, longest, 4 if is_quick else 2):
         for start in (0, limits.max_len // 2):
@@ -108,11 +108,11 @@ def _prefilling(limits: Limits, is_quick: bool) -> Iterator[Batch]:
         yield Batch(prefills=several, adapters=_some(_MOST_PREFILLS, limits))
 
 
-def _some(count: int, limits: Limits) -> tuple[int, ...]:
+def _some(count: int, limits: GridLimits) -> tuple[int, ...]:
     return tuple(range(min(count, limits.num_adapters)))
 
 
-def _random_batch(kind: _Kind, limits: Limits, source: random.Random) -> Batch:
+def _random_batch(kind: _Kind, limits: GridLimits, source: random.Random) -> Batch:
     """One of the kind, or one that decodes where the limits leave no room for it."""
     for _ in range(_MOST_DRAWS):
         batch = _draw(kind, limits, source)
@@ -121,7 +121,7 @@ def _random_batch(kind: _Kind, limits: Limits, source: random.Random) -> Batch:
     return Batch((1,))
 
 
-def _draw(kind: _Kind, limits: Limits, source: random.Random) -> Batch:
+def _draw(kind: _Kind, limits: GridLimits, source: random.Random) -> Batch:
     contexts: tuple[int, ...] = ()
     prefills: list[tuple[int, int]] = []
     if kind != "prefill":

@@ -18,7 +18,7 @@ from manylora.config import ConfigError
 from manylora.pricing.costs import IDLE_S, StepWork
 from manylora.pricing.profile import OverheadPoint, StepPoint, TransferPoint
 from manylora_lab.bench.step_log import LoggedStep, LoggedTransfer
-from manylora_lab.bench.targets import Call, EngineTarget
+from manylora_lab.bench.targets import EngineTarget, TargetRequest
 
 _REPLY = 24
 _LONG_REPLY = 96
@@ -33,7 +33,7 @@ _MOST_CROWDED = 1024
 """Tokens of each client of too small a pool."""
 _SHORTEST = 16
 _MOST_TOKENS = 65536
-"""Of one load's prompts."""
+"""The most tokens of one load's prompts."""
 _VOCABULARY = range(3, 250)
 
 _ALIKE = 0.2
@@ -47,7 +47,7 @@ _PAUSE_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Load:
+class ClientLoad:
     """``clients`` at once, each of ``turns`` turns. ``context``: tokens of a first prompt; ``reply``: of each
     reply on average; where there are several turns both vary. ``adapters`` go round the clients."""
 
@@ -59,7 +59,7 @@ class Load:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Room:
+class EngineCapacity:
     """What an engine can take at once. ``num_tokens``: of KV beside the adapters."""
 
     max_seqs: int
@@ -68,7 +68,7 @@ class Room:
     num_adapters: int
 
 
-def make_loads(room: Room, is_quick: bool) -> list[Load]:
+def make_loads(room: EngineCapacity, is_quick: bool) -> list[ClientLoad]:
     """All loads, shuffled, so that a machine that slows down bends no one direction."""
     found = []
     for clients in _doublings(1, room.max_seqs, 4 if is_quick else 2):
@@ -81,15 +81,16 @@ def make_loads(room: Room, is_quick: bool) -> list[Load]:
         middle = round((shortest * longest) ** 0.5)
         many = min(clients, room.num_adapters)
         kinds = [(shortest, 0), (shortest, many), (longest, 0), (longest, many), (longest, 1), (middle, 1)]
-        found += [Load(clients, context, min(adapters, many), 1, reply) for context, adapters in kinds]
+        found += [ClientLoad(clients, context, min(adapters, many), 1, reply) for context, adapters in kinds]
         # Several turns grow, and come while others decode.
         found += [
-            Load(clients, max(1, context // _TURNS), many, _TURNS, reply) for context in (middle, longest)
+            ClientLoad(clients, max(1, context // _TURNS), many, _TURNS, reply)
+            for context in (middle, longest)
         ]
-        found.append(Load(clients, max(1, longest // _TURNS), 0, _TURNS, reply))
+        found.append(ClientLoad(clients, max(1, longest // _TURNS), 0, _TURNS, reply))
         most = each // _MANY_TURNS - _REPLY
         found += [
-            Load(clients, min(times * _SHORTEST, most), many, _MANY_TURNS)
+            ClientLoad(clients, min(times * _SHORTEST, most), many, _MANY_TURNS)
             for times in (_SHORT_TURNS if clients <= _FEW else _SHORT_TURNS[-1:])
             if most >= 1
         ]
@@ -98,20 +99,20 @@ def make_loads(room: Room, is_quick: bool) -> list[Load]:
     return found
 
 
-def busy_load(room: Room) -> Load:
+def busy_load(room: EngineCapacity) -> ClientLoad:
     """For ``read_under_load``: rows that decode, a quarter of the engine's most."""
     each = max(1, min(room.max_len, room.num_tokens) // 4)
-    return Load(max(1, room.max_seqs // 4), min(_SHORTEST, each), 0, reply=min(_REPLY, each))
+    return ClientLoad(max(1, room.max_seqs // 4), min(_SHORTEST, each), 0, reply=min(_REPLY, each))
 
 
-def crowded_load(room: Room, host_tokens: int) -> Load:
+def crowded_load(room: EngineCapacity, host_tokens: int) -> ClientLoad:
     """Clients whose histories, in a pool of half their size, come and go between two tiers; ``host_tokens``: what
     the other one holds."""
     clients = min(_FEW, room.max_seqs)
     each = max(1, min(room.max_len, _MOST_CROWDED, host_tokens // (2 * clients)))
     reply = max(1, min(_REPLY, each // (2 * _MANY_TURNS)))
     context = max(1, each // _MANY_TURNS - reply)
-    return Load(clients, context, min(clients, room.num_adapters), _MANY_TURNS, reply)
+    return ClientLoad(clients, context, min(clients, room.num_adapters), _MANY_TURNS, reply)
 
 
 def _doublings(first: int, last: int, factor: int) -> list[int]:
@@ -125,7 +126,7 @@ def _doublings(first: int, last: int, factor: int) -> list[int]:
 # ---------------------------------------------------------------- under load
 
 
-async def run_load(target: EngineTarget, load: Load, adapters: Sequence[str], seed: int) -> None:
+async def run_load(target: EngineTarget, load: ClientLoad, adapters: Sequence[str], seed: int) -> None:
     """Until every client has had its turns; raises ConfigError where a request fails."""
     source = random.Random(seed)
     plans = [list(_turns(load, target.max_model_len or load.context, source)) for _ in range(load.clients)]
@@ -133,7 +134,7 @@ async def run_load(target: EngineTarget, load: Load, adapters: Sequence[str], se
     await asyncio.gather(*(_converse(target, plan, name) for plan, name in zip(plans, names)))
 
 
-async def read_under_load(target: EngineTarget, load: Load, adapters: Sequence[str], seed: int) -> None:
+async def read_under_load(target: EngineTarget, load: ClientLoad, adapters: Sequence[str], seed: int) -> None:
     """Ask for each adapter once, one after another, while the load's clients speak without adapters: an engine at
     work slows the reader, which shares its processor and its interpreter. Raises ConfigError."""
     source = random.Random(seed)
@@ -179,14 +180,14 @@ async def _converse(
     first_s = 0.0
     for new, num_reply in turns:
         prompt = (*history, *new)
-        answer = await target.generate(Call(prompt, num_reply, adapter))
+        answer = await target.generate(TargetRequest(prompt, num_reply, adapter))
         if answer.error is not None:
             raise ConfigError(f"the engine could not run a prompt of {len(prompt)} tokens: {answer.error}")
         history, first_s = (*prompt, *answer.tokens), answer.first_s or first_s
     return first_s
 
 
-def _turns(load: Load, most: int, source: random.Random) -> Iterator[tuple[tuple[int, ...], int]]:
+def _turns(load: ClientLoad, most: int, source: random.Random) -> Iterator[tuple[tuple[int, ...], int]]:
     """What is said in each turn, and how long the reply is to be."""
     said = 0
     for turn in range(load.turns):
@@ -274,7 +275,7 @@ def overhead_points(steps: Sequence[LoggedStep]) -> list[OverheadPoint]:
 
 
 def answer_time_s(steps: Sequence[LoggedStep], answered_s: Sequence[float]) -> float:
-    """The median from a step's end until the one who waited for its only token had it; 0 for none.
+    """The median from a step's end until the client of its only token had it; 0 for none.
 
     ``answered_s``: of each, in order, as ``wake`` returns them."""
     ends = [step.began_s + step.took_s for step in steps]

@@ -41,8 +41,8 @@ class _Row:
     num_bytes: int
 
 
-class Rig:
-    """An executor, the pages that nobody holds, and adapters in theirs."""
+class ProfileRig:
+    """An executor, its free pages, and adapters in theirs."""
 
     def __init__(self, executor: Executor, policy: PolicyConfig) -> None:
         self._executor = DirectExecutor(executor)
@@ -57,12 +57,12 @@ class Rig:
 
     @property
     def num_free_pages(self) -> int:
-        """Of the device's pool."""
+        """The free pages of the device's pool."""
         return len(self._free)
 
     @property
     def num_adapters(self) -> int:
-        """On the device."""
+        """The adapters on the device."""
         return len(self._adapter_pages)
 
     @property
@@ -113,7 +113,7 @@ class Rig:
         return answer.read_s
 
     def forget_adapters(self) -> None:
-        """So that another may number them anew."""
+        """Forget the adapters, so that another may number them anew."""
         for adapter in self._adapter_pages:
             self._executor.evict_adapter(adapter)
             self._executor.forget_adapter(adapter)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from manylora_lab.bench.targets import Answer, Prompt, PromptKind
+from manylora_lab.bench.targets import Prompt, PromptKind, TargetResult
 from manylora_lab.workloads.stream import Piece, StreamRequest
 
 FIRST_TOKEN = 3
@@ -44,7 +44,7 @@ class Prompts:
         """What the turn adds to its conversation; made anew each time."""
         return self._prompt(request.prompt)
 
-    def reply(self, answer: Answer) -> Prompt:
+    def reply(self, answer: TargetResult) -> Prompt:
         """What an answer adds."""
         return tuple(answer.tokens) if self._kind == "tokens" else self._said(answer.text)
 

@@ -1,6 +1,6 @@
 """Where a record comes from: command, commit, machine, versions, seed, and what else used the machine.
 
-Every program that writes a record opens a ``Recording`` before its work and puts ``provenance()`` into what it
+Every program that writes a record opens a ``Provenance`` before its work and puts ``provenance()`` into what it
 writes; docs/results/README.md has the form. Nothing here imports torch.
 """
 
@@ -46,7 +46,7 @@ class _Load:
         return cls(time.monotonic(), _busy_s(), own_s, average, _gpu_processes())
 
 
-class Recording:
+class Provenance:
     """Begun before the work. ``seed``: what the inputs are drawn from; a text where there is more to say.
     ``commit``: given where git cannot tell it (a copy of the working tree); ``said``: what cannot be measured of
     other work on the machine."""
@@ -59,8 +59,8 @@ class Recording:
         self._began = _Load.now()
 
     @classmethod
-    def of(cls, args: argparse.Namespace, seed: int | str) -> Recording:
-        """With what ``add_flags`` read."""
+    def of(cls, args: argparse.Namespace, seed: int | str) -> Provenance:
+        """A provenance with what ``add_flags`` read."""
         return cls(seed, args.commit, args.others)
 
     @property
@@ -104,7 +104,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def command_line() -> str:
-    """As it was typed, but for folders outside this one: of absolute paths the last part."""
+    """The command line as it was typed, but for folders outside this one: of absolute paths the last part."""
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     name = "" if spec is None else spec.name.removesuffix(".__main__")
@@ -149,7 +149,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, of the libraries that are installed and make the figures, and of CUDA's driver."""
+    """The versions of Python, of the installed libraries that make the figures, and of CUDA's driver."""
     found = {"python": platform.python_version()}
     for name in _LIBRARIES:
         try:
@@ -191,7 +191,7 @@ def _cpu() -> str:
 
 
 def _busy_s() -> float | None:
-    """Of all cores together, user and system."""
+    """The busy seconds of all cores together, user and system."""
     try:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     except OSError:

@@ -15,7 +15,15 @@ from collections.abc import Callable, Sequence
 
 from manylora.config import ConfigError
 from manylora_lab.bench.prompts import FIRST_TOKEN, Prompts, joined
-from manylora_lab.bench.targets import Answer, Call, Prompt, PromptKind, Target, check_names, has_ids
+from manylora_lab.bench.targets import (
+    Prompt,
+    PromptKind,
+    Target,
+    TargetRequest,
+    TargetResult,
+    check_names,
+    has_ids,
+)
 from manylora_lab.workloads.stream import Stream, StreamRequest, prompt_tokens
 
 _WARM_TOKENS = 8
@@ -102,7 +110,7 @@ class RequestResult:
 
     @property
     def e2e_s(self) -> float:
-        """From handing over to the last token."""
+        """The time from handing over to the last token."""
         return self.end_s - self.handed_s
 
 
@@ -164,7 +172,7 @@ async def warm_adapters(target: Target, names: Sequence[str], settings: ReplaySe
 
     async def request(name: str) -> None:
         async with gate:
-            answer = await target.generate(Call(prompts.made_up(name, _WARM_TOKENS), 1, name))
+            answer = await target.generate(TargetRequest(prompts.made_up(name, _WARM_TOKENS), 1, name))
         if answer.error is not None:
             raise ConfigError(f"adapter {name!r} could not be used: {answer.error}")
 
@@ -218,7 +226,7 @@ def shown(stream: Stream, show: Callable[[str], None] | None) -> Tell | None:
 
 
 def show_on_stderr(line: str) -> None:
-    """For ``ReplaySettings.show``."""
+    """Print a line on stderr, as a ``ReplaySettings.show``."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -286,12 +294,12 @@ class _Run:
 
     async def _ask(
         self, asked: RequestResult, prompt: Prompt, num_tokens: int
-    ) -> tuple[RequestResult, Answer]:
+    ) -> tuple[RequestResult, TargetResult]:
         """What came of it, noted as well, and the answer."""
         try:
-            answer = await self._target.generate(Call(prompt, num_tokens, asked.adapter))
+            answer = await self._target.generate(TargetRequest(prompt, num_tokens, asked.adapter))
         except asyncio.CancelledError:
-            answer = Answer(error=self.halt.reason or "cancelled")
+            answer = TargetResult(error=self.halt.reason or "cancelled")
             self.results.append(self._result(asked, answer, num_tokens))
             raise
         result = self._result(asked, answer, num_tokens)
@@ -300,7 +308,7 @@ class _Run:
             await self.check_target()
         return result, answer
 
-    def _result(self, asked: RequestResult, answer: Answer, num_tokens: int) -> RequestResult:
+    def _result(self, asked: RequestResult, answer: TargetResult, num_tokens: int) -> RequestResult:
         found, error = answer.num_tokens, answer.error
         if error is None and (found == 0 or (self._target.is_exact and found != num_tokens)):
             error = f"{found} tokens came instead of {num_tokens}"
@@ -333,11 +341,11 @@ class _Run:
             self.halt.call(reason)
 
     async def _sleep_until(self, moment_s: float) -> None:
-        # At least once around the loop, so that whoever is late still hears the answers.
+        # At least once around the loop, so that a late conversation still hears the answers.
         await asyncio.sleep(max(0.0, self.start_s + moment_s - time.monotonic()))
 
     async def report(self, tell: Tell | None) -> None:
-        """For ever."""
+        """Report progress for ever."""
         while tell is not None:
             await asyncio.sleep(_PROGRESS_S)
             failed = sum(result.error is not None for result in self.results)

@@ -70,11 +70,11 @@ class Bounded:
         return Bounded(self.exact, self.error + unit(dtype) * self.largest + least)
 
     def plus(self, other: Bounded) -> Bounded:
-        """Not yet rounded."""
+        """The sum, not yet rounded."""
         return Bounded(self.exact + other.exact, self.error + other.error)
 
     def put(self, rows: slice, columns: slice, other: Bounded) -> None:
-        """In place of what is there."""
+        """Put other values in place of what is there."""
         self.exact[rows, columns], self.error[rows, columns] = other.exact, other.error
 
     def part(self, rows: slice) -> Bounded:
@@ -102,7 +102,7 @@ def product(x: Bounded, matrix: torch.Tensor, dtype: torch.dtype) -> Bounded:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Bounded:
-    """Of exact inputs; not yet rounded."""
+    """The product of exact inputs; not yet rounded."""
     y = product(Bounded.given(x), weight.T, x.dtype)
     if bias is None:
         return y
@@ -123,7 +123,7 @@ def lora(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scales: np.ndarray |
 
 
 def silu_mul(gate_up: Bounded, dtype: torch.dtype) -> Bounded:
-    """Not yet rounded; the activation may have been, before the product."""
+    """The product, not yet rounded; the activation may have been, before the product."""
     exact = _REFERENCE.silu_mul(gate_up.exact)
     (gate, up), (gate_off, up_off) = gate_up.exact.chunk(2, -1), gate_up.error.chunk(2, -1)
     active, active_off = torch.nn.functional.silu(gate).abs(), _STEEPEST_SILU * gate_off
@@ -134,7 +134,7 @@ def silu_mul(gate_up: Bounded, dtype: torch.dtype) -> Bounded:
 
 
 def rms_norm(x: Bounded, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> Bounded:
-    """Not yet rounded; the normal values have been, before the weight."""
+    """The weighted values, not yet rounded; the normal values have been, before the weight."""
     exact = _REFERENCE.rms_norm(x.exact, weight.double(), eps)
     square = x.exact.square().mean(-1, keepdim=True)
     off = (2 * x.exact.abs() * x.error + x.error.square()).mean(-1, keepdim=True)
@@ -199,7 +199,7 @@ def attention(
     scale: float,
     window: int | None,
 ) -> Bounded:
-    """Not yet rounded; weights have been, before they meet the values."""
+    """The attention, not yet rounded; weights have been, before they meet the values."""
     dtype, roundoff = q.dtype, accumulator(q.dtype)
     own = pool[:, layer : layer + 1].double()
     plan = _REFERENCE.plan_attention(rows, page, q.device)

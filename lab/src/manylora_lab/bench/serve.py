@@ -18,7 +18,7 @@ from manylora_lab.bench.http_client import allow_many_connections
 from manylora_lab.bench.http_target import HttpTarget
 from manylora_lab.bench.picture import check_plot, check_writable, draw
 from manylora_lab.bench.processes import processes_for, replay_apart
-from manylora_lab.bench.provenance import Recording
+from manylora_lab.bench.provenance import Provenance
 from manylora_lab.bench.replay import Halt, ReplaySettings, RequestResult, check_fit, replay, warm_adapters
 from manylora_lab.bench.summary import Objective, Summary, as_rows, difference, summarize, table, warnings
 from manylora_lab.bench.targets import EngineTarget, Target
@@ -46,13 +46,13 @@ class BenchSettings:
     is_offline: bool = False
     """Ask for throughput rather than times."""
     notes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """For the report: where the workload came from."""
+    """The report's notes: where the workload came from."""
     out: Path | None = None
     plot: Path | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredReplay:
     """One replay. ``engine``: how the target's own numbers grew meanwhile; ``error``: why it ended early."""
 
     summary: Summary
@@ -94,7 +94,7 @@ def run(settings: BenchSettings, stream: Stream) -> int:
     check(settings)
     # Before there is an event loop, which would hold back an interrupt until all is loaded.
     loaded = None if settings.url is not None else _load(settings)
-    recording = Recording(settings.replay.seed)
+    recording = Provenance(settings.replay.seed)
     report, results = asyncio.run(_run(settings, stream, loaded))
     report["provenance"] = recording.provenance()
     try:
@@ -104,7 +104,7 @@ def run(settings: BenchSettings, stream: Stream) -> int:
             draw(results, f"{stream.name}: {len(results):,} requests", settings.plot)
     except OSError as error:
         raise ConfigError(f"cannot write {settings.out}: {error.strerror}") from error
-    finally:  # neither lost with the other: a disk may be full, and who reads the table may be gone
+    finally:  # neither lost with the other: a disk may be full, and the table's reader may be gone
         for line in report["warnings"]:
             print(f"warning: {line}", file=sys.stderr)
         if report["error"] is not None:
@@ -154,7 +154,7 @@ async def _connect(settings: BenchSettings, stream: Stream) -> HttpTarget:
     return await HttpTarget.connect(settings.url, settings.api_key, needs_ids, settings.replay.kind)
 
 
-def _report(settings: BenchSettings, stream: Stream, target: Target, found: Measured) -> dict[str, Any]:
+def _report(settings: BenchSettings, stream: Stream, target: Target, found: MeasuredReplay) -> dict[str, Any]:
     """The names of ``vllm bench`` first, then ours."""
     model = target.description.get("model")
     fields = serve_fields(found.summary, found.results, None if model is None else str(model))
@@ -194,7 +194,7 @@ async def measure(
     objective: Objective | None = None,
     client_processes: int | None = None,
     halt: Halt | None = None,
-) -> Measured:
+) -> MeasuredReplay:
     """Check, warm up, replay. ``extra_adapters`` are warmed as well. Raises ConfigError.
 
     ``client_processes``: that send requests to a server; 0: this one. None: as many as the stream needs.
@@ -212,11 +212,11 @@ async def measure(
         done = await replay(target, stream, settings, halt)
     after = await target.counters() if done.error is None else {}
     summary = summarize(stream, done.results, objective)
-    return Measured(summary, difference(before, after), done.results, done.error)
+    return MeasuredReplay(summary, difference(before, after), done.results, done.error)
 
 
 def fitting(stream: Stream, most_tokens: int | None) -> Stream:
-    """Without the turns that are longer than that, reply included, and what follows them; raises ConfigError."""
+    """The stream without turns of more tokens, reply included, and what follows them; raises ConfigError."""
     if most_tokens is None:
         return stream
     ended: set[int] = set()

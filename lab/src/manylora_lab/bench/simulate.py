@@ -16,7 +16,7 @@ from manylora.pricing.fit import fit_profile
 from manylora.pricing.profile import Profile
 from manylora.pricing.shapes import ATTENTION_MODULES, ModelShape, shape_named
 from manylora_lab.bench.picture import check_writable
-from manylora_lab.bench.provenance import Recording
+from manylora_lab.bench.provenance import Provenance
 from manylora_lab.sim.analytical import AnalyticalCosts, check_cards
 from manylora_lab.sim.hardware import hardware_named
 from manylora_lab.sim.limits import recorded, reference, summarize_limits
@@ -108,7 +108,7 @@ def run(settings: SimulateSettings, load: Callable[[], Stream]) -> int:
     # Of the reference batch sizes and lengths matter, pools do not, and pages are as large as by default.
     unlimited = _config(settings, "lru", target)
     notes = _notes(configs, target)
-    recording = Recording("the workload's (--seed)")
+    recording = Provenance("the workload's (--seed)")
     stream = load()
     print(f"{stream.name} on {target.name}, {len(stream.requests)} requests", flush=True)
     for note in notes:
@@ -235,7 +235,7 @@ def _this_machine(device: str) -> str:
 
 
 def _config(settings: SimulateSettings, policy: str, target: _Target) -> PolicyConfig:
-    """As ``executor.build`` has it on such a device, but for what depends on free memory there."""
+    """The config that ``executor.build`` gives on such a device, but for what depends on free memory there."""
     engine, _ = build_settings({**settings.engine, "cache_policy": policy, "model": "simulated"})
     page_bytes = target.shape.page_bytes(engine.cache.page_tokens)
     num_pages = _pool_bytes(engine, target) // page_bytes

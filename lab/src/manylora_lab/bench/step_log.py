@@ -118,7 +118,7 @@ class StepLogger(LentExecutor):
 
     @property
     def num_steps(self) -> int:
-        """So far."""
+        """The number of steps so far."""
         return len(self._steps)
 
     def begins(self, command: DeviceCommand) -> None:

@@ -14,7 +14,7 @@ from manylora.pricing.shapes import ModelShape
 from manylora_lab.bench.dummies import dtype_name, write_model
 from manylora_lab.bench.interleaved import one_thread
 from manylora_lab.bench.profile_grid import Batch
-from manylora_lab.bench.profile_rig import Rig
+from manylora_lab.bench.profile_rig import ProfileRig
 
 _PAGE_TOKENS = 16
 
@@ -48,7 +48,7 @@ def _step_seconds(
         )  # fmt: skip
         worker, policy, info = build_worker(settings, registry_path=Path(scratch) / "registry.sqlite")
         try:
-            rig = Rig(worker, policy)
+            rig = ProfileRig(worker, policy)
             for done, batch in enumerate(batches):
                 show(f"rehearsal {done} of {len(batches)}")
                 rig.rehearse(batch)

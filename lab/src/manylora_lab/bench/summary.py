@@ -17,10 +17,10 @@ from manylora_lab.workloads.stream import Stream
 Summary = dict[str, Any]
 
 LAG_SHARE = 0.1
-"""Of the median time to the first token: a client that is later than this distorts what it measures."""
+"""The share of the median time to the first token: a client that is later than this distorts what it measures."""
 
 BASE_NAME = "(base)"
-"""Of requests without an adapter, where adapters are listed."""
+"""The name of requests without an adapter, where adapters are listed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def summarize(
 
 
 def fairness(results: Sequence[RequestResult]) -> dict[str, Any] | None:
-    """How adapters fared beside each other; None where nobody got anything.
+    """How adapters fared beside each other; None where no adapter got anything.
 
     Jain's index of n values, (sum x)^2 / (n sum x^2): 1 where all are equal, 1/n where one has all. Of times to
     the first token it compares how long adapters' users waited; of output tokens what they got, which is as
@@ -188,7 +188,7 @@ def _adapter_hit(done: Sequence[RequestResult]) -> float | None:
 
 
 def table(summary: Summary) -> str:
-    """For people, some lines."""
+    """The summary as some lines for people."""
     failed = f" ({summary['failed']} failed)" if summary["failed"] else ""
     missing = summary["planned"] - summary["requests"]
     unmade = f", {missing} of {summary['planned']} not made" if missing else ""

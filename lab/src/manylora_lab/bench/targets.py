@@ -35,7 +35,7 @@ def has_ids(prompt: Prompt) -> TypeGuard[tuple[int, ...]]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Call:
+class TargetRequest:
     """One request: greedy, exactly ``max_tokens`` tokens. ``adapter``: its name; None for the base."""
 
     prompt: Prompt
@@ -44,7 +44,7 @@ class Call:
 
 
 @dataclasses.dataclass(slots=True)
-class Answer:
+class TargetResult:
     """What came of a call. Times on ``time.monotonic``; ``first_s`` is None where no token came.
 
     ``itls_s``: the times between one delivery of tokens and the next; nearly always a delivery is one token.
@@ -63,7 +63,7 @@ class Answer:
     """Where the target writes text."""
     prompt_length: int | None = None
     reply_length: int | None = None
-    """In tokens, where the target tells."""
+    """The lengths in tokens, where the target tells."""
 
     def delivered(self, now: float) -> None:
         """Tokens came at ``now``."""
@@ -75,7 +75,7 @@ class Answer:
 
     @property
     def num_tokens(self) -> int:
-        """Of the reply: its ids, or as the target tells, or as many as there were deliveries."""
+        """The tokens of the reply: its ids, or as the target tells, or as many as there were deliveries."""
         if self.tokens:
             return len(self.tokens)
         if self.reply_length is not None:
@@ -97,7 +97,7 @@ class Target(Protocol):
     def is_exact(self) -> bool:
         """Whether it can be told to generate so many tokens, no fewer."""
 
-    async def generate(self, call: Call) -> Answer:
+    async def generate(self, call: TargetRequest) -> TargetResult:
         """The call's answer; what goes wrong is said in it, never raised."""
 
     async def counters(self) -> dict[str, float]:
@@ -126,29 +126,29 @@ class EngineTarget:
         self.adapters = frozenset(named if base is None else {base, *named})
         self._driver = driver
         self._loop = asyncio.get_running_loop()
-        self._open: dict[RequestId, tuple[Answer, asyncio.Future[Answer]]] = {}
+        self._open: dict[RequestId, tuple[TargetResult, asyncio.Future[TargetResult]]] = {}
         self._ids = itertools.count()
         self._death: str | None = None
         gc.collect()
         gc.freeze()  # as a server does: the collector must not look through the engine during a run
         driver.start(self._deliver, self._died)
 
-    async def generate(self, call: Call) -> Answer:
+    async def generate(self, call: TargetRequest) -> TargetResult:
         """See Target."""
         if self._death is not None:
-            return Answer(error=self._death)
+            return TargetResult(error=self._death)
         if not has_ids(call.prompt):
-            return Answer(error="an engine in this process takes token ids")
+            return TargetResult(error="an engine in this process takes token ids")
         request = f"bench-{next(self._ids)}"
         params = SamplingParams(max_tokens=call.max_tokens, temperature=0.0, ignore_eos=True, seed=0)
-        future: asyncio.Future[Answer] = self._loop.create_future()
-        self._open[request] = (Answer(), future)
+        future: asyncio.Future[TargetResult] = self._loop.create_future()
+        self._open[request] = (TargetResult(), future)
         adapter = None if call.adapter == self._base else call.adapter
         self._driver.submit(GenerationRequest(request, call.prompt, params, adapter))
         return await future
 
     def _deliver(self, deltas: list[Delta]) -> None:
-        """On the driver's thread, between two steps."""
+        """Take the deltas, on the driver's thread, between two steps."""
         now = time.monotonic()
         ended = []
         for delta in deltas:

@@ -26,14 +26,14 @@ import torch
 import transformers
 
 from manylora import LLM, SamplingParams
-from manylora_lab.bench.provenance import ROOT, Recording, add_flags
+from manylora_lab.bench.provenance import ROOT, Provenance, add_flags
 
 DEMO = ROOT / "demo"
 REQUESTS, PROMPT, GENERATE, ADAPTERS, THREADS = 64, 32, 128, 8, 2
 Run = Callable[[list[list[int]], list[str | None]], list[list[int]]]
 
 
-class Manylora:
+class ManyloraSide:
     """The engine in this process, all adapters served."""
 
     def __init__(self, adapters: dict[str, str]) -> None:
@@ -103,7 +103,7 @@ def measure(repeats: int) -> dict[str, Any]:
     adapters = {folder.name: str(folder) for folder in folders}
     models = [([None, *adapters])[i % (ADAPTERS + 1)] for i in range(REQUESTS)]
     generator = np.random.default_rng(0)
-    ours, theirs = Manylora(adapters), Peft(adapters)
+    ours, theirs = ManyloraSide(adapters), Peft(adapters)
     systems: dict[str, tuple[Run, list[str | None]]] = {
         "manylora, nine models": (ours.run, models),
         "manylora, base only": (ours.run, [None] * REQUESTS),
@@ -142,7 +142,9 @@ def measure(repeats: int) -> dict[str, Any]:
 PARTS = ("lora", "attention", "write_kv", "_rope", "rms_norm", "add_rms_norm", "silu_mul")
 
 
-def step_breakdown(ours: Manylora, prompts: list[list[int]], models: list[str | None]) -> dict[str, float]:
+def step_breakdown(
+    ours: ManyloraSide, prompts: list[list[int]], models: list[str | None]
+) -> dict[str, float]:
     """Milliseconds of a decode step by part, by wrapping the ops; the wrapping itself costs a little."""
     driver = ours.llm._llm._driver
     worker: Any = driver._ports._executor
@@ -225,7 +227,7 @@ def main() -> None:
     add_flags(parser)
     args = parser.parse_args()
     torch.set_num_threads(THREADS)
-    recording = Recording.of(args, 0)
+    recording = Provenance.of(args, 0)
     report = {
         "command": recording.command,
         "commit": recording.commit,

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 
 from manylora import LLM, SamplingParams
-from manylora_lab.bench.provenance import Recording, add_flags
+from manylora_lab.bench.provenance import Provenance, add_flags
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-2-7b": {
@@ -216,7 +216,7 @@ def churn(llm: LLM, adapters: dict[str, str], seconds: float) -> dict[str, Any]:
 
 
 def private_bytes() -> int:
-    """Of this process, without shared memory: the host's pool is that, and fills while it is used."""
+    """The memory of this process, without shared memory: the host's pool is that, and fills while it is used."""
     _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
     return (resident - shared) * resource.getpagesize()
 
@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--churn-s", type=float, default=0.0)
     add_flags(parser)
     args = parser.parse_args()
-    recording = Recording.of(args, "the number of models, and of each churning thread")
+    recording = Provenance.of(args, "the number of models, and of each churning thread")
     bandwidth = measured_bandwidth()
     torch.cuda.empty_cache()
     report: dict[str, Any] = {

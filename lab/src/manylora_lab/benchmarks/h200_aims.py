@@ -55,8 +55,8 @@ from manylora.protocol import (
 from manylora.types import EngineInfo
 from manylora.warmup.random_adapters import write_random_adapters
 from manylora_lab.bench.lending import LentExecutor
-from manylora_lab.bench.provenance import Recording, add_flags
-from manylora_lab.bench.targets import Answer, Call, EngineTarget
+from manylora_lab.bench.provenance import Provenance, add_flags
+from manylora_lab.bench.targets import EngineTarget, TargetRequest, TargetResult
 from manylora_lab.benchmarks import h200, h200_cache
 from manylora_lab.benchmarks.h200_aims_chat import chat, conformance, http
 from manylora_lab.benchmarks.h200_aims_first import first
@@ -158,7 +158,7 @@ class Aims:
     info: EngineInfo
     adapters: Mapping[str, str]
     report: dict[str, Any]
-    recording: Recording
+    recording: Provenance
     args: argparse.Namespace
     began_s: float
     num_runs: int = 0
@@ -182,8 +182,10 @@ class Aims:
         self.num_runs += 1
         return tuple(random.Random(self.num_runs).choices(range(3, self.info.vocab_size), k=length))
 
-    def call(self, length: int, max_tokens: int, adapter: int | None) -> Call:
-        return Call(self.prompt(length), max_tokens, None if adapter is None else f"adapter-{adapter}")
+    def call(self, length: int, max_tokens: int, adapter: int | None) -> TargetRequest:
+        return TargetRequest(
+            self.prompt(length), max_tokens, None if adapter is None else f"adapter-{adapter}"
+        )
 
     def has(self, seconds: float, what: str) -> bool:
         """Whether so much time is left."""
@@ -206,7 +208,7 @@ def beside(key: str) -> dict[str, Any]:
     return {name: figures.get(key) for name, figures in (("vllm", VLLM), ("aim", AIM), ("floor", FLOOR))}
 
 
-def failed(answers: Sequence[Answer]) -> list[str]:
+def failed(answers: Sequence[TargetResult]) -> list[str]:
     return [answer.error for answer in answers if answer.error is not None][:1]
 
 
@@ -351,7 +353,7 @@ def main() -> None:
     began_s = time.monotonic()
     staging.NUMBERS_BY_KERNEL = not args.numbers_by_engine
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
-    recording = Recording.of(args, "0 of the chat's tokens; the other requests are stored")
+    recording = Provenance.of(args, "0 of the chat's tokens; the other requests are stored")
     report: dict[str, Any] = {
         "command": recording.command, "commit": recording.commit,
         "torch": torch.__version__, "left_out": [],

@@ -19,7 +19,7 @@ from manylora_lab.bench.provenance import ROOT, commit_of
 
 _TAIL = 1500
 _MINUTES = 9.5
-"""For a part. What would begin later is left out."""
+"""The minutes for a part. What would begin later is left out."""
 PARTS: dict[str, tuple[str, ...]] = {
     "tests": (
         "pytest -q -m gpu tests/executor tests/kernels tests/gpu -n 8 --dist loadfile"

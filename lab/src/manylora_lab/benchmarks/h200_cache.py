@@ -28,9 +28,9 @@ import torch
 
 from manylora.config import CACHE_POLICIES, ConfigError, parse_size
 from manylora.flags import build_settings
-from manylora_lab.bench.provenance import ROOT, Recording, add_flags
+from manylora_lab.bench.provenance import ROOT, Provenance, add_flags
 from manylora_lab.bench.replay import ReplaySettings, replay, show_on_stderr
-from manylora_lab.bench.serve import Measured, measure
+from manylora_lab.bench.serve import MeasuredReplay, measure
 from manylora_lab.bench.summary import as_rows
 from manylora_lab.bench.targets import EngineTarget, open_engine
 from manylora_lab.benchmarks.h200 import SHAPES, measured_bandwidth, projections, write_model
@@ -84,7 +84,7 @@ TOY = Scale(
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class CacheCell:
     """One measurement: a policy on a trace (by its rate), replayed ``scale`` times as fast."""
 
     policy: str
@@ -214,7 +214,7 @@ def _seconds(work: Any, repeats: int = 10) -> float:
 # ---------------------------------------------------------------- the runs
 
 
-class Comparison:
+class CacheComparison:
     """All runs that fit into the time, and the report of them."""
 
     def __init__(self, args: argparse.Namespace, began_s: float) -> None:
@@ -225,7 +225,7 @@ class Comparison:
         self.adapters = self.work / f"adapters-{'toy' if args.toy else 'llama-2-7b'}"
         self.model = self.scale.model or self.work / "llama-2-7b"
         self.rehearsed: set[int] = set()
-        self.recording = Recording.of(args, args.seed)
+        self.recording = Provenance.of(args, args.seed)
         self.previous = _previous(args.previous)
         self.report: Report = {
             "command": self.recording.command,
@@ -257,7 +257,7 @@ class Comparison:
     def elapsed_s(self) -> float:
         return time.monotonic() - self.began_s
 
-    def run_all(self, cells: Sequence[Cell]) -> None:
+    def run_all(self, cells: Sequence[CacheCell]) -> None:
         for cell in cells:
             if any(cell.is_of(run) for run in self.report["runs"]):
                 continue
@@ -271,7 +271,7 @@ class Comparison:
             print(f"{self.elapsed_s:4.0f} s  {line_of(run)}", flush=True)
             self.save()
 
-    def run(self, cell: Cell, turns: Sequence[Turn]) -> dict[str, Any]:
+    def run(self, cell: CacheCell, turns: Sequence[Turn]) -> dict[str, Any]:
         """One cell; what goes wrong is said in it, so that the others still run."""
         run: dict[str, Any] = {
             "policy": cell.policy, "trace": f"chat_{cell.rate}rps", "rate_scale": cell.scale,
@@ -284,7 +284,7 @@ class Comparison:
         gc.collect()
         return run
 
-    async def _measure(self, cell: Cell, turns: Sequence[Turn], run: dict[str, Any]) -> None:
+    async def _measure(self, cell: CacheCell, turns: Sequence[Turn], run: dict[str, Any]) -> None:
         values = {
             **self.scale.engine, "model": str(self.model), "adapter_dir": str(self.adapters),
             "host_pool": self.args.host_pool, "cache_policy": cell.policy,
@@ -327,7 +327,7 @@ class Comparison:
         errors = [result.error for result in done.results if result.error is not None]
         print(f"rehearsed {len(turns)} turns, {len(errors)} failed {errors[:1]}", flush=True)
 
-    def _save_turns(self, run: dict[str, Any], found: Measured) -> None:
+    def _save_turns(self, run: dict[str, Any], found: MeasuredReplay) -> None:
         """A line of JSON a run, in a file of their own."""
         if self.args.turns:
             with open(self.args.turns, "a") as file:
@@ -379,7 +379,7 @@ def _previous(path: str | None) -> _Previous:
     return _Previous([report["runs"][number] for number in kept], entries)
 
 
-def _cells(args: argparse.Namespace) -> list[Cell]:
+def _cells(args: argparse.Namespace) -> list[CacheCell]:
     """All policies on one trace before the next, so that what is there can be compared."""
     cells = []
     for entry in args.rates.split(","):
@@ -387,7 +387,7 @@ def _cells(args: argparse.Namespace) -> list[Cell]:
         if not (TRACES / f"chat_{rate}rps.jsonl.gz").is_file():
             raise ConfigError(f"there is no trace of {rate!r}/s in {TRACES}")
         try:
-            cells += [Cell(policy, rate, float(scale or 1)) for policy in args.order.split(",")]
+            cells += [CacheCell(policy, rate, float(scale or 1)) for policy in args.order.split(",")]
         except ValueError:
             raise ConfigError(f"--rates: {scale!r} is not a number") from None
     for cell in cells:
@@ -426,7 +426,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         cells = _cells(args)
     except ConfigError as error:
         parser.error(str(error))
-    comparison = Comparison(args, began_s)
+    comparison = CacheComparison(args, began_s)
     comparison.prepare()
     comparison.save()
     comparison.run_all(cells)

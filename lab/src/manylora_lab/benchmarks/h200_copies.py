@@ -35,7 +35,7 @@ from manylora.memory.arena import Arena
 from manylora.memory.copier import TRANSFER_BYTES, Copier
 from manylora.memory.host import HostPool
 from manylora.protocol import CopyDone, SwapPages
-from manylora_lab.bench.provenance import Recording, add_flags
+from manylora_lab.bench.provenance import Provenance, add_flags
 
 SHAPES = {
     "8MiB": PageShape(layers=32, page_tokens=16, kv_heads=32, head_dim=128, itemsize=2),
@@ -171,7 +171,7 @@ def copier_rates(pools: Pools, rounds: int) -> dict[str, Any]:
 # ---------------------------------------------------------------- what steps notice
 
 
-class Steps:
+class DecodeSteps:
     """Decode-like steps: the linear layers of a 7B model on 64 rows, and reads of keys, layer by layer.
 
     Each begins with a small upload and ends with a small download, like a step of the engine.
@@ -217,7 +217,7 @@ def _summary(seconds: list[float]) -> dict[str, float]:
     }
 
 
-def interference(steps: Steps, pools: Pools, count: int) -> dict[str, Any]:
+def interference(steps: DecodeSteps, pools: Pools, count: int) -> dict[str, Any]:
     """Steps without copies and beside a lane or two that never run dry, in turns of ``count`` steps."""
     result: dict[str, Any] = {}
     for name, directions in {"in": (True,), "out": (False,), "both": (True, False)}.items():
@@ -279,7 +279,7 @@ class _Feed:
         self.num_bytes += len(command.pairs) * self.pools.shape.page_bytes
 
 
-def pinning(steps: Steps, num_bytes: int, count: int) -> list[dict[str, Any]]:
+def pinning(steps: DecodeSteps, num_bytes: int, count: int) -> list[dict[str, Any]]:
     """How long the pool is being pinned beside steps, how long alone, and what the steps notice."""
     shape = SHAPES["2MiB"]
     num_pages = num_bytes // shape.page_bytes
@@ -334,7 +334,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> None:
             row["of_raw"] = row["gb_per_s"] / raw[key.rpartition("_")[2]]
         report["copier"][name] = rates
         print(json.dumps({name: rates}), flush=True)
-    steps = Steps()
+    steps = DecodeSteps()
     steps.timed(20)
     report["steps_beside_copies"] = {}
     for name, shape in SHAPES.items():
@@ -381,7 +381,7 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this measures a CUDA device, and there is none")
-    recording = Recording.of(args, 0)
+    recording = Provenance.of(args, 0)
     report: dict[str, Any] = {
         "command": recording.command, "commit": recording.commit,
         "device": torch.cuda.get_device_name(), "torch": torch.__version__,

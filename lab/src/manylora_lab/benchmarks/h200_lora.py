@@ -23,12 +23,12 @@ import torch
 
 from manylora.kernels.shapes import ProjectionGroup
 from manylora.kernels.triton.lora import as_row, lora_kernels_on
-from manylora.kernels.triton.lora_launch import DEFAULT, Beside, LoraConfig, LoraKernels, TileConfig
+from manylora.kernels.triton.lora_launch import DEFAULT, Beside, LoraConfig, LoraKernels, LoraTileConfig
 from manylora.kernels.triton.operations import TritonOps
 from manylora.kernels.triton.products import products_on
-from manylora_lab.bench.kernels import CUDA_DECODERS, Decoder, read_bandwidth
-from manylora_lab.bench.provenance import Recording, add_flags
-from manylora_lab.benchmarks.lora_layer import Case, Rig
+from manylora_lab.bench.kernels import CUDA_DECODERS, DecoderSizes, read_bandwidth
+from manylora_lab.bench.provenance import Provenance, add_flags
+from manylora_lab.benchmarks.lora_layer import LoraLayerRig, StepCase
 
 LAYERS = 8
 MIXED_TOKENS = {"prompt 64": 128, "31+220": 384, "31+600": 1024, "31+1500": 2048}
@@ -104,16 +104,16 @@ def name_of(sizes: Sizes) -> str:
     )
 
 
-def everywhere(config: LoraConfig, sizes: TileConfig) -> LoraConfig:
+def everywhere(config: LoraConfig, sizes: LoraTileConfig) -> LoraConfig:
     """The sizes for all steps but large ones."""
     return dataclasses.replace(config, short=sizes, mixed=((2048, sizes),))
 
 
-class Bench:
+class LoraBench:
     """``rounds`` of replays; reports go to ``report``."""
 
     def __init__(
-        self, rig: Rig, ops: TritonOps, cases: dict[str, Case], deadline: float, rounds: int
+        self, rig: LoraLayerRig, ops: TritonOps, cases: dict[str, StepCase], deadline: float, rounds: int
     ) -> None:
         self.rig, self.ops, self.cases, self.deadline, self.rounds = rig, ops, cases, deadline, rounds
         self.stored = lora_kernels_on(rig.device).config
@@ -125,7 +125,7 @@ class Bench:
         return time.perf_counter() > self.deadline
 
     def added(self, kind: str, configs: dict[str, LoraConfig]) -> dict[str, float]:
-        """Of those that are right; the rest are reported."""
+        """The added times of the configs that are right; the rest are reported."""
         right = {}
         for name, config in configs.items():
             error = self._attempt(f"{kind}: {name}", functools.partial(self.cases[kind].error, config))
@@ -158,9 +158,9 @@ class Bench:
             }
         return min(sums.items(), key=lambda item: item[1], default=None)
 
-    def tune(self, kinds: tuple[str, ...], tiles: tuple[int, ...]) -> TileConfig | None:
+    def tune(self, kinds: tuple[str, ...], tiles: tuple[int, ...]) -> LoraTileConfig | None:
         """The best sizes for steps of these kinds, the stored ones among them."""
-        trials: dict[str, TileConfig] = {}
+        trials: dict[str, LoraTileConfig] = {}
         for tokens in tiles:
             base = dataclasses.replace(DEFAULT.short, tile_tokens=tokens, **EXPANDS[tokens][0])
             trials |= {
@@ -172,7 +172,7 @@ class Bench:
         found = self.best(kinds, configs)
         if found is None:
             return None
-        by_tile: dict[str, TileConfig] = {}
+        by_tile: dict[str, LoraTileConfig] = {}
         for tokens in tiles:
             mine = {
                 name: us
@@ -197,12 +197,12 @@ class Bench:
         tables = [self.report[kind].get("us", {}) for kind in kinds]
         return {name: sum(t[name] for t in tables) for name in tables[0] if all(name in t for t in tables)}
 
-    def tune_long(self) -> TileConfig | None:
+    def tune_long(self) -> LoraTileConfig | None:
         kind = "8x2000"
         started = dataclasses.replace(self.stored, beside=(), writes_from=1)
         base = dataclasses.replace(DEFAULT.long, **LONG_EXPANDS[1])
 
-        def configs(trials: dict[str, TileConfig]) -> dict[str, LoraConfig]:
+        def configs(trials: dict[str, LoraTileConfig]) -> dict[str, LoraConfig]:
             return {name: dataclasses.replace(started, long=sizes) for name, sizes in trials.items()}
 
         self.best((kind,), {"stored": self.stored})
@@ -217,7 +217,7 @@ class Bench:
         self.report[kind]["best"] = found[0]
         return trials[found[0]]
 
-    def orders(self, kind: str, sizes: TileConfig) -> None:
+    def orders(self, kind: str, sizes: LoraTileConfig) -> None:
         """LoRA beside the product, either preferred, and expand before the product, against expand after it."""
         plain = everywhere(dataclasses.replace(self.stored, beside=(), writes_from=0), sizes)
         groups = tuple(group.name for group in self.rig.geometry.groups)
@@ -265,7 +265,7 @@ class Bench:
         print(f"{count} kernels, {failed} failed, {time.perf_counter() - began:.0f} s", flush=True)
 
 
-def _compiled(case: Case, config: LoraConfig, group: ProjectionGroup, with_expand: bool) -> bool:
+def _compiled(case: StepCase, config: LoraConfig, group: ProjectionGroup, with_expand: bool) -> bool:
     rig = case.rig
     kernels = LoraKernels(config, rig.multiprocessors)
     plan = case.plan_for(kernels)
@@ -276,7 +276,7 @@ def _compiled(case: Case, config: LoraConfig, group: ProjectionGroup, with_expan
     return True
 
 
-TINY = Decoder("tiny", 2, 64, 4, 2, 16, 96)
+TINY = DecoderSizes("tiny", 2, 64, 4, 2, 16, 96)
 
 
 def main() -> None:
@@ -286,7 +286,7 @@ def main() -> None:
     parser.add_argument("--rehearse", action="store_true", help="tiny, in the interpreter, without a GPU")
     add_flags(parser)
     arguments = parser.parse_args()
-    recording = Recording.of(arguments, 0)
+    recording = Provenance.of(arguments, 0)
     began, tiny = time.perf_counter(), arguments.rehearse
     if tiny:
         for choices in (*SHRINKS.values(), *EXPANDS.values(), LONG_SHRINKS, LONG_EXPANDS):
@@ -296,16 +296,16 @@ def main() -> None:
     decoder, dtype = (TINY, torch.float16) if tiny else (CUDA_DECODERS[0], torch.bfloat16)
     with torch.inference_mode():
         bandwidth = 1e12 if tiny else read_bandwidth(device)
-        rig = Rig.of(decoder, device, dtype, 2 if tiny else LAYERS, 136)
+        rig = LoraLayerRig.of(decoder, device, dtype, 2 if tiny else LAYERS, 136)
         ops = TritonOps() if tiny else TritonOps(products=products_on(device), dependent=True)
-        cases = {name: Case(rig, ops, *kind) for name, kind in kinds(16 if tiny else 1).items()}
-    bench = Bench(rig, ops, cases, began + arguments.seconds, 1 if tiny else 11)
+        cases = {name: StepCase(rig, ops, *kind) for name, kind in kinds(16 if tiny else 1).items()}
+    bench = LoraBench(rig, ops, cases, began + arguments.seconds, 1 if tiny else 11)
     if tiny:
         bench.stored = dataclasses.replace(DEFAULT, long_run=6)
     print(f"ready to compile after {time.perf_counter() - began:.0f} s", flush=True)
     bench.compile(1 if tiny else 14)
     tuned = bench.stored
-    mixed: list[tuple[int, TileConfig]] = []
+    mixed: list[tuple[int, LoraTileConfig]] = []
     for kinds_together, tiles in [(tuple(k for k in cases if k.startswith("decode")), (16,))] + [
         ((kind,), (16, 32, 64)) for kind in MIXED_TOKENS
     ]:

@@ -43,7 +43,7 @@ from manylora.kernels.triton.decode_table import DecodeConfig, DecodeTable, stor
 from manylora.kernels.triton.operations import TritonOps
 from manylora.kernels.triton.products import BUCKETS, Choice, LinearConfig, Products, Shape
 from manylora.kernels.weight import Weight
-from manylora_lab.bench.provenance import Recording, add_flags
+from manylora_lab.bench.provenance import Provenance, add_flags
 from manylora_lab.benchmarks import h200_ops_attention as attending
 from manylora_lab.benchmarks.h200_ops_linears import (
     BATCHES,
@@ -69,17 +69,17 @@ OTHER_PARTS = ("elementwise", "decode", "prefill", "flashinfer_builds", "flashin
 
 
 @dataclasses.dataclass
-class Run:
+class OpsRun:
     """What the parts share: the report, where it goes, and what was measured so far."""
 
     out: Path
     began: float
     report: dict[str, Any]
-    recording: Recording
+    recording: Provenance
     bytes_per_s: float = 4.3e12
     linears: Linears | None = None
 
-    def part(self, name: str, work: Callable[[Run], Any]) -> None:
+    def part(self, name: str, work: Callable[[OpsRun], Any]) -> None:
         begin = time.perf_counter()
         try:
             self.report[name] = work(self)
@@ -101,7 +101,7 @@ class Run:
 # ---------------------------------------------------------------- what is there
 
 
-def probe(_: Run) -> dict[str, Any]:
+def probe(_: OpsRun) -> dict[str, Any]:
     found = importlib.util.find_spec("flashinfer")
     version = ""
     if found is not None:
@@ -123,7 +123,7 @@ def probe(_: Run) -> dict[str, Any]:
     }
 
 
-def bandwidth(run: Run) -> dict[str, float]:
+def bandwidth(run: OpsRun) -> dict[str, float]:
     source = torch.empty(1 << 31, dtype=torch.int8, device="cuda").random_()
     target = torch.empty_like(source)
     words = source.view(torch.float32)
@@ -161,12 +161,12 @@ def compile_all(decoding: bool) -> dict[str, Any]:
     return {"settings": len(settings), "errors": errors}
 
 
-def linears(run: Run, seconds: float) -> dict[str, Any]:
+def linears(run: OpsRun, seconds: float) -> dict[str, Any]:
     run.linears = Linears(run.floor_us, time.perf_counter() + seconds)
     return run.linears.measure()
 
 
-def linear_errors(run: Run) -> dict[str, Any]:
+def linear_errors(run: OpsRun) -> dict[str, Any]:
     assert run.linears is not None
     return errors(run.linears.dependent)
 
@@ -174,7 +174,7 @@ def linear_errors(run: Run) -> dict[str, Any]:
 # ---------------------------------------------------------------- what memory limits
 
 
-def elementwise(_: Run) -> dict[str, Any]:
+def elementwise(_: OpsRun) -> dict[str, Any]:
     """Errors against the reference in float64, and times."""
     rows: dict[str, Any] = {}
     for model, batch in itertools.product(LAYERS, (*BATCHES, 2048)):
@@ -266,7 +266,7 @@ def placing_heads(batch: int, heads: int, kv_heads: int, dim: int = 128) -> Foun
 # ---------------------------------------------------------------- whole layers
 
 
-def layers(run: Run) -> dict[str, Any]:
+def layers(run: OpsRun) -> dict[str, Any]:
     """A base decoding layer in a graph: by the library with the default attention sizes, with those stored for
     the device, by our choices, and the same with dependent launches."""
     rows: dict[str, Any] = {}
@@ -280,7 +280,7 @@ def layers(run: Run) -> dict[str, Any]:
     return rows
 
 
-def layer_row(run: Run, model: str, batch: int, weights: list[list[Weight]]) -> dict[str, float]:
+def layer_row(run: OpsRun, model: str, batch: int, weights: list[list[Weight]]) -> dict[str, float]:
     heads, kv_heads, names = LAYERS[model]
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     tables = {
@@ -319,7 +319,7 @@ def layer_row(run: Run, model: str, batch: int, weights: list[list[Weight]]) -> 
     return {key: round(value, 1) for key, value in row.items()}
 
 
-def choose(run: Run, path: Path) -> dict[str, float]:
+def choose(run: OpsRun, path: Path) -> dict[str, float]:
     """Store the choices with dependent launches if whole layers take less time by them."""
     assert run.linears is not None
     rows = run.report["layers"].values()
@@ -348,7 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.jit:
         attending.build_flashinfer(options.jit)
         return
-    run = Run(options.out, time.perf_counter(), {"argv": sys.argv[1:]}, Recording.of(options, SEEDS))
+    run = OpsRun(options.out, time.perf_counter(), {"argv": sys.argv[1:]}, Provenance.of(options, SEEDS))
     builds: dict[str, subprocess.Popen[bytes]] = {}
     skipped = {*options.skip, *(OTHER_PARTS if options.linears_only else ())}
     if importlib.util.find_spec("flashinfer") is not None and "flashinfer" not in skipped:
@@ -366,7 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("wb") as file:
                 builds[kind] = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-    parts: dict[str, Callable[[Run], Any]] = {
+    parts: dict[str, Callable[[OpsRun], Any]] = {
         "probe": probe,
         "compile": lambda run: compile_all("decode" not in skipped),
         "bandwidth": bandwidth,

@@ -197,7 +197,7 @@ class _Case:
 
 
 def errors(choices: Mapping[Shape, Choice]) -> dict[str, Any]:
-    """Of our kernel against float32 products, relative, and whether further runs give the same bits."""
+    """The relative errors of our kernel against float32 products, and whether further runs give the same bits."""
     flat = torch.empty(1 << 27, dtype=DTYPE, device="cuda").normal_(std=0.02)
     rows = {}
     for (block_m, inputs, outputs), config in sorted(choices.items(), key=lambda item: item[0]):

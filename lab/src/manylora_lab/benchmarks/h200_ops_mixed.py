@@ -26,8 +26,8 @@ import torch
 
 from manylora.kernels.triton import attention_plans
 from manylora.kernels.triton.attending import PagedAttention
-from manylora.kernels.triton.decode_table import DecodeTable, TileConfig, stored_table
-from manylora_lab.bench.provenance import Recording, add_flags
+from manylora.kernels.triton.decode_table import AttentionTileConfig, DecodeTable, stored_table
+from manylora_lab.bench.provenance import Provenance, add_flags
 from manylora_lab.benchmarks.h200_ops_attention import HEADS, Pool, calls
 from manylora_lab.benchmarks.h200_ops_timing import cold_time
 
@@ -46,18 +46,18 @@ CASES: dict[str, tuple[int, list[tuple[int, int]]]] = {
 """Tokens of the bucket, and rows of (queries, context); the last is a decoding step."""
 
 CONFIGS = (
-    TileConfig(64, 64, 4, 3, None),
-    TileConfig(64, 64, 4, 3, 168),
-    TileConfig(64, 64, 4, 2, 168),
-    TileConfig(64, 32, 4, 3, 168),
-    TileConfig(64, 32, 4, 5, 168),
-    TileConfig(64, 64, 4, 3, 128),
-    TileConfig(64, 64, 8, 3, 128),
-    TileConfig(64, 64, 8, 3, None),
-    TileConfig(128, 64, 8, 3, None),
-    TileConfig(128, 64, 8, 3, 128),
-    TileConfig(32, 64, 4, 3, 168),
-    TileConfig(16, 64, 4, 3, None),
+    AttentionTileConfig(64, 64, 4, 3, None),
+    AttentionTileConfig(64, 64, 4, 3, 168),
+    AttentionTileConfig(64, 64, 4, 2, 168),
+    AttentionTileConfig(64, 32, 4, 3, 168),
+    AttentionTileConfig(64, 32, 4, 5, 168),
+    AttentionTileConfig(64, 64, 4, 3, 128),
+    AttentionTileConfig(64, 64, 8, 3, 128),
+    AttentionTileConfig(64, 64, 8, 3, None),
+    AttentionTileConfig(128, 64, 8, 3, None),
+    AttentionTileConfig(128, 64, 8, 3, 128),
+    AttentionTileConfig(32, 64, 4, 3, 168),
+    AttentionTileConfig(16, 64, 4, 3, None),
 )
 CHOICES: dict[str, tuple[tuple[float, ...], tuple[str, ...]]] = {
     "LEAST_TILE_BLOCKS": ((4, 8, 12, 24), ("220", "600", "64 after 1984")),
@@ -66,14 +66,14 @@ CHOICES: dict[str, tuple[tuple[float, ...], tuple[str, ...]]] = {
 """Where contexts of tiles are cut at the earliest, and how tiles lie between rows of one query."""
 
 
-def table_of(heads: str, tiles: TileConfig) -> DecodeTable:
+def table_of(heads: str, tiles: AttentionTileConfig) -> DecodeTable:
     """The device's choices for rows of one query, beside these tiles."""
     num, kv_heads, dim = HEADS[heads]
     stored = stored_table(torch.cuda.get_device_name(), num // kv_heads, dim)
     return dataclasses.replace(stored, tiles=tiles)
 
 
-def compile_one(setting: tuple[str, TileConfig]) -> str | None:
+def compile_one(setting: tuple[str, AttentionTileConfig]) -> str | None:
     heads, tiles = setting
     try:
         row(Pool(*HEADS[heads], num_pages=128), tiles, heads, (64, [(1, 300), (33, 900)]), 1)
@@ -84,7 +84,7 @@ def compile_one(setting: tuple[str, TileConfig]) -> str | None:
 
 def row(
     pool: Pool,
-    tiles: TileConfig,
+    tiles: AttentionTileConfig,
     heads: str,
     case: tuple[int, list[tuple[int, int]]],
     rounds: int,
@@ -113,7 +113,9 @@ def row(
     }
 
 
-def sweep(pool: Pool, heads: str, configs: Sequence[TileConfig], cases: Sequence[str]) -> dict[str, Any]:
+def sweep(
+    pool: Pool, heads: str, configs: Sequence[AttentionTileConfig], cases: Sequence[str]
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for tiles in configs:
         name = f"{heads} {' '.join(str(part) for part in dataclasses.astuple(tiles))}"
@@ -137,7 +139,9 @@ def choices(
     shipped = getattr(attention_plans, name)
     for value in values:
         setattr(attention_plans, name, value)
-        found[str(value)] = {case: row(pool, TileConfig(), heads, CASES[case], 5)["us"] for case in cases}
+        found[str(value)] = {
+            case: row(pool, AttentionTileConfig(), heads, CASES[case], 5)["us"] for case in cases
+        }
         print(heads, name, value, found[str(value)], flush=True)
     setattr(attention_plans, name, shipped)
     return found
@@ -150,7 +154,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     add_flags(parser)
     args = parser.parse_args()
-    recording = Recording.of(args, "0 of the pages' places; values are drawn anew")
+    recording = Provenance.of(args, "0 of the pages' places; values are drawn anew")
     began = time.perf_counter()
     settings = [(heads, tiles) for heads in HEADS for tiles in CONFIGS]
     workers = max(1, min(13, (os.cpu_count() or 2) - 2))
@@ -169,7 +173,9 @@ def main() -> None:
         for name, (values, cases) in CHOICES.items():
             report[f"{heads} {name}"] = choices(pool, heads, name, values, cases)
         report["provenance"] = recording.provenance()
-        report[f"{heads} dependent"] = found = row(pool, TileConfig(), heads, CASES["220 + 32"], 3, True)
+        report[f"{heads} dependent"] = found = row(
+            pool, AttentionTileConfig(), heads, CASES["220 + 32"], 3, True
+        )
         print(heads, "dependent", found, flush=True)
         args.out.write_text(json.dumps(report))
         del pool

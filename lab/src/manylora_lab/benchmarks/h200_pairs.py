@@ -73,7 +73,7 @@ def steps(worker: Any, num_pages: int, adapters: list[str]) -> dict[str, float]:
     """Medians of repeats, by batch and figure."""
     from manylora_lab.benchmarks import h200_steps
 
-    bench = h200_steps.Bench(worker, num_pages)
+    bench = h200_steps.StepBench(worker, num_pages)
     bench.load(adapters)
     found: dict[str, float] = {}
     for adapted in (False, True):
@@ -152,7 +152,7 @@ def ratios(turns: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     """See the module."""
-    from manylora_lab.bench.provenance import ROOT, Recording, add_flags  # the other tree may not have it
+    from manylora_lab.bench.provenance import ROOT, Provenance, add_flags  # the other tree may not have it
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--chat", type=float, default=20.0, help="seconds of the chat; 0: none")
     add_flags(parser)
     args = parser.parse_args()
-    recording = Recording.of(args, "0 of the chat's tokens and of sampled rows; values decide no time")
+    recording = Provenance.of(args, "0 of the chat's tokens and of sampled rows; values decide no time")
     report: dict[str, Any] = {"before": args.before_commit, "this": recording.commit, "turns": []}
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(args.turns):

@@ -43,7 +43,7 @@ from manylora.protocol import (
 )
 from manylora.types import BASE, SamplingParams
 from manylora.warmup.random_adapters import write_random_adapters
-from manylora_lab.bench.provenance import Recording, add_flags
+from manylora_lab.bench.provenance import Provenance, add_flags
 from manylora_lab.benchmarks.h200 import (
     SHAPES,
     adapter_bytes,
@@ -61,7 +61,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=2000)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=1, max_tokens=2000)
 
 
-class Bench:
+class StepBench:
     """A worker with adapters 1 to n on the device, and sequences that decode."""
 
     def __init__(self, worker: Worker, num_pages: int) -> None:
@@ -149,14 +149,14 @@ class Bench:
         return begin.elapsed_time(end) / repeats
 
     def pages(self, count: int) -> list[int]:
-        """Of the device's pool, nobody else's from now on."""
+        """Take pages of the device's pool, which from now on belong to the caller alone."""
         return [self._free.pop() for _ in range(count)]
 
 
 class Lanes:
     """Keeps copies of pages under way, in one direction or in both."""
 
-    def __init__(self, bench: Bench, pages: list[int], directions: tuple[bool, ...]) -> None:
+    def __init__(self, bench: StepBench, pages: list[int], directions: tuple[bool, ...]) -> None:
         self._direct, self._directions = bench.direct, directions
         half = len(pages) // 2
         # In: into the first half from the host's; out: from the second half into the host's other pages.
@@ -194,7 +194,7 @@ class Lanes:
         self.num_copied += COPIED_PAGES
 
 
-def beside_copies(bench: Bench, steps: int) -> dict[str, Any]:
+def beside_copies(bench: StepBench, steps: int) -> dict[str, Any]:
     """Steps two in flight with saturated lanes against steps alone, in turns: milliseconds, and the ratio."""
     host = bench.worker._host
     deadline = time.monotonic() + 60
@@ -224,7 +224,7 @@ def beside_copies(bench: Bench, steps: int) -> dict[str, Any]:
     return found
 
 
-def measure(bench: Bench, name: str, bandwidth: float, steps: int) -> list[dict[str, Any]]:
+def measure(bench: StepBench, name: str, bandwidth: float, steps: int) -> list[dict[str, Any]]:
     shape = SHAPES[name]
     graphs = bench.worker._graphs
     rows = []
@@ -276,7 +276,7 @@ def run(name: str, folder: Path, bandwidth: float, steps: int, parts: list[str])
     assert worker._graphs is not None
     report["captured"] = worker._graphs.num_captured
     report["captured_mib"] = round(worker._device.captured_bytes() / 2**20)
-    bench = Bench(worker, policy.num_pages)
+    bench = StepBench(worker, policy.num_pages)
     report["adapters_s"] = round(bench.load([str(path) for path in adapters]), 2)
     if "steps" in parts:
         report["steps"] = measure(bench, name, bandwidth, steps)
@@ -303,7 +303,7 @@ def main() -> None:
     args = parser.parse_args()
     staging.NUMBERS_BY_KERNEL = not args.numbers_by_engine
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
-    recording = Recording.of(args, "1 of sampled rows; weights and prompts do not depend on one")
+    recording = Provenance.of(args, "1 of sampled rows; weights and prompts do not depend on one")
     report: dict[str, Any] = {
         "command": recording.command, "commit": recording.commit,
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "context": CONTEXT,

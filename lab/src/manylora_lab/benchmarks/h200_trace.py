@@ -30,9 +30,9 @@ from manylora.models.config import read_model_config
 from manylora.protocol import RunStep, SequenceStart, StepRow
 from manylora.types import BASE
 from manylora.warmup.random_adapters import write_random_adapters
-from manylora_lab.bench.provenance import Recording, add_flags
+from manylora_lab.bench.provenance import Provenance, add_flags
 from manylora_lab.benchmarks.h200 import SHAPES, write_model
-from manylora_lab.benchmarks.h200_steps import GREEDY, PAGE_TOKENS, RANK, Bench
+from manylora_lab.benchmarks.h200_steps import GREEDY, PAGE_TOKENS, RANK, StepBench
 
 SHAPE = "llama-2-7b"
 STEPS: dict[str, list[tuple[int, int]]] = {
@@ -50,8 +50,8 @@ MOST_GAP_US = 50.0
 """Between two kernels of one step; longer ones lie between steps."""
 
 
-class Steps(Bench):
-    """Runs steps of sequences that begin with the step, on pages that nobody reads."""
+class TraceSteps(StepBench):
+    """Runs steps of sequences that begin with the step, on pages that no other step reads."""
 
     def issue_rows(self, rows: list[tuple[int, int]], is_adapted: bool) -> tuple[float, RunStep]:
         """Issue a step; the seconds that took."""
@@ -96,7 +96,9 @@ def short(name: str) -> str:
     return re.sub(r"(at::native::|<.*|\(.*)", "", name)[:60]
 
 
-def kernels_of(steps: Steps, rows: list[tuple[int, int]], is_adapted: bool, repeats: int) -> dict[str, Any]:
+def kernels_of(
+    steps: TraceSteps, rows: list[tuple[int, int]], is_adapted: bool, repeats: int
+) -> dict[str, Any]:
     """What one step's kernels took on the device, by name: [us, how many], the longest first."""
     steps.run(rows, is_adapted, 1)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -125,7 +127,9 @@ def kernels_of(steps: Steps, rows: list[tuple[int, int]], is_adapted: bool, repe
     }  # fmt: skip
 
 
-def host_of(steps: Steps, rows: list[tuple[int, int]], is_adapted: bool, repeats: int) -> dict[str, float]:
+def host_of(
+    steps: TraceSteps, rows: list[tuple[int, int]], is_adapted: bool, repeats: int
+) -> dict[str, float]:
     """Where issuing a step takes the host's time: us of functions and what they call, under the profiler."""
     profiler = cProfile.Profile()
     for _ in range(repeats):
@@ -148,7 +152,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=8)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
-    recording = Recording.of(args, "none: weights and prompts do not depend on one")
+    recording = Provenance.of(args, "none: weights and prompts do not depend on one")
     report: dict[str, Any] = {
         "command": recording.command, "commit": recording.commit,
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "steps": [],
@@ -163,7 +167,7 @@ def main() -> None:
             "max_num_seqs": 128, "max_batch_tokens": 16384, "device_pool": "48GiB", "host_pool": 0,
         } | dict(one.split("=", 1) for one in args.set)  # fmt: skip
         worker, policy, _ = build_worker(build_settings(engine)[0], registry_path=folder / "registry.sqlite")
-        steps = Steps(worker, policy.num_pages)
+        steps = TraceSteps(worker, policy.num_pages)
         steps.load([str(path) for path in paths])
         for name, rows in STEPS.items():
             for is_adapted in (False, True):

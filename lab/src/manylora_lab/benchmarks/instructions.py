@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from manylora_lab.bench.provenance import ROOT, Recording, add_flags, commit_of
+from manylora_lab.bench.provenance import ROOT, Provenance, add_flags, commit_of
 from manylora_lab.benchmarks.pairs import tree_of
 
 PROOF = ROOT / "tests" / "proof"
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     add_flags(parser)
     args = parser.parse_args()
-    recording = Recording.of(args, "none: the inputs are recorded")
+    recording = Provenance.of(args, "none: the inputs are recorded")
     cells = [json.loads(line) for line in (PROOF / "cells.jsonl").read_text().splitlines()]
     cell = {**min(cells, key=lambda line: float(line["seconds"]))["cell"], "duration_s": SIMULATED_S}
     with tree_of(args.against) as other, tempfile.TemporaryDirectory() as folder:

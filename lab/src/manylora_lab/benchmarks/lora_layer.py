@@ -19,22 +19,22 @@ import torch
 
 from manylora.kernels.ops import LoraSegments
 from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup, adapter_geometry
-from manylora.kernels.triton.lora import FixedLora
+from manylora.kernels.triton.lora import TritonFixedLora
 from manylora.kernels.triton.lora_launch import LoraConfig, LoraKernels, LoraPlan
 from manylora.kernels.triton.operations import TritonOps
 from manylora.kernels.weight import Weight
 from manylora_lab.bench.interleaved import captured
-from manylora_lab.bench.kernels import Decoder, exact_lora, random_pool, relative_error, segments_for
+from manylora_lab.bench.kernels import DecoderSizes, exact_lora, random_pool, relative_error, segments_for
 from manylora_lab.bench.rounding import Bounded
 
 RANK = 16
 
 
 @dataclasses.dataclass
-class Rig:
+class LoraLayerRig:
     """Weights of ``layers`` of a model's layers, and a pool with all layers' pages."""
 
-    decoder: Decoder
+    decoder: DecoderSizes
     device: torch.device
     dtype: torch.dtype
     layers: int
@@ -46,9 +46,9 @@ class Rig:
 
     @classmethod
     def of(
-        cls, decoder: Decoder, device: torch.device, dtype: torch.dtype, layers: int, adapters: int
-    ) -> Rig:
-        """With room for so many adapters of rank RANK."""
+        cls, decoder: DecoderSizes, device: torch.device, dtype: torch.dtype, layers: int, adapters: int
+    ) -> LoraLayerRig:
+        """A rig with room for so many adapters of rank RANK."""
         page = decoder.page(dtype)
         geometry = adapter_geometry(page, (decoder.groups(),) * page.layers)
         rows = sum(
@@ -78,10 +78,12 @@ class Rig:
         return dataclasses.replace(described, cells=places)
 
 
-class Case:
+class StepCase:
     """One kind of step. ``tokens``, ``rows``: of the bucket that captures it; no rows: an eager one of prompts."""
 
-    def __init__(self, rig: Rig, ops: TritonOps, lengths: list[int], tokens: int, rows: int | None) -> None:
+    def __init__(
+        self, rig: LoraLayerRig, ops: TritonOps, lengths: list[int], tokens: int, rows: int | None
+    ) -> None:
         self.rig, self.ops, self.tokens, self.rows = rig, ops, tokens, rows
         self.segments = rig.segments(lengths)
         self.inputs = {
@@ -105,12 +107,12 @@ class Case:
         return kernels
 
     def plan_for(self, kernels: LoraKernels) -> LoraPlan:
-        """As the engine makes it."""
+        """The plan as the engine makes it."""
         rig = self.rig
         if self.rows is None:
             return kernels.plan(self.segments, rig.geometry, rig.device, self.tokens)
         rows = None if self.rows == self.tokens else self.rows
-        fixed = FixedLora(kernels, self.tokens, RANK, rig.geometry, self.segments.cells, rows)
+        fixed = TritonFixedLora(kernels, self.tokens, RANK, rig.geometry, self.segments.cells, rows)
         fixed.fill(self.segments, self.tokens)
         return fixed.plan
 

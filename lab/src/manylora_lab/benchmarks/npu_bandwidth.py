@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from manylora_lab.bench.provenance import Recording, add_flags
+from manylora_lab.bench.provenance import Provenance, add_flags
 from manylora_lab.reproduce.cells import REFERENCE, Cell, in_parallel, peak_rate, run_cells
 from manylora_lab.reproduce.fastlibra_table_peaks import rounded
 from manylora_lab.sim.hardware import NPU_MEMORY_CHOICES, fastlibra_npu
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for scenario in args.scenarios
         for bytes_s in NPU_MEMORY_CHOICES
     ]
-    began_s, recording = time.monotonic(), Recording.of(args, cases[0].seed)
+    began_s, recording = time.monotonic(), Provenance.of(args, cases[0].seed)
     found = in_parallel(peak_rate, {case: case for case in cases}, args.workers, show, "peaks found")
     shares = cells_of(found, args.shares, args.duration)
     results = run_cells(shares, args.workers, show)

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from manylora_lab.bench.provenance import ROOT, Recording, add_flags, commit_of
+from manylora_lab.bench.provenance import ROOT, Provenance, add_flags, commit_of
 
 REQUESTS, PROMPT, GENERATE, ADAPTERS = 64, 32, 128, 8
 DRAWS = 10_000
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     add_flags(parser)
     args = parser.parse_args()
-    recording = Recording.of(args, "the pair's number")
+    recording = Provenance.of(args, "the pair's number")
     with tree_of(args.against) as other:
         against, found = commit_of(other), measure(other, args.pairs)
     print(json.dumps({name: found[name] for name in ("rate_ratio_median", "rate_ratio_interval")}))

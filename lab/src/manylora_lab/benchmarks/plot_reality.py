@@ -29,7 +29,7 @@ METRICS = (
     ("pages_out", "pages copied to the host"),
 )
 AIMS = ("ttft_mean_ms", "ttft_p99_ms", "output_tokens_per_s", "done_per_s")
-"""To be within 15 % of what is measured."""
+"""The metrics that are to be within 15 % of what is measured."""
 
 WORK = slice(5, 5 + len(StepWork._fields))
 """A step's columns of its work; after it comes, in newer logs, its CPU time."""
@@ -37,7 +37,7 @@ KINDS = ("decode only", "with prefill")
 
 
 def work_of(step: Sequence[Any]) -> StepWork:
-    """Of a row of a log."""
+    """The work of a row of a log."""
     return StepWork(*step[WORK])
 
 
@@ -68,7 +68,7 @@ def compare(runs: Sequence[Run], logs: Sequence[Run], costs: StepCosts) -> list[
 
 
 def _wall_per_cpu(log: Run) -> float | None:
-    """Of its steps: how much longer they took than their thread computed."""
+    """How much longer the log's steps took than their thread computed."""
     if "cpu_s" not in log["step_columns"]:
         return None
     return _short(sum(step[1] for step in log["steps"]) / sum(step[-1] for step in log["steps"]))

@@ -14,7 +14,7 @@ import platform
 from pathlib import Path
 
 from manylora.config import CACHE_POLICIES
-from manylora_lab.bench.provenance import Recording, add_flags
+from manylora_lab.bench.provenance import Provenance, add_flags
 from manylora_lab.reproduce.decision_times import measure
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     add_flags(parser)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    recording, rows = Recording.of(args, 7), []
+    recording, rows = Provenance.of(args, 7), []
     for num_nodes in args.nodes:
         for policy in args.policies:
             for with_host in (True, False):

@@ -18,7 +18,7 @@ from manylora.config import ConfigError, PolicyConfig
 from manylora.pricing.costs import IDLE_S, StepCosts, StepWork
 from manylora.pricing.fit import fit_profile
 from manylora.pricing.profile import Profile
-from manylora_lab.bench.provenance import Recording
+from manylora_lab.bench.provenance import Provenance
 from manylora_lab.benchmarks.h200_cache import REAL, ROOT, TRACES, Scale, stream_of, turns_of
 from manylora_lab.benchmarks.plot_reality import compare, draw, lines_of, work_of
 from manylora_lab.sim.replay import Outcome, Replay
@@ -61,7 +61,7 @@ SCALES = {"cuda": REAL, "cpu": DEMO, "toy": TOY}
 
 
 @dataclasses.dataclass(frozen=True)
-class Load:
+class RateLoad:
     """A trace by its rate, replayed ``scale`` times as fast, ``rounds`` times one after another."""
 
     rate: str
@@ -73,7 +73,7 @@ class Load:
         return float(self.rate) * self.scale
 
 
-def loads_from(text: str) -> list[Load]:
+def loads_from(text: str) -> list[RateLoad]:
     """From "5x2,10,20*0.6": the 5/s trace twice, the 10/s one, the 20/s one at 12/s. Raises ConfigError."""
     loads = []
     for entry in text.split(","):
@@ -83,14 +83,14 @@ def loads_from(text: str) -> list[Load]:
         rate, scale, rounds = found.groups()
         if not (TRACES / f"chat_{rate}rps.jsonl.gz").is_file():
             raise ConfigError(f"there is no trace of {rate!r}/s in {TRACES}")
-        load = Load(rate, float(scale or 1), int(rounds or 1))
+        load = RateLoad(rate, float(scale or 1), int(rounds or 1))
         if not load.scale > 0 or load.rounds < 1:
             raise ConfigError(f"--rates: scale and rounds must be above 0 in {entry!r}")
         loads.append(load)
     return loads
 
 
-def stream_for(load: Load, scale: Scale) -> Stream:
+def stream_for(load: RateLoad, scale: Scale) -> Stream:
     """The trace, said over and over in new words, so that a 99th percentile is of enough requests."""
     turns = turns_of(load.rate, scale)
     span_s = turns[-1].arrival_s * (1 + 1 / len(turns))
@@ -202,10 +202,10 @@ def _mean_ms(outcomes: Sequence[Outcome], name: str) -> float:
 # ---------------------------------------------------------------- the report
 
 
-class Report:
+class RealityReport:
     """All files beside ``--out``, written after every part."""
 
-    def __init__(self, out: Path, head: Run, recording: Recording) -> None:
+    def __init__(self, out: Path, head: Run, recording: Provenance) -> None:
         self.out = out
         self.head: Run = {**head, "runs": []}
         self.logs: list[Run] = []
@@ -214,7 +214,7 @@ class Report:
         """Where an earlier report's runs come from."""
 
     @classmethod
-    def of(cls, out: Path, earlier: Path, recording: Recording) -> Report:
+    def of(cls, out: Path, earlier: Path, recording: Provenance) -> RealityReport:
         """An earlier one's runs and logs. Raises ConfigError where either is missing or damaged."""
         head = _read(earlier, "report", json.loads)
         log = beside(earlier, ".log.json.gz")
@@ -236,11 +236,11 @@ class Report:
         self.save()
 
     def simulate_all(self, profile: Profile, scale: Scale) -> None:
-        """Beside every measured run the simulated one; then the comparison and the picture."""
+        """Simulate every measured run; then the comparison and the picture."""
         costs = fit_profile(profile)
         policy = msgspec.convert(self.head["policy"], PolicyConfig)
         for run, log in zip(self.head["runs"], self.logs, strict=True):
-            stream = stream_for(Load(run["trace_rate"], run["rate_scale"], run["rounds"]), scale)
+            stream = stream_for(RateLoad(run["trace_rate"], run["rate_scale"], run["rounds"]), scale)
             run["simulated"] = simulate(stream, policy, Noted(costs), run["adapter_pages"])
             run["as_it_was"] = simulate(stream, policy, AsItWas(costs, log), run["adapter_pages"])
         self.head["profile"] = {

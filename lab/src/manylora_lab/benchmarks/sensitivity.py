@@ -22,7 +22,7 @@ from typing import Any
 
 from manylora.config import CACHE_POLICIES, CacheConfig, PolicyConfig, parse_size
 from manylora.pricing.costs import DeviceCosts
-from manylora_lab.bench.provenance import Recording, add_flags
+from manylora_lab.bench.provenance import Provenance, add_flags
 from manylora_lab.sim.replay import Replay
 from manylora_lab.sim.summary import Summary, summarize
 from manylora_lab.workloads.chat import TRACES, Turn, read_turns, to_stream
@@ -31,7 +31,7 @@ NUM_ADAPTERS = 100
 TOKEN_BYTES = 2**19  # K and V of one token: 32 layers, 2 x 4096 numbers of 2 bytes
 RANK_BYTES = 2**21  # of one rank of an adapter on q, k, v, o
 STEP_BASES_S = (6.3e-3, 6.5e-3, 6.7e-3)
-"""Policies are compared by means over these: a saturated run depends by a percent on who comes when."""
+"""Policies are compared by means over these: a saturated run depends by a percent on when each request comes."""
 TAUS_S = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 WINDOWS_S = (10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -110,7 +110,7 @@ def pages_of(rank: int, page_bytes: int) -> int:
 
 
 def compare_policies(workloads: Iterable[Workload], limit: int | None) -> dict[str, dict[str, Summary]]:
-    """By workload, by policy."""
+    """The summaries by workload and by policy."""
     return {
         workload.name: {
             policy: simulate(workload, CacheConfig(policy), limit, STEP_BASES_S) for policy in CACHE_POLICIES
@@ -122,7 +122,7 @@ def compare_policies(workloads: Iterable[Workload], limit: int | None) -> dict[s
 def sweep_fastlibra(
     workloads: Iterable[Workload], taus_s: Iterable[float], windows_s: Iterable[float], limit: int | None
 ) -> dict[str, dict[str, Summary]]:
-    """By workload, by "tau x window"."""
+    """The summaries by workload and by "tau x window"."""
     taus_s, windows_s = list(taus_s), list(windows_s)
     return {
         workload.name: {
@@ -139,7 +139,7 @@ def sweep_fastlibra(
 def sweep_manylora(
     workloads: Iterable[Workload], agings_s: Iterable[float], limit: int | None
 ) -> dict[str, dict[str, Summary]]:
-    """By workload, by aging constant."""
+    """The summaries by workload and by aging constant."""
     agings_s = list(agings_s)
     return {
         workload.name: {
@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="60 turns of each trace, a coarse grid")
     add_flags(parser)
     args = parser.parse_args()
-    recording = Recording.of(args, "none: the traces are stored")
+    recording = Provenance.of(args, "none: the traces are stored")
     if not args.folder.is_dir():
         parser.error(f"--folder {args.folder}: there is no such folder")
     limit = 60 if args.quick else None

@@ -40,9 +40,9 @@ from manylora.pricing.fit import fit_profile
 from manylora.pricing.profile import Profile, save_profile
 from manylora.types import EngineInfo
 from manylora_lab.bench.profile import Profiler, ProfileSettings, describe, machine_name, shape_of
-from manylora_lab.bench.profile_grid import Limits, make_batches
-from manylora_lab.bench.profile_rig import Rig, rounded, undisturbed
-from manylora_lab.bench.provenance import Recording, add_flags
+from manylora_lab.bench.profile_grid import GridLimits, make_batches
+from manylora_lab.bench.profile_rig import ProfileRig, rounded, undisturbed
+from manylora_lab.bench.provenance import Provenance, add_flags
 from manylora_lab.bench.replay import ReplaySettings, replay, warm_adapters
 from manylora_lab.bench.step_log import StepLog, StepLogger
 from manylora_lab.bench.summary import as_rows, difference, summarize
@@ -57,7 +57,15 @@ from manylora_lab.benchmarks.h200_cache import (
     turns_of,
     write_adapters,
 )
-from manylora_lab.benchmarks.reality_runs import SCALES, Load, Report, Run, beside, loads_from, stream_for
+from manylora_lab.benchmarks.reality_runs import (
+    SCALES,
+    RateLoad,
+    RealityReport,
+    Run,
+    beside,
+    loads_from,
+    stream_for,
+)
 from manylora_lab.sim.shipped import find_profile
 from manylora_lab.workloads.stream import Stream
 
@@ -84,7 +92,7 @@ PIN_S_PER_GIB = 0.35
 
 
 @dataclasses.dataclass(frozen=True)
-class Bench:
+class SharedWorker:
     """A worker that stays open over all runs, and the numbers its drivers get."""
 
     worker: Worker
@@ -111,7 +119,7 @@ class Bench:
         return EngineTarget(driver), lent, [card.num_pages for card in cards]
 
 
-async def serve(bench: Bench, stream: Stream, seed: int, is_warm: bool = True) -> tuple[Run, Run]:
+async def serve(bench: SharedWorker, stream: Stream, seed: int, is_warm: bool = True) -> tuple[Run, Run]:
     """What a stream measured, and its log. Moments count from the stream's start."""
     target, lent, adapter_pages = bench.open()
     settings = ReplaySettings(seed)
@@ -159,13 +167,13 @@ def _plain(log: StepLog, first: int, start_s: float) -> Run:
     }
 
 
-def alone(bench: Bench) -> list[Run]:
+def alone(bench: SharedWorker) -> list[Run]:
     """Batches run one by one with no engine around them, for what an engine adds to a step."""
-    rig = Rig(bench.worker, bench.policy)
+    rig = ProfileRig(bench.worker, bench.policy)
     rig.serve(
         [bench.adapters / f"adapter-{number}" for number in range(bench.scale.num_adapters)], ADAPTER_ROOM
     )
-    limits = Limits(
+    limits = GridLimits(
         max_seqs=bench.policy.max_num_seqs,
         max_tokens=bench.policy.max_batch_tokens,
         max_len=bench.policy.max_model_len,
@@ -191,7 +199,7 @@ def alone(bench: Bench) -> list[Run]:
 # ---------------------------------------------------------------- the command
 
 
-class Comparison:
+class RealityComparison:
     """Opens the worker, serves, profiles, simulates; says what it does and when."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -200,12 +208,12 @@ class Comparison:
         self.kind = "toy" if args.toy else args.device
         self.scale = SCALES[self.kind]
         self.host_pool = args.host_pool or HOST_POOL[self.kind]
-        self.recording = Recording.of(args, args.seed)
+        self.recording = Provenance.of(args, args.seed)
 
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self.began_s:6.1f} s  {text}", flush=True)
 
-    def run(self, loads: Sequence[Load]) -> None:
+    def run(self, loads: Sequence[RateLoad]) -> None:
         """Everything."""
         work = Path(self.args.work)
         model = Path(self.args.model) if self.args.model else self.scale.model or work / "llama-2-7b"
@@ -232,7 +240,7 @@ class Comparison:
                 max_num_seqs=self.scale.engine["max_num_seqs"],
                 max_model_len=min(policy.max_model_len, pages * policy.page_tokens),
             )
-            bench = Bench(worker, policy, info, served, self._adapters(work, model), self.scale)
+            bench = SharedWorker(worker, policy, info, served, self._adapters(work, model), self.scale)
             report = self._report(bench)
             self._rehearse(bench, opened_s)
             profile = self._serve_and_profile(bench, report, loads, config)
@@ -252,7 +260,7 @@ class Comparison:
         self.say("adapters are there")
         return folder
 
-    def _report(self, bench: Bench) -> Report:
+    def _report(self, bench: SharedWorker) -> RealityReport:
         head = {
             "command": self.recording.command,
             "commit": self.recording.commit,
@@ -263,9 +271,9 @@ class Comparison:
             "policy": dataclasses.asdict(bench.served),
             "ceilings": ceilings() if self.kind == "cuda" else {},
         }
-        return Report(Path(self.args.out), head, self.recording)
+        return RealityReport(Path(self.args.out), head, self.recording)
 
-    def _rehearse(self, bench: Bench, opened_s: float) -> None:
+    def _rehearse(self, bench: SharedWorker, opened_s: float) -> None:
         stream = stream_of(turns_of("20", self.scale)[:120], self.scale, self.scale.speed)
         asyncio.run(serve(bench, stream, REHEARSAL_SEED, is_warm=False))
         self.say("rehearsed")
@@ -274,7 +282,7 @@ class Comparison:
             time.sleep(max(0.0, pinned_s - time.monotonic()))
 
     def _serve_and_profile(
-        self, bench: Bench, report: Report, loads: Sequence[Load], config: ModelConfig
+        self, bench: SharedWorker, report: RealityReport, loads: Sequence[RateLoad], config: ModelConfig
     ) -> Profile:
         """The profile is measured in parts, before, between and after the streams: machines slow down."""
         if self.args.profile:
@@ -297,7 +305,7 @@ class Comparison:
         self.say(describe(profile, fit_profile(profile)))
         return profile
 
-    def _serve(self, bench: Bench, report: Report, load: Load, number: int) -> None:
+    def _serve(self, bench: SharedWorker, report: RealityReport, load: RateLoad, number: int) -> None:
         stream = stream_for(load, self.scale)
         run: Run = {
             "trace_rate": load.rate, "rate_scale": load.scale, "rounds": load.rounds,
@@ -318,7 +326,7 @@ class Comparison:
 class _Said:
     """``bench.profile.Progress``: one line for each part."""
 
-    def __init__(self, comparison: Comparison) -> None:
+    def __init__(self, comparison: RealityComparison) -> None:
         self._comparison = comparison
         self._what = ""
 
@@ -361,14 +369,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
         if args.device == "cpu":
             torch.set_num_threads(1)
-        Comparison(args).run(loads)
+        RealityComparison(args).run(loads)
     except ConfigError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
 
 
 def again(args: argparse.Namespace) -> None:
     """Simulate the runs of an earlier report."""
-    report = Report.of(Path(args.out), args.again, Recording.of(args, args.seed))
+    report = RealityReport.of(Path(args.out), args.again, Provenance.of(args, args.seed))
     scale = SCALES[report.head["kind"]]
     name = args.profile or str(beside(args.again, ".profile.json"))
     profile = find_profile(name)

@@ -24,7 +24,7 @@ from typing import Any
 
 from manylora.config import CACHE_POLICIES, CacheConfig, ConfigError, PolicyConfig
 from manylora.pricing.fit import fit_profile
-from manylora_lab.bench.provenance import Recording, add_flags
+from manylora_lab.bench.provenance import Provenance, add_flags
 from manylora_lab.sim.replay import Replay
 from manylora_lab.sim.shipped import find_profile
 from manylora_lab.sim.summary import summarize
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.requests < 1:
         parser.error("--requests must be at least 1")
-    recording = Recording.of(args, 0)
+    recording = Provenance.of(args, 0)
     try:
         report = measure(args.requests, args.policy, args.profile)
     except ConfigError as error:

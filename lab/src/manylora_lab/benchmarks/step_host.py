@@ -30,7 +30,7 @@ from manylora.executor.graphs import GraphLimits
 from manylora.executor.worker import Worker
 from manylora.kernels.ops import AttentionRows, StepBatch
 from manylora.kernels.shapes import adapter_geometry
-from manylora.kernels.triton.attention_plans import FixedAttention
+from manylora.kernels.triton.attention_plans import TritonFixedAttention
 from manylora.kernels.triton.operations import TritonOps
 from manylora.memory.arena import Arena
 from manylora.memory.host import HostPool
@@ -49,7 +49,7 @@ class TimedOps(TritonOps):
 
     attention_s = 0.0
 
-    def fixed_attention(self, *args: Any, **kwargs: Any) -> FixedAttention:
+    def fixed_attention(self, *args: Any, **kwargs: Any) -> TritonFixedAttention:
         fixed = super().fixed_attention(*args, **kwargs)
         fill = fixed.fill
 

@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 GIB = 2**30
 MEMORY_SHARE = 0.9
-"""Of a card's memory that an engine takes (vLLM's default); weights come off it, the rest is the pool."""
+"""The share of a card's memory for one engine (vLLM's default); weights come off it, the rest is the pool."""
 HOST_POOL_BYTES = 200 * GIB
 """Assumed, of the paper's 256 GB of main memory."""
 RUNNING_AT_ONCE = 256
@@ -115,7 +115,7 @@ def run_cell(cell: Cell, most_ttft_ms: float | None = None, with_limits: bool = 
             if _is_hopeless(replay, most_ttft_ms / 1e3, now_s):
                 return {"ttft_mean_ms": float("inf")}
             next_look_s = now_s + max(5.0, cell.duration_s / 100)
-    replay.run()  # raises where somebody was forgotten
+    replay.run()  # raises where a request was forgotten
     result: CellResult = {**summarize(replay), **ttft_parts_ms(replay.outcomes), **usage.summary()}
     if record:
         result.update(summarize_limits(record, cell_config(cell)))

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from manylora.config import ConfigError
-from manylora_lab.bench.provenance import Recording
+from manylora_lab.bench.provenance import Provenance
 from manylora_lab.reproduce.experiment import CLEAR, Device, Scale, Setup, show_progress
 from manylora_lab.reproduce.registry import EXPERIMENTS, experiment
 from manylora_lab.reproduce.report import Headline
@@ -47,7 +47,7 @@ def reproduce(
     setup = Setup(
         scale, chosen, seed, workers, hardware, store, is_run, lambda line: show_progress(f"{name}: {line}")
     )
-    recording = Recording(seed)
+    recording = Provenance(seed)
     report = found.run(setup)
     try:
         written = report.write(out, recording.provenance())
@@ -91,7 +91,7 @@ def _require_output(out: Path, name: str) -> None:
 
 
 def _has_cuda() -> bool:
-    # torch is wanted only by those who ask for a GPU, and takes seconds to import.
+    # Only a run on a GPU needs torch, which takes seconds to import.
     from manylora.devices.cuda import cuda_is_available
 
     return cuda_is_available()

@@ -13,14 +13,14 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from manylora_lab.reproduce.report import Report, Row
+from manylora_lab.reproduce.report import ExperimentReport, Row
 
 Panel = tuple[str, str]
 """A row's field, and what it is, with its unit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Bars:
+class BarPanels:
     """A panel under another; in each a group of bars for each value of ``group``, a bar for each of ``series``:
     'n/a' where there is no number, which a bar of no height would say is zero."""
 
@@ -29,7 +29,7 @@ class Bars:
     series: str
     is_log: Collection[str] = ()
 
-    def __call__(self, report: Report, path: Path) -> None:
+    def __call__(self, report: ExperimentReport, path: Path) -> None:
         """Draw it."""
         groups, names = _values(report.rows, self.group), _values(report.rows, self.series)
         width = max(6.0, 0.3 * len(groups) * len(names) + 2)
@@ -66,7 +66,7 @@ class StackedBars:
     series: str
     unit: str
 
-    def __call__(self, report: Report, path: Path) -> None:
+    def __call__(self, report: ExperimentReport, path: Path) -> None:
         """Draw it."""
         groups = _values(report.rows, self.group)
         with _figure(report, path, 1, len(groups), (4 * len(groups), 4.4)) as drawn:
@@ -93,7 +93,7 @@ class Lines:
     y: Panel
     series: str
 
-    def __call__(self, report: Report, path: Path) -> None:
+    def __call__(self, report: ExperimentReport, path: Path) -> None:
         """Draw it."""
         with _figure(report, path, 1, 1, (6.5, 3)) as drawn:
             axis = drawn.axes[0, 0]
@@ -116,7 +116,7 @@ class Curves:
     panel: str
     y: str
 
-    def __call__(self, report: Report, path: Path) -> None:
+    def __call__(self, report: ExperimentReport, path: Path) -> None:
         """Draw it."""
         names = _values(report.rows, self.panel)
         with _figure(report, path, len(names), 1, (8, 2.6 * len(names)), sharex=True) as drawn:
@@ -141,7 +141,7 @@ class Areas:
     panel: str
     unit: str
 
-    def __call__(self, report: Report, path: Path) -> None:
+    def __call__(self, report: ExperimentReport, path: Path) -> None:
         """Draw it."""
         names = _values(report.rows, self.panel)
         with _figure(report, path, len(names), 1, (8, 2.6 * len(names)), sharex=True, sharey=True) as drawn:
@@ -164,7 +164,7 @@ class Points:
     pairs: Sequence[tuple[Panel, Panel]]
     series: str
 
-    def __call__(self, report: Report, path: Path) -> None:
+    def __call__(self, report: ExperimentReport, path: Path) -> None:
         """Draw it."""
         with _figure(report, path, 1, len(self.pairs), (4 * len(self.pairs), 4.4)) as drawn:
             for axis, (x, y) in zip(drawn.axes[0], self.pairs, strict=True):
@@ -191,7 +191,7 @@ class LinePanels:
     is_log: Collection[str] = ()
     is_shared: bool = True
 
-    def __call__(self, report: Report, path: Path) -> None:
+    def __call__(self, report: ExperimentReport, path: Path) -> None:
         """Draw it."""
         names = _values(report.rows, self.panel)
         num_rows = -(-len(names) // 2)
@@ -226,7 +226,7 @@ class Matrix:
     series: str
     column: str
 
-    def __call__(self, report: Report, path: Path) -> None:
+    def __call__(self, report: ExperimentReport, path: Path) -> None:
         """Draw it."""
         columns, names = _values(report.rows, self.column), _values(report.rows, self.series)
         size = (max(7.0, 3.6 * len(columns) + 1), 2.6 * len(self.panels))
@@ -254,7 +254,7 @@ class Roofline:
     y: Panel
     series: str
 
-    def __call__(self, report: Report, path: Path) -> None:
+    def __call__(self, report: ExperimentReport, path: Path) -> None:
         """Draw it."""
         bytes_per_s, flops = report.settings["bytes_per_s"], report.settings["flops"]
         with _figure(report, path, 1, 1, (6.5, 4.5)) as drawn:
@@ -293,7 +293,12 @@ class _Figure:
 
 @contextlib.contextmanager
 def _figure(
-    report: Report, path: Path, num_rows: int, num_columns: int, size: tuple[float, float], **shared: Any
+    report: ExperimentReport,
+    path: Path,
+    num_rows: int,
+    num_columns: int,
+    size: tuple[float, float],
+    **shared: Any,
 ) -> Iterator[_Figure]:
     """An empty figure of panels; it gets its title and is written at the end."""
     import matplotlib

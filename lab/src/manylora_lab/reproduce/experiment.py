@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from manylora_lab.reproduce.report import Headline, Report, Row
+from manylora_lab.reproduce.report import ExperimentReport, Headline, Row
 
 T = TypeVar("T")
 Scale = Literal["full", "quick", "smoke"]
@@ -43,7 +43,7 @@ class Setup:
         return self.workers or os.cpu_count() or 1
 
     def pick(self, full: T, quick: T, smoke: T) -> T:
-        """By scale."""
+        """The value for the setup's scale."""
         choices: dict[Scale, T] = {"full": full, "quick": quick, "smoke": smoke}
         return choices[self.scale]
 
@@ -72,21 +72,21 @@ class Experiment:
     title: str
     paper: str
     grid: Callable[[Setup], GridResult]
-    draw: Callable[[Report, Path], None]
+    draw: Callable[[ExperimentReport, Path], None]
     headline: Sequence[Callable[[list[Row]], list[Headline]]] = ()
     notes: tuple[str, ...] = ()
     devices: tuple[Device, ...] = ("sim",)
     hardwares: tuple[str, ...] = ()
 
-    def run(self, setup: Setup) -> Report:
-        """Its report, named after the hardware too where that is not the default. Raises ConfigError."""
+    def run(self, setup: Setup) -> ExperimentReport:
+        """The report of a run, named after the hardware too where that is not the default. Raises ConfigError."""
         found = self.grid(setup)
         is_default = setup.hardware in (None, *self.hardwares[:1])
         name = self.name if is_default else f"{self.name}-{setup.hardware}"
         figures = [figure for each in self.headline for figure in each(found.rows)]
         headline = [*found.headline, *figures]
         notes = (*self.notes, *found.notes)
-        return Report(name, self.title, found.settings, found.rows, headline, notes)
+        return ExperimentReport(name, self.title, found.settings, found.rows, headline, notes)
 
 
 def show_progress(line: str) -> None:

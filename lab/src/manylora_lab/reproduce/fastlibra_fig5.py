@@ -90,7 +90,7 @@ def entries(cell: Cell, outcomes: Sequence[Outcome], adapter_ranks: Sequence[int
 
 
 def ranks(values: Sequence[float]) -> np.ndarray:
-    """Of each value, from 0; equal ones share the mean of theirs."""
+    """The rank of each value, from 0; equal ones share the mean of theirs."""
     _, inverse, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     means: np.ndarray = ends - (counts + 1) / 2

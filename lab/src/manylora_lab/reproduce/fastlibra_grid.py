@@ -18,7 +18,7 @@ from manylora_lab.reproduce.report import Headline, Row, change, mean
 
 SCENARIOS = ("chatbot", "translation", "agent")
 MODELS = (("llama-2-7b", 1), ("llama-2-13b", 2), ("codellama-34b", 4))
-"""With the cards that the paper gives them (§6.1)."""
+"""The models, with the cards that the paper gives them (§6.1)."""
 ADAPTERS = (20, 50, 100)
 OURS = ("fastlibra", "manylora")
 """Each is compared with both baselines; the paper's figures are of the first."""
@@ -49,12 +49,12 @@ NOTES = (
 
 
 def duration_s(setup: Setup) -> float:
-    """Of one run: the paper's half hour, or less."""
+    """How long one run takes: the paper's half hour, or less."""
     return setup.pick(1800.0, 30.0, 4.0)
 
 
 def rate_shares(setup: Setup) -> tuple[float, ...]:
-    """Of the peak: ten from nothing to all (§6.3)."""
+    """The rates as shares of the peak: ten from nothing to all (§6.3)."""
     return setup.pick(tuple(n / 10 for n in range(1, 11)), (0.4, 0.9), (0.5,))
 
 
@@ -119,11 +119,11 @@ class Grid:
         }  # fmt: skip
 
     def mean(self, case: str, policy: str, field: str) -> float | None:
-        """Over the case's rates."""
+        """The mean over the case's rates."""
         return mean([run[field] for run in self.runs[case, policy]])
 
     def parts(self, case: str, policy: str) -> Row:
-        """Of the mean TTFT, by the names they have in a result."""
+        """The parts of the mean TTFT, by the names they have in a result."""
         return {name: self.mean(case, policy, name) for name in TTFT_PARTS}
 
 
@@ -159,7 +159,7 @@ def _peaks(
 
 
 def find_peaks(setup: Setup, cells: Mapping[Any, Cell]) -> dict[Any, float]:
-    """Of each cell, by bisection from its rate; coarser with less time."""
+    """Find each cell's peak, by bisection from its rate; coarser with less time."""
     search = functools.partial(
         peak_rate, tolerance=setup.pick(0.03, 0.25, 0.5), highest=setup.pick(400.0, 200.0, 8.0)
     )

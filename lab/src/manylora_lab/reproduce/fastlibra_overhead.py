@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 
 from manylora_lab.reproduce.decision_times import measure
-from manylora_lab.reproduce.drawing import Bars
+from manylora_lab.reproduce.drawing import BarPanels
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
 from manylora_lab.reproduce.report import Headline, Row
 
@@ -52,7 +52,7 @@ OVERHEAD = Experiment(
     "real time of matching and updating the tree, and of a swap decision, on this CPU",
     "FastLibra, §6.10",
     run,
-    Bars(
+    BarPanels(
         (("request_mean_ms", "match and update, ms"), ("decision_mean_ms", "a decision, ms")),
         group="case",
         series="policy",

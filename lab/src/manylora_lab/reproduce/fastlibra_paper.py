@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Stated(NamedTuple):
-    """Of FastLibra against a baseline: changes of TTFT and TPOT, multiples of peak, memory use and hit rate."""
+    """FastLibra against a baseline: changes of TTFT and TPOT, multiples of peak, memory use and hit rate."""
 
     ttft: float
     tpot: float

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from manylora_lab.reproduce.cells import REFERENCE, Cell, CellResult, run_cells
-from manylora_lab.reproduce.drawing import Areas, Bars, StackedBars
+from manylora_lab.reproduce.drawing import Areas, BarPanels, StackedBars
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
 from manylora_lab.reproduce.fastlibra_grid import (
     BASELINES,
@@ -92,7 +92,7 @@ FIG11 = Experiment(
     "TTFT, TPOT and peak rate of the cache policies, by scenario, model and number of adapters",
     "FastLibra, Figure 11 (§6.3)",
     PolicyGrid(cases, SHOWN, _rows_with_peaks, peaks_of=POLICIES),
-    Bars(
+    BarPanels(
         (("ttft_mean_ms", "TTFT, ms"), ("tpot_mean_ms", "TPOT, ms"), ("peak_per_s", "peak, requests/s")),
         group="case",
         series="policy",
@@ -178,7 +178,7 @@ FIG13 = Experiment(
     "use of device memory and hit rates of the cache policies, by scenario",
     "FastLibra, Figure 13 (§6.4)",
     PolicyGrid(cases, POLICIES, _rows_of_use),
-    Bars(
+    BarPanels(
         (
             ("used", "memory in use, share"),
             ("kv_hit", "KV hits, share of tokens"),
@@ -321,7 +321,7 @@ FIG15 = Experiment(
     "TTFT and TPOT of FastLibra without its manager, its swapper, its LoRA reward, normalised",
     "FastLibra, Figure 15 (§6.6 to §6.8)",
     PolicyGrid(cases, SHOWN_VARIANTS, _rows_of_variants, peaks_of=VARIANTS),
-    Bars(
+    BarPanels(
         (("ttft_ratio", "TTFT, normalised"), ("tpot_ratio", "TPOT, normalised")),
         group="case",
         series="policy",
@@ -357,7 +357,7 @@ FIG16 = Experiment(
     "TTFT and TPOT with 1,000 and 2,000 adapters asked for uniformly, in turn, or skewed",
     "FastLibra, Figure 16 (§6.9)",
     PolicyGrid(_cases_of_many, SHOWN, _rows_of_many),
-    Bars(
+    BarPanels(
         (("ttft_mean_ms", "TTFT, ms"), ("tpot_mean_ms", "TPOT, ms")),
         group="case",
         series="policy",

@@ -127,7 +127,7 @@ PAPER_LORA_USE = 0.589
 PAPER_ASKED = (41, 75)
 """§2.3.2: adapters asked for before 1100 s, and after."""
 KV_PRESSURE = (700 / 1800, 1100 / 1800)
-"""As shares of the half hour, for shorter runs."""
+"""The times as shares of the half hour, for shorter runs."""
 
 
 def _use_over_time(setup: Setup) -> GridResult:

@@ -99,7 +99,7 @@ def _peak(store: Path, search: Search, cell: Cell) -> Peak:
 
 
 def _first_peak(store: Path, shown: Table, cell: Cell) -> Peak:
-    """From a guess that shorter runs make, where runs are long."""
+    """Find the peak from a guess that shorter runs make, where runs are long."""
     guess = cell
     if cell.duration_s >= _LONG_S:
         shorter = dataclasses.replace(cell, duration_s=cell.duration_s / GUESSED_BY)

@@ -66,7 +66,7 @@ class Table:
         return (*(COMPARED if case in self.main else COMPARED_AMONG_MANY), REFERENCE)
 
     def cells(self, case: str, rates: Mapping[str, list[float]]) -> dict[tuple[float, str], Cell]:
-        """Of a case, by rate and policy; those of one rate in a row, since they share the stream."""
+        """The cells of a case, by rate and policy; those of one rate in a row, since they share the stream."""
         return {
             (rate, policy): dataclasses.replace(self.cases[case], rate=rate, policy=policy)
             for rate in rates[case]
@@ -132,7 +132,7 @@ class RatesFile:
 
     @property
     def rates(self) -> dict[str, list[float]]:
-        """By case, rising; the last is the peak itself."""
+        """The rates by case, rising; the last is the peak itself."""
         return {name: case["rates"] for name, case in self._cases.items()}
 
     def fix(self, case: str, peak: Peak) -> None:

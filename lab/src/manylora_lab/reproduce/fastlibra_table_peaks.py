@@ -21,7 +21,7 @@ RECORDED = ("manylora",)
 @dataclasses.dataclass(frozen=True, slots=True)
 class Search:
     """``tolerance``: of a peak, as a share of itself; ``stride``: the first step from a guess, as a factor;
-    ``highest``: requests a second beyond which nobody looks."""
+    ``highest``: requests a second beyond which the search does not go."""
 
     tolerance: float
     stride: float
@@ -67,7 +67,7 @@ def run_into(store: CellStore, cell: Cell, most_ttft_ms: float | None = None) ->
 
 
 def rounded(rate: float) -> float:
-    """To four digits, so that a rate reads the same everywhere."""
+    """The rate to four digits, so that a rate reads the same everywhere."""
     return float(f"{rate:.4g}")
 
 

@@ -129,7 +129,7 @@ def _settings(cell: Cell) -> dict[str, Any]:
 
 
 def _codes(table: Table) -> dict[str, str]:
-    """Of each policy in the first case: what decided (see ``code_of``)."""
+    """For each policy in the first case, what decided (see ``code_of``)."""
     case, cell = next(iter(table.cases.items()))
     return {policy: code_of(dataclasses.replace(cell, policy=policy)) for policy in table.policies(case)}
 
@@ -249,7 +249,7 @@ def _aims(main: list[Row]) -> list[Headline]:
 
 
 def finished(rows: list[Row], field: str = "ttft_mean_ms") -> list[Row]:
-    """Of those cases alone that have the field under every policy, so that means over cases compare."""
+    """The rows of those cases alone that have the field under every policy, so that means over cases compare."""
     lacking = {row["case"] for row in rows if row[field] is None}
     return [row for row in rows if row["case"] not in lacking]
 

@@ -40,7 +40,7 @@ class CellStore:
         """Reads the file, which need not exist yet. Raises ConfigError for lines that are none of ours."""
         self.path = path
         self.num_of_other_code = 0
-        """Lines that nobody finds any more: what ran them decides otherwise, or is set otherwise, than today's."""
+        """The number of lines from other code or other settings than today's, which no cell finds."""
         self._results: dict[Cell, CellResult] = {}
         self._given_up: dict[Cell, float] = {}
         self._seconds: dict[Cell, float] = {}
@@ -49,7 +49,7 @@ class CellStore:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read what was added since. A last line without an end is left for later: somebody is writing it."""
+        """Read what was added since. A last line without an end is left for later: a process still writes it."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._read_to)
@@ -70,7 +70,7 @@ class CellStore:
         return self._results.get(cell)
 
     def seconds(self, cell: Cell) -> float:
-        """Of a core that a cell took, where it is there."""
+        """The seconds of one core that a cell took, 0.0 where its result is not there."""
         return self._seconds.get(cell, 0.0)
 
     def borne(self, cell: Cell, limit_ms: float) -> dict[float, bool]:
@@ -99,7 +99,7 @@ class CellStore:
         self.refresh()
 
     def _append(self, line: bytes) -> None:
-        """In one write, so that lines of several processes do not mix."""
+        """Append the line in one write, so that lines of several processes do not mix."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)

@@ -6,15 +6,15 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from manylora_lab.reproduce.drawing import Bars
+from manylora_lab.reproduce.drawing import BarPanels
 from manylora_lab.reproduce.fastlibra_grid import BASELINES
 from manylora_lab.reproduce.fastlibra_table_report import LIMITS, PARTS, finished, parts
-from manylora_lab.reproduce.report import Report, Row, mean, ratio
+from manylora_lab.reproduce.report import ExperimentReport, Row, mean, ratio
 
 _NAMES = {"queue": "queue", "adapter": "adapter cold start", "kv": "KV cold start", "steps": "steps"}
 
 
-def markdown(report: Report) -> str:
+def markdown(report: ExperimentReport) -> str:
     """The whole table, headline first; what is missing last."""
     main = [row for row in report.rows if row["group"] == "main"]
     many = [row for row in report.rows if row["group"] == "many"]
@@ -56,7 +56,7 @@ def markdown(report: Report) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def _status(report: Report) -> list[str]:
+def _status(report: ExperimentReport) -> list[str]:
     hours = report.settings["hours_simulated"]
     command = f"manylora reproduce fastlibra-table --hardware {report.settings['hardware']} --out DIR"
     lines = [f"    {command}", f"{hours:g} hours of one core."]
@@ -69,7 +69,7 @@ def _status(report: Report) -> list[str]:
     return lines
 
 
-def _missing(report: Report) -> str:
+def _missing(report: ExperimentReport) -> str:
     """A line a case: what is there of it."""
     num_rates = len(report.settings["rate_shares"])
     lines, without_rates = [], []
@@ -88,7 +88,7 @@ def _missing(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _headline(report: Report) -> str:
+def _headline(report: ExperimentReport) -> str:
     rows = [(f.metric, _number(f.ours, 4), _number(f.paper, 4)) for f in report.headline]
     return _table(("", "ours", "paper"), rows)
 
@@ -139,8 +139,8 @@ def _by_case(rows: Sequence[Row], what: str, field: str, digits: int) -> list[st
     return [f"{what}:", _table(("case", *policies), lines)]
 
 
-def _by_rate(report: Report, rows: Sequence[Row]) -> list[str]:
-    """Of each case with a rate that more than one policy has run at."""
+def _by_rate(report: ExperimentReport, rows: Sequence[Row]) -> list[str]:
+    """The lines of each case with a rate that more than one policy has run at."""
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     blocks = []
     for case in dict.fromkeys(row["case"] for row in rows):
@@ -183,7 +183,7 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(report: ExperimentReport, path: Path) -> None:
     """Bars by scenario and model as in the paper's Figure 11, means over numbers of adapters, of the cases that
     every policy has finished; and the Markdown beside it. Peaks are shares of ``fastlibra``'s in the same case,
     since scenarios bear rates that differ by a factor of 80."""
@@ -206,5 +206,5 @@ def draw(report: Report, path: Path) -> None:
     panels = tuple(
         zip(fields, ("TTFT, ms", "TTFT where all sustain, ms", "TPOT, ms", "peak over fastlibra's"))
     )
-    bars = Bars(panels, group="case", series="policy", is_log=fields[:2])
+    bars = BarPanels(panels, group="case", series="policy", is_log=fields[:2])
     bars(dataclasses.replace(report, rows=rows), path)

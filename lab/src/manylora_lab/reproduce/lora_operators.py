@@ -26,7 +26,7 @@ def gather(a: torch.Tensor, b: torch.Tensor, models: torch.Tensor) -> tuple[torc
 
 
 def bmm(y: torch.Tensor, x: torch.Tensor, a_of_each: torch.Tensor, b_of_each: torch.Tensor) -> None:
-    """Batched products with what ``gather`` gave; what it costs does not depend on who shares a model."""
+    """Batched products with what ``gather`` gave; their cost does not depend on which rows share a model."""
     y += torch.bmm(torch.bmm(x[:, None], a_of_each), b_of_each)[:, 0]
 
 

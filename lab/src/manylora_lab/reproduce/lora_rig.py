@@ -29,7 +29,7 @@ _CUDA_LAYERS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class LoraBatch:
     """A batch: ``counts[m]`` adjacent inputs of model m."""
 
     counts: tuple[int, ...]
@@ -57,13 +57,13 @@ class LoraRig:
 
     @property
     def description(self) -> dict[str, object]:
-        """For a report's settings."""
+        """The rig's part of a report's settings."""
         return {
             "kernels": self.ops.name, "dtype": str(self.dtype).removeprefix("torch."),
             "machine": device_name(self.device), "torch": torch.__version__, "layers_a_call": self.layers,
         }  # fmt: skip
 
-    def case(self, counts: Sequence[int], rank: int) -> Case:
+    def case(self, counts: Sequence[int], rank: int) -> LoraBatch:
         """Inputs of so many models, their adapters at random places of the pool."""
         segments = segments_for(
             self.geometry, list(counts), [rank] * len(counts), len(self.pool), self.device
@@ -71,9 +71,9 @@ class LoraRig:
         batch = sum(counts)
         x = torch.randn(batch, self.h1, dtype=self.dtype, device=self.device)
         y = torch.zeros(batch, self.h2, dtype=self.dtype, device=self.device)
-        return Case(tuple(counts), segments, x, y)
+        return LoraBatch(tuple(counts), segments, x, y)
 
-    def sgmv(self, case: Case) -> Step:
+    def sgmv(self, case: LoraBatch) -> Step:
         """The engine's operator, planned once, on every layer."""
         plan = self.ops.plan_lora(case.segments, self.geometry, self.device)
 
@@ -83,7 +83,7 @@ class LoraRig:
 
         return step
 
-    def errors(self, case: Case) -> dict[str, float]:
+    def errors(self, case: LoraBatch) -> dict[str, float]:
         """Of the engine's operator, for a report's row: ``error`` relative, and ``error_of_bound``, the largest of
         an element over what rounding may make of it. Leaves y alone."""
         y = torch.zeros_like(case.y)
@@ -92,7 +92,7 @@ class LoraRig:
         truth = exact_lora(case.x, self.pool, 0, self.group, case.segments, self.geometry)
         return {"error": relative_error(y, truth.exact), "error_of_bound": truth.excess(y)}
 
-    def dense(self, case: Case, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def dense(self, case: LoraBatch, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The adapters out of their pages: a ``[n, h1, rank]``, and b ``[n, rank, h2]`` with the scale in it."""
         flat, cell = self.pool.view(-1), self.geometry.cell_elements
         within = torch.arange(cell, device=self.device) + layer * self.geometry.slab_elements
@@ -108,5 +108,5 @@ class LoraRig:
         return torch.stack(a), torch.stack(b)
 
     def seconds(self, steps: Sequence[Step], repeats: int) -> list[float]:
-        """Of one layer of each step: medians of repeats that take turns."""
+        """The seconds of one layer of each step: medians of repeats that take turns."""
         return [total / self.layers for total in medians(self.device, steps, repeats)]

@@ -7,10 +7,10 @@ import dataclasses
 
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.pricing.shapes import ModelShape, shape_named
-from manylora_lab.bench.closed_loop import Gate, LoopRequest, LoopResult
+from manylora_lab.bench.closed_loop import BatchGate, LoopRequest, LoopResult
 from manylora_lab.bench.kernels_settings import POPULARITIES
 from manylora_lab.reproduce.cells import HOST_POOL_BYTES, PAGE_TOKENS, in_parallel
-from manylora_lab.reproduce.drawing import Bars
+from manylora_lab.reproduce.drawing import BarPanels
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
 from manylora_lab.reproduce.punica_loop import SimulatedLoop
 from manylora_lab.reproduce.punica_workload import LENGTHS_NOTE, MOST_TOKENS, RANK, TextRequest, text_requests
@@ -53,7 +53,7 @@ REAL_NOTE = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Run:
+class PunicaRun:
     """One bar. ``num_requests``: how many of the workload's first are run."""
 
     model: str
@@ -63,7 +63,7 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Load:
+class RequestLoad:
     """The workload: ``total`` requests, of which a system that batches one adapter runs the first ``slow``."""
 
     total: int
@@ -71,7 +71,7 @@ class Load:
     divisor: int
     seed: int
 
-    def requests(self, run: Run) -> list[TextRequest]:
+    def requests(self, run: PunicaRun) -> list[TextRequest]:
         found = text_requests(run.popularity, self.total, self.seed, self.divisor)
         return found[: run.num_requests]
 
@@ -81,7 +81,7 @@ def run(setup: Setup) -> GridResult:
     load = _load(setup)
     models = _models(setup)
     runs = [
-        Run(model, popularity, system, _num_requests(load, popularity, system))
+        PunicaRun(model, popularity, system, _num_requests(load, popularity, system))
         for model in models
         for popularity in POPULARITIES
         for system in SYSTEMS
@@ -103,17 +103,23 @@ def run(setup: Setup) -> GridResult:
     )
 
 
-def _load(setup: Setup) -> Load:
+def _load(setup: Setup) -> RequestLoad:
     if setup.device == "sim":
         return setup.pick(
-            Load(1000, 1000, 1, setup.seed), Load(100, 50, 1, setup.seed), Load(16, 8, 16, setup.seed)
+            RequestLoad(1000, 1000, 1, setup.seed),
+            RequestLoad(100, 50, 1, setup.seed),
+            RequestLoad(16, 8, 16, setup.seed),
         )
     if setup.device == "cuda":
         return setup.pick(
-            Load(1000, 50, 1, setup.seed), Load(64, 4, 1, setup.seed), Load(8, 4, 64, setup.seed)
+            RequestLoad(1000, 50, 1, setup.seed),
+            RequestLoad(64, 4, 1, setup.seed),
+            RequestLoad(8, 4, 64, setup.seed),
         )
     return setup.pick(
-        Load(1000, 100, 8, setup.seed), Load(64, 16, 8, setup.seed), Load(8, 4, 128, setup.seed)
+        RequestLoad(1000, 100, 8, setup.seed),
+        RequestLoad(64, 16, 8, setup.seed),
+        RequestLoad(8, 4, 128, setup.seed),
     )
 
 
@@ -126,13 +132,13 @@ def _models(setup: Setup) -> tuple[str, ...]:
     return setup.pick(both, both, smaller)
 
 
-def _num_requests(load: Load, popularity: str, system: str) -> int:
+def _num_requests(load: RequestLoad, popularity: str, system: str) -> int:
     """Batches of one or two take many steps, and their pace soon shows."""
     return load.total if system == MIXED or popularity == "identical" else load.slow
 
 
-def _gate(run: Run, requests: list[TextRequest]) -> tuple[Gate, list[LoopRequest]]:
-    gate = Gate([request.model for request in requests], AT_ONCE, run.system == MIXED)
+def _gate(run: PunicaRun, requests: list[TextRequest]) -> tuple[BatchGate, list[LoopRequest]]:
+    gate = BatchGate([request.model for request in requests], AT_ONCE, run.system == MIXED)
     return gate, [
         LoopRequest(
             None if run.system == BACKBONE else request.model, request.prompt_tokens, request.output_tokens
@@ -141,7 +147,7 @@ def _gate(run: Run, requests: list[TextRequest]) -> tuple[Gate, list[LoopRequest
     ]
 
 
-def _simulate(arguments: tuple[Run, Load]) -> LoopResult:
+def _simulate(arguments: tuple[PunicaRun, RequestLoad]) -> LoopResult:
     one, load = arguments
     shape = shape_named(one.model)
     costs = AnalyticalCosts(shape, HARDWARE[HARDWARE_NAME])
@@ -162,15 +168,15 @@ def _simulate(arguments: tuple[Run, Load]) -> LoopResult:
 
 
 def _measure(
-    runs: list[Run], load: Load, models: tuple[str, ...], setup: Setup
-) -> tuple[dict[Run, LoopResult], Row]:
+    runs: list[PunicaRun], load: RequestLoad, models: tuple[str, ...], setup: Setup
+) -> tuple[dict[PunicaRun, LoopResult], Row]:
     from manylora_lab.bench.closed_loop import dummy_loop
     from manylora_lab.bench.dummies import DEMO
     from manylora_lab.bench.interleaved import one_thread
 
-    # A GPU's runs take minutes, and nobody else's work disturbs them.
+    # A GPU's runs take minutes, and no other work disturbs them.
     repeats = setup.pick(3, 3, 1) if setup.device == "cpu" else 1
-    found: dict[Run, LoopResult] = {}
+    found: dict[PunicaRun, LoopResult] = {}
     with one_thread() if setup.device == "cpu" else contextlib.nullcontext():
         for model in models:
             shape: ModelShape = DEMO if model == "demo" else shape_named(model)
@@ -178,7 +184,7 @@ def _measure(
             with dummy_loop(shape, setup.device, RANK, load.total, AT_ONCE, longest) as loop:
                 loop.warm_up(_warm_requests(load))
                 mine = [one for one in runs if one.model == model]
-                repeated: dict[Run, list[LoopResult]] = {one: [] for one in mine}
+                repeated: dict[PunicaRun, list[LoopResult]] = {one: [] for one in mine}
                 for number in range(repeats):
                     for done, one in enumerate(mine):
                         gate, requests = _gate(one, load.requests(one))
@@ -190,11 +196,11 @@ def _measure(
 
 
 def _median(results: list[LoopResult]) -> LoopResult:
-    """By duration."""
+    """The result of median duration."""
     return sorted(results, key=lambda result: result.duration_s)[len(results) // 2]
 
 
-def _warm_requests(load: Load) -> list[LoopRequest]:
+def _warm_requests(load: RequestLoad) -> list[LoopRequest]:
     """Every adapter once, and some of the prompts, of adapters and of the base."""
     asked = text_requests("distinct", load.total, load.seed, load.divisor)[:AT_ONCE]
     return [
@@ -203,7 +209,7 @@ def _warm_requests(load: Load) -> list[LoopRequest]:
     ]
 
 
-def _row(run: Run, result: LoopResult) -> Row:
+def _row(run: PunicaRun, result: LoopResult) -> Row:
     return {
         "case": f"{run.model} {run.popularity}", "model": run.model, "popularity": run.popularity,
         "system": run.system, "requests": run.num_requests,
@@ -214,7 +220,7 @@ def _row(run: Run, result: LoopResult) -> Row:
     }  # fmt: skip
 
 
-def _headline(rows: list[Row], load: Load) -> list[Headline]:
+def _headline(rows: list[Row], load: RequestLoad) -> list[Headline]:
     """The paper's figures stand beside ours where models and lengths are the paper's."""
     at = {(row["model"], row["popularity"], row["system"]): row["tokens_per_s"] for row in rows}
     is_papers = load.divisor == 1
@@ -242,7 +248,7 @@ FIG11 = Experiment(
     "Text generation on one card, batching across adapters or within one",
     "Punica, Figure 11 (§7.2)",
     run,
-    Bars((("tokens_per_s", "tokens/s"),), group="case", series="system"),
+    BarPanels((("tokens_per_s", "tokens/s"),), group="case", series="system"),
     notes=NOTES,
     devices=("sim", "cpu", "cuda"),
 )

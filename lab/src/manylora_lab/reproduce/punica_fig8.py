@@ -13,7 +13,7 @@ from manylora_lab.reproduce.punica_workload import RANK
 from manylora_lab.reproduce.report import Headline, Row, ratio
 
 if TYPE_CHECKING:
-    from manylora_lab.reproduce.lora_rig import Case, LoraRig
+    from manylora_lab.reproduce.lora_rig import LoraBatch, LoraRig
 
 SIZES = (4096, 11008)
 """The operator's input and output size, which the text does not state: the published
@@ -73,7 +73,7 @@ def _rows(rig: LoraRig, popularity: str, batch: int, repeats: int) -> list[Row]:
     ]  # fmt: skip
 
 
-def step_of(rig: LoraRig, case: Case, operator: str) -> Callable[[], object]:
+def step_of(rig: LoraRig, case: LoraBatch, operator: str) -> Callable[[], object]:
     """What to time: the operator on every layer of the rig."""
     import torch
 

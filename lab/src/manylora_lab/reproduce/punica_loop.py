@@ -9,7 +9,7 @@ from manylora.policy.replica import Replica
 from manylora.pricing.costs import StepCosts
 from manylora.protocol import AdapterAdded, Arrive, ClientCommand, Command, Emit, Finish, Reject, RunStep
 from manylora.types import BASE, Request, SamplingParams
-from manylora_lab.bench.closed_loop import Gate, LoopRequest, LoopResult
+from manylora_lab.bench.closed_loop import BatchGate, LoopRequest, LoopResult
 from manylora_lab.sim.device import SimulatedDevice
 from manylora_lab.sim.loop import VirtualLoop
 
@@ -25,7 +25,7 @@ class SimulatedLoop(VirtualLoop):
     def __init__(
         self,
         requests: Sequence[LoopRequest],
-        gate: Gate,
+        gate: BatchGate,
         config: PolicyConfig,
         costs: StepCosts,
         adapter_pages: int,
@@ -45,7 +45,7 @@ class SimulatedLoop(VirtualLoop):
             self._put(0.0, Arrive(self._request(f"warm {adapter}", adapter, _WARM_TOKENS, 1)))
 
     def run(self) -> LoopResult:
-        """To the end. Raises RuntimeError where somebody is forgotten, ConfigError where one does not fit."""
+        """Run to the end. Raises RuntimeError where a request is forgotten, ConfigError where one does not fit."""
         while self._num_warming and self.advance():
             pass
         began_s, steps = self.now, self._num_steps

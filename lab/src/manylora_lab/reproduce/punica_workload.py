@@ -28,7 +28,7 @@ class TextRequest:
 
 
 def text_requests(popularity: str, num_requests: int, seed: int, divisor: int = 1) -> list[TextRequest]:
-    """In order of arrival. Lengths are the same for every popularity; ``divisor``: they are divided by it."""
+    """The requests in order of arrival. Lengths are the same for every popularity, divided by ``divisor``."""
     rounds = [talk[0] for talk in extracts.sharegpt_conversations()]
     fitting = [one for one in rounds if one.new + one.generated <= MOST_TOKENS]
     lengths = Random(f"{seed} lengths").sample(fitting, num_requests)

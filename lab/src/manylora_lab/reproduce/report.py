@@ -26,7 +26,7 @@ class Headline:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class ExperimentReport:
     """``settings``: all that a repetition needs. ``notes``: what was assumed, substituted or left out."""
 
     experiment: str
@@ -64,6 +64,6 @@ def change(ours: float | None, other: float | None) -> float | None:
 
 
 def mean(values: list[float | None]) -> float | None:
-    """Of those that are there."""
+    """The mean of the values that are not None."""
     there = [value for value in values if value is not None]
     return sum(there) / len(there) if there else None

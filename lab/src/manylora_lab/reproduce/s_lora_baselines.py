@@ -8,14 +8,21 @@ from collections.abc import Iterator, Sequence
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.pricing.costs import StepWork, prefill_pairs
 from manylora_lab.reproduce.report import Row
-from manylora_lab.reproduce.s_lora_cells import BATCH_TOKENS, PAGE_TOKENS, SETTINGS, Case, stream_of, summary
+from manylora_lab.reproduce.s_lora_cells import (
+    BATCH_TOKENS,
+    PAGE_TOKENS,
+    SETTINGS,
+    ServingCase,
+    stream_of,
+    summary,
+)
 from manylora_lab.sim.analytical import AnalyticalCosts
 from manylora_lab.sim.hardware import HARDWARE
 from manylora_lab.sim.replay import Outcome, Replay
 from manylora_lab.workloads.stream import Stream, StreamRequest
 
 PACKED_MEMORY_SHARE = 0.95
-"""Of the card, for all copies together: --vllm-mem-ratio of the authors' launch_server.py."""
+"""The share of the card for all copies together: --vllm-mem-ratio of the authors' launch_server.py."""
 PACKED_RUNNING = 256
 PEFT_BATCH = {"llama-2-7b": 50, "llama-2-13b": 35}
 """Requests: as the authors' run_exp_peft.py notes for Table 3, against running out of memory."""
@@ -26,7 +33,7 @@ PEFT_LAUNCH_S = 0.08
 # ---------------------------------------------------------------- vLLM-packed
 
 
-def measure_packed(case: Case) -> Row | None:
+def measure_packed(case: ServingCase) -> Row | None:
     """One engine with merged weights for each adapter, side by side on one card; None where they do not fit.
 
     Each has its share of the memory, of its bandwidth and of the arithmetic, and no LoRA to compute: an ideal
@@ -61,7 +68,7 @@ def measure_packed(case: Case) -> Row | None:
 
 
 def by_adapter(requests: Sequence[StreamRequest]) -> dict[int | None, list[StreamRequest]]:
-    """In order of each adapter's first request."""
+    """The requests by adapter, in order of each adapter's first request."""
     found: dict[int | None, list[StreamRequest]] = {}
     for request in requests:
         found.setdefault(request.adapter, []).append(request)
@@ -71,7 +78,7 @@ def by_adapter(requests: Sequence[StreamRequest]) -> dict[int | None, list[Strea
 # ---------------------------------------------------------------- PEFT
 
 
-def measure_peft(case: Case) -> Row:
+def measure_peft(case: ServingCase) -> Row:
     """A server like the authors' run_exp_peft.py: all that wait, grouped by adapter; a group's requests in
     batches, each padded to its longest prompt and generated to its last end; then whatever came meanwhile.
     """
@@ -92,7 +99,7 @@ def measure_peft(case: Case) -> Row:
 
 
 def batches(queue: Sequence[StreamRequest], most: int) -> Iterator[list[StreamRequest]]:
-    """Of one adapter each, and at most so many requests."""
+    """Yield batches, each of one adapter and of ``most`` requests at most."""
     for requests in by_adapter(queue).values():
         for first in range(0, len(requests), most):
             yield requests[first : first + most]
@@ -105,7 +112,7 @@ def _generate(
     adapter_bytes: int,
     outcomes: list[Outcome],
 ) -> float:
-    """One batch from its prefill to its last end, whoever has ended leaving it; returns when that is."""
+    """Run a batch from its prefill to its last end, where requests leave as they end; returns when it ends."""
     length, count = max(request.new_tokens for request in batch), len(batch)
     pairs = count * prefill_pairs(0, length)
     tokens = count * length

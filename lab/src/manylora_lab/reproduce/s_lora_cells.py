@@ -76,7 +76,7 @@ NOTES = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Case:
+class ServingCase:
     """One run. ``rate``: requests a second of all adapters together; ``alpha``: of ``power(alpha)``."""
 
     setting: str
@@ -91,7 +91,7 @@ class Case:
     seed: int = 0
 
 
-def stream_of(case: Case) -> Stream:
+def stream_of(case: ServingCase) -> Stream:
     """§7.2's synthetic load: Gamma arrivals, power-law popularity, prompts and outputs of 8 to 512 tokens."""
     ranks = ",".join(map(str, SETTINGS[case.setting].ranks))
     parts = Synthetic(f"gamma({case.cv:g})", f"power({case.alpha:g})", ranks=f"cycle({ranks})")
@@ -100,12 +100,12 @@ def stream_of(case: Case) -> Stream:
     )
 
 
-def measure(case: Case, stream: Stream | None = None) -> Row:
+def measure(case: ServingCase, stream: Stream | None = None) -> Row:
     """Simulate, and say what the paper's figures show. Equal cases give equal rows."""
     return summary(simulate(case, stream or stream_of(case)))
 
 
-def simulate(case: Case, stream: Stream) -> list[Outcome]:
+def simulate(case: ServingCase, stream: Stream) -> list[Outcome]:
     """Every request's outcome, in order of arrival."""
     shape = SETTINGS[case.setting].shape
     page_bytes = shape.page_bytes(PAGE_TOKENS)
@@ -131,7 +131,7 @@ def simulate(case: Case, stream: Stream) -> list[Outcome]:
     return replay.outcomes
 
 
-def _cache(case: Case, num_pages: int, adapter_pages: Sequence[int]) -> CacheConfig:
+def _cache(case: ServingCase, num_pages: int, adapter_pages: Sequence[int]) -> CacheConfig:
     if case.system == "s-lora":
         return CacheConfig("s-lora")
     wanted = max(max(adapter_pages), min(sum(adapter_pages), ADAPTERS_SHARE * num_pages))

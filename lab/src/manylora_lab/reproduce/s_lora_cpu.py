@@ -1,6 +1,6 @@
 """S-LoRA's Table 3 on a CPU: the engine, the real PEFT and merged copies, on the demo model of a checkout.
 
-All requests come at once. Needs torch; transformers and PEFT are wanted from whoever runs it.
+All requests come at once. Needs torch, and transformers and PEFT, which the user installs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from manylora.config import ConfigError
 from manylora.flags import build_settings
-from manylora_lab.bench.targets import Call, EngineTarget, open_engine
+from manylora_lab.bench.targets import EngineTarget, TargetRequest, open_engine
 from manylora_lab.reproduce.experiment import Setup
 from manylora_lab.reproduce.report import Row
 from manylora_lab.reproduce.s_lora_baselines import batches, by_adapter
@@ -90,7 +90,7 @@ def _require() -> None:
 
 
 def _folders(count: int) -> dict[str, Path]:
-    """So many adapters by name, the demo's again and again."""
+    """The folders of so many adapters by name, the demo's again and again."""
     found = sorted(folder for folder in (DEMO / "adapters").iterdir() if folder.is_dir())
     return {f"adapter-{number}": found[number % len(found)] for number in range(count)}
 
@@ -144,9 +144,9 @@ async def _serve(
         }
     )  # fmt: skip
     target = open_engine(settings)
-    calls = [Call(_prompt(r), r.output_tokens, _name(r) if folders else None) for r in requests]
+    calls = [TargetRequest(_prompt(r), r.output_tokens, _name(r) if folders else None) for r in requests]
     try:
-        await _ask(target, [Call(calls[0].prompt, 2, name) for name in folders or (None,)])
+        await _ask(target, [TargetRequest(calls[0].prompt, 2, name) for name in folders or (None,)])
         seconds = []
         for _ in range(repeats):
             began = time.perf_counter()
@@ -157,7 +157,7 @@ async def _serve(
         await target.close()
 
 
-async def _ask(target: EngineTarget, calls: Sequence[Call]) -> None:
+async def _ask(target: EngineTarget, calls: Sequence[TargetRequest]) -> None:
     for answer in await asyncio.gather(*(target.generate(call) for call in calls)):
         if answer.error is not None:
             raise ConfigError(f"a request was not served: {answer.error}")

@@ -14,7 +14,7 @@ from manylora_lab.reproduce.cells import in_parallel
 from manylora_lab.reproduce.drawing import Matrix
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
 from manylora_lab.reproduce.report import Headline, Row, mean, ratio
-from manylora_lab.reproduce.s_lora_cells import NOTES, OBJECTIVE_S, SETTINGS, SYSTEMS, Case, measure
+from manylora_lab.reproduce.s_lora_cells import NOTES, OBJECTIVE_S, SETTINGS, SYSTEMS, ServingCase, measure
 from manylora_lab.workloads.arrivals import from_gaps
 from manylora_lab.workloads.extracts import azure_chat_gaps_s
 from manylora_lab.workloads.popularity import Popularity
@@ -27,14 +27,14 @@ ATTAINMENT = ("attainment", "SLO attainment")
 
 
 def _measured(
-    cases: Sequence[Case], setup: Setup, measure_one: Callable[[Case], Row] = measure
-) -> dict[Case, Row]:
+    cases: Sequence[ServingCase], setup: Setup, measure_one: Callable[[ServingCase], Row] = measure
+) -> dict[ServingCase, Row]:
     return in_parallel(
         measure_one, {case: case for case in cases}, setup.num_workers, setup.show, "simulations done"
     )
 
 
-def _variant_rows(results: dict[Case, Row]) -> list[Row]:
+def _variant_rows(results: dict[ServingCase, Row]) -> list[Row]:
     return [
         {
             "setting": f"{case.setting}, {case.hardware}", "system": case.system,
@@ -106,9 +106,9 @@ class VariantGrid:
 
     def _case(
         self, place: tuple[str, str], fixed: float, varied: float, duration_s: float, system: str, seed: int
-    ) -> Case:
+    ) -> ServingCase:
         num_adapters, rate = (fixed, varied) if self.is_over_rates else (varied, fixed)
-        return Case(*place, int(num_adapters), rate, duration_s, system, seed=seed)
+        return ServingCase(*place, int(num_adapters), rate, duration_s, system, seed=seed)
 
 
 def _most_over_fewest(rows: list[Row]) -> list[Headline]:
@@ -187,7 +187,7 @@ def _on_real_arrivals(setup: Setup) -> GridResult:
     rates = setup.pick(RATES, RATES, (4.0,))
     duration_s = setup.pick(300.0, 150.0, 8.0)
     cases = [
-        Case("S2", "a10", ADAPTERS, rate, duration_s, system, seed=setup.seed)
+        ServingCase("S2", "a10", ADAPTERS, rate, duration_s, system, seed=setup.seed)
         for system in SYSTEMS
         for rate in rates
     ]
@@ -198,12 +198,12 @@ def _on_real_arrivals(setup: Setup) -> GridResult:
     return GridResult(settings, _variant_rows(_measured(cases, setup, measure_real)))
 
 
-def measure_real(case: Case) -> Row:
+def measure_real(case: ServingCase) -> Row:
     """Simulate on the stream that stands for the Arena's."""
     return measure(case, arena_like(case))
 
 
-def arena_like(case: Case) -> Stream:
+def arena_like(case: ServingCase) -> Stream:
     """round(rate * duration) requests at a real service's pace, scaled to fit (§7.3)."""
     # A generator for each part, so that the rate changes nothing but the pace.
     starts, adapters, lengths = (Random(f"{case.seed} {part}") for part in ("gaps", "adapters", "lengths"))
@@ -247,7 +247,7 @@ ADMISSION_LOADS = (
 """Setting, card, adapters, requests a second. 10 (S1, S2) and 6 (S4) are the authors'; the simulated card serves
 S1 and S2 faster than theirs did, so 20 and 15 are there too, which are more than it can."""
 CVS = (1.0, 2.0, 4.0, 6.0, 8.0)
-"""As in the authors' suites a10g-cv and a100-80-S4-cv."""
+"""The values of the authors' suites a10g-cv and a100-80-S4-cv."""
 
 
 def _by_burstiness(setup: Setup) -> GridResult:
@@ -256,7 +256,7 @@ def _by_burstiness(setup: Setup) -> GridResult:
     cvs = setup.pick(CVS, (1.0, 4.0, 8.0), (4.0,))
     duration_s = setup.pick(300.0, 60.0, 15.0)
     cases = [
-        Case(*load, duration_s, cv=cv, admission=admission, seed=setup.seed)
+        ServingCase(*load, duration_s, cv=cv, admission=admission, seed=setup.seed)
         for load in loads
         for admission in ADMISSIONS
         for cv in cvs

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from manylora_lab.reproduce.cells import in_parallel
-from manylora_lab.reproduce.drawing import Bars
+from manylora_lab.reproduce.drawing import BarPanels
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
 from manylora_lab.reproduce.report import Headline, Row, ratio
 from manylora_lab.reproduce.s_lora_baselines import measure_packed, measure_peft
-from manylora_lab.reproduce.s_lora_cells import NOTES, Case, measure
+from manylora_lab.reproduce.s_lora_cells import NOTES, ServingCase, measure
 
 SYSTEMS = ("s-lora", "vllm-packed", "peft")
 Loads = dict[str, tuple[float, tuple[int, ...]]]
@@ -50,7 +50,7 @@ def _simulated(setup: Setup) -> tuple[list[Row], dict[str, object], tuple[str, .
     loads = setup.pick(LOADS, few, fewest)
     duration_s = setup.pick(120.0, 120.0, 5.0)
     cases = [
-        Case(setting, "a100-80", num_adapters, rate, duration_s, system, seed=setup.seed)
+        ServingCase(setting, "a100-80", num_adapters, rate, duration_s, system, seed=setup.seed)
         for setting, (rate, numbers) in loads.items()
         for num_adapters in numbers
         for system in SYSTEMS
@@ -82,7 +82,7 @@ def _simulated(setup: Setup) -> tuple[list[Row], dict[str, object], tuple[str, .
     return rows, settings, notes
 
 
-def _measure(case: Case) -> Row | None:
+def _measure(case: ServingCase) -> Row | None:
     if case.system == "vllm-packed":
         return measure_packed(case)
     if case.system == "peft":
@@ -119,6 +119,6 @@ TABLE3 = Experiment(
     "S-LoRA, Table 3 (§7.2)",
     run,
     # No bar: out of memory, or not run.
-    Bars((("throughput_per_s", "throughput, requests/s"),), group="case", series="system"),
+    BarPanels((("throughput_per_s", "throughput, requests/s"),), group="case", series="system"),
     devices=("cpu", "sim"),
 )

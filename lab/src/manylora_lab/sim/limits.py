@@ -1,7 +1,7 @@
 """What no cache policy could do better on one recorded run, and what unlimited memory would do.
 
-Owns the record of who asked for which pages when, taken from commands alone, and upper bounds for it of Belady's
-kind; docs/limits.md states every relaxation and proves the bounds. Decides nothing and changes no run.
+Owns the record of which sequence asked for which pages when, taken from commands alone, and upper bounds for it of
+Belady's kind; docs/limits.md states every relaxation and proves the bounds. Decides nothing and changes no run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Asks:
     """What starting sequences asked for, of one kind: pages of KV, or adapters.
 
     ``num_free`` of them were in use until then, or by others at that moment: every policy has those. ``idle``
-    counts those that had to be kept through steps in which nobody used them: by first and last such step and
+    counts those that had to be kept through steps in which no sequence used them: by first and last such step and
     by how many pages each takes. The rest were never there before.
     """
 
@@ -41,7 +41,7 @@ class Asks:
     idle: collections.Counter[tuple[int, int, int]] = dataclasses.field(default_factory=collections.Counter)
 
     def note(self, first_idle: int, step: int, count: int, pages_each: int) -> None:
-        """So many were asked for at ``step`` that nobody had used since ``first_idle``."""
+        """Count so many that were asked for at ``step`` and lay unused since ``first_idle``."""
         if first_idle < step:
             self.idle[first_idle, step - 1, pages_each] += count
         else:
@@ -134,7 +134,7 @@ class Recorder:
             self.adapter_pages_brought += num_pages
 
     def _step(self, step: RunStep) -> None:
-        # A page that two who start at once must both compute is there for neither.
+        # A page that two sequences must both compute, since they start at once, is there for neither.
         for start in step.starts:
             self._start(start)
         for number, first, num_tokens, _, _ in step.rows:
@@ -287,8 +287,8 @@ def limits(record: Recorder, num_pages: int) -> Limits:
 def most_kept(idle: Iterable[tuple[int, int, int]], capacity: Sequence[int]) -> int:
     """The most items that can be kept, each from its first to its last step, ``capacity[step]`` at a time.
 
-    ``idle``: (first step, last step, how many items). Belady's rule, exact: where too many are kept, whoever is
-    needed last goes. O(n log n + steps).
+    ``idle``: (first step, last step, how many items). Belady's rule, exact: where too many are kept, the item
+    that is needed last goes. O(n log n + steps).
     """
     queue = sorted(idle, reverse=True)
     num_kept = num_active = 0
@@ -302,7 +302,7 @@ def most_kept(idle: Iterable[tuple[int, int, int]], capacity: Sequence[int]) -> 
             ending[last] += count
             num_active += count
             num_kept += count
-        # Those that ended lie at the heap's bottom: who is on top is active while anybody is.
+        # Ended items lie at the heap's bottom: the one on top is active while any is.
         while num_active > room:
             last, count = -latest[0][0], latest[0][1]
             dropped = min(count, num_active - room)
@@ -365,7 +365,7 @@ def summarize_limits(record: Recorder, config: PolicyConfig) -> dict[str, float]
 
 
 def _share(part: int, whole: int) -> float:
-    """Not below 0: copies that served nobody can outnumber what was kept."""
+    """The share, not below 0: copies that served no sequence can outnumber what was kept."""
     return round(max(0, part) / whole, 4) if whole else 0.0
 
 

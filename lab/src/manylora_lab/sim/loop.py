@@ -32,7 +32,7 @@ _RANKS: dict[type[Event], int] = {Timer: 1, StepDone: 2}
 """Among what is due at one moment."""
 
 
-class Device(Protocol):
+class VirtualDevice(Protocol):
     """Obeys commands in virtual time; steps run one after another."""
 
     def obey(self, command: Command, now: float) -> tuple[float, Event] | None:
@@ -45,7 +45,7 @@ class VirtualLoop:
     def __init__(
         self,
         machine: Machine,
-        device: Device,
+        device: VirtualDevice,
         watch: Callable[[float, Command], None] | None = None,
     ) -> None:
         self._machine = machine
@@ -108,7 +108,7 @@ class VirtualLoop:
         return self._ends[0] if self._ends else 0.0
 
     def _may_fire(self, timer: Timer, due: float) -> bool:
-        """Of timers only the one that was set last counts, and it waits for the oldest step in flight."""
+        """Only the timer that was set last counts, and it waits for the oldest step in flight."""
         if timer is not self._timer:
             return False
         if due >= self._waits_until():

@@ -26,11 +26,11 @@ class Told(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredAnswer:
     """One thing that came. ``event`` is None where the recording ends before the answer.
 
-    ``took_s``: from the command to the answer; of a timer from the moment it was set for; of what nobody asked
-    for from the clock's zero. ``late_s``: how long it then stood in line, behind others, with the loop awake.
+    ``took_s``: from the command to the answer; of a timer from the moment it was set for; of an event without
+    a command from the clock's zero. ``late_s``: how long it then waited behind others, with the loop awake.
     """
 
     event: Event | None
@@ -42,8 +42,8 @@ class Measured:
 class Recording:
     """What came unasked (requests, aborts, adapters) and, by what was asked and in that order, the answers."""
 
-    given: Sequence[Measured]
-    answers: Mapping[Ask, Sequence[Measured]]
+    given: Sequence[MeasuredAnswer]
+    answers: Mapping[Ask, Sequence[MeasuredAnswer]]
 
 
 # ---------------------------------------------------------------- what was measured
@@ -52,8 +52,8 @@ class Recording:
 def measured(told: Sequence[Told]) -> Recording:
     """Arrivals, durations and results of a run; how they are found out, ``conformance`` says."""
     due = _due(told)
-    given: list[Measured] = []
-    answers: dict[Ask, list[Measured]] = collections.defaultdict(list)
+    given: list[MeasuredAnswer] = []
+    answers: dict[Ask, list[MeasuredAnswer]] = collections.defaultdict(list)
     asked_s: dict[Ask, float] = {}
     steps_end = _steps_end(told)
     in_flight: collections.deque[float] = collections.deque()  # when they end
@@ -63,9 +63,9 @@ def measured(told: Sequence[Told]) -> Recording:
         before = now
         asked = ask_of(event)
         if asked is None:
-            given.append(Measured(event, due[number], late_s))
+            given.append(MeasuredAnswer(event, due[number], late_s))
         elif asked in asked_s:
-            answers[asked][-1] = Measured(event, _gap(asked_s.pop(asked), due[number]), late_s)
+            answers[asked][-1] = MeasuredAnswer(event, _gap(asked_s.pop(asked), due[number]), late_s)
         if isinstance(event, StepDone) and in_flight:
             in_flight.popleft()
         for command in commands:
@@ -75,7 +75,7 @@ def measured(told: Sequence[Told]) -> Recording:
             asked_s[asks] = command.at if isinstance(command, SetTimer) else now
             if isinstance(command, RunStep) and command.step in steps_end:
                 in_flight.append(steps_end[command.step])
-            answers[asks].append(Measured(None))
+            answers[asks].append(MeasuredAnswer(None))
     return Recording(given, answers)
 
 
@@ -153,21 +153,23 @@ def _gap(start_s: float, end_s: float) -> float:
 class RecordedDevice:
     """Answers what was answered, after the time that it took."""
 
-    def __init__(self, answers: Mapping[Ask, Sequence[Measured]]) -> None:
+    def __init__(self, answers: Mapping[Ask, Sequence[MeasuredAnswer]]) -> None:
         self.late_s: dict[int, float] = {}  # by the identity of events that wait
-        self._answers: dict[Ask, Iterator[Measured]] = {asked: iter(of) for asked, of in answers.items()}
+        self._answers: dict[Ask, Iterator[MeasuredAnswer]] = {
+            asked: iter(of) for asked, of in answers.items()
+        }
 
     def obey(self, command: Command, now: float) -> tuple[float, Event] | None:
-        """As ``loop.Device`` has it; None also where the recording has no answer."""
+        """See ``loop.VirtualDevice``; None also where the recording has no answer."""
         asks = ask_of(command)
         if asks is None:
             return None
         answer = self.answer(asks)
         return None if answer.event is None else (now + answer.took_s, answer.event)
 
-    def answer(self, asks: Ask) -> Measured:
+    def answer(self, asks: Ask) -> MeasuredAnswer:
         """The next answer to that; one without an event where there is none."""
-        answer = next(self._answers.get(asks, iter(())), Measured(None))
+        answer = next(self._answers.get(asks, iter(())), MeasuredAnswer(None))
         if answer.event is not None:
             self.late_s[id(answer.event)] = answer.late_s
         return answer

@@ -39,7 +39,7 @@ from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 _MOST_TOKENS = 2**20
 _WARM_TOKENS = 8
 _MOST_TIMERS = 10_000
-"""In a row, before those who wait are taken for forgotten."""
+"""The most timers in a row before the waiting requests are taken for forgotten."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -119,7 +119,7 @@ class Replay(VirtualLoop):
         return None if self._began_s is None else self.now - self._began_s
 
     def run(self) -> None:
-        """Replay to the end; raises RuntimeError when the policy leaves somebody waiting for ever."""
+        """Replay to the end; raises RuntimeError when the policy leaves a request waiting for ever."""
         while self._timers_in_a_row <= _MOST_TIMERS and self.advance():
             pass
         num_waiting = len(self._open) + len(self._warming)

@@ -118,7 +118,7 @@ def parse_process(text: str) -> Process:
 
 
 MOST_REQUESTS = 20_000_000
-"""More are surely a slip, and would fill the memory before anybody noticed."""
+"""More are surely a slip, and would fill the memory unnoticed."""
 
 
 def check_load(rate: float, duration_s: float) -> None:

@@ -3,7 +3,7 @@
 Two conventions hold for every loader here:
 - A file without times gives requests that all arrive at 0, whole conversations one after the other;
   ``with_arrivals`` puts moments from elsewhere on them.
-- A file without adapters gives each request a *key*, its own name for who asks (a model, a client, a language
+- A file without adapters gives each request a *key*, its own name for the asker (a model, a client, a language
   pair, a conversation's id; each loader says which), and ``Adapters`` turns keys into adapters. Without one all
   requests are the base's; ``assign`` chooses afterwards, by conversation.
 """
@@ -55,7 +55,7 @@ class Adapters:
 class TextPieces:
     """Pieces of prompts and lengths of replies from text: token ids with a tokenizer, else estimated lengths.
 
-    Equal texts give equal pieces. The identity is a digest, so that a stream holds nobody's words.
+    Equal texts give equal pieces. The identity is a digest, so that a stream holds no user's words.
     """
 
     def __init__(self, encode: Encode | None = None) -> None:
@@ -63,7 +63,7 @@ class TextPieces:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """For a stream's notes: how lengths came about."""
+        """The stream's notes: how lengths came about."""
         if self._encode is not None:
             return ("lengths: counted by the given tokenizer",)
         return (f"lengths: no tokenizer, a token for every {BYTES_PER_TOKEN} UTF-8 bytes, rounded up",)
@@ -79,7 +79,7 @@ class TextPieces:
         return tuple(found)
 
     def length(self, text: str) -> int:
-        """In tokens."""
+        """The text's length in tokens."""
         return _estimate(text) if self._encode is None else len(self._encode(text))
 
 
@@ -93,7 +93,7 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Dialog:
-    """Messages in order, and the key of whoever holds the dialog."""
+    """Messages in order, and the key of the dialog's user."""
 
     key: str
     messages: tuple[Message, ...]
@@ -102,7 +102,7 @@ class Dialog:
 def lone_request(
     arrival_s: float, number: int, input_tokens: int, output_tokens: int, adapter: int | None, source: str
 ) -> StreamRequest:
-    """A request known by its lengths: a conversation of its own, a prompt shared with nobody."""
+    """A request known by its lengths: a conversation of its own, a prompt that no other shares."""
     prompt = (Piece((source, number), input_tokens),)
     return StreamRequest(arrival_s, adapter, number, 0, prompt, output_tokens)
 
@@ -113,7 +113,7 @@ def dialog_requests(
     """The turns of a dialog as conversation ``number``, all arriving at 0.
 
     A turn's prompt is all input since the model spoke; what the model says until the next input is one reply.
-    What it says before any input (a greeting) belongs to the first prompt. Input at the end that nobody answers
+    What it says before any input (a greeting) belongs to the first prompt. Input at the end without an answer
     is left out, and a dialog without any answered input gives no turn. No chat template is put around anything.
     """
     adapter = adapters.choose(dialog.key)
@@ -167,7 +167,7 @@ def assign(stream: Stream, ranks: Sequence[int], choose: Callable[[StreamRequest
 
 
 def with_arrivals(stream: Stream, moments_s: Iterable[float], gap_s: Callable[[], float]) -> Stream:
-    """The same conversations, of which somebody's next turn or beginning comes at each moment; seconds.
+    """The same conversations, of which one begins or has its next turn at each moment; seconds.
 
     They begin in the stream's order, a later turn ``gap_s`` or more after the turn before it (drawn anew for
     each) while others can begin, then as soon as a moment is left (``next_turns``); it waits for its reply

@@ -1,7 +1,7 @@
-"""Multi-turn chat traces: who says how much to which adapter, and when.
+"""Multi-turn chat traces: how much users say to which adapter, and when.
 
 Owns the file format (JSON lines, perhaps gzipped; the README.md beside the traces) and its checks. A trace holds
-lengths, no text; whoever replays it makes up the tokens.
+lengths, no text; the replay makes up the tokens.
 """
 
 from __future__ import annotations

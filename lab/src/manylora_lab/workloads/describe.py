@@ -86,7 +86,7 @@ def _interarrival_cv(moments: Sequence[float]) -> float | None:
 def _shared_prefix_tokens(stream: Stream) -> int:
     """Tokens with which conversations' first prompts repeat earlier first prompts under the same adapter.
 
-    Later turns begin with their own replies, which nobody else has.
+    Later turns begin with their own replies, which no other conversation has.
     """
     children: dict[tuple[int, Hashable], int] = {}
     roots: dict[int | None, int] = {}

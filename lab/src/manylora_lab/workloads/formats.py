@@ -65,7 +65,7 @@ class WorkloadOptions:
         return None if self.num_first is None else self.num_first + 1
 
     def own_adapters(self) -> Adapters | None:
-        """For the keys that a file has; None where they are not to be used."""
+        """The adapters for the keys that a file has; None where these are not to be used."""
         if self.num_adapters is None or self.popularity is not None:
             return None
         return Adapters.in_turn(self.drawn_ranks(self.num_adapters))
@@ -325,4 +325,4 @@ FORMATS = {
         has_adapters=True,
     ),
 }
-"""By the name that ``--format`` takes."""
+"""The formats by the name that ``--format`` takes."""

@@ -60,7 +60,7 @@ def next_turns(
     An arrival is the next turn of that conversation which has waited longest, among those whose ``gap_s`` (of a
     conversation's turn, from the turn before it) is over; if there is none, the first turn of a new one, of as
     many turns as ``begin`` says. Where ``begin`` has no more (0), it is the turn that is due next, though before
-    its time, and where nobody waits arrivals are over.
+    its time, and where no conversation waits arrivals are over.
     """
     waiting: dict[int | None, list[tuple[float, int, int]]] = {}
     lengths: list[int] = []

@@ -159,8 +159,8 @@ def load(
     """A request for each sentence: the source (after ``instruction``, the same for all) and the target's length.
 
     ``texts`` by the name of their language pair, such as "eng-deu", which is the key of a request: FastLibra
-    (section 6.2) gives each pair an adapter. The pairs take turns: everybody's first sentence, then everybody's
-    second. Raises ConfigError if there are none.
+    (section 6.2) gives each pair an adapter. The pairs take turns: the first sentence of each, then the
+    second of each. Raises ConfigError if there are none.
     """
     pieces = TextPieces(options.encode)
     opening = pieces.pieces(instruction) if instruction else ()

@@ -237,7 +237,7 @@ def _check_any(conversations: list[tuple[Round, ...]], load: _Load) -> None:
 
 
 def _tokens(count: int) -> int:
-    """Of a length in bytes or characters."""
+    """The tokens of a text of so many bytes or characters."""
     return max(1, math.ceil(count / BYTES_PER_TOKEN))
 
 

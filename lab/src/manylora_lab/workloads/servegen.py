@@ -46,7 +46,7 @@ class Window:
     rate_rps: float
     pattern: str
     shape: float
-    """Of the pattern; its scale follows from the rate."""
+    """The shape of the pattern; its scale follows from the rate."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +160,7 @@ def generate(
     Lengths are drawn from those of the client at that time, prompt and reply independently (the source has no
     joint ones); a client without lengths takes those of the next that has some, which the notes count. What
     is drawn depends on ``seed``, client and window, not on what else is asked for. Key of a request: the client's
-    name. Raises ConfigError if nobody has lengths, nobody sends anything, or they send more than can be held.
+    name. Raises ConfigError if no client has lengths or sends anything, or they send more than can be held.
     """
     adapters = adapters or Adapters()
     if not 0 < rate_scale < math.inf:
@@ -220,7 +220,7 @@ def _lengths_of(clients: Sequence[Client], index: int) -> tuple[tuple[float, Len
 
 
 def _current(lengths: Sequence[tuple[float, Lengths, Lengths]], moment_s: float) -> tuple[Lengths, Lengths]:
-    """Those that began last; before the first, the first."""
+    """The lengths that began last; before the first, the first."""
     begun = [found for found in lengths if found[0] <= moment_s]
     _, prompts, replies = begun[-1] if begun else lengths[0]
     return prompts, replies

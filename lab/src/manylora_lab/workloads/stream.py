@@ -1,4 +1,4 @@
-"""A request stream: who asks which adapter for what, and when. The one form that all workloads take.
+"""A request stream: which adapter is asked for what, and when. The one form that all workloads take.
 
 Owns the types and their checks. Loaders and generators make streams; the simulator and the benchmarks replay them.
 """
@@ -19,8 +19,8 @@ Encode = Callable[[str], Sequence[int]]
 class Piece:
     """A run of a prompt's tokens. Prompts that begin with equal pieces begin with equal tokens.
 
-    ``tokens``: the ids, where the workload has real text and a tokenizer was at hand; else whoever replays the
-    stream makes them up from ``identity``, the same for the same.
+    ``tokens``: the ids, where the workload has real text and a tokenizer was at hand; else the replay makes
+    them up from ``identity``, equal tokens for an equal one.
     """
 
     identity: Hashable
@@ -60,7 +60,7 @@ class StreamRequest:
 class Stream:
     """Requests in order of arrival. ``name``: of the workload; ``notes``: sources, licences, what stands for what.
 
-    ``ranks``: of each adapter that is served, also of those that nobody asks for. Raises ConfigError for
+    ``ranks``: of each adapter that is served, also of those that no request asks for. Raises ConfigError for
     requests that make no sense together.
     """
 
@@ -95,7 +95,7 @@ class Stream:
 
     @property
     def duration_s(self) -> float:
-        """From the start to the last arrival."""
+        """The time from the start to the last arrival."""
         return self.requests[-1].arrival_s
 
     def with_rate(self, scale: float) -> Stream:
@@ -118,7 +118,7 @@ class Stream:
 
 
 def prompt_tokens(requests: Iterable[StreamRequest]) -> list[int]:
-    """Of each request the length of its whole prompt, history included; in order of arrival."""
+    """The length of each request's whole prompt, history included; in order of arrival."""
     said: dict[int, int] = {}
     lengths = []
     for request in requests:

@@ -1,4 +1,4 @@
-"""Streams made up from an arrival process, a popularity and lengths; nobody's data is needed."""
+"""Streams made up from an arrival process, a popularity and lengths; they need no data of users."""
 
 from __future__ import annotations
 

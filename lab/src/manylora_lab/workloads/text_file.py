@@ -23,7 +23,7 @@ _GZIP = b"\x1f\x8b"
 _BYTE_ORDER_MARK = "\ufeff"
 _SHOWN_CHARS = 60
 LARGEST_COUNT = 10**9
-"""Of tokens and the like: more are surely a slip."""
+"""The largest count of tokens and the like: more is surely a slip."""
 _LARGEST_NUMBER = 1e15
 """Times and rates beyond it are a slip, and their squares would overflow."""
 _MISSING = object()
@@ -52,7 +52,7 @@ class TextFile:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """For a stream's notes: how many lines were left out, nothing if none."""
+        """The stream's notes: how many lines were left out, nothing if none."""
         return (f"{self.path.name}: {self.skipped} malformed lines left out",) if self.skipped else ()
 
     def lines(self, parse: Callable[[str], Value]) -> Iterator[Value]:

@@ -13,12 +13,12 @@ from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.attention import attend_kernel
 from manylora.kernels.triton.attention_plans import (
     BLOCK_TOKENS,
-    FixedAttention,
     TritonAttentionPlan,
+    TritonFixedAttention,
     attention_plan,
 )
-from manylora.kernels.triton.counters import Counters
-from manylora.kernels.triton.decode_table import DecodeConfig, DecodeTable, TileConfig
+from manylora.kernels.triton.counters import LaunchCounters
+from manylora.kernels.triton.decode_table import AttentionTileConfig, DecodeConfig, DecodeTable
 from manylora.kernels.triton.dependent import launch_options
 from manylora.kernels.triton.plans import power_of_two
 
@@ -53,7 +53,7 @@ class PagedAttention:
         self._decoding = decoding or DecodeTable()
         self._prompts = prompts
         self._launching = launch_options(dependent)
-        self._counters = Counters()
+        self._counters = LaunchCounters()
 
     def plan(self, rows: AttentionRows, page: PageShape, device: torch.device) -> TritonAttentionPlan:
         plan = attention_plan(rows, page, device, self._programs, self._decoding)
@@ -68,8 +68,10 @@ class PagedAttention:
         page: PageShape,
         device: torch.device,
         num_tokens: int | None = None,
-    ) -> FixedAttention:
-        return FixedAttention(num_rows, max_context, page, device, self._programs, self._decoding, num_tokens)
+    ) -> TritonFixedAttention:
+        return TritonFixedAttention(
+            num_rows, max_context, page, device, self._programs, self._decoding, num_tokens
+        )
 
     def __call__(
         self,
@@ -80,7 +82,7 @@ class PagedAttention:
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """As ``Ops.attention``. The first call takes memory for counters: not under capture."""
+        """Computes ``Ops.attention``. The first call takes memory for counters: not under capture."""
         num_tokens, heads, dim = q.shape
         q = flat_heads(q)
         # Tokens of no row must not carry NaN onwards.
@@ -147,13 +149,13 @@ class PagedAttention:
 
 
 def _launch_sizes(
-    dtype: torch.dtype, dim: int, heads: int, tile: int, config: DecodeConfig, tiles: TileConfig
+    dtype: torch.dtype, dim: int, heads: int, tile: int, config: DecodeConfig, tiles: AttentionTileConfig
 ) -> dict[str, int]:
     """``attend_kernel``'s, for ``heads`` to a key head; ``config`` and ``tiles`` where they are for such heads."""
     if dim > 128 or dtype == torch.float32:
         # Blocks that fit the registers: float32 products run without tensor cores.
         block, rows = (16, 16) if dtype == torch.float32 else (32, 64)
-        config, tiles = DecodeConfig(block, 4, 2), TileConfig(rows, block, 4, 2, None)
+        config, tiles = DecodeConfig(block, 4, 2), AttentionTileConfig(rows, block, 4, 2, None)
     if BLOCK_TOKENS % config.block_n or BLOCK_TOKENS % tiles.block_n:
         raise ValueError(f"pieces are whole blocks of {BLOCK_TOKENS}: {config} or {tiles} cannot take them")
     sizes = {

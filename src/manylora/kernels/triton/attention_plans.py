@@ -11,7 +11,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from manylora.devices.staging import outbox
+from manylora.devices.staging import upload_buffers
 from manylora.kernels.flashinfer_attention import PlannedPrompts
 from manylora.kernels.ops import AttentionRows
 from manylora.kernels.shapes import PageShape
@@ -21,10 +21,10 @@ from manylora.kernels.triton.plans import Ints, Table, tiles_of, upload
 RECORD = 8
 BLOCK_TOKENS = 64
 LEAST_BLOCKS = 2
-"""Of context in a piece of a row with one query, which costs the bytes of its context wherever it is cut."""
+"""The least blocks in a piece of a row with one query, which costs the bytes of its context wherever it is cut."""
 
 LEAST_TILE_BLOCKS = 12
-"""As above, of a tile: joining costs as much as some blocks, so only tiles far into a context are cut."""
+"""The least blocks in a piece of a tile: joining costs as much as some, so only tiles of long contexts are cut."""
 
 SPREAD = 0.5
 """Over which part of a captured step's other pieces its tiles are spread: tiles calculate while others read."""
@@ -74,7 +74,7 @@ def attention_plan(
     )
 
 
-class FixedAttention:
+class TritonFixedAttention:
     """A plan whose memory and launch sizes never change, for steps of at most so many rows and tokens.
 
     ``plan`` is what attention is given under capture; it stays valid with the object. ``fill`` it before each
@@ -138,7 +138,7 @@ class FixedAttention:
         if 0 < cut.of_prompts < len(found):
             found = found[_spread(cut.of_prompts, len(found) - cut.of_prompts)]
         begin, size = int(rows.query_start[-1]), self._num_records * RECORD
-        stage = outbox(self._memory.device).stage(size + len(table))
+        stage = upload_buffers(self._memory.device).stage(size + len(table))
         numbers = stage.numbers
         numbers[size:] = table
         records = numbers[:size].reshape(-1, RECORD)
@@ -220,7 +220,7 @@ class _Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """As in ``TritonAttentionPlan``, on the host."""
+    """The arrays of a ``TritonAttentionPlan``, on the host."""
 
     records: Table
     of_prompts: int

@@ -12,7 +12,7 @@ from manylora.devices.preparation import PREPARATION
 
 @functools.cache
 def report_compilation() -> None:
-    """From now on, and beside whatever hooks are set already."""
+    """Count compilation from now on, beside whatever hooks are set already."""
     runtime = knobs.runtime
     before, after = runtime.jit_cache_hook, runtime.jit_post_compile_hook
 

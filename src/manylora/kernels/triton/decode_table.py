@@ -29,7 +29,7 @@ class DecodeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class TileConfig:
+class AttentionTileConfig:
     """Launch sizes where rows have several queries, for the same types and heads.
 
     ``rows``: of a program's product, which are queries times the heads that share a key head. ``registers``: of a
@@ -52,7 +52,7 @@ class DecodeTable:
 
     choices: tuple[tuple[int, DecodeConfig], ...] = ()
     group: int = 1
-    tiles: TileConfig = TileConfig()
+    tiles: AttentionTileConfig = AttentionTileConfig()
 
     @property
     def tile(self) -> int:
@@ -60,7 +60,7 @@ class DecodeTable:
         return max(2, self.tiles.rows // power_of_two(self.group))
 
     def choice(self, num_rows: int) -> DecodeConfig:
-        """For so many rows of one query; past the last entry that one holds too."""
+        """The config for so many rows of one query; past the last entry that one holds too."""
         held = (config for most, config in self.choices if num_rows <= most)
         return next(held, self.choices[-1][1] if self.choices else DecodeConfig())
 
@@ -69,7 +69,7 @@ def stored_table(device_name: str, group: int, head_dim: int, path: Path = TABLE
     """What was measured on devices of this name for heads of this size, ``group`` to a key head.
 
     The file: ``{device name: [{"group", "head_dim", "rows", and DecodeConfig's fields}, ...]}``, and one with
-    ``"tiles"``, TileConfig's fields, in place of the rows.
+    ``"tiles"``, AttentionTileConfig's fields, in place of the rows.
     """
     stored = json.loads(path.read_text()).get(device_name, []) if path.is_file() else []
     rows = [row for row in stored if (row["group"], row["head_dim"]) == (group, head_dim)]
@@ -79,5 +79,7 @@ def stored_table(device_name: str, group: int, head_dim: int, path: Path = TABLE
         for row in rows
         if "rows" in row
     ]
-    tiles = next((TileConfig(**row["tiles"]) for row in rows if "tiles" in row), TileConfig())
+    tiles = next(
+        (AttentionTileConfig(**row["tiles"]) for row in rows if "tiles" in row), AttentionTileConfig()
+    )
     return DecodeTable(tuple(sorted(found, key=lambda choice: choice[0])), group, tiles)

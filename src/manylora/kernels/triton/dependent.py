@@ -37,7 +37,7 @@ def ask_for(places, size):
 
 
 def launch_options(dependent: bool) -> dict[str, bool]:
-    """Of a kernel with a constant DEPENDENT: that, and the launch's own."""
+    """The options of a kernel with a constant DEPENDENT: that, and the launch's own."""
     return {"DEPENDENT": True, "launch_pdl": True} if dependent else {"DEPENDENT": False}
 
 

@@ -13,7 +13,7 @@ from manylora.kernels.triton.dependent import begin_dependent
 
 @triton.jit
 def added(one, other):
-    """Their sum, rounded once."""
+    """The sum of both, rounded once."""
     return (one.to(tl.float32) + other.to(tl.float32)).to(one.dtype)
 
 

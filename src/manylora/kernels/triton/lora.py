@@ -30,7 +30,7 @@ from manylora.kernels.triton.lora_launch import (
     LoraConfig,
     LoraKernels,
     LoraPlan,
-    TileConfig,
+    LoraTileConfig,
 )
 from manylora.kernels.weight import Weight
 
@@ -93,7 +93,7 @@ def lora_kernels_on(device: torch.device) -> LoraKernels:
     return LoraKernels(config, properties.multi_processor_count)
 
 
-class FixedLora:
+class TritonFixedLora:
     """A plan at fixed addresses for captured steps of at most so many tokens and ranks up to ``max_rank``.
 
     ``num_rows``: of at most so many segments; None: one a token, as decoding steps have them. ``num_scales``: 2
@@ -156,10 +156,10 @@ class AdaptedLinears:
         self.kernels = kernels
         self._linear = linear
         self._before, self._behind = SideStream(device, True), SideStream(device, False)
-        """For what the device is to prefer to the product, and for what it is not."""
+        """Two streams: for what the device prefers to the product, and for the rest."""
 
     def plan(self, segments: LoraSegments, geometry: AdapterGeometry, device: torch.device) -> LoraPlan:
-        """For one batch, to be run eagerly."""
+        """The plan of one batch, to be run eagerly."""
         num_tokens = int(segments.start[-1] + segments.length[-1])
         return self.kernels.plan(segments, geometry, device, num_tokens)
 
@@ -172,7 +172,7 @@ class AdaptedLinears:
         group: ProjectionGroup,
         plan: LoraPlan,
     ) -> None:
-        """What ``Ops.lora`` says."""
+        """Computes ``Ops.lora``."""
         partial = self.kernels.shrink(x, pool, layer, group, plan)
         self.kernels.expand(y, partial, pool, layer, group, plan)
 
@@ -207,7 +207,7 @@ class AdaptedLinears:
         group: ProjectionGroup,
         plan: LoraPlan,
     ) -> Summands:
-        """What ``Ops.lora_summands`` says."""
+        """Computes ``Ops.lora_summands``."""
         if plan.beside is None:
             return Summands(self._in_turn(x, weight, bias, pool, layer, group, plan))
         adapted = torch.empty((x.shape[0], weight.data.shape[0]), dtype=x.dtype, device=x.device)
@@ -235,7 +235,7 @@ class AdaptedLinears:
         plan: LoraPlan,
         silu_mul: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """What ``Ops.lora_gated`` says."""
+        """Computes ``Ops.lora_gated``."""
         y, adapted = self.summands(x, weight, bias, pool, layer, group, plan)
         return silu_mul(y) if adapted is None else self.kernels.gated_sum(y, adapted)
 
@@ -253,5 +253,5 @@ def as_row(config: LoraConfig) -> dict[str, Any]:
     return row
 
 
-def _differences(sizes: TileConfig, default: TileConfig) -> dict[str, Any]:
+def _differences(sizes: LoraTileConfig, default: LoraTileConfig) -> dict[str, Any]:
     return {k: v for k, v in dataclasses.asdict(sizes).items() if v != getattr(default, k)}

@@ -38,7 +38,7 @@ MOST_SPLITS = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class TileConfig:
+class LoraTileConfig:
     """Sizes for tiles of one kind.
 
     ``tile_tokens``: of the matrices in both kernels. ``expand_tokens``: that one item of expand takes, in turns
@@ -70,7 +70,7 @@ class TileConfig:
 
     @property
     def item_tokens(self) -> int:
-        """Of one item of expand."""
+        """The tokens of one item of expand."""
         return self.expand_tokens or self.tile_tokens
 
 
@@ -82,7 +82,7 @@ class Beside:
     ``pdl``: dependent launch of the LoRA kernels.
     """
 
-    sizes: TileConfig
+    sizes: LoraTileConfig
     product_first: tuple[str, ...] = ()
     pdl: bool = False
 
@@ -99,15 +99,15 @@ class LoraConfig:
     in none.
     """
 
-    short: TileConfig
-    long: TileConfig
-    mixed: tuple[tuple[int, TileConfig], ...] = ()
+    short: LoraTileConfig
+    long: LoraTileConfig
+    mixed: tuple[tuple[int, LoraTileConfig], ...] = ()
     long_run: int = 128
     pdl: bool = False
     beside: tuple[tuple[int, Beside], ...] = ()
     writes_from: int = 0
 
-    def of_mixed(self, tokens: int) -> TileConfig | None:
+    def of_mixed(self, tokens: int) -> LoraTileConfig | None:
         """The sizes for steps of so many tokens with long runs among them; None: they are too large."""
         return next((sizes for most, sizes in self.mixed if tokens <= most), None)
 
@@ -116,12 +116,12 @@ class LoraConfig:
         return next((how for most, how in self.beside if tokens <= most), None)
 
 
-SHORT = TileConfig(
+SHORT = LoraTileConfig(
     tile_tokens=16, chunk=512, shrink_columns=512, shrink_step=256, shrink_warps=4, shrink_programs=16,
     expand_columns=512, expand_step=256, expand_warps=4, expand_programs=16,
 )  # fmt: skip
 MIXED = dataclasses.replace(SHORT, shrink_programs=8, expand_programs=8, expand_step=128, tile_columns=256)
-LONG = TileConfig(
+LONG = LoraTileConfig(
     tile_tokens=64, chunk=0, shrink_columns=128, shrink_step=128, shrink_warps=4, shrink_programs=0,
     expand_columns=128, expand_step=128, expand_warps=4, expand_programs=0,
     blocks=4, stages=3, vector=False, expand_tokens=256,
@@ -134,7 +134,7 @@ class TilePlan:
     """Tables of the tiles of one kind."""
 
     buffer: WorkBuffer
-    config: TileConfig
+    config: LoraTileConfig
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -170,14 +170,14 @@ class LoraKernels:
     def plan(
         self, segments: LoraSegments, geometry: AdapterGeometry, device: torch.device, num_tokens: int
     ) -> LoraPlan:
-        """For one batch."""
+        """The plan of one batch."""
         config = self.config
         has_long = int(segments.length.max()) > config.long_run
         is_first = self._writes_first(num_tokens, has_long)
         start, length, segment = runs_of(segments, num_tokens)
         # Tokens in no segment get tiles too where results are not added.
         wanted = (segment >= 0) | is_first
-        chosen: list[tuple[TileConfig, Any]] = [(config.short, wanted)]
+        chosen: list[tuple[LoraTileConfig, Any]] = [(config.short, wanted)]
         if has_long:
             mixed, is_long = config.of_mixed(num_tokens), length > config.long_run
             chosen = [(config.short, wanted & ~is_long), (config.long, wanted & is_long)]
@@ -371,7 +371,7 @@ class LoraKernels:
             **_launch_options(plan.pdl, config.expand_registers),
         )  # fmt: skip
 
-    def _splits(self, group: ProjectionGroup, config: TileConfig, entries: int) -> int:
+    def _splits(self, group: ProjectionGroup, config: LoraTileConfig, entries: int) -> int:
         if config.chunk:
             return min(MOST_SPLITS, ceil_div(group.in_features, config.chunk))
         # Expand reads every split of its tokens anew for every block of columns: no more than the device needs
@@ -396,13 +396,13 @@ def _precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def _for_dtype(config: TileConfig, geometry: AdapterGeometry) -> TileConfig:
+def _for_dtype(config: LoraTileConfig, geometry: AdapterGeometry) -> LoraTileConfig:
     """float32 products run without tensor cores: small tiles, or they do not fit the registers."""
     return dataclasses.replace(config, tile_tokens=16) if geometry.itemsize > 2 else config
 
 
 def _arrays(
-    segments: LoraSegments, geometry: AdapterGeometry, runs: tuple[Ints, Ints, Ints], sizes: TileConfig
+    segments: LoraSegments, geometry: AdapterGeometry, runs: tuple[Ints, Ints, Ints], sizes: LoraTileConfig
 ) -> dict[str, GroupArrays]:
     return work_arrays(segments, geometry, runs, sizes.item_tokens, sizes.tile_tokens, sizes.blocks)
 

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from manylora.devices.staging import outbox
+from manylora.devices.staging import upload_buffers
 from manylora.kernels.ops import LoraSegments
 from manylora.kernels.shapes import AdapterGeometry
 
@@ -210,7 +210,7 @@ class GroupSize:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class TableSizes:
     """Room of the tables: by group, and segments' rows of scales. ``num_scales``: of a projection, 1 where no
     record has the second."""
 
@@ -219,13 +219,13 @@ class Sizes:
     num_scales: int
 
 
-def sizes_of(arrays: dict[str, GroupArrays], segments: LoraSegments) -> Sizes:
+def sizes_of(arrays: dict[str, GroupArrays], segments: LoraSegments) -> TableSizes:
     """Exactly what these arrays take."""
     groups = {
         name: GroupSize(max(1, len(found.tiles)), max(1, len(found.entries)), max(1, found.units))
         for name, found in arrays.items()
     }
-    return Sizes(groups, len(segments.start), 2 if segments.has_second_scales else 1)
+    return TableSizes(groups, len(segments.start), 2 if segments.has_second_scales else 1)
 
 
 def largest_sizes(
@@ -236,7 +236,7 @@ def largest_sizes(
     tile_tokens: int,
     entry_tokens: int,
     num_scales: int = 1,
-) -> Sizes:
+) -> TableSizes:
     """Room for every batch of so many tokens and segments with adapters up to the rank.
 
     A run may begin a tile that is not full; runs are the segments and the gaps around them.
@@ -248,13 +248,13 @@ def largest_sizes(
     for group in geometry.groups:
         count = len(group.projections)
         groups[group.name] = GroupSize(tiles, pieces * count * blocks, tokens * count * blocks)
-    return Sizes(groups, segments, num_scales)
+    return TableSizes(groups, segments, num_scales)
 
 
 class WorkBuffer:
     """Tables on a device, at addresses that do not change. ``fill`` overwrites them."""
 
-    def __init__(self, geometry: AdapterGeometry, sizes: Sizes, device: torch.device) -> None:
+    def __init__(self, geometry: AdapterGeometry, sizes: TableSizes, device: torch.device) -> None:
         self.geometry = geometry
         self.sizes = sizes
         lengths = [4 * len(geometry.groups)]
@@ -284,7 +284,7 @@ class WorkBuffer:
         """Make these the tables' contents, by one asynchronous copy. Raises ValueError where they do not fit."""
         if segments.has_second_scales and self.sizes.num_scales == 1:
             raise ValueError("a LoRA plan for one scale a projection has no room for a second")
-        stage = outbox(self._packed.device).stage(len(self._packed))
+        stage = upload_buffers(self._packed.device).stage(len(self._packed))
         view = stage.numbers
         for index, group in enumerate(self.geometry.groups):
             found = arrays[group.name]

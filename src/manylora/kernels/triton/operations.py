@@ -13,12 +13,12 @@ from manylora.kernels.flashinfer_attention import PromptAttention
 from manylora.kernels.ops import AttentionRows, HeadNorm, LoraSegments, Rotary, Summands
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
 from manylora.kernels.triton.attending import PagedAttention, flat_heads
-from manylora.kernels.triton.attention_plans import FixedAttention, TritonAttentionPlan
+from manylora.kernels.triton.attention_plans import TritonAttentionPlan, TritonFixedAttention
 from manylora.kernels.triton.compiling import report_compilation
 from manylora.kernels.triton.decode_table import DecodeTable
 from manylora.kernels.triton.dependent import launch_options
 from manylora.kernels.triton.elementwise import rms_norm_kernel, silu_mul_kernel, write_kv_kernel
-from manylora.kernels.triton.lora import AdaptedLinears, FixedLora, lora_kernels_on
+from manylora.kernels.triton.lora import AdaptedLinears, TritonFixedLora, lora_kernels_on
 from manylora.kernels.triton.lora_launch import LoraPlan
 from manylora.kernels.triton.placing import rotate_and_store_kernel
 from manylora.kernels.triton.plans import power_of_two
@@ -70,8 +70,8 @@ class TritonOps:
         page: PageShape,
         device: torch.device,
         num_tokens: int | None = None,
-    ) -> FixedAttention:
-        """For captured steps of at most so many rows: of one token each, or of ``num_tokens`` in all."""
+    ) -> TritonFixedAttention:
+        """A plan for captured steps of at most so many rows: of one token each, or of ``num_tokens`` in all."""
         return self._attention.fixed(num_rows, max_context, page, device, num_tokens)
 
     def write_kv(
@@ -130,10 +130,10 @@ class TritonOps:
         cells: torch.Tensor,
         device: torch.device,
         num_rows: int | None = None,
-    ) -> FixedLora:
-        """For captured steps of at most so many tokens, in at most ``num_rows`` segments of any length (None:
-        decoding, one a token), and ranks up to ``max_rank``; ``cells`` must stay where it is."""
-        return FixedLora(self._adapted(device).kernels, num_tokens, max_rank, geometry, cells, num_rows)
+    ) -> TritonFixedLora:
+        """A plan for captured steps of at most so many tokens, in at most ``num_rows`` segments of any length
+        (None: decoding, one a token), and ranks up to ``max_rank``; ``cells`` must stay where it is."""
+        return TritonFixedLora(self._adapted(device).kernels, num_tokens, max_rank, geometry, cells, num_rows)
 
     def lora(
         self,

@@ -18,7 +18,7 @@ import torch
 import triton
 from torch.nn import functional
 
-from manylora.kernels.triton.counters import Counters
+from manylora.kernels.triton.counters import LaunchCounters
 from manylora.kernels.triton.dependent import launch_options
 from manylora.kernels.triton.linear import linear_kernel
 from manylora.kernels.triton.plans import power_of_two
@@ -114,7 +114,7 @@ class Products:
     def __init__(self, choices: Mapping[Shape, Choice], multiprocessors: int) -> None:
         self._choices = dict(choices)
         self._multiprocessors = multiprocessors
-        self._counters = Counters()
+        self._counters = LaunchCounters()
 
     def __call__(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """x ``[T, in]`` times weight ``[out, in]`` transposed, plus bias ``[out]``: ``[T, out]``.
@@ -136,7 +136,7 @@ class Products:
         return any(choice is not None and choice.ahead is not None for choice in self._choices.values())
 
     def _shape(self, x: torch.Tensor, matrix: torch.Tensor) -> Shape | None:
-        """By which the table is asked; None where it does not apply."""
+        """The shape to look up in the table; None where it does not apply."""
         if not self._choices or x.dtype.itemsize != 2 or x.dim() != 2 or x.stride(1) != 1:
             return None
         bucket = bucket_of(x.shape[0])

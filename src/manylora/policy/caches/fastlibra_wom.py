@@ -6,7 +6,7 @@ from manylora.policy.caches.fastlibra import FastLibra
 
 
 class FastLibraWithoutDependencies(FastLibra):
-    """It may hold invalid KV on the device, and never uses it."""
+    """The cache may hold invalid KV on the device, and never uses it."""
 
     name = "fastlibra-wom"
     keeps_dependencies = False

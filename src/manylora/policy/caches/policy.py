@@ -17,7 +17,7 @@ from manylora.reports import Counters
 
 
 class Signals(NamedTuple):
-    """What a value model can go by."""
+    """What a value model reads."""
 
     config: CacheConfig
     visits: Visits
