@@ -1,6 +1,6 @@
 """This code beside another tree of it on one GPU, in turns: decode steps, first tokens, a chat.
 
-    git archive COMMIT src benchmarks demo/model/config.json | tar x -C TREE
+    git archive COMMIT src lab demo/model/config.json | tar x -C TREE
     python -m manylora_lab.benchmarks.h200_pairs --before TREE --before-commit COMMIT --out pairs.json
 
 Each turn is a process of its own, of either tree: Llama-2-7B shape, dummy weights, bfloat16. ``steps``:
@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
+import importlib
 import json
 import statistics
 import subprocess
@@ -35,11 +37,24 @@ ENGINE = {
 TURN = """
 import json, pathlib, runpy, sys
 place, program, work, out, chat_s = sys.argv[1:]
-sys.path[:0] = [place, place + "/src"]
+sys.path[:0] = [place, place + "/src", place + "/lab/src"]
 found = runpy.run_path(program)["turn"](pathlib.Path(work), float(chat_s))
 pathlib.Path(out).write_text(json.dumps(found))
 """
 """A turn's process: this program, on the packages of the tree at ``place``."""
+
+
+def module(*names: str) -> Any:
+    """The first of these that the process' tree has."""
+    for name in names[:-1]:
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(name)
+    return importlib.import_module(names[-1])
+
+
+def benchmark(name: str) -> Any:
+    """A benchmark of the process' tree, wherever that has them."""
+    return module(f"benchmarks.{name}", f"manylora_lab.benchmarks.{name}")
 
 
 def turn(work: Path, chat_s: float) -> dict[str, Any]:
@@ -47,9 +62,11 @@ def turn(work: Path, chat_s: float) -> dict[str, Any]:
     from manylora.executor.build import build_worker
     from manylora.flags import build_settings
     from manylora.models.config import read_model_config
-    from manylora.warmup.random_adapters import write_random_adapters
-    from manylora_lab.benchmarks import h200, h200_aims
 
+    h200, h200_aims = benchmark("h200"), benchmark("h200_aims")
+    write_random_adapters = module(
+        "manylora.warmup.random_adapters", "manylora.bench.random_adapters"
+    ).write_random_adapters
     model, adapters = work / "model", work / "adapters"
     if not model.exists():
         h200.write_model(model, h200.SHAPES["llama-2-7b"])
@@ -71,9 +88,9 @@ def turn(work: Path, chat_s: float) -> dict[str, Any]:
 
 def steps(worker: Any, num_pages: int, adapters: list[str]) -> dict[str, float]:
     """Medians of repeats, by batch and figure."""
-    from manylora_lab.benchmarks import h200_steps
-
-    bench = h200_steps.StepBench(worker, num_pages)
+    h200_steps = benchmark("h200_steps")
+    kind = getattr(h200_steps, "StepBench", None) or h200_steps.Bench
+    bench = kind(worker, num_pages)
     bench.load(adapters)
     found: dict[str, float] = {}
     for adapted in (False, True):
@@ -124,9 +141,7 @@ class _Unrecorded:
 
 async def chat(aims: Any, work: Path, most_s: float) -> dict[str, float]:
     """Mean, median and p99 of TTFT, and the mean of TPOT, in ms."""
-    from manylora_lab.benchmarks.h200_aims_chat import Chat
-
-    bench = Chat.of(aims, work / "chat")
+    bench = benchmark("h200_aims_chat").Chat.of(aims, work / "chat")
     found = (await bench.serve(aims.open(bench.names, **bench.limits), "10", most_s)).summary
     ttft, tpot = found["ttft_ms"], found["tpot_ms"]
     return {
