@@ -28,6 +28,8 @@ SIMULATED_S = 100.0
 JOURNALS = (
     "manylora-1-crowd", "fastlibra-2-crowd", "static-lru-1-crush", "s-lora-2-crush", "manylora-2-bare",
 )  # fmt: skip
+START = "import gc; gc.disable()"
+"""What the collector takes depends on all that is loaded, not on the work; a server freezes what it has loaded."""
 FEED = """
 import sys
 from pathlib import Path
@@ -80,8 +82,9 @@ if sys.argv[1] == "work":
 
 def count(tree: Path, program: str, *args: str) -> int:
     """Instructions that a program runs with the package of a tree."""
+    valgrind = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null"]
     done = subprocess.run(
-        ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", sys.executable, "-c", program, *args],
+        [*valgrind, sys.executable, "-c", START + program, *args],
         env={**os.environ, "PYTHONPATH": f"{tree / 'src'}:{tree / 'lab/src'}", "PYTHONHASHSEED": "0"},
         check=True, capture_output=True, text=True,
     )  # fmt: skip
