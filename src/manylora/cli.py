@@ -19,7 +19,7 @@ from manylora.aliases import ALIASES
 from manylora.config import ConfigError
 from manylora.extensions import LAB, AddParser, find_commands
 from manylora.flags import FLAGS, build_settings, canonical, read_config_file
-from manylora.options import add_flag, add_settings, settings_of
+from manylora.options import SIZING, add_flag, add_settings, settings_of
 from manylora.progress import LOG_FORMAT
 
 _SERVE_EXAMPLES = """\
@@ -38,10 +38,7 @@ sizes are written as 512MiB or 10GB. The command line wins over the config file.
 """
 
 
-_WARMUP_FLAGS = (
-    "device", "dtype", "load_format", "max_model_len", "max_num_seqs", "max_batch_tokens", "page_tokens",
-    "device_pool", "host_pool", "pipeline_depth", "max_adapter_rank", "cuda_graphs",
-)  # fmt: skip
+_WARMUP_FLAGS = (*SIZING, "max_adapter_rank", "cuda_graphs")
 
 
 _OWN = ("serve", "adapters", "warmup")
@@ -60,9 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Other distributions' commands need not be imported for one of our own.
     others = {} if words and words[0] in _OWN else find_commands()
     if words and words[0] in LAB and words[0] not in others:
-        text = f"manylora {words[0]} is part of manylora-lab: pip install manylora-lab"
-        print(f"manylora: error: {text}", file=sys.stderr)
-        return 2
+        return _refuse(f"manylora {words[0]} is part of manylora-lab: pip install manylora-lab")
     args = _parser(others).parse_args(words)
     if args.run is not _serve:  # whose log is the engine's
         _announce_compilation()
@@ -71,8 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except ConfigError as error:
-        print(f"manylora: error: {error}", file=sys.stderr)
-        return 2
+        return _refuse(error)
     except KeyboardInterrupt:
         print("\nmanylora: interrupted", file=sys.stderr)
         return 130
@@ -80,6 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python writes the rest at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _refuse(reason: object) -> int:
+    """Say in one line what is wrong with the input; the exit code."""
+    print(f"manylora: error: {reason}", file=sys.stderr)
+    return 2
 
 
 def _announce_compilation() -> None:

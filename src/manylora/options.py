@@ -9,6 +9,12 @@ from typing import Any
 from manylora.aliases import ALIASES
 from manylora.flags import FLAGS, Flag, canonical
 
+SIZING = (
+    "device", "dtype", "load_format", "max_model_len", "max_num_seqs", "max_batch_tokens", "page_tokens",
+    "device_pool", "host_pool", "pipeline_depth",
+)  # fmt: skip
+"""Settings that say where an engine runs and how large it is: what decides which steps it takes, and how long."""
+
 
 def add_flag(parser: argparse._ActionsContainer, flag: Flag) -> None:
     """Adds a setting with its aliases.

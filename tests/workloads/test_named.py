@@ -14,13 +14,11 @@ from manylora_lab.workloads.named import catalogue, named
 
 from manylora.config import ConfigError
 
-CHECKOUT = Path(__file__).parents[2]
 CHAT = TRACES / "chat_5rps.jsonl.gz"
 
 
 @pytest.mark.parametrize("name", catalogue())
-def test_every_name_gives_a_stream(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(CHECKOUT)
+def test_every_name_gives_a_stream(name: str) -> None:
     stream = named(name, rate=10.0, num_adapters=8, duration_s=20.0, seed=3)
     assert len(stream.ranks) == 8
     assert 100 < len(stream.requests) < 320

@@ -33,7 +33,7 @@ _STOP = object()
 
 class Ports(Protocol):
     """What a machine is connected to: brings it events and carries out its commands. All but ``abandon`` and
-    ``preparation_s`` belongs to the loop's thread; nothing is called after ``close``."""
+    ``preparation_s`` belongs to the loop's thread, and is not called after ``close``."""
 
     def routes(self) -> Routes:
         """The routes of every kind of command but SetTimer, which is the loop's own."""

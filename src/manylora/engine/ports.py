@@ -281,9 +281,8 @@ class EnginePorts:
             **{name: getattr(source, name) for source in sources for name in _STATS if hasattr(source, name)},
         )
         for future in self._reporting:
-            with contextlib.suppress(
-                concurrent.futures.InvalidStateError
-            ):  # this loop was given up meanwhile
+            # The loop may have been given up meanwhile.
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
                 future.set_result(stats)
         self._reporting.clear()
 

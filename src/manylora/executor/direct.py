@@ -14,11 +14,9 @@ from manylora.protocol import (
     EndSequence,
     EvictAdapter,
     Executor,
-    ExecutorState,
     ForgetAdapter,
     InspectAdapter,
     ReadAdapter,
-    ReportState,
     RunStep,
     StepResult,
     SwapPages,
@@ -39,7 +37,6 @@ class DirectExecutor:
         self._results: dict[int, StepResult] = {}
         self._landed: dict[Ask, queue.SimpleQueue[DeviceEvent]] = {}
         self._checked: queue.SimpleQueue[AdapterChecked] = queue.SimpleQueue()
-        self._state = ExecutorState()
         executor.connect(self._hear)
 
     def _hear(self, answer: DeviceEvent) -> None:
@@ -48,12 +45,9 @@ class DirectExecutor:
                 self._results[answer.done.step] = answer
             case AdapterChecked():
                 self._checked.put(answer)
-            case ExecutorState():
-                self._state = answer
-            case _:
-                asked = ask_of(answer)
-                if asked in self._landed:  # else it was asked for by another
-                    self._landed[asked].put(answer)
+            case CopyDone() | AdapterRead():
+                if ask_of(answer) in self._landed:  # else it was asked for by another
+                    self._landed[ask_of(answer)].put(answer)
 
     # ------------------------------------------------------------ steps
 
@@ -121,25 +115,15 @@ class DirectExecutor:
 
     def begin(self, command: ReadAdapter | SwapPages) -> None:
         """Begin a transfer; ``wait_for`` follows."""
-        asked = ask_of(command)
-        assert asked is not None
-        self._landed[asked] = queue.SimpleQueue()
+        self._landed[ask_of(command)] = queue.SimpleQueue()
         self._executor.obey(command)
 
     def has_landed(self, command: ReadAdapter | SwapPages) -> bool:
         """Whether a transfer that was begun has been answered."""
-        asked = ask_of(command)
-        return asked is not None and not self._landed[asked].empty()
+        return not self._landed[ask_of(command)].empty()
 
     def wait_for(self, command: ReadAdapter | SwapPages) -> DeviceEvent:
         """The answer to a transfer that was begun."""
-        asked = ask_of(command)
-        assert asked is not None
-        answer = self._landed[asked].get(timeout=_ANSWER_S)
-        del self._landed[asked]
+        answer = self._landed[ask_of(command)].get(timeout=_ANSWER_S)
+        del self._landed[ask_of(command)]
         return answer
-
-    def state(self) -> ExecutorState:
-        """What the executor says of itself now."""
-        self._executor.obey(ReportState())
-        return self._state

@@ -18,7 +18,7 @@ class WeightKind(enum.Enum):
     """The matrix itself, in the dtype of the activations."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Weight:
     """``data`` ``[out, in]``, as ``kind`` says; ``version`` counts the rewrites.
 
@@ -42,4 +42,4 @@ class Weight:
                 f"shape {list(data.shape)} and {data.dtype}"
             )
         mine.copy_(data)
-        object.__setattr__(self, "version", self.version + 1)
+        self.version += 1

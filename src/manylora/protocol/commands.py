@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args, overload
 
 from manylora.protocol.events import AdapterRead, CopyDone, Event, StepDone, Timer
 from manylora.reports import Counters, Snapshot
@@ -299,6 +299,10 @@ Ask = tuple[str, int]
 """What is answered: ("step", its number), ("copy", its number), ("read", the adapter), ("timer", 0)."""
 
 
+@overload
+def ask_of(message: SwapPages | ReadAdapter | CopyDone | AdapterRead) -> Ask: ...
+@overload
+def ask_of(message: Command | DeviceCommand | Event) -> Ask | None: ...
 def ask_of(message: Command | DeviceCommand | Event) -> Ask | None:
     """What a command asks for, or an event answers, where another event or command is the counterpart."""
     match message:

@@ -74,7 +74,7 @@ async def _serve(engine: LocalEngine, names: list[str]) -> int:
             tuple(5 + (place * 7 + number) % 97 for place in range(length)),
             params,
             name,
-            False,
+            stream=False,
         )
         for number, (length, name) in enumerate(
             (length, name) for name in (None, *names) for length in lengths

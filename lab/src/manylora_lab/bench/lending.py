@@ -54,7 +54,7 @@ class LentExecutor:
             case ForgetAdapter():
                 self._adapters.discard(command.adapter)
             case SwapPages() | ReadAdapter():
-                self._moving.add(asked(command))
+                self._moving.add(ask_of(command))
         self.begins(command)
         self._executor.obey(command)
         self.has_begun(command)
@@ -80,7 +80,7 @@ class LentExecutor:
             case AdapterChecked() if event.ok:
                 self._adapters.add(event.adapter)
             case CopyDone() | AdapterRead():
-                self._moving.discard(asked(event))
+                self._moving.discard(ask_of(event))
         self._tell(event)
 
     # ------------------------------------------------------------ what passes
@@ -93,10 +93,3 @@ class LentExecutor:
 
     def says(self, event: DeviceEvent) -> None:
         """The executor says something; from whichever thread knows it."""
-
-
-def asked(message: SwapPages | ReadAdapter | CopyDone | AdapterRead) -> Ask:
-    """What a transfer asks for or its end answers."""
-    found = ask_of(message)
-    assert found is not None
-    return found

@@ -5,12 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from manylora.options import add_settings, settings_of
-
-_FLAGS = (
-    "device", "dtype", "load_format", "max_model_len", "max_num_seqs", "max_batch_tokens", "page_tokens",
-    "device_pool", "host_pool", "pipeline_depth",
-)  # fmt: skip
+from manylora.options import SIZING, add_settings, settings_of
 
 _EXAMPLES = """\
 examples:
@@ -45,12 +40,12 @@ def add_parser(commands: Any) -> None:
         profile.add_argument(option, metavar=metavar, help=help_text, required=option == "--out")
     profile.add_argument("--quick", action="store_true", help="a coarser grid, fewer repeats")
     engine = profile.add_argument_group("settings of the engine, as for manylora serve")
-    add_settings(engine, _FLAGS)
+    add_settings(engine, SIZING)
     profile.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
     from manylora_lab.bench.profile import run, settings_from
 
-    names = ("model", *_FLAGS)
+    names = ("model", *SIZING)
     return run(settings_from(vars(args), settings_of(args, names)))

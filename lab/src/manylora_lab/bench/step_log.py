@@ -23,9 +23,10 @@ from manylora.protocol import (
     RunStep,
     StepResult,
     SwapPages,
+    ask_of,
 )
 from manylora.types import AdapterId, SequenceId
-from manylora_lab.bench.lending import LentExecutor, asked
+from manylora_lab.bench.lending import LentExecutor
 
 _Timing = tuple[float, float, float | None]
 _Work = tuple[int, ...]
@@ -136,7 +137,7 @@ class StepLogger(LentExecutor):
             case ForgetAdapter():
                 self._adapter_bytes.pop(command.adapter, None)
             case SwapPages() | ReadAdapter():
-                self._begun[asked(command)] = _Begun(command, self._clock())
+                self._begun[ask_of(command)] = _Begun(command, self._clock())
 
     def has_begun(self, command: DeviceCommand) -> None:
         """See LentExecutor."""
@@ -178,7 +179,7 @@ class StepLogger(LentExecutor):
         event: CopyDone | AdapterRead,
         took_s: float,
     ) -> None:
-        command, began_s = self._begun.pop(asked(event))
+        command, began_s = self._begun.pop(ask_of(event))
         waited_s = self._clock() - began_s
         if isinstance(command, SwapPages):
             to_device, num_pages = command.to_device, len(command.pairs)
