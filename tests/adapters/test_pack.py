@@ -201,22 +201,22 @@ def model_geometry(
 
 @pytest.mark.parametrize("itemsizes", [(2, 2), (4, 4), (1, 2), (2, 4), (4, 2)])
 @pytest.mark.parametrize("model", MODELS)
-def test_cells_begin_at_aligned_bytes_inside_their_pages(model: str, itemsizes: tuple[int, int]) -> None:
+def test_cells_begin_at_aligned_elements_inside_their_pages(model: str, itemsizes: tuple[int, int]) -> None:
     """Also where keys and values have another element size than adapters."""
     shape = model_geometry(model, 16, *itemsizes)
     ranks = [0, 5, 0, 0, 3, 0, 1]
     layout = layout_for(ranks, np.ones((7, shape.page.layers), np.float32), shape)
     pages = np.random.default_rng(0).permutation(1000)[: layout.num_pages]
     offsets = cell_offsets(layout, shape, pages.tolist())
-    assert shape.alignment_bytes % 16 == 0
+    assert shape.alignment * shape.itemsize % 16 == 0
     for layer in (0, shape.page.layers - 1):
-        begins = offsets + layer * shape.page.slab_bytes
-        assert (begins % shape.alignment_bytes == 0).all()
-        page, within = np.divmod(begins, shape.page.page_bytes)
+        begins = offsets + layer * shape.slab_elements
+        assert (begins % shape.alignment == 0).all()
+        page, within = np.divmod(begins, shape.page_elements)
         assert (page == pages[np.arange(layout.num_cells) // shape.cells_per_page]).all()
-        in_slab = within - layer * shape.page.slab_bytes
+        in_slab = within - layer * shape.slab_elements
         assert (in_slab >= 0).all()
-        assert (in_slab + shape.cell_bytes <= shape.page.slab_bytes).all()
+        assert (in_slab + shape.cell_elements <= shape.slab_elements).all()
     assert len(set(offsets.tolist())) == layout.num_cells
 
 

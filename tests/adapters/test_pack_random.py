@@ -82,7 +82,7 @@ def plain_pages(spec: AdapterSpec, shape: AdapterGeometry, dtype: torch.dtype) -
                 cell = first
                 for row in matrix.to(dtype):
                     for piece in row.split(size):
-                        at = starts[cell] // shape.itemsize + layer * shape.slab_elements
+                        at = starts[cell] + layer * shape.slab_elements
                         flat[at : at + len(piece)] = piece
                         cell += 1
     return pages

@@ -106,9 +106,9 @@ class Packed:
         length = projection.in_features if side == "A" else projection.out_features
         first_a, first_b, rank, _ = self.layout.records[index].tolist()
         first, per_row = (first_a if side == "A" else first_b), self.geometry.cells(length)
-        starts = self.cells[first : first + rank * per_row] + layer * self.geometry.page.slab_bytes
+        starts = self.cells[first : first + rank * per_row] + layer * self.geometry.slab_elements
         within = torch.arange(self.geometry.cell_elements)
-        return self.pool[torch.from_numpy(starts // self.geometry.itemsize)[:, None] + within].view(
+        return self.pool[torch.from_numpy(starts)[:, None] + within].view(
             rank, per_row * len(within)
         )[:, :length]
 

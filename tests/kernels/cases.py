@@ -150,12 +150,12 @@ def lora_case(
     num_pages = -(-(entry + 1) // geometry.cells_per_page) + 2
     flat = torch.full((num_pages * page.layers * geometry.slab_elements,), float("nan"), dtype=dtype)
     place = rng.permutation(num_pages * geometry.cells_per_page)[:entry]
-    offsets = place // geometry.cells_per_page * page.page_bytes
-    offsets += place % geometry.cells_per_page * geometry.cell_bytes
+    offsets = place // geometry.cells_per_page * geometry.page_elements
+    offsets += place % geometry.cells_per_page * geometry.cell_elements
     for first, row in rows:
         for cell in range(geometry.cells(len(row))):
             piece = row[cell * geometry.cell_elements : (cell + 1) * geometry.cell_elements]
-            begin = int(offsets[first + cell]) // geometry.itemsize + layer * geometry.slab_elements
+            begin = int(offsets[first + cell]) + layer * geometry.slab_elements
             flat[begin : begin + len(piece)] = piece
     starts, token = [], 0
     for gap, length in lengths:

@@ -200,7 +200,7 @@ def test_an_adapter_whose_products_are_infinite_disturbs_no_other(subject: Subje
         record[:] = 0
     cells = case.segments.cells[first : first + rank * geometry.cells(group.in_features)].tolist()
     for cell in cells:
-        begin = cell // geometry.itemsize + case.layer * geometry.slab_elements
+        begin = cell + case.layer * geometry.slab_elements
         case.pool.view(-1)[begin : begin + geometry.cell_elements] = torch.finfo(subject.dtype).max
     ops = subject.ops()
     plan = ops.plan_lora(case.segments, geometry, subject.device)

@@ -94,13 +94,13 @@ def layout_for(ranks: Sequence[int], scales: np.ndarray, geometry: AdapterGeomet
 
 
 def cell_offsets(layout: AdapterLayout, geometry: AdapterGeometry, pages: Sequence[int]) -> np.ndarray:
-    """int64 [num_cells]: at how many bytes into the pool each cell's layer 0 begins."""
+    """int64 [num_cells]: at how many adapter elements into the pool each cell's layer 0 begins."""
     if len(pages) != layout.num_pages:
         raise ValueError(f"the adapter takes {layout.num_pages} pages, got {len(pages)}")
     cells = np.arange(layout.num_cells, dtype=np.int64)
     page, cell = np.divmod(cells, geometry.cells_per_page)
-    starts = np.asarray(pages, dtype=np.int64) * geometry.page.page_bytes
-    return np.asarray(starts[page] + cell * geometry.cell_bytes)
+    starts = np.asarray(pages, dtype=np.int64) * geometry.page_elements
+    return np.asarray(starts[page] + cell * geometry.cell_elements)
 
 
 def load_adapter(

@@ -22,7 +22,6 @@ from manylora.devices.preparation import PREPARATION
 
 _LOG2_E = np.float32(1.4426950408889634)
 _LN_2 = np.float32(0.6931471805599453)
-_LOG2_BYTES = 2  # of a float32: the cell table has bytes
 _COMPILE = {"nogil": True, "fastmath": True, "cache": True, "error_model": "numpy", "boundscheck": False}
 
 
@@ -137,7 +136,7 @@ def attend(
 def _run_end(cells: np.ndarray, first: int, stop: int, cell: int) -> int:
     """The end of the run of cells from ``first`` that lie side by side in the pool."""
     end = first + 1
-    while end < stop and cells[end] == cells[end - 1] + (cell << _LOG2_BYTES):
+    while end < stop and cells[end] == cells[end - 1] + cell:
         end += 1
     return end
 
@@ -161,7 +160,7 @@ def _shrink(
             c = row
             while c < row + a_cells:
                 end = _run_end(cells, c, row + a_cells, cell)
-                at, low = (cells[c] >> _LOG2_BYTES) + offset, (c - row) * cell
+                at, low = cells[c] + offset, (c - row) * cell
                 high = min(low + (end - c) * cell, width)
                 a = pool[at : at + high - low]
                 x0, x1, x2, x3 = x[t, low:high], x[t1, low:high], x[t2, low:high], x[t3, low:high]
@@ -189,7 +188,7 @@ def _expand(
         c = row
         while c < row + b_cells:
             end = _run_end(cells, c, row + b_cells, cell)
-            at, low = (cells[c] >> _LOG2_BYTES) + offset, (c - row) * cell
+            at, low = cells[c] + offset, (c - row) * cell
             count = min((end - c) * cell, width - low)
             b = pool[at : at + count]
             for t in range(start, stop):

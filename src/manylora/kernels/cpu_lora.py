@@ -73,7 +73,7 @@ class CpuLoraPlan:
 
 def plan_blocks(segments: LoraSegments, geometry: AdapterGeometry) -> CpuLoraPlan:
     # Cells need not be aligned to their own size where a slab is no multiple of it.
-    piece = geometry.alignment_bytes // geometry.itemsize
+    piece = geometry.alignment
     blocks: dict[str, list[LoraBlock]] = {}
     first = 0
     for group in geometry.groups:
@@ -149,7 +149,7 @@ def _block(
 
     a_entries = np.concatenate(a_parts, axis=1).reshape(-1)
     entries = np.concatenate((a_entries, *(part.reshape(-1) for part in b_parts)))
-    pieces = segments.cells[torch.from_numpy(entries)].div_(geometry.alignment_bytes, rounding_mode="floor")
+    pieces = segments.cells[torch.from_numpy(entries)].div_(piece, rounding_mode="floor")
     if piece != geometry.cell_elements:
         pieces = (pieces[:, None] + torch.arange(geometry.cell_elements // piece)).view(-1)
 

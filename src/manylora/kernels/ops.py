@@ -46,8 +46,8 @@ class LoraSegments:
     A row j (0 <= j < rank) of A takes ``geometry.cells(in_features)`` consecutive entries of ``cells`` from
     ``first + j * that``; B likewise with ``out_features`` (B is stored transposed: rank rows of length out).
     ``scales`` float32 [S, P, 2, L]: lora_alpha / r (or rsLoRA's) per layer, the first and the second; finite.
-    ``cells`` int64 tensor on the device: at how many bytes into the pool a cell's *layer 0* begins, a multiple of
-    ``geometry.alignment_bytes``; layer l lies ``l * page.slab_bytes`` further. Shared by all steps.
+    ``cells`` int64 tensor on the device: at how many adapter elements into the pool a cell's *layer 0* begins, a
+    multiple of ``geometry.alignment``; layer l lies ``l * geometry.slab_elements`` further. Shared by all steps.
     """
 
     start: np.ndarray

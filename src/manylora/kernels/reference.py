@@ -144,10 +144,10 @@ class ReferenceOps(ComposedLora):
         """The ``[rank, elements]`` matrix whose cells start at entry ``first`` of the cell table."""
         flat = of_adapters(pool, dtype).view(-1)
         per_row = geometry.cells(elements)
-        offset = layer * geometry.page.slab_bytes
+        offset = layer * geometry.slab_elements
         rows = []
         for j in range(rank):
-            begins = (cells[first + j * per_row : first + (j + 1) * per_row] + offset) // geometry.itemsize
+            begins = cells[first + j * per_row : first + (j + 1) * per_row] + offset
             row = torch.cat([flat[begin : begin + geometry.cell_elements] for begin in begins.tolist()])
             rows.append(row[:elements])
         return torch.stack(rows)

@@ -87,7 +87,7 @@ class AdapterGeometry:
     A page's slab of one layer is cut into ``cells_per_page`` cells of ``cell_elements``; a row of length h
     takes ``ceil(h / cell_elements)`` whole cells, so none straddles a page and all layers share one table.
     Cell n of an adapter lies in its page ``n // cells_per_page`` at cell ``n % cells_per_page``. An adapter's
-    element has ``itemsize`` bytes, which may differ from the page's; where cells lie is told in bytes.
+    element has ``itemsize`` bytes, which may differ from the page's; where cells lie is told in adapter elements.
     ``layers``: the groups that each layer has. The layers' common table has a place for every projection of any.
 
     Raises ValueError where the slabs of a page's layers do not begin at whole elements, where ``layers`` are not
@@ -119,18 +119,19 @@ class AdapterGeometry:
         return self.page.slab_bytes // self.itemsize
 
     @property
-    def cell_bytes(self) -> int:
-        return self.cell_elements * self.itemsize
+    def page_elements(self) -> int:
+        """Adapter elements that a page has room for."""
+        return self.page.page_bytes // self.itemsize
 
     @property
-    def alignment_bytes(self) -> int:
-        """Every cell of every layer begins at a multiple of this in the pool: whole elements, a power of two of
-        them where cells are one."""
-        return math.gcd(self.page.slab_bytes, self.cell_bytes)
+    def alignment(self) -> int:
+        """Every cell of every layer begins at a multiple of so many adapter elements in the pool: a power of two
+        where a cell has one."""
+        return math.gcd(self.slab_elements, self.cell_elements)
 
     @property
     def cells_per_page(self) -> int:
-        return self.page.slab_bytes // self.cell_bytes
+        return self.slab_elements // self.cell_elements
 
     @cached_property
     def groups(self) -> tuple[ProjectionGroup, ...]:

@@ -130,8 +130,8 @@ def segments_for(
     if needed > total:
         raise ValueError(f"adapters of {needed} cells do not fit a pool of {num_pages} pages, {total} cells")
     places = _places(total)[:needed]
-    offsets = places // geometry.cells_per_page * geometry.page.page_bytes
-    offsets += places % geometry.cells_per_page * geometry.cell_bytes
+    offsets = places // geometry.cells_per_page * geometry.page_elements
+    offsets += places % geometry.cells_per_page * geometry.cell_elements
     length = np.array(lengths, dtype=np.int32)
     return LoraSegments(
         start=(np.cumsum(length) - length).astype(np.int32),
@@ -153,14 +153,14 @@ def exact_lora(
     """What LoRA adds, in float64, one dense product after another; and by how much a kernel's, as stored, may miss
     it."""
     cell = geometry.cell_elements
-    unit = geometry.alignment_bytes
-    # A view: row n is what begins at byte n * unit.
-    cells = of_adapters(pool, x.dtype).view(-1).unfold(0, cell, unit // geometry.itemsize)
+    unit = geometry.alignment
+    # A view: row n is what begins at element n * unit.
+    cells = of_adapters(pool, x.dtype).view(-1).unfold(0, cell, unit)
     added = Bounded.given(torch.zeros(len(x), group.offsets[-1], dtype=x.dtype, device=x.device))
 
     def rows(first: int, rank: int, elements: int) -> torch.Tensor:
         begin = segments.cells[first : first + rank * geometry.cells(elements)]
-        begin = (begin + layer * geometry.page.slab_bytes) // unit
+        begin = (begin + layer * geometry.slab_elements) // unit
         return cells[begin].view(rank, -1)[:, :elements]
 
     for s, (start, length) in enumerate(zip(segments.start.tolist(), segments.length.tolist())):

@@ -71,10 +71,10 @@ class LoraLayerRig:
     def segments(self, lengths: list[int]) -> LoraSegments:
         """An adapter a segment; a page's cells one after another, pages anywhere."""
         described = segments_for(self.geometry, lengths, [RANK] * len(lengths), len(self.pool), self.device)
-        per_page, page = self.geometry.cells_per_page, self.geometry.page.page_bytes
+        per_page, page = self.geometry.cells_per_page, self.geometry.page_elements
         count = torch.arange(len(described.cells), device=self.device)
         pages = torch.randperm(len(self.pool), device=self.device)
-        places = pages[count // per_page] * page + count % per_page * self.geometry.cell_bytes
+        places = pages[count // per_page] * page + count % per_page * self.geometry.cell_elements
         return dataclasses.replace(described, cells=places)
 
 

@@ -243,7 +243,7 @@ class LoraKernels:
         return has_long and 0 < self.config.writes_from <= num_tokens
 
     def _plan(self, cells: torch.Tensor, geometry: AdapterGeometry, parts: tuple[TilePlan, ...]) -> LoraPlan:
-        align = math.gcd(geometry.alignment_bytes // geometry.itemsize, 16)
+        align = math.gcd(geometry.alignment, 16)
         return LoraPlan(geometry, cells, geometry.page.layers, align, parts, pdl=self.config.pdl)
 
     # ---- launches --------------------------------------------------------------------------------------

@@ -59,12 +59,10 @@ def load_rows(
         begin = tl.load(table + k0 // CELL, mask=cell_ok, other=0, eviction_policy="evict_last")[:, None]
     else:
         begin = tl.load(table[:, None] + (k // CELL)[None, :], mask=ok, other=0, eviction_policy="evict_last")
-    # The table's offsets are bytes. Cells begin at multiples of ALIGN elements, and so do runs inside them: the
-    # compiler cannot know it, and would load single elements.
-    rows = (pool.to(tl.pointer_type(tl.int8)) + begin).to(pool.dtype) + (k % CELL)[None, :]
-    SIZE: tl.constexpr = pool.dtype.element_ty.primitive_bitwidth // 8
-    rows = tl.max_contiguous(tl.multiple_of(rows, (1, ALIGN * SIZE)), (1, ALIGN))
-    return tl.load(rows, mask=ok, other=0.0, eviction_policy="evict_first" if ONCE else "")
+    # Cells begin at multiples of ALIGN and so do runs inside them. The compiler cannot know it, and would load
+    # single elements.
+    offsets = tl.max_contiguous(tl.multiple_of(begin + (k % CELL)[None, :], (1, ALIGN)), (1, ALIGN))
+    return tl.load(pool + offsets, mask=ok, other=0.0, eviction_policy="evict_first" if ONCE else "")
 
 
 @triton.jit
