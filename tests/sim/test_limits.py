@@ -239,7 +239,7 @@ class Script:
         self.moments.append(Moment(asks, frozenset(in_use), num_tails))
         self.commands += [RunStep(number, tuple(starts), tuple(rows)), *drawn]
         for emit in drawn:
-            self.running[emit.drawn_by[0]][1].append(emit.token)
+            self.running[emit.sampled_by[0]][1].append(emit.token)
 
 
 def exhaustive(script: Script, num_pages: int, kinds: str, by_page: bool = False) -> int:

@@ -109,7 +109,7 @@ class Recorder:
         """The next command, as ``Replay`` hands it to its watcher."""
         match command:
             case Emit():
-                sequence, index = command.drawn_by
+                sequence, index = command.sampled_by
                 if index == 0 and sequence in self._running:
                     self._learn(self._running[sequence], command.token)
             case RunStep():
