@@ -1,7 +1,7 @@
 """The swapper (FastLibra §5.3) and the prefetch for the waiting queue (S-LoRA §5.2).
 
-Owns when nodes move without being asked for: at every interval, out above the high mark, in below the low one.
-Which nodes, is the value model's choice; how they move, ``residency``'s.
+Owns when nodes move without being asked for: out above the high mark, at every interval or step; in below the low
+one, whenever the lane is idle. Which nodes, is the value model's choice; how they move, ``residency``'s.
 """
 
 from __future__ import annotations
