@@ -43,7 +43,7 @@ class StreamOutput:
     """News of one sample of one prompt while it runs: what is new, not what came before.
 
     With a prompt's first news only: how many of its tokens were reused, and how long it waited for admission,
-    then for its adapter, then for its history.
+    then for its adapter, then for its cached KV.
     """
 
     request_id: str

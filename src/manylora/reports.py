@@ -32,7 +32,7 @@ class AdapterUse:
 class Snapshot:
     """The replica's gauges; device pages by use add up to ``pages_total``. ``adapters``: by id, the base is 0.
 
-    ``pages_loading`` and ``pages_saving``: of these, how many are in flight. ``invalid_pages``: history on the
+    ``pages_loading`` and ``pages_saving``: of these, how many are in flight. ``invalid_pages``: KV on the
     device whose adapter is not there.
     """
 

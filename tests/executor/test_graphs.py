@@ -1,7 +1,7 @@
 """Decoding steps at fixed sizes, and steps issued before the tokens of the one before have arrived.
 
-On the CPU nothing is captured, but padding, buckets, fixed tables and late tokens are those of a GPU. The Triton
-kernels run in the interpreter; what only a device can show is in tests/gpu/test_graphs.py.
+On the CPU nothing is captured, but padding, buckets, fixed tables and pending tokens are those of a GPU. The
+Triton kernels run in the interpreter; what only a device can show is in tests/gpu/test_graphs.py.
 """
 
 from __future__ import annotations

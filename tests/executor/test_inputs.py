@@ -105,7 +105,7 @@ def check_batch(inputs: StepInputs, rows: list[StepRow], adapters: list[int]) ->
     assert batch.slots.tolist() == [
         (100 * s + p // PAGE_TOKENS) * PAGE_TOKENS + p % PAGE_TOKENS for s, p in expected
     ]
-    numbers = (batch.token_ids, batch.positions, batch.slots, batch.sample_index, batch.late_index)
+    numbers = (batch.token_ids, batch.positions, batch.slots, batch.sample_index, batch.pending_index)
     assert {array.dtype for array in numbers} == {np.dtype(np.int64)}
 
     attention = batch.attention
@@ -175,7 +175,7 @@ def test_a_token_that_is_not_known_yet_is_named_by_its_entry() -> None:
     expected = made.expect(rows)
     later = [row._replace(start=row.start + 1) for row in rows]
     late = made.build(later)
-    assert (-late.token_ids).tolist() == inputs.late_index.tolist() == late.late_index.tolist()
+    assert (-late.token_ids).tolist() == inputs.pending_index.tolist() == late.pending_index.tolist()
     assert len(set(late.token_ids.tolist())) == 2
     assert 0 not in late.token_ids, "entry 0 is nobody's"
     made.sequences.settle(expected, [71, 72])
@@ -204,7 +204,7 @@ def test_what_a_sequence_drew_is_not_its_successors() -> None:
     made.sequences.end(row.sequence)
     made.sequences.start(start(7, 0, list(range(12)), SamplingParams()))
     made.sequences.settle(expected, [1234])
-    (slot,) = made.sequences.rows([row._replace(sequence=7)]).lineup.slots
+    (slot,) = made.sequences.rows([row._replace(sequence=7)]).composition.slots
     assert made.sequences.tokens[slot, :12].tolist() == list(range(12))
     assert made.sequences.lengths[slot] == 12
 
@@ -231,7 +231,7 @@ OPERATIONS = st.lists(
 @settings(deadline=None)
 @given(OPERATIONS, st.integers(0, 2**32 - 1))
 def test_what_was_built_before_never_shows(operations: list[tuple[str, int]], seed: int) -> None:
-    """Each step equals what a builder that has seen no step before makes of it, late tokens settled or not."""
+    """Each step equals what a builder that has seen no step before makes of it, pending tokens settled or not."""
     rng = random.Random(seed)
     made = bench()
     running: dict[int, int] = {}  # computed tokens of each sequence
@@ -288,12 +288,12 @@ def some_rows(made: Bench, running: dict[int, int], value: int) -> list[StepRow]
 def fresh_rows(made: Bench, rows: list[StepRow]) -> Rows:
     """As the table's own, from nothing that it remembers."""
     table = copy.copy(made.sequences)
-    table._lineup = None
+    table._composition = None
     return table.rows(rows)
 
 
 def assert_equal(found: StepInputs, wanted: StepInputs) -> None:
-    for name in ("token_ids", "positions", "slots", "sample_index", "late_index", "sampled_rows"):
+    for name in ("token_ids", "positions", "slots", "sample_index", "pending_index", "sampled_rows"):
         assert getattr(found, name).tolist() == getattr(wanted, name).tolist(), name
     for name in ("query_start", "kv_len", "page_table"):
         assert getattr(found.attention, name).tolist() == getattr(wanted.attention, name).tolist(), name
@@ -306,16 +306,16 @@ def assert_equal(found: StepInputs, wanted: StepInputs) -> None:
         assert (a.params, a.samples, a.stop_ids) == (b.params, b.samples, b.stop_ids)
 
 
-def test_decoding_steps_share_their_lineup() -> None:
+def test_decoding_steps_share_their_composition() -> None:
     made = bench()
     rows = decoding(made, [1, 0, 2])
-    first = made.sequences.rows(rows).lineup
+    first = made.sequences.rows(rows).composition
     made.expect(rows)
     later = [row._replace(start=row.start + 1) for row in rows]
-    assert made.sequences.rows(later).lineup is first
+    assert made.sequences.rows(later).composition is first
     assert made.build(later).attention.query_start is made.build(later).attention.query_start
     made.sequences.end(rows[0].sequence)
-    assert made.sequences.rows(later[1:]).lineup is not first
+    assert made.sequences.rows(later[1:]).composition is not first
     with pytest.raises(KeyError):
         made.sequences.rows(later)
 

@@ -289,9 +289,9 @@ def test_a_token_that_only_the_device_knows_is_penalised_like_any_other() -> Non
         x[token] = x.max() + 0.5
         assert int(edited_reference(x.numpy(), r).argmax()) != token
     chosen = [int(edited_reference(x.numpy(), r).argmax()) for x, r in zip(logits, told)]
-    assert draw(logits, untold, late=late).first.tolist() == chosen
+    assert draw(logits, untold, pending=late).first.tolist() == chosen
     mixed = [row(), untold[1], told[2]]
-    assert draw(logits, mixed, late=late).first.tolist() == [4, *chosen[1:]]
+    assert draw(logits, mixed, pending=late).first.tolist() == [4, *chosen[1:]]
     assert draw(logits, told).first.tolist() == chosen
 
 

@@ -55,7 +55,7 @@ def test_the_last_layer_runs_the_drawing_rows_alone(
     out = Attention.__dict__["mixed"]
 
     def mixed(self: Attention, x: torch.Tensor, step: Step) -> torch.Tensor:
-        seen.append(0 if step.batch.drawn is None else 1 + (step.batch.drawn.lora is not None))
+        seen.append(0 if step.batch.sampled is None else 1 + (step.batch.sampled.lora is not None))
         return torch.as_tensor(out(self, x, step))
 
     monkeypatch.setattr(Attention, "mixed", mixed)

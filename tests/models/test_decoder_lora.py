@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from manylora.kernels.ops import DrawnRows
+from manylora.kernels.ops import SampledRows
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.shapes import ProjectionGroup
 from manylora.models.load import load_model
@@ -79,7 +79,7 @@ def test_adapted_projections_act_as_merged_weights(name: str, tmp_path: Path) ->
 
     ops.rows.clear()
     some = torch.tensor([3, 12])
-    narrowed = dataclasses.replace(batch, sample_index=some, drawn=DrawnRows("their plan"))
+    narrowed = dataclasses.replace(batch, sample_index=some, sampled=SampledRows("their plan"))
     found = decoder.forward(narrowed, stepper.pool)
     torch.testing.assert_close(found, expected[some], atol=1e-4, rtol=0.0)
     # What comes after the last layer's attention ran on two tokens.

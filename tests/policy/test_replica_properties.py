@@ -248,8 +248,8 @@ class ReplicaMachine(RuleBasedStateMachine):
     def end_step(self, data: st.DataObject, how: str) -> None:
         done = self.device.finish_step(ok=how != "failed")
         if how == "unsound" and done.tokens:
-            drawers = [sequence for sequence, _ in done.tokens]
-            done.unsound = tuple(data.draw(st.lists(st.sampled_from(drawers), unique=True)))
+            sampled_sequences = [sequence for sequence, _ in done.tokens]
+            done.unsound = tuple(data.draw(st.lists(st.sampled_from(sampled_sequences), unique=True)))
         self.feed(done)
 
     @precondition(lambda self: self.device.reads)

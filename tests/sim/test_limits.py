@@ -80,7 +80,7 @@ def test_a_page_counts_from_when_it_was_first_computed() -> None:
     a, b = (1, 1, 5), (2, 2, 5)
     record = record_of(*run_of(1, BASE, a), *run_of(2, BASE, b), *run_of(3, BASE, a), *run_of(4, BASE, b))
     assert record.pages_in_use == [2] * 4, "a full page and a tail"
-    assert (record.kv.num_asked, record.tokens_asked) == (4, 12)
+    assert (record.kv.num_accesses, record.tokens_asked) == (4, 12)
     assert record.kv.idle == {(1, 1, 1): 1, (2, 2, 1): 1}
     assert limits(record, 2).kv_pages == 0
     assert limits(record, 3).kv_pages == 2
@@ -95,7 +95,7 @@ def test_pages_are_told_apart_by_adapter_and_by_what_is_before_them() -> None:
     record = record_of(*read, *itertools.chain(*runs))
     assert record.kv.idle == {(1, 3, 1): 2}
     assert record.adapters.idle == {(1, 2, 1): 1}, "of its three runs the last two follow each other"
-    assert (record.adapters.num_asked, record.adapters.num_free) == (4, 1)
+    assert (record.adapters.num_accesses, record.adapters.num_free) == (4, 1)
     assert record.adapters_read == record.adapters_brought == 2
 
 
@@ -114,7 +114,7 @@ def test_what_a_reply_filled_can_be_asked_for() -> None:
     assert record.pages_in_use == [2, 2, 3, 4]
     assert record.kv.num_free == 2, "the page of tokens 5 and 6 was never full: 6 was drawn last"
     assert record.kv_pages_found == 2
-    assert record.kv.num_asked == 1 + 3
+    assert record.kv.num_accesses == 1 + 3
 
 
 def test_a_page_filled_by_a_token_that_is_learnt_late_is_known_by_it() -> None:
@@ -239,7 +239,7 @@ class Script:
         self.moments.append(Moment(asks, frozenset(in_use), num_tails))
         self.commands += [RunStep(number, tuple(starts), tuple(rows)), *drawn]
         for emit in drawn:
-            self.running[emit.drawn_by[0]][1].append(emit.token)
+            self.running[emit.sampled_by[0]][1].append(emit.token)
 
 
 def exhaustive(script: Script, num_pages: int, kinds: str, by_page: bool = False) -> int:
@@ -410,9 +410,9 @@ def test_no_policy_passes_its_bounds(policy: str, case: str, pipeline_depth: int
     asked = record.adapters
     assert record.kv_pages_found <= both.kv_pages
     assert record.kv_pages_found - record.kv_pages_copied_in <= device.kv_pages
-    assert asked.num_asked - record.adapters_read <= both.adapters
-    assert asked.num_asked - record.adapters_brought <= device.adapters
-    adapter_pages = asked.num_pages_asked - record.adapter_pages_read
+    assert asked.num_accesses - record.adapters_read <= both.adapters
+    assert asked.num_accesses - record.adapters_brought <= device.adapters
+    adapter_pages = asked.num_pages_accessed - record.adapter_pages_read
     assert record.kv_pages_found + adapter_pages <= both.pages
     shares = summarize_limits(record, config)
     for name in ("kv_kept", "adapter_kept", "page_kept"):
@@ -438,7 +438,7 @@ def test_the_policy_s_own_counters_stay_below_as_well(policy: str, case: str) ->
     assert on_device + on_host == record.kv_pages_found <= both.kv_pages
     assert on_device <= device.kv_pages + max(0, record.kv_pages_copied_in - on_host)
     hits = grown("adapter_hits_device"), grown("adapter_hits_host"), grown("adapter_misses")
-    assert sum(hits) == record.adapters.num_asked
+    assert sum(hits) == record.adapters.num_accesses
     assert grown("adapter_reads") == record.adapters_read
     if policy in ("lru", "static-lru"):  # they bring nothing before it is asked for
         assert hits[0] <= device.adapters
@@ -466,7 +466,7 @@ def test_with_room_for_all_the_bound_is_reached() -> None:
     replay, record = recorded(stream, config, COSTS, [4] * 5)
     most = limits(record, 1000)
     assert record.kv_pages_found == most.kv_pages > 0
-    assert record.adapters.num_asked == most.adapters == 24
+    assert record.adapters.num_accesses == most.adapters == 24
     assert summarize_limits(record, config)["kv_kept_limit"] == summarize(replay)["prefix_hit"]
 
 

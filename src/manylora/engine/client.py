@@ -50,7 +50,7 @@ class Delta(NamedTuple):
     such a token counts in usage but not in the text. ``at_s``: the engine's monotonic clock when the tokens
     were ready; ``spread_s``: how long before that the first of them was, where they were held back;
     ``serial``: the request's. What comes with a request's first Delta only: ``num_cached_tokens``, and how long
-    it waited for admission (``queue_s``), then for its adapter (``adapter_s``), then for its history (``kv_s``).
+    it waited for admission (``queue_s``), then for its adapter (``adapter_s``), then for its cached KV (``kv_s``).
     """
 
     request: RequestId
@@ -92,7 +92,7 @@ class EngineStats:
     """A snapshot: gauges of this moment and counters since the engine started.
 
     Pages of the device by use add up to ``pages_total``; of them ``pages_loading`` and ``pages_saving`` are
-    being copied. ``invalid_pages``: history on the device whose adapter is not there. ``host_pages_pinned`` rises
+    being copied. ``invalid_pages``: KV on the device whose adapter is not there. ``host_pages_pinned`` rises
     for a while after the start; until then copies are slower, and steps beside them.
     """
 

@@ -95,7 +95,7 @@ class Outbox:
             sample = entry.samples[command.sample] = _Sample(began_s)
         sample.tokens.append(command.token)
         if entry.request.params.logprobs is not None:
-            sample.logprobs.append(self.logprobs[command.drawn_by])
+            sample.logprobs.append(self.logprobs[command.sampled_by])
         if entry.stream:
             self._ready[entry, command.sample] = None
 

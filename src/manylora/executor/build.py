@@ -19,8 +19,8 @@ from manylora.devices.device import Device
 from manylora.devices.select import open_device
 from manylora.executor.graphs import MAX_BYTES as GRAPH_BYTES
 from manylora.executor.graphs import GraphLimits, Progress
-from manylora.executor.rehearsal import rehearse
 from manylora.executor.shards import SMALL_MODEL_BYTES, Shards
+from manylora.executor.warm_up import warm_up
 from manylora.executor.worker import Worker
 from manylora.kernels.flashinfer_attention import AttentionShape
 from manylora.kernels.select import ops_for
@@ -110,7 +110,7 @@ def build_worker(
         )
         worker.use_graphs(graph_limits, num_pages, capture_progress)
     if kind == "cuda":
-        rehearse(worker, limits, max_rank)
+        warm_up(worker, limits, max_rank)
     return worker, limits, _info(settings, config, limits, device, dtype)
 
 

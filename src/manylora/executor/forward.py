@@ -1,7 +1,7 @@
 """One step's work on the device, from numbers and plans to logits and the most likely tokens.
 
-Owns the device's late tokens: those that have been drawn and that the next step may read before the host knows
-them. The same function runs eagerly and under capture. Does not know rows, sequences or sampling parameters.
+Owns the device's pending tokens: those that have been sampled and that the next step may read before the host
+knows them. The same function runs eagerly and under capture. Does not know rows, sequences or sampling parameters.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from manylora.devices.device import Device
 from manylora.executor.best import Best, greedy
 from manylora.executor.inputs import StepInputs
-from manylora.executor.sequences import LATE_ENTRIES
-from manylora.kernels.ops import DrawnRows, LoraSegments, StepBatch
+from manylora.executor.sequences import PENDING_ENTRIES
+from manylora.kernels.ops import LoraSegments, SampledRows, StepBatch
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.arena import Arena
 from manylora.models.decoder import Decoder
@@ -33,51 +33,51 @@ class Numbers:
     positions: torch.Tensor
     slots: torch.Tensor
     sample_index: torch.Tensor
-    late_index: torch.Tensor
+    pending_index: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Outputs:
     """Of the M rows that draw: ``logits`` float32 [M, V], ``best``: the most likely tokens of these rows or of
-    more, ``last`` int64 [M]: the token that stands before, ``late_index`` int64 [M]."""
+    more, ``last`` int64 [M]: the token that stands before, ``pending_index`` int64 [M]."""
 
     logits: torch.Tensor
     best: Best
     last: torch.Tensor
-    late_index: torch.Tensor
+    pending_index: torch.Tensor
 
     def first(self, count: int) -> Outputs:
         """The outputs of the first ``count`` rows only, but for ``best``."""
         if count == len(self.logits):
             return self
-        return Outputs(self.logits[:count], self.best, self.last[:count], self.late_index[:count])
+        return Outputs(self.logits[:count], self.best, self.last[:count], self.pending_index[:count])
 
 
 class Forward:
-    """Runs the decoder on one device. ``late`` int64 [LATE_ENTRIES]: the late tokens."""
+    """Runs the decoder on one device. ``pending`` int64 [PENDING_ENTRIES]: the pending tokens."""
 
     def __init__(self, decoder: Decoder, arena: Arena, geometry: AdapterGeometry, device: Device) -> None:
         self.decoder = decoder
         self._arena = arena
         self._geometry = geometry
         self._device = device
-        self.late = device.zeros((LATE_ENTRIES,), torch.int64)
+        self.pending = device.zeros((PENDING_ENTRIES,), torch.int64)
 
     def compute(
         self,
         numbers: Numbers,
         attention: Any,
         lora: Any | None,
-        has_late: bool = True,
-        drawn: DrawnRows | None = None,
+        has_pending: bool = True,
+        sampled: SampledRows | None = None,
     ) -> Outputs:
-        """The step, given its plans; the most likely tokens become late tokens. Does not wait for the device.
+        """The step, given its plans; the most likely tokens become pending tokens. Does not wait for the device.
 
-        Without ``has_late`` no token id may be negative.
+        Without ``has_pending`` no token id may be negative.
         """
         token_ids = numbers.token_ids
-        if has_late:
-            known = self.late[(-token_ids).clamp_(min=0)]
+        if has_pending:
+            known = self.pending[(-token_ids).clamp_(min=0)]
             token_ids = torch.where(token_ids < 0, known, token_ids)
         batch = StepBatch(
             token_ids=token_ids,
@@ -86,16 +86,16 @@ class Forward:
             sample_index=numbers.sample_index,
             attention=attention,
             lora=lora,
-            drawn=drawn,
+            sampled=sampled,
         )
         logits = self.decoder.forward(batch, self._arena.pool)
         best = greedy(logits)
-        self.redraw(numbers.late_index, best.tokens)
-        return Outputs(logits, best, token_ids[numbers.sample_index], numbers.late_index)
+        self.redraw(numbers.pending_index, best.tokens)
+        return Outputs(logits, best, token_ids[numbers.sample_index], numbers.pending_index)
 
-    def redraw(self, late_index: torch.Tensor, tokens: torch.Tensor) -> None:
-        """These were drawn, whatever was most likely."""
-        self.late.index_copy_(0, late_index, tokens)
+    def redraw(self, pending_index: torch.Tensor, tokens: torch.Tensor) -> None:
+        """These were sampled, whatever was most likely."""
+        self.pending.index_copy_(0, pending_index, tokens)
 
 
 class EagerSteps:
@@ -111,7 +111,7 @@ class EagerSteps:
     def run(self, inputs: StepInputs) -> Outputs:
         ops, device = self._forward.decoder.ops, self._device.torch_device
         arrays = (
-            inputs.token_ids, inputs.positions, inputs.slots, inputs.sample_index, inputs.late_index,
+            inputs.token_ids, inputs.positions, inputs.slots, inputs.sample_index, inputs.pending_index,
         )  # fmt: skip
         packed = self._device.upload(np.concatenate(arrays))
         numbers = Numbers(*torch.split(packed, [len(array) for array in arrays]))
@@ -120,16 +120,16 @@ class EagerSteps:
             if inputs.lora is not None:
                 self._lora = ops.plan_lora(inputs.lora, self._geometry, device)
         attention = ops.plan_attention(inputs.attention, self._geometry.page, device)
-        has_late = bool((inputs.token_ids < 0).any())
-        return self._forward.compute(numbers, attention, self._lora, has_late, self._drawn(inputs))
+        has_pending = bool((inputs.token_ids < 0).any())
+        return self._forward.compute(numbers, attention, self._lora, has_pending, self._sampled_rows(inputs))
 
-    def _drawn(self, inputs: StepInputs) -> DrawnRows | None:
+    def _sampled_rows(self, inputs: StepInputs) -> SampledRows | None:
         """None where too few tokens would be spared the last layer's products, or no row draws."""
         drawing = len(inputs.sample_index)
         if drawing == 0 or len(inputs.token_ids) - drawing < NARROWED:
             return None
         segments = None if inputs.lora is None else inputs.lora.of_tokens(inputs.sample_index)
         if segments is None:
-            return DrawnRows(None)
+            return SampledRows(None)
         ops = self._forward.decoder.ops
-        return DrawnRows(ops.plan_lora(segments, self._geometry, self._device.torch_device))
+        return SampledRows(ops.plan_lora(segments, self._geometry, self._device.torch_device))

@@ -211,7 +211,7 @@ class StepGraphs:
             of_tokens[1, :count] = inputs.positions
             of_tokens[2, :count] = inputs.slots
             of_rows[0, :drawing] = inputs.sample_index
-            of_rows[1, :drawing] = inputs.late_index
+            of_rows[1, :drawing] = inputs.pending_index
         self._mirror.send(length)
 
     def _numbers(self, bucket: Bucket) -> Numbers:
@@ -273,6 +273,6 @@ class StepGraphs:
 
         def outputs() -> Outputs:
             logits, best, last = replay()
-            return Outputs(logits, Best.within(best), last, numbers.late_index)
+            return Outputs(logits, Best.within(best), last, numbers.pending_index)
 
         return _Captured(attention, lora, cells, outputs)

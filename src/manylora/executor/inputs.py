@@ -1,8 +1,9 @@
 """From a step's rows to what a forward pass and the sampler read, on the host.
 
 Owns the order of the batch: rows of one adapter side by side, the base model's first, decoding rows of an
-adapter before its prompt chunks. Works with numpy; nothing here loops over tokens. What follows from the lineup
-alone is worked out once for all steps that share it. Does not send anything to a device and does not run anything.
+adapter before its prompt chunks. Works with numpy; nothing here loops over tokens. What follows from the
+composition alone is worked out once for all steps that share it. Does not send anything to a device and does not
+run anything.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import dataclasses
 import numpy as np
 
 from manylora.executor.sampler import SampledRow
-from manylora.executor.sequences import Lineup, Rows, SequenceTable
+from manylora.executor.sequences import Composition, Rows, SequenceTable
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.ops import AttentionRows, LoraSegments
 from manylora.kernels.shapes import AdapterGeometry
@@ -23,18 +24,18 @@ from manylora.types import BASE
 class StepInputs:
     """One step of T tokens, M of whose rows draw.
 
-    ``token_ids`` int64 [T]: a negative one, -i, is entry i of the device's late tokens. ``positions``, ``slots``
-    int64 [T]; ``sample_index`` int64 [M]: the tokens whose logits are wanted; ``late_index`` int64 [M]: the
-    entries of the late tokens where the draws go. ``sampled[i]`` draws from row i of the logits, for the step's
-    row ``sampled_rows[i]`` (int64 [M]); ``sampled`` is None where each row draws its most likely token once and
-    nothing else is asked. ``lora`` is the same object as in the step before where nothing has changed.
+    ``token_ids`` int64 [T]: a negative one, -i, is entry i of the device's pending tokens. ``positions``,
+    ``slots`` int64 [T]; ``sample_index`` int64 [M]: the tokens whose logits are wanted; ``pending_index`` int64
+    [M]: the entries of the pending tokens where the draws go. ``sampled[i]`` draws from row i of the logits, for
+    the step's row ``sampled_rows[i]`` (int64 [M]); ``sampled`` is None where each row draws its most likely token
+    once and nothing else is asked. ``lora`` is the same object as in the step before where nothing has changed.
     """
 
     token_ids: np.ndarray
     positions: np.ndarray
     slots: np.ndarray
     sample_index: np.ndarray
-    late_index: np.ndarray
+    pending_index: np.ndarray
     attention: AttentionRows
     lora: LoraSegments | None
     sampled: list[SampledRow] | None
@@ -43,13 +44,13 @@ class StepInputs:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Layout:
-    """A batch without its positions, for a lineup and a version of the adapters' tables.
+    """A batch without its positions, for a composition and a version of the adapters' tables.
 
     By row, in batch order: ``order`` (which row of the step), ``slots`` in the table, ``counts`` of tokens. By
     token: its row's place in the batch (``row``) and slot, and its own place ``inside`` the row.
     """
 
-    lineup: Lineup
+    composition: Composition
     version: int
     order: np.ndarray
     slots: np.ndarray
@@ -59,7 +60,7 @@ class _Layout:
     inside: np.ndarray
     query_start: np.ndarray
     sample_index: np.ndarray
-    late_index: np.ndarray
+    pending_index: np.ndarray
     sampled_rows: np.ndarray
     is_greedy: bool
     lora: LoraSegments | None
@@ -83,7 +84,7 @@ class InputBuilder:
         not exist.
         """
         table, page_tokens = self._sequences, self._page_tokens
-        layout = self._layout_of(rows.lineup)
+        layout = self._layout_of(rows.composition)
         starts = rows.starts[layout.order]
         ends = starts + layout.counts
         if (ends > table.lengths[layout.slots]).any():
@@ -96,7 +97,7 @@ class InputBuilder:
             positions=positions,
             slots=table.pages[layout.token_slots, page].astype(np.int64) * page_tokens + offset,
             sample_index=layout.sample_index,
-            late_index=layout.late_index,
+            pending_index=layout.pending_index,
             attention=AttentionRows(
                 query_start=layout.query_start,
                 kv_len=ends.astype(np.int32),
@@ -108,27 +109,29 @@ class InputBuilder:
         )
 
     def _sampled(self, rows: Rows, chosen: list[int]) -> list[SampledRow]:
-        lineup = rows.lineup
-        ends, counts = (rows.starts + lineup.counts).tolist(), lineup.num_samples.tolist()
-        return [self._sequences.sampled_row(lineup.sequences[row], ends[row], counts[row]) for row in chosen]
+        composition = rows.composition
+        ends, counts = (rows.starts + composition.counts).tolist(), composition.num_samples.tolist()
+        return [
+            self._sequences.sampled_row(composition.sequences[row], ends[row], counts[row]) for row in chosen
+        ]
 
-    def _layout_of(self, lineup: Lineup) -> _Layout:
+    def _layout_of(self, composition: Composition) -> _Layout:
         layout = self._layout
-        if layout is None or layout.lineup is not lineup or layout.version != self._tables.version:
-            layout = self._layout = self._lay_out(lineup)
+        if layout is None or layout.composition is not composition or layout.version != self._tables.version:
+            layout = self._layout = self._lay_out(composition)
         return layout
 
-    def _lay_out(self, lineup: Lineup) -> _Layout:
-        adapters = self._sequences.adapters[lineup.slots]
-        order = np.lexsort((lineup.counts > 1, adapters))
-        slots, counts = lineup.slots[order], lineup.counts[order]
+    def _lay_out(self, composition: Composition) -> _Layout:
+        adapters = self._sequences.adapters[composition.slots]
+        order = np.lexsort((composition.counts > 1, adapters))
+        slots, counts = composition.slots[order], composition.counts[order]
         ends = np.cumsum(counts)
         first = ends - counts
         row = np.repeat(np.arange(len(order)), counts)
-        drawing = np.flatnonzero(lineup.num_samples[order])
-        draws_once = lineup.num_samples[lineup.drawing] == 1
+        drawing = np.flatnonzero(composition.num_samples[order])
+        draws_once = composition.num_samples[composition.drawing] == 1
         return _Layout(
-            lineup=lineup,
+            composition=composition,
             version=self._tables.version,
             order=order,
             slots=slots,
@@ -138,7 +141,7 @@ class InputBuilder:
             inside=np.arange(len(row)) - first[row],
             query_start=np.concatenate((first[:1], ends)).astype(np.int32),
             sample_index=ends[drawing] - 1,
-            late_index=slots[drawing] + 1,
+            pending_index=slots[drawing] + 1,
             sampled_rows=order[drawing],
             is_greedy=bool(self._sequences.greedy[slots[drawing]].all() and draws_once.all()),
             lora=self._segments(adapters[order], first, ends),

@@ -3,7 +3,7 @@
 Follows vLLM's documented order: log-probabilities from the raw logits; then logit_bias, the min_tokens mask,
 repetition, frequency and presence penalties; then argmax where temperature is 0, else temperature, min_p,
 top_k and top_p (of what is left, renormalised), and the draw. Ties go to the lower token id everywhere, so
-top_k=1 is greedy. A row whose logits are not finite is told of, and what is drawn for it means nothing. Knows
+top_k=1 is greedy. A row whose logits are not finite is told of, and what is sampled for it means nothing. Knows
 tensors and SamplingParams; nothing of models, pages or devices by name.
 
 A draw depends on the row's logits and on (seed, sample, position), never on the batch: probabilities become
@@ -76,7 +76,7 @@ class SampledRow:
     """One row of logits and what to draw from it.
 
     ``output_ids``: generated so far, read by the penalties only; where the last one is negative it is the row's
-    ``late`` token. ``samples``: per wanted draw (sample index, output position); all draws of a row are at one
+    ``pending`` token. ``samples``: per wanted draw (sample index, output position); all draws of a row are at one
     position. ``bias``: that of ``params``, made here unless it is given.
     """
 
@@ -94,7 +94,7 @@ class SampledRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Draws:
-    """What was drawn, still on the device.
+    """What was sampled, still on the device.
 
     ``first`` int64 [M]: each row's first draw (its most likely token where it draws none). ``packed``: what
     ``read`` turns into the results once it is on the host.
@@ -109,27 +109,27 @@ def draw(
     logits: torch.Tensor,
     rows: Sequence[SampledRow],
     best: Best | None = None,
-    late: torch.Tensor | None = None,
+    pending: torch.Tensor | None = None,
 ) -> Draws:
     """Draw every row's tokens from ``logits`` float32 [M, V]; M = len(rows). Does not change ``logits``.
 
-    ``best``: of ``logits``, where it is known; of M rows or more. ``late`` int64 [M]: each row's last token, for
-    rows whose last token is known on the device only. Token ids outside the vocabulary, in prompts, stop_ids or
-    logit_bias, are ignored. Where every token is ruled out, token 0 is drawn.
+    ``best``: of ``logits``, where it is known; of M rows or more. ``pending`` int64 [M]: each row's last token,
+    for rows whose last token is known on the device only. Token ids outside the vocabulary, in prompts, stop_ids
+    or logit_bias, are ignored. Where every token is ruled out, token 0 is sampled.
     """
     best = greedy(logits) if best is None else best
     if all(_is_plain(row) for row in rows):
         counts = [len(row.samples) for row in rows]
         return Draws(best.tokens, best.packed, lambda found: _repeated(found, counts))
-    edited = _edited(logits, rows, late)
+    edited = _edited(logits, rows, pending)
     most_likely = best.tokens[: len(rows)] if edited is logits else greedy(edited).tokens
-    drawn = _Drawn(most_likely, best.values[: len(rows)], rows)
+    sampled = _Sampled(most_likely, best.values[: len(rows)], rows)
     random = [i for i, row in enumerate(rows) if row.params.temperature > 0 and row.samples]
     if random:
         chosen = [rows[i] for i in random]
         weights = _weights(_rows(edited, random), [row.params for row in chosen])
-        drawn.put(random, _draws(weights, chosen))
-    return drawn.packed(logits)
+        sampled.put(random, _draws(weights, chosen))
+    return sampled.packed(logits)
 
 
 def most_likely(best: Best, count: int) -> Draws:
@@ -216,7 +216,7 @@ def _rows(tensor: torch.Tensor, index: Sequence[int]) -> torch.Tensor:
 # ---------------------------------------------------------------- changes to the logits
 
 
-def _edited(logits: torch.Tensor, rows: Sequence[SampledRow], late: torch.Tensor | None) -> torch.Tensor:
+def _edited(logits: torch.Tensor, rows: Sequence[SampledRow], pending: torch.Tensor | None) -> torch.Tensor:
     """float32 [M, V] after logit_bias, min_tokens and penalties; a copy where anything changes."""
     index = [i for i, row in enumerate(rows) if _is_edited(row)]
     if not index:
@@ -225,7 +225,7 @@ def _edited(logits: torch.Tensor, rows: Sequence[SampledRow], late: torch.Tensor
     part = logits[_to(logits, index)].float()
     _add_bias(part, changed)
     _mask_stops(part, changed)
-    _penalise(part, changed, None if late is None else late[_to(logits, index)])
+    _penalise(part, changed, None if pending is None else pending[_to(logits, index)])
     return logits.float().index_copy(0, _to(logits, index), part)
 
 
@@ -255,7 +255,7 @@ def _mask_stops(part: torch.Tensor, rows: Sequence[SampledRow]) -> None:
         part.view(-1).index_fill_(0, _to(part, held), float("-inf"))
 
 
-def _penalise(part: torch.Tensor, rows: Sequence[SampledRow], late: torch.Tensor | None) -> None:
+def _penalise(part: torch.Tensor, rows: Sequence[SampledRow], pending: torch.Tensor | None) -> None:
     params = [row.params for row in rows]
     if any(p.repetition_penalty != 1 for p in params):
         seen = _counts(
@@ -266,7 +266,7 @@ def _penalise(part: torch.Tensor, rows: Sequence[SampledRow], late: torch.Tensor
                 else ()
                 for row in rows
             ],
-            late,
+            pending,
         )
         # Within float32, or it would make a NaN of 0 and an inf of what is finite.
         penalty = _column(part, params, lambda p: min(max(p.repetition_penalty, 1 / _LARGEST), _LARGEST))
@@ -279,25 +279,25 @@ def _penalise(part: torch.Tensor, rows: Sequence[SampledRow], late: torch.Tensor
                 row.output_ids if p.frequency_penalty or p.presence_penalty else ()
                 for row, p in zip(rows, params)
             ],
-            late,
+            pending,
         )
         part -= _column(part, params, lambda p: p.frequency_penalty) * counts
         part -= _column(part, params, lambda p: p.presence_penalty) * (counts > 0)
 
 
-def _counts(part: torch.Tensor, ids: Sequence[Any], late: torch.Tensor | None) -> torch.Tensor:
-    """float32 [R, V]: how often each token is among each row's ids, late ones included."""
+def _counts(part: torch.Tensor, ids: Sequence[Any], pending: torch.Tensor | None) -> torch.Tensor:
+    """float32 [R, V]: how often each token is among each row's ids, pending ones included."""
     size = part.shape[1]
-    flat, ends_late = [], []
+    flat, ends_pending = [], []
     for i, tokens in enumerate(ids):
         array = np.asarray(tokens, dtype=np.int64)
         flat.append(array[(array >= 0) & (array < size)] + i * size)
-        if late is not None and len(array) and array[-1] < 0:
-            ends_late.append(i)
+        if pending is not None and len(array) and array[-1] < 0:
+            ends_pending.append(i)
     where = _to(part, np.concatenate(flat))
-    if late is not None and ends_late:
-        owners = _to(part, ends_late)
-        where = torch.cat((where, late[owners] + owners * size))
+    if pending is not None and ends_pending:
+        owners = _to(part, ends_pending)
+        where = torch.cat((where, pending[owners] + owners * size))
     # Whole numbers far below 2**24: exact in float32, in whatever order a device adds them.
     counts = torch.zeros(part.numel(), dtype=torch.float32, device=part.device)
     ones = torch.ones(len(where), dtype=torch.float32, device=part.device)
@@ -318,7 +318,7 @@ def _column(
 
 
 def _weights(part: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """int64 [R, V]: what the row's tokens weigh in its draw; 0 for those that may not be drawn."""
+    """int64 [R, V]: what the row's tokens weigh in its draw; 0 for those that may not be sampled."""
     # The largest logit becomes 0 before dividing, so that no temperature can overflow.
     largest = part.amax(dim=-1, keepdim=True)
     largest = torch.where(largest.isfinite(), largest, torch.zeros_like(largest))
@@ -389,7 +389,7 @@ def _draws(weights: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tensor:
 # ---------------------------------------------------------------- results
 
 
-class _Drawn:
+class _Sampled:
     """The draws of all rows, one after another, and what the host is to know of them."""
 
     def __init__(self, best: torch.Tensor, values: torch.Tensor, rows: Sequence[SampledRow]) -> None:

@@ -20,8 +20,8 @@ _FIRST_SLOTS = 16
 _FIRST_TOKENS = 256
 _FIRST_PAGES = 16
 
-LATE_ENTRIES = 2 * MOST_SEQS
-"""Length of the device's array of late tokens. Entry 0 belongs to no sequence."""
+PENDING_ENTRIES = 2 * MOST_SEQS
+"""Length of the device's array of pending tokens. Entry 0 belongs to no sequence."""
 
 _NONE = np.zeros(0, dtype=np.int32)
 
@@ -41,11 +41,12 @@ class _Sequence:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Lineup:
+class Composition:
     """The sequences of a step and their numbers of tokens: by row, int64 [R] but for ``sequences``.
 
-    ``drawing``: the rows that draw, ascending; ``drawers``: their sequences. Decoding steps share one object until
-    a sequence starts or ends or takes another part, so what follows from it alone need not be computed again.
+    ``drawing``: the rows that draw, ascending; ``sampled_sequences``: their sequences. Decoding steps share one
+    object until a sequence starts or ends or takes another part, so what follows from it alone need not be
+    computed again.
     """
 
     sequences: tuple[SequenceId, ...]
@@ -53,36 +54,38 @@ class Lineup:
     counts: np.ndarray
     num_samples: np.ndarray
     drawing: np.ndarray
-    drawers: tuple[SequenceId, ...]
+    sampled_sequences: tuple[SequenceId, ...]
 
     @staticmethod
     def of(
         sequences: tuple[SequenceId, ...], slots: np.ndarray, counts: np.ndarray, num_samples: np.ndarray
-    ) -> Lineup:
+    ) -> Composition:
         drawing = np.flatnonzero(num_samples)
         draw_all = len(drawing) == len(sequences)
-        drawers = sequences if draw_all else tuple(sequences[row] for row in drawing.tolist())
-        return Lineup(sequences, slots, counts, num_samples, drawing, drawers)
+        sampled_sequences = sequences if draw_all else tuple(sequences[row] for row in drawing.tolist())
+        return Composition(sequences, slots, counts, num_samples, drawing, sampled_sequences)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Rows:
     """A step's rows as columns. ``starts`` int64 [R]: each row's first position."""
 
-    lineup: Lineup
+    composition: Composition
     starts: np.ndarray
 
     def take(self, indices: Sequence[int]) -> Rows:
         """Some of the rows, in this order."""
-        lineup, index = self.lineup, np.array(indices, dtype=np.int64)
-        sequences = tuple(lineup.sequences[row] for row in indices)
-        columns = (column[index] for column in (lineup.slots, lineup.counts, lineup.num_samples))
-        return Rows(Lineup.of(sequences, *columns), self.starts[index])
+        composition, index = self.composition, np.array(indices, dtype=np.int64)
+        sequences = tuple(composition.sequences[row] for row in indices)
+        columns = (
+            column[index] for column in (composition.slots, composition.counts, composition.num_samples)
+        )
+        return Rows(Composition.of(sequences, *columns), self.starts[index])
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Expected:
-    """Tokens that a step will have drawn, one for each row that draws: in which slots, whose, and where."""
+    """Tokens that a step will have sampled, one for each row that draws: in which slots, whose, and where."""
 
     slots: np.ndarray
     owners: np.ndarray
@@ -92,12 +95,12 @@ class Expected:
 class SequenceTable:
     """The sequences that the executor has been told of.
 
-    ``tokens`` int32 [slots, width]: prompt and generated; a token that has been drawn but is not known yet is
-    -i, where i is the slot's entry among the device's late tokens (slot + 1). ``lengths`` int64 [slots]: how many
-    tokens there are, late ones included. ``pages`` int32 [slots, width]: page tables; entries past a sequence's
-    own are stale but valid ids. ``adapters`` int64 [slots]. ``greedy`` bool [slots]: ``is_greedy`` of its
-    parameters. ``owners`` int64 [slots]: a number of the slot's sequence, never given twice; 0 in a free slot. The
-    arrays are replaced when they grow: read them anew every step.
+    ``tokens`` int32 [slots, width]: prompt and generated; a token that has been sampled but is not known yet is
+    -i, where i is the slot's entry among the device's pending tokens (slot + 1). ``lengths`` int64 [slots]: how
+    many tokens there are, pending ones included. ``pages`` int32 [slots, width]: page tables; entries past a
+    sequence's own are stale but valid ids. ``adapters`` int64 [slots]. ``greedy`` bool [slots]: ``is_greedy`` of
+    its parameters. ``owners`` int64 [slots]: a number of the slot's sequence, never given twice; 0 in a free slot.
+    The arrays are replaced when they grow: read them anew every step.
     """
 
     def __init__(self) -> None:
@@ -110,8 +113,8 @@ class SequenceTable:
         self.greedy: np.ndarray = np.zeros(_FIRST_SLOTS, dtype=np.bool_)
         self.owners: np.ndarray = np.zeros(_FIRST_SLOTS, dtype=np.int64)
         self._num_started = 0
-        self._lineup: Lineup | None = None
-        self._lineup_columns: tuple[object, ...] = ()
+        self._composition: Composition | None = None
+        self._composition_columns: tuple[object, ...] = ()
 
     def __contains__(self, sequence: SequenceId) -> bool:
         return sequence in self._sequences
@@ -136,7 +139,7 @@ class SequenceTable:
         self.greedy[slot] = is_greedy(params)
         self._num_started += 1
         self.owners[slot] = self._num_started
-        self._lineup = None
+        self._composition = None
         self._sequences[start.sequence] = _Sequence(
             slot=slot,
             sample=start.sample,
@@ -160,18 +163,18 @@ class SequenceTable:
         if held is not None:
             self._free.append(held.slot)
             self.owners[held.slot] = 0
-            self._lineup = None
+            self._composition = None
 
     def rows(self, rows: Sequence[StepRow]) -> Rows:
         """The rows (at least one) as columns. Raises KeyError for an unknown sequence."""
         sequences, starts, *others, _ = zip(*rows)
         columns = (sequences, *others)
-        if self._lineup is None or columns != self._lineup_columns:
+        if self._composition is None or columns != self._composition_columns:
             held = self._sequences
             slots = [held[sequence].slot for sequence in sequences]
             arrays = (np.array(column, dtype=np.int64) for column in (slots, *others))
-            self._lineup, self._lineup_columns = Lineup.of(sequences, *arrays), columns
-        return Rows(self._lineup, np.array(starts, dtype=np.int64))
+            self._composition, self._composition_columns = Composition.of(sequences, *arrays), columns
+        return Rows(self._composition, np.array(starts, dtype=np.int64))
 
     def update_pages(self, rows: Iterable[StepRow], undo: Undo) -> None:
         """Carry the rows' changes into the page tables; ``undo`` receives what was there before."""
@@ -186,9 +189,10 @@ class SequenceTable:
             self.pages[slot, index] = page
 
     def expect(self, rows: Rows) -> Expected:
-        """Each row that draws reaches the end of its sequence and adds a token, which is late until ``settle``."""
-        lineup, drawing = rows.lineup, rows.lineup.drawing
-        slots, ends = lineup.slots[drawing], (rows.starts + lineup.counts)[drawing]
+        """Each row that draws reaches the end of its sequence and adds a token, which is pending until
+        ``settle``."""
+        composition, drawing = rows.composition, rows.composition.drawing
+        slots, ends = composition.slots[drawing], (rows.starts + composition.counts)[drawing]
         self.tokens = _widened(self.tokens, int(ends.max(initial=-1)) + 1)
         self.tokens[slots, ends] = -(slots + 1)
         self.lengths[slots] = ends + 1
@@ -197,8 +201,8 @@ class SequenceTable:
     def settle(self, expected: Expected, tokens: Sequence[int]) -> None:
         """These were the tokens; sequences that have ended meanwhile are passed over."""
         lives = self.owners[expected.slots] == expected.owners
-        drawn = np.array(tokens, dtype=np.int32)
-        self.tokens[expected.slots[lives], expected.ends[lives]] = drawn[lives]
+        sampled = np.array(tokens, dtype=np.int32)
+        self.tokens[expected.slots[lives], expected.ends[lives]] = sampled[lives]
 
     def forget(self, expected: Expected) -> None:
         """There are no such tokens: the step failed."""
@@ -226,7 +230,7 @@ class SequenceTable:
 
     def _add_slots(self) -> None:
         old = len(self.adapters)
-        if 2 * old >= LATE_ENTRIES:
+        if 2 * old >= PENDING_ENTRIES:
             raise ValueError(f"more than {old} sequences run at once")
         self.tokens = _doubled(self.tokens)
         self.pages = _doubled(self.pages)

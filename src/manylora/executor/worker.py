@@ -79,7 +79,7 @@ class _Part:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Drawn:
+class _Sampled:
     """Rows of a step, and how to learn what they drew; ``read`` waits for the device."""
 
     rows: np.ndarray
@@ -183,10 +183,11 @@ class Worker:
                 started.append(start.sequence)
             self._sequences.update_pages(step.rows, changes)
             rows = self._sequences.rows(step.rows)
-            drawn = self._run(rows)
+            sampled = self._run(rows)
             # What other samples drew comes back as their own SequenceStart.
             expected = self._sequences.expect(rows)
-            finish = functools.partial(self._finish, step, rows.lineup.drawers, drawn, expected, began)
+            sequences = rows.composition.sampled_sequences
+            finish = functools.partial(self._finish, step, sequences, sampled, expected, began)
             self._in_flight.append(finish)
         except Exception as error:
             PREPARATION.give_up()
@@ -195,7 +196,7 @@ class Worker:
                 self._sequences.end(sequence)
             self._tell(self._failed(step, error, began))
 
-    def _run(self, rows: Rows) -> list[_Drawn]:
+    def _run(self, rows: Rows) -> list[_Sampled]:
         parts = None if self._shards is None else self._split(rows, self._shards)
         if parts is None or self._shards is None:
             return [self._run_part(self._parts[0], rows, None)]
@@ -208,11 +209,11 @@ class Worker:
 
     def _split(self, rows: Rows, shards: Shards) -> list[list[int]] | None:
         """Indices of each shard's rows; those of one adapter stay together unless a cut falls among them."""
-        order = np.argsort(self._sequences.adapters[rows.lineup.slots], kind="stable")
-        ranges = shards.split(rows.lineup.counts[order].tolist())
+        order = np.argsort(self._sequences.adapters[rows.composition.slots], kind="stable")
+        ranges = shards.split(rows.composition.counts[order].tolist())
         return None if ranges is None else [order[part].tolist() for part in ranges]
 
-    def _run_part(self, part: _Part, rows: Rows, indices: np.ndarray | None) -> _Drawn:
+    def _run_part(self, part: _Part, rows: Rows, indices: np.ndarray | None) -> _Sampled:
         """``indices``: the rows' places in the step; None: they are all of it."""
         forward = self._forward
         if forward is None:
@@ -229,41 +230,41 @@ class Worker:
                 outputs = outputs.first(count)
                 draws = draw(outputs.logits, inputs.sampled, outputs.best, outputs.last)
             if draws.first is not outputs.best.tokens:
-                forward.redraw(outputs.late_index, draws.first)
+                forward.redraw(outputs.pending_index, draws.first)
             arrived = self._device.download(draws.packed)
-        drawn_rows = inputs.sampled_rows if indices is None else indices[inputs.sampled_rows]
-        return _Drawn(drawn_rows, lambda: draws.read(arrived()))
+        sampled_rows = inputs.sampled_rows if indices is None else indices[inputs.sampled_rows]
+        return _Sampled(sampled_rows, lambda: draws.read(arrived()))
 
     def _finish(
         self,
         step: RunStep,
-        drawers: tuple[SequenceId, ...],
-        drawn: list[_Drawn],
+        sampled_sequences: tuple[SequenceId, ...],
+        sampled: list[_Sampled],
         expected: Expected,
         began: float,
     ) -> StepResult:
-        """``drawers``: the sequences of the rows that drew, in the step's order, as ``expected``."""
+        """``sampled_sequences``: the sequences of the rows that drew, in the step's order, as ``expected``."""
         try:
-            results = [part.read() for part in drawn]
+            results = [part.read() for part in sampled]
         except Exception as error:
             self._sequences.forget(expected)
             return self._failed(step, error, began)
         # Parts are in the order of their batches: from there into the step's.
-        order = np.argsort(np.concatenate([part.rows for part in drawn])).tolist()
+        order = np.argsort(np.concatenate([part.rows for part in sampled])).tolist()
         ids = [row for result in results for row in result.tokens]
         drew = [ids[place] for place in order]
         self._sequences.settle(expected, [tokens[0] for tokens in drew])
         logprobs: dict[tuple[SequenceId, int], TokenLogprobs] = {}
         if any(result.logprobs is not None for result in results):
             told = [row for result in results for row in (result.logprobs or [()] * len(result.tokens))]
-            for sequence, place in zip(drawers, order):
+            for sequence, place in zip(sampled_sequences, order):
                 logprobs |= {(sequence, i): item for i, item in enumerate(told[place]) if item is not None}
-        tokens = tuple(zip(drawers, map(tuple, drew)))
+        tokens = tuple(zip(sampled_sequences, map(tuple, drew)))
         unsound: tuple[SequenceId, ...] = ()
         if any(result.unsound for result in results):
             begins = np.cumsum([0, *(len(result.tokens) for result in results)])
             places = {begin + row for begin, result in zip(begins, results) for row in result.unsound}
-            unsound = tuple(sequence for sequence, place in zip(drawers, order) if place in places)
+            unsound = tuple(sequence for sequence, place in zip(sampled_sequences, order) if place in places)
         return StepResult(StepDone(step.step, True, tokens, self._step_s(began), unsound=unsound), logprobs)
 
     def _failed(self, step: RunStep, error: Exception, began: float) -> StepResult:

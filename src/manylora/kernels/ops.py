@@ -79,7 +79,7 @@ class LoraSegments:
 
 
 @dataclasses.dataclass(frozen=True)
-class DrawnRows:
+class SampledRows:
     """The last layer goes on after its attention with the rows of ``sample_index`` alone, ``lora`` their plan:
     nothing reads what the others would give."""
 
@@ -101,7 +101,7 @@ class StepBatch:
     sample_index: torch.Tensor
     attention: Any
     lora: Any | None
-    drawn: DrawnRows | None = None
+    sampled: SampledRows | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

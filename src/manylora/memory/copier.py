@@ -17,7 +17,8 @@ from manylora.protocol import CopyDone, SwapPages
 from manylora.types import PageId
 
 TRANSFER_BYTES = 16 * 2**20
-"""The largest transfer: a step's own small ones wait behind it, about a third of a millisecond."""
+"""The largest transfer, about a third of a millisecond: closing waits for one, and so do a step's own small ones
+where the device's copy engines move them (``devices/staging``)."""
 
 _log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ _TIERS = ("device", "host")
 _DIRECTIONS = ("in", "out")
 
 _COUNTERS = (
-    ("vllm:prefix_cache_queries", "prefix_queries_tokens", "Prompt tokens looked up in the KV history."),
-    ("vllm:prefix_cache_hits", "prefix_hits_tokens", "Prompt tokens found in the KV history."),
+    ("vllm:prefix_cache_queries", "prefix_queries_tokens", "Prompt tokens looked up in the prefix cache."),
+    ("vllm:prefix_cache_hits", "prefix_hits_tokens", "Prompt tokens found in the prefix cache."),
     ("vllm:prompt_tokens", "prompt_tokens", "Prompt tokens processed."),
     ("vllm:generation_tokens", "generated_tokens", "Tokens generated."),
     ("vllm:num_preemptions", "preemptions", "Requests preempted to make room."),
@@ -24,8 +24,8 @@ _COUNTERS = (
     ("manylora:adapter_read_failures", "adapter_read_failures", "Adapter reads that failed."),
     ("manylora:adapter_read_seconds", "adapter_read_s", "Time spent reading adapters."),
     ("manylora:adapter_evictions", "adapter_evictions", "Adapters that left the pool."),
-    ("manylora:history_page_evictions", "history_evictions", "Pages of KV history that left the pool."),
-    ("manylora:history_page_drops", "history_drops", "Pages of KV history that neither tier has any more."),
+    ("manylora:history_page_evictions", "history_evictions", "Pages of cached KV that left the pool."),
+    ("manylora:history_page_drops", "history_drops", "Pages of cached KV whose last copy was dropped."),
     ("manylora:host_evictions", "host_evictions", "Adapters and pages of KV that left the host's pool."),
     ("manylora:adapter_misses", "adapter_misses", "Admissions whose adapter was in neither tier."),
     ("manylora:prefetches", "prefetches", "Adapters and pages of KV fetched for requests in the queue."),
@@ -157,7 +157,7 @@ def _pages(stats: EngineStats) -> Iterator[Metric]:
 def _invalid(stats: EngineStats) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "manylora:invalid_history_share",
-        "Share (0 to 1) of the device's history whose adapter is not on the device.",
+        "Share (0 to 1) of the device's cached KV whose adapter is not on the device.",
         value=stats.invalid_pages / max(stats.pages_history, 1),
     )
     yield GaugeMetricFamily(
@@ -169,7 +169,11 @@ def _invalid(stats: EngineStats) -> Iterator[Metric]:
 
 def _hits(stats: EngineStats) -> Iterator[Metric]:
     for name, field, text in (
-        ("manylora:kv_hit_tokens", "kv_hit_tokens", "Prompt tokens found in the history, by where it was."),
+        (
+            "manylora:kv_hit_tokens",
+            "kv_hit_tokens",
+            "Prompt tokens found in the prefix cache, by where it was.",
+        ),
         ("manylora:adapter_hits", "adapter_hits", "Admissions whose adapter had been read, by where it was."),
     ):
         hits = CounterMetricFamily(name, text, labels=["tier"])

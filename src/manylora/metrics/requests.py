@@ -33,7 +33,7 @@ _ADAPTER_FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 
 PARTS = ("queue", "adapter", "kv", "prefill")
 """The parts of a request's time to its first token, in order: waiting for admission, for its adapter, for its
-history, and the rest."""
+cached KV, and the rest."""
 
 
 class Metrics:
@@ -83,7 +83,7 @@ class Metrics:
         part_s = Histogram(
             "manylora:ttft_part_seconds",
             "Arrival to first token in parts: queue (until admission), adapter (until its adapter was there), kv "
-            "(until its history was), prefill (the rest).",
+            "(until its cached KV was), prefill (the rest).",
             ["part"], buckets=_FIRST_TOKEN_S, registry=self._registry,
         )  # fmt: skip
         self._part_s = [part_s.labels(part) for part in PARTS]

@@ -74,7 +74,7 @@ class Decoder:
         for layer in self.layers[:-1]:
             x, residual = layer(x, residual, step)
         rows = batch.sample_index
-        if batch.drawn is not None:
+        if batch.sampled is not None:
             x, residual = self.layers[-1](x, residual, step, rows)
             return self.head(x, residual, self.ops)
         x, residual = self.layers[-1](x, residual, step)

@@ -26,11 +26,13 @@ class Step:
     batch: StepBatch
     pool: torch.Tensor
 
-    def of_drawn(self) -> Step:
+    def of_sampled(self) -> Step:
         """The step for parts that run on the rows of ``batch.sample_index`` alone."""
-        drawn = self.batch.drawn
+        sampled = self.batch.sampled
         return Step(
-            self.ops, dataclasses.replace(self.batch, lora=None if drawn is None else drawn.lora), self.pool
+            self.ops,
+            dataclasses.replace(self.batch, lora=None if sampled is None else sampled.lora),
+            self.pool,
         )
 
 
@@ -173,7 +175,7 @@ class Layer(Protocol):
     ) -> tuple[Summands, torch.Tensor | None]:
         """The next (x, residual), each ``[T, hidden]``; may reuse the arguments' memory.
 
-        ``rows``: ``batch.sample_index`` where only those ``[M, hidden]`` are wanted (``batch.drawn``).
+        ``rows``: ``batch.sample_index`` where only those ``[M, hidden]`` are wanted (``batch.sampled``).
         """
 
 
@@ -192,7 +194,7 @@ class PreNormLayer:
         normal, residual = self.attention_norm(x, residual, step.ops)
         mixed = self.attention.mixed(normal, step)
         if rows is not None:
-            mixed, residual, step = mixed[rows], residual[rows], step.of_drawn()
+            mixed, residual, step = mixed[rows], residual[rows], step.of_sampled()
         normal, residual = self.mlp_norm(self.attention.out(mixed, step), residual, step.ops)
         return self.mlp(normal, step), residual
 
@@ -212,7 +214,7 @@ class PostNormLayer:
         normal = x.whole
         mixed = self.attention.mixed(normal, step)
         if rows is not None:
-            mixed, normal, step = mixed[rows], normal[rows], step.of_drawn()
+            mixed, normal, step = mixed[rows], normal[rows], step.of_sampled()
         normal, _ = self.attention_norm(self.attention.out(mixed, step), normal, step.ops)
         normal, _ = self.mlp_norm(self.mlp(normal, step), normal, step.ops)
         return Summands(normal), None

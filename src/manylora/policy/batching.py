@@ -48,8 +48,8 @@ class FirstComeFirstServed:
     # ------------------------------------------------------------ what another policy decides otherwise
 
     def runnable(self) -> list[Sequence]:
-        """The holders that may have a row, oldest first."""
-        return self._held.holders
+        """The admitted sequences that may have a row, oldest first."""
+        return self._held.admitted
 
     def next_waiting(self) -> Sequence | None:
         """The sequence to be admitted next."""
@@ -67,10 +67,10 @@ class FirstComeFirstServed:
         ] = []  # rows of more than one token or page, by place, with what remains
         num_longer = 0
         for sequence in self.runnable():
-            if sequence.stage is not RUNNING or (sequence.num_coming and sequence.must_wait):
+            if sequence.stage is not RUNNING or (sequence.num_pending and sequence.must_wait):
                 continue
             num_scheduled = sequence.num_scheduled
-            remaining = len(sequence.tokens) + sequence.num_coming - num_scheduled
+            remaining = len(sequence.tokens) + sequence.num_pending - num_scheduled
             if remaining > 1:
                 num_longer += 1
                 unusual.append((len(rows), remaining))
@@ -110,12 +110,12 @@ class FirstComeFirstServed:
 
     def has_room(self, plan: StepPlan) -> bool:
         """Whether the step can take in sequences that wait."""
-        return plan.budget > 0 and len(self._held.holders) < self._config.max_num_seqs
+        return plan.budget > 0 and len(self._held.admitted) < self._config.max_num_seqs
 
     def admit(self, plan: StepPlan, now: float) -> None:
         """Admit one after the other into the plan; the first that cannot reserve stops those behind it."""
         held = self._held
-        while plan.budget > 0 and len(held.holders) < self._config.max_num_seqs:
+        while plan.budget > 0 and len(held.admitted) < self._config.max_num_seqs:
             sequence = self.next_waiting()
             # One that was preempted with a row in flight comes back when that has ended.
             if sequence is None or held.is_in_flight(sequence):

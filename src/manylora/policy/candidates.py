@@ -1,6 +1,6 @@
 """Nodes that may leave a tier, or enter one, kept in order of value as it changes.
 
-What a node is worth decays with time, but not so that nodes of one kind overtake each other: a value model
+A node's value decays with time, but not so that nodes of one kind overtake each other: a value model
 names *buckets* within which the order stands still. Each bucket is a heap; a decision compares only their
 heads. So choosing is exact, and neither time nor the number of nodes costs anything.
 """

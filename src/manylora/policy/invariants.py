@@ -15,7 +15,7 @@ from manylora.policy.tree import HostState, Node, Residence
 from manylora.types import RequestId
 
 _ON_DEVICE = (Residence.LOADING, Residence.RESIDENT)
-_LEAVING = (Residence.SAVING, Residence.STANDBY)
+_LEAVING = (Residence.OFFLOADING, Residence.STANDBY)
 
 
 def check(
@@ -49,15 +49,15 @@ def _check_in_flight(held: Reservations, rows: list[Scheduled]) -> None:
             while step is not None:
                 assert step.residence is Residence.RESIDENT, "a step reads resident pages"
                 step = step.parent
-    for sequence in held.holders:
+    for sequence in held.admitted:
         own = [(num_tokens, num_samples) for s, num_tokens, num_samples in rows if s is sequence]
         assert held.is_in_flight(sequence) == bool(own), "rows in flight are known"
-        assert sequence.num_coming == sum(num_samples > 0 for _, num_samples in own), (
-            "coming tokens are counted"
+        assert sequence.num_pending == sum(num_samples > 0 for _, num_samples in own), (
+            "pending tokens are counted"
         )
         scheduled = sequence.num_computed + sum(num_tokens for num_tokens, _ in own)
         assert sequence.num_scheduled == scheduled, "what is in flight becomes computed"
-        assert sequence.num_scheduled <= len(sequence.tokens) + sequence.num_coming
+        assert sequence.num_scheduled <= len(sequence.tokens) + sequence.num_pending
 
 
 def _check_node(node: Node, is_moving: bool) -> None:
@@ -76,10 +76,10 @@ def _check_node(node: Node, is_moving: bool) -> None:
         assert node.busy == 0, "pinned nodes stay"
     else:
         assert len(node.pages) == node.num_pages, "nodes on the device hold their pages"
-    if node.residence is Residence.SAVING:
+    if node.residence is Residence.OFFLOADING:
         assert node.busy == 0, "pinned nodes stay"
-        assert node.host is HostState.FILLING, "a saving node is being saved"
-        assert is_moving, "a saving node has a copy in flight"
+        assert node.host is HostState.FILLING, "a node that is offloaded is being copied"
+        assert is_moving, "a node that is offloaded has a copy in flight"
     if node.residence is Residence.STANDBY:
         assert node.busy == 0, "pinned nodes stay"
         assert node.host is HostState.HELD, "a node that stands by has a copy on the host"
@@ -104,7 +104,7 @@ def _check_dependencies(node: Node, policy: CachePolicy) -> None:
     if node.residence is Residence.STANDBY:
         could_come_back = parent.residence is Residence.RESIDENT or parent.residence in _LEAVING
         assert could_come_back, "a node that stands by could come back"
-    if policy.loses_history_with(parent.is_adapter):
+    if policy.loses_kv_with(parent.is_adapter):
         assert not parent.is_ghost, "device and host together stay connected"
 
 
@@ -128,28 +128,30 @@ def _check_counts(residency: Residency, nodes: list[Node]) -> None:
 
     evictable = [n for n in nodes if n.busy == 0 and n.residence is Residence.RESIDENT]
     assert tree.evictable_pages == sum(len(n.pages) for n in evictable), "evictable pages are counted"
-    history = [n for n in evictable if not n.is_adapter]
-    assert tree.idle_history_pages == len(history), "history is counted"
-    invalid = [n for n in history if tree.node(n.adapter).residence is not Residence.RESIDENT]
-    assert tree.invalid_pages == len(invalid), "invalid history is counted"
-    assert not (invalid and tree.keeps_dependencies), "no history is without its adapter"
+    idle = [n for n in evictable if not n.is_adapter]
+    assert tree.idle_kv_pages == len(idle), "idle KV is counted"
+    invalid = [n for n in idle if tree.node(n.adapter).residence is not Residence.RESIDENT]
+    assert tree.invalid_pages == len(invalid), "invalid KV is counted"
+    assert not (invalid and tree.keeps_dependencies), "no KV is without its adapter"
     assert tree.adapter_pages == sum(len(n.pages) for n in nodes if n.is_adapter), "adapter pages are counted"
-    assert tree.history_pages == sum(len(n.pages) for n in nodes if not n.is_adapter), "KV pages are counted"
+    assert tree.kv_pages == sum(len(n.pages) for n in nodes if not n.is_adapter), "KV pages are counted"
     pinned = sum(len(n.pages) for n in nodes if n.busy and not n.is_adapter)
-    assert tree.pinned_history_pages == pinned, "KV pages in use are counted"
-    assert tree.saving_pages == pages(Residence.SAVING), "saving pages are counted"
+    assert tree.pinned_kv_pages == pinned, "KV pages in use are counted"
+    assert tree.offloading_pages == pages(Residence.OFFLOADING), "pages that are offloaded are counted"
     assert tree.loading_pages == pages(Residence.LOADING), "loading pages are counted"
     assert tree.standing_pages == pages(Residence.STANDBY), "pages that stand by are counted"
     assert tree.host_adapter_pages == sum(len(n.host_pages) for n in nodes if n.is_adapter)
-    assert tree.host_history_pages == sum(len(n.host_pages) for n in nodes if not n.is_adapter)
+    assert tree.host_kv_pages == sum(len(n.host_pages) for n in nodes if not n.is_adapter)
     resident = sum(n.is_adapter and n.num_pages > 0 and n.residence is Residence.RESIDENT for n in nodes)
     assert tree.resident_adapters == resident, "resident adapters are counted"
 
 
 def _check_pins(nodes: list[Node], held: Reservations) -> None:
-    wanted = collections.Counter(id(s.node) for s in held.holders)
+    wanted = collections.Counter(id(s.node) for s in held.admitted)
     for node in nodes:
-        assert node.pins == wanted[id(node)], "each holder pins its deepest node, and nothing else does"
+        assert node.pins == wanted[id(node)], (
+            "each admitted sequence pins its deepest node, and nothing else does"
+        )
 
 
 def _check_ownership(residency: Residency, nodes: list[Node], held: Reservations) -> None:
@@ -161,7 +163,7 @@ def _check_ownership(residency: Residency, nodes: list[Node], held: Reservations
     for move in residency.transfers.moves():
         owners.update(move.pages if move.owns_pages else ())
         host_owners.update(move.host_pages if move.owns_host_pages else ())
-    for sequence in held.holders:
+    for sequence in held.admitted:
         owners.update(sequence.pages[sequence.num_shared :])
     assert owners == collections.Counter(range(residency.device.num_pages)), (
         "every page has exactly one owner"
@@ -181,12 +183,12 @@ def _check_capacity(residency: Residency, held: Reservations) -> None:
     tree = residency.tree
     assert tree.adapter_pages <= residency.room.adapter_limit, "adapters stay within their part"
     if residency.room.has_parts:
-        own_pages = sum(len(s.pages) - s.num_shared for s in held.holders)
-        assert tree.history_pages + own_pages <= residency.device.num_pages - residency.room.adapter_limit, (
+        own_pages = sum(len(s.pages) - s.num_shared for s in held.admitted)
+        assert tree.kv_pages + own_pages <= residency.device.num_pages - residency.room.adapter_limit, (
             "KV stays within its part"
         )
-    if not residency.policy.keeps_history and not residency.device.is_step_in_flight:
-        assert tree.idle_history_pages == 0, "no history is kept"
+    if not residency.policy.keeps_prefixes and not residency.device.is_step_in_flight:
+        assert tree.idle_kv_pages == 0, "no prefix is kept"
     coming = sum(len(move.pages) for move in residency.transfers.moves() if move.to_device)
     assert residency.transfers.pages_coming == coming, "pages on their way are counted"
 
@@ -202,15 +204,16 @@ def _check_sequences(
     for was_admitted in (True, False):
         orders = [s.order for s in members if s.state.admitted is was_admitted]
         assert orders == sorted(orders), "each part of the queue is in arrival order"
-    assert [s.order for s in held.holders] == sorted(s.order for s in held.holders), "holders are sorted"
-    loading = [s for s in held.holders if s.stage is Stage.LOADING]
-    assert held.num_loading == len(loading), "holders that load are counted"
+    orders = [s.order for s in held.admitted]
+    assert orders == sorted(orders), "admitted sequences are sorted"
+    loading = [s for s in held.admitted if s.stage is Stage.LOADING]
+    assert held.num_loading == len(loading), "admitted sequences that load are counted"
     known = {id(s) for state in requests.values() for s in state.sequences.values()}
-    assert known == {id(s) for s in [*members, *held.holders]}, "each live sequence waits or holds"
+    assert known == {id(s) for s in [*members, *held.admitted]}, "each live sequence waits or is admitted"
     for state in requests.values():
         assert state.open_samples, "an ended request is forgotten"
-    for sequence in held.holders:
-        assert sequence.stage in (Stage.RUNNING, Stage.LOADING), "holders run or load"
+    for sequence in held.admitted:
+        assert sequence.stage in (Stage.RUNNING, Stage.LOADING), "admitted sequences run or load"
         path = []
         node = sequence.node
         while node is not None and not node.is_adapter:

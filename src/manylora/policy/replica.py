@@ -287,7 +287,7 @@ class Replica:
     def _waiting_for(self, node: Node) -> list[Sequence]:
         """Loading sequences that cannot start without this node."""
         below = {id(member) for member in subtree(node)}
-        return [s for s in self._held.holders if s.stage is LOADING and id(s.node) in below]
+        return [s for s in self._held.admitted if s.stage is LOADING and id(s.node) in below]
 
     def _fail_waiting_for(self, node: Node, error: RequestError, now: float) -> None:
         for state in {s.state.order: s.state for s in self._waiting_for(node)}.values():
@@ -298,7 +298,7 @@ class Replica:
         if not self._held.num_loading:
             return
         self._collect()
-        for sequence in [s for s in self._held.holders if s.stage is LOADING]:
+        for sequence in [s for s in self._held.admitted if s.stage is LOADING]:
             if self._tree.node(sequence.adapter).residence is RESIDENT:
                 sequence.note_adapter(now)
             if self._held.start_if_ready(sequence):
@@ -408,9 +408,11 @@ class Replica:
         else:
             self._fail_step(rows, event.error, now)
 
-    def _take_step(self, rows: list[Scheduled], drawn: dict[SequenceId, tuple[int, ...]], now: float) -> None:
-        """What the rows computed, and what was drawn for them."""
-        page_tokens, take_token, drawn_for = self._config.page_tokens, self._take_token, drawn.get
+    def _take_step(
+        self, rows: list[Scheduled], sampled: dict[SequenceId, tuple[int, ...]], now: float
+    ) -> None:
+        """What the rows computed, and what was sampled for them."""
+        page_tokens, take_token, sampled_for = self._config.page_tokens, self._take_token, sampled.get
         rows_ended(rows)
         for sequence, _, num_samples in rows:
             stage = sequence.stage
@@ -420,7 +422,7 @@ class Replica:
             elif stage is ENDED:
                 continue
             if num_samples:  # one that was preempted meanwhile keeps its token, but not its pages
-                tokens = drawn_for(sequence.id, ())
+                tokens = sampled_for(sequence.id, ())
                 if len(tokens) != num_samples:
                     error = RequestError(500, f"a step drew {len(tokens)} tokens instead of {num_samples}")
                     self._fail_request(sequence.state, error, now)
@@ -462,7 +464,7 @@ class Replica:
     def _fork(self, parent: Sequence, sample: int, token: int, now: float) -> None:
         child = self._new_sequence(parent.state, sample, parent.tokens[:])
         copy = None
-        if parent.node is not None and len(self._held.holders) < self._config.max_num_seqs:
+        if parent.node is not None and len(self._held.admitted) < self._config.max_num_seqs:
             copy = self._held.admit_fork(child, parent, now)
             self._collect()
         if child.node is None:
@@ -473,7 +475,7 @@ class Replica:
         self._take_token(child, token, (parent.id, sample), now)
 
     def _take_token(
-        self, sequence: Sequence, token: int, drawn_by: tuple[SequenceId, int], now: float
+        self, sequence: Sequence, token: int, sampled_by: tuple[SequenceId, int], now: float
     ) -> None:
         """Append and announce a token, and the end where this is it."""
         state, sample, tokens = sequence.state, sequence.sample, sequence.tokens
@@ -483,7 +485,7 @@ class Replica:
                 self._drop(sequence, now)
             return
         count = len(tokens) - sequence.num_prompt
-        self._commands.append(emit((state.id, sample, count - 1, token, drawn_by)))
+        self._commands.append(emit((state.id, sample, count - 1, token, sampled_by)))
         if token in state.stop_ids and count >= state.min_tokens:
             self._end_sample(state, sample, "stop", now)
         elif len(tokens) >= sequence.most_tokens:

@@ -1,7 +1,7 @@
 """What sequences hold: admission, growth, release and preemption.
 
-A reservation is all-or-nothing, and committed or cancelled. Owns the holders and their page tables; where pages
-come from is ``residency``'s, and what runs is ``batching``'s and ``replica``'s.
+A reservation is all-or-nothing, and committed or cancelled. Owns the admitted sequences and their page tables;
+where pages come from is ``residency``'s, and what runs is ``batching``'s and ``replica``'s.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Reservations:
         self._tree = residency.tree
         self._waiting = waiting
         self._promised = 0  # pages on their way that others in this step already wait for
-        self.holders: list[Sequence] = []
+        self.admitted: list[Sequence] = []
         self.num_loading = 0  # of them
 
     @property
@@ -78,8 +78,8 @@ class Reservations:
     # ------------------------------------------------------------ taking
 
     def match(self, sequence: Sequence) -> list[Node]:
-        """History that the sequence can reuse, in either tier. Its last known token is always computed."""
-        if not self._residency.policy.keeps_history:
+        """Cached KV that the sequence can reuse, in either tier. Its last known token is always computed."""
+        if not self._residency.policy.keeps_prefixes:
             return []
         size = self._config.page_tokens
         return self._tree.match(
@@ -97,7 +97,7 @@ class Reservations:
         path = self.match(sequence)
         residency.rescue(path, with_standby=False)
         missing = [node for node in path if node.residence is ABSENT]
-        if not residency.saving.is_copy_cheaper(missing):
+        if not residency.offload.is_copy_cheaper(missing):
             path = [*itertools.takewhile(lambda node: node.residence is not ABSENT, path)]
             missing = []
         num_computed = len(path) * page_tokens
@@ -148,7 +148,7 @@ class Reservations:
         self._waiting.remove(sequence)
         sequence.hold(deepest, len(path), len(path) * self._config.page_tokens, own_pages)
         self.num_loading += 1
-        bisect.insort(self.holders, sequence, key=lambda s: s.order)
+        bisect.insort(self.admitted, sequence, key=lambda s: s.order)
         self.start_if_ready(sequence)
 
     def make_room_for_queue(self, budget: int, now: float) -> None:
@@ -158,15 +158,15 @@ class Reservations:
         For as many together as ``budget`` tokens, the limit of sequences and the pool let in.
         """
         residency = self._residency
-        if residency.marks is not None or not residency.policy.keeps_history:
+        if residency.marks is not None or not residency.policy.keeps_prefixes:
             return  # pages are freed ahead of demand, or nothing unused lies in the way
         coming: set[Node] = set()
         reservations: list[Reservation] = []
         # Holders are served first in the next step: those whose pages are then full take one more.
         size = self._config.page_tokens
-        num_growing = sum(len(s.tokens) + s.num_coming == len(s.pages) * size for s in self.holders)
+        num_growing = sum(len(s.tokens) + s.num_pending == len(s.pages) * size for s in self.admitted)
         kv_pages, adapter_pages = self._promised + num_growing, 0
-        for sequence in self._waiting.leading(self._config.max_num_seqs - len(self.holders)):
+        for sequence in self._waiting.leading(self._config.max_num_seqs - len(self.admitted)):
             # Pinned, so that no room is made of what another of them will use.
             reservation = self._reserve(sequence, budget)
             more_kv = reservation.own_pages + sum(node not in coming for node in reservation.missing)
@@ -228,7 +228,7 @@ class Reservations:
         own = self._residency.take(1) if is_partial else ()
         self._tree.pin(parent.node)
         child.hold_fork(parent, own)
-        bisect.insort(self.holders, child, key=lambda s: s.order)
+        bisect.insort(self.admitted, child, key=lambda s: s.order)
         return (parent.pages[parent.num_shared], own[0]) if own else None
 
     def begin_step(self) -> None:
@@ -236,7 +236,7 @@ class Reservations:
         self._promised = 0
 
     def grow(self, sequence: Sequence, num_tokens: int, now: float) -> Growth:
-        """Make room for the next ``num_tokens``, preempting newer holders if that is what it takes."""
+        """Make room for the next ``num_tokens``, preempting newer sequences if that is what it takes."""
         num_tokens += sequence.num_scheduled
         if num_tokens <= len(sequence.pages) * self._config.page_tokens:
             return Growth.DONE
@@ -245,7 +245,7 @@ class Reservations:
             if self._residency.room.will_provide(missing + self._promised):
                 self._promised += missing
                 return Growth.SOON
-            newest = self.holders[-1]
+            newest = self.admitted[-1]
             if newest is sequence:
                 return Growth.NONE
             self._preempt(newest, now)
@@ -262,7 +262,8 @@ class Reservations:
     # ------------------------------------------------------------ letting go
 
     def release(self, sequence: Sequence, now: float) -> None:
-        """Take everything back from a holder that ends. What it filled stays in the tree as history."""
+        """Take everything back from an admitted sequence that ends. What it filled stays in the tree as cached
+        KV."""
         self._release(sequence, now, now)
 
     def _release(self, sequence: Sequence, now: float, last_use: float) -> None:
@@ -272,11 +273,11 @@ class Reservations:
         residency.device.release(sequence.pages[sequence.num_shared :])
         residency.visits.computed(sequence.matched, node, now)
         residency.unpin(node, last_use)
-        if not residency.policy.keeps_history:
+        if not residency.policy.keeps_prefixes:
             self._drop_unused(node, now)
         sequence.let_go()
         self.num_loading -= sequence.stage is SEQUENCE_LOADING
-        self.holders.remove(sequence)
+        self.admitted.remove(sequence)
 
     def _drop_unused(self, node: Node, now: float) -> None:
         """Keep nothing that no running request uses (the paper's S-LoRA baseline)."""
@@ -290,9 +291,9 @@ class Reservations:
             step = above
 
     def _preempt(self, sequence: Sequence, now: float) -> None:
-        """Send a holder back to its place in the queue.
+        """Send an admitted sequence back to its place in the queue.
 
-        Its full pages stay as history, which leaves by way of the host: it swaps out rather than computes
+        Its full pages stay as cached KV, which leaves by way of the host: it swaps out rather than computes
         again, unless the cache policy finds computing cheaper.
         """
         assert sequence.node is not None
@@ -301,7 +302,7 @@ class Reservations:
         self.put_back(sequence, now)
 
     def put_back(self, sequence: Sequence, now: float) -> None:
-        """Take a holder's reservation; it waits again, in its place."""
+        """Take an admitted sequence's reservation; it waits again, in its place."""
         assert sequence.node is not None
         self._release(sequence, now, sequence.node.last_use)
         if sequence.forget_executor():

@@ -23,8 +23,8 @@ from manylora.policy.tree import (
     HELD,
     LOADING,
     NO_COPY,
+    OFFLOADING,
     RESIDENT,
-    SAVING,
     STANDBY,
     DependencyTree,
     HostState,
@@ -48,7 +48,7 @@ class Residency:
         self.host = PageLedger(config.num_host_pages)
         self.transfers = Transfers()
         self.rates = Rates(config.page_bytes, config.page_tokens)
-        self.saving = self.policy.saving(self.rates)
+        self.offload = self.policy.offload(self.rates)
         self.marks = self.policy.marks(config.cache, config.num_pages)
         self.counters = Counters()
         self.visits = Visits(
@@ -161,17 +161,17 @@ class Residency:
             self.note("evict", node, reason, value)
         elif node.host is FILLING and not node.is_adapter:
             # A save was begun, the node was kept meanwhile, and now is not after all.
-            self._set_device(node, SAVING, node.pages)
+            self._set_device(node, OFFLOADING, node.pages)
             self.note("save", node, reason, value)
-        elif node.parent is not None and self._is_worth_saving(node, now) and self._provide_host(now, 1):
+        elif node.parent is not None and self._should_offload(node, now) and self._provide_host(now, 1):
             self._save(node)
             self.note("save", node, reason, value)
         else:
             self.note("drop", node, reason, value)
             self._lose(node)
 
-    def _is_worth_saving(self, node: Node, now: float) -> bool:
-        return self.saving.pays(node.depth.bit_length(), now)
+    def _should_offload(self, node: Node, now: float) -> bool:
+        return self.offload.pays(node.depth.bit_length(), now)
 
     def _leave_device(self, node: Node) -> None:
         """Free the device pages of a node whose contents are safe, or not wanted."""
@@ -195,14 +195,14 @@ class Residency:
             self.counters.history_evictions += 1
 
     def _save(self, node: Node) -> None:
-        self._set_device(node, SAVING, node.pages)
+        self._set_device(node, OFFLOADING, node.pages)
         self._set_host(node, FILLING, self.host.take(1))
-        self.saving.saved()
+        self.offload.offloaded()
         self.transfers.queue(node, to_device=False)
 
     def _lose(self, node: Node) -> None:
         """Drop a node that nothing can bring back from the host, with what cannot be used without it."""
-        if not node.children or self.policy.loses_history_with(node.is_adapter):
+        if not node.children or self.policy.loses_kv_with(node.is_adapter):
             self.discard(node)
             return
         if node.residence is not ABSENT:
@@ -252,7 +252,7 @@ class Residency:
         parent = node.parent
         if not self.policy.keeps_standby or parent is None or node.host is not HELD:
             return False
-        return parent.residence is RESIDENT or parent.residence is STANDBY or parent.residence is SAVING
+        return parent.residence is RESIDENT or parent.residence is STANDBY or parent.residence is OFFLOADING
 
     def _end_standby(self, node: Node) -> None:
         """Give up the page of a node that stands by, and those of what could not come back without it."""
@@ -307,7 +307,7 @@ class Residency:
                     self._end_standby(node)
                     continue
                 self.device.call_back(node.pages[0])
-            elif node.residence is not SAVING:
+            elif node.residence is not OFFLOADING:
                 continue
             if self._is_parent_there(node):
                 self._set_device(node, RESIDENT, node.pages)
@@ -320,7 +320,7 @@ class Residency:
         """Bring absent nodes, parents first, into pages that ``provide`` has freed."""
         for node in nodes:
             if reason == "demand" and not node.is_adapter:
-                self.saving.came_back(1)
+                self.offload.came_back(1)
             self._set_device(node, LOADING, self.take(node.num_pages))
             if node.host is HELD:
                 self.transfers.queue(node, to_device=True)
@@ -351,7 +351,7 @@ class Residency:
         """
         if node.residence is STANDBY:
             self.device.call_back(node.pages[0])
-        if node.residence is SAVING or node.residence is STANDBY or node.has_landed:
+        if node.residence is OFFLOADING or node.residence is STANDBY or node.has_landed:
             self._set_device(node, RESIDENT, node.pages)
             self._land_children(node)
             return False
@@ -421,13 +421,13 @@ class Residency:
         """A copy to the host has ended: a node that still wants to leave does."""
         if ok:
             self._set_host(node, HELD, node.host_pages)
-            if node.residence is SAVING:
+            if node.residence is OFFLOADING:
                 self._leave_device(node)
             return
         pages = node.host_pages
         self._set_host(node, NO_COPY, ())
         self.host.release(pages)
-        if node.residence is SAVING:
+        if node.residence is OFFLOADING:
             self._lose(node)
 
     def _land(self, node: Node) -> None:

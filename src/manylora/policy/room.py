@@ -20,7 +20,7 @@ class Room:
     @property
     def pages_used(self) -> int:
         """Device pages that are neither free nor about to be."""
-        return self._device.num_used - self._tree.saving_pages
+        return self._device.num_used - self._tree.offloading_pages
 
     def num_free(self, for_adapters: bool) -> int:
         """Pages that an adapter, or KV, could take at once."""
@@ -34,11 +34,11 @@ class Room:
         return min(free, device.num_pages - self.adapter_limit - used)
 
     def num_coming(self, for_adapters: bool) -> int:
-        """Pages that are free, or become so by themselves: saves in flight, and the step's end."""
-        device, saving = self._device, self._tree.saving_pages
+        """Pages that are free, or become so by themselves: offloads in flight, and the step's end."""
+        device, leaving = self._device, self._tree.offloading_pages
         if self.has_parts:
-            return self.num_free(for_adapters) + saving + device.num_deferred
-        return device.num_pages - device.num_used + saving
+            return self.num_free(for_adapters) + leaving + device.num_deferred
+        return device.num_pages - device.num_used + leaving
 
     def may_provide(self, kv_pages: int, adapter_pages: int) -> bool:
         """Whether so many pages can become free while no sequence lets go of any."""
@@ -46,7 +46,7 @@ class Room:
         if not self.has_parts:
             return for_kv + tree.evictable_pages >= kv_pages + adapter_pages
         for_adapters = self.num_coming(for_adapters=True) + tree.evictable_adapter_pages
-        return for_adapters >= adapter_pages and for_kv + tree.idle_history_pages >= kv_pages
+        return for_adapters >= adapter_pages and for_kv + tree.idle_kv_pages >= kv_pages
 
     def will_provide(self, kv_pages: int) -> bool:
         """Whether so many pages will be free when those that are on their way have come."""

@@ -77,18 +77,38 @@ class Sequence:
     Page table ``pages``: the first ``num_shared`` belong to tree nodes on the path that ends in ``node``
     (which the sequence pins while it holds a reservation); the rest are its own.
 
-        tokens:  |<- prompt ->|<- generated ->|<- num_coming ->|
+        tokens:  |<- prompt ->|<- generated ->|<- num_pending ->|
                  |<- num_computed ->|<- in flight ->|<- remaining ->|
                  |<-        num_scheduled         ->|
         pages:   [shared ... shared][own ... own]
 
-    Without a step in flight nothing is coming, and what was scheduled is computed.
+    Without a step in flight no token is pending, and what was scheduled is computed.
     """
 
     __slots__ = (
-        "adapter", "adapter_s", "admitted_s", "id", "is_known_to_executor", "is_prefetched", "keys", "last_step",
-        "matched", "most_tokens", "node", "num_coming", "num_computed", "num_failed_copies", "num_prompt",
-        "num_scheduled", "num_shared", "num_unborn_forks", "page_updates", "pages", "sample", "stage", "state",
+        "adapter",
+        "adapter_s",
+        "admitted_s",
+        "id",
+        "is_known_to_executor",
+        "is_prefetched",
+        "keys",
+        "last_step",
+        "matched",
+        "most_tokens",
+        "node",
+        "num_computed",
+        "num_failed_copies",
+        "num_pending",
+        "num_prompt",
+        "num_scheduled",
+        "num_shared",
+        "num_unborn_forks",
+        "page_updates",
+        "pages",
+        "sample",
+        "stage",
+        "state",
         "tokens",
     )  # fmt: skip
 
@@ -102,7 +122,7 @@ class Sequence:
         self.most_tokens = self.num_prompt + state.max_tokens
         self.num_computed = 0
         self.num_scheduled = 0
-        self.num_coming = 0  # tokens that steps in flight draw for it
+        self.num_pending = 0  # tokens that steps in flight sample for it
         self.last_step = 0  # that has a row of it
         self.pages: list[PageId] = []
         self.num_shared = 0
@@ -131,13 +151,13 @@ class Sequence:
     @property
     def num_remaining(self) -> int:
         """Tokens known, or soon known, that no step computes yet; 1 while decoding."""
-        return len(self.tokens) + self.num_coming - self.num_scheduled
+        return len(self.tokens) + self.num_pending - self.num_scheduled
 
     @property
     def must_wait(self) -> bool:
-        """Whether it can go on only when the token that is coming has come: others fork off then, or it ends."""
-        num_known = len(self.tokens) + self.num_coming
-        return self.num_coming > 0 and (self.num_unborn_forks > 0 or num_known >= self.most_tokens)
+        """Whether it can go on only when the pending token has come: others fork off then, or it ends."""
+        num_known = len(self.tokens) + self.num_pending
+        return self.num_pending > 0 and (self.num_unborn_forks > 0 or num_known >= self.most_tokens)
 
     def page_keys(self, page_tokens: int) -> list[PageKey]:
         """The tokens of all full pages, cut once; the first page's stand behind the request's cache scope."""
@@ -242,7 +262,7 @@ class Sequence:
 
     def row_failed(self, draws: bool) -> None:
         """A step with a row of it has failed."""
-        self.num_coming -= draws
+        self.num_pending -= draws
 
     def forks_are_born(self) -> None:
         """The samples that share its prompt have sequences of their own."""
@@ -271,7 +291,7 @@ def run_step(step: int, scheduled: list[Scheduled]) -> RunStep:
         sequence.num_scheduled = first + num_tokens
         sequence.last_step = step
         if num_samples:
-            sequence.num_coming += 1
+            sequence.num_pending += 1
     return RunStep(step, tuple(starts), tuple(rows))
 
 
@@ -281,7 +301,7 @@ def rows_ended(scheduled: list[Scheduled]) -> None:
         if sequence.stage is RUNNING:
             sequence.num_computed += num_tokens
         if num_samples:
-            sequence.num_coming -= 1
+            sequence.num_pending -= 1
 
 
 def _start_of(sequence: Sequence) -> SequenceStart:

@@ -1,6 +1,7 @@
 """What a replica's gauges are, and how they are read.
 
-Reads residency, the holders and the queue, changes nothing of them but that it takes note of what it has told.
+Reads residency, the admitted sequences and the queue, changes nothing of them but that it takes note of what it
+has told.
 """
 
 from __future__ import annotations
@@ -30,27 +31,27 @@ class Gauges:
         """The gauges of this moment. O(requests + adapters told of)."""
         running = collections.Counter[AdapterId]()
         waiting = collections.Counter(self._waiting.num_by_adapter)
-        for sequence in self._held.holders:
+        for sequence in self._held.admitted:
             where = running if sequence.stage is RUNNING else waiting
             where[sequence.adapter] += 1
         tree, device, host = self._tree, self._residency.device, self._residency.host
         free = device.num_free + device.num_deferred
         left_over = sum(len(move.pages) for move in self._residency.transfers.moves() if move.owns_pages)
-        history = tree.history_pages - tree.pinned_history_pages - tree.standing_pages + left_over
+        cached = tree.kv_pages - tree.pinned_kv_pages - tree.standing_pages + left_over
         return Snapshot(
             num_running=running.total(),
             num_waiting=waiting.total(),
             pages_total=device.num_pages,
             pages_free=free,
-            pages_running=device.num_pages - free - history - tree.adapter_pages,
-            pages_history=history,
+            pages_running=device.num_pages - free - cached - tree.adapter_pages,
+            pages_history=cached,
             pages_adapters=tree.adapter_pages,
             pages_loading=tree.loading_pages,
-            pages_saving=tree.saving_pages,
+            pages_saving=tree.offloading_pages,
             invalid_pages=tree.invalid_pages,
             host_pages_total=host.num_pages,
             host_pages_free=host.num_free,
-            host_pages_history=tree.host_history_pages,
+            host_pages_history=tree.host_kv_pages,
             host_pages_adapters=tree.host_adapter_pages,
             adapters=tuple(
                 self._use(adapter, running, waiting)
@@ -82,5 +83,5 @@ class Gauges:
             running[adapter],
             waiting[adapter],
             node.host.value,
-            self._tree.history_of(adapter),
+            self._tree.idle_kv_of(adapter),
         )

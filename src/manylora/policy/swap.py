@@ -1,7 +1,7 @@
 """The swapper (FastLibra §5.3) and the prefetch for the waiting queue (S-LoRA §5.2).
 
-Owns when nodes move without being asked for: at every interval, out above the high mark, in below the low one.
-Which nodes, is the value model's choice; how they move, ``residency``'s.
+Owns when nodes move without being asked for: out above the high mark, at every interval or step; in below the low
+one, whenever the lane is idle. Which nodes, is the value model's choice; how they move, ``residency``'s.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from manylora.policy.marks import Marks
 from manylora.policy.queues import WaitingQueue
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
-from manylora.policy.tree import ABSENT, HELD, NO_COPY, SAVING, STANDBY, Node
+from manylora.policy.tree import ABSENT, HELD, NO_COPY, OFFLOADING, STANDBY, Node
 
 LANE_S = 0.005
 """What it moves at a time, in seconds of the lane: a copy that a request waits for stands behind it."""
@@ -63,12 +63,12 @@ class Swapper:
 
     def _sample(self) -> None:
         tree, counters = self._residency.tree, self._residency.counters
-        if tree.idle_history_pages:
-            counters.invalid_share_sum += tree.invalid_pages / tree.idle_history_pages
+        if tree.idle_kv_pages:
+            counters.invalid_share_sum += tree.invalid_pages / tree.idle_kv_pages
             counters.invalid_share_samples += 1
 
     def use_idle_lane(self, now: float) -> None:
-        """Bring in what waiting requests need, then what is worth most, while nothing else is copied."""
+        """Bring in what waiting requests need, then what has most value, while nothing else is copied."""
         residency, marks = self._residency, self._marks
         if residency.transfers.is_lane_busy:
             return
@@ -127,7 +127,7 @@ class Swapper:
             for node in (root, *self._held.match(sequence)):
                 if node.residence is STANDBY and self._fits(node):
                     residency.rescue((node,))
-                has_left = node.residence is SAVING or node.residence is STANDBY
+                has_left = node.residence is OFFLOADING or node.residence is STANDBY
                 if has_left and residency.tree.keeps_dependencies:
                     break  # nothing comes below what leaves
                 if node.residence is not ABSENT:

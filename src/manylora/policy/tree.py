@@ -2,7 +2,7 @@
 
 Owns each node's states on the device and on the host, its pins, and the counts that follow from both. A KV
 node is one full page of tokens computed under its adapter after its parent's tokens. Does not know free pages,
-copies, sequences, or what a node is worth; what changes a state returns the other nodes that may have become
+copies, sequences, or a node's value; what changes a state returns the other nodes that may have become
 candidates to leave or to enter by it.
 """
 
@@ -22,15 +22,15 @@ PageKey = bytes
 class Residence(enum.Enum):
     """Where a node stands on the device; all but ABSENT own device pages.
 
-    LOADING: its contents are on the way, or there and waiting for the parent's. SAVING: it leaves as soon as its
-    copy on the host is complete; until then it can still be kept. STANDBY: it has left, but no other owner has
+    LOADING: its contents are on the way, or there and waiting for the parent's. OFFLOADING: it leaves as soon as
+    its copy on the host is complete; until then it can still be kept. STANDBY: it has left, but no other owner has
     taken its page yet, so it can come back for nothing.
     """
 
     ABSENT = "absent"
     LOADING = "loading"
     RESIDENT = "resident"
-    SAVING = "saving"
+    OFFLOADING = "saving"
     STANDBY = "standby"
 
 
@@ -47,7 +47,7 @@ class HostState(enum.Enum):
 ABSENT: Final = Residence.ABSENT
 LOADING: Final = Residence.LOADING
 RESIDENT: Final = Residence.RESIDENT
-SAVING: Final = Residence.SAVING
+OFFLOADING: Final = Residence.OFFLOADING
 STANDBY: Final = Residence.STANDBY
 NO_COPY: Final = HostState.NONE
 FILLING: Final = HostState.FILLING
@@ -57,8 +57,9 @@ HELD: Final = HostState.HELD
 class Node:
     """One adapter or one page of KV.
 
-    ``pins`` counts holders of this very node; ``busy`` counts pins in its whole subtree, so a node with
-    ``busy == 0`` can leave once its children have. Sequences pin only the deepest node they use.
+    ``pins`` counts the sequences and reservations that hold this very node; ``busy`` counts pins in its whole
+    subtree, so a node with ``busy == 0`` can leave once its children have. Sequences pin only the deepest node
+    they use.
     """
 
     __slots__ = (
@@ -137,19 +138,19 @@ class DependencyTree:
         self._adapters: dict[AdapterId, _AdapterEntry] = {BASE: _AdapterEntry(self.base)}
         self.num_nodes = 0
         # Device pages by what they hold, whatever the state; then some of them by state.
-        self.history_pages = 0
+        self.kv_pages = 0
         self.adapter_pages = 0
         self.evictable_pages = 0  # of resident nodes without pins
         self.evictable_adapter_pages = 0
-        self._history_of: dict[AdapterId, int] = {}  # evictable KV pages
+        self._idle_kv_of: dict[AdapterId, int] = {}  # evictable KV pages
         self.invalid_pages = 0  # of these, those whose adapter is not resident: no request could use them
-        self._changed: set[AdapterId] = set()  # whose states or history did, since ``take_changed``
-        self.pinned_history_pages = 0
-        self.saving_pages = 0
+        self._changed: set[AdapterId] = set()  # whose states or idle KV did, since ``take_changed``
+        self.pinned_kv_pages = 0
+        self.offloading_pages = 0
         self.loading_pages = 0
         self.standing_pages = 0
         self.resident_adapters = 0
-        self.host_history_pages = 0
+        self.host_kv_pages = 0
         self.host_adapter_pages = 0
 
     # ------------------------------------------------------------ adapters
@@ -173,7 +174,7 @@ class DependencyTree:
         return adapter in self._adapters
 
     def take_changed(self) -> set[AdapterId]:
-        """Adapters whose states or idle history may have changed since the last call, or since they were added."""
+        """Adapters whose states or idle KV may have changed since the last call, or since they were added."""
         changed, self._changed = self._changed, set()
         return changed
 
@@ -199,7 +200,7 @@ class DependencyTree:
         node.is_dropped = True
         self.num_nodes -= 1
         del self._adapters[adapter]
-        self._history_of.pop(adapter, None)
+        self._idle_kv_of.pop(adapter, None)
         self._changed.discard(adapter)
 
     # ------------------------------------------------------------ matching and growing
@@ -261,7 +262,7 @@ class DependencyTree:
         if parent is None:
             self._changed.add(node.adapter)
             gone = (before is RESIDENT) - (residence is RESIDENT)
-            self.invalid_pages += gone * self.history_of(node.adapter)
+            self.invalid_pages += gone * self.idle_kv_of(node.adapter)
         else:
             parent.num_standing += (residence is STANDBY) - (before is STANDBY)
             was_on = before is RESIDENT or before is LOADING
@@ -283,7 +284,7 @@ class DependencyTree:
             self._changed.add(node.adapter)
             self.host_adapter_pages += change
         else:
-            self.host_history_pages += change
+            self.host_kv_pages += change
         node.host, node.host_pages = state, pages
 
     def _count_device(self, node: Node, sign: int) -> None:
@@ -296,13 +297,13 @@ class DependencyTree:
             if is_evictable:
                 self._add_evictable(node.adapter, 0, size)
         else:
-            self.history_pages += size
+            self.kv_pages += size
             if node.busy:
-                self.pinned_history_pages += size
+                self.pinned_kv_pages += size
             elif is_evictable:
                 self._add_evictable(node.adapter, size, 0)
-        if residence is SAVING:
-            self.saving_pages += size
+        if residence is OFFLOADING:
+            self.offloading_pages += size
         elif residence is LOADING:
             self.loading_pages += size
         elif residence is STANDBY:
@@ -318,7 +319,7 @@ class DependencyTree:
         while step.parent is not None:
             step.busy += 1
             if step.busy == 1:
-                self.pinned_history_pages += len(step.pages)
+                self.pinned_kv_pages += len(step.pages)
                 if step.residence is RESIDENT:
                     num_kv_pages += 1
             step = step.parent
@@ -339,7 +340,7 @@ class DependencyTree:
                 step.last_use = now
             if step.busy == 0:
                 if step.parent is not None:
-                    self.pinned_history_pages -= len(step.pages)
+                    self.pinned_kv_pages -= len(step.pages)
                 if step.residence is RESIDENT:
                     if step.parent is None:
                         num_pages = len(step.pages)
@@ -358,7 +359,7 @@ class DependencyTree:
         child.pins += 1
         child.busy += 1
         if child.busy == 1:
-            self.pinned_history_pages += len(child.pages)
+            self.pinned_kv_pages += len(child.pages)
             if child.residence is RESIDENT:
                 self._add_evictable(child.adapter, -len(child.pages), 0)
 
@@ -367,18 +368,18 @@ class DependencyTree:
         self.evictable_adapter_pages += adapter_pages
         if kv_pages:
             self._changed.add(adapter)
-            self._history_of[adapter] = self._history_of.get(adapter, 0) + kv_pages
+            self._idle_kv_of[adapter] = self._idle_kv_of.get(adapter, 0) + kv_pages
             if self._adapters[adapter].node.residence is not RESIDENT:
                 self.invalid_pages += kv_pages
 
     @property
-    def idle_history_pages(self) -> int:
+    def idle_kv_pages(self) -> int:
         """Device pages of KV that no running request uses."""
         return self.evictable_pages - self.evictable_adapter_pages
 
-    def history_of(self, adapter: AdapterId) -> int:
+    def idle_kv_of(self, adapter: AdapterId) -> int:
         """Device pages of KV under this adapter that no running request uses."""
-        return self._history_of.get(adapter, 0)
+        return self._idle_kv_of.get(adapter, 0)
 
     # ------------------------------------------------------------ what may leave, what may enter
 

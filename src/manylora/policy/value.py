@@ -1,4 +1,4 @@
-"""What a node is worth on the device: the value models that cache policies choose from.
+"""The value of a node on the device: the models that cache policies choose from.
 
 Owns formulas and their inputs (visits in a window, batch sizes, measured rates); does not know pages, tiers or
 thresholds. Values are logarithms of seconds, so that products of very small factors stay distinct.
@@ -37,7 +37,7 @@ class ValueModel(Protocol):
         """The order within the bucket; the lowest leaves first. Changes only with visits and use."""
 
     def value(self, node: Node, now: float) -> Value:
-        """What keeping the node saves, comparable between buckets."""
+        """What keeping the node gains, comparable between buckets."""
 
     def refresh(self, now: float, num_adapters: int) -> None:
         """A decision is about to be made, with so many adapters resident."""
@@ -103,7 +103,7 @@ class RealCost:
     Cost: from a host copy the transfer; without one (so that leaving costs a write, or loses it) an adapter's
     read from its source or a KV page's prefill after its prefix. A request that misses its adapter waits a step
     besides, however small the adapter. How often: an adapter's visits, aged by a factor e in ``aging_s``; for
-    KV, which one conversation uses a few times and then never again, the share of prompts that history served
+    KV, which one conversation uses a few times and then never again, the share of prompts that cached KV served
     so far, decaying with the time since its last use. Both as rates per second, so that they compare.
     """
 
@@ -151,7 +151,8 @@ class RealCost:
     def _kv_cost_s(self, depth_class: int, is_held: bool) -> float:
         """The value of one page."""
         rates = self._rates
-        # Without a copy it would be saved: written now and read back later. Never more than computing it again.
+        # Without a copy it would be offloaded: written now and read back later. Never more than computing it
+        # again.
         copy_s = rates.page_in_s if is_held else rates.page_out_s + rates.page_in_s
         return min(copy_s, rates.page_prefill_s(depth_class))
 
@@ -166,8 +167,8 @@ class RealHostCost(RealCost):
     """The value of a copy on the host, for the node's next use from there: what the transfer saves.
 
     An adapter's read from its source delays the requests that wait for it; a KV page's prefill all rows of its
-    step. So history that is seldom asked for does not push adapters out, and of what is asked for often that
-    stays which would take the device's time. History that the device has as well goes before all else: nothing
+    step. So KV that is seldom asked for does not push adapters out, and of what is asked for often that
+    stays which would take the device's time. KV that the device has as well goes before all else: nothing
     is lost with such a copy, but a write when the device lets go, which is furthest off for what was used last.
     """
 

@@ -140,15 +140,15 @@ class AdapterFreed:
 class Emit(NamedTuple):
     """A generated token; ``position`` counts from 0 at the sample's first. Emitted once, whatever moved.
 
-    ``drawn_by``: (sequence, index among the tokens it drew in its last step), where a driver finds what the
-    executor said beside the token. A fork's first token is drawn by sample 0's sequence.
+    ``sampled_by``: (sequence, index among the tokens it drew in its last step), where a driver finds what the
+    executor said beside the token. A fork's first token is sampled by sample 0's sequence.
     """
 
     request: RequestId
     sample: int
     position: int
     token: int
-    drawn_by: tuple[SequenceId, int]
+    sampled_by: tuple[SequenceId, int]
 
 
 emit: Callable[[tuple[RequestId, int, int, int, tuple[SequenceId, int]]], Emit]
@@ -168,7 +168,7 @@ class Admitted:
 class Ready:
     """All that an admitted request reuses is on the device, for the first time; its prefill begins.
 
-    ``adapter_s``: how long it waited for its adapter since it was admitted; ``kv_s``: and for history after
+    ``adapter_s``: how long it waited for its adapter since it was admitted; ``kv_s``: and for cached KV after
     that. Both 0 where nothing had to come.
     """
 
@@ -182,7 +182,7 @@ class Decided:
     """One decision of the cache policy, for people; only with ``CacheConfig.trace``.
 
     ``action``: "evict", "save", "drop", "load", "read", "prefetch", "drop-host", "preempt", ...; ``depth``: 0
-    for an adapter, else which page of its prefix; ``value``: what the policy thought the node worth (log
+    for an adapter, else which page of its prefix; ``value``: the node's value to the policy (log
     seconds), None where it was not asked; ``reason``: "demand", "busy", "idle", "queue", ...
     """
 

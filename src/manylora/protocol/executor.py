@@ -59,7 +59,7 @@ class Executor(Protocol):
     **Steps** run and end in the order given, at most two at a time. RunStep returns before its step has ended
     where the device works beside its caller. A row may compute the token that the step before it, still on its
     way, draws for the same sequence (the first one where it draws several). A sequence may be ended meanwhile:
-    what is drawn for it is reported all the same. A failure is a StepDone with ok=False. A step that could not
+    what is sampled for it is reported all the same. A failure is a StepDone with ok=False. A step that could not
     even be issued is told of at once, before those that are on their way; so is one that relies on it.
 
     **Copies** of one direction land in the order given, and CopyPages is ordered after steps issued before and

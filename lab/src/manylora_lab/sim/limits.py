@@ -26,7 +26,7 @@ _WARM_UP_TOKENS = 64
 
 
 @dataclasses.dataclass(slots=True)
-class Asks:
+class Accesses:
     """What starting sequences asked for, of one kind: pages of KV, or adapters.
 
     ``num_free`` of them were in use until then, or by others at that moment: every policy has those. ``idle``
@@ -34,21 +34,21 @@ class Asks:
     by how many pages each takes. The rest were never there before.
     """
 
-    num_asked: int = 0
+    num_accesses: int = 0
     num_free: int = 0
-    num_pages_asked: int = 0
+    num_pages_accessed: int = 0
     num_pages_free: int = 0
     idle: collections.Counter[tuple[int, int, int]] = dataclasses.field(default_factory=collections.Counter)
 
     def note(self, first_idle: int, step: int, count: int, pages_each: int) -> None:
-        """Count so many that were asked for at ``step`` and lay unused since ``first_idle``."""
+        """Count so many that were accessed at ``step`` and lay unused since ``first_idle``."""
         if first_idle < step:
             self.idle[first_idle, step - 1, pages_each] += count
         else:
             self.note_free(count, pages_each)
 
     def note_free(self, count: int, pages_each: int) -> None:
-        """So many of those asked for were in use."""
+        """So many of those accessed were in use."""
         self.num_free += count
         self.num_pages_free += count * pages_each
 
@@ -71,7 +71,7 @@ class Recorder:
     """Listens to the commands of one run, from its first on, and keeps what bounds need.
 
     An access is a sequence's start: the step in which it first runs after it was admitted, for the first time
-    or again. It asks for its adapter and for every full page before its last token. A page is the tokens up to
+    or again. It accesses its adapter and every full page before its last token. A page is the tokens up to
     its end under one adapter, known by 128 bits of a hash of them. Steps are counted from 0. For requests of
     one sample. Memory: some 200 bytes a page that was ever computed.
     """
@@ -95,8 +95,8 @@ class Recorder:
     def begin(self) -> None:
         """Count from here. What was there before may be anywhere now, as if every policy had put it there."""
         self._began = len(self.pages_in_use)
-        self.kv = Asks()
-        self.adapters = Asks()
+        self.kv = Accesses()
+        self.adapters = Accesses()
         self.tokens_asked = 0  # prompts, and what was generated before a preemption
         self.kv_pages_found = 0
         self.kv_pages_copied_in = 0
@@ -109,7 +109,7 @@ class Recorder:
         """The next command, as ``Replay`` hands it to its watcher."""
         match command:
             case Emit():
-                sequence, index = command.drawn_by
+                sequence, index = command.sampled_by
                 if index == 0 and sequence in self._running:
                     self._learn(self._running[sequence], command.token)
             case RunStep():
@@ -157,8 +157,8 @@ class Recorder:
         running = _Running(start.adapter, list(start.tokens), start.adapter.to_bytes(8, "little"))
         self._running[start.sequence] = running
         self._ask_adapter(start.adapter)
-        num_asked = (len(start.tokens) - 1) // self.page_tokens
-        self._extend(running, num_asked)
+        num_accesses = (len(start.tokens) - 1) // self.page_tokens
+        self._extend(running, num_accesses)
         self._ask_pages(running.chain)
         self.tokens_asked += len(start.tokens)
         self.kv_pages_found += start.num_computed // self.page_tokens
@@ -167,22 +167,22 @@ class Recorder:
     def _ask_adapter(self, adapter: AdapterId) -> None:
         if adapter == BASE:
             return
-        asks, num_pages, now = self.adapters, self._adapter_pages[adapter], len(self.pages_in_use)
-        asks.num_asked += 1
-        asks.num_pages_asked += num_pages
+        accesses, num_pages, now = self.adapters, self._adapter_pages[adapter], len(self.pages_in_use)
+        accesses.num_accesses += 1
+        accesses.num_pages_accessed += num_pages
         if self._adapter_users[adapter]:
-            asks.note_free(1, num_pages)
+            accesses.note_free(1, num_pages)
         else:
             self._num_adapter_pages_used += num_pages
             last_use = self._adapter_last_use.get(adapter, _UNKNOWN)
             if last_use != _UNKNOWN:
-                asks.note(max(last_use + 1, self._began), now, 1, num_pages)
+                accesses.note(max(last_use + 1, self._began), now, 1, num_pages)
         self._adapter_users[adapter] += 1
 
     def _ask_pages(self, chain: list[int]) -> None:
-        asks, now, users, last_uses = self.kv, len(self.pages_in_use), self._users, self._last_use
-        asks.num_asked += len(chain)
-        asks.num_pages_asked += len(chain)
+        accesses, now, users, last_uses = self.kv, len(self.pages_in_use), self._users, self._last_use
+        accesses.num_accesses += len(chain)
+        accesses.num_pages_accessed += len(chain)
         num_free = 0
         found: dict[int, int] = {}  # by last use: most of a chain was last used at once
         for page in chain:
@@ -192,9 +192,9 @@ class Recorder:
             elif last_use != _UNKNOWN:
                 found[last_use] = found.get(last_use, 0) + 1
                 last_uses[page] = now
-        asks.note_free(num_free, 1)
+        accesses.note_free(num_free, 1)
         for last_use, count in found.items():
-            asks.note(max(last_use + 1, self._began), now, count, 1)
+            accesses.note(max(last_use + 1, self._began), now, count, 1)
 
     def _extend(self, running: _Running, num_pages: int) -> None:
         """Number the chain's pages up to so many."""
@@ -316,12 +316,12 @@ def most_kept(idle: Iterable[tuple[int, int, int]], capacity: Sequence[int]) -> 
     return num_kept
 
 
-def _most_adapters(asks: Asks, most_pages: int, capacity: Sequence[int]) -> int:
+def _most_adapters(accesses: Accesses, most_pages: int, capacity: Sequence[int]) -> int:
     """The less of two bounds: the fewest pages each within ``most_pages``; all as small as the smallest."""
-    if not asks.idle:
+    if not accesses.idle:
         return 0
     by_size: collections.Counter[int] = collections.Counter()
-    for (_, _, each), count in asks.idle.items():
+    for (_, _, each), count in accesses.idle.items():
         by_size[each] += count
     by_pages, pages_left = 0, most_pages
     for each, count in sorted(by_size.items()):
@@ -329,7 +329,7 @@ def _most_adapters(asks: Asks, most_pages: int, capacity: Sequence[int]) -> int:
         by_pages += num_fitting
         pages_left -= num_fitting * each
     smallest = min(by_size)
-    idle = [(first, last, count) for (first, last, _), count in asks.idle.items()]
+    idle = [(first, last, count) for (first, last, _), count in accesses.idle.items()]
     return min(by_pages, most_kept(idle, [room // smallest for room in capacity]))
 
 
@@ -343,20 +343,20 @@ def summarize_limits(record: Recorder, config: PolicyConfig) -> dict[str, float]
     device = limits(record, config.num_pages)
     both = limits(record, config.num_pages + config.num_host_pages)
     kv, adapters, tokens = record.kv_pages_found, record.adapters, record.tokens_asked
-    pages = record.kv.num_pages_asked + adapters.num_pages_asked
+    pages = record.kv.num_pages_accessed + adapters.num_pages_accessed
     kv_device = kv - record.kv_pages_copied_in
-    adapter_pages = adapters.num_pages_asked - record.adapter_pages_read
-    adapter_pages_device = adapters.num_pages_asked - record.adapter_pages_brought
-    size, num_asked = record.page_tokens, adapters.num_asked
+    adapter_pages = adapters.num_pages_accessed - record.adapter_pages_read
+    adapter_pages_device = adapters.num_pages_accessed - record.adapter_pages_brought
+    size, num_accesses = record.page_tokens, adapters.num_accesses
     return {
         "kv_kept": _share(kv * size, tokens),
         "kv_kept_limit": _share(both.kv_pages * size, tokens),
         "kv_kept_device": _share(kv_device * size, tokens),
         "kv_kept_device_limit": _share(device.kv_pages * size, tokens),
-        "adapter_kept": _share(num_asked - record.adapters_read, num_asked),
-        "adapter_kept_limit": _share(both.adapters, num_asked),
-        "adapter_kept_device": _share(num_asked - record.adapters_brought, num_asked),
-        "adapter_kept_device_limit": _share(device.adapters, num_asked),
+        "adapter_kept": _share(num_accesses - record.adapters_read, num_accesses),
+        "adapter_kept_limit": _share(both.adapters, num_accesses),
+        "adapter_kept_device": _share(num_accesses - record.adapters_brought, num_accesses),
+        "adapter_kept_device_limit": _share(device.adapters, num_accesses),
         "page_kept": _share(kv + adapter_pages, pages),
         "page_kept_limit": _share(both.pages, pages),
         "page_kept_device": _share(kv_device + adapter_pages_device, pages),

@@ -8,7 +8,7 @@ from manylora.policy.value import FastLibraValue, ValueModel
 
 
 class FastLibraWithoutReward(FastLibra):
-    """Adapters are worth what equations 3, 5 and 6 say."""
+    """The value of adapters is that of equations 3, 5 and 6."""
 
     name = "fastlibra-wol"
 

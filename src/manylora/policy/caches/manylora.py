@@ -6,12 +6,12 @@ from manylora.config import CacheConfig
 from manylora.policy.caches.policy import CachePolicy, Signals
 from manylora.policy.cost import Rates
 from manylora.policy.marks import FixedMarks, IntakeMarks, Marks
-from manylora.policy.saving import SaveWhereItPays
+from manylora.policy.offload import OffloadWhereItPays
 from manylora.policy.value import RealCost, RealHostCost, ValueModel
 
 
 class Manylora(CachePolicy):
-    """Saves KV only where that beats computing it again, and looks at the device after every step."""
+    """Offloads KV only where that beats computing it again, and looks at the device after every step."""
 
     name = "manylora"
     keeps_orphans = True
@@ -26,9 +26,9 @@ class Manylora(CachePolicy):
         """See CachePolicy."""
         return RealHostCost(signals.rates, signals.counters, signals.config.window_s)
 
-    def saving(self, rates: Rates) -> SaveWhereItPays:
+    def offload(self, rates: Rates) -> OffloadWhereItPays:
         """See CachePolicy."""
-        return SaveWhereItPays(rates)
+        return OffloadWhereItPays(rates)
 
     def marks(self, config: CacheConfig, num_pages: int) -> Marks:
         """See CachePolicy."""

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.policy.cost import Rates
 from manylora.policy.marks import Marks
-from manylora.policy.saving import AlwaysSave, Saving
+from manylora.policy.offload import AlwaysOffload, OffloadRule
 from manylora.policy.value import LeastRecentlyUsed, ValueModel
 from manylora.policy.visits import Visits
 from manylora.reports import Counters
@@ -33,12 +33,12 @@ class CachePolicy:
 
     keeps_dependencies: ClassVar[bool] = True
     """No KV lies on the device without its adapter and its prefix (FastLibra §4)."""
-    keeps_history: ClassVar[bool] = True
+    keeps_prefixes: ClassVar[bool] = True
     """A finished request's KV, and an unused adapter, stay until their room is needed."""
     keeps_orphans: ClassVar[bool] = False
-    """The host keeps history whose adapter is in neither tier, since that can be read again."""
+    """The host keeps KV whose adapter is in neither tier, since that can be read again."""
     keeps_standby: ClassVar[bool] = False
-    """History that has left the device can be used until its page is taken."""
+    """KV that has left the device can be used until its page is taken."""
     prefetches: ClassVar[bool] = False
     """What waiting requests need comes into idle pages ahead of them (S-LoRA §5.2)."""
 
@@ -46,16 +46,16 @@ class CachePolicy:
     """A value model reads how many requests in the window used a node."""
 
     def device_value(self, signals: Signals) -> ValueModel:
-        """What keeping a node on the device is worth: the least valuable leaves first."""
+        """The value of keeping a node on the device: the least valuable leaves first."""
         return LeastRecentlyUsed()
 
     def host_value(self, signals: Signals) -> ValueModel:
-        """What a copy on the host is worth, when the host is full."""
+        """The value of a copy on the host, when the host is full."""
         return LeastRecentlyUsed()
 
-    def saving(self, rates: Rates) -> Saving:
+    def offload(self, rates: Rates) -> OffloadRule:
         """Whether KV that leaves the device is copied to the host, and whether it comes back from there."""
-        return AlwaysSave()
+        return AlwaysOffload()
 
     def marks(self, config: CacheConfig, num_pages: int) -> Marks | None:
         """Between which levels of use the device is kept (FastLibra §5.3); None: pages are freed on demand
@@ -66,6 +66,6 @@ class CachePolicy:
         """The device pages that are the adapters', with the rest for KV; None: one pool for both."""
         return None
 
-    def loses_history_with(self, is_adapter: bool) -> bool:
+    def loses_kv_with(self, is_adapter: bool) -> bool:
         """Whether what lies below a node, in either tier, goes when the node is in neither any more."""
         return self.keeps_dependencies and not (is_adapter and self.keeps_orphans)

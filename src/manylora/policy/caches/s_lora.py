@@ -1,4 +1,4 @@
-"""The FastLibra paper's S-LoRA (§6.1): one pool, adapters dropped when they are not used, no history."""
+"""The FastLibra paper's S-LoRA (§6.1): one pool, adapters dropped when they are not used, no prefix cache."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ class SLora(CachePolicy):
     """What no running request uses goes at once; what waiting ones need is prefetched."""
 
     name = "s-lora"
-    keeps_history = False
+    keeps_prefixes = False
     prefetches = True

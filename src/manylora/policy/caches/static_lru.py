@@ -1,4 +1,4 @@
-"""The FastLibra paper's vLLM (§2.2, §6.1): a part for adapters and one for KV, and history offloaded to the
+"""The FastLibra paper's vLLM (§2.2, §6.1): a part for adapters and one for KV, and cached KV offloaded to the
 host."""
 
 from __future__ import annotations

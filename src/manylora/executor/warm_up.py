@@ -31,7 +31,7 @@ _SAMPLED = SamplingParams(
 )
 
 
-def rehearse(worker: Worker, limits: PolicyConfig, max_adapter_rank: int | None = None) -> list[int]:
+def warm_up(worker: Worker, limits: PolicyConfig, max_adapter_rank: int | None = None) -> list[int]:
     """Run eager steps, one as large as a step can be; returns their tokens. Of the base model and, since LoRA's
     kernels have variants by the size of a step and the rank, with adapters.
 
@@ -67,7 +67,7 @@ def rehearse(worker: Worker, limits: PolicyConfig, max_adapter_rank: int | None 
     finally:
         for adapter in _PRETENDED:
             direct.evict_adapter(adapter)
-    _log.info("rehearsed steps of %s tokens in %.1f s", sorted(sizes), time.perf_counter() - began)
+    _log.info("warmed up with steps of %s tokens in %.1f s", sorted(sizes), time.perf_counter() - began)
     return sorted(sizes)
 
 

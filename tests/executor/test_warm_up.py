@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from manylora.executor.rehearsal import rehearse
+from manylora.executor.warm_up import warm_up
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.ops import LoraSegments
 from manylora.protocol import DeviceCommand, RunStep
@@ -22,8 +22,8 @@ def test_served_tokens_are_the_same_after_it(tmp_path: Path, caplog: pytest.LogC
     rig = Rig(model, tmp_path, max_batch_tokens=100, max_num_seqs=8, max_model_len=40)
     try:
         with caplog.at_level(logging.INFO):
-            assert rehearse(rig.worker, rig.policy) == [100]  # in prompts of 40, 40 and 20
-        assert "rehearsed steps of [100] tokens" in caplog.text
+            assert warm_up(rig.worker, rig.policy) == [100]  # in prompts of 40, 40 and 20
+        assert "warmed up with steps of [100] tokens" in caplog.text
         rig.connect()
         prompt = [7, 8, 9, 10, 11]
         adapter = write_adapter(tmp_path / "r4", model, rank=4, seed=1)
@@ -35,7 +35,7 @@ def test_served_tokens_are_the_same_after_it(tmp_path: Path, caplog: pytest.LogC
         Reference(model).check_greedy(prompt, rig.sequences[2].generated, adapter)
         # More than its tables hold: said, not raised.
         caplog.clear()
-        rehearse(rig.worker, dataclasses.replace(rig.policy, max_model_len=10**4, max_batch_tokens=10**4))
+        warm_up(rig.worker, dataclasses.replace(rig.policy, max_model_len=10**4, max_batch_tokens=10**4))
         assert "failed before serving began" in caplog.text
     finally:
         rig.worker.close()
@@ -56,14 +56,14 @@ def test_steps_with_an_adapter_are_among_it(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(CpuOps, "plan_lora", noted)
     try:
-        rehearse(rig.worker, rig.policy, 3)
+        warm_up(rig.worker, rig.policy, 3)
         assert set(ranks) == {3}
         ranks.clear()
-        rehearse(rig.worker, rig.policy, 10**6)
+        warm_up(rig.worker, rig.policy, 10**6)
         assert set(ranks) == {16, 64}
-        monkeypatch.setattr("manylora.executor.rehearsal._PRETENDED", {-1: 10**6})
+        monkeypatch.setattr("manylora.executor.warm_up._PRETENDED", {-1: 10**6})
         ranks.clear()
-        rehearse(rig.worker, rig.policy)
+        warm_up(rig.worker, rig.policy)
         assert not ranks
     finally:
         rig.worker.close()
@@ -75,7 +75,7 @@ def test_short_rows_are_beside_the_long_ones(
 ) -> None:
     model = write_model(tmp_path / "model")
     limits: dict[str, Any] = {"max_batch_tokens": 80, "max_num_seqs": max_num_seqs, "max_model_len": 40}
-    monkeypatch.setattr("manylora.executor.rehearsal._BESIDE", (9, 1, 1))
+    monkeypatch.setattr("manylora.executor.warm_up._BESIDE", (9, 1, 1))
     rig = Rig(model, tmp_path, num_pages=1000, page_bytes=3072, **limits)
     rows: list[list[int]] = []
     adapters: list[list[int]] = []
@@ -89,7 +89,7 @@ def test_short_rows_are_beside_the_long_ones(
 
     monkeypatch.setattr(rig.worker, "obey", noted)
     try:
-        rehearse(rig.worker, rig.policy)
+        warm_up(rig.worker, rig.policy)
         assert rows[0] == expected
         num_long = sum(length > 9 for length in expected)
         beside = {(set(each[:num_long]).pop(), *set(each[num_long:])) for each in adapters}

@@ -1,7 +1,7 @@
 """Whether copies to the host pay: by what earlier ones brought back."""
 
 from manylora.policy.cost import Rates
-from manylora.policy.saving import SaveWhereItPays
+from manylora.policy.offload import OffloadWhereItPays
 from tests.policy.rig import PAGE
 
 USUAL = 5.0
@@ -18,30 +18,30 @@ def rates_of(page_in_s: float, prefill_token_s: float) -> Rates:
 
 
 def test_copies_that_never_come_back_are_made_no_more_but_for_trials() -> None:
-    saving = SaveWhereItPays(rates_of(page_in_s=0.003, prefill_token_s=0.001))
-    assert saving.pays(1, USUAL), "nobody knows yet"
+    offload = OffloadWhereItPays(rates_of(page_in_s=0.003, prefill_token_s=0.001))
+    assert offload.pays(1, USUAL), "nobody knows yet"
     for _ in range(5000):
-        saving.saved()
+        offload.offloaded()
     # One in 40 is believed to come back and to save 1 ms then: less than a twentieth of the 3 ms of its write.
-    assert not saving.pays(1, USUAL)
-    assert saving.pays(1, 16.0)
-    saving.came_back(1000)
-    assert saving.pays(1, USUAL)
+    assert not offload.pays(1, USUAL)
+    assert offload.pays(1, 16.0)
+    offload.came_back(1000)
+    assert offload.pays(1, USUAL)
 
 
 def test_what_was_seen_long_ago_is_forgotten() -> None:
-    saving = SaveWhereItPays(rates_of(0.001, 0.001))
+    offload = OffloadWhereItPays(rates_of(0.001, 0.001))
     for _ in range(100_000):
-        saving.saved()
-    saving.came_back(2000)
-    assert saving.pays(1, USUAL), "a fifth or more of those that are remembered"
+        offload.offloaded()
+    offload.came_back(2000)
+    assert offload.pays(1, USUAL), "a fifth or more of those that are remembered"
 
 
 def test_copies_slower_than_computing_never_pay() -> None:
-    saving = SaveWhereItPays(rates_of(page_in_s=0.1, prefill_token_s=0.001))
-    saving.came_back(10_000)
-    assert not saving.pays(1, USUAL)
-    assert not saving.pays(1, 16.0)
+    offload = OffloadWhereItPays(rates_of(page_in_s=0.1, prefill_token_s=0.001))
+    offload.came_back(10_000)
+    assert not offload.pays(1, USUAL)
+    assert not offload.pays(1, 16.0)
 
 
 def test_before_any_copy_came_they_are_believed_to_take_nothing() -> None:
@@ -49,15 +49,15 @@ def test_before_any_copy_came_they_are_believed_to_take_nothing() -> None:
     for _ in range(200):
         rates.saw_step(1, 101, 1e-4)
     assert rates.page_in_s > rates.page_prefill_s(1), "assumed, and not believed"
-    saving = SaveWhereItPays(rates)
-    assert saving.pays(1, USUAL)
+    offload = OffloadWhereItPays(rates)
+    assert offload.pays(1, USUAL)
     assert rates.weigh_copying((1,)) >= 0
     for _ in range(5000):
-        saving.saved()
-    assert not saving.pays(1, USUAL), "nothing comes back"
-    saving.came_back(5000)
+        offload.offloaded()
+    assert not offload.pays(1, USUAL), "nothing comes back"
+    offload.came_back(5000)
     rates.saw_copy(1, 2 * PAGE * 1e-6, to_device=True)
-    assert not saving.pays(1, USUAL), "slow"
+    assert not offload.pays(1, USUAL), "slow"
     assert rates.weigh_copying((1,)) < 0
 
 
