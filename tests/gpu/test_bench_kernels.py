@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from manylora_lab.bench.kernels_settings import KERNELS
+from manylora_lab.bench.kernels.settings import KERNELS
 
 from manylora.cli import main
 
