@@ -168,12 +168,12 @@ def test_lora_by_kind_of_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert tuned("lora", tmp_path) == 0
     config = lora.stored_config("cpu", tmp_path / "lora.json")
     assert config is not None
-    assert (config.short.shrink_programs, config.short.tile_columns) == (6, 128)
+    assert config.short == tune_lora.TILES[16][1]
     ((most, how),) = config.beside
     assert (most, how.product_first[:3], how.sizes.chunk) == (16, ("qkv", "o", "gate_up"), 1024)
-    assert [most for most, _ in config.mixed] == [128]
+    assert config.mixed == ((128, tune_lora.TILES[16][1]),)
     assert config.writes_from == 1, "the later of the two was to write"
-    assert (config.long.expand_tokens, config.long.shrink_step) == (64, 64)
+    assert config.long == tune_lora.LONG_TILES[1]
 
 
 @pytest.mark.parametrize("part", TABLES)

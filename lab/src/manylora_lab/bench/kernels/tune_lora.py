@@ -1,26 +1,25 @@
 """LoRA's table: sizes of shrink and expand by kind of step, and how the two run beside the product.
 
-Shrink's sizes are chosen with expand's as they are, then expand's; then, in decoding steps, whether LoRA runs
-beside the product and which of the two goes first, and in others whether expand writes and the product adds.
+With the best sizes of each it is then chosen, for decoding steps, whether LoRA runs beside the product and which of
+the two goes first, and for others, whether expand writes and the product adds.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from manylora.kernels.triton.lora import as_row, lora_kernels_on
 from manylora.kernels.triton.lora_launch import DEFAULT, Beside, LoraConfig, LoraKernels, LoraTileConfig
 from manylora.kernels.triton.operations import TritonOps
-from manylora_lab.bench.kernels.choosing import fastest, products_for
+from manylora_lab.bench.kernels.choosing import fastest, products_for, text_of
 from manylora_lab.bench.kernels.lora import LoraLayer, LoraProblem
 from manylora_lab.bench.kernels.measuring import Bench
 from manylora_lab.bench.kernels.rig import KernelCase, KernelRig
 
 RANK = 16
-TILES = (16, 32, 64)
-"""Tokens of a tile."""
 LARGEST = 2048
 """Tokens beyond which long runs take launches of their own."""
 Sizes = dict[str, Any]
@@ -32,38 +31,55 @@ def _shrink(step: int, programs: int, registers: int = 0, **more: Any) -> Sizes:
 
 
 def _expand(tile_columns: int, warps: int, programs: int, registers: int = 168, **more: Any) -> Sizes:
-    return {
-        "tile_columns": tile_columns, "expand_step": 128, "expand_warps": warps, "expand_programs": programs,
-        "expand_registers": registers, **more,
-    }  # fmt: skip
+    sizes = {"tile_columns": tile_columns, "expand_warps": warps, "expand_programs": programs}
+    return {**sizes, "expand_step": 128, "expand_registers": registers, **more}
 
 
-SHRINKS: dict[int, list[Sizes]] = {
-    16: [_shrink(512, 16), _shrink(512, 6)],
-    32: [_shrink(256, 16, 168), _shrink(256, 4, 168)],
-    64: [_shrink(128, 16, 168, stages=3), _shrink(128, 4, 168, stages=3)],
+def _all_of(
+    sizes: LoraTileConfig, shrinks: Sequence[Sizes], expands: Sequence[Sizes]
+) -> list[LoraTileConfig]:
+    """These sizes with each pair of the others in their place."""
+    pairs = itertools.product(shrinks, expands)
+    return [dataclasses.replace(sizes, **shrink, **expand) for shrink, expand in pairs]
+
+
+TILES: dict[int, list[LoraTileConfig]] = {
+    16: _all_of(
+        dataclasses.replace(DEFAULT.short, tile_tokens=16),
+        [_shrink(512, 16), _shrink(512, 6)],
+        [
+            _expand(0, 2, 16),
+            _expand(128, 2, 6),
+            _expand(128, 2, 16),
+            _expand(256, 4, 4, 128, expand_step=256),
+        ],
+    ),
+    32: _all_of(
+        dataclasses.replace(DEFAULT.short, tile_tokens=32),
+        [_shrink(256, 16, 168), _shrink(256, 4, 168)],
+        [_expand(128, 4, 4), _expand(128, 4, 16), _expand(64, 2, 8, expand_step=64)],
+    ),
+    64: _all_of(
+        dataclasses.replace(DEFAULT.short, tile_tokens=64, stages=3),
+        [_shrink(128, 16, 168), _shrink(128, 4, 168)],
+        [_expand(128, 4, 3), _expand(128, 4, 8), _expand(128, 4, 2, 0, expand_tokens=128)],
+    ),
 }
-"""By tokens of a tile, whose other sizes are ``DEFAULT``'s."""
-EXPANDS: dict[int, list[Sizes]] = {
-    16: [
-        _expand(0, 2, 16), _expand(128, 2, 6), _expand(128, 2, 16), _expand(256, 4, 4, 128, expand_step=256),
+"""By tokens of a tile."""
+LONG_TILES = _all_of(
+    DEFAULT.long,
+    [
+        {"shrink_step": step, "shrink_warps": warps, "stages": stages}
+        for step, warps, stages in ((128, 4, 3), (64, 4, 5), (128, 8, 3))
     ],
-    32: [_expand(128, 4, 4), _expand(128, 4, 16), _expand(64, 2, 8, expand_step=64)],
-    64: [_expand(128, 4, 3), _expand(128, 4, 8), _expand(128, 4, 2, 0, expand_tokens=128)],
-}  # fmt: skip
-LONG_SHRINKS: list[Sizes] = [
-    {"tile_tokens": 64, "shrink_step": 128, "shrink_warps": 4, "stages": 3},
-    {"tile_tokens": 64, "shrink_step": 64, "shrink_warps": 4, "stages": 5},
-    {"tile_tokens": 64, "shrink_step": 128, "shrink_warps": 8, "stages": 3},
-]
-LONG_EXPANDS: list[Sizes] = [
-    {"expand_tokens": tokens, "expand_columns": columns, "expand_step": step, "expand_warps": warps,
-     "expand_registers": registers}
-    for tokens, columns, step, warps, registers in (
-        (64, 512, 128, 4, 0), (64, 128, 128, 4, 128), (256, 128, 128, 4, 128), (512, 512, 128, 4, 0),
-        (512, 128, 64, 4, 96), (256, 64, 64, 4, 96),
-    )
-]  # fmt: skip
+    [
+        {"expand_tokens": tokens, "expand_columns": columns, "expand_step": step, "expand_registers": registers}
+        for tokens, columns, step, registers in (
+            (64, 512, 128, 0), (64, 128, 128, 128), (256, 128, 128, 128), (512, 512, 128, 0),
+            (512, 128, 64, 96), (256, 64, 64, 96),
+        )
+    ],
+)  # fmt: skip
 PRODUCT_FIRST: dict[str, tuple[str, ...]] = {
     "LoRA": (),
     "gate": ("gate_up", "fc1"),
@@ -124,12 +140,11 @@ class _Tuning:
         self._bench = bench
         self._rig = bench.rig
         few = 1 if bench.is_small else None
-        self._decoding_kinds, self._prompt_kinds, self._tiles = DECODING[:few], PROMPTS[:few], TILES[:few]
+        self._decoding_kinds, self._prompt_kinds = DECODING[:few], PROMPTS[:few]
         self._long_kind = LONG[0 if bench.is_small else -1]
         kinds = (*self._decoding_kinds, *self._prompt_kinds, self._long_kind)
         self._rig.reserve([], RANK * max(len(kind.runs) for kind in kinds))
         self._stored = lora_kernels_on(self._rig.device).config
-        self._plain = dataclasses.replace(self._stored, beside=(), writes_from=0)
 
     def config(self) -> LoraConfig:
         short, beside = self._decoding()
@@ -139,7 +154,7 @@ class _Tuning:
         )
 
     def _best(self, steps: Sequence[_Step], configs: Mapping[str, LoraConfig]) -> LoraConfig | None:
-        """What takes least in all of these steps together."""
+        """What takes least in all of these steps together; None where time was short."""
         return fastest(
             [
                 self._bench.candidates({config: step.case(name, config) for name, config in configs.items()})
@@ -147,12 +162,27 @@ class _Tuning:
             ]
         )
 
+    def _best_of(
+        self,
+        steps: Sequence[_Step],
+        stored: LoraTileConfig,
+        tried: Sequence[LoraTileConfig],
+        is_long: bool = False,
+    ) -> LoraConfig | None:
+        """With the best sizes, the stored ones among them: of long runs in large steps, or of all other steps."""
+        plain = dataclasses.replace(self._stored, beside=(), writes_from=int(is_long))
+        configs = {}
+        for sizes in (stored, *(tried[:2] if self._bench.is_small else tried)):
+            own = {"long": sizes} if is_long else {"short": sizes, "mixed": ((LARGEST, sizes),)}
+            configs[text_of(sizes)] = dataclasses.replace(plain, **own)
+        return self._best(steps, configs)
+
     # ---- the parts of the table ------------------------------------------------------------------------
 
     def _decoding(self) -> tuple[LoraTileConfig, tuple[tuple[int, Beside], ...]]:
         """Sizes of decoding steps, and how LoRA runs beside the product."""
         steps = [_Step(self._rig, kind) for kind in self._decoding_kinds]
-        best = self._short(steps, (16,), self._stored.short)
+        best = self._best_of(steps, self._stored.short, TILES[16])
         if best is None:
             return self._stored.short, self._stored.beside
         beside: list[tuple[int, Beside]] = []
@@ -168,13 +198,13 @@ class _Tuning:
     def _orders(self, plain: LoraConfig) -> dict[str, LoraConfig]:
         """LoRA after the product, and beside it: either preferred."""
         configs = {"in turn": plain}
-        sizes = {"": plain.short, ", chunk 1024": dataclasses.replace(plain.short, chunk=1024)}
-        for first, groups in list(PRODUCT_FIRST.items())[:: 3 if self._bench.is_small else 1]:
-            for pdl in (False, True) if plain.pdl else (False,):
-                for chunk, tile in sizes.items():
-                    how = Beside(tile, groups, pdl)
-                    name = f"beside, {first} first{', pdl' * pdl}{chunk}"
-                    configs[name] = dataclasses.replace(plain, beside=((LARGEST, how),))
+        chunks = {"": plain.short, ", chunk 1024": dataclasses.replace(plain.short, chunk=1024)}
+        firsts = list(PRODUCT_FIRST.items())[:: 3 if self._bench.is_small else 1]
+        pdls = (False, True) if plain.pdl else (False,)
+        for (first, groups), pdl, (chunk, sizes) in itertools.product(firsts, pdls, chunks.items()):
+            how = Beside(sizes, groups, pdl)
+            name = f"beside, {first} first{', pdl' * pdl}{chunk}"
+            configs[name] = dataclasses.replace(plain, beside=((LARGEST, how),))
         return configs
 
     def _prompts(self) -> tuple[tuple[tuple[int, LoraTileConfig], ...], int]:
@@ -182,72 +212,21 @@ class _Tuning:
         mixed: list[tuple[int, LoraTileConfig]] = []
         writes_from = least = 0
         for kind in self._prompt_kinds:
-            step = _Step(self._rig, kind)
+            steps = [_Step(self._rig, kind)]
             stored = self._stored.of_mixed(kind.tokens) or self._stored.short
-            best = self._short([step], self._tiles, stored)
-            both = None
+            best = self._best_of(steps, stored, [sizes for tiles in TILES.values() for sizes in tiles])
             if best is not None:
                 writes = dataclasses.replace(best, writes_from=1)
-                both = self._best([step], {"adds": best, "writes": writes})
-            if best is None or both is None:
+                best = self._best(steps, {"adds": best, "writes": writes})
+            if best is None:
                 return self._stored.mixed, self._stored.writes_from
             mixed.append((kind.most, best.short))
-            writes_from = (writes_from or least + 1) if both.writes_from else 0
+            writes_from = (writes_from or least + 1) if best.writes_from else 0
             least = kind.most
         return tuple(mixed), writes_from or least + 1
 
     def _long(self) -> LoraTileConfig:
         """Sizes of long runs in large steps, where expand writes."""
         steps = [_Step(self._rig, self._long_kind)]
-        config = dataclasses.replace(self._plain, writes_from=1, long=DEFAULT.long)
-        stored = dataclasses.replace(config, long=self._stored.long)
-        found = self._descend(steps, config, "long", (LONG_SHRINKS, LONG_EXPANDS))
-        best = None if found is None else self._best(steps, {"stored": stored, "found": found})
+        best = self._best_of(steps, self._stored.long, LONG_TILES, is_long=True)
         return self._stored.long if best is None else best.long
-
-    # ---- one choice after the other --------------------------------------------------------------------
-
-    def _short(
-        self, steps: Sequence[_Step], tiles: Sequence[int], stored: LoraTileConfig
-    ) -> LoraConfig | None:
-        """The best sizes for all but large steps, the stored ones among them; None where time was short."""
-        finalists = {"stored": _resized(self._plain, "short", dataclasses.asdict(stored))}
-        for tokens in tiles:
-            start = {**dataclasses.asdict(DEFAULT.short), "tile_tokens": tokens, **EXPANDS[tokens][0]}
-            config = _resized(self._plain, "short", start)
-            found = self._descend(steps, config, "short", (SHRINKS[tokens], EXPANDS[tokens]))
-            if found is not None:
-                finalists[f"tiles of {tokens}"] = found
-        return self._best(steps, finalists)
-
-    def _descend(
-        self,
-        steps: Sequence[_Step],
-        config: LoraConfig,
-        part: Literal["short", "long"],
-        choices: Sequence[Sequence[Sizes]],
-    ) -> LoraConfig | None:
-        """The best of each of the choices, in their order."""
-        found: LoraConfig | None = config
-        for some in choices:
-            if found is None:
-                break
-            few = some[:2] if self._bench.is_small else some
-            tile = dataclasses.asdict(getattr(found, part))
-            found = self._best(
-                steps, {_differences(sizes, tile): _resized(found, part, sizes) for sizes in few}
-            )
-        return found
-
-
-def _resized(config: LoraConfig, part: Literal["short", "long"], sizes: Sizes) -> LoraConfig:
-    """Other sizes for all steps but large ones, or for long runs in these."""
-    tile = dataclasses.replace(getattr(config, part), **sizes)
-    if part == "long":
-        return dataclasses.replace(config, long=tile)
-    return dataclasses.replace(config, short=tile, mixed=((LARGEST, tile),))
-
-
-def _differences(sizes: Sizes, others: Sizes) -> str:
-    found = [f"{name} {value}" for name, value in sizes.items() if value != others[name]]
-    return " ".join(found) or "as they are"
