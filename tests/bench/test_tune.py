@@ -5,6 +5,7 @@ The kernels run in Triton's interpreter, on a tiny model.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,8 +30,9 @@ from manylora_lab.bench.kernels import choosing, tune, tune_attention, tune_line
 
 from manylora.kernels.triton import decode_table, lora, products  # noqa: E402
 from manylora.kernels.triton.decode_table import DecodeConfig  # noqa: E402
+from manylora.kernels.triton.lora_launch import DEFAULT, LoraKernels  # noqa: E402
 
-TINY = ModelShape("tiny", 2, 64, 4, 2, 16, 96, 128, itemsize=4, is_tied=True)
+TINY = ModelShape("tiny", 2, 32, 2, 1, 16, 48, 64, itemsize=4, is_tied=True)
 SHIPPED = {"linear": products.TABLE, "attention": decode_table.TABLE, "lora": lora.TABLE}
 
 
@@ -125,7 +127,7 @@ def test_only_what_runs_and_is_right_is_timed(tmp_path: Path) -> None:
 def test_products_by_shape_and_bucket(tmp_path: Path) -> None:
     assert tuned("linear", tmp_path) == 0
     found = products.stored_choices("cpu", tmp_path / "linear.json")
-    shapes = {(64, 128), (64, 64), (64, 192), (96, 64)}
+    shapes = {(32, 64), (32, 32), (32, 96), (48, 32)}
     assert set(found) == {(tokens, *shape) for tokens in (16, 32) for shape in shapes}
     for (tokens, _, _), config in found.items():
         assert config == products.LinearConfig(*tune_linear.SHAPES[tokens][2], None)
@@ -163,8 +165,10 @@ def test_a_whole_layer_decides_on_decoding(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("last_is_fastest")
 def test_lora_by_kind_of_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune_lora, "PROMPTS", (tune_lora.Kind("1+9", (1, 9), 12, 4, 128),))
-    monkeypatch.setattr(tune_lora, "LONG", (tune_lora.Kind("8+1", (8, 1), 9, None, 0),))
+    kernels = LoraKernels(dataclasses.replace(DEFAULT, long_run=2), 4)
+    monkeypatch.setattr(tune_lora, "lora_kernels_on", lambda device: kernels)
+    monkeypatch.setattr(tune_lora, "PROMPTS", (tune_lora.Kind("1+2", (1, 2), 4, 2, 128),))
+    monkeypatch.setattr(tune_lora, "LONG", (tune_lora.Kind("3", (3,), 3, None, 0),))
     assert tuned("lora", tmp_path) == 0
     config = lora.stored_config("cpu", tmp_path / "lora.json")
     assert config is not None
@@ -187,11 +191,11 @@ def test_what_there_is_no_time_for_stays_as_it_is(part: str, tmp_path: Path) -> 
 @pytest.mark.usefixtures("last_is_fastest")
 def test_another_shape_is_added_to_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = {"tokens": 16, "in": 7, "out": 9}
-    (tmp_path / "linear.json").write_text(json.dumps({"cpu": [other, {"tokens": 16, "in": 64, "out": 64}]}))
+    (tmp_path / "linear.json").write_text(json.dumps({"cpu": [other, {"tokens": 16, "in": 32, "out": 32}]}))
     assert tuned("linear", tmp_path) == 0
     found = products.stored_choices("cpu", tmp_path / "linear.json")
     assert found[16, 7, 9] is None
-    assert found[16, 64, 64] is not None
+    assert found[16, 32, 32] is not None
 
 
 @pytest.mark.parametrize("part", ["linear", "attention"])

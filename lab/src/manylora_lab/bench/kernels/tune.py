@@ -24,7 +24,7 @@ REPEATS, QUICK_REPEATS = 11, 3
 NOTES = (
     "Every way is checked like a kernel of bench kernels; those that are right take turns. Time and floor are as "
     "there. Those that do not run on this device are left out.",
-    "sizes: a library, or the fields of LinearConfig, DecodeConfig, AttentionTileConfig or LoraTileConfig, in order.",
+    "sizes: a library, or all fields of LinearConfig, DecodeConfig, AttentionTileConfig or LoraTileConfig.",
     "linear: behind a norm. layer: a whole layer without adapters, in decoding steps.",
 )
 REHEARSAL = "Triton's interpreter ran: a rehearsal, whose times mean nothing. "

@@ -1,7 +1,7 @@
 """LoRA's table: sizes of shrink and expand by kind of step, and how the two run beside the product.
 
-With the best sizes of each it is then chosen, for decoding steps, whether LoRA runs beside the product and which of
-the two goes first, and for others, whether expand writes and the product adds.
+With the best sizes of each it is then chosen, for decoding steps, whether LoRA runs beside the product and which
+of the two goes first, and for others, whether expand writes and the product adds.
 """
 
 from __future__ import annotations
@@ -173,8 +173,10 @@ class _Tuning:
         plain = dataclasses.replace(self._stored, beside=(), writes_from=int(is_long))
         configs = {}
         for sizes in (stored, *(tried[:2] if self._bench.is_small else tried)):
-            own = {"long": sizes} if is_long else {"short": sizes, "mixed": ((LARGEST, sizes),)}
-            configs[text_of(sizes)] = dataclasses.replace(plain, **own)
+            if is_long:
+                configs[text_of(sizes)] = dataclasses.replace(plain, long=sizes, mixed=())
+            else:
+                configs[text_of(sizes)] = dataclasses.replace(plain, short=sizes, mixed=((LARGEST, sizes),))
         return self._best(steps, configs)
 
     # ---- the parts of the table ------------------------------------------------------------------------
