@@ -37,7 +37,7 @@ def test_a_call_does_not_change_the_next(rig: LayerRig) -> None:
 
 
 def test_times_are_of_one_layer(rig: LayerRig) -> None:
-    assert all(seconds > 0 for seconds in rig.seconds(CASES, repeats=2))
+    assert all(seconds > 0 for seconds in rig.seconds([rig.step(case) for case in CASES], repeats=2))
 
 
 def test_a_case_takes_whole_pages() -> None:

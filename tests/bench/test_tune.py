@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from manylora_lab.bench.kernels import measuring, rig
+from manylora_lab.bench.kernels import layers, measuring, rig
 from manylora_lab.bench.kernels.measuring import Bench
 from manylora_lab.bench.kernels.rig import Errors, KernelCase, KernelRig
 from manylora_lab.bench.kernels.settings import TABLES, KernelSettings
@@ -68,7 +68,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) ->
         return [0.0 if base else seconds(number) for number, base in enumerate(is_base)]
 
     monkeypatch.setattr(measuring, "medians", medians)
-    monkeypatch.setattr(choosing, "medians", medians)
+    monkeypatch.setattr(layers, "medians", medians)
 
 
 # ---- what is chosen ------------------------------------------------------------------------------------

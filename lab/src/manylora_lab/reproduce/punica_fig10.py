@@ -47,7 +47,8 @@ def run(setup: Setup) -> GridResult:
         machine = device_name(rig.device)
         for length in lengths:
             for batch in batches:
-                found = rig.seconds([cases[length, batch, one] for one in POPULARITIES], repeats)
+                steps = [rig.step(cases[length, batch, one]) for one in POPULARITIES]
+                found = rig.seconds(steps, repeats)
                 for popularity, seconds in zip(POPULARITIES, found, strict=True):
                     setting = {
                         "model": shape.name,

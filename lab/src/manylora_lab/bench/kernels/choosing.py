@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from manylora.kernels.ops import Ops
+from manylora.kernels.triton.decode_table import DecodeTable
+from manylora.kernels.triton.dependent import can_depend
+from manylora.kernels.triton.lora_launch import LoraKernels
+from manylora.kernels.triton.operations import TritonOps
 from manylora.kernels.triton.products import Products, products_on
 from manylora_lab.bench.kernels.layers import LayerCase, LayerRig
 from manylora_lab.bench.kernels.measuring import Bench
 from manylora_lab.bench.kernels.rig import KernelRig
-from manylora_lab.bench.kernels.timing import medians
 
 CONTEXT, QUICK_CONTEXT = 512, 32
 """Of the rows of whole layers."""
@@ -29,9 +32,13 @@ def text_of(sizes: Any) -> str:
     return " ".join(map(str, dataclasses.astuple(sizes)))
 
 
-def products_for(rig: KernelRig) -> Products:
-    """The products by what is stored for the device."""
-    return products_on(rig.device) if rig.is_cuda else Products({}, rig.multiprocessors)
+def ops_with(
+    rig: KernelRig, decoding: DecodeTable | None = None, lora: LoraKernels | None = None
+) -> TritonOps:
+    """The operations as they are served on the device, but with these sizes."""
+    products = products_on(rig.device) if rig.is_cuda else Products({}, rig.multiprocessors)
+    dependent = products.depends and can_depend(rig.device)
+    return TritonOps(products=products, decoding=decoding, dependent=dependent, lora=lora)
 
 
 class WholeLayers:
@@ -49,8 +56,7 @@ class WholeLayers:
         if self._bench.is_spent:
             return {}
         steps = [self._rig.step(self._cases[batch], ops) for ops in ways.values()]
-        times = medians(self._rig.device, steps, self._bench.repeats)
-        found = {way: time / len(self._rig.decoder.layers) for way, time in zip(ways, times, strict=True)}
+        found = dict(zip(ways, self._rig.seconds(steps, self._bench.repeats), strict=True))
         for way, time in found.items():
             self._bench.rows.append({"kernel": "layer", "batch": batch, "way": way, "us": time * 1e6})
             print(f"layer, batch {batch}, {way}: {time * 1e6:.2f} us", flush=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from manylora.kernels.ops import AttentionRows, Ops, StepBatch, Summands
+from manylora.kernels.ops import Ops, StepBatch, Summands
 from manylora.kernels.select import ops_for
 from manylora.kernels.shapes import PageShape, adapter_geometry
 from manylora.models.decoder import Decoder
@@ -18,7 +18,14 @@ from manylora.models.layers import Step, stream
 from manylora.models.load import load_model
 from manylora.pricing.shapes import ModelShape
 from manylora_lab.bench.dummies import dtype_name, write_model
-from manylora_lab.bench.kernels.pool import PAGE_TOKENS, cells_for, pages_of, random_pool, segments_for
+from manylora_lab.bench.kernels.pool import (
+    PAGE_TOKENS,
+    cells_for,
+    pages_of,
+    random_pool,
+    scattered_rows,
+    segments_for,
+)
 from manylora_lab.bench.kernels.timing import medians
 
 
@@ -69,16 +76,17 @@ class LayerRig:
                 max_positions=longest,
             )  # fmt: skip
 
-    def seconds(self, cases: Sequence[LayerCase], repeats: int) -> list[float]:
-        """Of one layer of each case: medians of repeats that take turns."""
+    def seconds(self, steps: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+        """Of one layer of each: medians of repeats that take turns."""
         with torch.inference_mode():
-            found = medians(self.device, [self.step(case) for case in cases], repeats)
+            found = medians(self.device, steps, repeats)
         return [total / len(self.decoder.layers) for total in found]
 
     def step(self, case: LayerCase, ops: Ops | None = None) -> Callable[[], torch.Tensor]:
         """One call runs all layers on the batch, whose plans are made here. ``ops``: others than serve."""
         ops = ops or self.ops
-        step = Step(ops, self._batch(case, ops), self.pool)
+        with torch.inference_mode():
+            step = Step(ops, self._batch(case, ops), self.pool)
         hidden = torch.randn(sum(case.counts), self.hidden, device=self.device).to(self.dtype)
 
         def run() -> torch.Tensor:
@@ -92,14 +100,9 @@ class LayerRig:
 
     def _batch(self, case: LayerCase, ops: Ops) -> StepBatch:
         rows = sum(case.counts)
-        free = np.arange(self.adapter_pages, len(self.pool))
-        pages = np.random.default_rng(0).permutation(free)[: case.num_pages]
-        table = pages.reshape(rows, -1).astype(np.int32)
-        attention = AttentionRows(
-            np.arange(rows + 1, dtype=np.int32), np.full(rows, case.context, np.int32), table
-        )
+        attention = scattered_rows(((1, case.context),) * rows, np.arange(self.adapter_pages, len(self.pool)))
         last = case.context - 1
-        slots = torch.from_numpy(table[:, last // PAGE_TOKENS].astype(np.int64) * PAGE_TOKENS)
+        slots = torch.from_numpy(attention.page_table[:, last // PAGE_TOKENS].astype(np.int64) * PAGE_TOKENS)
         ranks = [self.rank] * len(case.counts)
         segments = segments_for(self.geometry, list(case.counts), ranks, self.adapter_pages, self.device)
         return StepBatch(

@@ -11,9 +11,10 @@ import functools
 import numpy as np
 import torch
 
-from manylora.kernels.ops import LoraSegments, of_adapters
+from manylora.kernels.ops import AttentionRows, LoraSegments, of_adapters
 from manylora.kernels.shapes import AdapterGeometry, PageShape, Projection, ProjectionGroup
 from manylora.pricing.shapes import ModelShape
+from manylora_lab.bench.kernels.settings import Queries
 from manylora_lab.bench.rounding import Bounded, lora
 
 PAGE_TOKENS = 16
@@ -43,6 +44,21 @@ def random_pool(page: PageShape, pages: int, dtype: torch.dtype, device: torch.d
     for begin in range(0, pages, 256):
         pool[begin : begin + 256].normal_(std=0.05)
     return pool
+
+
+def scattered_rows(queries: Queries, pages: np.ndarray) -> AttentionRows:
+    """Rows whose KV lies in some of these pages, in no order."""
+    counts = [pages_of(context) for _, context in queries]
+    free = np.random.default_rng(1).permutation(pages).astype(np.int32)
+    table, taken = np.zeros((len(queries), max(counts)), dtype=np.int32), 0
+    for row, count in enumerate(counts):
+        table[row, :count] = free[taken : taken + count]
+        taken += count
+    return AttentionRows(
+        np.cumsum([0, *(number for number, _ in queries)]).astype(np.int32),
+        np.array([context for _, context in queries], dtype=np.int32),
+        table,
+    )
 
 
 def cells_for(geometry: AdapterGeometry, ranks: list[int]) -> int:

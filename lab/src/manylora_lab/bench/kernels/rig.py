@@ -26,7 +26,14 @@ from manylora.kernels.shapes import adapter_geometry
 from manylora.kernels.weight import Weight
 from manylora.pricing.shapes import SHAPES, ModelShape
 from manylora_lab.bench.dummies import DEMO
-from manylora_lab.bench.kernels.pool import cells_for, groups_of, page_of, pages_of, random_pool
+from manylora_lab.bench.kernels.pool import (
+    cells_for,
+    groups_of,
+    page_of,
+    pages_of,
+    random_pool,
+    scattered_rows,
+)
 from manylora_lab.bench.kernels.settings import KernelSettings, Queries, check_name
 from manylora_lab.bench.kernels.timing import Step
 from manylora_lab.bench.rounding import Bounded
@@ -168,18 +175,7 @@ class KernelRig:
         return torch.randn(*shape, dtype=self.dtype, device=self.device)
 
     def rows(self, queries: Queries) -> AttentionRows:
-        """Rows whose pages lie scattered in the pool."""
-        counts = [pages_of(context) for _, context in queries]
-        free = np.random.default_rng(1).permutation(self._num_pages).astype(np.int32)
-        table, taken = np.zeros((len(queries), max(counts)), dtype=np.int32), 0
-        for row, count in enumerate(counts):
-            table[row, :count] = free[taken : taken + count]
-            taken += count
-        return AttentionRows(
-            np.cumsum([0, *(number for number, _ in queries)]).astype(np.int32),
-            np.array([context for _, context in queries], dtype=np.int32),
-            table,
-        )
+        return scattered_rows(queries, np.arange(self._num_pages))
 
 
 def errors(pairs: Iterable[tuple[torch.Tensor, Bounded]]) -> Errors:

@@ -13,7 +13,7 @@ from typing import Any
 from manylora.kernels.triton.decode_table import AttentionTileConfig, DecodeConfig, DecodeTable
 from manylora.kernels.triton.operations import TritonOps
 from manylora_lab.bench.kernels.cases import MAX_CONTEXT, AttentionProblem
-from manylora_lab.bench.kernels.choosing import WholeLayers, fastest, products_for, text_of
+from manylora_lab.bench.kernels.choosing import WholeLayers, fastest, ops_with, text_of
 from manylora_lab.bench.kernels.measuring import Bench
 from manylora_lab.bench.kernels.settings import Queries
 
@@ -95,7 +95,7 @@ class _Tuning:
 
     def _ops(self, config: DecodeConfig | None = None, tiles: AttentionTileConfig | None = None) -> TritonOps:
         table = DecodeTable(((1, config or DecodeConfig()),), self._group, tiles or AttentionTileConfig())
-        return TritonOps(products=products_for(self._rig), decoding=table)
+        return ops_with(self._rig, decoding=table)
 
     def _decoding(self) -> list[tuple[int, DecodeConfig]] | None:
         """(rows up to which it holds, sizes), ascending; None where time was short."""

@@ -13,8 +13,7 @@ from typing import Any
 
 from manylora.kernels.triton.lora import as_row, lora_kernels_on
 from manylora.kernels.triton.lora_launch import DEFAULT, Beside, LoraConfig, LoraKernels, LoraTileConfig
-from manylora.kernels.triton.operations import TritonOps
-from manylora_lab.bench.kernels.choosing import fastest, products_for, text_of
+from manylora_lab.bench.kernels.choosing import fastest, ops_with, text_of
 from manylora_lab.bench.kernels.lora import LoraLayer, LoraProblem
 from manylora_lab.bench.kernels.measuring import Bench
 from manylora_lab.bench.kernels.rig import KernelCase, KernelRig
@@ -129,8 +128,7 @@ class _Step:
 
     def case(self, name: str, config: LoraConfig) -> KernelCase:
         rig, rows = self._rig, self.kind.rows
-        kernels = LoraKernels(config, rig.multiprocessors)
-        ops = TritonOps(products=products_for(rig), lora=kernels)
+        ops = ops_with(rig, lora=LoraKernels(config, rig.multiprocessors))
         plan = self._batch.eager(ops) if rows is None else self._batch.fixed(ops, rows, RANK)
         return self._batch.case({"step": self.kind.name, "sizes": name}, ops, plan)
 
