@@ -108,9 +108,9 @@ class Packed:
         first, per_row = (first_a if side == "A" else first_b), self.geometry.cells(length)
         starts = self.cells[first : first + rank * per_row] + layer * self.geometry.slab_elements
         within = torch.arange(self.geometry.cell_elements)
-        return self.pool[torch.from_numpy(starts)[:, None] + within].view(
-            rank, per_row * len(within)
-        )[:, :length]
+        return self.pool[torch.from_numpy(starts)[:, None] + within].view(rank, per_row * len(within))[
+            :, :length
+        ]
 
 
 def pack(spec: AdapterSpec, shape: AdapterGeometry, dtype: torch.dtype = torch.float32) -> Packed:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from manylora_lab.bench import kernels_rig
 from manylora_lab.bench.dummies import DEMO
-from manylora_lab.bench.kernels import DecoderSizes, exact_lora, random_pool, segments_for
-from manylora_lab.bench.kernels_rig import Errors, errors
-from manylora_lab.bench.kernels_settings import KERNELS, POPULARITIES, QUICK, check_name, model_counts
+from manylora_lab.bench.kernels import rig as kernels_rig
+from manylora_lab.bench.kernels.pool import exact_lora, groups_of, page_of, random_pool, segments_for
+from manylora_lab.bench.kernels.rig import Errors, errors
+from manylora_lab.bench.kernels.settings import KERNELS, POPULARITIES, QUICK, check_name, model_counts
 from manylora_lab.bench.rounding import Bounded
 
 from manylora.cli import main
@@ -27,7 +27,7 @@ from manylora.kernels.ops import LoraSegments
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.shapes import AdapterGeometry, adapter_geometry
 from manylora.kernels.weight import Weight
-from manylora.pricing.shapes import ALL_MODULES
+from manylora.pricing.shapes import ALL_MODULES, ModelShape
 
 CPU = torch.device("cpu")
 
@@ -218,9 +218,9 @@ def test_errors_are_of_the_worst_pair() -> None:
 
 
 def test_the_dense_truth_of_lora_is_the_references() -> None:
-    decoder = DecoderSizes("tiny", 3, 64, 4, 2, 16, 96)
-    page = decoder.page(torch.float64)
-    geometry = adapter_geometry(page, [decoder.groups()] * page.layers)
+    decoder = ModelShape("tiny", 3, 64, 4, 2, 16, 96, 32)
+    page = page_of(decoder, torch.float64)
+    geometry = adapter_geometry(page, [groups_of(decoder)] * page.layers)
     pool = random_pool(page, 64, torch.float64, CPU)
     segments = segments_for(geometry, [1, 3, 2], [4, 8, 1], len(pool), CPU)
     reference = ReferenceOps()
@@ -253,6 +253,7 @@ def test_popularities_share_out_all_requests(popularity: str) -> None:
         (["--shape", "lama-3-8b"], "there is no shape 'lama-3-8b'; did you mean llama-3-8b"),
         (["--budget", "0"], "--budget must be above 0"),
         (["--budget", "nan"], "--budget must be above 0"),
+        (["--tune", "linear"], "--tune is for the Triton kernels"),
         (["--ops", "triton"], "set TRITON_INTERPRET=1"),
         (["--ops", "triton", "--dtype", "bfloat16"], "use --dtype float32 or float16"),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from manylora_lab.bench.kernels_settings import KERNELS
+from manylora_lab.bench.kernels.settings import KERNELS, TABLES
 
 from manylora.cli import main
 
@@ -33,3 +33,16 @@ def test_a_quick_run(shape: str, dtype: str, tmp_path: Path) -> None:
     large = [row for row in document["rows"] if row["kernel"] in ("linear", "decode") and row["batch"] > 1]
     assert all(row["ratio"] > 0.8 for row in large)
     assert (tmp_path / "kernels.png").exists()
+
+
+@pytest.mark.parametrize("part", TABLES)
+def test_a_quick_choice_of_launch_sizes(part: str, tmp_path: Path) -> None:
+    words = ["--tune", part, "--quick", "--device", "cuda", "--shape", "llama-3-8b", "--out", str(tmp_path)]
+    assert main(["bench", "kernels", *words]) == 0
+    report = json.loads((tmp_path / f"tune_{part}.json").read_text())
+    assert report["mistakes"] == report["left_out"] == []
+    rows = [row for row in report["rows"] if row["kernel"] != "layer"]
+    assert rows
+    assert all(row["is_right"] for row in rows)
+    table = json.loads((tmp_path / f"{part}.json").read_text())
+    assert table[torch.cuda.get_device_name()] == report["tuned"]

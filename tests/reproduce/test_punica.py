@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manylora_lab.bench.kernels_settings import POPULARITIES, model_counts
+from manylora_lab.bench.kernels.settings import POPULARITIES, model_counts
 from manylora_lab.reproduce import punica_fig11
 from manylora_lab.reproduce.command import reproduce
 from manylora_lab.reproduce.experiment import Device, Setup

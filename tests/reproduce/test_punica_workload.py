@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 
 import pytest
-from manylora_lab.bench.kernels_settings import POPULARITIES, model_counts
+from manylora_lab.bench.kernels.settings import POPULARITIES, model_counts
 from manylora_lab.reproduce.punica_workload import MOST_TOKENS, text_requests
 
 

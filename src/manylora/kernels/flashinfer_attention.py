@@ -23,8 +23,8 @@ from manylora.kernels.triton.plans import upload
 
 LEAST_MEAN_QUERIES = 128
 """The least mean length of a step's prompts. On an H200, FlashInfer's fa3 is faster than our kernel for prompts of
-256 tokens and more, and not for those of 64 (``manylora_lab.benchmarks.h200_ops``, not on record); nothing between
-was measured."""
+256 tokens and more, and not for those of 64; nothing between was measured (not on record; ``manylora bench kernels
+--tune attention`` compares the two)."""
 
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16)

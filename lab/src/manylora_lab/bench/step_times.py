@@ -12,7 +12,7 @@ from manylora.executor.build import build_worker
 from manylora.flags import build_settings
 from manylora.pricing.shapes import ModelShape
 from manylora_lab.bench.dummies import dtype_name, write_model
-from manylora_lab.bench.interleaved import one_thread
+from manylora_lab.bench.kernels.timing import one_thread
 from manylora_lab.bench.profile_grid import Batch
 from manylora_lab.bench.profile_rig import ProfileRig
 

@@ -13,17 +13,17 @@ import torch
 from manylora.kernels.ops import LoraSegments
 from manylora.kernels.select import ops_for
 from manylora.kernels.shapes import PageShape, Projection, ProjectionGroup, adapter_geometry
-from manylora_lab.bench.interleaved import Step, medians
-from manylora_lab.bench.kernels import (
+from manylora_lab.bench.kernels.pool import (
+    PAGE_TOKENS,
+    adapter_of,
     cells_for,
-    device_name,
     exact_lora,
     random_pool,
-    relative_error,
     segments_for,
 )
+from manylora_lab.bench.kernels.rig import errors
+from manylora_lab.bench.kernels.timing import Step, device_name, medians
 
-_PAGE_TOKENS = 16
 _CUDA_LAYERS = 8
 """One timed call goes through so many layers, each with adapters of its own."""
 
@@ -48,7 +48,7 @@ class LoraRig:
         self.dtype = torch.float32 if is_cpu else torch.float16
         self.layers = 1 if is_cpu else _CUDA_LAYERS
         self.h1, self.h2 = h1, h2
-        page = PageShape(self.layers, _PAGE_TOKENS, 8, 64, self.dtype.itemsize)
+        page = PageShape(self.layers, PAGE_TOKENS, 8, 64, self.dtype.itemsize)
         self.group = ProjectionGroup("one", (Projection("one", h1, h2),))
         self.geometry = adapter_geometry(page, ((self.group,),) * page.layers)
         cells = cells_for(self.geometry, [most_rank] * most_models)
@@ -90,21 +90,16 @@ class LoraRig:
         plan = self.ops.plan_lora(case.segments, self.geometry, self.device)
         self.ops.lora(y, case.x, self.pool, 0, self.group, plan)
         truth = exact_lora(case.x, self.pool, 0, self.group, case.segments, self.geometry)
-        return {"error": relative_error(y, truth.exact), "error_of_bound": truth.excess(y)}
+        found = errors([(y, truth)])
+        return {"error": found.relative, "error_of_bound": found.of_bound}
 
     def dense(self, case: LoraBatch, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The adapters out of their pages: a ``[n, h1, rank]``, and b ``[n, rank, h2]`` with the scale in it."""
-        flat, cell = self.pool.view(-1), self.geometry.cell_elements
-        within = torch.arange(cell, device=self.device) + layer * self.geometry.slab_elements
-
-        def rows(first: int, rank: int, length: int) -> torch.Tensor:
-            begin = case.segments.cells[first : first + rank * self.geometry.cells(length)]
-            return flat[begin[:, None] // self.geometry.itemsize + within].view(rank, -1)[:, :length]
-
         a, b = [], []
-        for model, ((first_a, first_b, rank, _),) in enumerate(case.segments.records.tolist()):
-            a.append(rows(first_a, rank, self.h1).T)
-            b.append(rows(first_b, rank, self.h2) * float(case.segments.scales[model, 0, 0, layer]))
+        for model in range(len(case.counts)):
+            rows_a, rows_b = adapter_of(self.pool, layer, 0, model, case.segments, self.geometry)
+            a.append(rows_a.T)
+            b.append(rows_b * float(case.segments.scales[model, 0, 0, layer]))
         return torch.stack(a), torch.stack(b)
 
     def seconds(self, steps: Sequence[Step], repeats: int) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from manylora.pricing.shapes import shape_named
-from manylora_lab.bench.kernels_settings import POPULARITIES, model_counts
+from manylora_lab.bench.kernels.settings import POPULARITIES, model_counts
 from manylora_lab.reproduce.drawing import LinePanels
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
 from manylora_lab.reproduce.punica_workload import RANK
@@ -26,8 +26,8 @@ NOTES = (
 def run(setup: Setup) -> GridResult:
     """All popularities of one batch in turn, batch by batch."""
     from manylora_lab.bench.dummies import DEMO
-    from manylora_lab.bench.kernels import device_name
-    from manylora_lab.bench.layers import LayerCase, LayerRig
+    from manylora_lab.bench.kernels.layers import LayerCase, LayerRig
+    from manylora_lab.bench.kernels.timing import device_name
 
     batches = setup.pick((1, 2, 4, 8, 16, 24, 32), (1, 8, 32), (1, 4))
     lengths, repeats = setup.pick((LENGTHS, 50), (LENGTHS, 15), ((32, 64), 2))
@@ -47,7 +47,8 @@ def run(setup: Setup) -> GridResult:
         machine = device_name(rig.device)
         for length in lengths:
             for batch in batches:
-                found = rig.seconds([cases[length, batch, one] for one in POPULARITIES], repeats)
+                steps = [rig.step(cases[length, batch, one]) for one in POPULARITIES]
+                found = rig.seconds(steps, repeats)
                 for popularity, seconds in zip(POPULARITIES, found, strict=True):
                     setting = {
                         "model": shape.name,

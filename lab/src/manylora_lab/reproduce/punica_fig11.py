@@ -8,7 +8,7 @@ import dataclasses
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.pricing.shapes import ModelShape, shape_named
 from manylora_lab.bench.closed_loop import BatchGate, LoopRequest, LoopResult
-from manylora_lab.bench.kernels_settings import POPULARITIES
+from manylora_lab.bench.kernels.settings import POPULARITIES
 from manylora_lab.reproduce.cells import HOST_POOL_BYTES, PAGE_TOKENS, in_parallel
 from manylora_lab.reproduce.drawing import BarPanels
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
@@ -172,7 +172,7 @@ def _measure(
 ) -> tuple[dict[PunicaRun, LoopResult], Row]:
     from manylora_lab.bench.closed_loop import dummy_loop
     from manylora_lab.bench.dummies import DEMO
-    from manylora_lab.bench.interleaved import one_thread
+    from manylora_lab.bench.kernels.timing import one_thread
 
     # A GPU's runs take minutes, and no other work disturbs them.
     repeats = setup.pick(3, 3, 1) if setup.device == "cpu" else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from manylora_lab.bench.kernels_settings import POPULARITIES, model_counts
+from manylora_lab.bench.kernels.settings import POPULARITIES, model_counts
 from manylora_lab.reproduce.drawing import Roofline
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
 from manylora_lab.reproduce.punica_workload import RANK
@@ -39,7 +39,7 @@ def sgmv_bytes(inputs: int, models: int, h_in: int, h_out: int, itemsize: int) -
 
 def run(setup: Setup) -> GridResult:
     """Each batch under all four popularities, in turn."""
-    from manylora_lab.bench.kernels import ceilings
+    from manylora_lab.bench.kernels.timing import ceilings
     from manylora_lab.reproduce.lora_rig import LoraRig
 
     batches = setup.pick((1, 2, 4, 8, 16, 24, 32, 48, 64), (1, 4, 16, 64), (1, 8))

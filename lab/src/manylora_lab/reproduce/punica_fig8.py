@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from manylora_lab.bench.kernels_settings import POPULARITIES, model_counts
+from manylora_lab.bench.kernels.settings import POPULARITIES, model_counts
 from manylora_lab.reproduce.drawing import LinePanels
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
 from manylora_lab.reproduce.punica_workload import RANK

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manylora_lab.bench.kernels_settings import POPULARITIES, model_counts
+from manylora_lab.bench.kernels.settings import POPULARITIES, model_counts
 from manylora_lab.reproduce.drawing import LinePanels
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
 from manylora_lab.reproduce.punica_fig8 import SIZES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from random import Random
 
-from manylora_lab.bench.kernels_settings import model_counts
+from manylora_lab.bench.kernels.settings import model_counts
 from manylora_lab.workloads import extracts
 
 RANK = 16

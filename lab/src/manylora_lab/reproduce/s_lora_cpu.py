@@ -46,7 +46,7 @@ _Measured = tuple[list[Row], dict[str, object], tuple[str, ...]]
 def measure_all(setup: Setup) -> _Measured:
     """A row for each number of adapters and system, settings and notes. Raises ConfigError."""
     _require()
-    from manylora_lab.bench.interleaved import one_thread
+    from manylora_lab.bench.kernels.timing import one_thread
 
     numbers: Sequence[int] = setup.pick((2, 5, 25, 100), (2, 5, 25), (2,))
     num_requests = setup.pick(200, 50, 4)

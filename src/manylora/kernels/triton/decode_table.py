@@ -1,7 +1,7 @@
 """Launch sizes of attention: what was measured on a device, by heads and rows, and what holds elsewhere.
 
-Owns the format of ``kernels/tuned/attention.json``. Nothing is tried out at run time; what measures is in the
-laboratory (``h200_ops``).
+Owns the format of ``kernels/tuned/attention.json``. Nothing is tried out at run time;
+``manylora bench kernels --tune attention`` measures and writes the table.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from manylora.kernels.triton.decode_table import DecodeTable
 from manylora.kernels.triton.dependent import launch_options
 from manylora.kernels.triton.elementwise import rms_norm_kernel, silu_mul_kernel, write_kv_kernel
 from manylora.kernels.triton.lora import AdaptedLinears, TritonFixedLora, lora_kernels_on
-from manylora.kernels.triton.lora_launch import LoraPlan
+from manylora.kernels.triton.lora_launch import LoraKernels, LoraPlan
 from manylora.kernels.triton.placing import rotate_and_store_kernel
 from manylora.kernels.triton.plans import power_of_two
 from manylora.kernels.triton.products import Products
@@ -41,16 +41,19 @@ class TritonOps:
         decoding: DecodeTable | None = None,
         prompts: PromptAttention | None = None,
         dependent: bool = False,
+        lora: LoraKernels | None = None,
     ) -> None:
         """``decoding``, ``prompts``: of the one model that is served; defaults for any where not given.
 
-        ``dependent``: small kernels begin while those before them end, where ``can_depend``.
+        ``dependent``: small kernels begin while those before them end, where ``can_depend``. ``lora``: others than
+        those of what is stored for the device.
         """
         report_compilation()
         self._programs = programs
         self._attention = PagedAttention(programs, decoding, prompts, dependent)
         self._launching = launch_options(dependent)
         self._products = products or Products({}, 1)
+        self._lora = lora
         self._linears: AdaptedLinears | None = None
 
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -112,7 +115,7 @@ class TritonOps:
     def _adapted(self, device: torch.device) -> AdaptedLinears:
         """Made for the first device that a plan is asked for; there is only one."""
         if self._linears is None:
-            self._linears = AdaptedLinears(lora_kernels_on(device), self.linear, device)
+            self._linears = AdaptedLinears(self._lora or lora_kernels_on(device), self.linear, device)
         return self._linears
 
     def plan_lora(

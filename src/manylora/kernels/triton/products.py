@@ -1,7 +1,7 @@
 """Matrix products with the base model's weights: the library's, or for few tokens ours, by a stored table.
 
 Owns: the table's format (``kernels/tuned/linear.json``), the choice per (tokens, in, out), and the launch.
-Nothing is tried out at run time; ``manylora_lab.benchmarks.h200_ops`` measures and writes the table.
+Nothing is tried out at run time; ``manylora bench kernels --tune linear`` measures and writes the table.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """One implementation of the operations on one device, with the memory that all its cases read; and what a case is.
 
-Owns: which implementation runs, the pool, the weights, and how an output is compared with its truth.
+Owns: which implementation runs, the pool, the weights, and how an output is compared with its truth. A problem
+(``AttentionProblem`` and others) is inputs and what comes out exactly; each way to compute it is a case.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ from manylora.kernels.shapes import adapter_geometry
 from manylora.kernels.weight import Weight
 from manylora.pricing.shapes import SHAPES, ModelShape
 from manylora_lab.bench.dummies import DEMO
-from manylora_lab.bench.interleaved import Step
-from manylora_lab.bench.kernels import DecoderSizes, cells_for, pages_of, random_pool
-from manylora_lab.bench.kernels_settings import (
-    PROMPTS,
-    PROMPTS_RANK,
-    KernelSettings,
-    KernelSizes,
-    Queries,
-    check_name,
+from manylora_lab.bench.kernels.pool import (
+    cells_for,
+    groups_of,
+    page_of,
+    pages_of,
+    random_pool,
+    scattered_rows,
 )
+from manylora_lab.bench.kernels.settings import KernelSettings, Queries, check_name
+from manylora_lab.bench.kernels.timing import Step
 from manylora_lab.bench.rounding import Bounded
 
 LAYERS = 4
 """On CUDA one timed call goes through so many layers, each with weights, pages and adapters of its own."""
+INTERPRETED_MULTIPROCESSORS = 4
 COPIES = 8
 """The small operations take less than a clock can tell: so many calls in a row, each with inputs of its own."""
 _SHAPES = {DEMO.name: DEMO, **SHAPES}
@@ -95,17 +97,22 @@ class KernelRig:
         check_name("shape", name, _SHAPES)
         self.shape: ModelShape = _SHAPES[name]
         self.dtype = self._dtype(settings.dtype)
-        attends = not settings.only or not {"decode", "prefill"}.isdisjoint(settings.only)
+        attends = not settings.only or not {"decode", "prefill", "attention"}.isdisjoint(settings.only)
         self.ops = self._ops(settings.ops, attends)
         self.layers = min(LAYERS if self.is_cuda else 1, self.shape.layers)
-        sizes = self.shape
-        self.decoder = DecoderSizes(
-            name, self.layers, sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.intermediate
-        )
-        self.page = self.decoder.page(self.dtype)
-        self.groups = self.decoder.groups()
+        self.decoder = dataclasses.replace(self.shape, layers=self.layers)
+        """What one timed call goes through."""
+        self.page = page_of(self.decoder, self.dtype)
+        self.groups = groups_of(self.decoder)
         self.geometry = adapter_geometry(self.page, (self.groups,) * self.layers)
         self._num_pages = 0
+
+    @property
+    def multiprocessors(self) -> int:
+        if not self.is_cuda:
+            return INTERPRETED_MULTIPROCESSORS
+        module = torch.get_device_module(self.device)
+        return int(module.get_device_properties(self.device).multi_processor_count)
 
     def _dtype(self, name: str) -> torch.dtype:
         if name == "auto":
@@ -139,13 +146,12 @@ class KernelRig:
 
     # ---- memory that cases share -----------------------------------------------------------------------
 
-    def reserve(self, sizes: KernelSizes) -> None:
-        """Before the first case: how large the pool must be."""
-        rows = [queries for _, queries in (*sizes.decode, *sizes.prefill)]
-        decoding, prompts = sizes.lora_ranks[-1] * sizes.lora_batches[-1], PROMPTS_RANK * PROMPTS
-        cells = cells_for(self.geometry, [max(decoding, prompts)])
+    def reserve(self, rows: Iterable[Queries], ranks: int, tokens: int = 1) -> None:
+        """Before the first case: the pool is to hold the largest of these rows, adapters whose ranks add up to
+        ``ranks``, and so many tokens."""
+        cells = cells_for(self.geometry, [ranks])
         self._num_pages = max(
-            pages_of(max(sizes.tokens)),
+            pages_of(tokens),
             -(-cells // self.geometry.cells_per_page),
             *(sum(pages_of(context) for _, context in queries) for queries in rows),
         )
@@ -169,18 +175,7 @@ class KernelRig:
         return torch.randn(*shape, dtype=self.dtype, device=self.device)
 
     def rows(self, queries: Queries) -> AttentionRows:
-        """Rows whose pages lie scattered in the pool."""
-        counts = [pages_of(context) for _, context in queries]
-        free = np.random.default_rng(1).permutation(self._num_pages).astype(np.int32)
-        table, taken = np.zeros((len(queries), max(counts)), dtype=np.int32), 0
-        for row, count in enumerate(counts):
-            table[row, :count] = free[taken : taken + count]
-            taken += count
-        return AttentionRows(
-            np.cumsum([0, *(number for number, _ in queries)]).astype(np.int32),
-            np.array([context for _, context in queries], dtype=np.int32),
-            table,
-        )
+        return scattered_rows(queries, np.arange(self._num_pages))
 
 
 def errors(pairs: Iterable[tuple[torch.Tensor, Bounded]]) -> Errors:

@@ -32,6 +32,9 @@ KERNELS = {
 }
 """By the names that ``--only`` takes, in the order in which they run."""
 
+TABLES = ("linear", "attention", "lora")
+"""Of launch sizes, in ``kernels/tuned``: what ``--tune`` takes."""
+
 Device = Literal["auto", "cpu", "cuda"]
 Queries = tuple[tuple[int, int], ...]
 """Queries and context of each row."""
@@ -40,7 +43,7 @@ Queries = tuple[tuple[int, int], ...]
 @dataclasses.dataclass(frozen=True, slots=True)
 class KernelSettings:
     """``ops``: auto, or what the CPU is to run: cpu, compiled, triton (interpreted). ``budget_s``: no new cases
-    once so much has passed."""
+    once so much has passed. ``tune``: measure launch sizes instead, for a table of this name."""
 
     out: Path
     device: Device = "auto"
@@ -50,6 +53,7 @@ class KernelSettings:
     ops: str = "auto"
     is_quick: bool = False
     budget_s: float = math.inf
+    tune: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +70,16 @@ class KernelSizes:
     lora_prompt_tokens: int
     sampling: tuple[int, ...]
     repeats: int
+
+    @property
+    def rows(self) -> list[Queries]:
+        """Of all attention."""
+        return [queries for _, queries in (*self.decode, *self.prefill)]
+
+    @property
+    def ranks(self) -> int:
+        """Of the adapters of the largest LoRA batch, added up."""
+        return max(self.lora_ranks[-1] * self.lora_batches[-1], PROMPTS_RANK * PROMPTS)
 
 
 def _decoding(batch: int, context: int) -> tuple[str, Queries]:

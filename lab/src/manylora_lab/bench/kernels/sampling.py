@@ -11,8 +11,8 @@ import torch
 
 from manylora.executor.sampler import SampledRow, draw, uniform
 from manylora.types import SamplingParams
-from manylora_lab.bench.kernels_rig import Errors, KernelCase, KernelRig
-from manylora_lab.bench.kernels_settings import KernelSizes
+from manylora_lab.bench.kernels.rig import Errors, KernelCase, KernelRig
+from manylora_lab.bench.kernels.settings import KernelSizes
 from manylora_lab.bench.rounding import unit
 
 SAMPLERS = {

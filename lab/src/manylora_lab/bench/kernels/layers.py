@@ -1,4 +1,4 @@
-"""What one decoder layer with LoRA takes in a decode step, for a model shape with dummy weights."""
+"""What one decoder layer takes in a decode step, with LoRA or without, for a model shape with dummy weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from manylora.kernels.ops import AttentionRows, StepBatch, Summands
+from manylora.kernels.ops import Ops, StepBatch, Summands
 from manylora.kernels.select import ops_for
 from manylora.kernels.shapes import PageShape, adapter_geometry
 from manylora.models.decoder import Decoder
@@ -18,10 +18,15 @@ from manylora.models.layers import Step, stream
 from manylora.models.load import load_model
 from manylora.pricing.shapes import ModelShape
 from manylora_lab.bench.dummies import dtype_name, write_model
-from manylora_lab.bench.interleaved import medians
-from manylora_lab.bench.kernels import cells_for, random_pool, segments_for
-
-_PAGE_TOKENS = 16
+from manylora_lab.bench.kernels.pool import (
+    PAGE_TOKENS,
+    cells_for,
+    pages_of,
+    random_pool,
+    scattered_rows,
+    segments_for,
+)
+from manylora_lab.bench.kernels.timing import medians
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,11 +39,12 @@ class LayerCase:
     @property
     def num_pages(self) -> int:
         """Of KV."""
-        return sum(self.counts) * -(-self.context // _PAGE_TOKENS)
+        return sum(self.counts) * pages_of(self.context)
 
 
 class LayerRig:
-    """``num_layers`` layers, a pool for the largest of ``cases``, adapters of ``rank`` on all linear modules.
+    """``num_layers`` layers, a pool for the largest of ``cases``, adapters of ``rank`` on all linear modules; none
+    where that is 0.
 
     What the pool holds is random: reading costs the same.
     """
@@ -54,7 +60,7 @@ class LayerRig:
         self.ops = ops_for(self.device)
         longest = max(case.context for case in cases)
         self.decoder = self._decoder(dataclasses.replace(shape, layers=num_layers), longest)
-        self.page: PageShape = self.decoder.page_shape(_PAGE_TOKENS, self.dtype.itemsize)
+        self.page: PageShape = self.decoder.page_shape(PAGE_TOKENS, self.dtype.itemsize)
         self.geometry = adapter_geometry(self.page, self.decoder.config.layer_groups)
         cells = max(cells_for(self.geometry, [rank] * len(case.counts)) for case in cases)
         # The first pages are the adapters'; no KV is written there.
@@ -70,15 +76,17 @@ class LayerRig:
                 max_positions=longest,
             )  # fmt: skip
 
-    def seconds(self, cases: Sequence[LayerCase], repeats: int) -> list[float]:
-        """Of one layer of each case: medians of repeats that take turns."""
+    def seconds(self, steps: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+        """Of one layer of each: medians of repeats that take turns."""
         with torch.inference_mode():
-            found = medians(self.device, [self.step(case) for case in cases], repeats)
+            found = medians(self.device, steps, repeats)
         return [total / len(self.decoder.layers) for total in found]
 
-    def step(self, case: LayerCase) -> Callable[[], torch.Tensor]:
-        """One call runs all layers on the batch, whose plans are made here."""
-        step = Step(self.ops, self._batch(case), self.pool)
+    def step(self, case: LayerCase, ops: Ops | None = None) -> Callable[[], torch.Tensor]:
+        """One call runs all layers on the batch, whose plans are made here. ``ops``: others than serve."""
+        ops = ops or self.ops
+        with torch.inference_mode():
+            step = Step(ops, self._batch(case, ops), self.pool)
         hidden = torch.randn(sum(case.counts), self.hidden, device=self.device).to(self.dtype)
 
         def run() -> torch.Tensor:
@@ -90,24 +98,18 @@ class LayerRig:
 
         return run
 
-    def _batch(self, case: LayerCase) -> StepBatch:
+    def _batch(self, case: LayerCase, ops: Ops) -> StepBatch:
         rows = sum(case.counts)
-        free = np.arange(self.adapter_pages, len(self.pool))
-        pages = np.random.default_rng(0).permutation(free)[: case.num_pages]
-        table = pages.reshape(rows, -1).astype(np.int32)
-        attention = AttentionRows(
-            np.arange(rows + 1, dtype=np.int32), np.full(rows, case.context, np.int32), table
-        )
+        attention = scattered_rows(((1, case.context),) * rows, np.arange(self.adapter_pages, len(self.pool)))
         last = case.context - 1
-        slots = torch.from_numpy(table[:, last // _PAGE_TOKENS].astype(np.int64) * _PAGE_TOKENS)
-        segments = segments_for(
-            self.geometry, list(case.counts), [self.rank] * len(case.counts), self.adapter_pages, self.device
-        )
+        slots = torch.from_numpy(attention.page_table[:, last // PAGE_TOKENS].astype(np.int64) * PAGE_TOKENS)
+        ranks = [self.rank] * len(case.counts)
+        segments = segments_for(self.geometry, list(case.counts), ranks, self.adapter_pages, self.device)
         return StepBatch(
             token_ids=torch.zeros(rows, dtype=torch.int64, device=self.device),
             positions=torch.full((rows,), last, dtype=torch.int64, device=self.device),
-            slots=(slots + last % _PAGE_TOKENS).to(self.device),
+            slots=(slots + last % PAGE_TOKENS).to(self.device),
             sample_index=torch.arange(rows, device=self.device),
-            attention=self.ops.plan_attention(attention, self.page, self.device),
-            lora=self.ops.plan_lora(segments, self.geometry, self.device),
+            attention=ops.plan_attention(attention, self.page, self.device),
+            lora=ops.plan_lora(segments, self.geometry, self.device) if self.rank else None,
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.config import ConfigError
-from manylora_lab.bench.kernels_settings import POPULARITIES
+from manylora_lab.bench.kernels.settings import POPULARITIES
 from manylora_lab.bench.picture import check_plot
 
 Row = dict[str, Any]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 from pathlib import Path
 from typing import Any
 
 from manylora.config import ConfigError
-from manylora_lab.bench.kernels_settings import KERNELS, KernelSettings
+from manylora_lab.bench.kernels.settings import KERNELS, TABLES, KernelSettings
 
 _EXAMPLES = """\
 examples:
@@ -17,6 +18,8 @@ examples:
   manylora bench kernels --device cuda --shape llama-3-8b --only lora linear --out kernels
   TRITON_INTERPRET=1 manylora bench kernels --device cpu --ops triton --out kernels
       the GPU's kernels without a GPU: whether they are right, no times
+  manylora bench kernels --tune linear --shape llama-3-8b --out tuned
+      launch sizes on this GPU, tried in turn: tuned/linear.json, for src/manylora/kernels/tuned
 
 kernels:
 """
@@ -46,7 +49,12 @@ def add_parser(kinds: Any) -> None:
         "--shape", metavar="NAME",
         help="of the model, such as llama-2-7b, llama-3-8b or demo (default: llama-2-7b on CUDA, demo on a CPU)",
     )  # fmt: skip
-    parser.add_argument("--only", nargs="+", default=[], metavar="KERNEL", help="only these")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--only", nargs="+", default=[], metavar="KERNEL", help="only these")
+    which.add_argument(
+        "--tune", choices=TABLES,
+        help="instead: try launch sizes for the GPU, and write the table of the best and tune_*.json into DIR",
+    )  # fmt: skip
     parser.add_argument(
         "--ops", choices=("auto", "cpu", "compiled", "triton"), default="auto",
         help="which implementation on a CPU; triton is interpreted (default: what serves there)",
@@ -59,11 +67,18 @@ def add_parser(kinds: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from manylora_lab.bench.kernels_run import run
-
     if not args.budget > 0:
         raise ConfigError(f"--budget must be above 0, got {args.budget}")
     only = tuple(name for words in args.only for name in words.split(",") if name)
-    return run(
-        KernelSettings(args.out, args.device, args.dtype, args.shape, only, args.ops, args.quick, args.budget)
+    settings = KernelSettings(
+        args.out, args.device, args.dtype, args.shape, only, args.ops, args.quick, args.budget, args.tune
     )
+    if settings.tune is not None:
+        if importlib.util.find_spec("triton") is None:
+            raise ConfigError("--tune needs Triton: pip install triton")
+        from manylora_lab.bench.kernels import tune
+
+        return tune.run(settings)
+    from manylora_lab.bench.kernels.run import run
+
+    return run(settings)

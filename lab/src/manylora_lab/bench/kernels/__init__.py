@@ -1,0 +1,1 @@
+"""The rig that measures kernels: ``manylora bench kernels``, its ``--tune``, and Punica's figures of operators."""
