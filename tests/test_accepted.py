@@ -229,6 +229,16 @@ def test_a_parameter_takes(name: str, given: Any, expected: Any) -> None:
     assert type(found) is type(expected)
 
 
+def test_type_checkers_know_what_is_given_and_what_is_held() -> None:
+    params = SamplingParams(stop="x", stop_token_ids=[3], logit_bias={7: 1, 2: 0.5})
+    stop: tuple[str, ...] = params.stop
+    ids: tuple[int, ...] = params.stop_token_ids
+    bias: tuple[tuple[int, float], ...] = params.logit_bias
+    assert (stop, ids, bias) == (("x",), (3,), ((2, 0.5), (7, 1.0)))
+    assert SamplingParams(stop=["x"], stop_token_ids=(3,), logit_bias=[(7, 1)]).logit_bias == ((7, 1),)
+    assert SamplingParams(stop=None, stop_token_ids=None, logit_bias=None) == SamplingParams()
+
+
 @pytest.mark.parametrize(("name", "given"), wrong_parameters())
 def test_a_parameter_refuses(name: str, given: Any) -> None:
     with pytest.raises(InvalidRequest) as error:
