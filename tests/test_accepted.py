@@ -111,7 +111,7 @@ def refused() -> list[tuple[str, Any]]:
     for name in (*TEXTS, "adapter_dir"):
         found += each(name, 1, True, 0.0, ["x"], {})
     for name in ("cache_tau", "cache_window", "step_timeout", "slo_ttft"):
-        found += each(name, 0, False, -1, "0", "x", "", NAN, INF, "nan", "inf", [1], {})
+        found += each(name, 0, False, -1, "0", "x", "", NAN, INF, 10**400, "nan", "inf", [1], {})
     found += each("drain_timeout", -1, "-0.1", NAN, INF, "x", [])
     found += each("cache_adapter_share", 0, 1, True, NAN, INF, "x", -0.1, [])
     found += each("pipeline_depth", 0, 3) + each("slo_ttft", 0.5) + each("admission", "early-abort")

@@ -55,20 +55,24 @@ class Flag:
         return self.section is HttpSettings
 
 
+_METAVARS = {"int": "N", "float": "S", "size": "SIZE"}
+
+
 def _flags(section: type) -> Iterator[Flag]:
     for field in fields_of(section):
-        setting = setting_of(field)
-        if setting is None:
+        about = setting_of(field)
+        if about is None:
             continue
         repeats = get_origin(field.kind) is tuple
+        kind = "size" if about.is_size else "str" if repeats else field.kind.__name__
         yield Flag(
-            name=setting.name or field.name,
+            name=about.name or field.name,
             section=section,
             field=field.name,
-            kind="size" if setting.is_size else "str" if repeats else field.kind.__name__,
-            help=setting.help,
-            metavar=setting.metavar,
-            default=None if repeats or setting.default_follows else field.default,
+            kind=kind,
+            help=about.help,
+            metavar=about.metavar or _METAVARS.get(kind),
+            default=None if repeats or about.default_follows else field.default,
             choices=next((rule.choices for rule in field.rules if rule.choices), ()),
             repeats=repeats,
         )
@@ -138,7 +142,7 @@ def convert(flag: Flag, value: Any) -> Any:
         case "float":
             try:
                 return float(value)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 raise ConfigError(f"{flag.option} must be a number, got {value!r}") from None
         case "size":
             try:

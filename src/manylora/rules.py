@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 INFINITE = float("inf")
@@ -39,6 +39,10 @@ def more_than(bound: float, unit: str = "") -> Rule:
     return Rule(f"more than {bound}{unit}", lambda value: value > bound)
 
 
+def less_than(bound: float) -> Rule:
+    return Rule(f"less than {bound}", lambda value: value < bound)
+
+
 def between(least: float, most: float) -> Rule:
     return Rule(f"between {least} and {most}", lambda value: least <= value <= most)
 
@@ -55,14 +59,13 @@ class Field(NamedTuple):
 
     name: str
     kind: Any
-    """Its type, without None and without notes; of a Literal, of which one must be chosen, the type of these."""
+    """Its type without None; of a Literal, one of which must be chosen, the type of these."""
     default: Any
     """``dataclasses.MISSING`` where it has none."""
     is_optional: bool
     """Whether None is a value; no rule is asked about it."""
     rules: tuple[Rule, ...]
-    notes: tuple[Any, ...]
-    """What else the annotation holds."""
+    metadata: Mapping[Any, Any]
 
 
 @functools.cache
@@ -73,24 +76,21 @@ def fields_of(record: type) -> tuple[Field, ...]:
 
 
 def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
-    notes: list[Any] = []
+    rules: list[Rule] = []
     is_optional = False
     while True:
         origin, parts = typing.get_origin(hint), typing.get_args(hint)
         if origin is Annotated:
             hint = parts[0]
-            notes[:0] = parts[1:]
+            rules[:0] = (note for note in parts[1:] if isinstance(note, Rule))
         elif origin in (types.UnionType, typing.Union) and types.NoneType in parts:
             is_optional = True
             (hint,) = (part for part in parts if part is not types.NoneType)
         elif origin is Literal:
             hint = type(parts[0])
-            notes.append(one_of(parts))
+            rules.append(one_of(parts))
         else:
-            break
-    rules = tuple(note for note in notes if isinstance(note, Rule))
-    others = tuple(note for note in notes if not isinstance(note, Rule))
-    return Field(field.name, hint, field.default, is_optional, rules, others)
+            return Field(field.name, hint, field.default, is_optional, tuple(rules), field.metadata)
 
 
 def broken_rule(record: object) -> tuple[Field, str] | None:

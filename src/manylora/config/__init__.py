@@ -5,7 +5,6 @@ from __future__ import annotations
 from manylora.config.declaring import (
     LARGEST_NUMBER,
     ConfigError,
-    UserSetting,
     check_rules,
     option_of,
     parse_size,
@@ -46,7 +45,6 @@ __all__ = [
     "PipelineDepth",
     "PolicyConfig",
     "SchedulerSettings",
-    "UserSetting",
     "check_rules",
     "is_import_name",
     "option_of",

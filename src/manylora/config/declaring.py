@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from manylora.rules import FINITE, Field, at_least, at_most, broken_rule, more_than
+
+_Value = TypeVar("_Value")
 
 _UNITS = {
     "": 1, "b": 1,
@@ -45,21 +47,37 @@ def parse_size(value: str | int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UserSetting:
-    """Stands in the annotation of a section's field that users give: as a flag, in a config file, to ``LLM``."""
+    """What a field is to users: they give it as a flag, in a config file, or to ``LLM``."""
 
     help: str
-    metavar: str | None = None
-    name: str | None = None
+    metavar: str | None
+    """None: as is usual for its type."""
+    name: str | None
     """What users call it, where that is not the field's name."""
-    is_size: bool = False
+    is_size: bool
     """Whether it may be given as text, such as 512MiB."""
-    default_follows: bool = False
+    default_follows: bool
     """Whether its default depends on other settings, as ``help`` says."""
+
+
+def setting(
+    default: _Value,
+    help: str,
+    metavar: str | None = None,
+    *,
+    name: str | None = None,
+    is_size: bool = False,
+    default_follows: bool = False,
+) -> _Value:
+    """Declares a field of a section that users set; its type and rules are its annotation."""
+    about = UserSetting(help, metavar, name, is_size, default_follows)
+    field: _Value = dataclasses.field(default=default, metadata={UserSetting: about})
+    return field
 
 
 def setting_of(field: Field) -> UserSetting | None:
     """None where the field is no user's to give."""
-    return next((note for note in field.notes if isinstance(note, UserSetting)), None)
+    return field.metadata.get(UserSetting)
 
 
 def option_of(name: str) -> str:
@@ -70,8 +88,8 @@ def check_rules(section: object) -> None:
     """Raises ConfigError where a value breaks a rule of its field, naming it as users do."""
     if broken := broken_rule(section):
         field, must = broken
-        setting = setting_of(field)
-        raise ConfigError(f"{option_of(setting.name or field.name) if setting else field.name} {must}")
+        about = setting_of(field)
+        raise ConfigError(f"{option_of(about.name or field.name) if about else field.name} {must}")
 
 
 class Section:

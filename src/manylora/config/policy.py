@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Annotated
 
-from manylora.config.declaring import ConfigError, Seconds, Section, UserSetting, check_rules
-from manylora.rules import FINITE, Rule, at_least, more_than, one_of
+from manylora.config.declaring import ConfigError, Seconds, Section, check_rules, setting
+from manylora.rules import FINITE, Rule, at_least, less_than, more_than, one_of
 
 CACHE_POLICIES = (
     "manylora", "fastlibra", "fastlibra-wom", "fastlibra-wos", "fastlibra-wol", "static-lru", "s-lora", "lru",
@@ -24,30 +24,27 @@ class CacheConfig(Section):
 
     policy: Annotated[
         str,
-        UserSetting(
-            "what decides which adapters and KV stay on the device: "
-            f"{', '.join(CACHE_POLICIES)}, or module:Class for one of your own",
-            "NAME",
-            "cache_policy",
-        ),
         Rule(
             f"one of {', '.join(CACHE_POLICIES)}, or module:Class",
             lambda name: name in CACHE_POLICIES or is_import_name(name),
         ),
-    ] = "manylora"
-    adapter_share: Annotated[
-        float,
-        UserSetting(
-            "the share of device pages that static-lru keeps for adapters", "SHARE", "cache_adapter_share"
-        ),
-        Rule("more than 0 and less than 1", lambda share: 0 < share < 1),
-    ] = 0.2
-    tau_s: Annotated[
-        Seconds, UserSetting("scale of the time decay of FastLibra's equation 5", "S", "cache_tau")
-    ] = 10.0
-    window_s: Annotated[
-        Seconds, UserSetting("how long a visit counts towards a node's probability", "S", "cache_window")
-    ] = 60.0
+    ] = setting(
+        "manylora",
+        f"what decides which adapters and KV stay on the device: {', '.join(CACHE_POLICIES)}, or module:Class for "
+        "one of your own",
+        "NAME",
+        name="cache_policy",
+    )
+    adapter_share: Annotated[float, more_than(0), less_than(1)] = setting(
+        0.2,
+        "the share of device pages that static-lru keeps for adapters",
+        "SHARE",
+        name="cache_adapter_share",
+    )
+    tau_s: Seconds = setting(10.0, "scale of the time decay of FastLibra's equation 5", name="cache_tau")
+    window_s: Seconds = setting(
+        60.0, "how long a visit counts towards a node's probability", name="cache_window"
+    )
     interval_s: Annotated[float, more_than(0)] = 0.1
     high_mark: float | None = None
     """None: the policy's own, 0.95 in the paper; of ``manylora`` 0.90 to 0.98, by what steps take."""

@@ -7,7 +7,7 @@ the name that users give it. Does not know where values come from (``manylora.fl
 import dataclasses
 from typing import Annotated, Literal
 
-from manylora.config.declaring import ConfigError, Count, Seconds, Section, UserSetting, check_rules
+from manylora.config.declaring import ConfigError, Count, Seconds, Section, check_rules, setting
 from manylora.config.policy import Admission, CacheConfig, Objective, PipelineDepth, Positive, check_objective
 from manylora.rules import FINITE, Rule, at_least, at_most, between
 
@@ -15,33 +15,33 @@ MOST_SEQS = 2**15
 """No engine runs more sequences at once: each has a row in the executor's tables and a token on the device."""
 
 
+def _are_keys(texts: tuple[str, ...]) -> bool:
+    """An empty one, such as from an unset variable, would let in every client that sends an empty key."""
+    return all(text.strip() for text in texts)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSettings(Section):
     """Which base model, and how its weights are held."""
 
     model: str
-    served_model_name: Annotated[
-        str | None, UserSetting("the base model's id for clients (default: MODEL as given)", "NAME")
-    ] = None
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"],
-        UserSetting("where to run; auto takes a CUDA GPU when there is one"),
-    ] = "auto"
-    dtype: Annotated[
-        Literal["auto", "float32", "float16", "bfloat16"],
-        UserSetting(
-            "type of weights, adapters and KV; auto is float32 on a CPU and the checkpoint's own on CUDA "
-            "(bfloat16 for a float32 checkpoint)"
-        ),
-    ] = "auto"
-    load_format: Annotated[
-        Literal["auto", "dummy"],
-        UserSetting("dummy fills the base with random weights, for performance work"),
-    ] = "auto"
-    max_model_len: Annotated[
-        Count | None,
-        UserSetting("longest prompt plus answer, in tokens (default: the model's, as the pool allows)", "N"),
-    ] = None
+    served_model_name: str | None = setting(
+        None, "the base model's id for clients (default: MODEL as given)", "NAME"
+    )
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", "where to run; auto takes a CUDA GPU when there is one"
+    )
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = setting(
+        "auto",
+        "type of weights, adapters and KV; auto is float32 on a CPU and the checkpoint's own on CUDA (bfloat16 "
+        "for a float32 checkpoint)",
+    )
+    load_format: Literal["auto", "dummy"] = setting(
+        "auto", "dummy fills the base with random weights, for performance work"
+    )
+    max_model_len: Count | None = setting(
+        None, "longest prompt plus answer, in tokens (default: the model's, as the pool allows)"
+    )
 
     @property
     def name(self) -> str:
@@ -53,61 +53,45 @@ class ModelSettings(Section):
 class AdapterSettings(Section):
     """Adapters served from the start, by name, and what may be loaded later."""
 
-    adapters: Annotated[
-        tuple[tuple[str, str], ...],
-        UserSetting("serve this adapter under this name; may be repeated", "NAME=PATH", "adapter"),
-    ] = ()
-    adapter_dir: Annotated[
-        str | None,
-        UserSetting(
-            "serve every adapter found in a folder of DIR under the folder's name, and allow loading more from "
-            "inside DIR at run time (off without this)",
-            "DIR",
-        ),
-    ] = None
-    max_adapter_rank: Annotated[
-        Count | None, UserSetting("refuse adapters of a larger rank (default: no limit)", "N")
-    ] = None
+    adapters: tuple[tuple[str, str], ...] = setting(
+        (), "serve this adapter under this name; may be repeated", "NAME=PATH", name="adapter"
+    )
+    adapter_dir: str | None = setting(
+        None,
+        "serve every adapter found in a folder of DIR under the folder's name, and allow loading more from inside "
+        "DIR at run time (off without this)",
+        "DIR",
+    )
+    max_adapter_rank: Count | None = setting(None, "refuse adapters of a larger rank (default: no limit)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerSettings(Section):
     """How much runs at once (None: chosen for the device), and which request is admitted next."""
 
-    max_num_seqs: Annotated[
-        int | None,
-        UserSetting("most sequences that run at once (default: 64 on a CPU, else 256)", "N"),
-        at_least(1),
-        at_most(MOST_SEQS),
-    ] = None
-    max_batch_tokens: Annotated[
-        Count | None, UserSetting("most tokens that one step computes; longer prompts go in chunks", "N")
-    ] = None
-    admission: Annotated[
-        Admission,
-        UserSetting(
-            "whose turn it is when there is room: the oldest, the newest, or (early-abort) whoever can still be "
-            "served within --slo-ttft, others being refused with 503"
-        ),
-    ] = "fcfs"
-    slo_ttft_s: Annotated[
-        Objective | None,
-        UserSetting(
-            "when a request's first token should have come, after its arrival; early-abort only",
-            "S",
-            "slo_ttft",
-        ),
-    ] = None
-    pipeline_depth: Annotated[
-        PipelineDepth | None,
-        UserSetting(
-            "steps in flight at most: with 2, a step is decided while the one before it runs (default: 2 on a "
-            "GPU, 1 on a CPU)",
-            "N",
-        ),
-    ] = None
+    max_num_seqs: Annotated[int, at_least(1), at_most(MOST_SEQS)] | None = setting(
+        None, "most sequences that run at once (default: 64 on a CPU, else 256)"
+    )
+    max_batch_tokens: Count | None = setting(
+        None, "most tokens that one step computes; longer prompts go in chunks"
+    )
+    admission: Admission = setting(
+        "fcfs",
+        "whose turn it is when there is room: the oldest, the newest, or (early-abort) whoever can still be "
+        "served within --slo-ttft, others being refused with 503",
+    )
+    slo_ttft_s: Objective | None = setting(
+        None,
+        "when a request's first token should have come, after its arrival; early-abort only",
+        name="slo_ttft",
+    )
+    pipeline_depth: PipelineDepth | None = setting(
+        None,
+        "steps in flight at most: with 2, a step is decided while the one before it runs (default: 2 on a GPU, 1 "
+        "on a CPU)",
+    )
     max_waiting: Positive | None = None
-    """Requests that may wait for their first admission, of the server's settings. None: any number."""
+    """The server's own setting, as the policy gets it. None: any number may wait."""
 
     def __post_init__(self) -> None:
         check_rules(self)
@@ -134,36 +118,25 @@ _PIPELINE_DEPTH = {"cpu": 1, "cuda": 2}
 class CacheSettings(Section):
     """The two pools of pages, in bytes; None: chosen from free memory. A host pool of 0: one tier."""
 
-    page_tokens: Annotated[
-        Count,
-        UserSetting(
-            "tokens that one page of KV holds (default: 16; 32 with --cache-policy static-lru)",
-            "N",
-            default_follows=True,
-        ),
-    ] = 16
-    device_pool: Annotated[
-        int | None,
-        UserSetting(
-            "memory for KV and adapters together, such as 512MiB or 10GB (default: on a CPU min(4 GiB, 25%% of "
-            "free memory), on CUDA most of what the weights leave)",
-            "SIZE",
-            is_size=True,
-        ),
-    ] = None
-    host_pool: Annotated[
-        int | None,
-        UserSetting(
-            "host memory for adapters that have been read and for KV that had to leave the device; 0 for none "
-            "(default: on a CPU min(4 GiB, 25%% of free memory), on CUDA half of free memory)",
-            "SIZE",
-            is_size=True,
-        ),
-    ] = None
-    policy: CacheConfig = dataclasses.field(default_factory=CacheConfig)
-    trace: Annotated[
-        str | None, UserSetting("write every cache decision as a line that a person can read", "FILE")
-    ] = None
+    page_tokens: Count = setting(
+        16,
+        "tokens that one page of KV holds (default: 16; 32 with --cache-policy static-lru)",
+        default_follows=True,
+    )
+    device_pool: int | None = setting(
+        None,
+        "memory for KV and adapters together, such as 512MiB or 10GB (default: on a CPU min(4 GiB, 25%% of free "
+        "memory), on CUDA most of what the weights leave)",
+        is_size=True,
+    )
+    host_pool: int | None = setting(
+        None,
+        "host memory for adapters that have been read and for KV that had to leave the device; 0 for none "
+        "(default: on a CPU min(4 GiB, 25%% of free memory), on CUDA half of free memory)",
+        is_size=True,
+    )
+    policy: CacheConfig = CacheConfig()
+    trace: str | None = setting(None, "write every cache decision as a line that a person can read", "FILE")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -174,36 +147,27 @@ class EngineSettings(Section):
     cache: CacheSettings = CacheSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     adapters: AdapterSettings = AdapterSettings()
-    cuda_graphs: Annotated[
-        Literal["auto", "off"],
-        UserSetting(
-            "auto captures decoding steps at start-up, which spares the host their launches; off launches every "
-            "kernel each time"
-        ),
-    ] = "auto"
-    step_timeout_s: Annotated[
-        Seconds,
-        UserSetting(
-            "seconds after which a step that has not ended, or an engine that says nothing, is taken for lost: "
-            "open requests fail and the server ends with exit code 1; compiling and capturing do not count",
-            "S",
-            "step_timeout",
-        ),
-    ] = 300.0
-    journal: Annotated[
-        str | None, UserSetting("record every event the policy sees, to replay its decisions later", "FILE")
-    ] = None
-    journal_part_bytes: Annotated[
-        int | None,
-        UserSetting(
-            "go on in FILE.1, FILE.2, ... whenever a part of the journal has this size; a replay needs all of "
-            "them (default: one file)",
-            "SIZE",
-            "journal_rotate",
-            is_size=True,
-        ),
-        at_least(4096, " bytes"),
-    ] = None
+    cuda_graphs: Literal["auto", "off"] = setting(
+        "auto",
+        "auto captures decoding steps at start-up, which spares the host their launches; off launches every "
+        "kernel each time",
+    )
+    step_timeout_s: Seconds = setting(
+        300.0,
+        "seconds after which a step that has not ended, or an engine that says nothing, is taken for lost: open "
+        "requests fail and the server ends with exit code 1; compiling and capturing do not count",
+        name="step_timeout",
+    )
+    journal: str | None = setting(
+        None, "record every event the policy sees, to replay its decisions later", "FILE"
+    )
+    journal_part_bytes: Annotated[int, at_least(4096, " bytes")] | None = setting(
+        None,
+        "go on in FILE.1, FILE.2, ... whenever a part of the journal has this size; a replay needs all of them "
+        "(default: one file)",
+        name="journal_rotate",
+        is_size=True,
+    )
 
     def __post_init__(self) -> None:
         check_rules(self)
@@ -215,45 +179,28 @@ class EngineSettings(Section):
 class HttpSettings(Section):
     """The server's own side."""
 
-    host: Annotated[str, UserSetting("address to listen on")] = "127.0.0.1"
-    port: Annotated[int, UserSetting("port to listen on", "N"), between(0, 65535)] = 8000
-    drain_timeout: Annotated[
-        float,
-        UserSetting(
-            "seconds that running requests get to finish after SIGTERM, SIGINT or SIGHUP, which a second signal "
-            "ends; the server is gone at most 5 s after them, so that the default ends before Docker kills "
-            "after 10 s",
-            "S",
-        ),
-        at_least(0),
-        FINITE,
-    ] = 5.0
-    api_keys: Annotated[
-        tuple[str, ...],
-        UserSetting("accept only requests that carry this key; may be repeated", "KEY", "api_key"),
-        # Such as from an unset variable. It would let in every client that sends an empty key.
-        Rule("text that is not empty", lambda keys: all(key.strip() for key in keys)),
-    ] = ()
-    metrics_key: Annotated[
-        Literal["required", "open"], UserSetting("where keys are set, whether /metrics asks for one too")
-    ] = "required"
-    max_waiting: Annotated[
-        Count, UserSetting("most requests that wait to be admitted; more are refused with 429", "N")
-    ] = 10_000
-    max_connections: Annotated[
-        Count | None,
-        UserSetting(
-            "most connections at once; more are answered with 503 and closed (default: 16384, or more where "
-            "--max-waiting asks for it, as the limit on open files allows)",
-            "N",
-        ),
-    ] = None
-    max_body_size: Annotated[
-        Count | None,
-        UserSetting(
-            "largest body of a request, such as 16MiB; a larger one is refused with 413 (default: 4 MiB and "
-            "what the longest prompt may need)",
-            "SIZE",
-            is_size=True,
-        ),
-    ] = None
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: Annotated[int, between(0, 65535)] = setting(8000, "port to listen on")
+    drain_timeout: Annotated[float, at_least(0), FINITE] = setting(
+        5.0,
+        "seconds that running requests get to finish after SIGTERM, SIGINT or SIGHUP, which a second signal ends; "
+        "the server is gone at most 5 s after them, so that the default ends before Docker kills after 10 s",
+    )
+    api_keys: Annotated[tuple[str, ...], Rule("text that is not empty", _are_keys)] = setting(
+        (), "accept only requests that carry this key; may be repeated", "KEY", name="api_key"
+    )
+    metrics_key: Literal["required", "open"] = setting(
+        "required", "where keys are set, whether /metrics asks for one too"
+    )
+    max_waiting: Count = setting(10_000, "most requests that wait to be admitted; more are refused with 429")
+    max_connections: Count | None = setting(
+        None,
+        "most connections at once; more are answered with 503 and closed (default: 16384, or more where "
+        "--max-waiting asks for it, as the limit on open files allows)",
+    )
+    max_body_size: Count | None = setting(
+        None,
+        "largest body of a request, such as 16MiB; a larger one is refused with 413 (default: 4 MiB and what the "
+        "longest prompt may need)",
+        is_size=True,
+    )
