@@ -216,7 +216,8 @@ def wrong_parameters() -> list[tuple[str, Any]]:
         found += each(name, 0, 1, "true")
     found += each("stop", "", [""], [1], {"x"}, 1, b"x", iter("x"))
     found += each("stop_token_ids", [True], [1.0], ["1"], 1, {1}, "1", iter([1]))
-    found += each("logit_bias", {"x": 1}, {1: "x"}, {1: 101}, {1: NAN}, {1: INF}, {1: None}, 1, "ab")
+    found += each("logit_bias", {"x": 1}, {1: "x"}, {1: 101}, {1: NAN}, {1: INF}, {1: None}, 1, "abc")
+    found += each("logit_bias", {INF: 1}, {1: 10**400}, 0, b"ab")
     found += each("logit_bias", [(1,)], [(1, 2, 3)], [(1.0, 2)], [(True, 2)], [(1, "2")])
     found += each("logit_bias", [(1, NAN)], [(1, -101)])
     return found

@@ -71,8 +71,8 @@ _Held = TypeVar("_Held")
 _Given = TypeVar("_Given")
 
 
-class _Field(Generic[_Held, _Given]):
-    """For type checkers: a field that holds the one type and is given as the other. At run time, the first."""
+class _Converted(Generic[_Held, _Given]):
+    """Tells type checkers that a field holds the first type and is given as the second. At run time, the first."""
 
     if TYPE_CHECKING:
 
@@ -102,8 +102,10 @@ def _are_ids(value: object) -> bool:
     return isinstance(value, tuple) and all(map(_is_int, value))
 
 
-def _are_biases(value: tuple[tuple[Any, Any], ...]) -> bool:
-    return all(_is_int(token) and isinstance(bias, int | float) for token, bias in value)
+def _are_biases(value: Any) -> bool:
+    return value is not None and all(
+        _is_int(token) and isinstance(bias, int | float) for token, bias in value
+    )
 
 
 _Integer = Annotated[int, Rule("an integer", _is_int)]
@@ -111,18 +113,18 @@ _OptionalInteger = Annotated[int | None, Rule("an integer or null", _is_int)]
 _Number = Annotated[float, Rule("a number", _is_number)]
 _Switch = Annotated[bool, Rule("true or false", lambda value: isinstance(value, bool))]
 _Stop = Annotated[
-    _Field[tuple[str, ...], str | Sequence[str] | None],
+    _Converted[tuple[str, ...], str | Sequence[str] | None],
     Rule("a string or a list of strings", _are_texts),
     Rule("made of non-empty strings", all),
 ]
 _Ids = Annotated[
-    _Field[tuple[int, ...], Sequence[int] | None],
+    _Converted[tuple[int, ...], Sequence[int] | None],
     Rule("a list of integers", _are_ids),
 ]
 _Bias = Annotated[
-    _Field[tuple[tuple[int, float], ...], Mapping[int, float] | Iterable[tuple[int, float]] | None],
-    Rule("token ids mapped to numbers", _are_biases),
-    Rule("made of values between -100 and 100", lambda pairs: all(-100 <= bias <= 100 for _, bias in pairs)),
+    _Converted[tuple[tuple[int, float], ...], Mapping[int, float] | Iterable[tuple[int, float]] | None],
+    Rule("a mapping of token ids to numbers", _are_biases),
+    Rule("made of numbers between -100 and 100", lambda pairs: all(-100 <= bias <= 100 for _, bias in pairs)),
 ]
 _NONE: Any = ()
 
@@ -157,7 +159,14 @@ class SamplingParams:
     repetition_penalty: Annotated[_Number, more_than(0), FINITE] = 1.0
 
     def __post_init__(self) -> None:
-        for name, value in _normalised(self).items():
+        stop: Any = self.stop
+        held = {
+            "stop": (stop,) if isinstance(stop, str) else _as_tuple(stop),
+            "stop_token_ids": _as_tuple(self.stop_token_ids),
+            "logit_bias": _as_pairs(self.logit_bias),
+            "top_k": 0 if self.top_k == -1 else self.top_k,
+        }
+        for name, value in held.items():
             object.__setattr__(self, name, value)
         if broken := broken_rule(self):
             field, must = broken
@@ -166,29 +175,19 @@ class SamplingParams:
             raise InvalidRequest("min_tokens must not exceed max_tokens", "min_tokens")
 
 
-def _normalised(params: SamplingParams) -> dict[str, Any]:
-    """The friendly forms that callers write (a single stop string, lists, dicts, None), as tuples."""
-    changed: dict[str, Any] = {}
-    stop: Any = params.stop
-    changed["stop"] = (stop,) if isinstance(stop, str) else _as_tuple(stop)
-    changed["stop_token_ids"] = _as_tuple(params.stop_token_ids)
-    bias: Any = () if params.logit_bias is None else params.logit_bias
-    try:
-        if isinstance(bias, Mapping):
-            pairs = sorted((int(token), float(value)) for token, value in bias.items())
-        else:
-            pairs = [(token, value) for token, value in bias]
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest("logit_bias must map token ids to numbers", "logit_bias") from error
-    changed["logit_bias"] = tuple(pairs)
-    if params.top_k == -1:
-        changed["top_k"] = 0
-    return changed
-
-
 def _as_tuple(value: Any) -> Any:
     """A sequence, or None for an empty one, as a tuple; anything else as it is."""
     return () if value is None else tuple(value) if isinstance(value, Sequence) else value
+
+
+def _as_pairs(value: Any) -> tuple[tuple[Any, Any], ...] | None:
+    """A mapping, by its keys, or pairs; None where it is neither."""
+    try:
+        if isinstance(value, Mapping):
+            return tuple(sorted((int(token), float(bias)) for token, bias in value.items()))
+        return () if value is None else tuple((token, bias) for token, bias in value)
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
