@@ -19,8 +19,9 @@ FORBIDDEN_NAMES = {"utils", "util", "common", "manager", "helpers", "base", "mis
 # room -> manylora rooms it may import besides itself; a module at the top level is a room of its own.
 ROOMS: dict[str, set[str]] = {
     "_version": set(),
-    "types": set(),
-    "config": {"types"},
+    "rules": set(),
+    "types": {"rules"},
+    "config": {"rules"},
     "reports": {"types"},
     "protocol": {"types", "reports"},
     "policy": BOTTOM,
@@ -37,7 +38,7 @@ ROOMS: dict[str, set[str]] = {
     "pricing": BOTTOM,
     "warmup": BOTTOM | {"engine", "flags", "kernels", "main", "models", "progress"},
     "aliases": {"config"},
-    "flags": {"aliases", "config"},
+    "flags": {"aliases", "config", "rules"},
     "options": {"aliases", "config", "flags"},
     "extensions": set(),
     "progress": set(),
@@ -109,11 +110,12 @@ LAB_ROOMS: dict[str, tuple[set[str], set[str]]] = {
 PERSONS = re.compile(r"\b(who|whom|whoever|nobody|somebody|anybody|everybody)\b", re.IGNORECASE)
 # file -> a line of text that users or records see, which therefore stays as it is.
 PERSONS_IN_TEXTS = {
-    ROOT / "flags.py": "whoever can still be ",  # --admission's help
+    ROOT / "config" / "sections.py": "whoever can still be ",  # --admission's help
     LAB / "reproduce" / "punica_fig11.py": "who is first in line",  # a note in docs/results/punica-fig11.json
 }
 TORCH = {"torch", "triton"}
 NO_TORCH = {
+    "rules",
     "types",
     "config",
     "reports",

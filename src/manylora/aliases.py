@@ -11,7 +11,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from manylora.config import ConfigError
+from manylora.config import ConfigError, option_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Alias:
 
     @property
     def option(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return option_of(self.name)
 
 
 ALIASES: tuple[Alias, ...] = (
@@ -58,7 +58,7 @@ def check_switch(alias: Alias, value: Any, values: Mapping[str, Any]) -> None:
     if alias.contradicts is not None:
         name, contrary = alias.contradicts
         if values.get(name) == contrary:
-            raise ConfigError(f"{alias.option} cannot be had with --{name.replace('_', '-')} {contrary}")
+            raise ConfigError(f"{alias.option} cannot be had with {option_of(name)} {contrary}")
 
 
 def adapter_pairs(alias: Alias, value: Any, bases: Collection[str]) -> Any:

@@ -39,6 +39,7 @@ sizes are written as 512MiB or 10GB. The command line wins over the config file.
 
 
 _WARMUP_FLAGS = (*SIZING, "max_adapter_rank", "cuda_graphs")
+_ADAPTERS_FLAGS = ("dtype", "page_tokens", "max_adapter_rank")
 
 
 _OWN = ("serve", "adapters", "warmup")
@@ -156,17 +157,11 @@ def _add_adapters(commands: Any) -> None:
         ("list", "one line for every adapter in the folders of PATH", "a folder of adapter folders"),
         ("check", about_check, "an adapter's folder"),
     ):
-        action = actions.add_parser(name, help=help_text, description=help_text.capitalize() + ".")
+        about = f"{help_text.capitalize()}. Weights are held as on a CPU."
+        action = actions.add_parser(name, help=help_text, description=about)
         action.add_argument("path", metavar="PATH", help=path_help)
         action.add_argument("--model", required=True, metavar="MODEL", help="the base: a folder, or a hub id")
-        action.add_argument("--page-tokens", metavar="N", default="16", help="tokens a page (default: 16)")
-        action.add_argument(
-            "--dtype",
-            choices=("auto", "float32", "float16", "bfloat16"),
-            default="auto",
-            help="type in which weights are held; auto is float32, as on a CPU (default: auto)",
-        )
-        action.add_argument("--max-adapter-rank", metavar="N", help="refuse larger ranks")
+        add_settings(action, _ADAPTERS_FLAGS)
         action.add_argument("--json", action="store_true", help="print JSON")
         action.set_defaults(run=_adapters, action=name)
 
@@ -174,14 +169,7 @@ def _add_adapters(commands: Any) -> None:
 def _adapters(args: argparse.Namespace) -> int:
     from manylora.inspection import check_adapter, list_adapters
 
-    settings, _ = build_settings(
-        {
-            "model": args.model,
-            "dtype": args.dtype,
-            "page_tokens": args.page_tokens,
-            "max_adapter_rank": args.max_adapter_rank,
-        }
-    )
+    settings, _ = build_settings(settings_of(args, ("model", *_ADAPTERS_FLAGS)))
     report = list_adapters if args.action == "list" else check_adapter
     if isinstance(sys.stdout, io.TextIOWrapper):
         # The path of a folder may hold what the terminal cannot show, or what is no text at all.

@@ -1,23 +1,19 @@
-"""The one table of settings: command-line flags, config-file keys and keyword arguments of ``LLM`` alike.
+"""Settings by the names that users give them: command-line flags, config-file keys, keyword arguments of ``LLM``.
 
-Owns names, types, defaults and help texts, and builds the frozen sections of ``manylora.config`` from plain
-values. Imports nothing heavy, so ``manylora --help`` stays quick.
+Takes what there is to set from the sections of ``manylora.config``, and builds these from plain values. Imports
+nothing heavy, so ``manylora --help`` stays quick.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_origin
 
 from manylora.aliases import ALIASES, Alias, adapter_pairs, check_switch
 from manylora.config import (
-    ADMISSIONS,
-    CACHE_POLICIES,
-    LARGEST_NUMBER,
-    MOST_SEQS,
     AdapterSettings,
     CacheConfig,
     CacheSettings,
@@ -26,231 +22,71 @@ from manylora.config import (
     HttpSettings,
     ModelSettings,
     SchedulerSettings,
-    is_import_name,
+    option_of,
     parse_size,
+    setting_of,
 )
+from manylora.rules import fields_of
+
+_Section = TypeVar("_Section")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flag:
-    """One setting. ``kind``: str, int, float, size (bytes, or text like 512MiB) or path."""
+    """One setting, and the section and field that hold it. ``kind``: str, int, float or size (bytes, or text)."""
 
     name: str
+    section: type
+    field: str
     kind: str
     help: str
-    default: Any = None
-    choices: tuple[str, ...] = ()
-    repeats: bool = False
-    metavar: str | None = None
-    is_http: bool = False
+    metavar: str | None
+    default: Any
+    """None where it is nothing at all, or depends on other settings."""
+    choices: tuple[str, ...]
+    repeats: bool
 
     @property
     def option(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return option_of(self.name)
+
+    @property
+    def is_http(self) -> bool:
+        return self.section is HttpSettings
 
 
-FLAGS: tuple[Flag, ...] = (
-    Flag(
-        "served_model_name",
-        "str",
-        "the base model's id for clients (default: MODEL as given)",
-        metavar="NAME",
-    ),
-    Flag(
-        "adapter",
-        "str",
-        "serve this adapter under this name; may be repeated",
-        repeats=True,
-        metavar="NAME=PATH",
-    ),
-    Flag(
-        "adapter_dir",
-        "path",
-        "serve every adapter found in a folder of DIR under the folder's name, and allow loading more from "
-        "inside DIR at run time (off without this)",
-        metavar="DIR",
-    ),
-    Flag("host", "str", "address to listen on", "127.0.0.1", is_http=True),
-    Flag("port", "int", "port to listen on", 8000, is_http=True, metavar="N"),
-    Flag(
-        "device",
-        "str",
-        "where to run; auto takes a CUDA GPU when there is one",
-        "auto",
-        ("auto", "cpu", "cuda"),
-    ),
-    Flag(
-        "dtype",
-        "str",
-        "type of weights, adapters and KV; auto is float32 on a CPU and the checkpoint's own on CUDA "
-        "(bfloat16 for a float32 checkpoint)",
-        "auto",
-        ("auto", "float32", "float16", "bfloat16"),
-    ),
-    Flag(
-        "load_format",
-        "str",
-        "dummy fills the base with random weights, for performance work",
-        "auto",
-        ("auto", "dummy"),
-    ),
-    Flag(
-        "max_model_len",
-        "int",
-        "longest prompt plus answer, in tokens (default: the model's, as the pool allows)",
-        metavar="N",
-    ),
-    Flag(
-        "max_num_seqs", "int", "most sequences that run at once (default: 64 on a CPU, else 256)", metavar="N"
-    ),
-    Flag(
-        "max_batch_tokens",
-        "int",
-        "most tokens that one step computes; longer prompts go in chunks",
-        metavar="N",
-    ),
-    Flag(
-        "admission",
-        "str",
-        "whose turn it is when there is room: the oldest, the newest, or (early-abort) whoever can still be "
-        "served within --slo-ttft, others being refused with 503",
-        "fcfs",
-        ADMISSIONS,
-    ),
-    Flag(
-        "slo_ttft",
-        "float",
-        "when a request's first token should have come, after its arrival; early-abort only",
-        metavar="S",
-    ),
-    Flag(
-        "pipeline_depth",
-        "int",
-        "steps in flight at most: with 2, a step is decided while the one before it runs (default: 2 on a GPU, "
-        "1 on a CPU)",
-        metavar="N",
-    ),
-    Flag(
-        "page_tokens",
-        "int",
-        "tokens that one page of KV holds (default: 16; 32 with --cache-policy static-lru)",
-        metavar="N",
-    ),
-    Flag(
-        "device_pool",
-        "size",
-        "memory for KV and adapters together, such as 512MiB or 10GB (default: on a CPU min(4 GiB, 25%% of "
-        "free memory), on CUDA most of what the weights leave)",
-        metavar="SIZE",
-    ),
-    Flag(
-        "host_pool",
-        "size",
-        "host memory for adapters that have been read and for KV that had to leave the device; 0 for none "
-        "(default: on a CPU min(4 GiB, 25%% of free memory), on CUDA half of free memory)",
-        metavar="SIZE",
-    ),
-    Flag(
-        "cuda_graphs",
-        "str",
-        "auto captures decoding steps at start-up, which spares the host their launches; off launches every "
-        "kernel each time",
-        "auto",
-        ("auto", "off"),
-    ),
-    Flag(
-        "cache_policy",
-        "str",
-        f"what decides which adapters and KV stay on the device: {', '.join(CACHE_POLICIES)}, or module:Class for "
-        "one of your own",
-        "manylora",
-        metavar="NAME",
-    ),
-    Flag(
-        "cache_adapter_share",
-        "float",
-        "the share of device pages that static-lru keeps for adapters",
-        0.2,
-        metavar="SHARE",
-    ),
-    Flag("cache_tau", "float", "scale of the time decay of FastLibra's equation 5", 10.0, metavar="S"),
-    Flag("cache_window", "float", "how long a visit counts towards a node's probability", 60.0, metavar="S"),
-    Flag("trace", "path", "write every cache decision as a line that a person can read", metavar="FILE"),
-    Flag("max_adapter_rank", "int", "refuse adapters of a larger rank (default: no limit)", metavar="N"),
-    Flag(
-        "step_timeout",
-        "float",
-        "seconds after which a step that has not ended, or an engine that says nothing, is taken for lost: open "
-        "requests fail and the server ends with exit code 1; compiling and capturing do not count",
-        300.0,
-        metavar="S",
-    ),
-    Flag(
-        "drain_timeout",
-        "float",
-        "seconds that running requests get to finish after SIGTERM, SIGINT or SIGHUP, which a second signal ends; "
-        "the server is gone at most 5 s after them, so that the default ends before Docker kills after 10 s",
-        5.0,
-        is_http=True,
-        metavar="S",
-    ),
-    Flag(
-        "api_key",
-        "str",
-        "accept only requests that carry this key; may be repeated",
-        repeats=True,
-        is_http=True,
-        metavar="KEY",
-    ),
-    Flag(
-        "metrics_key",
-        "str",
-        "where keys are set, whether /metrics asks for one too",
-        "required",
-        ("required", "open"),
-        is_http=True,
-    ),
-    Flag(
-        "max_waiting",
-        "int",
-        "most requests that wait to be admitted; more are refused with 429",
-        10_000,
-        is_http=True,
-        metavar="N",
-    ),
-    Flag(
-        "max_connections",
-        "int",
-        "most connections at once; more are answered with 503 and closed (default: 16384, or more where "
-        "--max-waiting asks for it, as the limit on open files allows)",
-        is_http=True,
-        metavar="N",
-    ),
-    Flag(
-        "max_body_size",
-        "size",
-        "largest body of a request, such as 16MiB; a larger one is refused with 413 (default: 4 MiB and what "
-        "the longest prompt may need)",
-        is_http=True,
-        metavar="SIZE",
-    ),
-    Flag(
-        "journal", "path", "record every event the policy sees, to replay its decisions later", metavar="FILE"
-    ),
-    Flag(
-        "journal_rotate",
-        "size",
-        "go on in FILE.1, FILE.2, ... whenever a part of the journal has this size; a replay needs all of them "
-        "(default: one file)",
-        metavar="SIZE",
-    ),
-)
+_METAVARS = {"int": "N", "float": "S", "size": "SIZE"}
+
+
+def _flags(section: type) -> Iterator[Flag]:
+    for field in fields_of(section):
+        about = setting_of(field)
+        if about is None:
+            continue
+        repeats = get_origin(field.kind) is tuple
+        kind = "size" if about.is_size else "str" if repeats else field.kind.__name__
+        yield Flag(
+            name=about.name or field.name,
+            section=section,
+            field=field.name,
+            kind=kind,
+            help=about.help,
+            metavar=about.metavar or _METAVARS.get(kind),
+            default=None if repeats or about.default_follows else field.default,
+            choices=next((rule.choices for rule in field.rules if rule.choices), ()),
+            repeats=repeats,
+        )
+
+
+_SECTIONS: tuple[type, ...] = (
+    ModelSettings, AdapterSettings, SchedulerSettings, CacheSettings, CacheConfig, EngineSettings, HttpSettings,
+)  # fmt: skip
+
+FLAGS = tuple(flag for section in _SECTIONS for flag in _flags(section))
+"""In the order of help texts."""
 
 _PAGE_TOKENS = {"static-lru": 32}
 """The FastLibra paper runs its vLLM baseline with blocks of 32 tokens (§2.2)."""
-
-SMALLEST_PART = 4096
-"""Bytes of a journal that are worth a file."""
 
 _BY_NAME = {flag.name: flag for flag in FLAGS}
 
@@ -294,9 +130,7 @@ def convert(flag: Flag, value: Any) -> Any:
     if value is None:
         return None
     if flag.repeats:
-        return _as_list(flag, value)
-    if flag.choices and value not in flag.choices:
-        raise ConfigError(f"{flag.option} must be one of {', '.join(flag.choices)}, got {value!r}")
+        return _texts(flag, value)
     match flag.kind:
         case "int":
             if isinstance(value, bool) or not isinstance(value, int | str):
@@ -308,7 +142,7 @@ def convert(flag: Flag, value: Any) -> Any:
         case "float":
             try:
                 return float(value)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 raise ConfigError(f"{flag.option} must be a number, got {value!r}") from None
         case "size":
             try:
@@ -320,14 +154,14 @@ def convert(flag: Flag, value: Any) -> Any:
     return str(value)
 
 
-def _as_list(flag: Flag, value: Any) -> list[str]:
+def _texts(flag: Flag, value: Any) -> tuple[str, ...]:
     if isinstance(value, Mapping):
         value = [f"{name}={path}" for name, path in value.items()]
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
         raise ConfigError(f"{flag.option} must be text or a list of texts, got {value!r}")
-    return list(value)
+    return tuple(value)
 
 
 def read_config_file(path: str) -> dict[str, Any]:
@@ -362,62 +196,35 @@ def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSetti
     model = values.get("model")
     if not isinstance(model, str | Path) or not str(model):
         raise ConfigError("no model was given: name a local folder or a hub id")
-    got = {
-        flag.name: flag.default if values.get(flag.name) is None else convert(flag, values[flag.name])
-        for flag in FLAGS
-    }
-    _check(got)
-    engine = EngineSettings(
-        model=ModelSettings(
-            str(model),
-            got["served_model_name"],
-            got["device"],
-            got["dtype"],
-            got["load_format"],
-            got["max_model_len"],
-        ),
-        cache=CacheSettings(
-            got["page_tokens"] or _PAGE_TOKENS.get(got["cache_policy"], 16),
-            got["device_pool"],
-            got["host_pool"],
-            CacheConfig(
-                policy=got["cache_policy"],
-                adapter_share=got["cache_adapter_share"],
-                tau_s=got["cache_tau"],
-                window_s=got["cache_window"],
-                trace=got["trace"] is not None,
-            ),
-            got["trace"],
-        ),
-        scheduler=SchedulerSettings(
-            got["max_num_seqs"],
-            got["max_batch_tokens"],
-            got["admission"],
-            got["slo_ttft"],
-            got["pipeline_depth"],
-        ),
-        adapters=AdapterSettings(
-            _adapters(got["adapter"] or []), got["adapter_dir"], got["max_adapter_rank"]
-        ),
-        journal=got["journal"],
-        journal_part_bytes=got["journal_rotate"],
-        cuda_graphs=got["cuda_graphs"],
-        step_timeout_s=got["step_timeout"],
+    given = {name: convert(_BY_NAME[name], value) for name, value in values.items() if name in _BY_NAME}
+    given = {name: value for name, value in given.items() if value is not None}
+    if "adapter" in given:
+        given["adapter"] = _adapters(given["adapter"])
+    if given.get("cache_policy") in _PAGE_TOKENS:
+        given.setdefault("page_tokens", _PAGE_TOKENS[given["cache_policy"]])
+    policy = _section(CacheConfig, given, trace="trace" in given)
+    engine = _section(
+        EngineSettings,
+        given,
+        model=_section(ModelSettings, given, model=str(model)),
+        cache=_section(CacheSettings, given, policy=policy),
+        scheduler=_section(SchedulerSettings, given),
+        adapters=_section(AdapterSettings, given),
     )
-    http = HttpSettings(
-        got["host"],
-        got["port"],
-        got["drain_timeout"],
-        tuple(got["api_key"] or ()),
-        got["metrics_key"],
-        got["max_waiting"],
-        got["max_connections"],
-        got["max_body_size"],
-    )
+    http = _section(HttpSettings, given)
+    folder = engine.adapters.adapter_dir
+    if folder is not None and not Path(folder).is_dir():
+        raise ConfigError(f"--adapter-dir {folder} is not a folder")
     return engine, http
 
 
-def _adapters(pairs: list[str]) -> tuple[tuple[str, str], ...]:
+def _section(section: type[_Section], given: Mapping[str, Any], **parts: Any) -> _Section:
+    """A section of what was given of its settings, beside its other parts; what was not given has its default."""
+    own = (flag for flag in FLAGS if flag.section is section and flag.name in given)
+    return section(**parts, **{flag.field: given[flag.name] for flag in own})
+
+
+def _adapters(pairs: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
     adapters: dict[str, str] = {}
     for pair in pairs:
         name, equals, path = pair.partition("=")
@@ -427,41 +234,3 @@ def _adapters(pairs: list[str]) -> tuple[tuple[str, str], ...]:
             raise ConfigError(f"--adapter names {name!r} twice")
         adapters[name] = path
     return tuple(adapters.items())
-
-
-def _check(got: Mapping[str, Any]) -> None:
-    for name in (
-        "max_model_len", "max_num_seqs", "max_batch_tokens", "page_tokens", "max_adapter_rank", "max_waiting",
-        "max_connections", "max_body_size",
-    ):  # fmt: skip
-        if got[name] is not None and got[name] < 1:
-            raise ConfigError(f"{_BY_NAME[name].option} must be at least 1, got {got[name]}")
-        largest = MOST_SEQS if name == "max_num_seqs" else LARGEST_NUMBER
-        if got[name] is not None and got[name] > largest:
-            raise ConfigError(f"{_BY_NAME[name].option} must be at most {largest}, got {got[name]}")
-    for name in ("cache_tau", "cache_window", "step_timeout"):
-        if not 0 < got[name] < float("inf"):
-            raise ConfigError(f"{_BY_NAME[name].option} must be more than 0, got {got[name]}")
-    if got["cache_policy"] not in CACHE_POLICIES and not is_import_name(got["cache_policy"]):
-        known = ", ".join(CACHE_POLICIES)
-        raise ConfigError(
-            f"--cache-policy must be one of {known}, or module:Class, got {got['cache_policy']!r}"
-        )
-    if not 0 < got["cache_adapter_share"] < 1:
-        raise ConfigError(f"--cache-adapter-share must lie between 0 and 1, got {got['cache_adapter_share']}")
-    if not 0 <= got["port"] <= 65535:
-        raise ConfigError(f"--port must be between 0 and 65535, got {got['port']}")
-    if not 0 <= got["drain_timeout"] < float("inf"):
-        raise ConfigError(f"--drain-timeout must be at least 0, got {got['drain_timeout']}")
-    if got["journal_rotate"] is not None:
-        if got["journal"] is None:
-            raise ConfigError("--journal-rotate needs --journal")
-        if got["journal_rotate"] < SMALLEST_PART:
-            raise ConfigError(
-                f"--journal-rotate must be at least {SMALLEST_PART} bytes, got {got['journal_rotate']}"
-            )
-    if got["adapter_dir"] is not None and not Path(got["adapter_dir"]).is_dir():
-        raise ConfigError(f"--adapter-dir {got['adapter_dir']} is not a folder")
-    if not all(key.strip() for key in got["api_key"] or ()):
-        # Such as from an unset variable. It would let in every client that sends an empty key.
-        raise ConfigError("--api-key must not be empty")

@@ -5,11 +5,11 @@ clocks, processes or HTTP. Everything here is immutable and made of ints, floats
 it can cross a process boundary or be written to a journal as it is.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+
+from manylora.rules import FINITE, Rule, at_least, between, broken_rule, more_than
 
 RequestId = str
 """Chosen by the front end, unique among live requests, returned to the client."""
@@ -67,6 +67,68 @@ class InvalidRequest(ValueError):
         self.param = param
 
 
+_Held = TypeVar("_Held")
+_Given = TypeVar("_Given")
+
+
+class _Converted(Generic[_Held, _Given]):
+    """Tells type checkers that a field holds the first type and is given as the second. At run time, the first."""
+
+    if TYPE_CHECKING:
+
+        def __get__(self, instance: object, owner: type) -> _Held: ...
+
+        def __set__(self, instance: object, value: _Given) -> None: ...
+
+    else:
+
+        def __class_getitem__(cls, kinds: tuple[Any, Any]) -> Any:
+            return kinds[0]
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(text, str) for text in value)
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, tuple) and all(map(_is_int, value))
+
+
+def _are_biases(value: Any) -> bool:
+    return value is not None and all(
+        _is_int(token) and isinstance(bias, int | float) for token, bias in value
+    )
+
+
+_Integer = Annotated[int, Rule("an integer", _is_int)]
+_OptionalInteger = Annotated[int | None, Rule("an integer or null", _is_int)]
+_Number = Annotated[float, Rule("a number", _is_number)]
+_Switch = Annotated[bool, Rule("true or false", lambda value: isinstance(value, bool))]
+_Stop = Annotated[
+    _Converted[tuple[str, ...], str | Sequence[str] | None],
+    Rule("a string or a list of strings", _are_texts),
+    Rule("made of non-empty strings", all),
+]
+_Ids = Annotated[
+    _Converted[tuple[int, ...], Sequence[int] | None],
+    Rule("a list of integers", _are_ids),
+]
+_Bias = Annotated[
+    _Converted[tuple[tuple[int, float], ...], Mapping[int, float] | Iterable[tuple[int, float]] | None],
+    Rule("a mapping of token ids to numbers", _are_biases),
+    Rule("made of numbers between -100 and 100", lambda pairs: all(-100 <= bias <= 100 for _, bias in pairs)),
+]
+_NONE: Any = ()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to pick tokens, with the field names of OpenAI and vLLM.
@@ -77,123 +139,55 @@ class SamplingParams:
     many alternatives beside the chosen token's own. Raises InvalidRequest on values out of range.
     """
 
-    n: int = 1
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    seed: int | None = None
-    logprobs: int | None = None
-    ignore_eos: bool = False
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    n: Annotated[_Integer, between(1, 128)] = 1
+    max_tokens: Annotated[_OptionalInteger, at_least(1)] = 16
+    min_tokens: Annotated[_Integer, at_least(0)] = 0
+    temperature: Annotated[_Number, between(0, 100)] = 1.0
+    top_p: Annotated[_Number, Rule("in (0, 1]", lambda value: 0 < value <= 1)] = 1.0
+    top_k: Annotated[_Integer, Rule("-1, 0 (off) or at least 1", lambda value: value >= 0)] = 0
+    min_p: Annotated[_Number, between(0, 1)] = 0.0
+    stop: _Stop = _NONE
+    stop_token_ids: _Ids = _NONE
+    include_stop_str_in_output: _Switch = False
+    skip_special_tokens: _Switch = True
+    seed: Annotated[_OptionalInteger, Rule("a 64-bit integer", lambda seed: -(2**63) <= seed < 2**64)] = None
+    logprobs: Annotated[_OptionalInteger, between(0, MAX_LOGPROBS)] = None
+    ignore_eos: _Switch = False
+    logit_bias: _Bias = _NONE
+    presence_penalty: Annotated[_Number, between(-2, 2)] = 0.0
+    frequency_penalty: Annotated[_Number, between(-2, 2)] = 0.0
+    repetition_penalty: Annotated[_Number, more_than(0), FINITE] = 1.0
 
     def __post_init__(self) -> None:
-        for name, value in _normalised(self).items():
+        stop: Any = self.stop
+        held = {
+            "stop": (stop,) if isinstance(stop, str) else _as_tuple(stop),
+            "stop_token_ids": _as_tuple(self.stop_token_ids),
+            "logit_bias": _as_pairs(self.logit_bias),
+            "top_k": 0 if self.top_k == -1 else self.top_k,
+        }
+        for name, value in held.items():
             object.__setattr__(self, name, value)
-        _check_types(self)
-        _check_ranges(self)
+        if broken := broken_rule(self):
+            field, must = broken
+            raise InvalidRequest(f"{field.name} {must}", field.name)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest("min_tokens must not exceed max_tokens", "min_tokens")
 
 
-def _normalised(params: SamplingParams) -> dict[str, Any]:
-    """The friendly forms that callers write (a single stop string, lists, dicts, None), as tuples."""
-    changed: dict[str, Any] = {}
-    if params.stop is None:
-        changed["stop"] = ()
-    elif isinstance(params.stop, str):
-        changed["stop"] = (params.stop,)
-    elif isinstance(params.stop, Sequence):
-        changed["stop"] = tuple(params.stop)
-    if params.stop_token_ids is None:
-        changed["stop_token_ids"] = ()
-    elif isinstance(params.stop_token_ids, Sequence):
-        changed["stop_token_ids"] = tuple(params.stop_token_ids)
-    if params.logit_bias is None:
-        changed["logit_bias"] = ()
-    else:
-        try:
-            if isinstance(params.logit_bias, Mapping):
-                bias = tuple(sorted((int(token), float(b)) for token, b in params.logit_bias.items()))
-            else:
-                bias = tuple((token, bias) for token, bias in params.logit_bias)
-        except (TypeError, ValueError) as error:
-            raise InvalidRequest("logit_bias must map token ids to numbers", "logit_bias") from error
-        changed["logit_bias"] = bias
-    if params.top_k == -1:
-        changed["top_k"] = 0
-    return changed
+def _as_tuple(value: Any) -> Any:
+    """A sequence, or None for an empty one, as a tuple; anything else as it is."""
+    return () if value is None else tuple(value) if isinstance(value, Sequence) else value
 
 
-_INTEGERS = ("n", "min_tokens", "top_k")
-_OPTIONAL_INTEGERS = ("max_tokens", "seed", "logprobs")
-_NUMBERS = (
-    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-)  # fmt: skip
-_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_types(params: SamplingParams) -> None:
-    for name in _INTEGERS:
-        if not _is_int(getattr(params, name)):
-            raise InvalidRequest(f"{name} must be an integer", name)
-    for name in _OPTIONAL_INTEGERS:
-        value = getattr(params, name)
-        if value is not None and not _is_int(value):
-            raise InvalidRequest(f"{name} must be an integer or null", name)
-    for name in _NUMBERS:
-        value = getattr(params, name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or value != value:
-            raise InvalidRequest(f"{name} must be a number", name)
-    for name in _FLAGS:
-        if not isinstance(getattr(params, name), bool):
-            raise InvalidRequest(f"{name} must be true or false", name)
-    if not isinstance(params.stop, tuple) or not all(isinstance(text, str) for text in params.stop):
-        raise InvalidRequest("stop must be a string or a list of strings", "stop")
-    ids = params.stop_token_ids
-    if not isinstance(ids, tuple) or not all(_is_int(token) for token in ids):
-        raise InvalidRequest("stop_token_ids must be a list of integers", "stop_token_ids")
-
-
-def _check_ranges(params: SamplingParams) -> None:
-    def require(ok: bool, name: str, rule: str) -> None:
-        if not ok:
-            raise InvalidRequest(f"{name} must be {rule}, got {getattr(params, name)!r}", name)
-
-    require(1 <= params.n <= 128, "n", "between 1 and 128")
-    require(params.max_tokens is None or params.max_tokens >= 1, "max_tokens", "at least 1")
-    require(params.min_tokens >= 0, "min_tokens", "at least 0")
-    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        raise InvalidRequest("min_tokens must not exceed max_tokens", "min_tokens")
-    require(0.0 <= params.temperature <= 100.0, "temperature", "between 0 and 100")
-    require(0.0 < params.top_p <= 1.0, "top_p", "in (0, 1]")
-    require(params.top_k >= 0, "top_k", "-1, 0 (off) or at least 1")
-    require(0.0 <= params.min_p <= 1.0, "min_p", "between 0 and 1")
-    require(-2.0 <= params.presence_penalty <= 2.0, "presence_penalty", "between -2 and 2")
-    require(-2.0 <= params.frequency_penalty <= 2.0, "frequency_penalty", "between -2 and 2")
-    require(0.0 < params.repetition_penalty < float("inf"), "repetition_penalty", "above 0")
-    require(
-        params.logprobs is None or 0 <= params.logprobs <= MAX_LOGPROBS,
-        "logprobs",
-        f"between 0 and {MAX_LOGPROBS}",
-    )
-    require(params.seed is None or -(2**63) <= params.seed < 2**64, "seed", "a 64-bit integer")
-    require(all(text for text in params.stop), "stop", "made of non-empty strings")
-    if not all(_is_int(t) and isinstance(b, int | float) for t, b in params.logit_bias):
-        raise InvalidRequest("logit_bias must map token ids to numbers", "logit_bias")
-    if not all(-100.0 <= bias <= 100.0 for _, bias in params.logit_bias):
-        raise InvalidRequest("logit_bias values must lie between -100 and 100", "logit_bias")
+def _as_pairs(value: Any) -> tuple[tuple[Any, Any], ...] | None:
+    """A mapping, by its keys, or pairs; None where it is neither."""
+    try:
+        if isinstance(value, Mapping):
+            return tuple(sorted((int(token), float(bias)) for token, bias in value.items()))
+        return () if value is None else tuple((token, bias) for token, bias in value)
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import peft
 import torch
@@ -61,14 +62,15 @@ def settings_for(
     max_num_seqs: int | None = None,
     max_batch_tokens: int | None = None,
     max_model_len: int | None = None,
-    device: str = "cpu",
-    dtype: str = "auto",
+    device: Any = "cpu",
+    dtype: Any = "auto",
+    load_format: Any = "auto",
 ) -> EngineSettings:
     """Settings for a tiny model: small pages, pools of so many pages (default: 64 MiB each)."""
     pool = 64 * 2**20 if num_pages is None else num_pages * page_bytes
     host_pool = 64 * 2**20 if num_host_pages is None else num_host_pages * page_bytes
     return EngineSettings(
-        model=ModelSettings(model=str(model), device=device, dtype=dtype, max_model_len=max_model_len),
+        model=ModelSettings(str(model), None, device, dtype, load_format, max_model_len),
         cache=CacheSettings(page_tokens=page_tokens, device_pool=pool, host_pool=host_pool),
         scheduler=SchedulerSettings(max_num_seqs, max_batch_tokens),
     )

@@ -214,9 +214,9 @@ def test_the_queue_skips_whoever_left_it() -> None:
             {"admission": "early-abort"},
             "admission early-abort needs slo_ttft, the objective for the first token",
         ),
-        ({"slo_ttft": 0.5}, "slo_ttft must be more than 0.5 seconds, got 0.5"),
+        ({"slo_ttft": 0.5}, "--slo-ttft must be more than 0.5 seconds, got 0.5"),
         ({"slo_ttft": "soon"}, "--slo-ttft must be a number, got 'soon'"),
-        ({"slo_ttft": float("nan")}, "slo_ttft must be more than 0.5 seconds, got nan"),
+        ({"slo_ttft": float("nan")}, "--slo-ttft must be more than 0.5 seconds, got nan"),
     ],
 )
 def test_settings_that_cannot_work(settings: dict[str, object], said: str) -> None:

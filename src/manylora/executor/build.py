@@ -65,7 +65,7 @@ def build_worker(
     device = open_device(settings.model.device)
     kind: _Kind = "cuda" if device.torch_device.type == "cuda" else "cpu"
     dtype = resolve_dtype(settings.model.dtype, kind, config.dtype)
-    page = _page_shape(config, settings.cache.page_tokens, dtype)
+    page = config.page_shape(settings.cache.page_tokens, dtype.itemsize)
     geometry = _geometry(page, config)
     asked_pool = settings.cache.device_pool
     # No pool can be larger than what is free before the weights are there.
@@ -86,7 +86,7 @@ def build_worker(
         ops=ops,
         device=device.torch_device,
         dtype=dtype,
-        load_format=_load_format(settings.model.load_format),
+        load_format=settings.model.load_format,
         max_positions=limits.max_model_len,
         progress=progress,
     )
@@ -176,12 +176,6 @@ def _attention_shape(config: ModelConfig, dtype: torch.dtype, max_model_len: int
     return AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, dtype, sees_all)
 
 
-def _page_shape(config: ModelConfig, page_tokens: int, dtype: torch.dtype) -> PageShape:
-    if page_tokens < 1:
-        raise ConfigError(f"page_tokens must be at least 1, got {page_tokens}")
-    return config.page_shape(page_tokens, dtype.itemsize)
-
-
 def _geometry(page: PageShape, config: ModelConfig) -> AdapterGeometry:
     try:
         return adapter_geometry(page, config.layer_groups)
@@ -223,8 +217,6 @@ def _model_len(asked: int | None, config: ModelConfig, num_pages: int, page: Pag
     in_pool = num_pages * page.page_tokens
     if asked is None:
         return min(config.max_position_embeddings, in_pool)
-    if asked < 1:
-        raise ConfigError(f"max_model_len must be at least 1, got {asked}")
     if asked > config.max_position_embeddings:
         raise ConfigError(
             f"max_model_len {asked} is more than the model's {config.max_position_embeddings} positions"
@@ -237,11 +229,3 @@ def _model_len(asked: int | None, config: ModelConfig, num_pages: int, page: Pag
             "device_pool"
         )
     return asked
-
-
-def _load_format(name: str) -> Literal["auto", "dummy"]:
-    if name == "auto":
-        return "auto"
-    if name == "dummy":
-        return "dummy"
-    raise ConfigError(f"load_format {name!r} is not known: use auto or dummy")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from manylora.config import LARGEST_NUMBER, ConfigError, check_pipeline_depth
+from manylora.config import LARGEST_NUMBER, ConfigError, PipelineDepth, check_rules
 from manylora.pricing.costs import EVEN, Spread
 from manylora.pricing.shapes import ModelShape
 
@@ -112,7 +112,7 @@ class Profile:
     answer_s: float = 0.0
     copy_drag: float = 0.0
     spread: Spread = EVEN
-    pipeline_depth: int | None = None
+    pipeline_depth: PipelineDepth | None = None
 
     def __post_init__(self) -> None:
         if self.format not in (FORMAT, ALONE_FORMAT):
@@ -131,8 +131,7 @@ class Profile:
         for name in ("answer_s", "copy_drag"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} must be a number from 0, got {getattr(self, name)}")
-        if self.pipeline_depth is not None:
-            check_pipeline_depth(self.pipeline_depth)
+        check_rules(self)
         if not self.overheads:
             raise ConfigError("it names no overhead")
         if not any(point.is_held_out for point in self.steps):

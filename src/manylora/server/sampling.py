@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
 from manylora.server.errors import clipped
 from manylora.server.schemas import ChatBody, CompletionBody, SamplingFields
-from manylora.types import InvalidRequest, SamplingParams
+from manylora.types import MAX_LOGPROBS, InvalidRequest, SamplingParams
 
-_SAME_NAME = (
-    "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids",
-    "include_stop_str_in_output", "skip_special_tokens", "seed", "ignore_eos", "logit_bias",
-    "presence_penalty", "frequency_penalty", "repetition_penalty",
-)  # fmt: skip
+_SAME_NAME = {field.name for field in dataclasses.fields(SamplingParams)} - {"max_tokens", "logprobs"}
+"""What bodies and parameters call alike, and mean alike."""
 
 # Every stop string costs time for each character that this process, shared by all requests, sends.
 MAX_STOP_STRINGS = 128
@@ -42,8 +40,8 @@ def chat_params(body: ChatBody) -> SamplingParams:
     """The parameters of a /v1/chat/completions body: by default as many tokens as the context allows."""
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs may be given with logprobs=true only", "top_logprobs")
-    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= 20:
-        raise InvalidRequest("top_logprobs must be between 0 and 20", "top_logprobs")
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
+        raise InvalidRequest(f"top_logprobs must be between 0 and {MAX_LOGPROBS}", "top_logprobs")
     return _params(
         body,
         {

@@ -1,0 +1,53 @@
+"""Settings in sections: what users set, what the policy is given. A section checks its values when it is made."""
+
+from __future__ import annotations
+
+from manylora.config.declaring import (
+    LARGEST_NUMBER,
+    ConfigError,
+    check_rules,
+    option_of,
+    parse_size,
+    setting_of,
+)
+from manylora.config.policy import (
+    ADMISSIONS,
+    CACHE_POLICIES,
+    FIRST_STEP_S,
+    CacheConfig,
+    PipelineDepth,
+    PolicyConfig,
+    is_import_name,
+)
+from manylora.config.sections import (
+    MOST_SEQS,
+    AdapterSettings,
+    CacheSettings,
+    EngineSettings,
+    HttpSettings,
+    ModelSettings,
+    SchedulerSettings,
+)
+
+__all__ = [
+    "ADMISSIONS",
+    "CACHE_POLICIES",
+    "FIRST_STEP_S",
+    "LARGEST_NUMBER",
+    "MOST_SEQS",
+    "AdapterSettings",
+    "CacheConfig",
+    "CacheSettings",
+    "ConfigError",
+    "EngineSettings",
+    "HttpSettings",
+    "ModelSettings",
+    "PipelineDepth",
+    "PolicyConfig",
+    "SchedulerSettings",
+    "check_rules",
+    "is_import_name",
+    "option_of",
+    "parse_size",
+    "setting_of",
+]

@@ -1,0 +1,101 @@
+"""How a section declares its settings, and the one error for what cannot work."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Annotated, TypeVar
+
+from manylora.rules import FINITE, Field, at_least, at_most, broken_rule, more_than
+
+_Value = TypeVar("_Value")
+
+_UNITS = {
+    "": 1, "b": 1,
+    "k": 10**3, "kb": 10**3, "kib": 2**10,
+    "m": 10**6, "mb": 10**6, "mib": 2**20,
+    "g": 10**9, "gb": 10**9, "gib": 2**30,
+    "t": 10**12, "tb": 10**12, "tib": 2**40,
+}  # fmt: skip
+
+
+LARGEST_NUMBER = 2**62
+"""No size and no count may be larger, so that each can cross to another process."""
+
+Count = Annotated[int, at_least(1), at_most(LARGEST_NUMBER)]
+Seconds = Annotated[float, more_than(0), FINITE]
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; one line for the user."""
+
+
+def parse_size(value: str | int) -> int:
+    """Bytes from an int or from text such as "512MiB", "10GB", "4096"; raises ConfigError."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
+        if found is None or found[2].lower() not in _UNITS:
+            raise ConfigError(f"{value!r} is not a size; write it as 512MiB or 10GB")
+        # Bounded before it becomes an int: it may be infinite.
+        size = int(min(float(found[1]) * _UNITS[found[2].lower()], LARGEST_NUMBER + 1))
+    if not 0 <= size <= LARGEST_NUMBER:
+        raise ConfigError(f"{value!r} is not a size; it must lie between 0 and {LARGEST_NUMBER}")
+    return size
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UserSetting:
+    """What a field is to users: they give it as a flag, in a config file, or to ``LLM``."""
+
+    help: str
+    metavar: str | None
+    """None: as is usual for its type."""
+    name: str | None
+    """What users call it, where that is not the field's name."""
+    is_size: bool
+    """Whether it may be given as text, such as 512MiB."""
+    default_follows: bool
+    """Whether its default depends on other settings, as ``help`` says."""
+
+
+def setting(
+    default: _Value,
+    help: str,
+    metavar: str | None = None,
+    *,
+    name: str | None = None,
+    is_size: bool = False,
+    default_follows: bool = False,
+) -> _Value:
+    """Declares a field of a section that users set; its type and rules are its annotation."""
+    about = UserSetting(help, metavar, name, is_size, default_follows)
+    field: _Value = dataclasses.field(default=default, metadata={UserSetting: about})
+    return field
+
+
+def setting_of(field: Field) -> UserSetting | None:
+    """None where the field is no user's to give."""
+    return field.metadata.get(UserSetting)
+
+
+def option_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def check_rules(section: object) -> None:
+    """Raises ConfigError where a value breaks a rule of its field, naming it as users do."""
+    if broken := broken_rule(section):
+        field, must = broken
+        about = setting_of(field)
+        raise ConfigError(f"{option_of(about.name or field.name) if about else field.name} {must}")
+
+
+class Section:
+    """A dataclass whose values are checked when it is made. Raises ConfigError."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        check_rules(self)

@@ -1,0 +1,103 @@
+"""What the policy needs to know, and its rules."""
+
+import dataclasses
+from typing import Annotated
+
+from manylora.config.declaring import ConfigError, Seconds, Section, check_rules, setting
+from manylora.rules import FINITE, Rule, at_least, less_than, more_than, one_of
+
+CACHE_POLICIES = (
+    "manylora", "fastlibra", "fastlibra-wom", "fastlibra-wos", "fastlibra-wol", "static-lru", "s-lora", "lru",
+)  # fmt: skip
+
+
+def is_import_name(name: str) -> bool:
+    """Whether it names an attribute of a module, as ``module:Class``."""
+    module, colon, attribute = name.partition(":")
+    return bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheConfig(Section):
+    """Which cache policy, and its numbers. ``tau_s`` and ``window_s`` are assumptions of ours where the
+    FastLibra paper is silent (its equation 5): the scale of its time decay, and how long a visit counts."""
+
+    policy: Annotated[
+        str,
+        Rule(
+            f"one of {', '.join(CACHE_POLICIES)}, or module:Class",
+            lambda name: name in CACHE_POLICIES or is_import_name(name),
+        ),
+    ] = setting(
+        "manylora",
+        f"what decides which adapters and KV stay on the device: {', '.join(CACHE_POLICIES)}, or module:Class for "
+        "one of your own",
+        "NAME",
+        name="cache_policy",
+    )
+    adapter_share: Annotated[float, more_than(0), less_than(1)] = setting(
+        0.2,
+        "the share of device pages that static-lru keeps for adapters",
+        "SHARE",
+        name="cache_adapter_share",
+    )
+    tau_s: Seconds = setting(10.0, "scale of the time decay of FastLibra's equation 5", name="cache_tau")
+    window_s: Seconds = setting(
+        60.0, "how long a visit counts towards a node's probability", name="cache_window"
+    )
+    interval_s: Annotated[float, more_than(0)] = 0.1
+    high_mark: float | None = None
+    """None: the policy's own, 0.95 in the paper; of ``manylora`` 0.90 to 0.98, by what steps take."""
+    low_mark: float = 0.70
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        check_rules(self)
+        if not 0 < self.low_mark <= (self.high_mark or 1) <= 1:
+            raise ConfigError("the marks must satisfy 0 < low_mark <= high_mark <= 1")
+
+
+ADMISSIONS = ("fcfs", "lcfs", "early-abort")
+FIRST_STEP_S = 0.5
+"""What early abort allows for the step that gives the first token."""
+
+Admission = Annotated[str, one_of(ADMISSIONS)]
+Objective = Annotated[float, more_than(FIRST_STEP_S, " seconds"), FINITE]
+"""When a request's first token should have come, after its arrival; early-abort only."""
+PipelineDepth = Annotated[int, Rule("1 or 2", lambda depth: depth in (1, 2))]
+"""Steps in flight at most. With 2, a step is decided while the one before it still runs."""
+Positive = Annotated[int, at_least(1)]
+
+
+def check_objective(admission: str, slo_ttft_s: float | None) -> None:
+    """Raises ConfigError."""
+    if admission == "early-abort" and slo_ttft_s is None:
+        raise ConfigError("admission early-abort needs slo_ttft, the objective for the first token")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PolicyConfig(Section):
+    """All that the policy needs to know. Lengths in tokens. Without host pages there is one tier."""
+
+    num_pages: Positive
+    page_tokens: Positive
+    max_model_len: Positive
+    max_num_seqs: Positive
+    max_batch_tokens: Positive
+    num_host_pages: Annotated[int, at_least(0)] = 0
+    page_bytes: Positive = 2 * 2**20
+    cache: CacheConfig = CacheConfig()
+    admission: Admission = "fcfs"
+    slo_ttft_s: Objective | None = None
+    pipeline_depth: PipelineDepth = 1
+    max_waiting: Positive | None = None
+    """Requests that may wait for their first admission; more are refused. None: any number."""
+
+    def __post_init__(self) -> None:
+        check_rules(self)
+        check_objective(self.admission, self.slo_ttft_s)
+        if self.max_batch_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): each running sequence decodes one token a step"
+            )

@@ -1,0 +1,206 @@
+"""What users set, one frozen section a reader: each part of the engine receives only its own.
+
+Each setting is declared here (or in ``CacheConfig``) alone: its type, default, bounds and help text, and
+the name that users give it. Does not know where values come from (``manylora.flags``), nor what a device has free.
+"""
+
+import dataclasses
+from typing import Annotated, Literal
+
+from manylora.config.declaring import ConfigError, Count, Seconds, Section, check_rules, setting
+from manylora.config.policy import Admission, CacheConfig, Objective, PipelineDepth, Positive, check_objective
+from manylora.rules import FINITE, Rule, at_least, at_most, between
+
+MOST_SEQS = 2**15
+"""No engine runs more sequences at once: each has a row in the executor's tables and a token on the device."""
+
+
+def _are_keys(texts: tuple[str, ...]) -> bool:
+    """An empty one, such as from an unset variable, would let in every client that sends an empty key."""
+    return all(text.strip() for text in texts)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelSettings(Section):
+    """Which base model, and how its weights are held."""
+
+    model: str
+    served_model_name: str | None = setting(
+        None, "the base model's id for clients (default: MODEL as given)", "NAME"
+    )
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", "where to run; auto takes a CUDA GPU when there is one"
+    )
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = setting(
+        "auto",
+        "type of weights, adapters and KV; auto is float32 on a CPU and the checkpoint's own on CUDA (bfloat16 "
+        "for a float32 checkpoint)",
+    )
+    load_format: Literal["auto", "dummy"] = setting(
+        "auto", "dummy fills the base with random weights, for performance work"
+    )
+    max_model_len: Count | None = setting(
+        None, "longest prompt plus answer, in tokens (default: the model's, as the pool allows)"
+    )
+
+    @property
+    def name(self) -> str:
+        """The base model's id for clients."""
+        return self.served_model_name or self.model
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterSettings(Section):
+    """Adapters served from the start, by name, and what may be loaded later."""
+
+    adapters: tuple[tuple[str, str], ...] = setting(
+        (), "serve this adapter under this name; may be repeated", "NAME=PATH", name="adapter"
+    )
+    adapter_dir: str | None = setting(
+        None,
+        "serve every adapter found in a folder of DIR under the folder's name, and allow loading more from inside "
+        "DIR at run time (off without this)",
+        "DIR",
+    )
+    max_adapter_rank: Count | None = setting(None, "refuse adapters of a larger rank (default: no limit)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SchedulerSettings(Section):
+    """How much runs at once (None: chosen for the device), and which request is admitted next."""
+
+    max_num_seqs: Annotated[int, at_least(1), at_most(MOST_SEQS)] | None = setting(
+        None, "most sequences that run at once (default: 64 on a CPU, else 256)"
+    )
+    max_batch_tokens: Count | None = setting(
+        None, "most tokens that one step computes; longer prompts go in chunks"
+    )
+    admission: Admission = setting(
+        "fcfs",
+        "whose turn it is when there is room: the oldest, the newest, or (early-abort) whoever can still be "
+        "served within --slo-ttft, others being refused with 503",
+    )
+    slo_ttft_s: Objective | None = setting(
+        None,
+        "when a request's first token should have come, after its arrival; early-abort only",
+        name="slo_ttft",
+    )
+    pipeline_depth: PipelineDepth | None = setting(
+        None,
+        "steps in flight at most: with 2, a step is decided while the one before it runs (default: 2 on a GPU, 1 "
+        "on a CPU)",
+    )
+    max_waiting: Positive | None = None
+    """The server's own setting, as the policy gets it. None: any number may wait."""
+
+    def __post_init__(self) -> None:
+        check_rules(self)
+        check_objective(self.admission, self.slo_ttft_s)
+
+    def limits_on(self, kind: Literal["cpu", "cuda"]) -> tuple[int, int, int]:
+        """Sequences, tokens a step and steps in flight, at most, on such a device. A default gives way to what was
+        set beside it."""
+        num_seqs, batch_tokens = self.max_num_seqs, self.max_batch_tokens
+        if num_seqs is None:
+            num_seqs = min(_NUM_SEQS[kind], batch_tokens or _NUM_SEQS[kind])
+        if batch_tokens is None:
+            batch_tokens = max(_BATCH_TOKENS[kind], num_seqs)
+        return num_seqs, batch_tokens, self.pipeline_depth or _PIPELINE_DEPTH[kind]
+
+
+_NUM_SEQS = {"cpu": 64, "cuda": 256}
+_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
+_PIPELINE_DEPTH = {"cpu": 1, "cuda": 2}
+"""On a CPU a step is run by the loop that decides on it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheSettings(Section):
+    """The two pools of pages, in bytes; None: chosen from free memory. A host pool of 0: one tier."""
+
+    page_tokens: Count = setting(
+        16,
+        "tokens that one page of KV holds (default: 16; 32 with --cache-policy static-lru)",
+        default_follows=True,
+    )
+    device_pool: int | None = setting(
+        None,
+        "memory for KV and adapters together, such as 512MiB or 10GB (default: on a CPU min(4 GiB, 25%% of free "
+        "memory), on CUDA most of what the weights leave)",
+        is_size=True,
+    )
+    host_pool: int | None = setting(
+        None,
+        "host memory for adapters that have been read and for KV that had to leave the device; 0 for none "
+        "(default: on a CPU min(4 GiB, 25%% of free memory), on CUDA half of free memory)",
+        is_size=True,
+    )
+    policy: CacheConfig = CacheConfig()
+    trace: str | None = setting(None, "write every cache decision as a line that a person can read", "FILE")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineSettings(Section):
+    """Everything that makes one engine."""
+
+    model: ModelSettings
+    cache: CacheSettings = CacheSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+    adapters: AdapterSettings = AdapterSettings()
+    cuda_graphs: Literal["auto", "off"] = setting(
+        "auto",
+        "auto captures decoding steps at start-up, which spares the host their launches; off launches every "
+        "kernel each time",
+    )
+    step_timeout_s: Seconds = setting(
+        300.0,
+        "seconds after which a step that has not ended, or an engine that says nothing, is taken for lost: open "
+        "requests fail and the server ends with exit code 1; compiling and capturing do not count",
+        name="step_timeout",
+    )
+    journal: str | None = setting(
+        None, "record every event the policy sees, to replay its decisions later", "FILE"
+    )
+    journal_part_bytes: Annotated[int, at_least(4096, " bytes")] | None = setting(
+        None,
+        "go on in FILE.1, FILE.2, ... whenever a part of the journal has this size; a replay needs all of them "
+        "(default: one file)",
+        name="journal_rotate",
+        is_size=True,
+    )
+
+    def __post_init__(self) -> None:
+        check_rules(self)
+        if self.journal is None and self.journal_part_bytes is not None:
+            raise ConfigError("--journal-rotate needs --journal")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HttpSettings(Section):
+    """The server's own side."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: Annotated[int, between(0, 65535)] = setting(8000, "port to listen on")
+    drain_timeout: Annotated[float, at_least(0), FINITE] = setting(
+        5.0,
+        "seconds that running requests get to finish after SIGTERM, SIGINT or SIGHUP, which a second signal ends; "
+        "the server is gone at most 5 s after them, so that the default ends before Docker kills after 10 s",
+    )
+    api_keys: Annotated[tuple[str, ...], Rule("text that is not empty", _are_keys)] = setting(
+        (), "accept only requests that carry this key; may be repeated", "KEY", name="api_key"
+    )
+    metrics_key: Literal["required", "open"] = setting(
+        "required", "where keys are set, whether /metrics asks for one too"
+    )
+    max_waiting: Count = setting(10_000, "most requests that wait to be admitted; more are refused with 429")
+    max_connections: Count | None = setting(
+        None,
+        "most connections at once; more are answered with 503 and closed (default: 16384, or more where "
+        "--max-waiting asks for it, as the limit on open files allows)",
+    )
+    max_body_size: Count | None = setting(
+        None,
+        "largest body of a request, such as 16MiB; a larger one is refused with 413 (default: 4 MiB and what the "
+        "longest prompt may need)",
+        is_size=True,
+    )
