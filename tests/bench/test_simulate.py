@@ -21,6 +21,8 @@ from manylora.pricing.fit import fit_profile
 from manylora.pricing.profile import save_profile
 from tests.e2e.process import MODEL
 
+pytestmark = pytest.mark.usefixtures("remembered_fits")
+
 PROFILE = "h200-llama-2-7b"
 WORKLOAD = (
     "--workload",
@@ -168,8 +170,8 @@ def test_early_abort_tells_of_what_it_dropped(tmp_path: Path, capsys: pytest.Cap
         (("--hardware", "a10", "--device", "cpu"), "--device is compared with a profile's"),
         ((*MEASURED, "--device", "tpu"), "device 'tpu' is not known"),
         ((*MEASURED, "--model", "/nosuch"), "not a model folder"),
-        ((*MEASURED, "--policies", "manylara"), "did you mean manylora?"),
-        ((*MEASURED, "--policies", "manylora,"), "cache policy '' is not known"),
+        (("--hardware", "a10", "--policies", "manylara"), "did you mean manylora?"),
+        (("--hardware", "a10", "--policies", "manylora,"), "cache policy '' is not known"),
         ((*MEASURED, "--device-pool", "1MiB"), "holds no page"),
         ((*MEASURED, "--device-pool", "64MiB"), "the workload does not fit"),
         ((*MEASURED, "--out", "/nosuch/x.json"), "no such folder"),

@@ -2,25 +2,59 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from manylora_lab.bench.profile import machine_name
 from manylora_lab.benchmarks import simulator_reality
 from manylora_lab.benchmarks.plot_reality import compare, lines_of, medians
 from manylora_lab.benchmarks.reality_runs import TOY, WINDOW_S, AsItWas, RateLoad, loads_from, stream_for
+from manylora_lab.sim.shipped import find_profile
 from manylora_lab.workloads.stream import prompt_tokens
 
 from manylora.config import ConfigError
 from manylora.pricing.costs import DeviceCosts, StepWork
-from manylora.pricing.profile import FORMAT, load_profile
+from manylora.pricing.profile import FORMAT, load_profile, save_profile
 
 
-def test_the_toy_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As the command sets it, and until the test ends."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread", "remembered_fits")
+def test_the_toy_from_end_to_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a profile that is given: one of the same model, said to be of this machine."""
+    monkeypatch.setattr(simulator_reality, "ALONE_REPEATS", 1)
+    path = tmp_path / "given.json"
+    save_profile(dataclasses.replace(find_profile("cpu-demo"), machine=machine_name("cpu")), path)
+    check_the_toy(tmp_path, capsys, "--profile", str(path))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("one_thread")
+def test_the_toy_that_measures_its_own_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before, between and after the streams; tests/bench/test_profile_command.py profiles in less time."""
+    check_the_toy(tmp_path, capsys)
+    assert load_profile(tmp_path / "reality.profile.json").format == FORMAT
+
+
+def check_the_toy(tmp_path: Path, capsys: pytest.CaptureFixture[str], *given: str) -> None:
+    """``given``: the profile; without it one is measured."""
     out = tmp_path / "reality.json"
-    args = ["--toy", "--rates", "10", "--out", str(out), "--commit", "abc"]
+    args = ["--toy", "--rates", "10", "--out", str(out), "--commit", "abc", *given]
     # A policy whose hits do not hang on what copies and prefills are seen to take.
     simulator_reality.main([*args, "--policy", "lru", "--work", str(tmp_path), "--profile-budget", "0.01"])
     report = json.loads(out.read_text())
@@ -29,7 +63,6 @@ def test_the_toy_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert run["summary"]["failed"] == 0
     assert run["summary"]["requests"] == len(requests)
     assert report["commit"] == "abc"
-    assert load_profile(tmp_path / "reality.profile.json").format == FORMAT
 
     (log,) = json.loads(gzip.decompress((tmp_path / "reality.log.json.gz").read_bytes()))
     steps = [dict(zip(log["step_columns"], step, strict=True)) for step in log["steps"]]
@@ -51,7 +84,7 @@ def test_the_toy_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
     capsys.readouterr()
     second = tmp_path / "second.json"
-    simulator_reality.main(["--again", str(out), "--out", str(second)])
+    simulator_reality.main(["--again", str(out), "--out", str(second), *given])
     assert json.loads(second.read_text())["comparison"] == report["comparison"]
     assert "mean time to the first token" in capsys.readouterr().out
     for others in (["--again", str(out)], ["--toy", "--rates", "10", "--work", str(tmp_path)]):

@@ -50,6 +50,43 @@ def assert_refused(*args: str, says: tuple[str, ...] = ()) -> str:
     return ended.stderr
 
 
+class Here:
+    """Commands in this process, which has imported what they need: for what is refused before anything starts."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def run(self, *args: str) -> tuple[object, str, str]:
+        """Exit code, stdout and stderr."""
+        code: object
+        try:
+            code = main(args)
+        except SystemExit as left:  # as argparse leaves
+            code = left.code
+        captured = self._capsys.readouterr()
+        return code, captured.out, captured.err
+
+    def assert_refused(self, *args: str, says: tuple[str, ...] = ()) -> None:
+        """As ``assert_refused`` of a process, and nothing at all is logged."""
+        code, out, err = self.run(*args)
+        assert (code, out) == (2, ""), err
+        (line,) = lines_of(err)
+        for word in says:
+            assert word in line
+
+
+@pytest.fixture
+def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Here:
+    """What is not refused would be served: it fails the test instead, and no signal of this process is handled."""
+
+    def run_server(*_: object) -> int:
+        raise AssertionError("it is served")
+
+    monkeypatch.setattr("manylora.main.run_server", run_server)
+    monkeypatch.setattr("manylora.signals.stop_signals", tuple)
+    return Here(capsys)
+
+
 def test_commands_say_that_kernels_are_being_compiled_and_nothing_else_of_the_log() -> None:
     said = "import logging as l; l.getLogger('manylora.kernels.x').info('compiling'); l.getLogger('x').info('no')"
     program = f"from manylora.cli import main; main(['reproduce', '--list']); {said}"
@@ -93,16 +130,24 @@ BAD_VALUES = [
 
 
 @pytest.mark.parametrize("flag", BAD_VALUES, ids=lambda flag: f"{flag[0]}={flag[1][:10]}")
-def test_a_bad_value_is_refused_in_one_line_that_names_the_flag(flag: tuple[str, str]) -> None:
+def test_a_bad_value_is_refused_in_one_line_that_names_the_flag(flag: tuple[str, str], here: Here) -> None:
     name, value = flag
-    assert_refused("serve", MODEL, name, value, says=("config file",) if name == "--config" else (name,))
+    here.assert_refused("serve", MODEL, name, value, says=("config file",) if name == "--config" else (name,))
 
 
-def test_usage_errors_are_one_line() -> None:
+@pytest.mark.parametrize(
+    "flag", [("--port", "70000"), ("--port", "x")], ids=["by the settings", "by argparse"]
+)
+def test_a_process_refuses_a_bad_value_alike(flag: tuple[str, str]) -> None:
+    assert flag in BAD_VALUES
+    assert_refused("serve", MODEL, *flag, says=("--port",))
+
+
+def test_usage_errors_are_one_line(here: Here) -> None:
     assert_refused(says=("COMMAND",))
-    assert_refused("serve", says=("model",))
-    assert_refused("serve", MODEL, "--no-such-flag", says=("--no-such-flag",))
-    assert_refused("serve", MODEL, "--adapter", "x=a", "--adapter", "x=b", says=("twice",))
+    here.assert_refused("serve", says=("model",))
+    here.assert_refused("serve", MODEL, "--no-such-flag", says=("--no-such-flag",))
+    here.assert_refused("serve", MODEL, "--adapter", "x=a", "--adapter", "x=b", says=("twice",))
 
 
 def test_a_log_level_that_is_none_is_refused_in_one_line() -> None:
@@ -148,45 +193,63 @@ def test_what_only_the_engine_can_refuse(case: str, adapters: Path, tmp_path: Pa
         assert "running on" not in said, "before the model is loaded"
 
 
-@pytest.mark.parametrize("case", ["missing", "weights", "name", "long", "base", "rank"])
-def test_adapters_that_are_named_are_refused_before_the_model_is_loaded(
-    case: str, adapters: Path, tmp_path: Path
-) -> None:
-    good, bad = adapters / "german", folders.copy_of(adapters / "german", tmp_path / "bad")
+NAMED = ["missing", "weights", "name", "long", "base", "rank"]
+ASK_LLM = """
+import json, sys
+from manylora import LLM
+from manylora.config import ConfigError
+for model, name, path, limit in json.loads(sys.argv[1]):
+    try:
+        LLM(model, {name: path}, max_adapter_rank=limit)
+    except ConfigError as error:
+        print("torch" in sys.modules, error)
+"""
+
+
+@pytest.fixture
+def named(adapters: Path, tmp_path: Path) -> dict[str, tuple[str, str, int, tuple[str, ...]]]:
+    """By case: name, path and limit of ranks of an adapter that is refused, and what is said."""
+    good, bad = str(adapters / "german"), folders.copy_of(adapters / "german", tmp_path / "bad")
     (bad / folders.WEIGHTS).write_bytes(b"\x80\x04K\x01.")
-    named, says = {
-        "missing": (f"x={tmp_path / 'none'}", ("'x'", "no adapter folder 'none'")),
-        "weights": (f"x={bad}", ("'x'", folders.WEIGHTS)),
-        "name": (f"x\ny={good}", ("'x\\ny'", "must be printable")),
-        "long": (f"{'n' * 201}={good}", ("at most 200 characters",)),
-        "base": (f"{MODEL}={good}", ("the name of the base model",)),
-        "rank": (f"x={good}", ("'x'", "rank")),
-    }[case]
-    limit = ("--max-adapter-rank", "1") if case == "rank" else ()
-    args = ("--port", "0", "--adapter", named, *limit)
+    return {
+        "missing": ("x", str(tmp_path / "none"), 64, ("'x'", "no adapter folder 'none'")),
+        "weights": ("x", str(bad), 64, ("'x'", folders.WEIGHTS)),
+        "name": ("x\ny", good, 64, ("'x\\ny'", "must be printable")),
+        "long": ("n" * 201, good, 64, ("at most 200 characters",)),
+        "base": (MODEL, good, 64, ("the name of the base model",)),
+        "rank": ("x", good, 1, ("'x'", "rank")),
+    }
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_adapters_that_are_named_are_refused_before_the_model_is_loaded(
+    case: str, named: dict[str, tuple[str, str, int, tuple[str, ...]]]
+) -> None:
+    name, path, limit, says = named[case]
+    args = ("--port", "0", "--adapter", f"{name}={path}", "--max-adapter-rank", str(limit))
     assert "running on" not in assert_refused("serve", MODEL, *args, says=says)
-    name, path = named.split("=")
-    program = (
-        "import sys; from manylora import LLM; from manylora.config import ConfigError\n"
-        "try: LLM(sys.argv[1], {sys.argv[2]: sys.argv[3]}, max_adapter_rank=int(sys.argv[4]))\n"
-        "except ConfigError as error: print('torch' in sys.modules, error)"
-    )
-    argv = [sys.executable, "-c", program, MODEL, name, path, "1" if case == "rank" else "64"]
+
+
+def test_an_llm_refuses_them_before_torch_is_imported(
+    named: dict[str, tuple[str, str, int, tuple[str, ...]]],
+) -> None:
+    asked = json.dumps([(MODEL, name, path, limit) for name, path, limit, _ in named.values()])
+    argv = [sys.executable, "-c", ASK_LLM, asked]
     ended = subprocess.run(argv, capture_output=True, text=True, check=True, env=environment())
-    (line,) = lines_of(ended.stdout)
-    assert line.startswith("False "), "torch is not imported, let alone a weight read"
-    for word in says:
-        assert word in line
+    for line, case in zip(lines_of(ended.stdout), NAMED, strict=True):
+        assert line.startswith("False "), "torch is not imported, let alone a weight read"
+        for word in named[case][-1]:
+            assert word in line
 
 
-def test_config_files(tmp_path: Path) -> None:
+def test_config_files(tmp_path: Path, here: Here) -> None:
     yaml_file, json_file = tmp_path / "serve.yaml", tmp_path / "serve.json"
     yaml_file.write_text("max-model-len: 64\nport: 70000\n")
     assert_refused("serve", MODEL, "--config", str(yaml_file), says=("--port", "70000"))
     # The command line wins, and its value is as bad.
-    assert_refused("serve", MODEL, "--config", str(yaml_file), "--port", "70001", says=("70001",))
+    here.assert_refused("serve", MODEL, "--config", str(yaml_file), "--port", "70001", says=("70001",))
     json_file.write_text('{"max_num_seqs": 0, "model": "m"}')
-    assert_refused("serve", "--config", str(json_file), says=("--max-num-seqs",))
+    here.assert_refused("serve", "--config", str(json_file), says=("--max-num-seqs",))
     for text, words in (
         ("prot: 8000", ("prot",)),
         ("- a list", ("names and values",)),
@@ -195,7 +258,7 @@ def test_config_files(tmp_path: Path) -> None:
         ("api_key: 5", ("--api-key",)),
     ):
         yaml_file.write_text(text)
-        assert_refused("serve", MODEL, "--config", str(yaml_file), says=words)
+        here.assert_refused("serve", MODEL, "--config", str(yaml_file), says=words)
 
 
 def test_every_flag_is_accepted_and_a_config_file_sets_the_same(adapters: Path, tmp_path: Path) -> None:
@@ -273,14 +336,7 @@ def _check_keys(server: Server) -> None:
         assert get(f"{server.url}{path}").status_code == 200
 
 
-def _main(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    """As ``run_cli``, in this process: torch is imported once for all."""
-    code = main(args)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def test_adapters_list(adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_list(adapters: Path, tmp_path: Path, here: Here) -> None:
     root = tmp_path / "root"
     shutil.copytree(adapters / "german", root / "good")
     folders.with_config(adapters / "german", root / "dora", use_dora=True)
@@ -292,35 +348,35 @@ def test_adapters_list(adapters: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "pages" in lines["good"]
     assert "does not fit" in lines["dora"]
     assert "DoRA" in lines["dora"]
-    code, out, _ = _main(capsys, "adapters", "list", str(root), "--model", MODEL, "--json")
+    code, out, _ = here.run("adapters", "list", str(root), "--model", MODEL, "--json")
     assert code == 0
     assert {name: facts["fits"] for name, facts in json.loads(out).items()} == {"good": True, "dora": False}
-    code, out, err = _main(capsys, "adapters", "list", str(tmp_path / "none"), "--model", MODEL)
+    code, out, err = here.run("adapters", "list", str(tmp_path / "none"), "--model", MODEL)
     assert (code, out) == (2, "")
     assert "none" in err
 
 
-def test_adapters_check(
-    server: Server, adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_adapters_check(server: Server, adapters: Path, tmp_path: Path, here: Here) -> None:
     good = str(adapters / "japanese")
     rank = folders.rank_of(adapters / "japanese")
-    code, out, err = _main(capsys, "adapters", "check", good, "--model", MODEL)
+    code, out, err = here.run("adapters", "check", good, "--model", MODEL)
     assert (code, err) == (0, "")
     for word in ("rank", str(rank), "pages", "fits", "yes"):
         assert word in out
-    code, out, _ = _main(capsys, "adapters", "check", good, "--model", MODEL, "--json")
+    code, out, _ = here.run("adapters", "check", good, "--model", MODEL, "--json")
     assert json.loads(out)["pages"] == server.gauge('manylora:adapter_pages{adapter_name="japanese"}')
     path, tensor, shape = folders.of_other_base(adapters / "german", tmp_path / "foreign")
-    assert_refused("adapters", "check", str(path), "--model", MODEL, says=(tensor, str(shape), "[256, 256]"))
+    here.assert_refused(
+        "adapters", "check", str(path), "--model", MODEL, says=(tensor, str(shape), "[256, 256]")
+    )
     none = str(tmp_path / "none")
     for args, says in (
         ((none, "--model", MODEL), "none"),
         ((good, "--model", none), "none"),
         ((good, "--model", MODEL, "--max-adapter-rank", "1"), f"rank {rank}"),
     ):
-        code, out, err = _main(capsys, "adapters", "check", *args)
+        code, out, err = here.run("adapters", "check", *args)
         assert (code, out) == (2, "")
         (line,) = lines_of(err)
         assert says in line
-    assert_refused("adapters", "check", good, says=("--model",))
+    here.assert_refused("adapters", "check", good, says=("--model",))

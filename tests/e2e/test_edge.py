@@ -159,6 +159,7 @@ def test_malformed_http_is_answered_like_all_else(server: Server) -> None:
     assert f"id={headers['x-request-id']} model=None status=400" in server.log
 
 
+@pytest.mark.long  # tests/server/test_connection.py asks the same of shorter times
 def test_half_a_head_is_answered_within_its_time(server: Server) -> None:
     """And a connection that never says anything is closed in the same time."""
     address = ("127.0.0.1", int(server.url.rpartition(":")[2]))

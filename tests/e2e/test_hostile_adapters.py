@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from manylora.cli import main
 from tests.e2e import folders
 from tests.e2e.folders import CONFIG, WEIGHTS
 from tests.e2e.process import (
@@ -180,27 +183,39 @@ def test_files_that_change_are_no_fault_of_who_asks(started: Server, root: Path)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_the_command_line_says_what_is_wrong_with_each(root: Path) -> None:
-    listed = run_cli("adapters", "list", str(root), "--model", MODEL, "--max-adapter-rank", "64")
+def test_the_command_line_says_what_is_wrong_with_each(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--model", MODEL, "--max-adapter-rank", "64")
+    listed = run_cli("adapters", "list", str(root), *options)
     assert listed.returncode == 0, listed.stderr
     lines = {line.split()[0]: line for line in lines_of(listed.stdout)}
     assert lines.keys() == {"good", *HOSTILE}
     for name, line in lines.items():
         assert ("does not fit" in line) == (name != "good"), line
     assert "half\\ud83d" in lines["half-a-character"]
-    as_json = run_cli("adapters", "list", str(root), "--model", MODEL, "--json", "--max-adapter-rank", "64")
-    assert json.loads(as_json.stdout).keys() == lines.keys()
     for name in ("dimensions", "rank-pattern", "half-a-character"):
-        checked = run_cli("adapters", "check", str(root / name), "--model", MODEL, "--max-adapter-rank", "64")
-        assert checked.returncode == 2, name
-        assert len(lines_of(checked.stderr)) == 1
+        assert main(["adapters", "check", str(root / name), *options]) == 2, name
+        assert len(lines_of(capsys.readouterr().err)) == 1
 
 
-def test_reports_are_written_whatever_the_terminal_can_show(tmp_path: Path) -> None:
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_reports_are_written_whatever_the_terminal_can_show(
+    encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = folders.copy_of(GOOD, tmp_path / "größe")
     _config(base_model_name_or_path="half\ud83d\x1b[2J größe")(folder)
-    for encoding in ("ascii", "utf-8"):
-        for args in (("check", str(folder)), ("list", str(tmp_path)), ("list", str(tmp_path), "--json")):
-            ended = run_cli("adapters", *args, "--model", MODEL, PYTHONIOENCODING=encoding)
-            assert ended.returncode == 0, ended.stderr
-            assert "\x1b" not in ended.stdout
+    for args in (("check", str(folder)), ("list", str(tmp_path)), ("list", str(tmp_path), "--json")):
+        shown = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding))
+        assert main(["adapters", *args, "--model", MODEL]) == 0
+        assert shown.getvalue()
+        assert b"\x1b" not in shown.getvalue()
+
+
+def test_a_process_writes_them_too(tmp_path: Path) -> None:
+    folder = folders.copy_of(GOOD, tmp_path / "größe")
+    _config(base_model_name_or_path="half\ud83d\x1b[2J größe")(folder)
+    ended = run_cli("adapters", "list", str(tmp_path), "--json", "--model", MODEL, PYTHONIOENCODING="ascii")
+    assert ended.returncode == 0, ended.stderr
+    assert len(json.loads(ended.stdout)) == 1

@@ -79,6 +79,8 @@ def check(
 @pytest.mark.parametrize("subject", SUBJECTS)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_batches(subject: Subject, seed: int) -> None:
+    if subject.small and subject.dtype != torch.float32 and seed:
+        pytest.skip(SLOW)
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:

@@ -95,11 +95,24 @@ ONE_LAUNCH = {
     "turns": dataclasses.replace(SHORT, expand_tokens=32, stages=2),
     "narrow turns": dataclasses.replace(SHORT, expand_tokens=48, tile_columns=16, expand_columns=64),
 }
+BOTH = ("few programs", "narrow turns")
+"""Between them they take every path that the others take."""
 
 
 @pytest.mark.parametrize("subject", DEVICES)
-@pytest.mark.parametrize("sizes", ONE_LAUNCH.values(), ids=ONE_LAUNCH)
+@pytest.mark.parametrize("sizes", [ONE_LAUNCH[name] for name in BOTH], ids=BOTH)
 def test_long_and_one_token_runs_in_one_launch(subject: Subject, sizes: LoraTileConfig) -> None:
+    check_one_launch(subject, sizes)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("subject", DEVICES)
+@pytest.mark.parametrize("name", [name for name in ONE_LAUNCH if name not in BOTH])
+def test_one_launch_narrow_or_in_turns_alone(subject: Subject, name: str) -> None:
+    check_one_launch(subject, ONE_LAUNCH[name])
+
+
+def check_one_launch(subject: Subject, sizes: LoraTileConfig) -> None:
     """As captured and as eager steps have it: a prompt of several tiles, the last of one token, among decoding."""
     if subject.small and subject.dtype != torch.float32:
         pytest.skip(SLOW)

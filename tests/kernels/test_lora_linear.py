@@ -56,13 +56,18 @@ def whole(result: torch.Tensor | Summands) -> torch.Tensor:
 
 
 def check(ops: Ops, plan: Any, case: LoraCase, subject: Subject, num_tokens: int, bias: bool = False) -> None:
-    """Every group as a linear, gate and up with the activation too; on a GPU twice with the same bits."""
+    """Every group as a linear, gate and up with the activation too; on a GPU twice with the same bits.
+
+    The interpreter is slow: there, of two groups with a single projection one.
+    """
     generator = torch.Generator().manual_seed(3)
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(subject.dtype).to(subject.device)
 
     for group in case.geometry.groups:
+        if subject.small and group.name == "o":
+            continue
         outputs = group.offsets[-1]
         x = drawn(num_tokens, group.in_features)
         weight = drawn(outputs, group.in_features) * group.in_features**-0.5

@@ -21,14 +21,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Adapter headers are remembered here and not in the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 def make_bench(factory: pytest.TempPathFactory, family: str) -> Bench:
     checkpoint = write_checkpoint(factory.mktemp(family), family)
     return Bench(checkpoint, Reference(checkpoint.folder, checkpoint.adapters))

@@ -268,7 +268,7 @@ def test_garbage_after_a_request_does_not_take_its_answer(tokenizer: Tokenizer) 
 
 def test_who_sends_too_much_ahead_is_answered_so_far_and_closed(tokenizer: Tokenizer) -> None:
     """Many requests, or a large body, while the first one is answered: the server keeps little of it."""
-    engine = FakeEngine(delay_s=0.2)
+    engine = FakeEngine(delay_s=0.05)
     with serving(tokenizer, engine) as server:
         *good, bad = ask(server, post(body()) * 1000)
         assert [status for status, _, _ in good] == [200] * (MAX_AHEAD + 1)
