@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import statistics
 import time
@@ -19,8 +20,9 @@ from manylora_lab.benchmarks.step_rig import StepRig
 
 COMMAND_BYTES = 256 * 2**20
 """Copied by one command, about what an adapter of rank 64 and its history take."""
-COPIED_PAGES, WAITING, ROUNDS = 32, 4, 5
+COPIED_PAGES, WAITING, ROUNDS = 32, 4, 4
 """Beside steps: the pages of a copy, of which so many a direction are always under way."""
+RATE_ROUNDS = 5
 DIRECTIONS = {"in": (True,), "out": (False,), "both": (True, False)}
 """To the device."""
 
@@ -52,47 +54,51 @@ class Lanes:
     """Keeps copies of pages under way, in one direction or in both."""
 
     def __init__(self, direct: DirectExecutor, pages: list[int], directions: Sequence[bool]) -> None:
-        self._direct, self._directions = direct, directions
         half = len(pages) // 2
         # In: into the first half from the host's; out: from the second half into the host's other pages.
-        self._pairs = {
-            True: list(enumerate(pages[:half])),
-            False: list(zip(pages[half:], range(half, len(pages)))),
+        pairs = {True: list(enumerate(pages[:half])), False: list(zip(pages[half:], range(half, 2 * half)))}
+        chunks = [slice(at, at + COPIED_PAGES) for at in range(0, half, COPIED_PAGES)]
+        self._direct = direct
+        self._turns = {
+            direction: itertools.cycle([tuple(pairs[direction][chunk]) for chunk in chunks])
+            for direction in directions
         }
-        self._waiting, self._turns = dict.fromkeys(directions, 0), dict.fromkeys(directions, 0)
+        self._numbers = itertools.count(1)
         self._copies: list[SwapPages] = []
         self.num_copied = 0
 
     def top_up(self) -> None:
+        """Take in what has landed, and begin as many."""
         for copy in [copy for copy in self._copies if self._direct.has_landed(copy)]:
             self._take(copy)
-        for direction in self._directions:
-            while self._waiting[direction] < WAITING:
-                pairs = self._pairs[direction]
-                at = self._turns[direction] * COPIED_PAGES % len(pairs)
-                self._turns[direction] += 1
-                self._waiting[direction] += 1
-                number = sum(self._turns.values())
-                self._copies.append(SwapPages(number, direction, tuple(pairs[at : at + COPIED_PAGES])))
+        for direction, turns in self._turns.items():
+            while sum(copy.to_device == direction for copy in self._copies) < WAITING:
+                self._copies.append(SwapPages(next(self._numbers), direction, next(turns)))
                 self._direct.begin(self._copies[-1])
 
     def drain(self) -> None:
+        """Wait for what is under way."""
         while self._copies:
             self._take(self._copies[0])
 
     def _take(self, copy: SwapPages) -> None:
-        done = self._direct.wait_for(copy)
-        assert isinstance(done, CopyDone)
-        assert done.ok, done.error
+        landed(self._direct, copy)
         self._copies.remove(copy)
-        self._waiting[copy.to_device] -= 1
         self.num_copied += COPIED_PAGES
+
+
+def landed(direct: DirectExecutor, copy: SwapPages) -> CopyDone:
+    """The copy's answer."""
+    done = direct.wait_for(copy)
+    assert isinstance(done, CopyDone)
+    assert done.ok, done.error
+    return done
 
 
 # ---------------------------------------------------------------- rates
 
 
-def raw_rates(device: str, rounds: int) -> dict[str, float]:
+def raw_rates(device: str) -> dict[str, float]:
     """GB/s of one large copy of memory that CUDA itself has pinned: in, out, and each with both at once."""
     is_gpu = device == "cuda"
     num_bytes = 4 * 2**30 if is_gpu else 2**24
@@ -114,7 +120,7 @@ def raw_rates(device: str, rounds: int) -> dict[str, float]:
     rates = {}
     for name, directions in DIRECTIONS.items():
         copy(directions)
-        rates[name] = statistics.median(copy(directions) for _ in range(rounds))
+        rates[name] = statistics.median(copy(directions) for _ in range(RATE_ROUNDS))
     return rates
 
 
@@ -128,12 +134,12 @@ class PageCopies:
         self._num_copies = 0
         self._shuffle = random.Random(0)
 
-    def rates(self, rounds: int) -> dict[str, Row]:
+    def rates(self) -> dict[str, Row]:
         """GB/s from the first command to the last answer, commands given at once; and by the sum of ``copy_s``."""
         found: dict[str, Row] = {}
         for pattern, scattered in (("neighbours", False), ("scattered", True)):
             for name, directions in DIRECTIONS.items():
-                pairs = [self._run(directions, scattered) for _ in range(rounds + 1)][1:]
+                pairs = [self._run(directions, scattered) for _ in range(RATE_ROUNDS + 1)][1:]
                 rates, own_rates = zip(*pairs, strict=True)
                 found[f"{pattern}_{name}"] = {
                     "gb_per_s": statistics.median(rates),
@@ -153,10 +159,7 @@ class PageCopies:
         for command in commands:
             self._direct.begin(command)
         for command in commands:
-            answer = self._direct.wait_for(command)
-            assert isinstance(answer, CopyDone)
-            assert answer.ok, answer.error
-            copy_s += answer.copy_s
+            copy_s += landed(self._direct, command).copy_s
         return num_bytes / (time.perf_counter() - began) / 1e9, num_bytes / copy_s / 1e9
 
     def _commands(self, to_device: bool, scattered: bool, halves: bool) -> list[SwapPages]:

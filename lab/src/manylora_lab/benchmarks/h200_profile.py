@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from manylora.config import ConfigError
 from manylora.pricing.fit import fit_profile
@@ -32,10 +31,7 @@ ORDER = ("llama-2-7b", "llama-2-13b", "codellama-34b", "llama-3-8b")
 LEAST_S, LEAST_S_PER_GB = 30.0, 1.0
 """About what a shape needs at least, by its weights: adapters, kernels to compile, one pass of its steps."""
 ENGINE = {name: value for name, value in ON_GPU.items() if not name.endswith("_pool")}
-TOY_ENGINE: dict[str, Any] = {
-    **ON_CPU, "max_model_len": 128, "max_num_seqs": 8, "max_batch_tokens": 128, "device_pool": "8MiB",
-    "host_pool": "4MiB",
-}  # fmt: skip
+TOY_ENGINE = {**ON_CPU, "max_model_len": 128, "max_num_seqs": 8, "max_batch_tokens": 128}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

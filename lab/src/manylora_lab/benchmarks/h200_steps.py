@@ -22,7 +22,7 @@ import torch
 from manylora.devices import staging
 from manylora.executor.graphs import Bucket
 from manylora.protocol import SequenceStart
-from manylora_lab.benchmarks.copy_runs import ROUNDS, PageCopies, beside_copies, raw_rates
+from manylora_lab.benchmarks.copy_runs import PageCopies, beside_copies, raw_rates
 from manylora_lab.benchmarks.engine_rig import EngineRig
 from manylora_lab.benchmarks.run_report import Row, RunReport, copy_bandwidth, run_parser
 from manylora_lab.benchmarks.step_rig import SAMPLED, StepRig, step_bytes
@@ -119,7 +119,7 @@ def run(rig: EngineRig, batches: Sequence[int], report: RunReport) -> Row:
         report.say(json.dumps(found["beside_copies"]))
     if "rates" in parts:
         rig.wait_pinned()
-        rates = PageCopies(rig, bench.steps.direct).rates(ROUNDS)
+        rates = PageCopies(rig, bench.steps.direct).rates()
         for key, row in rates.items():
             row["of_raw"] = row["gb_per_s"] / report.values["raw_pinned_gb_per_s"][key.rpartition("_")[2]]
         report.values["copier"][f"{rig.policy.page_bytes / 2**20:g}MiB"] = rates
@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "rates" in args.parts.split(","):
         report.values |= {
             "copier": {},
-            "raw_pinned_gb_per_s": raw_rates("cpu" if args.toy else "cuda", ROUNDS),
+            "raw_pinned_gb_per_s": raw_rates("cpu" if args.toy else "cuda"),
         }
     gc.collect()
     if not args.toy:

@@ -19,6 +19,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 from manylora_lab.benchmarks.engine_rig import EngineRig
@@ -73,6 +74,8 @@ class TraceRun:
         """What one step's kernels take on the device, by name: [us, how many], the longest first."""
         with profile(activities=[self._activity]) as profiler:
             self.times_ms(repeats)
+            if self._activity is ProfilerActivity.CUDA:
+                torch.cuda.synchronize()
         took: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
         spans = []
         for event in profiler.events():
