@@ -175,11 +175,6 @@ class NotingExecutor(LentExecutor):
         self.moments: list[tuple[str, float]] = []
         """What was asked of the worker and answered by it, and when."""
 
-    def forget(self) -> None:
-        """What has passed."""
-        self.steps.clear()
-        self.moments.clear()
-
     def begins(self, command: DeviceCommand) -> None:
         """See LentExecutor."""
         match command:

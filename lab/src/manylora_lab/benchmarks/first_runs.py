@@ -38,7 +38,7 @@ async def first(rig: EngineRig, report: RunReport) -> None:
 
     async def ask(adapter: str | None, kind: str) -> None:
         call = rig.call(64, 1, adapter)
-        rig.noted.forget()
+        rig.noted.moments.clear()
         began_s = time.monotonic()
         answer = await target.generate(call)
         if answer.error is not None or answer.first_s is None:
