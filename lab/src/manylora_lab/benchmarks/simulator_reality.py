@@ -47,7 +47,7 @@ from manylora_lab.workloads.stream import Stream
 ENGINES = {
     "cuda": {**ON_GPU, "device_pool": "40GiB", "host_pool": "48GiB"},
     "cpu": {
-        **ON_CPU, "max_model_len": None, "max_batch_tokens": 1024, "device_pool": "256MiB", "host_pool": "32MiB",
+        **ON_CPU, "max_model_len": 1024, "max_batch_tokens": 1024, "device_pool": "256MiB", "host_pool": "32MiB",
     },
     "toy": {**ON_CPU, "max_num_seqs": 8, "device_pool": "16MiB", "host_pool": "8MiB"},
 }  # fmt: skip
