@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from manylora_lab.bench.profile import projections_of
 from manylora_lab.bench.step_log import StepLogger
 from manylora_lab.bench.targets import EngineTarget, TargetRequest
-from manylora_lab.benchmarks.h200_cache import write_adapters
 
 from manylora.config import PolicyConfig
 from manylora.engine.driver import Driver
 from manylora.executor.build import build_worker
 from manylora.executor.worker import Worker
 from manylora.flags import build_settings
+from manylora.models.config import read_model_config
 from manylora.types import EngineInfo
+from manylora.warmup.random_adapters import write_random_adapters
 from tests.e2e.process import MODEL
 
 PROMPT = tuple(range(3, 43))
@@ -40,8 +41,9 @@ def built() -> Iterator[Built]:
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters")
-    write_adapters(folder, json.loads((Path(MODEL) / "config.json").read_text()), [8])
-    return folder / "adapter-0"
+    config = read_model_config(Path(MODEL))
+    (path,) = write_random_adapters(folder, config, "float32", [8], 1, projections_of(config, "attention"))
+    return path
 
 
 def served(built: Built, adapter: Path, calls: list[list[TargetRequest]]) -> tuple[StepLogger, int]:

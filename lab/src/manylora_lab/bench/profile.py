@@ -262,7 +262,7 @@ class Profiler:
         settings, info = self._settings, self._info
         name = settings.name or Path(info.model).name
         shape = shape_of(self._config, name, getattr(torch, info.dtype).itemsize)
-        projections = _projections(self._config, settings.adapter_modules)
+        projections = projections_of(self._config, settings.adapter_modules)
         profile = Profile(
             format=FORMAT,
             machine=machine_name(info.device),
@@ -364,7 +364,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _projections(config: ModelConfig, which: str) -> list[Any]:
+def projections_of(config: ModelConfig, which: str) -> list[Any]:
     groups = [group for group in config.groups if which == "all" or group.name in _ATTENTION_GROUPS]
     return [projection for group in groups for projection in group.projections]
 
@@ -374,7 +374,7 @@ def _write_adapters(
 ) -> list[Path]:
     """Random PEFT adapters of RANKS in turn, as many as rows."""
     count = min(max_seqs, 16 if settings.is_quick else 48)
-    projections = _projections(config, settings.adapter_modules)
+    projections = projections_of(config, settings.adapter_modules)
     return write_random_adapters(folder, config, dtype, RANKS, count, projections)
 
 

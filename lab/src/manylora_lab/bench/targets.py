@@ -124,7 +124,7 @@ class EngineTarget:
         named = {card.name for card in driver.adapters()}
         self._base = None if base in named else base
         self.adapters = frozenset(named if base is None else {base, *named})
-        self._driver = driver
+        self.driver = driver
         self._loop = asyncio.get_running_loop()
         self._open: dict[RequestId, tuple[TargetResult, asyncio.Future[TargetResult]]] = {}
         self._ids = itertools.count()
@@ -144,7 +144,7 @@ class EngineTarget:
         future: asyncio.Future[TargetResult] = self._loop.create_future()
         self._open[request] = (TargetResult(), future)
         adapter = None if call.adapter == self._base else call.adapter
-        self._driver.submit(GenerationRequest(request, call.prompt, params, adapter))
+        self.driver.submit(GenerationRequest(request, call.prompt, params, adapter))
         return await future
 
     def _deliver(self, deltas: list[Delta]) -> None:
@@ -182,7 +182,7 @@ class EngineTarget:
 
     async def counters(self) -> dict[str, float]:
         """All numeric fields of EngineStats, whichever it has."""
-        stats = await asyncio.wrap_future(self._driver.stats())
+        stats = await asyncio.wrap_future(self.driver.stats())
         return numbers_of(dataclasses.asdict(stats))
 
     async def lost(self) -> str | None:
@@ -191,7 +191,7 @@ class EngineTarget:
 
     async def close(self) -> None:
         """Abort what runs; the driver ends and frees everything."""
-        await asyncio.to_thread(self._driver.close)
+        await asyncio.to_thread(self.driver.close)
         gc.unfreeze()
 
 

@@ -33,8 +33,10 @@ from manylora.devices.select import open_device
 from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
 from manylora.memory.host import HostPool
 from manylora.models.config import read_model_config
+from manylora.pricing.shapes import SHAPES
 from manylora.warmup.random_adapters import write_random_adapters
-from manylora_lab.benchmarks import h200
+from manylora_lab.bench.dummies import write_model
+from manylora_lab.benchmarks.engine_rig import POSITIONS
 
 ADAPTERS = ((16, "bfloat16"), (64, "bfloat16"), (16, "float32"))
 HELPERS = (0, 1, 2, 3, 4, 6, 8, 12)
@@ -102,22 +104,6 @@ def measure(read: Callable[[Helpers], None], helpers: Sequence[int], repeats: in
         )
 
 
-def raw_reads(path: Path, pool: torch.Tensor, repeats: int) -> None:
-    """Plain reads of the whole file, by threads: what the system gives."""
-    size = path.stat().st_size
-    with open(path, "rb", buffering=0) as file:
-        for count in (1, 2, 4, 8):
-            share = -(-size // count)
-
-            def part(number: int, share: int = share) -> None:
-                for at in range(number * share, min((number + 1) * share, size), 2**20):
-                    os.preadv(file.fileno(), [pool[at : at + 2**20].numpy().data], at)
-
-            with ThreadPoolExecutor(count) as threads:
-                middle, _ = timed(lambda: list(threads.map(part, range(count))), repeats)  # noqa: B023
-            print(f"  {count} plain readers: {middle:.1f} ms, {size / middle / 1e6:.1f} GB/s", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=20)
@@ -131,7 +117,7 @@ def main() -> None:
     print(f"{os.cpu_count()} cores, {device.name}, Python loops of {loops}")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        h200.write_model(folder / "model", h200.SHAPES["llama-2-7b"])
+        write_model(folder / "model", SHAPES["llama-2-7b"], POSITIONS)
         config = read_model_config(folder / "model")
         geometry = adapter_geometry(PageShape(32, 16, 32, 128, 2), config.layer_groups)
         host = HostPool(64, geometry.page, torch.bfloat16, device)
@@ -147,7 +133,6 @@ def main() -> None:
             print(f"rank {rank} {dtype}: {weights.stat().st_size / 1e6:.0f} MB, header {header:.2f} ms")
             read = partial(read_into_pages, spec, geometry, host)
             if (rank, dtype) == ADAPTERS[0]:
-                raw_reads(weights, host.run(0, host.num_pages), args.repeats)
                 for job_bytes in JOB_BYTES:
                     before, pack._JOB_BYTES = pack._JOB_BYTES, job_bytes
                     print(f" jobs of {job_bytes} bytes")

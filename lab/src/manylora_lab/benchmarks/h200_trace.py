@@ -1,40 +1,34 @@
 """Where the device's time goes in a step: its kernels by name, beside the step's wall clock.
 
 Llama-2-7B shape, dummy weights, bfloat16. Steps as the offline, prefill and one-request workloads have them; each
-runs a few times one after another, then under the profiler. From the repository's root:
+runs a few times one after another, then under the profiler. ``--picture`` draws a record, whenever it was
+measured. From the repository's root:
 
     python -m manylora_lab.benchmarks.h200_trace --out trace.json
+    python -m manylora_lab.benchmarks.h200_trace --out docs/results/h200_trace.json --picture h200_trace.png
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import cProfile
 import json
-import logging
 import pstats
 import re
 import statistics
-import tempfile
-import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from manylora.executor.build import build_worker
-from manylora.flags import build_settings
-from manylora.models.config import read_model_config
-from manylora.protocol import RunStep, SequenceStart, StepRow
-from manylora.types import BASE
-from manylora.warmup.random_adapters import write_random_adapters
-from manylora_lab.bench.provenance import Provenance, add_flags
-from manylora_lab.benchmarks.h200 import SHAPES, write_model
-from manylora_lab.benchmarks.h200_steps import GREEDY, PAGE_TOKENS, RANK, StepBench
+from manylora_lab.benchmarks.engine_rig import EngineRig
+from manylora_lab.benchmarks.run_report import Row, RunReport, run_parser
+from manylora_lab.benchmarks.step_rig import StepRig
+from manylora_lab.reproduce.drawing import StackedBars
+from manylora_lab.reproduce.report import ExperimentReport
 
-SHAPE = "llama-2-7b"
+RANK = 16
 STEPS: dict[str, list[tuple[int, int]]] = {
     "decode 1": [(300, 1)],
     "decode 32": [(300, 1)] * 32,
@@ -45,142 +39,129 @@ STEPS: dict[str, list[tuple[int, int]]] = {
     "8 prompts of 2000": [(0, 2000)] * 8,
 }
 """A step's rows: computed tokens, and tokens to compute."""
+TOY_STEPS = {"decode 4": [(40, 1)] * 4, "prompt of 64": [(0, 64)]}
 
 MOST_GAP_US = 50.0
 """Between two kernels of one step; longer ones lie between steps."""
 
+KINDS = {
+    "products": ("nvjet", "linear_kernel", "cublas", "gemm"),
+    "attention": ("decode_kernel", "attend", "combine", "flashinfer"),
+    "LoRA": ("shrink", "expand"),
+    "norms, rope, SiLU": ("rms_norm", "rotate", "silu", "gated_sum"),
+}
+"""By how kernels' names begin."""
+OTHERS = "gaps and others"
+draw = StackedBars([(kind, kind) for kind in (*KINDS, OTHERS)], "step", "adapters", "ms on the device")
 
-class TraceSteps(StepBench):
-    """Runs steps of sequences that begin with the step, on pages that no other step reads."""
 
-    def issue_rows(self, rows: list[tuple[int, int]], is_adapted: bool) -> tuple[float, RunStep]:
-        """Issue a step; the seconds that took."""
-        starts, step_rows, first_page = [], [], 0
-        for adapter, (computed, count) in enumerate(rows, 1):
-            self._num_steps += 1
-            tokens = tuple(range(5, 5 + computed + count))
-            num_pages = -(-(len(tokens) + 1) // PAGE_TOKENS)
-            pages = tuple(self._free[first_page : first_page + num_pages])
-            first_page += num_pages
-            starts.append(
-                SequenceStart(
-                    self._num_steps, 0, adapter if is_adapted else BASE, tokens, len(tokens), computed, pages,
-                    GREEDY, (),
-                )
-            )  # fmt: skip
-            step_rows.append(StepRow(self._num_steps, computed, count, 1))
-        step = RunStep(self._num_steps, tuple(starts), tuple(step_rows))
-        began = time.perf_counter()
-        self.direct.issue_step(step)
-        seconds = time.perf_counter() - began
-        for start in starts:
-            self.direct.end_sequence(start.sequence)
-        return seconds, step
+class TraceRun:
+    """One kind of step on a rig, and what can be seen of it."""
 
-    def run(self, rows: list[tuple[int, int]], is_adapted: bool, repeats: int) -> dict[str, float]:
-        """Medians in ms: to issue a step, and until its tokens are there."""
-        issues, walls = [], []
-        for _ in range(repeats):
-            began = time.perf_counter()
-            seconds, step = self.issue_rows(rows, is_adapted)
-            done = self.direct.wait_step(step).done
-            walls.append(time.perf_counter() - began)
-            issues.append(seconds)
-            assert done.ok, done.error
-        return {"issue_ms": 1e3 * statistics.median(issues), "wall_ms": 1e3 * statistics.median(walls)}
+    def __init__(self, steps: StepRig, rows: list[tuple[int, int]], adapted: bool, is_toy: bool) -> None:
+        self._steps, self._rows, self._adapted = steps, rows, adapted
+        self._activity = ProfilerActivity.CPU if is_toy else ProfilerActivity.CUDA
+
+    def times_ms(self, repeats: int) -> dict[str, float]:
+        """Medians: to issue a step, and until its tokens are there."""
+        found = self._steps.run(self._steps.fresh(self._rows, self._adapted, repeats))
+        return {
+            "issue_ms": round(1e3 * statistics.median(one.issue_s for one in found), 3),
+            "wall_ms": round(1e3 * statistics.median(one.wall_s for one in found), 3),
+        }
+
+    def kernels(self, repeats: int) -> Row:
+        """What one step's kernels take on the device, by name: [us, how many], the longest first."""
+        with profile(activities=[self._activity]) as profiler:
+            self.times_ms(repeats)
+            if self._activity is ProfilerActivity.CUDA:
+                torch.cuda.synchronize()
+        took: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+        spans = []
+        for event in profiler.events():
+            begin, end = event.time_range.start, event.time_range.end
+            if event.name.startswith(("Activity Buffer", "cuda", "cu")):
+                continue
+            spans.append((begin, end))
+            took[short(event.name)][0] += (end - begin) / repeats
+            took[short(event.name)][1] += 1 / repeats
+        busy, gaps, last = 0.0, 0.0, 0.0
+        for begin, end in sorted(spans):
+            busy += max(0.0, end - max(begin, last))
+            if 0.0 < begin - last < MOST_GAP_US:
+                gaps += begin - last
+            last = max(last, end)
+        longest = sorted(took.items(), key=lambda item: -item[1][0])[:16]
+        return {
+            "busy_us": round(busy / repeats, 1), "gaps_us": round(gaps / repeats, 1),
+            "kernels": sum(count for _, count in took.values()),
+            "by_name": {name: [round(us, 1), round(count, 2)] for name, (us, count) in longest},
+        }  # fmt: skip
+
+    def host_us(self, repeats: int) -> dict[str, float]:
+        """Where issuing a step takes the host's time: functions and what they call, under the profiler."""
+        profiler, direct = cProfile.Profile(), self._steps.direct
+        for step in self._steps.fresh(self._rows, self._adapted, repeats):
+            profiler.runcall(direct.issue_step, step)
+            assert direct.wait_step(step).done.ok
+        found = {name: row[3] for (_, _, name), row in pstats.Stats(profiler).stats.items()}  # type: ignore[attr-defined]
+        longest = sorted(found.items(), key=lambda item: -item[1])[:24]
+        return {name: round(1e6 * seconds / repeats, 1) for name, seconds in longest}
 
 
 def short(name: str) -> str:
     """A kernel's name without its namespaces and template arguments."""
-    name = re.sub(r"^void ", "", name)
-    return re.sub(r"(at::native::|<.*|\(.*)", "", name)[:60]
+    return re.sub(r"^void |at::native::|<.*|\(.*", "", name)[:60]
 
 
-def kernels_of(
-    steps: TraceSteps, rows: list[tuple[int, int]], is_adapted: bool, repeats: int
-) -> dict[str, Any]:
-    """What one step's kernels took on the device, by name: [us, how many], the longest first."""
-    steps.run(rows, is_adapted, 1)
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        steps.run(rows, is_adapted, repeats)
-        torch.cuda.synchronize()
-    took: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
-    spans = []
-    for event in profiler.events():
-        begin, end = event.time_range.start, event.time_range.end
-        if event.name.startswith(("Activity Buffer", "cuda", "cu")):
-            continue
-        spans.append((begin, end))
-        took[short(event.name)][0] += (end - begin) / repeats
-        took[short(event.name)][1] += 1 / repeats
-    busy, gaps, last = 0.0, 0.0, 0.0
-    for begin, end in sorted(spans):
-        busy += max(0.0, end - max(begin, last))
-        if 0.0 < begin - last < MOST_GAP_US:
-            gaps += begin - last
-        last = max(last, end)
-    longest = sorted(took.items(), key=lambda item: -item[1][0])[:16]
-    return {
-        "busy_us": round(busy / repeats, 1), "gaps_us": round(gaps / repeats, 1),
-        "kernels": sum(count for _, count in took.values()),
-        "by_name": {name: [round(us, 1), round(count, 2)] for name, (us, count) in longest},
-    }  # fmt: skip
+def parts_ms(step: Row) -> Row:
+    """Of a step's kernels by kind, and the rest. LoRA is what is left where there are adapters: its kernels begin
+    while others end, so that their own times hold waiting."""
+    found = dict.fromkeys(KINDS, 0.0)
+    for name, (us, _) in step["by_name"].items():
+        kind = next((kind for kind, starts in KINDS.items() if name.startswith(starts)), None)
+        if kind is not None:
+            found[kind] += us
+    if step["adapters"]:
+        found["LoRA"] += step["busy_us"] - sum(found.values())
+    found[OTHERS] = step["busy_us"] + step["gaps_us"] - sum(found.values())
+    return {kind: us / 1e3 for kind, us in found.items()}
 
 
-def host_of(
-    steps: TraceSteps, rows: list[tuple[int, int]], is_adapted: bool, repeats: int
-) -> dict[str, float]:
-    """Where issuing a step takes the host's time: us of functions and what they call, under the profiler."""
-    profiler = cProfile.Profile()
-    for _ in range(repeats):
-        profiler.enable()
-        _, step = steps.issue_rows(rows, is_adapted)
-        profiler.disable()
-        assert steps.direct.wait_step(step).done.ok
-    found = {name: row[3] for (_, _, name), row in pstats.Stats(profiler).stats.items()}  # type: ignore[attr-defined]
-    longest = sorted(found.items(), key=lambda item: -item[1])[:24]
-    return {name: round(1e6 * seconds / repeats, 1) for name, seconds in longest}
+def picture(record: Row, path: Path) -> None:
+    """Each step's parts, on the base and with LoRA."""
+    rows = [
+        {"step": step["step"], "adapters": "LoRA" if step["adapters"] else "base", **parts_ms(step)}
+        for step in record["steps"]
+    ]
+    settings = {"device": record["device"]}
+    draw(ExperimentReport("h200_trace", "where a step's time goes", settings, rows, []), path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", required=True)
-    add_flags(parser)
+def main(argv: Sequence[str] | None = None) -> None:
+    """See the module."""
+    parser = run_parser(__doc__)
     parser.add_argument("--set", action="append", default=[], help="NAME=VALUE, a setting of the engine")
     parser.add_argument("--repeats", type=int, default=8)
-    args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
-    recording = Provenance.of(args, "none: weights and prompts do not depend on one")
-    report: dict[str, Any] = {
-        "command": recording.command, "commit": recording.commit,
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "steps": [],
-    }  # fmt: skip
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        write_model(folder / "model", SHAPES[SHAPE])
-        config = read_model_config(folder / "model")
-        paths = write_random_adapters(folder / "adapters", config, "bfloat16", [RANK], 128)
-        engine = {
-            "model": str(folder / "model"), "device": "cuda", "dtype": "bfloat16", "load_format": "dummy",
-            "max_num_seqs": 128, "max_batch_tokens": 16384, "device_pool": "48GiB", "host_pool": 0,
-        } | dict(one.split("=", 1) for one in args.set)  # fmt: skip
-        worker, policy, _ = build_worker(build_settings(engine)[0], registry_path=folder / "registry.sqlite")
-        steps = TraceSteps(worker, policy.num_pages)
-        steps.load([str(path) for path in paths])
-        for name, rows in STEPS.items():
-            for is_adapted in (False, True):
-                steps.run(rows, is_adapted, 3)
-                found = steps.run(rows, is_adapted, args.repeats)
-                row = {"step": name, "adapters": is_adapted, **{k: round(v, 3) for k, v in found.items()}}
-                row |= kernels_of(steps, rows, is_adapted, min(args.repeats, 4))
-                row["host_us"] = host_of(steps, rows, is_adapted, args.repeats)
-                report["steps"].append(row)
-                print(json.dumps(row), flush=True)
-                report["provenance"] = recording.provenance()
-                Path(args.out).write_text(json.dumps(report, indent=1))
-        worker.close()
+    parser.add_argument("--picture", type=Path, help="draw what --out has, and measure nothing")
+    args = parser.parse_args(argv)
+    if args.picture is not None:
+        picture(json.loads(Path(args.out).read_text()), args.picture)
+        return
+    report = RunReport(args, "none: weights and prompts do not depend on one")
+    sizes = {"max_batch_tokens": 16384, "device_pool": "48GiB", "host_pool": 0}
+    settings = dict(one.split("=", 1) for one in args.set)
+    with EngineRig.of("llama-2-7b", args.toy, sizes, **settings) as rig:
+        steps = StepRig(rig.worker, rig.policy.num_pages)
+        chosen = TOY_STEPS if args.toy else STEPS
+        steps.load(rig.adapters("rank-16", (RANK,), max(map(len, chosen.values()))).values())
+        for name, rows in chosen.items():
+            for adapted in (False, True):
+                step = TraceRun(steps, rows, adapted, args.toy)
+                step.times_ms(3)
+                row = {"step": name, "adapters": adapted, **step.times_ms(args.repeats)}
+                row |= step.kernels(min(args.repeats, 4))
+                report.note("steps", {**row, "host_us": step.host_us(args.repeats)})
 
 
 if __name__ == "__main__":

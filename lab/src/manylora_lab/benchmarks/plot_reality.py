@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from manylora.pricing.costs import StepCosts, StepWork
+from manylora_lab.reproduce.drawing import BarPanels
+from manylora_lab.reproduce.report import ExperimentReport
 
 Run = dict[str, Any]
 
@@ -176,43 +178,17 @@ def lines_of(comparison: Sequence[Run]) -> str:
     return "\n".join(lines)
 
 
-def draw(report: Run, logs: Sequence[Run], costs: StepCosts, path: Path) -> None:
-    """Measured beside simulated over the rate, and every step's time beside its cost. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def draw(report: Run, path: Path) -> None:
+    """Measured beside simulated by the rate, and 'as it was'. Needs matplotlib."""
     names = ("ttft_mean_ms", "ttft_p99_ms", "tpot_mean_ms", "output_tokens_per_s")
-    rows = medians(report["comparison"], names)
-    figure, axes = pyplot.subplots(2, 3, figsize=(13, 7), layout="constrained")
+    kinds = {"measured": "measured", "simulated": "simulated", "as_it_was": "as it was"}
+    rows = []
+    for row in medians(report["comparison"], names):
+        for kind, label in kinds.items():
+            values = {name: row["metrics"][name][kind] for name in names}
+            rows.append({"rate": f"{row['offered_per_s']:g}/s", "kind": label, **values})
     titles = dict(METRICS)
-    for axis, name in zip(axes.flat, names):
-        xs = [row["offered_per_s"] for row in rows]
-        real = [row["metrics"][name]["measured"] for row in rows]
-        made = [row["metrics"][name]["simulated"] for row in rows]
-        axis.fill_between(
-            xs, [0.85 * y for y in real], [1.15 * y for y in real], alpha=0.15, label="within 15 %"
-        )
-        axis.plot(xs, real, "o-", label="measured")
-        axis.plot(xs, made, "s--", label="simulated")
-        own = [row["metrics"][name]["as_it_was"] for row in rows]
-        axis.plot(xs, own, "x:", color="gray", label="simulated with each run's own speed")
-        axis.set(title=titles[name], xlabel="offered requests per s", ylim=(0, None))
-        axis.grid(alpha=0.3)
-    axes[0, 0].legend(fontsize=8)
-    for axis, has_prefill in zip((axes[1, 1], axes[1, 2]), (False, True)):
-        pairs = [
-            (1e3 * costs.step_s(work_of(step)), 1e3 * step[1])
-            for log in logs
-            for step in log["steps"]
-            if (step[6] > 0) == has_prefill
-        ]
-        most = max(max(pair) for pair in pairs) if pairs else 1.0
-        axis.scatter([x for x, _ in pairs], [y for _, y in pairs], s=3, alpha=0.3)
-        axis.plot((0, most), (0, most), color="gray", linewidth=0.8)
-        what = "with prefill" if has_prefill else "of decodes only"
-        axis.set(title=f"steps {what}", xlabel="simulated, ms", ylabel="measured, ms")
-    figure.suptitle(f"chat served and simulated, {report['device']}, {report['cache_policy']}")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    bars = BarPanels([(name, titles[name]) for name in names], "rate", "kind")
+    settings = {"device": report["device"]}
+    title = f"chat served and simulated, {report['cache_policy']}"
+    bars(ExperimentReport("simulator_reality", title, settings, rows, []), path)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import gzip
 import json
-import re
+import statistics
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -18,93 +19,18 @@ from manylora.config import ConfigError, PolicyConfig
 from manylora.pricing.costs import IDLE_S, StepCosts, StepWork
 from manylora.pricing.fit import fit_profile
 from manylora.pricing.profile import Profile
-from manylora_lab.bench.provenance import Provenance
-from manylora_lab.benchmarks.h200_cache import REAL, ROOT, TRACES, Scale, stream_of, turns_of
+from manylora_lab.benchmarks.chat_runs import REAL, TOY, ChatScale, RateLoad
 from manylora_lab.benchmarks.plot_reality import compare, draw, lines_of, work_of
+from manylora_lab.benchmarks.run_report import RunReport, replace
 from manylora_lab.sim.replay import Outcome, Replay
 from manylora_lab.sim.summary import summarize
 from manylora_lab.workloads.stream import Stream
 
 Run = dict[str, Any]
 
-DEMO = Scale(
-    shape={},
-    model=ROOT / "demo" / "model",
-    engine={
-        "device": "cpu", "dtype": "float32", "max_num_seqs": 32, "max_batch_tokens": 1024, "device_pool": "8MiB",
-    },
-    num_adapters=20,
-    ranks=(8, 16),
-    divisor=4,
-)  # fmt: skip
-TOY = dataclasses.replace(
-    DEMO,
-    engine={
-        **DEMO.engine,
-        "max_num_seqs": 8,
-        "max_batch_tokens": 256,
-        "device_pool": "2MiB",
-        "max_model_len": 256,
-    },
-    num_adapters=8,
-    ranks=(4, 8),
-    divisor=16,
-    num_conversations=8,
-    speed=25.0,
-)
-"""For tests: as short as can be."""
-
+SCALES = {"cuda": REAL, "cpu": ChatScale(20, (8, 16), "8MiB", 32, divisor=4), "toy": TOY}
 WINDOW_S = 5.0
 """Of AsItWas: long beside a step, short beside a machine's changes of speed."""
-_ENTRY = re.compile(r"(\d+)(?:\*(\d+\.?\d*))?(?:x(\d+))?")
-SCALES = {"cuda": REAL, "cpu": DEMO, "toy": TOY}
-
-
-@dataclasses.dataclass(frozen=True)
-class RateLoad:
-    """A trace by its rate, replayed ``scale`` times as fast, ``rounds`` times one after another."""
-
-    rate: str
-    scale: float
-    rounds: int
-
-    @property
-    def offered_per_s(self) -> float:
-        return float(self.rate) * self.scale
-
-
-def loads_from(text: str) -> list[RateLoad]:
-    """From "5x2,10,20*0.6": the 5/s trace twice, the 10/s one, the 20/s one at 12/s. Raises ConfigError."""
-    loads = []
-    for entry in text.split(","):
-        found = _ENTRY.fullmatch(entry)
-        if found is None:
-            raise ConfigError(f"--rates: {entry!r} is not RATE, RATE*SCALE or RATE*SCALExROUNDS")
-        rate, scale, rounds = found.groups()
-        if not (TRACES / f"chat_{rate}rps.jsonl.gz").is_file():
-            raise ConfigError(f"there is no trace of {rate!r}/s in {TRACES}")
-        load = RateLoad(rate, float(scale or 1), int(rounds or 1))
-        if not load.scale > 0 or load.rounds < 1:
-            raise ConfigError(f"--rates: scale and rounds must be above 0 in {entry!r}")
-        loads.append(load)
-    return loads
-
-
-def stream_for(load: RateLoad, scale: Scale) -> Stream:
-    """The trace, said over and over in new words, so that a 99th percentile is of enough requests."""
-    turns = turns_of(load.rate, scale)
-    span_s = turns[-1].arrival_s * (1 + 1 / len(turns))
-    conversations = 1 + max(turn.conversation for turn in turns)
-    repeated = [
-        dataclasses.replace(
-            turn,
-            arrival_s=turn.arrival_s + number * span_s,
-            conversation=turn.conversation + number * conversations,
-        )
-        for number in range(load.rounds)
-        for turn in turns
-    ]
-    return stream_of(repeated, scale, load.scale * scale.speed)
 
 
 # ---------------------------------------------------------------- simulated
@@ -196,73 +122,72 @@ def simulate(stream: Stream, policy: PolicyConfig, noted: Noted, adapter_pages: 
 
 
 def _mean_ms(outcomes: Sequence[Outcome], name: str) -> float:
-    return 1e3 * sum(getattr(outcome, name) for outcome in outcomes) / len(outcomes)
+    seconds: list[float] = [getattr(outcome, name) for outcome in outcomes]
+    return 1e3 * statistics.fmean(seconds)
 
 
 # ---------------------------------------------------------------- the report
 
 
-class RealityReport:
+class RealityReport(RunReport):
     """All files beside ``--out``, written after every part."""
 
-    def __init__(self, out: Path, head: Run, recording: Provenance) -> None:
-        self.out = out
-        self.head: Run = {**head, "runs": []}
+    def __init__(self, args: argparse.Namespace, device: str, **head: Any) -> None:
+        super().__init__(args, args.seed, device, **head, runs=[])
         self.logs: list[Run] = []
-        self._recording = recording
         self._measured: list[Run] | None = None
         """Where an earlier report's runs come from."""
 
     @classmethod
-    def of(cls, out: Path, earlier: Path, recording: Provenance) -> RealityReport:
+    def again(cls, args: argparse.Namespace) -> RealityReport:
         """An earlier one's runs and logs. Raises ConfigError where either is missing or damaged."""
-        head = _read(earlier, "report", json.loads)
-        log = beside(earlier, ".log.json.gz")
+        head = _read(args.again, "report", json.loads)
+        log = beside(args.again, ".log.json.gz")
         logs = _read(log, "report's log", lambda data: json.loads(gzip.decompress(data)))
         if not isinstance(head, dict) or not {"kind", "device", "policy", "runs"} <= head.keys():
-            raise ConfigError(f"{earlier} is no report of manylora_lab.benchmarks.simulator_reality")
+            raise ConfigError(f"{args.again} is no report of manylora_lab.benchmarks.simulator_reality")
         if len(logs) != len(head["runs"]):
             raise ConfigError(f"{log} is the log of {len(logs)} runs, its report has {len(head['runs'])}")
-        report = cls(out, head, recording)
-        report.head["runs"] = head["runs"]
+        report = cls(args, head["device"])
+        report.values |= head
         report._measured = head.get("provenance", [])
         report.logs = logs
         return report
 
     def add(self, run: Run, log: Run) -> None:
         """One measured run."""
-        self.head["runs"].append(run)
+        self.values["runs"].append(run)
         self.logs.append(log)
         self.save()
 
-    def simulate_all(self, profile: Profile, scale: Scale) -> None:
+    def simulate_all(self, profile: Profile, scale: ChatScale) -> None:
         """Simulate every measured run; then the comparison and the picture."""
         costs = fit_profile(profile)
-        policy = msgspec.convert(self.head["policy"], PolicyConfig)
-        for run, log in zip(self.head["runs"], self.logs, strict=True):
-            stream = stream_for(RateLoad(run["trace_rate"], run["rate_scale"], run["rounds"]), scale)
+        policy = msgspec.convert(self.values["policy"], PolicyConfig)
+        for run, log in zip(self.values["runs"], self.logs, strict=True):
+            stream = RateLoad(run["trace_rate"], run["rate_scale"], run["rounds"]).stream(scale)
             run["simulated"] = simulate(stream, policy, Noted(costs), run["adapter_pages"])
             run["as_it_was"] = simulate(stream, policy, AsItWas(costs, log), run["adapter_pages"])
-        self.head["profile"] = {
+        self.values["profile"] = {
             "machine": profile.machine, "model": str(profile.model), "format": profile.format,
             "commit": profile.commit, "fit_error": dataclasses.asdict(costs.held_out),
         }  # fmt: skip
-        self.head["comparison"] = compare(self.head["runs"], self.logs, costs)
+        self.values["comparison"] = compare(self.values["runs"], self.logs, costs)
         self.save()
-        print(lines_of(self.head["comparison"]), flush=True)
-        draw(self.head, self.logs, costs, beside(self.out, ".png"))
+        print(lines_of(self.values["comparison"]), flush=True)
+        draw(self.values, beside(self.out, ".png"))
 
     def save(self) -> None:
-        """Whole or not at all."""
-        self.head["provenance"] = self._provenance()
-        _replace(self.out, (json.dumps(self.head, indent=1) + "\n").encode())
-        _replace(beside(self.out, ".log.json.gz"), gzip.compress(json.dumps(self.logs).encode(), mtime=0))
+        """See RunReport; the logs too."""
+        super().save()
+        replace(beside(self.out, ".log.json.gz"), gzip.compress(json.dumps(self.logs).encode(), mtime=0))
 
-    def _provenance(self) -> list[Run]:
+    def provenance(self) -> list[Run]:
+        """See RunReport."""
         if self._measured is None:
-            return self._recording.provenance()
+            return super().provenance()
         simulated = [f"runs/{i}/{part}" for i in range(len(self.logs)) for part in ("simulated", "as_it_was")]
-        return [*self._measured, *self._recording.provenance("profile", "comparison", *simulated)]
+        return [*self._measured, *self.recording.provenance("profile", "comparison", *simulated)]
 
 
 def beside(out: Path, ending: str) -> Path:
@@ -275,9 +200,3 @@ def _read(path: Path, what: str, decode: Callable[[bytes], Any]) -> Any:
     except (OSError, EOFError, ValueError, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ConfigError(f"cannot read the {what} {path}: {reason}") from error
-
-
-def _replace(path: Path, data: bytes) -> None:
-    scratch = path.with_name(path.name + ".part")
-    scratch.write_bytes(data)
-    scratch.replace(path)

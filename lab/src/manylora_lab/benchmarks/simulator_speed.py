@@ -5,7 +5,7 @@ From the repository's root:
     python -m manylora_lab.benchmarks.simulator_speed --requests 1000000 --out speed.json
 
 The requests are made up: Poisson arrivals, 100 adapters at random, no shared prefixes; the pools are those of
-``h200_cache`` and the costs those of a shipped profile. Every step goes through ``Replica.handle``.
+the chat runs and the costs those of a shipped profile. Every step goes through ``Replica.handle``.
 What is timed is the replay alone, by the clock and by the process's own time: on a busy machine only the latter
 says what the simulator takes.
 """

@@ -11,62 +11,43 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import functools
 import pstats
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from manylora.adapters.registry import Registry
 from manylora.devices.cpu import CpuDevice
 from manylora.devices.device import Tensors
-from manylora.executor.direct import DirectExecutor
 from manylora.executor.graphs import GraphLimits
 from manylora.executor.worker import Worker
-from manylora.kernels.ops import AttentionRows, StepBatch
+from manylora.kernels.ops import StepBatch
 from manylora.kernels.shapes import adapter_geometry
-from manylora.kernels.triton.attention_plans import TritonFixedAttention
 from manylora.kernels.triton.operations import TritonOps
 from manylora.memory.arena import Arena
 from manylora.memory.host import HostPool
 from manylora.models.config import read_model_config
 from manylora.models.decoder import Decoder
-from manylora.protocol import RunStep, SequenceStart, StepRow
-from manylora.types import BASE, SamplingParams
-from manylora_lab.benchmarks.h200 import SHAPES, write_model
+from manylora.pricing.shapes import SHAPES
+from manylora.protocol import RunStep
+from manylora_lab.bench.dummies import write_model
+from manylora_lab.benchmarks.engine_rig import POSITIONS
+from manylora_lab.benchmarks.step_rig import PAGE_TOKENS, StepRig, StepTiming
 
-PAGE_TOKENS, NUM_PAGES, ROWS, CONTEXT, RANK = 16, 64, 128, 300, 16
-GREEDY = SamplingParams(temperature=0.0, max_tokens=2000)
-
-
-class TimedOps(TritonOps):
-    """Adds up what the attention's tables take."""
-
-    attention_s = 0.0
-
-    def fixed_attention(self, *args: Any, **kwargs: Any) -> TritonFixedAttention:
-        fixed = super().fixed_attention(*args, **kwargs)
-        fill = fixed.fill
-
-        def timed(rows: AttentionRows) -> None:
-            began = time.thread_time()
-            fill(rows)
-            self.attention_s += time.thread_time() - began
-
-        fixed.fill = timed  # type: ignore[method-assign]
-        return fixed
+ROWS, CONTEXT, RANK, STEPS = 128, 300, 16, 200
+NUM_PAGES = ROWS * -(-(CONTEXT + 1 + STEPS) // PAGE_TOKENS)
 
 
 class NoDecoder:
     """Gives the same logits for whatever is asked."""
 
     def __init__(self) -> None:
-        self.ops = TimedOps()
+        self.ops = TritonOps()
         self._logits = torch.zeros((ROWS, 8))
 
     def forward(self, batch: StepBatch, pool: torch.Tensor) -> torch.Tensor:
@@ -83,112 +64,58 @@ class ReplayingDevice(CpuDevice):
         return lambda: outputs
 
 
-def made(folder: Path) -> tuple[Worker, TimedOps]:
-    write_model(folder / "model", SHAPES["llama-2-7b"])
-    config = read_model_config(folder / "model")
+def worker_in(folder: Path) -> Worker:
+    config = read_model_config(write_model(folder / "model", SHAPES["llama-2-7b"], POSITIONS))
+    # Fewer pages than the sequences name: nothing is computed in them.
     page = config.page_shape(PAGE_TOKENS, torch.bfloat16.itemsize)
     geometry, device = adapter_geometry(page, config.layer_groups), ReplayingDevice()
-    arena = Arena(NUM_PAGES, page, torch.bfloat16, device)
+    arena = Arena(64, page, torch.bfloat16, device)
     host = HostPool(0, page, torch.bfloat16, device)
     registry = Registry(geometry, "", folder / "registry.sqlite")
-    decoder = NoDecoder()
-    worker = Worker(cast(Decoder, decoder), arena, host, geometry, device, registry)
-    worker.use_graphs(GraphLimits(ROWS, 4096, 4096, RANK), NUM_PAGES - 1)
+    worker = Worker(cast(Decoder, NoDecoder()), arena, host, geometry, device, registry)
+    worker.use_graphs(GraphLimits(ROWS, POSITIONS, POSITIONS, RANK), 63)
     for adapter in range(1, ROWS + 1):
         assert worker.pretend_adapter(adapter, RANK)
-    return worker, decoder.ops
+    return worker
 
 
-def started(sequence: int, adapter: int, length: int, computed: int) -> SequenceStart:
-    pages = tuple(range(NUM_PAGES - 1))
-    tokens = tuple(range(5, 5 + length))
-    return SequenceStart(sequence, 0, adapter, tokens, length, computed, pages, GREEDY, ())
-
-
-def decoding(num_rows: int, is_adapted: bool, one_less: bool) -> Iterator[RunStep]:
-    """Steps of so many rows; every other one without its last row where ``one_less``."""
-    numbers = range(1, num_rows + 1)
-    starts = tuple(started(n, n if is_adapted else BASE, CONTEXT + 1, CONTEXT) for n in numbers)
-    places = dict.fromkeys(numbers, CONTEXT)
-    for step in range(PAGE_TOKENS * (NUM_PAGES - 1) - CONTEXT - 1):
-        chosen = [n for n in numbers if not (one_less and step % 2 and n == num_rows)]
-        rows = tuple(StepRow(n, places[n], 1, 1) for n in chosen)
-        for n in chosen:
-            places[n] += 1
-        yield RunStep(step, starts if step == 0 else (), rows)
-
-
-def prompts(length: int, is_adapted: bool) -> Iterator[RunStep]:
-    """Steps of one new sequence each, which draws once."""
-    for n in range(1, 200):
-        start = started(n, 1 + n % ROWS if is_adapted else BASE, length, 0)
-        yield RunStep(n, (start,), (StepRow(n, 0, length, 1),))
-
-
-def quick_us(seconds: list[float]) -> float:
-    """Below the median: what shares the machine makes steps slower, and never quicker."""
-    return 1e6 * statistics.quantiles(seconds[5:], n=10)[0]
-
-
-def measured(
-    worker: Worker, ops: TimedOps, steps: Iterator[RunStep], profiler: cProfile.Profile | None
-) -> dict[str, float]:
-    """Microseconds to issue a step, of them the attention's tables, and, while the next one is on its way, to take
-    its tokens in."""
-    direct = DirectExecutor(worker)
-    took: dict[str, list[float]] = {"issue": [], "attention": [], "take": []}
-    flying, sequences = [], []
-    for step in steps:
-        sequences += [start.sequence for start in step.starts]
-        if profiler is not None:
-            profiler.enable()
-        ops.attention_s = 0.0
-        began = time.thread_time()
-        direct.issue_step(step)
-        took["issue"].append(time.thread_time() - began)
-        took["attention"].append(ops.attention_s)
-        flying.append(step)
-        if len(flying) == 2:
-            began = time.thread_time()
-            done = direct.wait_step(flying.pop(0)).done
-            took["take"].append(time.thread_time() - began)
-            assert done.ok, done.error
-        if profiler is not None:
-            profiler.disable()
-    direct.wait_step(flying.pop())
-    for sequence in sequences:
-        direct.end_sequence(sequence)
-    return {name: quick_us(seconds) for name, seconds in took.items()}
-
-
-def cases() -> dict[str, Callable[[], Iterator[RunStep]]]:
-    found: dict[str, Callable[[], Iterator[RunStep]]] = {}
-    for name, is_adapted in (("base", False), ("distinct", True)):
+def cases(rig: StepRig) -> Iterator[tuple[str, Iterator[RunStep]]]:
+    """Steps by name."""
+    for name, adapted in (("base", False), ("distinct", True)):
         for num_rows in (1, 32, 128):
-            found[f"decode {num_rows} {name}"] = functools.partial(decoding, num_rows, is_adapted, False)
-        found[f"decode 128, then 127 {name}"] = functools.partial(decoding, 128, is_adapted, True)
+            starts = rig.sequences([(CONTEXT, 1)] * num_rows, adapted, room=STEPS)
+            yield f"decode {num_rows} {name}", rig.decoding(starts, STEPS)
+        yield f"decode 128, then 127 {name}", rig.decoding(starts, STEPS, one_less=True)
         for length in (64, 600):
-            found[f"prompt of {length} {name}"] = functools.partial(prompts, length, is_adapted)
-    return found
+            yield f"prompt of {length} {name}", rig.fresh([(0, length)], adapted, STEPS)
 
 
-def main() -> None:
+def quick_us(found: Sequence[StepTiming], name: str) -> float:
+    """Below the median: what shares the machine makes steps slower, and never quicker."""
+    seconds: list[float] = [getattr(one, name) for one in found[5:]]
+    return 1e6 * statistics.quantiles(seconds, n=10)[0]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """See the module."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--profile", help="one case, under the profiler")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
-        worker, ops = made(Path(scratch))
+        worker = worker_in(Path(scratch))
+        rig = StepRig(worker, NUM_PAGES, time.thread_time)
         if args.profile:
             profiler = cProfile.Profile()
-            measured(worker, ops, cases()[args.profile](), profiler)
+            profiler.runcall(rig.run, dict(cases(rig))[args.profile], 2)
             pstats.Stats(profiler).sort_stats("tottime").print_stats(32)
         else:
-            for name, steps in cases().items():
-                found = measured(worker, ops, steps(), None)
-                print(f"{name:30}", *(f"{part} {us:5.0f} us  " for part, us in found.items()), flush=True)
+            for name, steps in cases(rig):
+                found = rig.run(steps, 2)
+                issue, take = quick_us(found, "issue_s"), quick_us(found, "take_s")
+                print(f"{name:30} issue {issue:5.0f} us   take {take:5.0f} us", flush=True)
         worker.close()
 
 

@@ -1,0 +1,149 @@
+"""One request at a time: how soon its first token comes, and where the time goes; adapters that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import resource
+import statistics
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from manylora.pricing.shapes import ALL_MODULES
+from manylora_lab.benchmarks.engine_rig import EngineRig
+from manylora_lab.benchmarks.offline_runs import MIXED_RANKS, MIXED_ROWS, adapters_of
+from manylora_lab.benchmarks.run_report import RunReport
+
+NONE, WARM, HOST, NEVER = "no adapter", "warm adapter", "adapter in host memory", "adapter never read"
+FIRST_RUNS = {NONE: (None, None), WARM: (10.6, 5), HOST: (21.2, 7), NEVER: (113.7, 50)}
+"""Milliseconds: vLLM's, and what is aimed at."""
+CHURNING = 8
+
+
+async def first(rig: EngineRig, report: RunReport) -> None:
+    """One request at a time, of 64 tokens with one token out: the median time to it, in ms, and when, on the way,
+    the worker was asked for what and had done it."""
+    if not report.has(15.0, "first"):
+        return
+    adapters = list(adapters_of(rig))[:40]
+    # Room for 8 adapters, so that those not used for long are in host memory only.
+    size = rig.shape.adapter_pages(16, rig.policy.page_tokens, ALL_MODULES) + 1
+    target = rig.open(adapters_of(rig), num_pages=8 * size + 16, max_model_len=128)
+    taken: dict[str, list[float]] = {}
+    parts: dict[str, dict[str, list[float]]] = {}
+
+    async def ask(adapter: str | None, kind: str) -> None:
+        call = rig.call(64, 1, adapter)
+        rig.noted.moments.clear()
+        began_s = time.monotonic()
+        answer = await target.generate(call)
+        if answer.error is not None or answer.first_s is None:
+            raise RuntimeError(answer.error)
+        for what, moment_s in (*rig.noted.moments, ("delivered", answer.first_s)):
+            parts.setdefault(kind, {}).setdefault(what, []).append(1e3 * (moment_s - began_s))
+        taken.setdefault(kind, []).append(1e3 * (answer.first_s - began_s))
+        await asyncio.sleep(0.02)
+
+    for number in range(20):
+        await ask(None, NONE if number > 1 else "at the start")
+    for adapter in adapters:
+        await ask(adapter, NEVER)
+    await asyncio.sleep(0.5)
+    for adapter in adapters:
+        await ask(adapter, HOST)
+    for adapter in adapters[-4:]:
+        for number in range(6):
+            await ask(adapter, WARM if number else "to warm it")
+    stats = await target.counters()
+    await target.close()
+    for kind, (vllm, aim) in FIRST_RUNS.items():
+        moments = {what: round(statistics.median(each), 3) for what, each in parts[kind].items()}
+        middle, most = statistics.median(taken[kind]), max(taken[kind])
+        row = {"kind": kind, "ms": middle, "most_ms": most, "vllm_ms": vllm, "aim_ms": aim}
+        report.note("first", {**row, "moments_ms": moments})
+    report.values["first_steps"] = rig.noted.by_tokens()
+    report.values["first_counters"] = {name: stats[name] for name in ("adapter_reads", "adapter_evictions")}
+
+
+async def churn(rig: EngineRig, report: RunReport) -> None:
+    """Load, use and unload adapters at random, under a pool that holds a third of them; then every page and byte
+    must be back."""
+    seconds, sample_s = (1.0, 0.2) if rig.is_toy else (report.args.churn_s, 10.0)
+    if not report.has(seconds, "churn"):
+        return
+    adapters = rig.adapters("mixed", MIXED_RANKS, MIXED_ROWS)
+    held = sum(rig.shape.adapter_bytes(rank, ALL_MODULES) for rank in MIXED_RANKS) * MIXED_ROWS // 4 // 3
+    room = 2**19 if rig.is_toy else 2 * 2**30
+    target = rig.open(adapters, **rig.limits(held + room, rig.policy.max_num_seqs))
+    driver, counts = target.driver, Counter[str]()
+    longest = 40 if rig.is_toy else 200
+
+    async def work(worker: int) -> None:
+        """On adapters of its own, so that unloading one never surprises another's request."""
+        chosen, mine = random.Random(worker), sorted(adapters)[worker::CHURNING]
+        while time.monotonic() < ends_s:
+            name = chosen.choice(mine)
+            calls = [
+                rig.call(chosen.randrange(8, longest), 24, one) for one in (name, None, chosen.choice(mine))
+            ]
+            for answer in await asyncio.gather(*(target.generate(call) for call in calls)):
+                if answer.error is not None:
+                    raise RuntimeError(answer.error)
+            counts["requests"] += len(calls)
+            if chosen.random() < 0.3:
+                await asyncio.wrap_future(driver.remove_adapter(name))
+                await asyncio.to_thread(driver.add_adapter, name, adapters[name])
+                counts.update(("loads", "unloads"))
+
+    gc.collect()
+    device_before, before = device_bytes(rig), await target.counters()
+    ends_s = time.monotonic() + seconds
+    workers = asyncio.gather(*(work(number) for number in range(CHURNING)))
+    samples = []
+    while not workers.done():
+        samples.append((device_bytes(rig) - device_before, private_bytes()))
+        await asyncio.wait([workers], timeout=sample_s)
+    await workers
+    after = await target.counters()
+    for name in adapters:
+        await asyncio.wrap_future(driver.remove_adapter(name))
+    end = await target.counters()
+    await target.close()
+    gc.collect()
+    passed = {
+        name: after[name] - before[name]
+        for name in (
+            "adapter_reads",
+            "adapter_evictions",
+            "history_evictions",
+            "preemptions",
+            "adapter_read_s",
+        )
+    }
+    row = {
+        "shape": rig.shape.name, "seconds": seconds, **counts, **passed,
+        "mean_read_ms": 1e3 * passed["adapter_read_s"] / max(1, passed["adapter_reads"]),
+        "pages_leaked": end["pages_total"] - end["pages_free"] - end["pages_history"],
+        "adapter_pages_left": end["pages_adapters"], "running_pages_left": end["pages_running"],
+        "device_bytes_grown": device_bytes(rig) - device_before, "sample_s": sample_s,
+        "device_bytes_grown_samples": [device for device, _ in samples],
+        "host_private_bytes_samples": [host for _, host in samples],
+    }  # fmt: skip
+    report.note("churn", row)
+    left = [row[name] for name in ("pages_leaked", "adapter_pages_left", "running_pages_left")]
+    if any(left):
+        raise RuntimeError(f"pages are left: {left}")
+
+
+def device_bytes(rig: EngineRig) -> int:
+    return torch.cuda.memory_allocated() if rig.device == "cuda" else 0
+
+
+def private_bytes() -> int:
+    """The memory of this process, without shared memory: the host's pool is that, and fills while it is used."""
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - shared) * resource.getpagesize()

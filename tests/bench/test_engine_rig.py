@@ -1,0 +1,167 @@
+"""The runs on whole engines, each as a toy on the CPU: their reports' form, and that tokens came out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from manylora_lab.benchmarks import (
+    h200_aims,
+    h200_pairs,
+    h200_steps,
+    h200_trace,
+    step_host,
+)
+from manylora_lab.benchmarks.chat_runs import REAL, TOY, RateLoad, turns_of
+from manylora_lab.benchmarks.first_runs import FIRST_RUNS
+from manylora_lab.benchmarks.offline_runs import OFFLINE_RUNS, PREFILL_RUNS
+from manylora_lab.workloads.chat import TRACES, read_turns
+
+
+def record(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(out.read_text())
+    assert {"command", "commit", "device", "torch", "provenance"} <= set(found)
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_the_aims(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "aims.json"
+    parts = "prefill,first,offline,many,mixed,churn,chat,conformance,http,start"
+    h200_aims.main(["--toy", "--parts", parts, "--rates", "10", "--out", str(out), "--commit", "abc"])
+    found = record(out)
+    assert found["left_out"] == []
+    assert [row["kind"] for row in found["prefill"]] == list(PREFILL_RUNS)
+    assert [(row["max_num_seqs"], row["popularity"]) for row in found["offline"]] == list(OFFLINE_RUNS)
+    for row in (*found["prefill"], *found["offline"], *found["many"], *found["mixed"]):
+        assert row["errors"] == []
+        assert row["tokens_per_s"] > 0
+    for row in (*found["offline"], *found["many"]):
+        assert row["tokens"] > 100
+        assert row["steps_by_tokens"]["decode"][0] > 0
+    assert {"vllm", "aim", "floor"} < set(found["offline"][0])
+    assert [row["kind"] for row in found["mixed"]] == ["base", "mixed"]
+    assert [row["kind"] for row in found["first"]] == list(FIRST_RUNS)
+    assert all(
+        {"issue", "issued", "computed", "delivered"} <= set(row["moments_ms"]) for row in found["first"]
+    )
+    assert found["first_steps"]["<=64"][0] >= 60
+    (churned,) = found["churn"]
+    assert churned["requests"] > 0
+    assert churned["pages_leaked"] == churned["adapter_pages_left"] == churned["running_pages_left"] == 0
+    (chat,), (http,), (start,) = found["chat"], found["http"], found["start"]
+    assert chat["summary"]["failed"] == http["summary"]["failed"] == 0
+    replies = sum(turn.reply_tokens for turn in turns_of("10", TOY))
+    assert chat["counters"]["generated_tokens"] == replies
+    assert http["summary"]["output_tokens_per_s"] > 0
+    assert start["again_s"] > 0
+    assert [row["pipeline_depth"] for row in found["conformance"]] == [1, 2]
+    for row in found["conformance"]:
+        assert row["replay_difference"] == row["simulation_difference"] == "None"
+        assert row["events"] > 100
+    assert capsys.readouterr().out.splitlines()[-1].startswith("AIMS {")
+
+
+def test_what_has_no_time_is_named(tmp_path: Path) -> None:
+    out = tmp_path / "aims.json"
+    args = ["--toy", "--out", str(out), "--commit", "abc", "--time-budget", "0"]
+    h200_aims.main([*args, "--parts", "prefill,first,chat", "--rates", "2,20*0.5"])
+    assert record(out)["left_out"] == ["prefill None", "prefill adapters", "first", "chat 2", "chat 10"]
+
+
+POLICIES = ("manylora", "static-lru", "s-lora", "lru")
+
+
+def test_the_cache_policies(tmp_path: Path) -> None:
+    out = tmp_path / "cache.json"
+    args = ["--toy", "--parts", "chat", "--rates", "10", "--rehearse", "--policies", ",".join(POLICIES)]
+    h200_aims.main([*args, "--out", str(out), "--commit", "abc"])
+    runs = record(out)["chat"]
+    assert [run["policy"] for run in runs] == list(POLICIES)
+    for run in runs:
+        assert run["summary"]["failed"] == 0
+        assert run["counters"]["generated_tokens"] == sum(turn.reply_tokens for turn in turns_of("10", TOY))
+    by_policy = {run["policy"]: run["summary"]["prefix_hit"] for run in runs}
+    assert by_policy["s-lora"] == 0 < by_policy["lru"] <= runs[0]["summary"]["prefix_bound"]
+    assert runs[0]["vllm"]["ttft_mean_ms"] == 66.4
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (["--rates", "7"], "no trace of '7'/s"),
+        (["--rates", "10*x"], "'10*x' is not RATE"),
+        (["--rates", "10*0"], "must be above 0"),
+        (["--policies", "best"], "best is none of manylora"),
+        (["--parts", "prefill,none"], "none is none of offline"),
+    ],
+)
+def test_bad_arguments(bad: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        h200_aims.main(["--toy", "--out", "x", *bad])
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_steps(tmp_path: Path) -> None:
+    out = tmp_path / "steps.json"
+    h200_steps.main(["--toy", "--steps", "12", "--out", str(out), "--commit", "abc"])
+    found = record(out)["shapes"]["toy"]
+    batches = [(row["lora"], row["batch"]) for row in found["steps"]]
+    assert batches == [(lora, batch) for lora in ("none", "distinct r16") for batch in h200_steps.TOY_BATCHES]
+    for row in found["steps"]:
+        assert (
+            min(row[name] for name in ("wall1_ms", "wall2_ms", "sampled2_ms", "eager2_ms", "over_floor")) > 0
+        )
+    assert set(found["beside_copies"]) == {"in", "out", "both"}
+    assert all(row["alone_ms"] > 0 and row["pages_per_s"] >= 0 for row in found["beside_copies"].values())
+
+
+def test_the_copies(tmp_path: Path) -> None:
+    out = tmp_path / "copies.json"
+    h200_steps.main(["--toy", "--parts", "rates", "--out", str(out), "--commit", "abc"])
+    found = record(out)
+    assert set(found["raw_pinned_gb_per_s"]) == {"in", "out", "both"}
+    (rates,) = found["copier"].values()
+    assert len(rates) == 6
+    assert all(row["gb_per_s"] > 0 and row["of_raw"] > 0 for row in rates.values())
+
+
+def test_the_kernels_of_a_step(tmp_path: Path) -> None:
+    out, picture = tmp_path / "trace.json", tmp_path / "trace.png"
+    h200_trace.main(["--toy", "--repeats", "2", "--out", str(out), "--commit", "abc"])
+    found = record(out)["steps"]
+    assert [(row["step"], row["adapters"]) for row in found] == [
+        (name, adapted) for name in h200_trace.TOY_STEPS for adapted in (False, True)
+    ]
+    for row in found:
+        assert row["wall_ms"] >= row["issue_ms"] > 0
+        assert row["busy_us"] > 0
+        assert row["by_name"]
+        assert "issue_step" in row["host_us"]
+    h200_trace.main(["--out", str(out), "--picture", str(picture)])
+    assert picture.stat().st_size > 5_000
+
+
+def test_a_turn_of_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(h200_pairs, "STEPS", 12)
+    monkeypatch.setattr(h200_pairs, "REPEATS", 1)
+    found = h200_pairs.turn(tmp_path, 5.0, is_toy=True)
+    assert set(found) == {"steps", "first", "chat"}
+    assert set(found["first"]) == set(FIRST_RUNS)
+    assert found["chat"]["ttft mean"] > 0
+    turns = [{"tree": tree, "found": found} for tree in ("before", "this")]
+    assert {ratio for part in h200_pairs.ratios(turns).values() for ratio in part.values()} == {1.0}
+
+
+def test_the_hosts_share(capsys: pytest.CaptureFixture[str]) -> None:
+    step_host.main(["--profile", "decode 1 distinct"])
+    assert "function calls" in capsys.readouterr().out
+
+
+def test_ranks_are_the_traces_own() -> None:
+    for rate in ("2", "5", "10", "20"):
+        assert turns_of(rate, REAL) == read_turns(TRACES / f"chat_{rate}rps.jsonl.gz")
+    assert RateLoad("10").stream(REAL).ranks == (32, 64) * 50
