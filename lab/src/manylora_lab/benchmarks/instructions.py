@@ -30,6 +30,8 @@ JOURNALS = (
 )  # fmt: skip
 START = "import gc; gc.disable()"
 """What the collector takes depends on all that is loaded, not on the work; a server freezes what it has loaded."""
+ALONE = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""One thread: others of a library of linear algebra spin while they wait, by chance for how long."""
 FEED = """
 import sys
 from pathlib import Path
@@ -85,7 +87,7 @@ def count(tree: Path, program: str, *args: str) -> int:
     valgrind = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null"]
     done = subprocess.run(
         [*valgrind, sys.executable, "-c", START + program, *args],
-        env={**os.environ, "PYTHONPATH": f"{tree / 'src'}:{tree / 'lab/src'}", "PYTHONHASHSEED": "0"},
+        env={**os.environ, **ALONE, "PYTHONPATH": f"{tree / 'src'}:{tree / 'lab/src'}"},
         check=True, capture_output=True, text=True,
     )  # fmt: skip
     line = next(line for line in done.stderr.splitlines() if "Collected" in line)
