@@ -22,7 +22,7 @@ AddParser = Callable[[Any], None]
 
 
 def find_commands() -> dict[str, AddParser]:
-    """By name. One whose package is gone is left out."""
+    """Commands by name. One whose package is gone is left out."""
     found: dict[str, AddParser] = {}
     if importlib.util.find_spec("manylora_lab") is not None:
         found |= importlib.import_module("manylora_lab.commands").COMMANDS

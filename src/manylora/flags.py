@@ -83,7 +83,7 @@ _SECTIONS: tuple[type, ...] = (
 )  # fmt: skip
 
 FLAGS = tuple(flag for section in _SECTIONS for flag in _flags(section))
-"""In the order of help texts."""
+"""Settings in the order of help texts."""
 
 _PAGE_TOKENS = {"static-lru": 32}
 """The FastLibra paper runs its vLLM baseline with blocks of 32 tokens (§2.2)."""

@@ -259,7 +259,7 @@ async def _serve(
 
 
 def _connection_limits(http: HttpSettings, info: EngineInfo) -> ConnectionLimits:
-    """By default one connection for each request that may run or wait, and more for other questions."""
+    """The most connections: by default one for each request that may run or wait, and more for other questions."""
     from manylora.server.connection import ConnectionLimits, connections_allowed
 
     limits = ConnectionLimits()

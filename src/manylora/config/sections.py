@@ -111,7 +111,7 @@ class SchedulerSettings(Section):
 _NUM_SEQS = {"cpu": 64, "cuda": 256}
 _BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
 _PIPELINE_DEPTH = {"cpu": 1, "cuda": 2}
-"""On a CPU a step is run by the loop that decides on it."""
+"""A step on a CPU is run by the loop that decides on it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -95,8 +95,8 @@ class EngineCollector(Collector):
         yield info
 
     def _lora_requests(self, stats: EngineStats) -> Metric:
-        """In vLLM's form: names in labels, the time as the value. There are no adapter slots to report, so
-        ``max_lora`` is how many adapters can run at once."""
+        """The gauge in vLLM's form: names in labels, the time as the value. There are no adapter slots to report,
+        so ``max_lora`` is how many adapters can run at once."""
         gauge = GaugeMetricFamily(
             "vllm:lora_requests_info",
             "Adapters of running and waiting requests; the value is the Unix time.",

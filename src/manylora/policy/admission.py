@@ -52,7 +52,7 @@ class Admission:
         return self._waiting.arrived_until(now + FIRST_STEP_S - self._objective_s)
 
     def end_round(self, num_admitted: int) -> None:
-        """So many were admitted."""
+        """Take note that so many were admitted."""
         if num_admitted and self._objective_s is not None:
             self.admitted = KEPT * self.admitted + (1 - KEPT) * num_admitted
             self._num_left = len(self._waiting)

@@ -1,4 +1,5 @@
-"""From first request to exit: which requests are open, whether new ones are taken, how a server ends.
+"""A server's life, from first request to exit: which requests are open, whether new ones are taken, how a server
+ends.
 
 Knows an engine only by whether it has died.
 """

@@ -71,7 +71,7 @@ class BatchGate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoopResult:
-    """From the first request handed over to the last one's end."""
+    """Seconds from the first request handed over to the last one's end."""
 
     duration_s: float
     prompt_tokens: int

@@ -13,7 +13,7 @@ from manylora.config import ConfigError
 from manylora_lab.bench.replay import RequestResult
 
 _BINS = 60
-"""At most, and none shorter than a second: single requests would be all there is to see."""
+"""So many at most, and none shorter than a second: single requests would be all there is to see."""
 
 
 def check_plot(path: Path) -> None:

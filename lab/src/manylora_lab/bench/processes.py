@@ -158,7 +158,7 @@ class _Crew:
         assert await self._heard(client) == ("ready",)
 
     async def _follow(self, client: _Client) -> None:
-        """Until its results are there."""
+        """Waits until its results are there."""
         while True:
             match await self._heard(client):
                 case ("progress", done, failed):

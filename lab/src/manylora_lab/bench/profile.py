@@ -430,7 +430,7 @@ def describe(profile: Profile, costs: FittedCosts) -> str:
 
 
 def settings_from(values: Mapping[str, Any], engine: Mapping[str, Any]) -> ProfileSettings:
-    """From the command line's values, texts or None; raises ConfigError."""
+    """Settings from the command line's values, texts or None; raises ConfigError."""
     is_quick = bool(values.get("quick"))
     text = values.get("budget")
     try:

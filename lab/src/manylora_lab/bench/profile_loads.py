@@ -127,7 +127,7 @@ def _doublings(first: int, last: int, factor: int) -> list[int]:
 
 
 async def run_load(target: EngineTarget, load: ClientLoad, adapters: Sequence[str], seed: int) -> None:
-    """Until every client has had its turns; raises ConfigError where a request fails."""
+    """Serves until every client has had its turns; raises ConfigError where a request fails."""
     source = random.Random(seed)
     plans = [list(_turns(load, target.max_model_len or load.context, source)) for _ in range(load.clients)]
     names = [adapters[number % load.adapters] if load.adapters else None for number in range(load.clients)]

@@ -79,7 +79,7 @@ def _factors(seen: Sequence[Seen], expected_s: Callable[[Seen], float]) -> tuple
 
 
 def _levels(values: Sequence[float]) -> list[float]:
-    """As likely as each other: the middles of equal shares of them, in order; none of too few."""
+    """Values as likely as each other: the middles of equal shares of them, in order; none of too few."""
     if len(values) < _FEWEST:
         return []
     ordered = sorted(values)

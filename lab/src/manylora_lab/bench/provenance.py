@@ -94,7 +94,7 @@ class Provenance:
 
 
 UNKNOWN = "unknown"
-"""In place of a commit: outside a repository. What was measured so is no record."""
+"""What stands in place of a commit outside a repository. What was measured so is no record."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

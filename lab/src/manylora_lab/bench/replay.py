@@ -135,7 +135,7 @@ class Halt:
         self._event.set()
 
     async def wait(self) -> str:
-        """Until it is called."""
+        """Waits until it is called."""
         await self._event.wait()
         assert self.reason is not None
         return self.reason

@@ -29,7 +29,7 @@ from manylora_lab.workloads.terms import suggestion
 REFERENCE = "cached"
 _SHAPE = "llama-2-7b"
 _HOST_POOL_BYTES = {"cpu": 4 * 2**30, "cuda": 32 * 2**30}
-"""Where none is named: the engine takes a share of what its host has free, on a CPU at most so much."""
+"""The pool where none is named: the engine takes a share of what its host has free, on a CPU at most so much."""
 _COLUMNS = (
     ("TTFT ms", "{ttft_mean_ms:.1f}"),
     ("p99", "{ttft_p99_ms:.1f}"),

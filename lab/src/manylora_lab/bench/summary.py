@@ -1,4 +1,4 @@
-"""From requests' results to the numbers that are compared, and to a table of them."""
+"""The numbers that are compared, from requests' results, and a table of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Objective:
 
     @classmethod
     def parse(cls, terms: Sequence[str]) -> Objective:
-        """From ["ttft:500", "tpot:50", "e2el:5000"]; raises ConfigError."""
+        """Parses ["ttft:500", "tpot:50", "e2el:5000"]; raises ConfigError."""
         names = [field.name for field in dataclasses.fields(cls)]
         found: dict[str, float] = {}
         for term in terms:

@@ -54,7 +54,7 @@ class ChatScale:
 
 
 REAL = ChatScale()
-"""As the traces have it."""
+"""Chats as the traces have them."""
 TOY = ChatScale(8, (4, 8), "2MiB", 8, divisor=16, num_conversations=8, speed=25.0)
 
 
@@ -88,7 +88,7 @@ class RateLoad:
 
 
 def loads_from(text: str) -> list[RateLoad]:
-    """From "5x2,10,20*0.6": the 5/s trace twice, the 10/s one, the 20/s one at 12/s. Raises ConfigError."""
+    """Parses "5x2,10,20*0.6": the 5/s trace twice, the 10/s one, the 20/s one at 12/s. Raises ConfigError."""
     loads = []
     for entry in text.split(","):
         found = _ENTRY.fullmatch(entry)
@@ -148,7 +148,7 @@ class Chat:
     async def serve(
         self, stream: Stream, seed: int = 0, journal: Path | None = None, **more: int
     ) -> MeasuredReplay:
-        """By a new engine, all adapters having been requested once."""
+        """Serve with a new engine, all adapters having been requested once."""
         target = self.open(None, journal, **more)
         try:
             return await measure(

@@ -21,7 +21,7 @@ from manylora_lab.benchmarks.step_rig import StepRig
 COMMAND_BYTES = 256 * 2**20
 """Copied by one command, about what an adapter of rank 64 and its history take."""
 COPIED_PAGES, WAITING, ROUNDS = 32, 4, 4
-"""Beside steps: the pages of a copy, of which so many a direction are always under way."""
+"""The pages of a copy beside steps, of which so many a direction are always under way."""
 RATE_ROUNDS = 5
 DIRECTIONS = {"in": (True,), "out": (False,), "both": (True, False)}
 """To the device."""

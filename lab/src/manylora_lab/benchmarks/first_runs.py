@@ -83,7 +83,7 @@ async def churn(rig: EngineRig, report: RunReport) -> None:
     longest = 40 if rig.is_toy else 200
 
     async def work(worker: int) -> None:
-        """On adapters of its own, so that unloading one never surprises another's request."""
+        """Works on adapters of its own, so that unloading one never surprises another's request."""
         chosen, mine = random.Random(worker), sorted(adapters)[worker::CHURNING]
         while time.monotonic() < ends_s:
             name = chosen.choice(mine)

@@ -50,7 +50,7 @@ KINDS = {
     "LoRA": ("shrink", "expand"),
     "norms, rope, SiLU": ("rms_norm", "rotate", "silu", "gated_sum"),
 }
-"""By how kernels' names begin."""
+"""What kernels are, by how their names begin."""
 OTHERS = "gaps and others"
 draw = StackedBars([(kind, kind) for kind in (*KINDS, OTHERS)], "step", "adapters", "ms on the device")
 

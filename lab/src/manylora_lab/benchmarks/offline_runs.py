@@ -42,7 +42,7 @@ OFFLINE_RUNS: Mapping[tuple[int, str | None], KnownRates] = {
     (32, "identical"): KnownRates(1760, 4000, 5062),
     (32, "skewed"): KnownRates(1583, 3900, 4960),
 }
-"""By ``max_num_seqs`` and popularity: generated tokens."""
+"""Generated tokens by ``max_num_seqs`` and popularity."""
 PREFILL_RUNS: Mapping[str | None, KnownRates] = {
     None: KnownRates(44767, 46000, 58800),
     "adapters": KnownRates(30914, 43000),

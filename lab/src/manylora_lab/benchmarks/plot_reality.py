@@ -44,7 +44,7 @@ def work_of(step: Sequence[Any]) -> StepWork:
 
 
 def compare(runs: Sequence[Run], logs: Sequence[Run], costs: StepCosts) -> list[Run]:
-    """For each run every metric measured, simulated and their ratio; and its steps, measured and as the costs
+    """Every metric of each run, measured, simulated and their ratio; and its steps, measured and as the costs
     have the very same batches."""
     rows = []
     for run, log in zip(runs, logs, strict=True):
@@ -77,7 +77,7 @@ def _wall_per_cpu(log: Run) -> float | None:
 
 
 def medians(comparison: Sequence[Run], names: Sequence[str] = AIMS) -> list[Run]:
-    """By rate, of the runs at it: the median of each metric, measured and simulated, and their ratio."""
+    """Of the runs at each rate, the median of each metric, measured and simulated, and their ratio."""
     rates: dict[float, list[Run]] = {}
     for row in comparison:
         rates.setdefault(row["offered_per_s"], []).append(row["metrics"])
@@ -116,7 +116,7 @@ def _measured(run: Run, log: Run) -> Run:
 
 
 def _steps(log: Run, costs: StepCosts) -> list[Run]:
-    """By kind and doublings of the rows: how many steps, their mean, and that of the costs' for the same."""
+    """Of each kind and doubling of the rows: how many steps, their mean, and that of the costs' for the same."""
     groups: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for step in log["steps"]:
         work = work_of(step)

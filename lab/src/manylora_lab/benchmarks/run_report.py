@@ -66,7 +66,7 @@ def _seconds(device: str, work: Callable[[], object], repeats: int = 10) -> floa
 
 
 def run_parser(text: str | None, time_budget: float = 1e9) -> argparse.ArgumentParser:
-    """With what every run has. ``text``: its module's."""
+    """A parser with what every run has. ``text``: its module's."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="a JSON file")
     parser.add_argument("--toy", action="store_true", help="tiny, on a CPU, in seconds")

@@ -41,9 +41,9 @@ BATCH_TOKENS = 8192
 STATIC_PAGE_TOKENS = 32
 PAGE_TOKENS = 16
 MEASURED = "h200-profile"
-"""In the place of a hardware: an H200, with costs from the profiles of it that come with manylora."""
+"""A name in the place of a hardware: an H200, with costs from the profiles of it that come with manylora."""
 REFERENCE = "cached"
-"""In the place of a policy: unlimited pages and all resident (``sim.limits.reference``); no bound."""
+"""A name in the place of a policy: unlimited pages and all resident (``sim.limits.reference``); no bound."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -284,7 +284,8 @@ class _Figure:
     axes: Any
 
     def legend_below(self) -> None:
-        """Under all panels, since filled ones leave it no room; rows as wide as the picture allows."""
+        """Draws the legend under all panels, since filled ones leave it no room; rows as wide as the picture
+        allows."""
         handles, labels = self.axes[0, 0].get_legend_handles_labels()
         widest = 0.4 + 0.07 * max(map(len, labels))  # inches, about
         columns = max(1, min(len(labels), int(self.figure.get_figwidth() / widest)))

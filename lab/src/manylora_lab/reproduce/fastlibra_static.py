@@ -36,7 +36,7 @@ HALF_HOUR_S = 1800.0
 
 
 def watched_cells(setup: Setup, scenarios: Sequence[str]) -> dict[str, Cell]:
-    """By scenario: loads that ``static-lru`` does not quite bear, on one card with the 7B model, as long as the
+    """Loads, by scenario, that ``static-lru`` does not quite bear, on one card with the 7B model, as long as the
     paper's."""
     duration_s = setup.pick(HALF_HOUR_S, 150.0, 6.0)
     cells = {

@@ -94,5 +94,5 @@ def next_rate(guess: float, bracket: Peak, search: Search) -> float | None:
 
 
 def _stride(rate: float, guess: float, search: Search) -> float:
-    """From a rate away from the guess: as far again as it lies, at least the first step."""
+    """How far the next rate lies from this one: as far as this one from the guess, at least the first step."""
     return max((search.stride - 1) * guess, abs(rate - guess))

@@ -1,4 +1,5 @@
-"""From a store of cells to the table's rows and its headline beside the paper's, as far as the cells are there."""
+"""The table's rows, made from a store of cells, and its headline beside the paper's, as far as the cells are
+there."""
 
 from __future__ import annotations
 
@@ -129,7 +130,7 @@ def _settings(cell: Cell) -> dict[str, Any]:
 
 
 def _codes(table: Table) -> dict[str, str]:
-    """For each policy in the first case, what decided (see ``code_of``)."""
+    """What decided, for each policy in the first case (see ``code_of``)."""
     case, cell = next(iter(table.cases.items()))
     return {policy: code_of(dataclasses.replace(cell, policy=policy)) for policy in table.policies(case)}
 

@@ -27,7 +27,8 @@ PACKED_RUNNING = 256
 PEFT_BATCH = {"llama-2-7b": 50, "llama-2-13b": 35}
 """Requests: as the authors' run_exp_peft.py notes for Table 3, against running out of memory."""
 PEFT_LAUNCH_S = 0.08
-"""Beside a step's device work. Fitted to the authors' result for S1 with 5 adapters, 0.88 requests a second."""
+"""Seconds beside a step's device work, fitted to the authors' result for S1 with 5 adapters, 0.88 requests a
+second."""
 
 
 # ---------------------------------------------------------------- vLLM-packed

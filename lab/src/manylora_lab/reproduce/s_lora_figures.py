@@ -70,7 +70,7 @@ class AgainstVariants:
 # ---------------------------------------------------------------- Figures 5 and 6
 
 Loads = dict[tuple[str, str], tuple[float, tuple[float, ...]]]
-"""By setting and card: what is the same for all, and the values of what is varied."""
+"""Figures by setting and card: what is the same for all, and the values of what is varied."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

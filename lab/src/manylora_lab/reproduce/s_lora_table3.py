@@ -32,7 +32,7 @@ OVER_PACKED, OVER_PEFT = 4.0, 30.0
 
 
 def run(setup: Setup) -> GridResult:
-    """In simulation as in the paper; on a CPU with the demo model and the real PEFT."""
+    """Simulates as the paper did; measures on a CPU with the demo model and the real PEFT."""
     if setup.device == "cpu":
         # Brings torch, transformers and PEFT.
         from manylora_lab.reproduce.s_lora_cpu import measure_all

@@ -102,8 +102,9 @@ HARDWARE: dict[str, Hardware] = {
         *map(fastlibra_npu, NPU_MEMORY_CHOICES),
     )
 }  # fmt: skip
-"""By name. ``h200-measured`` has what single large operations reached, an upper limit for a model's; the others'
-assumed efficiencies are about what a 7B model's steps reached on an H200 (docs/results/h200_steps.json)."""
+"""Hardware by name. ``h200-measured`` has what single large operations reached, an upper limit for a model's; the
+others' assumed efficiencies are about what a 7B model's steps reached on an H200
+(docs/results/h200_steps.json)."""
 
 
 def hardware_named(name: str) -> Hardware:

@@ -48,7 +48,7 @@ class Accesses:
             self.note_free(count, pages_each)
 
     def note_free(self, count: int, pages_each: int) -> None:
-        """So many of those accessed were in use."""
+        """Count so many of those accessed as in use."""
         self.num_free += count
         self.num_pages_free += count * pages_each
 
@@ -79,7 +79,7 @@ class Recorder:
     def __init__(self, page_tokens: int) -> None:
         self.page_tokens = page_tokens
         self.pages_in_use: list[int] = []
-        """By step: distinct pages that its running sequences cannot do without."""
+        """Distinct pages, by step, that its running sequences cannot do without."""
         self._numbers: dict[bytes, int] = {}
         self._last_use: list[int] = []  # by page, a step; or unknown, while it was never computed
         self._users: list[int] = []

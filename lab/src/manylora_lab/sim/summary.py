@@ -1,4 +1,4 @@
-"""From a replay in virtual time to the numbers that are compared."""
+"""The numbers that are compared, of a replay in virtual time."""
 
 from __future__ import annotations
 

@@ -43,13 +43,13 @@ def azure_functions() -> list[tuple[int, ...]]:
 
 
 def sentence_bytes() -> dict[str, tuple[int, ...]]:
-    """By NTREX language code the UTF-8 bytes of the same 250 sentences."""
+    """The UTF-8 bytes of the same 250 sentences, by NTREX language code."""
     rows = _rows("ntrex128_bytes.csv.gz")
     return {column[0]: tuple(map(int, column[1:])) for column in zip(*rows)}
 
 
 def taskmaster_dialogs() -> dict[str, list[tuple[Round, ...]]]:
-    """By agent its dialogs, in characters: 'films' (Taskmaster TM-3, with tools) and 'coffee' (TM-4)."""
+    """Each agent's dialogs, in characters: 'films' (Taskmaster TM-3, with tools) and 'coffee' (TM-4)."""
     rows = _rows("taskmaster_dialogs.csv.gz")[1:]
     dialogs: dict[str, list[tuple[Round, ...]]] = {}
     for (agent, _), group in itertools.groupby(rows, key=lambda row: (row[0], row[1])):

@@ -55,7 +55,7 @@ def interleave(
 def next_turns(
     arrivals: Iterable[Arrival], begin: Callable[[int | None], int], gap_s: Callable[[int, int], float]
 ) -> Iterator[tuple[float, int, int]]:
-    """For each arrival its moment, and whose turn it is: a conversation's number, from 0, and the turn's.
+    """Each arrival's moment, and whose turn it is: a conversation's number, from 0, and the turn's.
 
     An arrival is the next turn of that conversation which has waited longest, among those whose ``gap_s`` (of a
     conversation's turn, from the turn before it) is over; if there is none, the first turn of a new one, of as

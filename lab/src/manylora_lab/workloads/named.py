@@ -127,7 +127,7 @@ def _synthetic(parts: Synthetic, load: _Load, options: WorkloadOptions, name: st
 
 
 def _parts(text: str) -> Synthetic:
-    """From 'arrivals=gamma(2),prompt=uniform(8,512)'."""
+    """Parses 'arrivals=gamma(2),prompt=uniform(8,512)'."""
     known = [field.name for field in dataclasses.fields(Synthetic)]
     found: dict[str, str] = {}
     for term in split_terms(text) if text else []:

@@ -115,13 +115,13 @@ def read_lines(
 
 
 def ntrex_files(folder: Path) -> dict[str, Path]:
-    """By language the files of NTREX-128 as published: ``newstest2019-src.eng.txt``, ``-ref.deu.txt``, ..."""
+    """The files, by language, of NTREX-128 as published: ``newstest2019-src.eng.txt``, ``-ref.deu.txt``, ..."""
     named = ((_NTREX_FILE.fullmatch(file.name), file) for file in sorted(folder.iterdir()))
     return {found[1]: file for found, file in named if found is not None}
 
 
 def opus_files(folder: Path) -> dict[tuple[str, str], list[tuple[Path, Path]]]:
-    """By source and target language the parallel files of a folder and all below it, as OPUS-100 is unpacked.
+    """The parallel files, by source and target language, of a folder and all below it, as OPUS-100 is unpacked.
 
     Parallel are two files of one folder whose names differ in the last suffix alone, their language:
     ``de-en/opus.de-en-test.de`` and ``.en``. Of a pair that comes as train, dev and test sets only the test sets

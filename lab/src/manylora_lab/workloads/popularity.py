@@ -45,7 +45,7 @@ class Popularity:
 
     @staticmethod
     def parse(text: str) -> Popularity:
-        """From 'zipf(1.0)', 'round-robin' and so on; raises ConfigError."""
+        """Parses 'zipf(1.0)', 'round-robin' and so on; raises ConfigError."""
         name, numbers = parse_term("a popularity", text, _FORMS)
         return Popularity(name, *numbers)
 

@@ -246,4 +246,4 @@ SCENARIOS: dict[str, Callable[[_Load], _Talk]] = {
     "translation": _translation,
     "agent": _agent,
 }
-"""By name, what is said in each."""
+"""What is said in each, by name."""

@@ -185,7 +185,7 @@ class AttentionProblem:
 
 
 def decode_cases(rig: KernelRig, sizes: KernelSizes) -> Iterator[list[KernelCase]]:
-    """With the plans that captured steps have."""
+    """Cases with the plans that captured steps have."""
     for name, queries in sizes.decode:
         attention = AttentionProblem(rig, queries)
         most = max(MAX_CONTEXT, int(attention.rows.kv_len.max()))

@@ -39,7 +39,7 @@ from manylora_lab.bench.kernels.timing import Step
 from manylora_lab.bench.rounding import Bounded
 
 LAYERS = 4
-"""On CUDA one timed call goes through so many layers, each with weights, pages and adapters of its own."""
+"""One timed call on CUDA goes through so many layers, each with weights, pages and adapters of its own."""
 INTERPRETED_MULTIPROCESSORS = 4
 COPIES = 8
 """The small operations take less than a clock can tell: so many calls in a row, each with inputs of its own."""
@@ -147,8 +147,8 @@ class KernelRig:
     # ---- memory that cases share -----------------------------------------------------------------------
 
     def reserve(self, rows: Iterable[Queries], ranks: int, tokens: int = 1) -> None:
-        """Before the first case: the pool is to hold the largest of these rows, adapters whose ranks add up to
-        ``ranks``, and so many tokens."""
+        """Makes the pool, before the first case: it is to hold the largest of these rows, adapters whose ranks add
+        up to ``ranks``, and so many tokens."""
         cells = cells_for(self.geometry, [ranks])
         self._num_pages = max(
             pages_of(tokens),

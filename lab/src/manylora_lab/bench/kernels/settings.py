@@ -30,7 +30,7 @@ KERNELS = {
     "lora": "what adapters on all projections add to a layer's products",
     "sampling": "tokens from logits",
 }
-"""By the names that ``--only`` takes, in the order in which they run."""
+"""Kernels by the names that ``--only`` takes, in the order in which they run."""
 
 TABLES = ("linear", "attention", "lora")
 """Of launch sizes, in ``kernels/tuned``: what ``--tune`` takes."""

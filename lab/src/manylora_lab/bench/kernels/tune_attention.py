@@ -134,7 +134,7 @@ class _Tuning:
         return fastest(found)
 
     def _compare_prompts(self, tiles: AttentionTileConfig) -> None:
-        """For the report alone: which prompts FlashInfer serves is no table's choice."""
+        """Time prompts for the report alone: which of them FlashInfer serves is no table's choice."""
         for name, queries in self._prompts:
             attention = AttentionProblem(self._rig, queries)
             cases = {}

@@ -64,7 +64,7 @@ TILES: dict[int, list[LoraTileConfig]] = {
         [_expand(128, 4, 3), _expand(128, 4, 8), _expand(128, 4, 2, 0, expand_tokens=128)],
     ),
 }
-"""By tokens of a tile."""
+"""Sizes by tokens of a tile."""
 LONG_TILES = _all_of(
     DEFAULT.long,
     [
@@ -167,7 +167,8 @@ class _Tuning:
         tried: Sequence[LoraTileConfig],
         is_long: bool = False,
     ) -> LoraConfig | None:
-        """With the best sizes, the stored ones among them: of long runs in large steps, or of all other steps."""
+        """Choose the best sizes, the stored ones among them: of long runs in large steps, or of all other
+        steps."""
         plain = dataclasses.replace(self._stored, beside=(), writes_from=int(is_long))
         configs = {}
         for sizes in (stored, *(tried[:2] if self._bench.is_small else tried)):
