@@ -76,6 +76,7 @@ class Counters:
     swap_in_s: float = 0.0
     swap_out_s: float = 0.0
     swaps_failed: int = 0
+    adapter_limit_overtaken: int = 0
     invalid_share_sum: float = 0.0
     invalid_share_samples: int = 0
 

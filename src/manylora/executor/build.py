@@ -206,6 +206,7 @@ def _limits(
         slo_ttft_s=settings.scheduler.slo_ttft_s,
         max_waiting=settings.scheduler.max_waiting,
         pipeline_depth=pipeline_depth,
+        queue=settings.scheduler.queue,
     )
 
 

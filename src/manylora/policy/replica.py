@@ -13,6 +13,7 @@ import dataclasses
 from manylora.config import PolicyConfig
 from manylora.policy.admission import Admission
 from manylora.policy.batching import FirstComeFirstServed, StepPlan
+from manylora.policy.fair import FairShares
 from manylora.policy.invariants import check
 from manylora.policy.queues import WaitingQueue
 from manylora.policy.reservations import Reservations
@@ -74,12 +75,14 @@ class Replica:
 
     def __init__(self, config: PolicyConfig) -> None:
         self._config = config
-        self._waiting = WaitingQueue()
+        queue = config.queue
+        self._shares = FairShares(queue) if queue.is_fair else None
+        self._waiting = WaitingQueue(queue, self._shares, by_adapter=queue.adapter_limit is not None)
         self._admission = Admission(config, self._waiting)
         self._commands: list[Command] = []
         self._residency = Residency(config)
         self._tree = self._residency.tree
-        self._held = Reservations(config, self._residency, self._waiting)
+        self._held = Reservations(config, self._residency, self._waiting, self._shares)
         self._batching = FirstComeFirstServed(config, self._residency, self._held, self._waiting)
         self._swapper = Swapper(config.cache, self._residency, self._waiting, self._held)
         self._gauges = Gauges(self._residency, self._held, self._waiting)
@@ -317,6 +320,8 @@ class Replica:
             transfers.forget(adapter)
             self._removing.remove(adapter)
             del self._live[adapter]
+            if self._shares is not None:
+                self._shares.forget(adapter)
             self._say(AdapterFreed(adapter))
 
     # ------------------------------------------------------------ the clock
@@ -413,6 +418,7 @@ class Replica:
     ) -> None:
         """What the rows computed, and what was sampled for them."""
         page_tokens, take_token, sampled_for = self._config.page_tokens, self._take_token, sampled.get
+        shares = self._shares
         rows_ended(rows)
         for sequence, _, num_samples in rows:
             stage = sequence.stage
@@ -427,6 +433,8 @@ class Replica:
                     error = RequestError(500, f"a step drew {len(tokens)} tokens instead of {num_samples}")
                     self._fail_request(sequence.state, error, now)
                     continue
+                if shares is not None:
+                    shares.drew(sequence, num_samples)
                 if num_samples > 1:
                     self._fork_off(sequence, tokens, now)
                 take_token(sequence, tokens[0], (sequence.id, 0), now)

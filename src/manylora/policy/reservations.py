@@ -12,6 +12,7 @@ import enum
 import itertools
 
 from manylora.config import PolicyConfig
+from manylora.policy.fair import FairShares
 from manylora.policy.queues import WaitingQueue
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import LOADING as SEQUENCE_LOADING
@@ -53,11 +54,19 @@ class Reservation:
 class Reservations:
     """Sequences that hold pages (running, or loading: waiting for a copy), oldest first."""
 
-    def __init__(self, config: PolicyConfig, residency: Residency, waiting: WaitingQueue) -> None:
+    def __init__(
+        self,
+        config: PolicyConfig,
+        residency: Residency,
+        waiting: WaitingQueue,
+        shares: FairShares | None = None,
+    ) -> None:
         self._config = config
         self._residency = residency
         self._tree = residency.tree
         self._waiting = waiting
+        self._shares = shares
+        self._has_ranks = shares is not None or config.queue.has_priorities
         self._promised = 0  # pages on their way that others in this step already wait for
         self.admitted: list[Sequence] = []
         self.num_loading = 0  # of them
@@ -145,7 +154,7 @@ class Reservations:
         residency.rescue(path)
         residency.visits.matched(deepest, now)
         own_pages = residency.take(reservation.own_pages)
-        self._waiting.remove(sequence)
+        self._waiting.admit(sequence, len(path) * self._config.page_tokens)
         sequence.hold(deepest, len(path), len(path) * self._config.page_tokens, own_pages)
         self.num_loading += 1
         bisect.insort(self.admitted, sequence, key=lambda s: s.order)
@@ -236,7 +245,7 @@ class Reservations:
         self._promised = 0
 
     def grow(self, sequence: Sequence, num_tokens: int, now: float) -> Growth:
-        """Make room for the next ``num_tokens``, preempting newer sequences if that is what it takes."""
+        """Make room for the next ``num_tokens``, preempting others if that is what it takes."""
         num_tokens += sequence.num_scheduled
         if num_tokens <= len(sequence.pages) * self._config.page_tokens:
             return Growth.DONE
@@ -245,12 +254,23 @@ class Reservations:
             if self._residency.room.will_provide(missing + self._promised):
                 self._promised += missing
                 return Growth.SOON
-            newest = self.admitted[-1]
-            if newest is sequence:
+            victim = self._victim()
+            if victim is sequence:
                 return Growth.NONE
-            self._preempt(newest, now)
+            self._preempt(victim, now)
         sequence.add_pages(self._residency.take(missing))
         return Growth.DONE
+
+    def _victim(self) -> Sequence:
+        """The admitted sequence to be preempted: of the largest priority, then of the client that was served most,
+        the newest."""
+        if not self._has_ranks:
+            return self.admitted[-1]
+        counter = None if self._shares is None else self._shares.counter_of
+        return max(
+            self.admitted,
+            key=lambda s: (s.state.request.priority, 0 if counter is None else counter(s), s.order),
+        )
 
     def path_of(self, sequence: Sequence) -> list[Node]:
         """The KV nodes that a sequence uses, or could use if it waits; parents first."""
