@@ -11,6 +11,7 @@ import collections
 from manylora.config import QueueConfig, as_share
 from manylora.policy.ranking import Ranking
 from manylora.policy.sequences import Sequence
+from manylora.reports import ClientUse
 
 
 class FairShares:
@@ -24,12 +25,12 @@ class FairShares:
     def __init__(self, config: QueueConfig) -> None:
         self._by_key = config.fair_by == "key"
         self._of_input, self._of_output, self._of_cached = config.weights
-        self.scale = config.share_scale
+        self._scale = config.share_scale
         self._units: dict[int, int] = {}  # of a counter, for one of service
         self._counters: dict[int, int] = {}
-        self.service: dict[int, int] = {}
-        """Weighted tokens, since the client's first request."""
-        self._num_waiting = collections.Counter[int]()
+        self._service: dict[int, int] = {}  # weighted tokens, since the client's first request
+        self.num_waiting = collections.Counter[int]()
+        """Sequences, by client."""
         self._waiting = Ranking()  # clients with waiting sequences, by what their counters were
         self._left_last: int | None = None
         self._floor = 0  # the counter of the client that left last, where it is forgotten
@@ -44,10 +45,12 @@ class FairShares:
         """Of the sequence's client."""
         return self._counters[self.client_of(sequence)]
 
-    @property
-    def counters(self) -> dict[int, int]:
-        """By client, in units of ``1 / scale``."""
-        return dict(self._counters)
+    def uses(self) -> tuple[ClientUse, ...]:
+        """What each client was served."""
+        return tuple(
+            ClientUse(client, service, self._counters[client] / self._scale)
+            for client, service in self._service.items()
+        )
 
     # ------------------------------------------------------------ the queue
 
@@ -56,20 +59,20 @@ class FairShares:
         client = self.client_of(sequence)
         if client not in self._counters:
             share = as_share(sequence.state.request.share)
-            self._units[client] = self.scale * share.denominator // share.numerator
-            self._counters[client] = self.service[client] = 0
-        if not self._num_waiting[client]:
+            self._units[client] = self._scale * share.denominator // share.numerator
+            self._counters[client] = self._service[client] = 0
+        if not self.num_waiting[client]:
             least = self._least_waiting()
             self._counters[client] = max(self._counters[client], self._last() if least is None else least)
             self._waiting.put(client, (self._counters[client], client))
-        self._num_waiting[client] += 1
+        self.num_waiting[client] += 1
 
     def left(self, sequence: Sequence) -> None:
         """It waits no more."""
         client = self.client_of(sequence)
-        self._num_waiting[client] -= 1
-        if not self._num_waiting[client]:
-            del self._num_waiting[client]
+        self.num_waiting[client] -= 1
+        if not self.num_waiting[client]:
+            del self.num_waiting[client]
             self._waiting.drop(client)
             self._left_last = client
 
@@ -91,7 +94,7 @@ class FairShares:
             return
         if client == self._left_last:
             self._left_last, self._floor = None, self._counters[client]
-        del self._counters[client], self.service[client], self._units[client]
+        del self._counters[client], self._service[client], self._units[client]
 
     # ------------------------------------------------------------ service
 
@@ -109,7 +112,7 @@ class FairShares:
         return (sequence.num_prompt - num_cached) * self._of_input + num_cached * self._of_cached
 
     def _charge(self, client: int, service: int) -> None:
-        self.service[client] += service
+        self._service[client] += service
         self._counters[client] += service * self._units[client]
 
     def charge_ahead(self, sequence: Sequence) -> int:

@@ -34,7 +34,7 @@ class WaitingQueue:
         config = config or QueueConfig()
         self.is_newest_first = False
         self._shares = shares
-        self._by_adapter = by_adapter
+        self.knows_adapters = by_adapter
         self._age_s, self._floor = config.priority_age_s, config.priority_floor
         self._all = Lines(shares)
         self._of_adapter: dict[AdapterId, Lines] = {}
@@ -99,7 +99,7 @@ class WaitingQueue:
     def _enter(self, sequence: Sequence, place: Place) -> None:
         self._places[sequence.id] = place
         self._all.add(sequence, place)
-        if self._by_adapter:
+        if self.knows_adapters:
             lines = self._of_adapter.get(sequence.adapter)
             if lines is None:
                 lines = self._of_adapter[sequence.adapter] = Lines(self._shares)
@@ -108,7 +108,7 @@ class WaitingQueue:
     def _leave(self, sequence: Sequence) -> Place:
         place = self._places.pop(sequence.id)
         self._all.drop(sequence, place)
-        if self._by_adapter:
+        if self.knows_adapters:
             lines = self._of_adapter[sequence.adapter]
             lines.drop(sequence, place)
             if not lines:

@@ -85,7 +85,7 @@ class Replica:
         self._held = Reservations(config, self._residency, self._waiting, self._shares)
         self._batching = FirstComeFirstServed(config, self._residency, self._held, self._waiting)
         self._swapper = Swapper(config.cache, self._residency, self._waiting, self._held)
-        self._gauges = Gauges(self._residency, self._held, self._waiting)
+        self._gauges = Gauges(self._residency, self._held, self._waiting, self._shares)
         self._requests: dict[RequestId, RequestState] = {}
         self._live: collections.Counter[AdapterId] = collections.Counter()
         self._removing: set[AdapterId] = set()
@@ -148,7 +148,10 @@ class Replica:
 
     def check(self) -> None:
         """Raise AssertionError if an invariant (``policy/invariants``) does not hold. For tests; O(everything)."""
-        check(self._residency, self._held, self._waiting, self._requests, self._in_flight)
+        limit = self._config.queue.adapter_limit
+        check(
+            self._residency, self._held, self._waiting, self._requests, self._in_flight, self._shares, limit
+        )
 
     # ------------------------------------------------------------ arrival and end
 
