@@ -38,7 +38,7 @@ def _no_prompt(found: Any) -> InvalidRequest:
 
 def spread(value: Any, count: int, name: str) -> list[Any]:
     """One value for all, or one for each."""
-    if value is None or isinstance(value, str | SamplingParams):
+    if value is None or isinstance(value, str | int | SamplingParams):
         return [value] * count
     if not isinstance(value, Iterable):
         raise InvalidRequest(f"{name} must be one for all prompts or a list, got {value!r}", name)

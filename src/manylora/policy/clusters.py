@@ -18,10 +18,10 @@ OVERTAKEN_S = 2.0
 class Clusters:
     """While ``limit`` adapters have admitted sequences, those of one of them, or of the base, go first.
 
-    Where there are none of these, a soft limit takes the first in line all the same, so that the device never idles
-    for want of an adapter; a hard one lets it wait until fewer run. Under a soft limit only equals are overtaken,
-    those at one place (``lines.Place``). Under a hard one what is first cannot run, so the first that can goes
-    before it. What stands first in line and has been overtaken for ``OVERTAKEN_S`` is overtaken no more.
+    Where there are none of these, a soft limit takes the first in line all the same, so that the device never
+    idles for want of an adapter; a hard one lets it wait until fewer run. Under a soft limit only equals are
+    overtaken, those at one place (``lines.Place``). Under a hard one what is first cannot run, so the first that
+    can goes before it. What stands first in line and has been overtaken for ``OVERTAKEN_S`` is overtaken no more.
     """
 
     def __init__(self, limit: int, is_hard: bool, waiting: WaitingQueue) -> None:
