@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mappi
 from types import TracebackType
 from typing import Any, TypeVar
 
-from manylora.arguments import Prompt, as_prompts, spread
+from manylora.arguments import Given, Prompt, as_prompts
 from manylora.config import ConfigError
 from manylora.engine.client import EngineDead, EngineStats, GenerationRequest
 from manylora.engine.driver import Driver
@@ -32,16 +32,9 @@ from manylora.metrics.stream import RecordedStream
 from manylora.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
 from manylora.text.chat import render_chat
 from manylora.text.generate import GenerationFailed, TextDelta, TextOutput, collect, generate_text
-from manylora.text.prompts import encode_text, fit_params, require_tokenizer
+from manylora.text.prompts import check_priority, encode_text, fit_params, require_tokenizer
 from manylora.text.tokenizer import Tokenizer
-from manylora.types import (
-    AdapterCard,
-    EngineInfo,
-    InvalidRequest,
-    SamplingParams,
-    TokenLogprobs,
-    check_priority,
-)
+from manylora.types import AdapterCard, EngineInfo, InvalidRequest, SamplingParams, TokenLogprobs
 
 Adapter = str | None
 Salt = str | None
@@ -144,9 +137,8 @@ class AsyncLLM:
         cannot be served, an empty text among them (the beginning-of-text token alone can be given as token ids).
         Any number of prompts may be given: the engine gets ``max_waiting`` at a time.
         """
-        return Generation(
-            self, lambda: self._jobs(as_prompts(prompts), params, adapter, cache_salt, priority)
-        )
+        given = Given(params, adapter, cache_salt, priority)
+        return Generation(self, lambda: self._jobs(as_prompts(prompts), given))
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, adapter: Adapter = None,
@@ -164,45 +156,29 @@ class AsyncLLM:
         priority: Priority | Sequence[Priority] = None,
     ) -> Generation:
         """Like ``generate`` for one conversation or a list of them, through the model's chat template."""
-        return Generation(self, lambda: self._chat_jobs(messages, params, adapter, cache_salt, priority))
+        given = Given(params, adapter, cache_salt, priority)
+        return Generation(self, lambda: self._chat_jobs(messages, given))
 
-    async def _chat_jobs(
-        self, messages: Any, params: Any, adapter: Any, salt: Any, priority: Any
-    ) -> list[_Job]:
+    async def _chat_jobs(self, messages: Any, given: Given) -> list[_Job]:
         tokenizer = require_tokenizer(self._tokenizer, "messages")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         texts: list[Prompt] = [render_chat(tokenizer, list(conversation)) for conversation in conversations]
-        return await self._jobs(texts, params, adapter, salt, priority, add_special_tokens=False)
+        return await self._jobs(texts, given, add_special_tokens=False)
 
-    async def _jobs(
-        self,
-        prompts: list[Prompt],
-        params: Any,
-        adapter: Any,
-        salt: Any,
-        priority: Any,
-        add_special_tokens: bool = True,
-    ) -> list[_Job]:
+    async def _jobs(self, prompts: list[Prompt], given: Given, add_special_tokens: bool = True) -> list[_Job]:
         """Check everything before anything runs."""
         self._check_process()
-        each_params = spread(params if params is not None else SamplingParams(), len(prompts), "params")
-        each_adapter = spread(adapter, len(prompts), "adapter")
-        scopes = [self._scopes.scope(None, one) for one in spread(salt, len(prompts), "cache_salt")]
-        priorities = [check_priority(one, self.info) for one in spread(priority, len(prompts), "priority")]
         served = {card.name for card in self._driver.adapters()}
         jobs = []
-        asked = zip(prompts, each_params, each_adapter, scopes, priorities, strict=True)
-        for prompt, its_params, its_adapter, scope, its_priority in asked:
+        for prompt, (its_params, its_adapter, salt, priority) in zip(prompts, given.spread(len(prompts))):
+            scope, its_priority = self._scopes.scope(None, salt), check_priority(priority, self.info)
             if not isinstance(its_params, SamplingParams):
                 raise InvalidRequest("params must be SamplingParams or a list of them", "params")
             if its_adapter is not None and its_adapter not in served:
                 raise InvalidRequest(f"no adapter named {its_adapter!r} is loaded", "adapter")
             if isinstance(prompt, str):
                 ids = await encode_text(
-                    self._tokenizer,
-                    prompt,
-                    add_special_tokens=add_special_tokens,
-                    info=self.info,
+                    self._tokenizer, prompt, add_special_tokens=add_special_tokens, info=self.info
                 )
             else:
                 ids = tuple(prompt)

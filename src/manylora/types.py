@@ -265,26 +265,3 @@ class EngineInfo:
     cache_policy: str = "manylora"
     has_priorities: bool = False
     priority_floor: int = 0
-
-
-_MOST_PRIORITY = 2**31 - 1
-
-
-def check_priority(priority: Any, info: EngineInfo) -> int:
-    """A request's priority, None for the usual one; raises InvalidRequest."""
-    if priority is None:
-        return 0
-    if not _is_int(priority):
-        raise InvalidRequest(f"priority must be an integer, got {priority!r}", "priority")
-    if priority and not info.has_priorities:
-        raise InvalidRequest(
-            "priority other than 0 needs an engine that was started with --scheduling-policy priority",
-            "priority",
-        )
-    if not info.priority_floor <= priority <= _MOST_PRIORITY:
-        raise InvalidRequest(
-            f"priority must be between {info.priority_floor} (--priority-floor) and {_MOST_PRIORITY}, got "
-            f"{priority}",
-            "priority",
-        )
-    return int(priority)

@@ -45,7 +45,7 @@ class FirstComeFirstServed:
         self._residency = residency
         self._held = held
         self._waiting = waiting
-        limit = config.queue.adapter_limit
+        limit = waiting.adapter_limit
         self._clusters = None if limit is None else Clusters(*limit, waiting)
 
     # ------------------------------------------------------------ what another policy decides otherwise

@@ -1,4 +1,4 @@
-"""Virtual token counters (Sheng et al., OSDI '24): what each client was served, and who is next.
+"""Virtual token counters (Sheng et al., OSDI '24): what each client was served, and which is next.
 
 A counter is service over the client's share, in integers. Owns counters and what was served; does not know the
 queue's order, nor how a sequence is preempted.

@@ -7,7 +7,6 @@ import collections
 from collections.abc import Iterable, Mapping
 
 from manylora.policy.caches.policy import CachePolicy
-from manylora.policy.fair import FairShares
 from manylora.policy.queues import WaitingQueue
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
@@ -25,8 +24,6 @@ def check(
     waiting: WaitingQueue,
     requests: Mapping[RequestId, RequestState],
     in_flight: Iterable[list[Scheduled]],
-    shares: FairShares | None = None,
-    adapter_limit: tuple[int, bool] | None = None,
 ) -> None:
     """Raise AssertionError, naming the invariant, where one does not hold."""
     nodes = list(residency.tree.all_nodes())
@@ -40,14 +37,14 @@ def check(
     _check_ownership(residency, nodes, held)
     _check_capacity(residency, held)
     _check_sequences(residency, held, waiting, requests)
-    _check_queue(waiting, shares)
-    if adapter_limit is not None and adapter_limit[1]:
+    _check_queue(waiting)
+    if waiting.adapter_limit is not None and waiting.adapter_limit[1]:
         running = {sequence.adapter for sequence in held.admitted} - {BASE}
-        assert len(running) <= adapter_limit[0], "no more adapters run than may"
+        assert len(running) <= waiting.adapter_limit[0], "no more adapters run than may"
     _check_in_flight(held, [row for rows in in_flight for row in rows])
 
 
-def _check_queue(waiting: WaitingQueue, shares: FairShares | None) -> None:
+def _check_queue(waiting: WaitingQueue) -> None:
     members = waiting.members()
     in_line = collections.Counter(sequence.adapter for sequence in members)
     assert waiting.num_by_adapter == in_line, "what waits is counted by adapter"
@@ -57,9 +54,9 @@ def _check_queue(waiting: WaitingQueue, shares: FairShares | None) -> None:
             own = [sequence for sequence in members if sequence.adapter == adapter]
             first = min(own, key=waiting.rank, default=None)
             assert waiting.first_of(adapter) is first, "so does the first of each adapter"
-    if shares is not None:
-        clients = collections.Counter(shares.client_of(sequence) for sequence in members)
-        assert shares.num_waiting == clients, "waiting sequences are counted by client"
+    if waiting.shares is not None:
+        clients = collections.Counter(waiting.shares.client_of(sequence) for sequence in members)
+        assert waiting.shares.num_waiting == clients, "waiting sequences are counted by client"
 
 
 def _check_in_flight(held: Reservations, rows: list[Scheduled]) -> None:

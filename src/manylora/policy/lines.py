@@ -1,6 +1,6 @@
 """Sequences in line: the first of many in O(log n), though any may leave, and though ranks change.
 
-Owns the order among what it is given; does not know who is given to it, nor when.
+Owns the order among what it is given; does not know where that comes from.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Place(NamedTuple):
     client: int
 
 
-class Lines:
-    """Lines by place. Among new sequences of one level the client is next whose counter is least."""
+class Ranks:
+    """Ranks by place. Among new sequences of one level the client is next whose counter is least."""
 
     def __init__(self, shares: FairShares | None) -> None:
         self._shares = shares

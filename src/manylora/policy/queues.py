@@ -12,9 +12,11 @@ from collections.abc import Iterable
 from manylora.config import QueueConfig
 from manylora.policy.ageing import Ageing
 from manylora.policy.fair import FairShares
-from manylora.policy.lines import Lines, Place
+from manylora.policy.lines import Place, Ranks
 from manylora.policy.sequences import Sequence
 from manylora.types import AdapterId, SequenceId
+
+_USUAL = QueueConfig()
 
 
 class WaitingQueue:
@@ -22,22 +24,17 @@ class WaitingQueue:
     wait for the first time; of these the client is next that was served least (``fair``); then the oldest or the
     newest comes, as ``is_newest_first`` says at the moment. Those that return come in arrival order.
 
-    ``by_adapter``: whether it can say who is first among those of one adapter.
+    ``knows_adapters``: whether it knows which is the first of each adapter, as it does where these are limited.
     """
 
-    def __init__(
-        self,
-        config: QueueConfig | None = None,
-        shares: FairShares | None = None,
-        by_adapter: bool = False,
-    ) -> None:
-        config = config or QueueConfig()
+    def __init__(self, config: QueueConfig = _USUAL, knows_adapters: bool = False) -> None:
         self.is_newest_first = False
-        self._shares = shares
-        self.knows_adapters = by_adapter
+        self.adapter_limit = config.adapter_limit
+        self.knows_adapters = knows_adapters or self.adapter_limit is not None
+        self.shares = FairShares(config) if config.is_fair else None
         self._age_s, self._floor = config.priority_age_s, config.priority_floor
-        self._all = Lines(shares)
-        self._of_adapter: dict[AdapterId, Lines] = {}
+        self._all = Ranks(self.shares)
+        self._of_adapter: dict[AdapterId, Ranks] = {}
         self._places: dict[SequenceId, Place] = {}
         self._returned: dict[SequenceId, Sequence] = {}
         # In arrival order. Either end of it is found at once, whatever has left; of a dict it is not.
@@ -70,9 +67,9 @@ class WaitingQueue:
     def _join(self, sequence: Sequence, is_new: bool) -> None:
         self.num_by_adapter[sequence.adapter] += 1
         client = 0
-        if self._shares is not None:
-            self._shares.joined(sequence)
-            client = self._shares.client_of(sequence) if is_new else 0
+        if self.shares is not None:
+            self.shares.joined(sequence)
+            client = self.shares.client_of(sequence) if is_new else 0
         level = sequence.state.request.priority
         self._enter(sequence, Place(level, is_new, client))
         if self._age_s is not None and level > self._floor:
@@ -80,8 +77,8 @@ class WaitingQueue:
 
     def admit(self, sequence: Sequence, num_cached: int) -> None:
         """It leaves the queue to be served; so many tokens of it are cached."""
-        if self._shares is not None:
-            self._shares.admitted(sequence, num_cached)
+        if self.shares is not None:
+            self.shares.admitted(sequence, num_cached)
         self.remove(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -89,8 +86,8 @@ class WaitingQueue:
         self._leave(sequence)
         if self._arrived.pop(sequence.id, None) is None:
             del self._returned[sequence.id]
-        if self._shares is not None:
-            self._shares.left(sequence)
+        if self.shares is not None:
+            self.shares.left(sequence)
         self._ageing.drop(sequence)
         self.num_by_adapter[sequence.adapter] -= 1
         if not self.num_by_adapter[sequence.adapter]:
@@ -102,7 +99,7 @@ class WaitingQueue:
         if self.knows_adapters:
             lines = self._of_adapter.get(sequence.adapter)
             if lines is None:
-                lines = self._of_adapter[sequence.adapter] = Lines(self._shares)
+                lines = self._of_adapter[sequence.adapter] = Ranks(self.shares)
             lines.add(sequence, place)
 
     def _leave(self, sequence: Sequence) -> Place:
@@ -114,6 +111,11 @@ class WaitingQueue:
             if not lines:
                 del self._of_adapter[sequence.adapter]
         return place
+
+    def forget(self, adapter: AdapterId) -> None:
+        """The adapter is gone, and all its requests."""
+        if self.shares is not None:
+            self.shares.forget(adapter)
 
     def age(self, now: float) -> None:
         """Those that have waited long enough for it go up to another priority; O(log n) for each."""
@@ -149,7 +151,7 @@ class WaitingQueue:
     def rank(self, sequence: Sequence) -> tuple[int, bool, int, int, int, int]:
         """What of several sequences that wait has the least is the first in line."""
         level, is_new, client = self._places[sequence.id]
-        counter = self._shares.counter(client) if self._shares is not None and is_new else 0
+        counter = self.shares.counter(client) if self.shares is not None and is_new else 0
         order, sample = sequence.order
         if self.is_newest_first and is_new:
             order, sample = -order, -sample
@@ -157,16 +159,16 @@ class WaitingQueue:
 
     def leading(self, count: int) -> list[Sequence]:
         """The first few in line, in the order in which they would be admitted if no token came meanwhile."""
-        if self._shares is None and self._all.num_levels <= 1:
+        if self.shares is None and self._all.num_levels <= 1:
             return self._leading_by_arrival(count)
         taken: list[tuple[Sequence, Place, int]] = []
         while len(taken) < count and (sequence := self.first()) is not None:
             place = self._leave(sequence)
-            ahead = 0 if self._shares is None else self._shares.charge_ahead(sequence)
+            ahead = 0 if self.shares is None else self.shares.charge_ahead(sequence)
             taken.append((sequence, place, ahead))
-        if self._shares is not None:
+        if self.shares is not None:
             for sequence, _, ahead in taken:
-                self._shares.give_back(sequence, ahead)
+                self.shares.give_back(sequence, ahead)
         for sequence, place, _ in taken:
             self._enter(sequence, place)
         return [sequence for sequence, _, _ in taken]

@@ -13,7 +13,6 @@ import dataclasses
 from manylora.config import PolicyConfig
 from manylora.policy.admission import Admission
 from manylora.policy.batching import FirstComeFirstServed, StepPlan
-from manylora.policy.fair import FairShares
 from manylora.policy.invariants import check
 from manylora.policy.queues import WaitingQueue
 from manylora.policy.reservations import Reservations
@@ -75,17 +74,15 @@ class Replica:
 
     def __init__(self, config: PolicyConfig) -> None:
         self._config = config
-        queue = config.queue
-        self._shares = FairShares(queue) if queue.is_fair else None
-        self._waiting = WaitingQueue(queue, self._shares, by_adapter=queue.adapter_limit is not None)
+        self._waiting = WaitingQueue(config.queue)
         self._admission = Admission(config, self._waiting)
         self._commands: list[Command] = []
         self._residency = Residency(config)
         self._tree = self._residency.tree
-        self._held = Reservations(config, self._residency, self._waiting, self._shares)
+        self._held = Reservations(config, self._residency, self._waiting)
         self._batching = FirstComeFirstServed(config, self._residency, self._held, self._waiting)
         self._swapper = Swapper(config.cache, self._residency, self._waiting, self._held)
-        self._gauges = Gauges(self._residency, self._held, self._waiting, self._shares)
+        self._gauges = Gauges(self._residency, self._held, self._waiting)
         self._requests: dict[RequestId, RequestState] = {}
         self._live: collections.Counter[AdapterId] = collections.Counter()
         self._removing: set[AdapterId] = set()
@@ -148,10 +145,7 @@ class Replica:
 
     def check(self) -> None:
         """Raise AssertionError if an invariant (``policy/invariants``) does not hold. For tests; O(everything)."""
-        limit = self._config.queue.adapter_limit
-        check(
-            self._residency, self._held, self._waiting, self._requests, self._in_flight, self._shares, limit
-        )
+        check(self._residency, self._held, self._waiting, self._requests, self._in_flight)
 
     # ------------------------------------------------------------ arrival and end
 
@@ -323,8 +317,7 @@ class Replica:
             transfers.forget(adapter)
             self._removing.remove(adapter)
             del self._live[adapter]
-            if self._shares is not None:
-                self._shares.forget(adapter)
+            self._waiting.forget(adapter)
             self._say(AdapterFreed(adapter))
 
     # ------------------------------------------------------------ the clock
@@ -421,7 +414,7 @@ class Replica:
     ) -> None:
         """What the rows computed, and what was sampled for them."""
         page_tokens, take_token, sampled_for = self._config.page_tokens, self._take_token, sampled.get
-        shares = self._shares
+        shares = self._waiting.shares
         rows_ended(rows)
         for sequence, _, num_samples in rows:
             stage = sequence.stage

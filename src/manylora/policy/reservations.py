@@ -12,7 +12,6 @@ import enum
 import itertools
 
 from manylora.config import PolicyConfig
-from manylora.policy.fair import FairShares
 from manylora.policy.queues import WaitingQueue
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import LOADING as SEQUENCE_LOADING
@@ -54,19 +53,12 @@ class Reservation:
 class Reservations:
     """Sequences that hold pages (running, or loading: waiting for a copy), oldest first."""
 
-    def __init__(
-        self,
-        config: PolicyConfig,
-        residency: Residency,
-        waiting: WaitingQueue,
-        shares: FairShares | None = None,
-    ) -> None:
+    def __init__(self, config: PolicyConfig, residency: Residency, waiting: WaitingQueue) -> None:
         self._config = config
         self._residency = residency
         self._tree = residency.tree
         self._waiting = waiting
-        self._shares = shares
-        self._has_ranks = shares is not None or config.queue.has_priorities
+        self._has_ranks = config.queue.is_fair or config.queue.has_priorities
         self._promised = 0  # pages on their way that others in this step already wait for
         self.admitted: list[Sequence] = []
         self.num_loading = 0  # of them
@@ -266,10 +258,10 @@ class Reservations:
         the newest."""
         if not self._has_ranks:
             return self.admitted[-1]
-        counter = None if self._shares is None else self._shares.counter_of
+        shares = self._waiting.shares
         return max(
             self.admitted,
-            key=lambda s: (s.state.request.priority, 0 if counter is None else counter(s), s.order),
+            key=lambda s: (s.state.request.priority, shares.counter_of(s) if shares else 0, s.order),
         )
 
     def path_of(self, sequence: Sequence) -> list[Node]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable
 
-from manylora.policy.fair import FairShares
 from manylora.policy.queues import WaitingQueue
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
@@ -21,18 +20,11 @@ from manylora.types import BASE, AdapterId
 class Gauges:
     """Reads snapshots of one replica's parts."""
 
-    def __init__(
-        self,
-        residency: Residency,
-        held: Reservations,
-        waiting: WaitingQueue,
-        shares: FairShares | None = None,
-    ) -> None:
+    def __init__(self, residency: Residency, held: Reservations, waiting: WaitingQueue) -> None:
         self._residency = residency
         self._tree = residency.tree
         self._held = held
         self._waiting = waiting
-        self._shares = shares
         self._told_busy: frozenset[AdapterId] = frozenset()
 
     def read(self, which: Which) -> Snapshot:
@@ -65,7 +57,7 @@ class Gauges:
                 self._use(adapter, running, waiting)
                 for adapter in sorted(self._chosen(which, running.keys() | waiting.keys()))
             ),
-            clients=() if self._shares is None else self._shares.uses(),
+            clients=() if self._waiting.shares is None else self._waiting.shares.uses(),
         )
 
     def _chosen(self, which: Which, busy: Iterable[AdapterId]) -> Iterable[AdapterId]:

@@ -32,8 +32,9 @@ from manylora.text.generate import (
     add_delta,
     generate_text,
 )
+from manylora.text.prompts import check_priority
 from manylora.text.tokenizer import Tokenizer
-from manylora.types import SamplingParams, check_priority
+from manylora.types import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
