@@ -131,8 +131,8 @@ def fairness(results: Sequence[RequestResult]) -> dict[str, Any] | None:
 
 
 def _served(result: RequestResult) -> Served:
-    """By the weights of VTC's paper. Where the target does not tell when a request was admitted, it waits until its
-    first token."""
+    """By the weights of VTC's paper. Where the target does not tell when a request was admitted, it waits until
+    its first token."""
     first_s = result.handed_s + result.ttft_s
     queue_s = result.parts.get("queue_s", result.ttft_s)
     num_input = result.prompt_tokens - (result.cached_tokens or 0)

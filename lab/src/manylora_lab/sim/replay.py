@@ -197,7 +197,8 @@ class Replay(VirtualLoop):
             name = f"warm-{adapter}"
             first = -adapter * _MOST_TOKENS  # numbers that no piece has
             tokens = tuple(range(first, first + _WARM_TOKENS))
-            self._warming[name] = _request(name, adapter, tokens, 1)
+            share = self._shares.get(client_name(adapter - 1), 1.0)
+            self._warming[name] = _request(name, adapter, tokens, 1, share)
             self._put(0.0, Arrive(self._warming[name]))
         if not self._warming:
             self._begin()
