@@ -67,8 +67,8 @@ def replayed(
 
 def service(replay: Replay, until_s: float = 160.0) -> list[tuple[float, int, int]]:
     """Moment, client and weighted tokens of all that was served while requests came."""
-    adapters = {f"{request.conversation}-0": request.adapter for request in replay.stream.requests}
-    found = []
+    adapters = {f"{r.conversation}-0": r.adapter or 0 for r in replay.stream.requests}
+    found: list[tuple[float, int, int]] = []
     for now, command in replay.watched:  # type: ignore[attr-defined]
         if isinstance(command, Admitted | Emit) and command.request in adapters and now < until_s:
             weight = INPUT * PROMPT if isinstance(command, Admitted) else OUTPUT

@@ -15,8 +15,8 @@ from manylora.policy.sequences import RequestState, Sequence
 from manylora.types import Request, SamplingParams
 
 AGE_S = 0.5
-VTC = {"fairness": "vtc", "fair_weights": "1,2,1"}
-PRIORITY = {"scheduling_policy": "priority", "priority_floor": -2}
+VTC: dict[str, Any] = {"fairness": "vtc", "fair_weights": "1,2,1"}
+PRIORITY: dict[str, Any] = {"scheduling_policy": "priority", "priority_floor": -2}
 CONFIGS: list[dict[str, Any]] = [
     {}, VTC, {**VTC, "fair_by": "key", "fair_share": ("1=3", "2=0.5")}, PRIORITY,
     {**PRIORITY, "priority_age_s": AGE_S}, {**PRIORITY, **VTC, "priority_age_s": AGE_S},
