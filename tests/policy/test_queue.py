@@ -11,6 +11,7 @@ import pytest
 
 from manylora.config import QueueConfig
 from manylora.policy.queues import WaitingQueue
+from manylora.policy.ranked import RankedQueue, waiting_queue
 from manylora.policy.sequences import RequestState, Sequence
 from manylora.types import Request, SamplingParams
 
@@ -101,9 +102,10 @@ class Naive:
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("seed", range(6))
 def test_like_a_queue_that_looks_through_all(config: dict[str, Any], seed: int) -> None:
+    knows_adapters = seed % 2 == 0
     rng = random.Random(seed)
     naive = Naive(QueueConfig(**config))
-    queue = WaitingQueue(naive.config, knows_adapters=True)
+    queue = waiting_queue(naive.config, knows_adapters)
     away: list[Sequence] = []  # admitted
     now = 0.0
     for number in range(700):
@@ -148,7 +150,7 @@ def check(queue: WaitingQueue, naive: Naive, count: int) -> None:
     assert len(queue) == len(naive.waiting)
     assert queue.leading(count) == naive.leading(count)
     assert queue.first() is naive.first()
-    for adapter in range(5):
+    for adapter in range(5 if queue.knows_adapters else 0):
         assert queue.first_of(adapter) is naive.first(adapter)
     new = [sequence for sequence, is_new in naive.waiting.values() if is_new]
     assert queue.num_arrived == len(new)
@@ -165,7 +167,7 @@ def check(queue: WaitingQueue, naive: Naive, count: int) -> None:
 def calls_of(config: dict[str, Any], num_waiting: int, num_admitted: int = 200) -> float:
     """Calls of Python and of C for an admission and an arrival, with so many in line."""
     rng = random.Random(0)
-    queue = WaitingQueue(QueueConfig(**config), knows_adapters=True)
+    queue = RankedQueue(QueueConfig(**config), knows_adapters=True)
     has_priorities = queue.first() is None and config.get("scheduling_policy") == "priority"
 
     def arrive(number: int) -> None:
@@ -204,7 +206,7 @@ def test_what_an_admission_takes_hardly_grows_with_the_queue(config: dict[str, A
 
 def test_what_has_left_is_not_kept() -> None:
     """Heaps forget what left their middle: of a queue that never empties too."""
-    queue = WaitingQueue(QueueConfig(**PRIORITY, **VTC), knows_adapters=True)
+    queue = RankedQueue(QueueConfig(**PRIORITY, **VTC), knows_adapters=True)
     standing = [sequence_of(number, 0) for number in range(3)]
     for sequence in standing:
         queue.arrive(sequence)

@@ -14,7 +14,7 @@ from manylora.config import PolicyConfig
 from manylora.policy.admission import Admission
 from manylora.policy.batching import FirstComeFirstServed, StepPlan
 from manylora.policy.invariants import check
-from manylora.policy.queues import WaitingQueue
+from manylora.policy.ranked import waiting_queue
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import (
@@ -74,7 +74,7 @@ class Replica:
 
     def __init__(self, config: PolicyConfig) -> None:
         self._config = config
-        self._waiting = WaitingQueue(config.queue)
+        self._waiting = waiting_queue(config.queue)
         self._admission = Admission(config, self._waiting)
         self._commands: list[Command] = []
         self._residency = Residency(config)
