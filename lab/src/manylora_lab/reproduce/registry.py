@@ -15,8 +15,10 @@ from manylora_lab.reproduce import (
     punica_fig9,
     punica_fig10,
     punica_fig11,
+    s_lora_cluster,
     s_lora_figures,
     s_lora_table3,
+    vtc_fig3,
 )
 from manylora_lab.reproduce.experiment import Experiment
 from manylora_lab.workloads.terms import suggestion
@@ -39,6 +41,8 @@ _ALL = (
     s_lora_figures.FIG6,
     s_lora_figures.FIG7,
     s_lora_figures.FIG10,
+    s_lora_cluster.CLUSTER,
+    vtc_fig3.FIG3,
     punica_fig1.FIG1,
     punica_fig7.FIG7,
     punica_fig8.FIG8,
