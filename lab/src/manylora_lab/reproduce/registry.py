@@ -42,13 +42,13 @@ _ALL = (
     s_lora_figures.FIG7,
     s_lora_figures.FIG10,
     s_lora_cluster.CLUSTER,
-    vtc_fig3.FIG3,
     punica_fig1.FIG1,
     punica_fig7.FIG7,
     punica_fig8.FIG8,
     punica_fig9.FIG9,
     punica_fig10.FIG10,
     punica_fig11.FIG11,
+    vtc_fig3.FIG3,
 )
 EXPERIMENTS: dict[str, Experiment] = {each.name: each for each in _ALL}
 

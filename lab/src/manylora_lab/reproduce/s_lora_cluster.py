@@ -82,7 +82,7 @@ def _smallest_over_largest(rows: list[Row]) -> list[Headline]:
 CLUSTER = Experiment(
     "s-lora-cluster",
     "Throughput and latency by the number of adapters at once",
-    "S-LoRA, appendix A",
+    "S-LoRA, appendix A (§4.2)",
     _grid,
     Matrix(
         (("throughput_per_s", "throughput, requests/s"), ("latency_mean_s", "mean latency, s")),

@@ -105,7 +105,7 @@ def _last(rows: list[Row]) -> list[Headline]:
 FIG3 = Experiment(
     "vtc-fig3",
     "Service of overloading clients beside each other, in arrival order and by virtual token counters",
-    "VTC (Sheng et al., OSDI '24), Figure 3",
+    "VTC (Sheng et al., OSDI '24), Figure 3 (§5)",
     _grid,
     Curves(
         (("difference", "since the start"), ("difference_in_interval", "in 30 s")),
