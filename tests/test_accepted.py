@@ -33,9 +33,18 @@ HELD_BY = {
     "drain_timeout": "drain_timeout", "api_key": "api_keys", "metrics_key": "metrics_key",
     "max_waiting": "max_waiting", "max_connections": "max_connections", "max_body_size": "max_body_size",
     "journal": "journal", "journal_rotate": "journal_part_bytes",
+    "scheduling_policy": "scheduler.queue.scheduling_policy",
+    "priority_floor": "scheduler.queue.priority_floor", "priority_age": "scheduler.queue.priority_age_s",
+    "fairness": "scheduler.queue.fairness", "fair_by": "scheduler.queue.fair_by",
+    "fair_weights": "scheduler.queue.fair_weights", "fair_share": "scheduler.queue.fair_share",
+    "adapter_batch_limit": "scheduler.queue.adapter_batch_limit",
 }  # fmt: skip
 """Where each setting comes to lie."""
-BESIDE: dict[str, dict[str, Any]] = {"journal_rotate": {"journal": "j"}}
+_PRIORITY, _VTC = {"scheduling_policy": "priority"}, {"fairness": "vtc"}
+BESIDE: dict[str, dict[str, Any]] = {
+    "journal_rotate": {"journal": "j"}, "priority_floor": _PRIORITY, "priority_age": _PRIORITY,
+    "fair_by": {**_VTC, "api_key": "k"}, "fair_weights": _VTC, "fair_share": _VTC,
+}  # fmt: skip
 """What a setting is nothing without."""
 
 NO_WHOLE_NUMBERS = [True, 1.0, 1.5, "1.0", "1e3", "x", "", NAN, [1], {}]
@@ -49,6 +58,7 @@ SIZES = {"device_pool": 0, "host_pool": 0, "max_body_size": 1, "journal_rotate":
 CHOICES = {
     "device": ("auto", "cpu", "cuda"), "dtype": ("auto", "float32", "float16", "bfloat16"),
     "load_format": ("auto", "dummy"), "cuda_graphs": ("auto", "off"), "metrics_key": ("required", "open"),
+    "scheduling_policy": ("fcfs", "priority"), "fairness": ("none", "vtc"), "fair_by": ("adapter", "key"),
 }  # fmt: skip
 TEXTS = ("served_model_name", "host", "trace", "journal")
 
@@ -70,7 +80,7 @@ def accepted() -> list[tuple[str, Any, Any]]:
         found += [(name, choice, choice) for choice in choices]
     for name in TEXTS:
         found += [(name, "x", "x"), (name, "", ""), (name, Path("a/b"), "a/b")]
-    for name in ("cache_tau", "cache_window", "step_timeout"):
+    for name in ("cache_tau", "cache_window", "step_timeout", "priority_age"):
         found += [
             (name, 1, 1.0),
             (name, "1e-3", 0.001),
@@ -89,6 +99,10 @@ def accepted() -> list[tuple[str, Any, Any]]:
     found += [("api_key", "k", ("k",)), ("api_key", ["k", "l"], ("k", "l")), ("api_key", ("k",), ("k",))]
     found += [("api_key", [], ()), ("adapter", [], ()), ("adapter", "a=b=c", (("a", "b=c"),))]
     found += [("adapter", {"a": "b"}, (("a", "b"),)), ("adapter", ["a=b", "c=d"], (("a", "b"), ("c", "d")))]
+    found += [("priority_floor", 0, 0), ("priority_floor", "-3", -3), ("priority_floor", -(2**31), -(2**31))]
+    found += [("fair_weights", text, text) for text in ("1,2,0", "0,1,0", "3,0,9")]
+    found += [("fair_share", "a=2", ("a=2",)), ("fair_share", {"a": 0.5, "b=c": 3}, ("a=0.5", "b=c=3"))]
+    found += [("adapter_batch_limit", 4, "4"), ("adapter_batch_limit", "4:hard", "4:hard")]
     return found
 
 
@@ -110,12 +124,16 @@ def refused() -> list[tuple[str, Any]]:
         found += each(name, "", "AUTO", "x", "a:b:c", 1, True, [], ["auto"])
     for name in (*TEXTS, "adapter_dir"):
         found += each(name, 1, True, 0.0, ["x"], {})
-    for name in ("cache_tau", "cache_window", "step_timeout", "slo_ttft"):
+    for name in ("cache_tau", "cache_window", "step_timeout", "slo_ttft", "priority_age"):
         found += each(name, 0, False, -1, "0", "x", "", NAN, INF, 10**400, "nan", "inf", [1], {})
     found += each("drain_timeout", -1, "-0.1", NAN, INF, "x", [])
     found += each("cache_adapter_share", 0, 1, True, NAN, INF, "x", -0.1, [])
     found += each("pipeline_depth", 0, 3) + each("slo_ttft", 0.5) + each("admission", "early-abort")
     found += each("adapter_dir", "no/such/folder")
+    found += each("priority_floor", *NO_WHOLE_NUMBERS, 1, "1", -(2**31) - 1, INF)
+    found += each("fair_weights", "", "1,2", "1,2,0,0", "1;2;0", "-1,2,0", "0,0,1", "1.5,2,0", 1, [1, 2, 0])
+    found += each("fair_share", "a", "a=", "=2", "a=0", "a=-1", "a=nan", "a=0.0001", "a=1e3", ["a=1", "a=2"])
+    found += each("adapter_batch_limit", 0, "0", -1, "x", "4:soft", "4:", ":hard", True, 1.0, [4])
     found += each("api_key", "", [" "], 1, [1], ["k", ""], {1: 2}.keys())
     found += each("adapter", "", "a", "a=", "=b", 1, [1], ["a=b", "a=c"], {"": "b"}, {"a": ""})
     return found
@@ -136,7 +154,7 @@ def test_settings_hold_their_defaults() -> None:
     for flag in FLAGS:
         for values in ({}, {flag.name: None}):
             default = held(flag.name, values)
-            if flag.name in ("adapter", "api_key", "page_tokens"):
+            if flag.name in ("adapter", "api_key", "page_tokens", "fair_share"):
                 assert (flag.default, default) in ((None, ()), (None, 16))
             else:
                 assert default == flag.default

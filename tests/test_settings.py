@@ -20,6 +20,7 @@ from manylora.config import (
     ConfigError,
     EngineSettings,
     PolicyConfig,
+    QueueConfig,
 )
 from manylora.flags import build_settings
 from manylora.llm import LLM, AsyncLLM
@@ -159,3 +160,31 @@ def test_a_journal_may_go_on_in_parts() -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             build_settings({"model": "m", **given})
+
+
+def test_orders_of_the_queue_that_cannot_work() -> None:
+    """Each needs what it is about; one line each."""
+    for given, says in (
+        ({"fairness": "vtc", "fair_by": "key"}, "--fair-by key needs API keys: give --api-key"),
+        ({"fair_weights": "1,1,0"}, "--fair-weights needs --fairness vtc"),
+        ({"fair_share": "a=2"}, "--fair-share needs --fairness vtc"),
+        ({"priority_age": 3}, "--priority-age needs --scheduling-policy priority"),
+        ({"priority_floor": -3}, "--priority-floor needs --scheduling-policy priority"),
+        (
+            {"fairness": "vtc", "fair_by": "key", "api_key": "k", "fair_share": "french=2"},
+            "--fair-share names a key by its place, from 0, got 'french'",
+        ),
+        ({"fairness": "vtc", "fair_share": ["a=2", "a=3"]}, "--fair-share names 'a' twice"),
+        ({"scheduling_policy": "sjf"}, "--scheduling-policy must be one of fcfs, priority, got 'sjf'"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            build_settings({"model": "m", **given})
+        assert str(refused.value) == says
+
+
+def test_a_share_for_a_client_that_is_not_there_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    queue = QueueConfig(fairness="vtc", fair_share=("german=2", "french=0.5"))
+    manylora.main.warn_of_shares(queue, {"german"})
+    assert [record.message for record in caplog.records] == [
+        "--fair-share: there is no adapter 'french' at the moment"
+    ]

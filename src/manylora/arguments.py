@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from manylora.types import InvalidRequest, SamplingParams
 
@@ -38,7 +38,7 @@ def _no_prompt(found: Any) -> InvalidRequest:
 
 def spread(value: Any, count: int, name: str) -> list[Any]:
     """One value for all, or one for each."""
-    if value is None or isinstance(value, str | SamplingParams):
+    if value is None or isinstance(value, str | int | SamplingParams):
         return [value] * count
     if not isinstance(value, Iterable):
         raise InvalidRequest(f"{name} must be one for all prompts or a list, got {value!r}", name)
@@ -46,3 +46,18 @@ def spread(value: Any, count: int, name: str) -> list[Any]:
     if len(listed) != count:
         raise InvalidRequest(f"{name} has {len(listed)} entries for {count} prompts", name)
     return listed
+
+
+class Given(NamedTuple):
+    """What a call gives beside its prompts, each one for all of them or a list of one for each."""
+
+    params: Any
+    adapter: Any
+    cache_salt: Any
+    priority: Any
+
+    def spread(self, count: int) -> list[tuple[Any, Any, Any, Any]]:
+        """For each of so many prompts; raises InvalidRequest."""
+        params = SamplingParams() if self.params is None else self.params
+        values = self._replace(params=params)
+        return list(zip(*(spread(value, count, name) for name, value in zip(self._fields, values))))

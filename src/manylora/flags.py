@@ -21,6 +21,7 @@ from manylora.config import (
     EngineSettings,
     HttpSettings,
     ModelSettings,
+    QueueConfig,
     SchedulerSettings,
     option_of,
     parse_size,
@@ -79,7 +80,8 @@ def _flags(section: type) -> Iterator[Flag]:
 
 
 _SECTIONS: tuple[type, ...] = (
-    ModelSettings, AdapterSettings, SchedulerSettings, CacheSettings, CacheConfig, EngineSettings, HttpSettings,
+    ModelSettings, AdapterSettings, SchedulerSettings, QueueConfig, CacheSettings, CacheConfig, EngineSettings,
+    HttpSettings,
 )  # fmt: skip
 
 FLAGS = tuple(flag for section in _SECTIONS for flag in _flags(section))
@@ -193,6 +195,8 @@ def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSetti
     unknown = sorted(set(values) - set(_BY_NAME) - {"model"})
     if unknown:
         raise ConfigError(f"unknown setting {unknown[0]!r}")
+    if type(values.get("adapter_batch_limit")) is int:  # as a file has it
+        values["adapter_batch_limit"] = str(values["adapter_batch_limit"])
     model = values.get("model")
     if not isinstance(model, str | Path) or not str(model):
         raise ConfigError("no model was given: name a local folder or a hub id")
@@ -208,10 +212,12 @@ def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSetti
         given,
         model=_section(ModelSettings, given, model=str(model)),
         cache=_section(CacheSettings, given, policy=policy),
-        scheduler=_section(SchedulerSettings, given),
+        scheduler=_section(SchedulerSettings, given, queue=_section(QueueConfig, given)),
         adapters=_section(AdapterSettings, given),
     )
     http = _section(HttpSettings, given)
+    if engine.scheduler.queue.fair_by == "key" and not http.api_keys:
+        raise ConfigError("--fair-by key needs API keys: give --api-key")
     folder = engine.adapters.adapter_dir
     if folder is not None and not Path(folder).is_dir():
         raise ConfigError(f"--adapter-dir {folder} is not a folder")

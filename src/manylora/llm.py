@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mappi
 from types import TracebackType
 from typing import Any, TypeVar
 
-from manylora.arguments import Prompt, as_prompts, spread
+from manylora.arguments import Given, Prompt, as_prompts
 from manylora.config import ConfigError
 from manylora.engine.client import EngineDead, EngineStats, GenerationRequest
 from manylora.engine.driver import Driver
@@ -32,12 +32,13 @@ from manylora.metrics.stream import RecordedStream
 from manylora.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
 from manylora.text.chat import render_chat
 from manylora.text.generate import GenerationFailed, TextDelta, TextOutput, collect, generate_text
-from manylora.text.prompts import encode_text, fit_params, require_tokenizer
+from manylora.text.prompts import check_priority, encode_text, fit_params, require_tokenizer
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import AdapterCard, EngineInfo, InvalidRequest, SamplingParams, TokenLogprobs
 
 Adapter = str | None
 Salt = str | None
+Priority = int | None
 Message = Mapping[str, Any]
 _Result = TypeVar("_Result")
 
@@ -126,22 +127,25 @@ class AsyncLLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         adapter: Adapter | Sequence[Adapter] = None,
         cache_salt: Salt | Sequence[Salt] = None,
+        priority: Priority | Sequence[Priority] = None,
     ) -> Generation:
         """Complete prompts (text or token ids), each with its adapter (None: the base).
 
         ``await`` the result for a list in prompt order, or ``async for`` StreamOutput in it. KV is shared among
-        prompts of one ``cache_salt`` only. Raises InvalidRequest before anything runs where one of the prompts
+        prompts of one ``cache_salt`` only; those of a lower ``priority`` go first, where the engine has priorities
+        (``scheduling_policy="priority"``). Raises InvalidRequest before anything runs where one of the prompts
         cannot be served, an empty text among them (the beginning-of-text token alone can be given as token ids).
         Any number of prompts may be given: the engine gets ``max_waiting`` at a time.
         """
-        return Generation(self, lambda: self._jobs(as_prompts(prompts), params, adapter, cache_salt))
+        given = Given(params, adapter, cache_salt, priority)
+        return Generation(self, lambda: self._jobs(as_prompts(prompts), given))
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, adapter: Adapter = None,
-        cache_salt: Salt = None,
+        cache_salt: Salt = None, priority: Priority = None,
     ) -> AsyncIterator[StreamOutput]:  # fmt: skip
         """One prompt, as it grows."""
-        return self.generate([prompt], params, adapter, cache_salt).__aiter__()
+        return self.generate([prompt], params, adapter, cache_salt, priority).__aiter__()
 
     def chat(
         self,
@@ -149,44 +153,44 @@ class AsyncLLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         adapter: Adapter | Sequence[Adapter] = None,
         cache_salt: Salt | Sequence[Salt] = None,
+        priority: Priority | Sequence[Priority] = None,
     ) -> Generation:
         """Like ``generate`` for one conversation or a list of them, through the model's chat template."""
-        return Generation(self, lambda: self._chat_jobs(messages, params, adapter, cache_salt))
+        given = Given(params, adapter, cache_salt, priority)
+        return Generation(self, lambda: self._chat_jobs(messages, given))
 
-    async def _chat_jobs(self, messages: Any, params: Any, adapter: Any, salt: Any) -> list[_Job]:
+    async def _chat_jobs(self, messages: Any, given: Given) -> list[_Job]:
         tokenizer = require_tokenizer(self._tokenizer, "messages")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         texts: list[Prompt] = [render_chat(tokenizer, list(conversation)) for conversation in conversations]
-        return await self._jobs(texts, params, adapter, salt, add_special_tokens=False)
+        return await self._jobs(texts, given, add_special_tokens=False)
 
-    async def _jobs(
-        self, prompts: list[Prompt], params: Any, adapter: Any, salt: Any, add_special_tokens: bool = True
-    ) -> list[_Job]:
+    async def _jobs(self, prompts: list[Prompt], given: Given, add_special_tokens: bool = True) -> list[_Job]:
         """Check everything before anything runs."""
         self._check_process()
-        each_params = spread(params if params is not None else SamplingParams(), len(prompts), "params")
-        each_adapter = spread(adapter, len(prompts), "adapter")
-        scopes = [self._scopes.scope(None, one) for one in spread(salt, len(prompts), "cache_salt")]
         served = {card.name for card in self._driver.adapters()}
         jobs = []
-        asked = zip(prompts, each_params, each_adapter, scopes, strict=True)
-        for prompt, its_params, its_adapter, scope in asked:
+        for prompt, (its_params, its_adapter, salt, priority) in zip(prompts, given.spread(len(prompts))):
+            scope, its_priority = self._scopes.scope(None, salt), check_priority(priority, self.info)
             if not isinstance(its_params, SamplingParams):
                 raise InvalidRequest("params must be SamplingParams or a list of them", "params")
             if its_adapter is not None and its_adapter not in served:
                 raise InvalidRequest(f"no adapter named {its_adapter!r} is loaded", "adapter")
             if isinstance(prompt, str):
                 ids = await encode_text(
-                    self._tokenizer,
-                    prompt,
-                    add_special_tokens=add_special_tokens,
-                    info=self.info,
+                    self._tokenizer, prompt, add_special_tokens=add_special_tokens, info=self.info
                 )
             else:
                 ids = tuple(prompt)
             its_params = fit_params(ids, its_params, self.info, is_max_tokens_explicit=False)
             request = GenerationRequest(
-                f"llm-{next(self._ids)}", ids, its_params, its_adapter, bool(its_params.stop), scope
+                f"llm-{next(self._ids)}",
+                ids,
+                its_params,
+                its_adapter,
+                bool(its_params.stop),
+                scope,
+                priority=its_priority,
             )
             jobs.append(_Job(request, prompt if isinstance(prompt, str) else None))
         return jobs
@@ -207,7 +211,9 @@ class AsyncLLM:
     def _submitted(self, job: _Job) -> RecordedStream:
         asked, start_s = job.request, time.perf_counter()
         stream = generate_text(self._connected(), self._tokenizer, asked)
-        recorder = self._metrics.request(asked.adapter, len(asked.prompt), asked.params.n, start_s)
+        recorder = self._metrics.request(
+            asked.adapter, len(asked.prompt), asked.params.n, start_s, asked.priority
+        )
         return RecordedStream(stream, recorder)
 
     def _room(self) -> asyncio.Semaphore:
@@ -376,12 +382,14 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         adapter: Adapter | Sequence[Adapter] = None,
         cache_salt: Salt | Sequence[Salt] = None,
+        priority: Priority | Sequence[Priority] = None,
     ) -> list[RequestOutput]:
         """Complete prompts (text or token ids), each with its adapter (None: the base); in prompt order.
 
-        Raises InvalidRequest before anything runs where one of the prompts cannot be served.
+        Those of a lower ``priority`` go first, where the engine has priorities. Raises InvalidRequest before
+        anything runs where one of the prompts cannot be served.
         """
-        return self._wait(self._llm.generate(prompts, params, adapter, cache_salt)._all())
+        return self._wait(self._llm.generate(prompts, params, adapter, cache_salt, priority)._all())
 
     def chat(
         self,
@@ -389,9 +397,10 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         adapter: Adapter | Sequence[Adapter] = None,
         cache_salt: Salt | Sequence[Salt] = None,
+        priority: Priority | Sequence[Priority] = None,
     ) -> list[RequestOutput]:
         """Like ``generate`` for one conversation or a list of them, through the model's chat template."""
-        return self._wait(self._llm.chat(messages, params, adapter, cache_salt)._all())
+        return self._wait(self._llm.chat(messages, params, adapter, cache_salt, priority)._all())
 
     def add_adapter(self, name: str, path: str) -> AdapterCard:
         """Serve the PEFT adapter in folder ``path`` as ``name``; raises AdapterError."""

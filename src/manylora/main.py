@@ -18,13 +18,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from manylora._version import VERSION
 from manylora.adapters.sources import discover
-from manylora.config import AdapterSettings, ConfigError, EngineSettings, HttpSettings
+from manylora.config import AdapterSettings, ConfigError, EngineSettings, HttpSettings, QueueConfig
 from manylora.engine import service, wire
 from manylora.engine.client import EngineDead
 from manylora.engine.driver import Driver
@@ -93,6 +93,9 @@ def build_driver(settings: EngineSettings, *, shows_progress: bool = False) -> D
             config, worker, info, journal=journal, trace=trace, step_timeout_s=settings.step_timeout_s
         )
         add_initial_adapters(driver, settings.adapters, base=settings.model.name)
+        if settings.scheduler.queue.fair_by == "adapter":
+            served = {settings.model.name, *(card.name for card in driver.adapters())}
+            warn_of_shares(settings.scheduler.queue, served)
         undo.pop_all()
     return driver
 
@@ -133,6 +136,13 @@ def add_initial_adapters(driver: Driver, settings: AdapterSettings, base: str) -
             log.warning("adapter %r in %s is skipped: %s", name, settings.adapter_dir, error)
 
 
+def warn_of_shares(queue: QueueConfig, known: Collection[str]) -> None:
+    """Clients that are to have a share and are not ``known`` may come yet, or be a mistake."""
+    for name in queue.shares:
+        if name not in known:
+            log.warning("--fair-share: there is no %s %r at the moment", queue.fair_by, name)
+
+
 def load_tokenizer(model: str) -> Tokenizer | None:
     """The model folder's tokenizer; None, with a warning, where it has none. Raises ConfigError."""
     try:
@@ -152,6 +162,8 @@ def run_server(engine: EngineSettings, http: HttpSettings) -> int:
     configure_logging()
     scheduler = dataclasses.replace(engine.scheduler, max_waiting=http.max_waiting)
     engine = dataclasses.replace(engine, scheduler=scheduler)
+    if engine.scheduler.queue.fair_by == "key":
+        warn_of_shares(engine.scheduler.queue, [str(place) for place in range(len(http.api_keys))])
     sock = _bind(http)  # first: a taken port must not cost a model load
     try:
         _check_model(engine.model.model)

@@ -29,11 +29,21 @@ class AdapterUse:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ClientUse:
+    """What one client was served, in weighted tokens, and its counter: service over its share, and what it was
+    lifted by. ``client``: an adapter, or the place of an API key."""
+
+    client: int
+    service: int
+    counter: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
     """The replica's gauges; device pages by use add up to ``pages_total``. ``adapters``: by id, the base is 0.
 
     ``pages_loading`` and ``pages_saving``: of these, how many are in flight. ``invalid_pages``: KV on the
-    device whose adapter is not there.
+    device whose adapter is not there. ``clients``: where the queue is fair to them.
     """
 
     num_running: int
@@ -51,6 +61,7 @@ class Snapshot:
     host_pages_history: int
     host_pages_adapters: int
     adapters: tuple[AdapterUse, ...]
+    clients: tuple[ClientUse, ...] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -76,6 +87,7 @@ class Counters:
     swap_in_s: float = 0.0
     swap_out_s: float = 0.0
     swaps_failed: int = 0
+    adapter_limit_overtaken: int = 0
     invalid_share_sum: float = 0.0
     invalid_share_samples: int = 0
 

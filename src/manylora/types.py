@@ -196,7 +196,9 @@ class Request:
 
     ``stop_ids`` end a sample once ``params.min_tokens`` are out (end-of-sequence ids are among them
     unless ``ignore_eos``). ``params.seed`` is always set by the time a request gets here, so a journal
-    replays the same noise. KV is shared among requests of one ``cache_scope`` only.
+    replays the same noise. KV is shared among requests of one ``cache_scope`` only. A lower ``priority`` goes
+    first. ``client``: the place of its API key, where keys are the clients; ``share``: how much its client is to
+    be served beside others.
     """
 
     id: RequestId
@@ -205,6 +207,9 @@ class Request:
     params: SamplingParams
     stop_ids: tuple[int, ...] = ()
     cache_scope: str = ""
+    priority: int = 0
+    client: int = 0
+    share: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -258,3 +263,5 @@ class EngineInfo:
     max_batch_tokens: int
     num_host_pages: int = 0
     cache_policy: str = "manylora"
+    has_priorities: bool = False
+    priority_floor: int = 0

@@ -17,6 +17,7 @@ from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import read_answered
 from manylora.executor.worker import Worker
 from manylora.outputs import StreamOutput
+from manylora.types import InvalidRequest
 from tests.e2e.process import MODEL
 
 PROMPT = list(range(5, 45))
@@ -102,3 +103,21 @@ def test_a_journal_in_parts_replays(tmp_path: Path) -> None:
     config, entries = read_answered(journal)
     assert replay_difference(config, entries, fingerprint) is None
     assert sum(1 for _ in read_answered(journal)[1]) > 40
+
+
+def test_priorities_and_fairness_in_process(adapters: Path) -> None:
+    pools: dict[str, Any] = {"device_pool": "8MiB", "host_pool": "8MiB"}
+    adapter = {"german": str(adapters / "german")}
+    order: dict[str, Any] = {"scheduling_policy": "priority", "fairness": "vtc", "fair_share": {"german": 3}}
+    with LLM(MODEL, adapter, device="cpu", adapter_batch_limit=1, **order, **pools) as llm:
+        params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+        outputs = llm.generate(["a", "b", "c"], params, [None, "german", None], priority=[2, 0, 1])
+        assert all(len(output.outputs[0].token_ids) == 4 for output in outputs)
+        figures = llm.metrics()
+        assert figures['manylora:fair_service_tokens_total{client="german"}'] >= 9
+        assert figures['manylora:priority_queue_time_seconds_count{priority="2"}'] == 1
+        for wrong in (-1, "x", 1.5, [0, 0]):
+            with pytest.raises(InvalidRequest, match="priority"):
+                llm.generate("a", params, priority=wrong)  # type: ignore[arg-type]
+    with LLM(MODEL, device="cpu", **pools) as llm, pytest.raises(InvalidRequest, match="--scheduling-policy"):
+        llm.generate("a", params, priority=1)

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from manylora.config import ADMISSIONS, CACHE_POLICIES, FIRST_STEP_S, CacheConfig, PolicyConfig
+from manylora.config import ADMISSIONS, CACHE_POLICIES, FIRST_STEP_S, CacheConfig, PolicyConfig, QueueConfig
 from manylora.policy.caches import adapter_pages_limit
 from manylora.policy.replica import Replica
 from manylora.protocol import (
@@ -38,6 +38,15 @@ from tests.policy.rig import check_order
 
 EVENT_S = 0.25
 """From each event to the next."""
+VTC = {"fairness": "vtc", "fair_share": ("1=3",)}
+PRIORITY = {"scheduling_policy": "priority", "priority_floor": -1}
+QUEUES: list[dict[str, Any]] = [
+    VTC, {**VTC, "fair_by": "key", "fair_weights": "2,3,1"}, PRIORITY, {**PRIORITY, "priority_age_s": 0.7},
+    {"adapter_batch_limit": "1"}, {"adapter_batch_limit": "1:hard"}, {"adapter_batch_limit": "2:hard"},
+    {**VTC, **PRIORITY, "priority_age_s": 2.0, "adapter_batch_limit": "2"},
+    {**VTC, **PRIORITY, "fair_by": "key", "adapter_batch_limit": "1:hard"},
+]  # fmt: skip
+"""Orders of the queue; half of the replicas have the usual one."""
 
 
 class ReplicaMachine(RuleBasedStateMachine):
@@ -56,6 +65,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         slo_ttft_s=st.sampled_from([0.75, 2.0, 5.0]),
         pipeline_depth=st.sampled_from([1, 2]),
         max_waiting=st.sampled_from([None, None, 1, 2, 4]),
+        queue=st.sampled_from([{}] * len(QUEUES) + QUEUES),
     )
     def start(
         self,
@@ -71,6 +81,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         slo_ttft_s: float,
         pipeline_depth: int,
         max_waiting: int | None,
+        queue: dict[str, Any],
     ) -> None:
         cache = CacheConfig(
             policy, adapter_share=0.5, tau_s=2.0, window_s=8.0, low_mark=low_mark, high_mark=high_mark
@@ -88,6 +99,7 @@ class ReplicaMachine(RuleBasedStateMachine):
             slo_ttft_s,
             pipeline_depth,
             max_waiting,
+            QueueConfig(**queue),
         )
         self.replica = Replica(self.config)
         self.most_adapter_pages = min(4, adapter_pages_limit(self.config))
@@ -203,6 +215,8 @@ class ReplicaMachine(RuleBasedStateMachine):
         stops=st.booleans(),
         together=st.sampled_from([1, 1, 1, 2, 3]),
         scope=st.sampled_from(["", "", "a", "b"]),
+        priority=st.integers(-1, 3),
+        client=st.integers(0, 2),
     )
     def arrive(
         self,
@@ -214,6 +228,8 @@ class ReplicaMachine(RuleBasedStateMachine):
         stops: bool,
         together: int,
         scope: str,
+        priority: int,
+        client: int,
     ) -> None:
         # Removed adapters too: such a request must be rejected.
         adapter = data.draw(st.sampled_from([BASE, *sorted(self.adapters), *sorted(self.removed)]))
@@ -222,6 +238,10 @@ class ReplicaMachine(RuleBasedStateMachine):
         num_steps = len(self.device.steps)
         for num_more in reversed(range(together)):
             request = Request(f"r{next(self.ids)}", adapter, tuple(prompt), params, stop_ids, scope)
+            if self.config.queue.has_priorities:
+                request = dataclasses.replace(request, priority=priority)
+            if self.config.queue.fair_by == "key":
+                request = dataclasses.replace(request, client=client, share=3.0 if client == 1 else 1.0)
             self.arrived_s[request.id] = self.now + EVENT_S
             is_full = self.config.max_waiting is not None and self.num_queued() >= self.config.max_waiting
             self.requests[request.id] = request
@@ -318,7 +338,7 @@ class ReplicaMachine(RuleBasedStateMachine):
                     assert self.emitted[request.id, sample] == expected, "no schedule changes tokens"
         firsts = [int(request[1:]) for request in self.admission_order]
         assert len(firsts) == len(set(firsts)), "a request is admitted for the first time once"
-        if self.config.admission == "fcfs":
+        if self.config.admission == "fcfs" and self.config.queue == QueueConfig():
             assert firsts == sorted(firsts), "admission is in arrival order: nobody starves"
         assert not self.device.sequences, "the executor was told to forget every sequence"
         snapshot = gauges(self.replica)

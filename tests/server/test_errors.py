@@ -153,12 +153,12 @@ ASKING: dict[str, list[object]] = {
     "guided_whitespace_pattern": ["", " "], "structural_tag": [{"structures": []}, "x"], "grammar": ["x"],
     "regex": ["a"], "ebnf": ["root ::= x"], "stop_regex": ["a"], "custom_logit_processor": ["x"],
     "length_penalty": [0, 0.5, 2, "1"], "early_stopping": [True, "never"], "thinking_token_budget": [0, 5],
-    "detokenize": [False], "spaces_between_special_tokens": [False], "priority": [1, -1, "high"],
+    "detokenize": [False], "spaces_between_special_tokens": [False],
 }  # fmt: skip
 """Fields that constrain the output or the order of work, with values that ask for something."""
 
 HARMLESS: dict[str, list[object]] = {
-    "length_penalty": [1, 1.0], "early_stopping": [False], "detokenize": [True], "priority": [0],
+    "length_penalty": [1, 1.0], "early_stopping": [False], "detokenize": [True],
     "spaces_between_special_tokens": [True], "guided_regex": [""], "service_tier": ["auto"], "store": [True],
     "metadata": [{"a": "b"}], "parallel_tool_calls": [False], "reasoning_effort": ["high"],
     "verbosity": ["low"], "user": ["me"], "safety_identifier": ["x"], "prompt_cache_key": ["x"],

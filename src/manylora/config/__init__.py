@@ -19,6 +19,7 @@ from manylora.config.policy import (
     PolicyConfig,
     is_import_name,
 )
+from manylora.config.queueing import LEAST_PRIORITY, MOST_PRIORITY, QueueConfig, as_share
 from manylora.config.sections import (
     MOST_SEQS,
     AdapterSettings,
@@ -34,6 +35,8 @@ __all__ = [
     "CACHE_POLICIES",
     "FIRST_STEP_S",
     "LARGEST_NUMBER",
+    "LEAST_PRIORITY",
+    "MOST_PRIORITY",
     "MOST_SEQS",
     "AdapterSettings",
     "CacheConfig",
@@ -44,7 +47,9 @@ __all__ = [
     "ModelSettings",
     "PipelineDepth",
     "PolicyConfig",
+    "QueueConfig",
     "SchedulerSettings",
+    "as_share",
     "check_rules",
     "is_import_name",
     "option_of",

@@ -28,7 +28,7 @@ class GenerationRequest:
     along. ``cache_scope``: whose KV it may reuse (see ``engine.scopes``). ``serial`` comes back in the request's
     deltas: it tells requests of one id apart, of which one has ended, or was refused, before its last deltas
     were read. ``more``: another request follows at once, and both are admitted or refused before
-    either runs.
+    either runs. ``priority``: see ``types.Request``; ``client``: the place of its API key, where there are keys.
     """
 
     id: RequestId
@@ -39,6 +39,8 @@ class GenerationRequest:
     cache_scope: str = ""
     serial: int = 0
     more: bool = False
+    priority: int = 0
+    client: int = 0
 
 
 class Delta(NamedTuple):
@@ -88,6 +90,18 @@ class AdapterLoad:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ClientShare:
+    """What a client of ``--fairness vtc`` was served: ``name`` is an adapter's, the base's, or a key's place.
+
+    ``service``: weighted tokens. ``counter``: service over the client's share, and what it was lifted by.
+    """
+
+    name: str
+    service: int
+    counter: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot: gauges of this moment and counters since the engine started.
 
@@ -114,6 +128,7 @@ class EngineStats:
     base_running: int = 0
     base_waiting: int = 0
     adapters: tuple[AdapterLoad, ...] = ()
+    clients: tuple[ClientShare, ...] = ()
     prefix_queries_tokens: int = 0
     prefix_hits_tokens: int = 0
     kv_hit_tokens_device: int = 0
@@ -135,6 +150,7 @@ class EngineStats:
     swap_in_s: float = 0.0
     swap_out_s: float = 0.0
     swaps_failed: int = 0
+    adapter_limit_overtaken: int = 0
     invalid_share_sum: float = 0.0
     invalid_share_samples: int = 0
     steps: int = 0

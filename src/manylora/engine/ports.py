@@ -13,11 +13,11 @@ import dataclasses
 import logging
 import queue
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from manylora.config import PolicyConfig
 from manylora.engine.catalog import Catalog
-from manylora.engine.client import Delta, EngineDead, EngineStats, GenerationRequest
+from manylora.engine.client import ClientShare, Delta, EngineDead, EngineStats, GenerationRequest
 from manylora.engine.loads import AdapterLoads
 from manylora.engine.loop import Routes
 from manylora.engine.outbox import Outbox
@@ -47,6 +47,7 @@ from manylora.protocol import (
     StepResult,
     handlers,
 )
+from manylora.reports import ClientUse
 from manylora.types import BASE, EngineInfo, Request, RequestError
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ MAX_FAILED_STEPS = 3
 """Steps that may fail in a row before the device is taken for broken; those that another pulled along do not
 count."""
 
-_STATS = {field.name for field in dataclasses.fields(EngineStats)} - {"adapters"}
+_STATS = {field.name for field in dataclasses.fields(EngineStats)} - {"adapters", "clients"}
 
 StatsAsked = concurrent.futures.Future[EngineStats]
 """An item of the inbox: a snapshot is wanted."""
@@ -86,6 +87,8 @@ class EnginePorts:
         trace: TraceWriter | None,
     ) -> None:
         self._info = info
+        self._by_key = config.queue.fair_by == "key"
+        self._shares = config.queue.shares
         self._executor = executor
         self._inbox = inbox
         self._start_s = clock()
@@ -180,7 +183,18 @@ class EnginePorts:
             # Chosen here, outside the policy, so that the journal knows it and a replay draws the same.
             params = dataclasses.replace(params, seed=secrets.randbits(63))
         self._more_follow = asked.more
-        request = Request(asked.id, adapter or BASE, asked.prompt, params, stop_ids, asked.cache_scope)
+        client = str(asked.client) if self._by_key else asked.adapter or self._info.model
+        request = Request(
+            asked.id,
+            adapter or BASE,
+            asked.prompt,
+            params,
+            stop_ids,
+            asked.cache_scope,
+            asked.priority,
+            asked.client,
+            self._shares.get(client, 1.0),
+        )
         error = None
         if self._outbox.is_live(asked.id):
             error = RequestError(400, f"request id {asked.id!r} is already in use")
@@ -278,6 +292,7 @@ class EnginePorts:
         stats = EngineStats(
             base_running=base.running,
             base_waiting=base.waiting,
+            clients=tuple(self._client_shares(command.gauges.clients)),
             **{name: getattr(source, name) for source in sources for name in _STATS if hasattr(source, name)},
         )
         for future in self._reporting:
@@ -285,6 +300,16 @@ class EnginePorts:
             with contextlib.suppress(concurrent.futures.InvalidStateError):
                 future.set_result(stats)
         self._reporting.clear()
+
+    def _client_shares(self, uses: Iterable[ClientUse]) -> Iterator[ClientShare]:
+        """By name; an adapter whose name was given up has none."""
+        for use in uses:
+            if self._by_key:
+                yield ClientShare(str(use.client), use.service, use.counter)
+            elif use.client == BASE:
+                yield ClientShare(self._info.model, use.service, use.counter)
+            elif (card := self.catalog.card(use.client)) is not None:
+                yield ClientShare(card.name, use.service, use.counter)
 
     # ------------------------------------------------------------ the end of a round, and of all
 

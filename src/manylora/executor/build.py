@@ -149,6 +149,8 @@ def _info(
         max_batch_tokens=limits.max_batch_tokens,
         num_host_pages=limits.num_host_pages,
         cache_policy=limits.cache.policy,
+        has_priorities=limits.queue.has_priorities,
+        priority_floor=limits.queue.priority_floor,
     )
 
 
@@ -206,6 +208,7 @@ def _limits(
         slo_ttft_s=settings.scheduler.slo_ttft_s,
         max_waiting=settings.scheduler.max_waiting,
         pipeline_depth=pipeline_depth,
+        queue=settings.scheduler.queue,
     )
 
 

@@ -30,6 +30,11 @@ _COUNTERS = (
     ("manylora:adapter_misses", "adapter_misses", "Admissions whose adapter was in neither tier."),
     ("manylora:prefetches", "prefetches", "Adapters and pages of KV fetched for requests in the queue."),
     ("manylora:swap_failures", "swaps_failed", "Copies between the tiers that failed."),
+    (
+        "manylora:adapter_limit_overtaken",
+        "adapter_limit_overtaken",
+        "Admissions before the first in line, for --adapter-batch-limit.",
+    ),
     ("manylora:steps", "steps", "Steps run."),
     ("manylora:step_seconds", "step_s", "Time spent in steps."),
 )
@@ -66,6 +71,7 @@ class EngineCollector(Collector):
         yield from _hits(stats)
         yield from _swaps(stats, self._info.page_bytes)
         yield from _adapters(stats)
+        yield from _clients(stats)
 
     def _load(self, stats: EngineStats) -> Iterator[Metric]:
         busy_pages = stats.pages_running + sum(
@@ -219,3 +225,18 @@ def _adapters(stats: EngineStats) -> Iterator[Metric]:
         running.add_metric([load.name], load.running)
         waiting.add_metric([load.name], load.waiting)
     yield from (state, host_state, pages, history, running, waiting)
+
+
+def _clients(stats: EngineStats) -> Iterator[Metric]:
+    service = CounterMetricFamily(
+        "manylora:fair_service_tokens", "Weighted tokens that a client was served.", labels=["client"]
+    )
+    counters = GaugeMetricFamily(
+        "manylora:fair_counter",
+        "A client's virtual token counter: what it was served over its share, and what it was lifted by.",
+        labels=["client"],
+    )
+    for client in stats.clients:
+        service.add_metric([client.name], client.service)
+        counters.add_metric([client.name], client.counter)
+    yield from (service, counters)

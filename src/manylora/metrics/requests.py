@@ -31,6 +31,8 @@ _REQUEST_S = (
 # One histogram per adapter: few buckets keep the page small with thousands of adapters.
 _ADAPTER_FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
+_MOST_LABELLED = 10
+
 PARTS = ("queue", "adapter", "kv", "prefill")
 """The parts of a request's time to its first token, in order: waiting for admission, for its adapter, for its
 cached KV, and the rest."""
@@ -94,22 +96,33 @@ class Metrics:
             ["adapter_name", "part"], registry=self._registry,
         )  # fmt: skip
 
+        self._has_priorities = info.has_priorities
+        self._wait_s = Histogram(
+            "manylora:priority_queue_time_seconds",
+            f"Time spent waiting for admission, by priority; those past {_MOST_LABELLED} count together.",
+            ["priority"], buckets=_REQUEST_S, registry=self._registry,
+        )  # fmt: skip
+
     def _per_adapter(self, name: str, text: str) -> Counter:
         text += " The base model counts under its own id."
         return Counter(f"manylora:adapter_{name}", text, ["adapter_name"], registry=self._registry)
 
-    def request(self, adapter: str | None, num_prompt_tokens: int, n: int, start_s: float) -> RequestRecorder:
+    def request(
+        self, adapter: str | None, num_prompt_tokens: int, n: int, start_s: float, priority: int = 0
+    ) -> RequestRecorder:
         """Start recording one engine request that arrived at ``start_s`` (time.perf_counter)."""
         name = adapter or self._base
         self._adapter_requests.labels(name).inc()
         self._adapter_prompt.labels(name).inc(num_prompt_tokens)
-        return RequestRecorder(self, name, self._adapter_generated.labels(name), n, start_s)
+        return RequestRecorder(self, name, self._adapter_generated.labels(name), n, start_s, priority)
 
-    def count_first_token(self, adapter: str, delta: TextDelta, seconds: float) -> None:
+    def count_first_token(self, adapter: str, delta: TextDelta, seconds: float, priority: int = 0) -> None:
         """Record when a request's first token, which ``delta`` brings, came, and what it waited for."""
         self.first_token_s.observe(seconds)
         self._adapter_first_token_s.labels(adapter).observe(seconds)
         self.queue_s.observe(delta.queue_s)
+        if self._has_priorities:
+            self._wait_s.labels(_priority_label(priority)).observe(delta.queue_s)
         waited = (delta.queue_s, delta.adapter_s, delta.kv_s)
         # Two processes' clocks: never less than nothing.
         parts_s = (*waited, max(seconds - sum(waited), 0.0))
@@ -147,11 +160,21 @@ class Metrics:
         return {name: float(value) for name, _, value in samples}
 
 
+def _priority_label(priority: int) -> str:
+    """Clients choose priorities; so that they do not choose how many series there are, large ones share one."""
+    if abs(priority) <= _MOST_LABELLED:
+        return str(priority)
+    return f"above {_MOST_LABELLED}" if priority > 0 else f"below -{_MOST_LABELLED}"
+
+
 class RequestRecorder:
     """Watches the deltas of one engine request. Cheap: it runs once for every delta."""
 
-    def __init__(self, metrics: Metrics, adapter: str, generated: Counter, n: int, start_s: float) -> None:
+    def __init__(
+        self, metrics: Metrics, adapter: str, generated: Counter, n: int, start_s: float, priority: int = 0
+    ) -> None:
         self._metrics = metrics
+        self._priority = priority
         self._adapter = adapter
         self._generated = generated
         self._start_s = start_s
@@ -170,7 +193,8 @@ class RequestRecorder:
             self._generated.inc(num_new)
             if not self._has_token:
                 self._has_token = True
-                self._metrics.count_first_token(self._adapter, delta, max(first_s - self._start_s, 0.0))
+                seconds = max(first_s - self._start_s, 0.0)
+                self._metrics.count_first_token(self._adapter, delta, seconds, self._priority)
             if self._num_tokens[sample]:
                 num_gaps, since_s = num_new, self._last_s[sample]
             else:

@@ -45,6 +45,7 @@ class Admission:
 
     def begin_round(self, now: float) -> list[Sequence]:
         """There is room in the step; sets the queue's order and returns the sequences for which it is too late."""
+        self._waiting.age(now)
         if self._objective_s is None:
             return []
         self.growth = KEPT * self.growth + (1 - KEPT) * (len(self._waiting) - self._num_left)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from manylora.config import PolicyConfig
+from manylora.policy.clusters import Clusters
 from manylora.policy.queues import WaitingQueue
 from manylora.policy.reservations import Growth, Reservations
 from manylora.policy.residency import Residency
@@ -44,6 +45,8 @@ class FirstComeFirstServed:
         self._residency = residency
         self._held = held
         self._waiting = waiting
+        limit = waiting.adapter_limit
+        self._clusters = None if limit is None else Clusters(*limit, waiting)
 
     # ------------------------------------------------------------ what another policy decides otherwise
 
@@ -51,9 +54,12 @@ class FirstComeFirstServed:
         """The admitted sequences that may have a row, oldest first."""
         return self._held.admitted
 
-    def next_waiting(self) -> Sequence | None:
-        """The sequence to be admitted next."""
-        return self._waiting.first()
+    def candidates(self, now: float) -> list[Sequence]:
+        """The sequence to be admitted next, then those to be tried where it finds no room."""
+        if self._clusters is not None:
+            return self._clusters.candidates(self._held.admitted, now)
+        first = self._waiting.first()
+        return [] if first is None else [first]
 
     # ------------------------------------------------------------ the plan
 
@@ -116,12 +122,8 @@ class FirstComeFirstServed:
         """Admit one after the other into the plan; the first that cannot reserve stops those behind it."""
         held = self._held
         while plan.budget > 0 and len(held.admitted) < self._config.max_num_seqs:
-            sequence = self.next_waiting()
-            # One that was preempted with a row in flight comes back when that has ended.
-            if sequence is None or held.is_in_flight(sequence):
-                break
-            if not held.admit(sequence, plan.budget, now):
-                held.make_room_for_queue(plan.budget, now)
+            sequence = self._admit_one(plan.budget, now)
+            if sequence is None:
                 break
             plan.admitted.append(AdmittedSequence(sequence, self._residency.collect()))
             # One that waits for its adapter keeps its reservation and is passed by others.
@@ -131,3 +133,19 @@ class FirstComeFirstServed:
                 plan.budget -= num_tokens
                 num_samples = 1 + sequence.num_unborn_forks if num_tokens == remaining else 0
                 plan.rows.append((sequence, num_tokens, num_samples))
+
+    def _admit_one(self, budget: int, now: float) -> Sequence | None:
+        """The sequence that was admitted, if any."""
+        held = self._held
+        candidates = self.candidates(now)
+        for sequence in candidates:
+            # One that was preempted with a row in flight comes back when that has ended.
+            if held.is_in_flight(sequence):
+                return None
+            if held.admit(sequence, budget, now):
+                if self._clusters is not None and self._clusters.overtakes(sequence, now):
+                    self._residency.counters.adapter_limit_overtaken += 1
+                return sequence
+        if candidates:
+            held.make_room_for_queue(budget, now)
+        return None

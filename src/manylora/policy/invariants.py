@@ -12,7 +12,7 @@ from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import RequestState, Scheduled, Stage
 from manylora.policy.tree import HostState, Node, Residence
-from manylora.types import RequestId
+from manylora.types import BASE, RequestId
 
 _ON_DEVICE = (Residence.LOADING, Residence.RESIDENT)
 _LEAVING = (Residence.OFFLOADING, Residence.STANDBY)
@@ -37,9 +37,26 @@ def check(
     _check_ownership(residency, nodes, held)
     _check_capacity(residency, held)
     _check_sequences(residency, held, waiting, requests)
-    in_line = collections.Counter(sequence.adapter for sequence in waiting.members())
-    assert waiting.num_by_adapter == in_line, "what waits is counted by adapter"
+    _check_queue(waiting)
+    if waiting.adapter_limit is not None and waiting.adapter_limit[1]:
+        running = {sequence.adapter for sequence in held.admitted} - {BASE}
+        assert len(running) <= waiting.adapter_limit[0], "no more adapters run than may"
     _check_in_flight(held, [row for rows in in_flight for row in rows])
+
+
+def _check_queue(waiting: WaitingQueue) -> None:
+    members = waiting.members()
+    in_line = collections.Counter(sequence.adapter for sequence in members)
+    assert waiting.num_by_adapter == in_line, "what waits is counted by adapter"
+    assert waiting.first() is min(members, key=waiting.rank, default=None), "the first in line ranks first"
+    if waiting.knows_adapters:
+        for adapter in [*in_line, -1]:
+            own = [sequence for sequence in members if sequence.adapter == adapter]
+            first = min(own, key=waiting.rank, default=None)
+            assert waiting.first_of(adapter) is first, "so does the first of each adapter"
+    if waiting.shares is not None:
+        clients = collections.Counter(waiting.shares.client_of(sequence) for sequence in members)
+        assert waiting.shares.num_waiting == clients, "waiting sequences are counted by client"
 
 
 def _check_in_flight(held: Reservations, rows: list[Scheduled]) -> None:

@@ -4,39 +4,46 @@ from __future__ import annotations
 
 import bisect
 import collections
+import itertools
 
-from manylora.policy.sequences import WAITING, Sequence
-from manylora.types import AdapterId
+from manylora.policy.fair import FairShares
+from manylora.policy.sequences import Sequence
+from manylora.types import AdapterId, SequenceId
+
+Rank = tuple[int, bool, int, int, int, int]
+"""Of a waiting sequence: level, whether it is new, its client's counter, the client, and arrival."""
 
 
 class WaitingQueue:
-    """Two queues, one behind the other, each in arrival order.
+    """Two queues, one behind the other, each in arrival order (``ranked.RankedQueue`` knows other orders).
 
     A sequence that returns (preempted, or a fork that found no room) comes before all that still wait for the
-    first time; of those the oldest or the newest is next, as ``is_newest_first`` says at the moment. Admission
-    takes only the first in line, so the second queue shrinks at its ends.
+    first time; of those the oldest or the newest is next, as ``is_newest_first`` says at the moment.
     """
 
     def __init__(self) -> None:
         self.is_newest_first = False
+        self.shares: FairShares | None = None
+        """What clients were served, where the queue is fair to them."""
+        self.adapter_limit: tuple[int, bool] | None = None
+        self.knows_adapters = False
         self._returned: list[Sequence] = []
-        self._arrived: collections.deque[Sequence] = collections.deque()
-        self._num_arrived = 0
+        # In arrival order. Either end of it is found at once, whatever has left; of a dict it is not.
+        self._arrived = collections.OrderedDict[SequenceId, Sequence]()
         self.num_by_adapter = collections.Counter[AdapterId]()
         """How many wait for each adapter that any waits for."""
 
     def __len__(self) -> int:
-        return len(self._returned) + self._num_arrived
+        return len(self._returned) + len(self._arrived)
 
     @property
     def num_arrived(self) -> int:
         """Requests that wait and were never admitted."""
-        return self._num_arrived
+        return len(self._arrived)
 
     def arrive(self, sequence: Sequence) -> None:
         """A sequence of a new request, later than all others."""
-        self._arrived.append(sequence)
-        self._num_arrived += 1
+        self._arrived[sequence.id] = sequence
         self.num_by_adapter[sequence.adapter] += 1
 
     def put_back(self, sequence: Sequence) -> None:
@@ -45,56 +52,69 @@ class WaitingQueue:
         self.num_by_adapter[sequence.adapter] += 1
         bisect.insort(self._returned, sequence, key=lambda s: s.order)
 
+    def admit(self, sequence: Sequence, num_cached: int) -> None:
+        """It leaves the queue to be served; so many tokens of it are cached."""
+        self.remove(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a waiting sequence out, wherever it stands; the caller then changes its stage."""
+        self.num_by_adapter[sequence.adapter] -= 1
+        if not self.num_by_adapter[sequence.adapter]:
+            del self.num_by_adapter[sequence.adapter]
+        if self._arrived.pop(sequence.id, None) is None:
+            self._returned.remove(sequence)
+
+    def forget(self, adapter: AdapterId) -> None:
+        """The adapter is gone, and all its requests."""
+
+    def age(self, now: float) -> None:
+        """Those that have waited long enough for it go up to another priority; O(log n) for each."""
+
+    # ------------------------------------------------------------ asked
+
     def first(self) -> Sequence | None:
         """The first in line."""
         if self._returned:
             return self._returned[0]
-        arrived = self._arrived
-        if self.is_newest_first:
-            while arrived and arrived[-1].stage is not WAITING:
-                arrived.pop()
-            return arrived[-1] if arrived else None
-        while arrived and arrived[0].stage is not WAITING:
-            arrived.popleft()
-        return arrived[0] if arrived else None
+        if not self._arrived:
+            return None
+        values = self._arrived.values()
+        return next(reversed(values) if self.is_newest_first else iter(values))
 
-    def remove(self, sequence: Sequence) -> None:
-        """Take a waiting sequence out, wherever it stands; the caller then changes its stage for good.
+    def first_of(self, adapter: AdapterId) -> Sequence | None:
+        """The first in line among those of one adapter, where the queue ``knows_adapters``."""
+        raise NotImplementedError
 
-        Inside ``_arrived`` it is only skipped later: a middle removal there means that it has ended.
-        """
-        self.num_by_adapter[sequence.adapter] -= 1
-        if not self.num_by_adapter[sequence.adapter]:
-            del self.num_by_adapter[sequence.adapter]
-        if sequence in self._returned:
-            self._returned.remove(sequence)
-            return
-        self._num_arrived -= 1
-        if self._arrived[0] is sequence:
-            self._arrived.popleft()
-        elif self._arrived[-1] is sequence:
-            self._arrived.pop()
+    def first_beside(self, sequence: Sequence, adapter: AdapterId) -> Sequence | None:
+        """The first among those of an adapter that differ from the sequence in nothing but when they came, where
+        the queue ``knows_adapters``."""
+        raise NotImplementedError
+
+    def rank(self, sequence: Sequence) -> Rank:
+        """What of several sequences that wait has the least is the first in line."""
+        is_new = sequence.id in self._arrived
+        return (0, is_new, 0, 0, *self._rank_among_equals(sequence, is_new))
+
+    def _rank_among_equals(self, sequence: Sequence, is_new: bool) -> tuple[int, int]:
+        order, sample = sequence.order
+        return (-order, -sample) if self.is_newest_first and is_new else (order, sample)
 
     def leading(self, count: int) -> list[Sequence]:
-        """The first few in line."""
+        """The first few in line, in the order in which they would be admitted if no token came meanwhile."""
         first = self._returned[:count]
-        for sequence in reversed(self._arrived) if self.is_newest_first else self._arrived:
-            if len(first) >= count:
-                break
-            if sequence.stage is WAITING:
-                first.append(sequence)
+        arrived = reversed(self._arrived.values()) if self.is_newest_first else self._arrived.values()
+        first.extend(itertools.islice(arrived, count - len(first)))
         return first
 
     def arrived_until(self, moment: float) -> list[Sequence]:
         """Those that came by then and were never admitted, in arrival order."""
         early = []
-        for sequence in self._arrived:
+        for sequence in self._arrived.values():
             if sequence.state.arrived_s > moment:
                 break
-            if sequence.stage is WAITING:
-                early.append(sequence)
+            early.append(sequence)
         return early
 
     def members(self) -> list[Sequence]:
         """All that wait: those that returned, then the others, each in arrival order."""
-        return self._returned + [s for s in self._arrived if s.stage is WAITING]
+        return self._returned + list(self._arrived.values())

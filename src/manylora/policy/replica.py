@@ -14,7 +14,7 @@ from manylora.config import PolicyConfig
 from manylora.policy.admission import Admission
 from manylora.policy.batching import FirstComeFirstServed, StepPlan
 from manylora.policy.invariants import check
-from manylora.policy.queues import WaitingQueue
+from manylora.policy.ranked import waiting_queue
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import (
@@ -74,7 +74,7 @@ class Replica:
 
     def __init__(self, config: PolicyConfig) -> None:
         self._config = config
-        self._waiting = WaitingQueue()
+        self._waiting = waiting_queue(config.queue)
         self._admission = Admission(config, self._waiting)
         self._commands: list[Command] = []
         self._residency = Residency(config)
@@ -317,6 +317,7 @@ class Replica:
             transfers.forget(adapter)
             self._removing.remove(adapter)
             del self._live[adapter]
+            self._waiting.forget(adapter)
             self._say(AdapterFreed(adapter))
 
     # ------------------------------------------------------------ the clock
@@ -413,6 +414,7 @@ class Replica:
     ) -> None:
         """What the rows computed, and what was sampled for them."""
         page_tokens, take_token, sampled_for = self._config.page_tokens, self._take_token, sampled.get
+        shares = self._waiting.shares
         rows_ended(rows)
         for sequence, _, num_samples in rows:
             stage = sequence.stage
@@ -427,6 +429,8 @@ class Replica:
                     error = RequestError(500, f"a step drew {len(tokens)} tokens instead of {num_samples}")
                     self._fail_request(sequence.state, error, now)
                     continue
+                if shares is not None:
+                    shares.drew(sequence, num_samples)
                 if num_samples > 1:
                     self._fork_off(sequence, tokens, now)
                 take_token(sequence, tokens[0], (sequence.id, 0), now)

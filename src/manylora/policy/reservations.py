@@ -58,6 +58,7 @@ class Reservations:
         self._residency = residency
         self._tree = residency.tree
         self._waiting = waiting
+        self._has_ranks = config.queue.is_fair or config.queue.has_priorities
         self._promised = 0  # pages on their way that others in this step already wait for
         self.admitted: list[Sequence] = []
         self.num_loading = 0  # of them
@@ -145,7 +146,7 @@ class Reservations:
         residency.rescue(path)
         residency.visits.matched(deepest, now)
         own_pages = residency.take(reservation.own_pages)
-        self._waiting.remove(sequence)
+        self._waiting.admit(sequence, len(path) * self._config.page_tokens)
         sequence.hold(deepest, len(path), len(path) * self._config.page_tokens, own_pages)
         self.num_loading += 1
         bisect.insort(self.admitted, sequence, key=lambda s: s.order)
@@ -236,7 +237,7 @@ class Reservations:
         self._promised = 0
 
     def grow(self, sequence: Sequence, num_tokens: int, now: float) -> Growth:
-        """Make room for the next ``num_tokens``, preempting newer sequences if that is what it takes."""
+        """Make room for the next ``num_tokens``, preempting others if that is what it takes."""
         num_tokens += sequence.num_scheduled
         if num_tokens <= len(sequence.pages) * self._config.page_tokens:
             return Growth.DONE
@@ -245,12 +246,23 @@ class Reservations:
             if self._residency.room.will_provide(missing + self._promised):
                 self._promised += missing
                 return Growth.SOON
-            newest = self.admitted[-1]
-            if newest is sequence:
+            victim = self._victim()
+            if victim is sequence:
                 return Growth.NONE
-            self._preempt(newest, now)
+            self._preempt(victim, now)
         sequence.add_pages(self._residency.take(missing))
         return Growth.DONE
+
+    def _victim(self) -> Sequence:
+        """The admitted sequence to be preempted: of the largest priority, then of the client that was served most,
+        the newest."""
+        if not self._has_ranks:
+            return self.admitted[-1]
+        shares = self._waiting.shares
+        return max(
+            self.admitted,
+            key=lambda s: (s.state.request.priority, shares.counter_of(s) if shares else 0, s.order),
+        )
 
     def path_of(self, sequence: Sequence) -> list[Node]:
         """The KV nodes that a sequence uses, or could use if it waits; parents first."""

@@ -104,6 +104,7 @@ class Sequence:
         "num_scheduled",
         "num_shared",
         "num_unborn_forks",
+        "overtaken_s",
         "page_updates",
         "pages",
         "sample",
@@ -135,6 +136,7 @@ class Sequence:
         # Samples that will fork off this sequence once its prompt is computed.
         self.num_unborn_forks = state.request.params.n - 1 if sample == 0 else 0
         self.is_prefetched = False
+        self.overtaken_s: float | None = None  # since when others go before it for their adapters' sake
         self.stage = WAITING
         # False from each admission until a step brings a SequenceStart.
         self.is_known_to_executor = False
@@ -181,6 +183,11 @@ class Sequence:
     def prefetched(self) -> None:
         """The scheduler has looked at what the waiting sequence needs."""
         self.is_prefetched = True
+
+    def note_overtaken(self, now: float) -> None:
+        """Another went before the waiting sequence, for the sake of its adapter."""
+        if self.overtaken_s is None:
+            self.overtaken_s = now
 
     def hold(self, deepest: Node, num_shared: int, num_computed: int, own_pages: SequenceOf[PageId]) -> None:
         """The sequence is admitted, and waits for what is on its way; the ids of shared pages are known when all
@@ -252,6 +259,7 @@ class Sequence:
     def wait_again(self) -> None:
         """The sequence waits for another admission."""
         self.stage = WAITING
+        self.overtaken_s = None
 
     def end(self) -> None:
         """The sequence ends, once."""

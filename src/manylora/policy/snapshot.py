@@ -57,6 +57,7 @@ class Gauges:
                 self._use(adapter, running, waiting)
                 for adapter in sorted(self._chosen(which, running.keys() | waiting.keys()))
             ),
+            clients=() if self._waiting.shares is None else self._waiting.shares.uses(),
         )
 
     def _chosen(self, which: Which, busy: Iterable[AdapterId]) -> Iterable[AdapterId]:

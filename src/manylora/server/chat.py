@@ -92,6 +92,7 @@ def routes(service: Service, models: Models) -> APIRouter:
         chosen = await models.choose(body.model, adapter_asked(body))
         note_model(request, chosen.name)
         check_supported(body)
+        priority = service.priority(body)
         params = chat_params(body)
         tokenizer = require_tokenizer(service.tokenizer, "messages")
         text = await run_beside(await request.body(), rendered, tokenizer, body)
@@ -112,7 +113,10 @@ def routes(service: Service, models: Models) -> APIRouter:
             param="messages",
         )
         scope = service.cache_scope(request, body.cache_salt)
-        job = Job(answer_id("chatcmpl", request), chosen, [prompt], [params], start_s, scope)
+        client = service.client_of(request)
+        job = Job(
+            answer_id("chatcmpl", request), chosen, [prompt], [params], start_s, scope, priority, client
+        )
         names = TokenNames(tokenizer, bool(body.return_tokens_as_token_ids))
         return GenerationResponse(service, job, ChatShape(job, names), StreamPlan.of(body))
 

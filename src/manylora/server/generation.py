@@ -32,6 +32,7 @@ from manylora.text.generate import (
     add_delta,
     generate_text,
 )
+from manylora.text.prompts import check_priority
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import SamplingParams
 
@@ -45,6 +46,14 @@ class Service:
     lifecycle: Lifecycle
     metrics: Metrics
     scopes: CacheScopes
+
+    def priority(self, body: SamplingFields) -> int:
+        """Raises InvalidRequest."""
+        return check_priority(body.priority, self.client.info)
+
+    def client_of(self, request: Request) -> int:
+        """The place of its API key; 0 where there are no keys."""
+        return getattr(request.state, "api_key_place", 0)
 
     def cache_scope(self, request: Request, salt: str | None) -> str:
         """Among which requests KV is shared: those of one API key (where keys are set) and one ``cache_salt``."""
@@ -61,6 +70,8 @@ class Job:
     params: Sequence[SamplingParams]
     start_s: float
     cache_scope: str
+    priority: int = 0
+    client: int = 0
 
     @property
     def n(self) -> int:
@@ -163,13 +174,22 @@ class GenerationResponse(Response):
         request_id = f"{self._job.id}-{next(_serial)}"
         job = self._job
         request = GenerationRequest(
-            request_id, prompt, params, job.chosen.adapter, cache_scope=job.cache_scope, more=more
+            request_id,
+            prompt,
+            params,
+            job.chosen.adapter,
+            cache_scope=job.cache_scope,
+            more=more,
+            priority=job.priority,
+            client=job.client,
         )
         return generate_text(self._service.client, self._service.tokenizer, request)
 
     def _recorder(self, prompt: tuple[int, ...], params: SamplingParams) -> RequestRecorder:
         adapter = self._job.chosen.adapter
-        return self._service.metrics.request(adapter, len(prompt), params.n, self._job.start_s)
+        return self._service.metrics.request(
+            adapter, len(prompt), params.n, self._job.start_s, self._job.priority
+        )
 
     async def _begin(self, send: Send) -> None:
         if not self._has_begun:

@@ -107,7 +107,8 @@ class Gate:
 class ApiKeys:
     """Asks for one of the keys on /v1/*, and on /metrics, which names every adapter, unless ``metrics_open``.
 
-    Leaves the digest of the one that was sent as ``state["api_key"]``.
+    Leaves the digest of the one that was sent as ``state["api_key"]``, and its place among the keys as
+    ``state["api_key_place"]``.
     """
 
     def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], metrics_open: bool = False) -> None:
@@ -138,7 +139,8 @@ class ApiKeys:
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if not any(matches):
             return False
-        scope.setdefault("state", {})["api_key"] = digest
+        state = scope.setdefault("state", {})
+        state["api_key"], state["api_key_place"] = digest, matches.index(True)
         return True
 
 

@@ -53,6 +53,7 @@ class SamplingFields(AdapterFields, kw_only=True):
     add_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_salt: Name | None = None
+    priority: int | None = None
     user: str | None = None
     # Named so that asking for them is refused rather than ignored.
     best_of: Any = None
@@ -84,7 +85,6 @@ class SamplingFields(AdapterFields, kw_only=True):
     thinking_token_budget: Any = None
     detokenize: Any = None
     spaces_between_special_tokens: Any = None
-    priority: Any = None
 
 
 class CompletionBody(SamplingFields, kw_only=True):
@@ -207,7 +207,6 @@ _HARMLESS: dict[str, Callable[[Any], bool]] = {
     "thinking_token_budget": _is_absent,
     "detokenize": _is_on,
     "spaces_between_special_tokens": _is_on,
-    "priority": _is_off,
     "suffix": _is_off,
     "prompt_embeds": _is_off,
     "functions": _is_off,

@@ -1,4 +1,4 @@
-"""Checks a prompt against what the engine can hold, before the engine sees it.
+"""Checks a request against what the engine can hold and does, before the engine sees it.
 
 Each refusal is an InvalidRequest in the words that OpenAI's clients know.
 """
@@ -140,3 +140,26 @@ def _check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> N
             raise InvalidRequest(f"{param} must be made of integer token ids", param)
         if not 0 <= token < vocab_size:
             raise InvalidRequest(f"token id {token} is not in the vocabulary of {vocab_size} tokens", param)
+
+
+_MOST_PRIORITY = 2**31 - 1  # as in vLLM
+
+
+def check_priority(priority: Any, info: EngineInfo) -> int:
+    """A request's priority, None for the usual one; raises InvalidRequest."""
+    if priority is None:
+        return 0
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise InvalidRequest(f"priority must be an integer, got {priority!r}", "priority")
+    if priority and not info.has_priorities:
+        raise InvalidRequest(
+            "priority other than 0 needs an engine that was started with --scheduling-policy priority",
+            "priority",
+        )
+    if not info.priority_floor <= priority <= _MOST_PRIORITY:
+        raise InvalidRequest(
+            f"priority must be between {info.priority_floor} (--priority-floor) and {_MOST_PRIORITY}, got "
+            f"{priority}",
+            "priority",
+        )
+    return priority

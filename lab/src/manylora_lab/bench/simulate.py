@@ -153,7 +153,10 @@ def _simulated(
         replay.run()
         of_policy = {"config": _noted(config)}
     dropped = sum(outcome.is_dropped for outcome in replay.outcomes)
-    return {**of_policy, **summarize(replay), **ttft_parts_ms(replay.outcomes), "dropped": dropped}
+    return {
+        **of_policy, **summarize(replay), **ttft_parts_ms(replay.outcomes), "dropped": dropped,
+        "service_difference": replay.service_difference(),
+    }  # fmt: skip
 
 
 def _line(name: str, width: int, cells: Sequence[str]) -> str:
@@ -259,6 +262,7 @@ def _config(settings: SimulateSettings, policy: str, target: _Target) -> PolicyC
         admission=scheduler.admission,
         slo_ttft_s=scheduler.slo_ttft_s,
         pipeline_depth=pipeline_depth,
+        queue=scheduler.queue,
     )
 
 

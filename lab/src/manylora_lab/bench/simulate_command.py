@@ -34,6 +34,7 @@ cached, in the last line: the same requests with unlimited memory and all reside
 FLAG_NAMES = (
     "max_model_len", "max_num_seqs", "max_batch_tokens", "page_tokens", "device_pool", "host_pool",
     "cache_adapter_share", "cache_tau", "cache_window", "admission", "slo_ttft", "pipeline_depth",
+    "fairness", "fair_weights", "fair_share", "adapter_batch_limit",
 )  # fmt: skip
 """Settings of the engine that a simulation knows."""
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from manylora.config import ConfigError
 from manylora_lab.bench.replay import RequestResult
+from manylora_lab.sim.service import Served, service_difference
 from manylora_lab.workloads.describe import describe
 from manylora_lab.workloads.stream import Stream
 
@@ -100,6 +101,7 @@ def summarize(
         "adapter_hit": _adapter_hit(done),
         "client_lag_ms": spread_ms([result.lag_s for result in results]),
         "fairness": fairness(results),
+        "service_difference": service_difference(map(_served, done)),
     }
 
 
@@ -126,6 +128,23 @@ def fairness(results: Sequence[RequestResult]) -> dict[str, Any] | None:
         "worst": {"adapter": worst, "mean_ttft_ms": ttfts_ms[worst]},
         "worst_over_best": ttfts_ms[worst] / ttfts_ms[best] if ttfts_ms[best] else None,
     }
+
+
+def _served(result: RequestResult) -> Served:
+    """By the weights of VTC's paper. Where the target does not tell when a request was admitted, it waits until
+    its first token."""
+    first_s = result.handed_s + result.ttft_s
+    queue_s = result.parts.get("queue_s", result.ttft_s)
+    num_input = result.prompt_tokens - (result.cached_tokens or 0)
+    return Served(
+        result.adapter or BASE_NAME,
+        result.handed_s,
+        result.handed_s + queue_s,
+        first_s,
+        max(result.end_s, first_s),
+        num_input,
+        2.0 * result.reply_tokens,
+    )
 
 
 def jain(values: Sequence[float]) -> float | None:

@@ -15,8 +15,10 @@ from manylora_lab.reproduce import (
     punica_fig9,
     punica_fig10,
     punica_fig11,
+    s_lora_cluster,
     s_lora_figures,
     s_lora_table3,
+    vtc_fig3,
 )
 from manylora_lab.reproduce.experiment import Experiment
 from manylora_lab.workloads.terms import suggestion
@@ -39,12 +41,14 @@ _ALL = (
     s_lora_figures.FIG6,
     s_lora_figures.FIG7,
     s_lora_figures.FIG10,
+    s_lora_cluster.CLUSTER,
     punica_fig1.FIG1,
     punica_fig7.FIG7,
     punica_fig8.FIG8,
     punica_fig9.FIG9,
     punica_fig10.FIG10,
     punica_fig11.FIG11,
+    vtc_fig3.FIG3,
 )
 EXPERIMENTS: dict[str, Experiment] = {each.name: each for each in _ALL}
 

@@ -9,7 +9,7 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-from manylora.config import CacheConfig, PolicyConfig
+from manylora.config import CacheConfig, PolicyConfig, QueueConfig
 from manylora.pricing.costs import StepCosts, StepWork
 from manylora.pricing.shapes import ModelShape, shape_named
 from manylora_lab.reproduce.report import Row
@@ -89,6 +89,7 @@ class ServingCase:
     alpha: float = 1.0
     admission: str = "fcfs"
     seed: int = 0
+    adapter_batch_limit: str | None = None
 
 
 def stream_of(case: ServingCase) -> Stream:
@@ -122,6 +123,7 @@ def simulate(case: ServingCase, stream: Stream) -> list[Outcome]:
         cache=_cache(case, num_pages, pages),
         admission=case.admission,
         slo_ttft_s=OBJECTIVE_S,
+        queue=QueueConfig(adapter_batch_limit=case.adapter_batch_limit),
     )
     costs: StepCosts = AnalyticalCosts(shape, HARDWARE[case.hardware])
     if case.system == "s-lora-bmm":

@@ -34,6 +34,7 @@ from manylora.reports import Counters
 from manylora.types import BASE, AdapterId, Request, RequestId, SamplingParams
 from manylora_lab.sim.device import SimulatedDevice
 from manylora_lab.sim.loop import VirtualLoop
+from manylora_lab.sim.service import Served, service_difference
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
 _MOST_TOKENS = 2**20
@@ -108,6 +109,8 @@ class Replay(VirtualLoop):
         self._open: dict[RequestId, Outcome] = {}
         self._prompts = _Prompts(stream)
         self._warming: dict[RequestId, Request] = {}
+        self._queue = config.queue
+        self._shares = config.queue.shares
         self._drops = config.admission == "early-abort"
         for adapter, num_pages in pages.items():
             self._tell(AdapterAdded(adapter, num_pages))
@@ -125,6 +128,24 @@ class Replay(VirtualLoop):
         num_waiting = len(self._open) + len(self._warming)
         if self._due or num_waiting:
             raise RuntimeError(f"only timers come, if anything, and {num_waiting} requests wait")
+
+    def service_difference(self) -> dict[str, float] | None:
+        """Between adapters that both had requests waiting (``service``), by the queue's weights and shares."""
+        of_input, of_output, of_cached = self._queue.weights
+        served = (
+            Served(
+                client_name(outcome.request.adapter),
+                outcome.handed_s,
+                outcome.handed_s + outcome.queue_s,
+                outcome.first_s,
+                outcome.end_s,
+                of_input * (outcome.prompt_tokens - outcome.num_cached) + of_cached * outcome.num_cached,
+                of_output * outcome.num_tokens,
+            )
+            for outcome in self.outcomes
+            if not outcome.is_dropped
+        )
+        return service_difference(served, self._shares)
 
     # ------------------------------------------------------------ events and commands
 
@@ -176,7 +197,8 @@ class Replay(VirtualLoop):
             name = f"warm-{adapter}"
             first = -adapter * _MOST_TOKENS  # numbers that no piece has
             tokens = tuple(range(first, first + _WARM_TOKENS))
-            self._warming[name] = _request(name, adapter, tokens, 1)
+            share = self._shares.get(client_name(adapter - 1), 1.0)
+            self._warming[name] = _request(name, adapter, tokens, 1, share)
             self._put(0.0, Arrive(self._warming[name]))
         if not self._warming:
             self._begin()
@@ -194,7 +216,8 @@ class Replay(VirtualLoop):
         self.outcomes.append(outcome)
         self._open[name] = outcome
         adapter = BASE if request.adapter is None else request.adapter + 1
-        return Arrive(_request(name, adapter, prompt, request.output_tokens))
+        share = self._shares.get(client_name(request.adapter), 1.0)
+        return Arrive(_request(name, adapter, prompt, request.output_tokens, share))
 
     def _note_token(self, command: Emit) -> None:
         outcome = self._open.get(command.request)
@@ -282,8 +305,15 @@ class _Prompts:
         return range(first, first + piece.num_tokens)
 
 
-def _request(name: RequestId, adapter: AdapterId, prompt: tuple[int, ...], num_reply: int) -> Request:
-    return Request(name, adapter, prompt, _greedy(num_reply))
+def client_name(adapter: int | None) -> str:
+    """What a stream's adapter is called where clients are told apart."""
+    return "base" if adapter is None else f"adapter-{adapter}"
+
+
+def _request(
+    name: RequestId, adapter: AdapterId, prompt: tuple[int, ...], num_reply: int, share: float = 1.0
+) -> Request:
+    return Request(name, adapter, prompt, _greedy(num_reply), share=share)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,0 +1,45 @@
+"""The least of many numbers whose ranks change, in O(log n). Does not know what the numbers stand for."""
+
+from __future__ import annotations
+
+import heapq
+
+_SLACK = 16
+
+
+class Ranking:
+    """Numbers by rank, the least first. What has left, or has another rank, leaves the
+    heap when it comes to the top, or when the heap is half full of such."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, tuple[int, int]] = {}
+        self._heap: list[tuple[int, int, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def put(self, number: int, rank: tuple[int, int]) -> None:
+        """Add it, or give it another rank."""
+        if self._ranks.get(number) != rank:
+            self._ranks[number] = rank
+            heapq.heappush(self._heap, (*rank, number))
+            self._shrink()
+
+    def drop(self, number: int) -> None:
+        del self._ranks[number]
+        self._shrink()
+
+    def _shrink(self) -> None:
+        if len(self._heap) > 2 * len(self._ranks) + _SLACK:
+            self._heap = [(*rank, number) for number, rank in self._ranks.items()]
+            heapq.heapify(self._heap)
+
+    def least(self) -> int | None:
+        """The first; None where there is none."""
+        heap = self._heap
+        while heap:
+            first, second, number = heap[0]
+            if self._ranks.get(number) == (first, second):
+                return number
+            heapq.heappop(heap)
+        return None
