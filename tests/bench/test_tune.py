@@ -200,4 +200,4 @@ def test_another_shape_is_added_to_the_table(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("part", ["linear", "attention"])
 def test_tables_are_written_as_they_are_shipped(part: str) -> None:
-    assert tune.text_of(read(SHIPPED[part])) == SHIPPED[part].read_text()
+    assert tune.table_text(read(SHIPPED[part])) == SHIPPED[part].read_text()

@@ -12,6 +12,7 @@ import dataclasses
 from manylora.config import PolicyConfig
 from manylora.policy.clusters import Clusters
 from manylora.policy.queues import WaitingQueue
+from manylora.policy.ranked import RankedQueue
 from manylora.policy.reservations import Growth, Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import RUNNING, Scheduled, Sequence
@@ -45,8 +46,9 @@ class FirstComeFirstServed:
         self._residency = residency
         self._held = held
         self._waiting = waiting
-        limit = waiting.adapter_limit
-        self._clusters = None if limit is None else Clusters(*limit, waiting)
+        self._clusters: Clusters | None = None
+        if isinstance(waiting, RankedQueue) and waiting.adapter_limit is not None:
+            self._clusters = Clusters(*waiting.adapter_limit, waiting)
 
     # ------------------------------------------------------------ what another policy decides otherwise
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from manylora.policy.queues import WaitingQueue
+from manylora.policy.ranked import RankedQueue
 from manylora.policy.sequences import Sequence
 from manylora.types import BASE
 
@@ -24,7 +24,7 @@ class Clusters:
     can goes before it. What stands first in line and has been overtaken for ``OVERTAKEN_S`` is overtaken no more.
     """
 
-    def __init__(self, limit: int, is_hard: bool, waiting: WaitingQueue) -> None:
+    def __init__(self, limit: int, is_hard: bool, waiting: RankedQueue) -> None:
         self._limit = limit
         self._is_hard = is_hard
         self._waiting = waiting

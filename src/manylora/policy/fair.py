@@ -81,12 +81,8 @@ class FairShares:
 
     def _least_waiting(self) -> int | None:
         """The least counter among clients with waiting sequences; None where there are none."""
-        while (client := self._waiting.least()) is not None:
-            counter = self._counters[client]
-            self._waiting.put(client, (counter, client))  # it may have grown
-            if self._waiting.least() == client:
-                return counter
-        return None
+        client = self._waiting.least_by(lambda client: (self._counters[client], client))  # they only grow
+        return None if client is None else self._counters[client]
 
     def forget(self, client: int) -> None:
         """The adapter is gone; no request of it is left."""

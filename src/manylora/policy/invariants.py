@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from manylora.policy.caches.policy import CachePolicy
 from manylora.policy.queues import WaitingQueue
+from manylora.policy.ranked import RankedQueue
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import RequestState, Scheduled, Stage
@@ -38,7 +39,7 @@ def check(
     _check_capacity(residency, held)
     _check_sequences(residency, held, waiting, requests)
     _check_queue(waiting)
-    if waiting.adapter_limit is not None and waiting.adapter_limit[1]:
+    if isinstance(waiting, RankedQueue) and waiting.adapter_limit is not None and waiting.adapter_limit[1]:
         running = {sequence.adapter for sequence in held.admitted} - {BASE}
         assert len(running) <= waiting.adapter_limit[0], "no more adapters run than may"
     _check_in_flight(held, [row for rows in in_flight for row in rows])
@@ -49,7 +50,7 @@ def _check_queue(waiting: WaitingQueue) -> None:
     in_line = collections.Counter(sequence.adapter for sequence in members)
     assert waiting.num_by_adapter == in_line, "what waits is counted by adapter"
     assert waiting.first() is min(members, key=waiting.rank, default=None), "the first in line ranks first"
-    if waiting.knows_adapters:
+    if isinstance(waiting, RankedQueue) and waiting.knows_adapters:
         for adapter in [*in_line, -1]:
             own = [sequence for sequence in members if sequence.adapter == adapter]
             first = min(own, key=waiting.rank, default=None)

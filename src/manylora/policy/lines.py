@@ -85,7 +85,10 @@ class Ranks:
         line.add(sequence)
         level = place.level
         if place.is_new:
-            self._rank(level, place.client)
+            ranking = self._clients.get(level)
+            if ranking is None:
+                ranking = self._clients[level] = Ranking()
+            ranking.put(place.client, self._rank(place.client))
         if level not in self._num_by_level:
             self._num_by_level[level] = 0
             self._levels.put(level, (level, 0))
@@ -112,7 +115,9 @@ class Ranks:
         returned = self._lines.get(Place(level, False, 0))
         if returned is not None:
             return returned.first()
-        client = self._least_served(level)
+        # Counters only grow, so that what a client is ranked by is never more than its counter.
+        client = self._clients[level].least_by(self._rank)
+        assert client is not None, "at a level without sequences that return new ones wait"
         return self.first_at(Place(level, True, client), newest)
 
     def first_at(self, place: Place, newest: bool) -> Sequence | None:
@@ -120,19 +125,5 @@ class Ranks:
         line = self._lines.get(place)
         return None if line is None else line.first(newest and place.is_new)
 
-    def _least_served(self, level: int) -> int:
-        ranking = self._clients[level]
-        while True:
-            client = ranking.least()
-            assert client is not None, "at a level without sequences that return new ones wait"
-            # Counters only grow, so that what a client is ranked by is never more than its counter.
-            self._rank(level, client)
-            if ranking.least() == client:
-                return client
-
-    def _rank(self, level: int, client: int) -> None:
-        counter = self._shares.counter(client) if self._shares is not None else 0
-        ranking = self._clients.get(level)
-        if ranking is None:
-            ranking = self._clients[level] = Ranking()
-        ranking.put(client, (counter, client))
+    def _rank(self, client: int) -> tuple[int, int]:
+        return self._shares.counter(client) if self._shares is not None else 0, client

@@ -25,8 +25,6 @@ class WaitingQueue:
         self.is_newest_first = False
         self.shares: FairShares | None = None
         """What clients were served, where the queue is fair to them."""
-        self.adapter_limit: tuple[int, bool] | None = None
-        self.knows_adapters = False
         self._returned: list[Sequence] = []
         # In arrival order. Either end of it is found at once, whatever has left; of a dict it is not.
         self._arrived = collections.OrderedDict[SequenceId, Sequence]()
@@ -80,15 +78,6 @@ class WaitingQueue:
             return None
         values = self._arrived.values()
         return next(reversed(values) if self.is_newest_first else iter(values))
-
-    def first_of(self, adapter: AdapterId) -> Sequence | None:
-        """The first in line among those of one adapter, where the queue ``knows_adapters``."""
-        raise NotImplementedError
-
-    def first_beside(self, sequence: Sequence, adapter: AdapterId) -> Sequence | None:
-        """The first among those of an adapter that differ from the sequence in nothing but when they came, where
-        the queue ``knows_adapters``."""
-        raise NotImplementedError
 
     def rank(self, sequence: Sequence) -> Rank:
         """What of several sequences that wait has the least is the first in line."""

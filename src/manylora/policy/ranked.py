@@ -121,13 +121,14 @@ class RankedQueue(WaitingQueue):
         return self._all.first(self.is_newest_first)
 
     def first_of(self, adapter: AdapterId) -> Sequence | None:
-        """See WaitingQueue."""
+        """The first in line among those of one adapter, where the queue ``knows_adapters``."""
         assert self.knows_adapters
         ranks = self._of_adapter.get(adapter)
         return None if ranks is None else ranks.first(self.is_newest_first)
 
     def first_beside(self, sequence: Sequence, adapter: AdapterId) -> Sequence | None:
-        """See WaitingQueue."""
+        """The first among those of an adapter that differ from the sequence in nothing but when they came, where
+        the queue ``knows_adapters``."""
         assert self.knows_adapters
         ranks = self._of_adapter.get(adapter)
         return None if ranks is None else ranks.first_at(self._places[sequence.id], self.is_newest_first)

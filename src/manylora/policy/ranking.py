@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
+
+Rank = tuple[float, int]
 
 _SLACK = 16
 
 
 class Ranking:
-    """Numbers by rank, the least first. What has left, or has another rank, leaves the
-    heap when it comes to the top, or when the heap is half full of such."""
+    """Numbers by rank, the least first. What has left, or has another rank, leaves the heap when it comes to the
+    top, or when the heap is half full of such."""
 
     def __init__(self) -> None:
-        self._ranks: dict[int, tuple[int, int]] = {}
-        self._heap: list[tuple[int, int, int]] = []
+        self._ranks: dict[int, Rank] = {}
+        self._heap: list[tuple[float, int, int]] = []
 
     def __len__(self) -> int:
         return len(self._ranks)
 
-    def put(self, number: int, rank: tuple[int, int]) -> None:
+    def put(self, number: int, rank: Rank) -> None:
         """Add it, or give it another rank."""
         if self._ranks.get(number) != rank:
             self._ranks[number] = rank
             heapq.heappush(self._heap, (*rank, number))
             self._shrink()
+
+    def rank(self, number: int) -> Rank:
+        """Of a number that is there."""
+        return self._ranks[number]
 
     def drop(self, number: int) -> None:
         del self._ranks[number]
@@ -42,4 +49,12 @@ class Ranking:
             if self._ranks.get(number) == (first, second):
                 return number
             heapq.heappop(heap)
+        return None
+
+    def least_by(self, rank_of: Callable[[int], Rank]) -> int | None:
+        """The first by these ranks, none of which is less than the one that was put."""
+        while (number := self.least()) is not None:
+            self.put(number, rank_of(number))
+            if self.least() == number:
+                return number
         return None

@@ -63,7 +63,7 @@ def run(settings: KernelSettings) -> int:
     try:
         report = {**bench.document(notes), "tuned": table[name]}
         (settings.out / f"tune_{settings.tune}.json").write_text(json.dumps(report, indent=1) + "\n")
-        table_path.write_text(text_of(table))
+        table_path.write_text(table_text(table))
     except OSError as error:
         raise ConfigError(f"{settings.out} cannot be written: {error.strerror or error}") from None
     for line in bench.left_out:
@@ -74,7 +74,7 @@ def run(settings: KernelSettings) -> int:
     return 1 if bench.mistakes else 0
 
 
-def text_of(table: dict[str, Any]) -> str:
+def table_text(table: dict[str, Any]) -> str:
     """JSON with a line for each row or key of a device's entry."""
     devices = []
     for name, entry in sorted(table.items()):
