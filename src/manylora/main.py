@@ -18,9 +18,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from manylora._version import VERSION
 from manylora.adapters.sources import discover
@@ -215,13 +215,12 @@ def _start_engine(sock: socket.socket) -> subprocess.Popen[bytes]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
 
-def _run_loop(work: object) -> int:
+def _run_loop(work: Coroutine[Any, Any, int]) -> int:
     try:
-        import uvloop
-
-        return int(uvloop.run(work))
-    except ImportError:
-        return int(asyncio.run(work))  # type: ignore[arg-type]
+        from uvloop import run
+    except ImportError:  # it is not made for every system
+        from asyncio import run
+    return int(run(work))
 
 
 async def _serve(

@@ -19,6 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from manylora.main import _run_loop
 from manylora.server.lifecycle import Disconnected, Lifecycle
 from manylora.text.tokenizer import Tokenizer
 from tests.server.conftest import BASE, RunningServer, make_app
@@ -243,3 +244,11 @@ def test_interruptible_ends_when_the_client_goes() -> None:
         await asyncio.sleep(0)
 
     asyncio.run(scenario())
+
+
+def test_a_missing_module_is_named_when_the_server_runs() -> None:
+    async def serve() -> int:
+        raise ModuleNotFoundError("No module named 'opentelemetry'")
+
+    with pytest.raises(ModuleNotFoundError, match="opentelemetry"):
+        _run_loop(serve())
