@@ -26,6 +26,7 @@ def record(out: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_the_aims(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = aims(tmp_path, "prefill,first,chat")
     assert [row["kind"] for row in found["prefill"]] == list(PREFILL_RUNS)
@@ -90,6 +91,7 @@ def test_what_has_no_time_is_named(tmp_path: Path) -> None:
 POLICIES = ("s-lora", "lru")
 
 
+@pytest.mark.long
 def test_the_cache_policies(tmp_path: Path) -> None:
     out = tmp_path / "cache.json"
     args = ["--toy", "--parts", "chat", "--rates", "10", "--rehearse", "--policies", ",".join(POLICIES)]
@@ -161,6 +163,7 @@ def test_the_kernels_of_a_step(tmp_path: Path) -> None:
     assert picture.stat().st_size > 5_000
 
 
+@pytest.mark.long
 def test_a_turn_of_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(h200_pairs, "STEPS", 12)
     monkeypatch.setattr(h200_pairs, "REPEATS", 1)

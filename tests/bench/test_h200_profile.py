@@ -10,6 +10,7 @@ from manylora_lab.benchmarks import h200_profile
 from manylora.pricing.profile import load_profile
 
 
+@pytest.mark.long
 def test_the_toy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--toy", "--folder", str(tmp_path / "new"), "--commit", "abc", "--steps-budget", "0.01"]
     assert h200_profile.main(args) == 0

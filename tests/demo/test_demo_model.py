@@ -34,7 +34,7 @@ from demo.train.recipe import ADAPTERS, CURVES, DEMO, MODEL, Recipe, load_recipe
 from demo.train.tokenizer import load_tokenizer  # noqa: E402
 
 TOKENS_FOR_GAIN = 1800
-TOKENS_FOR_MATRIX = 200
+TOKENS_FOR_MATRIX = 120
 SMALLEST_GAIN = 0.10
 LARGEST_SIZE = 15_000_000
 NAMES = sorted(load_recipe().adapters)
