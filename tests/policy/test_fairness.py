@@ -257,6 +257,19 @@ def test_by_adapter_what_is_gone_is_forgotten_and_its_counter_is_not_inherited()
     assert (use.client, use.service, use.counter) == (2, 3 + 2, 12 + 3 + 2), "what left the queue last had 12"
 
 
+def test_what_is_gone_leaves_the_floor_to_what_left_the_queue_after_it() -> None:
+    rig = FairRig(40, fairness="vtc")
+    rig.add(1, 2)
+    rig.add(2, 2)
+    rig.serve("a", 1, list(range(10)))
+    rig.serve("b", 2, [1, 2, 3])
+    rig.feed(AdapterRemoved(1))
+    assert [(use.client, use.counter) for use in gauges(rig.replica).clients] == [(2, 12 + 3 + 2)]
+    rig.add(3, 2)
+    rig.serve("c", 3, [1])
+    assert gauges(rig.replica).clients[-1].counter == 17 + 1 + 2, "what left the queue last had 17"
+
+
 def test_clients_take_turns() -> None:
     server = Server()
     server.ask("running", 7)

@@ -18,9 +18,6 @@ class Ranking:
         self._ranks: dict[int, Rank] = {}
         self._heap: list[tuple[float, int, int]] = []
 
-    def __len__(self) -> int:
-        return len(self._ranks)
-
     def put(self, number: int, rank: Rank) -> None:
         """Add it, or give it another rank."""
         if self._ranks.get(number) != rank:
