@@ -30,6 +30,9 @@ PageId = int
 CopyId = int
 """A copy between the tiers; numbered from 1."""
 
+SwitchId = int
+"""A change of the adapter that is merged into the base; numbered from 1."""
+
 LONGEST_ADAPTER_NAME = 200
 
 
