@@ -251,7 +251,8 @@ class AdapterCard:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What stays true while an engine lives."""
+    """What stays true while an engine lives. ``pristine_bytes``: of the copy of the base's weights that merging
+    needs; 0 without merging."""
 
     model: str
     max_model_len: int
@@ -268,3 +269,4 @@ class EngineInfo:
     cache_policy: str = "manylora"
     has_priorities: bool = False
     priority_floor: int = 0
+    pristine_bytes: int = 0
