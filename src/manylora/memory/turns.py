@@ -1,4 +1,4 @@
-"""Who may copy to the device next, where a long transfer goes beside copies of pages.
+"""Turns of a long transfer to the device, beside copies of pages.
 
 Owns the share of either. Does not copy.
 """
