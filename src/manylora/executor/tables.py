@@ -100,7 +100,10 @@ class AdapterTables:
         self._held[adapter] = self._enter(Placed(layout, offsets))
 
     def drop(self, adapter: AdapterId) -> None:
-        """Forget an entry (unknown ones are ignored). Its cells are reused by a later ``put``."""
+        """Forget an entry (unknown ones are ignored). Its cells are reused by a later ``put``. The merged
+        adapter's goes when it is merged no longer."""
+        if adapter == self.merged:
+            self.merge(BASE)
         for entries in (self._held, self._paired):
             held = entries.pop(adapter, None)
             if held is not None:
