@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from manylora.config import MergeConfig, MergeTimes
+from manylora.devices.cpu import CpuCopyLane, CpuDevice
 from manylora.executor import build
 from manylora.executor.worker import Worker
 from manylora.kernels.ops import MergePlan
@@ -265,15 +267,36 @@ def test_no_operation_keeps_a_copy_of_the_weights(
     ops = ReferenceOps() if kind == "reference" else Subject(kind, torch.float32).ops()
     monkeypatch.setattr(build, "ops_for", lambda *args, **kwargs: ops)
     rig = make_rig(files, tmp_path)
-    for sequence in range(4):
-        rig.open(sequence, PROMPT[:4], sequence)
-    rig.step(*(rig.row(sequence) for sequence in range(4)))
-    for merged in (1, 3, BASE):
+    for sequence in range(3):
+        rig.open(sequence, PROMPT[:2], sequence)
+    rig.step(*(rig.row(sequence) for sequence in range(3)))
+    for merged in (1, BASE):
         assert rig.merge(merged).ok
-        rig.decode(1, *range(4))
+        rig.decode(1, *range(3))
     rig.worker.close()
     for held in rig.sequences.values():
-        files.reference.check_greedy(PROMPT[:4], held.generated, files.path(held.adapter))
+        files.reference.check_greedy(PROMPT[:2], held.generated, files.path(held.adapter))
+
+
+def test_interpreted_fixed_plans_take_second_scales(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's tables at fixed addresses, filled anew for each step as before a replay."""
+    ops = Subject("interpreted", torch.float32).ops()
+    monkeypatch.setattr(build, "ops_for", lambda *args, **kwargs: ops)
+    rig = make_rig(files, tmp_path, pads_steps=True, max_num_seqs=3, max_model_len=8)
+    adapters = (BASE, 2, 3)
+    for sequence in adapters:
+        rig.open(sequence, PROMPT[:1], sequence)
+    for merged in (2, 3):
+        rig.merge(merged)
+        rig.decode(1, *adapters)
+    graphs = rig.worker._graphs
+    assert graphs is not None
+    assert {bucket.num_scales for bucket in graphs._captured} == {2}
+    rig.worker.close()
+    for held in rig.sequences.values():
+        files.reference.check_greedy(PROMPT[:1], held.generated, files.path(held.adapter))
 
 
 def logprobs_of(rig: Rig, sequence: int) -> list[Any]:
@@ -377,3 +400,65 @@ def test_without_merging_a_switch_is_refused(files: Files, tmp_path: Path) -> No
     assert not rig.run(dataclasses.replace(rig.command(rig.row(1)), merged=1)).done.ok
     rig.worker.close()
     assert rig.direct.set_merged(SetMerged(9, 1)).error == "the executor is closed"
+
+
+class GatedLane(CpuCopyLane):
+    """Waits for ``gate`` before each transfer."""
+
+    gate, entered = threading.Event(), threading.Event()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.entered.set()
+        assert self.gate.wait(30)
+        super().copy(target, source)
+
+
+@pytest.fixture
+def gated(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    """Adapter 1 is merged; what comes back from the host's copy waits for ``GatedLane.gate``."""
+    monkeypatch.setattr(CpuDevice, "copy_lane", lambda device: GatedLane())
+    GatedLane.gate.set()
+    made = make_rig(files, tmp_path, "host")
+    assert made.merge(1).ok
+    GatedLane.gate.clear()
+    GatedLane.entered.clear()
+    yield made
+    GatedLane.gate.set()
+    made.worker.close()
+
+
+def test_no_step_runs_on_weights_that_are_half_restored(gated: Rig, files: Files) -> None:
+    """The policy waits for the answer; were it not to, the step would."""
+    gated.open(1, PROMPT)
+    gated.merged = BASE
+    switch = SetMerged(50, BASE)
+    gated.direct.begin(switch)
+    assert GatedLane.entered.wait(30)
+    command = gated.command(gated.row(1))
+    issuing = threading.Thread(target=gated.worker.obey, args=(command,))
+    issuing.start()
+    issuing.join(0.05)
+    assert issuing.is_alive()
+    assert not gated.direct.has_landed(switch)
+    GatedLane.gate.set()
+    issuing.join(30)
+    assert gated.finish(command).done.ok
+    files.reference.check_greedy(PROMPT, gated.sequences[1].generated)
+    assert gated.direct.has_landed(switch)
+
+
+def test_closing_answers_a_switch_on_its_way(gated: Rig) -> None:
+    answers: list[Any] = []
+    gated.worker.connect(answers.append)
+    gated.worker.obey(SetMerged(50, 2))
+    assert GatedLane.entered.wait(30)
+    closing = threading.Thread(target=gated.worker.close)
+    closing.start()
+    merging = gated.worker._merging
+    assert merging is not None
+    assert isinstance(merging._pristine, HostPristine)
+    assert merging._pristine._closing.wait(30)
+    GatedLane.gate.set()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert [(done.switch, done.ok) for done in answers] == [(50, False)]

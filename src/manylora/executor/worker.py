@@ -203,8 +203,10 @@ class Worker:
             _log.warning("decoding steps run eagerly: %s", error)
             return
         if self._device.captures:
-            # A table that moves must be captured again: make room for all that the pool can hold, within reason.
-            self._tables.reserve(min(self._arena.num_pages * self._geometry.cells_per_page, _MOST_CELLS))
+            # A table that moves must be captured again: make room for all that the pool can hold, within reason,
+            # and for as much again where they are entered beside a merged adapter.
+            num_cells = self._arena.num_pages * self._geometry.cells_per_page
+            self._tables.reserve(min(num_cells * (1 + limits.has_second_scales), _MOST_CELLS))
             graphs.capture_all(progress)
         self._graphs = graphs
 

@@ -10,14 +10,15 @@ kept.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from manylora.kernels.ops import MergePlan, of_adapters
-from manylora.kernels.shapes import ProjectionGroup
+from manylora.kernels.ops import MergePart, MergePlan, of_adapters
+from manylora.kernels.shapes import Projection, ProjectionGroup
 from manylora.kernels.triton.lora_launch import block_of, ceil_div
 from manylora.kernels.triton.lora_rows import ROWS, chosen, load_rows
 from manylora.kernels.triton.lora_work import MOST_PROJECTIONS
@@ -25,6 +26,8 @@ from manylora.kernels.triton.lora_work import MOST_PROJECTIONS
 _OUTPUTS, _INPUTS = 64, 128
 """Rows and columns of the weight that a program writes: enough that the adapter's rows, read again by every
 program, cost little beside the weights."""
+
+_UNWANTED = MergePart(0, Projection("", 0, 0), 0, 0, 0, 0.0)
 
 
 @triton.jit(
@@ -123,16 +126,17 @@ def merge_linear(
     plan: MergePlan,
 ) -> None:
     """Computes ``Ops.merge_linear``, in one launch."""
-    parts = plan.parts(group, layer)
+    parts = {part.place: part for part in plan.parts(group, layer)}
     if not parts:
         return
-    geometry = plan.geometry
-    cell = geometry.cell_elements
-    outputs = [part.projection.out_features for part in parts]
-    block_n = block_of(cell, _OUTPUTS, max(outputs))
+    geometry, projections = plan.geometry, group.projections
+    cell, places = geometry.cell_elements, range(len(projections))
+    block_n = block_of(cell, _OUTPUTS, max(p.out_features for p in projections))
     block_k = block_of(cell, _INPUTS, group.in_features)
-    grid = (sum(ceil_div(n, block_n) for n in outputs), ceil_div(group.in_features, block_k))
-    merge_kernel[grid](
+    # A projection that is not wanted has no rows: so every adapter takes the same variant of the kernel.
+    outputs = [projections[place].out_features if place in parts else 0 for place in places]
+    described = [parts.get(place, _UNWANTED) for place in places]
+    merge_kernel[(sum(ceil_div(n, block_n) for n in outputs), ceil_div(group.in_features, block_k))](
         merged,
         pristine,
         of_adapters(pool, merged.dtype),
@@ -140,14 +144,14 @@ def merge_linear(
         layer * geometry.slab_elements,
         group.in_features,
         *_padded(outputs),
-        *_padded([group.offsets[part.place] for part in parts]),
-        *_padded([part.first_a for part in parts]),
-        *_padded([part.first_b for part in parts]),
-        *_padded([part.rank for part in parts]),
-        *_padded([part.scale for part in parts]),
+        *_padded(group.offsets[:-1]),
+        *_padded([part.first_a for part in described]),
+        *_padded([part.first_b for part in described]),
+        *_padded([part.rank for part in described]),
+        *_padded([part.scale for part in described]),
         geometry.cells(group.in_features),
-        *_padded([geometry.cells(n) for n in outputs]),
-        PARTS=len(parts),
+        *_padded([geometry.cells(p.out_features) for p in projections]),
+        PARTS=len(projections),
         CELL=cell,
         ALIGN=math.gcd(geometry.alignment, 16),
         BLOCK_N=block_n,
@@ -157,5 +161,5 @@ def merge_linear(
     )
 
 
-def _padded(values: list[Any]) -> list[Any]:
-    return values + [values[-1]] * (MOST_PROJECTIONS - len(values))
+def _padded(values: Sequence[Any]) -> list[Any]:
+    return [*values, *[values[-1]] * (MOST_PROJECTIONS - len(values))]
