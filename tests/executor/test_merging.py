@@ -19,6 +19,7 @@ from manylora.config import MergeConfig, MergeTimes
 from manylora.devices.cpu import CpuCopyLane, CpuDevice
 from manylora.executor import build
 from manylora.executor.worker import Worker
+from manylora.kernels.cpu import CpuOps
 from manylora.kernels.ops import MergePlan
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.shapes import ProjectionGroup
@@ -306,25 +307,31 @@ def logprobs_of(rig: Rig, sequence: int) -> list[Any]:
     for _ in range(4):
         result = rig.step(rig.row(sequence))
         told.append(result.logprobs[sequence, 0])
-    rig.free += held.pages
+    rig.free += held.pages[::-1]
     return told
 
 
+@pytest.mark.parametrize("copy", COPIES)
 @pytest.mark.parametrize("count", [50, pytest.param(500, marks=pytest.mark.long)])
-def test_the_base_answers_to_the_last_digit_as_before(rig: Rig, count: int) -> None:
-    """With merged requests between, and a base request beside a merged adapter as well."""
+def test_the_base_answers_to_the_last_digit_as_before(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, copy: str
+) -> None:
+    """With steps of merged adapters between. By torch's operations: the compiled ones may differ in a last bit
+    from call to call, since that depends on where numpy's scratch lies."""
+    monkeypatch.setattr(build, "ops_for", lambda *args, **kwargs: CpuOps())
+    rig = make_rig(files, tmp_path, copy)
     before = logprobs_of(rig, 1)
     chance = random.Random(count)
     for number in range(count):
         adapter = chance.choice((1, 2, 3))
         assert rig.merge(adapter).ok
         if number % 10 == 0:
-            sequence = 10 + number
-            held = rig.open(sequence, PROMPT, adapter)
-            rig.step(rig.row(sequence))
-            rig.free += held.pages
+            held = rig.open(10 + number, PROMPT, adapter)
+            rig.step(rig.row(10 + number))
+            rig.free += held.pages[::-1]
     assert rig.merge(BASE).ok
     assert logprobs_of(rig, 2) == before
+    rig.worker.close()
 
 
 # ---------------------------------------------------------------- failures
