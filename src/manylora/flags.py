@@ -20,6 +20,7 @@ from manylora.config import (
     ConfigError,
     EngineSettings,
     HttpSettings,
+    MergeConfig,
     ModelSettings,
     QueueConfig,
     SchedulerSettings,
@@ -80,8 +81,8 @@ def _flags(section: type) -> Iterator[Flag]:
 
 
 _SECTIONS: tuple[type, ...] = (
-    ModelSettings, AdapterSettings, SchedulerSettings, QueueConfig, CacheSettings, CacheConfig, EngineSettings,
-    HttpSettings,
+    ModelSettings, AdapterSettings, SchedulerSettings, QueueConfig, MergeConfig, CacheSettings, CacheConfig,
+    EngineSettings, HttpSettings,
 )  # fmt: skip
 
 FLAGS = tuple(flag for section in _SECTIONS for flag in _flags(section))
@@ -212,7 +213,9 @@ def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSetti
         given,
         model=_section(ModelSettings, given, model=str(model)),
         cache=_section(CacheSettings, given, policy=policy),
-        scheduler=_section(SchedulerSettings, given, queue=_section(QueueConfig, given)),
+        scheduler=_section(
+            SchedulerSettings, given, queue=_section(QueueConfig, given), merge=_section(MergeConfig, given)
+        ),
         adapters=_section(AdapterSettings, given),
     )
     http = _section(HttpSettings, given)

@@ -30,6 +30,9 @@ PageId = int
 CopyId = int
 """A copy between the tiers; numbered from 1."""
 
+SwitchId = int
+"""A change of the adapter that is merged into the base; numbered from 1."""
+
 LONGEST_ADAPTER_NAME = 200
 
 
@@ -248,7 +251,8 @@ class AdapterCard:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What stays true while an engine lives."""
+    """What stays true while an engine lives. ``pristine_bytes``: of the copy of the base's weights that merging
+    needs; 0 without merging."""
 
     model: str
     max_model_len: int
@@ -265,3 +269,4 @@ class EngineInfo:
     cache_policy: str = "manylora"
     has_priorities: bool = False
     priority_floor: int = 0
+    pristine_bytes: int = 0

@@ -16,9 +16,11 @@ from manylora.protocol import (
     ReadAdapter,
     RunStep,
     SequenceStart,
+    SetMerged,
     StepResult,
     StepRow,
     SwapPages,
+    SwitchDone,
     Tier,
 )
 from manylora.types import BASE, SamplingParams
@@ -59,6 +61,8 @@ class Rig:
         self.sequences: dict[int, Sequence] = {}
         self.num_steps = 0
         self.num_copies = 0
+        self.num_switches = 0
+        self.merged = BASE
 
     def connect(self) -> None:
         """Hear the worker's answers again, where others have heard them since."""
@@ -91,6 +95,17 @@ class Rig:
         self.num_copies += 1
         pairs = tuple(zip(sources, destinations, strict=True))
         return self.direct.swap_pages(SwapPages(self.num_copies, to_device, pairs, adapter))
+
+    def merge(self, adapter: int) -> SwitchDone:
+        """Switch and wait for the one answer. The next steps name the adapter, whether or not it went well."""
+        self.num_switches += 1
+        self.merged = adapter
+        return self.direct.set_merged(SetMerged(self.num_switches, adapter))
+
+    def settle(self) -> None:
+        """Whatever goes on beside the step loop has ended."""
+        if self.worker._merging is not None:
+            self.worker._merging.settle()
 
     # ------------------------------------------------------------ sequences
 
@@ -136,7 +151,7 @@ class Rig:
             if held.start is not None:
                 starts.append(held.start)
         self.num_steps += 1
-        return RunStep(self.num_steps, tuple(starts), rows)
+        return RunStep(self.num_steps, tuple(starts), rows, self.merged)
 
     def step(self, *rows: StepRow) -> StepResult:
         """Run the rows; on success the sequences advance."""

@@ -43,7 +43,7 @@ class Bench:
 
 def bench() -> Bench:
     sequences = SequenceTable()
-    tables = AdapterTables(CpuDevice(), 1, PAGE.layers)
+    tables = AdapterTables(CpuDevice(), GEOMETRY)
     for adapter in ADAPTERS:
         put(tables, adapter)
     return Bench(sequences, tables, InputBuilder(sequences, tables, GEOMETRY))

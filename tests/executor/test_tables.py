@@ -9,8 +9,12 @@ from hypothesis import strategies as st
 from manylora.adapters.pack import AdapterLayout
 from manylora.devices.cpu import CpuDevice
 from manylora.executor.tables import AdapterTables, RangeAllocator
+from manylora.kernels.shapes import PageShape, Projection, ProjectionGroup, adapter_geometry
 
 NUM_LAYERS = 3
+PAGE = PageShape(layers=NUM_LAYERS, page_tokens=4, kv_heads=1, head_dim=8, itemsize=4)
+PAIR = ProjectionGroup("pair", (Projection("p", 40, 24), Projection("q", 40, 8)))
+GEOMETRY = adapter_geometry(PAGE, ((PAIR,),) * NUM_LAYERS)
 
 
 def first_fit(used: set[int], capacity: int, length: int) -> int | None:
@@ -54,7 +58,7 @@ def layout(num_cells: int, seed: int) -> AdapterLayout:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 6), st.integers(4, 3000)), min_size=1, max_size=40))
 def test_entries_survive_their_neighbours(operations: list[tuple[bool, int, int]]) -> None:
-    tables = AdapterTables(CpuDevice(), num_projections=2, num_layers=NUM_LAYERS)
+    tables = AdapterTables(CpuDevice(), GEOMETRY)
     held: dict[int, tuple[AdapterLayout, np.ndarray]] = {}
     for step, (is_put, adapter, num_cells) in enumerate(operations):
         version = tables.version

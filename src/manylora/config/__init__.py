@@ -10,6 +10,7 @@ from manylora.config.declaring import (
     parse_size,
     setting_of,
 )
+from manylora.config.merging import MERGE_MODES, MergeConfig, MergeTimes, StepTimes
 from manylora.config.policy import (
     ADMISSIONS,
     CACHE_POLICIES,
@@ -36,6 +37,7 @@ __all__ = [
     "FIRST_STEP_S",
     "LARGEST_NUMBER",
     "LEAST_PRIORITY",
+    "MERGE_MODES",
     "MOST_PRIORITY",
     "MOST_SEQS",
     "AdapterSettings",
@@ -44,11 +46,14 @@ __all__ = [
     "ConfigError",
     "EngineSettings",
     "HttpSettings",
+    "MergeConfig",
+    "MergeTimes",
     "ModelSettings",
     "PipelineDepth",
     "PolicyConfig",
     "QueueConfig",
     "SchedulerSettings",
+    "StepTimes",
     "as_share",
     "check_rules",
     "is_import_name",

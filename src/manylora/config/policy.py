@@ -4,6 +4,7 @@ import dataclasses
 from typing import Annotated
 
 from manylora.config.declaring import ConfigError, Seconds, Section, check_rules, setting
+from manylora.config.merging import MergeConfig
 from manylora.config.queueing import QueueConfig
 from manylora.rules import FINITE, Rule, at_least, less_than, more_than, one_of
 
@@ -94,6 +95,7 @@ class PolicyConfig(Section):
     max_waiting: Positive | None = None
     """Requests that may wait for their first admission; more are refused. None: any number."""
     queue: QueueConfig = QueueConfig()
+    merge: MergeConfig = MergeConfig()
 
     def __post_init__(self) -> None:
         check_rules(self)

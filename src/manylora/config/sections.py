@@ -8,6 +8,7 @@ import dataclasses
 from typing import Annotated, Literal
 
 from manylora.config.declaring import ConfigError, Count, Seconds, Section, check_rules, setting
+from manylora.config.merging import MergeConfig
 from manylora.config.policy import Admission, CacheConfig, Objective, PipelineDepth, Positive, check_objective
 from manylora.config.queueing import QueueConfig
 from manylora.rules import FINITE, Rule, at_least, at_most, between
@@ -94,6 +95,7 @@ class SchedulerSettings(Section):
     max_waiting: Positive | None = None
     """The server's own setting, as the policy gets it. None: any number may wait."""
     queue: QueueConfig = QueueConfig()
+    merge: MergeConfig = MergeConfig()
 
     def __post_init__(self) -> None:
         check_rules(self)

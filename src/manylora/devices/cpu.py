@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from manylora.config import ConfigError
-from manylora.devices.device import CopyLane, Mirror, PageWriter, Tensors, copy_bytes
+from manylora.devices.device import CopyLane, Elapsed, Mirror, PageWriter, Tensors, copy_bytes
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _ALIGNMENT_BYTES = 64
@@ -62,6 +62,15 @@ class CpuDevice:
 
     def issued(self) -> object:
         return None
+
+    def measure(self) -> Elapsed:
+        began = time.perf_counter()
+
+        def end() -> Callable[[], float]:
+            seconds = time.perf_counter() - began
+            return lambda: seconds
+
+        return end
 
     def copy_lane(self) -> CopyLane:
         return CpuCopyLane()

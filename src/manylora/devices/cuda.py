@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from manylora.config import ConfigError
-from manylora.devices.device import CopyLane, Mirror, PageWriter, Tensors, copy_bytes
+from manylora.devices.device import CopyLane, Elapsed, Mirror, PageWriter, Tensors, copy_bytes
 from manylora.devices.preparation import PREPARATION
 from manylora.devices.staging import DownloadBuffers, StagingBuffer, borrowed, moves_by_kernel, upload_buffers
 
@@ -94,6 +94,21 @@ class CudaDevice:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.torch_device))
         return event
+
+    def measure(self) -> Elapsed:
+        begun, ended = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
+        begun.record(torch.cuda.current_stream(self.torch_device))
+
+        def end() -> Callable[[], float]:
+            ended.record(torch.cuda.current_stream(self.torch_device))
+
+            def wait() -> float:
+                ended.synchronize()
+                return float(begun.elapsed_time(ended)) / 1e3
+
+            return wait
+
+        return end
 
     def copy_lane(self) -> CopyLane:
         return _CudaCopyLane(self.torch_device)

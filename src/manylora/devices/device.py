@@ -62,6 +62,11 @@ class CopyLane(Protocol):
         and returns the seconds which those copies took, or raises what went wrong with them."""
 
 
+Elapsed = Callable[[], Callable[[], float]]
+"""Ends a measurement after all work issued so far, and gives a function for any thread: it waits until that work
+has ended and returns the seconds since the measurement began, or raises what went wrong on the device."""
+
+
 class Device(Protocol):
     """A device that runs one engine's steps, in the order they are issued."""
 
@@ -111,6 +116,10 @@ class Device(Protocol):
 
     def issued(self) -> object:
         """Stands for everything issued so far, for ``CopyLane.begin``. Called on the step loop's thread."""
+
+    def measure(self) -> Elapsed:
+        """Begin to measure time, on the device's own clock, when all work issued so far has ended. Does not
+        wait."""
 
     def copy_lane(self) -> CopyLane:
         """A lane whose copies run beside steps and beside other lanes."""

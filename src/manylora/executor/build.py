@@ -6,19 +6,21 @@ can be refused from config.json alone is refused before weights are read.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from manylora.adapters.registry import Registry
-from manylora.config import CacheSettings, ConfigError, EngineSettings, PolicyConfig
+from manylora.config import CacheSettings, ConfigError, EngineSettings, MergeConfig, PolicyConfig
 from manylora.devices.device import Device
 from manylora.devices.select import open_device
 from manylora.executor.graphs import MAX_BYTES as GRAPH_BYTES
 from manylora.executor.graphs import GraphLimits, Progress
+from manylora.executor.merge_times import measure_merging
 from manylora.executor.shards import SMALL_MODEL_BYTES, Shards
 from manylora.executor.warm_up import warm_up
 from manylora.executor.worker import Worker
@@ -26,9 +28,11 @@ from manylora.kernels.flashinfer_attention import AttentionShape
 from manylora.kernels.select import ops_for
 from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
 from manylora.memory.arena import Arena
-from manylora.memory.budget import host_pool_pages, in_mib, pool_bytes, pool_pages
+from manylora.memory.budget import host_pool_pages, in_mib, pool_bytes, pool_pages, pristine_place
 from manylora.memory.host import HostPool
+from manylora.memory.pristine import DevicePristine, HostPristine, Pristine, pristine_bytes
 from manylora.models.config import read_model_config
+from manylora.models.decoder import Decoder
 from manylora.models.load import load_model, resolve_dtype
 from manylora.models.source import resolve_model
 from manylora.models.spec import ModelConfig
@@ -74,6 +78,8 @@ def build_worker(
 
     if pads_steps is None:
         pads_steps = device.captures and settings.cuda_graphs == "auto"
+    merge = settings.scheduler.merge
+    _check_mixed(merge, dtype)
     is_small = kind == "cpu" and weight_bytes(config, dtype) <= SMALL_MODEL_BYTES
     ops = ops_for(
         device.torch_device,
@@ -94,7 +100,8 @@ def build_worker(
     activations = activation_bytes(config, dtype, limits.max_num_seqs, limits.max_batch_tokens)
     if pads_steps and device.captures:
         activations += GRAPH_BYTES
-    num_pages, num_host_pages = _num_pages(settings.cache, device, kind, page, activations)
+    copy = _copy_of_weights(settings, decoder, device, activations)
+    num_pages, num_host_pages = _num_pages(settings.cache, device, kind, page, activations, copy)
     limits = _limits(settings, config, kind, page, num_pages, num_host_pages)
     # One page more where steps are padded: what padding tokens write goes there.
     arena = Arena(num_pages + pads_steps, page, dtype, device)
@@ -104,24 +111,61 @@ def build_worker(
     shards = Shards(num_threads) if is_small and num_threads > 1 and not pads_steps else None
     max_rank = settings.adapters.max_adapter_rank
     worker = Worker(decoder, arena, host, geometry, device, registry, max_rank, shards)
+    if merge.is_on:
+        worker.use_merging(copy.made(decoder, device))
     if pads_steps:
         graph_limits = GraphLimits(
-            limits.max_num_seqs, limits.max_batch_tokens, limits.max_model_len, max_rank
+            limits.max_num_seqs, limits.max_batch_tokens, limits.max_model_len, max_rank, merge.is_mixed
         )
         worker.use_graphs(graph_limits, num_pages, capture_progress)
     if kind == "cuda":
         warm_up(worker, limits, max_rank)
-    return worker, limits, _info(settings, config, limits, device, dtype)
+    if merge.is_on:
+        times = measure_merging(worker, limits, max_rank, steps_wait=copy.place == "host")
+        limits = dataclasses.replace(limits, merge=dataclasses.replace(merge, times=times))
+    return worker, limits, _info(settings, config, limits, device, dtype, copy)
+
+
+def _check_mixed(merge: MergeConfig, dtype: torch.dtype) -> None:
+    if merge.is_mixed and dtype.itemsize < 4 and not merge.mixed_16bit:
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"--merge-minority mixed with {name} weights lets requests of others than the merged adapter see the "
+            "rounding of its weights: allow it by --merge-mixed-16bit, or serve in float32"
+        )
+
+
+class _Copy(NamedTuple):
+    """Where the copy of the base's weights goes that merging needs, and what it takes."""
+
+    place: Literal["device", "host"] = "device"
+    num_bytes: int = 0
+
+    def made(self, decoder: Decoder, device: Device) -> Pristine:
+        weights = [linear.weight for linear in decoder.linears]
+        return DevicePristine(weights) if self.place == "device" else HostPristine(weights, device)
+
+
+def _copy_of_weights(settings: EngineSettings, decoder: Decoder, device: Device, activations: int) -> _Copy:
+    merge = settings.scheduler.merge
+    if not merge.is_on:
+        return _Copy()
+    size = pristine_bytes(linear.weight for linear in decoder.linears)
+    place = pristine_place(merge.copy, device, settings.cache.device_pool, activations, size)
+    _log.info("a copy of the base's weights takes %s (%s)", in_mib(size), place)
+    return _Copy(place, size)
 
 
 def _num_pages(
-    cache: CacheSettings, device: Device, kind: _Kind, page: PageShape, activations: int
+    cache: CacheSettings, device: Device, kind: _Kind, page: PageShape, activations: int, copy: _Copy
 ) -> tuple[int, int]:
     """Pages of the device's pool and of the host's."""
     size = page.page_bytes
-    num_pages = pool_pages(pool_bytes(device, cache.device_pool, activations), size)
+    of_device = copy.num_bytes if copy.place == "device" or kind == "cpu" else 0
+    of_host = copy.num_bytes if copy.place == "host" or kind == "cpu" else 0
+    num_pages = pool_pages(pool_bytes(device, cache.device_pool, activations, of_device), size)
     promised = num_pages * size if kind == "cpu" else 0
-    num_host_pages = host_pool_pages(open_device("cpu"), cache.host_pool, kind, promised, size)
+    num_host_pages = host_pool_pages(open_device("cpu"), cache.host_pool, kind, promised, size, of_host)
     _log.info(
         "the device's pool has %d pages (%s), the host's %d (%s)",
         num_pages,
@@ -133,7 +177,12 @@ def _num_pages(
 
 
 def _info(
-    settings: EngineSettings, config: ModelConfig, limits: PolicyConfig, device: Device, dtype: torch.dtype
+    settings: EngineSettings,
+    config: ModelConfig,
+    limits: PolicyConfig,
+    device: Device,
+    dtype: torch.dtype,
+    copy: _Copy,
 ) -> EngineInfo:
     return EngineInfo(
         model=settings.model.name,
@@ -151,6 +200,7 @@ def _info(
         cache_policy=limits.cache.policy,
         has_priorities=limits.queue.has_priorities,
         priority_floor=limits.queue.priority_floor,
+        pristine_bytes=copy.num_bytes,
     )
 
 
@@ -209,6 +259,7 @@ def _limits(
         max_waiting=settings.scheduler.max_waiting,
         pipeline_depth=pipeline_depth,
         queue=settings.scheduler.queue,
+        merge=settings.scheduler.merge,
     )
 
 

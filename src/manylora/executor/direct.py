@@ -18,8 +18,10 @@ from manylora.protocol import (
     InspectAdapter,
     ReadAdapter,
     RunStep,
+    SetMerged,
     StepResult,
     SwapPages,
+    SwitchDone,
     VerifyAdapter,
     ask_of,
 )
@@ -45,7 +47,7 @@ class DirectExecutor:
                 self._results[answer.done.step] = answer
             case AdapterChecked():
                 self._checked.put(answer)
-            case CopyDone() | AdapterRead():
+            case CopyDone() | AdapterRead() | SwitchDone():
                 if ask_of(answer) in self._landed:  # else it was asked for by another
                     self._landed[ask_of(answer)].put(answer)
 
@@ -113,17 +115,24 @@ class DirectExecutor:
         assert isinstance(answer, CopyDone)
         return answer
 
-    def begin(self, command: ReadAdapter | SwapPages) -> None:
-        """Begin a transfer; ``wait_for`` follows."""
+    def set_merged(self, command: SetMerged) -> SwitchDone:
+        """Merge an adapter into the base's weights."""
+        self.begin(command)
+        answer = self.wait_for(command)
+        assert isinstance(answer, SwitchDone)
+        return answer
+
+    def begin(self, command: ReadAdapter | SwapPages | SetMerged) -> None:
+        """Begin a transfer or a switch; ``wait_for`` follows."""
         self._landed[ask_of(command)] = queue.SimpleQueue()
         self._executor.obey(command)
 
-    def has_landed(self, command: ReadAdapter | SwapPages) -> bool:
-        """Whether a transfer that was begun has been answered."""
+    def has_landed(self, command: ReadAdapter | SwapPages | SetMerged) -> bool:
+        """Whether what was begun has been answered."""
         return not self._landed[ask_of(command)].empty()
 
-    def wait_for(self, command: ReadAdapter | SwapPages) -> DeviceEvent:
-        """The answer to a transfer that was begun."""
+    def wait_for(self, command: ReadAdapter | SwapPages | SetMerged) -> DeviceEvent:
+        """The answer to what was begun."""
         answer = self._landed[ask_of(command)].get(timeout=_ANSWER_S)
         del self._landed[ask_of(command)]
         return answer

@@ -49,7 +49,8 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bucket:
-    """``num_tokens`` of at most ``num_rows`` rows, adapters of ranks up to ``max_rank`` (0: none).
+    """``num_tokens`` of at most ``num_rows`` rows, adapters of ranks up to ``max_rank`` (0: none) with
+    ``num_scales`` scales (2: beside a merged adapter).
 
     As many rows as tokens: a decoding step, every row of which has one token.
     """
@@ -57,16 +58,19 @@ class Bucket:
     num_tokens: int
     num_rows: int
     max_rank: int
+    num_scales: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GraphLimits:
-    """What steps may hold: rows, tokens, tokens of a context, and ranks (None: any)."""
+    """What steps may hold: rows, tokens, tokens of a context, and ranks (None: any). ``has_second_scales``: they
+    may hold rows of others beside a merged adapter."""
 
     max_num_seqs: int
     max_batch_tokens: int
     max_model_len: int
     max_adapter_rank: int | None = None
+    has_second_scales: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -117,6 +121,7 @@ class StepGraphs:
         self._is_full = False
         self._segments: LoraSegments | None = None
         self._rank = 0
+        self._num_scales = 1
 
     def capture_all(self, progress: Progress | None = None) -> None:
         """Capture what steps are likely to ask for, the largest first. ``progress(done, total)``.
@@ -126,8 +131,13 @@ class StepGraphs:
         began = time.perf_counter()
         ranks = [0, *(rank for rank in self._ranks if rank <= COMMON_RANK)]
         decoding = [(size, size) for size in self._sizes]
+        kinds = [(rank, 1) for rank in ranks]
+        if self._limits.has_second_scales:
+            kinds += [(rank, 2) for rank in ranks if rank]
         wanted = {
-            Bucket(*size, rank) for rank in ranks for size in [*decoding, *map(self._mixed_size, self._mixed)]
+            Bucket(*size, *kind)
+            for kind in kinds
+            for size in [*decoding, *map(self._mixed_size, self._mixed)]
         }
         buckets = sorted(wanted, key=dataclasses.astuple, reverse=True)
         gc.collect()  # what is garbage now would be freed in the middle of a capture
@@ -184,7 +194,9 @@ class StepGraphs:
         if inputs.lora is not self._segments:
             self._segments = inputs.lora
             self._rank = int(inputs.lora.records[:, :, 2].max(initial=0))
-        return next((Bucket(*size, rank) for rank in self._ranks if self._rank <= rank), None)
+            self._num_scales = 2 if inputs.lora.has_second_scales else 1
+        fitting = next((rank for rank in self._ranks if self._rank <= rank), None)
+        return None if fitting is None else Bucket(*size, fitting, self._num_scales)
 
     def _size(self, num_tokens: int, num_rows: int) -> tuple[int, int] | None:
         if num_rows > self._limits.max_num_seqs:
@@ -257,7 +269,7 @@ class StepGraphs:
         cells = self._tables.cells
         lora = None
         if bucket.max_rank:
-            lora = fixed_lora(ops, tokens, rows, bucket.max_rank, geometry, cells, device)
+            lora = fixed_lora(ops, tokens, rows, bucket.max_rank, geometry, cells, device, bucket.num_scales)
         numbers = self._numbers(bucket)
 
         def run() -> Tensors:

@@ -1,9 +1,9 @@
 """From a step's rows to what a forward pass and the sampler read, on the host.
 
 Owns the order of the batch: rows of one adapter side by side, the base model's first, decoding rows of an
-adapter before its prompt chunks. Works with numpy; nothing here loops over tokens. What follows from the
-composition alone is worked out once for all steps that share it. Does not send anything to a device and does not
-run anything.
+adapter before its prompt chunks; and which rows need an adapter beside the weights. Works with numpy; nothing
+here loops over tokens. What follows from the composition alone is worked out once for all steps that share it.
+Does not send anything to a device and does not run anything.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from manylora.executor.sequences import Composition, Rows, SequenceTable
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.ops import AttentionRows, LoraSegments
 from manylora.kernels.shapes import AdapterGeometry
-from manylora.types import BASE
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -148,12 +147,15 @@ class InputBuilder:
         )
 
     def _segments(self, adapters: np.ndarray, first: np.ndarray, ends: np.ndarray) -> LoraSegments | None:
-        """The runs of equal ``adapters`` among sorted rows, the base model's left out."""
-        edges = np.flatnonzero(adapters != np.concatenate(([BASE], adapters[:-1])))
-        if len(edges) == 0:
-            return None
+        """The runs of equal ``adapters`` among sorted rows, but for those that the weights are right for: the
+        merged adapter's, where one is, else the base model's."""
+        edges = np.flatnonzero(np.diff(adapters, prepend=adapters[0] - 1))
         start = first[edges]
         length = (np.concatenate((start[1:], ends[-1:])) - start).astype(np.int32)
+        others = adapters[edges] != self._tables.merged
+        edges, start, length = edges[others], start[others], length[others]
+        if len(edges) == 0:
+            return None
         rows = self._tables.rows(adapters[edges].tolist())
         key = (self._tables.version, start.tobytes(), length.tobytes(), rows.tobytes())
         if key != self._lora_key:

@@ -7,13 +7,17 @@ the host. Does not read weights and does not choose pages.
 from __future__ import annotations
 
 import bisect
+import dataclasses
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 
 from manylora.adapters.pack import AdapterLayout
+from manylora.adapters.pairs import Placed, correction, nothing
 from manylora.devices.device import Device
-from manylora.types import AdapterId
+from manylora.kernels.shapes import AdapterGeometry
+from manylora.types import BASE, AdapterId
 
 _FIRST_CELLS = 4096
 _FIRST_ROWS = 16
@@ -54,20 +58,37 @@ class RangeAllocator:
         self.give(old, capacity - old)
 
 
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Held:
+    """An entry: its row, its first cell in the table, and what it was made of."""
+
+    row: int
+    first: int
+    placed: Placed
+
+
 class AdapterTables:
     """Entries of resident adapters. Used by the step loop's thread only; writes are ordered with its steps.
 
-    ``version`` changes whenever an entry does: what was built from an older one is to be built again.
+    While an adapter is merged into the base's weights its own rows need no entry, and all others, the base's too,
+    need one that takes it off again (``pair``). ``version`` changes whenever an entry does: what was built from an
+    older one is to be built again.
     """
 
-    def __init__(self, device: Device, num_projections: int, num_layers: int) -> None:
+    def __init__(self, device: Device, geometry: AdapterGeometry) -> None:
         self._device = device
+        self._geometry = geometry
         self._ranges = RangeAllocator(_FIRST_CELLS)
-        self._held: dict[AdapterId, tuple[int, int, int]] = {}  # row, first cell, number of cells
+        self._held: dict[AdapterId, _Held] = {}
+        self._paired: dict[
+            AdapterId, _Held
+        ] = {}  # by the adapter beside the merged one; BASE: beside it none
         self._free_rows: list[int] = []
+        num_projections = len(geometry.projections)
         self._records = np.zeros((0, num_projections, 4), dtype=np.int64)
-        self._scales = np.zeros((0, num_projections, 2, num_layers), dtype=np.float32)
+        self._scales = np.zeros((0, num_projections, 2, geometry.page.layers), dtype=np.float32)
         self.cells = torch.zeros(_FIRST_CELLS, dtype=torch.int64, device=device.torch_device)
+        self.merged: AdapterId = BASE
         self.version = 0
 
     def __contains__(self, adapter: AdapterId) -> bool:
@@ -76,28 +97,54 @@ class AdapterTables:
     def put(self, adapter: AdapterId, layout: AdapterLayout, offsets: np.ndarray) -> None:
         """Add an entry, in place of the adapter's old one. ``offsets``: ``cell_offsets`` of its pages."""
         self.drop(adapter)
-        first = self._take_cells(len(offsets))
-        self.cells[first : first + len(offsets)].copy_(self._device.upload(offsets))
-        row = self._take_row()
-        records = layout.records.copy()
-        records[records[:, 2] > 0, :2] += first
-        self._records[row] = records
-        self._scales[row] = layout.scales
-        self._held[adapter] = (row, first, len(offsets))
-        self.version += 1
+        self._held[adapter] = self._enter(Placed(layout, offsets))
 
     def drop(self, adapter: AdapterId) -> None:
-        """Forget an entry (unknown ones are ignored). Its cells are reused by a later ``put``."""
-        held = self._held.pop(adapter, None)
-        if held is not None:
-            row, first, count = held
-            self._free_rows.append(row)
-            self._ranges.give(first, count)
-            self.version += 1
+        """Forget an entry (unknown ones are ignored). Its cells are reused by a later ``put``. The merged
+        adapter's goes when it is merged no longer."""
+        if adapter == self.merged:
+            self.merge(BASE)
+        for entries in (self._held, self._paired):
+            held = entries.pop(adapter, None)
+            if held is not None:
+                self._leave(held)
+
+    def merge(self, adapter: AdapterId) -> None:
+        """This adapter, which is resident, is merged from now on; BASE: none is."""
+        if adapter == self.merged:
+            return
+        for held in self._paired.values():
+            self._leave(held)
+        self._paired = {}
+        self.merged = adapter
+        self.version += 1
+
+    def pair(self, adapters: Iterable[AdapterId]) -> None:
+        """While an adapter is merged: have the entries that rows of these need. Those that are not resident are
+        left to ``rows``."""
+        if self.merged == BASE:
+            return
+        for adapter in adapters:
+            if adapter in self._paired or adapter == self.merged:
+                continue
+            if adapter == BASE:
+                own = nothing(self._geometry)
+            elif adapter in self._held:
+                own = self._held[adapter].placed
+            else:
+                continue
+            merged = self._held[self.merged].placed
+            self._paired[adapter] = self._enter(correction(merged, own, self._geometry))
 
     def rows(self, adapters: list[AdapterId]) -> np.ndarray:
-        """int64 [S]: the adapters' rows, for ``segments``. Raises KeyError for one that is not resident."""
-        return np.array([self._held[adapter][0] for adapter in adapters], dtype=np.int64)
+        """int64 [S]: the adapters' rows, for ``entries``. Raises KeyError for one that is not resident, or, while
+        another is merged, not paired."""
+        entries = self._held if self.merged == BASE else self._paired
+        return np.array([entries[adapter].row for adapter in adapters], dtype=np.int64)
+
+    def own_row(self, adapter: AdapterId) -> int:
+        """The adapter's own row, whatever is merged. Raises KeyError for one that is not resident."""
+        return self._held[adapter].row
 
     def entries(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Records int64 [S, P, 4], positions in ``cells``, and scales float32 [S, P, 2, L]: copies."""
@@ -114,6 +161,26 @@ class AdapterTables:
             cells[: len(self.cells)].copy_(self.cells)
             self.cells = cells
             self._ranges.grow(num_cells)
+
+    def _enter(self, placed: Placed) -> _Held:
+        layout, offsets = placed.layout, placed.offsets
+        first = 0
+        if len(offsets):
+            first = self._take_cells(len(offsets))
+            self.cells[first : first + len(offsets)].copy_(self._device.upload(offsets))
+        row = self._take_row()
+        records = layout.records.copy()
+        records[records[:, 2] > 0, :2] += first
+        self._records[row] = records
+        self._scales[row] = layout.scales
+        self.version += 1
+        return _Held(row, first, placed)
+
+    def _leave(self, held: _Held) -> None:
+        self._free_rows.append(held.row)
+        if len(held.placed.offsets):
+            self._ranges.give(held.first, len(held.placed.offsets))
+        self.version += 1
 
     def _take_cells(self, count: int) -> int:
         first = self._ranges.take(count)

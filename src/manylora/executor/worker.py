@@ -28,6 +28,7 @@ from manylora.devices.preparation import PREPARATION
 from manylora.executor.forward import EagerSteps, Forward
 from manylora.executor.graphs import GraphLimits, Progress, StepGraphs
 from manylora.executor.inputs import InputBuilder
+from manylora.executor.merging import Merging
 from manylora.executor.reader import AdapterReader, Landed
 from manylora.executor.sampler import Results, draw, most_likely
 from manylora.executor.sequences import Expected, Rows, SequenceTable, Undo
@@ -37,6 +38,7 @@ from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.arena import Arena
 from manylora.memory.copier import Copier, one_line
 from manylora.memory.host import HostPool
+from manylora.memory.pristine import Pristine
 from manylora.models.decoder import Decoder
 from manylora.protocol import (
     DEVICE_COMMANDS,
@@ -55,13 +57,15 @@ from manylora.protocol import (
     ReadAdapter,
     ReportState,
     RunStep,
+    SetMerged,
     StepDone,
     StepResult,
     SwapPages,
+    SwitchDone,
     VerifyAdapter,
     handlers,
 )
-from manylora.types import AdapterId, SequenceId, TokenLogprobs
+from manylora.types import BASE, AdapterId, SequenceId, TokenLogprobs
 
 _log = logging.getLogger(__name__)
 
@@ -118,7 +122,8 @@ class Worker:
         self._max_adapter_rank = max_adapter_rank
         self._specs: dict[AdapterId, AdapterSpec] = {}
         self._sequences = SequenceTable()
-        self._tables = AdapterTables(device, len(geometry.projections), geometry.page.layers)
+        self._tables = AdapterTables(device, geometry)
+        self._merging: Merging | None = None
         self._shards = shards
         self._parts = [
             _Part(
@@ -150,6 +155,38 @@ class Worker:
         if self._in_flight:
             self._tell(self._in_flight.popleft()())
 
+    # ------------------------------------------------------------ merged weights
+
+    def use_merging(self, pristine: Pristine) -> None:
+        """Obey SetMerged from now on; before the first step and before ``use_graphs``. ``pristine``: of the
+        decoder's linears. The worker closes it."""
+        assert self._forward is not None
+        self._merging = Merging(
+            self._forward.decoder,
+            pristine,
+            self._arena,
+            self._tables,
+            self._geometry,
+            self._device,
+            self._copier.turns,
+        )
+
+    def set_merged(self, command: SetMerged) -> None:
+        """Carries out SetMerged. Raises RuntimeError where the base's weights are lost."""
+        if self._merging is None or self._forward is None:
+            error = "the executor is closed" if self._forward is None else "merging is off"
+            self._tell(SwitchDone(command.switch, False, error=error))
+            return
+        self._enter_landed()
+        self._merging.switch(command, self._tell)
+
+    def _check_merged(self, step: RunStep) -> None:
+        """Raises ValueError where the step is meant for other weights than there are."""
+        if self._merging is not None:
+            self._merging.check(step.merged)
+        elif step.merged != BASE:
+            raise ValueError(f"the step names adapter {step.merged} as merged, but merging is off")
+
     # ------------------------------------------------------------ steps
 
     def use_graphs(self, limits: GraphLimits, scratch_page: int, progress: Progress | None = None) -> None:
@@ -166,23 +203,30 @@ class Worker:
             _log.warning("decoding steps run eagerly: %s", error)
             return
         if self._device.captures:
-            # A table that moves must be captured again: make room for all that the pool can hold, within reason.
-            self._tables.reserve(min(self._arena.num_pages * self._geometry.cells_per_page, _MOST_CELLS))
+            # A table that moves must be captured again: make room for all that the pool can hold, within reason,
+            # and for as much again where they are entered beside a merged adapter.
+            num_cells = self._arena.num_pages * self._geometry.cells_per_page
+            self._tables.reserve(min(num_cells * (1 + limits.has_second_scales), _MOST_CELLS))
             graphs.capture_all(progress)
         self._graphs = graphs
 
     def run_step(self, step: RunStep) -> None:
-        """Carries out RunStep."""
+        """Carries out RunStep. Raises RuntimeError where the base's weights are lost."""
+        merged = BASE if self._merging is None else self._merging.settle()
         began = time.perf_counter()
         started: list[SequenceId] = []
         changes: Undo = []
         try:
+            self._check_merged(step)
             self._enter_landed()
+            self._tables.merge(merged)
             for start in step.starts:
                 self._sequences.start(start)
                 started.append(start.sequence)
             self._sequences.update_pages(step.rows, changes)
             rows = self._sequences.rows(step.rows)
+            if merged != BASE:
+                self._tables.pair(np.unique(self._sequences.adapters[rows.composition.slots]).tolist())
             sampled = self._run(rows)
             # What other samples drew comes back as their own SequenceStart.
             expected = self._sequences.expect(rows)
@@ -403,6 +447,8 @@ class Worker:
             return
         self._reader.close()
         self._copier.close()
+        if self._merging is not None:
+            self._merging.close()
         try:
             self._device.synchronize()
         except RuntimeError:

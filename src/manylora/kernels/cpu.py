@@ -28,6 +28,7 @@ from manylora.kernels.ops import (
     ComposedLora,
     HeadNorm,
     LoraSegments,
+    MergePlan,
     Rotary,
     Summands,
     of_adapters,
@@ -35,6 +36,9 @@ from manylora.kernels.ops import (
 )
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
 from manylora.kernels.weight import Weight
+
+_MERGED_ELEMENTS = 2**18
+"""Elements of a weight that are merged at a time: their sums stay in the processor's cache."""
 
 
 class _Scratch(threading.local):
@@ -150,6 +154,29 @@ class CpuOps(ComposedLora):
         torch.index_select(pieces[offset:], 0, block.pieces, out=scratch)
         return scratch.view(-1, plan.geometry.cell_elements)
 
+    def merge_linear(
+        self,
+        merged: torch.Tensor,
+        pristine: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        group: ProjectionGroup,
+        plan: MergePlan,
+    ) -> None:
+        most = max(1, _MERGED_ELEMENTS // group.in_features)
+        for place, projection, first_a, first_b, rank, scale in plan.parts(group, layer):
+            begin, end = group.offsets[place], group.offsets[place + 1]
+            if rank == 0:
+                merged[begin:end].copy_(pristine[begin:end])
+                continue
+            lies = (of_adapters(pool, merged.dtype), layer, plan)
+            a = _adapter_rows(*lies, first_a, rank, projection.in_features)
+            b = _adapter_rows(*lies, first_b, rank, projection.out_features)
+            for row in range(begin, end, most):
+                last = min(row + most, end)
+                update = b[:, row - begin : last - begin].T @ a
+                merged[row:last].copy_(update.mul_(scale).add_(pristine[row:last]))
+
     # ---- small operations ------------------------------------------------------------------------------
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -196,6 +223,18 @@ class CpuOps(ComposedLora):
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+
+def _adapter_rows(
+    pool: torch.Tensor, layer: int, plan: MergePlan, first: int, rank: int, elements: int
+) -> torch.Tensor:
+    """The ``[rank, elements]`` matrix whose cells start at entry ``first`` of the cell table, in float32."""
+    geometry = plan.geometry
+    piece = geometry.alignment
+    begins = plan.cells[first : first + rank * geometry.cells(elements)] + layer * geometry.slab_elements
+    pieces = (begins // piece)[:, None] + torch.arange(geometry.cell_elements // piece)
+    rows = pool.view(-1, piece).index_select(0, pieces.view(-1)).view(rank, -1)[:, :elements]
+    return rows.double() if pool.dtype is torch.float64 else rows.float()
 
 
 def _add_one(

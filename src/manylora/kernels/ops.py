@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
+from manylora.kernels.shapes import AdapterGeometry, PageShape, Projection, ProjectionGroup
 from manylora.kernels.weight import Weight
 
 
@@ -76,6 +76,44 @@ class LoraSegments:
         kept, first, count = np.unique(segment[adapted], return_index=True, return_counts=True)
         start, length = adapted[first].astype(np.int32), count.astype(np.int32)
         return LoraSegments(start, length, self.records[kept], self.scales[kept], self.cells)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MergePlan:
+    """One pass over the base's weights: which projections' rows are written, and of which adapter.
+
+    ``wanted`` bool [P]: others keep theirs. ``records`` int64 [P, 4] and ``scales`` float32 [P, 2, L]: a
+    segment's, as in LoraSegments, without rows of the second scale. Rank 0: the rows become the pristine ones,
+    bit for bit. ``cells``: LoraSegments'.
+    """
+
+    wanted: np.ndarray
+    records: np.ndarray
+    scales: np.ndarray
+    cells: torch.Tensor
+    geometry: AdapterGeometry
+
+    def parts(self, group: ProjectionGroup, layer: int) -> list[MergePart]:
+        """The group's projections whose rows are written."""
+        found = []
+        for place, projection in enumerate(group.projections):
+            index = self.geometry.projections.index(projection)
+            if self.wanted[index]:
+                first_a, first_b, rank, _ = self.records[index].tolist()
+                scale = float(self.scales[index, 0, layer])
+                found.append(MergePart(place, projection, first_a, first_b, rank, scale))
+        return found
+
+
+class MergePart(NamedTuple):
+    """One projection of a MergePlan in one layer; ``place``: in its group."""
+
+    place: int
+    projection: Projection
+    first_a: int
+    first_b: int
+    rank: int
+    scale: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +246,19 @@ class Ops(Protocol):
         plan: Any | None,
     ) -> torch.Tensor:
         """``silu_mul`` of ``lora_summands``, whose group is gate and up; ``[T, I]``."""
+
+    def merge_linear(
+        self,
+        merged: torch.Tensor,
+        pristine: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        group: ProjectionGroup,
+        plan: MergePlan,
+    ) -> None:
+        """In place: the rows of ``merged`` of every projection p that the plan wants become ``pristine + scale_p
+        * B_p^T A_p``, summed in float32 and rounded once. Both ``[sum(out), in]`` of the group, contiguous, of
+        the adapter's dtype; they may be the same memory. Waits for nothing."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMSNorm over the last dimension, variance in float32, as transformers' LlamaRMSNorm."""

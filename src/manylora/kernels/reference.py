@@ -16,6 +16,7 @@ from manylora.kernels.ops import (
     ComposedLora,
     HeadNorm,
     LoraSegments,
+    MergePlan,
     Rotary,
     Summands,
     of_adapters,
@@ -129,6 +130,25 @@ class ReferenceOps(ComposedLora):
                             total + wide(x[start : start + length]) @ wide(a[rows]).T @ wide(b[rows]) * scale
                         )
                 columns.copy_(total)
+
+    def merge_linear(
+        self,
+        merged: torch.Tensor,
+        pristine: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        group: ProjectionGroup,
+        plan: MergePlan,
+    ) -> None:
+        for place, projection, first_a, first_b, rank, scale in plan.parts(group, layer):
+            mine = slice(group.offsets[place], group.offsets[place + 1])
+            rows = pristine[mine]
+            if rank:
+                lies = (pool, pristine.dtype, layer, plan.geometry, plan.cells)
+                a = self._rows(*lies, first_a, rank, projection.in_features)
+                b = self._rows(*lies, first_b, rank, projection.out_features)
+                rows = wide(rows) + wide(b).T @ wide(a) * scale
+            merged[mine].copy_(rows)
 
     @staticmethod
     def _rows(

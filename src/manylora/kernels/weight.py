@@ -5,8 +5,10 @@ Owns the one way to change a weight. Does not know which linear it belongs to, n
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
+from collections.abc import Iterator
 
 import torch
 
@@ -41,5 +43,14 @@ class Weight:
                 f"a weight of shape {list(mine.shape)} and {mine.dtype} cannot hold "
                 f"shape {list(data.shape)} and {data.dtype}"
             )
-        mine.copy_(data)
-        self.version += 1
+        with self.rewriting():
+            mine.copy_(data)
+
+    @contextlib.contextmanager
+    def rewriting(self) -> Iterator[torch.Tensor]:
+        """The memory, for its owner to write to; ordered with the device's other work. A new version afterwards,
+        whether or not all went well."""
+        try:
+            yield self.data
+        finally:
+            self.version += 1

@@ -13,28 +13,49 @@ from manylora.devices.device import Device
 SMALLEST_POOL_PAGES = 4
 """Room for a small adapter and a few tokens: with less nothing useful runs."""
 
+PRISTINE_SHARE = 0.15
+"""Where a copy of the base's weights takes more of the pool than this, it goes to the host unless told
+otherwise."""
+
+_COPY = "a copy of the base's weights"
 _CPU_SHARE, _CPU_LARGEST_BYTES = 0.25, 4 * 2**30
 _CUDA_SHARE = 0.90
 _HOST_SHARE = {"cpu": 0.25, "cuda": 0.5}
 _HOST_LARGEST_BYTES = {"cpu": 4 * 2**30, "cuda": 64 * 2**30}
 
 
-def pool_bytes(device: Device, asked: int | None, activation_bytes: int) -> int:
+def pool_bytes(device: Device, asked: int | None, activation_bytes: int, pristine_bytes: int = 0) -> int:
     """Bytes for the pool: as asked, else the device's default share of what is free now.
 
-    ``activation_bytes``: what a step may need beside the pool. Call it when the weights are loaded. Raises
-    ConfigError when more is asked for than is free.
+    ``activation_bytes``: what a step may need beside the pool; ``pristine_bytes``: what a copy of the base's
+    weights will take on this device. A default on CUDA is smaller by it. Call it when the weights are loaded.
+    Raises ConfigError when more is asked for than is free.
     """
     free = device.free_bytes()
     if asked is not None:
-        if asked > free:
+        if asked + pristine_bytes > free:
+            beside = f"{_COPY} of {in_mib(pristine_bytes)} beside " if pristine_bytes else ""
             raise ConfigError(
-                f"a pool of {in_mib(asked)} does not fit: {in_mib(free)} are free ({device.name})"
+                f"{beside}a pool of {in_mib(asked)} does not fit: {in_mib(free)} are free ({device.name})"
             )
         return asked
     if device.torch_device.type == "cpu":
         return min(_CPU_LARGEST_BYTES, int(free * _CPU_SHARE))
-    return max(0, int(free * _CUDA_SHARE) - activation_bytes)
+    return max(0, int(free * _CUDA_SHARE) - activation_bytes - pristine_bytes)
+
+
+def pristine_place(
+    wanted: str, device: Device, asked_pool: int | None, activation_bytes: int, pristine_bytes: int
+) -> Literal["device", "host"]:
+    """Where a copy of the base's weights goes: as wanted (``device``, ``host``), else (``auto``) to the device
+    where it takes little of what the pool would get. Call it when ``pool_bytes`` is due."""
+    if wanted == "host":
+        return "host"
+    if wanted == "device" or device.torch_device.type == "cpu":
+        return "device"
+    pool = pool_bytes(device, asked_pool, activation_bytes)
+    fits = asked_pool is None or asked_pool + pristine_bytes <= device.free_bytes()
+    return "device" if fits and pristine_bytes <= PRISTINE_SHARE * pool else "host"
 
 
 def pool_pages(num_bytes: int, page_bytes: int) -> int:
@@ -49,19 +70,31 @@ def pool_pages(num_bytes: int, page_bytes: int) -> int:
 
 
 def host_pool_pages(
-    machine: Device, asked: int | None, kind: Literal["cpu", "cuda"], promised_bytes: int, page_bytes: int
+    machine: Device,
+    asked: int | None,
+    kind: Literal["cpu", "cuda"],
+    promised_bytes: int,
+    page_bytes: int,
+    pristine_bytes: int = 0,
 ) -> int:
     """Pages for the host pool: as many as were asked for, else the default share of what is free now.
 
     ``machine``: the CPU as a device, whatever the engine runs on; ``kind``: what it runs on; ``promised_bytes``:
-    what the device's pool will take of the machine's memory as it fills. 0 when not even one page fits. Raises
-    ConfigError when more is asked for than is free.
+    what the device's pool will take of the machine's memory as it fills; ``pristine_bytes``: what a copy of the
+    base's weights will take of it, by which a default is smaller where the engine runs on CUDA. 0 when not even
+    one page fits. Raises ConfigError when more is asked for than is free.
     """
     free = max(0, machine.free_bytes() - promised_bytes)
+    if pristine_bytes > free:
+        raise ConfigError(f"{_COPY} of {in_mib(pristine_bytes)} does not fit: {in_mib(free)} are free")
     if asked is None:
-        asked = min(_HOST_LARGEST_BYTES[kind], int(free * _HOST_SHARE[kind]))
-    elif asked > free:
-        beside = f" beside the device's pool of {in_mib(promised_bytes)}" if promised_bytes else ""
+        default = min(_HOST_LARGEST_BYTES[kind], int(free * _HOST_SHARE[kind]))
+        return max(0, default - (pristine_bytes if kind == "cuda" else 0)) // page_bytes
+    free -= pristine_bytes
+    if asked > free:
+        others = [f"the device's pool of {in_mib(promised_bytes)}"] * bool(promised_bytes)
+        others += [f"{_COPY} of {in_mib(pristine_bytes)}"] * bool(pristine_bytes)
+        beside = f" beside {' and '.join(others)}" if others else ""
         raise ConfigError(f"a host pool of {in_mib(asked)} does not fit: {in_mib(free)} are free{beside}")
     return asked // page_bytes
 

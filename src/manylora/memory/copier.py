@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from manylora.devices.device import CopyLane, Device
 from manylora.memory.arena import Arena
 from manylora.memory.host import HostPool
+from manylora.memory.turns import Turns
 from manylora.protocol import CopyDone, SwapPages
 from manylora.types import PageId
 
@@ -53,6 +54,8 @@ class Copier:
             True: _Lane("copy-in", device.copy_lane()),
             False: _Lane("copy-out", device.copy_lane()),
         }
+        self.turns = Turns()
+        """Of copies to the device, with whatever else goes there."""
         self._settled = device.issued()
         self._closing = False
 
@@ -72,7 +75,13 @@ class Copier:
         """
         lane = self._lanes[command.to_device]
         after = self._settled if command.to_device else self._device.issued()
-        lane.issuing.submit(self._issue, lane, command, after, landed, done)
+        if command.to_device:
+            self.turns.begin_copy()
+        try:
+            lane.issuing.submit(self._issue, lane, command, after, landed, done)
+        except RuntimeError:
+            self._count(command, landed=False)
+            raise
 
     def close(self) -> None:
         """Break copies off, answer every one that is left, end the threads. Idempotent."""
@@ -130,9 +139,15 @@ class Copier:
                 landed()
         except Exception as failure:
             error = error or one_line(failure)
+        self._count(command, landed=not error)
         if error and error != _CLOSING:
             _log.warning("copy %d failed: %s", command.copy, error)
         done(CopyDone(command.copy, not error, seconds, error))
+
+    def _count(self, command: SwapPages, landed: bool) -> None:
+        """The copy, whose turn had begun, has ended."""
+        if command.to_device:
+            self.turns.end_copy(len(command.pairs) * self._host.shape.page_bytes if landed else 0)
 
 
 def merged(

@@ -49,7 +49,7 @@ class HostPool:
         # Chunks begin at the system's page boundaries too.
         step = mmap.PAGESIZE // math.gcd(page.page_bytes, mmap.PAGESIZE)
         self.chunk_pages = step * max(1, chunk_bytes // (step * page.page_bytes))
-        self._bytes: torch.Tensor | None = _shared_memory(num_pages * page.page_bytes)
+        self._bytes: torch.Tensor | None = shared_memory(num_pages * page.page_bytes, "a host pool")
         self._device = device
         self._pinned: list[torch.Tensor] = []
         self._closing = threading.Event()
@@ -119,12 +119,13 @@ class HostPool:
         _log.info("pinned the host pool in %.1f s", time.perf_counter() - began)
 
 
-def _shared_memory(num_bytes: int) -> torch.Tensor:
-    """Zeros, uint8, a whole number of the system's pages; unmapped with the last view."""
+def shared_memory(num_bytes: int, purpose: str) -> torch.Tensor:
+    """Zeros, uint8, a whole number of the system's pages; unmapped with the last view. ``purpose``: for people.
+    Raises ConfigError when the system does not give the memory."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     rounded = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
         return torch.frombuffer(mmap.mmap(-1, rounded), dtype=torch.uint8)
     except (OSError, OverflowError, ValueError) as error:
-        raise ConfigError(f"no memory for a host pool of {in_mib(num_bytes)}: {error}") from error
+        raise ConfigError(f"no memory for {purpose} of {in_mib(num_bytes)}: {error}") from error

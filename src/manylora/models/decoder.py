@@ -58,6 +58,11 @@ class Decoder:
     def layer_prefix(self) -> str:
         return self.config.names.layer_prefix
 
+    @property
+    def linears(self) -> tuple[LoraLinear, ...]:
+        """Those that adapters may be on, layer by layer."""
+        return tuple(linear for layer in self.layers for linear in layer.linears)
+
     def page_shape(self, page_tokens: int, itemsize: int) -> PageShape:
         """One page of this model's KV; ``itemsize`` is the pool dtype's, in bytes."""
         return self.config.page_shape(page_tokens, itemsize)

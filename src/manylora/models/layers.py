@@ -117,6 +117,10 @@ class Attention:
     scale: float
     window: int | None
 
+    @property
+    def linears(self) -> tuple[LoraLinear, ...]:
+        return self.qkv, self.out
+
     def mixed(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """The heads' results side by side, ``[T, heads * head_dim]``, before ``out``."""
         sizes = [p.out_features for p in self.qkv.group.projections]
@@ -151,6 +155,10 @@ class GatedMlp:
     gate_up: LoraLinear
     down: LoraLinear
 
+    @property
+    def linears(self) -> tuple[LoraLinear, ...]:
+        return self.gate_up, self.down
+
     def __call__(self, x: torch.Tensor, step: Step) -> Summands:
         return self.down(self.gate_up.gated(x, step), step)
 
@@ -163,12 +171,20 @@ class PlainMlp:
     second: LoraLinear
     activation: Callable[[torch.Tensor], torch.Tensor]
 
+    @property
+    def linears(self) -> tuple[LoraLinear, ...]:
+        return self.first, self.second
+
     def __call__(self, x: torch.Tensor, step: Step) -> Summands:
         return self.second(self.activation(self.first(x, step).whole), step)
 
 
 class Layer(Protocol):
     """One decoder layer. The stream's value is x + residual (x alone where residual is None)."""
+
+    @property
+    def linears(self) -> tuple[LoraLinear, ...]:
+        """Those that adapters may be on."""
 
     def __call__(
         self, x: Summands, residual: torch.Tensor | None, step: Step, rows: torch.Tensor | None = None
@@ -187,6 +203,10 @@ class PreNormLayer:
     attention: Attention
     mlp_norm: Norm
     mlp: GatedMlp | PlainMlp
+
+    @property
+    def linears(self) -> tuple[LoraLinear, ...]:
+        return self.attention.linears + self.mlp.linears
 
     def __call__(
         self, x: Summands, residual: torch.Tensor | None, step: Step, rows: torch.Tensor | None = None
@@ -207,6 +227,10 @@ class PostNormLayer:
     attention_norm: Norm
     mlp: GatedMlp | PlainMlp
     mlp_norm: Norm
+
+    @property
+    def linears(self) -> tuple[LoraLinear, ...]:
+        return self.attention.linears + self.mlp.linears
 
     def __call__(
         self, x: Summands, residual: torch.Tensor | None, step: Step, rows: torch.Tensor | None = None

@@ -12,9 +12,10 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple, Protocol, get_args, overload
 
-from manylora.protocol.events import AdapterRead, CopyDone, Event, StepDone, Timer
+from manylora.protocol.events import AdapterRead, CopyDone, Event, StepDone, SwitchDone, Timer
 from manylora.reports import Counters, Snapshot
 from manylora.types import (
+    BASE,
     AdapterId,
     CopyId,
     PageId,
@@ -22,6 +23,7 @@ from manylora.types import (
     RequestId,
     SamplingParams,
     SequenceId,
+    SwitchId,
 )
 
 Tier = Literal["device", "host"]
@@ -68,11 +70,15 @@ step_row = functools.partial(tuple.__new__, StepRow)
 
 @dataclasses.dataclass(slots=True)  # like StepDone
 class RunStep:
-    """Run one batch. ``starts`` come before the rows that use them."""
+    """Run one batch. ``starts`` come before the rows that use them.
+
+    ``merged``: the adapter whose merged weights it runs on, which the last SetMerged named; BASE: none.
+    """
 
     step: int
     starts: tuple[SequenceStart, ...]
     rows: tuple[StepRow, ...]
+    merged: AdapterId = BASE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,6 +120,18 @@ class SwapPages:
     to_device: bool
     pairs: tuple[tuple[PageId, PageId], ...]
     adapter: AdapterId | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SetMerged:
+    """From the next step on the base's weights are with this adapter merged into them; BASE: as they were loaded.
+
+    Ordered after the steps issued before and before those issued later; answered with SwitchDone. The adapter is
+    resident from now until the answer to the SetMerged that ends this.
+    """
+
+    switch: SwitchId
+    adapter: AdapterId
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -252,7 +270,7 @@ class ReportState:
 
 
 DeviceCommand = (
-    RunStep | EndSequence | CopyPages | SwapPages | ReadAdapter | EvictAdapter
+    RunStep | EndSequence | CopyPages | SwapPages | ReadAdapter | EvictAdapter | SetMerged
     | InspectAdapter | VerifyAdapter | ForgetAdapter | ReportState
 )  # fmt: skip
 """An executor carries these out."""
@@ -264,7 +282,15 @@ EngineCommand = SetTimer | AdapterFreed | Decided | Report
 """The driver carries these out, or has its engine do it."""
 
 Command = (
-    RunStep | EndSequence | CopyPages | SwapPages | ReadAdapter | EvictAdapter | ClientCommand | EngineCommand
+    RunStep
+    | EndSequence
+    | CopyPages
+    | SwapPages
+    | ReadAdapter
+    | EvictAdapter
+    | SetMerged
+    | ClientCommand
+    | EngineCommand
 )
 """What a replica commands."""
 
@@ -296,11 +322,12 @@ def _method_of(kind: type) -> str:
 
 
 Ask = tuple[str, int]
-"""What is answered: ("step", its number), ("copy", its number), ("read", the adapter), ("timer", 0)."""
+"""What is answered: ("step", its number), ("copy", its number), ("read", the adapter), ("switch", its number),
+("timer", 0)."""
 
 
 @overload
-def ask_of(message: SwapPages | ReadAdapter | CopyDone | AdapterRead) -> Ask: ...
+def ask_of(message: SwapPages | ReadAdapter | SetMerged | CopyDone | AdapterRead | SwitchDone) -> Ask: ...
 @overload
 def ask_of(message: Command | DeviceCommand | Event) -> Ask | None: ...
 def ask_of(message: Command | DeviceCommand | Event) -> Ask | None:
@@ -312,6 +339,8 @@ def ask_of(message: Command | DeviceCommand | Event) -> Ask | None:
             return "copy", message.copy
         case ReadAdapter() | AdapterRead():
             return "read", message.adapter
+        case SetMerged() | SwitchDone():
+            return "switch", message.switch
         case SetTimer() | Timer():
             return "timer", 0
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from manylora.reports import Which
-from manylora.types import AdapterId, CopyId, Request, RequestId, SequenceId
+from manylora.types import AdapterId, CopyId, Request, RequestId, SequenceId, SwitchId
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,6 +87,20 @@ class CopyDone:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SwitchDone:
+    """A SetMerged has taken effect, or failed; then the weights are as they were loaded, whatever later steps
+    name, until the next SetMerged.
+
+    ``switch_s``: how long the device was taken up with it.
+    """
+
+    switch: SwitchId
+    ok: bool
+    switch_s: float = 0.0
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Timer:
     """The moment that the last SetTimer named has come (or has passed: a step may have been running)."""
 
@@ -98,4 +112,7 @@ class ReportDue:
     which: Which = "all"
 
 
-Event = Arrive | Abort | StepDone | AdapterRead | AdapterAdded | AdapterRemoved | CopyDone | Timer | ReportDue
+Event = (
+    Arrive | Abort | StepDone | AdapterRead | AdapterAdded | AdapterRemoved | CopyDone | SwitchDone | Timer
+    | ReportDue
+)  # fmt: skip

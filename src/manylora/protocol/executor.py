@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from manylora.protocol.commands import DeviceCommand
-from manylora.protocol.events import AdapterRead, CopyDone, StepDone
+from manylora.protocol.events import AdapterRead, CopyDone, StepDone, SwitchDone
 from manylora.types import AdapterId, SequenceId, TokenLogprobs
 
 
@@ -45,7 +45,7 @@ class ExecutorState:
     preparation_s: float = 0.0
 
 
-DeviceEvent = StepResult | CopyDone | AdapterRead | AdapterChecked | ExecutorState
+DeviceEvent = StepResult | CopyDone | AdapterRead | SwitchDone | AdapterChecked | ExecutorState
 """What an executor says."""
 
 
@@ -66,6 +66,11 @@ class Executor(Protocol):
     before steps issued later. An adapter that a SwapPages or a ReadAdapter brings to the device can be used by
     the first step after its answer. Every SwapPages, ReadAdapter and check is answered exactly once, also when it
     fails.
+
+    **Merging**: every SetMerged is answered with one SwitchDone. While an adapter is merged a step may hold rows
+    of others and of the base: these give what they give without merging, up to rounding. A switch that failed
+    leaves the weights as they were loaded; until the next SetMerged steps run on these, whatever they name, and
+    give the same. Where not even these weights can be had back, ``obey`` raises: the device is broken.
     """
 
     def connect(self, tell: Callable[[DeviceEvent], None]) -> None:

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from manylora.kernels.flashinfer_attention import PromptAttention
-from manylora.kernels.ops import AttentionRows, HeadNorm, LoraSegments, Rotary, Summands
+from manylora.kernels.ops import AttentionRows, HeadNorm, LoraSegments, MergePlan, Rotary, Summands
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
 from manylora.kernels.triton.attending import PagedAttention, flat_heads
 from manylora.kernels.triton.attention_plans import TritonAttentionPlan, TritonFixedAttention
@@ -20,6 +20,7 @@ from manylora.kernels.triton.dependent import launch_options
 from manylora.kernels.triton.elementwise import rms_norm_kernel, silu_mul_kernel, write_kv_kernel
 from manylora.kernels.triton.lora import AdaptedLinears, TritonFixedLora, lora_kernels_on
 from manylora.kernels.triton.lora_launch import LoraKernels, LoraPlan
+from manylora.kernels.triton.merging import merge_linear
 from manylora.kernels.triton.placing import rotate_and_store_kernel
 from manylora.kernels.triton.plans import power_of_two
 from manylora.kernels.triton.products import Products
@@ -133,10 +134,13 @@ class TritonOps:
         cells: torch.Tensor,
         device: torch.device,
         num_rows: int | None = None,
+        num_scales: int = 1,
     ) -> TritonFixedLora:
         """A plan for captured steps of at most so many tokens, in at most ``num_rows`` segments of any length
-        (None: decoding, one a token), and ranks up to ``max_rank``; ``cells`` must stay where it is."""
-        return TritonFixedLora(self._adapted(device).kernels, num_tokens, max_rank, geometry, cells, num_rows)
+        (None: decoding, one a token), and ranks up to ``max_rank``; ``cells`` must stay where it is.
+        ``num_scales``: 2 where segments may have the second."""
+        kernels = self._adapted(device).kernels
+        return TritonFixedLora(kernels, num_tokens, max_rank, geometry, cells, num_rows, num_scales)
 
     def lora(
         self,
@@ -177,6 +181,17 @@ class TritonOps:
             return self.silu_mul(self.linear(x, weight, bias))
         linears = self._adapted(x.device)
         return linears.gated(x, weight, bias, pool, layer, group, plan, self.silu_mul)
+
+    def merge_linear(
+        self,
+        merged: torch.Tensor,
+        pristine: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        group: ProjectionGroup,
+        plan: MergePlan,
+    ) -> None:
+        merge_linear(merged, pristine, pool, layer, group, plan)
 
     # ---- small operations ------------------------------------------------------------------------------
 

@@ -1,0 +1,106 @@
+"""Whether one adapter's weights are merged into the base's while it has the requests, and by which rules."""
+
+import dataclasses
+from typing import Annotated, NamedTuple
+
+from manylora.config.declaring import ConfigError, Count, Seconds, Section, check_rules, setting
+from manylora.rules import FINITE, at_least, less_than, more_than, one_of
+
+MERGE_MODES = ("unmerged", "merged", "dlora", "manylora")
+
+Ratio = Annotated[float, more_than(0), FINITE]
+
+
+class StepTimes(NamedTuple):
+    """Seconds of a step of ``num_rows`` rows and ``num_tokens`` tokens, measured before serving.
+
+    ``unmerged_s``: all rows of one adapter, none merged; ``merged_s``: of the merged adapter, so as of the base
+    alone; ``mixed_s``: of another adapter than the merged one, where such rows may run, else 0.
+    """
+
+    num_rows: int
+    num_tokens: int
+    unmerged_s: float
+    merged_s: float
+    mixed_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MergeTimes:
+    """What the device takes, as it was measured before serving; no user's to give.
+
+    ``steps_wait``: no step may be commanded between SetMerged and its SwitchDone, since the copy of the pristine
+    weights is in host memory. ``merge_s``: a switch from the base to an adapter; ``restore_s``: back.
+    """
+
+    steps_wait: bool = False
+    merge_s: Annotated[float, at_least(0), FINITE] = 0.0
+    restore_s: Annotated[float, at_least(0), FINITE] = 0.0
+    steps: tuple[StepTimes, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MergeConfig(Section):
+    """When an adapter is merged (dLoRA §4). The numbers of ``dlora`` are its authors', where they give any."""
+
+    mode: Annotated[str, one_of(MERGE_MODES)] = setting(
+        "unmerged",
+        "merge an adapter into the base's weights while most requests are its: unmerged (never), merged (always "
+        "the oldest request's), dlora (dLoRA's thresholds and credits), manylora (when measured times say that it "
+        "pays)",
+        name="merge",
+    )
+    copy: Annotated[str, one_of(("auto", "device", "host"))] = setting(
+        "auto",
+        "where the base's own weights are kept: on the device (a switch takes some ms), in pinned host memory, or "
+        "(auto) on the device where they take at most 15%% of what the pool would get",
+        name="merge_copy",
+    )
+    minority: Annotated[str, one_of(("wait", "unmerge", "mixed"))] = setting(
+        "unmerge",
+        "--merge manylora: while an adapter is merged, requests of others wait, end it, or run beside it with a "
+        "correction",
+        name="merge_minority",
+    )
+    mixed_16bit: bool = setting(
+        False,
+        "allow --merge-minority mixed with 16-bit weights, where requests of others then see the rounding of the "
+        "merged weights",
+        name="merge_mixed_16bit",
+    )
+    starve_s: Seconds = setting(
+        2.0,
+        "how long requests wait at most since they are of another adapter: merged merges that of the oldest one "
+        "then, dlora sets its credits by it, manylora ends such a wait",
+        name="merge_starve",
+    )
+    alpha: Ratio = setting(
+        1.0,
+        "dlora: merge where an adapter's requests are more than this share of a batch, at first",
+        name="merge_alpha",
+    )
+    beta: Ratio = setting(
+        0.556, "dlora: unmerge where they are less than this share, at first", name="merge_beta"
+    )
+    dec: Annotated[float, more_than(0), less_than(1)] = setting(
+        0.05, "dlora: step by which a threshold that paid is moved", name="merge_dec"
+    )
+    mul: Annotated[float, more_than(1), FINITE] = setting(
+        1.1, "dlora: factor by which a threshold that did not pay is moved", name="merge_mul"
+    )
+    window: Count = setting(64, "dlora: steps after which the thresholds are tuned", name="merge_window")
+    times: MergeTimes = MergeTimes()
+
+    def __post_init__(self) -> None:
+        check_rules(self)
+        if self.alpha <= self.beta:
+            raise ConfigError(f"--merge-alpha ({self.alpha:g}) must be above --merge-beta ({self.beta:g})")
+
+    @property
+    def is_on(self) -> bool:
+        return self.mode != "unmerged"
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether steps may hold rows of others than the merged adapter."""
+        return self.mode == "manylora" and self.minority == "mixed"

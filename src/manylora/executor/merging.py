@@ -1,0 +1,202 @@
+"""What is merged into the base's weights, and the way from one state to the next.
+
+Owns the order in which weights are rewritten, and that none serves which is half done: a switch ends with the
+adapter merged, or with the weights as they were loaded, or the device counts as broken. With a copy of the
+pristine weights on the device a switch is one pass, issued like a step. With one on the host it goes on beside
+the step loop: first what differs comes back, then the adapter is merged over it. Does not choose adapters, and
+builds no batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from manylora.devices.device import Device, Elapsed
+from manylora.executor.tables import AdapterTables
+from manylora.kernels.ops import MergePlan
+from manylora.kernels.shapes import AdapterGeometry
+from manylora.memory.arena import Arena
+from manylora.memory.copier import one_line
+from manylora.memory.pristine import DevicePristine, HostPristine, WeightRows
+from manylora.memory.turns import Turns
+from manylora.models.decoder import Decoder
+from manylora.protocol import SetMerged, SwitchDone
+from manylora.types import BASE, AdapterId
+
+_log = logging.getLogger(__name__)
+
+
+class Merging:
+    """Merges adapters into the weights of a decoder's linears, in place. Used by the step loop's thread."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pristine: DevicePristine | HostPristine,
+        arena: Arena,
+        tables: AdapterTables,
+        geometry: AdapterGeometry,
+        device: Device,
+        turns: Turns,
+    ) -> None:
+        """``pristine``: of the weights of ``decoder.linears``, in their order. ``turns``: of copies to the
+        device."""
+        self._linears = decoder.linears
+        self._ops = decoder.ops
+        self._pristine = pristine
+        self._arena = arena
+        self._tables = tables
+        self._geometry = geometry
+        self._device = device
+        self._turns = turns
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="manylora-merge")
+        self._merged: AdapterId = BASE
+        self._may_name: AdapterId | None = BASE  # None: any
+        self._differs = np.zeros(len(geometry.projections), bool)  # projections that may not be pristine
+        self._beside: tuple[AdapterId, Future[str]] | None = None
+        self._broken = ""
+        self._closing = False
+
+    # ------------------------------------------------------------ the step loop's side
+
+    def settle(self) -> AdapterId:
+        """What is merged, once no switch goes on beside the step loop: waits for it. Raises RuntimeError where the
+        weights are lost."""
+        if self._beside is not None:
+            adapter, switching = self._beside
+            self._beside = None
+            self._note(adapter, switching.result())
+        if self._broken:
+            raise RuntimeError(f"the base's weights are lost: {self._broken}")
+        return self._merged
+
+    def check(self, named: AdapterId) -> None:
+        """Raises ValueError where a step names another adapter than the last switch did. After a switch that
+        failed steps may name any."""
+        if self._may_name not in (None, named):
+            raise ValueError(f"the step names adapter {named} as merged, the last switch {self._may_name}")
+
+    def switch(self, command: SetMerged, tell: Callable[[SwitchDone], None]) -> None:
+        """Carry out SetMerged after all that was issued. ``tell`` is called once, from another thread. Raises
+        RuntimeError where the weights are lost."""
+        self.settle()
+        elapsed, pristine, failed = self._device.measure(), self._pristine, ""
+        try:
+            plan = self._plan(command.adapter)
+        except KeyError:
+            plan, failed = self._plan(BASE), f"adapter {command.adapter} is not resident"
+        if isinstance(pristine, HostPristine):
+            args = pristine, command, plan, failed, self._device.issued(), elapsed, tell
+            self._beside = command.adapter, self._thread.submit(self._switch_beside, *args)
+            return
+        try:
+            self._write(plan, pristine)
+        except Exception as error:
+            failed = self._failed(command, error)
+            try:
+                self._write(self._plan(BASE), pristine)
+            except Exception as lost:
+                self._broken = one_line(lost)
+        self._note(command.adapter, failed)
+        self._thread.submit(self._answer, command, elapsed(), failed, tell)
+        self.settle()
+
+    def close(self) -> None:
+        """Break off what goes on, answer it, free the copy. The weights mean nothing then. Idempotent."""
+        self._closing = True
+        if isinstance(self._pristine, HostPristine):
+            self._pristine.close()
+        self._thread.shutdown(wait=True)
+        self._pristine.close()
+
+    def _note(self, adapter: AdapterId, failed: str) -> None:
+        self._merged, self._may_name = (BASE, None) if failed else (adapter, adapter)
+
+    # ------------------------------------------------------------ beside it
+
+    def _switch_beside(
+        self,
+        pristine: HostPristine,
+        command: SetMerged,
+        plan: MergePlan,
+        failed: str,
+        issued: object,
+        elapsed: Elapsed,
+        tell: Callable[[SwitchDone], None],
+    ) -> str:
+        """The whole switch, on a thread of its own: no step runs meanwhile. What went wrong, before it or in
+        it."""
+        try:
+            self._bring_back(pristine, issued)
+            self._write(plan, None)
+            elapsed()()
+        except Exception as error:
+            failed = self._failed(command, error)
+            try:
+                self._bring_back(pristine, self._device.issued())
+            except Exception as lost:
+                self._broken = one_line(lost)
+        self._answer(command, elapsed(), failed, tell)
+        return failed
+
+    def _bring_back(self, pristine: HostPristine, issued: object) -> None:
+        """Every row that may differ from the pristine one, from the host's copy."""
+        rows = []
+        for number, linear in enumerate(self._linears):
+            group = linear.group
+            for place, projection in enumerate(group.projections):
+                if self._differs[self._geometry.projections.index(projection)]:
+                    rows.append(WeightRows(number, group.offsets[place], group.offsets[place + 1]))
+        pristine.restore(rows, issued, self._turns)
+        self._differs = np.zeros_like(self._differs)
+
+    def _answer(
+        self,
+        command: SetMerged,
+        wait: Callable[[], float],
+        failed: str,
+        tell: Callable[[SwitchDone], None],
+    ) -> None:
+        seconds = 0.0
+        try:
+            seconds = wait()
+        except Exception as error:
+            # The device says late that it failed, and not where.
+            failed = self._broken = one_line(error)
+        tell(SwitchDone(command.switch, not failed, seconds, failed))
+
+    # ------------------------------------------------------------ the weights
+
+    def _plan(self, adapter: AdapterId) -> MergePlan:
+        """Of the adapter's rows; the base's are none. Raises KeyError where it is not resident."""
+        count = len(self._geometry.projections)
+        records = np.zeros((count, 4), np.int64)
+        scales = np.zeros((count, 2, self._geometry.page.layers), np.float32)
+        if adapter != BASE:
+            (records,), (scales,) = self._tables.entries(np.array([self._tables.own_row(adapter)]))
+        return MergePlan(records[:, 2] > 0, records, scales, self._tables.cells, self._geometry)
+
+    def _write(self, plan: MergePlan, pristine: DevicePristine | None) -> None:
+        """Issue a pass of the plan, which restores what else differs. None: the weights are pristine as they
+        are."""
+        adapted, self._differs = plan.wanted, plan.wanted | self._differs
+        plan = dataclasses.replace(plan, wanted=self._differs)
+        pool = self._arena.pool
+        with torch.inference_mode():
+            for number, linear in enumerate(self._linears):
+                if plan.parts(linear.group, linear.layer):
+                    with linear.weight.rewriting() as data:
+                        source = data if pristine is None else pristine[number]
+                        self._ops.merge_linear(data, source, pool, linear.layer, linear.group, plan)
+        self._differs = adapted
+
+    def _failed(self, command: SetMerged, error: Exception) -> str:
+        if not self._closing:
+            _log.error("adapter %d could not be merged", command.adapter, exc_info=error)
+        return one_line(error)

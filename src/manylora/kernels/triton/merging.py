@@ -1,0 +1,165 @@
+"""Merging an adapter into a linear's weights: one pass over them, from the adapter's rows where they lie in pages.
+
+Owns the kernel and its block sizes. Does not know which adapter is merged, nor where the pristine weights are
+kept.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from manylora.kernels.ops import MergePart, MergePlan, of_adapters
+from manylora.kernels.shapes import Projection, ProjectionGroup
+from manylora.kernels.triton.lora_launch import block_of, ceil_div
+from manylora.kernels.triton.lora_rows import ROWS, chosen, load_rows
+from manylora.kernels.triton.lora_work import MOST_PROJECTIONS
+
+_OUTPUTS, _INPUTS = 64, 128
+"""Rows and columns of the weight that a program writes: enough that the adapter's rows, read again by every
+program, cost little beside the weights."""
+
+_UNWANTED = MergePart(0, Projection("", 0, 0), 0, 0, 0, 0.0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "row_0", "row_1", "row_2", "a_0", "a_1", "a_2", "b_0", "b_1", "b_2",
+        "rank_0", "rank_1", "rank_2",
+    ]
+)  # fmt: skip
+def merge_kernel(
+    merged,
+    pristine,
+    pool,
+    cells,
+    layer_offset,
+    in_features,
+    out_0,
+    out_1,
+    out_2,
+    row_0,
+    row_1,
+    row_2,
+    a_0,
+    a_1,
+    a_2,
+    b_0,
+    b_1,
+    b_2,
+    rank_0,
+    rank_1,
+    rank_2,
+    scale_0,
+    scale_1,
+    scale_2,
+    a_cells,
+    cells_0,
+    cells_1,
+    cells_2,
+    PARTS: tl.constexpr,
+    CELL: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """merged[n, k] = pristine[n, k] + scale * sum over rank rows of B[row, n] A[row, k], of PARTS projections;
+    grid (blocks of their rows, blocks of columns). Projection i has the ``out_i`` rows from ``row_i`` on.
+
+    Rank 0 stores what was loaded, which a sum with zero would not: there is a negative zero.
+    """
+    block = tl.program_id(0)
+    blocks_0 = tl.cdiv(out_0, BLOCK_N)
+    blocks_1 = blocks_0
+    if PARTS > 1:
+        blocks_1 += tl.cdiv(out_1, BLOCK_N)
+    second = (block >= blocks_0) & (PARTS > 1)
+    third = (block >= blocks_1) & (PARTS > 2)
+    part = second.to(tl.int32) + third.to(tl.int32)
+    n0 = (block - tl.where(third, blocks_1, tl.where(second, blocks_0, 0))) * BLOCK_N
+    k0 = tl.program_id(1) * BLOCK_K
+    outputs = chosen(part, out_0, out_1, out_2)
+    first_row = chosen(part, row_0, row_1, row_2)
+    rank = chosen(part, rank_0, rank_1, rank_2)
+    first_a = chosen(part, a_0, a_1, a_2)
+    first_b = chosen(part, b_0, b_1, b_2)
+    b_cells = chosen(part, cells_0, cells_1, cells_2)
+    scale = chosen(part, scale_0, scale_1, scale_2)
+    pool += layer_offset
+    n = n0 + tl.arange(0, BLOCK_N)
+    k = k0 + tl.arange(0, BLOCK_K)
+    ok = (n < outputs)[:, None] & (k < in_features)[None, :]
+    place = (first_row + n).to(tl.int64)[:, None] * in_features + k[None, :]
+    rows = tl.load(pristine + place, mask=ok, other=0.0, eviction_policy="evict_first")
+    if rank > 0:
+        row = tl.arange(0, ROWS)
+        total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        for r0 in tl.range(0, rank, ROWS, num_stages=1):
+            is_row = r0 + row < rank
+            a = load_rows(
+                pool, cells + first_a + (r0 + row) * a_cells, is_row, k0, in_features,
+                CELL, ALIGN, BLOCK_K, False,
+            )  # fmt: skip
+            b = load_rows(
+                pool, cells + first_b + (r0 + row) * b_cells, is_row, n0, outputs, CELL, ALIGN, BLOCK_N, False
+            )
+            total = tl.dot(tl.trans(b), a, total, input_precision=PRECISION)
+        rows = (rows.to(tl.float32) + scale * total).to(merged.dtype.element_ty)
+    tl.store(merged + place, rows, mask=ok)
+
+
+def merge_linear(
+    merged: torch.Tensor,
+    pristine: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    group: ProjectionGroup,
+    plan: MergePlan,
+) -> None:
+    """Computes ``Ops.merge_linear``, in one launch."""
+    parts = {part.place: part for part in plan.parts(group, layer)}
+    if not parts:
+        return
+    geometry, projections = plan.geometry, group.projections
+    cell, places = geometry.cell_elements, range(len(projections))
+    block_n = block_of(cell, _OUTPUTS, max(p.out_features for p in projections))
+    block_k = block_of(cell, _INPUTS, group.in_features)
+    # A projection that is not wanted has no rows: so every adapter takes the same variant of the kernel.
+    outputs = [projections[place].out_features if place in parts else 0 for place in places]
+    described = [parts.get(place, _UNWANTED) for place in places]
+    merge_kernel[(sum(ceil_div(n, block_n) for n in outputs), ceil_div(group.in_features, block_k))](
+        merged,
+        pristine,
+        of_adapters(pool, merged.dtype),
+        plan.cells,
+        layer * geometry.slab_elements,
+        group.in_features,
+        *_padded(outputs),
+        *_padded(group.offsets[:-1]),
+        *_padded([part.first_a for part in described]),
+        *_padded([part.first_b for part in described]),
+        *_padded([part.rank for part in described]),
+        *_padded([part.scale for part in described]),
+        geometry.cells(group.in_features),
+        *_padded([geometry.cells(p.out_features) for p in projections]),
+        PARTS=len(projections),
+        CELL=cell,
+        ALIGN=math.gcd(geometry.alignment, 16),
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        PRECISION="ieee" if merged.dtype == torch.float32 else "tf32",
+        num_warps=4,
+    )
+
+
+def _padded(values: Sequence[Any]) -> list[Any]:
+    return [*values, *[values[-1]] * (MOST_PROJECTIONS - len(values))]

@@ -1,0 +1,243 @@
+"""The copy of the base's weights: its place in the memory plan, and its way back beside copies of pages."""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manylora.config import ConfigError
+from manylora.devices.cpu import CpuCopyLane, CpuDevice
+from manylora.devices.device import CopyLane
+from manylora.kernels.shapes import PageShape
+from manylora.kernels.weight import Weight
+from manylora.memory.arena import Arena
+from manylora.memory.budget import host_pool_pages, pool_bytes, pristine_place
+from manylora.memory.copier import Copier
+from manylora.memory.host import HostPool
+from manylora.memory.pristine import DevicePristine, HostPristine, WeightRows, pristine_bytes
+from manylora.memory.turns import Turns
+from manylora.protocol import CopyDone, SwapPages
+from tests.memory.test_arena import FakeDevice
+
+GIB = 2**30
+
+
+def weights_of(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Weight]:
+    generator = torch.Generator().manual_seed(seed)
+    return [Weight(torch.randn(shape, generator=generator).to(dtype)) for shape in ((6, 5), (4, 8), (10, 3))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk_bytes", [7, 64, 10**6])
+def test_rows_come_back_to_the_bit_and_others_stay(dtype: torch.dtype, chunk_bytes: int) -> None:
+    weights = weights_of(dtype)
+    loaded = [weight.data.clone() for weight in weights]
+    pristine = HostPristine(weights, CpuDevice(), chunk_bytes)
+    for weight in weights:
+        weight.data.fill_(7.0)
+    pristine.restore([WeightRows(0, 1, 3), WeightRows(2, 0, 10)], None, Turns())
+    assert torch.equal(weights[0].data[1:3], loaded[0][1:3])
+    assert (weights[0].data[0] == 7).all()
+    assert (weights[0].data[3:] == 7).all()
+    assert (weights[1].data == 7).all()
+    assert torch.equal(weights[2].data, loaded[2])
+    assert [weight.version for weight in weights] == [1, 0, 1]
+    pristine.close()
+    pristine.close()
+    with pytest.raises(RuntimeError):
+        pristine.restore([WeightRows(0, 0, 1)], None, Turns())
+
+
+def test_a_copy_on_the_device_is_of_its_own_memory() -> None:
+    weights = weights_of()
+    loaded = [weight.data.clone() for weight in weights]
+    pristine = DevicePristine(weights)
+    for weight in weights:
+        weight.data.zero_()
+    assert all(torch.equal(pristine[number], data) for number, data in enumerate(loaded))
+    assert pristine_bytes(weights) == 4 * (30 + 32 + 30)
+
+
+def test_memory_that_the_system_refuses_to_pin_is_said_so() -> None:
+    class Refusing(CpuDevice):
+        def pin(self, memory: torch.Tensor) -> None:
+            raise RuntimeError("CUDA error: out of memory\nand more")
+
+    with pytest.raises(
+        ConfigError, match=r"refuses to pin .* for a copy of the base's weights: CUDA error: out"
+    ):
+        HostPristine(weights_of(), Refusing())
+
+
+def test_closing_breaks_a_restore_off() -> None:
+    entered, gate = threading.Event(), threading.Event()
+
+    class Gated(CpuCopyLane):
+        def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+            entered.set()
+            assert gate.wait(30)
+            super().copy(target, source)
+
+    class GatedDevice(CpuDevice):
+        def copy_lane(self) -> CopyLane:
+            return Gated()
+
+    pristine = HostPristine(weights_of(), GatedDevice(), 8)
+    raised: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def restore() -> None:
+        try:
+            pristine.restore([WeightRows(0, 0, 6)], None, Turns())
+        except RuntimeError as error:
+            raised.put(str(error))
+
+    restoring = threading.Thread(target=restore)
+    restoring.start()
+    assert entered.wait(30)
+    closing = threading.Thread(target=pristine.close)
+    closing.start()
+    while not pristine._closing.is_set():
+        time.sleep(0.001)
+    gate.set()
+    restoring.join(30)
+    closing.join(30)
+    assert raised.get(timeout=1) == "the engine is closing"
+
+
+# ---------------------------------------------------------------- beside copies of pages
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 20))
+def test_pages_keep_four_fifths_while_there_are_any(copies: list[int], chunk: int) -> None:
+    """By bytes: while copies are on their way the transfer moves at most a quarter of what they do, but for the
+    turn that it takes before the first has landed."""
+    turns, moved, landed = Turns(), 0, 0
+    for _ in copies:
+        turns.begin_copy()
+    for index, size in enumerate(copies):
+        turns.end_copy(size)
+        landed += size
+        if index + 1 < len(copies):
+            wanted = iter([True, False])
+            while turns.take(chunk, lambda wanted=wanted: next(wanted, False)):  # type: ignore[misc]
+                moved += chunk
+                wanted = iter([True, False])
+            assert 4 * moved <= landed
+    assert turns.take(chunk, lambda: True)
+
+
+class Timed(CpuCopyLane):
+    """Takes a moment for each transfer, one after another of all lanes, as one engine would."""
+
+    def __init__(self, device: TimedDevice) -> None:
+        super().__init__()
+        self.device = device
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with self.device.engine:
+            time.sleep(source.nbytes / 2e7)
+            super().copy(target, source)
+            self.device.moved += source.nbytes
+
+
+class TimedDevice(CpuDevice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = threading.Lock()
+        self.moved = 0
+
+    def copy_lane(self) -> CopyLane:
+        return Timed(self)
+
+
+def test_a_restore_goes_on_beside_copies_and_leaves_them_their_rate() -> None:
+    page = PageShape(layers=2, page_tokens=16, kv_heads=2, head_dim=16, itemsize=4)
+    device = TimedDevice()
+    arena, host = Arena(64, page, torch.float32, device), HostPool(64, page, torch.float32, device)
+    copier = Copier(arena, host, device)
+    weights = [Weight(torch.randn(256, 256)) for _ in range(4)]
+    loaded = [weight.data.clone() for weight in weights]
+    pristine = HostPristine(weights, device, page.page_bytes)
+    for weight in weights:
+        weight.data.zero_()
+    done: queue.SimpleQueue[CopyDone] = queue.SimpleQueue()
+    moved: list[int] = []  # by both, when each copy of a page has landed but has not been counted yet
+    for number in range(60):
+        command = SwapPages(number, True, ((number, number),))
+        copier.start(command, lambda: moved.append(device.moved), done.put)
+    rows = [WeightRows(number, 0, 256) for number in range(4)]
+    restoring = threading.Thread(target=pristine.restore, args=(rows, None, copier.turns))
+    restoring.start()
+    for _ in range(60):
+        assert done.get(timeout=30).ok
+    restoring.join(30)
+    copier.close()
+    pristine.close()
+    # One chunk may go before the first page has landed, and one is asked for while the one before is on its way.
+    assert moved[-1] - 60 * page.page_bytes <= 60 * page.page_bytes // 4 + 2 * page.page_bytes
+    assert all(torch.equal(weight.data, data) for weight, data in zip(weights, loaded))
+
+
+# ---------------------------------------------------------------- the memory plan
+
+
+def test_a_default_pool_on_a_gpu_is_smaller_by_the_copy() -> None:
+    assert pool_bytes(FakeDevice("cuda", 100 * GIB), None, 3 * GIB, 13 * GIB) == 74 * GIB
+    assert pool_bytes(FakeDevice("cuda", 10 * GIB), None, GIB, 13 * GIB) == 0
+    assert pool_bytes(FakeDevice("cuda", 100 * GIB), 60 * GIB, 3 * GIB, 13 * GIB) == 60 * GIB
+    assert pool_bytes(FakeDevice("cpu", 8 * GIB), None, GIB, GIB) == 2 * GIB
+
+
+def test_a_copy_that_does_not_fit_beside_the_asked_pool_is_refused_with_both_sizes() -> None:
+    words = (
+        "a copy of the base's weights of 1.331e+04 MiB beside a pool of 9.216e+04 MiB does not fit: 1.024e+05"
+    )
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        pool_bytes(FakeDevice("cuda", 100 * GIB), 90 * GIB, 3 * GIB, 13 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kind", "asked", "size", "place"),
+    [
+        ("auto", "cuda", None, 13, "device"),
+        ("auto", "cuda", None, 14, "host"),
+        ("auto", "cuda", 90, 13, "host"),  # it would not fit beside
+        ("auto", "cuda", 80, 12, "device"),
+        ("auto", "cuda", 80, 13, "host"),
+        ("device", "cuda", 80, 30, "device"),
+        ("host", "cuda", None, 1, "host"),
+        ("auto", "cpu", None, 50, "device"),
+        ("host", "cpu", None, 1, "host"),
+    ],
+)
+def test_the_place_of_a_copy(wanted: str, kind: str, asked: int | None, size: int, place: str) -> None:
+    """87 GiB would be the default pool's, of which 13.05 are 15 %."""
+    asked_bytes = None if asked is None else asked * GIB
+    assert pristine_place(wanted, FakeDevice(kind, 100 * GIB), asked_bytes, 3 * GIB, size * GIB) == place
+
+
+def test_the_host_pool_and_a_copy_there() -> None:
+    machine, pages = FakeDevice("cpu", 100 * GIB), 2**20
+
+    def host(asked: int | None, kind: Any, promised: int, size: int) -> int:
+        num_pages = host_pool_pages(
+            machine, None if asked is None else asked * GIB, kind, promised * GIB, pages, size * GIB
+        )
+        return num_pages * pages // GIB
+
+    assert host(None, "cuda", 0, 0) == 50
+    assert host(None, "cuda", 0, 13) == 37
+    assert host(None, "cpu", 0, 13) == 4
+    assert host(80, "cuda", 0, 13) == 80
+    with pytest.raises(ConfigError, match="beside a copy of the base's weights of"):
+        host(90, "cuda", 0, 13)
+    with pytest.raises(ConfigError, match=r"a copy of the base's weights of .* does not fit"):
+        host(None, "cuda", 0, 101)
