@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from manylora.types import AdapterId
+from manylora.types import BASE, AdapterId
 
 Which = Literal["all", "busy", "changed"]
 """Adapters that a snapshot tells of: all of them and the base; those with requests; or the base and those of which
@@ -39,11 +39,21 @@ class ClientUse:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class CreditUse:
+    """What an adapter may still be paid or has to pay under ``--merge dlora``: seconds for which one request is
+    held back."""
+
+    adapter: AdapterId
+    credit_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
     """The replica's gauges; device pages by use add up to ``pages_total``. ``adapters``: by id, the base is 0.
 
     ``pages_loading`` and ``pages_saving``: of these, how many are in flight. ``invalid_pages``: KV on the
-    device whose adapter is not there. ``clients``: where the queue is fair to them.
+    device whose adapter is not there. ``clients``: where the queue is fair to them. ``merged``: whose weights are
+    merged into the base's, BASE: no one's. ``merge_alpha``, ``merge_beta``, ``credits``: of ``--merge dlora``.
     """
 
     num_running: int
@@ -62,6 +72,10 @@ class Snapshot:
     host_pages_adapters: int
     adapters: tuple[AdapterUse, ...]
     clients: tuple[ClientUse, ...] = ()
+    merged: AdapterId = BASE
+    merge_alpha: float | None = None
+    merge_beta: float | None = None
+    credits: tuple[CreditUse, ...] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -90,6 +104,26 @@ class Counters:
     adapter_limit_overtaken: int = 0
     invalid_share_sum: float = 0.0
     invalid_share_samples: int = 0
+    steps_merged: int = 0
+    steps_mixed: int = 0
+    switches_merged: int = 0
+    switches_base: int = 0
+    switches_failed: int = 0
+    merge_switch_s: float = 0.0
+    paused_s: float = 0.0
+    longest_pause_s: float = 0.0
+
+    def switched(self, ok: bool, seconds: float, to_base: bool) -> None:
+        """A change of the adapter that is merged has taken effect, or failed."""
+        self.switches_failed += not ok
+        self.switches_base += ok and to_base
+        self.switches_merged += ok and not to_base
+        self.merge_switch_s += seconds
+
+    def paused(self, seconds: float) -> None:
+        """A sequence that held pages could not run for so long."""
+        self.paused_s += seconds
+        self.longest_pause_s = max(self.longest_pause_s, seconds)
 
     def copied(self, num_pages: int, seconds: float, to_device: bool) -> None:
         """A copy between the tiers has landed."""

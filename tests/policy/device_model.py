@@ -18,8 +18,10 @@ from manylora.protocol import (
     ReadAdapter,
     RunStep,
     SequenceStart,
+    SetMerged,
     StepDone,
     SwapPages,
+    SwitchDone,
 )
 from manylora.types import BASE, SamplingParams
 
@@ -50,23 +52,48 @@ class _Sequence:
     pages: list[int]
 
 
+@dataclasses.dataclass
+class _Step:
+    """A step in flight: its rows' sequences and adapters' pages, and the weights that it runs on; None where they
+    are half restored."""
+
+    command: RunStep
+    rows: list[tuple[_Sequence, tuple[int, ...]]]
+    weights: int | None
+    has_failed_switch: bool
+
+
 class DeviceModel:
     """Steps end in the order in which they were commanded, at most ``most_steps`` of them in flight.
 
     What a step reads and writes it reads and writes when it ends: whatever was taken from it too early is seen.
+
+    The base's weights are a state: no adapter is merged into them, or one is. ``corrects``: rows of others come out
+    right all the same. ``steps_wait``: weights are half restored until a switch is answered. A switch fails where
+    ``fails_switch`` says so; its answer may come late.
     """
 
-    def __init__(self, page_tokens: int, most_steps: int = 1) -> None:
+    def __init__(
+        self, page_tokens: int, most_steps: int = 1, corrects: bool = False, steps_wait: bool = False
+    ) -> None:
         self.page_tokens = page_tokens
         self.most_steps = most_steps
+        self.corrects = corrects
+        self.steps_wait = steps_wait
+        self.weights = BASE
+        self.fails_switch = False
+        self.has_failed_switch = False
+        self.switches: list[tuple[SetMerged, bool]] = []  # not answered yet, and whether it has worked
+        self.named = BASE  # what the last SetMerged said, BASE from when it is known to have failed
+        self.needed: set[int] = set()  # adapters whose weights are merged, or go in or out
+        self.num_merged_steps = self.num_mixed_steps = self.num_switches = 0
         self.content: dict[tuple[int, int], object] = {}
         self.host: dict[tuple[int, int], object] = {}
         self.copies: dict[int, tuple[SwapPages, list[tuple[object, ...]]]] = {}
         self.adapter_pages: dict[int, tuple[int, ...]] = {}
         self.sequences: dict[int, _Sequence] = {}
         self.reads: list[ReadAdapter] = []
-        # Steps in flight, oldest first, each with its rows' sequences and weights.
-        self.steps: list[tuple[RunStep, list[tuple[_Sequence, tuple[int, ...]]]]] = []
+        self.steps: list[_Step] = []  # in flight, oldest first
 
     def obey(self, command: Command) -> None:
         match command:
@@ -77,7 +104,9 @@ class DeviceModel:
                     self.sequences[start.sequence] = _Sequence(start, list(start.tokens), list(start.pages))
                 # A sequence may be told to end while its step runs; its rows still finish.
                 # Likewise an adapter may be evicted meanwhile; its pages stay intact until the step's end.
-                self.steps.append((command, [self._resolve(row.sequence) for row in command.rows]))
+                self._issue(command)
+            case SetMerged():
+                self._switch(command)
             case EndSequence():
                 del self.sequences[command.sequence]
             case CopyPages():
@@ -97,7 +126,50 @@ class DeviceModel:
                     self.fill(destination, page, ("being copied", command.copy))
                 self.copies[command.copy] = (command, before)
             case EvictAdapter():
+                assert command.adapter not in self.needed, "a merged adapter stays resident"
                 del self.adapter_pages[command.adapter]
+
+    def _issue(self, step: RunStep) -> None:
+        assert step.merged == self.named, "a step names what the last SetMerged named"
+        weights = None if self.switches and self.steps_wait else self.weights
+        rows = [self._resolve(row.sequence) for row in step.rows]
+        own = {sequence.start.adapter for sequence, _ in rows}
+        if step.merged != BASE:
+            self.num_merged_steps += own == {step.merged}
+            self.num_mixed_steps += own != {step.merged}
+        self.steps.append(_Step(step, rows, weights, self.has_failed_switch))
+
+    def _switch(self, command: SetMerged) -> None:
+        """It is in order with steps, so those issued from now on run on what it leaves."""
+        assert not self.switches, "one switch at a time"
+        assert command.adapter == BASE or command.adapter in self.adapter_pages, "what is merged is resident"
+        self.needed = {self.named, command.adapter} - {BASE}
+        self.named = command.adapter
+        self.has_failed_switch = self.fails_switch
+        self.weights = BASE if self.fails_switch else command.adapter
+        self.switches.append((command, not self.fails_switch))
+        self.num_switches += 1
+
+    def end_switch(self, switch_s: float = 0.0) -> SwitchDone:
+        """Answer the switch that is under way."""
+        command, ok = self.switches.pop()
+        for adapter in self.needed:
+            self._check_adapter(adapter, self.adapter_pages[adapter])
+        if not ok:
+            self.named = BASE
+        self.needed = {self.named} - {BASE}
+        return SwitchDone(command.switch, ok, switch_s, "" if ok else "made to fail")
+
+    def _is_right(self, step: _Step, adapter: int) -> bool:
+        """Whether a row of the adapter comes out right."""
+        if step.weights is None or (step.weights != step.command.merged and not step.has_failed_switch):
+            return False
+        return self.corrects or step.weights in (BASE, adapter)
+
+    def _check_adapter(self, adapter: int, pages: tuple[int, ...]) -> None:
+        for index, page in enumerate(pages):
+            expected = (("weights", adapter, index),) * self.page_tokens
+            assert self.whole(self.content, page) == expected, "intact adapters"
 
     def tier(self, name: str) -> dict[tuple[int, int], object]:
         return self.content if name == "device" else self.host
@@ -145,16 +217,16 @@ class DeviceModel:
         return next_token(adapter, tokens, sample)
 
     def finish_step(self, ok: bool) -> StepDone:
-        step, running = self.steps.pop(0)
-        drawn = []
-        for row, (sequence, weights) in zip(step.rows, running, strict=True):
-            for index, page in enumerate(weights):
-                expected = (("weights", sequence.start.adapter, index),) * self.page_tokens
-                assert self.whole(self.content, page) == expected, "intact adapters"
-            self._run_row(sequence, row.start, row.num_tokens, row.pages)
+        running = self.steps.pop(0)
+        step, drawn = running.command, []
+        for row, (sequence, weights) in zip(step.rows, running.rows, strict=True):
+            adapter = sequence.start.adapter
+            self._check_adapter(adapter, weights)
+            is_right = self._is_right(running, adapter)
+            self._run_row(sequence, row.start, row.num_tokens, row.pages, is_right)
             if row.num_samples:
                 tokens = tuple(
-                    self.draw(sequence.start.adapter, tuple(sequence.tokens), sequence.start.sample + i)
+                    self.draw(adapter, tuple(sequence.tokens), sequence.start.sample + i) + (not is_right)
                     for i in range(row.num_samples)
                 )
                 sequence.tokens.append(tokens[0])
@@ -162,7 +234,12 @@ class DeviceModel:
         return StepDone(step.step, ok, tuple(drawn) if ok else (), error="" if ok else "made to fail")
 
     def _run_row(
-        self, sequence: _Sequence, start: int, num_tokens: int, updates: tuple[tuple[int, int], ...]
+        self,
+        sequence: _Sequence,
+        start: int,
+        num_tokens: int,
+        updates: tuple[tuple[int, int], ...],
+        is_right: bool,
     ) -> None:
         for index, page in updates:
             if index == len(sequence.pages):
@@ -174,5 +251,7 @@ class DeviceModel:
             where = (sequence.pages[position // self.page_tokens], position % self.page_tokens)
             value = (adapter, tuple(sequence.tokens[: position + 1]))
             if position >= start:
-                self.content[where] = value
-            assert self.content.get(where) == value, f"position {position} holds its own KV"
+                self.content[where] = value if is_right else ("wrong", value)
+                continue
+            held = self.content.get(where)
+            assert held == value, f"position {position} holds its own KV, not {held}"

@@ -86,7 +86,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         cache = CacheConfig(
             policy, adapter_share=0.5, tau_s=2.0, window_s=8.0, low_mark=low_mark, high_mark=high_mark
         )
-        self.config = PolicyConfig(
+        config = PolicyConfig(
             num_pages,
             page_tokens,
             40,
@@ -101,11 +101,15 @@ class ReplicaMachine(RuleBasedStateMachine):
             max_waiting,
             QueueConfig(**queue),
         )
-        self.replica = Replica(self.config)
+        self.begin(config, DeviceModel(page_tokens, pipeline_depth))
+
+    def begin(self, config: PolicyConfig, device: DeviceModel) -> None:
+        self.config = config
+        self.replica = Replica(config)
         self.most_adapter_pages = min(4, adapter_pages_limit(self.config))
         self.timer: float | None = None
         self.ready: set[str] = set()
-        self.device = DeviceModel(page_tokens, pipeline_depth)
+        self.device = device
         self.now = 0.0
         self.ids = itertools.count()
         self.requests: dict[str, Request] = {}
@@ -253,6 +257,14 @@ class ReplicaMachine(RuleBasedStateMachine):
             if adapter in self.removed:
                 assert request.id in self.rejected
 
+    def ask(self, adapter: int, prompt: list[int], max_tokens: int) -> None:
+        """One request of one sample."""
+        params = SamplingParams(max_tokens=max_tokens, seed=0)
+        request = Request(f"r{next(self.ids)}", adapter, tuple(prompt), params, ())
+        self.arrived_s[request.id] = self.now + EVENT_S
+        self.requests[request.id] = request
+        self.feed(Arrive(request))
+
     @precondition(lambda self: self.live())
     @rule(data=st.data(), whole=st.booleans())
     def abort(self, data: st.DataObject, whole: bool) -> None:
@@ -305,7 +317,8 @@ class ReplicaMachine(RuleBasedStateMachine):
     @invariant()
     def work_never_stalls(self) -> None:
         if hasattr(self, "device") and self.live():
-            assert self.device.steps or self.device.reads or self.device.copies, (
+            device = self.device
+            assert device.steps or device.reads or device.copies or device.switches, (
                 "live requests keep something going"
             )
 
@@ -323,6 +336,8 @@ class ReplicaMachine(RuleBasedStateMachine):
                 copy = min(self.device.copies)
                 self.device.end_copy(copy, True)
                 self.feed(CopyDone(copy, True, 0.01))
+            elif self.device.switches:
+                self.feed(self.device.end_switch(0.01))
             elif self.device.steps:
                 self.feed(self.device.finish_step(ok=True))
             else:
@@ -338,7 +353,8 @@ class ReplicaMachine(RuleBasedStateMachine):
                     assert self.emitted[request.id, sample] == expected, "no schedule changes tokens"
         firsts = [int(request[1:]) for request in self.admission_order]
         assert len(firsts) == len(set(firsts)), "a request is admitted for the first time once"
-        if self.config.admission == "fcfs" and self.config.queue == QueueConfig():
+        is_usual = self.config.queue == QueueConfig() and not self.config.merge.is_on
+        if self.config.admission == "fcfs" and is_usual:
             assert firsts == sorted(firsts), "admission is in arrival order: nobody starves"
         assert not self.device.sequences, "the executor was told to forget every sequence"
         snapshot = gauges(self.replica)

@@ -259,7 +259,7 @@ class Life:
             device.end_copy(copy, ok)
             self._feed(CopyDone(copy, ok, round(seconds, 6), error))
         else:
-            num_tokens = sum(row.num_tokens for row in device.steps[0][0].rows)
+            num_tokens = sum(row.num_tokens for row in device.steps[0].command.rows)
             done = device.finish_step(ok)
             done.device_s = round(0.002 + 0.001 * num_tokens, 6)
             if done.tokens and rng.random() < 0.01:

@@ -63,6 +63,14 @@ class FirstComeFirstServed:
         first = self._waiting.first()
         return [] if first is None else [first]
 
+    def may_run(self, sequence: Sequence) -> bool:
+        """Whether an admitted sequence may have a row at once."""
+        return True
+
+    def let_in(self, sequence: Sequence, budget: int, now: float) -> bool:
+        """Admit a sequence that waits, if what it needs can be had."""
+        return self._held.admit(sequence, budget, now)
+
     # ------------------------------------------------------------ the plan
 
     def compose(self, now: float) -> StepPlan:
@@ -122,14 +130,13 @@ class FirstComeFirstServed:
 
     def admit(self, plan: StepPlan, now: float) -> None:
         """Admit one after the other into the plan; the first that cannot reserve stops those behind it."""
-        held = self._held
-        while plan.budget > 0 and len(held.admitted) < self._config.max_num_seqs:
+        while self.has_room(plan):
             sequence = self._admit_one(plan.budget, now)
             if sequence is None:
                 break
             plan.admitted.append(AdmittedSequence(sequence, self._residency.collect()))
             # One that waits for its adapter keeps its reservation and is passed by others.
-            if sequence.stage is RUNNING:
+            if sequence.stage is RUNNING and self.may_run(sequence):
                 remaining = sequence.num_remaining
                 num_tokens = min(remaining, plan.budget)
                 plan.budget -= num_tokens
@@ -144,7 +151,7 @@ class FirstComeFirstServed:
             # One that was preempted with a row in flight comes back when that has ended.
             if held.is_in_flight(sequence):
                 return None
-            if held.admit(sequence, budget, now):
+            if self.let_in(sequence, budget, now):
                 if self._clusters is not None and self._clusters.overtakes(sequence, now):
                     self._residency.counters.adapter_limit_overtaken += 1
                 return sequence

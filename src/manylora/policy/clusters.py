@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from manylora.policy.ranked import RankedQueue
 from manylora.policy.sequences import Sequence
-from manylora.types import BASE
+from manylora.types import BASE, AdapterId
 
 OVERTAKEN_S = 2.0
 """How long the first in line may be overtaken."""
@@ -35,7 +35,7 @@ class Clusters:
         self._first = first = self._waiting.first()
         if first is None:
             return []
-        running = {sequence.adapter for sequence in admitted if sequence.adapter != BASE}
+        running = _adapters(admitted)
         if len(running) < self._limit or first.adapter in running or first.adapter == BASE:
             return [first]
         since_s = first.overtaken_s
@@ -43,6 +43,14 @@ class Clusters:
         if since_s is None or now - since_s < OVERTAKEN_S:
             chosen = self._overtaker(first, [BASE, *sorted(running)])
         return ([] if chosen is None else [chosen]) + ([] if self._is_hard else [first])
+
+    def lets_in(self, adapter: AdapterId, admitted: Iterable[Sequence]) -> bool:
+        """Whether a sequence of the adapter may be admitted beside these, whatever its place in line."""
+        self._first = None  # no one overtakes another for its adapter's sake
+        if not self._is_hard or adapter == BASE:
+            return True
+        running = _adapters(admitted)
+        return len(running) < self._limit or adapter in running
 
     def overtakes(self, admitted: Sequence, now: float) -> bool:
         """Whether the candidate that was admitted has overtaken the first in line, which takes note of it."""
@@ -58,3 +66,7 @@ class Clusters:
         else:
             found = [waiting.first_beside(first, adapter) for adapter in adapters]
         return min((s for s in found if s is not None), key=waiting.rank, default=None)
+
+
+def _adapters(admitted: Iterable[Sequence]) -> set[AdapterId]:
+    return {sequence.adapter for sequence in admitted if sequence.adapter != BASE}

@@ -7,13 +7,15 @@ import collections
 from collections.abc import Iterable, Mapping
 
 from manylora.policy.caches.policy import CachePolicy
+from manylora.policy.merging.dlora import DloraMerging
+from manylora.policy.merging.state import Merging
 from manylora.policy.queues import WaitingQueue
 from manylora.policy.ranked import RankedQueue
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import RequestState, Scheduled, Stage
 from manylora.policy.tree import HostState, Node, Residence
-from manylora.types import BASE, RequestId
+from manylora.types import BASE, AdapterId, RequestId
 
 _ON_DEVICE = (Residence.LOADING, Residence.RESIDENT)
 _LEAVING = (Residence.OFFLOADING, Residence.STANDBY)
@@ -25,6 +27,7 @@ def check(
     waiting: WaitingQueue,
     requests: Mapping[RequestId, RequestState],
     in_flight: Iterable[list[Scheduled]],
+    merging: Merging | None = None,
 ) -> None:
     """Raise AssertionError, naming the invariant, where one does not hold."""
     nodes = list(residency.tree.all_nodes())
@@ -34,7 +37,7 @@ def check(
             _check_dependencies(node, residency.policy)
     _check_counts(residency, nodes)
     _check_candidates(residency, nodes)
-    _check_pins(nodes, held)
+    _check_pins(nodes, held, [] if merging is None else merging.pinned())
     _check_ownership(residency, nodes, held)
     _check_capacity(residency, held)
     _check_sequences(residency, held, waiting, requests)
@@ -42,7 +45,11 @@ def check(
     if isinstance(waiting, RankedQueue) and waiting.adapter_limit is not None and waiting.adapter_limit[1]:
         running = {sequence.adapter for sequence in held.admitted} - {BASE}
         assert len(running) <= waiting.adapter_limit[0], "no more adapters run than may"
-    _check_in_flight(held, [row for rows in in_flight for row in rows])
+    steps = list(in_flight)
+    _check_in_flight(held, [row for rows in steps for row in rows])
+    _check_paused(held, merging)
+    if merging is not None:
+        _check_merging(residency, merging, steps)
 
 
 def _check_queue(waiting: WaitingQueue) -> None:
@@ -164,12 +171,38 @@ def _check_counts(residency: Residency, nodes: list[Node]) -> None:
     assert tree.resident_adapters == resident, "resident adapters are counted"
 
 
-def _check_pins(nodes: list[Node], held: Reservations) -> None:
+def _check_pins(nodes: list[Node], held: Reservations, merged: list[AdapterId]) -> None:
     wanted = collections.Counter(id(s.node) for s in held.admitted)
+    wanted.update(id(node) for node in nodes if node.parent is None and node.adapter in merged)
     for node in nodes:
         assert node.pins == wanted[id(node)], (
-            "each admitted sequence pins its deepest node, and nothing else does"
+            "each admitted sequence pins its deepest node, a merged adapter is pinned, and nothing else is"
         )
+
+
+def _check_paused(held: Reservations, merging: Merging | None) -> None:
+    paused = [sequence for sequence in held.admitted if sequence.paused_s is not None]
+    assert held.num_paused == len(paused), "paused sequences are counted"
+    assert not paused or merging is not None, "where nothing is merged nobody is paused"
+    for sequence in paused:
+        assert sequence.stage is Stage.RUNNING, "what is paused could run"
+
+
+def _check_merging(residency: Residency, merging: Merging, steps: list[list[Scheduled]]) -> None:
+    for adapter in merging.pinned():
+        node = residency.tree.node(adapter)
+        assert node.residence is Residence.RESIDENT, "a merged adapter is resident"
+    shapes = list(merging.in_flight)
+    assert len(shapes) == len(steps), "steps in flight are known by what they run on"
+    for shape, rows in zip(shapes, steps, strict=True):
+        own = {sequence.adapter for sequence, _, _ in rows}
+        assert shape.rows.keys() == own, "a step's shape is its rows'"
+        is_pure = shape.merged == BASE or own == {shape.merged}
+        assert is_pure or merging.is_mixed, "beside a merged adapter's rows others run only in mixed steps"
+    if isinstance(merging.policy, DloraMerging):
+        credits = merging.policy.credits
+        beyond = sum(credit - credits.start for credit in credits.all().values())
+        assert beyond + credits.left_over == 0, "what one adapter pays another gets"
 
 
 def _check_ownership(residency: Residency, nodes: list[Node], held: Reservations) -> None:

@@ -14,7 +14,10 @@ from manylora.config import PolicyConfig
 from manylora.policy.admission import Admission
 from manylora.policy.batching import FirstComeFirstServed, StepPlan
 from manylora.policy.invariants import check
-from manylora.policy.ranked import waiting_queue
+from manylora.policy.limits import Limits
+from manylora.policy.merging.batching import MergedBatching
+from manylora.policy.merging.state import Merging
+from manylora.policy.ranked import RankedQueue, waiting_queue
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import (
@@ -51,11 +54,12 @@ from manylora.protocol import (
     ReportDue,
     SetTimer,
     StepDone,
+    SwitchDone,
     Timer,
     emit,
 )
 from manylora.reports import Which
-from manylora.types import AdapterId, Request, RequestError, RequestId, SequenceId
+from manylora.types import BASE, AdapterId, Request, RequestError, RequestId, SequenceId
 
 MAX_FAILED_COPIES = 3
 """Copies that may fail a request before it is given up: each time it looks for another way."""
@@ -74,15 +78,22 @@ class Replica:
 
     def __init__(self, config: PolicyConfig) -> None:
         self._config = config
-        self._waiting = waiting_queue(config.queue)
+        self._waiting = waiting_queue(config.queue, knows_adapters=config.merge.is_on)
         self._admission = Admission(config, self._waiting)
         self._commands: list[Command] = []
         self._residency = Residency(config)
         self._tree = self._residency.tree
         self._held = Reservations(config, self._residency, self._waiting)
+        self._limits = Limits(config, self._residency)
+        self._merging: Merging | None = None  # where nothing is ever merged
         self._batching = FirstComeFirstServed(config, self._residency, self._held, self._waiting)
+        if config.merge.is_on:
+            assert isinstance(self._waiting, RankedQueue)
+            parts = config, self._residency, self._held, self._waiting
+            self._merging = Merging(*parts)
+            self._batching = MergedBatching(*parts, self._merging)
         self._swapper = Swapper(config.cache, self._residency, self._waiting, self._held)
-        self._gauges = Gauges(self._residency, self._held, self._waiting)
+        self._gauges = Gauges(self._residency, self._held, self._waiting, self._merging)
         self._requests: dict[RequestId, RequestState] = {}
         self._live: collections.Counter[AdapterId] = collections.Counter()
         self._removing: set[AdapterId] = set()
@@ -110,6 +121,9 @@ class Replica:
                 self._adapter_read(event, now)
             case CopyDone():
                 self._copy_done(event, now)
+            case SwitchDone():
+                if self._merging is not None:
+                    self._merging.ended(event, now)
             case Timer():
                 self._timer_is_set = False
                 self._swapper.tick(now)
@@ -145,71 +159,32 @@ class Replica:
 
     def check(self) -> None:
         """Raise AssertionError if an invariant (``policy/invariants``) does not hold. For tests; O(everything)."""
-        check(self._residency, self._held, self._waiting, self._requests, self._in_flight)
+        check(self._residency, self._held, self._waiting, self._requests, self._in_flight, self._merging)
 
     # ------------------------------------------------------------ arrival and end
 
     def _arrive(self, request: Request, now: float) -> None:
-        error = self._refusal(request) or self._admission.refusal()
+        error = self._refusal(request) or self._limits.refusal(request) or self._admission.refusal()
         if error is not None:
             self._say(Reject(request.id, error))
             return
-        state = RequestState(request, self._num_arrivals, self._token_limit(request), now)
+        state = RequestState(request, self._num_arrivals, self._limits.num_tokens(request), now)
         self._num_arrivals += 1
         self._requests[request.id] = state
         self._live[request.adapter] += 1
         self._waiting.arrive(self._new_sequence(state, 0, list(request.prompt)))
 
-    def _new_sequence(self, state: RequestState, sample: int, tokens: list[int]) -> Sequence:
-        self._num_sequences += 1
-        return Sequence(self._num_sequences, state, sample, tokens)
-
-    def _token_limit(self, request: Request) -> int:
-        """Tokens that one sample may generate: as asked, or as many as the context and the pool allow."""
-        if request.params.max_tokens is not None:
-            return request.params.max_tokens
-        kv_pages = self._kv_pages_beside(request.adapter)
-        # The last token generated is never computed, so it needs no room in a page.
-        in_pool = kv_pages * self._config.page_tokens + 1
-        return min(self._config.max_model_len, in_pool) - len(request.prompt)
-
-    def _kv_pages_beside(self, adapter: AdapterId) -> int:
-        """Device pages that KV can have while the adapter is resident."""
-        if self._residency.room.has_parts:
-            return self._config.num_pages - self._residency.room.adapter_limit
-        return self._config.num_pages - self._tree.node(adapter).num_pages
-
     def _refusal(self, request: Request) -> RequestError | None:
-        """Why the request can never be served as asked, if so."""
+        """Why a request of this id, for this adapter, cannot be served, if so."""
         if request.id in self._requests:
             return RequestError(400, f"request id {request.id!r} is already in use")
         if not self._tree.knows(request.adapter):
             return RequestError(404, "the adapter is not served any more", "model")
-        if not request.prompt:
-            return RequestError(400, "the prompt is empty", "prompt")
-        num_prompt, limit = len(request.prompt), self._config.max_model_len
-        num_generated = request.params.max_tokens or 1
-        if num_prompt + num_generated > limit:
-            return RequestError(
-                400,
-                f"This model's maximum context length is {limit} tokens. However, you requested "
-                f"{num_prompt + num_generated} tokens ({num_prompt} in the prompt, {num_generated} for the "
-                "completion).",
-                "max_tokens" if num_prompt < limit else "prompt",
-            )
-        adapter_pages = self._tree.node(request.adapter).num_pages
-        kv_pages = self._held.pages_for(num_prompt + num_generated - 1)
-        room = self._kv_pages_beside(request.adapter)
-        if kv_pages > room:
-            return RequestError(
-                400,
-                f"the request needs {adapter_pages + kv_pages} pages ({adapter_pages} for its adapter, "
-                f"{kv_pages} for {num_prompt + num_generated - 1} tokens) but the pool has "
-                f"{self._config.num_pages}"
-                + (f", of which {room} for tokens" if self._residency.room.has_parts else ""),
-                "max_tokens",
-            )
         return None
+
+    def _new_sequence(self, state: RequestState, sample: int, tokens: list[int]) -> Sequence:
+        self._num_sequences += 1
+        return Sequence(self._num_sequences, state, sample, tokens)
 
     def _abort(self, event: Abort, now: float) -> None:
         state = self._requests.get(event.request)
@@ -310,6 +285,8 @@ class Replica:
         for adapter in sorted(self._removing):
             if self._live[adapter] or transfers.is_read(adapter):
                 continue
+            if self._merging is not None and adapter in self._merging.pinned():
+                continue  # it is unmerged first
             residency.discard(self._tree.node(adapter))
             if transfers.is_copied(adapter):
                 continue
@@ -318,6 +295,8 @@ class Replica:
             self._removing.remove(adapter)
             del self._live[adapter]
             self._waiting.forget(adapter)
+            if self._merging is not None:
+                self._merging.forget(adapter)
             self._say(AdapterFreed(adapter))
 
     # ------------------------------------------------------------ the clock
@@ -341,6 +320,8 @@ class Replica:
             self._set_timer(now)
         if rows:
             self._start_step(rows, now)
+        elif self._merging is not None and not in_flight and self._merging.is_stuck():
+            return True
         return bool(rows) and len(in_flight) < depth
 
     def _compose(self, now: float) -> StepPlan:
@@ -370,7 +351,8 @@ class Replica:
         self._in_flight.append(rows)
         self._residency.device.step_started(step)
         self._residency.visits.batch(len(rows), now)
-        self._say(run_step(step, rows))
+        merged = BASE if self._merging is None else self._merging.started(rows, now)
+        self._say(run_step(step, rows, merged))
 
     def _note_admission(self, sequence: Sequence, now: float) -> None:
         if sequence.state.note_admission():
@@ -400,6 +382,8 @@ class Replica:
     def _end_step(self, event: StepDone, now: float) -> None:
         rows = self._in_flight.popleft()
         self._residency.device.step_ended(event.step)
+        if self._merging is not None:
+            self._merging.step_ended(event.device_s if event.ok else 0.0)
         if event.ok:
             num_tokens = sum([num_tokens for _, num_tokens, _ in rows])
             self._residency.rates.saw_step(len(rows), num_tokens, event.device_s)

@@ -62,6 +62,8 @@ class Reservations:
         self._promised = 0  # pages on their way that others in this step already wait for
         self.admitted: list[Sequence] = []
         self.num_loading = 0  # of them
+        self.num_paused = 0
+        """Of them, how many may not run for the moment; these give way before others."""
 
     @property
     def num_preemptions(self) -> int:
@@ -254,15 +256,39 @@ class Reservations:
         return Growth.DONE
 
     def _victim(self) -> Sequence:
-        """The admitted sequence to be preempted: of the largest priority, then of the client that was served most,
-        the newest."""
+        """The admitted sequence to be preempted: a paused one where there is any; of the largest priority, then of
+        the client that was served most, the newest."""
+        among = self.admitted
+        if self.num_paused:
+            among = [sequence for sequence in among if sequence.paused_s is not None]
         if not self._has_ranks:
-            return self.admitted[-1]
+            return among[-1]
         shares = self._waiting.shares
         return max(
-            self.admitted,
+            among,
             key=lambda s: (s.state.request.priority, shares.counter_of(s) if shares else 0, s.order),
         )
+
+    # ------------------------------------------------------------ pausing
+
+    def pause(self, sequence: Sequence, now: float) -> None:
+        """An admitted sequence keeps what it holds, and has no row until it is resumed."""
+        if sequence.paused_s is None:
+            sequence.pause(now)
+            self.num_paused += 1
+
+    def resume(self, sequence: Sequence, now: float) -> None:
+        """The sequence may have rows again, if it was paused."""
+        if sequence.paused_s is not None:
+            self._residency.counters.paused(now - sequence.paused_s)
+            sequence.resume()
+            self.num_paused -= 1
+
+    def displace(self, sequence: Sequence, now: float) -> None:
+        """An admitted sequence gives its slot to another and waits again, in its place."""
+        assert sequence.node is not None
+        self._residency.note("displace", sequence.node, "others go first")
+        self.put_back(sequence, now)
 
     def path_of(self, sequence: Sequence) -> list[Node]:
         """The KV nodes that a sequence uses, or could use if it waits; parents first."""
@@ -287,6 +313,7 @@ class Reservations:
         residency.unpin(node, last_use)
         if not residency.policy.keeps_prefixes:
             self._drop_unused(node, now)
+        self.resume(sequence, now)
         sequence.let_go()
         self.num_loading -= sequence.stage is SEQUENCE_LOADING
         self.admitted.remove(sequence)

@@ -13,7 +13,7 @@ from typing import Final
 
 from manylora.policy.tree import Node, PageKey
 from manylora.protocol import RunStep, SequenceStart, StepRow, step_row
-from manylora.types import AdapterId, PageId, Request, SequenceId
+from manylora.types import BASE, AdapterId, PageId, Request, SequenceId
 
 _TOKEN_BYTES = 8
 
@@ -107,6 +107,7 @@ class Sequence:
         "overtaken_s",
         "page_updates",
         "pages",
+        "paused_s",
         "sample",
         "stage",
         "state",
@@ -137,6 +138,7 @@ class Sequence:
         self.num_unborn_forks = state.request.params.n - 1 if sample == 0 else 0
         self.is_prefetched = False
         self.overtaken_s: float | None = None  # since when others go before it for their adapters' sake
+        self.paused_s: float | None = None  # since when it holds pages and may not run (``merging``)
         self.stage = WAITING
         # False from each admission until a step brings a SequenceStart.
         self.is_known_to_executor = False
@@ -149,6 +151,10 @@ class Sequence:
     def order(self) -> tuple[int, int]:
         """Arrival order; earlier is more urgent and is preempted later."""
         return (self.state.order, self.sample)
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.stage is WAITING
 
     @property
     def num_remaining(self) -> int:
@@ -251,6 +257,14 @@ class Sequence:
         self.num_shared = 0
         self.num_computed = self.num_scheduled = 0
 
+    def pause(self, now: float) -> None:
+        """It keeps what it holds and has no row until it is resumed."""
+        self.paused_s = now
+
+    def resume(self) -> None:
+        """It may have rows again, or holds nothing any more."""
+        self.paused_s = None
+
     def forget_executor(self) -> bool:
         """The executor is to forget the sequence; whether it knows it."""
         was_known, self.is_known_to_executor = self.is_known_to_executor, False
@@ -281,8 +295,8 @@ Scheduled = tuple[Sequence, int, int]
 """A row of a step: the sequence, tokens to compute, samples to draw."""
 
 
-def run_step(step: int, scheduled: list[Scheduled]) -> RunStep:
-    """The rows are on their way; the command that computes them."""
+def run_step(step: int, scheduled: list[Scheduled], merged: AdapterId = BASE) -> RunStep:
+    """The rows are on their way; the command that computes them on the weights with ``merged`` in them."""
     starts: list[SequenceStart] = []
     rows: list[StepRow] = []
     for sequence, num_tokens, num_samples in scheduled:
@@ -300,7 +314,7 @@ def run_step(step: int, scheduled: list[Scheduled]) -> RunStep:
         sequence.last_step = step
         if num_samples:
             sequence.num_pending += 1
-    return RunStep(step, tuple(starts), tuple(rows))
+    return RunStep(step, tuple(starts), tuple(rows), merged)
 
 
 def rows_ended(scheduled: list[Scheduled]) -> None:

@@ -9,22 +9,27 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable
 
+from manylora.policy.merging.choice import MergeGauges
+from manylora.policy.merging.state import Merging
 from manylora.policy.queues import WaitingQueue
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import RUNNING
-from manylora.reports import AdapterUse, Snapshot, Which
+from manylora.reports import AdapterUse, CreditUse, Snapshot, Which
 from manylora.types import BASE, AdapterId
 
 
 class Gauges:
     """Reads snapshots of one replica's parts."""
 
-    def __init__(self, residency: Residency, held: Reservations, waiting: WaitingQueue) -> None:
+    def __init__(
+        self, residency: Residency, held: Reservations, waiting: WaitingQueue, merging: Merging | None
+    ) -> None:
         self._residency = residency
         self._tree = residency.tree
         self._held = held
         self._waiting = waiting
+        self._merging = merging
         self._told_busy: frozenset[AdapterId] = frozenset()
 
     def read(self, which: Which) -> Snapshot:
@@ -32,12 +37,13 @@ class Gauges:
         running = collections.Counter[AdapterId]()
         waiting = collections.Counter(self._waiting.num_by_adapter)
         for sequence in self._held.admitted:
-            where = running if sequence.stage is RUNNING else waiting
+            where = running if sequence.stage is RUNNING and sequence.paused_s is None else waiting
             where[sequence.adapter] += 1
         tree, device, host = self._tree, self._residency.device, self._residency.host
         free = device.num_free + device.num_deferred
         left_over = sum(len(move.pages) for move in self._residency.transfers.moves() if move.owns_pages)
         cached = tree.kv_pages - tree.pinned_kv_pages - tree.standing_pages + left_over
+        merging = MergeGauges() if self._merging is None else self._merging.gauges()
         return Snapshot(
             num_running=running.total(),
             num_waiting=waiting.total(),
@@ -58,6 +64,10 @@ class Gauges:
                 for adapter in sorted(self._chosen(which, running.keys() | waiting.keys()))
             ),
             clients=() if self._waiting.shares is None else self._waiting.shares.uses(),
+            merged=BASE if self._merging is None else self._merging.adapter,
+            merge_alpha=merging.alpha,
+            merge_beta=merging.beta,
+            credits=tuple(CreditUse(adapter, credit_s) for adapter, credit_s in merging.credits),
         )
 
     def _chosen(self, which: Which, busy: Iterable[AdapterId]) -> Iterable[AdapterId]:

@@ -1,0 +1,185 @@
+"""``dlora``: dLoRA's dynamic batching (§4): thresholds say when to merge, credits who may be held back for it.
+
+Algorithm 1 is here, Algorithm 2 is ``thresholds``, Algorithm 3 ``credits``. All unfinished requests count,
+admitted or waiting; a batch is at most ``max_num_seqs`` of them.
+"""
+
+from __future__ import annotations
+
+import collections
+
+from manylora.config import PolicyConfig
+from manylora.policy.merging.choice import Choice, MergeGauges, MergeView, StepShape
+from manylora.policy.merging.credits import MICROSECONDS, Credits
+from manylora.policy.merging.thresholds import Thresholds
+from manylora.policy.merging.times import StepSeconds
+from manylora.policy.sequences import LOADING, Scheduled, Sequence
+from manylora.types import BASE, AdapterId, SequenceId
+
+
+class DloraMerging:
+    """While an adapter is merged its requests alone run. Unmerged, the requests that came first run; one that was
+    let past them may lose its slot to them.
+
+    The paper names no amounts. Here a request that is held back for a step, though it would run in arrival order,
+    gets what the step would have taken unmerged, from one that runs in its stead. An adapter may be merged while
+    it can pay for one more step. Beside the paper's credits, which judge the sum, a request that is held back for
+    ``starve_s`` makes its adapter starve for as long.
+    """
+
+    def __init__(self, config: PolicyConfig, times: StepSeconds) -> None:
+        self._times = times
+        self._batch = config.max_num_seqs
+        self._starve_s = config.merge.starve_s
+        self.thresholds = Thresholds(config.merge)
+        self.credits = Credits(self._starve_s, self._batch)
+        self._held_back: dict[SequenceId, tuple[float, AdapterId]] = {}  # since when
+        self._relieved_until: dict[AdapterId, float] = {}
+        # Of the last choice: the batch in arrival order, the adapter that has most requests, how many it has.
+        self._fcfs: list[Sequence] = []
+        self._hot: AdapterId | None = None
+        self._num_hot = 0
+
+    # ------------------------------------------------------------ Algorithms 1 and 3
+
+    def choose(self, view: MergeView) -> Choice:
+        """See MergePolicy."""
+        self._fcfs = fcfs = view.first_served()
+        if not fcfs:
+            self._hot = None
+            return Choice(view.merged)
+        first = collections.Counter(sequence.adapter for sequence in fcfs)
+        starving = self._starving(view)
+        merged = view.merged
+        self._hot = self._hottest(view, first)
+        if starving:
+            choice = self._relieve(view, starving)
+        elif merged != BASE and self._stays(view, first):
+            choice = Choice(merged, merged, (merged,))
+        else:
+            choice = self._merge_hottest(view) or Choice(
+                BASE, batch=tuple(fcfs), reason=self._ratio_text(view, merged, "<", self.thresholds.beta)
+            )
+        if choice.adapter != BASE:
+            self._hot = choice.adapter
+        self._num_hot = 0 if self._hot is None else view.num_unfinished(self._hot)
+        if not view.may_switch_to(choice.adapter):
+            return Choice(merged, merged, (merged,))  # a switch is under way
+        return choice
+
+    def _hottest(self, view: MergeView, first: collections.Counter[AdapterId]) -> AdapterId | None:
+        """The adapter with the most requests among those that can pay for being merged."""
+        known = {*view.num_admitted, *view.waiting.num_by_adapter} - {BASE}
+        able = [adapter for adapter in known if self._can_pay(adapter, first)]
+        return max(able, key=lambda adapter: (view.num_unfinished(adapter), -adapter), default=None)
+
+    def _can_pay(self, adapter: AdapterId, first: collections.Counter[AdapterId]) -> bool:
+        num_held_back = first.total() - first[adapter]
+        return self.credits.of(adapter) >= num_held_back * self._amount(first.total())
+
+    def _amount(self, num_requests: int) -> int:
+        """What a request gets for which so many run: a step of them, none merged, in microseconds."""
+        return round(self._times.unmerged_s(num_requests) * MICROSECONDS)
+
+    def _stays(self, view: MergeView, first: collections.Counter[AdapterId]) -> bool:
+        ratio = view.num_unfinished(view.merged) / len(self._fcfs)
+        return ratio >= self.thresholds.beta and self._can_pay(view.merged, first)
+
+    def _merge_hottest(self, view: MergeView) -> Choice | None:
+        """Merge the adapter with the most requests where these are enough; another may be merged at the time."""
+        hot, merged = self._hot, view.merged
+        if hot is None or hot == merged or not view.can_merge:
+            return None
+        if view.num_unfinished(hot) / len(self._fcfs) <= self.thresholds.alpha:
+            return None
+        if view.may_switch_to(hot):
+            return Choice(hot, hot, (hot,), reason=self._ratio_text(view, hot, ">", self.thresholds.alpha))
+        # None of its requests can run yet: one is to be admitted, and all go on unmerged meanwhile.
+        waits = None if view.num_admitted[hot] else view.waiting.first_of(hot)
+        return Choice(
+            BASE,
+            batch=(waits, *self._fcfs[:-1]) if waits is not None else tuple(self._fcfs),
+            reason=self._ratio_text(view, merged, "<", self.thresholds.beta),
+        )
+
+    def _ratio_text(self, view: MergeView, adapter: AdapterId, sign: str, threshold: float) -> str:
+        if adapter == BASE:
+            return ""
+        return f"{view.num_unfinished(adapter)} of {len(self._fcfs)} requests {sign} {threshold:.2f}"
+
+    # ------------------------------------------------------------ starving
+
+    def _starving(self, view: MergeView) -> set[AdapterId]:
+        """Adapters with requests that go first: by their credits, or since one of them was held back too long."""
+        now, until = view.now, self._relieved_until
+        held_back = list(self._held_back.values())
+        paused = view.longest_paused()
+        if paused is not None and paused.paused_s is not None:
+            held_back.append((paused.paused_s, paused.adapter))
+        for since_s, adapter in held_back:
+            if now - since_s >= self._starve_s:
+                until[adapter] = max(until.get(adapter, 0.0), now + self._starve_s)
+        for adapter in [adapter for adapter, moment in until.items() if moment <= now]:
+            del until[adapter]
+        return {adapter for adapter in {*until, *self.credits.starving()} if view.num_unfinished(adapter)}
+
+    def _relieve(self, view: MergeView, starving: set[AdapterId]) -> Choice:
+        """The starving ones' requests, then others in arrival order; on merged weights only where these are
+        theirs."""
+        if starving == {view.merged}:
+            return Choice(view.merged, view.merged, (view.merged,))
+        first = [s for s in self._fcfs if s.adapter in starving]
+        known = {sequence.id for sequence in first}
+        for adapter in sorted(starving):
+            waits = view.waiting.first_of(adapter)
+            if waits is not None and waits.id not in known:
+                first.append(waits)
+        others = [s for s in self._fcfs if s.adapter not in starving]
+        return Choice(BASE, batch=tuple((first + others)[: self._batch]), reason="others starve")
+
+    # ------------------------------------------------------------ what is told
+
+    def started(self, shape: StepShape, rows: list[Scheduled], now: float) -> None:
+        """See MergePolicy."""
+        merged = shape.merged
+        running = {sequence.id for sequence, _, _ in rows}
+        inside = {sequence.id for sequence in self._fcfs}
+        instead = [sequence.adapter for sequence, _, _ in rows if sequence.id not in inside]
+        held_back = [
+            s for s in self._fcfs if s.id not in running and s.stage is not LOADING and s.adapter != merged
+        ]
+        if merged == BASE:
+            held_back = held_back[: len(instead)]  # the rest waits for pages
+        payers = instead or ([] if merged == BASE else [merged])
+        amount = self._amount(shape.num_rows)
+        self.credits.transfer(payers, [sequence.adapter for sequence in held_back], amount)
+        before = self._held_back
+        self._held_back = {s.id: before.get(s.id, (now, s.adapter)) for s in held_back}
+        if self._hot is not None:
+            self._tune(merged, self._hot)
+
+    def _tune(self, merged: AdapterId, hot: AdapterId) -> None:
+        times, num_merge, num_fcfs = self._times, min(self._num_hot, self._batch), len(self._fcfs)
+        self.thresholds.step(
+            merged != BASE,
+            hot,
+            (num_merge, times.merged_s(num_merge)),
+            (num_fcfs, times.unmerged_s(num_fcfs)),
+            times.switch_s(merged, BASE) if merged != BASE else times.switch_s(BASE, hot),
+        )
+
+    def step_ended(self, seconds: float) -> None:
+        """See MergePolicy."""
+
+    def switched(self, before: AdapterId, after: AdapterId, seconds: float) -> None:
+        """See MergePolicy."""
+
+    def forget(self, adapter: AdapterId) -> None:
+        """See MergePolicy."""
+        self.credits.forget(adapter)
+        self._relieved_until.pop(adapter, None)
+
+    def gauges(self) -> MergeGauges:
+        """See MergePolicy."""
+        credits = tuple((adapter, credit / MICROSECONDS) for adapter, credit in self.credits.all().items())
+        return MergeGauges(self.thresholds.alpha, self.thresholds.beta, credits)

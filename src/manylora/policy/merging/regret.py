@@ -1,0 +1,134 @@
+"""``manylora``: merge when the measured time that it would have saved has paid for the switch. No thresholds.
+
+A ski rental between as many states as there are weights to run on: what the present weights cost more than others
+would have is their regret, and when that has come to the switch there and back, the switch is made. So the time
+lost is at most a constant times what a switcher loses that knows the future. Not even an unlucky stream is slower
+than unmerged by more than ``SHARE``: a switch must be paid from what earlier ones have saved, or from that share.
+"""
+
+from __future__ import annotations
+
+from manylora.config import MergeConfig
+from manylora.policy.merging.choice import Choice, MergeGauges, MergeView, StepShape
+from manylora.policy.merging.times import StepSeconds
+from manylora.policy.sequences import Scheduled
+from manylora.types import BASE, AdapterId
+
+SHARE = 0.005
+"""Of the time in steps, what switches may cost more than they have saved."""
+
+
+class RegretMerging:
+    """``minority``, what becomes of others while an adapter is merged: they end it at once (``unmerge``), wait
+    for ``starve_s`` at most (``wait``), or run beside it (``mixed``)."""
+
+    def __init__(self, config: MergeConfig, times: StepSeconds) -> None:
+        self._times = times
+        self._minority = config.minority
+        self._is_mixed = config.is_mixed
+        self._starve_s = config.starve_s
+        self.regrets: dict[AdapterId, float] = {}
+        """Seconds that the present weights cost more than these would have, since these could have run the same
+        steps."""
+        self.saved_s = 0.0
+        """By merging so far, less what it cost."""
+        self.busy_s = 0.0
+        self._num_switches = 0
+        self._since_s = 0.0  # when the present weights were chosen
+
+    # ------------------------------------------------------------ the choice
+
+    def choose(self, view: MergeView) -> Choice:
+        """See MergePolicy."""
+        if view.merged != BASE and not self._is_mixed:
+            choice = self._end_for_others(view)
+            if choice is not None:
+                return choice
+        for target in sorted(self.regrets):
+            regret_s, price_s = self.regrets[target], self._price_s(view.merged, target)
+            if regret_s < price_s or target == view.merged or not self._can_afford(target, price_s):
+                continue
+            if not view.may_switch_to(target) or not (self._is_mixed or self._is_alone(view, target)):
+                continue
+            self._since_s = view.now
+            reason = f"regret {regret_s * 1e3:.3g} ms >= {price_s * 1e3:.3g} ms"
+            return self._on(target, reason)
+        return self._on(view.merged)
+
+    def _on(self, adapter: AdapterId, reason: str = "") -> Choice:
+        is_alone = adapter != BASE and self._minority == "wait"
+        return Choice(adapter, line=(adapter,) if is_alone else None, reason=reason)
+
+    def _end_for_others(self, view: MergeView) -> Choice | None:
+        """Unmerge where a sequence of another adapter can wait no longer."""
+        merged = view.merged
+        if not view.may_switch_to(BASE):
+            return None
+        if self._minority == "unmerge":
+            can_run = len(view.ready) > (view.ready[merged] > 0)
+            return Choice(BASE, reason="others can run") if can_run else None
+        paused, first = view.longest_paused(merged), view.waiting.first()
+        if first is not None and first.adapter == merged:
+            first = None
+        if not view.num_admitted[merged] and (paused or (first and not view.num_unfinished(merged))):
+            return Choice(BASE, reason="only others are left")
+        waited_s = 0.0
+        if paused is not None and paused.paused_s is not None:
+            waited_s = view.now - paused.paused_s
+        elif first is not None:
+            waited_s = view.now - max(first.state.arrived_s, self._since_s)
+        if waited_s < self._starve_s:
+            return None
+        return Choice(BASE, reason=f"others have waited {waited_s:.2f} s")
+
+    def _is_alone(self, view: MergeView, adapter: AdapterId) -> bool:
+        """Whether nothing of others could run, so that none would be paused."""
+        return adapter == BASE or view.ready.keys() == {adapter}
+
+    def _price_s(self, before: AdapterId, after: AdapterId) -> float:
+        return self._times.switch_s(before, after) + self._times.switch_s(after, before)
+
+    def _can_afford(self, target: AdapterId, price_s: float) -> bool:
+        """The first switch is free, so that a short run can show what it is worth; going back always is."""
+        return target == BASE or self._num_switches == 0 or self.saved_s + SHARE * self.busy_s >= price_s
+
+    # ------------------------------------------------------------ what is told
+
+    def started(self, shape: StepShape, rows: list[Scheduled], now: float) -> None:
+        """See MergePolicy."""
+        most = max(shape.tokens, key=lambda adapter: (shape.tokens[adapter], -adapter))
+        merged, cost_s = shape.merged, self._cost_s(shape, shape.merged)
+        targets = {BASE, most} - {merged}
+        if not self._is_mixed and len(shape.rows) > 1:
+            targets &= {BASE}  # others would have had to pause
+        self.regrets = {
+            target: self.regrets.get(target, 0.0) + max(cost_s - self._cost_s(shape, target), 0.0)
+            for target in targets
+        }
+        if merged != BASE:
+            self.saved_s += self._cost_s(shape, BASE) - cost_s
+
+    def _cost_s(self, shape: StepShape, merged: AdapterId) -> float:
+        """What a step takes on these weights beyond one of the base alone."""
+        num_tokens = shape.beside(merged)[1]
+        if merged == BASE:
+            return self._times.adapter_s(num_tokens)
+        return self._times.correction_s(num_tokens)
+
+    def step_ended(self, seconds: float) -> None:
+        """See MergePolicy."""
+        self.busy_s += seconds
+
+    def switched(self, before: AdapterId, after: AdapterId, seconds: float) -> None:
+        """See MergePolicy."""
+        self.saved_s -= seconds
+        self._num_switches += 1
+        self.regrets.clear()
+
+    def forget(self, adapter: AdapterId) -> None:
+        """See MergePolicy."""
+        self.regrets.pop(adapter, None)
+
+    def gauges(self) -> MergeGauges:
+        """See MergePolicy."""
+        return MergeGauges()

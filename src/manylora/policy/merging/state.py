@@ -1,0 +1,183 @@
+"""What is merged: no adapter, a switch that is under way, or one adapter. Has a policy's choices carried out.
+
+Owns the switches, the merged adapter's pin, and which steps in flight run on what; does not know when a switch
+pays, nor who runs in a step.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import NamedTuple
+
+from manylora.config import PolicyConfig
+from manylora.policy.merging import merge_policy
+from manylora.policy.merging.choice import Choice, MergeGauges, MergeView, StepShape, shape_of
+from manylora.policy.merging.times import StepSeconds
+from manylora.policy.ranked import RankedQueue
+from manylora.policy.reservations import Reservations
+from manylora.policy.residency import Residency
+from manylora.policy.sequences import Scheduled
+from manylora.protocol import SetMerged, SwitchDone
+from manylora.types import BASE, AdapterId, SwitchId
+
+BARRED_S = 60.0
+"""After a switch has failed nothing is merged for so long."""
+
+
+class Switch(NamedTuple):
+    """A SetMerged that has not been answered."""
+
+    number: SwitchId
+    before: AdapterId
+    after: AdapterId
+
+
+class Merging:
+    """``adapter``: whose weights the next step runs on, as the last SetMerged said; BASE where none did, or where
+    it has failed. It is pinned from its SetMerged until the next one has been answered."""
+
+    def __init__(
+        self, config: PolicyConfig, residency: Residency, held: Reservations, waiting: RankedQueue
+    ) -> None:
+        self._config = config
+        self._residency = residency
+        self._held = held
+        self._waiting = waiting
+        self._times = StepSeconds(config.merge.times)
+        self.policy = merge_policy(config, self._times)
+        self.adapter: AdapterId = BASE
+        self.switch: Switch | None = None
+        """The one that is under way."""
+        self._num_switches = 0
+        self._barred_until_s = 0.0
+        self._is_restricted = False  # whether the last choice kept anyone from running
+        self._gives_way = False
+        self.in_flight: collections.deque[StepShape] = collections.deque()
+        """The steps in flight, oldest first."""
+
+    # ------------------------------------------------------------ asked
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether rows of others may run beside those of the merged adapter."""
+        return self._config.merge.is_mixed
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether no step may start until the switch that is under way has ended."""
+        return self.switch is not None and self._config.merge.times.steps_wait
+
+    def pinned(self) -> list[AdapterId]:
+        """Adapters that are kept resident, since their weights are merged or about to be, or not yet unmerged."""
+        kept = {self.adapter} if self.switch is None else {self.switch.before, self.switch.after}
+        return sorted(kept - {BASE})
+
+    def is_stuck(self) -> bool:
+        """Nothing runs, and no answer is due that could change that: whether another choice could. That lets
+        everyone run."""
+        if self.switch is not None or self._gives_way:
+            return False
+        if self._is_left_over():
+            return True
+        if not self._held.admitted and not len(self._waiting):
+            return False
+        tree = self._residency.tree
+        if self._held.num_loading or tree.loading_pages or tree.offloading_pages:
+            return False
+        self._gives_way = self.adapter != BASE or self._is_restricted
+        return self._gives_way
+
+    def _is_left_over(self) -> bool:
+        """Whether the merged adapter is removed, and its requests have ended."""
+        adapter = self.adapter
+        if self._residency.tree.knows(adapter) or adapter in self._waiting.num_by_adapter:
+            return False
+        return all(sequence.adapter != adapter for sequence in self._held.admitted)
+
+    def gauges(self) -> MergeGauges:
+        """See MergePolicy."""
+        return self.policy.gauges()
+
+    # ------------------------------------------------------------ choosing
+
+    def choose(self, now: float) -> Choice:
+        """Who may run in the next step; commands the switch that it takes."""
+        view = MergeView(
+            now, self.adapter, self.switch is None, now >= self._barred_until_s, self._held.admitted,
+            self._waiting, self._config.max_num_seqs,
+        )  # fmt: skip
+        choice = self._choice(view)
+        if choice.adapter != self.adapter:
+            assert view.may_switch_to(choice.adapter), "a switch is one at a time, and to what can run"
+            self._command(choice)
+        if self.adapter != BASE and not self.is_mixed:
+            choice = dataclasses.replace(choice, only=self.adapter)
+        self._is_restricted = choice.only is not None or choice.line is not None
+        return choice
+
+    def _choice(self, view: MergeView) -> Choice:
+        if self._gives_way:
+            self._gives_way = False
+            return Choice(BASE, reason="nothing else can run")
+        if view.can_switch and self._is_left_over():
+            return Choice(BASE, reason="it is removed")
+        return self.policy.choose(view)
+
+    def _command(self, choice: Choice) -> None:
+        before, after = self.adapter, choice.adapter
+        tree = self._residency.tree
+        if after != BASE:
+            tree.pin(tree.node(after))
+        self._num_switches += 1
+        self.switch = Switch(self._num_switches, before, after)
+        self.adapter = after
+        self._residency.decide(SetMerged(self._num_switches, after))
+        action, named = ("unmerge", before) if after == BASE else ("merge", after)
+        self._residency.note(action, tree.node(named), choice.reason)
+
+    # ------------------------------------------------------------ told
+
+    def ended(self, event: SwitchDone, now: float) -> None:
+        """A switch has taken effect, or failed: then nothing is merged."""
+        switch, counters = self.switch, self._residency.counters
+        if switch is None or event.switch != switch.number:
+            return
+        self.switch = None
+        counters.switched(event.ok, event.switch_s, to_base=switch.after == BASE)
+        self._unpin(switch.before)
+        if event.ok:
+            self._times.saw_switch(switch.before, switch.after, event.switch_s)
+        else:
+            if switch.after != BASE:
+                named = self._residency.tree.node(switch.after)
+                self._residency.note("unmerge", named, f"the switch failed: {event.error}")
+            self._unpin(switch.after)
+            self.adapter = BASE
+            self._barred_until_s = now + BARRED_S
+        self.policy.switched(switch.before, self.adapter, event.switch_s)
+
+    def _unpin(self, adapter: AdapterId) -> None:
+        if adapter != BASE:
+            node = self._residency.tree.node(adapter)
+            self._residency.unpin(node, node.last_use)
+
+    def started(self, rows: list[Scheduled], now: float) -> AdapterId:
+        """A step with these rows starts; whose weights it runs on."""
+        shape = shape_of(self.adapter, rows)
+        self.in_flight.append(shape)
+        self.policy.started(shape, rows, now)
+        return shape.merged
+
+    def step_ended(self, seconds: float) -> None:
+        """The oldest step has ended after so many seconds of the device; 0 where that is not known."""
+        shape, counters = self.in_flight.popleft(), self._residency.counters
+        counters.steps_merged += shape.is_merged
+        counters.steps_mixed += shape.is_mixed
+        num_corrected = shape.beside(shape.merged)[1]
+        self._times.saw_step(shape.num_rows, shape.num_tokens, num_corrected, shape.merged != BASE, seconds)
+        self.policy.step_ended(seconds)
+
+    def forget(self, adapter: AdapterId) -> None:
+        """The adapter is gone, and all its requests."""
+        self.policy.forget(adapter)

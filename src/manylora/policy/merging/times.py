@@ -1,0 +1,146 @@
+"""What steps and switches take, by mode: what was measured before serving, corrected by what events tell.
+
+Only differences between modes count for a choice, and these are small beside what all modes have in common, such
+as attention over ever longer contexts. So a difference is corrected only where a switch shows it: by the median
+step before and after. Numbers in, seconds out.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import statistics
+
+from manylora.config import MergeTimes, StepTimes
+from manylora.types import BASE, AdapterId
+
+_KEEP = 0.9
+"""How much of an estimate survives one observation."""
+_STEPS = 9
+"""Decoding steps on each side of a switch that are compared; their median is."""
+_SKIPPED = 2
+"""Steps after a switch that are not counted: the device may still be busy with the switch."""
+_MOST_SCALE = 2.0
+"""How much larger than measured before serving a difference may be found."""
+
+
+class StepSeconds:
+    """Seconds of a step by its rows and tokens: unmerged, all of one adapter; merged; and what a row of another
+    adapter than the merged one adds."""
+
+    def __init__(self, times: MergeTimes) -> None:
+        self.steps_wait = times.steps_wait
+        self.merge_s = times.merge_s
+        self.restore_s = times.restore_s
+        steps = sorted(times.steps, key=lambda step: (step.num_tokens, step.num_rows))
+        self._steps: list[StepTimes] = []
+        for step in steps:
+            if not self._steps or self._steps[-1].num_tokens < step.num_tokens:
+                self._steps.append(step)
+        self._tokens = [step.num_tokens for step in self._steps]
+        self.scale = 1.0
+        """By how much what an adapter adds to a step differs from what was measured before serving."""
+        self._level_s = 0.0  # of steps beside what was measured, whatever their mode
+        self._num_seen = 0
+        self._before = collections.deque[float](maxlen=_STEPS)  # a decoding step's seconds beside its model's
+        self._compared: float | None = None  # the median before the last switch
+        self._was_merged = False
+        self._is_merged = False
+        self._num_after = 0
+        self._addons = collections.deque[float](maxlen=_STEPS)
+
+    # ------------------------------------------------------------ asked
+
+    def merged_s(self, num_tokens: int) -> float:
+        """A step of the merged adapter's rows alone."""
+        return max(self._measured(num_tokens).merged_s + self._level_s, 0.0)
+
+    def unmerged_s(self, num_tokens: int) -> float:
+        """A step of one adapter's rows, none merged."""
+        return self.merged_s(num_tokens) + self.adapter_s(num_tokens)
+
+    def adapter_s(self, num_tokens: int) -> float:
+        """What so many tokens of adapters add to a step while nothing is merged."""
+        if not num_tokens:
+            return 0.0
+        step = self._measured(num_tokens)
+        return self.scale * max(step.unmerged_s - step.merged_s, 0.0)
+
+    def correction_s(self, num_tokens: int) -> float:
+        """What so many tokens of others add to a step while an adapter is merged; where that was not measured,
+        it is taken for two adapters' work."""
+        step = self._measured(num_tokens)
+        if step.mixed_s <= 0:
+            return 2 * self.adapter_s(num_tokens)
+        if not num_tokens:
+            return 0.0
+        return self.scale * max(step.mixed_s - step.merged_s, 0.0)
+
+    def switch_s(self, before: AdapterId, after: AdapterId) -> float:
+        """A change of what is merged. Pristine weights in host memory come back before another adapter is
+        merged; those on the device are read as the other is merged."""
+        if before == after:
+            return 0.0
+        if after == BASE:
+            return self.restore_s
+        return self.merge_s + (self.restore_s if before != BASE and self.steps_wait else 0.0)
+
+    def _measured(self, num_tokens: int) -> StepTimes:
+        """Between the nearest two sizes that were measured, and not beyond the least and the largest."""
+        if not self._steps:
+            return StepTimes(0, 0, 0.0, 0.0)
+        place = bisect.bisect_left(self._tokens, num_tokens)
+        if place == 0 or place == len(self._steps):
+            return self._steps[min(place, len(self._steps) - 1)]
+        low, high = self._steps[place - 1], self._steps[place]
+        part = (num_tokens - low.num_tokens) / (high.num_tokens - low.num_tokens)
+        return StepTimes(
+            num_tokens,
+            num_tokens,
+            low.unmerged_s + part * (high.unmerged_s - low.unmerged_s),
+            low.merged_s + part * (high.merged_s - low.merged_s),
+            low.mixed_s + part * (high.mixed_s - low.mixed_s),
+        )
+
+    # ------------------------------------------------------------ told
+
+    def saw_step(
+        self, num_rows: int, num_tokens: int, num_corrected: int, is_merged: bool, seconds: float
+    ) -> None:
+        """A step ended. ``num_corrected``: its tokens of others than the merged adapter; of any, where none is."""
+        if seconds <= 0 or num_tokens != num_rows:
+            return  # with prompts in it a step's length says little about its mode
+        adds_s = self.correction_s(num_corrected) if is_merged else self.adapter_s(num_corrected)
+        beside_s = seconds - self._measured(num_tokens).merged_s - adds_s
+        if is_merged != self._is_merged:
+            self._compared = statistics.median(self._before) if len(self._before) == _STEPS else None
+            self._was_merged, self._is_merged, self._num_after = self._is_merged, is_merged, 0
+            self._before.clear()
+        self._num_after += 1
+        if self._num_after > _SKIPPED:
+            self._before.append(beside_s)
+            self._addons.append(self.adapter_s(num_tokens))
+        self._num_seen += 1
+        keep = min(_KEEP, 1 - 1 / self._num_seen)
+        self._level_s = keep * self._level_s + (1 - keep) * beside_s
+        if self._compared is not None and len(self._before) == _STEPS:
+            self._correct(self._compared, statistics.median(self._before))
+            self._compared = None
+
+    def _correct(self, before_s: float, after_s: float) -> None:
+        """The same steps took so long beside their models in two modes: what adapters add is so much more."""
+        adds_s = statistics.median(self._addons)
+        if adds_s <= 0:
+            return
+        missing_s = after_s - before_s if self._was_merged else before_s - after_s
+        found = self.scale * (1 + missing_s / adds_s)
+        self.scale = min(max((self.scale + found) / 2, 0.0), _MOST_SCALE)
+
+    def saw_switch(self, before: AdapterId, after: AdapterId, seconds: float) -> None:
+        """A change of what is merged took so long."""
+        if seconds <= 0 or (before != BASE and after != BASE and self.steps_wait):
+            return  # that one is two in one
+        if after == BASE:
+            self.restore_s = _KEEP * self.restore_s + (1 - _KEEP) * seconds if self.restore_s else seconds
+        else:
+            self.merge_s = _KEEP * self.merge_s + (1 - _KEEP) * seconds if self.merge_s else seconds

@@ -1,0 +1,170 @@
+"""Random events under every ``--merge``: switches come late or fail, merged adapters are removed, pools are tiny."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import initialize, precondition, rule
+
+from manylora.config import (
+    ADMISSIONS,
+    CACHE_POLICIES,
+    CacheConfig,
+    MergeConfig,
+    MergeTimes,
+    PolicyConfig,
+    QueueConfig,
+    StepTimes,
+)
+from manylora.protocol import AdapterRemoved, Report, ReportDue
+from manylora.types import BASE
+from tests.policy.device_model import DeviceModel
+from tests.policy.test_replica_properties import EVENT_S, QUEUES, ReplicaMachine
+
+STEPS = (StepTimes(1, 1, 0.5, 0.3, 0.32), StepTimes(8, 8, 0.6, 0.3, 0.35))
+"""So slow that switches pay within an example."""
+KINDS: list[dict[str, Any]] = [
+    {"mode": "merged"}, {"mode": "dlora", "alpha": 0.6, "beta": 0.3, "window": 4}, {"mode": "dlora"},
+    {"mode": "manylora"}, {"mode": "manylora", "minority": "wait"}, {"mode": "manylora", "minority": "mixed"},
+    {"mode": "manylora", "minority": "mixed"},
+]  # fmt: skip
+COUNTS = {"switches": 0, "failed": 0, "merged": 0, "mixed": 0, "paused": 0.0}
+"""What all examples together have shown."""
+
+
+class MergingMachine(ReplicaMachine):
+    """As there, with few adapters, so that one has most requests, and more requests than may run."""
+
+    @initialize(
+        num_pages=st.sampled_from([8, 12, 12, 20, 40]),
+        page_tokens=st.sampled_from([1, 2, 4]),
+        max_num_seqs=st.integers(1, 4),
+        extra_budget=st.integers(0, 8),
+        num_host_pages=st.sampled_from([0, 5, 40]),
+        policy=st.sampled_from(["manylora", "manylora", *CACHE_POLICIES]),
+        admission=st.sampled_from(["fcfs", "fcfs", *ADMISSIONS]),
+        pipeline_depth=st.sampled_from([1, 2]),
+        queue=st.sampled_from([{}] * 2 * len(QUEUES) + QUEUES),
+        kind=st.sampled_from(KINDS),
+        starve_s=st.sampled_from([0.5, 2.0, 8.0]),
+        steps_wait=st.booleans(),
+    )
+    def start(  # type: ignore[override]
+        self,
+        num_pages: int,
+        page_tokens: int,
+        max_num_seqs: int,
+        extra_budget: int,
+        num_host_pages: int,
+        policy: str,
+        admission: str,
+        pipeline_depth: int,
+        queue: dict[str, Any],
+        kind: dict[str, Any],
+        starve_s: float,
+        steps_wait: bool,
+    ) -> None:
+        merge = MergeConfig(**kind, starve_s=starve_s, times=MergeTimes(steps_wait, 0.1, 0.1, STEPS))
+        config = PolicyConfig(
+            num_pages, page_tokens, 40, max_num_seqs, max_num_seqs + extra_budget, num_host_pages, 1000,
+            CacheConfig(policy, adapter_share=0.5, tau_s=2.0, window_s=8.0, trace=True), admission, 5.0,
+            pipeline_depth, None, QueueConfig(**queue), merge,
+        )  # fmt: skip
+        self.begin(config, DeviceModel(page_tokens, pipeline_depth, merge.is_mixed, steps_wait))
+        for num_adapter_pages in (2, 1):
+            self.add_adapter(num_adapter_pages)
+
+    @precondition(lambda self: self.adapters)
+    @rule(
+        data=st.data(),
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=8),
+        max_tokens=st.integers(1, 12),
+        together=st.integers(1, 5),
+    )
+    def crowd(self, data: st.DataObject, prompt: list[int], max_tokens: int, together: int) -> None:
+        """More requests of one adapter."""
+        adapter = data.draw(st.sampled_from(sorted(self.adapters)[:2]))
+        for _ in range(together):
+            self.ask(adapter, prompt, max_tokens)
+
+    @precondition(lambda self: self.device.steps)
+    @rule(num_steps=st.integers(1, 8))
+    def run_steps(self, num_steps: int) -> None:
+        """Steps end well, one after the other."""
+        for _ in range(num_steps):
+            if self.device.steps:
+                done = self.device.finish_step(ok=True)
+                done.device_s = 0.5
+                self.feed(done)
+
+    @precondition(lambda self: self.device.switches)
+    @rule()
+    def end_switch(self) -> None:
+        self.feed(self.device.end_switch(0.1))
+
+    @rule(fails=st.sampled_from([False] * 5 + [True]))
+    def next_switch(self, fails: bool) -> None:
+        self.device.fails_switch = fails
+
+    @precondition(lambda self: self.device.named != BASE and self.device.named in self.adapters)
+    @rule()
+    def remove_merged(self) -> None:
+        adapter = self.device.named
+        del self.adapters[adapter]
+        self.removed.add(adapter)
+        self.feed(AdapterRemoved(adapter))
+
+    @rule()
+    def rest(self) -> None:
+        """Long enough to try again after a failed switch."""
+        self.now += 61 - EVENT_S
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "device"):
+            COUNTS["switches"] += self.device.num_switches
+            COUNTS["merged"] += self.device.num_merged_steps
+            COUNTS["mixed"] += self.device.num_mixed_steps
+            (report,) = self.replica.handle(ReportDue(), self.now)
+            assert isinstance(report, Report)
+            counters = report.counters
+            assert counters.steps_mixed == self.device.num_mixed_steps, "steps are counted by mode"
+            assert counters.steps_merged == self.device.num_merged_steps
+            num_ended = counters.switches_merged + counters.switches_base + counters.switches_failed
+            assert num_ended == self.device.num_switches
+            assert report.gauges.merged == self.device.named
+            COUNTS["failed"] += counters.switches_failed
+            COUNTS["paused"] += counters.paused_s
+
+
+def machine(num_examples: int) -> Any:
+    """A test case of so many histories."""
+
+    class Case(MergingMachine.TestCase):  # type: ignore[name-defined,misc]
+        settings = settings(
+            max_examples=num_examples,
+            stateful_step_count=50,
+            deadline=None,
+            phases=[Phase.explicit, Phase.reuse, Phase.generate],
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        )
+
+    return Case
+
+
+TestMergingProperties = machine(200)
+
+
+@pytest.mark.long
+class TestManyMergingProperties(machine(2_000)):  # type: ignore[misc]
+    """The same, ten times as many."""
+
+
+def test_they_have_shown_what_merging_does() -> None:
+    """After the histories above."""
+    least = {"switches": 500, "failed": 30, "merged": 5_000, "mixed": 100, "paused": 1_000}
+    assert all(COUNTS[name] > number for name, number in least.items()), COUNTS
