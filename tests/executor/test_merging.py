@@ -66,7 +66,7 @@ def weights_of(worker: Worker) -> list[torch.Tensor]:
 
 
 def bits(matrices: list[torch.Tensor]) -> list[bytes]:
-    return [matrix.view(torch.uint8).numpy().tobytes() for matrix in matrices]
+    return [matrix.cpu().view(torch.uint8).numpy().tobytes() for matrix in matrices]
 
 
 def fail_merges(rig: Rig, monkeypatch: pytest.MonkeyPatch, failing: set[int]) -> list[int]:
