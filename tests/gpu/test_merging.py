@@ -132,15 +132,14 @@ def test_a_switch_from_the_devices_copy_waits_for_nothing(files: Files, tmp_path
 
 
 def test_the_base_answers_to_the_last_digit_as_before(rig: Rig) -> None:
-    """Logits of captured steps: the same bits before and after merged ones, at the same buckets and pages."""
+    """What captured steps write to their pages: the same bits before and after merged ones, at the same buckets
+    and pages."""
 
-    def logits(sequence: int) -> list[torch.Tensor]:
+    def written(sequence: int) -> list[torch.Tensor]:
         found = []
         for page in rig.free:
             rig.worker._arena.page(page).zero_()  # of what other sequences left there
         held = rig.open(sequence, PROMPT, BASE)
-        forward = rig.worker._forward
-        assert forward is not None
         for _ in range(4):
             rig.step(rig.row(sequence))
             found.append(torch.cat([rig.worker._arena.page(page).flatten().clone() for page in held.pages]))
@@ -148,8 +147,8 @@ def test_the_base_answers_to_the_last_digit_as_before(rig: Rig) -> None:
         rig.free += held.pages[::-1]
         return found
 
-    logits(0)  # which captures and chooses what later steps run
-    before = logits(1)
+    written(0)  # which captures and chooses what later steps run
+    before = written(1)
     for number, adapter in zip(range(50), itertools.cycle((1, 2, 3))):
         assert rig.merge(adapter).ok
         held = rig.open(10 + number, PROMPT, adapter)
@@ -157,7 +156,7 @@ def test_the_base_answers_to_the_last_digit_as_before(rig: Rig) -> None:
         rig.direct.end_sequence(10 + number)
         rig.free += held.pages[::-1]
     assert rig.merge(BASE).ok
-    after = logits(2)
+    after = written(2)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
