@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from manylora_lab.benchmarks import (
     h200_aims,
+    h200_merge,
     h200_pairs,
     h200_steps,
     h200_trace,
@@ -145,6 +146,38 @@ def test_the_copies(tmp_path: Path) -> None:
     (rates,) = found["copier"].values()
     assert len(rates) == 6
     assert all(row["gb_per_s"] > 0 and row["of_raw"] > 0 for row in rates.values())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_merging(tmp_path: Path) -> None:
+    out = tmp_path / "merge.json"
+    h200_merge.main(["--toy", "--parts", "switches,steps,rounding", "--out", str(out), "--commit", "abc"])
+    found = record(out)
+    assert [row["copy"] for row in found["switches"]] == ["device", "host"]
+    for row in found["switches"]:
+        assert min(row["base to r16"], row["r16 to r16"], row["r64 to base"], row["floor_ms"]) > 0
+    assert found["switches"][1]["beside_pages"]["kept"] > 0
+    assert [row["rows"] for row in found["decoding"]] == list(h200_merge.TOY_BATCHES)
+    for row in (*found["decoding"], *found["prompts"]):
+        assert min(row[kind] for kind in h200_merge.KINDS) > 0
+    by_case = {row["case"]: row for row in found["rounding"]}
+    assert 0 < by_case["unmerged"]["kl_mean_e6"] < 1e4
+    assert 0 < by_case["merged"]["kl_mean_e6"] < 1e5
+    assert by_case["base"]["same_top1"] > 0.5
+    assert len(found["measured"]["device"]["steps"]) >= 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_merged_requests_at_once(tmp_path: Path) -> None:
+    out = tmp_path / "merge.json"
+    h200_merge.main(["--toy", "--parts", "offline", "--out", str(out), "--commit", "abc"])
+    rows = record(out)["offline"]
+    assert [row["merge"] for row in rows] == ["unmerged", "unmerged", "merged", "manylora"]
+    for row in rows:
+        assert row["errors"] == []
+        assert row["tokens_per_s"] > 0
 
 
 def test_the_kernels_of_a_step(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ builds no batches.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import torch
 
 from manylora.devices.device import Device, Elapsed
 from manylora.executor.tables import AdapterTables
-from manylora.kernels.ops import MergePlan
+from manylora.kernels.ops import MergedLayer, MergePlan
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.arena import Arena
 from manylora.memory.copier import one_line
@@ -189,11 +190,17 @@ class Merging:
         plan = dataclasses.replace(plan, wanted=self._differs)
         pool = self._arena.pool
         with torch.inference_mode():
-            for number, linear in enumerate(self._linears):
-                if plan.parts(linear.group, linear.layer):
-                    with linear.weight.rewriting() as data:
+            for group in self._geometry.groups:
+                numbered = [(n, linear) for n, linear in enumerate(self._linears) if linear.group == group]
+                if not plan.parts(group, 0):
+                    continue
+                with contextlib.ExitStack() as stack:
+                    layers = []
+                    for number, linear in numbered:
+                        data = stack.enter_context(linear.weight.rewriting())
                         source = data if pristine is None else pristine[number]
-                        self._ops.merge_linear(data, source, pool, linear.layer, linear.group, plan)
+                        layers.append(MergedLayer(linear.layer, data, source))
+                    self._ops.merge_linears(layers, pool, group, plan)
         self._differs = adapted
 
     def _failed(self, command: SetMerged, error: Exception) -> str:

@@ -17,6 +17,7 @@ adapter loader refuses weights that are not finite.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,7 @@ from manylora.kernels.ops import (
     ComposedLora,
     HeadNorm,
     LoraSegments,
+    MergedLayer,
     MergePlan,
     Rotary,
     Summands,
@@ -38,7 +40,7 @@ from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
 from manylora.kernels.weight import Weight
 
 _MERGED_ELEMENTS = 2**18
-"""Elements of a weight that are merged at a time: their sums stay in the processor's cache."""
+"""Elements of a weight that are merged at a time."""
 
 
 class _Scratch(threading.local):
@@ -154,28 +156,19 @@ class CpuOps(ComposedLora):
         torch.index_select(pieces[offset:], 0, block.pieces, out=scratch)
         return scratch.view(-1, plan.geometry.cell_elements)
 
-    def merge_linear(
-        self,
-        merged: torch.Tensor,
-        pristine: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: MergePlan,
+    def merge_linears(
+        self, layers: Sequence[MergedLayer], pool: torch.Tensor, group: ProjectionGroup, plan: MergePlan
     ) -> None:
-        most = max(1, _MERGED_ELEMENTS // group.in_features)
-        for place, projection, first_a, first_b, rank, scale in plan.parts(group, layer):
-            begin, end = group.offsets[place], group.offsets[place + 1]
-            if rank == 0:
-                merged[begin:end].copy_(pristine[begin:end])
-                continue
+        for layer, merged, pristine in layers:
             lies = (of_adapters(pool, merged.dtype), layer, plan)
-            a = _adapter_rows(*lies, first_a, rank, projection.in_features)
-            b = _adapter_rows(*lies, first_b, rank, projection.out_features)
-            for row in range(begin, end, most):
-                last = min(row + most, end)
-                update = b[:, row - begin : last - begin].T @ a
-                merged[row:last].copy_(update.mul_(scale).add_(pristine[row:last]))
+            for place, projection, first_a, first_b, rank, scale in plan.parts(group, layer):
+                begin, end = group.offsets[place], group.offsets[place + 1]
+                if rank == 0:
+                    merged[begin:end].copy_(pristine[begin:end])
+                    continue
+                a = _adapter_rows(*lies, first_a, rank, projection.in_features)
+                b = _adapter_rows(*lies, first_b, rank, projection.out_features)
+                _merge(merged[begin:end], pristine[begin:end], a, b, scale)
 
     # ---- small operations ------------------------------------------------------------------------------
 
@@ -223,6 +216,17 @@ class CpuOps(ComposedLora):
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+
+def _merge(
+    merged: torch.Tensor, pristine: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
+) -> None:
+    """Rows of one projection, so many at a time that their sums stay in the processor's cache."""
+    rows = max(1, _MERGED_ELEMENTS // merged.shape[1])
+    for part, loaded, b_part in zip(
+        torch.split(merged, rows), torch.split(pristine, rows), torch.split(b, rows, 1)
+    ):
+        part.copy_((b_part.T @ a).mul_(scale).add_(loaded))
 
 
 def _adapter_rows(

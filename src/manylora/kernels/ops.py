@@ -8,7 +8,7 @@ whatever an implementation wants, once a step; every layer then reuses the plans
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -103,6 +103,15 @@ class MergePlan:
                 scale = float(self.scales[index, 0, layer])
                 found.append(MergePart(place, projection, first_a, first_b, rank, scale))
         return found
+
+
+class MergedLayer(NamedTuple):
+    """A fused linear whose rows are written: ``merged`` from ``pristine``, both ``[sum(out), in]``, contiguous, of
+    the adapter's dtype. They may be the same memory."""
+
+    layer: int
+    merged: torch.Tensor
+    pristine: torch.Tensor
 
 
 class MergePart(NamedTuple):
@@ -247,18 +256,11 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """``silu_mul`` of ``lora_summands``, whose group is gate and up; ``[T, I]``."""
 
-    def merge_linear(
-        self,
-        merged: torch.Tensor,
-        pristine: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: MergePlan,
+    def merge_linears(
+        self, layers: Sequence[MergedLayer], pool: torch.Tensor, group: ProjectionGroup, plan: MergePlan
     ) -> None:
-        """In place: the rows of ``merged`` of every projection p that the plan wants become ``pristine + scale_p
-        * B_p^T A_p``, summed in float32 and rounded once. Both ``[sum(out), in]`` of the group, contiguous, of
-        the adapter's dtype; they may be the same memory. Waits for nothing."""
+        """In place, in every layer: the rows of ``merged`` of each projection p of the group that the plan wants
+        become ``pristine + scale_p * B_p^T A_p``, summed in float32 and rounded once. Waits for nothing."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMSNorm over the last dimension, variance in float32, as transformers' LlamaRMSNorm."""

@@ -7,6 +7,7 @@ float32 (float64 for float64 inputs) and rounded once, so it is at least as exac
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch.nn import functional
@@ -16,6 +17,7 @@ from manylora.kernels.ops import (
     ComposedLora,
     HeadNorm,
     LoraSegments,
+    MergedLayer,
     MergePlan,
     Rotary,
     Summands,
@@ -131,24 +133,19 @@ class ReferenceOps(ComposedLora):
                         )
                 columns.copy_(total)
 
-    def merge_linear(
-        self,
-        merged: torch.Tensor,
-        pristine: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: MergePlan,
+    def merge_linears(
+        self, layers: Sequence[MergedLayer], pool: torch.Tensor, group: ProjectionGroup, plan: MergePlan
     ) -> None:
-        for place, projection, first_a, first_b, rank, scale in plan.parts(group, layer):
-            mine = slice(group.offsets[place], group.offsets[place + 1])
-            rows = pristine[mine]
-            if rank:
-                lies = (pool, pristine.dtype, layer, plan.geometry, plan.cells)
-                a = self._rows(*lies, first_a, rank, projection.in_features)
-                b = self._rows(*lies, first_b, rank, projection.out_features)
-                rows = wide(rows) + wide(b).T @ wide(a) * scale
-            merged[mine].copy_(rows)
+        for layer, merged, pristine in layers:
+            for place, projection, first_a, first_b, rank, scale in plan.parts(group, layer):
+                mine = slice(group.offsets[place], group.offsets[place + 1])
+                rows = pristine[mine]
+                if rank:
+                    lies = (pool, pristine.dtype, layer, plan.geometry, plan.cells)
+                    a = self._rows(*lies, first_a, rank, projection.in_features)
+                    b = self._rows(*lies, first_b, rank, projection.out_features)
+                    rows = wide(rows) + wide(b).T @ wide(a) * scale
+                merged[mine].copy_(rows)
 
     @staticmethod
     def _rows(

@@ -21,23 +21,27 @@ from manylora.protocol import (
     ForgetAdapter,
     ReadAdapter,
     RunStep,
+    SetMerged,
     SwapPages,
+    SwitchDone,
     ask_of,
 )
-from manylora.types import AdapterId, SequenceId
+from manylora.types import BASE, AdapterId, SequenceId
 
 _LANDING_S = 60.0
 
 
 class LentExecutor:
     """``protocol.Executor`` that hands on to ``executor``. ``close`` waits for transfers and forgets what the
-    driver's run left behind. ``begins``, ``has_begun`` and ``says`` are for those that note what passes."""
+    driver's run left behind, merged or not. ``begins``, ``has_begun`` and ``says`` are for those that note what
+    passes."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._sequences: set[SequenceId] = set()
         self._adapters: set[AdapterId] = set()
         self._moving: set[Ask] = set()
+        self._switch: SetMerged | None = None
 
     def connect(self, tell: Callable[[DeviceEvent], None]) -> None:
         """See Executor."""
@@ -53,8 +57,10 @@ class LentExecutor:
                 self._sequences.discard(command.sequence)
             case ForgetAdapter():
                 self._adapters.discard(command.adapter)
-            case SwapPages() | ReadAdapter():
+            case SwapPages() | ReadAdapter() | SetMerged():
                 self._moving.add(ask_of(command))
+                if isinstance(command, SetMerged):
+                    self._switch = command
         self.begins(command)
         self._executor.obey(command)
         self.has_begun(command)
@@ -65,21 +71,27 @@ class LentExecutor:
 
     def close(self) -> None:
         """Idempotent."""
-        ends_at = time.monotonic() + _LANDING_S
-        while self._moving and time.monotonic() < ends_at:
-            time.sleep(0.001)
+        self._wait_landed()
+        if self._switch is not None and self._switch.adapter != BASE:
+            self.obey(SetMerged(self._switch.switch + 1, BASE))
+            self._wait_landed()
         for sequence in list(self._sequences):
             self.obey(EndSequence(sequence))
         for adapter in list(self._adapters):
             self.obey(EvictAdapter(adapter))
             self.obey(ForgetAdapter(adapter))
 
+    def _wait_landed(self) -> None:
+        ends_at = time.monotonic() + _LANDING_S
+        while self._moving and time.monotonic() < ends_at:
+            time.sleep(0.001)
+
     def _hear(self, event: DeviceEvent) -> None:
         self.says(event)
         match event:
             case AdapterChecked() if event.ok:
                 self._adapters.add(event.adapter)
-            case CopyDone() | AdapterRead():
+            case CopyDone() | AdapterRead() | SwitchDone():
                 self._moving.discard(ask_of(event))
         self._tell(event)
 

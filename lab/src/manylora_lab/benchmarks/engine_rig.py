@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from manylora.config import parse_size
+from manylora.config import MergeConfig, parse_size
 from manylora.engine.driver import Driver
 from manylora.engine.journal import JournalWriter
 from manylora.executor.build import build_worker
@@ -54,6 +54,7 @@ ON_CPU: Mapping[str, Any] = {
     "max_num_seqs": 32, "max_batch_tokens": 256, "device_pool": "32MiB", "host_pool": "16MiB",
 }  # fmt: skip
 """The settings of a toy, which is the demo's shape."""
+UNMERGED = MergeConfig()
 _MOST_PINNING_S = 120.0
 
 
@@ -63,7 +64,13 @@ _MOST_PINNING_S = 120.0
 class EngineRig:
     """A worker that stays open, and its files. A context."""
 
-    def __init__(self, shape: ModelShape, settings: Mapping[str, Any], model: Path | None = None) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        settings: Mapping[str, Any],
+        model: Path | None = None,
+        merging: MergeConfig = UNMERGED,
+    ) -> None:
         """``model``: a folder, instead of dummy weights of the shape."""
         self._scratch = tempfile.TemporaryDirectory()
         self.folder = Path(self._scratch.name)
@@ -72,8 +79,10 @@ class EngineRig:
         self.settings = {**settings, "model": str(model)}
         self.config = read_model_config(model)
         began_s = time.monotonic()
+        given = build_settings(self.settings)[0]
+        given = dataclasses.replace(given, scheduler=dataclasses.replace(given.scheduler, merge=merging))
         self.worker, self.policy, self.info = build_worker(
-            build_settings(self.settings)[0], registry_path=self.folder / "registry.sqlite"
+            given, registry_path=self.folder / "registry.sqlite"
         )
         self.build_s = round(time.monotonic() - began_s, 2)
         self.noted = NotingExecutor(self.worker)
@@ -82,12 +91,17 @@ class EngineRig:
 
     @classmethod
     def of(
-        cls, name: str, is_toy: bool, sizes: Mapping[str, Any] | None = None, **settings: Any
+        cls,
+        name: str,
+        is_toy: bool,
+        sizes: Mapping[str, Any] | None = None,
+        merging: MergeConfig = UNMERGED,
+        **settings: Any,
     ) -> EngineRig:
         """The named shape on the GPU. ``sizes``: settings that a toy has of its own."""
         if is_toy:
-            return cls(DEMO, {**ON_CPU, **settings})
-        return cls(SHAPES[name], {**ON_GPU, **(sizes or {}), **settings})
+            return cls(DEMO, {**ON_CPU, **settings}, merging=merging)
+        return cls(SHAPES[name], {**ON_GPU, **(sizes or {}), **settings}, merging=merging)
 
     def __enter__(self) -> EngineRig:
         return self

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from manylora.executor.direct import DirectExecutor
 from manylora.pricing.shapes import ALL_MODULES, ModelShape
 from manylora.protocol import AdapterRead, Executor, ReadAdapter, RunStep, SequenceStart, StepRow
-from manylora.types import BASE, SamplingParams
+from manylora.types import BASE, AdapterId, SamplingParams
 
 PAGE_TOKENS = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2000)
@@ -45,6 +45,8 @@ class StepRig:
         self._free = list(range(num_pages))
         self._clock = clock
         self._numbers = itertools.count(1)
+        self.merged: AdapterId = BASE
+        """What steps are told is merged."""
 
     def load(self, adapters: Iterable[str]) -> float:
         """Bring every adapter into pages of its own; seconds."""
@@ -102,7 +104,7 @@ class StepRig:
             rows = tuple(StepRow(sequence, places[sequence], 1, 1) for sequence in chosen)
             for sequence in chosen:
                 places[sequence] += 1
-            yield RunStep(next(self._numbers), () if number else tuple(starts), rows)
+            yield RunStep(next(self._numbers), () if number else tuple(starts), rows, self.merged)
         for sequence in places:
             self.direct.end_sequence(sequence)
 
@@ -114,7 +116,7 @@ class StepRig:
                 StepRow(start.sequence, computed, count, 1)
                 for start, (computed, count) in zip(starts, rows, strict=True)
             )
-            yield RunStep(next(self._numbers), tuple(starts), drawn)
+            yield RunStep(next(self._numbers), tuple(starts), drawn, self.merged)
             for start in starts:
                 self.direct.end_sequence(start.sequence)
 

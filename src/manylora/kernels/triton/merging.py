@@ -1,4 +1,4 @@
-"""Merging an adapter into a linear's weights: one pass over them, from the adapter's rows where they lie in pages.
+"""Merging an adapter into linears' weights: one pass over them, from the adapter's rows where they lie in pages.
 
 Owns the kernel and its block sizes. Does not know which adapter is merged, nor where the pristine weights are
 kept.
@@ -13,19 +13,23 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from manylora.kernels.ops import MergePart, MergePlan, of_adapters
+from manylora.kernels.ops import MergedLayer, MergePart, MergePlan, of_adapters
 from manylora.kernels.shapes import Projection, ProjectionGroup
 from manylora.kernels.triton.lora_launch import block_of, ceil_div
 from manylora.kernels.triton.lora_rows import ROWS, chosen, load_rows
 from manylora.kernels.triton.lora_work import MOST_PROJECTIONS
+from manylora.kernels.triton.plans import upload
 
 _OUTPUTS, _INPUTS = 64, 128
 """Rows and columns of the weight that a program writes: enough that the adapter's rows, read again by every
 program, cost little beside the weights."""
+
+_WARPS = 4
 
 _UNWANTED = MergePart(0, Projection("", 0, 0), 0, 0, 0, 0.0)
 
@@ -41,7 +45,8 @@ def merge_kernel(
     pristine,
     pool,
     cells,
-    layer_offset,
+    places,
+    scales,
     in_features,
     out_0,
     out_1,
@@ -58,9 +63,6 @@ def merge_kernel(
     rank_0,
     rank_1,
     rank_2,
-    scale_0,
-    scale_1,
-    scale_2,
     a_cells,
     cells_0,
     cells_1,
@@ -68,15 +70,23 @@ def merge_kernel(
     PARTS: tl.constexpr,
     CELL: tl.constexpr,
     ALIGN: tl.constexpr,
+    WEIGHT_ALIGN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """merged[n, k] = pristine[n, k] + scale * sum over rank rows of B[row, n] A[row, k], of PARTS projections;
-    grid (blocks of their rows, blocks of columns). Projection i has the ``out_i`` rows from ``row_i`` on.
+    """merged[n, k] = pristine[n, k] + scale * sum over rank rows of B[row, n] A[row, k], of PARTS projections in
+    several layers; grid (blocks of their rows, blocks of columns, layers). Projection i has the ``out_i`` rows
+    from ``row_i`` on. ``places`` int64 [3, layers]: by how many elements a layer's merged and pristine matrices
+    lie behind these, and its slab behind the pool's first. ``scales`` [PARTS, layers].
 
     Rank 0 stores what was loaded, which a sum with zero would not: there is a negative zero.
     """
+    layer = tl.program_id(2)
+    layers = tl.num_programs(2)
+    merged += tl.multiple_of(tl.load(places + layer), WEIGHT_ALIGN)
+    pristine += tl.multiple_of(tl.load(places + layers + layer), WEIGHT_ALIGN)
+    pool += tl.multiple_of(tl.load(places + 2 * layers + layer), ALIGN)
     block = tl.program_id(0)
     blocks_0 = tl.cdiv(out_0, BLOCK_N)
     blocks_1 = blocks_0
@@ -93,8 +103,7 @@ def merge_kernel(
     first_a = chosen(part, a_0, a_1, a_2)
     first_b = chosen(part, b_0, b_1, b_2)
     b_cells = chosen(part, cells_0, cells_1, cells_2)
-    scale = chosen(part, scale_0, scale_1, scale_2)
-    pool += layer_offset
+    scale = tl.load(scales + part * layers + layer)
     n = n0 + tl.arange(0, BLOCK_N)
     k = k0 + tl.arange(0, BLOCK_K)
     ok = (n < outputs)[:, None] & (k < in_features)[None, :]
@@ -117,48 +126,67 @@ def merge_kernel(
     tl.store(merged + place, rows, mask=ok)
 
 
-def merge_linear(
-    merged: torch.Tensor,
-    pristine: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    group: ProjectionGroup,
-    plan: MergePlan,
+def merge_linears(
+    layers: Sequence[MergedLayer], pool: torch.Tensor, group: ProjectionGroup, plan: MergePlan
 ) -> None:
-    """Computes ``Ops.merge_linear``, in one launch."""
-    parts = {part.place: part for part in plan.parts(group, layer)}
+    """Computes ``Ops.merge_linears``, in one launch: one for each linear takes the host longer than the device."""
+    parts = {part.place: part for part in plan.parts(group, layers[0].layer)}
     if not parts:
         return
+    merged, pristine = layers[0].merged, layers[0].pristine
     geometry, projections = plan.geometry, group.projections
-    cell, places = geometry.cell_elements, range(len(projections))
+    cell, numbers = geometry.cell_elements, range(len(projections))
     block_n = block_of(cell, _OUTPUTS, max(p.out_features for p in projections))
     block_k = block_of(cell, _INPUTS, group.in_features)
     # A projection that is not wanted has no rows: so every adapter takes the same variant of the kernel.
-    outputs = [projections[place].out_features if place in parts else 0 for place in places]
-    described = [parts.get(place, _UNWANTED) for place in places]
-    merge_kernel[(sum(ceil_div(n, block_n) for n in outputs), ceil_div(group.in_features, block_k))](
+    outputs = [projections[number].out_features if number in parts else 0 for number in numbers]
+    described = [parts.get(number, _UNWANTED) for number in numbers]
+    places, scales, align = _of_layers(layers, group, plan, merged.device)
+    blocks = sum(ceil_div(n, block_n) for n in outputs)
+    merge_kernel[(blocks, ceil_div(group.in_features, block_k), len(layers))](
         merged,
         pristine,
         of_adapters(pool, merged.dtype),
         plan.cells,
-        layer * geometry.slab_elements,
+        places,
+        scales,
         group.in_features,
         *_padded(outputs),
         *_padded(group.offsets[:-1]),
         *_padded([part.first_a for part in described]),
         *_padded([part.first_b for part in described]),
         *_padded([part.rank for part in described]),
-        *_padded([part.scale for part in described]),
         geometry.cells(group.in_features),
         *_padded([geometry.cells(p.out_features) for p in projections]),
         PARTS=len(projections),
         CELL=cell,
-        ALIGN=math.gcd(geometry.alignment, 16),
+        ALIGN=math.gcd(geometry.alignment, geometry.slab_elements, 16),
+        WEIGHT_ALIGN=align,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         PRECISION="ieee" if merged.dtype == torch.float32 else "tf32",
-        num_warps=4,
+        num_warps=_WARPS,
     )
+
+
+def _of_layers(
+    layers: Sequence[MergedLayer], group: ProjectionGroup, plan: MergePlan, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The kernel's ``places`` and ``scales``, and what all distances between the weights are multiples of."""
+    first = layers[0]
+    size = first.merged.element_size()
+    places = np.array(
+        [
+            [(each.merged.data_ptr() - first.merged.data_ptr()) // size for each in layers],
+            [(each.pristine.data_ptr() - first.pristine.data_ptr()) // size for each in layers],
+            [each.layer * plan.geometry.slab_elements for each in layers],
+        ]
+    )
+    rows = [plan.geometry.projections.index(projection) for projection in group.projections]
+    scales = plan.scales[rows, 0][:, [each.layer for each in layers]].astype(np.float32)
+    on_device = upload([places.view(np.int32), np.ascontiguousarray(scales).view(np.int32)], device)
+    align = math.gcd(16, *places[:2].reshape(-1).tolist())
+    return on_device[0].view(torch.int64), on_device[1].view(torch.float32), align
 
 
 def _padded(values: Sequence[Any]) -> list[Any]:

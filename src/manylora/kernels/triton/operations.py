@@ -6,11 +6,21 @@ send their tables in one asynchronous copy each; so everything between them can 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 
 from manylora.kernels.flashinfer_attention import PromptAttention
-from manylora.kernels.ops import AttentionRows, HeadNorm, LoraSegments, MergePlan, Rotary, Summands
+from manylora.kernels.ops import (
+    AttentionRows,
+    HeadNorm,
+    LoraSegments,
+    MergedLayer,
+    MergePlan,
+    Rotary,
+    Summands,
+)
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
 from manylora.kernels.triton.attending import PagedAttention, flat_heads
 from manylora.kernels.triton.attention_plans import TritonAttentionPlan, TritonFixedAttention
@@ -20,7 +30,7 @@ from manylora.kernels.triton.dependent import launch_options
 from manylora.kernels.triton.elementwise import rms_norm_kernel, silu_mul_kernel, write_kv_kernel
 from manylora.kernels.triton.lora import AdaptedLinears, TritonFixedLora, lora_kernels_on
 from manylora.kernels.triton.lora_launch import LoraKernels, LoraPlan
-from manylora.kernels.triton.merging import merge_linear
+from manylora.kernels.triton.merging import merge_linears
 from manylora.kernels.triton.placing import rotate_and_store_kernel
 from manylora.kernels.triton.plans import power_of_two
 from manylora.kernels.triton.products import Products
@@ -182,16 +192,10 @@ class TritonOps:
         linears = self._adapted(x.device)
         return linears.gated(x, weight, bias, pool, layer, group, plan, self.silu_mul)
 
-    def merge_linear(
-        self,
-        merged: torch.Tensor,
-        pristine: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: MergePlan,
+    def merge_linears(
+        self, layers: Sequence[MergedLayer], pool: torch.Tensor, group: ProjectionGroup, plan: MergePlan
     ) -> None:
-        merge_linear(merged, pristine, pool, layer, group, plan)
+        merge_linears(layers, pool, group, plan)
 
     # ---- small operations ------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Every implementation's ``merge_linear`` against exact sums: one rounding, from the pristine weights, in
+"""Every implementation's ``merge_linears`` against exact sums: one rounding, from the pristine weights, in
 place."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 import torch
 from manylora_lab.bench.rounding import Bounded, accumulator, gamma
 
-from manylora.kernels.ops import MergePlan, Ops
+from manylora.kernels.ops import MergedLayer, MergePlan, Ops
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
 from tests.kernels.cases import LoraCase, lora_case
@@ -71,7 +71,7 @@ def merge(
     group: ProjectionGroup,
     plan: MergePlan,
 ) -> None:
-    ops.merge_linear(merged, pristine, case.pool, case.layer, group, plan)
+    ops.merge_linears([MergedLayer(case.layer, merged, pristine)], case.pool, group, plan)
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -117,6 +117,31 @@ def test_the_reference(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
+def test_several_layers_at_once_are_as_one_after_the_other(subject: Subject) -> None:
+    """Each layer has its own rows in the pool, its own scale and its own weights."""
+    if subject.small and subject.dtype != torch.float32:
+        pytest.skip(SLOW)
+    geometry = geometry_of(subject.dtype)
+    case, group, numbers = case_of(subject, geometry, [4], missing=0.0), geometry.groups[0], [2, 0, 1]
+    case.pool.copy_(torch.randn(case.pool.shape, generator=torch.Generator().manual_seed(1)))
+    plan = plan_of(case)
+    plan.scales[:, 0] = np.arange(plan.scales[:, 0].size).reshape(plan.scales[:, 0].shape)
+    pristine = [pristine_of(subject, group) * (1 + number) for number in numbers]
+
+    def layers() -> list[MergedLayer]:
+        given = zip(numbers, pristine, strict=True)
+        return [MergedLayer(number, torch.zeros_like(each), each) for number, each in given]
+
+    together, single = layers(), layers()
+    subject.ops().merge_linears(together, case.pool, group, plan)
+    for layer in single:
+        subject.ops().merge_linears([layer], case.pool, group, plan)
+    for one, other in zip(together, single, strict=True):
+        assert torch.equal(one.merged, other.merged)
+        assert not torch.equal(one.merged, one.pristine) or one.layer == 0
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
 def test_only_what_is_wanted_is_written(subject: Subject) -> None:
     """One of q, k and v: the others keep what they hold, which is neither merged nor pristine."""
     if subject.small and subject.dtype != torch.float32:
@@ -151,5 +176,5 @@ def test_keys_and_values_of_another_type(subject: Subject) -> None:
     expected, found = torch.empty_like(pristine), torch.empty_like(pristine)
     merge(ops, case, expected, pristine, group, plan_of(case))
     pool = case.pool.view(torch.uint8).view(*case.pool.shape[:-1], -1).view(torch.float8_e4m3fn)
-    ops.merge_linear(found, pristine, pool, case.layer, group, plan_of(case))
+    ops.merge_linears([MergedLayer(case.layer, found, pristine)], pool, group, plan_of(case))
     assert torch.equal(found, expected)
