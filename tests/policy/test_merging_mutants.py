@@ -36,7 +36,7 @@ MUTANTS = [
         "free a paused row's KV", Reservations.pause, "sequence.pause(now)",
         "sequence.pause(now); self._residency.device.release(sequence.pages[sequence.num_shared:])",
     ),
-    Mutant("removal while merged leaves the weights", Merging._is_left_over, "return all(", "return not all("),
+    Mutant("removal leaves what is merged", Merging._is_left_over, "return all(", "return False and all("),
     Mutant("removal frees what is merged", Replica._free_removed, "self._merging.pinned()", "[]"),
     Mutant("a switch between two steps in flight is not told", Merging.started, "return shape.merged", "return 0"),
     Mutant("others run beside the merged adapter", Merging.choose, "only=self.adapter", "only=None"),
