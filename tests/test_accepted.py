@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from manylora.config import CACHE_POLICIES, ConfigError
+from manylora.config import CACHE_POLICIES, MERGE_MODES, ConfigError
 from manylora.flags import FLAGS, build_settings, read_config_file
 from manylora.models.config import ModelError, read_model_config
 from manylora.server.errors import ApiError
@@ -38,19 +38,28 @@ HELD_BY = {
     "fairness": "scheduler.queue.fairness", "fair_by": "scheduler.queue.fair_by",
     "fair_weights": "scheduler.queue.fair_weights", "fair_share": "scheduler.queue.fair_share",
     "adapter_batch_limit": "scheduler.queue.adapter_batch_limit",
+    "merge": "scheduler.merge.mode", "merge_copy": "scheduler.merge.copy",
+    "merge_minority": "scheduler.merge.minority", "merge_mixed_16bit": "scheduler.merge.mixed_16bit",
+    "merge_starve": "scheduler.merge.starve_s", "merge_alpha": "scheduler.merge.alpha",
+    "merge_beta": "scheduler.merge.beta", "merge_dec": "scheduler.merge.dec",
+    "merge_mul": "scheduler.merge.mul", "merge_window": "scheduler.merge.window",
 }  # fmt: skip
 """Where each setting comes to lie."""
+_DLORA, _MANYLORA = {"merge": "dlora"}, {"merge": "manylora"}
 _PRIORITY, _VTC = {"scheduling_policy": "priority"}, {"fairness": "vtc"}
 BESIDE: dict[str, dict[str, Any]] = {
     "journal_rotate": {"journal": "j"}, "priority_floor": _PRIORITY, "priority_age": _PRIORITY,
     "fair_by": {**_VTC, "api_key": "k"}, "fair_weights": _VTC, "fair_share": _VTC,
+    "merge_copy": {"merge": "merged"}, "merge_starve": {"merge": "merged"}, "merge_minority": _MANYLORA,
+    "merge_mixed_16bit": _MANYLORA, "merge_alpha": _DLORA, "merge_beta": _DLORA, "merge_dec": _DLORA,
+    "merge_mul": _DLORA, "merge_window": _DLORA,
 }  # fmt: skip
 """What a setting is nothing without."""
 
 NO_WHOLE_NUMBERS = [True, 1.0, 1.5, "1.0", "1e3", "x", "", NAN, [1], {}]
 COUNTS = {
     "max_model_len": LARGEST, "max_num_seqs": 2**15, "max_batch_tokens": LARGEST, "page_tokens": LARGEST,
-    "max_adapter_rank": LARGEST, "max_waiting": LARGEST, "max_connections": LARGEST,
+    "max_adapter_rank": LARGEST, "max_waiting": LARGEST, "max_connections": LARGEST, "merge_window": LARGEST,
 }  # fmt: skip
 """With the most that each may be."""
 SIZES = {"device_pool": 0, "host_pool": 0, "max_body_size": 1, "journal_rotate": 4096}
@@ -59,6 +68,7 @@ CHOICES = {
     "device": ("auto", "cpu", "cuda"), "dtype": ("auto", "float32", "float16", "bfloat16"),
     "load_format": ("auto", "dummy"), "cuda_graphs": ("auto", "off"), "metrics_key": ("required", "open"),
     "scheduling_policy": ("fcfs", "priority"), "fairness": ("none", "vtc"), "fair_by": ("adapter", "key"),
+    "merge": MERGE_MODES, "merge_copy": ("auto", "device", "host"), "merge_minority": ("wait", "unmerge", "mixed"),
 }  # fmt: skip
 TEXTS = ("served_model_name", "host", "trace", "journal")
 
@@ -102,6 +112,14 @@ def accepted() -> list[tuple[str, Any, Any]]:
     found += [("priority_floor", 0, 0), ("priority_floor", "-3", -3), ("priority_floor", -(2**31), -(2**31))]
     found += [("fair_weights", text, text) for text in ("1,2,0", "0,1,0", "3,0,9")]
     found += [("fair_share", "a=2", ("a=2",)), ("fair_share", {"a": 0.5, "b=c": 3}, ("a=0.5", "b=c=3"))]
+    found += [("merge_mixed_16bit", is_on, is_on) for is_on in (True, False)]
+    found += [
+        ("merge_alpha", "2", 2.0),
+        ("merge_beta", 0.5, 0.5),
+        ("merge_dec", 0.1, 0.1),
+        ("merge_mul", 2, 2.0),
+    ]
+    found += [("merge_starve", "1e-3", 0.001), ("merge_starve", 1e300, 1e300)]
     found += [("adapter_batch_limit", 4, "4"), ("adapter_batch_limit", "4:hard", "4:hard")]
     return found
 
@@ -134,6 +152,11 @@ def refused() -> list[tuple[str, Any]]:
     found += each("fair_weights", "", "1,2", "1,2,0,0", "1;2;0", "-1,2,0", "0,0,1", "1.5,2,0", 1, [1, 2, 0])
     found += each("fair_share", "a", "a=", "=2", "a=0", "a=-1", "a=nan", "a=0.0001", "a=1e3", ["a=1", "a=2"])
     found += each("adapter_batch_limit", 0, "0", -1, "x", "4:soft", "4:", ":hard", True, 1.0, [4])
+    found += each("merge_mixed_16bit", "true", "yes", 1, 0, "", [True])
+    for name in ("merge_alpha", "merge_beta", "merge_starve", "merge_dec", "merge_mul"):
+        found += each(name, 0, -1, "0", "x", "", NAN, INF, "nan", [1], {})
+    found += each("merge_dec", 1, 1.5) + each("merge_mul", 1, 0.9) + each("merge_beta", 1, 1.1)
+    found += each("merge_alpha", 0.556, 0.5)
     found += each("api_key", "", [" "], 1, [1], ["k", ""], {1: 2}.keys())
     found += each("adapter", "", "a", "a=", "=b", 1, [1], ["a=b", "a=c"], {"": "b"}, {"a": ""})
     return found

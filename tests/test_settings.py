@@ -19,6 +19,7 @@ from manylora.config import (
     CacheSettings,
     ConfigError,
     EngineSettings,
+    MergeConfig,
     PolicyConfig,
     QueueConfig,
 )
@@ -45,6 +46,7 @@ class Reached(Exception):
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__()
         self.cache = settings.cache
+        self.merge = settings.scheduler.merge
 
 
 @pytest.fixture
@@ -180,6 +182,39 @@ def test_orders_of_the_queue_that_cannot_work() -> None:
         with pytest.raises(ConfigError) as refused:
             build_settings({"model": "m", **given})
         assert str(refused.value) == says
+
+
+def test_merging_that_cannot_work() -> None:
+    for given, says in (
+        ({"merge": "always"}, "--merge must be one of unmerged, merged, dlora, manylora, got 'always'"),
+        ({"merge_copy": "host"}, "--merge-copy needs --merge merged, dlora or manylora"),
+        ({"merge": "dlora", "merge_minority": "wait"}, "--merge-minority needs --merge manylora"),
+        ({"merge": "manylora", "merge_alpha": 2}, "--merge-alpha needs --merge dlora"),
+        ({"merge": "dlora", "merge_alpha": 0.5}, "--merge-alpha (0.5) must be above --merge-beta (0.556)"),
+        ({"merge": "dlora", "merge_mul": "nan"}, "--merge-mul must be more than 1, got nan"),
+        (
+            {"merge": "manylora", "merge_mixed_16bit": "yes"},
+            "--merge-mixed-16bit must be true or false, got 'yes'",
+        ),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            build_settings({"model": "m", **given})
+        assert str(refused.value) == says
+
+
+@pytest.mark.usefixtures("stopped")
+def test_a_setting_that_is_on_or_off(tmp_path: Path) -> None:
+    """A flag without a value; true or false in a file and in Python."""
+    file = tmp_path / "serve.yaml"
+    file.write_text("merge: manylora\nmerge-minority: mixed\nmerge-mixed-16bit: true\n")
+    words = ["serve", "model", "--merge", "manylora", "--merge-mixed-16bit"]
+    for args in (words, ["serve", "model", "--config", str(file)]):
+        with pytest.raises(Reached) as reached:
+            main(args)
+        assert reached.value.merge.mixed_16bit
+    with pytest.raises(Reached) as reached:
+        LLM("model", merge="manylora", merge_minority="mixed", merge_mixed_16bit=False)
+    assert reached.value.merge == MergeConfig("manylora", minority="mixed")
 
 
 def test_a_share_for_a_client_that_is_not_there_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -35,7 +35,8 @@ _Section = TypeVar("_Section")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flag:
-    """One setting, and the section and field that hold it. ``kind``: str, int, float or size (bytes, or text)."""
+    """One setting, and the section and field that hold it. ``kind``: str, int, float, bool or size (bytes, or
+    text)."""
 
     name: str
     section: type
@@ -147,6 +148,10 @@ def convert(flag: Flag, value: Any) -> Any:
                 return float(value)
             except (TypeError, ValueError, OverflowError):
                 raise ConfigError(f"{flag.option} must be a number, got {value!r}") from None
+        case "bool":
+            if not isinstance(value, bool):
+                raise ConfigError(f"{flag.option} must be true or false, got {value!r}")
+            return value
         case "size":
             try:
                 return parse_size(value)

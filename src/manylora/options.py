@@ -21,11 +21,14 @@ def add_flag(parser: argparse._ActionsContainer, flag: Flag) -> None:
 
     Values stay text, and absent ones None, so that a config file and the command line convert alike.
     """
-    shown = "" if flag.default is None else f" (default: {flag.default})"
+    is_switch = flag.kind == "bool"
+    shown = "" if flag.default is None or is_switch else f" (default: {flag.default})"
     options: dict[str, Any] = {"help": flag.help + shown, "default": None, "dest": flag.name}
     if flag.repeats:
         options["action"] = "append"
-    if flag.choices:
+    if is_switch:
+        options["action"] = "store_true"
+    elif flag.choices:
         options["choices"] = flag.choices
     elif flag.metavar:
         options["metavar"] = flag.metavar

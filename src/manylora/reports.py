@@ -53,7 +53,7 @@ class Snapshot:
 
     ``pages_loading`` and ``pages_saving``: of these, how many are in flight. ``invalid_pages``: KV on the
     device whose adapter is not there. ``clients``: where the queue is fair to them. ``merged``: whose weights are
-    merged into the base's, BASE: no one's. ``merge_alpha``, ``merge_beta``, ``credits``: of ``--merge dlora``.
+    merged into the base's, BASE: none's. ``merge_alpha``, ``merge_beta``, ``credits``: of ``--merge dlora``.
     """
 
     num_running: int

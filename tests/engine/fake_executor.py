@@ -25,9 +25,11 @@ from manylora.protocol import (
     ReportState,
     RunStep,
     SequenceStart,
+    SetMerged,
     StepDone,
     StepResult,
     SwapPages,
+    SwitchDone,
     VerifyAdapter,
     handlers,
 )
@@ -46,6 +48,8 @@ class FakeExecutor:
         self.failing_reads = 0
         self.failing_swaps = 0
         self.swaps: list[SwapPages] = []
+        self.switches: list[AdapterId] = []
+        self.failing_switches = 0
         self.swap_gate = threading.Event()  # closed, no copy lands
         self.swap_gate.set()
         self.step_gate = threading.Event()  # closed, a step does not end
@@ -135,6 +139,12 @@ class FakeExecutor:
                 self.tell(AdapterRead(command.adapter, True))
 
         threading.Thread(target=read).start()
+
+    def set_merged(self, command: SetMerged) -> None:
+        self.switches.append(command.adapter)
+        fails = self.failing_switches > 0
+        self.failing_switches -= fails
+        self.tell(SwitchDone(command.switch, not fails, 0.001, "made to fail" if fails else ""))
 
     def evict_adapter(self, command: EvictAdapter) -> None:
         self.resident.remove(command.adapter)

@@ -34,11 +34,13 @@ from manylora.protocol import (
     ReportState,
     RunStep,
     SequenceStart,
+    SetMerged,
     SetTimer,
     StepDone,
     StepResult,
     StepRow,
     SwapPages,
+    SwitchDone,
     Timer,
     VerifyAdapter,
     ask_of,
@@ -56,7 +58,8 @@ EXAMPLES: list[Any] = [
     RunStep(1, (START,), (StepRow(7, 0, 3, 1, ((0, 4), (1, 5))), StepRow(8, 9, 1, 0))),
     EndSequence(7), CopyPages(((1, 2), (3, 4))), SwapPages(5, True, ((1, 2),), 3), SwapPages(6, False, ((2, 1),)),
     ReadAdapter(3, (8, 9), "host"), EvictAdapter(3), InspectAdapter(3, "a folder"), VerifyAdapter(3),
-    ForgetAdapter(3), ReportState(),
+    ForgetAdapter(3), ReportState(), SetMerged(4, 3), SwitchDone(4, False, 0.25, "no room"),
+    RunStep(2, (), (StepRow(8, 9, 1, 0),), 3),
     StepResult(
         StepDone(1, True, ((7, (11, 12)), (8, (13,))), 0.25, unsound=(8,)),
         {(7, 0): TokenLogprobs(11, -0.5, ((11, -0.5), (4, -1.0))), (7, 1): TokenLogprobs(12, -1.5)},
@@ -69,6 +72,7 @@ EXAMPLES: list[Any] = [
 ASKED = [
     (RunStep(4, (), ()), StepDone(4, True)), (SwapPages(4, True, ()), CopyDone(4, True)),
     (ReadAdapter(4, ()), AdapterRead(4, True)), (SetTimer(4.0), Timer()),
+    (SetMerged(4, 3), SwitchDone(4, True)),
 ]  # fmt: skip
 
 

@@ -68,9 +68,9 @@ class DeviceModel:
 
     What a step reads and writes it reads and writes when it ends: whatever was taken from it too early is seen.
 
-    The base's weights are a state: no adapter is merged into them, or one is. ``corrects``: rows of others come out
-    right all the same. ``steps_wait``: weights are half restored until a switch is answered. A switch fails where
-    ``fails_switch`` says so; its answer may come late.
+    The base's weights are a state: no adapter is merged into them, or one is. ``corrects``: rows of others come
+    out right all the same. ``steps_wait``: weights are half restored until a switch is answered. A switch fails
+    where ``fails_switch`` says so; its answer may come late.
     """
 
     def __init__(

@@ -3,10 +3,18 @@
 import dataclasses
 from typing import Annotated, NamedTuple
 
-from manylora.config.declaring import ConfigError, Count, Seconds, Section, check_rules, setting
+from manylora.config.declaring import ConfigError, Count, Seconds, Section, check_rules, option_of, setting
 from manylora.rules import FINITE, at_least, less_than, more_than, one_of
 
 MERGE_MODES = ("unmerged", "merged", "dlora", "manylora")
+
+_MERGING = MERGE_MODES[1:]
+_OF_DLORA, _OF_MANYLORA = ("dlora",), ("manylora",)
+SETTING_MODES = {
+    "copy": _MERGING, "starve_s": _MERGING, "minority": _OF_MANYLORA, "mixed_16bit": _OF_MANYLORA,
+    "alpha": _OF_DLORA, "beta": _OF_DLORA, "dec": _OF_DLORA, "mul": _OF_DLORA, "window": _OF_DLORA,
+}  # fmt: skip
+"""For which modes a setting says anything."""
 
 Ratio = Annotated[float, more_than(0), FINITE]
 
@@ -77,22 +85,31 @@ class MergeConfig(Section):
     alpha: Ratio = setting(
         1.0,
         "dlora: merge where an adapter's requests are more than this share of a batch, at first",
+        "SHARE",
         name="merge_alpha",
     )
     beta: Ratio = setting(
-        0.556, "dlora: unmerge where they are less than this share, at first", name="merge_beta"
+        0.556, "dlora: unmerge where they are less than this share, at first", "SHARE", name="merge_beta"
     )
     dec: Annotated[float, more_than(0), less_than(1)] = setting(
-        0.05, "dlora: step by which a threshold that paid is moved", name="merge_dec"
+        0.05,
+        "dlora: step by which a threshold comes nearer when the other mode would have paid",
+        "STEP",
+        name="merge_dec",
     )
     mul: Annotated[float, more_than(1), FINITE] = setting(
-        1.1, "dlora: factor by which a threshold that did not pay is moved", name="merge_mul"
+        1.1, "dlora: factor by which a threshold goes away when it would not", "FACTOR", name="merge_mul"
     )
     window: Count = setting(64, "dlora: steps after which the thresholds are tuned", name="merge_window")
     times: MergeTimes = MergeTimes()
 
     def __post_init__(self) -> None:
         check_rules(self)
+        for name, modes in SETTING_MODES.items():
+            if self.mode not in modes and getattr(self, name) != _DEFAULTS[name]:
+                option = option_of("merge_" + name.removesuffix("_s"))
+                words = ", ".join(modes[:-1]) + " or " * (len(modes) > 1) + modes[-1]
+                raise ConfigError(f"{option} needs --merge {words}")
         if self.alpha <= self.beta:
             raise ConfigError(f"--merge-alpha ({self.alpha:g}) must be above --merge-beta ({self.beta:g})")
 
@@ -104,3 +121,6 @@ class MergeConfig(Section):
     def is_mixed(self) -> bool:
         """Whether steps may hold rows of others than the merged adapter."""
         return self.mode == "manylora" and self.minority == "mixed"
+
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(MergeConfig)}

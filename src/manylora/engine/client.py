@@ -102,12 +102,23 @@ class ClientShare:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class AdapterCredit:
+    """What an adapter (``name``; the base's where it is that) may be paid or has to pay under ``--merge dlora``:
+    seconds for which one request is held back."""
+
+    name: str
+    credit_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot: gauges of this moment and counters since the engine started.
 
     Pages of the device by use add up to ``pages_total``; of them ``pages_loading`` and ``pages_saving`` are
     being copied. ``invalid_pages``: KV on the device whose adapter is not there. ``host_pages_pinned`` rises
-    for a while after the start; until then copies are slower, and steps beside them.
+    for a while after the start; until then copies are slower, and steps beside them. ``merged_adapter``: the
+    name of the adapter whose weights are merged into the base's; ``pristine_bytes``: what a copy of the base's own
+    takes. ``switches_merged`` and ``switches_base`` took effect; ``paused_s`` sums over sequences.
     """
 
     num_running: int = 0
@@ -129,6 +140,11 @@ class EngineStats:
     base_waiting: int = 0
     adapters: tuple[AdapterLoad, ...] = ()
     clients: tuple[ClientShare, ...] = ()
+    merged_adapter: str | None = None
+    merge_alpha: float | None = None
+    merge_beta: float | None = None
+    credits: tuple[AdapterCredit, ...] = ()
+    pristine_bytes: int = 0
     prefix_queries_tokens: int = 0
     prefix_hits_tokens: int = 0
     kv_hit_tokens_device: int = 0
@@ -153,6 +169,14 @@ class EngineStats:
     adapter_limit_overtaken: int = 0
     invalid_share_sum: float = 0.0
     invalid_share_samples: int = 0
+    steps_merged: int = 0
+    steps_mixed: int = 0
+    switches_merged: int = 0
+    switches_base: int = 0
+    switches_failed: int = 0
+    merge_switch_s: float = 0.0
+    paused_s: float = 0.0
+    longest_pause_s: float = 0.0
     steps: int = 0
     step_s: float = 0.0
     prompt_tokens: int = 0

@@ -17,7 +17,14 @@ from collections.abc import Callable, Iterable, Iterator
 
 from manylora.config import PolicyConfig
 from manylora.engine.catalog import Catalog
-from manylora.engine.client import ClientShare, Delta, EngineDead, EngineStats, GenerationRequest
+from manylora.engine.client import (
+    AdapterCredit,
+    ClientShare,
+    Delta,
+    EngineDead,
+    EngineStats,
+    GenerationRequest,
+)
 from manylora.engine.loads import AdapterLoads
 from manylora.engine.loop import Routes
 from manylora.engine.outbox import Outbox
@@ -47,8 +54,8 @@ from manylora.protocol import (
     StepResult,
     handlers,
 )
-from manylora.reports import ClientUse
-from manylora.types import BASE, EngineInfo, Request, RequestError
+from manylora.reports import ClientUse, CreditUse
+from manylora.types import BASE, AdapterId, EngineInfo, Request, RequestError
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +63,9 @@ MAX_FAILED_STEPS = 3
 """Steps that may fail in a row before the device is taken for broken; those that another pulled along do not
 count."""
 
-_STATS = {field.name for field in dataclasses.fields(EngineStats)} - {"adapters", "clients"}
+_STATS = {field.name for field in dataclasses.fields(EngineStats)} - {
+    "adapters", "clients", "credits",
+}  # fmt: skip
 
 StatsAsked = concurrent.futures.Future[EngineStats]
 """An item of the inbox: a snapshot is wanted."""
@@ -288,11 +297,14 @@ class EnginePorts:
         """Carries out Report: gauges, counters and meters have the names that their fields have in the stats."""
         self.loads.update(command.gauges.adapters)
         base = command.gauges.adapters[0]
-        sources = (command.gauges, command.counters, self._meters, self._state)
+        sources = (command.gauges, command.counters, self._meters, self._state, self._info)
+        merged = command.gauges.merged
         stats = EngineStats(
             base_running=base.running,
             base_waiting=base.waiting,
             clients=tuple(self._client_shares(command.gauges.clients)),
+            merged_adapter=None if merged == BASE else self._name_of(merged),
+            credits=tuple(self._credits(command.gauges.credits)),
             **{name: getattr(source, name) for source in sources for name in _STATS if hasattr(source, name)},
         )
         for future in self._reporting:
@@ -301,15 +313,26 @@ class EnginePorts:
                 future.set_result(stats)
         self._reporting.clear()
 
+    def _name_of(self, adapter: AdapterId) -> str | None:
+        """An adapter's name, or the base's; None where the name was given up."""
+        if adapter == BASE:
+            return self._info.model
+        card = self.catalog.card(adapter)
+        return None if card is None else card.name
+
+    def _credits(self, uses: Iterable[CreditUse]) -> Iterator[AdapterCredit]:
+        for use in uses:
+            name = self._name_of(use.adapter)
+            if name is not None:
+                yield AdapterCredit(name, use.credit_s)
+
     def _client_shares(self, uses: Iterable[ClientUse]) -> Iterator[ClientShare]:
         """By name; an adapter whose name was given up has none."""
         for use in uses:
             if self._by_key:
                 yield ClientShare(str(use.client), use.service, use.counter)
-            elif use.client == BASE:
-                yield ClientShare(self._info.model, use.service, use.counter)
-            elif (card := self.catalog.card(use.client)) is not None:
-                yield ClientShare(card.name, use.service, use.counter)
+            elif (name := self._name_of(use.client)) is not None:
+                yield ClientShare(name, use.service, use.counter)
 
     # ------------------------------------------------------------ the end of a round, and of all
 

@@ -35,8 +35,10 @@ _COUNTERS = (
         "adapter_limit_overtaken",
         "Admissions before the first in line, for --adapter-batch-limit.",
     ),
-    ("manylora:steps", "steps", "Steps run."),
     ("manylora:step_seconds", "step_s", "Time spent in steps."),
+    ("manylora:merge_switch_failures", "switches_failed", "Changes of what is merged that failed."),
+    ("manylora:merge_switch_seconds", "merge_switch_s", "Time that changes of what is merged took."),
+    ("manylora:paused_seconds", "paused_s", "Time that sequences held pages and could not run, for merging."),
 )
 
 
@@ -72,6 +74,7 @@ class EngineCollector(Collector):
         yield from _swaps(stats, self._info.page_bytes)
         yield from _adapters(stats)
         yield from _clients(stats)
+        yield from _merging(stats, self._base)
 
     def _load(self, stats: EngineStats) -> Iterator[Metric]:
         busy_pages = stats.pages_running + sum(
@@ -240,3 +243,47 @@ def _clients(stats: EngineStats) -> Iterator[Metric]:
         service.add_metric([client.name], client.service)
         counters.add_metric([client.name], client.counter)
     yield from (service, counters)
+
+
+def _merging(stats: EngineStats, base: str) -> Iterator[Metric]:
+    steps = CounterMetricFamily(
+        "manylora:steps",
+        "Steps run: without a merged adapter (unmerged), of the merged one alone (merged), with others (mixed).",
+        labels=["model_name", "mode"],
+    )
+    num_unmerged = stats.steps - stats.steps_merged - stats.steps_mixed
+    modes = (("unmerged", num_unmerged), ("merged", stats.steps_merged), ("mixed", stats.steps_mixed))
+    for mode, count in modes:
+        steps.add_metric([base, mode], count)
+    switches = CounterMetricFamily(
+        "manylora:merge_switches", "Changes of what is merged, by what it is then.", labels=["to"]
+    )
+    switches.add_metric(["merged"], stats.switches_merged)
+    switches.add_metric(["base"], stats.switches_base)
+    merged = GaugeMetricFamily(
+        "manylora:merged_adapter",
+        "1 for the adapter whose weights are merged into the base's.",
+        labels=["adapter_name"],
+    )
+    if stats.merged_adapter is not None:
+        merged.add_metric([stats.merged_adapter], 1)
+    yield from (steps, switches, merged)
+    yield GaugeMetricFamily(
+        "manylora:pristine_bytes",
+        "What the copy of the base's own weights takes.",
+        value=stats.pristine_bytes,
+    )
+    for name, value, text in (
+        ("alpha", stats.merge_alpha, "An adapter with more than this share of a batch's requests is merged."),
+        ("beta", stats.merge_beta, "One with less is unmerged."),
+    ):
+        if value is not None:
+            yield GaugeMetricFamily(f"manylora:merge_{name}", f"dLoRA's threshold: {text}", value=value)
+    credits = GaugeMetricFamily(
+        "manylora:credit",
+        "dLoRA's credits: seconds of one request held back that an adapter can pay.",
+        labels=["adapter_name"],
+    )
+    for credit in stats.credits:
+        credits.add_metric([credit.name], credit.credit_s)
+    yield credits

@@ -46,7 +46,7 @@ class Clusters:
 
     def lets_in(self, adapter: AdapterId, admitted: Iterable[Sequence]) -> bool:
         """Whether a sequence of the adapter may be admitted beside these, whatever its place in line."""
-        self._first = None  # no one overtakes another for its adapter's sake
+        self._first = None  # none is overtaken for another's adapter
         if not self._is_hard or adapter == BASE:
             return True
         running = _adapters(admitted)

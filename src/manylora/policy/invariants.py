@@ -183,7 +183,7 @@ def _check_pins(nodes: list[Node], held: Reservations, merged: list[AdapterId]) 
 def _check_paused(held: Reservations, merging: Merging | None) -> None:
     paused = [sequence for sequence in held.admitted if sequence.paused_s is not None]
     assert held.num_paused == len(paused), "paused sequences are counted"
-    assert not paused or merging is not None, "where nothing is merged nobody is paused"
+    assert not paused or merging is not None, "where nothing is merged nothing is paused"
     for sequence in paused:
         assert sequence.stage is Stage.RUNNING, "what is paused could run"
 

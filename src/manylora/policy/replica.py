@@ -14,10 +14,10 @@ from manylora.config import PolicyConfig
 from manylora.policy.admission import Admission
 from manylora.policy.batching import FirstComeFirstServed, StepPlan
 from manylora.policy.invariants import check
-from manylora.policy.limits import Limits
 from manylora.policy.merging.batching import MergedBatching
 from manylora.policy.merging.state import Merging
 from manylora.policy.ranked import RankedQueue, waiting_queue
+from manylora.policy.request_limits import RequestLimits
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import (
@@ -84,7 +84,7 @@ class Replica:
         self._residency = Residency(config)
         self._tree = self._residency.tree
         self._held = Reservations(config, self._residency, self._waiting)
-        self._limits = Limits(config, self._residency)
+        self._limits = RequestLimits(config, self._residency)
         self._merging: Merging | None = None  # where nothing is ever merged
         self._batching = FirstComeFirstServed(config, self._residency, self._held, self._waiting)
         if config.merge.is_on:

@@ -97,6 +97,7 @@ class Sequence:
         "matched",
         "most_tokens",
         "node",
+        "num_at_admission",
         "num_computed",
         "num_failed_copies",
         "num_pending",
@@ -134,6 +135,7 @@ class Sequence:
         self.admitted_s = 0.0
         self.adapter_s: float | None = None  # how long it waited for its adapter, once it is there
         self.num_failed_copies = 0
+        self.num_at_admission = len(tokens)  # its tokens when it was admitted last
         # Samples that will fork off this sequence once its prompt is computed.
         self.num_unborn_forks = state.request.params.n - 1 if sample == 0 else 0
         self.is_prefetched = False
@@ -155,6 +157,11 @@ class Sequence:
     @property
     def is_waiting(self) -> bool:
         return self.stage is WAITING
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether a step has drawn a token for it, or will, since it was admitted."""
+        return self.num_pending > 0 or len(self.tokens) > self.num_at_admission
 
     @property
     def num_remaining(self) -> int:
@@ -200,6 +207,7 @@ class Sequence:
         are there."""
         self.node = self.matched = deepest
         self.num_shared = num_shared
+        self.num_at_admission = len(self.tokens)
         self.num_computed = self.num_scheduled = num_computed
         self.pages = [-1] * num_shared
         self.pages.extend(own_pages)

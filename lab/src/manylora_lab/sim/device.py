@@ -11,6 +11,7 @@ import heapq
 import random
 from collections.abc import Mapping, Sequence
 
+from manylora.config import MergeTimes
 from manylora.pricing.costs import IDLE_S, StepCosts, prefill_pairs, step_work
 from manylora.protocol import (
     AdapterRead,
@@ -19,23 +20,39 @@ from manylora.protocol import (
     EndSequence,
     ReadAdapter,
     RunStep,
+    SetMerged,
     StepDone,
     SwapPages,
+    SwitchDone,
 )
-from manylora.types import AdapterId, SequenceId
+from manylora.types import BASE, AdapterId, SequenceId
 
-Answer = tuple[float, StepDone | CopyDone | AdapterRead]
+Answer = tuple[float, StepDone | CopyDone | AdapterRead | SwitchDone]
 """When, and what."""
 
 _SEED = 0
+NO_SWITCHES = MergeTimes()
+"""Of a device on which nothing is merged."""
 
 
 class SimulatedDevice:
     """Prices commands. Moments are seconds of the caller's clock, which never goes back. A new device that is
-    told the same at the same moments takes as long: what is drawn comes from one seed."""
+    told the same at the same moments takes as long: what is drawn comes from one seed.
 
-    def __init__(self, costs: StepCosts, page_bytes: int, adapter_pages: Mapping[AdapterId, int]) -> None:
+    A switch of what is merged takes ``switches`` of the compute timeline. Rows of the merged adapter go through no
+    adapter's bytes, those of others through their own and the merged one's.
+    """
+
+    def __init__(
+        self,
+        costs: StepCosts,
+        page_bytes: int,
+        adapter_pages: Mapping[AdapterId, int],
+        switches: MergeTimes = NO_SWITCHES,
+    ) -> None:
         self._costs = costs
+        self._switches = switches
+        self._merged: AdapterId = BASE
         self._page_bytes = page_bytes
         self._adapter_bytes = {adapter: pages * page_bytes for adapter, pages in adapter_pages.items()}
         # By sequence: its adapter with its bytes, and what its last token would be at position 0.
@@ -59,6 +76,8 @@ class SimulatedDevice:
                 return self._copy(command, now)
             case ReadAdapter():
                 return self._read(command, now)
+            case SetMerged():
+                return self._switch(command, now)
         return None
 
     def _run_step(self, step: RunStep, now: float) -> Answer:
@@ -77,6 +96,8 @@ class SimulatedDevice:
                 decodes -= 1
                 prefill += num_tokens
                 pairs += prefill_pairs(first, num_tokens)
+            if step.merged != BASE:
+                num_bytes = 0 if adapter == step.merged else num_bytes + self._adapter_bytes[step.merged]
             if num_bytes:
                 adapters[adapter] = num_bytes
                 token_bytes += num_tokens * num_bytes
@@ -97,6 +118,17 @@ class SimulatedDevice:
             seconds += costs.copy_drag * self._copied_s(begin, begin + seconds)
         self._steps_end = begin + seconds
         return self._steps_end, StepDone(step.step, True, tuple(drawn), seconds)
+
+    def _switch(self, command: SetMerged, now: float) -> Answer:
+        """After the steps issued so far; from one adapter to another by way of the base, where that has to come
+        from the host."""
+        times, after = self._switches, command.adapter
+        seconds = times.restore_s if after == BASE else times.merge_s
+        if BASE not in (self._merged, after) and times.steps_wait:
+            seconds += times.restore_s
+        self._merged = after
+        self._steps_end = max(now, self._steps_end) + seconds
+        return self._steps_end, SwitchDone(command.switch, True, seconds)
 
     def _drawn(self, values: Sequence[float]) -> float:
         return values[int(self._random() * len(values))]

@@ -97,7 +97,8 @@ class Replay(VirtualLoop):
         # The base model is 0 for the policy, so a stream's adapter 0 is its adapter 1.
         pages = {adapter + 1: num_pages for adapter, num_pages in enumerate(adapter_pages)}
         replica = Replica(config)
-        super().__init__(replica, SimulatedDevice(costs, config.page_bytes, pages), watch)
+        device = SimulatedDevice(costs, config.page_bytes, pages, config.merge.times)
+        super().__init__(replica, device, watch)
         self.replica = replica
         self.stream = stream
         self.outcomes: list[Outcome] = []

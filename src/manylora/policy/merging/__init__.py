@@ -1,4 +1,4 @@
-"""Which adapter is merged into the base's weights, and who may run meanwhile (dLoRA §4).
+"""Which adapter is merged into the base's weights, and which sequences may run meanwhile (dLoRA §4).
 
 A ``MergePolicy`` chooses, ``state.Merging`` has it carried out, ``batching.MergedBatching`` composes steps by it.
 Where nothing is ever merged none of this is used.

@@ -1,4 +1,4 @@
-"""Steps whose sequences share weights: who is paused while an adapter is merged, and who may take whose slot."""
+"""Steps whose sequences share weights: which of them are paused meanwhile, and which may take another's slot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from manylora.types import BASE, SequenceId
 
 
 class MergedBatching(FirstComeFirstServed):
-    """First come, first served among those whom the merge policy's choice lets run. The others are paused."""
+    """First come, first served among those that the merge policy's choice lets run. The others are paused."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class MergedBatching(FirstComeFirstServed):
         elif found is None:
             firsts = [self._in_line.first_of(adapter) for adapter in self._choice.line or ()]
             found = [sequence for sequence in firsts if sequence is not None and self._is_let_in(sequence)]
-        # Who has just lost a slot does not take another's in return.
+        # What has just lost a slot does not take another's in return.
         return [] if any(sequence.id in self._displaced for sequence in found) else found
 
     def _is_let_in(self, sequence: Sequence) -> bool:
@@ -120,6 +120,8 @@ class MergedBatching(FirstComeFirstServed):
     def _gives_way_to(self, sequence: Sequence) -> Sequence | None:
         is_chosen = sequence.id in self._batch
         for admitted in reversed(self._held.admitted):
+            if not admitted.has_drawn:
+                continue  # sent back before that, over and over, it would never get on
             if admitted.paused_s is not None:
                 return admitted
             if is_chosen and admitted.id not in self._batch and admitted.adapter != sequence.adapter:

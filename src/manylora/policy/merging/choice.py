@@ -13,10 +13,10 @@ from manylora.types import BASE, AdapterId
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """What is to be merged, and who may run.
+    """What is to be merged, and which sequences may run.
 
     ``adapter``: whose weights the next step runs on; BASE: the base's own. ``only``: whose admitted sequences may
-    run; None: everyone's. Where an adapter is merged and steps are not mixed, only its own may, whatever this
+    run; None: those of all. Where an adapter is merged and steps are not mixed, only its own may, whatever this
     says. ``line``: the adapters whose waiting sequences may be admitted, the first of them first; None: all, in
     the queue's order. ``batch``: sequences that are to be in, in this order; a waiting one may take the slot of
     an admitted one that is not among them. ``reason``: why ``adapter`` changes, for the trace.
@@ -33,9 +33,9 @@ class Choice:
 class MergeView:
     """What a merge policy may look at when the next step is composed.
 
-    ``merged``: whose weights the step runs on if nothing changes. ``can_switch``: no switch is under way;
-    ``can_merge``: nor has one failed lately. ``ready``: admitted sequences that could have a row, by adapter;
-    their adapters are resident.
+    ``merged``: whose weights the step runs on if nothing changes. ``can_switch``: no switch is under way, and a
+    token was drawn since the last one; ``can_merge``: none has failed lately. ``ready``: admitted sequences that
+    could have a row, by adapter; their adapters are resident.
     """
 
     now: float
@@ -100,6 +100,11 @@ class StepShape(NamedTuple):
     def is_mixed(self) -> bool:
         """Whether rows of others run beside a merged adapter."""
         return self.merged != BASE and not self.is_merged
+
+    def largest(self) -> AdapterId:
+        """The adapter with most tokens; BASE where all are the base's."""
+        adapters = self.tokens.keys() - {BASE}
+        return max(adapters, key=lambda adapter: (self.tokens[adapter], -adapter), default=BASE)
 
     def beside(self, adapter: AdapterId) -> tuple[int, int]:
         """Rows and tokens of all others."""

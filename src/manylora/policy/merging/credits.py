@@ -44,7 +44,7 @@ class Credits:
 
     def transfer(self, payers: Iterable[AdapterId], held_back: Collection[AdapterId], amount: int) -> None:
         """Each of ``held_back`` gets the amount: the first from the first payer, the second from the second.
-        Where there are fewer payers, the first pays for the rest; without any, nobody is paid."""
+        Where there are fewer payers, the first pays for the rest; without any, none is paid."""
         paying = list(payers)
         if not paying:
             return

@@ -1,4 +1,4 @@
-"""``dlora``: dLoRA's dynamic batching (§4): thresholds say when to merge, credits who may be held back for it.
+"""``dlora``: dLoRA's dynamic batching (§4): thresholds say when to merge, credits what may be held back for it.
 
 Algorithm 1 is here, Algorithm 2 is ``thresholds``, Algorithm 3 ``credits``. All unfinished requests count,
 admitted or waiting; a batch is at most ``max_num_seqs`` of them.
@@ -128,12 +128,12 @@ class DloraMerging:
         theirs."""
         if starving == {view.merged}:
             return Choice(view.merged, view.merged, (view.merged,))
-        first = [s for s in self._fcfs if s.adapter in starving]
-        known = {sequence.id for sequence in first}
-        for adapter in sorted(starving):
+        theirs = {s.id: s for s in (*view.admitted, *self._fcfs) if s.adapter in starving}
+        for adapter in starving:
             waits = view.waiting.first_of(adapter)
-            if waits is not None and waits.id not in known:
-                first.append(waits)
+            if waits is not None:
+                theirs[waits.id] = waits
+        first = sorted(theirs.values(), key=lambda sequence: sequence.order)
         others = [s for s in self._fcfs if s.adapter not in starving]
         return Choice(BASE, batch=tuple((first + others)[: self._batch]), reason="others starve")
 

@@ -8,21 +8,22 @@ from __future__ import annotations
 from manylora.config import MergeConfig
 from manylora.policy.merging.choice import Choice, MergeGauges, MergeView, StepShape
 from manylora.policy.sequences import Scheduled, Sequence
-from manylora.types import BASE, AdapterId
+from manylora.types import BASE, AdapterId, SequenceId
 
 
 class AlwaysMerged:
     """The adapter of the oldest request has the turn, with all its requests, until it has none left.
 
     It loses the turn to those that it has paused when they have been paused for ``starve_s``, and where none is
-    paused to the first in line when that has waited so long during the turn. From then on no request of it goes
-    before the first in line, so that those who take turns come to their end, and the first in line to its turn.
+    paused to the first in line when that has been first for so long. From then on no request goes before that one,
+    so that the adapters that take turns come to their end, and the first in line to its turn.
     """
 
     def __init__(self, config: MergeConfig) -> None:
         self._starve_s = config.starve_s
         self._turn: AdapterId | None = None
-        self._since_s = 0.0
+        self._first: SequenceId | None = None  # in line, of another
+        self._first_since_s = 0.0
 
     def choose(self, view: MergeView) -> Choice:
         """See MergePolicy."""
@@ -49,24 +50,21 @@ class AlwaysMerged:
         )
         if paused is not None and paused.paused_s is not None:
             if not is_left or view.now - paused.paused_s >= self._starve_s:
-                self._begin(paused.adapter, view.now)
+                self._turn = paused.adapter
         elif not is_left:
             first = view.admitted[0] if view.admitted else view.waiting.first()
-            self._begin(None if first is None else first.adapter, view.now)
+            self._turn = None if first is None else first.adapter
         elif starved is not None:
-            self._begin(starved.adapter, view.now)
+            self._turn = starved.adapter
 
     def _starved(self, view: MergeView) -> Sequence | None:
-        """The first in line, where it is another's and has waited for so long during this turn."""
+        """The first in line, where it is another's and has been first for so long."""
         first = view.waiting.first()
         if first is None or first.adapter == self._turn:
             return None
-        since_s = max(first.state.arrived_s, self._since_s)
-        return first if view.now - since_s >= self._starve_s else None
-
-    def _begin(self, turn: AdapterId | None, now: float) -> None:
-        if turn != self._turn:
-            self._turn, self._since_s = turn, now
+        if first.id != self._first:
+            self._first, self._first_since_s = first.id, view.now
+        return first if view.now - self._first_since_s >= self._starve_s else None
 
     def started(self, shape: StepShape, rows: list[Scheduled], now: float) -> None:
         """See MergePolicy."""

@@ -96,9 +96,8 @@ class RegretMerging:
 
     def started(self, shape: StepShape, rows: list[Scheduled], now: float) -> None:
         """See MergePolicy."""
-        most = max(shape.tokens, key=lambda adapter: (shape.tokens[adapter], -adapter))
         merged, cost_s = shape.merged, self._cost_s(shape, shape.merged)
-        targets = {BASE, most} - {merged}
+        targets = {BASE, shape.largest()} - {merged}
         if not self._is_mixed and len(shape.rows) > 1:
             targets &= {BASE}  # others would have had to pause
         self.regrets = {

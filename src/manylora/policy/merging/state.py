@@ -1,7 +1,7 @@
 """What is merged: no adapter, a switch that is under way, or one adapter. Has a policy's choices carried out.
 
 Owns the switches, the merged adapter's pin, and which steps in flight run on what; does not know when a switch
-pays, nor who runs in a step.
+pays, nor what runs in a step.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ class Merging:
         self.switch: Switch | None = None
         """The one that is under way."""
         self._num_switches = 0
+        # A step that draws a token has started since the last switch; so every switch there and back gets on.
+        self._has_drawn = True
         self._barred_until_s = 0.0
-        self._is_restricted = False  # whether the last choice kept anyone from running
+        self._is_restricted = False  # whether the last choice kept any from running
         self._gives_way = False
         self.in_flight: collections.deque[StepShape] = collections.deque()
         """The steps in flight, oldest first."""
@@ -75,7 +77,7 @@ class Merging:
 
     def is_stuck(self) -> bool:
         """Nothing runs, and no answer is due that could change that: whether another choice could. That lets
-        everyone run."""
+        all run."""
         if self.switch is not None or self._gives_way:
             return False
         if self._is_left_over():
@@ -102,14 +104,16 @@ class Merging:
     # ------------------------------------------------------------ choosing
 
     def choose(self, now: float) -> Choice:
-        """Who may run in the next step; commands the switch that it takes."""
+        """Which sequences may run in the next step; commands the switch that it takes."""
+        can_switch, can_merge = self.switch is None and self._has_drawn, now >= self._barred_until_s
         view = MergeView(
-            now, self.adapter, self.switch is None, now >= self._barred_until_s, self._held.admitted,
-            self._waiting, self._config.max_num_seqs,
+            now, self.adapter, can_switch, can_merge, self._held.admitted, self._waiting,
+            self._config.max_num_seqs,
         )  # fmt: skip
         choice = self._choice(view)
         if choice.adapter != self.adapter:
-            assert view.may_switch_to(choice.adapter), "a switch is one at a time, and to what can run"
+            assert self.switch is None, "one switch at a time"
+            assert choice.adapter == BASE or view.ready[choice.adapter], "what is merged can run"
             self._command(choice)
         if self.adapter != BASE and not self.is_mixed:
             choice = dataclasses.replace(choice, only=self.adapter)
@@ -120,7 +124,7 @@ class Merging:
         if self._gives_way:
             self._gives_way = False
             return Choice(BASE, reason="nothing else can run")
-        if view.can_switch and self._is_left_over():
+        if self.switch is None and self._is_left_over():
             return Choice(BASE, reason="it is removed")
         return self.policy.choose(view)
 
@@ -130,6 +134,7 @@ class Merging:
         if after != BASE:
             tree.pin(tree.node(after))
         self._num_switches += 1
+        self._has_drawn = False
         self.switch = Switch(self._num_switches, before, after)
         self.adapter = after
         self._residency.decide(SetMerged(self._num_switches, after))
@@ -164,6 +169,7 @@ class Merging:
 
     def started(self, rows: list[Scheduled], now: float) -> AdapterId:
         """A step with these rows starts; whose weights it runs on."""
+        self._has_drawn = self._has_drawn or any(num_samples for _, _, num_samples in rows)
         shape = shape_of(self.adapter, rows)
         self.in_flight.append(shape)
         self.policy.started(shape, rows, now)

@@ -7,7 +7,7 @@ from manylora.policy.residency import Residency
 from manylora.types import AdapterId, Request, RequestError
 
 
-class Limits:
+class RequestLimits:
     """Of requests for adapters that are known."""
 
     def __init__(self, config: PolicyConfig, residency: Residency) -> None:

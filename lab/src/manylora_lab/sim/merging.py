@@ -1,0 +1,48 @@
+"""What merging takes on a simulated device: what an engine would have measured before serving, from its costs."""
+
+from __future__ import annotations
+
+from manylora.config import MergeTimes, StepTimes
+from manylora.pricing.costs import StepCosts, StepWork, prefill_pairs
+
+_KV_TOKENS = 512
+"""Of each row, where a decoding step is priced; all modes have it in common."""
+
+
+def merge_times(
+    costs: StepCosts,
+    adapter_bytes: int,
+    weight_bytes: int,
+    max_num_seqs: int,
+    max_batch_tokens: int,
+    *,
+    on_host: bool,
+) -> MergeTimes:
+    """Of an adapter of so many bytes, on a model whose adaptable weights are ``weight_bytes``.
+
+    A switch reads and writes them once, so it is taken for two steps of one row of the base, each of which reads
+    all weights; pristine weights in host memory come back as one copy. Steps: decoding ones of 1, 2, 4, ... rows,
+    then prompts of twice as many tokens, and so on.
+    """
+    pass_s = 2 * costs.step_s(StepWork(1, 0, 1))
+    restore_s = costs.copy_s(weight_bytes, True) if on_host else pass_s
+    sizes = []
+    num_tokens = 1
+    while num_tokens <= max_batch_tokens:
+        sizes.append(num_tokens)
+        num_tokens *= 2
+    steps = tuple(_step(costs, adapter_bytes, size, size <= max_num_seqs) for size in sizes)
+    return MergeTimes(on_host, pass_s, restore_s, steps)
+
+
+def _step(costs: StepCosts, adapter_bytes: int, num_tokens: int, is_decode: bool) -> StepTimes:
+    decodes, prefill = (num_tokens, 0) if is_decode else (0, num_tokens)
+    pairs = 0 if is_decode else prefill_pairs(0, num_tokens)
+    kv_tokens = num_tokens * _KV_TOKENS if is_decode else num_tokens
+
+    def seconds(num_bytes: int) -> float:
+        adapters = (num_bytes, 1 if num_bytes else 0, pairs, num_tokens * num_bytes)
+        return costs.step_s(StepWork(decodes, prefill, kv_tokens, *adapters))
+
+    num_rows = num_tokens if is_decode else 1
+    return StepTimes(num_rows, num_tokens, seconds(adapter_bytes), seconds(0), seconds(2 * adapter_bytes))
