@@ -38,7 +38,7 @@ _CHUNK = 512
 _ROUNDS = 5
 """Of each kind of step, and of switches; their median counts. One more before compiles and captures."""
 
-_MOST_S = 20.0
+_MOST_S = 5.0
 """After so long no larger steps are measured."""
 
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
