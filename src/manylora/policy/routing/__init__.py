@@ -11,7 +11,11 @@ import importlib
 from manylora.config import ConfigError, is_import_name
 from manylora.policy.routing.cache_aware import CacheAware
 from manylora.policy.routing.caraserve import CaraServe
+from manylora.policy.routing.dlora import Dlora
+from manylora.policy.routing.dlora_proactive import DloraProactive
+from manylora.policy.routing.dlora_rr import DloraRoundRobin
 from manylora.policy.routing.first_fit import FirstFit
+from manylora.policy.routing.manylora import CheapestReplica
 from manylora.policy.routing.most_idle import MostIdle
 from manylora.policy.routing.policy import RoutingPolicy
 from manylora.policy.routing.punica import Punica
@@ -22,7 +26,8 @@ from manylora.policy.routing.round_robin import RoundRobin
 ROUTING_POLICIES: dict[str, type[RoutingPolicy]] = {
     policy.name: policy
     for policy in (
-        RoundRobin, RandomReplica, MostIdle, FirstFit, Punica, PunicaConsolidate, CaraServe, CacheAware,
+        RoundRobin, RandomReplica, MostIdle, FirstFit, Punica, PunicaConsolidate, CaraServe,
+        DloraRoundRobin, DloraProactive, Dlora, CacheAware, CheapestReplica,
     )
 }  # fmt: skip
 

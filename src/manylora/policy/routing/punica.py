@@ -43,15 +43,9 @@ class Punica(RoutingPolicy):
             report = replica.epoch, replica.seq
             if not replica.is_exhausted or self._evicted.get(replica.id) == report:
                 continue
-            newest = newest_first(replica)
+            newest = replica.movable()
             if len(newest) > 1:
                 self._evicted[replica.id] = report
                 first = newest[0]
                 wishes.append(Relocation(first.id, first.attempt, replica.id, None, "memory", is_forced=True))
         return wishes
-
-
-def newest_first(replica: ReplicaState) -> list[LiveRequest]:
-    """The requests that the replica is known to have, by the moment at which they first came."""
-    held = (each for each in replica.requests.values() if each.is_accepted and not each.is_withdrawing)
-    return sorted(held, key=lambda request: request.key, reverse=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from manylora.config.routing import ConsolidateParameters
 from manylora.policy.routing.fleet import Fleet
 from manylora.policy.routing.policy import Relocation, Wish
-from manylora.policy.routing.punica import Punica, newest_first
+from manylora.policy.routing.punica import Punica
 from manylora.policy.routing.replicas import ReplicaState
 
 
@@ -41,7 +41,7 @@ class PunicaConsolidate(Punica):
 
     def _emptied(self, view: Fleet, source: ReplicaState) -> list[Wish]:
         """Moves of all requests of a replica; none where one of them cannot move."""
-        newest = newest_first(source)
+        newest = source.movable()
         if len(newest) < len(source.requests):
             return []
         larger = [view.up[name] for name in view.by_load.descending(self._max_batch)]

@@ -81,6 +81,12 @@ class ReplicaState:
         """Whether the pages that it needs are free or reclaimable now."""
         return self.pages_for(request) <= self.free_pages
 
+    def movable(self) -> list[LiveRequest]:
+        """The requests that it is known to have and was not told to let go, newest first: by the moment at which
+        each first came."""
+        held = (each for each in self.requests.values() if each.is_accepted and not each.is_withdrawing)
+        return sorted(held, key=lambda request: request.key, reverse=True)
+
     # ------------------------------------------------------------ assignments
 
     def take(self, request: LiveRequest, num_cached: int) -> int:
