@@ -66,7 +66,9 @@ class Dlora(DloraProactive):
         queues = {name: queue_by_steps_s(view, view.up[name]) for name in view.open_ids}
         if len(queues) < 2:
             return []
-        limit_s = max(given.most_delay_ratio * statistics.median(queues.values()), given.least_delay_s)
+        # Of two the lower one: no queue is longer than twice the mean of it and another.
+        median_s = statistics.median_low(queues.values())
+        limit_s = max(given.most_delay_ratio * median_s, given.least_delay_s)
         by_queue = sorted(queues, key=lambda name: (-queues[name], name))
         over = [name for name in by_queue if queues[name] > limit_s or self._is_full(view.up[name])]
         over = [name for name in over if view.up[name].requests][: given.most_replicas]

@@ -51,7 +51,7 @@ class Placement:
             return ()
         loads = self._rates.rates(view.now)
         loads = {adapter: rate for adapter, rate in loads.items() if adapter in view.adapters}
-        if not loads or not view.open_ids:
+        if not view.open_ids or not (loads or self._copies):
             return ()
         self._due_s = view.now + self._given.replan_s
         return [*self._drop(view, loads), *self._plan(view, loads)]
