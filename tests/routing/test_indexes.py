@@ -13,6 +13,7 @@ from manylora.policy.routing.load_index import LoadIndex
 from manylora.policy.routing.prefixes import Prefixes
 from manylora.policy.routing.rates import AdapterRates
 from manylora.policy.routing.replicas import ReplicaState
+from manylora.policy.routing.requests import shape_of
 from manylora.policy.routing.ring import HomeRing
 from tests.routing.rig import FACTS, config_of
 
@@ -36,7 +37,7 @@ def test_loads_are_in_order() -> None:
 
 
 def state(replica: int) -> ReplicaState:
-    return ReplicaState(replica, 1, FACTS, 0.0)
+    return ReplicaState(replica, 1, FACTS, shape_of(FACTS), 0.0)
 
 
 def test_prefixes_find_the_longest_and_forget_evictions() -> None:

@@ -32,7 +32,7 @@ LIVES: dict[str, Any] = {"lease_s": 1e6, "suspect_s": 1e6}
 """Replicas that need not report."""
 
 
-def rig_of(policy: str, num_replicas: int = 3, settings: dict[str, object] | None = None) -> Rig:
+def rig_of(policy: str, num_replicas: int = 3, settings: dict[str, Any] | None = None) -> Rig:
     rig = Rig(config_of(policy, settings, **LIVES))
     rig.up(*[FACTS] * num_replicas)
     return rig
@@ -292,7 +292,7 @@ def test_dlora_places_copies_ahead_and_takes_them_back() -> None:
     assert dropped == {(1, 0), (2, 1)}, "nothing asks for them any more"
 
 
-def overloaded(settings: dict[str, object] | None = None) -> tuple[Rig, Solve]:
+def overloaded(settings: dict[str, Any] | None = None) -> tuple[Rig, Solve]:
     """Replica 0 has eight requests and a long queue, replica 1 nothing."""
     rig = Rig(config_of("dlora", settings, move_cooldown_s=1e-3, **LIVES))
     rig.tell(ReplicaUp(0, 1, FACTS))

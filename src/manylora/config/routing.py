@@ -163,7 +163,7 @@ class ManyloraParameters(RouterParameters):
     """Of manylora."""
 
     idle_candidates: Count = setting(8, "how many of the least loaded replicas are looked at")
-    holder_candidates: Count = setting(16, "how many of those that have the adapter")
+    holder_candidates: Count = setting(8, "how many of those that have the adapter")
     prefix_candidates: Count = setting(4, "how many of those that have most of the prompt")
     home_queue_s: Number = setting(0.5, "an adapter gets another home where all have a longer queue")
     home_half_life_s: Seconds = setting(60.0, "of the number of an adapter's homes beyond the first")

@@ -47,4 +47,4 @@ def balance(view: Fleet, most_moves: int, least_ratio: float) -> list[Relocation
 
 def step_gap_s(source: ReplicaState, target: ReplicaState) -> float:
     """How much longer a decode step takes on one replica than on another."""
-    return max(source.present_step_s() - target.present_step_s(), 0.0)
+    return max(source.step_s - target.step_s, 0.0)

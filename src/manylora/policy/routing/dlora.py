@@ -11,7 +11,6 @@ from manylora.policy.routing.fleet import Fleet
 from manylora.policy.routing.plans import greedy_plan
 from manylora.policy.routing.policy import Relocation, Wish
 from manylora.policy.routing.programme import Plan, PlanState, build_programme
-from manylora.policy.routing.queueing import queue_by_steps_s
 from manylora.policy.routing.replicas import ReplicaState
 from manylora.policy.routing.rounding import is_solution, round_shares
 from manylora.protocol.routing import Solve, Solved
@@ -63,7 +62,7 @@ class Dlora(DloraProactive):
     def _overloaded(self, view: Fleet) -> list[ReplicaState]:
         """Overloaded replicas and as many with the shortest queues, by id; none where none is overloaded."""
         given = self._given
-        queues = {name: queue_by_steps_s(view, view.up[name]) for name in view.open_ids}
+        queues = {name: self._queue.seconds(view, view.up[name]) for name in view.open_ids}
         if len(queues) < 2:
             return []
         # Of two the lower one: no queue is longer than twice the mean of it and another.

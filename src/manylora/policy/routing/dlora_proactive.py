@@ -10,7 +10,7 @@ from manylora.config.routing import DloraParameters
 from manylora.policy.routing.fleet import Fleet
 from manylora.policy.routing.placement import Placement
 from manylora.policy.routing.policy import RoutingPolicy, Wish
-from manylora.policy.routing.queueing import load_s, queue_by_batches_s, queue_by_steps_s
+from manylora.policy.routing.queueing import QueueBySteps, load_s, queue_by_batches_s
 from manylora.policy.routing.replicas import ReplicaState
 from manylora.policy.routing.requests import LiveRequest
 from manylora.protocol.routing import ON_DEVICE
@@ -27,6 +27,7 @@ class DloraProactive(RoutingPolicy):
     def __init__(self, parameters: DloraParameters) -> None:
         self._given = parameters
         self._placement = Placement(parameters)
+        self._queue = QueueBySteps()
 
     def choose(self, view: Fleet, request: LiveRequest) -> ReplicaState | None:
         """See RoutingPolicy."""
@@ -46,7 +47,7 @@ class DloraProactive(RoutingPolicy):
             bytes_in = 0 if is_there else request.adapter_pages * replica.facts.page_bytes
             return bytes_in / self._given.load_bytes_s + queue_by_batches_s(replica, self._given)
         loads_s = load_s(replica, request.adapter, request.adapter_pages)
-        return loads_s + queue_by_steps_s(view, replica)
+        return loads_s + self._queue.seconds(view, replica)
 
     def _is_candidate(self, view: Fleet, replica: ReplicaState, request: LiveRequest) -> bool:
         if replica.id in self._placement.homes(view, request.adapter):

@@ -15,7 +15,7 @@ from manylora.policy.routing.lengths import OutputLengths
 from manylora.policy.routing.load_index import LoadIndex
 from manylora.policy.routing.prefixes import Prefixes
 from manylora.policy.routing.replicas import ReplicaState
-from manylora.policy.routing.requests import LiveRequest, Shape
+from manylora.policy.routing.requests import LiveRequest, Shape, shape_of
 from manylora.protocol.routing import (
     BLOCK_TOKENS,
     NOWHERE,
@@ -44,7 +44,7 @@ class Fleet:
         self._homes: dict[AdapterId, tuple[ReplicaId, ...]] = {}
         self._shapes: collections.Counter[Shape] = collections.Counter()  # of those that do not drain
         self.version = 0  # one more whenever a replica comes or goes
-        self._known_shapes: dict[Shape, None] = {}  # of all that ever were up
+        self._known_shapes: dict[Shape, Shape] = {}  # of all that ever were up
 
     # ------------------------------------------------------------ what policies ask
 
@@ -145,9 +145,10 @@ class Fleet:
 
     def add(self, replica: ReplicaId, epoch: int, facts: ReplicaFacts) -> ReplicaState:
         """A replica is up."""
-        state = self.up[replica] = ReplicaState(replica, epoch, facts, self.now)
-        self._shapes[state.shape] += 1
-        self._known_shapes[state.shape] = None
+        # One tuple for equal shapes: requests remember the last that they were asked about.
+        shape = self._known_shapes.setdefault(shape_of(facts), shape_of(facts))
+        state = self.up[replica] = ReplicaState(replica, epoch, facts, shape, self.now)
+        self._shapes[shape] += 1
         self.version += 1
         self._open(state)
         return state

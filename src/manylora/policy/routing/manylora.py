@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from manylora.config.routing import ManyloraParameters
 from manylora.policy.routing.balance import balance
+from manylora.policy.routing.cost import cheapest
 from manylora.policy.routing.fleet import Fleet
 from manylora.policy.routing.policy import RoutingPolicy, Wish
-from manylora.policy.routing.queueing import load_s, wait_s
+from manylora.policy.routing.queueing import wait_s
 from manylora.policy.routing.replicas import ReplicaState
 from manylora.policy.routing.requests import LiveRequest
 from manylora.policy.routing.ring import HomeRing
-from manylora.protocol.routing import BLOCK_TOKENS, ReplicaId
+from manylora.protocol.routing import ReplicaId
 from manylora.types import BASE, AdapterId
 
 
@@ -36,15 +37,11 @@ class CheapestReplica(RoutingPolicy):
         homes: Sequence[ReplicaId] = ()
         if request.adapter != BASE:
             homes = self._ring.homes(view, request.adapter, self._num_homes(view, request.adapter))
-        best, least_s = None, float("inf")
-        for replica in self._candidates(view, request, homes, blocks):
-            if not view.fits_ever(replica, request):
-                continue
-            cost_s = self.cost_s(view, replica, request, blocks.get(replica, 0))
-            if cost_s < least_s:
-                best, least_s = replica, cost_s
+        best = cheapest(view, request, self._candidates(view, request, homes, blocks), blocks)
+        if best is None:  # none of these can ever hold it
+            best = next((view.up[n] for n in view.open_ids if view.fits_ever(view.up[n], request)), None)
         if best is None:
-            return next((view.up[n] for n in view.open_ids if view.fits_ever(view.up[n], request)), None)
+            return None
         if homes and all(wait_s(view, view.up[home], 1, 0) > self._given.home_queue_s for home in homes):
             self._extra_homes[request.adapter] = float(len(homes)), view.now
         return best
@@ -56,48 +53,19 @@ class CheapestReplica(RoutingPolicy):
         self._balanced_s = view.now
         return balance(view, self._given.most_moves, self._given.move_gain)
 
-    def cost_s(self, view: Fleet, replica: ReplicaState, request: LiveRequest, num_blocks: int) -> float:
-        """Seconds until its first token, and those by which it makes all that run there slower, itself included,
-        and what is lost with the pages that it pushes out."""
-        rows, samples = replica.rows, request.samples
-        tokens = request.num_tokens
-        computed = max(tokens - num_blocks * BLOCK_TOKENS, 1)
-        pages = replica.pages_for(request)
-        loads_s = load_s(replica, request.adapter, request.adapter_pages)
-        is_new = request.adapter != BASE and request.adapter not in replica.adapters
-        most = replica.facts.max_seqs
-        before, after = min(rows, most), min(rows + samples, most)
-        num_adapters, adapter_pages = len(replica.adapters), replica.adapter_pages
-        now_s = replica.step_s(before, replica.kv_tokens, num_adapters, adapter_pages)
-        then_s = replica.step_s(
-            after,
-            replica.kv_tokens + tokens * samples,
-            num_adapters + is_new,
-            adapter_pages + is_new * request.adapter_pages,
-        )
-        harm_s = (after * then_s - before * now_s) * view.remaining_tokens(request)
-        pushed_out = min(max(pages - replica.spare_pages, 0), pages)
-        return (
-            wait_s(view, replica, samples, pages)
-            + computed * replica.token_s
-            + loads_s
-            + harm_s
-            + pushed_out * replica.page_price_s
-        )
-
     def _candidates(
         self, view: Fleet, request: LiveRequest, homes: Sequence[ReplicaId], blocks: dict[ReplicaState, int]
     ) -> list[ReplicaState]:
-        names = dict.fromkeys(homes)
         holders = view.homes(request.adapter)
         most = self._given.holder_candidates
         if len(holders) > most:  # others each time
             first = request.key[1] % len(holders)
             holders = (holders[first:] + holders[:first])[:most]
-        names.update(dict.fromkeys(holders))
-        names.update(dict.fromkeys(replica.id for replica in blocks))
-        names.update(dict.fromkeys(view.by_load.least(self._given.idle_candidates)))
-        return [replica for replica in map(view.up.__getitem__, names) if replica.is_open]
+        names = dict.fromkeys((*homes, *holders, *view.by_load.least(self._given.idle_candidates)))
+        up = view.up
+        found = list(blocks)
+        found += [up[name] for name in names if up[name].is_open and up[name] not in blocks]
+        return found
 
     def _num_homes(self, view: Fleet, adapter: AdapterId) -> int:
         extra, at_s = self._extra_homes.get(adapter, (0.0, 0.0))

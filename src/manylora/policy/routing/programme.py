@@ -28,7 +28,7 @@ def build_programme(view: Fleet, replicas: Sequence[ReplicaState], number: int, 
         page_tokens = replica.facts.page_tokens
         taken = sum(request.pages_now(page_tokens) for request in live) + replica.adapter_pages
         places.append(ProgrammeReplica(replica.id, max(replica.free_pages, 0) + taken, replica.page_in_s))
-        step_s = replica.present_step_s()
+        step_s = replica.step_s
         for request in live:
             adapters[request.adapter] = request.adapter_pages
             requests.append(
@@ -42,7 +42,7 @@ def build_programme(view: Fleet, replicas: Sequence[ReplicaState], number: int, 
                     request.num_tokens * replica.token_s,
                 )
             )
-    eta_s = eta_steps * max(replica.present_step_s() for replica in replicas)
+    eta_s = eta_steps * max(replica.step_s for replica in replicas)
     return Solve(number, tuple(places), tuple(requests), tuple(sorted(adapters.items())), eta_s)
 
 

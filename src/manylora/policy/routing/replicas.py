@@ -6,8 +6,8 @@ seen counts on top of it, so that a burst within one report's delay does not all
 
 from __future__ import annotations
 
-from manylora.policy.routing.requests import LiveRequest, Shape, shape_of
-from manylora.protocol.routing import NOWHERE, ON_DEVICE, ReplicaFacts, ReplicaReport
+from manylora.policy.routing.requests import LiveRequest, Shape
+from manylora.protocol.routing import NOWHERE, ON_DEVICE, ReplicaFacts, ReplicaReport, StepPlane
 from manylora.types import BASE, AdapterId, RequestId
 
 
@@ -17,22 +17,24 @@ class ReplicaState:
     ``requests``: those that are assigned to it, oldest assignment first; ``rows``: their sequences. ``adapters``:
     how many requests each adapter has here; ``ranks``: and each rank. What is reserved for unseen assignments is
     taken off ``free_pages`` (empty or reclaimable) and ``spare_pages`` (empty), and is in ``waiting_tokens``
-    (prompts to be computed) and ``kv_tokens``.
+    (prompts to be computed) and ``kv_tokens``. ``is_open``: whether it may get new work. ``step_now``: what
+    ``present_step`` has found, until that changes; ``num_changes``: how often requests or reports have come.
     """
 
     __slots__ = (
         "adapter_pages", "adapters", "drains_from_s", "epoch", "facts", "free_pages", "has_gap", "id",
-        "is_exhausted", "is_suspect", "is_up", "kv_tokens", "num_assigned", "page_in_s", "page_price_s",
-        "page_read_s", "rank_sum", "ranks", "report", "reported_s", "requests", "residency", "rows", "seq",
-        "shape", "spare_pages", "token_s", "unseen", "waiting_tokens",
+        "is_exhausted", "is_open", "is_suspect", "is_up", "kv_tokens", "max_seqs", "num_assigned", "num_changes",
+        "page_in_s", "page_price_s", "page_read_s", "rank_sum", "ranks", "report", "reported_s", "requests", "residency",
+        "rows", "seq", "shape", "spare_pages", "step_now", "token_s", "unseen", "waiting_tokens",
     )  # fmt: skip
 
-    def __init__(self, replica: int, epoch: int, facts: ReplicaFacts, now: float) -> None:
+    def __init__(self, replica: int, epoch: int, facts: ReplicaFacts, shape: Shape, now: float) -> None:
         self.id = replica
         self.epoch = epoch
         self.facts = facts
-        self.shape: Shape = shape_of(facts)
-        self.is_up = True
+        self.max_seqs = facts.max_seqs
+        self.shape = shape
+        self.is_open = self.is_up = True
         self.is_suspect = False
         self.drains_from_s: float | None = None
         self.reported_s = now
@@ -46,6 +48,7 @@ class ReplicaState:
         self.adapter_pages = 0
         self.residency: dict[AdapterId, int] = {}
         self.num_assigned = 0
+        self.num_changes = 0
         self.unseen: dict[int, tuple[RequestId, int, int]] = {}  # number: request, pages, tokens
         self.report = ReplicaReport(replica, epoch, 0, 0, 0, 0, facts.num_pages)
         self.free_pages = self.spare_pages = facts.num_pages
@@ -55,11 +58,7 @@ class ReplicaState:
         self.token_s = facts.token_s
         self.page_in_s = facts.page_in_s
         self.page_read_s = facts.page_read_s
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it may get new work."""
-        return self.is_up and not self.is_suspect and self.drains_from_s is None
+        self.step_now: tuple[float, StepPlane] | None = None
 
     @property
     def rank_max(self) -> int:
@@ -93,6 +92,7 @@ class ReplicaState:
         """The request is assigned here, ``num_cached`` of its tokens being expected in the prefix cache. Returns
         the assignment's number."""
         self.num_assigned += 1
+        self._note_change()
         pages = self.pages_for(request)
         num_tokens = max(request.num_tokens - num_cached, 1)
         self.unseen[self.num_assigned] = request.id, pages, num_tokens
@@ -111,6 +111,7 @@ class ReplicaState:
     def drop(self, request: LiveRequest) -> None:
         """The request is not here any more."""
         del self.requests[request.id]
+        self._note_change()
         unseen = self.unseen.pop(request.number, None)
         if unseen is not None:
             self._reserve(-unseen[1], -unseen[2])
@@ -125,6 +126,10 @@ class ReplicaState:
                 del self.adapters[request.adapter]
                 self.adapter_pages -= request.adapter_pages
 
+    def _note_change(self) -> None:
+        self.num_changes += 1
+        self.step_now = None
+
     def _reserve(self, pages: int, num_tokens: int) -> None:
         self.free_pages -= pages
         self.spare_pages -= pages
@@ -138,6 +143,7 @@ class ReplicaState:
         self.has_gap = not report.is_full and (self.has_gap or report.seq > self.seq + 1)
         self.seq = report.seq
         self.report = report
+        self._note_change()
         self.reported_s = now
         self.is_exhausted = report.is_exhausted
         seen = []
@@ -171,31 +177,42 @@ class ReplicaState:
     def suspect(self) -> None:
         """No report has come for too long."""
         self.is_suspect = True
+        self.is_open = False
 
     def trust(self) -> None:
         """One has come."""
         self.is_suspect = False
+        self.is_open = self.is_up and self.drains_from_s is None
 
     def drain(self, since_s: float) -> None:
         """It gets no more work; the earliest moment that was named counts."""
         self.drains_from_s = since_s if self.drains_from_s is None else min(self.drains_from_s, since_s)
+        self.is_open = False
 
     def end(self) -> None:
         """This epoch is over."""
-        self.is_up = False
+        self.is_open = self.is_up = False
 
     # ------------------------------------------------------------ seconds
 
-    def step_s(self, rows: int, kv_tokens: int, num_adapters: int, adapter_pages: int) -> float:
-        """A decode step by the replica's fitted model."""
-        longest = 0.0
-        for base, row, kv_token, adapter, page in self.facts.planes:
-            seconds = base + rows * row + kv_tokens * kv_token + num_adapters * adapter + adapter_pages * page
-            if seconds > longest:
-                longest = seconds
-        return longest
+    def present_step(self) -> tuple[float, StepPlane]:
+        """A decode step of what is here now, of one row at least, by the replica's fitted model: its seconds, and
+        the plane that bounds it."""
+        found = self.step_now
+        if found is None:
+            rows = min(max(self.rows, 1), self.max_seqs)
+            kv_tokens, num_adapters, adapter_pages = self.kv_tokens, len(self.adapters), self.adapter_pages
+            longest, bounding = -1.0, self.facts.planes[0]
+            for plane in self.facts.planes:
+                base, row, kv_token, adapter, page = plane
+                seconds = base + rows * row + kv_tokens * kv_token
+                seconds += num_adapters * adapter + adapter_pages * page
+                if seconds > longest:
+                    longest, bounding = seconds, plane
+            found = self.step_now = longest, bounding
+        return found
 
-    def present_step_s(self) -> float:
-        """A decode step of what is here now, of one row at least."""
-        rows = min(max(self.rows, 1), self.facts.max_seqs)
-        return self.step_s(rows, self.kv_tokens, len(self.adapters), self.adapter_pages)
+    @property
+    def step_s(self) -> float:
+        """Seconds of such a step."""
+        return self.present_step()[0]

@@ -23,9 +23,9 @@ class LiveRequest:
     """
 
     __slots__ = (
-        "adapter", "adapter_pages", "attempt", "deaths", "failures", "gap_s", "id", "is_accepted",
-        "is_withdrawing", "key", "max_tokens", "moved_s", "num_generated", "num_moves", "number", "positions",
-        "prefix", "prompt_tokens", "rank", "reason", "replica", "samples", "source", "target",
+        "_fits", "_fits_shape", "adapter", "adapter_pages", "attempt", "deaths", "failures", "gap_s", "id",
+        "is_accepted", "is_withdrawing", "key", "max_tokens", "moved_s", "num_generated", "num_moves", "number",
+        "positions", "prefix", "prompt_tokens", "rank", "reason", "replica", "samples", "source", "target",
     )  # fmt: skip
 
     def __init__(self, asked: Asked, rank: int, adapter_pages: int, now: float, order: int) -> None:
@@ -53,6 +53,8 @@ class LiveRequest:
         self.moved_s = float("-inf")
         self.num_moves = 0
         self.gap_s: float | None = None
+        self._fits_shape: Shape | None = None  # the last that was asked about
+        self._fits = False
 
     # ------------------------------------------------------------ where it is
 
@@ -119,8 +121,14 @@ class LiveRequest:
 
     def can_ever_fit(self, shape: Shape) -> bool:
         """Whether an empty replica of this shape holds it to the end, as the replica itself decides."""
-        num_pages, page_tokens, max_model_len, most_adapter_pages = shape
-        if self.prompt_tokens + self.max_tokens > max_model_len or self.adapter_pages > most_adapter_pages:
-            return False
-        kv_pages = -(-(self.prompt_tokens + self.max_tokens - 1) // page_tokens)
-        return kv_pages + self.adapter_pages <= num_pages
+        if shape is not self._fits_shape:
+            self._fits_shape = shape
+            num_pages, page_tokens, max_model_len, most_adapter_pages = shape
+            num_tokens = self.prompt_tokens + self.max_tokens
+            kv_pages = -(-(num_tokens - 1) // page_tokens)
+            self._fits = (
+                num_tokens <= max_model_len
+                and self.adapter_pages <= most_adapter_pages
+                and kv_pages + self.adapter_pages <= num_pages
+            )
+        return self._fits
