@@ -11,6 +11,7 @@ from manylora.config.routing import CaraServeParameters, read_parameters
 from manylora.policy.routing import ROUTING_POLICIES
 from manylora.policy.routing.caraserve import CaraServe
 from manylora.policy.routing.fleet import Fleet
+from manylora.policy.routing.manylora import CheapestReplica
 from manylora.policy.routing.requests import LiveRequest
 from manylora.protocol import Timer
 from manylora.protocol.routing import (
@@ -375,9 +376,18 @@ def test_manylora_gives_a_hot_adapter_more_homes_and_a_cold_one_few() -> None:
     for number in range(300):
         targets.append(rig.ask(f"r{number}", adapter=1, prompt_tokens=1000))
     hot = len(set(targets))
+    assert policy_of(rig).num_homes(rig.now, 1) >= 5
+    assert policy_of(rig).num_homes(rig.now + 60.0, 1) < policy_of(rig).num_homes(rig.now, 1)
+    assert policy_of(rig).num_homes(rig.now + 600.0, 1) == 1
     cold = {rig.ask(f"c{number}", adapter=2, prompt_tokens=10, max_tokens=1) for number in range(3)}
     assert hot >= 5
     assert len(cold) == 1
+
+
+def policy_of(rig: Rig) -> CheapestReplica:
+    policy = rig.router._policy
+    assert isinstance(policy, CheapestReplica)
+    return policy
 
 
 def test_manylora_moves_what_waits_to_an_idle_replica() -> None:

@@ -9,6 +9,8 @@ import pytest
 from manylora.config import ConfigError
 from manylora.config.routing import RouterConfig
 from manylora.policy.router import Router
+from manylora.policy.routing.replicas import ReplicaState
+from manylora.policy.routing.requests import LiveRequest, shape_of
 from manylora.protocol import SetTimer, Timer
 from manylora.protocol.routing import (
     Accepted,
@@ -27,6 +29,7 @@ from manylora.protocol.routing import (
     ReplicaUp,
     Routed,
     ScaleHint,
+    StepPlane,
     Unlisted,
     WithdrawFrom,
     Withdrawn,
@@ -107,6 +110,15 @@ def test_a_request_that_no_replica_can_hold_now_stands_before_no_others() -> Non
     rig.report(0)
     rig.tell(Timer(), at=4.0)
     assert refusal(rig, "large") == 503
+
+
+def test_a_request_from_before_the_first_replica_is_judged_by_it() -> None:
+    rig = Rig(config_of("most-idle"))
+    assert rig.ask("large", prompt_tokens=500) is None
+    assert rig.ask("small", prompt_tokens=20, max_tokens=20) is None
+    commands = rig.tell(ReplicaUp(0, 1, SMALL))
+    assert refusal(rig, "large") == 400
+    assert target_of(commands, "small") == 0
 
 
 def test_an_end_is_final() -> None:
@@ -228,6 +240,27 @@ def test_a_report_that_was_lost_is_asked_for_once() -> None:
     assert rig.tell(dataclasses.replace(first, seq=4, is_full=False)) == []
     assert rig.tell(dataclasses.replace(first, seq=6, residency=())) == [], "a full one repairs it"
     assert rig.tell(dataclasses.replace(first, seq=7, is_full=False)) == []
+
+
+def test_a_report_of_what_is_no_adapter_or_no_tier_changes_nothing() -> None:
+    rig = Rig(config_of("dlora-rr"))
+    rig.up(FACTS, FACTS)
+    rig.list_adapters(8)
+    rig.report(1, residency=((0, 2), (1, 3), (1, -1)))
+    assert [rig.ask(name, adapter=1) for name in "ab"] == [0, 0], "none had it before the first request"
+
+
+def test_a_step_takes_the_longest_of_its_planes() -> None:
+    planes = (StepPlane(0.02, 1e-4), StepPlane(0.01, 1e-3, 1e-6, 1e-3, 1e-4))
+    facts = dataclasses.replace(FACTS, planes=planes)
+    replica = ReplicaState(0, 1, facts, shape_of(facts), 0.0)
+    assert replica.present_step()[1] is planes[0]
+    assert replica.step_s == pytest.approx(0.0201)
+    for number in range(9):
+        replica.take(LiveRequest(Asked(f"r{number}", number % 2, 100, 10), 8, 4, 0.0, number), 0)
+    by_hand = 0.01 + 9 * 1e-3 + 900 * 1e-6 + 1e-3 + 4 * 1e-4
+    assert replica.present_step()[1] is planes[1]
+    assert replica.step_s == pytest.approx(by_hand)
 
 
 # ---------------------------------------------------------------- moves and drains

@@ -36,7 +36,7 @@ class CheapestReplica(RoutingPolicy):
         blocks = dict(view.prefixes.match(request.prefix, self._given.prefix_candidates))
         homes: Sequence[ReplicaId] = ()
         if request.adapter != BASE:
-            homes = self._ring.homes(view, request.adapter, self._num_homes(view, request.adapter))
+            homes = self._ring.homes(view, request.adapter, self.num_homes(view.now, request.adapter))
         best = cheapest(view, request, self._candidates(view, request, homes, blocks), blocks)
         if best is None:  # none of these can ever hold it
             best = next((view.up[n] for n in view.open_ids if view.fits_ever(view.up[n], request)), None)
@@ -53,6 +53,15 @@ class CheapestReplica(RoutingPolicy):
         self._balanced_s = view.now
         return balance(view, self._given.most_moves, self._given.move_gain)
 
+    def num_homes(self, now: float, adapter: AdapterId) -> int:
+        """How many homes the adapter has."""
+        extra, at_s = self._extra_homes.get(adapter, (0.0, 0.0))
+        if extra:
+            extra *= 2.0 ** ((at_s - now) / self._given.home_half_life_s)
+            if extra < 0.5:
+                del self._extra_homes[adapter]
+        return 1 + round(extra)
+
     def _candidates(
         self, view: Fleet, request: LiveRequest, homes: Sequence[ReplicaId], blocks: dict[ReplicaState, int]
     ) -> list[ReplicaState]:
@@ -66,11 +75,3 @@ class CheapestReplica(RoutingPolicy):
         found = list(blocks)
         found += [up[name] for name in names if up[name].is_open and up[name] not in blocks]
         return found
-
-    def _num_homes(self, view: Fleet, adapter: AdapterId) -> int:
-        extra, at_s = self._extra_homes.get(adapter, (0.0, 0.0))
-        if extra:
-            extra *= 2.0 ** ((at_s - view.now) / self._given.home_half_life_s)
-            if extra < 0.5:
-                del self._extra_homes[adapter]
-        return 1 + round(extra)

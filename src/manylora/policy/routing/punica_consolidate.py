@@ -49,6 +49,7 @@ class PunicaConsolidate(Punica):
         rows = {each.id: each.rows for each in larger}
         pages = {each.id: each.free_pages for each in larger}
         wishes: list[Wish] = []
+        sides = [source.id]
         for request in newest:
             for target in larger:
                 needed = target.pages_for(request)
@@ -56,6 +57,7 @@ class PunicaConsolidate(Punica):
                 if has_room and view.fits_ever(target, request):
                     rows[target.id] += request.samples
                     pages[target.id] -= needed
+                    sides.append(target.id)
                     wishes.append(
                         Relocation(
                             request.id, request.attempt, source.id, target.id, "consolidate", is_forced=True
@@ -64,9 +66,7 @@ class PunicaConsolidate(Punica):
                     break
             else:
                 return []
-        for replica in (source.id, *(wish.target for wish in wishes if isinstance(wish, Relocation))):
-            if replica is not None:
-                self._moved_s[replica] = view.now
+        self._moved_s.update(dict.fromkeys(sides, view.now))
         return wishes
 
     def _rests(self, view: Fleet, replica: ReplicaState) -> bool:

@@ -15,17 +15,18 @@ class ReplicaState:
     """One epoch of a replica.
 
     ``requests``: those that are assigned to it, oldest assignment first; ``rows``: their sequences. ``adapters``:
-    how many requests each adapter has here; ``ranks``: and each rank. What is reserved for unseen assignments is
-    taken off ``free_pages`` (empty or reclaimable) and ``spare_pages`` (empty), and is in ``waiting_tokens``
-    (prompts to be computed) and ``kv_tokens``. ``is_open``: whether it may get new work. ``step_now``: what
-    ``present_step`` has found, until that changes; ``num_changes``: how often requests or reports have come.
+    how many requests each adapter has here; ``ranks``: and each rank. ``is_open``: whether it may get new work.
+
+    What is reserved for unseen assignments is taken off ``free_pages`` (empty or reclaimable) and ``spare_pages``
+    (empty), and is in ``waiting_tokens`` (prompts to be computed) and ``kv_tokens``. ``num_changes``: how often
+    requests or reports have come; ``step_now``: what ``present_step`` has found, until then.
     """
 
     __slots__ = (
         "adapter_pages", "adapters", "drains_from_s", "epoch", "facts", "free_pages", "has_gap", "id",
         "is_exhausted", "is_open", "is_suspect", "is_up", "kv_tokens", "max_seqs", "num_assigned", "num_changes",
-        "page_in_s", "page_price_s", "page_read_s", "rank_sum", "ranks", "report", "reported_s", "requests", "residency",
-        "rows", "seq", "shape", "spare_pages", "step_now", "token_s", "unseen", "waiting_tokens",
+        "page_in_s", "page_price_s", "page_read_s", "rank_sum", "ranks", "report", "reported_s", "requests",
+        "residency", "rows", "seq", "shape", "spare_pages", "step_now", "token_s", "unseen", "waiting_tokens",
     )  # fmt: skip
 
     def __init__(self, replica: int, epoch: int, facts: ReplicaFacts, shape: Shape, now: float) -> None:
