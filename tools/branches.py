@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "manylora" / "policy"
 KNOWN = ROOT / "tests" / "policy" / "untaken.txt"
-TESTS = ("tests/policy", "tests/proof/test_journals.py")
+TESTS = ("tests/policy", "tests/routing", "tests/proof/test_journals.py")
 END = "its end"
 """Of a function: where a branch leads that leaves it."""
 

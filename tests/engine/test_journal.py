@@ -277,7 +277,7 @@ def test_a_line_that_cannot_be_made_ends_the_journal_alone(
 ) -> None:
     writer = JournalWriter(tmp_path / "journal", CONFIG)
     writer.record(Timer(), 1.0)
-    writer.record(object(), 2.0)  # type: ignore[arg-type]
+    writer.record(object(), 2.0)
     for number in range(2 * journal.MOST_WAITING):
         writer.record(Timer(), 3.0 + number)
     writer.close()

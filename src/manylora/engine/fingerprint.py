@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from manylora.protocol import Command, SequenceStart
+from manylora.protocol import SequenceStart
 
 FORM = 2
 """The form of the fingerprints in a journal; those of another form say nothing here."""
@@ -24,7 +24,7 @@ _LEFT_OUT = {(SequenceStart, "params")}
 """Sampling parameters are handed on by the policy as they came."""
 
 
-def fingerprint(commands: Sequence[Command]) -> str:
+def fingerprint(commands: Sequence[object]) -> str:
     """16 hex digits."""
     plain = [(type(command).__name__, _form(command)) for command in commands]
     return hashlib.blake2b(msgspec.json.encode(plain), digest_size=8).hexdigest()

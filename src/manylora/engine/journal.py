@@ -1,7 +1,7 @@
-"""A journal of one replica's events: enough to replay its every decision.
+"""A journal of one machine's events, a replica's or a router's: enough to replay its every decision.
 
-One JSON line an event, after a first line with the policy's settings: the moment, the event's name, its fields,
-and the fingerprint of the commands that the replica answered with, so that a replay is held against what was
+One JSON line an event, after a first line with the machine's settings: the moment, the event's name, its fields,
+and the fingerprint of the commands that the machine answered with, so that a replay is held against what was
 really commanded. Holds token ids (policy needs them to know pages), never text. Does not know how events come
 about.
 """
@@ -15,19 +15,21 @@ import threading
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Generic, TypeVar
 
 import msgspec
 
 from manylora.config import PolicyConfig
+from manylora.config.routing import RouterConfig
 from manylora.engine.fingerprint import FORM, fingerprint
 from manylora.engine.lines import LineFile
-from manylora.protocol import Command, Event
+from manylora.protocol import Event
+from manylora.protocol.routing import RouterEvent
 
-_EVENTS: dict[str, type[Any]] = {cls.__name__: cls for cls in typing.get_args(Event)}
+_Config = TypeVar("_Config")
+_Event = TypeVar("_Event")
 
-
-_Entry = tuple[float, Event, Sequence[Command] | None]
+_Entry = tuple[float, object, Sequence[object] | None]
 
 MOST_WAITING = 1024
 """Entries that wait to be written. A journal with holes could not be replayed, so where more come than the file
@@ -42,29 +44,31 @@ class JournalWriter:
     first, then come FILE.1, FILE.2 and so on. Each ends with the number of the next; a replay needs them all.
     """
 
-    def __init__(self, path: Path, config: PolicyConfig, part_bytes: int | None = None) -> None:
+    def __init__(
+        self, path: Path, config: PolicyConfig | RouterConfig, part_bytes: int | None = None
+    ) -> None:
         """Start the file anew; raises OSError or ValueError where it cannot be written."""
         self._path = path
         self._part_bytes = part_bytes
         self._file = LineFile(path, "journal")
         self._num_parts = 1
         self._num_bytes = 0  # of this part
-        self._write(msgspec.json.encode({"policy": config, "fingerprints": FORM}))
-        self._unanswered: tuple[float, Event] | None = None
+        self._write(msgspec.json.encode({_KEYS[type(config)]: config, "fingerprints": FORM}))
+        self._unanswered: tuple[float, object] | None = None
         self._queue: queue.Queue[_Entry | None] = queue.Queue(MOST_WAITING)
         self._thread = threading.Thread(target=self._run, name="manylora-journal", daemon=True)
         self._thread.start()
 
-    def record(self, event: Event, now: float) -> None:
-        """One event at the time that the replica was told. Its line is written with the answer, or without."""
+    def record(self, event: object, now: float) -> None:
+        """One event at the time that the machine was told. Its line is written with the answer, or without."""
         self._put_unanswered(None)
         self._unanswered = now, event
 
-    def answered(self, commands: Sequence[Command]) -> None:
-        """What the replica commanded when it was told of the event recorded last; not to be changed any more."""
+    def answered(self, commands: Sequence[object]) -> None:
+        """What the machine commanded when it was told of the event recorded last; not to be changed any more."""
         self._put_unanswered(commands)
 
-    def _put_unanswered(self, commands: Sequence[Command] | None) -> None:
+    def _put_unanswered(self, commands: Sequence[object] | None) -> None:
         if self._unanswered is not None:
             self._queue.put((*self._unanswered, commands))
             self._unanswered = None
@@ -108,7 +112,7 @@ class JournalWriter:
         self._num_parts += 1
 
 
-def _line(now: float, event: Event, commands: Sequence[Command] | None) -> bytes:
+def _line(now: float, event: object, commands: Sequence[object] | None) -> bytes:
     answer = () if commands is None else (fingerprint(commands),)
     return msgspec.json.encode((now, type(event).__name__, event, *answer))
 
@@ -118,40 +122,60 @@ def _part(path: Path, number: int) -> Path:
     return path.with_name(f"{path.name}.{number}")
 
 
+class JournalForm(Generic[_Config, _Event]):
+    """The journals of one kind of machine: under which key the first line has the settings, their type, and the
+    events by name."""
+
+    def __init__(self, key: str, config: type[_Config], events: Sequence[type[_Event]]) -> None:
+        self._key = key
+        self._config = config
+        self._events = {event.__name__: event for event in events}
+
+    def read_answered(self, path: Path) -> tuple[_Config, Iterator[tuple[float, _Event, str | None]]]:
+        """The settings and the events of a journal, in order, with the fingerprint of each event's commands.
+        Raises ValueError where it is damaged.
+
+        The fingerprint is None where there is none that can be compared: in journals with fingerprints of another
+        form, or without, and after an event that the policy failed on. Events are read as they are asked for, one
+        line at a time, through all parts.
+        """
+        with path.open("rb") as file:
+            first = file.readline()
+        if not first:
+            raise ValueError(f"{path} is empty")
+        try:
+            header = json.loads(first)
+            config = msgspec.convert(header[self._key], self._config)
+            is_comparable = header.get("fingerprints") == FORM
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"{path}:1: expected the {self._key}'s settings: {error!r}") from error
+        return config, self._answered(path, is_comparable)
+
+    def _answered(self, path: Path, is_comparable: bool) -> Iterator[tuple[float, _Event, str | None]]:
+        for file, number, line in _lines(path):
+            try:
+                now, name, fields, *rest = json.loads(line)
+                there = rest[0] if rest and is_comparable else None
+                yield now, msgspec.convert(fields, self._events[name]), there
+            except (ValueError, LookupError, TypeError) as error:
+                raise ValueError(f"{file}:{number}: expected [moment, event, fields]: {error!r}") from error
+
+
+REPLICA: JournalForm[PolicyConfig, Event] = JournalForm("policy", PolicyConfig, typing.get_args(Event))
+ROUTER: JournalForm[RouterConfig, RouterEvent]
+ROUTER = JournalForm("router", RouterConfig, typing.get_args(RouterEvent))
+_KEYS: dict[type, str] = {PolicyConfig: "policy", RouterConfig: "router"}
+
+
 def read_journal(path: Path) -> tuple[PolicyConfig, Iterator[tuple[float, Event]]]:
-    """The settings and the events of a journal, in order; raises ValueError where it is damaged."""
+    """The settings and the events of a replica's journal, in order; raises ValueError where it is damaged."""
     config, answered = read_answered(path)
     return config, ((now, event) for now, event, _ in answered)
 
 
 def read_answered(path: Path) -> tuple[PolicyConfig, Iterator[tuple[float, Event, str | None]]]:
-    """The same with the fingerprint of each event's commands.
-
-    None where there is none that can be compared: in journals with fingerprints of another form, or without, and
-    after an event that the policy failed on. Events are read as they are asked for, one line at a time, through
-    all parts.
-    """
-    with path.open("rb") as file:
-        first = file.readline()
-    if not first:
-        raise ValueError(f"{path} is empty")
-    try:
-        header = json.loads(first)
-        config = msgspec.convert(header["policy"], PolicyConfig)
-        is_comparable = header.get("fingerprints") == FORM
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path}:1: expected the policy's settings: {error!r}") from error
-    return config, _answered(path, is_comparable)
-
-
-def _answered(path: Path, is_comparable: bool) -> Iterator[tuple[float, Event, str | None]]:
-    for file, number, line in _lines(path):
-        try:
-            now, name, fields, *rest = json.loads(line)
-            there = rest[0] if rest and is_comparable else None
-            yield now, msgspec.convert(fields, _EVENTS[name]), there
-        except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"{file}:{number}: expected [moment, event, fields]: {error!r}") from error
+    """The same with the fingerprint of each event's commands, see ``JournalForm.read_answered``."""
+    return REPLICA.read_answered(path)
 
 
 def _lines(path: Path) -> Iterator[tuple[Path, int, bytes]]:

@@ -38,10 +38,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from manylora.config import PolicyConfig
 from manylora.policy.replica import Replica
-from manylora.protocol import Command, Event
+from manylora.protocol import Event
 from manylora_lab.sim.recorded import RecordedLoop, Recording, Told, measured
 
 _SHOWN = 160
@@ -70,28 +71,32 @@ class PolicyFailed(Exception):
         super().__init__(str(self.difference))
 
 
-def recorded_commands(config: PolicyConfig, events: Iterable[tuple[float, Event]]) -> Iterator[Told]:
-    """Each event with what a fresh replica commands at it; raises PolicyFailed."""
-    replica = Replica(config)
+def recorded_commands(
+    config: Any, events: Iterable[tuple[float, Any]], machine: Callable[[Any], Any] = Replica
+) -> Iterator[Told]:
+    """Each event with what a fresh replica, or another ``machine`` of this config, commands at it; raises
+    PolicyFailed."""
+    fresh = machine(config)
     for number, (now, event) in enumerate(events, 1):
         try:
-            yield Told(now, event, replica.handle(event, now))
+            yield Told(now, event, fresh.handle(event, now))
         except Exception as error:
             raise PolicyFailed(number, now, event, error) from error
 
 
 def replay_difference(
-    config: PolicyConfig,
-    entries: Iterable[tuple[float, Event, str | None]],
-    fingerprint: Callable[[Sequence[Command]], str],
+    config: Any,
+    entries: Iterable[tuple[float, Any, str | None]],
+    fingerprint: Callable[[Sequence[Any]], str],
+    machine: Callable[[Any], Any] = Replica,
 ) -> Difference | None:
-    """Where a fresh replica commands something else than the live one did.
+    """Where a fresh replica, or another ``machine``, commands something else than the live one did.
 
     ``entries``: moment, event and the fingerprint of what was commanded, as ``engine.journal.read_answered`` gives
     them; where that is None, nothing is compared. ``fingerprint``: the function that made them.
     """
     told_to, said_of = itertools.tee(entries)  # in step, so that none is kept
-    replayed = recorded_commands(config, ((now, event) for now, event, _ in told_to))
+    replayed = recorded_commands(config, ((now, event) for now, event, _ in told_to), machine)
     try:
         for number, (told, (_, _, there)) in enumerate(zip(replayed, said_of), 1):
             here = fingerprint(told.commands)

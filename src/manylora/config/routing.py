@@ -1,0 +1,205 @@
+"""What a router needs to know: its own numbers, and the parameters of each routing policy.
+
+Each parameter is declared once: name, default, bounds and help. A router takes its policy's as texts, so that
+flags and journals know one form. Times in seconds.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Annotated, Literal, TypeVar
+
+from manylora.config.declaring import ConfigError, Count, Seconds, Section, check_rules, setting
+from manylora.config.policy import is_import_name
+from manylora.rules import FINITE, Rule, at_least, between, broken_rule, fields_of, more_than
+
+ROUTERS = (
+    "round-robin", "random", "most-idle", "first-fit", "punica", "punica-consolidate", "caraserve", "dlora-rr",
+    "dlora-proactive", "dlora", "cache-aware", "manylora",
+)  # fmt: skip
+
+Share = Annotated[float, between(0, 1)]
+Ratio = Annotated[float, at_least(1), FINITE]
+Number = Annotated[float, at_least(0), FINITE]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RouterConfig(Section):
+    """The router's own numbers. ``settings``: parameters of the policy, as (key, value) in texts.
+
+    A replica whose last report is older than ``suspect_s`` gets no new work, and one of ``lease_s`` is down. A
+    request that ``poison_deaths`` replicas died with is refused. ``handover``: on a move the next replica gets a
+    request when the last has let it go (wait), or at once (drop); None: as the policy says.
+    """
+
+    policy: Annotated[
+        str,
+        Rule(
+            f"one of {', '.join(ROUTERS)}, or module:Class",
+            lambda name: name in ROUTERS or is_import_name(name),
+        ),
+    ] = setting("manylora", "what decides which replica serves a request", "NAME", name="router")
+    settings: tuple[tuple[str, str], ...] = ()
+    suspect_s: Seconds = 3.0
+    lease_s: Seconds = 5.0
+    tick_s: Seconds = 0.5
+    max_attempts: Count = setting(3, "times that a request is tried before it is given up")
+    poison_deaths: Count = 2
+    queue_timeout_s: Seconds = setting(
+        30.0,
+        "how long a request waits for a replica that can hold it, where none is up",
+        name="queue_timeout",
+    )
+    drain_timeout_s: Seconds = setting(
+        60.0, "after which the requests of a replica that drains are moved", name="drain_timeout"
+    )
+    handover: Literal["wait", "drop"] | None = None
+    move_cooldown_s: Seconds = 10.0
+    """Between two moves of a request that are made for a gain; each later one needs twice the gain."""
+    prefix_blocks: Count = 2**17
+    """Blocks of prompts that the router remembers, with where it sent them."""
+    scale_up_s: Seconds = 5.0
+    scale_down_s: Seconds = 30.0
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        check_rules(self)
+        if not self.suspect_s <= self.lease_s:
+            raise ConfigError("suspect_s must not exceed lease_s")
+
+
+# ---------------------------------------------------------------- parameters of policies
+
+
+class RouterParameters:
+    """Parameters of a routing policy, checked when they are made. Raises ConfigError."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        if broken := broken_rule(self):
+            field, must = broken
+            raise ConfigError(f"{field.name} {must}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NoParameters(RouterParameters):
+    """Of a policy that has none."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BatchParameters(RouterParameters):
+    """Of first-fit and punica."""
+
+    max_batch: Count = setting(32, "requests that a replica has at most (Punica: 32)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConsolidateParameters(BatchParameters):
+    """Of punica-consolidate."""
+
+    interval_s: Seconds = setting(10.0, "how often the smallest replica is looked at")
+    cooldown_s: Seconds = setting(30.0, "how long both sides of a move are left alone")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CaraServeParameters(RouterParameters):
+    """Of caraserve. The coefficients are a device's, and have no defaults: a decode step takes ``decode_slope_s``
+    for each unit of rank (bgmv: requests times the largest rank; mbgmv: the sum of ranks) and ``decode_base_s``,
+    a prefill ``prefill_slope_s`` a token and ``prefill_base_s``."""
+
+    kernel: Literal["bgmv", "mbgmv"] = setting(
+        "bgmv", "whether ranks are padded to the largest (bgmv) or not"
+    )
+    decode_slope_s: Number | None = setting(None, "seconds of a decode step for each unit of rank")
+    decode_base_s: Number | None = setting(None, "seconds of a decode step besides")
+    prefill_slope_s: Number | None = setting(None, "seconds of a prefill for each token")
+    prefill_base_s: Number | None = setting(None, "seconds of a prefill besides")
+    slo_s: Seconds | None = setting(None, "the objective for the time per token")
+    penalty_s: Number = setting(1000.0, "what a decode step beyond the objective costs")
+    groups: Count = setting(1, "replicas are in so many groups, and an adapter is served by one of these")
+
+    def __post_init__(self) -> None:
+        RouterParameters.__post_init__(self)
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) is None:
+                raise ConfigError(f"{field.name} must be given")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DloraParameters(RouterParameters):
+    """Of dlora-rr, dlora-proactive and dlora."""
+
+    replan_s: Seconds = setting(60.0, "how often the placement is planned anew")
+    half_life_s: Seconds = setting(300.0, "of the adapters' rates")
+    reserve: Share = setting(0.1, "the share of a replica's pages that placed copies may take")
+    queue_estimate: Literal["steps", "authors"] = setting(
+        "steps", "queueing by expected steps, or as the authors' code counts batches"
+    )
+    queue_token_s: Number = setting(0.6, "authors: seconds of a full batch of one adapter")
+    load_bytes_s: Annotated[float, more_than(0), FINITE] = setting(
+        32 * 2.0**30, "authors: bytes of an adapter that are loaded in a second"
+    )
+    check_s: Seconds = setting(1.0, "dlora: how often overload is looked for")
+    solve_interval_s: Seconds = setting(10.0, "dlora: the least time between two solutions")
+    solve_wait_s: Seconds = setting(2.0, "dlora: after which a plan is made without the solver")
+    most_kv_use: Share = setting(0.9, "dlora: a replica is overloaded above this use of pages")
+    most_delay_ratio: Ratio = setting(2.0, "dlora: or by a queueing delay of so many medians")
+    least_delay_s: Number = setting(1.0, "dlora: and of so many seconds")
+    most_replicas: Count = setting(2, "dlora: overloaded and underloaded replicas in one programme, of each")
+    eta_steps: Number = setting(0.05, "dlora: what an adapter adds to a replica, in steps")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheAwareParameters(RouterParameters):
+    """Of cache-aware, with SGLang's defaults."""
+
+    least_share: Share = setting(0.3, "the share of the prompt that a replica must have for it to be chosen")
+    most_difference: Count = setting(64, "requests between the fullest and the emptiest replica, and")
+    most_ratio: Ratio = setting(1.5, "times as many, beyond which load decides alone")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ManyloraParameters(RouterParameters):
+    """Of manylora."""
+
+    idle_candidates: Count = setting(8, "how many of the least loaded replicas are looked at")
+    holder_candidates: Count = setting(8, "how many of those that have the adapter")
+    prefix_candidates: Count = setting(4, "how many of those that have most of the prompt")
+    home_queue_s: Number = setting(0.5, "an adapter gets another home where all have a longer queue")
+    home_half_life_s: Seconds = setting(60.0, "of the number of an adapter's homes beyond the first")
+    balance_s: Seconds = setting(1.0, "how often moves are looked for")
+    move_gain: Ratio = setting(3.0, "a move must save so many times what it costs")
+    most_moves: Count = setting(4, "moves at one time")
+
+
+_Parameters = TypeVar("_Parameters", bound=RouterParameters)
+
+
+def read_parameters(router: str, kind: type[_Parameters], pairs: Iterable[tuple[str, str]]) -> _Parameters:
+    """The parameters of a routing policy from texts; later ones win. Raises ConfigError, which names the key."""
+    record: type = kind
+    fields = {field.name: field for field in fields_of(record)}
+    values = {}
+    for key, text in pairs:
+        if key not in fields:
+            known = ", ".join(fields) or "none"
+            raise ConfigError(f"router {router} has no setting {key!r}: it has {known}")
+        convert = fields[key].kind
+        try:
+            values[key] = convert(text)
+        except ValueError:
+            what = "a whole number" if convert is int else "a number"
+            raise ConfigError(f"{router}.{key} must be {what}, got {text!r}") from None
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        raise ConfigError(f"router {router}: {error}") from None
+
+
+def split_setting(text: str) -> tuple[str, str, str]:
+    """Router, key and value of ``ROUTER.KEY=VALUE``. Raises ConfigError."""
+    name, equals, value = text.partition("=")
+    router, dot, key = name.rpartition(".")
+    if not (equals and dot and router and key):
+        raise ConfigError(f"expected ROUTER.KEY=VALUE, got {text!r}")
+    return router, key, value

@@ -1,0 +1,379 @@
+"""One cluster's router: events in, commands out. It decides which replica serves which request.
+
+Owns requests from Asked to their one end: the queue, attempts, moves, refusals; which replicas are believed to be
+alive. The choice among replicas is a policy's (``policy.routing``). Knows no clock, no link, no token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from manylora.config.routing import RouterConfig, read_parameters
+from manylora.policy.routing import find_router
+from manylora.policy.routing.fleet import Fleet
+from manylora.policy.routing.invariants import check
+from manylora.policy.routing.policy import Relocation, Wish
+from manylora.policy.routing.queue import RouterQueue
+from manylora.policy.routing.replicas import ReplicaState
+from manylora.policy.routing.requests import LiveRequest
+from manylora.policy.routing.scaling import ScaleHints
+from manylora.protocol import SetTimer, Timer
+from manylora.protocol.routing import (
+    Accepted,
+    Asked,
+    AskReport,
+    Assign,
+    Cancelled,
+    Drain,
+    Ended,
+    Fence,
+    Listed,
+    Progress,
+    Refuse,
+    ReplicaDown,
+    ReplicaId,
+    ReplicaReport,
+    ReplicaUp,
+    Routed,
+    RouterCommand,
+    RouterEvent,
+    Solved,
+    Unlisted,
+    WithdrawFrom,
+    Withdrawn,
+)
+from manylora.types import RequestError, RequestId
+
+
+class Router:
+    """The state machine. ``handle`` is the only way to change it; commands come in execution order.
+
+    What it does not know, or knows better by now (a late report, an old attempt), it ignores.
+    """
+
+    def __init__(self, config: RouterConfig) -> None:
+        """Raises ConfigError where the policy's settings cannot work."""
+        self._config = config
+        kind = find_router(config.policy)
+        self._policy = kind(read_parameters(config.policy, kind.parameters, config.settings))
+        self._drops = (config.handover or kind.handover) == "drop"
+        self._fleet = Fleet(config)
+        self._scaling = ScaleHints(config)
+        self._requests: dict[RequestId, LiveRequest] = {}
+        self._queue = RouterQueue()
+        self._stranded: dict[RequestId, LiveRequest] = {}  # no replica that is up can hold them
+        self._epochs: dict[ReplicaId, int] = {}  # the last of each replica that ever was up
+        self._num_asked = 0
+        self._timer_is_set = False
+        self._may_serve = False  # room may have come for what waits
+        self._commands: list[RouterCommand] = []
+
+    # ------------------------------------------------------------ the door
+
+    def handle(self, event: RouterEvent, now: float) -> list[RouterCommand]:
+        """React to one event at time ``now`` (seconds, any origin, never decreasing)."""
+        self._fleet.now = now
+        match event:
+            case Asked():
+                self._asked(event)
+            case Progress():
+                request = self._requests.get(event.request)
+                if request is not None:
+                    request.note_progress(event.sample, event.position)
+            case ReplicaReport():
+                self._report(event)
+            case Accepted():
+                request = self._requests.get(event.request)
+                if request is not None and request.attempt == event.attempt and request.replica is not None:
+                    request.accept()
+            case Ended():
+                self._end(event.request, event.output_tokens)
+            case Cancelled():
+                self._end(event.request, None)
+            case Withdrawn():
+                self._withdrawn(event)
+            case Timer():
+                self._timer_is_set = False
+                self._tick()
+            case ReplicaUp():
+                self._replica_up(event)
+            case ReplicaDown():
+                replica = self._fleet.up.get(event.replica)
+                if replica is not None and replica.epoch == event.epoch:
+                    self._lose(replica, event.is_crash)
+            case Drain():
+                self._drain(event)
+            case Listed():
+                self._fleet.list_adapter(event.adapter, event.rank, event.num_pages)
+            case Unlisted():
+                self._fleet.unlist_adapter(event.adapter)
+            case Solved():
+                self._carry_out(self._policy.on_solved(self._fleet, event))
+        if self._may_serve:
+            self._serve_queue()
+        if not self._timer_is_set and (self._fleet.up or self._requests):
+            self._timer_is_set = True
+            self._commands.append(SetTimer(now + self._config.tick_s))
+        commands, self._commands = self._commands, []
+        return commands
+
+    def check(self) -> None:
+        """Raise AssertionError where an invariant (``routing.invariants``) is broken. For tests; O(everything)."""
+        check(self._fleet, self._requests, self._queue, self._stranded)
+
+    # ------------------------------------------------------------ requests
+
+    def _asked(self, asked: Asked) -> None:
+        request = self._requests.get(asked.request)
+        if request is not None:
+            self._asked_again(request, asked)
+            return
+        size = self._fleet.adapters.get(asked.adapter)
+        if size is None:
+            error = RequestError(404, "the adapter is not served any more", "model")
+            self._commands.append(Refuse(asked.request, error))
+            return
+        self._num_asked += 1
+        request = LiveRequest(asked, *size, self._fleet.now, self._num_asked)
+        self._requests[request.id] = request
+        if not self._is_refused(request):
+            self._place(request)
+
+    def _asked_again(self, request: LiveRequest, asked: Asked) -> None:
+        """The front end may know sooner than the router that an attempt is lost."""
+        if asked.attempts < request.attempt or request.replica is None:
+            return
+        for sample, position in enumerate(asked.generated):
+            request.note_progress(sample, position)
+        request.give_up_attempts(asked.attempts)
+        self._take_off(request, "lost")
+        request.fail(is_death=False)
+        if not self._is_refused(request):
+            self._place(request)
+
+    def _is_refused(self, request: LiveRequest) -> bool:
+        """Refuse a request that cannot be served, if so."""
+        if request.deaths >= self._config.poison_deaths:
+            self._refuse(request, 503, f"{request.deaths} replicas have died with the request")
+        elif request.failures >= self._config.max_attempts:
+            self._refuse(request, 503, f"the request was tried {request.failures} times in vain")
+        elif self._fleet.knows_shapes and not self._fleet.is_any_shape_right(request, ever=True):
+            self._refuse(request, 400, "no replica can ever hold the request")
+        else:
+            return False
+        return True
+
+    def _refuse(self, request: LiveRequest, status: int, message: str) -> None:
+        self._forget(request)
+        self._commands.append(Refuse(request.id, RequestError(status, message)))
+
+    def _end(self, name: RequestId, output_tokens: int | None) -> None:
+        """The request has ended, whatever it was about to do."""
+        request = self._requests.get(name)
+        if request is None:
+            return
+        if output_tokens:
+            self._fleet.lengths.saw(request.adapter, output_tokens)
+        self._forget(request)
+
+    def _forget(self, request: LiveRequest) -> None:
+        if request.replica is not None:
+            self._take_off(request, "ended")
+        elif self._stranded.pop(request.id, None) is None and request in self._queue:
+            self._queue.remove(request)
+            self._may_serve = True  # it may have stood before others
+        del self._requests[request.id]
+
+    def _take_off(self, request: LiveRequest, reason: str) -> None:
+        """The request leaves the replica that it is on."""
+        assert request.replica is not None
+        self._fleet.drop(self._fleet.up[request.replica], request)
+        request.leave(reason)
+        self._may_serve = True
+
+    # ------------------------------------------------------------ placing
+
+    def _place(self, request: LiveRequest) -> None:
+        """Give the request to a replica, or have it wait in its place in the queue."""
+        others_wait = len(self._queue) > 0
+        if (not others_wait and self._try(request)) or self._is_stranded(request):
+            return
+        self._queue.put(request)
+        if others_wait and self._queue.first() is request:
+            self._may_serve = True
+
+    def _try(self, request: LiveRequest) -> bool:
+        replica = self._policy.choose(self._fleet, request)
+        if replica is None:
+            return False
+        self._assign(request, replica)
+        return True
+
+    def _is_stranded(self, request: LiveRequest) -> bool:
+        """Set the request aside if no replica that is up can hold it: it must not stand before others."""
+        if self._fleet.is_any_shape_right(request):
+            return False
+        request.strand(self._fleet.now)
+        self._stranded[request.id] = request
+        return True
+
+    def _assign(self, request: LiveRequest, replica: ReplicaState) -> None:
+        number = self._fleet.take(replica, request)
+        request.assign(replica.id, number)
+        resume = tuple(request.positions) if request.num_generated else ()
+        self._commands.append(Assign(request.id, request.attempt, replica.id, number, resume))
+        if self._config.trace:
+            waited_s = self._fleet.now - request.key[0]
+            source = request.source
+            self._commands.append(
+                Routed(request.id, request.attempt, replica.id, request.reason, waited_s, source)
+            )
+
+    def _serve_queue(self) -> None:
+        """As many of those that wait as find a replica, oldest first; the first that finds none ends it."""
+        self._may_serve = False
+        while (request := self._queue.first()) is not None:
+            if not (self._try(request) or self._is_stranded(request)):
+                return
+            self._queue.remove(request)
+
+    # ------------------------------------------------------------ moves
+
+    def _carry_out(self, wishes: Sequence[Wish]) -> None:
+        for wish in wishes:
+            if isinstance(wish, Relocation):
+                self._relocate(wish)
+            else:
+                self._commands.append(wish)
+
+    def _relocate(self, wish: Relocation) -> None:
+        """Begin a move, if all is still as the policy saw it."""
+        request = self._requests.get(wish.request)
+        if request is None or (request.attempt, request.replica) != (wish.attempt, wish.source):
+            return
+        if wish.target is not None and not self._fleet.can_take(self._fleet.up.get(wish.target), request):
+            return
+        if not wish.is_forced:
+            now, config = self._fleet.now, self._config
+            if now - request.moved_s < config.move_cooldown_s:
+                return
+            if wish.gain_s <= wish.cost_s * 2**request.num_moves:
+                return
+        if self._withdraw(request, wish.target, wish.reason) and not wish.is_forced:
+            request.note_move(self._fleet.now)
+
+    def _withdraw(self, request: LiveRequest, target: ReplicaId | None, reason: str) -> bool:
+        """Have its replica let the request go, if that has it and was not told yet."""
+        if request.replica is None or not request.is_accepted or request.is_withdrawing:
+            return False
+        self._commands.append(WithdrawFrom(request.id, request.attempt, request.replica))
+        request.withdraw(target, reason)
+        if self._drops:
+            self._hand_over(request)
+        return True
+
+    def _withdrawn(self, event: Withdrawn) -> None:
+        request = self._requests.get(event.request)
+        if request is None or not request.is_withdrawing or request.attempt != event.attempt:
+            return
+        for sample, position in enumerate(event.positions):
+            request.note_progress(sample, position)
+        self._hand_over(request)
+
+    def _hand_over(self, request: LiveRequest) -> None:
+        """The request leaves its replica for its target, or for the one that is chosen now."""
+        name, reason = request.target, request.reason
+        self._take_off(request, reason)
+        target = None if name is None else self._fleet.up.get(name)
+        if target is not None and self._fleet.can_take(target, request) and target.has_room(request):
+            self._assign(request, target)
+        else:
+            self._place(request)
+
+    # ------------------------------------------------------------ replicas
+
+    def _replica_up(self, event: ReplicaUp) -> None:
+        if event.epoch <= self._epochs.get(event.replica, -1):
+            known = self._fleet.up.get(event.replica)
+            if known is None or known.epoch != event.epoch:
+                self._commands.append(Fence(event.replica, event.epoch))
+            return
+        before = self._fleet.up.get(event.replica)
+        if before is not None:
+            self._lose(before, is_crash=True)
+        self._epochs[event.replica] = event.epoch
+        self._fleet.add(event.replica, event.epoch, event.facts)
+        self._may_serve = True
+        self._requeue_stranded()
+
+    def _requeue_stranded(self) -> None:
+        """Another shape of replica is up: requests that were set aside may fit now, or be known never to."""
+        for request in list(self._stranded.values()):
+            if self._fleet.is_any_shape_right(request):
+                del self._stranded[request.id]
+                self._queue.put(request)
+            elif not self._fleet.is_any_shape_right(request, ever=True):
+                self._refuse(request, 400, "no replica can ever hold the request")
+
+    def _report(self, report: ReplicaReport) -> None:
+        replica = self._fleet.up.get(report.replica)
+        if replica is None or replica.epoch != report.epoch:
+            if report.epoch <= self._epochs.get(report.replica, -1):
+                self._commands.append(Fence(report.replica, report.epoch))
+            return
+        if report.seq <= replica.seq:
+            return
+        had_gap = replica.has_gap
+        for name in self._fleet.hear(replica, report):
+            self._requests[name].accept()
+        if replica.has_gap and not had_gap:
+            self._commands.append(AskReport(replica.id))
+        self._may_serve = len(self._queue) > 0
+        if report.is_exhausted:
+            self._carry_out(self._policy.on_timer(self._fleet))
+
+    def _lose(self, replica: ReplicaState, is_crash: bool) -> None:
+        """The replica is down: its requests go elsewhere at once, oldest first."""
+        lost = sorted(replica.requests.values(), key=lambda request: request.key)
+        for request in lost:
+            self._take_off(request, "lost")
+            request.fail(is_crash and request.is_accepted)
+        self._fleet.remove(replica)
+        for request in lost:
+            if not self._is_refused(request):
+                self._queue.put(request)
+        self._may_serve = True
+
+    def _drain(self, event: Drain) -> None:
+        replica = self._fleet.up.get(event.replica)
+        if replica is None:
+            return
+        since_s = self._fleet.now - (self._config.drain_timeout_s if event.migrate else 0.0)
+        self._fleet.drain(replica, since_s)
+        if event.migrate:
+            self._empty(replica)
+
+    def _empty(self, replica: ReplicaState) -> None:
+        for request in list(replica.requests.values()):
+            self._withdraw(request, None, "drain")
+
+    # ------------------------------------------------------------ the clock
+
+    def _tick(self) -> None:
+        fleet, config, now = self._fleet, self._config, self._fleet.now
+        for replica in list(fleet.up.values()):
+            silent_s = now - replica.reported_s
+            if silent_s > config.lease_s:
+                self._commands.append(Fence(replica.id, replica.epoch))
+                self._lose(replica, is_crash=True)
+            elif silent_s > config.suspect_s and not replica.is_suspect:
+                fleet.suspect(replica)
+            elif replica.drains_from_s is not None and now - replica.drains_from_s >= config.drain_timeout_s:
+                self._empty(replica)
+        for request in list(self._stranded.values()):
+            if request.gap_s is not None and now - request.gap_s >= config.queue_timeout_s:
+                self._refuse(request, 503, "no replica that can hold the request is up")
+        self._carry_out(self._policy.on_timer(fleet))
+        hint = self._scaling.tick(fleet, len(self._queue) + len(self._stranded))
+        if hint is not None:
+            self._commands.append(hint)

@@ -1,0 +1,46 @@
+"""The routing policies, each a small class in a file of its own, found by name.
+
+Those of Punica, CaraServe and dLoRA, the simple ones that they are compared with, and ours. A policy of your own
+is a subclass of ``RoutingPolicy`` anywhere on the import path, named as ``module:Class``.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from manylora.config import ConfigError, is_import_name
+from manylora.policy.routing.cache_aware import CacheAware
+from manylora.policy.routing.caraserve import CaraServe
+from manylora.policy.routing.dlora import Dlora
+from manylora.policy.routing.dlora_proactive import DloraProactive
+from manylora.policy.routing.dlora_rr import DloraRoundRobin
+from manylora.policy.routing.first_fit import FirstFit
+from manylora.policy.routing.manylora import CheapestReplica
+from manylora.policy.routing.most_idle import MostIdle
+from manylora.policy.routing.policy import RoutingPolicy
+from manylora.policy.routing.punica import Punica
+from manylora.policy.routing.punica_consolidate import PunicaConsolidate
+from manylora.policy.routing.random_replica import RandomReplica
+from manylora.policy.routing.round_robin import RoundRobin
+
+ROUTING_POLICIES: dict[str, type[RoutingPolicy]] = {
+    policy.name: policy
+    for policy in (
+        RoundRobin, RandomReplica, MostIdle, FirstFit, Punica, PunicaConsolidate, CaraServe,
+        DloraRoundRobin, DloraProactive, Dlora, CacheAware, CheapestReplica,
+    )
+}  # fmt: skip
+
+
+def find_router(name: str) -> type[RoutingPolicy]:
+    """The policy of that name; raises ConfigError for ``module:Class`` where there is none."""
+    if not is_import_name(name):
+        return ROUTING_POLICIES[name]  # settings refuse names that are not known
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"router {name!r} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, RoutingPolicy)):
+        raise ConfigError(f"router {name!r} is no subclass of manylora's RoutingPolicy")
+    return found

@@ -1,0 +1,68 @@
+"""CaraServe's rank-aware scheduler (§5, Algorithm 1)."""
+
+from __future__ import annotations
+
+from manylora.config.routing import CaraServeParameters
+from manylora.policy.routing.fleet import Fleet
+from manylora.policy.routing.hashing import hash_number
+from manylora.policy.routing.policy import RoutingPolicy
+from manylora.policy.routing.replicas import ReplicaState
+from manylora.policy.routing.requests import LiveRequest
+
+
+class CaraServe(RoutingPolicy):
+    """The replica whose requests suffer least from one more: what it adds to a prefill, over a mean reply, and to
+    a decode step, with a penalty where that step misses the objective, times those that suffer. An empty replica
+    costs 0; of equal ones the lowest id has it. Without enough pages on any, the request waits at the router.
+    """
+
+    name = "caraserve"
+    parameters = CaraServeParameters
+
+    def __init__(self, parameters: CaraServeParameters) -> None:
+        given = parameters
+        self._is_padded = given.kernel == "bgmv"
+        self._decode_slope_s = given.decode_slope_s or 0.0
+        self._decode_base_s = given.decode_base_s or 0.0
+        self._prefill_slope_s = given.prefill_slope_s or 0.0
+        self._prefill_base_s = given.prefill_base_s or 0.0
+        self._slo_s = given.slo_s or 0.0
+        self._penalty_s = given.penalty_s
+        self._groups = given.groups
+
+    def choose(self, view: Fleet, request: LiveRequest) -> ReplicaState | None:
+        """See RoutingPolicy."""
+        best, least_s = None, float("inf")
+        group = hash_number(request.adapter) % self._groups
+        for name in view.open_ids:
+            replica = view.up[name]
+            if name % self._groups != group or not replica.has_room(request):
+                continue
+            if not view.fits_ever(replica, request):
+                continue
+            total_s = self.cost_s(view, replica, request)
+            if total_s < least_s:
+                best, least_s = replica, total_s
+        return best
+
+    def cost_s(self, view: Fleet, replica: ReplicaState, request: LiveRequest) -> float:
+        """What Algorithm 1 calls total cost: seconds a token, times the requests that are there."""
+        before = replica.rows
+        decode_s = self.decode_s(before + request.samples, replica, request)
+        added_s = decode_s - self.decode_s(before, replica, None)
+        prefill_s = self._prefill_slope_s * request.num_tokens
+        if not replica.waiting_tokens:
+            prefill_s += self._prefill_base_s
+        cost_s = prefill_s / view.lengths.mean + added_s
+        if decode_s > self._slo_s:
+            cost_s += self._penalty_s
+        return cost_s * before
+
+    def decode_s(self, rows: int, replica: ReplicaState, more: LiveRequest | None) -> float:
+        """A decode step of what the replica has, with one more request. bgmv pads every row to the largest rank;
+        mbgmv does not pad. Ranks count once a request, as printed."""
+        largest, total = replica.rank_max, replica.rank_sum
+        if more is not None:
+            largest, total = max(largest, more.rank), total + more.rank
+        units = rows * largest if self._is_padded else total
+        return self._decode_slope_s * units + self._decode_base_s

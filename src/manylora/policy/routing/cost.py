@@ -1,0 +1,77 @@
+"""What a request costs at a replica, in seconds: its own and those of others there.
+
+There is one loop, and it is written out: it runs some twenty times for every request that comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from manylora.policy.routing.fleet import Fleet
+from manylora.policy.routing.queueing import wait_s
+from manylora.policy.routing.replicas import ReplicaState
+from manylora.policy.routing.requests import LiveRequest, Shape
+from manylora.protocol.routing import BLOCK_TOKENS, NOWHERE, ON_DEVICE
+from manylora.types import BASE
+
+
+def cheapest(
+    view: Fleet,
+    request: LiveRequest,
+    candidates: Sequence[ReplicaState],
+    blocks: Mapping[ReplicaState, int],
+) -> ReplicaState | None:
+    """The candidate that costs least, of equal ones the first; None where none can ever hold the request.
+
+    ``blocks``: of the prompt, that a replica is believed to have. The cost is the time until the first token (the
+    wait, the prefill, the adapter), the value of pages that are pushed out, and what decode steps take longer for
+    all that run, this request included, as long as it is expected to run.
+    """
+    best, least_s = None, float("inf")
+    remaining = view.remaining_tokens(request)
+    samples, num_tokens = request.samples, request.num_tokens
+    kv_tokens = samples * num_tokens
+    adapter, adapter_pages = request.adapter, request.adapter_pages
+    shape: Shape | None = None
+    fits, kv_pages = False, 0
+    for replica in candidates:
+        if replica.shape is not shape:
+            shape = replica.shape
+            fits, kv_pages = request.can_ever_fit(shape), request.pages_now(shape[1])
+        if not fits:
+            continue
+        num_computed, pages, rows = num_tokens, kv_pages, replica.rows
+        if replica in blocks:
+            num_computed = max(num_tokens - blocks[replica] * BLOCK_TOKENS, 1)
+        cost_s = num_computed * replica.token_s
+        is_new = adapter != BASE and adapter not in replica.adapters
+        if is_new:
+            tier = replica.residency.get(adapter, NOWHERE)
+            if tier != ON_DEVICE:
+                pages += adapter_pages
+                page_s = replica.page_in_s + replica.page_read_s if tier == NOWHERE else replica.page_in_s
+                cost_s += adapter_pages * page_s
+        if rows + samples > replica.max_seqs or pages > replica.free_pages:
+            cost_s += wait_s(view, replica, samples, pages)
+        else:
+            cost_s += replica.waiting_tokens * replica.token_s
+        if pages > replica.spare_pages:
+            cost_s += (pages - max(replica.spare_pages, 0)) * replica.page_price_s
+        if cost_s >= least_s:
+            continue
+        # By the plane that bounds a step now: within it, each row, token and page adds the same.
+        now_s, (_, row_s, kv_token_s, adapter_s, adapter_page_s) = replica.step_now or replica.present_step()
+        then_s = now_s + kv_tokens * kv_token_s
+        if is_new:
+            then_s += adapter_s + adapter_pages * adapter_page_s
+        free_rows = replica.max_seqs - rows
+        if free_rows >= samples:
+            then_s += samples * row_s
+            cost_s += (rows * (then_s - now_s) + samples * then_s) * remaining
+        else:  # all slots are taken then
+            then_s += max(free_rows, 0) * row_s
+            rows = min(rows, replica.max_seqs)
+            cost_s += (replica.max_seqs * then_s - rows * now_s) * remaining
+        if cost_s < least_s:
+            best, least_s = replica, cost_s
+    return best

@@ -1,0 +1,99 @@
+"""dLoRA (§5): adapters placed ahead of bursts, and requests that move with them where replicas are overloaded."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from manylora.config.routing import DloraParameters
+from manylora.policy.routing.dlora_proactive import DloraProactive
+from manylora.policy.routing.fleet import Fleet
+from manylora.policy.routing.plans import greedy_plan
+from manylora.policy.routing.policy import Relocation, Wish
+from manylora.policy.routing.programme import Plan, PlanState, build_programme
+from manylora.policy.routing.replicas import ReplicaState
+from manylora.policy.routing.rounding import is_solution, round_shares
+from manylora.protocol.routing import Solve, Solved
+
+
+class Dlora(DloraProactive):
+    """A replica is overloaded where more than ``most_kv_use`` of its pages are used, or where its queue is longer
+    than ``most_delay_ratio`` medians and ``least_delay_s``. Then a programme over the most and the least loaded
+    replicas is to be solved; where no answer comes in time a greedy plan stands for it."""
+
+    name = "dlora"
+
+    def __init__(self, parameters: DloraParameters) -> None:
+        super().__init__(parameters)
+        self._num_solves = 0
+        self._checked_s = float("-inf")
+        self._asked_s = float("-inf")
+        self._asked: Solve | None = None
+
+    def on_timer(self, view: Fleet) -> Sequence[Wish]:
+        """See RoutingPolicy."""
+        wishes: list[Wish] = list(super().on_timer(view))
+        given = self._given
+        if self._asked is not None and view.now - self._asked_s >= given.solve_wait_s:
+            problem, self._asked = self._asked, None
+            wishes += moves_of(problem, greedy_plan(problem))
+        if view.now - self._checked_s < given.check_s or self._asked is not None:
+            return wishes
+        self._checked_s = view.now
+        if view.now - self._asked_s >= given.solve_interval_s:
+            chosen = self._overloaded(view)
+            if chosen:
+                self._num_solves += 1
+                self._asked_s = view.now
+                self._asked = build_programme(view, chosen, self._num_solves, given.eta_steps)
+                wishes.append(self._asked)
+        return wishes
+
+    def on_solved(self, view: Fleet, solved: Solved) -> Sequence[Wish]:
+        """See RoutingPolicy."""
+        problem = self._asked
+        if problem is None or solved.number != problem.number:
+            return ()
+        self._asked = None
+        if not is_solution(problem, solved.shares):
+            return moves_of(problem, greedy_plan(problem))
+        return moves_of(problem, round_shares(problem, solved.shares))
+
+    def _overloaded(self, view: Fleet) -> list[ReplicaState]:
+        """Overloaded replicas and as many with the shortest queues, by id; none where none is overloaded."""
+        given = self._given
+        queues = {name: self._queue.seconds(view, view.up[name]) for name in view.open_ids}
+        if len(queues) < 2:
+            return []
+        # Of two the lower one: no queue is longer than twice the mean of it and another.
+        median_s = statistics.median_low(queues.values())
+        limit_s = max(given.most_delay_ratio * median_s, given.least_delay_s)
+        by_queue = sorted(queues, key=lambda name: (-queues[name], name))
+        over = [name for name in by_queue if queues[name] > limit_s or self._is_full(view.up[name])]
+        over = [name for name in over if view.up[name].requests][: given.most_replicas]
+        under = [name for name in reversed(by_queue) if name not in over][: given.most_replicas]
+        if not over or not under:
+            return []
+        return [view.up[name] for name in sorted(over + under)]
+
+    def _is_full(self, replica: ReplicaState) -> bool:
+        return replica.free_pages < (1 - self._given.most_kv_use) * replica.facts.num_pages
+
+
+def moves_of(problem: Solve, plan: Plan) -> list[Relocation]:
+    """A plan's moves. Each is worth what the whole plan gains."""
+    sources = [request.source for request in problem.requests]
+    gain_s = PlanState(problem, sources).value_s() - PlanState(problem, plan).value_s()
+    return [
+        Relocation(
+            request.request,
+            request.attempt,
+            problem.replicas[request.source].replica,
+            problem.replicas[place].replica,
+            "plan",
+            gain_s,
+            request.move_s,
+        )
+        for request, place in zip(problem.requests, plan, strict=True)
+        if place != request.source
+    ]

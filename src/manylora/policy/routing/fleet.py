@@ -1,0 +1,218 @@
+"""The cluster as the router knows it, and as routing policies see it: replicas, and indexes over them.
+
+Owns which replicas are up and which may get work, the index by load, and the index of adapters' homes. Policies
+read all of this and change none of it.
+"""
+
+from __future__ import annotations
+
+import collections
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Mapping
+
+from manylora.config.routing import RouterConfig
+from manylora.policy.routing.lengths import OutputLengths
+from manylora.policy.routing.load_index import LoadIndex
+from manylora.policy.routing.prefixes import Prefixes
+from manylora.policy.routing.replicas import ReplicaState
+from manylora.policy.routing.requests import LiveRequest, Shape, shape_of
+from manylora.protocol.routing import (
+    BLOCK_TOKENS,
+    NOWHERE,
+    ON_DEVICE,
+    ReplicaFacts,
+    ReplicaId,
+    ReplicaReport,
+)
+from manylora.types import BASE, AdapterId, RequestId
+
+
+class Fleet:
+    """``up``: all replicas that are up, by id; ``open_ids``: those that may get work, ascending; ``by_load``:
+    these by their sequences. ``now``: the moment of the event that is handled."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.config = config
+        self.now = 0.0
+        self.up: dict[ReplicaId, ReplicaState] = {}
+        self.open_ids: list[ReplicaId] = []
+        self.by_load = LoadIndex()
+        self.prefixes = Prefixes(config.prefix_blocks)
+        self.lengths = OutputLengths()
+        self.adapters: dict[AdapterId, tuple[int, int]] = {BASE: (0, 0)}
+        self._sizes: dict[tuple[int, int], tuple[int, int]] = {}  # one tuple for equal adapters
+        self._homes: dict[AdapterId, tuple[ReplicaId, ...]] = {}
+        self._shapes: collections.Counter[Shape] = collections.Counter()  # of those that do not drain
+        self.version = 0  # one more whenever a replica comes or goes
+        self._known_shapes: dict[Shape, Shape] = {}  # of all that ever were up
+
+    # ------------------------------------------------------------ what policies ask
+
+    def homes(self, adapter: AdapterId) -> tuple[ReplicaId, ...]:
+        """Replicas that are up and have the adapter in some tier, or get it with a request."""
+        return self._homes.get(adapter, ())
+
+    def all_homes(self) -> Mapping[AdapterId, tuple[ReplicaId, ...]]:
+        """By adapter, of those that have any."""
+        return self._homes
+
+    def next_open(self, after: ReplicaId) -> ReplicaState:
+        """The next open replica in the order of ids, round and round; there must be one."""
+        place = bisect_right(self.open_ids, after)
+        return self.up[self.open_ids[place % len(self.open_ids)]]
+
+    def can_take(self, replica: ReplicaState | None, request: LiveRequest) -> bool:
+        """Whether the replica is open and can hold the request to its end, were it alone there."""
+        return replica is not None and replica.is_open and self.fits_ever(replica, request)
+
+    def fits_ever(self, replica: ReplicaState, request: LiveRequest) -> bool:
+        """Whether the replica can hold the request to its end, were it alone there."""
+        return request.can_ever_fit(replica.shape)
+
+    def num_cached(self, replica: ReplicaState, request: LiveRequest) -> int:
+        """Tokens of the request's prompt that the replica's prefix cache is believed to have."""
+        if not request.prefix:
+            return 0
+        return BLOCK_TOKENS * self.prefixes.cached_blocks(request.prefix, replica)
+
+    def is_any_shape_right(self, request: LiveRequest, ever: bool = False) -> bool:
+        """Whether some replica that is up and does not drain could hold the request; or ``ever`` could."""
+        return any(request.can_ever_fit(shape) for shape in (self._known_shapes if ever else self._shapes))
+
+    @property
+    def knows_shapes(self) -> bool:
+        """Whether any replica ever was up."""
+        return bool(self._known_shapes)
+
+    def remaining_tokens(self, request: LiveRequest) -> float:
+        """Tokens that each of the request's samples is expected to give yet."""
+        return self.lengths.remaining(
+            request.adapter, request.num_generated / request.samples, request.max_tokens
+        )
+
+    # ------------------------------------------------------------ adapters
+
+    def list_adapter(self, adapter: AdapterId, rank: int, num_pages: int) -> None:
+        size = rank, num_pages
+        self.adapters[adapter] = self._sizes.setdefault(size, size)
+
+    def unlist_adapter(self, adapter: AdapterId) -> None:
+        if adapter != BASE:
+            self.adapters.pop(adapter, None)
+            self.lengths.forget(adapter)
+
+    def _note_home(self, adapter: AdapterId, replica: ReplicaId, is_home: bool) -> None:
+        homes = self._homes.get(adapter, ())
+        place = bisect_left(homes, replica)
+        was_home = place < len(homes) and homes[place] == replica
+        if is_home and not was_home:
+            self._homes[adapter] = (*homes[:place], replica, *homes[place:])
+        elif was_home and not is_home:
+            left = homes[:place] + homes[place + 1 :]
+            if left:
+                self._homes[adapter] = left
+            else:
+                del self._homes[adapter]
+
+    # ------------------------------------------------------------ requests
+
+    def take(self, replica: ReplicaState, request: LiveRequest) -> int:
+        """The request is assigned to the replica; returns the assignment's number."""
+        rows = replica.rows
+        cached = self.num_cached(replica, request)
+        number = replica.take(request, cached)
+        self._move_load(replica, rows)
+        if request.adapter != BASE and replica.adapters[request.adapter] == 1:
+            self._note_home(request.adapter, replica.id, True)
+        self.prefixes.add(request.prefix, replica)
+        return number
+
+    def drop(self, replica: ReplicaState, request: LiveRequest) -> None:
+        """The request is not on the replica any more."""
+        rows = replica.rows
+        replica.drop(request)
+        self._move_load(replica, rows)
+        adapter = request.adapter
+        if adapter != BASE and adapter not in replica.adapters and adapter not in replica.residency:
+            self._note_home(adapter, replica.id, False)
+
+    def _move_load(self, replica: ReplicaState, rows: int) -> None:
+        if replica.is_open:
+            self.by_load.remove(rows, replica.id)
+            self.by_load.add(replica.rows, replica.id)
+
+    # ------------------------------------------------------------ replicas
+
+    def add(self, replica: ReplicaId, epoch: int, facts: ReplicaFacts) -> ReplicaState:
+        """A replica is up."""
+        # One tuple for equal shapes: requests remember the last that they were asked about.
+        shape = self._known_shapes.setdefault(shape_of(facts), shape_of(facts))
+        state = self.up[replica] = ReplicaState(replica, epoch, facts, shape, self.now)
+        self._shapes[shape] += 1
+        self.version += 1
+        self._open(state)
+        return state
+
+    def remove(self, replica: ReplicaState) -> None:
+        """A replica is down; its requests must have been dropped."""
+        self._close(replica)
+        if replica.drains_from_s is None:
+            self._forget_shape(replica.shape)
+        for adapter in replica.residency:
+            self._note_home(adapter, replica.id, False)
+        replica.end()
+        self.version += 1
+        del self.up[replica.id]
+
+    def drain(self, replica: ReplicaState, since_s: float) -> None:
+        """The replica gets no more work; it counts as draining since that moment."""
+        if replica.drains_from_s is None:
+            self._close(replica)
+            self._forget_shape(replica.shape)
+        replica.drain(since_s)
+
+    def suspect(self, replica: ReplicaState) -> None:
+        """The replica gets no work until it reports again."""
+        self._close(replica)
+        replica.suspect()
+
+    def _forget_shape(self, shape: Shape) -> None:
+        self._shapes[shape] -= 1
+        if not self._shapes[shape]:
+            del self._shapes[shape]
+
+    def _open(self, replica: ReplicaState) -> None:
+        insort(self.open_ids, replica.id)
+        self.by_load.add(replica.rows, replica.id)
+
+    def _close(self, replica: ReplicaState) -> None:
+        if replica.is_open:
+            del self.open_ids[bisect_left(self.open_ids, replica.id)]
+            self.by_load.remove(replica.rows, replica.id)
+
+    # ------------------------------------------------------------ reports
+
+    def hear(self, replica: ReplicaState, report: ReplicaReport) -> list[RequestId]:
+        """Take a newer report; returns the requests whose assignments it has seen."""
+        was_open = replica.is_open
+        seen = replica.hear(report, self.now)
+        replica.trust()
+        if replica.is_open and not was_open:
+            self._open(replica)
+        if report.is_full:
+            named = {adapter for adapter, tier in report.residency if tier != NOWHERE}
+            for adapter in [each for each in replica.residency if each not in named]:
+                self._hear_tier(replica, adapter, NOWHERE)
+        for adapter, tier in report.residency:
+            self._hear_tier(replica, adapter, tier)
+        if report.evicted:
+            self.prefixes.evict(report.evicted, replica)
+        return seen
+
+    def _hear_tier(self, replica: ReplicaState, adapter: AdapterId, tier: int) -> None:
+        if adapter == BASE or not NOWHERE <= tier <= ON_DEVICE:
+            return
+        before = replica.residency.get(adapter, NOWHERE)
+        replica.set_tier(adapter, tier)
+        if (before == NOWHERE) != (tier == NOWHERE):
+            self._note_home(adapter, replica.id, tier != NOWHERE or adapter in replica.adapters)

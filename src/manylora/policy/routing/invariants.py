@@ -1,0 +1,92 @@
+"""What must hold of a router's state after every event. For tests; O(everything)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from manylora.policy.routing.fleet import Fleet
+from manylora.policy.routing.queue import RouterQueue
+from manylora.policy.routing.replicas import ReplicaState
+from manylora.policy.routing.requests import LiveRequest
+from manylora.types import BASE, RequestId
+
+
+def check(
+    fleet: Fleet,
+    requests: Mapping[RequestId, LiveRequest],
+    queue: RouterQueue,
+    stranded: Mapping[RequestId, LiveRequest],
+) -> None:
+    """Raises AssertionError where an invariant is broken."""
+    for name, request in requests.items():
+        assert request.id == name
+        check_owner(fleet, request, queue, stranded)
+    assert len(queue) + len(stranded) == sum(request.replica is None for request in requests.values())
+    owned = sum(len(replica.requests) for replica in fleet.up.values())
+    assert owned == sum(request.replica is not None for request in requests.values())
+    for place, replica in fleet.up.items():
+        assert replica.id == place
+        assert replica.is_up
+        check_accounts(replica)
+        check_homes(fleet, replica)
+    check_indexes(fleet)
+
+
+def check_owner(
+    fleet: Fleet, request: LiveRequest, queue: RouterQueue, stranded: Mapping[RequestId, LiveRequest]
+) -> None:
+    """A live request is in exactly one place: the queue, aside, or on a replica that is up."""
+    is_queued, is_aside = request in queue, stranded.get(request.id) is request
+    is_owned = request.replica is not None
+    assert is_queued + is_aside + is_owned == 1, f"{request.id} has {is_queued + is_aside + is_owned} owners"
+    if request.replica is not None:
+        owner = fleet.up[request.replica]
+        assert owner.requests.get(request.id) is request
+        assert request.can_ever_fit(owner.shape), f"{request.id} can never be held by {owner.id}"
+        assert request.attempt >= 1
+    else:
+        assert not request.is_withdrawing
+        assert request.target is None
+    assert not is_aside or not fleet.is_any_shape_right(request)
+    assert request.num_generated == sum(request.positions)
+
+
+def check_accounts(replica: ReplicaState) -> None:
+    """What a replica's counts add up to, and that what it has not seen is what it still has to get."""
+    live = list(replica.requests.values())
+    assert replica.rows == sum(request.samples for request in live)
+    assert replica.rank_sum == sum(request.rank for request in live)
+    assert replica.rank_max == max((request.rank for request in live), default=0)
+    assert sum(replica.ranks.values()) == len(live)
+    adapters = {request.adapter: request.adapter_pages for request in live if request.adapter != BASE}
+    assert set(replica.adapters) == set(adapters)
+    assert replica.adapter_pages == sum(adapters.values())
+    numbers = list(replica.unseen)
+    assert numbers == sorted(numbers)
+    for number, (name, _, _) in replica.unseen.items():
+        assert replica.requests[name].number == number
+    pages = sum(pages for _, pages, _ in replica.unseen.values())
+    tokens = sum(tokens for _, _, tokens in replica.unseen.values())
+    assert replica.spare_pages == replica.report.free_pages - pages
+    assert replica.free_pages == replica.spare_pages + replica.report.reclaimable_pages
+    assert replica.waiting_tokens == replica.report.waiting_tokens + tokens
+    assert replica.kv_tokens == replica.report.kv_tokens + tokens
+
+
+def check_homes(fleet: Fleet, replica: ReplicaState) -> None:
+    """The index of homes knows of every adapter that the replica has, or gets."""
+    for adapter in {*replica.residency, *replica.adapters}:
+        assert replica.id in fleet.homes(adapter), f"adapter {adapter} of {replica.id} has no home"
+
+
+def check_indexes(fleet: Fleet) -> None:
+    """Indexes hold what is there, and nothing else."""
+    is_open = sorted(replica.id for replica in fleet.up.values() if replica.is_open)
+    assert fleet.open_ids == is_open
+    by_load = sorted((replica.rows, replica.id) for replica in fleet.up.values() if replica.is_open)
+    assert list(fleet.by_load.ascending()) == [replica for _, replica in by_load]
+    for adapter, homes in fleet.all_homes().items():
+        assert homes == tuple(sorted(set(homes)))
+        for home in homes:
+            state = fleet.up[home]
+            assert adapter in state.residency or adapter in state.adapters, f"{home} has no adapter {adapter}"

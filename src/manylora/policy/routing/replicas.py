@@ -1,0 +1,219 @@
+"""A replica as the router knows it: its last report, and what was assigned since.
+
+Owns the accounting: each assignment has a number, a report says which of them it has seen, and what it has not
+seen counts on top of it, so that a burst within one report's delay does not all go to the replica that was idle.
+"""
+
+from __future__ import annotations
+
+from manylora.policy.routing.requests import LiveRequest, Shape
+from manylora.protocol.routing import NOWHERE, ON_DEVICE, ReplicaFacts, ReplicaReport, StepPlane
+from manylora.types import BASE, AdapterId, RequestId
+
+
+class ReplicaState:
+    """One epoch of a replica.
+
+    ``requests``: those that are assigned to it, oldest assignment first; ``rows``: their sequences. ``adapters``:
+    how many requests each adapter has here; ``ranks``: and each rank. ``is_open``: whether it may get new work.
+
+    What is reserved for unseen assignments is taken off ``free_pages`` (empty or reclaimable) and ``spare_pages``
+    (empty), and is in ``waiting_tokens`` (prompts to be computed) and ``kv_tokens``. ``num_changes``: how often
+    requests or reports have come; ``step_now``: what ``present_step`` has found, until then.
+    """
+
+    __slots__ = (
+        "adapter_pages", "adapters", "drains_from_s", "epoch", "facts", "free_pages", "has_gap", "id",
+        "is_exhausted", "is_open", "is_suspect", "is_up", "kv_tokens", "max_seqs", "num_assigned", "num_changes",
+        "page_in_s", "page_price_s", "page_read_s", "rank_sum", "ranks", "report", "reported_s", "requests",
+        "residency", "rows", "seq", "shape", "spare_pages", "step_now", "token_s", "unseen", "waiting_tokens",
+    )  # fmt: skip
+
+    def __init__(self, replica: int, epoch: int, facts: ReplicaFacts, shape: Shape, now: float) -> None:
+        self.id = replica
+        self.epoch = epoch
+        self.facts = facts
+        self.max_seqs = facts.max_seqs
+        self.shape = shape
+        self.is_open = self.is_up = True
+        self.is_suspect = False
+        self.drains_from_s: float | None = None
+        self.reported_s = now
+        self.seq = 0
+        self.has_gap = False
+        self.requests: dict[RequestId, LiveRequest] = {}
+        self.rows = 0
+        self.rank_sum = 0
+        self.ranks: dict[int, int] = {}
+        self.adapters: dict[AdapterId, int] = {}
+        self.adapter_pages = 0
+        self.residency: dict[AdapterId, int] = {}
+        self.num_assigned = 0
+        self.num_changes = 0
+        self.unseen: dict[int, tuple[RequestId, int, int]] = {}  # number: request, pages, tokens
+        self.report = ReplicaReport(replica, epoch, 0, 0, 0, 0, facts.num_pages)
+        self.free_pages = self.spare_pages = facts.num_pages
+        self.waiting_tokens = self.kv_tokens = 0
+        self.is_exhausted = False
+        self.page_price_s = 0.0
+        self.token_s = facts.token_s
+        self.page_in_s = facts.page_in_s
+        self.page_read_s = facts.page_read_s
+        self.step_now: tuple[float, StepPlane] | None = None
+
+    @property
+    def rank_max(self) -> int:
+        """The largest rank among its requests, 0 without any."""
+        return max(self.ranks, default=0)
+
+    def tier_of(self, adapter: AdapterId) -> int:
+        """Where the adapter is, or will be when what was assigned has come."""
+        if adapter == BASE or adapter in self.adapters:
+            return ON_DEVICE
+        return self.residency.get(adapter, NOWHERE)
+
+    def pages_for(self, request: LiveRequest) -> int:
+        """Pages that it needs here to go on, its adapter's among them where that is not on the device."""
+        pages = request.pages_now(self.facts.page_tokens)
+        return pages if self.tier_of(request.adapter) == ON_DEVICE else pages + request.adapter_pages
+
+    def has_room(self, request: LiveRequest) -> bool:
+        """Whether the pages that it needs are free or reclaimable now."""
+        return self.pages_for(request) <= self.free_pages
+
+    def movable(self) -> list[LiveRequest]:
+        """The requests that it is known to have and was not told to let go, newest first: by the moment at which
+        each first came."""
+        held = (each for each in self.requests.values() if each.is_accepted and not each.is_withdrawing)
+        return sorted(held, key=lambda request: request.key, reverse=True)
+
+    # ------------------------------------------------------------ assignments
+
+    def take(self, request: LiveRequest, num_cached: int) -> int:
+        """The request is assigned here, ``num_cached`` of its tokens being expected in the prefix cache. Returns
+        the assignment's number."""
+        self.num_assigned += 1
+        self._note_change()
+        pages = self.pages_for(request)
+        num_tokens = max(request.num_tokens - num_cached, 1)
+        self.unseen[self.num_assigned] = request.id, pages, num_tokens
+        self._reserve(pages, num_tokens)
+        self.requests[request.id] = request
+        self.rows += request.samples
+        self.rank_sum += request.rank
+        self.ranks[request.rank] = self.ranks.get(request.rank, 0) + 1
+        if request.adapter != BASE:
+            count = self.adapters.get(request.adapter, 0)
+            self.adapters[request.adapter] = count + 1
+            if not count:
+                self.adapter_pages += request.adapter_pages
+        return self.num_assigned
+
+    def drop(self, request: LiveRequest) -> None:
+        """The request is not here any more."""
+        del self.requests[request.id]
+        self._note_change()
+        unseen = self.unseen.pop(request.number, None)
+        if unseen is not None:
+            self._reserve(-unseen[1], -unseen[2])
+        self.rows -= request.samples
+        self.rank_sum -= request.rank
+        self.ranks[request.rank] -= 1
+        if not self.ranks[request.rank]:
+            del self.ranks[request.rank]
+        if request.adapter != BASE:
+            self.adapters[request.adapter] -= 1
+            if not self.adapters[request.adapter]:
+                del self.adapters[request.adapter]
+                self.adapter_pages -= request.adapter_pages
+
+    def _note_change(self) -> None:
+        self.num_changes += 1
+        self.step_now = None
+
+    def _reserve(self, pages: int, num_tokens: int) -> None:
+        self.free_pages -= pages
+        self.spare_pages -= pages
+        self.waiting_tokens += num_tokens
+        self.kv_tokens += num_tokens
+
+    # ------------------------------------------------------------ reports
+
+    def hear(self, report: ReplicaReport, now: float) -> list[RequestId]:
+        """Take the counts of a newer report. Returns the requests whose assignments it has seen."""
+        self.has_gap = not report.is_full and (self.has_gap or report.seq > self.seq + 1)
+        self.seq = report.seq
+        self.report = report
+        self._note_change()
+        self.reported_s = now
+        self.is_exhausted = report.is_exhausted
+        seen = []
+        for number in list(self.unseen):
+            if number > report.seen_upto:
+                break
+            seen.append(self.unseen.pop(number)[0])
+        pages = tokens = 0
+        for _, unseen_pages, unseen_tokens in self.unseen.values():
+            pages += unseen_pages
+            tokens += unseen_tokens
+        self.spare_pages = report.free_pages - pages
+        self.free_pages = report.free_pages + report.reclaimable_pages - pages
+        self.waiting_tokens = report.waiting_tokens + tokens
+        self.kv_tokens = report.kv_tokens + tokens
+        self.page_price_s = report.page_price_s
+        self.token_s = report.token_s or self.facts.token_s
+        self.page_in_s = report.page_in_s or self.facts.page_in_s
+        self.page_read_s = report.page_read_s or self.facts.page_read_s
+        return seen
+
+    def set_tier(self, adapter: AdapterId, tier: int) -> None:
+        """The replica has said where it has an adapter."""
+        if tier == NOWHERE:
+            self.residency.pop(adapter, None)
+        else:
+            self.residency[adapter] = tier
+
+    # ------------------------------------------------------------ life
+
+    def suspect(self) -> None:
+        """No report has come for too long."""
+        self.is_suspect = True
+        self.is_open = False
+
+    def trust(self) -> None:
+        """One has come."""
+        self.is_suspect = False
+        self.is_open = self.is_up and self.drains_from_s is None
+
+    def drain(self, since_s: float) -> None:
+        """It gets no more work; the earliest moment that was named counts."""
+        self.drains_from_s = since_s if self.drains_from_s is None else min(self.drains_from_s, since_s)
+        self.is_open = False
+
+    def end(self) -> None:
+        """This epoch is over."""
+        self.is_open = self.is_up = False
+
+    # ------------------------------------------------------------ seconds
+
+    def present_step(self) -> tuple[float, StepPlane]:
+        """A decode step of what is here now, of one row at least, by the replica's fitted model: its seconds, and
+        the plane that bounds it."""
+        found = self.step_now
+        if found is None:
+            rows = min(max(self.rows, 1), self.max_seqs)
+            kv_tokens, num_adapters, adapter_pages = self.kv_tokens, len(self.adapters), self.adapter_pages
+            longest, bounding = -1.0, self.facts.planes[0]
+            for plane in self.facts.planes:
+                base, row, kv_token, adapter, page = plane
+                seconds = base + rows * row + kv_tokens * kv_token
+                seconds += num_adapters * adapter + adapter_pages * page
+                if seconds > longest:
+                    longest, bounding = seconds, plane
+            found = self.step_now = longest, bounding
+        return found
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of such a step."""
+        return self.present_step()[0]

@@ -1,0 +1,134 @@
+"""A live request as the router knows it. Owns its fields; does not know which replicas there are."""
+
+from __future__ import annotations
+
+from manylora.protocol.routing import Asked, ReplicaFacts, ReplicaId
+from manylora.types import AdapterId, RequestId
+
+Shape = tuple[int, int, int, int]
+"""What of a replica's facts bounds the requests that it can ever hold: pages, tokens of one, context, and the
+pages that adapters may take."""
+
+
+def shape_of(facts: ReplicaFacts) -> Shape:
+    most = facts.num_pages if facts.adapter_pages is None else facts.adapter_pages
+    return facts.num_pages, facts.page_tokens, facts.max_model_len, most
+
+
+class LiveRequest:
+    """From Asked to its one end. ``replica``: where it is, None in the queue; ``number``: of its assignment.
+
+    ``key``: its place in the queue, by the moment at which it first came. ``failures``: attempts that were lost,
+    of which ``deaths`` with a replica that died. ``gap_s``: since when no replica that is up can hold it.
+    """
+
+    __slots__ = (
+        "_fits", "_fits_shape", "adapter", "adapter_pages", "attempt", "deaths", "failures", "gap_s", "id",
+        "is_accepted", "is_withdrawing", "key", "max_tokens", "moved_s", "num_generated", "num_moves", "number",
+        "positions", "prefix", "prompt_tokens", "rank", "reason", "replica", "samples", "source", "target",
+    )  # fmt: skip
+
+    def __init__(self, asked: Asked, rank: int, adapter_pages: int, now: float, order: int) -> None:
+        self.id: RequestId = asked.request
+        self.adapter: AdapterId = asked.adapter
+        self.rank = rank
+        self.adapter_pages = adapter_pages
+        self.prompt_tokens = asked.prompt_tokens
+        self.max_tokens = asked.max_tokens
+        self.samples = asked.samples
+        self.prefix = asked.prefix
+        self.key = (now - asked.waited_s, order)
+        self.attempt = asked.attempts
+        self.failures = asked.attempts
+        self.deaths = 0
+        self.positions = list(asked.generated) or [0] * asked.samples
+        self.num_generated = sum(self.positions)
+        self.replica: ReplicaId | None = None
+        self.number = 0
+        self.is_accepted = False
+        self.is_withdrawing = False
+        self.target: ReplicaId | None = None
+        self.source: ReplicaId | None = None
+        self.reason = "new"
+        self.moved_s = float("-inf")
+        self.num_moves = 0
+        self.gap_s: float | None = None
+        self._fits_shape: Shape | None = None  # the last that was asked about
+        self._fits = False
+
+    # ------------------------------------------------------------ where it is
+
+    def assign(self, replica: ReplicaId, number: int) -> None:
+        """Another attempt begins, on this replica."""
+        self.attempt += 1
+        self.replica = replica
+        self.number = number
+        self.is_accepted = False
+        self.gap_s = None
+
+    def accept(self) -> None:
+        self.is_accepted = True
+
+    def withdraw(self, target: ReplicaId | None, reason: str) -> None:
+        """Its replica is to let it go; ``target``: which is to have it then, None: whichever is chosen then."""
+        self.is_withdrawing = True
+        self.target = target
+        self.reason = reason
+
+    def leave(self, reason: str) -> None:
+        """It is on no replica any more."""
+        self.source, self.replica = self.replica, None
+        self.is_withdrawing = False
+        self.target = None
+        self.reason = reason
+
+    def fail(self, is_death: bool) -> None:
+        """The attempt was lost."""
+        self.failures += 1
+        self.deaths += is_death
+
+    def give_up_attempts(self, attempts: int) -> None:
+        """The front end counts so many attempts that were made."""
+        self.attempt = max(self.attempt, attempts)
+
+    def note_move(self, now: float) -> None:
+        """It moves for a gain."""
+        self.moved_s = now
+        self.num_moves += 1
+
+    def strand(self, now: float) -> None:
+        """No replica that is up can hold it."""
+        self.gap_s = now
+
+    def note_progress(self, sample: int, position: int) -> bool:
+        """A sample has this many tokens; whether that is news."""
+        if not 0 <= sample < len(self.positions) or position <= self.positions[sample]:
+            return False
+        self.num_generated += position - self.positions[sample]
+        self.positions[sample] = position
+        return True
+
+    # ------------------------------------------------------------ what it needs
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute where nothing of it is cached: the prompt, and what was generated."""
+        return self.prompt_tokens + self.num_generated
+
+    def pages_now(self, page_tokens: int) -> int:
+        """Pages of KV that it needs to go on, and one for each sample to grow into."""
+        return -(-self.num_tokens // page_tokens) + self.samples
+
+    def can_ever_fit(self, shape: Shape) -> bool:
+        """Whether an empty replica of this shape holds it to the end, as the replica itself decides."""
+        if shape is not self._fits_shape:
+            self._fits_shape = shape
+            num_pages, page_tokens, max_model_len, most_adapter_pages = shape
+            num_tokens = self.prompt_tokens + self.max_tokens
+            kv_pages = -(-(num_tokens - 1) // page_tokens)
+            self._fits = (
+                num_tokens <= max_model_len
+                and self.adapter_pages <= most_adapter_pages
+                and kv_pages + self.adapter_pages <= num_pages
+            )
+        return self._fits

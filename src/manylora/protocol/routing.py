@@ -1,0 +1,348 @@
+"""What a router is told, and what it commands: the seam between a cluster's decisions and its processes.
+
+Records of numbers, texts and tuples of these, so that each can cross to another process and be kept in a journal.
+``Timer`` and ``SetTimer`` are those of a replica. Does not know how a router decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple, get_args
+
+from manylora.protocol.commands import SetTimer
+from manylora.protocol.events import Timer
+from manylora.types import AdapterId, RequestError, RequestId
+
+ReplicaId = int
+"""A place for a replica. What runs there is told apart by its epoch, which is higher each time."""
+
+NOWHERE, ON_HOST, ON_DEVICE = 0, 1, 2
+"""Where a replica has an adapter; the higher of its tiers."""
+
+BLOCK_TOKENS = 64
+"""Tokens of a block that is hashed for ``Asked.prefix``."""
+
+
+class StepPlane(NamedTuple):
+    """Seconds of a decode step, as a plane over what it computes; a step takes the largest of its planes."""
+
+    step_s: float
+    row_s: float = 0.0
+    kv_token_s: float = 0.0
+    """For each position that a row attends to."""
+    adapter_s: float = 0.0
+    """For each distinct adapter."""
+    adapter_page_s: float = 0.0
+    """For each page of these."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReplicaFacts:
+    """What stays true of a replica while its epoch lasts. Lengths in tokens, times in seconds.
+
+    ``max_seqs``: sequences that run at once; ``adapter_pages``: device pages that adapters may take; ``token_s``:
+    one token of a prompt; ``page_in_s``: one page from the host to the device; ``page_read_s``: one page of an
+    adapter from its files; ``numerics``: replicas of one such class compute equal tokens.
+    """
+
+    num_pages: int
+    page_tokens: int
+    max_model_len: int
+    max_seqs: int
+    planes: tuple[StepPlane, ...]
+    token_s: float
+    page_in_s: float
+    page_read_s: float
+    page_bytes: int = 2 * 2**20
+    adapter_pages: int | None = None
+    num_host_pages: int = 0
+    numerics: str = ""
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """A front end wants a request to be served: ``samples`` of at most ``max_tokens`` tokens each.
+
+    ``prefix``: for each full block of the prompt's ``BLOCK_TOKENS`` a 64-bit hash of it and all before it, rooted
+    at the adapter's version and the cache scope. ``attempts``: how many were made before; where the request is
+    live and its present attempt is among them, the front end has given that one up. ``generated``: tokens so far
+    of each sample. ``waited_s``: since the request first came.
+    """
+
+    request: RequestId
+    adapter: AdapterId
+    prompt_tokens: int
+    max_tokens: int
+    prefix: tuple[int, ...] = ()
+    samples: int = 1
+    attempts: int = 0
+    generated: tuple[int, ...] = ()
+    waited_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Accepted:
+    """The replica of this attempt has the request."""
+
+    request: RequestId
+    attempt: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Progress:
+    """The sample has this many tokens."""
+
+    request: RequestId
+    sample: int
+    position: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ended:
+    """All samples of the request have ended, with so many tokens in the mean of them."""
+
+    request: RequestId
+    output_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The client does not want the request any more."""
+
+    request: RequestId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReplicaUp:
+    """A replica serves. One that was down comes back with a higher epoch only."""
+
+    replica: ReplicaId
+    epoch: int
+    facts: ReplicaFacts
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """A replica's state at one moment. Counts are as they are; ``residency`` and ``evicted`` are changes.
+
+    ``seq``: from 1 in each epoch, one more each time. ``seen_upto``: the number of the last Assign whose request
+    the replica had by then. ``is_full``: ``residency`` names all adapters that are anywhere, not changes alone.
+    ``free_pages`` are empty, ``reclaimable_pages`` hold what no request uses. ``waiting_tokens``: of prompts that
+    are still to be computed. ``page_price_s``: seconds that the loss of a reclaimable page costs, by the replica's
+    own values. ``is_exhausted``: a running request finds no page. ``token_s``, ``page_in_s``, ``page_read_s``:
+    as learnt there; 0 means as in its facts.
+    """
+
+    replica: ReplicaId
+    epoch: int
+    seq: int
+    seen_upto: int
+    running: int
+    waiting: int
+    free_pages: int
+    reclaimable_pages: int = 0
+    waiting_tokens: int = 0
+    kv_tokens: int = 0
+    is_full: bool = False
+    residency: tuple[tuple[AdapterId, int], ...] = ()
+    evicted: tuple[int, ...] = ()
+    page_price_s: float = 0.0
+    is_exhausted: bool = False
+    token_s: float = 0.0
+    page_in_s: float = 0.0
+    page_read_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReplicaDown:
+    """The replica of this epoch is gone. ``is_crash``: its requests may be to blame."""
+
+    replica: ReplicaId
+    epoch: int
+    reason: str = ""
+    is_crash: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drain:
+    """Give the replica no more work. ``migrate``: move its requests at once, not only after the time allowed."""
+
+    replica: ReplicaId
+    migrate: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The replica of this attempt has let the request go, after so many tokens of each sample."""
+
+    request: RequestId
+    attempt: int
+    positions: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Listed:
+    """From this revision of the registry on, requests may name the adapter. ``num_pages``: when resident."""
+
+    adapter: AdapterId
+    rank: int
+    num_pages: int
+    revision: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unlisted:
+    """No new request may name it; those that have come are served."""
+
+    adapter: AdapterId
+    revision: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Solved:
+    """An answer to Solve: for each of its requests the share that each of its replicas gets, and the least value
+    that any solution can have. Without ``shares`` there was no solution in time."""
+
+    number: int
+    shares: tuple[tuple[float, ...], ...] = ()
+    bound_s: float = 0.0
+
+
+RouterEvent = (
+    Asked | Accepted | Progress | Ended | Cancelled | ReplicaUp | ReplicaReport | ReplicaDown | Drain | Withdrawn
+    | Listed | Unlisted | Solved | Timer
+)  # fmt: skip
+"""What a router is told."""
+
+
+# ---------------------------------------------------------------- commands
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Assign:
+    """The front end is to send the request to this replica, with the tokens that it has accepted so far.
+
+    ``number`` counts the replica's assignments. ``resume``: as many tokens of each sample as the router knows of.
+    """
+
+    request: RequestId
+    attempt: int
+    replica: ReplicaId
+    number: int
+    resume: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WithdrawFrom:
+    """The replica is to end the request after the step in flight, and to answer with Withdrawn."""
+
+    request: RequestId
+    attempt: int
+    replica: ReplicaId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlaceAdapter:
+    """The replica is to keep the adapter on its device, within the share that is reserved for such copies."""
+
+    adapter: AdapterId
+    replica: ReplicaId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UnplaceAdapter:
+    """The replica need not keep the adapter any more."""
+
+    adapter: AdapterId
+    replica: ReplicaId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Refuse:
+    """The request is not served any further."""
+
+    request: RequestId
+    error: RequestError
+
+
+class ProgrammeReplica(NamedTuple):
+    """A replica in dLoRA's programme: ``pages`` is what its requests and adapters there may take together, and
+    ``page_s`` what one page beyond that takes to swap."""
+
+    replica: ReplicaId
+    pages: int
+    page_s: float
+
+
+class ProgrammeRequest(NamedTuple):
+    """A request in dLoRA's programme. ``source``: the index of its replica; ``run_s``: what is left of it there;
+    ``move_s``: what computing it again takes elsewhere."""
+
+    request: RequestId
+    attempt: int
+    source: int
+    adapter: AdapterId
+    pages: int
+    run_s: float
+    move_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Solve:
+    """dLoRA's programme (§5.2), to be answered with Solved: which replica is to have each request so that the last
+    of them is done soonest. ``adapters``: the pages of each; ``eta_s``: what an adapter adds to a replica."""
+
+    number: int
+    replicas: tuple[ProgrammeReplica, ...]
+    requests: tuple[ProgrammeRequest, ...]
+    adapters: tuple[tuple[AdapterId, int], ...]
+    eta_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScaleHint:
+    """The cluster would do with ``delta`` more replicas; one that is empty is named where it is negative."""
+
+    delta: int
+    reason: str
+    replica: ReplicaId | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fence:
+    """The replica of this epoch must not serve any more: end it where it still runs."""
+
+    replica: ReplicaId
+    epoch: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AskReport:
+    """A report was lost: the replica is to answer with a full one."""
+
+    replica: ReplicaId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Routed:
+    """One decision, for people; only with ``RouterConfig.trace``. ``reason``: "new", "memory", "lost", "drain",
+    "plan", ...; ``source``: the replica it came from."""
+
+    request: RequestId
+    attempt: int
+    replica: ReplicaId
+    reason: str
+    waited_s: float
+    source: ReplicaId | None = None
+
+
+RouterCommand = (
+    Assign | WithdrawFrom | PlaceAdapter | UnplaceAdapter | Refuse | Solve | ScaleHint | Fence | AskReport
+    | Routed | SetTimer
+)  # fmt: skip
+"""What a router commands."""
+
+ROUTER_COMMANDS: frozenset[type] = frozenset(get_args(RouterCommand))

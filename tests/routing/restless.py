@@ -1,0 +1,31 @@
+"""A policy that moves requests for no reason, to try what moves do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from manylora.policy.routing.fleet import Fleet
+from manylora.policy.routing.hashing import hash_text
+from manylora.policy.routing.policy import Relocation, Wish
+from manylora.policy.routing.random_replica import RandomReplica
+
+
+class Restless(RandomReplica):
+    """On every tick half of all requests should go to any replica, known or not, full or draining."""
+
+    name = "restless"
+
+    def on_timer(self, view: Fleet) -> Sequence[Wish]:
+        """See RoutingPolicy."""
+        wishes: list[Wish] = []
+        for replica in view.up.values():
+            for request in replica.requests.values():
+                draw = hash_text(request.id, int(view.now * 1000))
+                target = (None, *range(6))[draw // 8 % 7]
+                move = Relocation(
+                    request.id, request.attempt - (draw // 64 % 16 == 0), replica.id, target, "restless",
+                    gain_s=float(draw // 1024 % 8), cost_s=1.0, is_forced=draw // 8192 % 2 == 0,
+                )  # fmt: skip
+                if draw % 2:
+                    wishes.append(move)
+        return wishes
