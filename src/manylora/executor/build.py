@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 
 from manylora.adapters.registry import Registry
+from manylora.adapters.store import AdapterStore
+from manylora.adapters.storefolder import open_store_folder
 from manylora.config import CacheSettings, ConfigError, EngineSettings, PolicyConfig
 from manylora.devices.device import Device
 from manylora.devices.select import open_device
@@ -72,6 +74,7 @@ def build_worker(
     most_pages = pool_pages(device.free_bytes() if asked_pool is None else asked_pool, page.page_bytes)
     limits = _limits(settings, config, kind, page, most_pages)
 
+    store_folder = open_store_folder(settings.adapters)
     if pads_steps is None:
         pads_steps = device.captures and settings.cuda_graphs == "auto"
     is_small = kind == "cpu" and weight_bytes(config, dtype) <= SMALL_MODEL_BYTES
@@ -103,7 +106,8 @@ def build_worker(
     num_threads = torch.get_num_threads()
     shards = Shards(num_threads) if is_small and num_threads > 1 and not pads_steps else None
     max_rank = settings.adapters.max_adapter_rank
-    worker = Worker(decoder, arena, host, geometry, device, registry, max_rank, shards)
+    store = None if store_folder is None else AdapterStore(store_folder, geometry, dtype)
+    worker = Worker(decoder, arena, host, geometry, device, registry, max_rank, shards, store)
     if pads_steps:
         graph_limits = GraphLimits(
             limits.max_num_seqs, limits.max_batch_tokens, limits.max_model_len, max_rank
