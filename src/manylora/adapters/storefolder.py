@@ -58,12 +58,12 @@ class StoreFolder:
         try:
             self._folder = _open_folder(path)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot use the adapter store {path}: {_reason(error)}") from error
+            raise ConfigError(f"--adapter-store {path} cannot be used: {_reason(error)}") from error
         try:
             self._try_out()
         except OSError as error:
             self.close()
-            raise ConfigError(f"cannot write to the adapter store {path}: {_reason(error)}") from error
+            raise ConfigError(f"--adapter-store {path} cannot be written: {_reason(error)}") from error
 
     def close(self) -> None:
         """Idempotent."""

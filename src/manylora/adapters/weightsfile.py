@@ -56,10 +56,11 @@ def open_weights(spec: AdapterSpec, geometry: AdapterGeometry) -> Iterator[Adapt
     _, weights_path = unchanged_files(spec)
     header = read_header(weights_path)
     try:
-        with open(weights_path, "rb", buffering=0) as file:
-            yield AdapterWeights(spec, geometry, header, file)
+        file = open(weights_path, "rb", buffering=0)  # noqa: SIM115  (closed below; what follows has its own errors)
     except OSError as error:
         raise AdapterError(f"cannot read {weights_path.name}: {error.strerror or error}") from error
+    with file:
+        yield AdapterWeights(spec, geometry, header, file)
     unchanged_files(spec)
 
 

@@ -64,7 +64,7 @@ class AdapterSettings(Section):
         "DIR",
     )
     max_adapter_rank: Count | None = setting(None, "refuse adapters of a larger rank (default: no limit)")
-    store: str | None = setting(
+    store: Annotated[str, Rule("a folder's path", str.strip)] | None = setting(
         None,
         "keep adapters that have been read in DIR, packed, so that reading them again is faster, after a restart "
         "too; DIR is made where it is not there, and must be yours alone (off without this)",
