@@ -14,7 +14,7 @@ import peft
 import torch
 import transformers
 
-from manylora.config import CacheSettings, EngineSettings, ModelSettings, SchedulerSettings
+from manylora.config import AdapterSettings, CacheSettings, EngineSettings, ModelSettings, SchedulerSettings
 from tests.models.tiny import VOCAB, make_model
 
 ALL_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -65,6 +65,7 @@ def settings_for(
     device: Any = "cpu",
     dtype: Any = "auto",
     load_format: Any = "auto",
+    store: Path | None = None,
 ) -> EngineSettings:
     """Settings for a tiny model: small pages, pools of so many pages (default: 64 MiB each)."""
     pool = 64 * 2**20 if num_pages is None else num_pages * page_bytes
@@ -73,6 +74,7 @@ def settings_for(
         model=ModelSettings(str(model), None, device, dtype, load_format, max_model_len),
         cache=CacheSettings(page_tokens=page_tokens, device_pool=pool, host_pool=host_pool),
         scheduler=SchedulerSettings(max_num_seqs, max_batch_tokens),
+        adapters=AdapterSettings(store=None if store is None else str(store)),
     )
 
 
