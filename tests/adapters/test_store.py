@@ -26,6 +26,7 @@ from manylora.adapters import packedfile, sourcestamp, store
 from manylora.adapters.faults import FilesChanged
 from manylora.adapters.jobs import NO_HELPERS, Helpers
 from manylora.adapters.pack import layout_of, load_into
+from manylora.adapters.pagecache import cached_pages
 from manylora.adapters.peft import CONFIG_NAME, WEIGHTS_NAME
 from manylora.adapters.store import AdapterStore, StoreCounts
 from manylora.adapters.storefolder import StoreFolder
@@ -142,7 +143,7 @@ def test_the_same_bytes_as_from_the_adapters_own_files(
 ) -> None:
     shape = geometry(itemsize=dtype.itemsize, page_tokens=page_tokens)
     monkeypatch.setattr(packedfile, "_PIECE_BYTES", 2 * shape.page.slab_bytes)
-    monkeypatch.setattr(store, "WINDOW_BYTES", 2 * shape.page.page_bytes)
+    monkeypatch.setattr(store, "_WINDOW_BYTES", 2 * shape.page.page_bytes)
     kept = Kept(tmp_path, shape, dtype)
     assert kept.found(shipped / "a") is None
     for name in "ab":
@@ -164,17 +165,18 @@ def test_the_same_bytes_as_from_the_adapters_own_files(
 @pytest.mark.parametrize(
     ("cached", "fails", "expected"),
     [
-        (True, "", ["cached"]),
-        (False, "", ["direct"]),
-        (False, "direct", ["buffered"]),
-        (False, "cached", ["buffered"]),
+        ("all", False, {"buffered"}),
+        ("some", False, {"buffered", "direct"}),
+        ("nothing", False, {"direct"}),
+        ("nothing", True, {"buffered"}),
+        ("unknown", False, {"buffered"}),
     ],
-    ids=["cached", "cold", "no direct reads", "nothing tells"],
+    ids=["cached", "half", "cold", "no direct reads", "nothing tells"],
 )
 def test_what_the_page_cache_does_not_have_is_read_directly(
-    cached: bool,
-    fails: str,
-    expected: list[str],
+    cached: str,
+    fails: bool,
+    expected: set[str],
     shipped: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -186,24 +188,27 @@ def test_what_the_page_cache_does_not_have_is_read_directly(
     except OSError:
         pytest.skip("no direct reads here")
     own = kept.own(shipped / "a")
-    reads: list[str] = []
+    reads: set[str] = set()
     preadv = os.preadv
 
-    def noted(file: int, buffers: Any, begin: int, flags: int = 0) -> int:
+    def noted(file: int, buffers: Any, begin: int) -> int:
         is_direct = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT
-        kind = "direct" if is_direct else "cached" if flags else "buffered"
-        if kind == fails:
-            raise OSError(errno.EINVAL if is_direct else errno.EOPNOTSUPP, "no")
-        if kind == "cached" and not cached:
-            raise BlockingIOError
-        reads.append(kind)
-        return preadv(file, buffers, begin, 0)
+        if is_direct and fails:
+            raise OSError(errno.EINVAL, "no")
+        reads.add("direct" if is_direct else "buffered")
+        return preadv(file, buffers, begin)
+
+    def told(file: int) -> np.ndarray | None:
+        found = np.ones(-(-os.fstat(file).st_size // mmap.PAGESIZE), bool)
+        found[len(found) // 2 if cached == "some" else 0 :] = cached == "all"
+        return None if cached == "unknown" else found
 
     monkeypatch.setattr(os, "preadv", noted)
+    monkeypatch.setattr(packedfile, "cached_pages", told)
     found = kept.found(shipped / "a")
     assert found is not None
     assert torch.equal(found, own)
-    assert sorted(set(reads)) == expected
+    assert reads == expected
 
 
 def test_a_file_that_was_dropped_from_the_page_cache(shipped: Path, tmp_path: Path) -> None:
@@ -211,9 +216,15 @@ def test_a_file_that_was_dropped_from_the_page_cache(shipped: Path, tmp_path: Pa
     kept.write(shipped / "a")
     with open(kept.file, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        held = cached_pages(file.fileno())
+        assert held is None or len(held) == -(-kept.file.stat().st_size // mmap.PAGESIZE)
     found = kept.found(shipped / "a")
     assert found is not None
     assert torch.equal(found, kept.own(shipped / "a"))
+    data = kept.file.read_bytes()
+    with open(kept.file, "rb") as file:
+        held = cached_pages(file.fileno())
+    assert held is None or held.all(), f"{len(data)} bytes have just been read"
 
 
 # ---------------------------------------------------------------- files that are not what they should be

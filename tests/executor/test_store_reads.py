@@ -17,6 +17,7 @@ from manylora.adapters.packedfile import PackedFileReader, PackedFileWriter, Pac
 from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.store import AdapterStore
 from manylora.adapters.storefolder import StoreFolder
+from manylora.executor import reader
 from manylora.executor.keeper import Keeper
 from manylora.protocol import AdapterRead, DeviceEvent, ExecutorState, ReadAdapter, ReportState, Tier
 from tests.e2e.process import wait_until
@@ -217,7 +218,9 @@ def test_close_breaks_off_reads_from_the_store(
     assert not closing.is_alive()
     answers = [answer for answer in heard if isinstance(answer, AdapterRead)]
     assert [(answer.ok, answer.error) for answer in answers] == [(False, "the engine is closing")] * 3
-    assert num_read[0] <= 4, "the pieces that were under way, of many"
+    assert num_read[0] <= reader.READERS + reader._MOST_STORE_HELPERS < count, (
+        "the pieces that were under way"
+    )
     assert len(packed(tmp_path)) == 1, "that a read was broken off says nothing against the file"
 
 

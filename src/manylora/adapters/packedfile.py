@@ -4,22 +4,24 @@ Owns the format, and that nothing in such a file is believed: the reader says wh
 piece has a checksum. Does not know where files lie, nor what the images mean. No torch here.
 
 The header takes whole blocks: ``_FIXED``, the identity, a checksum for each piece, zeros, and in its last bytes
-the checksum of all that. The images follow end to end. A piece is some layers of one page; pieces are numbered by
+a CRC-32 of all that. The images follow end to end. A piece is some layers of one page; pieces are numbered by
 layers and then by pages, so that the first layers of all pages can be read first.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import itertools
+import mmap
 import os
 import struct
 import zlib
 
 import numpy as np
 
+from manylora.adapters.checksum import CHECKSUM, MOST_BYTES, checksum
+from manylora.adapters.pagecache import cached_pages
 from manylora.kernels.shapes import PageShape
 
 FORMAT_VERSION = 1
@@ -30,14 +32,12 @@ BLOCK_BYTES = 4096
 
 _MAGIC = b"MLorPack"
 _FIXED = struct.Struct("<8sIII")  # magic, format, bytes of the identity, pieces
-_SUM = np.dtype("<u4")
-_PIECE_BYTES = 2**20
+_PIECE_BYTES = MOST_BYTES
 """Enough that a call costs little beside its bytes, little enough that all threads end together."""
 
+_CRC_BYTES = 4
 _SYNC_BYTES = 16 * 2**20
 _MOST_IDENTITY_BYTES = 2**20
-_NOT_SUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
-_NO_WAIT: int = getattr(os, "RWF_NOWAIT", 0)
 
 
 class Unusable(Exception):
@@ -71,8 +71,8 @@ class PackedShape:
 
     @property
     def _piece_bytes(self) -> int:
-        """Whole layers."""
-        return max(1, _PIECE_BYTES // self.page.slab_bytes) * self.page.slab_bytes
+        """Whole layers where these are not larger."""
+        return _PIECE_BYTES // self.page.slab_bytes * self.page.slab_bytes or _PIECE_BYTES
 
     @property
     def num_pieces(self) -> int:
@@ -80,7 +80,7 @@ class PackedShape:
 
     @property
     def header_bytes(self) -> int:
-        least = _FIXED.size + len(self.identity) + (self.num_pieces + 1) * _SUM.itemsize
+        least = _FIXED.size + len(self.identity) + self.num_pieces * CHECKSUM.itemsize + _CRC_BYTES
         return -(-least // BLOCK_BYTES) * BLOCK_BYTES
 
     @property
@@ -94,15 +94,14 @@ class PackedShape:
     def header(self, sums: np.ndarray) -> bytes:
         """The header of a file whose pieces have these checksums."""
         fixed = _FIXED.pack(_MAGIC, FORMAT_VERSION, len(self.identity), self.num_pieces)
-        said = fixed + self.identity + sums.astype(_SUM).tobytes()
-        said = said.ljust(self.header_bytes - _SUM.itemsize, b"\0")
-        return said + zlib.crc32(said).to_bytes(_SUM.itemsize, "little")
+        said = (fixed + self.identity + sums.tobytes()).ljust(self.header_bytes - _CRC_BYTES, b"\0")
+        return said + zlib.crc32(said).to_bytes(_CRC_BYTES, "little")
 
     def sums_in(self, header: bytes) -> np.ndarray:
         """The checksums in a header. Raises Unusable unless it is, but for these, the one that this shape has."""
         if len(header) != self.header_bytes:
             raise Unusable("it is cut short")
-        sums = np.frombuffer(header, _SUM, self.num_pieces, _FIXED.size + len(self.identity))
+        sums = np.frombuffer(header, CHECKSUM, self.num_pieces, _FIXED.size + len(self.identity))
         if header != self.header(sums):
             raise Unusable("its header is damaged, or another adapter's, model's or version's")
         return sums
@@ -129,9 +128,10 @@ class PackedFileReader:
         """
         self.shape = shape
         self._file = file
-        self._direct = direct if _NO_WAIT else None
+        self._direct = direct
         if os.fstat(file).st_size != shape.file_bytes:
             raise Unusable("it is not as long as it should be")
+        self._cached = None if direct is None else cached_pages(file)
         self._sums = shape.sums_in(os.pread(file, shape.header_bytes, 0)).tolist()
 
     def read(self, piece: PackedPiece, target: np.ndarray) -> None:
@@ -142,21 +142,21 @@ class PackedFileReader:
             if not count:
                 raise Unusable("it was cut short while it was read")
             begin, left = begin + count, left[count:]
-        if zlib.crc32(target.data) != self._sums[piece.number]:
+        if checksum(target) != self._sums[piece.number]:
             raise Unusable("its contents are damaged")
 
     def _read_some(self, target: np.ndarray, begin: int) -> int:
-        """From the page cache what that has, else past it: the pools hold adapters, so the page cache need not."""
+        """What the page cache has not is read past it: the pools hold adapters, so the page cache need not."""
         direct = self._direct
         if direct is not None and not (begin | len(target) | target.ctypes.data) % BLOCK_BYTES:
-            try:
-                with contextlib.suppress(BlockingIOError):
-                    return os.preadv(self._file, [target.data], begin, _NO_WAIT)
-                return os.preadv(direct, [target.data], begin)
-            except OSError as error:
-                if error.errno not in _NOT_SUPPORTED:
-                    raise
-                self._direct = None
+            pages = slice(begin // mmap.PAGESIZE, -(-(begin + len(target)) // mmap.PAGESIZE))
+            if self._cached is not None and not self._cached[pages].all():
+                try:
+                    return os.preadv(direct, [target.data], begin)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:  # which says that it is not supported here
+                        raise
+                    self._direct = None
         return os.preadv(self._file, [target.data], begin)
 
 
@@ -167,7 +167,7 @@ class PackedFileWriter:
         self._shape = shape
         self._file = file
         self._unsynced = 0
-        self._sums = np.zeros(shape.num_pieces, _SUM)
+        self._sums = np.zeros(shape.num_pieces, CHECKSUM)
         self._by_page: list[list[PackedPiece]] = [[] for _ in range(shape.num_pages)]
         for piece in shape.pieces:
             self._by_page[piece.page].append(piece)
@@ -178,7 +178,7 @@ class PackedFileWriter:
         Raises OSError.
         """
         for piece in self._by_page[page]:
-            self._sums[piece.number] = zlib.crc32(image[piece.begin : piece.end].data)
+            self._sums[piece.number] = checksum(image[piece.begin : piece.end])
         _write(self._file, image.data, self._shape.place(page, 0))
         self._unsynced += len(image)
         if self._unsynced >= _SYNC_BYTES:

@@ -30,7 +30,6 @@ from manylora.adapters.faults import FilesChanged
 from manylora.adapters.jobs import NO_HELPERS, Helpers, run_all
 from manylora.adapters.pack import (
     PACKING_VERSION,
-    WINDOW_BYTES,
     AdapterLayout,
     WritePage,
     layout_of,
@@ -53,6 +52,9 @@ from manylora.protocol import AdapterError
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
+_WINDOW_BYTES = 8 * 2**20
+"""What goes on to a device is read so many bytes at a time: a piece for each of some threads, which is still in a
+cache when it is handed over."""
 
 
 class StoreCounts(NamedTuple):
@@ -119,7 +121,7 @@ class AdapterStore:
         page = self._geometry.page
 
         def read(file: PackedFileReader) -> None:
-            count = max(1, min(WINDOW_BYTES // page.page_bytes, layout.num_pages))
+            count = max(1, min(_WINDOW_BYTES // page.page_bytes, layout.num_pages))
             # At a boundary of the system's pages, for direct reads.
             memory = np.frombuffer(mmap.mmap(-1, count * page.page_bytes), np.uint8)
             window = memory.reshape(count, page.page_bytes)

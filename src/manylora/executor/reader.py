@@ -36,8 +36,8 @@ READERS = 2
 _MOST_HELPERS = 3
 """More wait for each other: 80 MB take 33 ms alone, 20 with two or three, 25 with six (16 cores)."""
 
-_MOST_STORE_HELPERS = 7
-"""What has been packed takes few calls, which do not wait for each other."""
+_LEAST_STORE_HELPERS, _MOST_STORE_HELPERS = 3, 7
+"""What has been packed takes few calls, which do not wait for each other; one alone does not keep a disk busy."""
 
 _log = logging.getLogger(__name__)
 
@@ -89,12 +89,12 @@ class AdapterReader:
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="manylora-adapter-read")
         self._helpers = self._store_helpers = NO_HELPERS
         # Half of the cores are left to the steps and to the other processes.
-        cores = (os.cpu_count() or 1) // 2 - READERS
-        count = min(_MOST_HELPERS if store is None else _MOST_STORE_HELPERS, cores)
-        if count > 0:
+        cores = max(0, (os.cpu_count() or 1) // 2 - READERS)
+        for_store = 0 if store is None else min(max(cores, _LEAST_STORE_HELPERS), _MOST_STORE_HELPERS)
+        if count := max(for_store, min(cores, _MOST_HELPERS)):
             helping = ThreadPoolExecutor(count, thread_name_prefix="manylora-adapter-part")
-            self._helpers = Helpers(helping, min(_MOST_HELPERS, count))
-            self._store_helpers = Helpers(helping, count)
+            self._helpers = Helpers(helping, min(cores, _MOST_HELPERS))
+            self._store_helpers = Helpers(helping, for_store)
         self._store = store
         self._keeper = None if store is None else Keeper(store)
         self._closing = False
