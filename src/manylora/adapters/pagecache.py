@@ -12,8 +12,8 @@ import numpy as np
 def cached_pages(file: int) -> np.ndarray | None:
     """bool, one for each of the system's pages that the open file has: whether reading it would ask no disk.
 
-    None where the system does not tell. Not by reads that do not wait (``RWF_NOWAIT``): kernels begin to read ahead
-    for these, and what is then read directly comes from the disk twice.
+    None where the system does not tell. Not by reads that do not wait (``RWF_NOWAIT``): kernels begin to read on
+    behind these, and what is then read directly comes from the disk twice.
     """
     size = os.fstat(file).st_size
     held = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
