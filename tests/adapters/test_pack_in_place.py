@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from manylora.adapters import pack as pack_module
-from manylora.adapters.pack import NO_HELPERS, Helpers, layout_of, load_adapter, load_into
+from manylora.adapters.jobs import NO_HELPERS, Helpers, run_all
+from manylora.adapters.pack import layout_of, load_adapter, load_into
 from manylora.kernels.shapes import AdapterGeometry
 from tests.adapters.tiny import edit_tensors, geometry, inspect, make
 
@@ -105,8 +106,7 @@ def test_nobody_runs_on_after_a_failure(
             taken.set()
             raise StopIteration
 
-    run_all = pack_module._run_all
-    monkeypatch.setattr(pack_module, "_run_all", lambda jobs, helpers: run_all(Jobs(jobs), helpers))
+    monkeypatch.setattr(pack_module, "run_all", lambda jobs, helpers, new: run_all(Jobs(jobs), helpers, new))
 
     def check() -> None:
         both.wait(timeout=60)  # breaks for a second job of the one that goes on

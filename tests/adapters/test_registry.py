@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -302,3 +303,20 @@ def test_the_default_place_follows_the_users_cache_directory(monkeypatch: pytest
     assert default_path() == Path("/home/someone/Library/Caches/manylora/adapters.sqlite")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert default_path() is None
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_file_replaced_by_one_of_its_size_and_time_is_inspected_again(
+    adapter: Path, tmp_path: Path, in_place: bool
+) -> None:
+    cache = registry(tmp_path / "x.sqlite")
+    assert cache.inspect(adapter).scales[0][0] == 2.0
+    path = adapter / CONFIG_NAME
+    status, text = os.stat(path), path.read_text()
+    time.sleep(0.02)  # a file system's clock ticks
+    other = path if in_place else tmp_path / "other"
+    other.write_text(text.replace('"lora_alpha": 8', '"lora_alpha": 4'))
+    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+    other.replace(path)
+    assert (os.stat(path).st_size, os.stat(path).st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+    assert registry(tmp_path / "x.sqlite").inspect(adapter).scales[0][0] == 1.0

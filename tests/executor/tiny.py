@@ -14,7 +14,14 @@ import peft
 import torch
 import transformers
 
-from manylora.config import CacheSettings, EngineSettings, MergeConfig, ModelSettings, SchedulerSettings
+from manylora.config import (
+    AdapterSettings,
+    CacheSettings,
+    EngineSettings,
+    MergeConfig,
+    ModelSettings,
+    SchedulerSettings,
+)
 from tests.models.tiny import VOCAB, make_model
 
 ALL_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -66,6 +73,7 @@ def settings_for(
     dtype: Any = "auto",
     load_format: Any = "auto",
     merge: MergeConfig | None = None,
+    store: Path | None = None,
 ) -> EngineSettings:
     """Settings for a tiny model: small pages, pools of so many pages (default: 64 MiB each)."""
     pool = 64 * 2**20 if num_pages is None else num_pages * page_bytes
@@ -74,6 +82,7 @@ def settings_for(
         model=ModelSettings(str(model), None, device, dtype, load_format, max_model_len),
         cache=CacheSettings(page_tokens=page_tokens, device_pool=pool, host_pool=host_pool),
         scheduler=SchedulerSettings(max_num_seqs, max_batch_tokens, merge=merge or MergeConfig()),
+        adapters=AdapterSettings(store=None if store is None else str(store)),
     )
 
 

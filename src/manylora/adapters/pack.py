@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from manylora.adapters.jobs import NO_HELPERS, Helpers, run_all
 from manylora.adapters.peft import AdapterSpec, Side
 from manylora.adapters.tensorfile import StoredTensor, read_into
 from manylora.adapters.values import BITS, TORCH_DTYPES, all_finite, convert
@@ -25,6 +25,9 @@ from manylora.adapters.verify import why_not_finite
 from manylora.adapters.weightsfile import AdapterWeights, open_weights
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.protocol import AdapterError
+
+PACKING_VERSION = 1
+"""Raise it when the same weights give other page images: those that were kept are then packed anew."""
 
 WINDOW_BYTES = 32 * 2**20
 """Pages are put together this many bytes at a time: enough that a matrix is read from its file only a few
@@ -43,17 +46,6 @@ uses, and takes under a millisecond, so that all threads end together."""
 
 
 WritePage = Callable[[int, torch.Tensor], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Helpers:
-    """``count`` threads of a pool, which help the calling one. It waits for none that others keep busy."""
-
-    threads: Executor | None = None
-    count: int = 0
-
-
-NO_HELPERS = Helpers()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -237,7 +229,7 @@ class _Loader:
         for number, image in enumerate(images, first_page):
             used = min(per_page, self.layout.num_cells - number * per_page)
             jobs.append(partial(_clear, image[:, used * size :]))
-        _run_all(jobs, helpers)
+        run_all(jobs, helpers, _Scratch)
 
     def _blocks(
         self, images: Sequence[np.ndarray], first_page: int, first_cell: int, rank: int, length: int
@@ -337,32 +329,6 @@ def _runs(ranks: Sequence[int], most_layers: int) -> Iterator[range]:
         if layer == len(ranks) or ranks[layer] != ranks[begin] or layer - begin == most_layers:
             yield range(begin, layer)
             begin = layer
-
-
-def _run_all(jobs: Iterable[_Job], helpers: Helpers) -> None:
-    """Run them all, and raise an error only when none runs any more: pages may go to others then."""
-    left = iter(jobs)
-
-    def work() -> None:
-        scratch = _Scratch()
-        for job in left:  # each goes to the first thread that asks
-            try:
-                job(scratch)
-            except BaseException:
-                for _ in left:  # no thread begins another job
-                    pass
-                raise
-
-    helping: list[Future[None]] = []
-    try:
-        if helpers.threads is not None:
-            helping.extend(helpers.threads.submit(work) for _ in range(helpers.count))
-        work()
-    finally:
-        helping = [helper for helper in helping if not helper.cancel()]
-        wait(helping)
-    for helper in helping:
-        helper.result()
 
 
 def _copy_tiled(source: np.ndarray, target: np.ndarray) -> None:

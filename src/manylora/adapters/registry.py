@@ -6,6 +6,7 @@ answer is the same as without it, only slower. One SQLite file, shared by thread
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -14,11 +15,14 @@ import os
 import sqlite3
 import sys
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 from manylora.adapters.peft import AdapterSpec, adapter_files, check_rank, inspect_adapter
+from manylora.adapters.sourcestamp import stamp_source
 from manylora.adapters.tensorfile import FileStamp, stamp_of
 from manylora.kernels.shapes import AdapterGeometry
+from manylora.protocol import AdapterError
 
 FORMAT_VERSION = 2
 """Part of every key: raise it when AdapterSpec or what inspection accepts changes."""
@@ -70,8 +74,9 @@ class Registry:
         ``anew``: what is remembered has proved wrong, and is replaced. Raises AdapterError.
         """
         folder = os.path.abspath(path)
-        config, weights = (stamp_of(file) for file in adapter_files(Path(path)))
-        stamps = f"{config.size_bytes}:{config.mtime_ns}:{weights.size_bytes}:{weights.mtime_ns}"
+        files = adapter_files(Path(path))
+        config, weights = map(stamp_of, files)
+        stamps = _all_stamps(files)
         spec = None
         if not anew:
             with self._lock:
@@ -189,6 +194,16 @@ class Registry:
         if not self._warned:
             _log.warning("the adapter cache %s is not usable (%s); going on without it", self._path, error)
         self._warned = True
+
+
+def _all_stamps(files: Iterable[Path]) -> str:
+    """What differs where a file was replaced, even by one of its size and time. Not the device: its number may be
+    another after each start of a machine. Raises AdapterError."""
+    try:
+        stamps = [stamp_source(file) for file in files]
+    except OSError as error:
+        raise AdapterError(f"the adapter cannot be looked at: {error.strerror or error}") from error
+    return ":".join(str(value) for stamp in stamps for value in dataclasses.astuple(stamp)[1:])
 
 
 def fingerprint(geometry: AdapterGeometry, layer_prefix: str) -> str:

@@ -53,18 +53,19 @@ class AdapterWeights:
 def open_weights(spec: AdapterSpec, geometry: AdapterGeometry) -> Iterator[AdapterWeights]:
     """Raises FilesChanged, on leaving too: bytes replaced while they were read are not the version that was
     inspected. Raises WrongInspection, and AdapterError for a file that cannot be read."""
-    weights_path = _unchanged(spec)
+    _, weights_path = unchanged_files(spec)
     header = read_header(weights_path)
     try:
-        with open(weights_path, "rb", buffering=0) as file:
-            yield AdapterWeights(spec, geometry, header, file)
+        file = open(weights_path, "rb", buffering=0)  # noqa: SIM115  (closed below; what follows has its own errors)
     except OSError as error:
         raise AdapterError(f"cannot read {weights_path.name}: {error.strerror or error}") from error
-    _unchanged(spec)
+    with file:
+        yield AdapterWeights(spec, geometry, header, file)
+    unchanged_files(spec)
 
 
-def _unchanged(spec: AdapterSpec) -> Path:
-    """The weights file."""
+def unchanged_files(spec: AdapterSpec) -> tuple[Path, Path]:
+    """The adapter's configuration and weights. Raises FilesChanged where they are not what was inspected."""
     try:
         config_path, weights_path = adapter_files(Path(spec.path))
         stamps = stamp_of(config_path), stamp_of(weights_path)
@@ -73,4 +74,4 @@ def _unchanged(spec: AdapterSpec) -> Path:
     for path, stamp, inspected in zip((config_path, weights_path), stamps, (spec.config, spec.weights)):
         if stamp != inspected:
             raise FilesChanged(f"{path.name} has changed since the adapter was added; add it again")
-    return weights_path
+    return config_path, weights_path

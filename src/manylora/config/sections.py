@@ -65,6 +65,25 @@ class AdapterSettings(Section):
         "DIR",
     )
     max_adapter_rank: Count | None = setting(None, "refuse adapters of a larger rank (default: no limit)")
+    store: Annotated[str, Rule("a folder's path", str.strip)] | None = setting(
+        None,
+        "keep adapters that have been read in DIR, packed, so that reading them again is faster, after a restart "
+        "too; DIR is made where it is not there, and must be yours alone (off without this)",
+        "DIR",
+        name="adapter_store",
+    )
+    store_bytes: Count | None = setting(
+        None,
+        "most that --adapter-store takes of the disk, and never more than half of what is free there; what was "
+        "used least recently goes (default: 50GiB)",
+        name="adapter_store_size",
+        is_size=True,
+    )
+
+    def __post_init__(self) -> None:
+        check_rules(self)
+        if self.store is None and self.store_bytes is not None:
+            raise ConfigError("--adapter-store-size needs --adapter-store")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ from typing import Literal, NamedTuple
 import torch
 
 from manylora.adapters.registry import Registry
+from manylora.adapters.store import AdapterStore
+from manylora.adapters.storefolder import open_store_folder
 from manylora.config import CacheSettings, ConfigError, EngineSettings, MergeConfig, PolicyConfig
 from manylora.devices.device import Device
 from manylora.devices.select import open_device
@@ -76,6 +78,7 @@ def build_worker(
     most_pages = pool_pages(device.free_bytes() if asked_pool is None else asked_pool, page.page_bytes)
     limits = _limits(settings, config, kind, page, most_pages)
 
+    store_folder = open_store_folder(settings.adapters)
     if pads_steps is None:
         pads_steps = device.captures and settings.cuda_graphs == "auto"
     merge = settings.scheduler.merge
@@ -110,7 +113,8 @@ def build_worker(
     num_threads = torch.get_num_threads()
     shards = Shards(num_threads) if is_small and num_threads > 1 and not pads_steps else None
     max_rank = settings.adapters.max_adapter_rank
-    worker = Worker(decoder, arena, host, geometry, device, registry, max_rank, shards)
+    store = None if store_folder is None else AdapterStore(store_folder, geometry, dtype)
+    worker = Worker(decoder, arena, host, geometry, device, registry, max_rank, shards, store)
     if merge.is_on:
         worker.use_merging(copy.made(decoder, device))
     if pads_steps:

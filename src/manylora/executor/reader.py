@@ -6,6 +6,7 @@ only tells what has landed on the device.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -17,9 +18,12 @@ import numpy as np
 import torch
 
 from manylora.adapters.faults import FilesChanged, WrongInspection
-from manylora.adapters.pack import AdapterLayout, Helpers, cell_offsets, layout_of, load_adapter, load_into
+from manylora.adapters.jobs import NO_HELPERS, Helpers
+from manylora.adapters.pack import AdapterLayout, cell_offsets, layout_of, load_adapter, load_into
 from manylora.adapters.peft import AdapterSpec
+from manylora.adapters.store import AdapterStore, StoreCounts
 from manylora.devices.device import Device, PageWriter
+from manylora.executor.keeper import Keeper
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.arena import Arena
 from manylora.memory.host import HostPool
@@ -31,6 +35,9 @@ READERS = 2
 
 _MOST_HELPERS = 3
 """More wait for each other: 80 MB take 33 ms alone, 20 with two or three, 25 with six (16 cores)."""
+
+_LEAST_STORE_HELPERS, _MOST_STORE_HELPERS = 3, 7
+"""What has been packed takes few calls, which do not wait for each other; one alone does not keep a disk busy."""
 
 _log = logging.getLogger(__name__)
 
@@ -66,10 +73,12 @@ class AdapterReader:
         device: Device,
         landed: Callable[[Landed], None],
         inspect_again: Callable[[AdapterId, AdapterSpec, WrongInspection], AdapterSpec],
+        store: AdapterStore | None = None,
     ) -> None:
         """``landed`` is called on a reading thread, before the ``done`` of a read into device pages.
 
         ``inspect_again`` is called there where the files are not what the spec says; it may raise AdapterError.
+        ``store``: where packed adapters are kept, if anywhere. The reader closes it.
         """
         self._arena = arena
         self._host = host
@@ -78,12 +87,16 @@ class AdapterReader:
         self._note_landed = landed
         self._inspect_again = inspect_again
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="manylora-adapter-read")
-        self._helpers = Helpers()
+        self._helpers = self._store_helpers = NO_HELPERS
         # Half of the cores are left to the steps and to the other processes.
-        count = min(_MOST_HELPERS, (os.cpu_count() or 1) // 2 - READERS)
-        if count > 0:
+        cores = max(0, (os.cpu_count() or 1) // 2 - READERS)
+        for_store = 0 if store is None else min(max(cores, _LEAST_STORE_HELPERS), _MOST_STORE_HELPERS)
+        if count := max(for_store, min(cores, _MOST_HELPERS)):
             helping = ThreadPoolExecutor(count, thread_name_prefix="manylora-adapter-part")
-            self._helpers = Helpers(helping, count)
+            self._helpers = Helpers(helping, min(cores, _MOST_HELPERS))
+            self._store_helpers = Helpers(helping, for_store)
+        self._store = store
+        self._keeper = None if store is None else Keeper(store)
         self._closing = False
 
     def start(
@@ -103,6 +116,14 @@ class AdapterReader:
         self._threads.shutdown(wait=True)
         if self._helpers.threads is not None:
             self._helpers.threads.shutdown(wait=True)
+        if self._keeper is not None:
+            self._keeper.close()
+        if self._store is not None:
+            self._store.close()
+
+    def store_counts(self) -> StoreCounts:
+        """From any thread."""
+        return StoreCounts() if self._store is None else self._store.counts()
 
     def _run(
         self,
@@ -116,10 +137,14 @@ class AdapterReader:
         try:
             if spec is None:
                 raise AdapterError("the adapter is not known")
-            try:
-                self._read(spec, command, writer)
-            except WrongInspection as failure:  # raised before anything is written
-                self._read(self._inspect_again(command.adapter, spec, failure), command, writer)
+            with contextlib.nullcontext() if self._keeper is None else self._keeper.reading():
+                try:
+                    is_kept = self._read(spec, command, writer)
+                except WrongInspection as failure:  # raised before anything is written
+                    spec = self._inspect_again(command.adapter, spec, failure)
+                    is_kept = self._read(spec, command, writer)
+            if not is_kept and self._keeper is not None:
+                self._keeper.keep(spec)
         except _Closing:
             error = "the engine is closing"
         except AdapterError as failure:
@@ -132,33 +157,41 @@ class AdapterReader:
         read_s = time.perf_counter() - began
         done(AdapterRead(command.adapter, not error, error, read_s, is_at_fault))
 
-    def _read(self, spec: AdapterSpec, command: ReadAdapter, writer: PageWriter | None) -> None:
-        if writer is None:
-            self._read_to_host(spec, command)
-        else:
-            self._note_landed(self._read_to_device(spec, command, writer))
-
-    def _read_to_device(self, spec: AdapterSpec, command: ReadAdapter, writer: PageWriter) -> Landed:
+    def _read(self, spec: AdapterSpec, command: ReadAdapter, writer: PageWriter | None) -> bool:
+        """Whether the store had it."""
         layout = layout_of(spec, self._geometry)
+        self._check_open()
+        if writer is None:
+            return self._read_to_host(spec, layout, command)
         landed = Landed.at(command.adapter, layout, self._geometry, command.pages)
+        try:
+            is_kept = self._read_to_device(spec, layout, command, writer)
+        finally:
+            # Also after a failure: the pages go to others, which a late write must not meet.
+            writer.close()
+        self._note_landed(landed)
+        return is_kept
 
+    def _read_to_device(
+        self, spec: AdapterSpec, layout: AdapterLayout, command: ReadAdapter, writer: PageWriter
+    ) -> bool:
         def write_page(number: int, image: torch.Tensor) -> None:
             self._check_open()
             writer.write(self._arena.page(command.pages[number]), image)
 
-        try:
-            self._check_open()
-            load_adapter(spec, layout, self._geometry, self._arena.dtype, write_page, self._helpers)
-        finally:
-            # Also after a failure: the pages go to others, which a late write must not meet.
-            writer.close()
-        return landed
+        store, helpers = self._store, self._store_helpers
+        if store is not None and store.read(spec, layout, write_page, self._check_open, helpers):
+            return True
+        load_adapter(spec, layout, self._geometry, self._arena.dtype, write_page, self._helpers)
+        return False
 
-    def _read_to_host(self, spec: AdapterSpec, command: ReadAdapter) -> None:
-        layout = layout_of(spec, self._geometry)
+    def _read_to_host(self, spec: AdapterSpec, layout: AdapterLayout, command: ReadAdapter) -> bool:
         pages = [self._host.page(page) for page in command.pages]
-        self._check_open()
+        store, helpers = self._store, self._store_helpers
+        if store is not None and store.read_into(spec, layout, pages, self._check_open, helpers):
+            return True
         load_into(spec, layout, self._geometry, self._host.dtype, pages, self._check_open, self._helpers)
+        return False
 
     def _check_open(self) -> None:
         if self._closing:

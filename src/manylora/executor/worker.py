@@ -22,6 +22,7 @@ from manylora.adapters.faults import FilesChanged, WrongInspection
 from manylora.adapters.pack import layout_for, layout_of
 from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
+from manylora.adapters.store import AdapterStore
 from manylora.adapters.verify import verify_weights
 from manylora.devices.device import Device
 from manylora.devices.preparation import PREPARATION
@@ -107,10 +108,12 @@ class Worker:
         registry: Registry,
         max_adapter_rank: int | None = None,
         shards: Shards | None = None,
+        store: AdapterStore | None = None,
     ) -> None:
         """``geometry`` must be made of the pools' page shape and the decoder's groups.
 
-        ``shards``, if any, run parts of large enough batches side by side. The worker closes what it is given.
+        ``shards``, if any, run parts of large enough batches side by side. ``store``, if any, keeps packed
+        adapters. The worker closes what it is given.
         """
         self._forward: Forward | None = Forward(decoder, arena, geometry, device)
         self._graphs: StepGraphs | None = None
@@ -137,7 +140,9 @@ class Worker:
         self._in_flight: collections.deque[Callable[[], StepResult]] = collections.deque()  # oldest first
         self._ended_s = 0.0
         self._landed: collections.deque[Landed] = collections.deque()
-        self._reader = AdapterReader(arena, host, geometry, device, self._landed.append, self._inspect_again)
+        self._reader = AdapterReader(
+            arena, host, geometry, device, self._landed.append, self._inspect_again, store
+        )
         self._copier = Copier(arena, host, device)
 
     # ------------------------------------------------------------ the door
@@ -437,7 +442,8 @@ class Worker:
 
     def report_state(self, command: ReportState) -> None:
         """Carries out ReportState."""
-        self._tell(ExecutorState(self._host.pages_pinned, PREPARATION.seconds()))
+        counts = self._reader.store_counts()
+        self._tell(ExecutorState(self._host.pages_pinned, PREPARATION.seconds(), *counts))
 
     # ------------------------------------------------------------ the end
 

@@ -1,10 +1,11 @@
-"""How long it takes to read an adapter from its file (in the page cache) into the host pool's pages.
+"""How long it takes to read an adapter, of Llama-2-7B's shape (host memory is pinned where there is a GPU).
 
-By the number of helping threads, alone and beside a thread that computes in Python for 1.5 ms and sleeps for 5, as
-a step loop does; ``python_ms`` is what reads make of its 1.5. Llama-2-7B shape, on the machine's own device (host
-memory is pinned where there is a GPU). From the repository's root:
+Two parts. ``helpers``: from its file (in the page cache) into the host pool's pages, by the number of helping
+threads, alone and beside a thread that computes in Python for 1.5 ms and sleeps for 5, as a step loop does;
+``python_ms`` is what reads make of its 1.5. ``store``: see ``store_reads``. From the repository's root:
 
     python -m manylora_lab.benchmarks.adapter_reads
+    python -m manylora_lab.benchmarks.adapter_reads --parts store --device cuda --folder /mnt/nvme --out reads.json
 """
 
 from __future__ import annotations
@@ -22,26 +23,35 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from manylora.adapters import pack
-from manylora.adapters.pack import Helpers, layout_of, load_into
+from manylora.adapters.jobs import Helpers
+from manylora.adapters.pack import layout_of, load_into
 from manylora.adapters.peft import AdapterSpec, inspect_adapter
 from manylora.adapters.tensorfile import read_header
+from manylora.devices.device import Device
 from manylora.devices.select import open_device
 from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
 from manylora.memory.host import HostPool
 from manylora.models.config import read_model_config
+from manylora.models.spec import ModelConfig
 from manylora.pricing.shapes import SHAPES
 from manylora.warmup.random_adapters import write_random_adapters
 from manylora_lab.bench.dummies import write_model
+from manylora_lab.bench.provenance import Provenance, add_flags
+from manylora_lab.benchmarks import store_reads
 from manylora_lab.benchmarks.engine_rig import POSITIONS
 
 ADAPTERS = ((16, "bfloat16"), (64, "bfloat16"), (16, "float32"))
 HELPERS = (0, 1, 2, 3, 4, 6, 8, 12)
 JOB_BYTES = (2**18, 2**19, 2**21, 2**22)
 PYTHON_S, SLEEP_S = 1.5e-3, 5e-3
+PARTS = ("helpers", "store")
+RANKS = (16, 64, 128)
+SETTLE_S = 0.1
 
 
 def timed(work: Callable[[], object], count: int) -> tuple[float, float]:
@@ -104,43 +114,82 @@ def measure(read: Callable[[Helpers], None], helpers: Sequence[int], repeats: in
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--helpers", type=json.loads, default=list(HELPERS), help="a list")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    device = open_device("auto")
+def measure_helpers(
+    folder: Path, config: ModelConfig, geometry: AdapterGeometry, device: Device, args: argparse.Namespace
+) -> None:
     began_s = time.perf_counter()
     additions(10**6)
     loops = int(10**6 * PYTHON_S / (time.perf_counter() - began_s))
     print(f"{os.cpu_count()} cores, {device.name}, Python loops of {loops}")
-    with tempfile.TemporaryDirectory() as scratch:
+    host = HostPool(64, geometry.page, torch.bfloat16, device)
+    while device.copies_from_pinned and host.pinned_bytes < host.num_pages * geometry.page.page_bytes:
+        time.sleep(0.1)
+    host.run(0, host.num_pages).zero_()
+    gc.freeze()
+    for rank, dtype in ADAPTERS:
+        path = write_random_adapters(folder / f"{rank}-{dtype}", config, dtype, [rank], 1)[0]
+        spec = inspect_adapter(path, geometry, config.names.layer_prefix, None)
+        weights = path / "adapter_model.safetensors"
+        header, _ = timed(partial(read_header, weights), args.repeats)
+        print(f"rank {rank} {dtype}: {weights.stat().st_size / 1e6:.0f} MB, header {header:.2f} ms")
+        read = partial(read_into_pages, spec, geometry, host)
+        if (rank, dtype) == ADAPTERS[0]:
+            for job_bytes in JOB_BYTES:
+                before, pack._JOB_BYTES = pack._JOB_BYTES, job_bytes
+                print(f" jobs of {job_bytes} bytes")
+                measure(read, [3, 6], args.repeats, loops)
+                pack._JOB_BYTES = before
+            print(f" jobs of {pack._JOB_BYTES} bytes")
+        measure(read, args.helpers, args.repeats, loops)
+    host.close()
+
+
+def measure_store(
+    folder: Path, config: ModelConfig, geometry: AdapterGeometry, device: Device, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """By rank."""
+    runs = []
+    for rank in args.ranks:
+        path = write_random_adapters(folder / f"store-{rank}", config, "bfloat16", [rank], 1)[0]
+        spec = inspect_adapter(path, geometry, config.names.layer_prefix, None)
+        num_pages = layout_of(spec, geometry).num_pages
+        print(
+            f"rank {rank}: {num_pages} pages, {num_pages * geometry.page.page_bytes / 1e6:.0f} MB", flush=True
+        )
+        rig = store_reads.StoreRig(folder / f"packed-{rank}", geometry, device, torch.bfloat16, num_pages)
+        try:
+            time.sleep(SETTLE_S)  # what has just been written changes no more
+            runs.append({"rank": rank, **store_reads.measure(rig, spec, args.repeats)})
+        finally:
+            rig.close()
+    return runs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--helpers", type=json.loads, default=list(HELPERS), help="a list")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help="of the part store")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--folder", help="where files are written: on the disk to be measured")
+    parser.add_argument("--out", help="write what the part store found to this file")
+    add_flags(parser)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    device, provenance = open_device(args.device), Provenance.of(args, 0)
+    with tempfile.TemporaryDirectory(dir=args.folder) as scratch:
         folder = Path(scratch)
         write_model(folder / "model", SHAPES["llama-2-7b"], POSITIONS)
         config = read_model_config(folder / "model")
         geometry = adapter_geometry(PageShape(32, 16, 32, 128, 2), config.layer_groups)
-        host = HostPool(64, geometry.page, torch.bfloat16, device)
-        while device.copies_from_pinned and host.pinned_bytes < host.num_pages * geometry.page.page_bytes:
-            time.sleep(0.1)
-        host.run(0, host.num_pages).zero_()
-        gc.freeze()
-        for rank, dtype in ADAPTERS:
-            path = write_random_adapters(folder / f"{rank}-{dtype}", config, dtype, [rank], 1)[0]
-            spec = inspect_adapter(path, geometry, config.names.layer_prefix, None)
-            weights = path / "adapter_model.safetensors"
-            header, _ = timed(partial(read_header, weights), args.repeats)
-            print(f"rank {rank} {dtype}: {weights.stat().st_size / 1e6:.0f} MB, header {header:.2f} ms")
-            read = partial(read_into_pages, spec, geometry, host)
-            if (rank, dtype) == ADAPTERS[0]:
-                for job_bytes in JOB_BYTES:
-                    before, pack._JOB_BYTES = pack._JOB_BYTES, job_bytes
-                    print(f" jobs of {job_bytes} bytes")
-                    measure(read, [3, 6], args.repeats, loops)
-                    pack._JOB_BYTES = before
-                print(f" jobs of {pack._JOB_BYTES} bytes")
-            measure(read, args.helpers, args.repeats, loops)
-        host.close()
+        if "helpers" in args.parts:
+            measure_helpers(folder, config, geometry, device, args)
+        if "store" in args.parts:
+            runs = measure_store(folder, config, geometry, device, args)
+            if args.out:
+                record = {"device": device.name, "runs": runs, "provenance": provenance.provenance()}
+                Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,332 @@
+"""The adapter store: packed adapters on disk, so that an adapter that has been read once is read faster.
+
+A cache and nothing more: whatever is wrong with a file, the adapter's own files are read as without it. What an
+adapter is, its inspection says; a packed file is taken only where it says of itself what would be written for just
+this adapter, its files as they are now, this model and this packing. Owns no thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from manylora.adapters.faults import FilesChanged
+from manylora.adapters.jobs import NO_HELPERS, Helpers, run_all
+from manylora.adapters.pack import (
+    PACKING_VERSION,
+    AdapterLayout,
+    WritePage,
+    layout_of,
+    load_adapter,
+)
+from manylora.adapters.packedfile import (
+    PackedFileReader,
+    PackedFileWriter,
+    PackedPiece,
+    PackedShape,
+    Unusable,
+    read_identity,
+)
+from manylora.adapters.peft import AdapterSpec, adapter_files
+from manylora.adapters.sourcestamp import SourceStamp, source_stamps, stamp_source, unsettled_s
+from manylora.adapters.storefolder import NoRoom, StoreFolder
+from manylora.kernels.shapes import AdapterGeometry
+from manylora.protocol import AdapterError
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 0.05
+_WINDOW_BYTES = 8 * 2**20
+"""What goes on to a device is read so many bytes at a time: a piece for each of some threads, which is still in a
+cache when it is handed over."""
+
+
+class StoreCounts(NamedTuple):
+    """Reads that found a packed file, reads that did not, and bytes that the store's files take."""
+
+    hits: int = 0
+    misses: int = 0
+    num_bytes: int = 0
+
+
+class AdapterStore:
+    """Thread-safe."""
+
+    def __init__(self, folder: StoreFolder, geometry: AdapterGeometry, dtype: torch.dtype) -> None:
+        """``dtype``: of the pools. The store closes ``folder``."""
+        self._folder = folder
+        self._geometry = geometry
+        self._dtype = dtype
+        self._model = _fingerprint(geometry, dtype)
+        self._lock = threading.Lock()
+        self._hits = self._misses = 0
+        self._named: set[str] = set()  # files that the log has named
+        self._cannot_write = False
+
+    def counts(self) -> StoreCounts:
+        return StoreCounts(self._hits, self._misses, self._folder.held_bytes)
+
+    def close(self) -> None:
+        """With no read and no write on its way. Idempotent."""
+        self._folder.close()
+
+    # ------------------------------------------------------------ reading
+
+    def read_into(
+        self,
+        spec: AdapterSpec,
+        layout: AdapterLayout,
+        pages: Sequence[torch.Tensor],
+        check: Callable[[], None],
+        helpers: Helpers = NO_HELPERS,
+    ) -> bool:
+        """What ``load_into`` does, from a packed file. False: there is none to go by; the pages may hold anything.
+
+        Raises FilesChanged, as reading the adapter's own files would, ValueError for another number of pages, and
+        what ``check`` raises.
+        """
+        if len(pages) != layout.num_pages:
+            raise ValueError(f"the adapter takes {layout.num_pages} pages, got {len(pages)}")
+
+        def read(file: PackedFileReader) -> None:
+            _fill(file, 0, [_bytes_of(page) for page in pages], check, helpers)
+
+        return self._read(spec, layout, read)
+
+    def read(
+        self,
+        spec: AdapterSpec,
+        layout: AdapterLayout,
+        write_page: WritePage,
+        check: Callable[[], None],
+        helpers: Helpers = NO_HELPERS,
+    ) -> bool:
+        """What ``load_adapter`` does, from a packed file; see ``read_into``. Hands over only what is sound."""
+        page = self._geometry.page
+
+        def read(file: PackedFileReader) -> None:
+            count = max(1, min(_WINDOW_BYTES // page.page_bytes, layout.num_pages))
+            # At a boundary of the system's pages, for direct reads.
+            memory = np.frombuffer(mmap.mmap(-1, count * page.page_bytes), np.uint8)
+            window = memory.reshape(count, page.page_bytes)
+            images = torch.from_numpy(memory).view(self._dtype).view(count, page.layers, -1)
+            for first in range(0, layout.num_pages, count):
+                num_pages = min(count, layout.num_pages - first)
+                _fill(file, first, list(window[:num_pages]), check, helpers)
+                for number in range(num_pages):
+                    write_page(first + number, images[number])
+
+        return self._read(spec, layout, read)
+
+    def _read(
+        self, spec: AdapterSpec, layout: AdapterLayout, read: Callable[[PackedFileReader], None]
+    ) -> bool:
+        name = self._name(spec)
+        is_hit = False
+        try:
+            with self._opened(spec, layout) as file:
+                read(file)
+            is_hit = True
+        except FilesChanged:
+            self._remove(name)  # of an adapter that is not there any more
+            raise
+        except FileNotFoundError:
+            pass
+        except (Unusable, OSError) as error:
+            self._say_once(name, spec, error)
+            self._remove(name)  # it is written anew
+        with self._lock:
+            self._hits += is_hit
+            self._misses += not is_hit
+        return is_hit
+
+    @contextmanager
+    def _opened(self, spec: AdapterSpec, layout: AdapterLayout) -> Iterator[PackedFileReader]:
+        """Raises FileNotFoundError, Unusable, FilesChanged and OSError."""
+        shape = self._shape(spec, layout, source_stamps(spec))
+        with self._folder.opened(self._name(spec)) as (file, direct):
+            yield PackedFileReader(shape, file, direct)
+            self._folder.note_use(file)
+
+    def _say_once(self, name: str, spec: AdapterSpec, error: Exception) -> None:
+        with self._lock:
+            is_new = name not in self._named
+            self._named.add(name)
+        if is_new:
+            _log.warning(
+                "the packed file %s of %s is not used (%s): the adapter's own files are read",
+                name,
+                spec.path,
+                getattr(error, "strerror", None) or error,
+            )
+
+    # ------------------------------------------------------------ writing
+
+    def write(self, spec: AdapterSpec, check: Callable[[], None]) -> None:
+        """Pack the adapter once more, into a file, unless there is one. Takes as long as reading it on one thread.
+
+        ``check`` is called now and then, and may raise to break off. Nothing else is raised: what is not kept is
+        read from its own files again. Where the folder cannot be written, the log says so once.
+        """
+        try:
+            self._write(spec, check)
+            self._cannot_write = False
+        except (AdapterError, NoRoom) as error:
+            _log.info("the adapter in %s is not kept in the store: %s", spec.path, error)
+        except OSError as error:
+            if not self._cannot_write:
+                reason = error.strerror or error
+                _log.warning("the adapter store %s cannot be written: %s", self._folder.path, reason)
+            self._cannot_write = True
+
+    def _write(self, spec: AdapterSpec, check: Callable[[], None]) -> None:
+        layout = layout_of(spec, self._geometry)
+        stamps = source_stamps(spec)
+        if self._is_there(spec, layout):
+            return
+        while left_s := unsettled_s(stamps):
+            if left_s == math.inf:
+                raise FilesChanged("its files are from the future")
+            check()
+            time.sleep(min(left_s, _POLL_S))
+        shape = self._shape(spec, layout, stamps)
+        if not self._folder.has_room(shape.file_bytes):
+            self._remove_stale(check)
+        with self._folder.created(self._name(spec), shape.file_bytes, check) as file:
+            writer = PackedFileWriter(shape, file)
+
+            def write_page(number: int, image: torch.Tensor) -> None:
+                check()
+                writer.write_page(number, _bytes_of(image))
+
+            load_adapter(spec, layout, self._geometry, self._dtype, write_page)
+            if source_stamps(spec) != stamps:
+                raise FilesChanged("its files were replaced while they were read")
+            writer.finish()
+
+    def _is_there(self, spec: AdapterSpec, layout: AdapterLayout) -> bool:
+        """Whether a file says that it is this adapter's, such as one of another server on the same store."""
+        try:
+            with self._opened(spec, layout):
+                return True
+        except (Unusable, OSError):
+            return False
+
+    def tidy(self, check: Callable[[], None]) -> None:
+        """Remove what is too much, and what cannot be used any more: of adapters that are gone or were replaced.
+
+        Raises what ``check`` raises, and nothing else.
+        """
+        try:
+            self._remove_stale(check)
+            self._folder.shrink(check)
+        except OSError as error:
+            _log.warning("the adapter store %s cannot be tidied: %s", self._folder.path, error)
+
+    def _remove_stale(self, check: Callable[[], None]) -> None:
+        for name in self._folder.names():
+            check()
+            try:
+                with self._folder.opened(name) as (file, _):
+                    is_stale = _is_stale(read_identity(file))
+            except FileNotFoundError:
+                continue
+            except (Unusable, OSError):
+                is_stale = True
+            if is_stale:
+                self._folder.remove(name)
+
+    def _remove(self, name: str) -> None:
+        try:
+            self._folder.remove(name)
+        except OSError as error:
+            _log.info("the packed file %s cannot be removed: %s", name, error)
+
+    # ------------------------------------------------------------ names
+
+    def _name(self, spec: AdapterSpec) -> str:
+        """One for each adapter folder and model: what was replaced is replaced here, too."""
+        told = f"{self._model}\0".encode() + os.fsencode(spec.path)
+        return hashlib.blake2b(told, digest_size=16).hexdigest()
+
+    def _shape(
+        self, spec: AdapterSpec, layout: AdapterLayout, stamps: tuple[SourceStamp, SourceStamp]
+    ) -> PackedShape:
+        identity = {
+            "path": spec.path,
+            "config": dataclasses.astuple(stamps[0]),
+            "weights": dataclasses.astuple(stamps[1]),
+            "model": self._model,
+            "prefix": [spec.key_prefix, spec.layer_prefix, spec.key_infix],
+            "ranks": spec.ranks,
+            "scales": spec.scales,
+            "pages": layout.num_pages,
+        }
+        return PackedShape(json.dumps(identity).encode(), layout.num_pages, self._geometry.page)
+
+
+def _fingerprint(geometry: AdapterGeometry, dtype: torch.dtype) -> str:
+    """All that page images depend on besides the adapter and the number of its pages."""
+    described = [
+        PACKING_VERSION,
+        str(dtype),
+        sys.byteorder,
+        dataclasses.astuple(geometry.page),
+        geometry.cell_elements,
+        geometry.itemsize,
+        [dataclasses.astuple(projection) for projection in geometry.projections],
+        [[group.name for group in groups] for groups in geometry.layers],
+    ]
+    return hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()
+
+
+def _is_stale(identity: bytes) -> bool:
+    """Whether the files that it names are gone, or others now."""
+    try:
+        said = json.loads(identity)
+        paths = adapter_files(Path(said["path"]))
+        return any(
+            list(dataclasses.astuple(stamp_source(path))) != said[key]
+            for path, key in zip(paths, ("config", "weights"))
+        )
+    except (AdapterError, OSError, ValueError, TypeError, LookupError, RecursionError):
+        return True
+
+
+def _fill(
+    file: PackedFileReader,
+    first_page: int,
+    pages: Sequence[np.ndarray],
+    check: Callable[[], None],
+    helpers: Helpers,
+) -> None:
+    """Read page images from ``first_page`` on into bytes, their first layers first."""
+
+    def read(piece: PackedPiece, _: None) -> None:
+        check()
+        file.read(piece, pages[piece.page - first_page][piece.begin : piece.end])
+
+    mine = range(first_page, first_page + len(pages))
+    run_all(
+        (partial(read, piece) for piece in file.shape.pieces if piece.page in mine), helpers, lambda: None
+    )
+
+
+def _bytes_of(page: torch.Tensor) -> np.ndarray:
+    return np.asarray(page.view(torch.uint8).numpy()).reshape(-1)
