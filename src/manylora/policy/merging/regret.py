@@ -2,8 +2,9 @@
 
 A ski rental between as many states as there are weights to run on: what the present weights cost more than others
 would have is their regret, and when that has come to the switch there and back, the switch is made. So the time
-lost is at most a constant times what a switcher loses that knows the future. Not even an unlucky stream is slower
-than unmerged by more than ``SHARE``: a switch must be paid from what earlier ones have saved, or from that share.
+lost is at most a constant times what a switcher loses that knows the future. That alone could be slower than
+unmerged on an unlucky stream, where others come after each switch: there the price doubles, and when switches have
+cost more than they have saved by ``SHARE`` of the time and ``ALLOWANCE``, there are none for a while.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from manylora.policy.sequences import Scheduled
 from manylora.types import BASE, AdapterId
 
 SHARE = 0.005
-"""Of the time in steps, what switches may cost more than they have saved."""
+"""Of the time in steps, what switches may cost more than they have saved,"""
+ALLOWANCE = 3.0
+"""and besides so many switches there and back, so that a short run can show what merging is worth."""
 
 
 class RegretMerging:
@@ -33,7 +36,6 @@ class RegretMerging:
         self.saved_s = 0.0
         """By merging so far, less what it cost."""
         self.busy_s = 0.0
-        self._num_switches = 0
         self._since_s = 0.0  # when the present weights were chosen
 
     # ------------------------------------------------------------ the choice
@@ -46,7 +48,7 @@ class RegretMerging:
                 return choice
         for target in sorted(self.regrets):
             regret_s, price_s = self.regrets[target], self._price_s(view.merged, target)
-            if regret_s < price_s or target == view.merged or not self._can_afford(target, price_s):
+            if target == view.merged or not self._pays(target, regret_s, price_s):
                 continue
             if not view.may_switch_to(target) or not (self._is_mixed or self._is_alone(view, target)):
                 continue
@@ -88,9 +90,13 @@ class RegretMerging:
     def _price_s(self, before: AdapterId, after: AdapterId) -> float:
         return self._times.switch_s(before, after) + self._times.switch_s(after, before)
 
-    def _can_afford(self, target: AdapterId, price_s: float) -> bool:
-        """The first switch is free, so that a short run can show what it is worth; going back always is."""
-        return target == BASE or self._num_switches == 0 or self.saved_s + SHARE * self.busy_s >= price_s
+    def _pays(self, target: AdapterId, regret_s: float, price_s: float) -> bool:
+        """Whether the regret has come to the price: to twice the price where as much was lost by switches before.
+        An adapter is merged only while not too much was."""
+        debt_s = max(-self.saved_s, 0.0)
+        if target != BASE and debt_s > SHARE * self.busy_s + ALLOWANCE * price_s:
+            return False
+        return regret_s >= price_s + (min(debt_s, price_s) if target != BASE else 0.0)
 
     # ------------------------------------------------------------ what is told
 
@@ -121,7 +127,6 @@ class RegretMerging:
     def switched(self, before: AdapterId, after: AdapterId, seconds: float) -> None:
         """See MergePolicy."""
         self.saved_s -= seconds
-        self._num_switches += 1
         self.regrets.clear()
 
     def forget(self, adapter: AdapterId) -> None:
