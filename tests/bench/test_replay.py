@@ -27,6 +27,7 @@ from manylora_lab.bench.summary import (
     difference,
     fairness,
     jain,
+    merging,
     summarize,
     table,
     warnings,
