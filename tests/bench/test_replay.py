@@ -27,6 +27,7 @@ from manylora_lab.bench.summary import (
     difference,
     fairness,
     jain,
+    merging,
     summarize,
     table,
     warnings,
@@ -154,6 +155,25 @@ def test_a_lost_target_ends_the_replay_and_what_came_is_kept(in_own_time: OwnTim
     summary = summarize(stream, done.results)
     assert (summary["planned"], summary["requests"], summary["failed"]) == (4, 2, 1)
     assert "2 (1 failed), 2 of 4 not made" in table(summary)
+
+
+def test_what_was_merged_by_an_engines_numbers_or_a_servers() -> None:
+    stats = {
+        "steps": 100.0, "steps_merged": 60.0, "steps_mixed": 10.0, "switches_merged": 3.0, "merge_switch_s": 0.5,
+        "longest_pause_s": 1.5,
+    }  # fmt: skip
+    figures = {
+        'manylora:steps_total{mode="unmerged",model_name="base"}': 30.0,
+        'manylora:steps_total{mode="merged",model_name="base"}': 60.0,
+        'manylora:steps_total{mode="mixed",model_name="base"}': 10.0,
+        'manylora:merge_switches_total{to="merged"}': 3.0, "manylora:merge_switch_seconds_total": 0.5,
+    }  # fmt: skip
+    shares = {"steps_unmerged": 0.3, "steps_merged": 0.6, "steps_mixed": 0.1}
+    expected = {**shares, "switches_merged": 3, "switches_base": 0, "switch_s": 0.5, "paused_s": 0}
+    assert merging(stats) == pytest.approx({**expected, "longest_pause_s": 1.5})
+    assert merging(figures) == pytest.approx(expected)
+    assert merging({"steps": 100.0, "steps_unmerged": 100.0}) is None
+    assert merging({}) is None
 
 
 def test_a_halted_replay_keeps_what_it_has(in_own_time: OwnTime) -> None:

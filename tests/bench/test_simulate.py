@@ -237,3 +237,34 @@ def test_a_damaged_profile_is_one_line(
     assert str(path) in error
     assert says in error
     assert error.count("\n") == 1
+
+
+def test_modes_of_merging_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At equal memory: the copy of the base's weights is taken from the pool."""
+    chosen = ("--merge", "unmerged,merged,manylora", "--merge-starve", "1", "--merge-minority", "wait")
+    profile = ("--profile", PROFILE, "--device-pool", "100GiB")
+    report = report_of(tmp_path, "--adapters", "1", *profile, *chosen)
+    results = report["results"]
+    assert list(results) == ["manylora", "manylora+merged", "manylora+manylora", "cached"]
+    assert results["manylora"]["merging"] is None
+    for name in ("manylora+merged", "manylora+manylora"):
+        merging, merge = results[name]["merging"], results[name]["config"]["merge"]
+        assert merging["steps_merged"] > 0.5
+        assert merging["switches_merged"] >= 1
+        assert (merge["copy"], merge["starve_s"]) == ("device", 1.0)
+        assert merge["minority"] == ("wait" if name.endswith("manylora") else "unmerge")
+        assert results[name]["tpot_mean_ms"] < results["manylora"]["tpot_mean_ms"]
+        missing = results["manylora"]["config"]["num_pages"] - results[name]["config"]["num_pages"]
+        assert missing == pytest.approx(1544, abs=1), "12.95 GB of 8 MiB pages"
+    lines = capsys.readouterr().out.splitlines()
+    assert ["-" in line.split() for line in lines[2:]] == [True, False, False, True]
+
+
+def test_a_copy_that_is_too_large_for_the_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_of(tmp_path, *MEASURED, "--merge", "merged")
+    merge = report["results"]["manylora+merged"]["config"]["merge"]
+    assert (merge["copy"], merge["times"]["steps_wait"]) == ("host", True)
+    assert simulate(*WORKLOAD, *MEASURED, "--merge", "merged", "--merge-copy", "device") == 2
+    assert "a copy of the weights takes 12.1 GiB of a pool of 4.0 GiB" in capsys.readouterr().err
+    assert simulate(*WORKLOAD, *MEASURED, "--merge", "dlra") == 2
+    assert "--merge 'dlra' is not known; did you mean dlora" in capsys.readouterr().err

@@ -94,7 +94,9 @@ def test_stats_are_the_policys() -> None:
     ]
     shown = {field.name for field in dataclasses.fields(EngineStats)}
     assert sum(map(len, owners)) == len(set.union(*owners))
-    assert shown == set.union(*owners) - {"preparation_s"} | {"base_running", "base_waiting"}
+    not_shown = {"preparation_s", "merged", "steps_unmerged"}
+    shown_besides = {"base_running", "base_waiting", "merged_adapter", "pristine_bytes"}
+    assert shown == set.union(*owners) - not_shown | shown_besides
     use = {field.name for field in dataclasses.fields(snapshot.adapters[0])}
     assert {field.name for field in dataclasses.fields(AdapterLoad)} == use - {"adapter"} | {"name", "rank"}
 

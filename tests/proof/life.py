@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from typing import Any
 
-from manylora.config import CacheConfig, PolicyConfig
+from manylora.config import CacheConfig, MergeConfig, MergeTimes, PolicyConfig, StepTimes
 from manylora.policy.caches import adapter_pages_limit
 from manylora.policy.replica import Replica
 from manylora.protocol import (
@@ -35,6 +36,7 @@ from tests.policy.device_model import VOCABULARY, DeviceModel
 _CHECK_EVERY = 40
 """Events between two checks of all invariants, which take as long as many events."""
 _MOST_OPEN = 40
+_UNMERGED = MergeConfig()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Scene:
     traces: bool = False
     max_waiting: int | None = None
     cache: tuple[tuple[str, float], ...] = ()
+    merge: MergeConfig = _UNMERGED
 
 
 SCENES: dict[str, Scene] = {
@@ -103,6 +106,27 @@ SCENES: dict[str, Scene] = {
 }
 
 
+_STEPS = (StepTimes(1, 1, 0.004, 0.002, 0.003), StepTimes(8, 8, 0.006, 0.003, 0.004))
+
+
+def _merging(mode: str, steps_wait: bool = False, **merge: Any) -> Scene:
+    """Few adapters, of which one often has most requests."""
+    times = MergeTimes(steps_wait, 0.004, 0.004, _STEPS)
+    return Scene(
+        60, 60, 4, 6, 40, 3, 4, 20, 24, (0.0005, 0.01), failures=1, traces=True, max_waiting=30,
+        merge=MergeConfig(mode, times=times, **merge),
+    )  # fmt: skip
+
+
+MERGING_SCENES: dict[str, Scene] = {
+    "merged": _merging("merged", starve_s=0.5),
+    "dlora": _merging("dlora", alpha=0.7, starve_s=0.5),
+    "regret": _merging("manylora", steps_wait=True),
+    "mixed": _merging("manylora", minority="mixed"),
+}
+"""With one cache policy, since merging does not ask for it."""
+
+
 class Life:
     """Feeds one replica. ``told`` is given every event with its moment, and what the replica answered."""
 
@@ -113,10 +137,11 @@ class Life:
         self.config = PolicyConfig(
             scene.num_pages, scene.page_tokens, scene.most_prompt + scene.most_tokens, scene.max_num_seqs,
             scene.max_batch_tokens, scene.num_host_pages, 2**20, cache, scene.admission, scene.slo_ttft_s,
-            pipeline_depth, scene.max_waiting,
+            pipeline_depth, scene.max_waiting, merge=scene.merge,
         )  # fmt: skip
         self._replica = Replica(self.config)
-        self._device = DeviceModel(scene.page_tokens, pipeline_depth)
+        waits = scene.merge.times.steps_wait
+        self._device = DeviceModel(scene.page_tokens, pipeline_depth, scene.merge.is_mixed, waits)
         self._most_pages = min(scene.most_adapter_pages, adapter_pages_limit(self.config))
         self._now = 0.0
         self._timer: float | None = None
@@ -133,7 +158,8 @@ class Life:
             self._add_adapter()
         while len(self.told) < num_events:
             self._something()
-        while self._open or self._device.steps or self._device.copies or self._device.reads:
+        device = self._device
+        while self._open or device.steps or device.copies or device.reads or device.switches:
             if not self._answer_something():
                 self._ring()
 
@@ -243,12 +269,15 @@ class Life:
     def _answer_something(self) -> bool:
         """A read, a copy or the oldest step ends, in no order; False where the device has nothing to do."""
         rng, device = self._rng, self._device
-        kinds = [kind for kind in ("reads", "copies", "steps", "steps") if getattr(device, kind)]
+        kinds = [kind for kind in ("reads", "copies", "steps", "steps", "switches") if getattr(device, kind)]
         if not kinds:
             return False
         kind, ok = rng.choice(kinds), rng.randrange(100) >= self._scene.failures
         error = "" if ok else "made to fail"
-        if kind == "reads":
+        if kind == "switches":
+            self._feed(device.end_switch(0.004))
+            device.fails_switch = not ok
+        elif kind == "reads":
             read = rng.choice(device.reads)
             device.land(read, ok)
             self._feed(AdapterRead(read.adapter, ok, error, 0.01, is_at_fault=not ok and rng.random() < 0.5))

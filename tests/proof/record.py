@@ -6,6 +6,7 @@ scene with one step in flight and with two.
 
 from __future__ import annotations
 
+import itertools
 import lzma
 import sys
 import tempfile
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from manylora.config import CACHE_POLICIES
 from manylora.engine.journal import JournalWriter
-from tests.proof.life import SCENES, Life
+from tests.proof.life import MERGING_SCENES, SCENES, Life
 
 JOURNALS = Path(__file__).parent / "journals"
 EVENTS = 3200
@@ -23,7 +24,10 @@ EVENTS = 3200
 def record(policy: str, pipeline_depth: int, scene: str) -> bytes:
     """The journal of one life."""
     life = Life(
-        policy, pipeline_depth, SCENES[scene], zlib.crc32(f"{policy} {pipeline_depth} {scene}".encode())
+        policy,
+        pipeline_depth,
+        {**SCENES, **MERGING_SCENES}[scene],
+        zlib.crc32(f"{policy} {pipeline_depth} {scene}".encode()),
     )
     life.live(EVENTS)
     with tempfile.TemporaryDirectory() as folder:
@@ -39,14 +43,20 @@ def record(policy: str, pipeline_depth: int, scene: str) -> bytes:
 def main() -> int:
     """All of them, packed, into ``journals/``."""
     JOURNALS.mkdir(exist_ok=True)
-    for policy in CACHE_POLICIES:
-        for pipeline_depth in (1, 2):
-            for scene in SCENES:
-                name = f"{policy}-{pipeline_depth}-{scene}.jsonl.xz"
-                packed = lzma.compress(record(policy, pipeline_depth, scene), preset=9 | lzma.PRESET_EXTREME)
-                (JOURNALS / name).write_bytes(packed)
-                print(name, len(packed), file=sys.stderr)
+    for policy, pipeline_depth, scene in lives():
+        name = f"{policy}-{pipeline_depth}-{scene}.jsonl.xz"
+        packed = lzma.compress(record(policy, pipeline_depth, scene), preset=9 | lzma.PRESET_EXTREME)
+        (JOURNALS / name).write_bytes(packed)
+        print(name, len(packed), file=sys.stderr)
     return 0
+
+
+def lives() -> list[tuple[str, int, str]]:
+    """Cache policy, steps in flight and scene of each."""
+    return [
+        *itertools.product(CACHE_POLICIES, (1, 2), SCENES),
+        *itertools.product(["manylora"], (1, 2), MERGING_SCENES),
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

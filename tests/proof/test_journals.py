@@ -17,8 +17,7 @@ from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import read_answered
 from manylora.policy.replica import Replica
 from manylora.protocol import Command, Event, Report, ReportDue, RunStep, SwapPages
-from tests.proof.life import SCENES
-from tests.proof.record import JOURNALS
+from tests.proof.record import JOURNALS, lives
 
 LEAST_JOURNALS, LEAST_EVENTS, MOST_BYTES = 60, 200_000, 5_000_000
 PATHS = sorted(JOURNALS.glob("*.jsonl.xz"))
@@ -58,9 +57,7 @@ def test_there_are_enough() -> None:
     num_events = sum(lzma.decompress(path.read_bytes()).count(b"\n") - 1 for path in PATHS)
     assert num_events >= LEAST_EVENTS
     recorded = {path.name.partition(".")[0] for path in PATHS}
-    assert recorded >= {
-        f"{p}-{depth}-{scene}" for p in CACHE_POLICIES for depth in (1, 2) for scene in SCENES
-    }
+    assert recorded >= {f"{policy}-{depth}-{scene}" for policy, depth, scene in lives()}
 
 
 def test_together_they_show_everything_that_can_happen(tmp_path: Path) -> None:
@@ -78,9 +75,9 @@ def test_together_they_show_everything_that_can_happen(tmp_path: Path) -> None:
             seen["unsound"] += bool(getattr(told.event, "unsound", ()))
     kinds = {kind.__name__ for kind in (*typing.get_args(Event), *typing.get_args(Command))}
     kinds -= {"ReportDue", "Report"}  # decide nothing
-    kinds |= {"failed StepDone", "failed CopyDone", "failed AdapterRead"}
+    kinds |= {"failed StepDone", "failed CopyDone", "failed AdapterRead", "failed SwitchDone"}
     kinds |= {"status 400", "status 404", "status 429", "status 500", "status 503", "unsound"}
-    kinds |= {"evict", "save", "drop", "load", "read", "drop-host", "preempt"}
+    kinds |= {"evict", "save", "drop", "load", "read", "drop-host", "preempt", "merge", "unmerge"}
     assert kinds - {kind for kind, number in seen.items() if number} == set()
 
 

@@ -10,7 +10,7 @@ from manylora.config.declaring import (
     parse_size,
     setting_of,
 )
-from manylora.config.merging import MERGE_MODES, MergeConfig, MergeTimes, StepTimes
+from manylora.config.merging import MERGE_MODES, SETTING_MODES, MergeConfig, MergeTimes, StepTimes
 from manylora.config.policy import (
     ADMISSIONS,
     CACHE_POLICIES,
@@ -40,6 +40,7 @@ __all__ = [
     "MERGE_MODES",
     "MOST_PRIORITY",
     "MOST_SEQS",
+    "SETTING_MODES",
     "AdapterSettings",
     "CacheConfig",
     "CacheSettings",

@@ -33,7 +33,7 @@ from manylora.types import BASE, AdapterId
 _log = logging.getLogger(__name__)
 
 
-class Merging:
+class MergedWeights:
     """Merges adapters into the weights of a decoder's linears, in place. Used by the step loop's thread."""
 
     def __init__(

@@ -29,7 +29,7 @@ from manylora.devices.preparation import PREPARATION
 from manylora.executor.forward import EagerSteps, Forward
 from manylora.executor.graphs import GraphLimits, Progress, StepGraphs
 from manylora.executor.inputs import InputBuilder
-from manylora.executor.merging import Merging
+from manylora.executor.merging import MergedWeights
 from manylora.executor.reader import AdapterReader, Landed
 from manylora.executor.sampler import Results, draw, most_likely
 from manylora.executor.sequences import Expected, Rows, SequenceTable, Undo
@@ -126,7 +126,7 @@ class Worker:
         self._specs: dict[AdapterId, AdapterSpec] = {}
         self._sequences = SequenceTable()
         self._tables = AdapterTables(device, geometry)
-        self._merging: Merging | None = None
+        self._merging: MergedWeights | None = None
         self._shards = shards
         self._parts = [
             _Part(
@@ -166,7 +166,7 @@ class Worker:
         """Obey SetMerged from now on; before the first step and before ``use_graphs``. ``pristine``: of the
         decoder's linears. The worker closes it."""
         assert self._forward is not None
-        self._merging = Merging(
+        self._merging = MergedWeights(
             self._forward.decoder,
             pristine,
             self._arena,

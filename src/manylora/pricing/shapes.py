@@ -73,6 +73,11 @@ class ModelShape:
         return self.layers * sum(inputs * outputs for inputs, outputs in self.modules.values())
 
     @property
+    def layer_bytes(self) -> int:
+        """What these take: all that an adapter can change."""
+        return self.layer_parameters * self.itemsize
+
+    @property
     def head_parameters(self) -> int:
         """The parameters of the matrix that gives logits."""
         return self.vocab * self.hidden

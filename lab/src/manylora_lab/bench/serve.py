@@ -20,7 +20,16 @@ from manylora_lab.bench.picture import check_plot, check_writable, draw
 from manylora_lab.bench.processes import processes_for, replay_apart
 from manylora_lab.bench.provenance import Provenance
 from manylora_lab.bench.replay import Halt, ReplaySettings, RequestResult, check_fit, replay, warm_adapters
-from manylora_lab.bench.summary import Objective, Summary, as_rows, difference, summarize, table, warnings
+from manylora_lab.bench.summary import (
+    Objective,
+    Summary,
+    as_rows,
+    difference,
+    merging,
+    summarize,
+    table,
+    warnings,
+)
 from manylora_lab.bench.targets import EngineTarget, Target
 from manylora_lab.bench.vllm_names import offline_fields, serve_fields
 from manylora_lab.workloads.stream import Stream, prompt_tokens
@@ -211,8 +220,9 @@ async def measure(
     else:
         done = await replay(target, stream, settings, halt)
     after = await target.counters() if done.error is None else {}
-    summary = summarize(stream, done.results, objective)
-    return MeasuredReplay(summary, difference(before, after), done.results, done.error)
+    grown = difference(before, after)
+    summary = {**summarize(stream, done.results, objective), "merging": merging(grown)}
+    return MeasuredReplay(summary, grown, done.results, done.error)
 
 
 def fitting(stream: Stream, most_tokens: int | None) -> Stream:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from manylora.config import CACHE_POLICIES, ConfigError, EngineSettings, PolicyConfig, is_import_name
-from manylora.flags import build_settings
+from manylora.config import (
+    CACHE_POLICIES,
+    MERGE_MODES,
+    SETTING_MODES,
+    ConfigError,
+    EngineSettings,
+    MergeConfig,
+    PolicyConfig,
+    is_import_name,
+)
+from manylora.flags import FLAGS, build_settings
 from manylora.policy.caches import find_cache
 from manylora.pricing.costs import StepCosts
 from manylora.pricing.fit import fit_profile
@@ -20,9 +30,10 @@ from manylora_lab.bench.provenance import Provenance
 from manylora_lab.sim.analytical import AnalyticalCosts, check_cards
 from manylora_lab.sim.hardware import hardware_named
 from manylora_lab.sim.limits import recorded, reference, summarize_limits
+from manylora_lab.sim.merging import beside_pristine, merge_times
 from manylora_lab.sim.replay import Replay
 from manylora_lab.sim.shipped import find_profile
-from manylora_lab.sim.summary import summarize, ttft_parts_ms
+from manylora_lab.sim.summary import merging, summarize, ttft_parts_ms
 from manylora_lab.workloads.stream import Stream
 from manylora_lab.workloads.terms import suggestion
 
@@ -43,6 +54,7 @@ _LIMITS = (
     ("KV kept", "{kv_kept:.2f} of {kv_kept_limit:.2f}"),
     ("adapters kept", "{adapter_kept:.2f} of {adapter_kept_limit:.2f}"),
 )
+_MERGING = (("merged", "{merging[steps_merged]:.2f}"), ("switches", "{merging[switches_merged]:.0f}"))
 _DROPPED = ("dropped", "{dropped}")
 _LEAST_WIDTH = 9
 
@@ -51,7 +63,8 @@ _LEAST_WIDTH = 9
 class SimulateSettings:
     """What to simulate: costs by ``profile``, which has to be of ``model`` and of this machine's ``device`` where
     these are given, or by ``hardware`` and ``shape``. ``policies``: names with commas between, or "all".
-    ``engine``: settings by flag name. ``with_limits``: bounds beside every policy (docs/limits.md)."""
+    ``merge``: modes likewise, each with every policy. ``engine``: settings by flag name. ``with_limits``: bounds
+    beside every policy (docs/limits.md)."""
 
     profile: str | None = None
     model: str | None = None
@@ -60,6 +73,7 @@ class SimulateSettings:
     shape: str | None = None
     cards: int = 1
     policies: str = "manylora"
+    merge: str = "unmerged"
     is_warm: bool = True
     with_limits: bool = False
     engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -104,7 +118,11 @@ class _Target:
 def run(settings: SimulateSettings, load: Callable[[], Stream]) -> int:
     """Simulate what ``load`` returns, print a line for each policy as it is done. Raises ConfigError."""
     target = _target(settings)
-    configs = {name: _config(settings, name, target) for name in _policies(settings.policies)}
+    configs = {
+        name if mode == "unmerged" else f"{name}+{mode}": _config(settings, name, target, mode)
+        for name in _policies(settings.policies)
+        for mode in _modes(settings.merge)
+    }
     # Of the reference batch sizes and lengths matter, pools do not, and pages are as large as by default.
     unlimited = _config(settings, "lru", target)
     notes = _notes(configs, target)
@@ -116,6 +134,7 @@ def run(settings: SimulateSettings, load: Callable[[], Stream]) -> int:
     columns = (
         *_COLUMNS,
         *(_LIMITS if settings.with_limits else ()),
+        *(_MERGING if any(config.merge.is_on for config in configs.values()) else ()),
         *((_DROPPED,) if unlimited.admission == "early-abort" else ()),
     )
     width = max(len(name) for name in (*configs, REFERENCE))
@@ -124,7 +143,8 @@ def run(settings: SimulateSettings, load: Callable[[], Stream]) -> int:
         "benchmark": "simulate", "workload": stream.name, "requests": len(stream.requests),
         "notes": [*stream.notes, *notes], "device": target.name, "model": str(target.shape), "results": {},
     }  # fmt: skip
-    for name, config in (*configs.items(), (REFERENCE, unlimited)):
+    for name, plain in (*configs.items(), (REFERENCE, unlimited)):
+        config = _with_times(plain, stream, target)
         result = _simulated(name, config, stream, target, settings)
         report["results"][name] = result
         print(_line(name, width, [_cell(form, result) for _, form in columns]), flush=True)
@@ -155,20 +175,20 @@ def _simulated(
     dropped = sum(outcome.is_dropped for outcome in replay.outcomes)
     return {
         **of_policy, **summarize(replay), **ttft_parts_ms(replay.outcomes), "dropped": dropped,
-        "service_difference": replay.service_difference(),
+        "service_difference": replay.service_difference(), "merging": merging(replay),
     }  # fmt: skip
 
 
 def _line(name: str, width: int, cells: Sequence[str]) -> str:
     """``cells`` under their columns' headings, or these."""
-    widths = (max(_LEAST_WIDTH, len(heading)) for heading, _ in (*_COLUMNS, *_LIMITS, _DROPPED))
+    widths = (max(_LEAST_WIDTH, len(heading)) for heading, _ in (*_COLUMNS, *_LIMITS, *_MERGING, _DROPPED))
     return f"{name:<{width}}" + "".join(f"  {cell:>{wide}}" for cell, wide in zip(cells, widths))
 
 
 def _cell(form: str, result: Mapping[str, Any]) -> str:
     try:
         return form.format_map(result)
-    except KeyError:  # the reference has no limits beside it
+    except (KeyError, TypeError):  # the reference has no limits beside it, and merges nothing
         return "-"
 
 
@@ -189,6 +209,15 @@ def _notes(configs: Mapping[str, PolicyConfig], target: _Target) -> list[str]:
         for name, config in configs.items()
         if config.page_tokens != measured
     ]
+
+
+def _modes(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in MERGE_MODES:
+            hint = suggestion(name, MERGE_MODES) or f": use {', '.join(MERGE_MODES)}"
+            raise ConfigError(f"--merge {name!r} is not known{hint}")
+    return list(dict.fromkeys(names))
 
 
 def _policies(text: str) -> list[str]:
@@ -237,11 +266,18 @@ def _this_machine(device: str) -> str:
     return machine_name(open_device(device).name)
 
 
-def _config(settings: SimulateSettings, policy: str, target: _Target) -> PolicyConfig:
+def _config(settings: SimulateSettings, policy: str, target: _Target, mode: str = "unmerged") -> PolicyConfig:
     """The config that ``executor.build`` gives on such a device, but for what depends on free memory there."""
-    engine, _ = build_settings({**settings.engine, "cache_policy": policy, "model": "simulated"})
+    given = {
+        **{name: value for name, value in settings.engine.items() if _says_something(name, mode)},
+        "cache_policy": policy, "model": "simulated", "merge": mode,
+    }  # fmt: skip
+    engine, _ = build_settings(given)
     page_bytes = target.shape.page_bytes(engine.cache.page_tokens)
-    num_pages = _pool_bytes(engine, target) // page_bytes
+    pool_bytes, merge = beside_pristine(
+        engine.scheduler.merge, _pool_bytes(engine, target), target.shape.layer_bytes, target.kind
+    )
+    num_pages = pool_bytes // page_bytes
     if num_pages < 1:
         raise ConfigError(f"the device pool holds no page of {page_bytes / 2**20:g} MiB")
     host_pool = engine.cache.host_pool
@@ -263,7 +299,32 @@ def _config(settings: SimulateSettings, policy: str, target: _Target) -> PolicyC
         slo_ttft_s=scheduler.slo_ttft_s,
         pipeline_depth=pipeline_depth,
         queue=scheduler.queue,
+        merge=merge,
     )
+
+
+def _says_something(name: str, mode: str) -> bool:
+    """Whether a setting has to do with that mode of merging, or with none."""
+    fields = {flag.name: flag.field for flag in FLAGS if flag.section is MergeConfig}
+    return name not in fields or mode in SETTING_MODES.get(fields[name], MERGE_MODES)
+
+
+def _with_times(config: PolicyConfig, stream: Stream, target: _Target) -> PolicyConfig:
+    """Where adapters are merged, with what the engine would have measured before serving: of the stream's median
+    rank."""
+    if not config.merge.is_on or not stream.ranks:
+        return config
+    rank = statistics.median_low(stream.ranks)
+    num_pages = target.shape.adapter_pages(rank, config.page_tokens, target.modules)
+    times = merge_times(
+        target.costs,
+        num_pages * config.page_bytes,
+        target.shape.layer_bytes,
+        config.max_num_seqs,
+        config.max_batch_tokens,
+        on_host=config.merge.copy == "host",
+    )
+    return dataclasses.replace(config, merge=dataclasses.replace(config.merge, times=times))
 
 
 def _pool_bytes(engine: EngineSettings, target: _Target) -> int:

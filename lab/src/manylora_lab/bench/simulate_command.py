@@ -34,7 +34,8 @@ cached, in the last line: the same requests with unlimited memory and all reside
 FLAG_NAMES = (
     "max_model_len", "max_num_seqs", "max_batch_tokens", "page_tokens", "device_pool", "host_pool",
     "cache_adapter_share", "cache_tau", "cache_window", "admission", "slo_ttft", "pipeline_depth",
-    "fairness", "fair_weights", "fair_share", "adapter_batch_limit",
+    "fairness", "fair_weights", "fair_share", "adapter_batch_limit", "merge_copy", "merge_minority",
+    "merge_mixed_16bit", "merge_starve", "merge_alpha", "merge_beta", "merge_dec", "merge_mul", "merge_window",
 )  # fmt: skip
 """Settings of the engine that a simulation knows."""
 
@@ -66,6 +67,11 @@ def add_parser(kinds: Any) -> None:
         help="cache policies, such as manylora,lru, or all (default: manylora)",
     )  # fmt: skip
     parser.add_argument(
+        "--merge", default="unmerged", metavar="MODES",
+        help="when adapters are merged, such as unmerged,dlora,manylora to compare (default: unmerged); settings "
+        "of one mode are left out of the others",
+    )  # fmt: skip
+    parser.add_argument(
         "--cold", action="store_true", help="adapters were never asked for before (default: once each)"
     )
     parser.add_argument(
@@ -90,6 +96,7 @@ def _simulate(args: argparse.Namespace) -> int:
         shape=args.shape,
         cards=1 if args.cards is None else args.cards,
         policies=args.policies,
+        merge=args.merge,
         is_warm=not args.cold,
         with_limits=args.limits,
         engine=settings_of(args, FLAG_NAMES),

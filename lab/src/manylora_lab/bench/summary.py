@@ -105,6 +105,33 @@ def summarize(
     }
 
 
+_STEPS, _SWITCHES = "manylora:steps_total", "manylora:merge_switches_total"
+
+
+def merging(grown: Mapping[str, float]) -> dict[str, float] | None:
+    """What the engine merged, from how its numbers grew: of its stats, or as a server's /metrics has them; None
+    where nothing was merged. Steps by mode are shares of all; the longest pause only an engine in this process
+    tells."""
+
+    def of(field: str, metric: str, *labels: str) -> float:
+        names = [name for name in grown if name.startswith(metric) and all(label in name for label in labels)]
+        return grown.get(field, sum(grown[name] for name in names))
+
+    modes = {mode: of(f"steps_{mode}", _STEPS, f'mode="{mode}"') for mode in ("merged", "mixed")}
+    total = of("steps", _STEPS)
+    switches = {to: of(f"switches_{to}", _SWITCHES, f'to="{to}"') for to in ("merged", "base")}
+    if not total or not any((*modes.values(), *switches.values())):
+        return None
+    return {
+        "steps_unmerged": 1 - sum(modes.values()) / total,
+        **{f"steps_{mode}": count / total for mode, count in modes.items()},
+        **{f"switches_{to}": count for to, count in switches.items()},
+        "switch_s": of("merge_switch_s", "manylora:merge_switch_seconds_total"),
+        "paused_s": of("paused_s", "manylora:paused_seconds_total"),
+        **({"longest_pause_s": grown["longest_pause_s"]} if "longest_pause_s" in grown else {}),
+    }
+
+
 def fairness(results: Sequence[RequestResult]) -> dict[str, Any] | None:
     """How adapters fared beside each other; None where no adapter got anything.
 

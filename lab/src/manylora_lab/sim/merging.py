@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
-from manylora.config import MergeTimes, StepTimes
+import dataclasses
+from typing import Literal
+
+from manylora.config import ConfigError, MergeConfig, MergeTimes, StepTimes
 from manylora.pricing.costs import StepCosts, StepWork, prefill_pairs
 
 _KV_TOKENS = 512
 """Of each row, where a decoding step is priced; all modes have it in common."""
+
+
+DEVICE_SHARE = 0.15
+"""Of the pool: where a copy of the base's own weights takes more, ``--merge-copy auto`` keeps it on the host."""
+
+
+def beside_pristine(
+    merge: MergeConfig, pool_bytes: int, weight_bytes: int, kind: Literal["cpu", "cuda"]
+) -> tuple[int, MergeConfig]:
+    """The pool that is left beside a copy of the base's own weights, so that modes are compared at equal memory,
+    and where the copy lies. A CPU has it outside both pools, as an engine there does. Raises ConfigError."""
+    if not merge.is_on:
+        return pool_bytes, merge
+    copy = merge.copy
+    if copy == "auto":
+        copy = "device" if kind == "cpu" or weight_bytes <= DEVICE_SHARE * pool_bytes else "host"
+    placed = dataclasses.replace(merge, copy=copy)
+    if copy == "host" or kind == "cpu":
+        return pool_bytes, placed
+    if weight_bytes >= pool_bytes:
+        copy_gib, pool_gib = weight_bytes / 2**30, pool_bytes / 2**30
+        raise ConfigError(
+            f"--merge-copy device: a copy of the weights takes {copy_gib:.1f} GiB of a pool of {pool_gib:.1f} GiB"
+        )
+    return pool_bytes - weight_bytes, placed
 
 
 def merge_times(

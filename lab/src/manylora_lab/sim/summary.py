@@ -48,6 +48,23 @@ def summarize(replay: Replay) -> Summary:
     }
 
 
+def merging(replay: Replay) -> dict[str, float] | None:
+    """What a finished replay merged; None where it may not merge. Steps by mode are shares of all."""
+    counters = replay.report("busy").counters
+    steps = {mode: getattr(counters, f"steps_{mode}") for mode in ("unmerged", "merged", "mixed")}
+    total = sum(steps.values())
+    if not total:
+        return None
+    return {
+        **{f"steps_{mode}": _share(count, total) for mode, count in steps.items()},
+        "switches_merged": counters.switches_merged,
+        "switches_base": counters.switches_base,
+        "switch_s": round(counters.merge_switch_s, 6),
+        "paused_s": round(counters.paused_s, 6),
+        "longest_pause_s": round(counters.longest_pause_s, 6),
+    }
+
+
 def ttft_parts_ms(outcomes: Sequence[Outcome]) -> Summary:
     """Mean milliseconds of each part of the time to the first token; dropped requests do not count."""
     served = [outcome for outcome in outcomes if not outcome.is_dropped]

@@ -2,8 +2,10 @@
 
 A ski rental between as many states as there are weights to run on: what the present weights cost more than others
 would have is their regret, and when that has come to the switch there and back, the switch is made. So the time
-lost is at most a constant times what a switcher loses that knows the future. Not even an unlucky stream is slower
-than unmerged by more than ``SHARE``: a switch must be paid from what earlier ones have saved, or from that share.
+lost is at most a constant times what a switcher loses that knows the future. That alone could be slower than
+unmerged on an unlucky stream, where others come after each switch: there the price doubles, and when switches have
+cost more than they have saved by ``SHARE`` of the time and ``ALLOWANCE``, there are none for a while. And where
+others end it, unmerging may make first tokens late by ``SHARE`` of the times to first tokens.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ from __future__ import annotations
 from manylora.config import MergeConfig
 from manylora.policy.merging.choice import Choice, MergeGauges, MergeView, StepShape
 from manylora.policy.merging.times import StepSeconds
-from manylora.policy.sequences import Scheduled
+from manylora.policy.sequences import RUNNING, Scheduled, Sequence
 from manylora.types import BASE, AdapterId
 
 SHARE = 0.005
-"""Of the time in steps, what switches may cost more than they have saved."""
+"""Of the time in steps, what switches may cost more than they have saved,"""
+ALLOWANCE = 3.0
+"""and besides so many switches there and back, so that a short run can show what merging is worth."""
 
 
 class RegretMerging:
@@ -33,7 +37,11 @@ class RegretMerging:
         self.saved_s = 0.0
         """By merging so far, less what it cost."""
         self.busy_s = 0.0
-        self._num_switches = 0
+        self.first_tokens_s = 0.0
+        """Times to the first tokens so far, summed,"""
+        self.late_s = 0.0
+        """and what unmerging for others has added to them."""
+        self._seen: set[AdapterId] = set()  # with requests
         self._since_s = 0.0  # when the present weights were chosen
 
     # ------------------------------------------------------------ the choice
@@ -46,7 +54,7 @@ class RegretMerging:
                 return choice
         for target in sorted(self.regrets):
             regret_s, price_s = self.regrets[target], self._price_s(view.merged, target)
-            if regret_s < price_s or target == view.merged or not self._can_afford(target, price_s):
+            if target == view.merged or not self._pays(target, regret_s, price_s):
                 continue
             if not view.may_switch_to(target) or not (self._is_mixed or self._is_alone(view, target)):
                 continue
@@ -65,8 +73,11 @@ class RegretMerging:
         if not view.may_switch_to(BASE):
             return None
         if self._minority == "unmerge":
-            can_run = len(view.ready) > (view.ready[merged] > 0)
-            return Choice(BASE, reason="others can run") if can_run else None
+            others = [s for s in view.admitted if s.adapter != merged and s.stage is RUNNING]
+            if not others:
+                return None
+            self.late_s += self._times.restore_s * sum(_has_no_token(sequence) for sequence in others)
+            return Choice(BASE, reason="others can run")
         paused, first = view.longest_paused(merged), view.waiting.first()
         if first is not None and first.adapter == merged:
             first = None
@@ -88,9 +99,17 @@ class RegretMerging:
     def _price_s(self, before: AdapterId, after: AdapterId) -> float:
         return self._times.switch_s(before, after) + self._times.switch_s(after, before)
 
-    def _can_afford(self, target: AdapterId, price_s: float) -> bool:
-        """The first switch is free, so that a short run can show what it is worth; going back always is."""
-        return target == BASE or self._num_switches == 0 or self.saved_s + SHARE * self.busy_s >= price_s
+    def _pays(self, target: AdapterId, regret_s: float, price_s: float) -> bool:
+        """Whether the regret has come to the price: to twice the price where as much was lost by switches before.
+        An adapter is merged only while not too much was."""
+        if target != BASE and self._minority == "unmerge" and self._seen - {target}:
+            next_late_s = self.late_s + self._times.restore_s
+            if next_late_s > SHARE * self.first_tokens_s:
+                return False
+        debt_s = max(-self.saved_s, 0.0)
+        if target != BASE and debt_s > SHARE * self.busy_s + ALLOWANCE * price_s:
+            return False
+        return regret_s >= price_s + (min(debt_s, price_s) if target != BASE else 0.0)
 
     # ------------------------------------------------------------ what is told
 
@@ -104,8 +123,12 @@ class RegretMerging:
             target: self.regrets.get(target, 0.0) + max(cost_s - self._cost_s(shape, target), 0.0)
             for target in targets
         }
-        if merged != BASE:
-            self.saved_s += self._cost_s(shape, BASE) - cost_s
+        self.saved_s += self._cost_s(shape, BASE) - cost_s
+        first_ones = [s for s, _, num_samples in rows if num_samples and _has_no_token(s)]
+        if first_ones:
+            step_s = self._times.unmerged_s(shape.num_tokens)
+            self.first_tokens_s += sum(now - s.state.arrived_s + step_s for s in first_ones)
+            self._seen.update(s.adapter for s in first_ones)
 
     def _cost_s(self, shape: StepShape, merged: AdapterId) -> float:
         """What a step takes on these weights beyond one of the base alone."""
@@ -121,13 +144,18 @@ class RegretMerging:
     def switched(self, before: AdapterId, after: AdapterId, seconds: float) -> None:
         """See MergePolicy."""
         self.saved_s -= seconds
-        self._num_switches += 1
         self.regrets.clear()
 
     def forget(self, adapter: AdapterId) -> None:
         """See MergePolicy."""
         self.regrets.pop(adapter, None)
+        self._seen.discard(adapter)
 
     def gauges(self) -> MergeGauges:
         """See MergePolicy."""
         return MergeGauges()
+
+
+def _has_no_token(sequence: Sequence) -> bool:
+    """Whether its request has no token yet, nor waits for one that a step in flight draws."""
+    return len(sequence.tokens) == sequence.num_prompt and not sequence.num_pending

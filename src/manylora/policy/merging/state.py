@@ -178,6 +178,7 @@ class Merging:
     def step_ended(self, seconds: float) -> None:
         """The oldest step has ended after so many seconds of the device; 0 where that is not known."""
         shape, counters = self.in_flight.popleft(), self._residency.counters
+        counters.steps_unmerged += shape.merged == BASE
         counters.steps_merged += shape.is_merged
         counters.steps_mixed += shape.is_mixed
         num_corrected = shape.beside(shape.merged)[1]

@@ -1,0 +1,96 @@
+"""Merging in virtual time, on the shipped H200's costs: what it gains, and that it never loses."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+
+import pytest
+from manylora_lab.sim.merging import beside_pristine, merge_times
+from manylora_lab.sim.replay import Replay
+from manylora_lab.sim.shipped import find_profile
+from manylora_lab.sim.summary import merging, summarize
+from manylora_lab.workloads.named import named
+
+from manylora.config import ConfigError, MergeConfig, PolicyConfig
+from manylora.pricing.fit import fit_profile
+
+POOL_BYTES = 100 * 2**30
+
+
+@functools.cache
+def replayed(workload: str, rate: float, adapters: int, mode: str, minority: str = "unmerge") -> Replay:
+    """Ten seconds, at equal memory: the copy of the base's weights is taken from the pool."""
+    profile = find_profile("h200-llama-2-7b")
+    shape, costs = profile.model, fit_profile(profile)
+    stream = named(workload, rate=rate, num_adapters=adapters, duration_s=10, seed=1)
+    page_bytes = shape.page_bytes(16)
+    pool_bytes, merge = beside_pristine(
+        MergeConfig(mode, minority=minority), POOL_BYTES, shape.layer_bytes, "cuda"
+    )
+    pages = [shape.adapter_pages(rank, 16, profile.adapter_modules) for rank in stream.ranks]
+    config = PolicyConfig(
+        pool_bytes // page_bytes, 16, 4096, 32, 2048, 4000, page_bytes, pipeline_depth=2, merge=merge
+    )
+    if merge.is_on:
+        adapter_bytes = statistics.median_low(pages) * page_bytes
+        times = merge_times(costs, adapter_bytes, shape.layer_bytes, 32, 2048, on_host=merge.copy == "host")
+        config = dataclasses.replace(config, merge=dataclasses.replace(merge, times=times))
+    replay = Replay(stream, config, costs, pages)
+    replay.run()
+    return replay
+
+
+def gains(
+    workload: str, rate: float, adapters: int, mode: str, minority: str = "unmerge"
+) -> tuple[float, float]:
+    """Tokens a second and mean time to the first token, over those of unmerged."""
+    plain = summarize(replayed(workload, rate, adapters, "unmerged"))
+    found = summarize(replayed(workload, rate, adapters, mode, minority))
+    return (
+        found["output_tokens_per_s"] / plain["output_tokens_per_s"],
+        found["ttft_mean_ms"] / plain["ttft_mean_ms"],
+    )
+
+
+TEXT = "prompt=128,output=200"
+IDENTICAL = (f"synthetic:popularity=identical,{TEXT}", 60, 8)
+
+
+@pytest.mark.usefixtures("remembered_fits")
+@pytest.mark.parametrize("mode", ["merged", "dlora", "manylora"])
+def test_one_adapter_alone_gains(mode: str) -> None:
+    tokens, first_token = gains(*IDENTICAL, mode)
+    assert tokens >= 1.05
+    assert first_token <= 1.0
+    found = merging(replayed(*IDENTICAL, mode))
+    assert found is not None
+    assert found["switches_merged"] <= 8, "as many as adapters were warmed up"
+    assert found["steps_merged"] > 0.9
+
+
+@pytest.mark.usefixtures("remembered_fits")
+@pytest.mark.parametrize("minority", ["unmerge", "mixed"])
+@pytest.mark.parametrize(
+    ("workload", "rate", "adapters"),
+    [
+        (f"synthetic:popularity=uniform,{TEXT}", 20, 8), (f"synthetic:popularity=round-robin,{TEXT}", 30, 600),
+        (f"synthetic:popularity=zipf(1),{TEXT}", 20, 50), (f"synthetic:popularity=zipf(4),{TEXT}", 10, 8),
+        (f"synthetic:popularity=zipf(2.5),{TEXT}", 3, 8), ("chatbot", 10, 100),
+    ],
+)  # fmt: skip
+def test_it_never_loses(workload: str, rate: float, adapters: int, minority: str) -> None:
+    tokens, first_token = gains(workload, rate, adapters, "manylora", minority)
+    assert tokens >= 0.99
+    assert first_token <= 1.01
+
+
+def test_where_the_copy_lies() -> None:
+    merge = MergeConfig("merged")
+    assert beside_pristine(merge, 1000, 100, "cuda") == (900, dataclasses.replace(merge, copy="device"))
+    assert beside_pristine(merge, 1000, 200, "cuda") == (1000, dataclasses.replace(merge, copy="host"))
+    assert beside_pristine(merge, 100, 200, "cpu") == (100, dataclasses.replace(merge, copy="device"))
+    assert beside_pristine(MergeConfig(), 1000, 100, "cuda") == (1000, MergeConfig())
+    with pytest.raises(ConfigError, match="--merge-copy device: a copy of the weights takes"):
+        beside_pristine(MergeConfig("merged", copy="device"), 200, 200, "cuda")
