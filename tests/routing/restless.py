@@ -8,6 +8,8 @@ from manylora.policy.routing.fleet import Fleet
 from manylora.policy.routing.hashing import hash_text
 from manylora.policy.routing.policy import Relocation, Wish
 from manylora.policy.routing.random_replica import RandomReplica
+from manylora.policy.routing.replicas import ReplicaState
+from manylora.policy.routing.requests import LiveRequest
 
 
 class Restless(RandomReplica):
@@ -28,4 +30,22 @@ class Restless(RandomReplica):
                 )  # fmt: skip
                 if draw % 2:
                     wishes.append(move)
+        return wishes
+
+
+class Scripted(RandomReplica):
+    """Wishes for what a test has put into ``wishes``, once; requests go to the lowest open replica."""
+
+    name = "scripted"
+
+    def __init__(self, parameters: object) -> None:
+        self.wishes: list[Wish] = []
+
+    def choose(self, view: Fleet, request: LiveRequest) -> ReplicaState | None:
+        """See RoutingPolicy."""
+        return view.up[view.open_ids[0]] if view.open_ids else None
+
+    def on_timer(self, view: Fleet) -> Sequence[Wish]:
+        """See RoutingPolicy."""
+        wishes, self.wishes = self.wishes, []
         return wishes

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from manylora.config import ConfigError
-from manylora.config.routing import RouterConfig
+from manylora.config.routing import RouterConfig, split_setting
 from manylora.policy.router import Router
 from manylora.policy.routing.replicas import ReplicaState
 from manylora.policy.routing.requests import LiveRequest, shape_of
@@ -422,6 +422,17 @@ def test_caraserve_invents_no_coefficients(left_out: str) -> None:
     pairs = tuple(pair for pair in config_of("caraserve").settings if pair[0] != left_out)
     with pytest.raises(ConfigError, match=f"router caraserve: {left_out} must be given"):
         Router(RouterConfig("caraserve", pairs))
+
+
+def test_a_setting_names_its_router() -> None:
+    assert split_setting("punica.max_batch=8") == ("punica", "max_batch", "8")
+    assert split_setting("a.b:C.key=x=y.z") == ("a.b:C", "key", "x=y.z"), "whose name may have dots"
+
+
+@pytest.mark.parametrize("text", ["", "punica", "punica.max_batch", "max_batch=8", ".a=1", "punica.=1"])
+def test_a_setting_without_its_router_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected ROUTER\.KEY=VALUE"):
+        split_setting(text)
 
 
 def test_bad_router_settings() -> None:

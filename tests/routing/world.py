@@ -88,7 +88,9 @@ class World:
         if self.policy == "caraserve":
             settings = self.random.choice([{}, {"kernel": "mbgmv"}])
         if self.policy.startswith("dlora"):
-            settings = {"replan_s": 2.0, "solve_interval_s": 1.0, "least_delay_s": 0.0, "reserve": 0.3}
+            settings = {"replan_s": 2.0, "reserve": 0.3}
+            if self.policy == "dlora":
+                settings |= {"solve_interval_s": 1.0, "least_delay_s": 0.0}
             settings["queue_estimate"] = self.random.choice(["steps", "authors"])
         if self.policy in ("punica", "punica-consolidate", "first-fit"):
             settings["max_batch"] = self.random.choice([2, 32])

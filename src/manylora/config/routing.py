@@ -127,7 +127,7 @@ class CaraServeParameters(RouterParameters):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DloraParameters(RouterParameters):
-    """Of dlora-rr, dlora-proactive and dlora."""
+    """Of dlora-rr and dlora-proactive."""
 
     replan_s: Seconds = setting(60.0, "how often the placement is planned anew")
     half_life_s: Seconds = setting(300.0, "of the adapters' rates")
@@ -135,18 +135,24 @@ class DloraParameters(RouterParameters):
     queue_estimate: Literal["steps", "authors"] = setting(
         "steps", "queueing by expected steps, or as the authors' code counts batches"
     )
-    queue_token_s: Number = setting(0.6, "authors: seconds of a full batch of one adapter")
+    batch_s: Number = setting(0.6, "authors: seconds of a full batch of one adapter")
     load_bytes_s: Annotated[float, more_than(0), FINITE] = setting(
         32 * 2.0**30, "authors: bytes of an adapter that are loaded in a second"
     )
-    check_s: Seconds = setting(1.0, "dlora: how often overload is looked for")
-    solve_interval_s: Seconds = setting(10.0, "dlora: the least time between two solutions")
-    solve_wait_s: Seconds = setting(2.0, "dlora: after which a plan is made without the solver")
-    most_kv_use: Share = setting(0.9, "dlora: a replica is overloaded above this use of pages")
-    most_delay_ratio: Ratio = setting(2.0, "dlora: or by a queueing delay of so many medians")
-    least_delay_s: Number = setting(1.0, "dlora: and of so many seconds")
-    most_replicas: Count = setting(2, "dlora: overloaded and underloaded replicas in one programme, of each")
-    eta_steps: Number = setting(0.05, "dlora: what an adapter adds to a replica, in steps")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReactiveParameters(DloraParameters):
+    """Of dlora."""
+
+    check_s: Seconds = setting(1.0, "how often overload is looked for")
+    solve_interval_s: Seconds = setting(10.0, "the least time between two solutions")
+    solve_wait_s: Seconds = setting(2.0, "after which a plan is made without the solver")
+    most_kv_use: Share = setting(0.9, "a replica is overloaded above this use of pages")
+    most_delay_ratio: Ratio = setting(2.0, "or by a queueing delay of so many medians")
+    least_delay_s: Number = setting(1.0, "and of so many seconds")
+    most_replicas: Count = setting(2, "overloaded and underloaded replicas in one programme, of each")
+    eta_steps: Number = setting(0.05, "what an adapter adds to a replica, in steps")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import ClassVar
 
-from manylora.config.routing import DloraParameters
+from manylora.config.routing import ReactiveParameters
 from manylora.policy.routing.dlora_proactive import DloraProactive
 from manylora.policy.routing.fleet import Fleet
 from manylora.policy.routing.plans import greedy_plan
@@ -23,8 +24,11 @@ class Dlora(DloraProactive):
 
     name = "dlora"
 
-    def __init__(self, parameters: DloraParameters) -> None:
+    parameters: ClassVar[type[ReactiveParameters]] = ReactiveParameters
+
+    def __init__(self, parameters: ReactiveParameters) -> None:
         super().__init__(parameters)
+        self._reactive = parameters
         self._num_solves = 0
         self._checked_s = float("-inf")
         self._asked_s = float("-inf")
@@ -33,7 +37,7 @@ class Dlora(DloraProactive):
     def on_timer(self, view: Fleet) -> Sequence[Wish]:
         """See RoutingPolicy."""
         wishes: list[Wish] = list(super().on_timer(view))
-        given = self._given
+        given = self._reactive
         if self._asked is not None and view.now - self._asked_s >= given.solve_wait_s:
             problem, self._asked = self._asked, None
             wishes += moves_of(problem, greedy_plan(problem))
@@ -61,7 +65,7 @@ class Dlora(DloraProactive):
 
     def _overloaded(self, view: Fleet) -> list[ReplicaState]:
         """Overloaded replicas and as many with the shortest queues, by id; none where none is overloaded."""
-        given = self._given
+        given = self._reactive
         queues = {name: self._queue.seconds(view, view.up[name]) for name in view.open_ids}
         if len(queues) < 2:
             return []
@@ -77,7 +81,7 @@ class Dlora(DloraProactive):
         return [view.up[name] for name in sorted(over + under)]
 
     def _is_full(self, replica: ReplicaState) -> bool:
-        return replica.free_pages < (1 - self._given.most_kv_use) * replica.facts.num_pages
+        return replica.free_pages < (1 - self._reactive.most_kv_use) * replica.facts.num_pages
 
 
 def moves_of(problem: Solve, plan: Plan) -> list[Relocation]:

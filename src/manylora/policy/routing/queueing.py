@@ -44,7 +44,7 @@ def queue_by_batches_s(replica: ReplicaState, parameters: DloraParameters) -> fl
     merged = sum(count // size for count in replica.adapters.values())
     left = sum(count % size for count in replica.adapters.values())
     left += len(replica.requests) - sum(replica.adapters.values())
-    return merged * parameters.queue_token_s + left // size
+    return merged * parameters.batch_s + left // size
 
 
 def wait_s(view: Fleet, replica: ReplicaState, rows: int, pages: int) -> float:
