@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from manylora.adapters import packedfile, sourcestamp, store
+from manylora.adapters import packedfile, packedidentity, sourcestamp, store
 from manylora.adapters.faults import FilesChanged
 from manylora.adapters.jobs import NO_HELPERS, Helpers
 from manylora.adapters.pack import layout_of, load_into
@@ -318,7 +318,7 @@ def test_a_file_of_something_else(
     if other == "dtype":
         shape, dtype = geometry(itemsize=2, page_tokens=16), torch.float16
     if other == "packing":
-        monkeypatch.setattr(store, "PACKING_VERSION", 99)
+        monkeypatch.setattr(packedidentity, "PACKING_VERSION", 99)
     if other == "format":
         monkeypatch.setattr(packedfile, "FORMAT_VERSION", 99)
     written = Kept(tmp_path / "theirs", shape, dtype)
@@ -443,7 +443,7 @@ def refuse(
 # ---------------------------------------------------------------- writing
 
 
-@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "fdatasync", "fsync", "rename"])
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "fsync", "rename"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO], ids=errno.errorcode.get)
 def test_a_disk_that_takes_no_more(
     call: str,
@@ -599,11 +599,18 @@ def test_what_cannot_be_used_any_more_goes(shipped: Path, tmp_path: Path) -> Non
     for junk in (b"", b"junk", b"MLorPack" + b"\xff" * 64):
         put(kept.folder / f"{len(junk)}.packed", junk)
     put(kept.folder / "notes.txt", b"not the store's")
-    assert len(kept.files) == 9
+    (kept.folder / "folder.packed").mkdir()
+    assert len(kept.files) == 10
     shutil.rmtree(tmp_path / "b")
     (tmp_path / "c" / WEIGHTS_NAME).write_bytes((shipped / "d" / WEIGHTS_NAME).read_bytes())
     kept.store.tidy(nothing)
-    assert len(kept.files) == 4
+    assert len(kept.files) == 5
+    small = Kept(tmp_path, size=kept.store.counts().num_bytes - 1)
+    small.store.tidy(nothing)
+    assert len(small.files) == 4, "what is too much goes, and what the store has not made stays"
+    kept.write(tmp_path / "a")
+    kept.write(tmp_path / "d")
+    other.write(tmp_path / "a")
     for store_, name in ((kept, "a"), (kept, "d"), (other, "a")):
         assert store_.found(tmp_path / name) is not None
 

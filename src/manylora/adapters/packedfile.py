@@ -182,7 +182,7 @@ class PackedFileWriter:
         _write(self._file, image.data, self._shape.place(page, 0))
         self._unsynced += len(image)
         if self._unsynced >= _SYNC_BYTES:
-            os.fdatasync(self._file)
+            os.fsync(self._file)
             self._unsynced = 0
 
     def finish(self) -> None:

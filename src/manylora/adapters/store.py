@@ -7,20 +7,16 @@ this adapter, its files as they are now, this model and this packing. Owns no th
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import json
 import logging
 import math
 import mmap
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -28,13 +24,7 @@ import torch
 
 from manylora.adapters.faults import FilesChanged
 from manylora.adapters.jobs import NO_HELPERS, Helpers, run_all
-from manylora.adapters.pack import (
-    PACKING_VERSION,
-    AdapterLayout,
-    WritePage,
-    layout_of,
-    load_adapter,
-)
+from manylora.adapters.pack import AdapterLayout, WritePage, layout_of, load_adapter
 from manylora.adapters.packedfile import (
     PackedFileReader,
     PackedFileWriter,
@@ -43,8 +33,9 @@ from manylora.adapters.packedfile import (
     Unusable,
     read_identity,
 )
-from manylora.adapters.peft import AdapterSpec, adapter_files
-from manylora.adapters.sourcestamp import SourceStamp, source_stamps, stamp_source, unsettled_s
+from manylora.adapters.packedidentity import identity_of, is_outdated, packing_fingerprint
+from manylora.adapters.peft import AdapterSpec
+from manylora.adapters.sourcestamp import SourceStamp, source_stamps, unsettled_s
 from manylora.adapters.storefolder import NoRoom, StoreFolder
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.protocol import AdapterError
@@ -73,7 +64,7 @@ class AdapterStore:
         self._folder = folder
         self._geometry = geometry
         self._dtype = dtype
-        self._model = _fingerprint(geometry, dtype)
+        self._packing = packing_fingerprint(geometry, dtype)
         self._lock = threading.Lock()
         self._hits = self._misses = 0
         self._named: set[str] = set()  # files that the log has named
@@ -186,7 +177,6 @@ class AdapterStore:
         """
         try:
             self._write(spec, check)
-            self._cannot_write = False
         except (AdapterError, NoRoom) as error:
             _log.info("the adapter in %s is not kept in the store: %s", spec.path, error)
         except OSError as error:
@@ -219,6 +209,7 @@ class AdapterStore:
             if source_stamps(spec) != stamps:
                 raise FilesChanged("its files were replaced while they were read")
             writer.finish()
+        self._cannot_write = False
 
     def _is_there(self, spec: AdapterSpec, layout: AdapterLayout) -> bool:
         """Whether a file says that it is this adapter's, such as one of another server on the same store."""
@@ -244,13 +235,13 @@ class AdapterStore:
             check()
             try:
                 with self._folder.opened(name) as (file, _):
-                    is_stale = _is_stale(read_identity(file))
-            except FileNotFoundError:
-                continue
-            except (Unusable, OSError):
+                    is_stale = is_outdated(read_identity(file))
+            except Unusable:
                 is_stale = True
+            except OSError:  # gone meanwhile, or no file of ours
+                continue
             if is_stale:
-                self._folder.remove(name)
+                self._remove(name)
 
     def _remove(self, name: str) -> None:
         try:
@@ -262,51 +253,14 @@ class AdapterStore:
 
     def _name(self, spec: AdapterSpec) -> str:
         """One for each adapter folder and model: what was replaced is replaced here, too."""
-        told = f"{self._model}\0".encode() + os.fsencode(spec.path)
+        told = f"{self._packing}\0".encode() + os.fsencode(spec.path)
         return hashlib.blake2b(told, digest_size=16).hexdigest()
 
     def _shape(
         self, spec: AdapterSpec, layout: AdapterLayout, stamps: tuple[SourceStamp, SourceStamp]
     ) -> PackedShape:
-        identity = {
-            "path": spec.path,
-            "config": dataclasses.astuple(stamps[0]),
-            "weights": dataclasses.astuple(stamps[1]),
-            "model": self._model,
-            "prefix": [spec.key_prefix, spec.layer_prefix, spec.key_infix],
-            "ranks": spec.ranks,
-            "scales": spec.scales,
-            "pages": layout.num_pages,
-        }
-        return PackedShape(json.dumps(identity).encode(), layout.num_pages, self._geometry.page)
-
-
-def _fingerprint(geometry: AdapterGeometry, dtype: torch.dtype) -> str:
-    """All that page images depend on besides the adapter and the number of its pages."""
-    described = [
-        PACKING_VERSION,
-        str(dtype),
-        sys.byteorder,
-        dataclasses.astuple(geometry.page),
-        geometry.cell_elements,
-        geometry.itemsize,
-        [dataclasses.astuple(projection) for projection in geometry.projections],
-        [[group.name for group in groups] for groups in geometry.layers],
-    ]
-    return hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()
-
-
-def _is_stale(identity: bytes) -> bool:
-    """Whether the files that it names are gone, or others now."""
-    try:
-        said = json.loads(identity)
-        paths = adapter_files(Path(said["path"]))
-        return any(
-            list(dataclasses.astuple(stamp_source(path))) != said[key]
-            for path, key in zip(paths, ("config", "weights"))
-        )
-    except (AdapterError, OSError, ValueError, TypeError, LookupError, RecursionError):
-        return True
+        identity = identity_of(spec, layout.num_pages, stamps, self._packing)
+        return PackedShape(identity, layout.num_pages, self._geometry.page)
 
 
 def _fill(

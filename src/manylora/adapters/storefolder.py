@@ -178,7 +178,8 @@ class StoreFolder:
             if name.endswith((_FILE, _PART)):
                 with contextlib.suppress(FileNotFoundError):
                     status = os.stat(name, dir_fd=self._folder, follow_symlinks=False)
-                    found.append(_Entry(status.st_mtime_ns, name, status.st_size))
+                    if not stat.S_ISDIR(status.st_mode):  # which this has not made
+                        found.append(_Entry(status.st_mtime_ns, name, status.st_size))
         return found
 
     def _make_room(self, num_bytes: int) -> None:
@@ -272,10 +273,13 @@ def _reserve(file: int, num_bytes: int) -> None:
     """Raises OSError where the disk is full, if its file system can tell ahead."""
     try:
         os.posix_fallocate(file, 0, num_bytes)
+        return
+    except AttributeError:  # not on every system
+        pass
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
-        os.ftruncate(file, num_bytes)
+    os.ftruncate(file, num_bytes)
 
 
 def _is_private(status: os.stat_result) -> bool:
