@@ -281,13 +281,16 @@ def test_dlora_rr_goes_round_the_holders() -> None:
 def test_dlora_places_copies_ahead_and_takes_them_back() -> None:
     settings = {"reserve": 0.004, "half_life_s": 10.0}  # 4 pages on each
     rig = rig_of("dlora-proactive", 2, settings)
-    rig.list_adapters(8, 8)
+    rig.list_adapters(8, 8, 8)
     for number in range(6):
         rig.ask(f"r{number}", adapter=1 + number % 3 // 2)
         rig.tell(Ended(f"r{number}", 5))
     placed = of_kind(rig.tell(Timer(), at=1.0), PlaceAdapter)
     assert placed == [PlaceAdapter(1, 0), PlaceAdapter(2, 1)], "the one of larger load first"
+    rig.ask("new", adapter=3)
+    rig.tell(Ended("new", 5))
     assert of_kind(rig.tell(Timer(), at=60.0), PlaceAdapter) == [], "a minute has not passed"
+    assert of_kind(rig.tell(Timer(), at=61.0), PlaceAdapter) == [], "the reserve is used up"
     commands = rig.tell(Timer(), at=200.0)
     dropped = {(each.adapter, each.replica) for each in of_kind(commands, UnplaceAdapter)}
     assert dropped == {(1, 0), (2, 1)}, "nothing asks for them any more"

@@ -121,6 +121,21 @@ def test_a_request_from_before_the_first_replica_is_judged_by_it() -> None:
     assert target_of(commands, "small") == 0
 
 
+def test_a_request_that_has_tokens_goes_on_with_the_same_numerics() -> None:
+    first, second = (dataclasses.replace(FACTS, numerics=name) for name in "ab")
+    for across in (False, True):
+        rig = Rig(config_of("most-idle", queue_timeout_s=1.0, across_numerics=across))
+        rig.up(first, second, first)
+        assert [rig.ask(name) for name in "abc"] == [0, 1, 2]
+        rig.tell(Progress("a", 0, 1))
+        rig.tell(Ended("b", 1))
+        assert target_of(rig.tell(ReplicaDown(0, 1)), "a") == (1 if across else 2)
+        assert target_of(rig.tell(ReplicaDown(2, 1)), "c") == 1, "which has no token yet"
+        rig.report(1)
+        rig.tell(Timer(), at=1.0)
+        assert refusal(rig, "a") == (None if across else 503)
+
+
 def test_an_end_is_final() -> None:
     rig = Rig(config_of("most-idle"))
     rig.up(FACTS, FACTS)

@@ -104,6 +104,7 @@ class World:
             move_cooldown_s=self.random.choice([0.1, 10.0]),
             prefix_blocks=self.random.choice([4, 1000]),
             handover=handover,
+            across_numerics=self.random.random() < 0.7,
             trace=self.random.random() < 0.3,
         )
         self.router = Router(self.config)
@@ -342,7 +343,8 @@ class World:
         if replica in self.alive():
             return
         self.epochs[replica] += 1
-        machine = Machine(self.epochs[replica], facts or self.random.choice([SMALL, LARGE, LARGE]))
+        drawn = facts or self.random.choice([SMALL, LARGE, LARGE])
+        machine = Machine(self.epochs[replica], dataclasses.replace(drawn, numerics="ab"[replica % 2]))
         self.machines[replica] = machine
         if replica in self.believed:
             self.forget(replica)
@@ -406,7 +408,8 @@ class World:
             self.tell(self.links.pop(0))
         for replica in range(4):
             self.epochs[replica] += 1
-            machine = self.machines[replica] = Machine(self.epochs[replica], LARGE)
+            facts = dataclasses.replace(LARGE, numerics="ab"[replica % 2])
+            machine = self.machines[replica] = Machine(self.epochs[replica], facts)
             if replica in self.believed:
                 self.forget(replica)
             self.believed[replica] = machine

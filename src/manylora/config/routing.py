@@ -55,6 +55,10 @@ class RouterConfig(Section):
     handover: Literal["wait", "drop"] | None = None
     move_cooldown_s: Seconds = 10.0
     """Between two moves of a request that are made for a gain; each later one needs twice the gain."""
+    across_numerics: bool = setting(
+        False,
+        "a request that has tokens may go on where others would have been computed (other class of numerics)",
+    )
     prefix_blocks: Count = 2**17
     """Blocks of prompts that the router remembers, with where it sent them."""
     scale_up_s: Seconds = 5.0

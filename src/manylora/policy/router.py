@@ -219,7 +219,7 @@ class Router:
 
     def _assign(self, request: LiveRequest, replica: ReplicaState) -> None:
         number = self._fleet.take(replica, request)
-        request.assign(replica.id, number)
+        request.assign(replica.id, number, replica.shape[-1])
         resume = tuple(request.positions) if request.num_generated else ()
         self._commands.append(Assign(request.id, request.attempt, replica.id, number, resume))
         if self._config.trace:

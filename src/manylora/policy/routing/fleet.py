@@ -146,7 +146,8 @@ class Fleet:
     def add(self, replica: ReplicaId, epoch: int, facts: ReplicaFacts) -> ReplicaState:
         """A replica is up."""
         # One tuple for equal shapes: requests remember the last that they were asked about.
-        shape = self._known_shapes.setdefault(shape_of(facts), shape_of(facts))
+        shape = shape_of(facts, self.config.across_numerics)
+        shape = self._known_shapes.setdefault(shape, shape)
         state = self.up[replica] = ReplicaState(replica, epoch, facts, shape, self.now)
         self._shapes[shape] += 1
         self.version += 1

@@ -5,27 +5,31 @@ from __future__ import annotations
 from manylora.protocol.routing import Asked, ReplicaFacts, ReplicaId
 from manylora.types import AdapterId, RequestId
 
-Shape = tuple[int, int, int, int]
-"""What of a replica's facts bounds the requests that it can ever hold: pages, tokens of one, context, and the
-pages that adapters may take."""
+Shape = tuple[int, int, int, int, str]
+"""What of a replica's facts bounds the requests that it can ever hold: pages, tokens of one, context, the pages
+that adapters may take, and the class of its numerics."""
 
 
-def shape_of(facts: ReplicaFacts) -> Shape:
+def shape_of(facts: ReplicaFacts, is_any_class: bool = False) -> Shape:
+    """``is_any_class``: all numerics count as one class."""
     most = facts.num_pages if facts.adapter_pages is None else facts.adapter_pages
-    return facts.num_pages, facts.page_tokens, facts.max_model_len, most
+    numerics = "" if is_any_class else facts.numerics
+    return facts.num_pages, facts.page_tokens, facts.max_model_len, most, numerics
 
 
 class LiveRequest:
     """From Asked to its one end. ``replica``: where it is, None in the queue; ``number``: of its assignment.
 
     ``key``: its place in the queue, by the moment at which it first came. ``failures``: attempts that were lost,
-    of which ``deaths`` with a replica that died. ``gap_s``: since when no replica that is up can hold it.
+    of which ``deaths`` with a replica that died. ``gap_s``: since when no replica that is up can hold it. With its
+    first token it is bound to the ``numerics`` of the replica that gave it, so that it goes on alike.
     """
 
     __slots__ = (
-        "_fits", "_fits_shape", "adapter", "adapter_pages", "attempt", "deaths", "failures", "gap_s", "id",
-        "is_accepted", "is_withdrawing", "key", "max_tokens", "moved_s", "num_generated", "num_moves", "number",
-        "positions", "prefix", "prompt_tokens", "rank", "reason", "replica", "samples", "source", "target",
+        "_fits", "_fits_shape", "_numerics_here", "adapter", "adapter_pages", "attempt", "deaths",
+        "failures", "gap_s", "id", "is_accepted", "is_withdrawing", "key", "max_tokens", "moved_s",
+        "num_generated", "num_moves", "number", "numerics", "positions", "prefix", "prompt_tokens",
+        "rank", "reason", "replica", "samples", "source", "target",
     )  # fmt: skip
 
     def __init__(self, asked: Asked, rank: int, adapter_pages: int, now: float, order: int) -> None:
@@ -53,13 +57,17 @@ class LiveRequest:
         self.moved_s = float("-inf")
         self.num_moves = 0
         self.gap_s: float | None = None
+        self.numerics: str | None = None
+        self._numerics_here = ""
         self._fits_shape: Shape | None = None  # the last that was asked about
         self._fits = False
 
     # ------------------------------------------------------------ where it is
 
-    def assign(self, replica: ReplicaId, number: int) -> None:
+    def assign(self, replica: ReplicaId, number: int, numerics: str) -> None:
         """Another attempt begins, on this replica."""
+        self._numerics_here = numerics
+        self._bind()
         self.attempt += 1
         self.replica = replica
         self.number = number
@@ -106,7 +114,14 @@ class LiveRequest:
             return False
         self.num_generated += position - self.positions[sample]
         self.positions[sample] = position
+        if self.replica is not None:
+            self._bind()
         return True
+
+    def _bind(self) -> None:
+        if self.num_generated and self.numerics is None:
+            self.numerics = self._numerics_here
+            self._fits_shape = None
 
     # ------------------------------------------------------------ what it needs
 
@@ -123,11 +138,12 @@ class LiveRequest:
         """Whether an empty replica of this shape holds it to the end, as the replica itself decides."""
         if shape is not self._fits_shape:
             self._fits_shape = shape
-            num_pages, page_tokens, max_model_len, most_adapter_pages = shape
+            num_pages, page_tokens, max_model_len, most_adapter_pages, numerics = shape
             num_tokens = self.prompt_tokens + self.max_tokens
             kv_pages = -(-(num_tokens - 1) // page_tokens)
             self._fits = (
-                num_tokens <= max_model_len
+                self.numerics in (None, numerics)
+                and num_tokens <= max_model_len
                 and self.adapter_pages <= most_adapter_pages
                 and kv_pages + self.adapter_pages <= num_pages
             )
