@@ -73,7 +73,7 @@ def test_events_and_commands_cross_to_another_process() -> None:
                 assert msgspec.msgpack.decode(there, type=type(message)) == message
     assert found >= set(typing.get_args(RouterEvent))
     names = {kind.__name__ for kind in set(typing.get_args(RouterCommand)) - found}
-    assert names <= {"PlaceAdapter", "UnplaceAdapter", "Solve"}
+    assert names <= {"Place", "Unplace", "Solve"}
 
 
 def test_commands_are_equal_under_different_hash_seeds() -> None:

@@ -14,7 +14,7 @@ from manylora.protocol.routing import (
     Drain,
     ReplicaDown,
     ReplicaReport,
-    WithdrawFrom,
+    Withdraw,
     Withdrawn,
 )
 from tests.routing.restless import Scripted
@@ -37,7 +37,7 @@ def moved(rig: Rig, *moves: Relocation, at: float) -> list[str]:
     policy = rig.router._policy
     assert isinstance(policy, Scripted)
     policy.wishes = list(moves)
-    return [each.request for each in of_kind(rig.tell(Timer(), at=at), WithdrawFrom)]
+    return [each.request for each in of_kind(rig.tell(Timer(), at=at), Withdraw)]
 
 
 def let_go(rig: Rig, attempt: int) -> int | None:

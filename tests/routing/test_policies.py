@@ -18,14 +18,14 @@ from manylora.protocol.routing import (
     Asked,
     Assign,
     Ended,
-    PlaceAdapter,
+    Place,
     Progress,
     ReplicaUp,
     Solve,
     Solved,
     StepPlane,
-    UnplaceAdapter,
-    WithdrawFrom,
+    Unplace,
+    Withdraw,
 )
 from tests.routing.rig import FACTS, Rig, config_of, of_kind, target_of
 
@@ -132,11 +132,11 @@ def test_punica_moves_the_newest_of_a_replica_without_pages_at_once() -> None:
     rig.tell(Progress("1-2", 0, 9))
     rig.report(0, free_pages=500)
     commands = rig.report(1, free_pages=0, is_exhausted=True)
-    assert commands == [WithdrawFrom("1-2", 1, 1), Assign("1-2", 2, 0, 1, (9,))]
-    assert of_kind(rig.tell(Timer(), at=0.5), WithdrawFrom) == [], "once a report"
+    assert commands == [Withdraw("1-2", 1, 1), Assign("1-2", 2, 0, 1, (9,))]
+    assert of_kind(rig.tell(Timer(), at=0.5), Withdraw) == [], "once a report"
     commands = rig.report(1, free_pages=0, is_exhausted=True)
-    assert [each.request for each in of_kind(commands, WithdrawFrom)] == ["1-1"]
-    assert of_kind(rig.report(1, free_pages=0, is_exhausted=True), WithdrawFrom) == [], "the last one stays"
+    assert [each.request for each in of_kind(commands, Withdraw)] == ["1-1"]
+    assert of_kind(rig.report(1, free_pages=0, is_exhausted=True), Withdraw) == [], "the last one stays"
 
 
 def test_the_newest_of_a_replica_is_the_one_that_came_last_however_often_it_moved() -> None:
@@ -145,7 +145,7 @@ def test_the_newest_of_a_replica_is_the_one_that_came_last_however_often_it_move
     rig.tell(Asked("older", 0, 100, 100, waited_s=1.0), at=1.0)
     rig.accept("old", "older")
     commands = rig.report(0, free_pages=0, is_exhausted=True)
-    assert of_kind(commands, WithdrawFrom) == [WithdrawFrom("old", 1, 0)]
+    assert of_kind(commands, Withdraw) == [Withdraw("old", 1, 0)]
 
 
 def test_punica_consolidates_where_all_of_the_smallest_finds_room() -> None:
@@ -159,9 +159,9 @@ def test_punica_consolidates_where_all_of_the_smallest_finds_room() -> None:
         rig.report(0, free_pages=900)
         rig.report(1, free_pages=free_pages)
         commands = rig.tell(Timer(), at=10.0)
-        assert of_kind(rig.tell(Timer(), at=25.0), WithdrawFrom) == [], "both sides rest"
+        assert of_kind(rig.tell(Timer(), at=25.0), Withdraw) == [], "both sides rest"
         assert all(each.replica == 1 for each in of_kind(commands, Assign))
-        return [each.request for each in of_kind(commands, WithdrawFrom)]
+        return [each.request for each in of_kind(commands, Withdraw)]
 
     assert moved(16) == ["0-1", "0-0"]
     assert moved(15) == [], "one of the two finds no room"
@@ -285,14 +285,14 @@ def test_dlora_places_copies_ahead_and_takes_them_back() -> None:
     for number in range(6):
         rig.ask(f"r{number}", adapter=1 + number % 3 // 2)
         rig.tell(Ended(f"r{number}", 5))
-    placed = of_kind(rig.tell(Timer(), at=1.0), PlaceAdapter)
-    assert placed == [PlaceAdapter(1, 0), PlaceAdapter(2, 1)], "the one of larger load first"
+    placed = of_kind(rig.tell(Timer(), at=1.0), Place)
+    assert placed == [Place(1, 0), Place(2, 1)], "the one of larger load first"
     rig.ask("new", adapter=3)
     rig.tell(Ended("new", 5))
-    assert of_kind(rig.tell(Timer(), at=60.0), PlaceAdapter) == [], "a minute has not passed"
-    assert of_kind(rig.tell(Timer(), at=61.0), PlaceAdapter) == [], "the reserve is used up"
+    assert of_kind(rig.tell(Timer(), at=60.0), Place) == [], "a minute has not passed"
+    assert of_kind(rig.tell(Timer(), at=61.0), Place) == [], "the reserve is used up"
     commands = rig.tell(Timer(), at=200.0)
-    dropped = {(each.adapter, each.replica) for each in of_kind(commands, UnplaceAdapter)}
+    dropped = {(each.adapter, each.replica) for each in of_kind(commands, Unplace)}
     assert dropped == {(1, 0), (2, 1)}, "nothing asks for them any more"
 
 
@@ -314,7 +314,7 @@ def test_dlora_s_plan_moves_requests() -> None:
     rig, problem = overloaded()
     shares = tuple((0.5, 0.5) for _ in problem.requests)
     commands = rig.tell(Solved(problem.number, shares, 0.1))
-    moved = of_kind(commands, WithdrawFrom)
+    moved = of_kind(commands, Withdraw)
     assert len(moved) == 4, "and not all to the same"
     assert all(each.replica == 0 for each in moved)
     assert rig.tell(Solved(problem.number, shares, 0.1)) == [], "once"
@@ -323,10 +323,10 @@ def test_dlora_s_plan_moves_requests() -> None:
 
 def test_dlora_plans_by_itself_where_no_answer_comes() -> None:
     rig, _ = overloaded()
-    assert of_kind(rig.tell(Timer(), at=21.9), WithdrawFrom) == []
-    assert len(of_kind(rig.tell(Timer(), at=22.0), WithdrawFrom)) == 4
+    assert of_kind(rig.tell(Timer(), at=21.9), Withdraw) == []
+    assert len(of_kind(rig.tell(Timer(), at=22.0), Withdraw)) == 4
     rig, problem = overloaded()
-    assert len(of_kind(rig.tell(Solved(problem.number)), WithdrawFrom)) == 4, "nor where there is no solution"
+    assert len(of_kind(rig.tell(Solved(problem.number)), Withdraw)) == 4, "nor where there is no solution"
 
 
 def test_dlora_s_plan_is_held_against_the_world() -> None:
@@ -334,7 +334,7 @@ def test_dlora_s_plan_is_held_against_the_world() -> None:
     name = problem.requests[0].request
     rig.tell(Asked(name, 0, 1000, 3000, attempts=1))  # it has begun anew meanwhile
     shares = tuple((0.0, 1.0) for _ in problem.requests)
-    moved = {each.request for each in of_kind(rig.tell(Solved(problem.number, shares)), WithdrawFrom)}
+    moved = {each.request for each in of_kind(rig.tell(Solved(problem.number, shares)), Withdraw)}
     assert moved
     assert name not in moved
 
@@ -400,12 +400,10 @@ def test_manylora_moves_what_waits_to_an_idle_replica() -> None:
     rig.report(0, waiting_tokens=10_000)
     rig.tell(ReplicaUp(1, 1, FACTS))
     commands = rig.tell(Timer(), at=1.0)
-    moved = [each.request for each in of_kind(commands, WithdrawFrom)]
+    moved = [each.request for each in of_kind(commands, Withdraw)]
     assert moved == names[:5:-1], "the newest, four at a time: each gains a second and costs a tenth"
     rig.report(1, waiting_tokens=9_000)
-    assert of_kind(rig.tell(Timer(), at=2.0), WithdrawFrom) == [], (
-        "a gain of 0.1 s is not three times the cost"
-    )
+    assert of_kind(rig.tell(Timer(), at=2.0), Withdraw) == [], "a gain of 0.1 s is not three times the cost"
 
 
 # ---------------------------------------------------------------- all of them

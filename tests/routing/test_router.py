@@ -31,7 +31,7 @@ from manylora.protocol.routing import (
     ScaleHint,
     StepPlane,
     Unlisted,
-    WithdrawFrom,
+    Withdraw,
     Withdrawn,
 )
 from tests.routing.rig import FACTS, Rig, config_of, of_kind, target_of
@@ -286,7 +286,7 @@ def test_a_request_moves_when_its_replica_has_let_it_go() -> None:
     rig.up(FACTS, FACTS)
     rig.ask("a")
     rig.accept("a")
-    assert rig.tell(Drain(0, migrate=True)) == [WithdrawFrom("a", 1, 0)]
+    assert rig.tell(Drain(0, migrate=True)) == [Withdraw("a", 1, 0)]
     assert rig.tell(Withdrawn("a", 0, (5,))) == [], "of another attempt"
     assert rig.tell(Withdrawn("a", 1, (5,))) == [Assign("a", 2, 1, 1, (5,))]
     assert rig.tell(Withdrawn("a", 1, (5,))) == []
@@ -297,7 +297,7 @@ def test_a_request_moves_at_once_where_the_late_token_is_dropped() -> None:
     rig.up(FACTS, FACTS)
     rig.ask("a")
     rig.accept("a")
-    assert rig.tell(Drain(0, migrate=True)) == [WithdrawFrom("a", 1, 0), Assign("a", 2, 1, 1)]
+    assert rig.tell(Drain(0, migrate=True)) == [Withdraw("a", 1, 0), Assign("a", 2, 1, 1)]
     assert rig.tell(Withdrawn("a", 1, (5,))) == []
 
 
@@ -309,9 +309,9 @@ def test_a_replica_that_drains_gets_nothing_and_is_emptied_in_time() -> None:
     assert rig.tell(Drain(0)) == []
     assert rig.ask("b") == 1
     assert rig.ask("c") == 1
-    assert of_kind(rig.tell(Timer(), at=1.9), WithdrawFrom) == []
-    assert of_kind(rig.tell(Timer(), at=2.0), WithdrawFrom) == [WithdrawFrom("a", 1, 0)]
-    assert of_kind(rig.tell(Timer(), at=2.5), WithdrawFrom) == [], "told once"
+    assert of_kind(rig.tell(Timer(), at=1.9), Withdraw) == []
+    assert of_kind(rig.tell(Timer(), at=2.0), Withdraw) == [Withdraw("a", 1, 0)]
+    assert of_kind(rig.tell(Timer(), at=2.5), Withdraw) == [], "told once"
 
 
 def test_what_a_replica_has_not_got_yet_is_withdrawn_when_it_has() -> None:
@@ -320,7 +320,7 @@ def test_what_a_replica_has_not_got_yet_is_withdrawn_when_it_has() -> None:
     rig.ask("a")
     assert rig.tell(Drain(0, migrate=True)) == []
     rig.report(0)  # which has seen it
-    assert of_kind(rig.tell(Timer(), at=0.5), WithdrawFrom) == [WithdrawFrom("a", 1, 0)]
+    assert of_kind(rig.tell(Timer(), at=0.5), Withdraw) == [Withdraw("a", 1, 0)]
 
 
 def test_a_request_that_is_to_move_is_not_lost_with_its_replica() -> None:

@@ -46,6 +46,6 @@ def test_histories_are_not_idle() -> None:
     for seed in range(20):
         for _, _, commands in play(seed, RESTLESS).history:
             found.update(type(command).__name__ for command in commands)
-    least = {"Assign": 300, "WithdrawFrom": 40, "Refuse": 20, "Fence": 20, "AskReport": 5, "ScaleHint": 1}
+    least = {"Assign": 300, "Withdraw": 40, "Refuse": 20, "Fence": 20, "AskReport": 5, "ScaleHint": 1}
     assert {name: count for name, count in least.items() if found[name] < count} == {}
     assert {"SetTimer", "Routed"} <= set(found)

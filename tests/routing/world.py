@@ -36,7 +36,7 @@ from manylora.protocol.routing import (
     Solved,
     StepPlane,
     Unlisted,
-    WithdrawFrom,
+    Withdraw,
     Withdrawn,
 )
 from tests.routing.rig import config_of
@@ -153,7 +153,7 @@ class World:
                 self.timer = command.at
             case Assign():
                 self.assigned(command)
-            case WithdrawFrom():
+            case Withdraw():
                 client = self.clients[command.request]
                 assert (client.attempt, client.replica) == (command.attempt, command.replica)
                 assert not client.is_withdrawing, "told once an attempt"

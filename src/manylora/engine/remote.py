@@ -143,7 +143,7 @@ class RemoteEngine:
             answer: wire.Answer = await future
         except asyncio.CancelledError:
             if self._calls.pop(call.id, None) is not None:
-                self._send(wire.Withdraw(call.id))
+                self._send(wire.DropCall(call.id))
             raise
         if answer.status:
             raise AdapterError(answer.message, answer.status)

@@ -147,7 +147,7 @@ def serve(sock: socket.socket, sender: Sender, driver: Driver) -> int:
                 future.add_done_callback(functools.partial(_loaded, call, loads, sender))
             case wire.Call():
                 _answer(message, driver, sender)
-            case wire.Withdraw(call):
+            case wire.DropCall(call):
                 if (withdrawn := loads.get(call)) is not None:
                     withdrawn.cancel()  # does nothing to one that has begun
             case wire.Start():

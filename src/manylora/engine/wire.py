@@ -50,13 +50,13 @@ class Call(msgspec.Struct, tag=True):
     path: str = ""
 
 
-class Withdraw(msgspec.Struct, tag=True):
+class DropCall(msgspec.Struct, tag=True):
     """The client has dropped this Call: what has not begun need not be done, nor answered."""
 
     id: int
 
 
-ToEngine = Start | Submit | Cancel | Call | Withdraw
+ToEngine = Start | Submit | Cancel | Call | DropCall
 
 
 class EngineReady(msgspec.Struct, tag=True):

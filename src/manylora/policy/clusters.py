@@ -20,8 +20,9 @@ class Clusters:
 
     Where there are none of these, a soft limit takes the first in line all the same, so that the device never
     idles for want of an adapter; a hard one lets it wait until fewer run. Under a soft limit only equals are
-    overtaken, those at one place (``lines.Place``). Under a hard one what is first cannot run, so the first that
-    can goes before it. What stands first in line and has been overtaken for ``OVERTAKEN_S`` is overtaken no more.
+    overtaken, those at one place (``lines.LinePlace``). Under a hard one what is first cannot run, so the first
+    that can goes before it. What stands first in line and has been overtaken for ``OVERTAKEN_S`` is overtaken no
+    more.
     """
 
     def __init__(self, limit: int, is_hard: bool, waiting: RankedQueue) -> None:

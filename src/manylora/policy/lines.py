@@ -50,7 +50,7 @@ def _reversed(sequence: Sequence) -> tuple[int, int]:
     return -request, -sample
 
 
-class Place(NamedTuple):
+class LinePlace(NamedTuple):
     """Where a sequence stands; the least is first, and within one place arrival decides.
 
     ``level``: its priority, less what it has gained by waiting. ``is_new``: it was never admitted.
@@ -66,7 +66,7 @@ class Ranks:
 
     def __init__(self, shares: FairShares | None) -> None:
         self._shares = shares
-        self._lines: dict[Place, Line] = {}
+        self._lines: dict[LinePlace, Line] = {}
         self._levels = Ranking()
         self._num_by_level: dict[int, int] = {}
         self._clients: dict[int, Ranking] = {}  # by level, those with new sequences
@@ -78,7 +78,7 @@ class Ranks:
     def num_levels(self) -> int:
         return len(self._num_by_level)
 
-    def add(self, sequence: Sequence, place: Place) -> None:
+    def add(self, sequence: Sequence, place: LinePlace) -> None:
         line = self._lines.get(place)
         if line is None:
             line = self._lines[place] = Line()
@@ -94,7 +94,7 @@ class Ranks:
             self._levels.put(level, (level, 0))
         self._num_by_level[level] += 1
 
-    def drop(self, sequence: Sequence, place: Place) -> None:
+    def drop(self, sequence: Sequence, place: LinePlace) -> None:
         line = self._lines[place]
         line.drop(sequence)
         if not line:
@@ -112,15 +112,15 @@ class Ranks:
         level = self._levels.least()
         if level is None:
             return None
-        returned = self._lines.get(Place(level, False, 0))
+        returned = self._lines.get(LinePlace(level, False, 0))
         if returned is not None:
             return returned.first()
         # Counters only grow, so that what a client is ranked by is never more than its counter.
         client = self._clients[level].least_by(self._rank)
         assert client is not None, "at a level without sequences that return new ones wait"
-        return self.first_at(Place(level, True, client), newest)
+        return self.first_at(LinePlace(level, True, client), newest)
 
-    def first_at(self, place: Place, newest: bool) -> Sequence | None:
+    def first_at(self, place: LinePlace, newest: bool) -> Sequence | None:
         """The first of those at one place."""
         line = self._lines.get(place)
         return None if line is None else line.first(newest and place.is_new)

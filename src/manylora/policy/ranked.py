@@ -8,7 +8,7 @@ from __future__ import annotations
 from manylora.config import QueueConfig
 from manylora.policy.ageing import Ageing
 from manylora.policy.fair import FairShares
-from manylora.policy.lines import Place, Ranks
+from manylora.policy.lines import LinePlace, Ranks
 from manylora.policy.queues import Rank, WaitingQueue
 from manylora.policy.sequences import Sequence
 from manylora.types import AdapterId, SequenceId
@@ -37,7 +37,7 @@ class RankedQueue(WaitingQueue):
         self._ageing = Ageing()
         self._all = Ranks(self.shares)
         self._of_adapter: dict[AdapterId, Ranks] = {}
-        self._places: dict[SequenceId, Place] = {}
+        self._places: dict[SequenceId, LinePlace] = {}
 
     # ------------------------------------------------------------ coming and going
 
@@ -57,7 +57,7 @@ class RankedQueue(WaitingQueue):
             self.shares.joined(sequence)
             client = self.shares.client_of(sequence) if is_new else 0
         level = sequence.state.request.priority
-        self._enter(sequence, Place(level, is_new, client))
+        self._enter(sequence, LinePlace(level, is_new, client))
         if self._age_s is not None and level > self._floor:
             self._ageing.add(sequence, sequence.state.arrived_s + self._age_s)
 
@@ -75,7 +75,7 @@ class RankedQueue(WaitingQueue):
             self.shares.left(sequence)
         self._ageing.drop(sequence)
 
-    def _enter(self, sequence: Sequence, place: Place) -> None:
+    def _enter(self, sequence: Sequence, place: LinePlace) -> None:
         self._places[sequence.id] = place
         self._all.add(sequence, place)
         if self.knows_adapters:
@@ -84,7 +84,7 @@ class RankedQueue(WaitingQueue):
                 ranks = self._of_adapter[sequence.adapter] = Ranks(self.shares)
             ranks.add(sequence, place)
 
-    def _leave(self, sequence: Sequence) -> Place:
+    def _leave(self, sequence: Sequence) -> LinePlace:
         place = self._places.pop(sequence.id)
         self._all.drop(sequence, place)
         if self.knows_adapters:
@@ -143,7 +143,7 @@ class RankedQueue(WaitingQueue):
         """See WaitingQueue."""
         if self.shares is None and self._all.num_levels <= 1:
             return super().leading(count)
-        taken: list[tuple[Sequence, Place, int]] = []
+        taken: list[tuple[Sequence, LinePlace, int]] = []
         while len(taken) < count and (sequence := self.first()) is not None:
             place = self._leave(sequence)
             ahead = 0 if self.shares is None else self.shares.charge_ahead(sequence)

@@ -39,7 +39,7 @@ from manylora.protocol.routing import (
     RouterEvent,
     Solved,
     Unlisted,
-    WithdrawFrom,
+    Withdraw,
     Withdrawn,
 )
 from manylora.types import RequestError, RequestId
@@ -266,7 +266,7 @@ class Router:
         """Have its replica let the request go, if that has it and was not told yet."""
         if request.replica is None or not request.is_accepted or request.is_withdrawing:
             return False
-        self._commands.append(WithdrawFrom(request.id, request.attempt, request.replica))
+        self._commands.append(Withdraw(request.id, request.attempt, request.replica))
         request.withdraw(target, reason)
         if self._drops:
             self._hand_over(request)

@@ -236,7 +236,7 @@ class Assign:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class WithdrawFrom:
+class Withdraw:
     """The replica is to end the request after the step in flight, and to answer with Withdrawn."""
 
     request: RequestId
@@ -245,7 +245,7 @@ class WithdrawFrom:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PlaceAdapter:
+class Place:
     """The replica is to keep the adapter on its device, within the share that is reserved for such copies."""
 
     adapter: AdapterId
@@ -253,7 +253,7 @@ class PlaceAdapter:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class UnplaceAdapter:
+class Unplace:
     """The replica need not keep the adapter any more."""
 
     adapter: AdapterId
@@ -340,7 +340,7 @@ class Routed:
 
 
 RouterCommand = (
-    Assign | WithdrawFrom | PlaceAdapter | UnplaceAdapter | Refuse | Solve | ScaleHint | Fence | AskReport
+    Assign | Withdraw | Place | Unplace | Refuse | Solve | ScaleHint | Fence | AskReport
     | Routed | SetTimer
 )  # fmt: skip
 """What a router commands."""

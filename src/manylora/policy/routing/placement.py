@@ -9,7 +9,7 @@ from manylora.policy.routing.burst_tolerance import plan_copies
 from manylora.policy.routing.fleet import Fleet
 from manylora.policy.routing.rates import AdapterRates
 from manylora.policy.routing.requests import LiveRequest
-from manylora.protocol.routing import ON_DEVICE, PlaceAdapter, ReplicaId, UnplaceAdapter
+from manylora.protocol.routing import ON_DEVICE, Place, ReplicaId, Unplace
 from manylora.types import AdapterId
 
 _PROMPT_TOKENS = 256.0
@@ -17,7 +17,7 @@ _PROMPT_TOKENS = 256.0
 _KEEP = 0.99
 """How much of the mean prompt survives one request."""
 
-Placed = PlaceAdapter | UnplaceAdapter
+Placed = Place | Unplace
 
 
 class Placement:
@@ -67,7 +67,7 @@ class Placement:
                     continue
                 del copies[name]
                 if is_there:
-                    dropped.append(UnplaceAdapter(adapter, name))
+                    dropped.append(Unplace(adapter, name))
             if not copies:
                 del self._copies[adapter]
         return dropped
@@ -105,5 +105,5 @@ class Placement:
         for adapter, place in plan_copies(free, reserve, holders, sizes, loads, request_pages):
             replica = view.open_ids[place]
             self._copies.setdefault(adapter, {})[replica] = view.up[replica].epoch
-            wishes.append(PlaceAdapter(adapter, replica))
+            wishes.append(Place(adapter, replica))
         return wishes
