@@ -33,6 +33,7 @@ HELD_BY = {
     "drain_timeout": "drain_timeout", "api_key": "api_keys", "metrics_key": "metrics_key",
     "max_waiting": "max_waiting", "max_connections": "max_connections", "max_body_size": "max_body_size",
     "journal": "journal", "journal_rotate": "journal_part_bytes",
+    "adapter_store": "adapters.store", "adapter_store_size": "adapters.store_bytes",
     "scheduling_policy": "scheduler.queue.scheduling_policy",
     "priority_floor": "scheduler.queue.priority_floor", "priority_age": "scheduler.queue.priority_age_s",
     "fairness": "scheduler.queue.fairness", "fair_by": "scheduler.queue.fair_by",
@@ -48,7 +49,8 @@ HELD_BY = {
 _DLORA, _MANYLORA = {"merge": "dlora"}, {"merge": "manylora"}
 _PRIORITY, _VTC = {"scheduling_policy": "priority"}, {"fairness": "vtc"}
 BESIDE: dict[str, dict[str, Any]] = {
-    "journal_rotate": {"journal": "j"}, "priority_floor": _PRIORITY, "priority_age": _PRIORITY,
+    "journal_rotate": {"journal": "j"}, "adapter_store_size": {"adapter_store": "s"},
+    "priority_floor": _PRIORITY, "priority_age": _PRIORITY,
     "fair_by": {**_VTC, "api_key": "k"}, "fair_weights": _VTC, "fair_share": _VTC,
     "merge_copy": {"merge": "merged"}, "merge_starve": {"merge": "merged"}, "merge_minority": _MANYLORA,
     "merge_mixed_16bit": _MANYLORA, "merge_alpha": _DLORA, "merge_beta": _DLORA, "merge_dec": _DLORA,
@@ -62,7 +64,13 @@ COUNTS = {
     "max_adapter_rank": LARGEST, "max_waiting": LARGEST, "max_connections": LARGEST, "merge_window": LARGEST,
 }  # fmt: skip
 """With the most that each may be."""
-SIZES = {"device_pool": 0, "host_pool": 0, "max_body_size": 1, "journal_rotate": 4096}
+SIZES = {
+    "device_pool": 0,
+    "host_pool": 0,
+    "max_body_size": 1,
+    "journal_rotate": 4096,
+    "adapter_store_size": 1,
+}
 """With the least that each may be."""
 CHOICES = {
     "device": ("auto", "cpu", "cuda"), "dtype": ("auto", "float32", "float16", "bfloat16"),
@@ -106,6 +114,7 @@ def accepted() -> list[tuple[str, Any, Any]]:
     found += [("cache_policy", policy, policy) for policy in (*CACHE_POLICIES, "a.b:C")]
     found += [("cache_policy", Path("lru"), "lru")]
     found += [("admission", "fcfs", "fcfs"), ("admission", "lcfs", "lcfs"), ("adapter_dir", ".", ".")]
+    found += [("adapter_store", "x", "x"), ("adapter_store", Path("a/b"), "a/b")]
     found += [("api_key", "k", ("k",)), ("api_key", ["k", "l"], ("k", "l")), ("api_key", ("k",), ("k",))]
     found += [("api_key", [], ()), ("adapter", [], ()), ("adapter", "a=b=c", (("a", "b=c"),))]
     found += [("adapter", {"a": "b"}, (("a", "b"),)), ("adapter", ["a=b", "c=d"], (("a", "b"), ("c", "d")))]
@@ -140,14 +149,14 @@ def refused() -> list[tuple[str, Any]]:
         )
     for name in (*CHOICES, "admission", "cache_policy"):
         found += each(name, "", "AUTO", "x", "a:b:c", 1, True, [], ["auto"])
-    for name in (*TEXTS, "adapter_dir"):
+    for name in (*TEXTS, "adapter_dir", "adapter_store"):
         found += each(name, 1, True, 0.0, ["x"], {})
     for name in ("cache_tau", "cache_window", "step_timeout", "slo_ttft", "priority_age"):
         found += each(name, 0, False, -1, "0", "x", "", NAN, INF, 10**400, "nan", "inf", [1], {})
     found += each("drain_timeout", -1, "-0.1", NAN, INF, "x", [])
     found += each("cache_adapter_share", 0, 1, True, NAN, INF, "x", -0.1, [])
     found += each("pipeline_depth", 0, 3) + each("slo_ttft", 0.5) + each("admission", "early-abort")
-    found += each("adapter_dir", "no/such/folder")
+    found += each("adapter_dir", "no/such/folder") + each("adapter_store", "", " ")
     found += each("priority_floor", *NO_WHOLE_NUMBERS, 1, "1", -(2**31) - 1, INF)
     found += each("fair_weights", "", "1,2", "1,2,0,0", "1;2;0", "-1,2,0", "0,0,1", "1.5,2,0", 1, [1, 2, 0])
     found += each("fair_share", "a", "a=", "=2", "a=0", "a=-1", "a=nan", "a=0.0001", "a=1e3", ["a=1", "a=2"])

@@ -31,6 +31,7 @@ _SAFE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
+_PROBE = b"\0" * 4096
 _DEFAULT_BYTES = 50 * 2**30
 
 
@@ -140,7 +141,8 @@ class StoreFolder:
                 raise
         try:
             yield file
-            os.rename(part, name + _FILE, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+            with self._locked(check):  # a count meets it under one name
+                os.rename(part, name + _FILE, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         except BaseException:
             self._drop_part(file, part)
             self.held_bytes = max(0, self.held_bytes - num_bytes)
@@ -156,15 +158,16 @@ class StoreFolder:
 
     def _try_out(self) -> None:
         """Raises OSError where files cannot be written here."""
+        part = f"probe.{os.getpid()}.{secrets.token_hex(4)}{_PART}"
         with self._locked(lambda: None):
             self.held_bytes = sum(entry.num_bytes for entry in self._entries())
-        part = f"probe.{os.getpid()}.{secrets.token_hex(4)}{_PART}"
-        file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE, 0o600, dir_fd=self._folder)
-        try:
-            os.pwrite(file, b"\0" * 4096, 0)
-            os.fsync(file)
-        finally:
-            self._drop_part(file, part)
+            file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE, 0o600, dir_fd=self._folder)
+            try:
+                if self.held_bytes + len(_PROBE) <= self._limit(self.held_bytes):
+                    os.pwrite(file, _PROBE, 0)
+                    os.fsync(file)
+            finally:
+                self._drop_part(file, part)
 
     def _limit(self, held: int) -> int:
         """Bytes that all files may take: as set, and at most half of what would be free without them."""
