@@ -1,0 +1,96 @@
+"""Every mode of merging gives the unmerged engine's tokens, in this process, on the shipped model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manylora import LLM, SamplingParams
+from manylora.policy.merging import state
+from manylora.policy.merging.choice import Choice, MergeGauges, MergeView, StepShape
+from manylora.policy.sequences import Scheduled
+from manylora.types import BASE, AdapterId
+from tests.e2e.process import MODEL
+
+FOLDER = Path(MODEL).parent / "adapters"
+NAMES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())[:3]
+PROMPTS = [f"The {word} of the day" for word in ("first", "second", "third", "last")]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+class EveryFewSteps:
+    """Merges another adapter every few steps, and none every now and then, whatever it is worth."""
+
+    def __init__(self, is_mixed: bool) -> None:
+        self._is_mixed = is_mixed
+        self._num_steps = 0
+
+    def choose(self, view: MergeView) -> Choice:
+        """See MergePolicy."""
+        targets = [BASE, *sorted(view.ready.keys() - {BASE})]
+        target = targets[self._num_steps // 3 % len(targets)]
+        if not view.may_switch_to(target):
+            target = view.merged
+        if not self._is_mixed and not view.ready[target] and view.may_switch_to(BASE):
+            target = BASE
+        return Choice(target, reason="by the script")
+
+    def started(self, shape: StepShape, rows: list[Scheduled], now: float) -> None:
+        """See MergePolicy."""
+        self._num_steps += 1
+
+    def step_ended(self, seconds: float) -> None:
+        """See MergePolicy."""
+
+    def switched(self, before: AdapterId, after: AdapterId, seconds: float) -> None:
+        """See MergePolicy."""
+
+    def forget(self, adapter: AdapterId) -> None:
+        """See MergePolicy."""
+
+    def gauges(self) -> MergeGauges:
+        """See MergePolicy."""
+        return MergeGauges()
+
+
+def answers(**settings: Any) -> tuple[list[str], dict[str, float]]:
+    """Texts of all prompts under each adapter and the base, all at once; and the figures after them."""
+    adapters = {name: str(FOLDER / name) for name in NAMES}
+    with LLM(MODEL, adapters, dtype="float32", device="cpu", **settings) as llm:
+        names = [name for name in (*NAMES, None) for _ in PROMPTS]
+        outputs = llm.generate(PROMPTS * (len(NAMES) + 1), PARAMS, adapter=names)
+        return [output.outputs[0].text for output in outputs], llm.metrics()
+
+
+@pytest.fixture(scope="module")
+def unmerged() -> list[str]:
+    return answers()[0]
+
+
+MODES: list[dict[str, Any]] = [
+    {"merge": "merged", "merge_starve": 0.02}, {"merge": "dlora", "merge_starve": 0.05}, {"merge": "manylora"},
+    {"merge": "manylora", "merge_minority": "wait"}, {"merge": "manylora", "merge_minority": "mixed"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(map(str, mode.values())))
+def test_the_tokens_are_the_unmerged_ones(mode: dict[str, Any], unmerged: list[str]) -> None:
+    texts, figures = answers(**mode)
+    assert texts == unmerged
+    if mode["merge"] == "merged":
+        assert figures['manylora:merge_switches_total{to="merged"}'] > 0
+
+
+@pytest.mark.parametrize("minority", ["unmerge", "mixed"])
+def test_so_they_are_where_switches_are_forced(
+    minority: str, unmerged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "merge_policy", lambda config, times: EveryFewSteps(config.merge.is_mixed))
+    texts, figures = answers(merge="manylora", merge_minority=minority)
+    assert texts == unmerged
+    assert figures['manylora:merge_switches_total{to="merged"}'] > 2
+    steps = {name.split('"')[1]: value for name, value in figures.items() if "steps_total" in name}
+    assert steps["merged" if minority == "unmerge" else "mixed"] > 0
+    assert figures["manylora:paused_seconds_total"] > 0 or minority == "mixed"
