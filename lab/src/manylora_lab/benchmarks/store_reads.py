@@ -107,11 +107,14 @@ class StoreRig:
         return seconds
 
     def read_raw(self, path: Path) -> float:
-        """Seconds in which the file's bytes come from the disk."""
+        """Seconds in which the file's bytes come from the disk; NaN where there are no direct reads."""
         size = path.stat().st_size // _BLOCK_BYTES * _BLOCK_BYTES
         target = np.frombuffer(mmap.mmap(-1, size), np.uint8)
         target[:] = 0
-        file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        except OSError:
+            return float("nan")
 
         def read(begin: int) -> None:
             os.preadv(file, [target[begin : begin + _BLOCK_BYTES].data], begin)
@@ -174,7 +177,10 @@ def _show(found: dict[str, float | None], num_bytes: int) -> None:
     for name, taken in found.items():
         first = found.get(f"first, page cache, {name.rpartition(' ')[2]}")
         if taken is None:
-            print(f"  {name:28} the page cache cannot be told to hold it, or not to", flush=True)
+            print(
+                f"  {name:28} not measured: the page cache, or the file system, does not do what this needs",
+                flush=True,
+            )
         else:
             ratio = f", {taken / first:.2f} of a first read" if first else ""
             print(f"  {name:28} {taken:8.1f} ms, {num_bytes / taken / 1e6:6.2f} GB/s{ratio}", flush=True)
