@@ -14,7 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from manylora.policy.merging.batching import MergedBatching
 from manylora.policy.merging.credits import Credits
-from manylora.policy.merging.state import Merging
+from manylora.policy.merging.state import MergeState
 from manylora.policy.replica import Replica
 from manylora.policy.reservations import Reservations
 from tests.policy.test_merging_properties import MergingMachine
@@ -30,22 +30,22 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = [
-    Mutant("drop the pin", Merging._command, "tree.pin(tree.node(after))", "pass"),
-    Mutant("a step before the restore has landed", Merging.must_wait.fget, "self.switch is not None", "False"),  # type: ignore[attr-defined]
+    Mutant("drop the pin", MergeState._command, "tree.pin(tree.node(after))", "pass"),
+    Mutant("a step before the restore has landed", MergeState.must_wait.fget, "self.switch is not None", "False"),  # type: ignore[attr-defined]
     Mutant(
         "free a paused row's KV", Reservations.pause, "sequence.pause(now)",
         "sequence.pause(now); self._residency.device.release(sequence.pages[sequence.num_shared:])",
     ),
-    Mutant("removal leaves what is merged", Merging._is_left_over, "return all(", "return False and all("),
+    Mutant("removal leaves what is merged", MergeState._is_left_over, "return all(", "return False and all("),
     Mutant("removal frees what is merged", Replica._free_removed, "self._merging.pinned()", "[]"),
-    Mutant("a switch between two steps in flight is not told", Merging.started, "return shape.merged", "return 0"),
-    Mutant("others run beside the merged adapter", Merging.choose, "only=self.adapter", "only=None"),
-    Mutant("a failed switch is taken for done", Merging.ended, "self.adapter = BASE", "pass"),
-    Mutant("what was merged may leave at once", Merging.pinned, "self.switch.before, ", ""),
-    Mutant("a second switch before the first has ended", Merging.choose, "self.switch is None and", "True or"),
-    Mutant("paused sequences hold all others up", Merging.is_stuck, "return self._gives_way", "return False"),
+    Mutant("a switch between two steps is not told", MergeState.started, "return shape.merged", "return 0"),
+    Mutant("others run beside the merged adapter", MergeState.choose, "only=self.adapter", "only=None"),
+    Mutant("a failed switch is taken for done", MergeState.ended, "self.adapter = BASE", "pass"),
+    Mutant("what was merged may leave at once", MergeState.pinned, "self.switch.before, ", ""),
+    Mutant("a second switch before the first has ended", MergeState.choose, "self.switch is None and", "True or"),
+    Mutant("paused sequences hold all others up", MergeState.is_stuck, "return self._gives_way", "return False"),
     Mutant("a displaced sequence keeps its row", MergedBatching.admit, "if self._displaced:", "if False:"),
-    Mutant("the merged adapter is never let go", Merging.ended, "self._unpin(switch.before)", "pass"),
+    Mutant("the merged adapter is never let go", MergeState.ended, "self._unpin(switch.before)", "pass"),
     Mutant("credits from nowhere", Credits.transfer, "self.of(payer) - amount", "self.of(payer)"),
     Mutant("a paused sequence is taken for running", MergedBatching.runnable, "if self.may_run(sequence)", ""),
 ]  # fmt: skip

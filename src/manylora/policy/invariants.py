@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from manylora.policy.caches.policy import CachePolicy
 from manylora.policy.merging.dlora import DloraMerging
-from manylora.policy.merging.state import Merging
+from manylora.policy.merging.state import MergeState
 from manylora.policy.queues import WaitingQueue
 from manylora.policy.ranked import RankedQueue
 from manylora.policy.reservations import Reservations
@@ -27,7 +27,7 @@ def check(
     waiting: WaitingQueue,
     requests: Mapping[RequestId, RequestState],
     in_flight: Iterable[list[Scheduled]],
-    merging: Merging | None = None,
+    merging: MergeState | None = None,
 ) -> None:
     """Raise AssertionError, naming the invariant, where one does not hold."""
     nodes = list(residency.tree.all_nodes())
@@ -180,7 +180,7 @@ def _check_pins(nodes: list[Node], held: Reservations, merged: list[AdapterId]) 
         )
 
 
-def _check_paused(held: Reservations, merging: Merging | None) -> None:
+def _check_paused(held: Reservations, merging: MergeState | None) -> None:
     paused = [sequence for sequence in held.admitted if sequence.paused_s is not None]
     assert held.num_paused == len(paused), "paused sequences are counted"
     assert not paused or merging is not None, "where nothing is merged nothing is paused"
@@ -188,7 +188,7 @@ def _check_paused(held: Reservations, merging: Merging | None) -> None:
         assert sequence.stage is Stage.RUNNING, "what is paused could run"
 
 
-def _check_merging(residency: Residency, merging: Merging, steps: list[list[Scheduled]]) -> None:
+def _check_merging(residency: Residency, merging: MergeState, steps: list[list[Scheduled]]) -> None:
     for adapter in merging.pinned():
         node = residency.tree.node(adapter)
         assert node.residence is Residence.RESIDENT, "a merged adapter is resident"

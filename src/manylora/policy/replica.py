@@ -15,7 +15,7 @@ from manylora.policy.admission import Admission
 from manylora.policy.batching import FirstComeFirstServed, StepPlan
 from manylora.policy.invariants import check
 from manylora.policy.merging.batching import MergedBatching
-from manylora.policy.merging.state import Merging
+from manylora.policy.merging.state import MergeState
 from manylora.policy.ranked import RankedQueue, waiting_queue
 from manylora.policy.request_limits import RequestLimits
 from manylora.policy.reservations import Reservations
@@ -85,12 +85,12 @@ class Replica:
         self._tree = self._residency.tree
         self._held = Reservations(config, self._residency, self._waiting)
         self._limits = RequestLimits(config, self._residency)
-        self._merging: Merging | None = None  # where nothing is ever merged
+        self._merging: MergeState | None = None  # where nothing is ever merged
         self._batching = FirstComeFirstServed(config, self._residency, self._held, self._waiting)
         if config.merge.is_on:
             assert isinstance(self._waiting, RankedQueue)
             parts = config, self._residency, self._held, self._waiting
-            self._merging = Merging(*parts)
+            self._merging = MergeState(*parts)
             self._batching = MergedBatching(*parts, self._merging)
         self._swapper = Swapper(config.cache, self._residency, self._waiting, self._held)
         self._gauges = Gauges(self._residency, self._held, self._waiting, self._merging)

@@ -10,7 +10,7 @@ import collections
 from collections.abc import Iterable
 
 from manylora.policy.merging.choice import MergeGauges
-from manylora.policy.merging.state import Merging
+from manylora.policy.merging.state import MergeState
 from manylora.policy.queues import WaitingQueue
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
@@ -23,7 +23,7 @@ class Gauges:
     """Reads snapshots of one replica's parts."""
 
     def __init__(
-        self, residency: Residency, held: Reservations, waiting: WaitingQueue, merging: Merging | None
+        self, residency: Residency, held: Reservations, waiting: WaitingQueue, merging: MergeState | None
     ) -> None:
         self._residency = residency
         self._tree = residency.tree

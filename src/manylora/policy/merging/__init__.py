@@ -1,7 +1,7 @@
 """Which adapter is merged into the base's weights, and which sequences may run meanwhile (dLoRA §4).
 
-A ``MergePolicy`` chooses, ``state.Merging`` has it carried out, ``batching.MergedBatching`` composes steps by it.
-Where nothing is ever merged none of this is used.
+A ``MergePolicy`` chooses, ``state.MergeState`` has it carried out, ``batching.MergedBatching`` composes
+steps by it. Where nothing is ever merged none of this is used.
 """
 
 from __future__ import annotations

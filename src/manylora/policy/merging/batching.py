@@ -5,7 +5,7 @@ from __future__ import annotations
 from manylora.config import PolicyConfig
 from manylora.policy.batching import FirstComeFirstServed, StepPlan
 from manylora.policy.merging.choice import Choice
-from manylora.policy.merging.state import Merging
+from manylora.policy.merging.state import MergeState
 from manylora.policy.ranked import RankedQueue
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
@@ -22,7 +22,7 @@ class MergedBatching(FirstComeFirstServed):
         residency: Residency,
         held: Reservations,
         waiting: RankedQueue,
-        merging: Merging,
+        merging: MergeState,
     ) -> None:
         super().__init__(config, residency, held, waiting)
         self._in_line = waiting

@@ -33,7 +33,7 @@ class Switch(NamedTuple):
     after: AdapterId
 
 
-class Merging:
+class MergeState:
     """``adapter``: whose weights the next step runs on, as the last SetMerged said; BASE where none did, or where
     it has failed. It is pinned from its SetMerged until the next one has been answered."""
 
