@@ -83,7 +83,9 @@ def measure_merging(
 
 
 def _sizes(limits: PolicyConfig) -> Iterator[tuple[int, int]]:
-    """(rows, tokens) of the steps: decoding ones, and one prompt chunk."""
+    """(rows, tokens) of the steps: decoding ones, and one prompt chunk. ``merged`` asks for none."""
+    if limits.merge.mode == "merged":
+        return
     most = min(limits.max_num_seqs, limits.max_batch_tokens)
     for rows in sorted({min(rows, most) for rows in _ROWS}):
         yield rows, rows
