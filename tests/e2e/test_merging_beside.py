@@ -1,5 +1,5 @@
-"""The table "Beside other features" of docs/merging.md: with each of them an engine that merges gives the tokens of
-one that does not."""
+"""The table "Beside other features" of docs/merging.md: with each of these an engine that merges gives the tokens
+of one that does not."""
 
 from __future__ import annotations
 
