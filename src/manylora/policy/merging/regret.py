@@ -102,7 +102,8 @@ class RegretMerging:
     def _pays(self, target: AdapterId, regret_s: float, price_s: float) -> bool:
         """Whether the regret has come to the price: to twice the price where as much was lost by switches before.
         An adapter is merged only while not too much was."""
-        if target != BASE and self._minority == "unmerge" and self._seen - {target}:
+        has_others = len(self._seen) > (target in self._seen)
+        if target != BASE and self._minority == "unmerge" and has_others:
             next_late_s = self.late_s + self._times.restore_s
             if next_late_s > SHARE * self.first_tokens_s:
                 return False
