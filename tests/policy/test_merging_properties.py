@@ -105,7 +105,7 @@ class MergingMachine(ReplicaMachine):
     def end_switch(self) -> None:
         self.feed(self.device.end_switch(0.1))
 
-    @rule(fails=st.sampled_from([False] * 5 + [True]))
+    @rule(fails=st.sampled_from([False, False, True]))
     def next_switch(self, fails: bool) -> None:
         self.device.fails_switch = fails
 
@@ -147,6 +147,7 @@ class TestMergingProperties(MergingMachine.TestCase):  # type: ignore[misc,valid
         max_examples=200,
         stateful_step_count=50,
         deadline=None,
+        derandomize=True,  # else there is a run now and then in which no switch fails
         phases=[Phase.explicit, Phase.reuse, Phase.generate],
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
@@ -161,4 +162,4 @@ class TestMergingProperties(MergingMachine.TestCase):  # type: ignore[misc,valid
 class TestManyMergingProperties(TestMergingProperties):
     """Ten times as many."""
 
-    settings = settings(TestMergingProperties.settings, max_examples=2_000)
+    settings = settings(TestMergingProperties.settings, max_examples=2_000, derandomize=False)
