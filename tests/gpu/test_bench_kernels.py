@@ -29,9 +29,6 @@ def test_a_quick_run(shape: str, dtype: str, tmp_path: Path) -> None:
     assert all(row["is_right"] and row["floor_us"] > 0 for row in document["rows"])
     # What adapters add is a difference of two times.
     assert all(row["us"] > 0 for row in document["rows"] if row["kernel"] != "lora")
-    # Floors are of the device that runs this, measured in the same run: nothing large is faster than its bytes.
-    large = [row for row in document["rows"] if row["kernel"] in ("linear", "decode") and row["batch"] > 1]
-    assert all(row["ratio"] > 0.8 for row in large)
     assert (tmp_path / "kernels.png").exists()
 
 
