@@ -63,7 +63,7 @@ names = st.text(characters, max_size=7)
 
 
 @given(expression=expressions, name=names)
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=600, deadline=None)
 def test_one_expression_matches_as_re_does(expression: str, name: str) -> None:
     whole = NamePatterns({expression: True}, "x").get(name, False)
     assert whole == (re.fullmatch(expression, name) is not None)

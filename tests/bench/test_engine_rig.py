@@ -124,6 +124,7 @@ def test_bad_arguments(bad: list[str], words: str, capsys: pytest.CaptureFixture
     assert words in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_the_steps(tmp_path: Path) -> None:
     out = tmp_path / "steps.json"
     h200_steps.main(["--toy", "--steps", "12", "--out", str(out), "--commit", "abc"])

@@ -33,6 +33,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("one_thread", "remembered_fits")
 def test_the_toy_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a profile that is given: one of the same model, said to be of this machine."""

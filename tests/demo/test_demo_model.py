@@ -73,6 +73,7 @@ def own(model: PeftModel) -> Own:
 # Losses
 
 
+@pytest.mark.long  # that each is the best on its domain is the harder question, and is asked below
 @pytest.mark.parametrize("name", NAMES)
 def test_adapter_lowers_the_loss_of_its_domain(own: Own, name: str) -> None:
     assert own[name]["gain"] >= SMALLEST_GAIN

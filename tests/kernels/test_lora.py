@@ -110,12 +110,12 @@ def test_second_scales(subject: Subject, same_scale: bool) -> None:
     """One-token, short and long segments; the second scale begins at any row, or behind the last."""
     if subject.small and (same_scale or subject.dtype != torch.float32):
         pytest.skip(SLOW)
-    lengths, ranks = [(1, 1), (0, 6), (2, 40), (0, 1), (0, 2)], [1, 4, 20, 33]
+    lengths, ranks = [(1, 1), (0, 6), (2, 20 if subject.small else 40), (0, 1), (0, 2)], [1, 4, 20, 33]
     check(subject, geometry_of(subject.dtype), lengths, ranks, same_scale=same_scale, two_scales=True)
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 2**16), unused=st.floats(-(2.0**100), 2.0**100, width=32))
 def test_a_second_scale_that_no_row_has_changes_no_bit(subject: Subject, seed: int, unused: float) -> None:
     if subject.small and subject.dtype != torch.float32:
@@ -144,7 +144,7 @@ def test_keys_and_values_of_another_type(subject: Subject, pool_dtype: torch.dty
     skip_repetition(subject)
     page = PageShape(layers=3, page_tokens=4, kv_heads=2, head_dim=12, itemsize=pool_dtype.itemsize)
     geometry = adapter_geometry(page, [NARROW] * page.layers, subject.dtype.itemsize)
-    check(subject, geometry, [(1, 1), (0, 6), (2, 40)], [1, 4, 20], pool_dtype=pool_dtype)
+    check(subject, geometry, [(1, 1), (0, 6), (2, 20)], [1, 4, 20], pool_dtype=pool_dtype)
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)

@@ -159,7 +159,7 @@ def test_random_workloads(bench: Bench) -> None:
     checker = Checker(bench)
 
     @settings(
-        max_examples=25,
+        max_examples=15,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )

@@ -153,7 +153,9 @@ def test_spread_and_drag_come_back_from_a_file(tmp_path: Path) -> None:
         dataclasses.replace(profile, copy_drag=-1)
 
 
-@pytest.mark.parametrize("more_s", [1.5e-3, 0.0, -1e-3])
+@pytest.mark.parametrize(
+    "more_s", [1.5e-3, *(pytest.param(more, marks=pytest.mark.long) for more in (0.0, -1e-3))]
+)
 def test_steps_after_idling_take_so_much_more(more_s: float) -> None:
     """Wherever they lie, and whatever a few of them waited for; less than others they never take."""
     profile = profile_of(linear)
