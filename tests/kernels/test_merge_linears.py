@@ -4,6 +4,7 @@ place."""
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -178,3 +179,27 @@ def test_keys_and_values_of_another_type(subject: Subject) -> None:
     pool = case.pool.view(torch.uint8).view(*case.pool.shape[:-1], -1).view(torch.float8_e4m3fn)
     ops.merge_linears([MergedLayer(case.layer, found, pristine)], pool, group, plan_of(case))
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("holds", ["", "a", "b"])
+@pytest.mark.parametrize("programs", [0, 1])
+@pytest.mark.parametrize("subject", [param for param in SUBJECTS if param.id.startswith(("inter", "gpu"))])
+def test_strips(subject: Subject, programs: int, holds: Literal["", "a", "b"]) -> None:
+    """Some with a program each and some in turn; ranks that are held, and larger ones."""
+    if subject.small and subject.dtype != torch.float32 and programs:
+        pytest.skip(SLOW)
+    from manylora.kernels.triton import merging
+
+    launch = merging.MergeLaunch(
+        rows=16, columns=32, strip=3, holds=holds, stages=2, programs=programs, stores="evict_first"
+    )
+
+    class Strips(ReferenceOps):
+        def merge_linears(self, *args: Any) -> None:
+            merging.merge_linears(*args, launch)
+
+    subject.ops()
+    check(subject, geometry_of(subject.dtype), [1, 2, 5], Strips())
+    if not subject.small:
+        check(subject, geometry_of(subject.dtype), [33, 70], Strips())
+        check(subject, geometry_of(subject.dtype), [130], Strips())

@@ -9,9 +9,10 @@ kept.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,13 +24,33 @@ from manylora.kernels.shapes import Projection, ProjectionGroup
 from manylora.kernels.triton.lora_launch import block_of, ceil_div
 from manylora.kernels.triton.lora_rows import ROWS, chosen, load_rows
 from manylora.kernels.triton.lora_work import MOST_PROJECTIONS
-from manylora.kernels.triton.plans import upload
+from manylora.kernels.triton.merge_strips import merge_strips_kernel
+from manylora.kernels.triton.plans import power_of_two, upload
 
-_OUTPUTS, _INPUTS = 64, 128
-"""Rows and columns of the weight that a program writes: enough that the adapter's rows, read again by every
-program, cost little beside the weights."""
+MOST_HELD = 128
+"""The largest rank of which a program of strips holds one factor."""
 
-_WARPS = 4
+
+class MergeLaunch(NamedTuple):
+    """How the kernels of a pass are launched. ``rows``, ``columns``: of the weight, which a program writes at once:
+    enough that the adapter's rows, read again by every program, cost little beside the weights.
+
+    ``strip``: blocks that a program of ``merge_strips_kernel`` goes over; 0: ``merge_kernel`` runs. The rest is for
+    strips: ``holds``, ``stages`` and ``stores`` as there, and programs for each multiprocessor, 0: one a strip.
+    """
+
+    rows: int = 64
+    columns: int = 128
+    warps: int = 4
+    strip: int = 0
+    holds: Literal["", "a", "b"] = ""
+    stages: int = 1
+    programs: int = 0
+    stores: str = ""
+
+
+TILES = MergeLaunch()
+"""The best of twenty sizes of tiles on an H200."""
 
 _UNWANTED = MergePart(0, Projection("", 0, 0), 0, 0, 0, 0.0)
 
@@ -127,7 +148,11 @@ def merge_kernel(
 
 
 def merge_linears(
-    layers: Sequence[MergedLayer], pool: torch.Tensor, group: ProjectionGroup, plan: MergePlan
+    layers: Sequence[MergedLayer],
+    pool: torch.Tensor,
+    group: ProjectionGroup,
+    plan: MergePlan,
+    launch: MergeLaunch = TILES,
 ) -> None:
     """Computes ``Ops.merge_linears``, in one launch: one for each linear takes the host longer than the device."""
     parts = {part.place: part for part in plan.parts(group, layers[0].layer)}
@@ -136,14 +161,13 @@ def merge_linears(
     merged, pristine = layers[0].merged, layers[0].pristine
     geometry, projections = plan.geometry, group.projections
     cell, numbers = geometry.cell_elements, range(len(projections))
-    block_n = block_of(cell, _OUTPUTS, max(p.out_features for p in projections))
-    block_k = block_of(cell, _INPUTS, group.in_features)
+    block_n = block_of(cell, launch.rows, max(p.out_features for p in projections))
+    block_k = block_of(cell, launch.columns, group.in_features)
     # A projection that is not wanted has no rows: so every adapter takes the same variant of the kernel.
     outputs = [projections[number].out_features if number in parts else 0 for number in numbers]
     described = [parts.get(number, _UNWANTED) for number in numbers]
     places, scales, align = _of_layers(layers, group, plan, merged.device)
-    blocks = sum(ceil_div(n, block_n) for n in outputs)
-    merge_kernel[(blocks, ceil_div(group.in_features, block_k), len(layers))](
+    arguments = (
         merged,
         pristine,
         of_adapters(pool, merged.dtype),
@@ -158,15 +182,46 @@ def merge_linears(
         *_padded([part.rank for part in described]),
         geometry.cells(group.in_features),
         *_padded([geometry.cells(p.out_features) for p in projections]),
-        PARTS=len(projections),
-        CELL=cell,
-        ALIGN=math.gcd(geometry.alignment, geometry.slab_elements, 16),
-        WEIGHT_ALIGN=align,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        PRECISION="ieee" if merged.dtype == torch.float32 else "tf32",
-        num_warps=_WARPS,
     )
+    constants = {
+        "PARTS": len(projections),
+        "CELL": cell,
+        "ALIGN": math.gcd(geometry.alignment, geometry.slab_elements, 16),
+        "WEIGHT_ALIGN": align,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "PRECISION": "ieee" if merged.dtype == torch.float32 else "tf32",
+        "num_warps": launch.warps,
+    }
+    rank = max(part.rank for part in described)
+    if not launch.strip or (launch.holds and not 0 < rank <= MOST_HELD):
+        blocks = sum(ceil_div(n, block_n) for n in outputs)
+        merge_kernel[(blocks, ceil_div(group.in_features, block_k), len(layers))](*arguments, **constants)
+        return
+    wide_n, wide_k = (launch.strip, 1) if launch.holds == "a" else (1, launch.strip)
+    strips = sum(ceil_div(n, wide_n * block_n) for n in outputs) * ceil_div(
+        group.in_features, wide_k * block_k
+    )
+    items = strips * len(layers)
+    programs = min(items, launch.programs * _multiprocessors(merged.device)) if launch.programs else items
+    merge_strips_kernel[(programs,)](
+        *arguments,
+        len(layers),
+        items,
+        **constants,
+        STRIP=launch.strip,
+        HOLDS=launch.holds,
+        RANK=max(16, power_of_two(rank)),
+        STAGES=launch.stages,
+        STORES=launch.stores,
+    )
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 2
+    return int(torch.get_device_module(device).get_device_properties(device).multi_processor_count)
 
 
 def _of_layers(
