@@ -18,6 +18,7 @@ from tests.kernels.cases import LoraCase, lora_case
 from tests.kernels.implementations import SLOW, SUBJECTS, Subject
 from tests.kernels.test_lora import geometry_of
 
+TRITON = [subject for subject in SUBJECTS if str(subject.id).startswith(("interpreted", "gpu"))]
 SEGMENT = 1
 """The case has two adapters, so that places in the cell table are not those in a single one."""
 
@@ -183,7 +184,7 @@ def test_keys_and_values_of_another_type(subject: Subject) -> None:
 
 @pytest.mark.parametrize("holds", ["", "a", "b"])
 @pytest.mark.parametrize("programs", [0, 1])
-@pytest.mark.parametrize("subject", [param for param in SUBJECTS if param.id.startswith(("inter", "gpu"))])
+@pytest.mark.parametrize("subject", TRITON)
 def test_strips(subject: Subject, programs: int, holds: Literal["", "a", "b"]) -> None:
     """Some with a program each and some in turn; ranks that are held, and larger ones."""
     if subject.small and subject.dtype != torch.float32 and programs:
@@ -195,8 +196,8 @@ def test_strips(subject: Subject, programs: int, holds: Literal["", "a", "b"]) -
     )
 
     class Strips(ReferenceOps):
-        def merge_linears(self, *args: Any) -> None:
-            merging.merge_linears(*args, launch)
+        def merge_linears(self, layers: Any, pool: torch.Tensor, group: ProjectionGroup, plan: Any) -> None:
+            merging.merge_linears(layers, pool, group, plan, launch)
 
     subject.ops()
     check(subject, geometry_of(subject.dtype), [1, 2, 5], Strips())

@@ -65,9 +65,10 @@ def merge_strips_kernel(
     PRECISION: tl.constexpr,
 ):
     """As ``merge_kernel``. ``HOLDS`` "b": a strip is STRIP blocks of columns of one block of rows; "a": STRIP
-    blocks of rows of one block of columns; "": as "b", any rank, 16 of its rows at a time, the next block's weights
-    loaded ahead. ``RANK``: the rows that are held, a power of two and at least the ranks. ``items``: strips of all
-    parts and layers; programs take them in turn. ``STORES``: the eviction policy of what is written.
+    blocks of rows of one block of columns; "": as "b", any rank, 16 of its rows at a time, and the next
+    block's weights are loaded ahead. ``RANK``: the rows that are held, a power of two and at least the
+    ranks. ``items``: strips of all parts and layers; programs take them in turn. ``STORES``: the eviction
+    policy of what is written.
     """
     N: tl.constexpr = BLOCK_N * (STRIP if HOLDS == "a" else 1)
     K: tl.constexpr = BLOCK_K * (1 if HOLDS == "a" else STRIP)

@@ -32,16 +32,18 @@ MOST_HELD = 128
 
 
 class MergeLaunch(NamedTuple):
-    """How the kernels of a pass are launched. ``rows``, ``columns``: of the weight, which a program writes at once:
-    enough that the adapter's rows, read again by every program, cost little beside the weights.
+    """How the kernels of a pass are launched. ``rows``, ``columns``: of the weight, which a program writes at
+    once: enough that the adapter's rows, read again by every program, cost little beside the weights.
+    ``registers``: the most that a thread has; 0: as many as it asks for.
 
-    ``strip``: blocks that a program of ``merge_strips_kernel`` goes over; 0: ``merge_kernel`` runs. The rest is for
-    strips: ``holds``, ``stages`` and ``stores`` as there, and programs for each multiprocessor, 0: one a strip.
+    ``strip``: blocks that a program of ``merge_strips_kernel`` goes over; 0: ``merge_kernel`` runs. The rest is
+    for strips: ``holds``, ``stages`` and ``stores`` as there, and programs for each multiprocessor, 0: one a strip.
     """
 
     rows: int = 64
     columns: int = 128
     warps: int = 4
+    registers: int = 0
     strip: int = 0
     holds: Literal["", "a", "b"] = ""
     stages: int = 1
@@ -193,6 +195,8 @@ def merge_linears(
         "PRECISION": "ieee" if merged.dtype == torch.float32 else "tf32",
         "num_warps": launch.warps,
     }
+    if launch.registers:
+        constants["maxnreg"] = launch.registers
     rank = max(part.rank for part in described)
     if not launch.strip or (launch.holds and not 0 < rank <= MOST_HELD):
         blocks = sum(ceil_div(n, block_n) for n in outputs)
