@@ -1,4 +1,4 @@
-"""Servers that merge: skewed load in phases over HTTP gives an unmerged server's answers, the metrics and the trace
+"""Servers that merge: skewed load in phases over HTTP gives an unmerged engine's answers, metrics, trace and journal
 tell of the same switches, and what ends or leaves while one is under way ends well."""
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.process import REPOSITORY, Json, Server, wait_until
+from manylora import LLM, SamplingParams
+from manylora.engine.journal import read_journal
+from manylora.protocol import StepDone, SwitchDone
+from tests.e2e.process import MODEL, REPOSITORY, Json, Server, wait_until
 
 NAMES = ("french", "german", "spanish", "finnish")
 PROMPTS = ("The first word of the day is", "The last one", "Once upon a time", "What comes next")
 MERGED = 'manylora:merge_switches_total{to="merged"}'
+KINDS = ("unmerged", "merged", "mixed")
 TO_BASE = 'manylora:merge_switches_total{to="base"}'
 SMALL = ("--device-pool", "48MiB", "--max-num-seqs", "8", "--dtype", "float32")
 CLIENTS = 8
-PHASE_S = 1.5
+PHASE_S = 1.0
 MODES = {
     "dlora": ("--merge", "dlora", "--merge-starve", "0.5", "--merge-alpha", "0.8", "--merge-beta", "0.3"),
     "manylora": ("--merge", "manylora", "--merge-minority", "wait", "--merge-starve", "0.5"),
@@ -34,10 +38,12 @@ def body(asked: Asked, max_tokens: int = 24) -> Json:
 
 
 def asked_in(phase: int) -> list[Asked]:
-    """Of ten requests nine are of the phase's adapter, and one of another or of the base."""
-    others: list[str | None] = [None, *NAMES]
-    hot = NAMES[phase % len(NAMES)]
-    return [(hot if place % 10 else others[(phase + place // 10) % 5], PROMPTS[place % 4]) for place in range(40)]
+    """All of the phase's adapter; in every other phase one of ten is of another or of the base."""
+    hot, others = NAMES[phase % len(NAMES)], [None, *NAMES]
+    names = [
+        hot if place % 10 or phase % 2 == 0 else others[(phase + place // 10) % 5] for place in range(40)
+    ]
+    return [(name, PROMPTS[place % 4]) for place, name in enumerate(names)]
 
 
 def phases(server: Server, seconds: float) -> dict[Asked, set[str]]:
@@ -67,16 +73,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[Asked, str]:
-    """What a server answers that does not merge."""
+    """What an engine answers that does not merge."""
     every: list[Asked] = [(name, prompt) for name in (*NAMES, None) for prompt in PROMPTS]
-    with Server("--adapter-dir", str(folder), *SMALL) as server:
-        server.wait_ready()
-        texts = [answer.json()["choices"][0]["text"] for answer in server.complete_all([body(a) for a in every])]
-    return dict(zip(every, texts, strict=True))
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    paths = {name: str(folder / name) for name in NAMES}
+    with LLM(MODEL, paths, dtype="float32", device="cpu", device_pool="48MiB") as llm:
+        outputs = llm.generate([prompt for _, prompt in every], params, adapter=[name for name, _ in every])
+    return {asked: output.outputs[0].text for asked, output in zip(every, outputs, strict=True)}
 
 
-def check_phases(mode: str, seconds: float, folder: Path, expected: dict[Asked, str], trace: Path) -> None:
-    args = ("--adapter-dir", str(folder), *SMALL, *MODES[mode], "--trace", str(trace))
+def check_phases(mode: str, seconds: float, folder: Path, expected: dict[Asked, str]) -> None:
+    trace, journal = folder.parent / f"{mode}.trace", folder.parent / f"{mode}.journal"
+    args = (
+        "--adapter-dir",
+        str(folder),
+        *SMALL,
+        *MODES[mode],
+        "--trace",
+        str(trace),
+        "--journal",
+        str(journal),
+    )
     with Server(*args) as server:
         server.wait_ready()
         answers = phases(server, seconds)
@@ -90,27 +107,23 @@ def check_phases(mode: str, seconds: float, folder: Path, expected: dict[Asked, 
     lines = re.findall(r" s  (merge|unmerge) ", trace.read_text())
     assert figures[MERGED] == lines.count("merge")
     assert figures[TO_BASE] == lines.count("unmerge")
-    modes = {kind: figures[f'manylora:steps_total{{mode="{kind}"}}'] for kind in ("unmerged", "merged", "mixed")}
-    (num_steps,) = (value for name, value in figures.items() if re.fullmatch(r"manylora:steps(_total)?", name)) or (
-        sum(modes.values()),
-    )
-    assert sum(modes.values()) == num_steps
-    if mode == "dlora" or seconds > 60:
-        assert figures[MERGED] > 0
-        assert modes["merged"] > 0
+    events = [event for _, event in read_journal(journal)[1]]
+    assert figures[MERGED] + figures[TO_BASE] == sum(isinstance(event, SwitchDone) for event in events)
+    steps = [figures[f'manylora:steps_total{{mode="{kind}",model_name="demo"}}'] for kind in KINDS]
+    assert sum(steps) == sum(isinstance(event, StepDone) for event in events)
+    assert figures[MERGED] > 0
+    assert steps[KINDS.index("merged")] > 0
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_phases_of_skewed_load(
-    mode: str, folder: Path, expected: dict[Asked, str], tmp_path: Path
-) -> None:
-    check_phases(mode, 4 * PHASE_S, folder, expected, tmp_path / "trace")
+def test_phases_of_skewed_load(mode: str, folder: Path, expected: dict[Asked, str]) -> None:
+    check_phases(mode, 4 * PHASE_S, folder, expected)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-def test_two_minutes_of_them(mode: str, folder: Path, expected: dict[Asked, str], tmp_path: Path) -> None:
-    check_phases(mode, 120.0, folder, expected, tmp_path / "trace")
+def test_two_minutes_of_them(mode: str, folder: Path, expected: dict[Asked, str]) -> None:
+    check_phases(mode, 120.0, folder, expected)
 
 
 def test_a_merged_adapter_is_unloaded_and_loaded_anew(folder: Path, expected: dict[Asked, str]) -> None:
@@ -120,7 +133,7 @@ def test_a_merged_adapter_is_unloaded_and_loaded_anew(folder: Path, expected: di
     with Server("--adapter-dir", str(folder), *SMALL, "--merge", "merged", "--merge-starve", "0.1") as server:
         server.wait_ready()
         with concurrent.futures.ThreadPoolExecutor(20) as threads:
-            long = [threads.submit(server.text, **body((name, PROMPTS[0]), 200)) for name in (first, second)]
+            long = [threads.submit(server.text, **body((name, PROMPTS[0]), 120)) for name in (first, second)]
             gauge = f'manylora:merged_adapter{{adapter_name="{first}"}}'
             wait_until(lambda: server.metrics().get(gauge) == 1, "a merged adapter")
             others = [threads.submit(server.text, **body((second, prompt))) for prompt in PROMPTS]
@@ -137,7 +150,8 @@ def test_a_merged_adapter_is_unloaded_and_loaded_anew(folder: Path, expected: di
             assert [each.result() for each in again] == [expected[NAMES[2], prompt] for prompt in PROMPTS]
             before = server.gauge(MERGED)
             assert before > 1
-            running = [threads.submit(server.complete, **body((name, PROMPTS[1]), 200)) for name in (first, second)]
+            last = [body((name, PROMPTS[1]), 120) for name in (first, second)]
+            running = [threads.submit(server.complete, **each) for each in last]
             wait_until(lambda: server.gauge(MERGED) > before + 1, "switches that go on")
             server.process.send_signal(signal.SIGTERM)
             ended = [each.result() for each in running]

@@ -37,7 +37,8 @@ class MergeLaunch(NamedTuple):
     ``registers``: the most that a thread has; 0: as many as it asks for.
 
     ``strip``: blocks that a program of ``merge_strips_kernel`` goes over; 0: ``merge_kernel`` runs. The rest is
-    for strips: ``holds``, ``stages`` and ``stores`` as there, and programs for each multiprocessor, 0: one a strip.
+    for strips: ``holds``, ``stages`` and ``stores`` as there, and programs for each multiprocessor; 0: as many as
+    strips.
     """
 
     rows: int = 64
