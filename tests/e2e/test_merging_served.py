@@ -1,4 +1,4 @@
-"""Servers that merge: skewed load in phases over HTTP gives an unmerged engine's answers, metrics, trace and journal
+"""Servers that merge: skewed load in phases gives an unmerged engine's answers, metrics, trace and journal
 tell of the same switches, and what ends or leaves while one is under way ends well."""
 
 from __future__ import annotations
