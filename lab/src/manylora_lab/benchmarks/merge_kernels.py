@@ -46,33 +46,23 @@ RANK_S, WHOLE_S = 12.0, 6.0
 """What is kept for each further rank, and for all linears."""
 BEST = 3
 """Launches of each rank that are timed over all linears."""
-BEST_HELD = 6
-"""Launches that hold a factor are compiled for each rank: so many of the best at rank 16 are at others."""
+BEST_STRIPS = 6
+"""Strips are compiled for each rank: so many of the best at rank 16 are at others."""
 
 
 def launches() -> list[MergeLaunch]:
     """The likeliest first, for there may be no time for all."""
-    from manylora.kernels.triton.merging import TILES, MergeLaunch
+    from manylora.kernels.triton.merging import STRIPS, TILES, MergeLaunch
 
     strips = [
-        MergeLaunch(64, 128, 4, 0, strip, holds, stages, programs, stores)
-        for holds, strip, stages, programs, stores in (
-            ("b", 4, 2, 0, ""), ("b", 8, 3, 0, ""), ("a", 4, 2, 0, ""), ("", 4, 1, 0, ""),
-            ("b", 8, 2, 2, "evict_first"), ("a", 8, 3, 0, ""), ("b", 4, 1, 0, ""), ("b", 16, 3, 3, ""),
-            ("a", 8, 2, 2, "evict_first"), ("", 8, 1, 3, ""), ("b", 4, 2, 0, "evict_first"),
+        MergeLaunch(*sizes)
+        for sizes in (
+            (64, 128, 4, 4, 2), (16, 256, 4, 8, 3), (64, 128, 4, 16, 3), (64, 64, 4, 8, 3), (32, 256, 4, 4, 2),
+            (64, 128, 8, 4, 2), (64, 128, 4, 4, 1), (128, 128, 8, 4, 2),
         )
     ]  # fmt: skip
-    smaller = [
-        MergeLaunch(rows, columns, warps, registers, strip, holds, stages, 0, "")
-        for rows, columns, warps, registers, strip, holds, stages in (
-            (64, 64, 4, 0, 8, "b", 3), (32, 128, 4, 0, 8, "b", 3), (64, 128, 8, 0, 4, "b", 2),
-            (128, 64, 4, 0, 8, "a", 3), (32, 256, 4, 0, 4, "b", 2), (64, 128, 4, 128, 4, "", 1),
-            (128, 128, 8, 0, 4, "b", 2), (16, 256, 4, 0, 8, "b", 3),
-        )
-    ]  # fmt: skip
-    sizes = ((64, 128, 128), (64, 128, 96), (64, 64, 0), (32, 128, 0))
-    tiles = [TILES._replace(rows=rows, columns=columns, registers=most) for rows, columns, most in sizes]
-    return [TILES, *strips[:6], *tiles[:2], *smaller[:6], *strips[6:], *tiles[2:], *smaller[6:]]
+    tiles = [MergeLaunch(64, 64), MergeLaunch(32)]
+    return [TILES, *STRIPS.values(), *strips, *tiles]
 
 
 class MergeBench:
@@ -167,7 +157,7 @@ class MergeBench:
                 step()
                 found.append(time.perf_counter() - began_s)
                 continue
-            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begun.record()
             step()
             ended.record()
@@ -218,8 +208,8 @@ def run(bench: MergeBench, report: RunReport) -> None:
         for launch in [TILES, *(launch for launch in best if launch != TILES)][: 1 + BEST]:
             if report.has(3.0, f"whole {rank} {tuple(launch)}"):
                 report.note("whole", timed(bench, rank, launch, everything))
-        held = [launch for launch in best if launch.holds][:BEST_HELD]
-        candidates = [TILES, *held, *(launch for launch in candidates[1:] if not launch.holds)]
+        strips = [launch for launch in best if launch.strip][:BEST_STRIPS]
+        candidates = [TILES, *strips, *(launch for launch in candidates[1:] if not launch.strip)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

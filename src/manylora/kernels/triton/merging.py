@@ -9,10 +9,9 @@ kept.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,33 +26,31 @@ from manylora.kernels.triton.lora_work import MOST_PROJECTIONS
 from manylora.kernels.triton.merge_strips import merge_strips_kernel
 from manylora.kernels.triton.plans import power_of_two, upload
 
-MOST_HELD = 128
-"""The largest rank of which a program of strips holds one factor."""
-
 
 class MergeLaunch(NamedTuple):
     """How the kernels of a pass are launched. ``rows``, ``columns``: of the weight, which a program writes at
     once: enough that the adapter's rows, read again by every program, cost little beside the weights.
-    ``registers``: the most that a thread has; 0: as many as it asks for.
-
-    ``strip``: blocks that a program of ``merge_strips_kernel`` goes over; 0: ``merge_kernel`` runs. The rest is
-    for strips: ``holds``, ``stages`` and ``stores`` as there, and programs for each multiprocessor; 0: as many as
-    strips.
+    ``strip``: blocks of columns that a program of ``merge_strips_kernel`` goes over, with so many ``stages`` of
+    loads ahead; 0: ``merge_kernel`` runs.
     """
 
-    rows: int = 64
+    rows: int
     columns: int = 128
     warps: int = 4
-    registers: int = 0
     strip: int = 0
-    holds: Literal["", "a", "b"] = ""
     stages: int = 1
-    programs: int = 0
-    stores: str = ""
 
 
-TILES = MergeLaunch()
-"""The best of twenty sizes of tiles on an H200."""
+TILES = MergeLaunch(64)
+"""Of restoring, and of ranks that no program of strips can hold: the best of twenty sizes on an H200."""
+STRIPS = {32: MergeLaunch(32, strip=8, stages=3), 128: MergeLaunch(64, strip=8, stages=3)}
+"""By the largest rank: the best of the strips there, which take 0.72 to 0.79 of what tiles take."""
+
+
+def launch_for(rank: int) -> MergeLaunch:
+    """The launch for adapters whose largest rank this is; 0 restores."""
+    return next((launch for most, launch in STRIPS.items() if 0 < rank <= most), TILES)
+
 
 _UNWANTED = MergePart(0, Projection("", 0, 0), 0, 0, 0, 0.0)
 
@@ -155,7 +152,7 @@ def merge_linears(
     pool: torch.Tensor,
     group: ProjectionGroup,
     plan: MergePlan,
-    launch: MergeLaunch = TILES,
+    launch: MergeLaunch | None = None,
 ) -> None:
     """Computes ``Ops.merge_linears``, in one launch: one for each linear takes the host longer than the device."""
     parts = {part.place: part for part in plan.parts(group, layers[0].layer)}
@@ -164,6 +161,8 @@ def merge_linears(
     merged, pristine = layers[0].merged, layers[0].pristine
     geometry, projections = plan.geometry, group.projections
     cell, numbers = geometry.cell_elements, range(len(projections))
+    rank = max(part.rank for part in parts.values())
+    launch = launch or launch_for(rank)
     block_n = block_of(cell, launch.rows, max(p.out_features for p in projections))
     block_k = block_of(cell, launch.columns, group.in_features)
     # A projection that is not wanted has no rows: so every adapter takes the same variant of the kernel.
@@ -196,37 +195,18 @@ def merge_linears(
         "PRECISION": "ieee" if merged.dtype == torch.float32 else "tf32",
         "num_warps": launch.warps,
     }
-    if launch.registers:
-        constants["maxnreg"] = launch.registers
-    rank = max(part.rank for part in described)
-    if not launch.strip or (launch.holds and not 0 < rank <= MOST_HELD):
-        blocks = sum(ceil_div(n, block_n) for n in outputs)
+    blocks = sum(ceil_div(n, block_n) for n in outputs)
+    if not launch.strip:
         merge_kernel[(blocks, ceil_div(group.in_features, block_k), len(layers))](*arguments, **constants)
         return
-    wide_n, wide_k = (launch.strip, 1) if launch.holds == "a" else (1, launch.strip)
-    strips = sum(ceil_div(n, wide_n * block_n) for n in outputs) * ceil_div(
-        group.in_features, wide_k * block_k
-    )
-    items = strips * len(layers)
-    programs = min(items, launch.programs * _multiprocessors(merged.device)) if launch.programs else items
-    merge_strips_kernel[(programs,)](
+    strips = ceil_div(group.in_features, block_k * launch.strip)
+    merge_strips_kernel[(strips, blocks, len(layers))](
         *arguments,
-        len(layers),
-        items,
         **constants,
         STRIP=launch.strip,
-        HOLDS=launch.holds,
         RANK=max(16, power_of_two(rank)),
         STAGES=launch.stages,
-        STORES=launch.stores,
     )
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 2
-    return int(torch.get_device_module(device).get_device_properties(device).multi_processor_count)
 
 
 def _of_layers(
