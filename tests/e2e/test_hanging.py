@@ -8,10 +8,13 @@ import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
 
+from manylora.engine.journal import read_journal
+from manylora.protocol import StepDone
 from tests.e2e.process import (
     RUNNING,
     TIMEOUT_S,
@@ -19,6 +22,7 @@ from tests.e2e.process import (
     Server,
     assert_error,
     completion,
+    environment,
     events,
     get,
     wait_until,
@@ -95,6 +99,34 @@ def test_sigterm_while_the_engine_stands_still() -> None:
         assert time.monotonic() - told_s < DOCKER_S
         server.assert_all_gone()
         assert "Traceback" not in server.log
+
+
+SLOW_TO_FREE = """
+import sys
+if "manylora.main" in sys.orig_argv:
+    import time
+    from manylora.devices.cpu import CpuDevice
+    CpuDevice.copies_from_pinned = True
+    CpuDevice.unpin = lambda self, memory: time.sleep(3600)
+"""
+"""Run as the engine's process starts: pinned memory that is given back in an hour."""
+
+
+def test_sigterm_leaves_memory_to_the_system(tmp_path: Path) -> None:
+    """Of a host pool of some ten GiB to unpin takes longer than a server has."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_TO_FREE)
+    path = os.pathsep.join((str(tmp_path), environment()["PYTHONPATH"]))
+    journal = tmp_path / "journal"
+    args = ("--device-pool", "32MiB", "--host-pool", "64MiB", "--journal", str(journal))
+    with Server(*args, env={"PYTHONPATH": path}) as server:
+        server.wait_ready()
+        wait_until(lambda: "pinned the host pool" in server.log, "pinned memory")
+        assert server.complete().status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+        server.assert_all_gone()
+        assert "does not end" not in server.log
+    assert any(isinstance(event, StepDone) for _, event in read_journal(journal)[1])
 
 
 def half_sent(url: httpx.URL) -> socket.socket:

@@ -90,7 +90,7 @@ class RemoteExecutor:
             if before:
                 self._has_ended.wait_for(lambda: self._num_steps < before or self._is_closed)
 
-    def close(self) -> None:
+    def close(self, *, frees: bool = True) -> None:
         if self._is_closed:
             return
         with self._sending:

@@ -59,6 +59,7 @@ class FakeExecutor:
         self.step_s = 0.0
         self.reads = 0
         self.closed = 0
+        self.freed = 0
         self.verified: list[str] = []
         self.verify_gate = threading.Event()  # closed, weights are read for ever
         self.verify_gate.set()
@@ -177,5 +178,6 @@ class FakeExecutor:
         """Until each has been answered; there can be no more then."""
         self._copier.shutdown()
 
-    def close(self) -> None:
+    def close(self, *, frees: bool = True) -> None:
         self.closed += 1
+        self.freed += frees

@@ -357,8 +357,32 @@ def test_close_ends_what_runs(kind: str) -> None:
         with pytest.raises(EngineDead):
             await drain(stream)
         assert executor.closed == 1
+        # A process that ends leaves its memory to the system.
+        assert executor.freed == (kind == "local")
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_what_was_written_is_complete_before_memory_is_freed(tmp_path: Path, frees: bool) -> None:
+    path = tmp_path / "journal.jsonl"
+    seen: list[str] = []
+
+    class Slow(FakeExecutor):
+        """Whatever comes after its end may not come at all."""
+
+        def close(self, *, frees: bool = True) -> None:
+            super().close(frees=frees)
+            seen.extend(type(event).__name__ for _, event in read_journal(path)[1])
+
+    executor = Slow()
+    driver = Driver(CONFIG, executor, INFO, journal=JournalWriter(path, CONFIG))
+    driver.start(lambda _: None, lambda _: None)
+    driver.add_adapter("first", "3")
+    driver.stats().result(60)
+    driver.close(frees=frees)
+    assert seen == ["AdapterAdded", "ReportDue"]
+    assert executor.freed == frees
 
 
 def test_a_journal_replays_into_the_same_commands(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ class Tables:
     def abandon(self, error: EngineDead) -> None:
         self.errors.append(error)
 
-    def close(self) -> None:
+    def close(self, *, frees: bool = True) -> None:
         self.num_closed += 1
 
 

@@ -17,6 +17,8 @@ import torch
 
 from manylora.adapters import registry
 from manylora.adapters.pack import load_adapter
+from manylora.config import MergeConfig
+from manylora.devices.cpu import CpuDevice
 from manylora.executor import reader
 from manylora.protocol import AdapterChecked, AdapterError, AdapterRead, DeviceEvent, ReadAdapter
 from tests.executor.conftest import Files
@@ -227,3 +229,27 @@ def test_close_frees_everything(files: Files, tmp_path: Path) -> None:
     assert not rig.step(row).done.ok, "a step after close is refused, not raised"
     rig.direct.end_sequence(1)
     rig.direct.evict_adapter(1)
+
+
+@pytest.mark.parametrize("merge", [MergeConfig(), MergeConfig(mode="merged", copy="host")])
+def test_a_process_that_ends_leaves_its_memory_to_the_system(
+    files: Files, tmp_path: Path, merge: MergeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To unpin gigabytes takes seconds; what writes files ends all the same."""
+    held: set[int] = set()
+    monkeypatch.setattr(CpuDevice, "copies_from_pinned", True)
+    monkeypatch.setattr(CpuDevice, "pin", lambda self, memory: held.add(memory.data_ptr()))
+    monkeypatch.setattr(CpuDevice, "unpin", lambda self, memory: held.remove(memory.data_ptr()))
+    rig = Rig(files.model, tmp_path, merge=merge)
+    rig.serve(1, files.adapters[1])
+    pool = rig.worker._host
+    assert pool._pinner is not None
+    pool._pinner.join(60)
+    pinned = set(held)
+    assert len(pinned) == 1 + merge.is_on
+    rig.worker.close(frees=False)
+    assert held == pinned
+    assert rig.worker._registry._connection is None
+    assert not rig.read(1, (1,)).ok, "no read can begin"
+    rig.worker.close()
+    assert not held

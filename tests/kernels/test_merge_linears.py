@@ -4,6 +4,7 @@ place."""
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tests.kernels.cases import LoraCase, lora_case
 from tests.kernels.implementations import SLOW, SUBJECTS, Subject
 from tests.kernels.test_lora import geometry_of
 
+TRITON = [subject for subject in SUBJECTS if str(subject.id).startswith(("interpreted", "gpu"))]
 SEGMENT = 1
 """The case has two adapters, so that places in the cell table are not those in a single one."""
 
@@ -95,9 +97,9 @@ def check(subject: Subject, geometry: AdapterGeometry, ranks: list[int], ops: Op
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
-@pytest.mark.parametrize("ranks", [[1, 2, 5], [16], [33, 70]])
+@pytest.mark.parametrize("ranks", [[1, 2, 5], [16], [33, 70], [130]])
 def test_merged_is_rounded_once_and_restored_to_the_bit(subject: Subject, ranks: list[int]) -> None:
-    if subject.small and (subject.dtype != torch.float32) != (ranks == [16]):
+    if subject.small and ((subject.dtype != torch.float32) != (ranks == [16]) or ranks == [130]):
         pytest.skip(SLOW)
     check(subject, geometry_of(subject.dtype), ranks)
 
@@ -178,3 +180,29 @@ def test_keys_and_values_of_another_type(subject: Subject) -> None:
     pool = case.pool.view(torch.uint8).view(*case.pool.shape[:-1], -1).view(torch.float8_e4m3fn)
     ops.merge_linears([MergedLayer(case.layer, found, pristine)], pool, group, plan_of(case))
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("subject", TRITON)
+def test_tiles_and_strips(subject: Subject) -> None:
+    """Strips that end within a block, and tiles of ranks that strips could hold."""
+    if subject.small and subject.dtype != torch.float32:
+        pytest.skip(SLOW)
+    from manylora.kernels.triton import merging
+
+    class Launched(ReferenceOps):
+        def __init__(self, launch: merging.MergeLaunch) -> None:
+            self.launch = launch
+
+        def merge_linears(self, layers: Any, pool: torch.Tensor, group: ProjectionGroup, plan: Any) -> None:
+            merging.merge_linears(layers, pool, group, plan, self.launch)
+
+    subject.ops()
+    for launch in (merging.MergeLaunch(16, 32, strip=3, stages=2), merging.TILES):
+        check(subject, geometry_of(subject.dtype), [1, 2, 5], Launched(launch))
+
+
+def test_ranks_that_strips_cannot_hold_run_as_tiles() -> None:
+    from manylora.kernels.triton.merging import STRIPS, TILES, launch_for
+
+    assert [launch_for(rank) for rank in (0, 129, 256)] == [TILES] * 3
+    assert [launch_for(rank) for rank in (1, 32, 33, 128)] == [STRIPS[32]] * 2 + [STRIPS[128]] * 2

@@ -64,8 +64,8 @@ class Ports(Protocol):
     def abandon(self, error: EngineDead) -> None:
         """The loop has ended: fail whatever waits for it. May be called more than once, from any thread."""
 
-    def close(self) -> None:
-        """Give back what the ports hold."""
+    def close(self, *, frees: bool = True) -> None:
+        """Give back what the ports hold; without ``frees`` memory is left to the system, as the process ends."""
 
 
 class Loop:
@@ -98,6 +98,7 @@ class Loop:
         self._has_ended = threading.Event()  # the loop; what it holds is freed after that
         self._freeing = threading.Lock()
         self._is_free = False
+        self._frees = True
 
     # ------------------------------------------------------------ life
 
@@ -126,14 +127,17 @@ class Loop:
         """What the loop is doing now."""
         return Pulse(self._activity.work, self._ports.preparation_s)
 
-    def close(self) -> None:
+    def close(self, *, frees: bool = True) -> None:
         """End the loop after the step in flight and close the ports. Idempotent; every caller waits for the end.
 
         A step that does not end within ``CLOSE_S`` is left behind on the loop's thread, which frees everything if
-        it ever ends. Does nothing in a process that was forked off the loop's: no thread of it is there.
+        it ever ends. Does nothing in a process that was forked off the loop's: no thread of it is there. Without
+        ``frees`` files are closed and memory is left to the system: for a process that ends next, which has it
+        back sooner so than by unpinning and freeing it piece by piece.
         """
         if os.getpid() != self._pid:
             return
+        self._frees = frees
         self.is_closing.set()
         self._inbox.put(_STOP)
         if self._thread is None:
@@ -172,9 +176,10 @@ class Loop:
             self._is_free = True
             self._end = self._end or CLOSED
             self.abandon()
-            self._ports.close()
+            # First what has been written: to free memory may take seconds, which a process that ends may not have.
             if self._journal is not None:
                 self._journal.close()
+            self._ports.close(frees=self._frees)
 
     # ------------------------------------------------------------ the thread
 

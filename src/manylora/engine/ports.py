@@ -354,8 +354,8 @@ class EnginePorts:
             with contextlib.suppress(concurrent.futures.InvalidStateError):  # answered at this very moment
                 future.set_exception(error)
 
-    def close(self) -> None:
+    def close(self, *, frees: bool = True) -> None:
         """See Ports."""
-        self._executor.close()
         if self._trace is not None:
             self._trace.close()
+        self._executor.close(frees=frees)

@@ -116,7 +116,8 @@ class Sender:
 
 
 def serve(sock: socket.socket, sender: Sender, driver: Driver) -> int:
-    """Serve until the server goes away (0) or the loop dies (1). Closes the driver."""
+    """Serve until the server goes away (0) or the loop dies (1). Closes the driver and frees no memory, since the
+    process is to end next."""
     died = threading.Event()
 
     def deliver(deltas: list[Delta]) -> None:
@@ -155,7 +156,7 @@ def serve(sock: socket.socket, sender: Sender, driver: Driver) -> int:
         while driver.backlog >= MAX_BACKLOG and not died.wait(_LOOK_AGAIN_S):
             pass
     loader.shutdown(wait=False, cancel_futures=True)  # nothing waits for a load any more
-    driver.close()
+    driver.close(frees=False)
     return 1 if died.is_set() else 0
 
 

@@ -26,6 +26,9 @@ _MERGED, _OTHER = -1, -2
 _RANK = 16
 """Of most adapters that people train."""
 
+_OTHER_RANKS = (32, 64, 128)
+"""Kernels may be compiled for each of them: by a switch that is not measured, and not by a request's."""
+
 _ROWS = (1, 4, 16, 64, 256)
 """Decoding rows of the steps that are measured, up to what a step may hold."""
 
@@ -61,6 +64,11 @@ def measure_merging(
             return MergeTimes(steps_wait)
         pairs = [(rig.switch(_MERGED), rig.switch(BASE)) for _ in range(1 + _ROUNDS)][1:]
         merge_s, restore_s = (statistics.median(times) for times in zip(*pairs))
+        for other in _OTHER_RANKS:
+            if other <= (max_adapter_rank or _OTHER_RANKS[-1]) and worker.pretend_adapter(_OTHER, other):
+                rig.switch(_OTHER)
+        rig.switch(BASE)
+        worker.pretend_adapter(_OTHER, rank)
         steps: list[StepTimes] = []
         for num_rows, num_tokens in _sizes(limits):
             if time.perf_counter() - began > _MOST_S:

@@ -447,11 +447,14 @@ class Worker:
 
     # ------------------------------------------------------------ the end
 
-    def close(self) -> None:
+    def close(self, *, frees: bool = True) -> None:
         """See Executor."""
         if self._forward is None:
             return
         self._reader.close()
+        self._registry.close()
+        if not frees:
+            return
         self._copier.close()
         if self._merging is not None:
             self._merging.close()
@@ -466,7 +469,6 @@ class Worker:
         self._tables.close()
         self._arena.close()
         self._host.close()
-        self._registry.close()
         self._device.release_memory()
 
 

@@ -89,8 +89,12 @@ class Executor(Protocol):
         Belongs to the thread that commands steps. Does nothing where no step is on its way.
         """
 
-    def close(self) -> None:
-        """Wait for work in flight, answer what is left, free everything. Idempotent."""
+    def close(self, *, frees: bool = True) -> None:
+        """Wait for work in flight, answer what is left, free everything. Idempotent.
+
+        Without ``frees`` what is in files is brought to its end and nothing else: the process ends next, and the
+        system takes its memory.
+        """
 
 
 class AdapterError(Exception):

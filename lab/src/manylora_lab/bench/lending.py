@@ -69,8 +69,8 @@ class LentExecutor:
         """See Executor."""
         self._executor.wait_step()
 
-    def close(self) -> None:
-        """Idempotent."""
+    def close(self, *, frees: bool = True) -> None:
+        """Idempotent. What the executor holds is its owner's."""
         self._wait_landed()
         if self._switch is not None and self._switch.adapter != BASE:
             self.obey(SetMerged(self._switch.switch + 1, BASE))
