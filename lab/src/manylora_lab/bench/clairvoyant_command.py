@@ -22,8 +22,8 @@ def add_parser(kinds: Any) -> None:
         "clairvoyant",
         help="what merging lost in a recorded run, beside a switcher that knew all of it",
         description="Replay a journal of an engine with --merge through a fresh policy, and report the seconds "
-        "beyond the base's own steps that its steps and switches took, the least that a switcher takes who knows "
-        "the future, and what both lose over switches that take no time.",
+        "beyond the base's own steps that its steps and switches took, the least that a switcher takes with "
+        "knowledge of the future, and what both lose over switches that take no time.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

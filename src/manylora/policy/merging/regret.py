@@ -1,11 +1,12 @@
 """``manylora``: merge when the measured time that it would have saved has paid for the switch. No thresholds.
 
 A ski rental between as many states as there are weights to run on: what the present weights cost more than others
-would have is their regret, and when that has come to the switch there and back, the switch is made. So the time
-lost is at most a constant times what a switcher loses that knows the future. That alone could be slower than
-unmerged on an unlucky stream, where others come after each switch: there the price doubles, and when switches have
-cost more than they have saved by ``SHARE`` of the time and ``ALLOWANCE``, there are none for a while. And where
-others end it, unmerging may make first tokens late by ``SHARE`` of the times to first tokens.
+would have is their regret, and when that has come to half of the switch there and back, the switch is made. So the
+time lost is at most three times what a switcher loses that knows the future, and two switches. That alone could be
+slower than unmerged on an unlucky stream, where others come after each switch: there the price doubles, and when
+switches have cost more than they have saved by ``SHARE`` of the time and ``ALLOWANCE``, there are none for a while. And
+where others end it, unmerging may make first tokens late by ``SHARE`` of the times to first tokens. Both accounts go
+before the bound (docs/decisions.md says why one must).
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ class RegretMerging:
         return adapter == BASE or view.ready.keys() == {adapter}
 
     def _price_s(self, before: AdapterId, after: AdapterId) -> float:
+        """Half of a switch there and back."""
         return (self._times.switch_s(before, after) + self._times.switch_s(after, before)) / 2
 
     def _pays(self, target: AdapterId, regret_s: float, price_s: float) -> bool:
