@@ -15,6 +15,8 @@ from manylora_lab.sim.summary import merging, summarize
 from manylora_lab.workloads.named import named
 
 from manylora.config import ConfigError, MergeConfig, PolicyConfig
+from manylora.policy.merging.regret import RegretMerging
+from manylora.policy.merging.times import StepSeconds
 from manylora.pricing.fit import fit_profile
 
 POOL_BYTES = 100 * 2**30
@@ -106,6 +108,23 @@ def test_it_never_loses(load: str, minority: str, seed: int) -> None:
     assert found.clairvoyant_s <= found.taken_s + 1e-9
     if minority == "mixed" or load not in HELD_BACK:
         assert found.beyond_s <= 0, found.report()
+
+
+@pytest.mark.usefixtures("remembered_fits")
+def test_without_the_account_of_first_tokens_they_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound of two switches is kept then, and "never worse" is not: why one goes before the other."""
+    made = RegretMerging.__init__
+
+    def endless(self: RegretMerging, config: MergeConfig, times: StepSeconds) -> None:
+        made(self, config, times)
+        self.first_tokens_s = float("inf")
+
+    load, seed = LOADS["zipf(2.5)"], SEEDS[0]
+    plain = summarize(replayed(*load, "unmerged", seed=seed)[0])
+    monkeypatch.setattr(RegretMerging, "__init__", endless)
+    replay, found = replayed.__wrapped__(*load, "manylora", "unmerge", seed)
+    assert found.beyond_s <= 0
+    assert summarize(replay)["ttft_mean_ms"] > 1.01 * plain["ttft_mean_ms"]
 
 
 def test_where_the_copy_lies() -> None:
