@@ -74,7 +74,8 @@ def test_merging_is_measured_and_simulated(tmp_path: Path, capsys: pytest.Captur
     assert [point.num_rows for point in found.modes] == [1, 4, 1]
     assert all(min(point.seconds, point.merged_s, point.mixed_s) > 0 for point in found.modes)
     times = measured_times(found, on_host=True)
-    assert times is not None and times.steps_wait
+    assert times is not None
+    assert times.steps_wait
     capsys.readouterr()
     workload = ("--workload", "synthetic:prompt=8,output=8", "--rate", "50", "--adapters", "1", "--duration", "1")
     sizes = ("--device-pool", "16MiB", "--max-num-seqs", "4", "--max-batch-tokens", "32", "--max-model-len", "64")

@@ -264,7 +264,8 @@ def test_modes_of_merging_beside_each_other(tmp_path: Path, capsys: pytest.Captu
 
 QUEUE = (
     "--scheduling-policy", "priority", "--priority-floor", "-3", "--priority-age", "5", "--fairness", "vtc",
-    "--fair-by", "adapter", "--fair-weights", "1,3,1", "--fair-share", "adapter-0=2", "--adapter-batch-limit", "2:hard",
+    "--fair-by", "adapter", "--fair-weights", "1,3,1", "--fair-share", "adapter-0=2",
+    "--adapter-batch-limit", "2:hard",
 )  # fmt: skip
 
 

@@ -88,7 +88,7 @@ LOADS = {
 }
 """Of each kind one, of zipf's also two at which adapters are alone now and then."""
 HELD_BACK = ("identical", "zipf(4)", "zipf(2.5)")
-"""Where the account of first tokens keeps ``unmerge`` from merging as soon as three times the clairvoyant's loss and two
+"""Where the account of first tokens keeps ``unmerge`` from merging as soon as the bound, three times and two
 switches ask."""
 SEEDS = (11, 12, 13, 14, 15)
 """On which nothing was tuned."""

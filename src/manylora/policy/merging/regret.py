@@ -4,8 +4,8 @@ A ski rental between as many states as there are weights to run on: what the pre
 would have is their regret, and when that has come to half of the switch there and back, the switch is made. So the
 time lost is at most three times what a switcher loses that knows the future, and two switches. That alone could be
 slower than unmerged on an unlucky stream, where others come after each switch: there the price doubles, and when
-switches have cost more than they have saved by ``SHARE`` of the time and ``ALLOWANCE``, there are none for a while. And
-where others end it, unmerging may make first tokens late by ``SHARE`` of the times to first tokens. Both accounts go
+switches have cost more than they saved by ``SHARE`` of the time and ``ALLOWANCE``, there are none for a while.
+And where others end it, unmerging may make first tokens late by ``SHARE`` of the times to first tokens. Both go
 before the bound (docs/decisions.md says why one must).
 """
 
