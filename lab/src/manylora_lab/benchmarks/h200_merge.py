@@ -147,14 +147,18 @@ async def offline(rig: EngineRig, report: RunReport) -> None:
     bytes as well."""
     rows, adapters = offline_rows(rig), rig.adapters("offline", (RANKS[0],), 1)
     total = rig.policy.num_pages * rig.policy.page_bytes
-    smaller = total - rig.info.pristine_bytes
+    smaller, given = total - rig.info.pristine_bytes, rig.policy.merge
+    modes = {
+        "unmerged": MergeConfig(),
+        "merged": MergeConfig(mode="merged", copy=given.copy, times=given.times),
+        "manylora": dataclasses.replace(given, minority="unmerge", mixed_16bit=False),
+    }
     for mode, adapter, pool in (
         ("unmerged", None, total), ("unmerged", 0, total), ("merged", 0, smaller), ("manylora", 0, smaller),
     ):  # fmt: skip
         if not report.has(35.0, f"offline {mode} {adapter}"):
             continue
-        merge = dataclasses.replace(rig.policy.merge, mode=mode) if mode != "unmerged" else MergeConfig()
-        target = rig.open(adapters, merge=merge, **rig.limits(pool, 32))
+        target = rig.open(adapters, merge=modes[mode], **rig.limits(pool, 32))
         errors = await warmed(rig, target, [adapter])
         found = await run_offline(rig, target, rows, [adapter] * len(rows))
         counters = await target.counters()
