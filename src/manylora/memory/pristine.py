@@ -104,6 +104,7 @@ class HostPristine:
 
     def _restore(self, rows: Sequence[WeightRows], issued: object, turns: Turns) -> None:
         waits: collections.deque[Callable[[], float]] = collections.deque()
+        turns.begin_transfer()
         try:
             for number, begin, end in rows:
                 weight, copy = self._weights[number], self._copies[number]

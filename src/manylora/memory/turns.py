@@ -23,6 +23,11 @@ class Turns:
         self._num_copies = 0
         self._copied_bytes = 0
 
+    def begin_transfer(self) -> None:
+        """A long transfer begins: pages that have landed before count for none of its turns."""
+        with self._changed:
+            self._copied_bytes = 0
+
     def begin_copy(self) -> None:
         """A copy of pages is on its way, or waits for those before it."""
         with self._changed:
@@ -37,11 +42,12 @@ class Turns:
 
     def take(self, num_bytes: int, is_wanted: Callable[[], bool]) -> bool:
         """Wait until the long transfer may move so many bytes: no copy of pages is on its way, or enough of them
-        have landed since the last turn. False once it is not wanted."""
+        have landed for it since the transfer began. False once it is not wanted."""
         with self._changed:
             while self._num_copies and self._copied_bytes < _BYTES_OF_PAGES * num_bytes:
                 if not is_wanted():
                     return False
                 self._changed.wait(_LOOK_S)
-            self._copied_bytes = 0
+            # What is left of a large copy counts for the next turn.
+            self._copied_bytes = max(0, self._copied_bytes - _BYTES_OF_PAGES * num_bytes)
         return is_wanted()
