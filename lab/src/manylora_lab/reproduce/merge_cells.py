@@ -43,15 +43,15 @@ SYSTEMS: dict[str, tuple[CacheConfig, MergeConfig]] = {
         CacheConfig(), MergeConfig("manylora", copy="device", minority="mixed", mixed_16bit=True)
     ),
 }  # fmt: skip
-"""What keeps pages, and when an adapter is merged. Copies of the base's weights lie on the device, out of the pool.
-``dlora, patient``: starvation acts after hours only, as in dLoRA's artifact, whose credits hardly ever act."""
+"""What keeps pages, and when an adapter is merged; copies of the base's weights lie on the device, out of the
+pool. ``dlora, patient``: starvation acts after hours only, as in dLoRA's artifact, where credits hardly act."""
 FREE = "free switching"
-"""A bound, no system: unmerged, but a step whose rows are all one adapter's takes what it would merged, and no switch
-takes anything. Without pausing no switcher does better."""
+"""A bound, no system: unmerged, but a step whose rows are all one adapter's takes what it would merged, and no
+switch takes anything. Without pausing no switcher does better."""
 
 PROFILE_NOTE = (
-    "On the H200 a step takes what the shipped profile fitted; where the profile has no merged steps, one counts as "
-    "its step of the base alone, and a switch as two such steps of one row. No GPU ran this."
+    "On the H200 a step takes what was fitted to the shipped profile; where that has no merged steps, one "
+    "counts as a step of the base alone, and a switch as two such steps of one row. No GPU ran this."
 )
 
 
@@ -71,8 +71,8 @@ class Place:
 
 @functools.cache
 def place_named(name: str) -> Place:
-    """By a described card's name or a shipped profile's; of a profile's machine the memory is an H200's. Kept, since a fit
-    takes seconds."""
+    """By a described card's name or a shipped profile's; of a profile's machine the memory is an H200's. Kept,
+    since a fit takes seconds."""
     if name in HARDWARE:
         shape, card = shape_named(MODEL), HARDWARE[name]
         costs = described_costs(shape, card)
@@ -83,7 +83,7 @@ def place_named(name: str) -> Place:
 
 
 class SummedCosts:
-    """Another device's costs, and the sum of what its steps took. ``is_free``: with free switching (``FREE``)."""
+    """Another device's costs, and the sum of what its steps took; ``is_free``: with free switching (``FREE``)."""
 
     def __init__(self, costs: StepCosts, is_free: bool = False) -> None:
         self.steps_s = 0.0
@@ -108,9 +108,9 @@ class SummedCosts:
 def simulate(
     stream: Stream, place: Place, system: str, max_num_seqs: int, memory_bytes: int | None = None
 ) -> Row:
-    """What a system makes of a stream without base requests. Latencies are seconds a token: ``latency_s_token`` is
-    the sum of all requests' over the sum of their tokens, as dLoRA's text has it (§7.1); the others are the mean and
-    P90 of each request's over its own tokens."""
+    """What a system makes of a stream without base requests. Latencies are seconds a token: ``latency_s_token``
+    is the sum of all requests' over the sum of their tokens, as dLoRA's text has it (§7.1); the others are the
+    mean and P90 of each request's over its own tokens."""
     cache, merge = SYSTEMS.get(system, SYSTEMS["unmerged"])
     page_bytes = place.shape.page_bytes(PAGE_TOKENS)
     pages = [place.adapter_pages(rank) for rank in stream.ranks]

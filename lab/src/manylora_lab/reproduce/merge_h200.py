@@ -41,7 +41,7 @@ LOAD_S = 30.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PhasesCase:
-    """One run: ``share`` of a phase's requests ask for its hot adapter, the others for any other. ``phase_s`` of
+    """One run: ``share`` of a phase's requests ask for its hot adapter, the others for any other; ``phase_s`` of
     service: so many requests as the unmerged engine serves of one adapter in that time, of ``load_s`` in all; they
     are there from the start, so what is measured is throughput."""
 
@@ -169,9 +169,7 @@ def _headline(rows: list[Row]) -> list[Headline]:
             name = f"{kind}, rank {rank}, {batch} rows"
             figures.append(Headline(f"{name}: unmerged over merged", row["gain"]))
             for copy in ("device", "host"):
-                figures.append(
-                    Headline(f"{name}: pays after s, copy on {copy}", row[f"pays_after_s_{copy}"])
-                )
+                figures.append(Headline(f"{name}: pays after s, copy on {copy}", row[f"pays_after_s_{copy}"]))
     for row in rows:
         if row["kind"] == "stream" and row["system"] != "unmerged":
             name = f"{row['system']}: share {row['share']:g}, phases of {row['phase_s']:g} s"
@@ -213,8 +211,8 @@ H200 = Experiment(
     (
         PROFILE_NOTE,
         "The profile's steps have adapters of the ranks that it measured; others are its fit's, extended.",
-        "Streams: 128 tokens in, 64 out, all there from the start, in phases of one hot adapter each. Memory is that "
-        "of pages and the copy of the weights together: modes that merge have the smaller pool.",
+        "Streams: 128 tokens in, 64 out, all there from the start, in phases of one hot adapter each. Memory is "
+        "that of pages and the copy of the weights together: modes that merge have the smaller pool.",
         f"{FREE}: unmerged, where steps of one adapter cost what the base's do and switches nothing; a bound for "
         "systems that pause nobody. merged, dlora and wait pause requests and can do better, at others' cost.",
     ),

@@ -81,8 +81,8 @@ NOTES = (
 class ServingCase:
     """One run. ``rate``: requests a second of all adapters together; ``alpha``: of ``power(alpha)``.
 
-    ``merged``: one adapter at a time is merged, and whence the base's own weights come back: from a copy in the host's
-    memory, or from subtracting (``in place``), which needs no memory and is not exact.
+    ``merged``: one adapter at a time is merged, and whence the base's own weights come back: from a copy in the
+    host's memory, or from subtracting (``in place``), which needs no memory and is not exact.
     """
 
     setting: str

@@ -85,9 +85,10 @@ FIG9 = Experiment(
     (
         *NOTES,
         "Setting S2 is assumed: the text names no setting, and the authors' suites on an A10G have this one.",
-        "merged in place: adapters are added and subtracted, as the authors do; that takes no memory, and is not exact. "
-        "merged, copy on host: the base's own weights come back from the host over the link. A copy on the device does "
-        "not fit beside the authors' pool. A merged step counts as one of the base alone, a switch as two of one row.",
+        "merged in place: adapters are added and subtracted, as the authors do; that takes no memory, and is not "
+        "exact. merged, copy on host: the base's own weights come back from the host over the link. A copy on the "
+        "device does not fit beside the authors' pool. A merged step counts as one of the base alone, a switch as "
+        "two of one row.",
         "The authors switch when 30 others wait; here after 2 s.",
     ),
 )

@@ -50,9 +50,9 @@ def merge_times(
     """Of an adapter of so many bytes, on a model whose adaptable weights are ``weight_bytes``.
 
     A switch reads and writes them once, so it is taken for two steps of one row of the base, each of which reads
-    all weights; pristine weights in host memory come back as one copy. Where costs are stated, so are switches, and
-    it does not matter where a copy lies. Steps: decoding ones of 1, 2, 4, ... rows,
-    then prompts of twice as many tokens, and so on.
+    all weights; pristine weights in host memory come back as one copy. Where costs are stated, so are switches,
+    wherever the copy lies. Steps: decoding ones of 1, 2, 4, ... rows, then prompts of twice as many tokens, and so
+    on.
     """
     if isinstance(costs, StatedCosts):
         pass_s = restore_s = costs.times.switch_s
