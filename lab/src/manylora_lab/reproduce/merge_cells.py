@@ -46,8 +46,8 @@ SYSTEMS: dict[str, tuple[CacheConfig, MergeConfig]] = {
 """What keeps pages, and when an adapter is merged; copies of the base's weights lie on the device, out of the
 pool. ``dlora, patient``: starvation acts after hours only, as in dLoRA's artifact, where credits hardly act."""
 FREE = "free switching"
-"""A bound, no system: unmerged, but a step whose rows are all one adapter's takes what it would merged, and no
-switch takes anything. Without pausing no switcher does better."""
+"""A reference, no system: unmerged, but a step whose rows are all one adapter's takes what it would merged, no switch
+takes anything, and there is no copy. About the most that a switcher can do that pauses nobody."""
 
 PROFILE_NOTE = (
     "On the H200 a step takes what was fitted to the shipped profile; where that has no merged steps, one "

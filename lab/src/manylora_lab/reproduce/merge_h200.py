@@ -34,8 +34,8 @@ NUM_ADAPTERS = 8
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
 MOST_PAUSELESS = ("unmerged", "manylora", FREE)
 SYSTEMS = ("unmerged", "merged", "dlora", "manylora", "manylora, wait", "manylora, mixed", FREE)
-MEMORY_GIB, SHORT_GIB = 40, 16
-"""For pages and a copy of the weights, which is 12.1 GiB."""
+MEMORY_GIB, SHORT_GIB = 40, 14
+"""For pages and a copy of the weights, which is 12.1 GiB; of 14 GiB it leaves room for some 20 requests of 32."""
 LOAD_S = 30.0
 
 
@@ -213,7 +213,7 @@ H200 = Experiment(
         "The profile's steps have adapters of the ranks that it measured; others are its fit's, extended.",
         "Streams: 128 tokens in, 64 out, all there from the start, in phases of one hot adapter each. Memory is "
         "that of pages and the copy of the weights together: modes that merge have the smaller pool.",
-        f"{FREE}: unmerged, where steps of one adapter cost what the base's do and switches nothing; a bound for "
-        "systems that pause nobody. merged, dlora and wait pause requests and can do better, at others' cost.",
+        f"{FREE}: unmerged, where steps of one adapter cost what the base's do and switches nothing; about the most "
+        "for systems that pause nobody. merged, dlora and wait pause requests and can do better, at others' cost.",
     ),
 )
