@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import statistics
 from pathlib import Path
 
 import pytest
 from manylora_lab.bench.profile_grid import Batch, GridLimits, make_batches
+from manylora_lab.sim.merging import measured_costs, measured_times
+from manylora_lab.sim.shipped import find_profile
 
 from manylora.cli import main
 from manylora.pricing.costs import StepWork
 from manylora.pricing.fit import fit_profile
-from manylora.pricing.profile import load_profile
+from manylora.pricing.profile import ModePoint, SwitchPoint, load_profile
 from tests.e2e.process import MODEL
 
 SMALL = [
@@ -56,6 +60,61 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert found.spread.landings, "the engine that had too few pages has copied"
     costs = fit_profile(found)
     assert costs.step_s(StepWork(4, 16, 100, one.adapter_bytes, 1)) > 0
+
+
+def test_merging_is_measured_and_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Switches by copy and steps by mode; a simulation has them in place of steps of the base alone."""
+    out, report = tmp_path / "demo.json", tmp_path / "report.json"
+    assert profile("--out", str(out), "--merging", "--adapter-modules", "all") == 0
+    found = load_profile(out)
+    kinds = [(point.from_adapter, point.to_adapter, point.on_host) for point in found.switches]
+    assert sorted(kinds) == sorted(
+        (*way, on_host) for way in ((False, True), (True, False), (True, True)) for on_host in (False, True)
+    )
+    assert [point.num_rows for point in found.modes] == [1, 4, 1]
+    assert all(min(point.seconds, point.merged_s, point.mixed_s) > 0 for point in found.modes)
+    times = measured_times(found, on_host=True)
+    assert times is not None and times.steps_wait
+    capsys.readouterr()
+    workload = ("--workload", "synthetic:prompt=8,output=8", "--rate", "50", "--adapters", "1", "--duration", "1")
+    sizes = ("--device-pool", "16MiB", "--max-num-seqs", "4", "--max-batch-tokens", "32", "--max-model-len", "64")
+    asked = ("--profile", str(out), *sizes, "--merge", "merged", "--out", str(report))
+    assert main(["bench", "simulate", *workload, *asked]) == 0
+    assert "not measured" not in capsys.readouterr().out
+    result = json.loads(report.read_text())["results"]["manylora+merged"]
+    assert result["merging"]["priced_by"] == "measured steps"
+    assert result["config"]["merge"]["times"]["merge_s"] == found.switches[0].seconds
+    assert result["merging"]["clairvoyant"]["steps"] > 0
+
+
+def test_a_step_with_the_measured_adapter_gains_as_measured() -> None:
+    """Merged 2 of 3 ms, mixed 4 of 3, whatever the fit says of it."""
+    modes = (ModePoint(1, 1, 2**20, 3e-3, 2e-3, 4e-3), ModePoint(8, 8, 2**20, 6e-3, 5e-3))
+    switches = tuple(
+        SwitchPoint(*way, False, 1, seconds)
+        for way, seconds in (((False, True), 0.01), ((True, False), 0.02), ((True, True), 0.03))
+    )
+    plain = find_profile("cpu-demo")
+    found, costs = dataclasses.replace(plain, modes=modes, switches=switches), fit_profile(plain)
+    merging = measured_costs(found, costs, on_host=False)
+    assert merging is not None
+    assert merging.change_s == 0.03
+    for mode in modes:
+        size = mode.num_rows
+
+        def step_s(num_bytes: int, size: int = size) -> float:
+            return costs.step_s(StepWork(size, 0, size * 512, num_bytes, min(num_bytes, 1), 0, size * num_bytes))
+
+        unmerged_s, base_s = step_s(2**20), step_s(0)
+        assert merging.step_s(size, base_s, 0.0) == pytest.approx(unmerged_s * mode.merged_s / mode.seconds)
+        if mode.mixed_s:
+            mixed_s = merging.step_s(size, base_s, step_s(2**21) - base_s)
+            assert mixed_s == pytest.approx(unmerged_s * mode.mixed_s / mode.seconds)
+    low, high = (merging.step_s(size, 1.0, 0.0) for size in (1, 8))
+    assert merging.step_s(4, 1.0, 0.0) == pytest.approx(low + 3 / 7 * (high - low))
+    assert merging.step_s(100, 1.0, 0.0) == pytest.approx(high)
+    assert measured_costs(plain, costs, on_host=False) is None, "an older one"
+    assert measured_times(found, on_host=True) is None
 
 
 @pytest.mark.parametrize(

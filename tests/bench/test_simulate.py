@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from manylora_lab.bench.profile import machine_name
+from manylora_lab.bench.simulate_command import FLAG_NAMES
 from manylora_lab.sim.hardware import HARDWARE
 from manylora_lab.sim.limits import recorded, summarize_limits
 from manylora_lab.sim.shipped import find_profile
@@ -16,7 +17,8 @@ from manylora_lab.sim.summary import summarize, ttft_parts_ms
 from manylora_lab.workloads.named import named
 
 from manylora.cli import main
-from manylora.config import CACHE_POLICIES, CacheConfig, PolicyConfig
+from manylora.config import CACHE_POLICIES, CacheConfig, MergeConfig, PolicyConfig, QueueConfig
+from manylora.flags import FLAGS
 from manylora.pricing.fit import fit_profile
 from manylora.pricing.profile import save_profile
 from tests.e2e.process import MODEL
@@ -257,7 +259,46 @@ def test_modes_of_merging_beside_each_other(tmp_path: Path, capsys: pytest.Captu
         missing = results["manylora"]["config"]["num_pages"] - results[name]["config"]["num_pages"]
         assert missing == pytest.approx(1544, abs=1), "12.95 GB of 8 MiB pages"
     lines = capsys.readouterr().out.splitlines()
-    assert ["-" in line.split() for line in lines[2:]] == [True, False, False, True]
+    assert ["-" in line.split() for line in lines[3:]] == [True, False, False, True], "after a note"
+
+
+QUEUE = (
+    "--scheduling-policy", "priority", "--priority-floor", "-3", "--priority-age", "5", "--fairness", "vtc",
+    "--fair-by", "adapter", "--fair-weights", "1,3,1", "--fair-share", "adapter-0=2", "--adapter-batch-limit", "2:hard",
+)  # fmt: skip
+
+
+def test_every_order_of_the_queue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_of(tmp_path, *MEASURED, *QUEUE)
+    assert "a workload has no priorities" in report["notes"][-1]
+    queue = report["results"]["manylora"]["config"]["queue"]
+    assert (queue["scheduling_policy"], queue["priority_floor"], queue["priority_age_s"]) == ("priority", -3, 5.0)
+    assert (queue["fair_by"], queue["fair_weights"], queue["fair_share"]) == ("adapter", "1,3,1", ["adapter-0=2"])
+    assert queue["adapter_batch_limit"] == "2:hard"
+    assert simulate(*WORKLOAD, *MEASURED, "--fairness", "vtc", "--fair-by", "key") == 2
+    error = capsys.readouterr().err
+    assert "--fair-by key: a workload's requests have no API keys" in error
+    assert error.count("\n") == 1
+
+
+def test_it_has_every_flag_of_the_queue_and_of_merging() -> None:
+    """But for the mode itself, of which it takes a list."""
+    wanted = {flag.name for flag in FLAGS if flag.section in (QueueConfig, MergeConfig)}
+    assert wanted - set(FLAG_NAMES) == {"merge"}
+
+
+def test_the_clairvoyant_stands_beside_each_mode(tmp_path: Path) -> None:
+    """With each replay's own steps; one adapter alone is worth merging."""
+    modes = ("--adapters", "1", "--merge", "unmerged,merged,dlora,manylora")
+    for limits in ((), ("--limits",)):
+        report = report_of(tmp_path, "--profile", PROFILE, "--device-pool", "100GiB", *modes, *limits)
+        assert any("priced by steps of the base alone" in note for note in report["notes"])
+        for mode in ("merged", "dlora", "manylora"):
+            merging = report["results"][f"manylora+{mode}"]["merging"]
+            found = merging["clairvoyant"]
+            assert found["free_s"] <= found["clairvoyant_s"] <= found["taken_s"] + 1e-6
+            assert found["steps"] > 0
+            assert merging["priced_by"] == "base-only steps"
 
 
 def test_a_copy_that_is_too_large_for_the_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

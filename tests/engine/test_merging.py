@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from manylora_lab.sim.conformance import recorded_commands, replay_difference, simulation_difference
 
+from manylora.cli import main
 from manylora.config import CacheConfig, MergeConfig, MergeTimes, PolicyConfig, StepTimes
 from manylora.engine.client import EngineStats, GenerationRequest
 from manylora.engine.driver import Driver
@@ -105,6 +106,31 @@ def test_every_mode_gives_the_same_tokens_and_a_journal_that_replays(
     lines = (tmp_path / "trace").read_text().splitlines()
     switches = [line for line in lines if "  merge  " in line or "  unmerge  " in line]
     assert len(switches) == len(executor.switches)
+
+
+def test_a_journal_stands_beside_a_clairvoyant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asyncio.run(run(FakeExecutor(), settings(mode="manylora", minority="mixed"), tmp_path))
+    journal, out = str(tmp_path / "journal"), tmp_path / "lost.json"
+    assert main(["bench", "clairvoyant", journal, "--out", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert report["steps"] > 10
+    assert report["free_s"] <= report["clairvoyant_s"] <= report["taken_s"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(report)
+
+
+@pytest.mark.parametrize(
+    ("merge", "says"),
+    [({"mode": "unmerged"}, "merges nothing"), ({"mode": "merged", "times": MergeTimes()}, "has not measured")],
+)
+def test_a_journal_without_merging_is_one_line(
+    merge: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    JournalWriter(tmp_path / "journal", settings(**merge)).close()
+    for path, words in ((tmp_path / "journal", says), (tmp_path / "none", "No such file")):
+        assert main(["bench", "clairvoyant", str(path)]) == 2
+        error = capsys.readouterr().err
+        assert words in error
+        assert error.count("\n") == 1
 
 
 def test_a_switch_that_fails_is_not_tried_again_for_a_while(tmp_path: Path) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import random
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import pytest
+from manylora_lab.sim.clairvoyant import Clairvoyant
 from manylora_lab.sim.replay import Replay
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
 from manylora.config import MergeConfig, MergeTimes, PolicyConfig, QueueConfig, StepTimes
+from manylora.policy.merging import regret as regret_module
 from manylora.policy.merging.choice import Choice, MergeView, StepShape
 from manylora.policy.merging.credits import MICROSECONDS, Credits
 from manylora.policy.merging.dlora import DloraMerging
@@ -255,12 +258,12 @@ def steps_until_merged(policy: RegretMerging, stage: Stage, merged: AdapterId, s
     return 100
 
 
-def test_regret_pays_for_the_switch_there_and_back() -> None:
+def test_regret_pays_for_half_of_the_switch_there_and_back() -> None:
     stage, policy = Stage(), regret()
     stage.admit(X, X)
-    assert steps_until_merged(policy, stage, BASE, decode(BASE, X, X)) == 5
+    assert steps_until_merged(policy, stage, BASE, decode(BASE, X, X)) == 3
     choice = policy.choose(stage.view())
-    assert (choice.adapter, choice.only, choice.reason) == (X, None, "regret 10 ms >= 10 ms")
+    assert (choice.adapter, choice.only, choice.reason) == (X, None, "regret 6 ms >= 5 ms")
 
 
 def test_no_regret_where_others_would_have_waited() -> None:
@@ -306,81 +309,148 @@ def test_mixed_steps_regret_what_corrections_cost() -> None:
     is no gain."""
     stage, policy = Stage(), regret(minority="mixed")
     stage.admit(X, X, Y)
-    assert steps_until_merged(policy, stage, BASE, decode(BASE, X, X, Y)) == 10
+    assert steps_until_merged(policy, stage, BASE, decode(BASE, X, X, Y)) == 5
+    policy.regrets.clear()
     policy.started(decode(X, Y, BASE), [], 0.0)
-    assert policy.regrets == {Y: 0.0, BASE: 0.0}, "a correction for both, or an adapter's work for one"
+    assert policy.regrets == {}, "a correction for both, or an adapter's work for one"
+
+
+def test_in_mixed_steps_regrets_run_on_through_others_steps() -> None:
+    """Nine steps of Y and one of X, over and over, while X is merged: Y's weights would serve them better."""
+    stage, policy = Stage(), regret(minority="mixed")
+    stage.admit(X, Y)
+    for number in range(100):
+        if policy.choose(stage.view(X)).adapter != X:
+            break
+        policy.started(decode(X, Y if number % 10 < 3 else X), [], 0.0)
+    assert number == 99, "three steps of Y in ten are fewer than X's"
+    for number in range(100):
+        if policy.choose(stage.view(X)).adapter != X:
+            break
+        policy.started(decode(X, X if number % 10 == 9 else Y), [], 0.0)
+    assert policy.choose(stage.view(X)).adapter == Y
+    assert number < 10
 
 
 def test_switches_that_were_a_loss_make_others_dearer() -> None:
     stage, policy = Stage(), regret()
     stage.admit(X)
-    assert steps_until_merged(policy, stage, BASE, decode(BASE, X)) == 5
+    assert steps_until_merged(policy, stage, BASE, decode(BASE, X)) == 3
     policy.switched(BASE, X, 0.005)
     policy.started(decode(X, X), [], 0.0)
     policy.switched(X, BASE, 0.005)
     assert policy.saved_s == pytest.approx(-0.008)
-    assert steps_until_merged(policy, stage, BASE, decode(BASE, X)) == 9, "18 ms"
-    policy.switched(BASE, X, 0.005)
-    policy.switched(X, BASE, 0.005)
-    assert steps_until_merged(policy, stage, BASE, decode(BASE, X)) == 10, "at most 20 ms"
+    assert steps_until_merged(policy, stage, BASE, decode(BASE, X)) == 5, "10 ms: twice 5"
     policy.saved_s = -(SHARE * 10.0 + ALLOWANCE * 0.010)
     policy.busy_s = 10.0 - 0.1
     policy.regrets.clear()
     steps = steps_until_merged(policy, stage, BASE, decode(BASE, X))
-    assert steps == 10, "a tenth of a second more has passed"
+    assert steps == 9, "a tenth of a second more has passed"
     policy.saved_s = -1.0
     assert steps_until_merged(policy, stage, BASE, decode(BASE, X)) == 100
 
 
-def least_s(shapes: list[StepShape], cost_s: Any, switch_s: Any) -> float:
-    """What a switcher takes beyond the base's steps that knows the future: dynamic programming."""
-    states = (BASE, X, Y)
-    best = {state: switch_s(BASE, state) for state in states}
-    for shape in shapes:
-        after = {state: best[state] + cost_s(shape, state) for state in states}
-        best = {state: min(after[other] + switch_s(other, state) for other in states) for state in states}
-    return float(min(best.values()))
+BATCHES = [(X, X, X, X), (Y, Y, Y, Y), (X, Y, X, X)]
+PASS_S, BASE_STEP_S = 0.006, 0.005
+
+
+class Course:
+    """The policy beside batches of BATCHES, one step after another. A step of the base takes 5 ms, a switch 6 ms;
+    first tokens do not count. ``clairvoyant`` is told of every step."""
+
+    def __init__(self, minority: str, adds_s: float) -> None:
+        sizes = (StepTimes(1, 1, BASE_STEP_S + adds_s, BASE_STEP_S, BASE_STEP_S + 0.8 * adds_s),)
+        merge = MergeConfig("manylora", minority=minority, times=MergeTimes(False, PASS_S, PASS_S, sizes))
+        self.times = StepSeconds(merge.times)
+        self.policy = RegretMerging(merge, self.times)
+        self.policy.first_tokens_s = float("inf")
+        self.clairvoyant = Clairvoyant(merge)
+        self.merged: AdapterId = BASE
+        self.unmerged_s = 0.0
+        self.shapes: list[StepShape] = []
+        self._stages = [Stage() for _ in BATCHES]
+        for stage, adapters in zip(self._stages, BATCHES):
+            stage.admit(*adapters)
+
+    def step(self, kind: int) -> None:
+        before, self.merged = self.merged, self.policy.choose(self._stages[kind].view(self.merged)).adapter
+        if self.merged != before:
+            self.policy.switched(before, self.merged, self.times.switch_s(before, self.merged))
+        shape = decode(self.merged, *BATCHES[kind])
+        self.shapes.append(shape)
+        self.clairvoyant.ran(shape)
+        self.unmerged_s += BASE_STEP_S + self.policy._cost_s(shape, BASE)
+        self.policy.started(shape, [], 0.0)
+        self.policy.step_ended(BASE_STEP_S + self.policy._cost_s(shape, self.merged))
+
+    @property
+    def over_unmerged_s(self) -> float:
+        found = self.clairvoyant.hindsight()
+        return found.taken_s + BASE_STEP_S * found.num_steps - self.unmerged_s
+
+
+def phases(seed: int) -> list[int]:
+    rng = random.Random(seed)
+    kinds: list[int] = []
+    for _ in range(rng.randint(5, 40)):
+        length = int(rng.expovariate(1 / rng.choice([3, 20, 50, 100, 300]))) + 1
+        kinds += [rng.randrange(3)] * length
+    return kinds
 
 
 @pytest.mark.parametrize("minority", ["unmerge", "mixed"])
-@pytest.mark.parametrize("adds_s", [0.0003, 0.003])
-def test_its_loss_is_bounded_by_a_clairvoyants_and_by_unmerged(minority: str, adds_s: float) -> None:
-    """Phases of X, of Y and of both, a step of 5 ms, a switch of 6 ms."""
-    sizes = (StepTimes(1, 1, 0.005 + adds_s, 0.005, 0.005 + 0.8 * adds_s),)
-    batches = [(X, X, X, X), (Y, Y, Y, Y), (X, Y, X, X)]
-    stages = [Stage() for _ in batches]
-    for stage, adapters in zip(stages, batches):
-        stage.admit(*adapters)
-    for seed in range(8):
+@pytest.mark.parametrize("adds_s", [0.0003, 0.001, 0.003])
+@pytest.mark.parametrize("seeds", [range(100, 103), pytest.param(range(103, 130), marks=pytest.mark.long)])
+def test_its_loss_is_bounded_by_a_clairvoyants_and_by_unmerged(
+    minority: str, adds_s: float, seeds: range
+) -> None:
+    """Phases of X, of Y and of both. Three times the clairvoyant's loss and two switches; of the time of unmerged
+    1 % and a switch there and back."""
+    for seed in seeds:
+        course = Course(minority, adds_s)
+        for kind in phases(seed):
+            course.step(kind)
+        assert course.clairvoyant.hindsight().beyond_s <= 1e-9
+        assert course.over_unmerged_s <= 0.01 * course.unmerged_s + 2 * PASS_S
+
+
+def test_the_clairvoyant_is_the_best_of_all_switchers() -> None:
+    """Against every sequence of weights, on courses that are short enough to try them."""
+    for seed in range(20):
+        minority = ("unmerge", "mixed")[seed % 2]
         rng = random.Random(seed)
-        kinds: list[int] = []
-        for _ in range(rng.randint(5, 40)):
-            length = int(rng.expovariate(1 / rng.choice([3, 20, 50, 100, 300]))) + 1
-            kinds += [rng.randrange(3)] * length
-        shapes = [decode(BASE, *batches[kind]) for kind in kinds]
-        times = MergeTimes(False, 0.006, 0.006, sizes)
-        estimates = StepSeconds(times)
-        policy = RegretMerging(MergeConfig("manylora", minority=minority, times=times), estimates)
-        policy.first_tokens_s = float("inf")  # they do not count here
+        course = Course(minority, rng.choice([0.001, 0.004, 0.02]))
+        course.step(2)  # both ask, so that either may be merged from here on
+        for _ in range(6):
+            course.step(rng.randrange(3))
 
-        def cost_s(shape: StepShape, merged: AdapterId, policy: RegretMerging = policy) -> float:
-            is_fine = merged == BASE or minority == "mixed" or shape.rows.keys() == {merged}
-            return policy._cost_s(shape, merged) if is_fine else float("inf")
+        def cost_s(shape: StepShape, merged: AdapterId, course: Course = course, of: str = minority) -> float:
+            is_fine = merged == BASE or of == "mixed" or shape.rows.keys() == {merged}
+            return course.policy._cost_s(shape, merged) if is_fine else float("inf")
 
-        merged, taken_s = BASE, 0.0
-        for kind, shape in zip(kinds, shapes):
-            before, merged = merged, policy.choose(stages[kind].view(merged)).adapter
-            if merged != before:
-                taken_s += estimates.switch_s(before, merged)
-                policy.switched(before, merged, estimates.switch_s(before, merged))
-            taken_s += cost_s(shape, merged)
-            policy.started(shape._replace(merged=merged), [], 0.0)
-            policy.step_ended(0.005 + cost_s(shape, merged))
-        free_s = sum(min(cost_s(shape, state) for state in (BASE, X, Y)) for shape in shapes)
-        unmerged_s = sum(cost_s(shape, BASE) for shape in shapes)
-        clairvoyant_s = least_s(shapes, cost_s, estimates.switch_s)
-        assert taken_s - free_s <= 3 * (clairvoyant_s - free_s) + 4 * 0.012
-        assert taken_s - unmerged_s <= 0.01 * (0.005 * len(shapes) + unmerged_s)
+        least_s = min(
+            sum(
+                course.times.switch_s(before, state) + cost_s(shape, state)
+                for before, state, shape in zip((BASE, *states), states, course.shapes)
+            )
+            for states in itertools.product((BASE, X, Y), repeat=len(course.shapes))
+        )
+        assert course.clairvoyant.hindsight().clairvoyant_s == pytest.approx(least_s)
+
+
+@pytest.mark.parametrize("has_purse", [True, False])
+def test_no_policy_keeps_both_bounds_on_every_stream(has_purse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others come right after each switch. Where an adapter adds more than 2 % to a step, whoever stays within
+    three times the clairvoyant's loss loses more than 1 % against unmerged, and the reverse."""
+    if not has_purse:
+        monkeypatch.setattr(regret_module, "SHARE", float("inf"))
+    course = Course("unmerge", 0.0003)
+    for _ in range(10_000):
+        course.step(2 if course.merged != BASE else 0)
+    found = course.clairvoyant.hindsight()
+    is_near_unmerged = course.over_unmerged_s <= 0.01 * course.unmerged_s
+    assert is_near_unmerged == has_purse
+    assert (found.beyond_s <= 0) == (not has_purse)
 
 
 # ---------------------------------------------------------------- turns

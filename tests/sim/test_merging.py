@@ -7,6 +7,7 @@ import functools
 import statistics
 
 import pytest
+from manylora_lab.sim.clairvoyant import Clairvoyant, Hindsight
 from manylora_lab.sim.merging import beside_pristine, merge_times
 from manylora_lab.sim.replay import Replay
 from manylora_lab.sim.shipped import find_profile
@@ -20,11 +21,13 @@ POOL_BYTES = 100 * 2**30
 
 
 @functools.cache
-def replayed(workload: str, rate: float, adapters: int, mode: str, minority: str = "unmerge") -> Replay:
+def replayed(
+    workload: str, rate: float, adapters: int, mode: str, minority: str = "unmerge", seed: int = 1
+) -> tuple[Replay, Hindsight]:
     """Ten seconds, at equal memory: the copy of the base's weights is taken from the pool."""
     profile = find_profile("h200-llama-2-7b")
     shape, costs = profile.model, fit_profile(profile)
-    stream = named(workload, rate=rate, num_adapters=adapters, duration_s=10, seed=1)
+    stream = named(workload, rate=rate, num_adapters=adapters, duration_s=10, seed=seed)
     page_bytes = shape.page_bytes(16)
     pool_bytes, merge = beside_pristine(
         MergeConfig(mode, minority=minority), POOL_BYTES, shape.layer_bytes, "cuda"
@@ -37,17 +40,18 @@ def replayed(workload: str, rate: float, adapters: int, mode: str, minority: str
         adapter_bytes = statistics.median_low(pages) * page_bytes
         times = merge_times(costs, adapter_bytes, shape.layer_bytes, 32, 2048, on_host=merge.copy == "host")
         config = dataclasses.replace(config, merge=dataclasses.replace(merge, times=times))
-    replay = Replay(stream, config, costs, pages)
+    clairvoyant = Clairvoyant(config.merge)
+    replay = Replay(stream, config, costs, pages, watch=lambda _now, command: clairvoyant.told(command))
     replay.run()
-    return replay
+    return replay, clairvoyant.hindsight()
 
 
 def gains(
-    workload: str, rate: float, adapters: int, mode: str, minority: str = "unmerge"
+    workload: str, rate: float, adapters: int, mode: str, minority: str = "unmerge", seed: int = 1
 ) -> tuple[float, float]:
     """Tokens a second and mean time to the first token, over those of unmerged."""
-    plain = summarize(replayed(workload, rate, adapters, "unmerged"))
-    found = summarize(replayed(workload, rate, adapters, mode, minority))
+    plain = summarize(replayed(workload, rate, adapters, "unmerged", seed=seed)[0])
+    found = summarize(replayed(workload, rate, adapters, mode, minority, seed)[0])
     return (
         found["output_tokens_per_s"] / plain["output_tokens_per_s"],
         found["ttft_mean_ms"] / plain["ttft_mean_ms"],
@@ -64,26 +68,40 @@ def test_one_adapter_alone_gains(mode: str) -> None:
     tokens, first_token = gains(*IDENTICAL, mode)
     assert tokens >= 1.05
     assert first_token <= 1.0
-    found = merging(replayed(*IDENTICAL, mode))
+    found = merging(replayed(*IDENTICAL, mode)[0])
     assert found is not None
     assert found["switches_merged"] <= 8, "as many as adapters were warmed up"
     assert found["steps_merged"] > 0.9
 
 
+LOADS = {
+    "identical": IDENTICAL,
+    "distinct": (f"synthetic:popularity=round-robin,{TEXT}", 30, 600),
+    "uniform": (f"synthetic:popularity=uniform,{TEXT}", 20, 8),
+    "skewed": (f"synthetic:popularity=geometric(1.5),{TEXT}", 20, 8),
+    "zipf(1)": (f"synthetic:popularity=zipf(1),{TEXT}", 20, 50),
+    "zipf(4)": (f"synthetic:popularity=zipf(4),{TEXT}", 10, 8),
+    "zipf(2.5)": (f"synthetic:popularity=zipf(2.5),{TEXT}", 3, 8),
+    "chat": ("chatbot", 10, 100),
+}
+"""Of each kind one, of zipf's also two at which adapters are alone now and then."""
+SEEDS = (11, 12, 13, 14, 15)
+"""On which nothing was tuned."""
+
+
 @pytest.mark.usefixtures("remembered_fits")
 @pytest.mark.parametrize("minority", ["unmerge", "mixed"])
-@pytest.mark.parametrize(
-    ("workload", "rate", "adapters"),
-    [
-        (f"synthetic:popularity=uniform,{TEXT}", 20, 8), (f"synthetic:popularity=round-robin,{TEXT}", 30, 600),
-        (f"synthetic:popularity=zipf(1),{TEXT}", 20, 50), (f"synthetic:popularity=zipf(4),{TEXT}", 10, 8),
-        (f"synthetic:popularity=zipf(2.5),{TEXT}", 3, 8), ("chatbot", 10, 100),
-    ],
-)  # fmt: skip
-def test_it_never_loses(workload: str, rate: float, adapters: int, minority: str) -> None:
-    tokens, first_token = gains(workload, rate, adapters, "manylora", minority)
-    assert tokens >= 0.99
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("seed", [SEEDS[0], *(pytest.param(seed, marks=pytest.mark.long) for seed in SEEDS[1:])])
+def test_it_never_loses(load: str, minority: str, seed: int) -> None:
+    tokens, first_token = gains(*LOADS[load], "manylora", minority, seed)
+    assert tokens >= (1.05 if load == "identical" else 0.99)
     assert first_token <= 1.01
+    replay, found = replayed(*LOADS[load], "manylora", minority, seed)
+    counters = replay.report("busy").counters
+    assert found.num_steps == counters.steps_unmerged + counters.steps_merged + counters.steps_mixed
+    assert found.clairvoyant_s <= found.taken_s + 1e-9
+    assert found.beyond_s <= 0, found.report()
 
 
 def test_where_the_copy_lies() -> None:

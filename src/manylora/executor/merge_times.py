@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 _MERGED, _OTHER = -1, -2
 """Adapters that are none."""
 
-_RANK = 16
+RANK = 16
 """Of most adapters that people train."""
 
 _ROWS = (1, 4, 16, 64, 256)
@@ -52,7 +52,7 @@ def measure_merging(
 
     ``steps_wait``: of MergeTimes, which says what else is measured.
     """
-    rank = min(_RANK, max_adapter_rank or _RANK)
+    rank = min(RANK, max_adapter_rank or RANK)
     began = time.perf_counter()
     rig = _Rig(worker, limits)
     try:
@@ -80,6 +80,22 @@ def measure_merging(
         time.perf_counter() - began,
     )
     return MergeTimes(steps_wait, merge_s, restore_s, tuple(steps))
+
+
+def measure_change(worker: Worker, limits: PolicyConfig, max_adapter_rank: int | None) -> float:
+    """Median seconds of a switch from one adapter straight to another, both pretended. Raises RuntimeError where
+    it fails. Runs before the policy's first command."""
+    rank = min(RANK, max_adapter_rank or RANK)
+    rig = _Rig(worker, limits)
+    try:
+        if not all(worker.pretend_adapter(adapter, rank) for adapter in (_MERGED, _OTHER)):
+            raise RuntimeError(f"the pool has no room for an adapter of rank {rank}")
+        rig.switch(_MERGED)
+        return statistics.median([rig.switch(to) for to in (_OTHER, _MERGED) * _ROUNDS][2:])
+    finally:
+        rig.switch(BASE)
+        for adapter in (_MERGED, _OTHER):
+            rig.direct.evict_adapter(adapter)
 
 
 def _sizes(limits: PolicyConfig) -> Iterator[tuple[int, int]]:

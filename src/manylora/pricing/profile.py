@@ -87,12 +87,49 @@ class OverheadPoint:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SwitchPoint:
+    """A change of what is merged into the base's weights: from an adapter, or from the base's own weights, to
+    another adapter or back. ``on_host``: the pristine weights come from host memory. ``num_bytes``: of the weights
+    that may be merged into."""
+
+    from_adapter: bool
+    to_adapter: bool
+    on_host: bool
+    num_bytes: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModePoint:
+    """A step with one adapter of ``adapter_bytes`` on all rows, as an engine measures it before serving: unmerged
+    (``seconds``), with that adapter merged, and with another one merged; 0 where that was not measured."""
+
+    num_rows: int
+    num_tokens: int
+    adapter_bytes: int
+    seconds: float
+    merged_s: float
+    mixed_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        if not self.merged_s > 0:
+            raise ConfigError("merged_s must be more than 0")
+        if self.num_rows < 1 or self.num_tokens < self.num_rows:
+            raise ConfigError("a step has at least one row, and a token for each")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Profile:
     """All of one run. ``versions``: of what was measured with; ``adapter_modules``: what its adapters adapt.
     ``wakes``: steps after the engine had been idle (``costs.IDLE_S``), which ``steps`` are not; older profiles
     do not tell them apart. ``answer_s``: from a step's end until the client has its token; ``copy_drag``,
     ``spread``: see ``costs.StepCosts``. Older profiles have neither of these three: 0, and no spread.
-    ``pipeline_depth``: of the engine that was watched; older profiles do not tell it (``steps_in_flight``)."""
+    ``pipeline_depth``: of the engine that was watched; older profiles do not tell it (``steps_in_flight``).
+    ``switches``, ``modes``: of merging, where it was measured."""
 
     format: str
     machine: str
@@ -113,6 +150,8 @@ class Profile:
     copy_drag: float = 0.0
     spread: Spread = EVEN
     pipeline_depth: PipelineDepth | None = None
+    switches: tuple[SwitchPoint, ...] = ()
+    modes: tuple[ModePoint, ...] = ()
 
     def __post_init__(self) -> None:
         if self.format not in (FORMAT, ALONE_FORMAT):

@@ -9,7 +9,7 @@ from typing import Any
 
 from manylora.flags import FLAGS
 from manylora.options import add_flag, settings_of
-from manylora_lab.bench import simulate_command
+from manylora_lab.bench import clairvoyant_command, simulate_command
 from manylora_lab.bench.kernels.command import add_parser as add_kernels_parser
 from manylora_lab.bench.options import Option, add_options, add_workload, stream_of
 
@@ -94,6 +94,7 @@ def add_parser(commands: Any) -> None:
     )
     offline.set_defaults(run=_offline)
     simulate_command.add_parser(kinds)
+    clairvoyant_command.add_parser(kinds)
     add_kernels_parser(kinds)
 
 

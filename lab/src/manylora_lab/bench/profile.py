@@ -51,6 +51,7 @@ from manylora_lab.bench.profile_loads import (
     step_points,
     wake,
 )
+from manylora_lab.bench.profile_merging import measure_merging
 from manylora_lab.bench.profile_rig import ProfileRig
 from manylora_lab.bench.profile_spread import copy_drag, spread_of
 from manylora_lab.bench.step_log import StepLog, StepLogger
@@ -80,7 +81,7 @@ _PACKAGES = ("manylora", "torch", "numpy", "triton", "numba", "flashinfer-python
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProfileSettings:
     """What to profile. ``engine``: settings by flag name, ``model`` too. ``budget_s``: for watching the
-    engine, pass after pass over its loads, one pass at least."""
+    engine, pass after pass over its loads, one pass at least. ``with_merging``: also what merging takes."""
 
     engine: Mapping[str, Any]
     out: Path
@@ -88,6 +89,7 @@ class ProfileSettings:
     adapter_modules: str = "attention"
     is_quick: bool = False
     budget_s: float = 100.0
+    with_merging: bool = False
     commit: str = "unknown"
 
     def __post_init__(self) -> None:
@@ -123,9 +125,13 @@ def measure(settings: ProfileSettings, progress: Progress) -> Profile:
     try:
         with Profiler(settings, worker, policy, info, config, progress) as profiler:
             profiler.watch()
-            return profiler.profile()
+            profile = profiler.profile()
     finally:
         worker.close()
+    if not settings.with_merging:
+        return profile
+    found = measure_merging(_with_host_pool(settings.engine), config, profile.model, progress)
+    return dataclasses.replace(profile, switches=found.switches, modes=found.modes)
 
 
 class Profiler:
@@ -297,11 +303,15 @@ def _add(log: StepLog, more: StepLog) -> None:
 
 
 def _engine_settings(settings: ProfileSettings) -> EngineSettings:
-    values = dict(settings.engine)
+    return build_settings(_with_host_pool(settings.engine))[0]
+
+
+def _with_host_pool(engine: Mapping[str, Any]) -> dict[str, Any]:
+    values = dict(engine)
     if values.get("host_pool") is None:
         on_cpu = values.get("device") == "cpu" or not torch.accelerator.is_available()
         values["host_pool"] = _HOST_POOL["cpu" if on_cpu else "cuda"]
-    return build_settings(values)[0]
+    return values
 
 
 def _rehearse(settings: ProfileSettings, rig: ProfileRig, policy: PolicyConfig, progress: Progress) -> None:
@@ -444,5 +454,6 @@ def settings_from(values: Mapping[str, Any], engine: Mapping[str, Any]) -> Profi
         adapter_modules=values.get("adapter_modules") or "attention",
         is_quick=is_quick,
         budget_s=budget_s,
+        with_merging=bool(values.get("merging")),
         commit=values.get("commit") or "unknown",
     )

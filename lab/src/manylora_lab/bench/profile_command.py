@@ -39,6 +39,9 @@ def add_parser(commands: Any) -> None:
     ):
         profile.add_argument(option, metavar=metavar, help=help_text, required=option == "--out")
     profile.add_argument("--quick", action="store_true", help="a coarser grid, fewer repeats")
+    profile.add_argument(
+        "--merging", action="store_true", help="also what merging takes: two more starts of an engine"
+    )
     engine = profile.add_argument_group("settings of the engine, as for manylora serve")
     add_settings(engine, SIZING)
     profile.set_defaults(run=_run)

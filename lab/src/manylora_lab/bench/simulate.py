@@ -16,6 +16,7 @@ from manylora.config import (
     ConfigError,
     EngineSettings,
     MergeConfig,
+    MergeTimes,
     PolicyConfig,
     is_import_name,
 )
@@ -28,9 +29,11 @@ from manylora.pricing.shapes import ATTENTION_MODULES, ModelShape, shape_named
 from manylora_lab.bench.picture import check_writable
 from manylora_lab.bench.provenance import Provenance
 from manylora_lab.sim.analytical import check_cards
+from manylora_lab.sim.clairvoyant import Clairvoyant
+from manylora_lab.sim.device import MergeCosts
 from manylora_lab.sim.hardware import hardware_named
 from manylora_lab.sim.limits import recorded, reference, summarize_limits
-from manylora_lab.sim.merging import beside_pristine, merge_times
+from manylora_lab.sim.merging import beside_pristine, measured_costs, measured_times, merge_times
 from manylora_lab.sim.replay import Replay
 from manylora_lab.sim.shipped import find_profile
 from manylora_lab.sim.stated import described_costs
@@ -104,6 +107,7 @@ class _Target:
     costs: StepCosts
     profile: Profile | None
     pool_bytes: int | None
+    cards: int = 1
 
     @property
     def kind(self) -> Literal["cpu", "cuda"]:
@@ -114,6 +118,18 @@ class _Target:
     def modules(self) -> tuple[str, ...]:
         """That the adapters adapt."""
         return ATTENTION_MODULES if self.profile is None else self.profile.adapter_modules
+
+    def merge_times(self, config: PolicyConfig) -> MergeTimes | None:
+        """What an engine of this config measures before serving, if the profile has it."""
+        if self.profile is None or self.cards > 1:
+            return None
+        return measured_times(self.profile, on_host=config.merge.copy == "host")
+
+    def merge_costs(self, config: PolicyConfig) -> MergeCosts | None:
+        """What merged steps take, if the profile has it."""
+        if self.profile is None or self.merge_times(config) is None:
+            return None
+        return measured_costs(self.profile, self.costs, on_host=config.merge.copy == "host")
 
 
 def run(settings: SimulateSettings, load: Callable[[], Stream]) -> int:
@@ -164,19 +180,29 @@ def _simulated(
     """One policy's result, beside it, if asked for, the most that any could have kept; or the reference's."""
     pages = [target.shape.adapter_pages(rank, config.page_tokens, target.modules) for rank in stream.ranks]
     of_policy: dict[str, Any] = {}
+    clairvoyant = Clairvoyant(config.merge) if config.merge.is_on else None
+    watch = None if clairvoyant is None else lambda _now, command: clairvoyant.told(command)
     if name == REFERENCE:
         replay = reference(stream, config, target.costs, pages)
     elif settings.with_limits:
-        replay, record = recorded(stream, config, target.costs, pages, settings.is_warm)
+        replay, record = recorded(
+            stream, config, target.costs, pages, settings.is_warm, watch, target.merge_costs(config)
+        )
         of_policy = {"config": _noted(config), **summarize_limits(record, config)}
     else:
-        replay = Replay(stream, config, target.costs, pages, settings.is_warm)
+        replay = Replay(
+            stream, config, target.costs, pages, settings.is_warm, watch, target.merge_costs(config)
+        )
         replay.run()
         of_policy = {"config": _noted(config)}
     dropped = sum(outcome.is_dropped for outcome in replay.outcomes)
+    merged: dict[str, Any] | None = merging(replay)
+    if merged is not None and clairvoyant is not None:
+        merged["priced_by"] = "base-only steps" if target.merge_costs(config) is None else "measured steps"
+        merged["clairvoyant"] = clairvoyant.hindsight().report()
     return {
         **of_policy, **summarize(replay), **ttft_parts_ms(replay.outcomes), "dropped": dropped,
-        "service_difference": replay.service_difference(), "merging": merging(replay),
+        "service_difference": replay.service_difference(), "merging": merged,
     }  # fmt: skip
 
 
@@ -194,12 +220,16 @@ def _cell(form: str, result: Mapping[str, Any]) -> str:
 
 
 def _notes(configs: Mapping[str, PolicyConfig], target: _Target) -> list[str]:
-    """What is not as the profile has it."""
+    """What is not as the profile has it, or as an engine's requests have it."""
+    notes = []
+    if any(config.queue.has_priorities for config in configs.values()):
+        notes.append("a workload has no priorities: all requests have the usual one, 0")
+    if any(config.merge.is_on and target.merge_times(config) is None for config in configs.values()):
+        notes.append("merged and mixed steps were not measured: they are priced by steps of the base alone")
     if target.profile is None:
-        return []
+        return notes
     measured, depth = target.profile.page_tokens, target.profile.steps_in_flight
     given = next(config.pipeline_depth for config in configs.values())
-    notes = []
     if given != depth:
         notes.append(
             f"the profile is of an engine with pipeline_depth {depth}, not {given}: what the host takes between "
@@ -246,7 +276,7 @@ def _target(settings: SimulateSettings) -> _Target:
     if settings.device is not None:
         profile.expect(machine=_this_machine(settings.device))
     measured = fit_profile(profile).on_cards(settings.cards)
-    return _Target(f"{cards}{profile.machine}", profile.model, measured, profile, None)
+    return _Target(f"{cards}{profile.machine}", profile.model, measured, profile, None, settings.cards)
 
 
 def _shape_of_folder(model: str, itemsize: int) -> ModelShape:
@@ -273,6 +303,8 @@ def _config(settings: SimulateSettings, policy: str, target: _Target, mode: str 
         **{name: value for name, value in settings.engine.items() if _says_something(name, mode)},
         "cache_policy": policy, "model": "simulated", "merge": mode,
     }  # fmt: skip
+    if given.get("fair_by") == "key":
+        raise ConfigError("--fair-by key: a workload's requests have no API keys; simulate --fair-by adapter")
     engine, _ = build_settings(given)
     page_bytes = target.shape.page_bytes(engine.cache.page_tokens)
     pool_bytes, merge = beside_pristine(
@@ -317,7 +349,7 @@ def _with_times(config: PolicyConfig, stream: Stream, target: _Target) -> Policy
         return config
     rank = statistics.median_low(stream.ranks)
     num_pages = target.shape.adapter_pages(rank, config.page_tokens, target.modules)
-    times = merge_times(
+    times = target.merge_times(config) or merge_times(
         target.costs,
         num_pages * config.page_bytes,
         target.shape.layer_bytes,

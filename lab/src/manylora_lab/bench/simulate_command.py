@@ -34,7 +34,8 @@ cached, in the last line: the same requests with unlimited memory and all reside
 FLAG_NAMES = (
     "max_model_len", "max_num_seqs", "max_batch_tokens", "page_tokens", "device_pool", "host_pool",
     "cache_adapter_share", "cache_tau", "cache_window", "admission", "slo_ttft", "pipeline_depth",
-    "fairness", "fair_weights", "fair_share", "adapter_batch_limit", "merge_copy", "merge_minority",
+    "scheduling_policy", "priority_floor", "priority_age", "fairness", "fair_by", "fair_weights", "fair_share",
+    "adapter_batch_limit", "merge_copy", "merge_minority",
     "merge_mixed_16bit", "merge_starve", "merge_alpha", "merge_beta", "merge_dec", "merge_mul", "merge_window",
 )  # fmt: skip
 """Settings of the engine that a simulation knows."""

@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--steps-budget", type=float, default=30.0, metavar="S", help="for watching a shape's engine"
     )
     parser.add_argument("--commit", default="unknown", help="noted in the profiles")
+    parser.add_argument("--merging", action="store_true", help="also what merging takes")
     parser.add_argument("--toy", action="store_true")
     args = parser.parse_args(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -66,8 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 engine = {**(TOY_ENGINE if args.toy else ENGINE), "model": str(model)}
                 budget_s = min(args.steps_budget, left_s / 3)
                 settings = ProfileSettings(
-                    engine, out, shape.name, is_quick=args.toy, budget_s=budget_s, commit=args.commit
-                )
+                    engine, out, shape.name, is_quick=args.toy, budget_s=budget_s, commit=args.commit,
+                    with_merging=args.merging,
+                )  # fmt: skip
                 found = measure(settings, ProgressBars())
             found.expect(model=shape)
             save_profile(found, out)

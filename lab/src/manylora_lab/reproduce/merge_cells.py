@@ -14,10 +14,11 @@ import numpy as np
 from manylora.config import CacheConfig, MergeConfig, PolicyConfig
 from manylora.pricing.costs import StepCosts, StepWork
 from manylora.pricing.fit import fit_profile
+from manylora.pricing.profile import Profile
 from manylora.pricing.shapes import ATTENTION_MODULES, ModelShape, shape_named
 from manylora_lab.reproduce.report import Row
 from manylora_lab.sim.hardware import HARDWARE
-from manylora_lab.sim.merging import beside_pristine, merge_times
+from manylora_lab.sim.merging import beside_pristine, measured_costs, measured_times, merge_times
 from manylora_lab.sim.replay import Replay
 from manylora_lab.sim.shipped import find_profile
 from manylora_lab.sim.stated import described_costs
@@ -46,8 +47,8 @@ SYSTEMS: dict[str, tuple[CacheConfig, MergeConfig]] = {
 """What keeps pages, and when an adapter is merged; copies of the base's weights lie on the device, out of the
 pool. ``dlora, patient``: starvation acts after hours only, as in dLoRA's artifact, where credits hardly act."""
 FREE = "free switching"
-"""A reference, no system: unmerged, but a step whose rows are all one adapter's takes what it would merged, no switch
-takes anything, and there is no copy. About the most that a switcher can do that pauses nobody."""
+"""A reference, no system: unmerged, but a step whose rows are all one adapter's takes what the base would, no
+switch takes anything, and there is no copy. About the most that a switcher can do that pauses nobody."""
 
 PROFILE_NOTE = (
     "On the H200 a step takes what was fitted to the shipped profile; where that has no merged steps, one "
@@ -63,10 +64,16 @@ class Place:
     costs: StepCosts
     modules: tuple[str, ...]
     memory_bytes: int
+    profile: Profile | None = None
 
     def adapter_pages(self, rank: int) -> int:
         """Pages of one adapter."""
         return self.shape.adapter_pages(rank, PAGE_TOKENS, self.modules)
+
+    @property
+    def has_measured(self) -> bool:
+        """Whether what merging takes was measured here, with the copy on the device."""
+        return self.profile is not None and measured_times(self.profile, on_host=False) is not None
 
 
 @functools.cache
@@ -79,7 +86,7 @@ def place_named(name: str) -> Place:
         return Place(shape, costs, ATTENTION_MODULES, costs.pool_bytes(MEMORY_SHARE))
     profile = find_profile(name)
     memory_bytes = int(MEMORY_SHARE * HARDWARE["h200"].memory_bytes) - profile.model.weight_bytes
-    return Place(profile.model, fit_profile(profile), profile.adapter_modules, memory_bytes)
+    return Place(profile.model, fit_profile(profile), profile.adapter_modules, memory_bytes, profile)
 
 
 class SummedCosts:
@@ -117,7 +124,8 @@ def simulate(
     pool_bytes, merge = beside_pristine(
         merge, memory_bytes or place.memory_bytes, place.shape.layer_bytes, "cuda"
     )
-    times = merge_times(
+    measured = measured_times(place.profile, on_host=False) if place.profile is not None else None
+    times = measured or merge_times(
         place.costs, statistics.median_low(pages) * page_bytes, place.shape.layer_bytes, max_num_seqs,
         BATCH_TOKENS, on_host=False,
     )  # fmt: skip
@@ -133,7 +141,8 @@ def simulate(
         merge=dataclasses.replace(merge, times=times) if merge.is_on else merge,
     )
     costs = SummedCosts(place.costs, system == FREE)
-    replay = Replay(stream, config, costs, pages)
+    of_merged = measured_costs(place.profile, place.costs, on_host=False) if place.profile is not None else None
+    replay = Replay(stream, config, costs, pages, merging=of_merged)
     replay.run()
     outcomes = replay.outcomes
     latencies = [outcome.end_s - outcome.handed_s for outcome in outcomes]

@@ -100,8 +100,8 @@ def _cases(setup: Setup) -> list[PhasesCase]:
 
 
 def _steps(place: Place, ranks: tuple[int, ...], batches: tuple[int, ...]) -> list[Row]:
-    """Steps whose rows are all one adapter's, unmerged and merged, and how long a phase of such steps pays for a
-    switch there and back. Contexts are of ``KV_TOKENS``; prompts have ``PROMPT`` tokens."""
+    """Steps whose rows are all one adapter's, unmerged and merged (as the base's alone), and how long a phase of such
+    steps pays for a switch there and back. Contexts are of ``KV_TOKENS``; prompts have ``PROMPT`` tokens."""
     page_bytes = place.shape.page_bytes(PAGE_TOKENS)
     rows: list[Row] = []
     for kind in ("decode", "prefill"):
@@ -155,6 +155,7 @@ def _grid(setup: Setup) -> GridResult:
         "scale": setup.scale, "seed": setup.seed, "profile": MEASURED, "ranks": list(ranks),
         "batches": list(batches), "prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS,
         "num_adapters": NUM_ADAPTERS, "memory_gib": MEMORY_GIB,
+        "merged_steps": "measured" if place.has_measured else "counted as the base's alone",
     }  # fmt: skip
     return GridResult(settings, rows)
 

@@ -6,7 +6,9 @@ Owns the lanes on which copies and reads queue, and the chance in what they take
 
 from __future__ import annotations
 
+import bisect
 import collections
+import dataclasses
 import heapq
 import random
 from collections.abc import Mapping, Sequence
@@ -35,12 +37,40 @@ NO_SWITCHES = MergeTimes()
 """Of a device on which nothing is merged."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class MergeCosts:
+    """What a step takes on merged weights, by its tokens, as measured with one adapter, beside ``StepCosts``.
+
+    ``change_s``: a switch from one adapter to another. For each of the ascending ``num_tokens``: ``merged``, a
+    merged step over one of the base alone by ``StepCosts``; ``corrections``, what correcting rows adds over what
+    both adapters' bytes add by it. Between two sizes it is between theirs.
+    """
+
+    change_s: float
+    num_tokens: tuple[int, ...]
+    merged: tuple[float, ...]
+    corrections: tuple[float, ...]
+
+    def step_s(self, num_tokens: int, base_s: float, adapters_s: float) -> float:
+        """A step that takes ``base_s`` on the base alone and ``adapters_s`` more for what is corrected."""
+        sizes = self.num_tokens
+        place = bisect.bisect_left(sizes, num_tokens)
+        high = min(place, len(sizes) - 1)
+        low = max(high - 1, 0) if place < len(sizes) else high
+        part = (num_tokens - sizes[low]) / (sizes[high] - sizes[low]) if high > low else 0.0
+        part = max(part, 0.0)
+        merged = self.merged[low] + part * (self.merged[high] - self.merged[low])
+        corrections = self.corrections[low] + part * (self.corrections[high] - self.corrections[low])
+        return merged * base_s + corrections * adapters_s
+
+
 class SimulatedDevice:
     """Prices commands. Moments are seconds of the caller's clock, which never goes back. A new device that is
     told the same at the same moments takes as long: what is drawn comes from one seed.
 
     A switch of what is merged takes ``switches`` of the compute timeline. Rows of the merged adapter go through no
-    adapter's bytes, those of others through their own and the merged one's.
+    adapter's bytes, those of others through their own and the merged one's; ``merging`` says how far that is from
+    what was measured, where it was.
     """
 
     def __init__(
@@ -49,8 +79,10 @@ class SimulatedDevice:
         page_bytes: int,
         adapter_pages: Mapping[AdapterId, int],
         switches: MergeTimes = NO_SWITCHES,
+        merging: MergeCosts | None = None,
     ) -> None:
         self._costs = costs
+        self._merging = merging
         self._switches = switches
         self._merged: AdapterId = BASE
         self._page_bytes = page_bytes
@@ -107,6 +139,9 @@ class SimulatedDevice:
         work = step_work((decodes, prefill, kv, num_bytes, len(adapters), pairs, token_bytes))
         costs = self._costs
         seconds = costs.step_s(work)
+        if step.merged != BASE and self._merging is not None:
+            base_s = costs.step_s(step_work((decodes, prefill, kv, 0, 0, pairs, 0)))
+            seconds = self._merging.step_s(decodes + prefill, base_s, seconds - base_s)
         factors = costs.spread.prefills if prefill else costs.spread.decodes
         if factors:
             seconds *= self._drawn(factors)
@@ -124,8 +159,11 @@ class SimulatedDevice:
         from the host."""
         times, after = self._switches, command.adapter
         seconds = times.restore_s if after == BASE else times.merge_s
-        if BASE not in (self._merged, after) and times.steps_wait:
-            seconds += times.restore_s
+        if BASE not in (self._merged, after):
+            if self._merging is not None:
+                seconds = self._merging.change_s
+            elif times.steps_wait:
+                seconds += times.restore_s
         self._merged = after
         self._steps_end = max(now, self._steps_end) + seconds
         return self._steps_end, SwitchDone(command.switch, True, seconds)

@@ -17,7 +17,8 @@ from manylora.config import CacheConfig, PolicyConfig
 from manylora.pricing.costs import StepCosts
 from manylora.protocol import Command, Emit, EndSequence, ReadAdapter, RunStep, SequenceStart, SwapPages
 from manylora.types import BASE, AdapterId, SequenceId
-from manylora_lab.sim.replay import Replay
+from manylora_lab.sim.device import MergeCosts
+from manylora_lab.sim.replay import Replay, Watch
 from manylora_lab.workloads.stream import Stream
 
 _UNKNOWN = -1
@@ -373,11 +374,24 @@ def _share(part: int, whole: int) -> float:
 
 
 def recorded(
-    stream: Stream, config: PolicyConfig, costs: StepCosts, adapter_pages: Sequence[int], is_warm: bool = True
+    stream: Stream,
+    config: PolicyConfig,
+    costs: StepCosts,
+    adapter_pages: Sequence[int],
+    is_warm: bool = True,
+    watch: Watch | None = None,
+    merging: MergeCosts | None = None,
 ) -> tuple[Replay, Recorder]:
     """Replay the stream to its end and record it; the warm-up is not counted. Raises what ``Replay`` raises."""
     record = Recorder(config.page_tokens)
-    replay = Replay(stream, config, costs, adapter_pages, is_warm, record.watch)
+
+    def watch_both(now: float, command: Command) -> None:
+        record.watch(now, command)
+        if watch is not None:
+            watch(now, command)
+
+    watched = record.watch if watch is None else watch_both
+    replay = Replay(stream, config, costs, adapter_pages, is_warm, watched, merging)
     while not replay.outcomes:
         record.begin()
         if not replay.advance():

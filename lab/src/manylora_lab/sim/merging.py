@@ -7,10 +7,54 @@ from typing import Literal
 
 from manylora.config import ConfigError, MergeConfig, MergeTimes, StepTimes
 from manylora.pricing.costs import StepCosts, StepWork, prefill_pairs
+from manylora.pricing.profile import Profile
+from manylora_lab.sim.device import MergeCosts
 from manylora_lab.sim.stated import StatedCosts
+
+_MERGE, _RESTORE, _CHANGE = (False, True), (True, False), (True, True)
+"""Switches, by whether they begin and end at an adapter."""
 
 _KV_TOKENS = 512
 """Of each row, where a decoding step is priced; all modes have it in common."""
+
+
+def measured_times(profile: Profile, *, on_host: bool) -> MergeTimes | None:
+    """What the profile's engine measured before serving; None where the profile has it not for such a copy."""
+    switches = {
+        (point.from_adapter, point.to_adapter): point.seconds
+        for point in profile.switches
+        if point.on_host == on_host
+    }
+    if not profile.modes or not {_MERGE, _RESTORE, _CHANGE} <= switches.keys():
+        return None
+    steps = tuple(
+        StepTimes(point.num_rows, point.num_tokens, point.seconds, point.merged_s, point.mixed_s)
+        for point in profile.modes
+    )
+    return MergeTimes(on_host, switches[_MERGE], switches[_RESTORE], steps)
+
+
+def measured_costs(profile: Profile, costs: StepCosts, *, on_host: bool) -> MergeCosts | None:
+    """What the profile measured of merged steps beside what its ``costs`` say of steps with and without an adapter,
+    so that a step with the measured adapter gains as measured; None where ``measured_times`` is."""
+    times = measured_times(profile, on_host=on_host)
+    if times is None:
+        return None
+    change_s = next(
+        point.seconds
+        for point in profile.switches
+        if point.on_host == on_host and (point.from_adapter, point.to_adapter) == _CHANGE
+    )
+    points = {point.num_tokens: point for point in sorted(profile.modes, key=lambda point: -point.num_rows)}
+    sizes, merged, corrections = sorted(points), [], []
+    for size in sizes:
+        point = points[size]
+        priced = _step(costs, point.adapter_bytes, size, point.num_rows == size)
+        merged.append(point.merged_s / point.seconds * priced.unmerged_s / priced.merged_s)
+        added_s = priced.mixed_s - priced.merged_s
+        measured_s = (point.mixed_s - point.merged_s) / point.seconds * priced.unmerged_s
+        corrections.append(max(measured_s / added_s, 0.0) if added_s > 0 and point.mixed_s else 1.0)
+    return MergeCosts(change_s, tuple(sizes), tuple(merged), tuple(corrections))
 
 
 DEVICE_SHARE = 0.15

@@ -32,10 +32,13 @@ from manylora.protocol import (
 )
 from manylora.reports import Counters
 from manylora.types import BASE, AdapterId, Request, RequestId, SamplingParams
-from manylora_lab.sim.device import SimulatedDevice
+from manylora_lab.sim.device import MergeCosts, SimulatedDevice
 from manylora_lab.sim.loop import VirtualLoop
 from manylora_lab.sim.service import Served, service_difference
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
+
+Watch = Callable[[float, Command], None]
+"""Told of a command, and when it is given."""
 
 _MOST_TOKENS = 2**20
 _WARM_TOKENS = 8
@@ -80,7 +83,8 @@ class Replay(VirtualLoop):
     """One run. ``advance`` hands over one event; ``run`` all of them.
 
     ``adapter_pages``: what each adapter of the stream takes. ``is_warm``: every adapter is asked for once before
-    the stream starts. ``watch`` is told of every command, with its moment.
+    the stream starts. ``watch`` is told of every command, with its moment. ``merging``: what steps take on merged
+    weights, where that was measured.
     """
 
     def __init__(
@@ -90,14 +94,15 @@ class Replay(VirtualLoop):
         costs: StepCosts,
         adapter_pages: Sequence[int],
         is_warm: bool = True,
-        watch: Callable[[float, Command], None] | None = None,
+        watch: Watch | None = None,
+        merging: MergeCosts | None = None,
     ) -> None:
         if len(adapter_pages) != len(stream.ranks):
             raise ConfigError(f"{stream.name} has {len(stream.ranks)} adapters, not {len(adapter_pages)}")
         # The base model is 0 for the policy, so a stream's adapter 0 is its adapter 1.
         pages = {adapter + 1: num_pages for adapter, num_pages in enumerate(adapter_pages)}
         replica = Replica(config)
-        device = SimulatedDevice(costs, config.page_bytes, pages, config.merge.times)
+        device = SimulatedDevice(costs, config.page_bytes, pages, config.merge.times, merging)
         super().__init__(replica, device, watch)
         self.replica = replica
         self.stream = stream

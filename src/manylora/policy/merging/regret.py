@@ -97,7 +97,7 @@ class RegretMerging:
         return adapter == BASE or view.ready.keys() == {adapter}
 
     def _price_s(self, before: AdapterId, after: AdapterId) -> float:
-        return self._times.switch_s(before, after) + self._times.switch_s(after, before)
+        return (self._times.switch_s(before, after) + self._times.switch_s(after, before)) / 2
 
     def _pays(self, target: AdapterId, regret_s: float, price_s: float) -> bool:
         """Whether the regret has come to the price: to twice the price where as much was lost by switches before.
@@ -108,7 +108,7 @@ class RegretMerging:
             if next_late_s > SHARE * self.first_tokens_s:
                 return False
         debt_s = max(-self.saved_s, 0.0)
-        if target != BASE and debt_s > SHARE * self.busy_s + ALLOWANCE * price_s:
+        if target != BASE and debt_s > SHARE * self.busy_s + ALLOWANCE * 2 * price_s:
             return False
         return regret_s >= price_s + (min(debt_s, price_s) if target != BASE else 0.0)
 
@@ -117,13 +117,16 @@ class RegretMerging:
     def started(self, shape: StepShape, rows: list[Scheduled], now: float) -> None:
         """See MergePolicy."""
         merged, cost_s = shape.merged, self._cost_s(shape, shape.merged)
-        targets = {BASE, shape.largest()} - {merged}
-        if not self._is_mixed and len(shape.rows) > 1:
-            targets &= {BASE}  # others would have had to pause
-        self.regrets = {
-            target: self.regrets.get(target, 0.0) + max(cost_s - self._cost_s(shape, target), 0.0)
-            for target in targets
+        targets = {BASE, shape.largest()}
+        if self._is_mixed:
+            targets |= self.regrets.keys()
+        elif len(shape.rows) > 1:
+            targets = {BASE}  # others would have had to pause
+        regrets = {
+            target: self.regrets.get(target, 0.0) + cost_s - self._cost_s(shape, target)
+            for target in targets - {merged}
         }
+        self.regrets = {target: regret_s for target, regret_s in regrets.items() if regret_s > 0}
         self.saved_s += self._cost_s(shape, BASE) - cost_s
         first_ones = [s for s, _, num_samples in rows if num_samples and _has_no_token(s)]
         if first_ones:
