@@ -100,8 +100,8 @@ def _cases(setup: Setup) -> list[PhasesCase]:
 
 
 def _steps(place: Place, ranks: tuple[int, ...], batches: tuple[int, ...]) -> list[Row]:
-    """Steps whose rows are all one adapter's, unmerged and merged (as the base's alone), and how long a phase of such
-    steps pays for a switch there and back. Contexts are of ``KV_TOKENS``; prompts have ``PROMPT`` tokens."""
+    """Steps whose rows are all one adapter's, unmerged and merged (as the base's alone), and how long a phase of
+    such steps has to be to pay for a switch there and back. Contexts have ``KV_TOKENS``, prompts ``PROMPT``."""
     page_bytes = place.shape.page_bytes(PAGE_TOKENS)
     rows: list[Row] = []
     for kind in ("decode", "prefill"):
@@ -214,7 +214,8 @@ H200 = Experiment(
         "The profile's steps have adapters of the ranks that it measured; others are its fit's, extended.",
         "Streams: 128 tokens in, 64 out, all there from the start, in phases of one hot adapter each. Memory is "
         "that of pages and the copy of the weights together: modes that merge have the smaller pool.",
-        f"{FREE}: unmerged, where steps of one adapter cost what the base's do and switches nothing; about the most "
-        "for systems that pause nobody. merged, dlora and wait pause requests and can do better, at others' cost.",
+        f"{FREE}: unmerged, where steps of one adapter take what the base's do, and switches nothing; about the "
+        "most for systems that pause nobody. merged, dlora and wait pause requests and can do better, at others' "
+        "cost.",
     ),
 )

@@ -35,8 +35,8 @@ def measured_times(profile: Profile, *, on_host: bool) -> MergeTimes | None:
 
 
 def measured_costs(profile: Profile, costs: StepCosts, *, on_host: bool) -> MergeCosts | None:
-    """What the profile measured of merged steps beside what its ``costs`` say of steps with and without an adapter,
-    so that a step with the measured adapter gains as measured; None where ``measured_times`` is."""
+    """What the profile measured of merged steps beside what its ``costs`` say of steps with and without an
+    adapter, so that a step with the measured adapter gains as measured; None where ``measured_times`` is."""
     times = measured_times(profile, on_host=on_host)
     if times is None:
         return None
