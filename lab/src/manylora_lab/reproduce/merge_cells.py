@@ -48,7 +48,7 @@ SYSTEMS: dict[str, tuple[CacheConfig, MergeConfig]] = {
 pool. ``dlora, patient``: starvation acts after hours only, as in dLoRA's artifact, where credits hardly act."""
 FREE = "free switching"
 """A reference, no system: unmerged, but a step whose rows are all one adapter's takes what the base would, no
-switch takes anything, and there is no copy. About the most that a switcher can do that pauses nobody."""
+switch takes anything, and there is no copy. About the most that a switcher can do that pauses no request."""
 
 PROFILE_NOTE = (
     "On the H200 a step takes what was fitted to the shipped profile; where that has no merged steps, one "
@@ -57,7 +57,7 @@ PROFILE_NOTE = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class PricedCard:
     """What a card takes. ``memory_bytes``: beside the weights, for pages and a copy of the base's."""
 
     shape: ModelShape
@@ -77,16 +77,16 @@ class Place:
 
 
 @functools.cache
-def place_named(name: str) -> Place:
+def place_named(name: str) -> PricedCard:
     """By a described card's name or a shipped profile's; of a profile's machine the memory is an H200's. Kept,
     since a fit takes seconds."""
     if name in HARDWARE:
         shape, card = shape_named(MODEL), HARDWARE[name]
         costs = described_costs(shape, card)
-        return Place(shape, costs, ATTENTION_MODULES, costs.pool_bytes(MEMORY_SHARE))
+        return PricedCard(shape, costs, ATTENTION_MODULES, costs.pool_bytes(MEMORY_SHARE))
     profile = find_profile(name)
     memory_bytes = int(MEMORY_SHARE * HARDWARE["h200"].memory_bytes) - profile.model.weight_bytes
-    return Place(profile.model, fit_profile(profile), profile.adapter_modules, memory_bytes, profile)
+    return PricedCard(profile.model, fit_profile(profile), profile.adapter_modules, memory_bytes, profile)
 
 
 class SummedCosts:
@@ -113,7 +113,7 @@ class SummedCosts:
 
 
 def simulate(
-    stream: Stream, place: Place, system: str, max_num_seqs: int, memory_bytes: int | None = None
+    stream: Stream, place: PricedCard, system: str, max_num_seqs: int, memory_bytes: int | None = None
 ) -> Row:
     """What a system makes of a stream without base requests. Latencies are seconds a token: ``latency_s_token``
     is the sum of all requests' over the sum of their tokens, as dLoRA's text has it (§7.1); the others are the

@@ -16,7 +16,7 @@ from manylora_lab.reproduce.merge_cells import (
     MEASURED,
     PAGE_TOKENS,
     PROFILE_NOTE,
-    Place,
+    PricedCard,
     place_named,
     simulate,
 )
@@ -99,7 +99,7 @@ def _cases(setup: Setup) -> list[PhasesCase]:
     return [dataclasses.replace(each, system=system) for each, names in pairs for system in names]
 
 
-def _steps(place: Place, ranks: tuple[int, ...], batches: tuple[int, ...]) -> list[Row]:
+def _steps(place: PricedCard, ranks: tuple[int, ...], batches: tuple[int, ...]) -> list[Row]:
     """Steps whose rows are all one adapter's, unmerged and merged (as the base's alone), and how long a phase of
     such steps has to be to pay for a switch there and back. Contexts have ``KV_TOKENS``, prompts ``PROMPT``."""
     page_bytes = place.shape.page_bytes(PAGE_TOKENS)
@@ -198,7 +198,7 @@ class _Phases:
 H200 = Experiment(
     "merge-h200",
     "Where merging pays on an H200: share of the hottest adapter, phases, rank, batch",
-    "none: our own",
+    "merge: our own, of what dLoRA proposes (§4)",
     _grid,
     _Phases(
         Matrix(
@@ -215,7 +215,7 @@ H200 = Experiment(
         "Streams: 128 tokens in, 64 out, all there from the start, in phases of one hot adapter each. Memory is "
         "that of pages and the copy of the weights together: modes that merge have the smaller pool.",
         f"{FREE}: unmerged, where steps of one adapter take what the base's do, and switches nothing; about the "
-        "most for systems that pause nobody. merged, dlora and wait pause requests and can do better, at others' "
+        "most for systems that pause no request. merged, dlora and wait pause some and can do better, at others' "
         "cost.",
     ),
 )
