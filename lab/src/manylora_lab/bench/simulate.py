@@ -28,7 +28,7 @@ from manylora.pricing.profile import Profile
 from manylora.pricing.shapes import ATTENTION_MODULES, ModelShape, shape_named
 from manylora_lab.bench.picture import check_writable
 from manylora_lab.bench.provenance import Provenance
-from manylora_lab.sim.analytical import AnalyticalCosts, check_cards
+from manylora_lab.sim.analytical import check_cards
 from manylora_lab.sim.clairvoyant import Clairvoyant
 from manylora_lab.sim.device import MergeCosts
 from manylora_lab.sim.hardware import hardware_named
@@ -36,6 +36,7 @@ from manylora_lab.sim.limits import recorded, reference, summarize_limits
 from manylora_lab.sim.merging import beside_pristine, measured_costs, measured_times, merge_times
 from manylora_lab.sim.replay import Replay
 from manylora_lab.sim.shipped import find_profile
+from manylora_lab.sim.stated import described_costs
 from manylora_lab.sim.summary import merging, summarize, ttft_parts_ms
 from manylora_lab.workloads.stream import Stream
 from manylora_lab.workloads.terms import suggestion
@@ -265,7 +266,7 @@ def _target(settings: SimulateSettings) -> _Target:
     cards = f"{settings.cards} x " if settings.cards > 1 else ""
     if settings.hardware is not None:
         hardware, shape = hardware_named(settings.hardware), shape_named(settings.shape or _SHAPE)
-        costs = AnalyticalCosts(shape, hardware, settings.cards)
+        costs = described_costs(shape, hardware, settings.cards)
         name = f"{cards}{hardware.name} (assumed)"
         return _Target(name, shape, costs, None, costs.pool_bytes())
     assert settings.profile is not None

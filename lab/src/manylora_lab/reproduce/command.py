@@ -70,9 +70,12 @@ def print_list() -> None:
 
 def _shown(figure: Headline) -> str:
     ours = "-" if figure.ours is None else f"{figure.ours:.4g}"
-    if figure.paper is None:
-        return f"{figure.metric}: {ours}"
-    return f"{figure.metric}: {ours} (paper: {figure.paper:.4g}{', recalled' if figure.is_recalled else ''})"
+    others = []
+    if figure.paper is not None:
+        others.append(f"paper: {figure.paper:.4g}{', recalled' if figure.is_recalled else ''}")
+    if figure.artifact is not None:
+        others.append(f"artifact: {figure.artifact:.4g}")
+    return f"{figure.metric}: {ours}" + (f" ({'; '.join(others)})" if others else "")
 
 
 def _require_output(out: Path, name: str) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from manylora.config import ConfigError
 from manylora_lab.reproduce import (
+    dlora_fig5,
+    dlora_figures,
     fastlibra_fig5,
     fastlibra_overhead,
     fastlibra_policies,
     fastlibra_static,
     fastlibra_table,
+    merge_h200,
     punica_fig1,
     punica_fig7,
     punica_fig8,
@@ -16,6 +19,7 @@ from manylora_lab.reproduce import (
     punica_fig10,
     punica_fig11,
     s_lora_cluster,
+    s_lora_fig9,
     s_lora_figures,
     s_lora_table3,
     vtc_fig3,
@@ -40,6 +44,7 @@ _ALL = (
     s_lora_figures.FIG5,
     s_lora_figures.FIG6,
     s_lora_figures.FIG7,
+    s_lora_fig9.FIG9,
     s_lora_figures.FIG10,
     s_lora_cluster.CLUSTER,
     punica_fig1.FIG1,
@@ -48,7 +53,12 @@ _ALL = (
     punica_fig9.FIG9,
     punica_fig10.FIG10,
     punica_fig11.FIG11,
+    dlora_fig5.FIG5,
+    dlora_figures.FIG10,
+    dlora_figures.FIG14,
+    dlora_figures.FIG15,
     vtc_fig3.FIG3,
+    merge_h200.H200,
 )
 EXPERIMENTS: dict[str, Experiment] = {each.name: each for each in _ALL}
 

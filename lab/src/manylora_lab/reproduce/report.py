@@ -17,12 +17,13 @@ Row = dict[str, Any]
 @dataclasses.dataclass(frozen=True, slots=True)
 class Headline:
     """One figure. ``paper``: only where the paper's text states it; ``is_recalled``: not read there, but from
-    memory."""
+    memory; ``artifact``: only where files that the authors published have it."""
 
     metric: str
     ours: float | None
     paper: float | None = None
     is_recalled: bool = False
+    artifact: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,11 @@ class ExperimentReport:
         headline = []
         for figure in self.headline:
             values: Row = {"metric": figure.metric, "ours": figure.ours, "paper": figure.paper}
-            headline.append({**values, "paper_is_recalled": True} if figure.is_recalled else values)
+            if figure.is_recalled:
+                values["paper_is_recalled"] = True
+            if figure.artifact is not None:
+                values["artifact"] = figure.artifact
+            headline.append(values)
         values = {**dataclasses.asdict(self), "headline": headline, "notes": list(self.notes)}
         values["provenance"] = list(provenance)
         path.write_text(json.dumps(values, indent=1) + "\n")

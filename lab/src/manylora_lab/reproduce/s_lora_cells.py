@@ -8,13 +8,15 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Sequence
+from typing import Literal
 
-from manylora.config import CacheConfig, PolicyConfig, QueueConfig
+from manylora.config import CacheConfig, MergeConfig, PolicyConfig, QueueConfig
 from manylora.pricing.costs import StepCosts, StepWork
 from manylora.pricing.shapes import ModelShape, shape_named
 from manylora_lab.reproduce.report import Row
 from manylora_lab.sim.analytical import AnalyticalCosts
 from manylora_lab.sim.hardware import HARDWARE
+from manylora_lab.sim.merging import merge_times
 from manylora_lab.sim.replay import Outcome, Replay
 from manylora_lab.workloads.stream import Stream
 from manylora_lab.workloads.synthetic import Synthetic, synthetic
@@ -77,7 +79,11 @@ NOTES = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServingCase:
-    """One run. ``rate``: requests a second of all adapters together; ``alpha``: of ``power(alpha)``."""
+    """One run. ``rate``: requests a second of all adapters together; ``alpha``: of ``power(alpha)``.
+
+    ``merged``: one adapter at a time is merged, and whence the base's own weights come back: from a copy in the
+    host's memory, or from subtracting (``in place``), which needs no memory and is not exact.
+    """
 
     setting: str
     hardware: str
@@ -90,6 +96,7 @@ class ServingCase:
     admission: str = "fcfs"
     seed: int = 0
     adapter_batch_limit: str | None = None
+    merged: Literal["host", "in place"] | None = None
 
 
 def stream_of(case: ServingCase) -> Stream:
@@ -112,6 +119,9 @@ def simulate(case: ServingCase, stream: Stream) -> list[Outcome]:
     page_bytes = shape.page_bytes(PAGE_TOKENS)
     pages = [shape.adapter_pages(rank, PAGE_TOKENS) for rank in stream.ranks]
     num_pages = POOL_TOKENS[case.setting, case.hardware] // PAGE_TOKENS
+    costs: StepCosts = AnalyticalCosts(shape, HARDWARE[case.hardware])
+    if case.system == "s-lora-bmm":
+        costs = PaddedCopies(shape, case.hardware, max(pages) * page_bytes)
     config = PolicyConfig(
         num_pages=num_pages,
         page_tokens=PAGE_TOKENS,
@@ -124,13 +134,21 @@ def simulate(case: ServingCase, stream: Stream) -> list[Outcome]:
         admission=case.admission,
         slo_ttft_s=OBJECTIVE_S,
         queue=QueueConfig(adapter_batch_limit=case.adapter_batch_limit),
+        merge=_merge(case, costs, statistics.median_low(pages) * page_bytes, shape),
     )
-    costs: StepCosts = AnalyticalCosts(shape, HARDWARE[case.hardware])
-    if case.system == "s-lora-bmm":
-        costs = PaddedCopies(shape, case.hardware, max(pages) * page_bytes)
     replay = Replay(stream, config, costs, pages)
     replay.run()
     return replay.outcomes
+
+
+def _merge(case: ServingCase, costs: StepCosts, adapter_bytes: int, shape: ModelShape) -> MergeConfig:
+    if case.merged is None:
+        return MergeConfig()
+    on_host = case.merged == "host"
+    times = merge_times(
+        costs, adapter_bytes, shape.layer_bytes, RUNNING_AT_ONCE, BATCH_TOKENS, on_host=on_host
+    )
+    return MergeConfig("merged", copy="host" if on_host else "device", times=times)
 
 
 def _cache(case: ServingCase, num_pages: int, adapter_pages: Sequence[int]) -> CacheConfig:

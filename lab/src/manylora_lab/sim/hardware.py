@@ -15,6 +15,17 @@ GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class StatedTimes:
+    """Seconds that a paper's authors state for ``model`` on one card, whatever the batch: of a step where adapters
+    are computed, of one where none is, and of a switch of what is merged."""
+
+    model: str
+    unmerged_s: float
+    merged_s: float
+    switch_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Hardware:
     """One card. Rates are per second: ``flops`` dense and in 16 bits, ``link_bytes_s`` each way to the host.
     Vendors' gigabytes of memory are taken for 2**30 bytes.
@@ -34,6 +45,8 @@ class Hardware:
     adapter_efficiency: float = 0.28
     """Of ``memory_bytes_s``: what LoRA kernels read adapters at; assumed. The engine's reach 0.6 on an H200, where
     64 adapters of rank 16, 5.1 GB, add 1.8 ms to a step (docs/results/h200_steps.json)."""
+    stated: StatedTimes | None = None
+    """Steps and switches take this, and the card's rates hold for copies alone (``sim.stated``)."""
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "memory_bytes_s", "flops", "link_bytes_s"):
@@ -100,6 +113,13 @@ HARDWARE: dict[str, Hardware] = {
             4.303 / 4.8, 807.9 / 989.4, 55.5 / 64,
         ),
         *map(fastlibra_npu, NPU_MEMORY_CHOICES),
+        Hardware(
+            "dlora-a800", 80 * GIB, 2039e9, 312e12, 32e9,
+            "steps of 15 ms merged and 27 ms unmerged and switches of 20 ms: constants in dLoRA's published "
+            "scheduler, for Llama-2-7B; the rest: data sheet, recalled, of the A100 that the A800 is but for its "
+            "links between cards",
+            stated=StatedTimes("llama-2-7b", unmerged_s=27e-3, merged_s=15e-3, switch_s=20e-3),
+        ),
     )
 }  # fmt: skip
 """Hardware by name. ``h200-measured`` has what single large operations reached, an upper limit for a model's; the

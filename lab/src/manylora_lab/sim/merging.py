@@ -9,6 +9,7 @@ from manylora.config import ConfigError, MergeConfig, MergeTimes, StepTimes
 from manylora.pricing.costs import StepCosts, StepWork, prefill_pairs
 from manylora.pricing.profile import Profile
 from manylora_lab.sim.device import MergeCosts
+from manylora_lab.sim.stated import StatedCosts
 
 _MERGE, _RESTORE, _CHANGE = (False, True), (True, False), (True, True)
 """Switches, by whether they begin and end at an adapter."""
@@ -93,11 +94,15 @@ def merge_times(
     """Of an adapter of so many bytes, on a model whose adaptable weights are ``weight_bytes``.
 
     A switch reads and writes them once, so it is taken for two steps of one row of the base, each of which reads
-    all weights; pristine weights in host memory come back as one copy. Steps: decoding ones of 1, 2, 4, ... rows,
-    then prompts of twice as many tokens, and so on.
+    all weights; pristine weights in host memory come back as one copy. Where costs are stated, so are switches,
+    wherever the copy lies. Steps: decoding ones of 1, 2, 4, ... rows, then prompts of twice as many tokens, and so
+    on.
     """
-    pass_s = 2 * costs.step_s(StepWork(1, 0, 1))
-    restore_s = costs.copy_s(weight_bytes, True) if on_host else pass_s
+    if isinstance(costs, StatedCosts):
+        pass_s = restore_s = costs.times.switch_s
+    else:
+        pass_s = 2 * costs.step_s(StepWork(1, 0, 1))
+        restore_s = costs.copy_s(weight_bytes, True) if on_host else pass_s
     sizes = []
     num_tokens = 1
     while num_tokens <= max_batch_tokens:
