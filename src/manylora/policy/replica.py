@@ -63,7 +63,7 @@ from manylora.protocol import (
     emit,
 )
 from manylora.reports import Which
-from manylora.types import BASE, AdapterId, Request, RequestError, RequestId, SequenceId
+from manylora.types import BASE, AdapterId, RequestError, RequestId, SequenceId
 
 MAX_FAILED_COPIES = 3
 """Copies that may fail a request before it is given up: each time it looks for another way."""
