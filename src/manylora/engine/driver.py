@@ -15,7 +15,7 @@ from manylora.engine.loop import Loop
 from manylora.engine.ports import EnginePorts
 from manylora.engine.trace import TraceWriter
 from manylora.policy.replica import Replica
-from manylora.protocol import Abort, Executor
+from manylora.protocol import Abort, Executor, LetGo
 from manylora.types import AdapterCard, AdapterId, EngineInfo, RequestId
 
 
@@ -64,6 +64,10 @@ class Driver(Loop):
 
     def abort(self, request: RequestId, sample: int | None, reason: str) -> None:
         self._inbox.put(Abort(request, sample, reason))
+
+    def withdraw(self, request: RequestId, attempt: int = 0) -> None:
+        """Let an attempt at a request go after the steps in flight; see ``EngineClient.withdraw``."""
+        self._inbox.put(LetGo(request, attempt))
 
     def add_adapter(
         self, name: str, path: str, *, verify: bool = True, adapter: AdapterId | None = None

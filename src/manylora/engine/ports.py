@@ -109,7 +109,8 @@ class EnginePorts:
         self._outbox = Outbox(clock)
         self._meters = Meters()
         self._state = ExecutorState()
-        self._arrived: collections.deque[Request] = collections.deque()  # and not yet told of
+        # Those that have come and were not told of yet.
+        self._arrived: collections.deque[tuple[Request, GenerationRequest]] = collections.deque()
         self._more_follow = False  # after the last of them, at once
         self._in_flight: collections.deque[int] = collections.deque()  # steps, oldest first
         self._results: dict[int, StepResult] = {}  # of these, that have ended
@@ -180,8 +181,9 @@ class EnginePorts:
         """All that have come since the last other event, the policy being told that they come together."""
         self._more_follow = False
         while self._arrived:
-            request = self._arrived.popleft()
-            yield Arrive(request, more=bool(self._arrived))
+            request, asked = self._arrived.popleft()
+            more = bool(self._arrived)
+            yield Arrive(request, more, asked.resume, asked.closed, asked.waited_s, asked.attempt)
 
     def _open(self, asked: GenerationRequest) -> None:
         adapter = BASE if asked.adapter is None else self.catalog.lookup(asked.adapter)
@@ -191,7 +193,8 @@ class EnginePorts:
         if params.seed is None:
             # Chosen here, outside the policy, so that the journal knows it and a replay draws the same.
             params = dataclasses.replace(params, seed=secrets.randbits(63))
-        self._more_follow = asked.more
+        # An attempt before it may still be told of what steps bring, until the policy hears of this one.
+        self._more_follow = asked.more and not asked.attempt
         client = str(asked.client) if self._by_key else asked.adapter or self._info.model
         request = Request(
             asked.id,
@@ -205,16 +208,19 @@ class EnginePorts:
             self._shares.get(client, 1.0),
         )
         error = None
-        if self._outbox.is_live(asked.id):
+        if not self._outbox.may_open(asked):
             error = RequestError(400, f"request id {asked.id!r} is already in use")
         elif adapter is None:
             error = RequestError(404, f"The model `{asked.adapter}` does not exist.", "model")
+        elif asked.params.seed is None and any(asked.resume):
+            error = RequestError(400, "a request that goes on needs the seed with which it began", "seed")
         if error is not None:
             self._outbox.refuse(request, asked.serial, error)
             return
-        self._outbox.open(request, asked.stream, asked.serial)
-        self._meters.prompt_tokens += len(asked.prompt)
-        self._arrived.append(request)
+        self._outbox.open(request, asked)
+        if not any(asked.resume):
+            self._meters.prompt_tokens += len(asked.prompt)
+        self._arrived.append((request, asked))
 
     # ------------------------------------------------------------ steps
 

@@ -13,8 +13,8 @@ class Arrive:
     """A request has come. ``more``: others follow at once, and no step starts before the last of them is known,
     so that requests which come together start together.
 
-    Of a request that was elsewhere before, ``resume``: for each sample the tokens that it has, empty where no sample
-    has any; they count as output, and are computed again like a prompt. ``closed``: samples that have ended.
+    Of a request that was elsewhere before, ``resume``: for each sample the tokens that it has, empty where no
+    sample has any; they count as output, and are computed again like a prompt. ``closed``: samples that have ended.
     ``waited_s``: since it first came, wherever that was; it waits in line accordingly. ``attempt``: a live
     request gives way to a later attempt of its own.
     """
