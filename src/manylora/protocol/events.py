@@ -14,7 +14,7 @@ class Arrive:
     so that requests which come together start together.
 
     Of a request that was elsewhere before, ``resume``: for each sample the tokens that it has, empty where no
-    sample has any; they count as output, and are computed again like a prompt. ``closed``: samples that have ended.
+    sample has any; they count as output, and are computed again like a prompt. ``closed``: samples that ended.
     ``waited_s``: since it first came, wherever that was; it waits in line accordingly. ``attempt``: a live
     request gives way to a later attempt of its own.
     """
