@@ -1,4 +1,4 @@
-"""Requests that move between two engines at random moments: tokens, text, ends and logprobs of undisturbed ones."""
+"""Requests that move between two engines at random moments get what undisturbed ones get."""
 
 from __future__ import annotations
 

@@ -51,6 +51,8 @@ from manylora.protocol import (
     ReportState,
     RunStep,
     SetTimer,
+    Status,
+    StatusDue,
     StepResult,
     handlers,
 )
@@ -66,6 +68,14 @@ count."""
 _STATS = {field.name for field in dataclasses.fields(EngineStats)} - {
     "adapters", "clients", "credits",
 }  # fmt: skip
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class StatusAsked:
+    """An item of the inbox: a router wants to know how the replica is."""
+
+    is_full: bool
+    future: concurrent.futures.Future[Status]
+
 
 StatsAsked = concurrent.futures.Future[EngineStats]
 """An item of the inbox: a snapshot is wanted."""
@@ -116,6 +126,7 @@ class EnginePorts:
         self._results: dict[int, StepResult] = {}  # of these, that have ended
         self._failed_steps = 0
         self._asked: set[StatsAsked] = set()  # and not answered
+        self._status_asked: collections.deque[StatusAsked] = collections.deque()  # likewise, the oldest first
         self._reporting: list[StatsAsked] = []  # of these, the report's
         executor.connect(self._hear)
 
@@ -151,6 +162,14 @@ class EnginePorts:
         self._inbox.put(future)
         return future
 
+    def ask_status(self, is_full: bool) -> concurrent.futures.Future[Status]:
+        """A Status is wanted; from any thread."""
+        asked = StatusAsked(is_full, concurrent.futures.Future())
+        asked.future.set_running_or_notify_cancel()
+        self._status_asked.append(asked)
+        self._inbox.put(asked)
+        return asked.future
+
     def take(self, item: object) -> Iterator[Event]:
         """See Ports. Requests that come together are told of together, before anything that comes after them."""
         if isinstance(item, GenerationRequest):
@@ -163,6 +182,9 @@ class EnginePorts:
             yield ReportDue("changed")
             return
         match item:
+            case StatusAsked():
+                yield StatusDue(item.is_full)
+                return
             case AdapterAdded():
                 self.loads.add(item.adapter, item.num_pages)
             case AdapterRemoved():
@@ -319,6 +341,11 @@ class EnginePorts:
                 future.set_result(stats)
         self._reporting.clear()
 
+    def status(self, command: Status, now: float) -> None:
+        """Carries out Status: they are answered in the order in which they were asked for."""
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            self._status_asked.popleft().future.set_result(command)
+
     def _name_of(self, adapter: AdapterId) -> str | None:
         """An adapter's name, or the base's; None where the name was given up."""
         if adapter == BASE:
@@ -356,6 +383,9 @@ class EnginePorts:
     def abandon(self, error: EngineDead) -> None:
         """See Ports."""
         self.catalog.fail_waiting(error)
+        for asked in list(self._status_asked):
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
+                asked.future.set_exception(error)
         for future in list(self._asked):
             with contextlib.suppress(concurrent.futures.InvalidStateError):  # answered at this very moment
                 future.set_exception(error)

@@ -14,6 +14,7 @@ from collections.abc import Sequence as SequenceOf
 from manylora.config import PolicyConfig
 from manylora.policy.admission import Admission
 from manylora.policy.batching import FirstComeFirstServed, StepPlan
+from manylora.policy.cluster_report import ClusterReport
 from manylora.policy.invariants import check
 from manylora.policy.merging.batching import MergedBatching
 from manylora.policy.merging.state import MergeState
@@ -57,6 +58,7 @@ from manylora.protocol import (
     Report,
     ReportDue,
     SetTimer,
+    StatusDue,
     StepDone,
     SwitchDone,
     Timer,
@@ -98,6 +100,7 @@ class Replica:
             self._batching = MergedBatching(*parts, self._merging)
         self._swapper = Swapper(config.cache, self._residency, self._waiting, self._held)
         self._gauges = Gauges(self._residency, self._held, self._waiting, self._merging)
+        self._cluster_report = ClusterReport(self._residency, self._held, self._waiting)
         self._requests: dict[RequestId, RequestState] = {}
         self._leaving: dict[RequestId, RequestState] = {}  # of them
         self._live: collections.Counter[AdapterId] = collections.Counter()
@@ -140,6 +143,8 @@ class Replica:
                 self._remove(event.adapter)
             case ReportDue():
                 return [self._report(event.which)]
+            case StatusDue():
+                return [self._cluster_report.read(event.is_full)]
         if self._leaving:
             self._release_idle(now)
         if self._removing:

@@ -131,7 +131,14 @@ class ReportDue:
     which: Which = "all"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StatusDue:
+    """Answer with Status, for a router; nothing is decided. ``is_full``: not with changes alone."""
+
+    is_full: bool = False
+
+
 Event = (
     Arrive | Abort | LetGo | StepDone | AdapterRead | AdapterAdded | AdapterRemoved | CopyDone | SwitchDone | Timer
-    | ReportDue
+    | ReportDue | StatusDue
 )  # fmt: skip
