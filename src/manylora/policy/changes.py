@@ -1,6 +1,6 @@
 """What has changed in a replica's tiers since it was last asked: adapters that moved, blocks of KV that are lost.
 
-Owns the notes, and the hashes of blocks below which something was lost. Knows no pages of tiers, nor who asks.
+Owns the notes, and the hashes of blocks below which something was lost. Knows no tier, and no report.
 """
 
 from __future__ import annotations
