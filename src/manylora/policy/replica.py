@@ -1,7 +1,7 @@
 """One replica's policy: events in, commands out. The only door into ``policy`` for an engine.
 
-Owns adapters from being added to being freed, and the steps in flight; requests are ``lives``'. What runs in a step
-is ``batching``'s choice, which sequence holds which page is ``reservations``'. Knows no clock, no tensor, no text.
+Owns adapters from being added to being freed, and the steps in flight; requests are ``lives``'. What runs in a
+step is ``batching``'s choice, which sequence holds which page is ``reservations``'. Knows no clock, no tensor, no text.
 """
 
 from __future__ import annotations
@@ -350,7 +350,11 @@ class Replica(RequestLives):
         for sequence, _, num_samples in rows:
             if sequence.stage is not ENDED:
                 sequence.row_failed(num_samples > 0)
-                if sequence.stage is not LEAVING:  # such a one goes on elsewhere with what it had
+                if sequence.stage is LEAVING:
+                    # It goes on elsewhere with what it had; what the next step draws would follow a token that is
+                    # missing.
+                    self._release(sequence.state, now)
+                else:
                     self._fail_request(sequence.state, error, now)
 
     def _fail_unsound(self, rows: list[Scheduled], unsound: set[SequenceId], now: float) -> None:
