@@ -1,7 +1,8 @@
 """One replica's policy: events in, commands out. The only door into ``policy`` for an engine.
 
 Owns adapters from being added to being freed, and the steps in flight; requests are ``lives``'. What runs in a
-step is ``batching``'s choice, which sequence holds which page is ``reservations``'. Knows no clock, no tensor, no text.
+step is ``batching``'s choice, which sequence holds which page is ``reservations``'. Knows no clock, no tensor, no
+text.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class DependencyTree:
         self.keeps_dependencies = keeps_dependencies
         self.base = Node(BASE, None, b"", 0)
         self.base.residence = RESIDENT
-        # An adapter that nobody has asked for yet is its number of pages.
+        # An adapter that was not asked for yet is its number of pages.
         self._adapters: dict[AdapterId, Node | int] = {BASE: self.base}
         self._removed: set[AdapterId] = set()
         self.num_nodes = 0
@@ -181,7 +181,7 @@ class DependencyTree:
         return (adapter for adapter in self._adapters if adapter != BASE)
 
     def idle_size(self, adapter: AdapterId) -> int | None:
-        """The pages of an adapter that nobody has asked for yet; None for others."""
+        """The pages of an adapter that was not asked for yet; None for others."""
         found = self._adapters[adapter]
         return found if isinstance(found, int) else None
 
