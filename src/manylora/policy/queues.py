@@ -10,7 +10,7 @@ from manylora.policy.fair import FairShares
 from manylora.policy.sequences import Sequence
 from manylora.types import AdapterId, SequenceId
 
-Rank = tuple[int, bool, int, int, int, int]
+Rank = tuple[int, bool, int, int, float, int]
 """Of a waiting sequence: level, whether it is new, its client's counter, the client, and arrival."""
 
 
@@ -30,6 +30,9 @@ class WaitingQueue:
         self._arrived = collections.OrderedDict[SequenceId, Sequence]()
         self.num_by_adapter = collections.Counter[AdapterId]()
         """How many wait for each adapter that any waits for."""
+        self.num_tokens = 0
+        """What those that wait had when they joined."""
+        self._sizes: dict[SequenceId, int] = {}
 
     def __len__(self) -> int:
         return len(self._returned) + len(self._arrived)
@@ -40,14 +43,22 @@ class WaitingQueue:
         return len(self._arrived)
 
     def arrive(self, sequence: Sequence) -> None:
-        """A sequence of a new request, later than all others."""
+        """A sequence of a new request. Where it has waited elsewhere, those that came after it are behind it."""
+        later = list(itertools.takewhile(lambda s: s.order > sequence.order, reversed(self._arrived.values())))
         self._arrived[sequence.id] = sequence
+        for other in reversed(later):
+            self._arrived.move_to_end(other.id)
+        self._count(sequence)
+
+    def _count(self, sequence: Sequence) -> None:
         self.num_by_adapter[sequence.adapter] += 1
+        self._sizes[sequence.id] = len(sequence.tokens)
+        self.num_tokens += len(sequence.tokens)
 
     def put_back(self, sequence: Sequence) -> None:
         """A sequence of a request that was admitted before."""
         sequence.wait_again()
-        self.num_by_adapter[sequence.adapter] += 1
+        self._count(sequence)
         bisect.insort(self._returned, sequence, key=lambda s: s.order)
 
     def admit(self, sequence: Sequence, num_cached: int) -> None:
@@ -56,6 +67,7 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Take a waiting sequence out, wherever it stands; the caller then changes its stage."""
+        self.num_tokens -= self._sizes.pop(sequence.id)
         self.num_by_adapter[sequence.adapter] -= 1
         if not self.num_by_adapter[sequence.adapter]:
             del self.num_by_adapter[sequence.adapter]
@@ -84,9 +96,9 @@ class WaitingQueue:
         is_new = sequence.id in self._arrived
         return (0, is_new, 0, 0, *self._rank_among_equals(sequence, is_new))
 
-    def _rank_among_equals(self, sequence: Sequence, is_new: bool) -> tuple[int, int]:
-        order, sample = sequence.order
-        return (-order, -sample) if self.is_newest_first and is_new else (order, sample)
+    def _rank_among_equals(self, sequence: Sequence, is_new: bool) -> tuple[float, int]:
+        arrived_s, number = sequence.order
+        return (-arrived_s, -number) if self.is_newest_first and is_new else (arrived_s, number)
 
     def leading(self, count: int) -> list[Sequence]:
         """The first few in line, in the order in which they would be admitted if no token came meanwhile."""

@@ -1,8 +1,8 @@
 """One replica's policy: events in, commands out. The only door into ``policy`` for an engine.
 
-Owns requests from arrival to their one end, and adapters from being added to being freed; collects what its
-parts decide, in order. What runs in a step is ``batching``'s choice, which sequence holds which page is
-``reservations``'. Knows no clock, no tensor, no text.
+Owns adapters from being added to being freed, and the steps in flight; requests are ``lives``'. What runs in a
+step is ``batching``'s choice, which sequence holds which page is ``reservations``'. Knows no clock, no tensor, no
+text.
 """
 
 from __future__ import annotations
@@ -11,21 +11,18 @@ import collections
 import dataclasses
 
 from manylora.config import PolicyConfig
-from manylora.policy.admission import Admission
 from manylora.policy.batching import FirstComeFirstServed, StepPlan
+from manylora.policy.cluster_report import ClusterReport
 from manylora.policy.invariants import check
+from manylora.policy.lives import RequestLives
 from manylora.policy.merging.batching import MergedBatching
 from manylora.policy.merging.state import MergeState
-from manylora.policy.ranked import RankedQueue, waiting_queue
-from manylora.policy.request_limits import RequestLimits
-from manylora.policy.reservations import Reservations
-from manylora.policy.residency import Residency
+from manylora.policy.ranked import RankedQueue
 from manylora.policy.sequences import (
     ENDED,
+    LEAVING,
     LOADING,
     RUNNING,
-    WAITING,
-    RequestState,
     Scheduled,
     Sequence,
     rows_ended,
@@ -45,21 +42,20 @@ from manylora.protocol import (
     Command,
     CopyDone,
     CopyPages,
-    EndSequence,
     Event,
-    Finish,
+    LetGo,
     Ready,
-    Reject,
     Report,
     ReportDue,
     SetTimer,
+    StatusDue,
     StepDone,
     SwitchDone,
     Timer,
     emit,
 )
 from manylora.reports import Which
-from manylora.types import BASE, AdapterId, Request, RequestError, RequestId, SequenceId
+from manylora.types import BASE, AdapterId, RequestError, SequenceId
 
 MAX_FAILED_COPIES = 3
 """Copies that may fail a request before it is given up: each time it looks for another way."""
@@ -68,7 +64,7 @@ UNSOUND = "the logits are not finite (NaN or infinite): the model or the adapter
 """What a request is told."""
 
 
-class Replica:
+class Replica(RequestLives):
     """The state machine. ``handle`` is the only way to change it; commands come in execution order.
 
     An id that it does not know is answered with an end, never with an exception: the removal of an unknown adapter
@@ -77,14 +73,7 @@ class Replica:
     """
 
     def __init__(self, config: PolicyConfig) -> None:
-        self._config = config
-        self._waiting = waiting_queue(config.queue, knows_adapters=config.merge.is_on)
-        self._admission = Admission(config, self._waiting)
-        self._commands: list[Command] = []
-        self._residency = Residency(config)
-        self._tree = self._residency.tree
-        self._held = Reservations(config, self._residency, self._waiting)
-        self._limits = RequestLimits(config, self._residency)
+        super().__init__(config)
         self._merging: MergeState | None = None  # where nothing is ever merged
         self._batching = FirstComeFirstServed(config, self._residency, self._held, self._waiting)
         if config.merge.is_on:
@@ -94,11 +83,8 @@ class Replica:
             self._batching = MergedBatching(*parts, self._merging)
         self._swapper = Swapper(config.cache, self._residency, self._waiting, self._held)
         self._gauges = Gauges(self._residency, self._held, self._waiting, self._merging)
-        self._requests: dict[RequestId, RequestState] = {}
-        self._live: collections.Counter[AdapterId] = collections.Counter()
+        self._cluster_report = ClusterReport(self._residency, self._held, self._waiting)
         self._removing: set[AdapterId] = set()
-        self._num_arrivals = 0
-        self._num_sequences = 0
         self._num_steps = 0
         self._in_flight: collections.deque[list[Scheduled]] = collections.deque()  # oldest first
         self._timer_is_set = False
@@ -113,10 +99,12 @@ class Replica:
                 self._step_done(event, now)
                 more = event.more
             case Arrive():
-                self._arrive(event.request, now)
+                self._arrive(event, now)
                 more = event.more
             case Abort():
                 self._abort(event, now)
+            case LetGo():
+                self._let_go(event, now)
             case AdapterRead():
                 self._adapter_read(event, now)
             case CopyDone():
@@ -133,6 +121,10 @@ class Replica:
                 self._remove(event.adapter)
             case ReportDue():
                 return [self._report(event.which)]
+            case StatusDue():
+                return [self._cluster_report.read(event.is_full)]
+        if self._leaving:
+            self._release_idle(now)
         if self._removing:
             self._free_removed()
         if not more:
@@ -141,14 +133,6 @@ class Replica:
         self._collect()
         commands, self._commands = self._commands, []
         return commands
-
-    def _collect(self) -> None:
-        """Put the commands of the parts before those that are decided here next."""
-        self._commands += self._residency.collect()
-
-    def _say(self, command: Command) -> None:
-        self._collect()
-        self._commands.append(command)
 
     def _report(self, which: Which) -> Report:
         """O(requests + the adapters named by ``which``).
@@ -160,69 +144,6 @@ class Replica:
     def check(self) -> None:
         """Raise AssertionError if an invariant (``policy/invariants``) does not hold. For tests; O(everything)."""
         check(self._residency, self._held, self._waiting, self._requests, self._in_flight, self._merging)
-
-    # ------------------------------------------------------------ arrival and end
-
-    def _arrive(self, request: Request, now: float) -> None:
-        error = self._refusal(request) or self._limits.refusal(request) or self._admission.refusal()
-        if error is not None:
-            self._say(Reject(request.id, error))
-            return
-        state = RequestState(request, self._num_arrivals, self._limits.num_tokens(request), now)
-        self._num_arrivals += 1
-        self._requests[request.id] = state
-        self._live[request.adapter] += 1
-        self._waiting.arrive(self._new_sequence(state, 0, list(request.prompt)))
-
-    def _refusal(self, request: Request) -> RequestError | None:
-        """Why a request of this id, for this adapter, cannot be served, if so."""
-        if request.id in self._requests:
-            return RequestError(400, f"request id {request.id!r} is already in use")
-        if not self._tree.knows(request.adapter):
-            return RequestError(404, "the adapter is not served any more", "model")
-        return None
-
-    def _new_sequence(self, state: RequestState, sample: int, tokens: list[int]) -> Sequence:
-        self._num_sequences += 1
-        return Sequence(self._num_sequences, state, sample, tokens)
-
-    def _abort(self, event: Abort, now: float) -> None:
-        state = self._requests.get(event.request)
-        if state is None:
-            return
-        asked = state.open_samples if event.sample is None else {event.sample} & state.open_samples
-        for sample in sorted(asked):
-            self._end_sample(state, sample, event.reason, now)
-
-    def _end_sample(
-        self, state: RequestState, sample: int, reason: str, now: float, error: RequestError | None = None
-    ) -> None:
-        """A sample's one and only end, whatever stage it is in."""
-        state.end_sample(sample)
-        self._say(Finish(state.request.id, sample, reason, error))
-        sequence = state.sequences.get(sample)
-        # Sample 0 computes the prompt for all: it runs on unheard while others have yet to fork off it.
-        if sequence is not None and not (state.open_samples and sequence.num_unborn_forks):
-            self._drop(sequence, now)
-        if not state.open_samples:
-            for carrier in list(state.sequences.values()):
-                self._drop(carrier, now)
-            del self._requests[state.request.id]
-            self._live[state.request.adapter] -= 1
-
-    def _drop(self, sequence: Sequence, now: float) -> None:
-        if sequence.stage is WAITING:
-            self._waiting.remove(sequence)
-        else:
-            self._held.release(sequence, now)
-            self._collect()
-        if sequence.forget_executor():
-            self._say(EndSequence(sequence.id))
-        sequence.end()
-
-    def _fail_request(self, state: RequestState, error: RequestError, now: float) -> None:
-        for sample in sorted(state.open_samples):
-            self._end_sample(state, sample, "error", now, error)
 
     # ------------------------------------------------------------ adapters
 
@@ -265,7 +186,7 @@ class Replica:
         return [s for s in self._held.admitted if s.stage is LOADING and id(s.node) in below]
 
     def _fail_waiting_for(self, node: Node, error: RequestError, now: float) -> None:
-        for state in {s.state.order: s.state for s in self._waiting_for(node)}.values():
+        for state in {s.state.id: s.state for s in self._waiting_for(node)}.values():
             self._fail_request(state, error, now)
 
     def _wake(self, now: float) -> None:
@@ -356,7 +277,10 @@ class Replica:
 
     def _note_admission(self, sequence: Sequence, now: float) -> None:
         if sequence.state.note_admission():
-            self._commands.append(Admitted(sequence.state.request.id, sequence.num_computed))
+            num_cached = min(sequence.num_computed, sequence.num_prompt)
+            self._commands.append(Admitted(sequence.state.request.id, num_cached))
+        if sequence.state.unborn:
+            self._bear_if_shared(sequence)
         is_there = self._tree.node(sequence.adapter).residence is RESIDENT
         sequence.note_admission(now, is_there)
         if sequence.stage is RUNNING:
@@ -405,6 +329,8 @@ class Replica:
             if stage is RUNNING:
                 if sequence.num_computed >= (sequence.num_shared + 1) * page_tokens:
                     self._held.enter_full_pages(sequence, now)
+                    if sequence.state.unborn:
+                        self._bear_if_shared(sequence)
             elif stage is ENDED:
                 continue
             if num_samples:  # one that was preempted meanwhile keeps its token, but not its pages
@@ -425,7 +351,12 @@ class Replica:
         for sequence, _, num_samples in rows:
             if sequence.stage is not ENDED:
                 sequence.row_failed(num_samples > 0)
-                self._fail_request(sequence.state, error, now)
+                if sequence.stage is LEAVING:
+                    # It goes on elsewhere with what it had; what the next step draws would follow a token that is
+                    # missing.
+                    self._release(sequence.state, now)
+                else:
+                    self._fail_request(sequence.state, error, now)
 
     def _fail_unsound(self, rows: list[Scheduled], unsound: set[SequenceId], now: float) -> None:
         """Fail the requests of these sequences and drop the KV that they computed or read: somewhere in it is what
@@ -444,23 +375,26 @@ class Replica:
 
     def _fork_off(self, parent: Sequence, tokens: tuple[int, ...], now: float) -> None:
         """The prompt is computed: each other sample goes on from it with a token of its own."""
-        for sample in range(1, len(tokens)):
-            if sample in parent.state.open_samples:
-                self._fork(parent, sample, tokens[sample], now)
+        for index, token in enumerate(tokens[1:], 1):
+            sample = parent.sample + index
+            if sample in parent.state.open_samples and sample in parent.state.fresh:
+                self._fork(parent, sample, index, token, now)
         parent.forks_are_born()
 
-    def _fork(self, parent: Sequence, sample: int, token: int, now: float) -> None:
+    def _fork(self, parent: Sequence, sample: int, index: int, token: int, now: float) -> None:
         child = self._new_sequence(parent.state, sample, parent.tokens[:])
         copy = None
         if parent.node is not None and len(self._held.admitted) < self._config.max_num_seqs:
             copy = self._held.admit_fork(child, parent, now)
             self._collect()
-        if child.node is None:
+        if parent.stage is LEAVING:
+            child.leave()
+        elif child.node is None:
             # No room: it waits in its place and finds the prompt's full pages in the tree.
             self._waiting.put_back(child)
         elif copy is not None:
             self._say(CopyPages((copy,)))
-        self._take_token(child, token, (parent.id, sample), now)
+        self._take_token(child, token, (parent.id, index), now)
 
     def _take_token(
         self, sequence: Sequence, token: int, sampled_by: tuple[SequenceId, int], now: float
