@@ -15,6 +15,7 @@ import msgspec
 
 from manylora.config import LARGEST_NUMBER, ConfigError, PipelineDepth, check_rules
 from manylora.pricing.costs import EVEN, Spread
+from manylora.pricing.ranks import RankLines
 from manylora.pricing.shapes import ModelShape
 
 FORMAT = "manylora-profile-2"
@@ -92,7 +93,8 @@ class Profile:
     ``wakes``: steps after the engine had been idle (``costs.IDLE_S``), which ``steps`` are not; older profiles
     do not tell them apart. ``answer_s``: from a step's end until the client has its token; ``copy_drag``,
     ``spread``: see ``costs.StepCosts``. Older profiles have neither of these three: 0, and no spread.
-    ``pipeline_depth``: of the engine that was watched; older profiles do not tell it (``steps_in_flight``)."""
+    ``pipeline_depth``: of the engine that was watched; older profiles do not tell it (``steps_in_flight``).
+    ``ranks``: steps by the ranks of their adapters; older profiles do not have it."""
 
     format: str
     machine: str
@@ -113,6 +115,7 @@ class Profile:
     copy_drag: float = 0.0
     spread: Spread = EVEN
     pipeline_depth: PipelineDepth | None = None
+    ranks: RankLines | None = None
 
     def __post_init__(self) -> None:
         if self.format not in (FORMAT, ALONE_FORMAT):

@@ -6,6 +6,7 @@ how replicas are chosen.
 
 from __future__ import annotations
 
+import collections
 import math
 
 from manylora.config import ConfigError, QueueConfig
@@ -54,8 +55,11 @@ class FrontEnd:
         self.outcomes: list[Outcome] = []
         self.began_s = 0.0
         self.last_news_s = 0.0
-        self.num_moves = 0
-        self.recomputed_tokens = 0
+        self.served: dict[ReplicaId, list[Outcome]] = {}
+        """By the replica that gave the last token, or dropped the request."""
+        self.moved_from: collections.Counter[ReplicaId] = collections.Counter()
+        self.recomputed_on: collections.Counter[ReplicaId] = collections.Counter()
+        """Tokens of requests that came from another replica, which were computed again."""
         self.open: dict[RequestId, OpenRequest] = {}
         self._num_handed = 0
         self._prompts = Prompts(stream)
@@ -101,8 +105,7 @@ class FrontEnd:
         if found is None:
             return None
         if found.replica is not None:
-            self.num_moves += 1
-            self.recomputed_tokens += found.prompt_tokens + found.num_tokens
+            self.moved_from[found.replica] += 1
         found.attempt, found.replica = assign.attempt, assign.replica
         found.num_before, found.num_cached = found.num_tokens, 0
         return found
@@ -132,6 +135,9 @@ class FrontEnd:
                 found = self.open.get(command.request)
                 if found is not None and found.replica == replica:
                     found.num_cached = command.num_cached
+                    if found.attempt > 1:
+                        num_tokens = found.prompt_tokens + found.num_before
+                        self.recomputed_on[replica] += num_tokens - command.num_cached
                     if not found.num_before:
                         found.outcome.num_cached = command.num_cached
                         found.outcome.queue_s = now - self.began_s - found.outcome.handed_s
@@ -165,6 +171,8 @@ class FrontEnd:
         self, found: OpenRequest, now: float, is_dropped: bool
     ) -> tuple[OpenRequest, StreamRequest | None]:
         del self.open[found.request.id]
+        if found.replica is not None:
+            self.served.setdefault(found.replica, []).append(found.outcome)
         self.last_news_s = now
         if is_dropped:
             found.outcome.is_dropped, found.outcome.end_s = True, now - self.began_s + self._answer_s
