@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manylora_lab.sim.cluster import EAGER_ADAPTERS, Cluster, Member
+from manylora_lab.sim.cluster import EAGER_ADAPTERS, Member, VirtualCluster
 from manylora_lab.sim.cluster_summary import summarize_cluster
 from manylora_lab.sim.conformance import replay_difference
 from manylora_lab.sim.replay import Outcome
@@ -49,11 +49,15 @@ def member_of(config: PolicyConfig | None = None, costs: DeviceCosts = COSTS, ad
 
 
 def cluster_of(
-    router: str | None, count: int = 3, stream: Stream | None = None, members: Sequence[Member] = (), **kwargs: Any
-) -> Cluster:
+    router: str | None,
+    count: int = 3,
+    stream: Stream | None = None,
+    members: Sequence[Member] = (),
+    **kwargs: Any,
+) -> VirtualCluster:
     """A cluster that has run."""
     given = None if router is None else router_of(router, kwargs.pop("settings", None))
-    cluster = Cluster(stream or chat(20, 3, 0.01), members or [member_of()] * count, given, **kwargs)
+    cluster = VirtualCluster(stream or chat(20, 3, 0.01), members or [member_of()] * count, given, **kwargs)
     cluster.run()
     return cluster
 
@@ -62,7 +66,7 @@ def in_order(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return sorted(outcomes, key=lambda outcome: (outcome.request.conversation, outcome.request.turn))
 
 
-def digest(cluster: Cluster) -> str:
+def digest(cluster: VirtualCluster) -> str:
     return fingerprint(
         [dataclasses.replace(outcome, request=None) for outcome in in_order(cluster.front.outcomes)]  # type: ignore[arg-type]
     )
@@ -108,7 +112,7 @@ def test_every_request_ends_once_and_has_all_its_tokens(router: str) -> None:
 def test_what_the_replicas_say_is_what_the_simulated_device_counts() -> None:
     """A turn's prompt has the reply before it, whichever replicas the turns were on."""
     cluster = cluster_of("random", 4)
-    prompts = {}
+    prompts: dict[int, int] = {}
     for outcome in in_order(cluster.front.outcomes):
         before = prompts.get(outcome.request.conversation, 0)
         assert outcome.prompt_tokens == before + outcome.request.new_tokens
@@ -183,7 +187,12 @@ def test_equal_results_under_different_hash_seeds() -> None:
     for seed in ("0", "7"):
         environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": "src:lab/src:.", "PATH": "/usr/bin:/bin"}
         done = subprocess.run(
-            [sys.executable, "-c", DIGEST], cwd=ROOT, env=environment, check=True, capture_output=True, text=True
+            [sys.executable, "-c", DIGEST],
+            cwd=ROOT,
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
         )
         found.add(done.stdout)
     assert len(found) == 1
@@ -192,13 +201,13 @@ def test_equal_results_under_different_hash_seeds() -> None:
 
 def test_what_makes_no_cluster() -> None:
     with pytest.raises(ConfigError, match="at least 1 replica, got 0"):
-        Cluster(chat(), [], router_of("manylora"))
+        VirtualCluster(chat(), [], router_of("manylora"))
     with pytest.raises(ConfigError, match="several replicas need a router"):
-        Cluster(chat(), [member_of()] * 2, None)
+        VirtualCluster(chat(), [member_of()] * 2, None)
     with pytest.raises(ConfigError, match="report_delay_s must be a number from 0"):
-        Cluster(chat(), [member_of()], None, report_delay_s=-1.0)
+        VirtualCluster(chat(), [member_of()], None, report_delay_s=-1.0)
     with pytest.raises(ConfigError, match="has 5 adapters, not 4"):
-        Cluster(chat(), [member_of(adapters=4)], None)
+        VirtualCluster(chat(), [member_of(adapters=4)], None)
     too_long = stream_of(request(0.0, 0, 0, 0, 500, 5))
     with pytest.raises(ConfigError, match="the workload does not fit"):
         cluster_of("manylora", 2, too_long)

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from manylora.config import ConfigError
-from manylora_lab.sim.cluster import Cluster
+from manylora_lab.sim.cluster import VirtualCluster
 
 
-def draw_routers(clusters: Mapping[str, Cluster], title: str, path: Path) -> None:
+def draw_routers(clusters: Mapping[str, VirtualCluster], title: str, path: Path) -> None:
     """Writes the picture of finished runs, in the format that the file's name ends in. Raises ConfigError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -28,7 +28,9 @@ def draw_routers(clusters: Mapping[str, Cluster], title: str, path: Path) -> Non
         between_s = [outcome.tpot_s for outcome in served if outcome.tpot_s is not None]
         for axes, seconds in ((ttft, [outcome.ttft_s for outcome in served]), (tpot, between_s)):
             ordered = 1e3 * np.sort(np.array(seconds))
-            axes.step(ordered, np.arange(1, len(ordered) + 1) / max(len(ordered), 1), where="post", label=name)
+            axes.step(
+                ordered, np.arange(1, len(ordered) + 1) / max(len(ordered), 1), where="post", label=name
+            )
         end_s = max(outcome.end_s for outcome in cluster.front.outcomes)
         shares = sorted((loop.busy_s / end_s for loop in cluster.loops), reverse=True)
         busy.plot(range(1, len(shares) + 1), shares, marker=".", label=name)

@@ -94,7 +94,7 @@ class SimulateSettings:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Target:
+class SimulatedTarget:
     """What is simulated: costs on all cards, and what the engine's settings, pools and adapters follow from.
     ``profile``: whence the costs are, if measured."""
 
@@ -158,7 +158,7 @@ def run(settings: SimulateSettings, load: Callable[[], Stream]) -> int:
 
 
 def _simulated(
-    name: str, config: PolicyConfig, stream: Stream, target: Target, settings: SimulateSettings
+    name: str, config: PolicyConfig, stream: Stream, target: SimulatedTarget, settings: SimulateSettings
 ) -> dict[str, Any]:
     """One policy's result, beside it, if asked for, the most that any could have kept; or the reference's."""
     pages = [target.shape.adapter_pages(rank, config.page_tokens, target.modules) for rank in stream.ranks]
@@ -192,7 +192,7 @@ def _cell(form: str, result: Mapping[str, Any]) -> str:
         return "-"
 
 
-def notes_of(configs: Mapping[str, PolicyConfig], target: Target) -> list[str]:
+def notes_of(configs: Mapping[str, PolicyConfig], target: SimulatedTarget) -> list[str]:
     """What is not as the profile has it."""
     if target.profile is None:
         return []
@@ -233,14 +233,14 @@ def policies_of(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def target_of(settings: SimulateSettings) -> Target:
+def target_of(settings: SimulateSettings) -> SimulatedTarget:
     """What the settings name. Raises ConfigError."""
     cards = f"{settings.cards} x " if settings.cards > 1 else ""
     if settings.hardware is not None:
         hardware, shape = hardware_named(settings.hardware), shape_named(settings.shape or _SHAPE)
         costs = AnalyticalCosts(shape, hardware, settings.cards)
         name = f"{cards}{hardware.name} (assumed)"
-        return Target(name, shape, costs, None, costs.pool_bytes())
+        return SimulatedTarget(name, shape, costs, None, costs.pool_bytes())
     assert settings.profile is not None
     profile = find_profile(settings.profile)
     if settings.model is not None:
@@ -248,7 +248,7 @@ def target_of(settings: SimulateSettings) -> Target:
     if settings.device is not None:
         profile.expect(machine=_this_machine(settings.device))
     measured = fit_profile(profile).on_cards(settings.cards)
-    return Target(f"{cards}{profile.machine}", profile.model, measured, profile, None)
+    return SimulatedTarget(f"{cards}{profile.machine}", profile.model, measured, profile, None)
 
 
 def _shape_of_folder(model: str, itemsize: int) -> ModelShape:
@@ -269,7 +269,9 @@ def _this_machine(device: str) -> str:
     return machine_name(open_device(device).name)
 
 
-def config_of(settings: SimulateSettings, policy: str, target: Target, mode: str = "unmerged") -> PolicyConfig:
+def config_of(
+    settings: SimulateSettings, policy: str, target: SimulatedTarget, mode: str = "unmerged"
+) -> PolicyConfig:
     """The config that ``executor.build`` gives on such a device, but for what depends on free memory there."""
     given = {
         **{name: value for name, value in settings.engine.items() if _says_something(name, mode)},
@@ -303,6 +305,7 @@ def config_of(settings: SimulateSettings, policy: str, target: Target, mode: str
         pipeline_depth=pipeline_depth,
         queue=scheduler.queue,
         merge=merge,
+        max_prefills_per_step=scheduler.max_prefills,
     )
 
 
@@ -312,7 +315,7 @@ def _says_something(name: str, mode: str) -> bool:
     return name not in fields or mode in SETTING_MODES.get(fields[name], MERGE_MODES)
 
 
-def with_times(config: PolicyConfig, stream: Stream, target: Target) -> PolicyConfig:
+def with_times(config: PolicyConfig, stream: Stream, target: SimulatedTarget) -> PolicyConfig:
     """Where adapters are merged, with what the engine would have measured before serving: of the stream's median
     rank."""
     if not config.merge.is_on or not stream.ranks:
@@ -330,7 +333,7 @@ def with_times(config: PolicyConfig, stream: Stream, target: Target) -> PolicyCo
     return dataclasses.replace(config, merge=dataclasses.replace(config.merge, times=times))
 
 
-def _pool_bytes(engine: EngineSettings, target: Target) -> int:
+def _pool_bytes(engine: EngineSettings, target: SimulatedTarget) -> int:
     found = engine.cache.device_pool or target.pool_bytes
     if found is None:
         raise ConfigError(

@@ -11,24 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from manylora.config import ConfigError, PolicyConfig, is_import_name
-from manylora.config.declaring import setting_of
 from manylora.config.routing import (
     ROUTERS,
     CaraServeParameters,
     RouterConfig,
+    parameter_lines,
     read_parameters,
     split_setting,
 )
 from manylora.engine.journal import JournalWriter
 from manylora.policy.routing import find_router
 from manylora.pricing.costs import StepCosts, StepWork
-from manylora.rules import fields_of
 from manylora_lab.bench.cluster_picture import draw_routers
 from manylora_lab.bench.picture import check_plot
 from manylora_lab.bench.provenance import Provenance
 from manylora_lab.bench.simulate import (
+    SimulatedTarget,
     SimulateSettings,
-    Target,
     config_of,
     modes_of,
     noted,
@@ -37,7 +36,7 @@ from manylora_lab.bench.simulate import (
     target_of,
     with_times,
 )
-from manylora_lab.sim.cluster import EAGER_ADAPTERS, REPORT_DELAY_S, Cluster, Journal, Member
+from manylora_lab.sim.cluster import EAGER_ADAPTERS, REPORT_DELAY_S, Journal, Member, VirtualCluster
 from manylora_lab.sim.cluster_summary import summarize_cluster
 from manylora_lab.workloads.stream import Stream
 from manylora_lab.workloads.terms import suggestion
@@ -130,7 +129,7 @@ def run_cluster(settings: ClusterSettings, load: Callable[[], Stream]) -> int:
             for target in [targets[place % len(targets)]]
         ]
         with _journals(settings.journals, routers[router], members) as journal:
-            cluster = Cluster(
+            cluster = VirtualCluster(
                 stream,
                 members,
                 routers[router] if settings.replicas > 1 else None,
@@ -161,13 +160,7 @@ def run_cluster(settings: ClusterSettings, load: Callable[[], Stream]) -> int:
 def help_of(name: str) -> str:
     """The parameters of a routing policy, a line each. Raises ConfigError."""
     (policy,) = _names(name)
-    kind: type = find_router(policy).parameters
-    lines = []
-    for field in fields_of(kind):
-        default = "must be given" if field.default is None else f"default: {field.default}"
-        about = setting_of(field)
-        lines.append(f"  {policy}.{field.name:<20} {about.help if about else ''} ({default})")
-    return "\n".join([f"{policy}:", *(lines or ["  no parameters"])])
+    return "\n".join(parameter_lines(policy, find_router(policy).parameters))
 
 
 def merged_step_s(costs: StepCosts) -> float:
@@ -185,14 +178,16 @@ def slo_of(text: str | None, costs: StepCosts) -> float | None:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise ConfigError(f"--slo-tpot must be seconds, or a multiple of the merged step as 1.5x, got {text!r}")
+        raise ConfigError(
+            f"--slo-tpot must be seconds, or a multiple of the merged step as 1.5x, got {text!r}"
+        )
     return value * merged_step_s(costs) if is_multiple else value
 
 
 # ---------------------------------------------------------------- what the settings say
 
 
-def _targets(settings: SimulateSettings) -> list[Target]:
+def _targets(settings: SimulateSettings) -> list[SimulatedTarget]:
     """Of each profile or hardware that is named."""
     names = [name.strip() for name in (settings.profile or settings.hardware or "").split(",")]
     found = {}
@@ -219,7 +214,9 @@ def _names(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _routers(settings: ClusterSettings, target: Target, slo_s: float | None) -> dict[str, RouterConfig]:
+def _routers(
+    settings: ClusterSettings, target: SimulatedTarget, slo_s: float | None
+) -> dict[str, RouterConfig]:
     names = _names(settings.routers)
     given: dict[str, list[tuple[str, str]]] = {name: [] for name in names}
     for text in settings.router_set:
@@ -237,7 +234,7 @@ def _routers(settings: ClusterSettings, target: Target, slo_s: float | None) -> 
 
 
 def _of_profile(
-    router: str, pairs: Sequence[tuple[str, str]], target: Target, slo_s: float | None
+    router: str, pairs: Sequence[tuple[str, str]], target: SimulatedTarget, slo_s: float | None
 ) -> list[tuple[str, str]]:
     """What CaraServe has from the profile and from the objective."""
     for key, _ in pairs:
@@ -256,7 +253,7 @@ def _of_profile(
 
 
 def _notes(
-    settings: ClusterSettings, configs: dict[str, list[PolicyConfig]], targets: Sequence[Target]
+    settings: ClusterSettings, configs: dict[str, list[PolicyConfig]], targets: Sequence[SimulatedTarget]
 ) -> list[str]:
     found = dict.fromkeys(
         note
@@ -269,7 +266,7 @@ def _notes(
     return notes
 
 
-def _member(config: PolicyConfig, stream: Stream, target: Target) -> Member:
+def _member(config: PolicyConfig, stream: Stream, target: SimulatedTarget) -> Member:
     pages = [target.shape.adapter_pages(rank, config.page_tokens, target.modules) for rank in stream.ranks]
     return Member(config, target.costs, pages, target.name)
 

@@ -95,7 +95,7 @@ Journal = Callable[[int | None, float, object, Sequence[object]], None]
 """Told of every event with its machine (a replica's place, None: the router), moment, and what it led to."""
 
 
-class Cluster:
+class VirtualCluster:
     """One run: ``run`` replays the stream to its end.
 
     ``router``: None only for a replica that is alone. ``is_warm``: every adapter is asked for once on each replica
@@ -201,7 +201,9 @@ class Cluster:
                 if is_warm:
                     self._warm_up(loop, member)
         if self._router is not None:
-            for adapter, (rank, num_pages) in enumerate(zip(self.stream.ranks, self.members[0].adapter_pages), 1):
+            for adapter, (rank, num_pages) in enumerate(
+                zip(self.stream.ranks, self.members[0].adapter_pages), 1
+            ):
                 self._tell(Listed(adapter, rank, num_pages))
             for place, member in enumerate(self.members):
                 self._tell(ReplicaUp(place, 1, facts_of(member.config, member.costs, member.numerics)))

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from manylora_lab.sim.cluster import Cluster
+from manylora_lab.sim.cluster import VirtualCluster
 from manylora_lab.sim.replay import Outcome
 from manylora_lab.sim.summary import Summary, grown_since, merging_of, spread_ms, summary_of, ttft_parts_ms
 
 
-def summarize_cluster(cluster: Cluster, slo_tpot_s: float | None = None) -> dict[str, Any]:
+def summarize_cluster(cluster: VirtualCluster, slo_tpot_s: float | None = None) -> dict[str, Any]:
     """A finished run: what ``summarize`` tells of one replica, for all of them, and ``replicas`` with each.
 
     ``slo_attainment``: the share of requests of more than one token, dropped ones included, whose time between
