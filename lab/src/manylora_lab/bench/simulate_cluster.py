@@ -41,7 +41,7 @@ from manylora_lab.sim.cluster_summary import summarize_cluster
 from manylora_lab.workloads.stream import Stream
 from manylora_lab.workloads.terms import suggestion
 
-_SLO_ROWS, _SLO_CONTEXT = 32, 512
+_SLO_CONTEXT = 512
 _COLUMNS = (
     ("TTFT ms", "{ttft_mean_ms:.1f}"),
     ("p99", "{ttft_p99_ms:.1f}"),
@@ -164,8 +164,8 @@ def help_of(name: str) -> str:
 
 
 def merged_step_s(costs: StepCosts) -> float:
-    """A decode step of 32 rows of 512 positions each, without adapters beside the weights."""
-    return costs.step_s(StepWork(_SLO_ROWS, 0, _SLO_ROWS * _SLO_CONTEXT))
+    """A decode step of one row of 512 positions whose adapter is merged: without any beside the weights."""
+    return costs.step_s(StepWork(1, 0, _SLO_CONTEXT))
 
 
 def slo_of(text: str | None, costs: StepCosts) -> float | None:

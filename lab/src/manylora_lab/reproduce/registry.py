@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from manylora.config import ConfigError
 from manylora_lab.reproduce import (
+    caraserve_schedulers,
     fastlibra_fig5,
     fastlibra_overhead,
     fastlibra_policies,
@@ -48,6 +49,8 @@ _ALL = (
     punica_fig9.FIG9,
     punica_fig10.FIG10,
     punica_fig11.FIG11,
+    caraserve_schedulers.FIG19,
+    caraserve_schedulers.FIG20,
     vtc_fig3.FIG3,
 )
 EXPERIMENTS: dict[str, Experiment] = {each.name: each for each in _ALL}

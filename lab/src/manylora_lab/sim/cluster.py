@@ -40,7 +40,7 @@ from manylora.reports import Counters
 from manylora.types import AdapterId, Request, RequestId
 from manylora_lab.sim.cluster_facts import facts_of
 from manylora_lab.sim.cluster_replica import ReplicaLoop
-from manylora_lab.sim.device import SimulatedDevice
+from manylora_lab.sim.device import Kernel, SimulatedDevice
 from manylora_lab.sim.front_end import FrontEnd
 from manylora_lab.sim.loop import VirtualDevice
 from manylora_lab.sim.prompts import MOST_TOKENS, client_name, request_of
@@ -71,6 +71,7 @@ class Member:
     costs: StepCosts
     adapter_pages: Sequence[int]
     numerics: str = ""
+    kernel: Kernel = "shared"
     machine: Callable[[PolicyConfig], Machine] = Replica
     device: Callable[[Member], VirtualDevice] | None = None
 
@@ -79,7 +80,7 @@ class Member:
         if self.device is not None:
             return self.device(self)
         pages = dict(enumerate(self.adapter_pages, 1))
-        return SimulatedDevice(self.costs, self.config.page_bytes, pages, self.config.merge.times)
+        return SimulatedDevice(self.costs, self.config.page_bytes, pages, self.config.merge.times, self.kernel)
 
 
 @dataclasses.dataclass(slots=True)
