@@ -25,8 +25,10 @@ from manylora.protocol import (
     Emit,
     Event,
     Finish,
+    LetGo,
     Ready,
     Reject,
+    Released,
     RunStep,
     SetTimer,
     Timer,
@@ -126,6 +128,12 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.removed: set[int] = set()
         self.arrived_s: dict[str, float] = {}
         self.admission_order: list[str] = []
+        self.attempts: dict[str, int] = {}
+        self.given_up: tuple[str, int] | None = None  # an attempt that another takes the place of
+        self.leaving: set[str] = set()
+        self.away: set[str] = set()  # let go, and not back yet
+        self.moved: set[str] = set()
+        self.resumed: set[str] = set()  # came back with tokens, the last time
         self.adapter_ids = itertools.count(1)
         self.told: dict[int, AdapterUse] = {}
 
@@ -158,7 +166,8 @@ class ReplicaMachine(RuleBasedStateMachine):
                     self.note_refusal(command)
             case Reject():
                 assert command.request not in self.rejected
-                assert not any(request == command.request for request, _ in self.ended)
+                is_back = command.request in self.moved
+                assert is_back or not any(request == command.request for request, _ in self.ended)
                 self.rejected.add(command.request)
                 if command.error.status == 429:
                     self.turned_away.add(command.request)
@@ -171,12 +180,33 @@ class ReplicaMachine(RuleBasedStateMachine):
                 assert command.kv_s >= 0
                 self.ready.add(command.request)
             case Admitted():
+                assert 0 <= command.num_cached <= len(self.requests[command.request].prompt)
                 self.admission_order.append(command.request)
+            case Released():
+                self.note_release(command)
             case AdapterFreed():
                 assert command.adapter in self.removed
                 self.removed.remove(command.adapter)
                 live = [r for r in self.requests.values() if r.adapter == command.adapter]
-                assert all(self.has_ended(r) for r in live), "freed only when nobody uses it"
+                assert all(self.has_ended(r) or r.id in self.away for r in live), "freed when nobody uses it"
+
+    def note_release(self, command: Released) -> None:
+        """Every LetGo has one answer, which tells how far each sample came."""
+        name = command.request
+        is_given_up = (name, command.attempt) == self.given_up
+        if command.attempt != self.attempts.get(name, 0) and not is_given_up:
+            assert command.positions == ()
+            return
+        samples = range(self.requests[name].params.n)
+        assert command.positions == tuple(len(self.emitted.get((name, sample), ())) for sample in samples)
+        self.leaving.discard(name)
+        self.ready.discard(name)
+        if name in self.admission_order:
+            self.admission_order.remove(name)
+        if is_given_up:
+            self.given_up = None
+        elif not self.has_ended(self.requests[name]):
+            self.away.add(name)
 
     def note_refusal(self, command: Finish) -> None:
         """Somebody waited too long; only early abort says so, and only to those who never began."""
@@ -184,6 +214,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         assert self.config.slo_ttft_s is not None
         assert (command.reason, command.error and command.error.status) == ("error", 503)
         assert command.request not in self.admission_order
+        assert not self.emitted.get((command.request, command.sample)), "its first token came"
         waited_s = self.now - self.arrived_s[command.request]
         assert waited_s + FIRST_STEP_S >= self.config.slo_ttft_s
 
@@ -193,11 +224,13 @@ class ReplicaMachine(RuleBasedStateMachine):
         )
 
     def live(self) -> list[str]:
-        return sorted(r.id for r in self.requests.values() if not self.has_ended(r))
+        return sorted(
+            r.id for r in self.requests.values() if not self.has_ended(r) and r.id not in self.away
+        )
 
-    def num_queued(self) -> int:
+    def num_queued(self, but: str = "") -> int:
         """Requests that wait for their first admission, however many samples each has."""
-        return len(set(self.live()) - set(self.admission_order))
+        return len(set(self.live()) - set(self.admission_order) - self.resumed - self.leaving - {but})
 
     # ------------------------------------------------------------ rules
 
@@ -282,6 +315,54 @@ class ReplicaMachine(RuleBasedStateMachine):
         if whole:
             assert self.has_ended(self.requests[request])
 
+    @precondition(lambda self: self.live())
+    @rule(data=st.data(), is_known=st.sampled_from([True] * 7 + [False]))
+    def let_go(self, data: st.DataObject, is_known: bool) -> None:
+        """Another replica is to have a request, or somebody believes that it is here."""
+        request = data.draw(st.sampled_from(self.live()))
+        attempt = self.attempts.get(request, 0)
+        if is_known:
+            self.moved.add(request)
+            self.leaving.add(request)
+            self.feed(LetGo(request, attempt))
+            if not self.device.steps:
+                assert request in self.away, "without a step in flight it is let go at once"
+        else:
+            num_told = len(self.live())
+            self.feed(LetGo(request, attempt + 1))
+            assert len(self.live()) == num_told, "another attempt is none of its business"
+
+    @precondition(lambda self: self.away)
+    @rule(data=st.data())
+    def come_back(self, data: st.DataObject) -> None:
+        self.go_on(data.draw(st.sampled_from(sorted(self.away))))
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data())
+    def come_again(self, data: st.DataObject) -> None:
+        """Whoever had sent a live request sends it once more, with the tokens that have come."""
+        self.go_on(data.draw(st.sampled_from(self.live())))
+
+    def go_on(self, name: str) -> None:
+        request = self.requests[name]
+        samples = range(request.params.n)
+        resume = tuple(tuple(self.emitted.get((name, sample), ())) for sample in samples)
+        closed = tuple(sample for sample in samples if (name, sample) in self.ended)
+        attempt = self.attempts.get(name, 0)
+        if name not in self.away:
+            self.given_up = name, attempt
+        self.moved.add(name)
+        self.away.discard(name)
+        self.attempts[name] = attempt + 1
+        (self.resumed.add if any(resume) else self.resumed.discard)(name)
+        is_full = self.config.max_waiting is not None and self.num_queued(name) >= self.config.max_waiting
+        waited_s = self.now + EVENT_S - self.arrived_s[name]
+        given = resume if any(resume) else ()
+        self.feed(Arrive(request, False, given, closed, waited_s, attempt + 1))
+        assert self.given_up is None, "the attempt before has been given up"
+        if name in self.rejected:
+            assert is_full or request.adapter not in {BASE, *self.adapters}
+
     @precondition(lambda self: self.device.steps)
     @rule(data=st.data(), how=st.sampled_from(["well"] * 14 + ["failed", "unsound"]))
     def end_step(self, data: st.DataObject, how: str) -> None:
@@ -335,7 +416,9 @@ class ReplicaMachine(RuleBasedStateMachine):
         if not hasattr(self, "device"):
             return
         for _ in range(10_000):
-            if self.device.reads:
+            if self.away:
+                self.go_on(min(self.away))
+            elif self.device.reads:
                 read = self.device.reads[0]
                 self.device.land(read, True)
                 self.feed(AdapterRead(read.adapter, True))
@@ -358,7 +441,7 @@ class ReplicaMachine(RuleBasedStateMachine):
                         request.adapter, request.prompt, request.params, request.stop_ids, sample
                     )
                     assert self.emitted[request.id, sample] == expected, "no schedule changes tokens"
-        firsts = [int(request[1:]) for request in self.admission_order]
+        firsts = [int(request[1:]) for request in self.admission_order if request not in self.moved]
         assert len(firsts) == len(set(firsts)), "a request is admitted for the first time once"
         is_usual = self.config.queue == QueueConfig() and not self.config.merge.is_on
         if self.config.admission == "fcfs" and is_usual:

@@ -211,3 +211,36 @@ def test_what_makes_no_cluster() -> None:
     too_long = stream_of(request(0.0, 0, 0, 0, 500, 5))
     with pytest.raises(ConfigError, match="the workload does not fit"):
         cluster_of("manylora", 2, too_long)
+
+
+@pytest.mark.parametrize("handover", ["wait", "drop"])
+@pytest.mark.parametrize("router", ["tests.routing.restless:Restless", "punica", "manylora", "dlora"])
+def test_what_moves_goes_on_where_it_was(router: str, handover: str) -> None:
+    """A simulated device counts on from the last token, so a reply without gaps is one that lost nothing."""
+    long = stream_of(*(request(0.02 * place, place, 0, place % 5, 20, 60) for place in range(40)))
+    config = dataclasses.replace(config_of(num_pages=60), max_num_seqs=6)
+    events = collections.Counter[str]()
+
+    def note(machine: int | None, now: float, event: object, commands: Sequence[object]) -> None:
+        if machine is None:
+            events.update(type(command).__name__ for command in commands)
+        else:
+            events[type(event).__name__] += 1
+
+    given = router_of(router, None, handover=handover, move_cooldown_s=0.1)
+    cluster = VirtualCluster(long, [member_of(config)] * 3, given, journal=note)
+    cluster.run()
+    for outcome in cluster.front.outcomes:
+        assert outcome.num_tokens == 60
+        assert outcome.handed_s < outcome.first_s < outcome.end_s
+    for loop in cluster.loops:
+        assert isinstance(loop.machine, Replica)
+        loop.machine.check()
+        assert not loop.held
+    found = summarize_cluster(cluster)
+    assert events["LetGo"] == events["Withdraw"]
+    assert events["Assign"] == 40 + found["moves"]
+    if router in ("punica", "tests.routing.restless:Restless"):
+        assert found["moves"] > 0
+        assert found["recomputed_tokens"] > 0
+    assert sum(each["moves"] for each in found["replicas"]) == found["moves"]

@@ -260,9 +260,24 @@ def _check_sequences(
     loading = [s for s in held.admitted if s.stage is Stage.LOADING]
     assert held.num_loading == len(loading), "admitted sequences that load are counted"
     known = {id(s) for state in requests.values() for s in state.sequences.values()}
-    assert known == {id(s) for s in [*members, *held.admitted]}, "each live sequence waits or is admitted"
+    leaving = [s for state in requests.values() if state.is_leaving for s in state.sequences.values()]
+    placed = {id(s) for s in [*members, *held.admitted, *leaving]}
+    assert known == placed, "each live sequence waits, is admitted, or is about to be let go"
+    for sequence in leaving:
+        assert sequence.stage is Stage.LEAVING, "a request is let go as a whole"
+        assert sequence.node is None, "what is about to be let go holds nothing"
+        assert not sequence.pages, "what is about to be let go holds nothing"
+        assert not sequence.is_known_to_executor, "nor does the executor know it any more"
     for state in requests.values():
         assert state.open_samples, "an ended request is forgotten"
+        in_flight = any(held.is_in_flight(sequence) for sequence in state.sequences.values())
+        assert in_flight or not state.is_leaving, "a request is let go when its last step has ended"
+        born = state.open_samples & state.sequences.keys()
+        assert not born & state.unborn.keys(), "a sample has one sequence"
+        has_carrier = any(sequence.num_unborn_forks for sequence in state.sequences.values())
+        for sample in state.open_samples - born - state.unborn.keys():
+            assert has_carrier or state.is_leaving, "each open sample has a sequence, or will have"
+        assert state.sequences, "a live request has a sequence"
     for sequence in held.admitted:
         assert sequence.stage in (Stage.RUNNING, Stage.LOADING), "admitted sequences run or load"
         path = []

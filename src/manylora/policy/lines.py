@@ -45,9 +45,9 @@ class Line:
         return None if number is None else self._members[number]
 
 
-def _reversed(sequence: Sequence) -> tuple[int, int]:
-    request, sample = sequence.order
-    return -request, -sample
+def _reversed(sequence: Sequence) -> tuple[float, int]:
+    arrived_s, number = sequence.order
+    return -arrived_s, -number
 
 
 class LinePlace(NamedTuple):

@@ -10,7 +10,7 @@ from manylora.policy.fair import FairShares
 from manylora.policy.sequences import Sequence
 from manylora.types import AdapterId, SequenceId
 
-Rank = tuple[int, bool, int, int, int, int]
+Rank = tuple[int, bool, int, int, float, int]
 """Of a waiting sequence: level, whether it is new, its client's counter, the client, and arrival."""
 
 
@@ -40,8 +40,11 @@ class WaitingQueue:
         return len(self._arrived)
 
     def arrive(self, sequence: Sequence) -> None:
-        """A sequence of a new request, later than all others."""
+        """A sequence of a new request. Where it has waited elsewhere, those that came after it are behind it."""
+        later = list(itertools.takewhile(lambda s: s.order > sequence.order, reversed(self._arrived.values())))
         self._arrived[sequence.id] = sequence
+        for other in reversed(later):
+            self._arrived.move_to_end(other.id)
         self.num_by_adapter[sequence.adapter] += 1
 
     def put_back(self, sequence: Sequence) -> None:
@@ -84,9 +87,9 @@ class WaitingQueue:
         is_new = sequence.id in self._arrived
         return (0, is_new, 0, 0, *self._rank_among_equals(sequence, is_new))
 
-    def _rank_among_equals(self, sequence: Sequence, is_new: bool) -> tuple[int, int]:
-        order, sample = sequence.order
-        return (-order, -sample) if self.is_newest_first and is_new else (order, sample)
+    def _rank_among_equals(self, sequence: Sequence, is_new: bool) -> tuple[float, int]:
+        arrived_s, number = sequence.order
+        return (-arrived_s, -number) if self.is_newest_first and is_new else (arrived_s, number)
 
     def leading(self, count: int) -> list[Sequence]:
         """The first few in line, in the order in which they would be admitted if no token came meanwhile."""

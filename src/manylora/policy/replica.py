@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Sequence as SequenceOf
 
 from manylora.config import PolicyConfig
 from manylora.policy.admission import Admission
@@ -22,6 +23,7 @@ from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import (
     ENDED,
+    LEAVING,
     LOADING,
     RUNNING,
     WAITING,
@@ -48,8 +50,10 @@ from manylora.protocol import (
     EndSequence,
     Event,
     Finish,
+    LetGo,
     Ready,
     Reject,
+    Released,
     Report,
     ReportDue,
     SetTimer,
@@ -95,6 +99,7 @@ class Replica:
         self._swapper = Swapper(config.cache, self._residency, self._waiting, self._held)
         self._gauges = Gauges(self._residency, self._held, self._waiting, self._merging)
         self._requests: dict[RequestId, RequestState] = {}
+        self._leaving: dict[RequestId, RequestState] = {}  # of them
         self._live: collections.Counter[AdapterId] = collections.Counter()
         self._removing: set[AdapterId] = set()
         self._num_arrivals = 0
@@ -113,10 +118,12 @@ class Replica:
                 self._step_done(event, now)
                 more = event.more
             case Arrive():
-                self._arrive(event.request, now)
+                self._arrive(event, now)
                 more = event.more
             case Abort():
                 self._abort(event, now)
+            case LetGo():
+                self._let_go(event, now)
             case AdapterRead():
                 self._adapter_read(event, now)
             case CopyDone():
@@ -133,6 +140,8 @@ class Replica:
                 self._remove(event.adapter)
             case ReportDue():
                 return [self._report(event.which)]
+        if self._leaving:
+            self._release_idle(now)
         if self._removing:
             self._free_removed()
         if not more:
@@ -163,24 +172,68 @@ class Replica:
 
     # ------------------------------------------------------------ arrival and end
 
-    def _arrive(self, request: Request, now: float) -> None:
-        error = self._refusal(request) or self._limits.refusal(request) or self._admission.refusal()
+    def _arrive(self, event: Arrive, now: float) -> None:
+        request, live = event.request, self._requests.get(event.request.id)
+        if live is not None and live.attempt < event.attempt:
+            self._release(live, now)
+        is_resumed = any(event.resume)
+        error = self._refusal(event) or self._limits.refusal(request)
+        if error is None and not is_resumed:
+            error = self._admission.refusal()
         if error is not None:
             self._say(Reject(request.id, error))
             return
-        state = RequestState(request, self._num_arrivals, self._limits.num_tokens(request), now)
+        num_tokens, arrived_s = self._limits.num_tokens(request), now - event.waited_s
+        state = RequestState(
+            request, self._num_arrivals, num_tokens, arrived_s, event.resume, event.closed, event.attempt
+        )
         self._num_arrivals += 1
         self._requests[request.id] = state
         self._live[request.adapter] += 1
-        self._waiting.arrive(self._new_sequence(state, 0, list(request.prompt)))
+        if is_resumed:
+            self._resume(state, event.resume, now)
+        else:
+            self._waiting.arrive(self._new_sequence(state, state.fresh[0], list(request.prompt)))
 
-    def _refusal(self, request: Request) -> RequestError | None:
-        """Why a request of this id, for this adapter, cannot be served, if so."""
+    def _refusal(self, event: Arrive) -> RequestError | None:
+        """Why a request of this id, for this adapter, so far served, cannot be served, if so."""
+        request, n = event.request, event.request.params.n
         if request.id in self._requests:
             return RequestError(400, f"request id {request.id!r} is already in use")
         if not self._tree.knows(request.adapter):
             return RequestError(404, "the adapter is not served any more", "model")
+        if event.resume and len(event.resume) != n:
+            return RequestError(400, f"the request has {n} samples and tokens of {len(event.resume)}")
+        if event.closed and not set(event.closed) < set(range(n)):
+            return RequestError(400, "a request that goes on has an open sample, and closed ones of its own")
         return None
+
+    def _resume(self, state: RequestState, resume: SequenceOf[SequenceOf[int]], now: float) -> None:
+        """A request that has tokens goes on, like one that was preempted: before those that are new."""
+        prompt = state.request.prompt
+        for sample in sorted(state.open_samples):
+            if reason := state.end_of(resume[sample]):
+                self._end_sample(state, sample, reason, now)
+        if not state.open_samples:
+            return
+        later = {sample: resume[sample] for sample in sorted(state.open_samples) if resume[sample]}
+        first = state.fresh[0] if state.fresh else min(later)
+        self._waiting.put_back(self._new_sequence(state, first, [*prompt, *later.pop(first, ())]))
+        state.bear_later(later)
+        if not self._residency.policy.keeps_prefixes or len(prompt) < self._config.page_tokens:
+            self._bear(state)
+
+    def _bear(self, state: RequestState) -> None:
+        """The samples that have come with tokens join the queue, but for the first one: now they find its prompt's
+        pages in the tree, or will not find them."""
+        for sample, tokens in state.are_born().items():
+            if sample in state.open_samples:
+                self._waiting.put_back(self._new_sequence(state, sample, [*state.request.prompt, *tokens]))
+
+    def _bear_if_shared(self, sequence: Sequence) -> None:
+        size = self._config.page_tokens
+        if sequence.num_shared >= sequence.num_prompt // size:
+            self._bear(sequence.state)
 
     def _new_sequence(self, state: RequestState, sample: int, tokens: list[int]) -> Sequence:
         self._num_sequences += 1
@@ -205,24 +258,61 @@ class Replica:
         if sequence is not None and not (state.open_samples and sequence.num_unborn_forks):
             self._drop(sequence, now)
         if not state.open_samples:
-            for carrier in list(state.sequences.values()):
-                self._drop(carrier, now)
-            del self._requests[state.request.id]
-            self._live[state.request.adapter] -= 1
+            self._forget(state, now)
+            if state.is_leaving:
+                self._say(Released(state.id, state.attempt, tuple(state.positions)))
+        elif state.unborn and not state.sequences and not state.is_leaving:
+            self._bear(state)
+
+    def _forget(self, state: RequestState, now: float) -> None:
+        for carrier in list(state.sequences.values()):
+            self._drop(carrier, now)
+        del self._requests[state.id]
+        self._leaving.pop(state.id, None)
+        self._live[state.request.adapter] -= 1
 
     def _drop(self, sequence: Sequence, now: float) -> None:
+        self._take_back(sequence, now)
+        sequence.end()
+
+    def _take_back(self, sequence: Sequence, now: float) -> None:
+        """Whatever it holds, and its place in the queue."""
         if sequence.stage is WAITING:
             self._waiting.remove(sequence)
-        else:
+        elif sequence.stage is not LEAVING:
             self._held.release(sequence, now)
             self._collect()
         if sequence.forget_executor():
             self._say(EndSequence(sequence.id))
-        sequence.end()
 
     def _fail_request(self, state: RequestState, error: RequestError, now: float) -> None:
         for sample in sorted(state.open_samples):
             self._end_sample(state, sample, "error", now, error)
+
+    # ------------------------------------------------------------ letting go
+
+    def _let_go(self, event: LetGo, now: float) -> None:
+        state = self._requests.get(event.request)
+        if state is None or state.attempt != event.attempt:
+            self._say(Released(event.request, event.attempt))
+        elif not state.is_leaving:
+            state.leave()
+            self._leaving[state.id] = state
+            for sequence in state.sequences.values():
+                self._take_back(sequence, now)
+                sequence.leave()
+
+    def _release_idle(self, now: float) -> None:
+        """Let go of the requests that have no step in flight any more."""
+        for state in list(self._leaving.values()):
+            if not any(self._held.is_in_flight(sequence) for sequence in state.sequences.values()):
+                self._release(state, now)
+
+    def _release(self, state: RequestState, now: float) -> None:
+        """This attempt at the request is over, and what it would still be told is not."""
+        positions = tuple(state.position_of(sample) for sample in range(state.request.params.n))
+        self._forget(state, now)
+        self._say(Released(state.id, state.attempt, positions))
 
     # ------------------------------------------------------------ adapters
 
@@ -265,7 +355,7 @@ class Replica:
         return [s for s in self._held.admitted if s.stage is LOADING and id(s.node) in below]
 
     def _fail_waiting_for(self, node: Node, error: RequestError, now: float) -> None:
-        for state in {s.state.order: s.state for s in self._waiting_for(node)}.values():
+        for state in {s.state.id: s.state for s in self._waiting_for(node)}.values():
             self._fail_request(state, error, now)
 
     def _wake(self, now: float) -> None:
@@ -356,7 +446,10 @@ class Replica:
 
     def _note_admission(self, sequence: Sequence, now: float) -> None:
         if sequence.state.note_admission():
-            self._commands.append(Admitted(sequence.state.request.id, sequence.num_computed))
+            num_cached = min(sequence.num_computed, sequence.num_prompt)
+            self._commands.append(Admitted(sequence.state.request.id, num_cached))
+        if sequence.state.unborn:
+            self._bear_if_shared(sequence)
         is_there = self._tree.node(sequence.adapter).residence is RESIDENT
         sequence.note_admission(now, is_there)
         if sequence.stage is RUNNING:
@@ -405,6 +498,8 @@ class Replica:
             if stage is RUNNING:
                 if sequence.num_computed >= (sequence.num_shared + 1) * page_tokens:
                     self._held.enter_full_pages(sequence, now)
+                    if sequence.state.unborn:
+                        self._bear_if_shared(sequence)
             elif stage is ENDED:
                 continue
             if num_samples:  # one that was preempted meanwhile keeps its token, but not its pages
@@ -425,7 +520,8 @@ class Replica:
         for sequence, _, num_samples in rows:
             if sequence.stage is not ENDED:
                 sequence.row_failed(num_samples > 0)
-                self._fail_request(sequence.state, error, now)
+                if sequence.stage is not LEAVING:  # such a one goes on elsewhere with what it had
+                    self._fail_request(sequence.state, error, now)
 
     def _fail_unsound(self, rows: list[Scheduled], unsound: set[SequenceId], now: float) -> None:
         """Fail the requests of these sequences and drop the KV that they computed or read: somewhere in it is what
@@ -444,23 +540,26 @@ class Replica:
 
     def _fork_off(self, parent: Sequence, tokens: tuple[int, ...], now: float) -> None:
         """The prompt is computed: each other sample goes on from it with a token of its own."""
-        for sample in range(1, len(tokens)):
-            if sample in parent.state.open_samples:
-                self._fork(parent, sample, tokens[sample], now)
+        for index, token in enumerate(tokens[1:], 1):
+            sample = parent.sample + index
+            if sample in parent.state.open_samples and sample in parent.state.fresh:
+                self._fork(parent, sample, index, token, now)
         parent.forks_are_born()
 
-    def _fork(self, parent: Sequence, sample: int, token: int, now: float) -> None:
+    def _fork(self, parent: Sequence, sample: int, index: int, token: int, now: float) -> None:
         child = self._new_sequence(parent.state, sample, parent.tokens[:])
         copy = None
         if parent.node is not None and len(self._held.admitted) < self._config.max_num_seqs:
             copy = self._held.admit_fork(child, parent, now)
             self._collect()
-        if child.node is None:
+        if parent.stage is LEAVING:
+            child.leave()
+        elif child.node is None:
             # No room: it waits in its place and finds the prompt's full pages in the tree.
             self._waiting.put_back(child)
         elif copy is not None:
             self._say(CopyPages((copy,)))
-        self._take_token(child, token, (parent.id, sample), now)
+        self._take_token(child, token, (parent.id, index), now)
 
     def _take_token(
         self, sequence: Sequence, token: int, sampled_by: tuple[SequenceId, int], now: float

@@ -16,6 +16,8 @@ from manylora.protocol import RunStep, SequenceStart, StepRow, step_row
 from manylora.types import BASE, AdapterId, PageId, Request, SequenceId
 
 _TOKEN_BYTES = 8
+_MOST_SAMPLES = 128
+"""Of one request, as ``SamplingParams`` has it."""
 
 
 class Stage(enum.Enum):
@@ -24,25 +26,43 @@ class Stage(enum.Enum):
     WAITING = "waiting"
     LOADING = "loading"
     RUNNING = "running"
+    LEAVING = "leaving"
     ENDED = "ended"
 
 
 WAITING: Final = Stage.WAITING
 LOADING: Final = Stage.LOADING
 RUNNING: Final = Stage.RUNNING
+LEAVING: Final = Stage.LEAVING
+"""It holds nothing and gets no step any more; its request is let go when those in flight have ended."""
 ENDED: Final = Stage.ENDED
 """Plain names: these are compared for every row of every step, and reading an Enum's member takes long."""
 
 
 class RequestState:
-    """A live request: its samples that have not ended yet, and limits resolved on arrival."""
+    """A live request: its samples that have not ended yet, and limits resolved on arrival.
+
+    ``arrived_s``: when it first came, wherever that was. ``admitted``: its service has begun, here or elsewhere.
+    ``fresh``: samples without a token; they fork off the least of them, which computes the prompt. ``unborn``:
+    samples with tokens that have no sequence yet (``Replica``).
+    """
 
     __slots__ = (
-        "admitted", "arrived_s", "id", "is_ready", "max_tokens", "min_tokens", "open_samples", "order", "request",
-        "sequences", "stop_ids",
+        "admitted", "arrived_s", "attempt", "fresh", "id", "is_admission_told", "is_leaving", "is_ready",
+        "is_resumed", "max_tokens", "min_tokens", "open_samples", "order", "positions", "request", "sequences",
+        "stop_ids", "unborn",
     )  # fmt: skip
 
-    def __init__(self, request: Request, order: int, max_tokens: int, arrived_s: float) -> None:
+    def __init__(
+        self,
+        request: Request,
+        order: int,
+        max_tokens: int,
+        arrived_s: float,
+        resume: SequenceOf[SequenceOf[int]] = (),
+        closed: SequenceOf[int] = (),
+        attempt: int = 0,
+    ) -> None:
         self.request = request
         self.id = request.id
         self.order = order
@@ -50,15 +70,46 @@ class RequestState:
         self.max_tokens = max_tokens
         self.min_tokens = request.params.min_tokens
         self.stop_ids = frozenset(request.stop_ids)
-        self.admitted = False
+        self.attempt = attempt
+        self.is_resumed = self.admitted = any(resume)
+        self.is_admission_told = False
         self.is_ready = False
-        # Samples without a sequence yet are open too: they fork off sample 0 when its prompt is computed.
-        self.open_samples = set(range(request.params.n))
+        self.is_leaving = False
+        # Samples without a sequence yet are open too.
+        self.open_samples = set(range(request.params.n)).difference(closed)
         self.sequences: dict[int, Sequence] = {}
+        self.positions = [len(tokens) for tokens in resume] or [0] * request.params.n
+        """Tokens of each sample when it ended, or when it came."""
+        self.fresh = [sample for sample in sorted(self.open_samples) if not self.positions[sample]]
+        self.unborn: dict[int, SequenceOf[int]] = {}
+
+    def unborn_forks_of(self, sample: int) -> int:
+        """How many samples after this one are drawn with its first token."""
+        fresh = self.fresh
+        return fresh[-1] - sample if fresh and fresh[0] == sample else 0
+
+    def end_of(self, tokens: SequenceOf[int]) -> str | None:
+        """Why a sample with these tokens has ended, if it has."""
+        if tokens and tokens[-1] in self.stop_ids and len(tokens) >= self.min_tokens:
+            return "stop"
+        return "length" if len(tokens) >= self.max_tokens else None
+
+    def bear_later(self, samples: dict[int, SequenceOf[int]]) -> None:
+        """These samples get their sequences later."""
+        self.unborn = samples
+
+    def are_born(self) -> dict[int, SequenceOf[int]]:
+        """They get them now."""
+        unborn, self.unborn = self.unborn, {}
+        return unborn
+
+    def leave(self) -> None:
+        """It is let go as soon as its steps in flight have ended."""
+        self.is_leaving = True
 
     def note_admission(self) -> bool:
-        """One of its sequences left the queue; whether that is the first time."""
-        is_first, self.admitted = not self.admitted, True
+        """One of its sequences left the queue; whether that is the first time here."""
+        is_first, self.is_admission_told, self.admitted = not self.is_admission_told, True, True
         return is_first
 
     def note_ready(self) -> bool:
@@ -68,7 +119,15 @@ class RequestState:
 
     def end_sample(self, sample: int) -> None:
         """No token of it is told of after this."""
+        self.positions[sample] = self.position_of(sample)
         self.open_samples.remove(sample)
+
+    def position_of(self, sample: int) -> int:
+        """How many tokens the sample has, or had when it ended."""
+        sequence = self.sequences.get(sample)
+        if sequence is None or sample not in self.open_samples:
+            return self.positions[sample]
+        return len(sequence.tokens) - sequence.num_prompt
 
 
 class Sequence:
@@ -105,6 +164,7 @@ class Sequence:
         "num_scheduled",
         "num_shared",
         "num_unborn_forks",
+        "order",
         "overtaken_s",
         "page_updates",
         "pages",
@@ -119,6 +179,8 @@ class Sequence:
         self.id = sequence
         self.state = state
         self.sample = sample
+        self.order = (state.arrived_s, state.order * _MOST_SAMPLES + sample)
+        """When it came, and what tells apart those of one moment; earlier is more urgent and is preempted later."""
         self.adapter: AdapterId = state.request.adapter
         self.tokens = tokens
         self.num_prompt = len(state.request.prompt)
@@ -137,7 +199,7 @@ class Sequence:
         self.num_failed_copies = 0
         self.num_at_admission = len(tokens)  # its tokens when it was admitted last
         # Samples that will fork off this sequence once its prompt is computed.
-        self.num_unborn_forks = state.request.params.n - 1 if sample == 0 else 0
+        self.num_unborn_forks = state.unborn_forks_of(sample)
         self.is_prefetched = False
         self.overtaken_s: float | None = None  # since when others go before it for their adapters' sake
         self.paused_s: float | None = None  # since when it holds pages and may not run (``merging``)
@@ -148,11 +210,6 @@ class Sequence:
         state.sequences[sample] = self
 
     # ------------------------------------------------------------ asked
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Arrival order; earlier is more urgent and is preempted later."""
-        return (self.state.order, self.sample)
 
     @property
     def is_waiting(self) -> bool:
@@ -282,6 +339,10 @@ class Sequence:
         """The sequence waits for another admission."""
         self.stage = WAITING
         self.overtaken_s = None
+
+    def leave(self) -> None:
+        """The sequence holds nothing, and is to have no row any more."""
+        self.stage = LEAVING
 
     def end(self) -> None:
         """The sequence ends, once."""

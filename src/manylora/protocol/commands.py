@@ -231,6 +231,19 @@ class Reject:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Released:
+    """The answer to LetGo, or to an Arrive of a later attempt: this attempt at the request is over.
+
+    ``positions``: how many tokens each sample has, those that have ended included; its open samples get no Finish.
+    Empty where there is no such attempt.
+    """
+
+    request: RequestId
+    attempt: int
+    positions: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Report:
     """The replica's state at this moment: its gauges, and its counts since the start."""
 
@@ -275,7 +288,7 @@ DeviceCommand = (
 )  # fmt: skip
 """An executor carries these out."""
 
-ClientCommand = Emit | Admitted | Ready | Finish | Reject
+ClientCommand = Emit | Admitted | Ready | Finish | Reject | Released
 """News of a request."""
 
 EngineCommand = SetTimer | AdapterFreed | Decided | Report

@@ -11,10 +11,20 @@ from manylora.types import AdapterId, CopyId, Request, RequestId, SequenceId, Sw
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arrive:
     """A request has come. ``more``: others follow at once, and no step starts before the last of them is known,
-    so that requests which come together start together."""
+    so that requests which come together start together.
+
+    Of a request that was elsewhere before, ``resume``: for each sample the tokens that it has, empty where no sample
+    has any; they count as output, and are computed again like a prompt. ``closed``: samples that have ended.
+    ``waited_s``: since it first came, wherever that was; it waits in line accordingly. ``attempt``: a live request
+    gives way to a later attempt of its own.
+    """
 
     request: Request
     more: bool = False
+    resume: tuple[tuple[int, ...], ...] = ()
+    closed: tuple[int, ...] = ()
+    waited_s: float = 0.0
+    attempt: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,6 +34,15 @@ class Abort:
     request: RequestId
     sample: int | None = None
     reason: str = "abort"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LetGo:
+    """Another replica is to serve the request: it is given no step any more, and when those in flight have ended,
+    Released says how far it came. Its tokens until then are emitted as ever."""
+
+    request: RequestId
+    attempt: int = 0
 
 
 @dataclasses.dataclass(slots=True)  # not frozen, which takes thrice as long to make: there is one a step
@@ -113,6 +132,6 @@ class ReportDue:
 
 
 Event = (
-    Arrive | Abort | StepDone | AdapterRead | AdapterAdded | AdapterRemoved | CopyDone | SwitchDone | Timer
+    Arrive | Abort | LetGo | StepDone | AdapterRead | AdapterAdded | AdapterRemoved | CopyDone | SwitchDone | Timer
     | ReportDue
 )  # fmt: skip

@@ -43,8 +43,8 @@ objective there, 36 ms, is 1.5 times a merged step."""
 
 NOTES = (
     "Simulated: the engine's own policy on an A10 with Llama-2-7B. A decode step takes what the latencies printed "
-    "in the paper's Figure 5 say: 31.8 ms and 3.91 us for each unit of rows times the largest rank (BGMV), or 33.5 "
-    "ms and 2.34 us for each of the sum of ranks (MBGMV); prompts and attention by the card's data sheet.",
+    "in the paper's Figure 5 say: 31.8 ms and 3.91 us for each unit of rows times the largest rank (BGMV), or "
+    "33.5 ms and 2.34 us for each of the sum of ranks (MBGMV); prompts and attention by the card's data sheet.",
     "bgmv: every row reads as much as the step's largest adapter has; mbgmv: every row reads its own.",
     "Functions: the 100 busiest of the Azure Functions trace at hand, and beyond them a tail that falls with "
     f"rank**-{TAIL}; each has an adapter of a rank drawn from {', '.join(map(str, RANKS))} (the paper does not "

@@ -35,6 +35,8 @@ from manylora.protocol.routing import (
     ScaleHint,
     Solve,
     Solved,
+    Withdraw,
+    Withdrawn,
 )
 from manylora.reports import Counters
 from manylora.types import AdapterId, Request, RequestId
@@ -260,7 +262,7 @@ class VirtualCluster:
         while following_s == due or (following_s < math.inf and not self._is_due_before(following_s)):
             self.now = following_s
             loop.advance()
-            if loop.reported is not None or loop.ended or loop.progress:
+            if loop.reported is not None or loop.ended or loop.progress or loop.released:
                 self._take_news(loop)
             due, following_s = -1.0, loop.due_s
         self._schedule(loop)
@@ -283,6 +285,9 @@ class VirtualCluster:
         for finish in loop.ended:
             self._ended(loop, finish, now)
         loop.ended.clear()
+        for released in loop.released:
+            self._put(told_s, _NEWS, Withdrawn(released.request, released.attempt, released.positions))
+        loop.released.clear()
 
     # ------------------------------------------------------------ requests
 
@@ -356,6 +361,10 @@ class VirtualCluster:
         match command:
             case Assign():
                 self._assign(command)
+            case Withdraw():
+                loop = self.loops[command.replica]
+                loop.withdraw(self.now + self._wire_s, command.request, command.attempt)
+                self._schedule(loop)
             case SetTimer():
                 self._timer = Timer()
                 self._put(command.at, _CLOCK, self._timer)

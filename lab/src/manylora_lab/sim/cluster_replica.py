@@ -17,7 +17,9 @@ from manylora.protocol import (
     Emit,
     Event,
     Finish,
+    LetGo,
     Machine,
+    Released,
     Report,
     ReportDue,
     StepDone,
@@ -36,8 +38,8 @@ Recorder = Callable[[float, object, list[Command]], None]
 class ReplicaLoop(VirtualLoop):
     """``due_s`` says when its next event is due, ``advance`` hands that over.
 
-    ``progress`` and ``ended`` hold what the cluster has to pass on to the router, until it takes them; likewise
-    ``reported``, a report with the moment at which it was made.
+    ``progress``, ``ended``, ``released`` and ``reported``, a report that was made now, are what the cluster has to
+    pass on, until it takes them.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class ReplicaLoop(VirtualLoop):
         self.busy_s = 0.0
         self.progress: list[tuple[RequestId, int]] = []
         self.ended: list[Finish] = []
+        self.released: list[Released] = []
         self.reported: ReplicaReport | None = None
         self.last_report_s = -math.inf
         self.held: dict[RequestId, OpenRequest] = {}
@@ -84,10 +87,16 @@ class ReplicaLoop(VirtualLoop):
         self._put(due, Arrive(request))
 
     def send(self, due: float, sent: OpenRequest, number: int) -> None:
-        """The request reaches the replica then, before whatever else is due at that moment."""
+        """The request, as far as it is, reaches the replica then, before whatever else is due at that moment."""
         self._learn(due, sent.request.adapter)
         self._on_way[sent.request.id] = number, sent
-        self._put_first(due, Arrive(sent.request))
+        resume = (sent.generated,) if sent.num_tokens else ()
+        waited_s = due - sent.arrived_s
+        self._put_first(due, Arrive(sent.request, False, resume, (), waited_s, sent.attempt))
+
+    def withdraw(self, due: float, request: RequestId, attempt: int) -> None:
+        """The replica is told then to let the request go."""
+        self._put(due, LetGo(request, attempt))
 
     def _learn(self, due: float, adapter: AdapterId) -> None:
         if adapter != BASE and adapter not in self._known:
@@ -165,5 +174,8 @@ class ReplicaLoop(VirtualLoop):
         if type(command) is Finish:
             self.held.pop(command.request, None)
             self.ended.append(command)
+        elif type(command) is Released:
+            self.held.pop(command.request, None)
+            self.released.append(command)
         else:
             self._front.hear(self.place, command, self.now)

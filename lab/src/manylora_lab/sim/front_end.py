@@ -24,15 +24,18 @@ _HASH_MASK = 2**64 - 1
 
 
 class OpenRequest:
-    """A request from its arrival to its end. ``num_tokens``: those that were accepted; ``num_before``: of these,
-    before the present attempt; ``num_cached``: what that one found in its replica's prefix cache."""
+    """A request from its arrival, at ``arrived_s``, to its end. ``num_tokens``: those that were accepted;
+    ``num_before``: of these, before the present attempt; ``num_cached``: what that one found in its replica's prefix
+    cache."""
 
     __slots__ = (
-        "attempt", "num_before", "num_cached", "num_tokens", "outcome", "prompt_tokens", "replica", "request",
+        "arrived_s", "attempt", "num_before", "num_cached", "num_tokens", "outcome", "prompt_tokens", "replica",
+        "request",
     )  # fmt: skip
 
-    def __init__(self, request: Request, outcome: Outcome) -> None:
+    def __init__(self, request: Request, outcome: Outcome, arrived_s: float) -> None:
         self.request = request
+        self.arrived_s = arrived_s
         self.outcome = outcome
         self.prompt_tokens = len(request.prompt)
         self.attempt = 0
@@ -95,7 +98,7 @@ class FrontEnd:
         adapter = BASE if request.adapter is None else request.adapter + 1
         share = self._queue.shares.get(client_name(request.adapter), 1.0)
         made = request_of(name, adapter, prompt, request.output_tokens, share)
-        self.open[name] = OpenRequest(made, outcome)
+        self.open[name] = OpenRequest(made, outcome, moment)
         self.last_news_s = moment
         return Asked(name, adapter, len(prompt), request.output_tokens, block_hashes(adapter, prompt))
 
@@ -115,8 +118,8 @@ class FrontEnd:
     def hear_token(self, replica: ReplicaId, command: Emit, now: float) -> int | None:
         """Accept a token; how many there are, where that is to be told to the router."""
         found = self.open.get(command.request)
-        if found is None or found.replica != replica:
-            return None
+        if found is None or found.replica != replica or command.position != found.num_tokens:
+            return None  # of an attempt that is not the last
         outcome = found.outcome
         outcome.end_s = now - self.began_s + self._answer_s
         found.num_tokens = count = found.num_tokens + 1
