@@ -5,6 +5,7 @@ from __future__ import annotations
 from manylora.config import ConfigError
 from manylora_lab.reproduce import (
     caraserve_schedulers,
+    dlora_fig12,
     fastlibra_fig5,
     fastlibra_overhead,
     fastlibra_policies,
@@ -16,6 +17,7 @@ from manylora_lab.reproduce import (
     punica_fig9,
     punica_fig10,
     punica_fig11,
+    punica_fig13,
     s_lora_cluster,
     s_lora_figures,
     s_lora_table3,
@@ -49,8 +51,10 @@ _ALL = (
     punica_fig9.FIG9,
     punica_fig10.FIG10,
     punica_fig11.FIG11,
+    punica_fig13.FIG13,
     caraserve_schedulers.FIG19,
     caraserve_schedulers.FIG20,
+    dlora_fig12.FIG12,
     vtc_fig3.FIG3,
 )
 EXPERIMENTS: dict[str, Experiment] = {each.name: each for each in _ALL}

@@ -139,6 +139,8 @@ class VirtualCluster:
         self.times = RouterTimes()
         self.hints: list[tuple[float, ScaleHint]] = []
         self.num_solves = 0
+        self.working_sets: list[tuple[float, tuple[int, ...]]] = []
+        """Requests on each replica, once a second."""
         self.loops: list[ReplicaLoop] = []
         self.counters_at_start: list[Counters] = []
         self._router = None if router is None else Router(router)
@@ -398,6 +400,7 @@ class VirtualCluster:
             if what is self._timer:
                 self._tell(what)
             return
+        self.working_sets.append((self.now - self.front.began_s, tuple(len(loop.held) for loop in self.loops)))
         for loop in self.loops:
             if self.now - loop.last_report_s >= HEARTBEAT_S:
                 loop.ask_report(self.now)

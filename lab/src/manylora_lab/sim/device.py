@@ -128,6 +128,10 @@ class SimulatedDevice:
         self._steps_end = begin + seconds
         return self._steps_end, StepDone(step.step, True, tuple(drawn), seconds)
 
+    def wait(self, now: float, seconds: float) -> None:
+        """The device computes nothing for so long, after the steps issued so far."""
+        self._steps_end = max(now, self._steps_end) + seconds
+
     def _unshared(self, step: RunStep, largest: int, token_bytes: int) -> tuple[int, int]:
         """Bytes that the rows read of adapters, and those that their tokens compute with."""
         if self._kernel == "mbgmv":

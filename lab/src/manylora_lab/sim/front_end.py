@@ -25,8 +25,8 @@ _HASH_MASK = 2**64 - 1
 
 class OpenRequest:
     """A request from its arrival, at ``arrived_s``, to its end. ``num_tokens``: those that were accepted;
-    ``num_before``: of these, before the present attempt; ``num_cached``: what that one found in its replica's prefix
-    cache."""
+    ``num_before``: of these, before the present attempt; ``num_cached``: what that one found in its replica's
+    prefix cache."""
 
     __slots__ = (
         "arrived_s", "attempt", "num_before", "num_cached", "num_tokens", "outcome", "prompt_tokens", "replica",
