@@ -13,7 +13,7 @@ from manylora.config import ConfigError, QueueConfig
 from manylora.protocol import Admitted, ClientCommand, Emit, Finish, Ready, Reject
 from manylora.protocol.routing import BLOCK_TOKENS, Asked, Assign, ReplicaId
 from manylora.types import BASE, AdapterId, Request, RequestId
-from manylora_lab.sim.prompts import Turns, client_name, request_of
+from manylora_lab.sim.prompts import StreamTurns, client_name, request_of
 from manylora_lab.sim.replay import Outcome
 from manylora_lab.workloads.stream import Stream, StreamRequest
 
@@ -65,7 +65,7 @@ class FrontEnd:
         """Tokens of requests that came from another replica, which were computed again."""
         self.open: dict[RequestId, OpenRequest] = {}
         self._num_handed = 0
-        self._prompts = Turns(stream)
+        self._prompts = StreamTurns(stream)
         self._queue = queue
         self._drops = drops
         self._answer_s = answer_s

@@ -18,7 +18,7 @@ MOST_TOKENS = 2**20
 """Of a piece."""
 
 
-class Turns:
+class StreamTurns:
     """What is said in conversations, and whose turn has to wait for the reply before it."""
 
     def __init__(self, stream: Stream) -> None:

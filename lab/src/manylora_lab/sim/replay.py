@@ -30,7 +30,7 @@ from manylora.reports import Counters
 from manylora.types import BASE, AdapterId, Request, RequestId
 from manylora_lab.sim.device import SimulatedDevice
 from manylora_lab.sim.loop import VirtualLoop
-from manylora_lab.sim.prompts import MOST_TOKENS, Turns, client_name, request_of
+from manylora_lab.sim.prompts import MOST_TOKENS, StreamTurns, client_name, request_of
 from manylora_lab.sim.service import Served, service_difference
 from manylora_lab.workloads.stream import Stream, StreamRequest
 
@@ -104,7 +104,7 @@ class Replay(VirtualLoop):
         self._num_handed = 0  # of the stream's requests that arrived
         self._next_arrival_s = math.inf
         self._open: dict[RequestId, Outcome] = {}
-        self._prompts = Turns(stream)
+        self._prompts = StreamTurns(stream)
         self._warming: dict[RequestId, Request] = {}
         self._queue = config.queue
         self._shares = config.queue.shares
