@@ -44,7 +44,7 @@ objective there, 36 ms, is 1.5 times a merged step."""
 NOTES = (
     "Simulated: the engine's own policy on an A10 with Llama-2-7B. A decode step takes what the latencies printed "
     "in the paper's Figure 5 say: 31.8 ms and 3.91 us for each unit of rows times the largest rank (BGMV), or "
-    "33.5 ms and 2.34 us for each of the sum of ranks (MBGMV); prompts and attention by the card's data sheet.",
+    "33.5 ms and 2.34 us for each of the sum of ranks (MBGMV); prompts by the card's data sheet.",
     "bgmv: every row reads as much as the step's largest adapter has; mbgmv: every row reads its own.",
     "Functions: the 100 busiest of the Azure Functions trace at hand, and beyond them a tail that falls with "
     f"rank**-{TAIL}; each has an adapter of a rank drawn from {', '.join(map(str, RANKS))} (the paper does not "
@@ -71,7 +71,8 @@ class ServersCase:
 
 
 class ServerCosts(AnalyticalCosts):
-    """Of one server: a step with adapters takes ``DECODE_LINES``, and what prompts take beyond the weights."""
+    """Of one server: a step with adapters takes ``DECODE_LINES``, which have attention in them, and what prompts
+    take beyond the weights."""
 
     def __init__(self, kernel: Kernel) -> None:
         link = _A10.sustained_link_bytes_s
@@ -83,7 +84,6 @@ class ServerCosts(AnalyticalCosts):
         """See StepCosts."""
         num_tokens = work.num_decodes + work.num_prefill_tokens
         beyond_s = max(num_tokens * self._token_s - self._weights_s, 0.0)
-        beyond_s += work.num_kv_tokens * self._kv_token_s + work.num_prefill_pairs * self._pair_s
         if not work.adapter_bytes:
             return MERGED_STEP_S + beyond_s
         return self._base_s + work.adapter_bytes * self._byte_s + beyond_s

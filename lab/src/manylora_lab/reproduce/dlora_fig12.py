@@ -110,7 +110,7 @@ def measure(case: AdaptersCase) -> Row:
 
 def _grid(setup: Setup) -> GridResult:
     counts = setup.pick((8, 16, 32, 64, 128), (8, 32, 128), (4, 16))
-    duration_s, replicas = setup.pick(300.0, 15.0, 4.0), setup.pick(REPLICAS, 2, 2)
+    duration_s, replicas = setup.pick(300.0, 15.0, 3.0), setup.pick(REPLICAS, 2, 2)
     cases = [
         AdaptersCase(system, count, duration_s, replicas, setup.seed)
         for system in SYSTEMS

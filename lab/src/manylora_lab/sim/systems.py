@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from manylora.config import CacheConfig, ConfigError, PolicyConfig
+from manylora.config import CacheConfig, PolicyConfig
 from manylora.config.queueing import QueueConfig
 from manylora.policy.replica import Replica
 from manylora.policy.routing.fleet import Fleet
@@ -39,8 +39,7 @@ _MODELS_SHARE = 0.7
 def member_of(
     system: System, config: PolicyConfig, costs: StepCosts, adapter_pages: Sequence[int], weight_bytes: int
 ) -> Member:
-    """A replica that is such a system; ``config``'s pool is what one model of ``weight_bytes`` leaves. Raises
-    ConfigError."""
+    """A replica that is such a system; ``config``'s pool is what one model of ``weight_bytes`` leaves."""
     one_adapter = dataclasses.replace(
         config, cache=CacheConfig("lru"), queue=QueueConfig(adapter_batch_limit="1:hard")
     )
@@ -55,8 +54,6 @@ def member_of(
             memory = config.num_pages * config.page_bytes + weight_bytes
             num_models = max(int(_MODELS_SHARE * memory / weight_bytes), 1)
             num_pages = (memory - num_models * weight_bytes) // config.page_bytes
-            if num_pages < 1:
-                raise ConfigError("a whole model leaves no page for KV")
             few_pages = dataclasses.replace(one_adapter, num_pages=num_pages)
 
             def device(member: Member) -> VirtualDevice:
