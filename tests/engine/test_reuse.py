@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from manylora.engine.client import Delta, EngineDead
+from manylora.engine.client import Delta, EngineDead, GenerationRequest
 from manylora.engine.driver import Driver
 from manylora.engine.outbox import Outbox
 from manylora.protocol import AdapterError, Emit, Finish
@@ -146,8 +146,9 @@ def test_an_id_is_free_once_its_request_has_ended_collected_or_not() -> None:
     outbox = Outbox(lambda: 0.0)
     params = SamplingParams(max_tokens=9)
     for serial, token in ((1, 5), (2, 6)):
-        assert not outbox.is_live("a")
-        outbox.open(Request("a", BASE, (1,), params), True, serial)
+        asked = GenerationRequest("a", (1,), params, serial=serial)
+        assert outbox.may_open(asked)
+        outbox.open(Request("a", BASE, (1,), params), asked)
         outbox.emit(Emit("a", 0, 0, token, (1, 0)), 0.0)
         outbox.finish(Finish("a", 0, "length" if serial == 2 else "abort"), 0.0)
     assert [(delta.serial, delta.tokens, delta.finish_reason) for delta in outbox.collect()] == [

@@ -8,10 +8,11 @@ import pytest
 
 from manylora.config import CacheConfig, ConfigError, PolicyConfig
 from manylora.policy.replica import Replica
-from manylora.protocol import Arrive, Command, Emit, EndSequence, Event, Finish, RunStep
+from manylora.protocol import Arrive, Command, Emit, EndSequence, Event, Finish, LetGo, Released, RunStep
 from manylora.types import BASE, Request, SamplingParams
 from tests.policy.device_model import DeviceModel, next_token, undisturbed
 from tests.policy.reports import counters
+from tests.policy.rig import Rig
 
 PAGE = 4
 
@@ -144,3 +145,16 @@ def test_no_step_is_started_between_two_ends_that_come_together() -> None:
 def test_deeper_than_two_is_refused() -> None:
     with pytest.raises(ConfigError, match="pipeline_depth must be 1 or 2, got 3"):
         PolicyConfig(4, PAGE, 100, 1, 64, pipeline_depth=3)
+
+
+def test_a_request_that_leaves_takes_no_token_along_after_one_that_is_missing() -> None:
+    rig = Rig(pipeline_depth=2)
+    rig.ask("r", 0, [1, 2, 3], max_tokens=8)
+    rig.end_step()
+    assert len(rig.device.steps) == 2
+    rig.feed(LetGo("r"))
+    rig.feed(rig.device.finish_step(ok=False))
+    assert rig.of(Released) == [Released("r", 0, (1,))]
+    rig.end_step()
+    assert len(rig.tokens["r"]) == 1
+    assert "r" not in rig.ends

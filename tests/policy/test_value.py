@@ -8,13 +8,19 @@ import pytest
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.policy.candidates import CandidateList
 from manylora.policy.residency import Residency
-from manylora.policy.tree import HostState, Node, Residence
+from manylora.policy.tree import DependencyTree, HostState, Node, Residence
 from manylora.policy.value import FastLibraValue, LeastRecentlyUsed, RealCost, RealHostCost, ValueModel
 
 
 def residency_of(policy: str, num_pages: int = 4000, num_host_pages: int = 4000) -> Residency:
     config = PolicyConfig(num_pages, 16, 4096, 64, 8192, num_host_pages, 2**21, CacheConfig(policy))
     return Residency(config)
+
+
+def known(tree: DependencyTree, adapter: int, num_pages: int) -> Node:
+    """The node of a new adapter."""
+    tree.add_adapter(adapter, num_pages)
+    return tree.node(adapter)
 
 
 def grow(residency: Residency, adapter: int, num_nodes: int) -> Node:
@@ -107,7 +113,7 @@ def test_visits_leave_the_window() -> None:
 def test_real_cost_is_what_coming_back_takes() -> None:
     residency = residency_of("manylora")
     tree, rates = residency.tree, residency.rates
-    root = tree.add_adapter(1, 8)
+    root = known(tree, 1, 8)
     node = grow(residency, 1, 1)
     model = RealCost(rates, residency.counters, 60.0)
     rates.saw_copy(10, 0.01, to_device=True)
@@ -127,7 +133,7 @@ def test_real_cost_is_what_coming_back_takes() -> None:
 def test_a_host_copy_is_worth_what_it_saves_those_who_would_wait() -> None:
     residency = residency_of("manylora")
     tree, rates = residency.tree, residency.rates
-    root = tree.add_adapter(1, 8)
+    root = known(tree, 1, 8)
     node = grow(residency, 1, 1)
     model = RealHostCost(rates, residency.counters, 60.0)
     rates.saw_copy(10, 0.001, to_device=True)
@@ -173,7 +179,7 @@ def test_candidates_come_in_order_of_value(kind: str, takes_best: bool) -> None:
     residency = residency_of("fastlibra")
     nodes = []
     for adapter in range(1, 31):
-        nodes.append(residency.tree.add_adapter(adapter, rng.choice([4, 8])))
+        nodes.append(known(residency.tree, adapter, rng.choice([4, 8])))
         nodes.append(grow(residency, adapter, rng.randrange(1, 9)))
     models: dict[str, ValueModel] = {
         "lru": LeastRecentlyUsed(),

@@ -26,7 +26,9 @@ from manylora.protocol import (
     Emit,
     Event,
     Finish,
+    LetGo,
     Reject,
+    Released,
     SetTimer,
     Timer,
 )
@@ -63,6 +65,8 @@ class Scene:
     max_waiting: int | None = None
     cache: tuple[tuple[str, float], ...] = ()
     merge: MergeConfig = _UNMERGED
+    moves: float = 0.0
+    """Of all events, how many have a request leave, or come back with its tokens."""
 
 
 SCENES: dict[str, Scene] = {
@@ -126,6 +130,12 @@ MERGING_SCENES: dict[str, Scene] = {
 }
 """With one cache policy, since merging does not ask for it."""
 
+MOVING_SCENES: dict[str, Scene] = {
+    # Requests leave and come back, as if other replicas had them in between.
+    "moved": dataclasses.replace(SCENES["crush"], num_pages=60, failures=2, moves=0.05),
+}
+"""Likewise."""
+
 
 class Life:
     """Feeds one replica. ``told`` is given every event with its moment, and what the replica answered."""
@@ -149,6 +159,9 @@ class Life:
         self._open: dict[str, tuple[Request, set[int]]] = {}
         self._histories: list[tuple[int, list[int]]] = []
         self._answers: dict[str, list[int]] = {}
+        self._drawn: dict[str, list[list[int]]] = {}  # of open requests, where some move
+        self._attempts: dict[str, int] = {}
+        self._away: list[str] = []
         self._request_ids, self._adapter_ids = itertools.count(), itertools.count(1)
         self.told: list[tuple[float, Event, list[Command]]] = []
 
@@ -160,7 +173,9 @@ class Life:
             self._something()
         device = self._device
         while self._open or device.steps or device.copies or device.reads or device.switches:
-            if not self._answer_something():
+            if self._away:
+                self._come_back(self._away[0])
+            elif not self._answer_something():
                 self._ring()
 
     # ------------------------------------------------------------ one event
@@ -180,6 +195,8 @@ class Life:
     def _note(self, command: Command) -> None:
         match command:
             case Emit():
+                if self._scene.moves:
+                    self._drawn[command.request][command.sample].append(command.token)
                 if command.sample == 0:
                     self._answers[command.request].append(command.token)
             case Finish():
@@ -188,6 +205,9 @@ class Life:
                 del self._open[command.request], self._answers[command.request]
             case SetTimer():
                 self._timer = command.at
+            case Released():
+                if command.positions and command.request in self._open:
+                    self._away.append(command.request)
             case AdapterFreed():
                 pass
 
@@ -204,6 +224,9 @@ class Life:
     # ------------------------------------------------------------ what may happen
 
     def _something(self) -> None:
+        if self._scene.moves and self._rng.random() < self._scene.moves:
+            self._move()
+            return
         draw = self._rng.random()
         if draw < 0.12 and len(self._open) < _MOST_OPEN:
             self._arrive()
@@ -238,7 +261,26 @@ class Life:
             request = Request(name, adapter, tuple(prompt), params, stop_ids, scope)
             self._open[name] = request, set(range(params.n))
             self._answers[name] = []
+            if scene.moves:
+                self._drawn[name] = [[] for _ in range(params.n)]
             self._feed(Arrive(request, more=num_more > 0))
+
+    def _move(self) -> None:
+        """A request leaves, or one that has left comes back."""
+        here = sorted(self._open.keys() - set(self._away))
+        if self._away and (not here or self._rng.random() < 0.5):
+            self._come_back(self._away[0])
+        elif here:
+            name = self._rng.choice(here)
+            self._feed(LetGo(name, self._attempts.get(name, 0)))
+
+    def _come_back(self, name: str) -> None:
+        self._away.remove(name)
+        request, samples = self._open[name]
+        attempt = self._attempts[name] = self._attempts.get(name, 0) + 1
+        drawn = tuple(tuple(tokens) for tokens in self._drawn[name])
+        closed = tuple(sample for sample in range(request.params.n) if sample not in samples)
+        self._feed(Arrive(request, False, drawn if any(drawn) else (), closed, 0.25, attempt))
 
     def _popular(self) -> int:
         if not self._adapters:
@@ -246,7 +288,10 @@ class Life:
         return self._adapters[min(int(self._rng.paretovariate(1.0)) - 1, len(self._adapters) - 1)]
 
     def _abort(self) -> None:
-        request, samples = self._rng.choice(list(self._open.values()))
+        here = [name for name in self._open if name not in self._away]
+        if not here:
+            return
+        request, samples = self._open[self._rng.choice(here)]
         sample = None if self._rng.random() < 0.6 else self._rng.choice(sorted(samples))
         self._feed(Abort(request.id, sample))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from manylora.config import CACHE_POLICIES
 from manylora.engine.journal import JournalWriter
-from tests.proof.life import MERGING_SCENES, SCENES, Life
+from tests.proof.life import MERGING_SCENES, MOVING_SCENES, SCENES, Life
 
 JOURNALS = Path(__file__).parent / "journals"
 EVENTS = 3200
@@ -26,7 +26,7 @@ def record(policy: str, pipeline_depth: int, scene: str) -> bytes:
     life = Life(
         policy,
         pipeline_depth,
-        {**SCENES, **MERGING_SCENES}[scene],
+        {**SCENES, **MERGING_SCENES, **MOVING_SCENES}[scene],
         zlib.crc32(f"{policy} {pipeline_depth} {scene}".encode()),
     )
     life.live(EVENTS)
@@ -55,7 +55,7 @@ def lives() -> list[tuple[str, int, str]]:
     """Cache policy, steps in flight and scene of each."""
     return [
         *itertools.product(CACHE_POLICIES, (1, 2), SCENES),
-        *itertools.product(["manylora"], (1, 2), MERGING_SCENES),
+        *itertools.product(["manylora"], (1, 2), [*MERGING_SCENES, *MOVING_SCENES]),
     ]  # fmt: skip
 
 

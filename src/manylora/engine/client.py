@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from manylora.types import (
     AdapterCard,
+    AdapterId,
     EngineInfo,
     RequestError,
     RequestId,
@@ -29,6 +30,8 @@ class GenerationRequest:
     deltas: it tells requests of one id apart, of which one has ended, or was refused, before its last deltas
     were read. ``more``: another request follows at once, and both are admitted or refused before
     either runs. ``priority``: see ``types.Request``; ``client``: the place of its API key, where there are keys.
+    ``resume``, ``closed``, ``waited_s``, ``attempt``: what became of it elsewhere, see ``protocol.Arrive``;
+    ``engine.ledger`` keeps account of that.
     """
 
     id: RequestId
@@ -41,13 +44,22 @@ class GenerationRequest:
     more: bool = False
     priority: int = 0
     client: int = 0
+    resume: tuple[tuple[int, ...], ...] = ()
+    closed: tuple[int, ...] = ()
+    waited_s: float = 0.0
+    attempt: int = 0
+
+
+RELEASED = "released"
+"""The finish reason of samples that another engine is to go on with."""
 
 
 class Delta(NamedTuple):
     """News of one sample of a request: new tokens, in order, each once; perhaps its end.
 
-    ``logprobs`` is empty or as long as ``tokens``. ``finish_reason`` is "stop", "length", "abort" or
-    "error"; ``error`` accompanies "error" only. A refused request gets one Delta with sample 0 and an error.
+    ``logprobs`` is empty or as long as ``tokens``. ``finish_reason`` is "stop", "length", "abort", "error" or,
+    after ``withdraw``, "released"; ``error`` accompanies "error" only. A refused request gets one Delta with
+    sample 0 and an error.
     ``stop_token`` tells that the last token is one of the request's stop ids (end-of-sequence among them):
     such a token counts in usage but not in the text. ``at_s``: the engine's monotonic clock when the tokens
     were ready; ``spread_s``: how long before that the first of them was, where they were held back;
@@ -240,3 +252,15 @@ class EngineClient(Protocol):
 
     async def close(self) -> None:
         """Abort everything, end the engine and free what it holds. Idempotent."""
+
+
+class ClusterEngine(EngineClient, Protocol):
+    """An engine that is one of several for the same requests."""
+
+    def withdraw(self, request: RequestId, attempt: int = 0) -> None:
+        """Let this attempt at a request go, for another engine to go on with: its open samples end as RELEASED,
+        after the tokens of the steps in flight. Unknown: ignored."""
+
+    async def add_adapter(self, name: str, path: str, adapter: AdapterId | None = None) -> AdapterCard:
+        """See EngineClient. ``adapter``: the version's id where all engines are to have the same; never given
+        twice."""

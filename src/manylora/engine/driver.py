@@ -15,7 +15,7 @@ from manylora.engine.loop import Loop
 from manylora.engine.ports import EnginePorts
 from manylora.engine.trace import TraceWriter
 from manylora.policy.replica import Replica
-from manylora.protocol import Abort, Executor
+from manylora.protocol import Abort, Executor, LetGo, Status
 from manylora.types import AdapterCard, AdapterId, EngineInfo, RequestId
 
 
@@ -65,6 +65,10 @@ class Driver(Loop):
     def abort(self, request: RequestId, sample: int | None, reason: str) -> None:
         self._inbox.put(Abort(request, sample, reason))
 
+    def withdraw(self, request: RequestId, attempt: int = 0) -> None:
+        """Let an attempt at a request go after the steps in flight; see ``EngineClient.withdraw``."""
+        self._inbox.put(LetGo(request, attempt))
+
     def add_adapter(
         self, name: str, path: str, *, verify: bool = True, adapter: AdapterId | None = None
     ) -> AdapterCard:
@@ -89,6 +93,13 @@ class Driver(Loop):
     def stats(self) -> concurrent.futures.Future[EngineStats]:
         """A snapshot taken between two steps. ``adapters`` is empty there: ``adapter_loads`` has them."""
         future = self._ports.ask_stats()
+        self._abandon_if_ended()
+        return future
+
+    def status(self, is_full: bool = False) -> concurrent.futures.Future[Status]:
+        """What a router is to know, between two steps: changes since the last call, or all where ``is_full``. One
+        caller at a time, or changes go to another."""
+        future = self._ports.ask_status(is_full)
         self._abandon_if_ended()
         return future
 

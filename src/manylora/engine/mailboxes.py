@@ -45,7 +45,7 @@ class DeltaStream:
         closed: Callable[[bool], None],
     ) -> None:
         self._box = box
-        self._num_open = request.params.n
+        self._num_open = request.params.n - len(request.closed)
         self._closed = closed
 
     def __aiter__(self) -> DeltaStream:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from manylora.engine.client import Delta
-from manylora.protocol import Admitted, Emit, Finish, Ready, Reject
+from manylora.engine.client import RELEASED, Delta, GenerationRequest
+from manylora.protocol import Admitted, Emit, Finish, Ready, Reject, Released
 from manylora.types import Request, RequestError, RequestId, SequenceId, TokenLogprobs
 
 
@@ -34,7 +34,8 @@ class _Open:
     kv_s: float = 0.0
     num_cached_tokens: int = 0
     told: bool = False
-    num_ended: int = 0
+    attempt: int = 0
+    ended: set[int] = dataclasses.field(default_factory=set)
     samples: dict[int, _Sample] = dataclasses.field(default_factory=dict)
 
 
@@ -51,13 +52,20 @@ class Outbox:
         self._ready: dict[tuple[_Open, int], None] = {}
         self.logprobs: dict[tuple[SequenceId, int], TokenLogprobs] = {}
 
-    def is_live(self, request: RequestId) -> bool:
-        """Whether a request of this id has come and not ended."""
-        return request in self._live
+    def may_open(self, asked: GenerationRequest) -> bool:
+        """Whether no request of this id is live, or only an earlier attempt at it."""
+        entry = self._live.get(asked.id)
+        return entry is None or entry.attempt < asked.attempt
 
-    def open(self, request: Request, stream: bool, serial: int) -> None:
-        """A request has come, of an id that is not live."""
-        self._live[request.id] = _Open(request, stream, serial, self._clock())
+    def open(self, request: Request, asked: GenerationRequest) -> None:
+        """A request has come that may; an earlier attempt at it is over."""
+        before = self._live.get(request.id)
+        if before is not None:
+            self._release(before)
+        arrived_s = self._clock() - asked.waited_s
+        self._live[request.id] = _Open(
+            request, asked.stream, asked.serial, arrived_s, attempt=asked.attempt, ended=set(asked.closed)
+        )
 
     def refuse(self, request: Request, serial: int, error: RequestError) -> None:
         """A request has come that the policy will not hear of; perhaps of an id that is live, which goes on."""
@@ -78,12 +86,23 @@ class Outbox:
         """Takes in Finish."""
         entry = self._live[command.request]
         self._end(entry, command.sample, command.reason, command.error)
-        if entry.num_ended == entry.request.params.n:
+        if len(entry.ended) == entry.request.params.n:
             del self._live[command.request]
 
     def reject(self, command: Reject, now: float) -> None:
         """Takes in Reject."""
         self._reject(self._live.pop(command.request), command.error)
+
+    def released(self, command: Released, now: float) -> None:
+        """Takes in Released."""
+        entry = self._live.get(command.request)
+        if entry is not None and entry.attempt == command.attempt:
+            self._release(entry)
+
+    def _release(self, entry: _Open) -> None:
+        for sample in sorted(set(range(entry.request.params.n)) - entry.ended):
+            self._end(entry, sample, RELEASED, None)
+        del self._live[entry.request.id]
 
     def emit(self, command: Emit, now: float) -> None:
         """Takes in Emit."""
@@ -106,7 +125,7 @@ class Outbox:
         sample = entry.samples.setdefault(index, _Sample())
         sample.finish_reason = reason
         sample.error = error
-        entry.num_ended += 1
+        entry.ended.add(index)
         self._ready[entry, index] = None
 
     def collect(self) -> list[Delta]:

@@ -51,6 +51,8 @@ from manylora.protocol import (
     ReportState,
     RunStep,
     SetTimer,
+    Status,
+    StatusDue,
     StepResult,
     handlers,
 )
@@ -66,6 +68,14 @@ count."""
 _STATS = {field.name for field in dataclasses.fields(EngineStats)} - {
     "adapters", "clients", "credits",
 }  # fmt: skip
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class StatusAsked:
+    """An item of the inbox: a router wants to know how the replica is."""
+
+    is_full: bool
+    future: concurrent.futures.Future[Status]
+
 
 StatsAsked = concurrent.futures.Future[EngineStats]
 """An item of the inbox: a snapshot is wanted."""
@@ -109,12 +119,14 @@ class EnginePorts:
         self._outbox = Outbox(clock)
         self._meters = Meters()
         self._state = ExecutorState()
-        self._arrived: collections.deque[Request] = collections.deque()  # and not yet told of
+        # Those that have come and were not told of yet.
+        self._arrived: collections.deque[tuple[Request, GenerationRequest]] = collections.deque()
         self._more_follow = False  # after the last of them, at once
         self._in_flight: collections.deque[int] = collections.deque()  # steps, oldest first
         self._results: dict[int, StepResult] = {}  # of these, that have ended
         self._failed_steps = 0
         self._asked: set[StatsAsked] = set()  # and not answered
+        self._status_asked: collections.deque[StatusAsked] = collections.deque()  # likewise, the oldest first
         self._reporting: list[StatsAsked] = []  # of these, the report's
         executor.connect(self._hear)
 
@@ -150,6 +162,14 @@ class EnginePorts:
         self._inbox.put(future)
         return future
 
+    def ask_status(self, is_full: bool) -> concurrent.futures.Future[Status]:
+        """A Status is wanted; from any thread."""
+        asked = StatusAsked(is_full, concurrent.futures.Future())
+        asked.future.set_running_or_notify_cancel()
+        self._status_asked.append(asked)
+        self._inbox.put(asked)
+        return asked.future
+
     def take(self, item: object) -> Iterator[Event]:
         """See Ports. Requests that come together are told of together, before anything that comes after them."""
         if isinstance(item, GenerationRequest):
@@ -162,6 +182,9 @@ class EnginePorts:
             yield ReportDue("changed")
             return
         match item:
+            case StatusAsked():
+                yield StatusDue(item.is_full)
+                return
             case AdapterAdded():
                 self.loads.add(item.adapter, item.num_pages)
             case AdapterRemoved():
@@ -180,8 +203,9 @@ class EnginePorts:
         """All that have come since the last other event, the policy being told that they come together."""
         self._more_follow = False
         while self._arrived:
-            request = self._arrived.popleft()
-            yield Arrive(request, more=bool(self._arrived))
+            request, asked = self._arrived.popleft()
+            more = bool(self._arrived)
+            yield Arrive(request, more, asked.resume, asked.closed, asked.waited_s, asked.attempt)
 
     def _open(self, asked: GenerationRequest) -> None:
         adapter = BASE if asked.adapter is None else self.catalog.lookup(asked.adapter)
@@ -191,7 +215,8 @@ class EnginePorts:
         if params.seed is None:
             # Chosen here, outside the policy, so that the journal knows it and a replay draws the same.
             params = dataclasses.replace(params, seed=secrets.randbits(63))
-        self._more_follow = asked.more
+        # An attempt before it may still be told of what steps bring, until the policy hears of this one.
+        self._more_follow = asked.more and not asked.attempt
         client = str(asked.client) if self._by_key else asked.adapter or self._info.model
         request = Request(
             asked.id,
@@ -205,16 +230,19 @@ class EnginePorts:
             self._shares.get(client, 1.0),
         )
         error = None
-        if self._outbox.is_live(asked.id):
+        if not self._outbox.may_open(asked):
             error = RequestError(400, f"request id {asked.id!r} is already in use")
         elif adapter is None:
             error = RequestError(404, f"The model `{asked.adapter}` does not exist.", "model")
+        elif asked.params.seed is None and any(asked.resume):
+            error = RequestError(400, "a request that goes on needs the seed with which it began", "seed")
         if error is not None:
             self._outbox.refuse(request, asked.serial, error)
             return
-        self._outbox.open(request, asked.stream, asked.serial)
-        self._meters.prompt_tokens += len(asked.prompt)
-        self._arrived.append(request)
+        self._outbox.open(request, asked)
+        if not any(asked.resume):
+            self._meters.prompt_tokens += len(asked.prompt)
+        self._arrived.append((request, asked))
 
     # ------------------------------------------------------------ steps
 
@@ -313,6 +341,11 @@ class EnginePorts:
                 future.set_result(stats)
         self._reporting.clear()
 
+    def status(self, command: Status, now: float) -> None:
+        """Carries out Status: they are answered in the order in which they were asked for."""
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            self._status_asked.popleft().future.set_result(command)
+
     def _name_of(self, adapter: AdapterId) -> str | None:
         """An adapter's name, or the base's; None where the name was given up."""
         if adapter == BASE:
@@ -350,6 +383,9 @@ class EnginePorts:
     def abandon(self, error: EngineDead) -> None:
         """See Ports."""
         self.catalog.fail_waiting(error)
+        for asked in list(self._status_asked):
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
+                asked.future.set_exception(error)
         for future in list(self._asked):
             with contextlib.suppress(concurrent.futures.InvalidStateError):  # answered at this very moment
                 future.set_exception(error)

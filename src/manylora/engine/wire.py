@@ -16,7 +16,7 @@ import msgspec
 from manylora.config import EngineSettings
 from manylora.engine.client import AdapterLoad, Delta, EngineStats, GenerationRequest
 from manylora.engine.watchdog import Pulse
-from manylora.types import AdapterCard, EngineInfo
+from manylora.types import AdapterCard, AdapterId, EngineInfo
 
 _LENGTH = struct.Struct("<I")
 
@@ -41,6 +41,13 @@ class Cancel(msgspec.Struct, tag=True):
     reason: str
 
 
+class Withdrawal(msgspec.Struct, tag=True):
+    """Let an attempt at a request go, for another engine."""
+
+    request: str
+    attempt: int
+
+
 class Call(msgspec.Struct, tag=True):
     """Ask for something that is answered once: add, remove, adapters or stats."""
 
@@ -48,6 +55,7 @@ class Call(msgspec.Struct, tag=True):
     what: str
     name: str = ""
     path: str = ""
+    adapter: AdapterId | None = None
 
 
 class DropCall(msgspec.Struct, tag=True):
@@ -56,7 +64,7 @@ class DropCall(msgspec.Struct, tag=True):
     id: int
 
 
-ToEngine = Start | Submit | Cancel | Call | DropCall
+ToEngine = Start | Submit | Cancel | Withdrawal | Call | DropCall
 
 
 class EngineReady(msgspec.Struct, tag=True):

@@ -44,6 +44,16 @@ class Rates:
         rows = self.step_rows
         return 1.0 if rows < 1.0 else _MOST_HELD_UP if rows > _MOST_HELD_UP else rows
 
+    def learnt(self) -> tuple[float, float, float]:
+        """Seconds of a prompt's token, of a page from the host, and of an adapter's page that is read; 0 where
+        none was seen."""
+        has_prefilled = self._token_s != _FIRST_PREFILL_S
+        return (
+            self._token_s if has_prefilled else 0.0,
+            self.page_in_s if self._num_copies[True] else 0.0,
+            self.page_read_s if self._num_reads else 0.0,
+        )
+
     def page_prefill_s(self, prefix_class: int) -> float:
         """Computing one page again, after a prefix of about 2 ** (prefix_class - 1) pages.
 

@@ -30,6 +30,9 @@ class WaitingQueue:
         self._arrived = collections.OrderedDict[SequenceId, Sequence]()
         self.num_by_adapter = collections.Counter[AdapterId]()
         """How many wait for each adapter that any waits for."""
+        self.num_tokens = 0
+        """What those that wait had when they joined."""
+        self._sizes: dict[SequenceId, int] = {}
 
     def __len__(self) -> int:
         return len(self._returned) + len(self._arrived)
@@ -45,12 +48,17 @@ class WaitingQueue:
         self._arrived[sequence.id] = sequence
         for other in reversed(later):
             self._arrived.move_to_end(other.id)
+        self._count(sequence)
+
+    def _count(self, sequence: Sequence) -> None:
         self.num_by_adapter[sequence.adapter] += 1
+        self._sizes[sequence.id] = len(sequence.tokens)
+        self.num_tokens += len(sequence.tokens)
 
     def put_back(self, sequence: Sequence) -> None:
         """A sequence of a request that was admitted before."""
         sequence.wait_again()
-        self.num_by_adapter[sequence.adapter] += 1
+        self._count(sequence)
         bisect.insort(self._returned, sequence, key=lambda s: s.order)
 
     def admit(self, sequence: Sequence, num_cached: int) -> None:
@@ -59,6 +67,7 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Take a waiting sequence out, wherever it stands; the caller then changes its stage."""
+        self.num_tokens -= self._sizes.pop(sequence.id)
         self.num_by_adapter[sequence.adapter] -= 1
         if not self.num_by_adapter[sequence.adapter]:
             del self.num_by_adapter[sequence.adapter]

@@ -1,33 +1,28 @@
 """One replica's policy: events in, commands out. The only door into ``policy`` for an engine.
 
-Owns requests from arrival to their one end, and adapters from being added to being freed; collects what its
-parts decide, in order. What runs in a step is ``batching``'s choice, which sequence holds which page is
-``reservations``'. Knows no clock, no tensor, no text.
+Owns adapters from being added to being freed, and the steps in flight; requests are ``lives``'. What runs in a
+step is ``batching``'s choice, which sequence holds which page is ``reservations``'. Knows no clock, no tensor, no
+text.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence as SequenceOf
 
 from manylora.config import PolicyConfig
-from manylora.policy.admission import Admission
 from manylora.policy.batching import FirstComeFirstServed, StepPlan
+from manylora.policy.cluster_report import ClusterReport
 from manylora.policy.invariants import check
+from manylora.policy.lives import RequestLives
 from manylora.policy.merging.batching import MergedBatching
 from manylora.policy.merging.state import MergeState
-from manylora.policy.ranked import RankedQueue, waiting_queue
-from manylora.policy.request_limits import RequestLimits
-from manylora.policy.reservations import Reservations
-from manylora.policy.residency import Residency
+from manylora.policy.ranked import RankedQueue
 from manylora.policy.sequences import (
     ENDED,
     LEAVING,
     LOADING,
     RUNNING,
-    WAITING,
-    RequestState,
     Scheduled,
     Sequence,
     rows_ended,
@@ -47,23 +42,20 @@ from manylora.protocol import (
     Command,
     CopyDone,
     CopyPages,
-    EndSequence,
     Event,
-    Finish,
     LetGo,
     Ready,
-    Reject,
-    Released,
     Report,
     ReportDue,
     SetTimer,
+    StatusDue,
     StepDone,
     SwitchDone,
     Timer,
     emit,
 )
 from manylora.reports import Which
-from manylora.types import BASE, AdapterId, Request, RequestError, RequestId, SequenceId
+from manylora.types import BASE, AdapterId, RequestError, SequenceId
 
 MAX_FAILED_COPIES = 3
 """Copies that may fail a request before it is given up: each time it looks for another way."""
@@ -72,7 +64,7 @@ UNSOUND = "the logits are not finite (NaN or infinite): the model or the adapter
 """What a request is told."""
 
 
-class Replica:
+class Replica(RequestLives):
     """The state machine. ``handle`` is the only way to change it; commands come in execution order.
 
     An id that it does not know is answered with an end, never with an exception: the removal of an unknown adapter
@@ -81,14 +73,7 @@ class Replica:
     """
 
     def __init__(self, config: PolicyConfig) -> None:
-        self._config = config
-        self._waiting = waiting_queue(config.queue, knows_adapters=config.merge.is_on)
-        self._admission = Admission(config, self._waiting)
-        self._commands: list[Command] = []
-        self._residency = Residency(config)
-        self._tree = self._residency.tree
-        self._held = Reservations(config, self._residency, self._waiting)
-        self._limits = RequestLimits(config, self._residency)
+        super().__init__(config)
         self._merging: MergeState | None = None  # where nothing is ever merged
         self._batching = FirstComeFirstServed(config, self._residency, self._held, self._waiting)
         if config.merge.is_on:
@@ -98,12 +83,8 @@ class Replica:
             self._batching = MergedBatching(*parts, self._merging)
         self._swapper = Swapper(config.cache, self._residency, self._waiting, self._held)
         self._gauges = Gauges(self._residency, self._held, self._waiting, self._merging)
-        self._requests: dict[RequestId, RequestState] = {}
-        self._leaving: dict[RequestId, RequestState] = {}  # of them
-        self._live: collections.Counter[AdapterId] = collections.Counter()
+        self._cluster_report = ClusterReport(self._residency, self._held, self._waiting)
         self._removing: set[AdapterId] = set()
-        self._num_arrivals = 0
-        self._num_sequences = 0
         self._num_steps = 0
         self._in_flight: collections.deque[list[Scheduled]] = collections.deque()  # oldest first
         self._timer_is_set = False
@@ -140,6 +121,8 @@ class Replica:
                 self._remove(event.adapter)
             case ReportDue():
                 return [self._report(event.which)]
+            case StatusDue():
+                return [self._cluster_report.read(event.is_full)]
         if self._leaving:
             self._release_idle(now)
         if self._removing:
@@ -151,14 +134,6 @@ class Replica:
         commands, self._commands = self._commands, []
         return commands
 
-    def _collect(self) -> None:
-        """Put the commands of the parts before those that are decided here next."""
-        self._commands += self._residency.collect()
-
-    def _say(self, command: Command) -> None:
-        self._collect()
-        self._commands.append(command)
-
     def _report(self, which: Which) -> Report:
         """O(requests + the adapters named by ``which``).
 
@@ -169,150 +144,6 @@ class Replica:
     def check(self) -> None:
         """Raise AssertionError if an invariant (``policy/invariants``) does not hold. For tests; O(everything)."""
         check(self._residency, self._held, self._waiting, self._requests, self._in_flight, self._merging)
-
-    # ------------------------------------------------------------ arrival and end
-
-    def _arrive(self, event: Arrive, now: float) -> None:
-        request, live = event.request, self._requests.get(event.request.id)
-        if live is not None and live.attempt < event.attempt:
-            self._release(live, now)
-        is_resumed = any(event.resume)
-        error = self._refusal(event) or self._limits.refusal(request)
-        if error is None and not is_resumed:
-            error = self._admission.refusal()
-        if error is not None:
-            self._say(Reject(request.id, error))
-            return
-        num_tokens, arrived_s = self._limits.num_tokens(request), now - event.waited_s
-        state = RequestState(
-            request, self._num_arrivals, num_tokens, arrived_s, event.resume, event.closed, event.attempt
-        )
-        self._num_arrivals += 1
-        self._requests[request.id] = state
-        self._live[request.adapter] += 1
-        if is_resumed:
-            self._resume(state, event.resume, now)
-        else:
-            self._waiting.arrive(self._new_sequence(state, state.fresh[0], list(request.prompt)))
-
-    def _refusal(self, event: Arrive) -> RequestError | None:
-        """Why a request of this id, for this adapter, so far served, cannot be served, if so."""
-        request, n = event.request, event.request.params.n
-        if request.id in self._requests:
-            return RequestError(400, f"request id {request.id!r} is already in use")
-        if not self._tree.knows(request.adapter):
-            return RequestError(404, "the adapter is not served any more", "model")
-        if event.resume and len(event.resume) != n:
-            return RequestError(400, f"the request has {n} samples and tokens of {len(event.resume)}")
-        if event.closed and not set(event.closed) < set(range(n)):
-            return RequestError(400, "a request that goes on has an open sample, and closed ones of its own")
-        return None
-
-    def _resume(self, state: RequestState, resume: SequenceOf[SequenceOf[int]], now: float) -> None:
-        """A request that has tokens goes on, like one that was preempted: before those that are new."""
-        prompt = state.request.prompt
-        for sample in sorted(state.open_samples):
-            if reason := state.end_of(resume[sample]):
-                self._end_sample(state, sample, reason, now)
-        if not state.open_samples:
-            return
-        later = {sample: resume[sample] for sample in sorted(state.open_samples) if resume[sample]}
-        first = state.fresh[0] if state.fresh else min(later)
-        self._waiting.put_back(self._new_sequence(state, first, [*prompt, *later.pop(first, ())]))
-        state.bear_later(later)
-        if not self._residency.policy.keeps_prefixes or len(prompt) < self._config.page_tokens:
-            self._bear(state)
-
-    def _bear(self, state: RequestState) -> None:
-        """The samples that have come with tokens join the queue, but for the first one: now they find its prompt's
-        pages in the tree, or will not find them."""
-        for sample, tokens in state.are_born().items():
-            if sample in state.open_samples:
-                self._waiting.put_back(self._new_sequence(state, sample, [*state.request.prompt, *tokens]))
-
-    def _bear_if_shared(self, sequence: Sequence) -> None:
-        size = self._config.page_tokens
-        if sequence.num_shared >= sequence.num_prompt // size:
-            self._bear(sequence.state)
-
-    def _new_sequence(self, state: RequestState, sample: int, tokens: list[int]) -> Sequence:
-        self._num_sequences += 1
-        return Sequence(self._num_sequences, state, sample, tokens)
-
-    def _abort(self, event: Abort, now: float) -> None:
-        state = self._requests.get(event.request)
-        if state is None:
-            return
-        asked = state.open_samples if event.sample is None else {event.sample} & state.open_samples
-        for sample in sorted(asked):
-            self._end_sample(state, sample, event.reason, now)
-
-    def _end_sample(
-        self, state: RequestState, sample: int, reason: str, now: float, error: RequestError | None = None
-    ) -> None:
-        """A sample's one and only end, whatever stage it is in."""
-        state.end_sample(sample)
-        self._say(Finish(state.request.id, sample, reason, error))
-        sequence = state.sequences.get(sample)
-        # Sample 0 computes the prompt for all: it runs on unheard while others have yet to fork off it.
-        if sequence is not None and not (state.open_samples and sequence.num_unborn_forks):
-            self._drop(sequence, now)
-        if not state.open_samples:
-            self._forget(state, now)
-            if state.is_leaving:
-                self._say(Released(state.id, state.attempt, tuple(state.positions)))
-        elif state.unborn and not state.sequences and not state.is_leaving:
-            self._bear(state)
-
-    def _forget(self, state: RequestState, now: float) -> None:
-        for carrier in list(state.sequences.values()):
-            self._drop(carrier, now)
-        del self._requests[state.id]
-        self._leaving.pop(state.id, None)
-        self._live[state.request.adapter] -= 1
-
-    def _drop(self, sequence: Sequence, now: float) -> None:
-        self._take_back(sequence, now)
-        sequence.end()
-
-    def _take_back(self, sequence: Sequence, now: float) -> None:
-        """Whatever it holds, and its place in the queue."""
-        if sequence.stage is WAITING:
-            self._waiting.remove(sequence)
-        elif sequence.stage is not LEAVING:
-            self._held.release(sequence, now)
-            self._collect()
-        if sequence.forget_executor():
-            self._say(EndSequence(sequence.id))
-
-    def _fail_request(self, state: RequestState, error: RequestError, now: float) -> None:
-        for sample in sorted(state.open_samples):
-            self._end_sample(state, sample, "error", now, error)
-
-    # ------------------------------------------------------------ letting go
-
-    def _let_go(self, event: LetGo, now: float) -> None:
-        state = self._requests.get(event.request)
-        if state is None or state.attempt != event.attempt:
-            self._say(Released(event.request, event.attempt))
-        elif not state.is_leaving:
-            state.leave()
-            self._leaving[state.id] = state
-            for sequence in state.sequences.values():
-                self._take_back(sequence, now)
-                sequence.leave()
-
-    def _release_idle(self, now: float) -> None:
-        """Let go of the requests that have no step in flight any more."""
-        for state in list(self._leaving.values()):
-            if not any(self._held.is_in_flight(sequence) for sequence in state.sequences.values()):
-                self._release(state, now)
-
-    def _release(self, state: RequestState, now: float) -> None:
-        """This attempt at the request is over, and what it would still be told is not."""
-        positions = tuple(state.position_of(sample) for sample in range(state.request.params.n))
-        self._forget(state, now)
-        self._say(Released(state.id, state.attempt, positions))
 
     # ------------------------------------------------------------ adapters
 
@@ -520,7 +351,11 @@ class Replica:
         for sequence, _, num_samples in rows:
             if sequence.stage is not ENDED:
                 sequence.row_failed(num_samples > 0)
-                if sequence.stage is not LEAVING:  # such a one goes on elsewhere with what it had
+                if sequence.stage is LEAVING:
+                    # It goes on elsewhere with what it had; what the next step draws would follow a token that is
+                    # missing.
+                    self._release(sequence.state, now)
+                else:
                     self._fail_request(sequence.state, error, now)
 
     def _fail_unsound(self, rows: list[Scheduled], unsound: set[SequenceId], now: float) -> None:

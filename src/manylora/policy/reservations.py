@@ -64,6 +64,8 @@ class Reservations:
         self.num_loading = 0  # of them
         self.num_paused = 0
         """Of them, how many may not run for the moment; these give way before others."""
+        self.is_short = False
+        """Whether one of them found no page for the step that was composed last."""
 
     @property
     def num_preemptions(self) -> int:
@@ -237,6 +239,7 @@ class Reservations:
     def begin_step(self) -> None:
         """A step is about to be composed."""
         self._promised = 0
+        self.is_short = False
 
     def grow(self, sequence: Sequence, num_tokens: int, now: float) -> Growth:
         """Make room for the next ``num_tokens``, preempting others if that is what it takes."""
@@ -250,6 +253,7 @@ class Reservations:
                 return Growth.SOON
             victim = self._victim()
             if victim is sequence:
+                self.is_short = True
                 return Growth.NONE
             self._preempt(victim, now)
         sequence.add_pages(self._residency.take(missing))

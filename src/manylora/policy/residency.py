@@ -13,6 +13,7 @@ from manylora.config import PolicyConfig
 from manylora.policy.caches import find_cache
 from manylora.policy.caches.policy import Signals
 from manylora.policy.candidates import Candidates
+from manylora.policy.changes import Changes
 from manylora.policy.cost import Rates
 from manylora.policy.pages import PageLedger
 from manylora.policy.room import Room
@@ -47,6 +48,9 @@ class Residency:
         self.device = PageLedger(config.num_pages)
         self.host = PageLedger(config.num_host_pages)
         self.transfers = Transfers()
+        self.changes = Changes(config.page_tokens)
+        self.last_value: float | None = None
+        """Of what left the device last for want of room, where the policy ``prices_pages``."""
         self.rates = Rates(config.page_bytes, config.page_tokens)
         self.offload = self.policy.offload(self.rates)
         self.marks = self.policy.marks(config.cache, config.num_pages)
@@ -87,6 +91,8 @@ class Residency:
 
     def _set_device(self, node: Node, residence: Residence, pages: tuple[PageId, ...]) -> None:
         leaf = self.tree.set_device(node, residence, pages)
+        if node.parent is None:
+            self.changes.moved(node.adapter)
         if leaf is not None:
             self.candidates.offer(leaf)
         # Without a copy on the host it is at most a candidate to leave.
@@ -95,6 +101,8 @@ class Residency:
 
     def _set_host(self, node: Node, state: HostState, pages: tuple[PageId, ...]) -> None:
         self.tree.set_host(node, state, pages)
+        if node.parent is None:
+            self.changes.moved(node.adapter)
         self.candidates.offer(node)
 
     def unpin(self, node: Node, last_use: float) -> None:
@@ -138,6 +146,8 @@ class Residency:
             if chosen is None:
                 break
             self.evict(now, chosen[0], reason, chosen[1])
+            if self.policy.prices_pages:
+                self.last_value = chosen[1]
             sent.append(chosen[0])
         leaving.end()
         return sent
@@ -207,7 +217,9 @@ class Residency:
             return
         if node.residence is not ABSENT:
             self._leave_device(node)
-        self.counters.history_drops += not node.is_adapter
+        if not node.is_adapter:
+            self.counters.history_drops += 1
+            self.changes.lost(node)
 
     def discard(self, root: Node) -> None:
         """Take a node and all below it out of both tiers. None of them is pinned; an adapter stays known."""
@@ -219,6 +231,7 @@ class Residency:
 
     def _remove(self, node: Node) -> None:
         """Take a KV node that is in neither tier out of the tree."""
+        self.changes.lost(node)
         above = self.tree.remove(node)
         if above.host is HELD:
             # A leaf of both tiers, perhaps; as one of the device it was offered before.

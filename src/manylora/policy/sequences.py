@@ -180,7 +180,7 @@ class Sequence:
         self.state = state
         self.sample = sample
         self.order = (state.arrived_s, state.order * _MOST_SAMPLES + sample)
-        """When it came, and what tells apart those of one moment; earlier is more urgent and is preempted later."""
+        """When it came, and what tells apart those of one moment; earlier is more urgent, preempted later."""
         self.adapter: AdapterId = state.request.adapter
         self.tokens = tokens
         self.num_prompt = len(state.request.prompt)

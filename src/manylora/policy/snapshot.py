@@ -15,6 +15,7 @@ from manylora.policy.queues import WaitingQueue
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import RUNNING
+from manylora.policy.tree import ABSENT
 from manylora.reports import AdapterUse, CreditUse, Snapshot, Which
 from manylora.types import BASE, AdapterId
 
@@ -74,7 +75,7 @@ class Gauges:
         if which == "busy":
             return busy
         if which == "all":
-            return [BASE, *(node.adapter for node in self._tree.adapters())]
+            return [BASE, *self._tree.adapters()]
         before, self._told_busy = self._told_busy, frozenset(busy)
         # Requests of an adapter that is gone have gone before it.
         gone = {adapter for adapter in before if not self._tree.has(adapter)}
@@ -86,6 +87,9 @@ class Gauges:
         running: collections.Counter[AdapterId],
         waiting: collections.Counter[AdapterId],
     ) -> AdapterUse:
+        num_pages = self._tree.idle_size(adapter)
+        if num_pages is not None:
+            return AdapterUse(adapter, ABSENT.value, num_pages, 0, 0)
         node = self._tree.node(adapter)
         return AdapterUse(
             adapter,

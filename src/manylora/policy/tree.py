@@ -8,7 +8,6 @@ candidates to leave or to enter by it.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections.abc import Iterator
 from typing import Final
@@ -122,12 +121,6 @@ class Node:
         return self.residence is ABSENT and self.host is NO_COPY
 
 
-@dataclasses.dataclass
-class _AdapterEntry:
-    node: Node
-    removed: bool = False
-
-
 class DependencyTree:
     """Adapters and their KV. All methods are O(1) or O(depth of the path) unless they say otherwise."""
 
@@ -135,7 +128,9 @@ class DependencyTree:
         self.keeps_dependencies = keeps_dependencies
         self.base = Node(BASE, None, b"", 0)
         self.base.residence = RESIDENT
-        self._adapters: dict[AdapterId, _AdapterEntry] = {BASE: _AdapterEntry(self.base)}
+        # An adapter that was not asked for yet is its number of pages.
+        self._adapters: dict[AdapterId, Node | int] = {BASE: self.base}
+        self._removed: set[AdapterId] = set()
         self.num_nodes = 0
         # Device pages by what they hold, whatever the state; then some of them by state.
         self.kv_pages = 0
@@ -155,19 +150,15 @@ class DependencyTree:
 
     # ------------------------------------------------------------ adapters
 
-    def add_adapter(self, adapter: AdapterId, num_pages: int) -> Node:
+    def add_adapter(self, adapter: AdapterId, num_pages: int) -> None:
         """Make an adapter known; it starts absent. One that is known already stays as it is."""
-        if adapter in self._adapters:
-            return self.node(adapter)
-        node = Node(adapter, None, b"", num_pages)
-        self._adapters[adapter] = _AdapterEntry(node)
-        self.num_nodes += 1
-        return node
+        if adapter not in self._adapters:
+            self._adapters[adapter] = num_pages
+            self.num_nodes += 1
 
     def knows(self, adapter: AdapterId) -> bool:
         """Whether new requests may name the adapter."""
-        entry = self._adapters.get(adapter)
-        return entry is not None and not entry.removed
+        return adapter in self._adapters and adapter not in self._removed
 
     def has(self, adapter: AdapterId) -> bool:
         """Whether the adapter has a node: it may be removed, but not yet forgotten."""
@@ -179,17 +170,26 @@ class DependencyTree:
         return changed
 
     def node(self, adapter: AdapterId) -> Node:
-        return self._adapters[adapter].node
+        """Of a known adapter; made when it is first asked for."""
+        found = self._adapters[adapter]
+        if isinstance(found, int):
+            found = self._adapters[adapter] = Node(adapter, None, b"", found)
+        return found
 
-    def adapters(self) -> Iterator[Node]:
-        """All adapter nodes but the base's."""
-        return (entry.node for adapter, entry in self._adapters.items() if adapter != BASE)
+    def adapters(self) -> Iterator[AdapterId]:
+        """All adapters but the base."""
+        return (adapter for adapter in self._adapters if adapter != BASE)
+
+    def idle_size(self, adapter: AdapterId) -> int | None:
+        """The pages of an adapter that was not asked for yet; None for others."""
+        found = self._adapters[adapter]
+        return found if isinstance(found, int) else None
 
     def mark_removed(self, adapter: AdapterId) -> bool:
         """No new request may name it. False: none could before, or it is the base."""
         if adapter == BASE or not self.knows(adapter):
             return False
-        self._adapters[adapter].removed = True
+        self._removed.add(adapter)
         return True
 
     def forget(self, adapter: AdapterId) -> None:
@@ -200,6 +200,7 @@ class DependencyTree:
         node.is_dropped = True
         self.num_nodes -= 1
         del self._adapters[adapter]
+        self._removed.discard(adapter)
         self._idle_kv_of.pop(adapter, None)
         self._changed.discard(adapter)
 
@@ -369,7 +370,7 @@ class DependencyTree:
         if kv_pages:
             self._changed.add(adapter)
             self._idle_kv_of[adapter] = self._idle_kv_of.get(adapter, 0) + kv_pages
-            if self._adapters[adapter].node.residence is not RESIDENT:
+            if self.node(adapter).residence is not RESIDENT:
                 self.invalid_pages += kv_pages
 
     @property
@@ -396,7 +397,7 @@ class DependencyTree:
         """Whether a copy from the host would make it usable: parents first, where dependencies are kept."""
         if node.residence is not ABSENT or node.host is not HELD or node.is_dropped:
             return False
-        if self._adapters[node.adapter].removed:
+        if node.adapter in self._removed:
             return False
         return node.parent is None or node.parent.residence is RESIDENT or not self.keeps_dependencies
 
@@ -410,8 +411,8 @@ class DependencyTree:
         return has_left and node.busy == 0 and not node.children
 
     def all_nodes(self) -> Iterator[Node]:
-        """Every node, parents first; for invariant checks and rare sweeps."""
-        stack = [entry.node for entry in self._adapters.values()]
+        """Every node that was asked for, parents first; for invariant checks and rare sweeps."""
+        stack = [node for node in self._adapters.values() if not isinstance(node, int)]
         while stack:
             node = stack.pop()
             yield node

@@ -251,6 +251,32 @@ class Report:
     counters: Counters
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Status:
+    """What a router is to know of this replica; the fields are those of ``routing.ReplicaReport``, which adds
+    where the replica is and which assignments it has had.
+
+    ``seq``: from 1, one more each time. ``residency``: (adapter, tier) as it changed since the last Status, or all
+    where ``is_full``. ``evicted``: hashes of blocks that can be reused no more, since then.
+    """
+
+    seq: int
+    running: int
+    waiting: int
+    free_pages: int
+    reclaimable_pages: int = 0
+    waiting_tokens: int = 0
+    kv_tokens: int = 0
+    is_full: bool = False
+    residency: tuple[tuple[AdapterId, int], ...] = ()
+    evicted: tuple[int, ...] = ()
+    page_price_s: float = 0.0
+    is_exhausted: bool = False
+    token_s: float = 0.0
+    page_in_s: float = 0.0
+    page_read_s: float = 0.0
+
+
 # What only engines command: a replica learns of an adapter when it has been looked at.
 
 
@@ -291,7 +317,7 @@ DeviceCommand = (
 ClientCommand = Emit | Admitted | Ready | Finish | Reject | Released
 """News of a request."""
 
-EngineCommand = SetTimer | AdapterFreed | Decided | Report
+EngineCommand = SetTimer | AdapterFreed | Decided | Report | Status
 """The driver carries these out, or has its engine do it."""
 
 Command = (

@@ -13,10 +13,10 @@ class Arrive:
     """A request has come. ``more``: others follow at once, and no step starts before the last of them is known,
     so that requests which come together start together.
 
-    Of a request that was elsewhere before, ``resume``: for each sample the tokens that it has, empty where no sample
-    has any; they count as output, and are computed again like a prompt. ``closed``: samples that have ended.
-    ``waited_s``: since it first came, wherever that was; it waits in line accordingly. ``attempt``: a live request
-    gives way to a later attempt of its own.
+    Of a request that was elsewhere before, ``resume``: for each sample the tokens that it has, empty where no
+    sample has any; they count as output, and are computed again like a prompt. ``closed``: samples that ended.
+    ``waited_s``: since it first came, wherever that was; it waits in line accordingly. ``attempt``: a live
+    request gives way to a later attempt of its own.
     """
 
     request: Request
@@ -131,7 +131,14 @@ class ReportDue:
     which: Which = "all"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StatusDue:
+    """Answer with Status, for a router; nothing is decided. ``is_full``: not with changes alone."""
+
+    is_full: bool = False
+
+
 Event = (
     Arrive | Abort | LetGo | StepDone | AdapterRead | AdapterAdded | AdapterRemoved | CopyDone | SwitchDone | Timer
-    | ReportDue
+    | ReportDue | StatusDue
 )  # fmt: skip

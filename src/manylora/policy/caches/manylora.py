@@ -17,6 +17,7 @@ class Manylora(CachePolicy):
     keeps_orphans = True
     keeps_standby = True
     prefetches = True
+    prices_pages = True
 
     def device_value(self, signals: Signals) -> ValueModel:
         """See CachePolicy."""

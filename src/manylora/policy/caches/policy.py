@@ -42,6 +42,9 @@ class CachePolicy:
     prefetches: ClassVar[bool] = False
     """What waiting requests need comes into idle pages ahead of them (S-LoRA §5.2)."""
 
+    prices_pages: ClassVar[bool] = False
+    """Values on the device are log seconds that a page saves, each second."""
+
     counts_visits: ClassVar[bool] = False
     """A value model reads how many requests in the window used a node."""
 

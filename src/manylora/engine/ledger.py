@@ -1,0 +1,72 @@
+"""A request's account where several engines may serve it, one after the other.
+
+Owns which tokens the client has, which samples have ended, the seed, and how often the request was begun. A token
+that was taken is never replaced. Does not know which engine is next, nor text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Callable
+
+from manylora.engine.client import RELEASED, Delta, GenerationRequest
+
+
+class Ledger:
+    """Of one request, from when it is accepted. Attempts are numbered from 0."""
+
+    def __init__(self, request: GenerationRequest, clock: Callable[[], float]) -> None:
+        """``clock``: seconds, any origin, never decreasing. The seed is drawn here, once, where there is none."""
+        params = request.params
+        if params.seed is None:
+            params = dataclasses.replace(params, seed=secrets.randbits(63))
+        self._request = dataclasses.replace(request, params=params)
+        self._clock = clock
+        self._accepted_s = clock() - request.waited_s
+        self._tokens = [list(tokens) for tokens in request.resume] or [[] for _ in range(params.n)]
+        self._closed = set(request.closed)
+        self._attempt = request.attempt - 1
+
+    @property
+    def attempt(self) -> int:
+        """The number of the last attempt."""
+        return self._attempt
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all samples have."""
+        return len(self._closed) == self._request.params.n
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """How many tokens each sample has."""
+        return tuple(len(tokens) for tokens in self._tokens)
+
+    def begin(self) -> GenerationRequest:
+        """The next attempt, with all that there is of the request: to be given to an engine."""
+        self._attempt += 1
+        resume = tuple(tuple(tokens) for tokens in self._tokens) if any(self._tokens) else ()
+        return dataclasses.replace(
+            self._request,
+            resume=resume,
+            closed=tuple(sorted(self._closed)),
+            waited_s=self._clock() - self._accepted_s,
+            attempt=self._attempt,
+        )
+
+    def take(self, delta: Delta) -> Delta | None:
+        """Account for a delta of the present attempt; as the client is to see it, None where it says nothing."""
+        if delta.sample in self._closed:
+            return None  # it was ended meanwhile
+        self._tokens[delta.sample].extend(delta.tokens)
+        if delta.finish_reason == RELEASED:
+            return delta._replace(finish_reason=None) if delta.tokens else None
+        if delta.finish_reason is not None:
+            is_refusal = delta.error is not None and delta.error.status < 500
+            self._closed.update(range(self._request.params.n) if is_refusal else [delta.sample])
+        return delta
+
+    def close(self, sample: int) -> None:
+        """The client wants no more of the sample."""
+        self._closed.add(sample)
