@@ -56,7 +56,8 @@ def test_pieces_are_checked() -> None:
 def test_lengths_are_scaled_and_what_was_equal_stays_so() -> None:
     shared = Piece("system", 10)
     requests = tuple(
-        StreamRequest(0.5 * place, None, place, 0, (shared, Piece(place, 4, (1, 2, 3, 4))), 3) for place in range(3)
+        StreamRequest(0.5 * place, None, place, 0, (shared, Piece(place, 4, (1, 2, 3, 4))), 3)
+        for place in range(3)
     )
     stream = Stream("two pieces", requests)
     longer = stream.with_lengths(2.5)
