@@ -6,8 +6,14 @@ import functools
 from pathlib import Path
 
 import pytest
-from manylora_lab.reproduce.caraserve_cells import DECODE_LINES, ServerCosts, lines_of, popularity, slo_s
-from manylora_lab.reproduce.caraserve_schedulers import SCHEDULERS
+from manylora_lab.reproduce.caraserve_cells import (
+    DECODE_LINES,
+    SCHEDULERS,
+    ServerCosts,
+    lines_of,
+    popularity,
+    slo_s,
+)
 from manylora_lab.reproduce.experiment import Setup
 from manylora_lab.reproduce.registry import experiment
 from manylora_lab.reproduce.report import ExperimentReport

@@ -154,7 +154,7 @@ def test_reports_are_late_by_the_delay_and_only_by_that() -> None:
         name = type(event).__name__
         if name == "ReplicaReport":
             heard.append(now)
-        elif name == "ReportDue":
+        elif name == "StatusDue":
             made.append((now, machine))
 
     cluster_of("manylora", 2, report_delay_s=0.03, journal=note)

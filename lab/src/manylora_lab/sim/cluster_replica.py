@@ -20,14 +20,14 @@ from manylora.protocol import (
     LetGo,
     Machine,
     Released,
-    Report,
-    ReportDue,
+    Status,
+    StatusDue,
     StepDone,
     Timer,
 )
 from manylora.protocol.routing import ReplicaId, ReplicaReport
 from manylora.types import BASE, AdapterId, Request, RequestId
-from manylora_lab.sim.cluster_reports import ClusterReports
+from manylora_lab.sim.cluster_reports import report_of
 from manylora_lab.sim.front_end import FrontEnd, OpenRequest
 from manylora_lab.sim.loop import VirtualDevice, VirtualLoop
 
@@ -67,7 +67,6 @@ class ReplicaLoop(VirtualLoop):
         self._front = front
         self._report_delay_s = report_delay_s
         self._report_is_due = False
-        self._reports = ClusterReports(place)
         self._on_way: dict[RequestId, tuple[int, OpenRequest]] = {}  # with the assignment's number
         self._seen_upto = 0
         self._known: set[AdapterId] = set()
@@ -115,7 +114,7 @@ class ReplicaLoop(VirtualLoop):
         """A report is due now, if none is."""
         if not self._report_is_due and self._report_delay_s is not None:
             self._report_is_due = True
-            self._put(now, ReportDue("changed"))
+            self._put(now, StatusDue(self.last_report_s < 0))
 
     # ------------------------------------------------------------ time
 
@@ -148,7 +147,7 @@ class ReplicaLoop(VirtualLoop):
         commands = super()._tell(event)
         if self._record is not None:
             self._record(self.now, event, commands)
-        if kind is ReportDue:
+        if kind is StatusDue:
             if self._report_is_due:
                 self._make_report(commands)
         elif self._report_delay_s is not None and not self._report_is_due:
@@ -156,12 +155,12 @@ class ReplicaLoop(VirtualLoop):
         return commands
 
     def _make_report(self, commands: list[Command]) -> None:
-        (report,) = commands
-        assert isinstance(report, Report)
+        (status,) = commands
+        assert isinstance(status, Status)
         self._report_is_due = False
         if self._report_delay_s is not None:
             self.last_report_s = self.now
-            self.reported = self._reports.make(report, self._seen_upto, self.held.values())
+            self.reported = report_of(self.place, self._seen_upto, status)
 
     # ------------------------------------------------------------ news
 

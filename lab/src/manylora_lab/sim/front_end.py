@@ -10,17 +10,16 @@ import collections
 import math
 
 from manylora.config import ConfigError, QueueConfig
+from manylora.policy.routing.hashing import prefix_hashes
 from manylora.protocol import Admitted, ClientCommand, Emit, Finish, Ready, Reject
-from manylora.protocol.routing import BLOCK_TOKENS, Asked, Assign, ReplicaId
-from manylora.types import BASE, AdapterId, Request, RequestId
+from manylora.protocol.routing import Asked, Assign, ReplicaId
+from manylora.types import BASE, Request, RequestId
 from manylora_lab.sim.prompts import StreamTurns, client_name, request_of
 from manylora_lab.sim.replay import Outcome
 from manylora_lab.workloads.stream import Stream, StreamRequest
 
 PROGRESS_TOKENS = 32
 """A front end tells the router of a request's first token, and of every so many."""
-
-_HASH_MASK = 2**64 - 1
 
 
 class OpenRequest:
@@ -100,7 +99,13 @@ class FrontEnd:
         made = request_of(name, adapter, prompt, request.output_tokens, share)
         self.open[name] = OpenRequest(made, outcome, moment)
         self.last_news_s = moment
-        return Asked(name, adapter, len(prompt), request.output_tokens, block_hashes(adapter, prompt))
+        return Asked(
+            name,
+            adapter,
+            len(prompt),
+            request.output_tokens,
+            prefix_hashes(adapter, made.cache_scope, prompt),
+        )
 
     def send(self, assign: Assign) -> OpenRequest | None:
         """The request that is to go to a replica, as it is then; None where it has ended meanwhile."""
@@ -180,13 +185,3 @@ class FrontEnd:
         if is_dropped:
             found.outcome.is_dropped, found.outcome.end_s = True, now - self.began_s + self._answer_s
         return found, self._prompts.ended(found.outcome.request)
-
-
-def block_hashes(adapter: AdapterId, prompt: tuple[int, ...]) -> tuple[int, ...]:
-    """Of each full block of the prompt, all before it included; ints hash alike in every process."""
-    hashes = []
-    before = adapter
-    for start in range(0, len(prompt) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-        before = hash((before, prompt[start : start + BLOCK_TOKENS])) & _HASH_MASK
-        hashes.append(before)
-    return tuple(hashes)
