@@ -39,6 +39,7 @@ HELD_BY = {
     "fairness": "scheduler.queue.fairness", "fair_by": "scheduler.queue.fair_by",
     "fair_weights": "scheduler.queue.fair_weights", "fair_share": "scheduler.queue.fair_share",
     "adapter_batch_limit": "scheduler.queue.adapter_batch_limit",
+    "max_prefills_per_step": "scheduler.max_prefills",
     "merge": "scheduler.merge.mode", "merge_copy": "scheduler.merge.copy",
     "merge_minority": "scheduler.merge.minority", "merge_mixed_16bit": "scheduler.merge.mixed_16bit",
     "merge_starve": "scheduler.merge.starve_s", "merge_alpha": "scheduler.merge.alpha",
@@ -62,6 +63,7 @@ NO_WHOLE_NUMBERS = [True, 1.0, 1.5, "1.0", "1e3", "x", "", NAN, [1], {}]
 COUNTS = {
     "max_model_len": LARGEST, "max_num_seqs": 2**15, "max_batch_tokens": LARGEST, "page_tokens": LARGEST,
     "max_adapter_rank": LARGEST, "max_waiting": LARGEST, "max_connections": LARGEST, "merge_window": LARGEST,
+    "max_prefills_per_step": LARGEST,
 }  # fmt: skip
 """With the most that each may be."""
 SIZES = {

@@ -32,6 +32,7 @@ from manylora.protocol import (
     Ready,
     Reject,
     Released,
+    RunStep,
     SetTimer,
     Status,
     StatusDue,
@@ -100,6 +101,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         pipeline_depth=st.sampled_from([1, 2]),
         max_waiting=st.sampled_from([None, None, 1, 2, 4]),
         queue=st.sampled_from([{}] * len(QUEUES) + QUEUES),
+        max_prefills=st.sampled_from([None, None, 1, 2]),
     )
     def start(
         self,
@@ -116,6 +118,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         pipeline_depth: int,
         max_waiting: int | None,
         queue: dict[str, Any],
+        max_prefills: int | None,
     ) -> None:
         cache = CacheConfig(
             policy, adapter_share=0.5, tau_s=2.0, window_s=8.0, low_mark=low_mark, high_mark=high_mark
@@ -134,6 +137,7 @@ class ReplicaMachine(RuleBasedStateMachine):
             pipeline_depth,
             max_waiting,
             QueueConfig(**queue),
+            max_prefills_per_step=max_prefills,
         )
         self.begin(config, DeviceModel(page_tokens, pipeline_depth))
 
@@ -181,6 +185,9 @@ class ReplicaMachine(RuleBasedStateMachine):
 
     def note(self, command: Any) -> None:
         match command:
+            case RunStep():
+                most = self.config.max_prefills_per_step
+                assert most is None or sum(row.num_tokens > 1 for row in command.rows) <= most
             case Emit():
                 tokens = self.emitted.setdefault((command.request, command.sample), [])
                 assert command.position == len(tokens), "each position is emitted once, in order"

@@ -51,3 +51,21 @@ def test_pieces_are_checked() -> None:
         in_order("w", [FIRST], [8], []).with_rate(0.0)
     with pytest.raises(ConfigError, match="at least 1 request"):
         in_order("w", [FIRST], [8], []).first(0)
+
+
+def test_lengths_are_scaled_and_what_was_equal_stays_so() -> None:
+    shared = Piece("system", 10)
+    requests = tuple(
+        StreamRequest(0.5 * place, None, place, 0, (shared, Piece(place, 4, (1, 2, 3, 4))), 3)
+        for place in range(3)
+    )
+    stream = Stream("two pieces", requests)
+    longer = stream.with_lengths(2.5)
+    assert [piece.num_tokens for piece in longer.requests[1].prompt] == [25, 10]
+    assert longer.requests[1].output_tokens == 8
+    assert longer.requests[0].prompt[0] == longer.requests[2].prompt[0]
+    assert [request.arrival_s for request in longer.requests] == [request.arrival_s for request in requests]
+    assert stream.with_lengths(0.01).requests[0].output_tokens == 1
+    for scale in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="scaled by numbers above 0"):
+            stream.with_lengths(scale)

@@ -96,6 +96,8 @@ class PolicyConfig(Section):
     """Requests that may wait for their first admission; more are refused. None: any number."""
     queue: QueueConfig = QueueConfig()
     merge: MergeConfig = MergeConfig()
+    max_prefills_per_step: Positive | None = None
+    """Prompts of which one step computes a part. None: as many as its tokens allow."""
 
     def __post_init__(self) -> None:
         check_rules(self)

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Annotated, Literal, TypeVar
 
-from manylora.config.declaring import ConfigError, Count, Seconds, Section, check_rules, setting
+from manylora.config.declaring import ConfigError, Count, Seconds, Section, check_rules, setting, setting_of
 from manylora.config.policy import is_import_name
 from manylora.rules import FINITE, Rule, at_least, between, broken_rule, fields_of, more_than
 
@@ -180,6 +180,16 @@ class ManyloraParameters(RouterParameters):
     balance_s: Seconds = setting(1.0, "how often moves are looked for")
     move_gain: Ratio = setting(3.0, "a move must save so many times what it costs")
     most_moves: Count = setting(4, "moves at one time")
+
+
+def parameter_lines(router: str, kind: type) -> list[str]:
+    """The parameters of a routing policy for people, a line each."""
+    lines = []
+    for field in fields_of(kind):
+        about = setting_of(field)
+        default = "must be given" if field.default is None else f"default: {field.default}"
+        lines.append(f"{router}.{field.name:<20} {about.help if about else ''} ({default})")
+    return lines or ["no parameters"]
 
 
 _Parameters = TypeVar("_Parameters", bound=RouterParameters)

@@ -111,6 +111,11 @@ class SchedulerSettings(Section):
         "steps in flight at most: with 2, a step is decided while the one before it runs (default: 2 on a GPU, 1 "
         "on a CPU)",
     )
+    max_prefills: Count | None = setting(
+        None,
+        "most prompts that one step computes a part of (default: as many as its tokens allow; Punica: 1)",
+        name="max_prefills_per_step",
+    )
     max_waiting: Positive | None = None
     """The server's own setting, as the policy gets it. None: any number may wait."""
     queue: QueueConfig = QueueConfig()

@@ -261,6 +261,7 @@ def _limits(
         admission=settings.scheduler.admission,
         slo_ttft_s=settings.scheduler.slo_ttft_s,
         max_waiting=settings.scheduler.max_waiting,
+        max_prefills_per_step=settings.scheduler.max_prefills,
         pipeline_depth=pipeline_depth,
         queue=settings.scheduler.queue,
         merge=settings.scheduler.merge,

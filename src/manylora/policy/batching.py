@@ -18,6 +18,8 @@ from manylora.policy.residency import Residency
 from manylora.policy.sequences import RUNNING, Scheduled, Sequence
 from manylora.protocol import Command
 
+_ANY_NUMBER = 2**31
+
 
 @dataclasses.dataclass(slots=True)
 class AdmittedSequence:
@@ -29,10 +31,12 @@ class AdmittedSequence:
 
 @dataclasses.dataclass(slots=True)
 class StepPlan:
-    """What runs in the next step. ``rows`` is empty when nothing can run. ``budget``: tokens that are left."""
+    """What runs in the next step. ``rows`` is empty when nothing can run. ``budget``: tokens that are left;
+    ``prefills``: how many more prompts may have a row."""
 
     rows: list[Scheduled]
     budget: int
+    prefills: int = 0
     admitted: list[AdmittedSequence] = dataclasses.field(default_factory=list)
 
 
@@ -46,6 +50,7 @@ class FirstComeFirstServed:
         self._residency = residency
         self._held = held
         self._waiting = waiting
+        self._most_prefills = config.max_prefills_per_step or _ANY_NUMBER
         self._clusters: Clusters | None = None
         if isinstance(waiting, RankedQueue) and waiting.adapter_limit is not None:
             self._clusters = Clusters(*waiting.adapter_limit, waiting)
@@ -94,7 +99,11 @@ class FirstComeFirstServed:
                 unusual.append((len(rows), 1))
             rows.append((sequence, 1, 1 + sequence.num_unborn_forks))
         budget = self._config.max_batch_tokens - (len(rows) - num_longer)
-        return self._settle(rows, unusual, budget, now) if unusual else StepPlan(rows, budget)
+        return (
+            self._settle(rows, unusual, budget, now)
+            if unusual
+            else StepPlan(rows, budget, self._most_prefills)
+        )
 
     def _settle(
         self, rows: list[Scheduled], unusual: list[tuple[int, int]], budget: int, now: float
@@ -106,27 +115,29 @@ class FirstComeFirstServed:
         """
         held = self._held
         preemptions = held.num_preemptions
+        prefills = self._most_prefills
         for place, remaining in unusual:
             sequence = rows[place][0]
             if sequence.stage is not RUNNING:
                 continue
-            num_tokens = 1 if remaining == 1 else min(remaining, budget)
+            num_tokens = 1 if remaining == 1 else min(remaining, budget) if prefills else 0
             # It may find no room, or none before a copy has ended; it keeps what it has and tries again.
             if num_tokens == 0 or held.grow(sequence, num_tokens, now) is not Growth.DONE:
                 rows[place] = (sequence, 0, 0)
                 continue
             if remaining > 1:
                 budget -= num_tokens
+                prefills -= 1
             num_samples = 1 + sequence.num_unborn_forks if num_tokens == remaining else 0
             rows[place] = (sequence, num_tokens, num_samples)
         # A sequence that was just preempted must not take the pages straight back from the one it made room for.
         if held.num_preemptions > preemptions:
             budget = 0
-        return StepPlan([row for row in rows if row[1] and row[0].stage is RUNNING], budget)
+        return StepPlan([row for row in rows if row[1] and row[0].stage is RUNNING], budget, prefills)
 
     def has_room(self, plan: StepPlan) -> bool:
         """Whether the step can take in sequences that wait."""
-        return plan.budget > 0 and len(self._held.admitted) < self._config.max_num_seqs
+        return plan.budget > 0 and plan.prefills > 0 and len(self._held.admitted) < self._config.max_num_seqs
 
     def admit(self, plan: StepPlan, now: float) -> None:
         """Admit one after the other into the plan; the first that cannot reserve stops those behind it."""
@@ -140,6 +151,7 @@ class FirstComeFirstServed:
                 remaining = sequence.num_remaining
                 num_tokens = min(remaining, plan.budget)
                 plan.budget -= num_tokens
+                plan.prefills -= 1
                 num_samples = 1 + sequence.num_unborn_forks if num_tokens == remaining else 0
                 plan.rows.append((sequence, num_tokens, num_samples))
 

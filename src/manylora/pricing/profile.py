@@ -15,6 +15,7 @@ import msgspec
 
 from manylora.config import LARGEST_NUMBER, ConfigError, PipelineDepth, check_rules
 from manylora.pricing.costs import EVEN, Spread
+from manylora.pricing.ranks import RankLines
 from manylora.pricing.shapes import ModelShape
 
 FORMAT = "manylora-profile-2"
@@ -129,7 +130,8 @@ class Profile:
     do not tell them apart. ``answer_s``: from a step's end until the client has its token; ``copy_drag``,
     ``spread``: see ``costs.StepCosts``. Older profiles have neither of these three: 0, and no spread.
     ``pipeline_depth``: of the engine that was watched; older profiles do not tell it (``steps_in_flight``).
-    ``switches``, ``modes``: of merging, where it was measured."""
+    ``switches``, ``modes``: of merging, where it was measured. ``ranks``: steps by the ranks of
+    their adapters. Older profiles have none of these."""
 
     format: str
     machine: str
@@ -152,6 +154,7 @@ class Profile:
     pipeline_depth: PipelineDepth | None = None
     switches: tuple[SwitchPoint, ...] = ()
     modes: tuple[ModePoint, ...] = ()
+    ranks: RankLines | None = None
 
     def __post_init__(self) -> None:
         if self.format not in (FORMAT, ALONE_FORMAT):

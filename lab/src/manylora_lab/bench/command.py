@@ -146,7 +146,7 @@ def _offline(args: argparse.Namespace) -> int:
 
 _NOTED = (
     "workload", "format", "rate", "adapters", "duration", "popularity", "ranks", "skip_bad_lines", "rate_scale",
-    "limit", "all_at_once", "client_processes",
+    "length_scale", "limit", "all_at_once", "client_processes",
 )  # fmt: skip
 """What the report says of the workload and how it was sent, where it was asked for."""
 

@@ -20,6 +20,7 @@ _WORKLOAD: tuple[Option, ...] = (
     ("--popularity", str, "TERM", "how requests fall to adapters, such as zipf(1)"),
     ("--ranks", str, "TERM", "of the adapters, for the report, such as random(32,64)"),
     ("--rate-scale", float, "X", "replay X times as fast (default: 1)"),
+    ("--length-scale", float, "X", "prompts and replies X times as long (default: 1)"),
     ("--limit", int, "N", "only the first N requests"),
     ("--seed", int, "N", "of whatever is drawn, tokens too (default: 0)"),
 )
@@ -62,4 +63,6 @@ def stream_of(args: argparse.Namespace) -> Any:
     )
     if args.rate_scale is not None:
         stream = stream.with_rate(args.rate_scale)
+    if args.length_scale is not None:
+        stream = stream.with_lengths(args.length_scale)
     return stream if args.limit is None else stream.first(args.limit)

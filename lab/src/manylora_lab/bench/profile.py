@@ -45,6 +45,7 @@ from manylora_lab.bench.profile_loads import (
     crowded_load,
     make_loads,
     overhead_points,
+    rank_lines,
     read_points,
     read_under_load,
     run_load,
@@ -287,6 +288,7 @@ class Profiler:
             overheads=tuple(overhead_points(self._log.steps)),
             answer_s=statistics.median(self._answer_s),
             pipeline_depth=self._policy.pipeline_depth,
+            ranks=rank_lines(self._log.steps),
         )
         costs = fit_profile(profile)
         return dataclasses.replace(
@@ -435,8 +437,24 @@ def describe(profile: Profile, costs: FittedCosts) -> str:
             f"idle; a second of them takes {costs.copy_drag:.2f} s of the steps beside them",
             f"answers       {1e6 * costs.answer_s:.0f} us after their step",
             f"after idling  {1e3 * costs.wake_s:.2f} ms more",
+            *_ranks(profile),
         )
     )
+
+
+def _ranks(profile: Profile) -> list[str]:
+    """The lines over ranks, with how well they fit."""
+    if profile.ranks is None:
+        return ["by ranks      not enough different steps"]
+    named = (
+        ("rows times the largest rank", profile.ranks.bgmv), ("the sum of ranks", profile.ranks.mbgmv),
+        ("tokens of prefills", profile.ranks.prefill),
+    )  # fmt: skip
+    return [
+        f"by {what}: {1e3 * line.base_s:.2f} ms + {1e6 * line.slope_s:.3f} us each, R2 {line.r2:.2f} of "
+        f"{line.num_points} kinds"
+        for what, line in named
+    ]
 
 
 def settings_from(values: Mapping[str, Any], engine: Mapping[str, Any]) -> ProfileSettings:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from manylora.config import ConfigError
 from manylora.pricing.costs import IDLE_S, StepWork
 from manylora.pricing.profile import OverheadPoint, StepPoint, TransferPoint
+from manylora.pricing.ranks import RankedStep, RankLines, fit_rank_lines
 from manylora_lab.bench.step_log import LoggedStep, LoggedTransfer
 from manylora_lab.bench.targets import EngineTarget, TargetRequest
 
@@ -228,6 +229,31 @@ def step_points(steps: Sequence[LoggedStep], is_cold: bool = False) -> list[Step
             )
         )
     return points
+
+
+def rank_lines(steps: Sequence[LoggedStep]) -> RankLines | None:
+    """Steps that come at once, by the ranks of their adapters where they only decode, and by their tokens where
+    they only prefill."""
+    warm = [step for step in steps if step.idle_s < IDLE_S]
+    decodes = [
+        RankedStep(*step.ranks, step.took_s)
+        for step in warm
+        if step.ranks[0] and not step.work.num_prefill_tokens
+    ]
+    points = [point for point in step_points(warm) if not point.num_decodes]
+    prefills = [(point.num_prefill_tokens, point.seconds) for point in points]
+    return fit_rank_lines(_without_outliers(decodes), prefills)
+
+
+def _without_outliers(steps: Sequence[RankedStep]) -> list[RankedStep]:
+    groups: dict[tuple[int, int], list[RankedStep]] = {}
+    for step in steps:
+        groups.setdefault((step.rank_sum, step.rank_padded), []).append(step)
+    kept = []
+    for alike in groups.values():
+        most_s = _STALL * statistics.median(step.seconds for step in alike)
+        kept += [step for step in alike if step.seconds <= most_s]
+    return kept
 
 
 def _kind(work: StepWork) -> tuple[int, ...]:

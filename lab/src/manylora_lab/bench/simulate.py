@@ -98,7 +98,7 @@ class SimulateSettings:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Target:
+class SimulatedTarget:
     """What is simulated: costs on all cards, and what the engine's settings, pools and adapters follow from.
     ``profile``: whence the costs are, if measured."""
 
@@ -134,15 +134,15 @@ class _Target:
 
 def run(settings: SimulateSettings, load: Callable[[], Stream]) -> int:
     """Simulate what ``load`` returns, print a line for each policy as it is done. Raises ConfigError."""
-    target = _target(settings)
+    target = target_of(settings)
     configs = {
-        name if mode == "unmerged" else f"{name}+{mode}": _config(settings, name, target, mode)
-        for name in _policies(settings.policies)
-        for mode in _modes(settings.merge)
+        name if mode == "unmerged" else f"{name}+{mode}": config_of(settings, name, target, mode)
+        for name in policies_of(settings.policies)
+        for mode in modes_of(settings.merge)
     }
     # Of the reference batch sizes and lengths matter, pools do not, and pages are as large as by default.
-    unlimited = _config(settings, "lru", target)
-    notes = _notes(configs, target)
+    unlimited = config_of(settings, "lru", target)
+    notes = notes_of(configs, target)
     recording = Provenance("the workload's (--seed)")
     stream = load()
     print(f"{stream.name} on {target.name}, {len(stream.requests)} requests", flush=True)
@@ -161,7 +161,7 @@ def run(settings: SimulateSettings, load: Callable[[], Stream]) -> int:
         "notes": [*stream.notes, *notes], "device": target.name, "model": str(target.shape), "results": {},
     }  # fmt: skip
     for name, plain in (*configs.items(), (REFERENCE, unlimited)):
-        config = _with_times(plain, stream, target)
+        config = with_times(plain, stream, target)
         result = _simulated(name, config, stream, target, settings)
         report["results"][name] = result
         print(_line(name, width, [_cell(form, result) for _, form in columns]), flush=True)
@@ -175,7 +175,7 @@ def run(settings: SimulateSettings, load: Callable[[], Stream]) -> int:
 
 
 def _simulated(
-    name: str, config: PolicyConfig, stream: Stream, target: _Target, settings: SimulateSettings
+    name: str, config: PolicyConfig, stream: Stream, target: SimulatedTarget, settings: SimulateSettings
 ) -> dict[str, Any]:
     """One policy's result, beside it, if asked for, the most that any could have kept; or the reference's."""
     pages = [target.shape.adapter_pages(rank, config.page_tokens, target.modules) for rank in stream.ranks]
@@ -188,13 +188,13 @@ def _simulated(
         replay, record = recorded(
             stream, config, target.costs, pages, settings.is_warm, watch, target.merge_costs(config)
         )
-        of_policy = {"config": _noted(config), **summarize_limits(record, config)}
+        of_policy = {"config": noted(config), **summarize_limits(record, config)}
     else:
         replay = Replay(
             stream, config, target.costs, pages, settings.is_warm, watch, target.merge_costs(config)
         )
         replay.run()
-        of_policy = {"config": _noted(config)}
+        of_policy = {"config": noted(config)}
     dropped = sum(outcome.is_dropped for outcome in replay.outcomes)
     merged: dict[str, Any] | None = merging(replay)
     if merged is not None and clairvoyant is not None:
@@ -219,7 +219,7 @@ def _cell(form: str, result: Mapping[str, Any]) -> str:
         return "-"
 
 
-def _notes(configs: Mapping[str, PolicyConfig], target: _Target) -> list[str]:
+def notes_of(configs: Mapping[str, PolicyConfig], target: SimulatedTarget) -> list[str]:
     """What is not as the profile has it, or as an engine's requests have it."""
     notes = []
     if any(config.queue.has_priorities for config in configs.values()):
@@ -242,7 +242,8 @@ def _notes(configs: Mapping[str, PolicyConfig], target: _Target) -> list[str]:
     ]
 
 
-def _modes(text: str) -> list[str]:
+def modes_of(text: str) -> list[str]:
+    """Modes of merging from names with commas between. Raises ConfigError."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in MERGE_MODES:
@@ -251,7 +252,8 @@ def _modes(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _policies(text: str) -> list[str]:
+def policies_of(text: str) -> list[str]:
+    """Cache policies from names with commas between, or "all". Raises ConfigError."""
     names = list(CACHE_POLICIES) if text == "all" else [name.strip() for name in text.split(",")]
     for name in names:
         if is_import_name(name):
@@ -262,13 +264,14 @@ def _policies(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _target(settings: SimulateSettings) -> _Target:
+def target_of(settings: SimulateSettings) -> SimulatedTarget:
+    """What the settings name. Raises ConfigError."""
     cards = f"{settings.cards} x " if settings.cards > 1 else ""
     if settings.hardware is not None:
         hardware, shape = hardware_named(settings.hardware), shape_named(settings.shape or _SHAPE)
         costs = described_costs(shape, hardware, settings.cards)
         name = f"{cards}{hardware.name} (assumed)"
-        return _Target(name, shape, costs, None, costs.pool_bytes())
+        return SimulatedTarget(name, shape, costs, None, costs.pool_bytes())
     assert settings.profile is not None
     profile = find_profile(settings.profile)
     if settings.model is not None:
@@ -276,7 +279,7 @@ def _target(settings: SimulateSettings) -> _Target:
     if settings.device is not None:
         profile.expect(machine=_this_machine(settings.device))
     measured = fit_profile(profile).on_cards(settings.cards)
-    return _Target(f"{cards}{profile.machine}", profile.model, measured, profile, None, settings.cards)
+    return SimulatedTarget(f"{cards}{profile.machine}", profile.model, measured, profile, None, settings.cards)
 
 
 def _shape_of_folder(model: str, itemsize: int) -> ModelShape:
@@ -297,7 +300,9 @@ def _this_machine(device: str) -> str:
     return machine_name(open_device(device).name)
 
 
-def _config(settings: SimulateSettings, policy: str, target: _Target, mode: str = "unmerged") -> PolicyConfig:
+def config_of(
+    settings: SimulateSettings, policy: str, target: SimulatedTarget, mode: str = "unmerged"
+) -> PolicyConfig:
     """The config that ``executor.build`` gives on such a device, but for what depends on free memory there."""
     given = {
         **{name: value for name, value in settings.engine.items() if _says_something(name, mode)},
@@ -333,6 +338,7 @@ def _config(settings: SimulateSettings, policy: str, target: _Target, mode: str 
         pipeline_depth=pipeline_depth,
         queue=scheduler.queue,
         merge=merge,
+        max_prefills_per_step=scheduler.max_prefills,
     )
 
 
@@ -342,7 +348,7 @@ def _says_something(name: str, mode: str) -> bool:
     return name not in fields or mode in SETTING_MODES.get(fields[name], MERGE_MODES)
 
 
-def _with_times(config: PolicyConfig, stream: Stream, target: _Target) -> PolicyConfig:
+def with_times(config: PolicyConfig, stream: Stream, target: SimulatedTarget) -> PolicyConfig:
     """Where adapters are merged, with what the engine would have measured before serving: of the stream's median
     rank."""
     if not config.merge.is_on or not stream.ranks:
@@ -360,7 +366,7 @@ def _with_times(config: PolicyConfig, stream: Stream, target: _Target) -> Policy
     return dataclasses.replace(config, merge=dataclasses.replace(config.merge, times=times))
 
 
-def _pool_bytes(engine: EngineSettings, target: _Target) -> int:
+def _pool_bytes(engine: EngineSettings, target: SimulatedTarget) -> int:
     found = engine.cache.device_pool or target.pool_bytes
     if found is None:
         raise ConfigError(
@@ -369,6 +375,7 @@ def _pool_bytes(engine: EngineSettings, target: _Target) -> int:
     return found
 
 
-def _noted(config: PolicyConfig) -> dict[str, Any]:
+def noted(config: PolicyConfig) -> dict[str, Any]:
+    """A config as a report has it."""
     values = dataclasses.asdict(config)
     return {**values, "cache": values["cache"]["policy"]}

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from manylora.config import ConfigError
 from manylora.options import add_settings, settings_of
 from manylora_lab.bench.options import (
     Option,
@@ -24,6 +25,9 @@ examples:
   manylora bench simulate --workload 'synthetic:popularity=zipf(1)' --rate 20 --duration 300 \\
        --profile here.json --model ./llama --device-pool 12GB --policies all --out simulated.json
       your own machine and model
+  manylora bench simulate --workload chatbot --rate 12 --adapters 200 --duration 300 --profile h200-llama-2-7b \\
+       --device-pool 40GB --replicas 4 --router manylora,cache-aware,round-robin --slo-tpot 1.5x
+      four of them behind a router
   manylora bench simulate --trace-file chat_5rps.jsonl.gz --hardware a10 --shape llama-2-7b
       hardware that is not at hand, by its data sheet
 
@@ -37,6 +41,7 @@ FLAG_NAMES = (
     "scheduling_policy", "priority_floor", "priority_age", "fairness", "fair_by", "fair_weights", "fair_share",
     "adapter_batch_limit", "merge_copy", "merge_minority",
     "merge_mixed_16bit", "merge_starve", "merge_alpha", "merge_beta", "merge_dec", "merge_mul", "merge_window",
+    "max_prefills_per_step",
 )  # fmt: skip
 """Settings of the engine that a simulation knows."""
 
@@ -47,6 +52,15 @@ _COSTS: tuple[Option, ...] = (
     ("--hardware", str, "NAME", "assumed, instead: " + ", ".join(HARDWARE)),
     ("--shape", str, "NAME", "with --hardware: of the model, such as llama-2-7b (the default)"),
     ("--cards", int, "N", "1, 2, 4 or 8 of them, ideally shared out (default: 1)"),
+)
+
+
+_CLUSTER: tuple[Option, ...] = (
+    ("--replicas", int, "N", "so many of them; several profiles, or hardwares, with commas between go round"),
+    ("--router", str, "NAMES", "routing policies to compare, such as manylora,punica, or all (default: manylora)"),
+    ("--router-help", str, "NAME", "name a routing policy's parameters, and end"),
+    ("--slo-tpot", str, "TIME", "the objective between tokens: seconds, or 1.5x of a merged step"),
+    ("--report-delay", float, "SECONDS", "how old a replica's report is on arrival (default: 0.05)"),
 )
 
 
@@ -81,6 +95,13 @@ def add_parser(kinds: Any) -> None:
         help="the most that any policy could have kept beside each (some 10 %% slower)",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
+    cluster = parser.add_argument_group("replicas and a router (docs/routing.md)")
+    add_options(cluster, _CLUSTER)
+    cluster.add_argument(
+        "--router-set", action="append", metavar="ROUTER.KEY=VALUE", help="a parameter of one; may be repeated"
+    )
+    cluster.add_argument("--journals", type=Path, metavar="DIR", help="write the router's and each replica's")
+    cluster.add_argument("--plot", type=Path, metavar="FILE", help="a picture of the routers")
     engine = parser.add_argument_group("settings of the engine, as for manylora serve on such a device")
     add_settings(engine, FLAG_NAMES)
     parser.set_defaults(run=_simulate)
@@ -88,7 +109,12 @@ def add_parser(kinds: Any) -> None:
 
 def _simulate(args: argparse.Namespace) -> int:
     from manylora_lab.bench.simulate import SimulateSettings, run
+    from manylora_lab.bench.simulate_cluster import ClusterSettings, help_of, run_cluster
+    from manylora_lab.sim.cluster import REPORT_DELAY_S
 
+    if args.router_help is not None:
+        print(help_of(args.router_help))
+        return 0
     settings = SimulateSettings(
         profile=args.profile,
         model=args.model,
@@ -103,4 +129,20 @@ def _simulate(args: argparse.Namespace) -> int:
         engine=settings_of(args, FLAG_NAMES),
         out=args.out,
     )
-    return run(settings, lambda: stream_of(args))
+    if args.replicas is None:
+        for name in ("router", "router_set", "slo_tpot", "report_delay", "journals", "plot"):
+            if getattr(args, name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} needs --replicas")
+        return run(settings, lambda: stream_of(args))
+    delay_s = REPORT_DELAY_S if args.report_delay is None else args.report_delay
+    cluster = ClusterSettings(
+        settings,
+        args.replicas,
+        routers=args.router or "manylora",
+        router_set=args.router_set or (),
+        slo_tpot=args.slo_tpot,
+        report_delay_s=delay_s,
+        journals=args.journals,
+        plot=args.plot,
+    )
+    return run_cluster(cluster, lambda: stream_of(args))

@@ -37,7 +37,8 @@ class LoggedStep(NamedTuple):
 
     ``gap_s``: since the end of the step before; None where no row of that one went on, so that the engine may
     have waited for work. ``num_new``: sequences that it took up. ``idle_s``: since the end of the step before,
-    whatever that was; infinite for the first.
+    whatever that was; infinite for the first. ``ranks``: the sum of the ranks of the rows' adapters, and the
+    largest of them times the rows.
     """
 
     began_s: float
@@ -48,6 +49,7 @@ class LoggedStep(NamedTuple):
     work: StepWork
     cpu_s: float
     idle_s: float = 0.0
+    ranks: tuple[int, int] = (0, 0)
 
 
 class LoggedTransfer(NamedTuple):
@@ -77,6 +79,7 @@ class _Issued(NamedTuple):
     work: StepWork
     began_s: float
     cpu_s: float
+    ranks: tuple[int, int]
 
 
 class _Begun(NamedTuple):
@@ -96,13 +99,14 @@ class StepLogger(LentExecutor):
         self._page_bytes = page_bytes
         self._clock = clock
         self._adapter_bytes: dict[AdapterId, int] = {}
+        self._adapter_ranks: dict[AdapterId, int] = {}
         self._adapter_of: dict[SequenceId, AdapterId] = {}
         self._before: set[SequenceId] = set()
         self._in_flight: dict[int, _Issued] = {}
         self._issuing = 0  # a step
         self._begun: dict[Ask, _Begun] = {}
         # Plain tuples of numbers: the garbage collector looks through anything else again and again.
-        self._steps: list[tuple[_Timing, tuple[int, int], _Work, float, float]] = []
+        self._steps: list[tuple[_Timing, tuple[int, int], _Work, float, float, tuple[int, int]]] = []
         self._copies: list[tuple[float, float, float, bool, int]] = []
         self._reads: list[tuple[float, float, float, bool, int]] = []
 
@@ -110,8 +114,8 @@ class StepLogger(LentExecutor):
         """All so far."""
         return StepLog(
             [
-                LoggedStep(*timing, *counts, StepWork(*work), cpu_s, idle_s)
-                for timing, counts, work, cpu_s, idle_s in self._steps
+                LoggedStep(*timing, *counts, StepWork(*work), cpu_s, idle_s, ranks)
+                for timing, counts, work, cpu_s, idle_s, ranks in self._steps
             ],
             [LoggedTransfer(*copy) for copy in self._copies],
             [LoggedTransfer(*read) for read in self._reads],
@@ -130,12 +134,16 @@ class StepLogger(LentExecutor):
                     self._adapter_of[start.sequence] = start.adapter
                 # Sequences may end while the step is on its way.
                 work = work_of(command, self._adapter_of, self._adapter_bytes)
-                self._in_flight[command.step] = _Issued(command, work, self._clock(), time.thread_time())
+                ranks = self._ranks_of(command)
+                self._in_flight[command.step] = _Issued(
+                    command, work, self._clock(), time.thread_time(), ranks
+                )
                 self._issuing = command.step
             case EndSequence():
                 self._adapter_of.pop(command.sequence, None)
             case ForgetAdapter():
                 self._adapter_bytes.pop(command.adapter, None)
+                self._adapter_ranks.pop(command.adapter, None)
             case SwapPages() | ReadAdapter():
                 self._begun[ask_of(command)] = _Begun(command, self._clock())
 
@@ -157,9 +165,14 @@ class StepLogger(LentExecutor):
                 self._note_transfer(self._reads, event, event.read_s)
             case AdapterChecked() if event.ok:
                 self._adapter_bytes[event.adapter] = event.num_pages * self._page_bytes
+                self._adapter_ranks[event.adapter] = event.rank
+
+    def _ranks_of(self, step: RunStep) -> tuple[int, int]:
+        ranks = [self._adapter_ranks.get(self._adapter_of[row.sequence], 0) for row in step.rows]
+        return sum(ranks), len(ranks) * max(ranks, default=0)
 
     def _note_step(self, issued: _Issued, ended_s: float, cpu_s: float) -> None:
-        step, work, began_s, _ = issued
+        step, work, began_s, _, ranks = issued
         rows = {row.sequence for row in step.rows}
         gap_s, idle_s = None, math.inf
         if self._steps:
@@ -171,7 +184,7 @@ class StepLogger(LentExecutor):
                 gap_s = idle_s
         self._before = rows
         timing = (began_s, ended_s - began_s, gap_s)
-        self._steps.append((timing, (len(step.rows), len(step.starts)), tuple(work), cpu_s, idle_s))
+        self._steps.append((timing, (len(step.rows), len(step.starts)), tuple(work), cpu_s, idle_s, ranks))
 
     def _note_transfer(
         self,

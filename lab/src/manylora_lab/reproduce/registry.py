@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from manylora.config import ConfigError
 from manylora_lab.reproduce import (
+    caraserve_schedulers,
     dlora_fig5,
+    dlora_fig12,
     dlora_figures,
     fastlibra_fig5,
     fastlibra_overhead,
@@ -18,6 +20,7 @@ from manylora_lab.reproduce import (
     punica_fig9,
     punica_fig10,
     punica_fig11,
+    punica_fig13,
     s_lora_cluster,
     s_lora_fig9,
     s_lora_figures,
@@ -53,8 +56,12 @@ _ALL = (
     punica_fig9.FIG9,
     punica_fig10.FIG10,
     punica_fig11.FIG11,
+    punica_fig13.FIG13,
+    caraserve_schedulers.FIG19,
+    caraserve_schedulers.FIG20,
     dlora_fig5.FIG5,
     dlora_figures.FIG10,
+    dlora_fig12.FIG12,
     dlora_figures.FIG14,
     dlora_figures.FIG15,
     vtc_fig3.FIG3,

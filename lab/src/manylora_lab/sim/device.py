@@ -12,6 +12,7 @@ import dataclasses
 import heapq
 import random
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from manylora.config import MergeTimes
 from manylora.pricing.costs import IDLE_S, StepCosts, prefill_pairs, step_work
@@ -33,6 +34,7 @@ Answer = tuple[float, StepDone | CopyDone | AdapterRead | SwitchDone]
 """When, and what."""
 
 _SEED = 0
+Kernel = Literal["shared", "mbgmv", "bgmv"]
 NO_SWITCHES = MergeTimes()
 """Of a device on which nothing is merged."""
 
@@ -71,6 +73,9 @@ class SimulatedDevice:
     A switch of what is merged takes ``switches`` of the compute timeline. Rows of the merged adapter go through no
     adapter's bytes, those of others through their own and the merged one's; ``merging`` says how far that is from
     what was measured, where it was.
+
+    ``kernel``: which adapters' bytes a step reads. shared: those of each distinct one, once. mbgmv: those of each
+    row's, also where rows share one. bgmv: for each row as many as the largest one has (CaraServe §2.3).
     """
 
     def __init__(
@@ -80,10 +85,12 @@ class SimulatedDevice:
         adapter_pages: Mapping[AdapterId, int],
         switches: MergeTimes = NO_SWITCHES,
         merging: MergeCosts | None = None,
+        kernel: Kernel = "shared",
     ) -> None:
         self._costs = costs
         self._merging = merging
         self._switches = switches
+        self._kernel = kernel
         self._merged: AdapterId = BASE
         self._page_bytes = page_bytes
         self._adapter_bytes = {adapter: pages * page_bytes for adapter, pages in adapter_pages.items()}
@@ -136,6 +143,8 @@ class SimulatedDevice:
             if num_samples:
                 drawn.append((number, (token_at_0 + end,) * num_samples))
         num_bytes = sum(adapters.values())
+        if self._kernel != "shared" and adapters:
+            num_bytes, token_bytes = self._unshared(step, max(adapters.values()), token_bytes)
         work = step_work((decodes, prefill, kv, num_bytes, len(adapters), pairs, token_bytes))
         costs = self._costs
         seconds = costs.step_s(work)
@@ -153,6 +162,16 @@ class SimulatedDevice:
             seconds += costs.copy_drag * self._copied_s(begin, begin + seconds)
         self._steps_end = begin + seconds
         return self._steps_end, StepDone(step.step, True, tuple(drawn), seconds)
+
+    def wait(self, now: float, seconds: float) -> None:
+        """The device computes nothing for so long, after the steps issued so far."""
+        self._steps_end = max(now, self._steps_end) + seconds
+
+    def _unshared(self, step: RunStep, largest: int, token_bytes: int) -> tuple[int, int]:
+        """Bytes that the rows read of adapters, and those that their tokens compute with."""
+        if self._kernel == "mbgmv":
+            return sum(self._sequences[row.sequence][1] for row in step.rows), token_bytes
+        return len(step.rows) * largest, sum(row.num_tokens for row in step.rows) * largest
 
     def _switch(self, command: SetMerged, now: float) -> Answer:
         """After the steps issued so far; from one adapter to another by way of the base, where that has to come

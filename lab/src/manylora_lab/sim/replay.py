@@ -1,18 +1,14 @@
 """Replays a request stream through the engine's own ``Replica`` in virtual time.
 
-The order of events is ``loop``'s. Where a stream names no token ids, a piece's tokens are 2**20 times the number
-of its identity, and those that follow; so a turn's prompt spells the history, the simulated device's replies
-included.
+The order of events is ``loop``'s, what clients say is ``prompts``'.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import functools
 import heapq
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 from manylora.config import ConfigError, PolicyConfig
 from manylora.policy.replica import Replica
@@ -31,16 +27,15 @@ from manylora.protocol import (
     Timer,
 )
 from manylora.reports import Counters
-from manylora.types import BASE, AdapterId, Request, RequestId, SamplingParams
+from manylora.types import BASE, AdapterId, Request, RequestId
 from manylora_lab.sim.device import MergeCosts, SimulatedDevice
 from manylora_lab.sim.loop import VirtualLoop
+from manylora_lab.sim.prompts import MOST_TOKENS, StreamTurns, client_name, request_of
 from manylora_lab.sim.service import Served, service_difference
-from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
+from manylora_lab.workloads.stream import Stream, StreamRequest
 
 Watch = Callable[[float, Command], None]
 """Told of a command, and when it is given."""
-
-_MOST_TOKENS = 2**20
 _WARM_TOKENS = 8
 _MOST_TIMERS = 10_000
 """The most timers in a row before the waiting requests are taken for forgotten."""
@@ -113,7 +108,7 @@ class Replay(VirtualLoop):
         self._num_handed = 0  # of the stream's requests that arrived
         self._next_arrival_s = math.inf
         self._open: dict[RequestId, Outcome] = {}
-        self._prompts = _Prompts(stream)
+        self._prompts = StreamTurns(stream)
         self._warming: dict[RequestId, Request] = {}
         self._queue = config.queue
         self._shares = config.queue.shares
@@ -201,10 +196,10 @@ class Replay(VirtualLoop):
     def _warm_up(self, adapters: Sequence[AdapterId] | dict[AdapterId, int]) -> None:
         for adapter in adapters:
             name = f"warm-{adapter}"
-            first = -adapter * _MOST_TOKENS  # numbers that no piece has
+            first = -adapter * MOST_TOKENS  # numbers that no piece has
             tokens = tuple(range(first, first + _WARM_TOKENS))
             share = self._shares.get(client_name(adapter - 1), 1.0)
-            self._warming[name] = _request(name, adapter, tokens, 1, share)
+            self._warming[name] = request_of(name, adapter, tokens, 1, share)
             self._put(0.0, Arrive(self._warming[name]))
         if not self._warming:
             self._begin()
@@ -223,7 +218,7 @@ class Replay(VirtualLoop):
         self._open[name] = outcome
         adapter = BASE if request.adapter is None else request.adapter + 1
         share = self._shares.get(client_name(request.adapter), 1.0)
-        return Arrive(_request(name, adapter, prompt, request.output_tokens, share))
+        return Arrive(request_of(name, adapter, prompt, request.output_tokens, share))
 
     def _note_token(self, command: Emit) -> None:
         outcome = self._open.get(command.request)
@@ -255,73 +250,3 @@ class Replay(VirtualLoop):
         if following is not None:
             answered_s = self.now + self._answer_s
             self._put(answered_s, self._hand_over(following, answered_s))
-
-
-class _Prompts:
-    """What is said in conversations, and whose turn has to wait for the reply before it."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._last_turn = {request.conversation: request.turn for request in stream.requests}
-        self._said: dict[int, list[int]] = {}  # of conversations that go on
-        self._busy: dict[int, collections.deque[StreamRequest]] = {}  # with the turns that wait
-        self._first_tokens: dict[Hashable, int] = {}
-
-    def is_free(self, request: StreamRequest) -> bool:
-        """Whether the turn can be handed over; if not, it is remembered."""
-        waiting = self._busy.get(request.conversation)
-        if waiting is None:
-            return True
-        waiting.append(request)
-        return False
-
-    def take(self, request: StreamRequest) -> tuple[tuple[int, ...], list[int] | None]:
-        """The turn's prompt, and where its reply is to be added, if another turn follows.
-
-        The conversation is busy until the reply has ended.
-        """
-        self._busy.setdefault(request.conversation, collections.deque())
-        said = self._said.get(request.conversation, [])
-        for piece in request.prompt:
-            said.extend(self._tokens(piece))
-        prompt = tuple(said)
-        if not self._goes_on(request):
-            return prompt, None
-        self._said[request.conversation] = said
-        return prompt, said
-
-    def ended(self, request: StreamRequest) -> StreamRequest | None:
-        """The reply has ended; returns the turn that waited for it."""
-        if not self._goes_on(request):
-            self._said.pop(request.conversation, None)
-        waiting = self._busy[request.conversation]
-        if waiting:
-            return waiting.popleft()
-        del self._busy[request.conversation]
-        return None
-
-    def _goes_on(self, request: StreamRequest) -> bool:
-        return request.turn < self._last_turn[request.conversation]
-
-    def _tokens(self, piece: Piece) -> Sequence[int]:
-        if piece.tokens is not None:
-            return piece.tokens
-        if piece.num_tokens > _MOST_TOKENS:
-            raise ConfigError(f"a piece of {piece.num_tokens} tokens is longer than {_MOST_TOKENS}")
-        first = self._first_tokens.setdefault(piece.identity, len(self._first_tokens) * _MOST_TOKENS)
-        return range(first, first + piece.num_tokens)
-
-
-def client_name(adapter: int | None) -> str:
-    """What a stream's adapter is called where clients are told apart."""
-    return "base" if adapter is None else f"adapter-{adapter}"
-
-
-def _request(
-    name: RequestId, adapter: AdapterId, prompt: tuple[int, ...], num_reply: int, share: float = 1.0
-) -> Request:
-    return Request(name, adapter, prompt, _greedy(num_reply), share=share)
-
-
-@functools.lru_cache(maxsize=4096)
-def _greedy(num_reply: int) -> SamplingParams:
-    return SamplingParams(max_tokens=num_reply, temperature=0.0, seed=0, ignore_eos=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from manylora.reports import Counters
 from manylora_lab.sim.replay import Outcome, Replay
 
 Summary = dict[str, float]
@@ -18,20 +19,29 @@ def summarize(replay: Replay) -> Summary:
 
     Of dropped requests nothing counts but the moment of the last end.
     """
-    outcomes = [outcome for outcome in replay.outcomes if not outcome.is_dropped]
-    before, after = replay.counters_at_start, replay.report("busy").counters
-    grown = {
+    return summary_of(replay.outcomes, [grown_since(replay.counters_at_start, replay.report("busy").counters)])
+
+
+def grown_since(before: Counters, after: Counters) -> dict[str, float]:
+    """By how much each count grew."""
+    return {
         field.name: getattr(after, field.name) - getattr(before, field.name)
         for field in dataclasses.fields(after)
     }
-    end_s = max(outcome.end_s for outcome in replay.outcomes)
+
+
+def summary_of(all_outcomes: Sequence[Outcome], counts: Sequence[Mapping[str, float]]) -> Summary:
+    """Outcomes, and what each replica counted meanwhile, in numbers."""
+    outcomes = [outcome for outcome in all_outcomes if not outcome.is_dropped]
+    grown = {name: sum(each[name] for each in counts) for name in counts[0]}
+    end_s = max((outcome.end_s for outcome in all_outcomes), default=0.0)
     adapters = sum(grown[name] for name in ("adapter_hits_device", "adapter_hits_host", "adapter_misses"))
     tokens = grown["prefix_queries_tokens"]
     return {
-        **_spread_ms("ttft", [outcome.ttft_s for outcome in outcomes]),
-        **_spread_ms("tpot", [outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None]),
-        "done_per_s": len(outcomes) / end_s,
-        "output_tokens_per_s": sum(outcome.num_tokens for outcome in outcomes) / end_s,
+        **spread_ms("ttft", [outcome.ttft_s for outcome in outcomes]),
+        **spread_ms("tpot", [outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None]),
+        "done_per_s": len(outcomes) / end_s if end_s else 0.0,
+        "output_tokens_per_s": sum(outcome.num_tokens for outcome in outcomes) / end_s if end_s else 0.0,
         "prefix_hit": _share(sum(o.num_cached for o in outcomes), sum(o.prompt_tokens for o in outcomes)),
         "kv_hit_device": _share(grown["kv_hit_tokens_device"], tokens),
         "kv_hit_host": _share(grown["kv_hit_tokens_host"], tokens),
@@ -50,7 +60,18 @@ def summarize(replay: Replay) -> Summary:
 
 def merging(replay: Replay) -> dict[str, float] | None:
     """What a finished replay merged; None where it may not merge. Steps by mode are shares of all."""
-    counters = replay.report("busy").counters
+    return merging_of([replay.report("busy").counters])
+
+
+def merging_of(replicas: Sequence[Counters]) -> dict[str, float] | None:
+    """What replicas merged, by what each has counted since it began; None where they may not merge."""
+    counters = Counters(
+        **{
+            field.name: sum(getattr(each, field.name) for each in replicas)
+            for field in dataclasses.fields(Counters)
+        }
+    )
+    counters.longest_pause_s = max(each.longest_pause_s for each in replicas)
     steps = {mode: getattr(counters, f"steps_{mode}") for mode in ("unmerged", "merged", "mixed")}
     total = sum(steps.values())
     if not total:
@@ -80,7 +101,8 @@ def ttft_parts_ms(outcomes: Sequence[Outcome]) -> Summary:
     }
 
 
-def _spread_ms(name: str, seconds: Sequence[float]) -> Summary:
+def spread_ms(name: str, seconds: Sequence[float]) -> Summary:
+    """Mean, median and 99th percentile in milliseconds; 0 of nothing."""
     p50, p99 = np.percentile(seconds, (50, 99)).tolist() if seconds else (0.0, 0.0)
     mean = statistics.fmean(seconds) if seconds else 0.0
     return {

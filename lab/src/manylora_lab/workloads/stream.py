@@ -105,6 +105,25 @@ class Stream:
         faster = (dataclasses.replace(r, arrival_s=r.arrival_s / scale) for r in self.requests)
         return dataclasses.replace(self, requests=tuple(faster))
 
+    def with_lengths(self, scale: float) -> Stream:
+        """The same with prompts and replies ``scale`` times as long, of at least 1 token (dLoRA §7.4). Real text
+        becomes made-up tokens, equal ones where it was equal."""
+        if not 0 < scale < math.inf:
+            raise ConfigError(f"lengths can be scaled by numbers above 0, not by {scale}")
+
+        def scaled(length: int) -> int:
+            return max(round(length * scale), 1)
+
+        other = (
+            dataclasses.replace(
+                request,
+                prompt=tuple(Piece(piece.identity, scaled(piece.num_tokens)) for piece in request.prompt),
+                output_tokens=scaled(request.output_tokens),
+            )
+            for request in self.requests
+        )
+        return dataclasses.replace(self, requests=tuple(other))
+
     def since(self, start_s: float) -> Stream:
         """The same, with arrivals that count from ``start_s``, no later than the first of them."""
         later = (dataclasses.replace(r, arrival_s=r.arrival_s - start_s) for r in self.requests)

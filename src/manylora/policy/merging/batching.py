@@ -87,7 +87,7 @@ class MergedBatching(FirstComeFirstServed):
 
     def has_room(self, plan: StepPlan) -> bool:
         """See FirstComeFirstServed: whether a slot is free, or one can be had."""
-        if plan.budget <= 0:
+        if plan.budget <= 0 or not plan.prefills:
             return False
         has_slot = len(self._held.admitted) < self._config.max_num_seqs
         return has_slot or self._held.num_paused > 0 or any(s.is_waiting for s in self._choice.batch)

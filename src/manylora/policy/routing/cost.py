@@ -71,7 +71,7 @@ def cheapest(
         else:  # all slots are taken then
             then_s += max(free_rows, 0) * row_s
             rows = min(rows, replica.max_seqs)
-            cost_s += (replica.max_seqs * then_s - rows * now_s) * remaining
+            cost_s += (replica.max_seqs * then_s - rows * now_s + samples * then_s) * remaining
         if cost_s < least_s:
             best, least_s = replica, cost_s
     return best

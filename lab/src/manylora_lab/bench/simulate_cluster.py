@@ -1,0 +1,313 @@
+"""``manylora bench simulate --replicas N``: a workload over replicas and a router in virtual time."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from manylora.config import ConfigError, PolicyConfig, is_import_name
+from manylora.config.routing import (
+    ROUTERS,
+    CaraServeParameters,
+    RouterConfig,
+    parameter_lines,
+    read_parameters,
+    split_setting,
+)
+from manylora.engine.journal import JournalWriter
+from manylora.policy.routing import find_router
+from manylora.pricing.costs import StepCosts, StepWork
+from manylora_lab.bench.cluster_picture import draw_routers
+from manylora_lab.bench.picture import check_plot
+from manylora_lab.bench.provenance import Provenance
+from manylora_lab.bench.simulate import (
+    SimulatedTarget,
+    SimulateSettings,
+    config_of,
+    modes_of,
+    noted,
+    notes_of,
+    policies_of,
+    target_of,
+    with_times,
+)
+from manylora_lab.sim.cluster import EAGER_ADAPTERS, REPORT_DELAY_S, Journal, Member, VirtualCluster
+from manylora_lab.sim.cluster_summary import summarize_cluster
+from manylora_lab.workloads.stream import Stream
+from manylora_lab.workloads.terms import suggestion
+
+_SLO_CONTEXT = 512
+_COLUMNS = (
+    ("TTFT ms", "{ttft_mean_ms:.1f}"),
+    ("p99", "{ttft_p99_ms:.1f}"),
+    ("TPOT ms", "{tpot_mean_ms:.2f}"),
+    ("ms a token", "{time_per_token_mean_ms:.2f}"),
+    ("in SLO", "{slo_attainment:.3f}"),
+    ("done per s", "{done_per_s:.2f}"),
+    ("busy", "{busy_share:.2f}"),
+    ("loads", "{adapter_loads:.0f}"),
+    ("moves", "{moves}"),
+    ("us a choice", "{decision_mean_us:.0f}"),
+)
+_LEAST_WIDTH = 9
+_FROM_PROFILE = ("decode_slope_s", "decode_base_s", "prefill_slope_s", "prefill_base_s", "slo_s")
+"""CaraServe's coefficients, which a profile has, and its objective, which ``--slo-tpot`` gives."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """What to simulate. ``each``: of every replica; its profile or hardware may be several names with commas
+    between, which go round the replicas. ``routers``: names with commas between, or "all"; ``router_set``:
+    parameters as ROUTER.KEY=VALUE. ``slo_tpot``: seconds, or a multiple of the merged step such as 1.5x.
+    ``journals``: a folder for the journals of the router and of each replica, of one case."""
+
+    each: SimulateSettings
+    replicas: int
+    routers: str = "manylora"
+    router_set: Sequence[str] = ()
+    slo_tpot: str | None = None
+    report_delay_s: float = REPORT_DELAY_S
+    journals: Path | None = None
+    plot: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ConfigError(f"--replicas must be at least 1, got {self.replicas}")
+        if not 0 <= self.report_delay_s < math.inf:
+            raise ConfigError(f"--report-delay must be a number of seconds from 0, got {self.report_delay_s}")
+        if self.each.with_limits:
+            raise ConfigError("--limits are those of one replica: leave out --replicas")
+        if self.plot is not None:
+            check_plot(self.plot)
+
+
+def run_cluster(settings: ClusterSettings, load: Callable[[], Stream]) -> int:
+    """Simulate what ``load`` returns, print a line for each router as it is done. Raises ConfigError."""
+    targets = _targets(settings.each)
+    slo_s = slo_of(settings.slo_tpot, targets[0].costs)
+    routers = _routers(settings, targets[0], slo_s)
+    modes = {
+        name if mode == "unmerged" else f"{name}+{mode}": (name, mode)
+        for name in policies_of(settings.each.policies)
+        for mode in modes_of(settings.each.merge)
+    }
+    configs = {
+        name: [config_of(settings.each, policy, target, mode) for target in targets]
+        for name, (policy, mode) in modes.items()
+    }
+    cases = [(router, name) for router in routers for name in configs]
+    if settings.journals is not None and len(cases) > 1:
+        raise ConfigError("--journals are of one router with one cache policy")
+    notes = _notes(settings, configs, targets)
+    recording = Provenance("the workload's (--seed)")
+    stream = load()
+    if len(stream.ranks) > EAGER_ADAPTERS and settings.each.is_warm:
+        notes.append(f"of more than {EAGER_ADAPTERS} adapters none was asked for before")
+    places = " and ".join(dict.fromkeys(target.name for target in targets))
+    print(f"{stream.name} on {settings.replicas} x {places}, {len(stream.requests)} requests", flush=True)
+    for note in notes:
+        print(f"note: {note}", flush=True)
+    labels = {case: case[0] if len(configs) == 1 else f"{case[0]}/{case[1]}" for case in cases}
+    width = max(map(len, labels.values()))
+    print(_line("", width, [heading for heading, _ in _COLUMNS]), flush=True)
+    report: dict[str, Any] = {
+        "benchmark": "simulate", "workload": stream.name, "requests": len(stream.requests),
+        "notes": [*stream.notes, *notes], "device": places, "model": str(targets[0].shape),
+        "replicas": settings.replicas, "report_delay_s": settings.report_delay_s, "slo_tpot_s": slo_s,
+        "results": {},
+    }  # fmt: skip
+    drawn = {}
+    for (router, name), label in labels.items():
+        members = [
+            _member(with_times(configs[name][place % len(targets)], stream, target), stream, target)
+            for place in range(settings.replicas)
+            for target in [targets[place % len(targets)]]
+        ]
+        with _journals(settings.journals, routers[router], members) as journal:
+            cluster = VirtualCluster(
+                stream,
+                members,
+                routers[router] if settings.replicas > 1 else None,
+                is_warm=settings.each.is_warm,
+                report_delay_s=settings.report_delay_s,
+                journal=journal,
+            )
+            cluster.run()
+        result = {
+            "config": noted(configs[name][0]),
+            "router": {"policy": router, "settings": dict(routers[router].settings)},
+            **summarize_cluster(cluster, slo_s),
+        }
+        report["results"][label] = result
+        drawn[label] = cluster
+        print(_line(label, width, [_cell(form, result) for _, form in _COLUMNS]), flush=True)
+    if settings.plot is not None:
+        draw_routers(drawn, f"{stream.name}, {settings.replicas} replicas", settings.plot)
+    if settings.each.out is not None:
+        report["provenance"] = recording.provenance()
+        try:
+            settings.each.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {settings.each.out}: {error.strerror}") from error
+    return 0
+
+
+def help_of(name: str) -> str:
+    """The parameters of a routing policy, a line each. Raises ConfigError."""
+    (policy,) = _names(name)
+    return "\n".join(parameter_lines(policy, find_router(policy).parameters))
+
+
+def merged_step_s(costs: StepCosts) -> float:
+    """A decode step of one row of 512 positions whose adapter is merged: without any beside the weights."""
+    return costs.step_s(StepWork(1, 0, _SLO_CONTEXT))
+
+
+def slo_of(text: str | None, costs: StepCosts) -> float | None:
+    """The objective for the time between tokens, in seconds. Raises ConfigError."""
+    if text is None:
+        return None
+    is_multiple = text.endswith("x")
+    try:
+        value = float(text.removesuffix("x"))
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ConfigError(
+            f"--slo-tpot must be seconds, or a multiple of the merged step as 1.5x, got {text!r}"
+        )
+    return value * merged_step_s(costs) if is_multiple else value
+
+
+# ---------------------------------------------------------------- what the settings say
+
+
+def _targets(settings: SimulateSettings) -> list[SimulatedTarget]:
+    """Of each profile or hardware that is named."""
+    names = [name.strip() for name in (settings.profile or settings.hardware or "").split(",")]
+    found = {}
+    for name in dict.fromkeys(names):
+        if settings.profile is not None:
+            found[name] = target_of(dataclasses.replace(settings, profile=name))
+        else:
+            found[name] = target_of(dataclasses.replace(settings, hardware=name))
+    first = found[names[0]]
+    for target in found.values():
+        if target.profile is not None:
+            target.profile.expect(model=first.shape)
+    return [found[name] for name in names]
+
+
+def _names(text: str) -> list[str]:
+    names = list(ROUTERS) if text == "all" else [name.strip() for name in text.split(",")]
+    for name in names:
+        if is_import_name(name):
+            find_router(name)
+        elif name not in ROUTERS:
+            hint = suggestion(name, ROUTERS) or f": use {', '.join(ROUTERS)} or all"
+            raise ConfigError(f"router {name!r} is not known{hint}")
+    return list(dict.fromkeys(names))
+
+
+def _routers(
+    settings: ClusterSettings, target: SimulatedTarget, slo_s: float | None
+) -> dict[str, RouterConfig]:
+    names = _names(settings.routers)
+    given: dict[str, list[tuple[str, str]]] = {name: [] for name in names}
+    for text in settings.router_set:
+        router, key, value = split_setting(text)
+        if router not in given:
+            raise ConfigError(f"--router-set {text}: {router!r} is not among --router {', '.join(names)}")
+        given[router].append((key, value))
+    found = {}
+    for name, pairs in given.items():
+        if find_router(name).parameters is CaraServeParameters:
+            pairs = [*pairs, *_of_profile(name, pairs, target, slo_s)]
+        read_parameters(name, find_router(name).parameters, pairs)
+        found[name] = RouterConfig(name, tuple(pairs))
+    return found
+
+
+def _of_profile(
+    router: str, pairs: Sequence[tuple[str, str]], target: SimulatedTarget, slo_s: float | None
+) -> list[tuple[str, str]]:
+    """What CaraServe has from the profile and from the objective."""
+    for key, _ in pairs:
+        if key in _FROM_PROFILE:
+            raise ConfigError(f"{router}.{key} comes from --profile, and slo_s from --slo-tpot")
+    lines = None if target.profile is None else target.profile.ranks
+    if lines is None:
+        raise ConfigError(
+            f"router {router} needs a --profile with its steps by rank: write one with manylora profile"
+        )
+    if slo_s is None:
+        raise ConfigError(f"router {router} needs --slo-tpot")
+    decode = lines.mbgmv if dict(pairs).get("kernel") == "mbgmv" else lines.bgmv
+    values = (decode.slope_s, decode.base_s, lines.prefill.slope_s, lines.prefill.base_s, slo_s)
+    return [(key, repr(value)) for key, value in zip(_FROM_PROFILE, values)]
+
+
+def _notes(
+    settings: ClusterSettings, configs: dict[str, list[PolicyConfig]], targets: Sequence[SimulatedTarget]
+) -> list[str]:
+    found = dict.fromkeys(
+        note
+        for place, target in enumerate(targets)
+        for note in notes_of({name: each[place] for name, each in configs.items()}, target)
+    )
+    notes = list(found)
+    if settings.replicas == 1:
+        notes.append("one replica has no router: all of them give the same")
+    return notes
+
+
+def _member(config: PolicyConfig, stream: Stream, target: SimulatedTarget) -> Member:
+    pages = [target.shape.adapter_pages(rank, config.page_tokens, target.modules) for rank in stream.ranks]
+    merging = target.merge_costs(config)
+    return Member(config, target.costs, pages, target.name, merging=merging)
+
+
+@contextlib.contextmanager
+def _journals(
+    folder: Path | None, router: RouterConfig, members: Sequence[Member]
+) -> Iterator[Journal | None]:
+    """Writes ``router`` and ``replica-0``, ``replica-1``, ... into the folder; None without one."""
+    if folder is None:
+        yield None
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writers: dict[int | None, JournalWriter] = {}
+        if len(members) > 1:
+            writers[None] = JournalWriter(folder / "router", router)
+        for place, member in enumerate(members):
+            writers[place] = JournalWriter(folder / f"replica-{place}", member.config)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot write journals to {folder}: {error}") from error
+
+    def record(machine: int | None, now: float, event: object, commands: Sequence[object]) -> None:
+        writers[machine].record(event, now)
+        writers[machine].answered(commands)
+
+    try:
+        yield record
+    finally:
+        for writer in writers.values():
+            writer.close()
+
+
+def _line(name: str, width: int, cells: Sequence[str]) -> str:
+    widths = (max(_LEAST_WIDTH, len(heading)) for heading, _ in _COLUMNS)
+    return f"{name:<{width}}" + "".join(f"  {cell:>{wide}}" for cell, wide in zip(cells, widths))
+
+
+def _cell(form: str, result: dict[str, Any]) -> str:
+    try:
+        return form.format_map(result)
+    except TypeError:  # without an objective
+        return "-"

@@ -1,0 +1,62 @@
+"""What a router is told of a simulated replica when it comes up: sizes from its config, seconds from its costs."""
+
+from __future__ import annotations
+
+from manylora.config import PolicyConfig
+from manylora.pricing.costs import StepCosts, StepWork, prefill_pairs
+from manylora.protocol.routing import ReplicaFacts, StepPlane
+
+_ROWS, _MANY_ROWS = 16, 32
+_KV_TOKENS = 512
+"""Of each row, where a decode step is asked for."""
+_PROMPT, _LONG_PROMPT = 256, 768
+_ADAPTERS = 8
+_ADAPTER_PAGES = 8
+
+
+def facts_of(config: PolicyConfig, costs: StepCosts, numerics: str = "") -> ReplicaFacts:
+    """The facts of a replica with these settings and costs."""
+    page_bytes = config.page_bytes
+    copy_s = costs.copy_s(_ADAPTER_PAGES * page_bytes)
+    read_s = costs.read_s(_ADAPTER_PAGES * page_bytes)
+    return ReplicaFacts(
+        num_pages=config.num_pages,
+        page_tokens=config.page_tokens,
+        max_model_len=config.max_model_len,
+        max_seqs=config.max_num_seqs,
+        planes=(decode_plane(costs, page_bytes, config.max_num_seqs),),
+        token_s=token_s(costs),
+        page_in_s=copy_s / _ADAPTER_PAGES,
+        page_read_s=read_s / _ADAPTER_PAGES,
+        page_bytes=page_bytes,
+        num_host_pages=config.num_host_pages,
+        numerics=numerics,
+    )
+
+
+def token_s(costs: StepCosts) -> float:
+    """Seconds of one more token of a prompt."""
+
+    def prompt_s(num_tokens: int) -> float:
+        return costs.step_s(StepWork(0, num_tokens, num_tokens, 0, 0, prefill_pairs(0, num_tokens)))
+
+    return (prompt_s(_LONG_PROMPT) - prompt_s(_PROMPT)) / (_LONG_PROMPT - _PROMPT)
+
+
+def decode_plane(costs: StepCosts, page_bytes: int, max_seqs: int) -> StepPlane:
+    """A decode step as a plane, by what each of its numbers adds to a step of some rows with adapters."""
+    rows = min(_ROWS, max_seqs)
+
+    def step_s(num_rows: int, kv_tokens: int, num_adapters: int, pages: int) -> float:
+        num_bytes = pages * page_bytes
+        token_bytes = num_rows * num_bytes // max(num_adapters, 1)
+        return costs.step_s(StepWork(num_rows, 0, kv_tokens, num_bytes, num_adapters, 0, token_bytes))
+
+    kv, pages = rows * _KV_TOKENS, _ADAPTERS * _ADAPTER_PAGES
+    here_s = step_s(rows, kv, _ADAPTERS, pages)
+    row_s = max(step_s(_MANY_ROWS, kv, _ADAPTERS, pages) - here_s, 0.0) / (_MANY_ROWS - rows or 1)
+    kv_s = max(step_s(rows, 2 * kv, _ADAPTERS, pages) - here_s, 0.0) / kv
+    adapter_s = max(step_s(rows, kv, 2 * _ADAPTERS, pages) - here_s, 0.0) / _ADAPTERS
+    page_s = max(step_s(rows, kv, _ADAPTERS, 2 * pages) - here_s, 0.0) / pages
+    base_s = here_s - rows * row_s - kv * kv_s - _ADAPTERS * adapter_s - pages * page_s
+    return StepPlane(max(base_s, 0.0), row_s, kv_s, adapter_s, page_s)
