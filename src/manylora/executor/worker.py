@@ -26,6 +26,7 @@ from manylora.adapters.store import AdapterStore
 from manylora.adapters.verify import verify_weights
 from manylora.devices.device import Device
 from manylora.devices.preparation import PREPARATION
+from manylora.executor.coming import Coming
 from manylora.executor.forward import EagerSteps, Forward
 from manylora.executor.graphs import GraphLimits, Progress, StepGraphs
 from manylora.executor.inputs import InputBuilder
@@ -38,6 +39,7 @@ from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.arena import Arena
 from manylora.memory.copier import Copier, one_line
+from manylora.memory.gates import Awaited
 from manylora.memory.host import HostPool
 from manylora.memory.pristine import Pristine
 from manylora.models.decoder import Decoder
@@ -109,11 +111,12 @@ class Worker:
         max_adapter_rank: int | None = None,
         shards: Shards | None = None,
         store: AdapterStore | None = None,
+        copy_limit: int | None = None,
     ) -> None:
         """``geometry`` must be made of the pools' page shape and the decoder's groups.
 
         ``shards``, if any, run parts of large enough batches side by side. ``store``, if any, keeps packed
-        adapters. The worker closes what it is given.
+        adapters. ``copy_limit``: most bytes a second of copies in either direction. The worker closes what it is given.
         """
         self._forward: Forward | None = Forward(decoder, arena, geometry, device)
         self._graphs: StepGraphs | None = None
@@ -140,10 +143,12 @@ class Worker:
         self._in_flight: collections.deque[Callable[[], StepResult]] = collections.deque()  # oldest first
         self._ended_s = 0.0
         self._landed: collections.deque[Landed] = collections.deque()
+        self._lost: collections.deque[AdapterId] = collections.deque()
         self._reader = AdapterReader(
             arena, host, geometry, device, self._landed.append, self._inspect_again, store
         )
-        self._copier = Copier(arena, host, device)
+        self._copier = Copier(arena, host, device, copy_limit)
+        self._coming = Coming(geometry.page.layers)
 
     # ------------------------------------------------------------ the door
 
@@ -158,7 +163,11 @@ class Worker:
     def wait_step(self) -> None:
         """See Executor."""
         if self._in_flight:
-            self._tell(self._in_flight.popleft()())
+            result = self._in_flight.popleft()()
+            # Their answers have been told, so no step that is commanded after this one's end awaits them.
+            answered = self._coming.answered()
+            self._tell(result)
+            self._coming.forget(answered)
 
     # ------------------------------------------------------------ merged weights
 
@@ -232,11 +241,12 @@ class Worker:
             rows = self._sequences.rows(step.rows)
             if merged != BASE:
                 self._tables.pair(np.unique(self._sequences.adapters[rows.composition.slots]).tolist())
-            sampled = self._run(rows)
+            awaited = self._coming.awaited(step) if step.awaits else None
+            sampled = self._run(rows, awaited)
             # What other samples drew comes back as their own SequenceStart.
             expected = self._sequences.expect(rows)
             sequences = rows.composition.sampled_sequences
-            finish = functools.partial(self._finish, step, sequences, sampled, expected, began)
+            finish = functools.partial(self._finish, step, sequences, sampled, expected, began, awaited)
             self._in_flight.append(finish)
         except Exception as error:
             PREPARATION.give_up()
@@ -245,10 +255,10 @@ class Worker:
                 self._sequences.end(sequence)
             self._tell(self._failed(step, error, began))
 
-    def _run(self, rows: Rows) -> list[_Sampled]:
-        parts = None if self._shards is None else self._split(rows, self._shards)
+    def _run(self, rows: Rows, awaited: Awaited | None) -> list[_Sampled]:
+        parts = None if self._shards is None or awaited is not None else self._split(rows, self._shards)
         if parts is None or self._shards is None:
-            return [self._run_part(self._parts[0], rows, None)]
+            return [self._run_part(self._parts[0], rows, None, awaited)]
         return self._shards.run(
             [
                 functools.partial(self._run_part, part, rows.take(indices), np.array(indices))
@@ -262,16 +272,19 @@ class Worker:
         ranges = shards.split(rows.composition.counts[order].tolist())
         return None if ranges is None else [order[part].tolist() for part in ranges]
 
-    def _run_part(self, part: _Part, rows: Rows, indices: np.ndarray | None) -> _Sampled:
+    def _run_part(
+        self, part: _Part, rows: Rows, indices: np.ndarray | None, awaited: Awaited | None = None
+    ) -> _Sampled:
         """``indices``: the rows' places in the step; None: they are all of it."""
         forward = self._forward
         if forward is None:
             raise RuntimeError("the executor is closed")
         with torch.inference_mode():
             inputs = part.inputs.build(rows)
-            outputs = None if self._graphs is None else self._graphs.run(inputs)
+            before = None if awaited is None else awaited.all
+            outputs = None if self._graphs is None else self._graphs.run(inputs, before)
             if outputs is None:
-                outputs = part.eager.run(inputs)
+                outputs = part.eager.run(inputs, None if awaited is None else awaited.layer)
             count = len(inputs.sampled_rows)
             if inputs.sampled is None:
                 draws = most_likely(outputs.best, count)
@@ -291,6 +304,7 @@ class Worker:
         sampled: list[_Sampled],
         expected: Expected,
         began: float,
+        awaited: Awaited | None,
     ) -> StepResult:
         """``sampled_sequences``: the sequences of the rows that drew, in the step's order, as ``expected``."""
         try:
@@ -298,6 +312,7 @@ class Worker:
         except Exception as error:
             self._sequences.forget(expected)
             return self._failed(step, error, began)
+        spoilt = () if awaited is None else awaited.spoilt()
         # Parts are in the order of their batches: from there into the step's.
         order = np.argsort(np.concatenate([part.rows for part in sampled])).tolist()
         ids = [row for result in results for row in result.tokens]
@@ -314,7 +329,10 @@ class Worker:
             begins = np.cumsum([0, *(len(result.tokens) for result in results)])
             places = {begin + row for begin, result in zip(begins, results) for row in result.unsound}
             unsound = tuple(sequence for sequence, place in zip(sampled_sequences, order) if place in places)
-        return StepResult(StepDone(step.step, True, tokens, self._step_s(began), unsound=unsound), logprobs)
+        done = StepDone(step.step, True, tokens, self._step_s(began), unsound=unsound, spoilt=spoilt)
+        if awaited is not None:
+            done.stall_s = awaited.stall_s
+        return StepResult(done, logprobs)
 
     def _failed(self, step: RunStep, error: Exception, began: float) -> StepResult:
         _log.error("step %d failed", step.step, exc_info=error)
@@ -408,11 +426,24 @@ class Worker:
 
     def swap_pages(self, command: SwapPages) -> None:
         """Carries out SwapPages."""
+        gate = self._coming.gate(command) if command.groups else None
         try:
-            self._copier.start(command, self._landing(command), self._tell)
+            self._copier.start(command, self._landing(command), self._copy_ended(command), gate)
         except (AdapterError, RuntimeError, ValueError) as error:
             # Removed meanwhile, closed, or a wrong command: no thread will answer.
-            self._tell(CopyDone(command.copy, False, error=one_line(error)))
+            self._copy_ended(command)(CopyDone(command.copy, False, error=one_line(error)))
+            if gate is not None:
+                gate.answer(False)
+
+    def _copy_ended(self, command: SwapPages) -> Callable[[CopyDone], None]:
+        """Tells a copy's answer; what was entered ahead of one that failed is dropped."""
+
+        def tell(answer: CopyDone) -> None:
+            if command.groups and command.adapter is not None and not answer.ok:
+                self._lost.append(command.adapter)
+            self._tell(answer)
+
+        return tell
 
     def _landing(self, command: SwapPages) -> Callable[[], None]:
         """What to do on the copier's thread once the pages have landed."""
@@ -421,10 +452,15 @@ class Worker:
             return lambda: None
         pages = [destination for _, destination in command.pairs]
         landed = Landed.at(adapter, layout_of(self._spec(adapter), self._geometry), self._geometry, pages)
+        if command.groups:
+            # Ahead: steps that await the copy look for it.
+            self._enter_landed()
+            self._tables.put(adapter, landed.layout, landed.offsets)
 
         def enter() -> None:
             self._spec(adapter)
-            self._landed.append(landed)
+            if not command.groups:
+                self._landed.append(landed)
 
         return enter
 
@@ -435,7 +471,10 @@ class Worker:
         return spec
 
     def _enter_landed(self) -> None:
-        """Enter what has landed into the tables. It is among it before its ``done`` is heard of."""
+        """Enter what has landed into the tables. It is among it before its ``done`` is heard of. So is what was
+        entered ahead and has not landed, among what is dropped."""
+        while self._lost:
+            self._tables.drop(self._lost.popleft())
         while self._landed:
             landed = self._landed.popleft()
             self._tables.put(landed.adapter, landed.layout, landed.offsets)

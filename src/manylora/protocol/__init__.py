@@ -14,6 +14,7 @@ from manylora.protocol.commands import (
     AdapterFreed,
     Admitted,
     Ask,
+    Await,
     ClientCommand,
     Command,
     CopyPages,
