@@ -48,10 +48,11 @@ class _Lane:
             self.copies.copy(target, source)
             return
         size = max(1, pace.piece_bytes // target.itemsize)
-        for to, of in zip(target.view(-1).split(size), source.view(-1).split(size)):
-            self.copies.copy(to, of)
+        to, of = target.view(-1), source.view(-1)
+        for first in range(0, len(of), size):
+            self.copies.copy(to[first : first + size], of[first : first + size])
             self.copies.landing()
-            pace.moved(of.nbytes)
+            pace.moved(of[first : first + size].nbytes)
 
     def close(self) -> None:
         if self.pace is not None:

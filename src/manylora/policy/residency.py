@@ -33,7 +33,7 @@ from manylora.policy.tree import (
     subtree,
 )
 from manylora.policy.visits import Visits
-from manylora.protocol import AdapterRead, Command, CopyDone, Decided, EvictAdapter
+from manylora.protocol import AdapterRead, Command, CopyDone, Decided, EvictAdapter, SwapPages
 from manylora.reports import Counters
 from manylora.types import PageId
 
@@ -46,7 +46,7 @@ class Residency:
         self.tree = DependencyTree(self.policy.keeps_dependencies)
         self.device = PageLedger(config.num_pages)
         self.host = PageLedger(config.num_host_pages)
-        self.transfers = Transfers()
+        self.transfers = Transfers(config.cold_start.num_groups)
         self.rates = Rates(config.page_bytes, config.page_tokens)
         self.offload = self.policy.offload(self.rates)
         self.marks = self.policy.marks(config.cache, config.num_pages)
@@ -340,9 +340,11 @@ class Residency:
             assert node.residence is LOADING, "a read to the device needs pages there"
         self._decided.append(self.transfers.read(node, to_device=not goes_to_host))
 
-    def start_transfers(self) -> None:
-        """Start the copies that were queued."""
-        self._decided += self.transfers.flush()
+    def start_transfers(self) -> list[SwapPages]:
+        """Start the copies that were queued; returns them."""
+        started = self.transfers.flush()
+        self._decided += started
+        return started
 
     def fill(self, node: Node, pages: tuple[PageId, ...]) -> bool:
         """A running sequence has computed this page: it becomes the node's, unless the node has its own.

@@ -82,6 +82,7 @@ __all__ = [
     "Admitted",
     "Arrive",
     "Ask",
+    "Await",
     "ClientCommand",
     "Command",
     "CopyDone",
