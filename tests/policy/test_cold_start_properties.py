@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import initialize
+from hypothesis.stateful import initialize, precondition, rule
 
 from manylora.config import CACHE_POLICIES, CacheConfig, ColdStartConfig, PolicyConfig
 from tests.policy.device_model import DeviceModel
@@ -54,6 +54,22 @@ class ColdStartMachine(ReplicaMachine):
             cold_start=ColdStartConfig(cold_start, stall if cold_start == "layerwise" else 0.02),
         )
         self.begin(config, DeviceModel(page_tokens, pipeline_depth))
+        for num_pages in (1, 2, 3):
+            self.add_adapter(num_pages)
+
+    @precondition(lambda self: self.adapters)
+    @rule(data=st.data(), prompt=st.lists(st.integers(0, 1), min_size=1, max_size=9))
+    def ask_of_an_adapter(self, data: st.DataObject, prompt: list[int]) -> None:
+        if len(self.live()) < 6:
+            self.ask(data.draw(st.sampled_from(sorted(self.adapters))), prompt, 2)
+
+    @precondition(lambda self: self.device.steps)
+    @rule()
+    def end_step_well(self) -> None:
+        """What it awaits lands by then."""
+        for copy in self.device.awaited():
+            self.end_copy_of(copy, True, 0.001)
+        self.feed(self.device.finish_step(ok=True))
 
     def teardown(self) -> None:
         super().teardown()
