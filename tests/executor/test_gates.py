@@ -54,15 +54,19 @@ class Hand:
 
 @pytest.fixture
 def cold(files: Files, tmp_path: Path) -> Iterator[Rig]:
-    """A worker with adapter 1 on the device and adapters 2 and 3 on the host, and pages that hold NaN."""
     made = Rig(files.model, tmp_path, num_pages=200, page_bytes=3072)
+    yield keep_on_host(made, files)
+    made.worker.close()
+
+
+def keep_on_host(made: Rig, files: Files) -> Rig:
+    """Adapter 1 is on the device, adapters 2 and 3 are on the host."""
     made.serve(1, files.adapters[1])
     for adapter in (2, 3):
         num_pages = made.direct.add_adapter(adapter, str(files.adapters[adapter])).num_pages
         made.on_host[adapter] = made.take_host(num_pages)
         assert made.read(adapter, tuple(made.on_host[adapter]), "host").ok
-    yield made
-    made.worker.close()
+    return made
 
 
 def bring(rig: Rig, adapter: int, groups: int) -> SwapPages:
@@ -71,6 +75,7 @@ def bring(rig: Rig, adapter: int, groups: int) -> SwapPages:
     pages = rig.take(len(rig.on_host[adapter]))
     for page in pages:
         rig.worker._arena.page(page).fill_(float("nan"))
+    rig.worker._device.synchronize()
     command = SwapPages(rig.num_copies, True, tuple(zip(rig.on_host[adapter], pages)), adapter, groups)
     rig.direct.begin(command)
     return command
@@ -196,6 +201,7 @@ def test_two_copies_two_adapters_and_kv_in_one_step(cold: Rig, files: Files) -> 
     assert cold.swap(False, held.pages[:2], on_host).ok
     for page in held.pages:
         cold.worker._arena.page(page).fill_(float("nan"))
+    cold.worker._device.synchronize()
     first, second = bring(cold, 2, 8), bring(cold, 3, 1)
     back = cold.take(2)
     cold.num_copies += 1

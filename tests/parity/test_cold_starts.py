@@ -1,6 +1,8 @@
-"""Every family and kind of adapter gives the reference's tokens when steps begin before what they read has landed."""
+"""Every family and kind of adapter gives the reference's tokens when steps begin before what they read is there."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -9,7 +11,12 @@ from tests.parity.conftest import make_bench
 from tests.parity.engines import Bench, greedy, random_tokens
 
 NUM_TOKENS = 6
-MODES = [("layerwise", 2), ("block", 1)]
+MODES = [
+    ("layerwise", 2),
+    pytest.param("layerwise", 1, marks=pytest.mark.long),
+    pytest.param("block", 1, marks=pytest.mark.long),
+    pytest.param("block", 2, marks=pytest.mark.long),
+]
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
@@ -21,7 +28,8 @@ def check_cold(bench: Bench, mode: str, depth: int) -> None:
     """Every adapter twice, in a pool that holds few of them, prompts in chunks, two samples each."""
     prompts = [random_tokens(i, 3 + 7 * (i % 4), bench.checkpoint.vocab_size) for i in range(len(bench.names))]
     largest = max(bench.adapter_pages(4).values())
-    settings = {"cold_start": mode, "pipeline_depth": depth, "max_num_seqs": 4, "max_batch_tokens": 13}
+    settings: dict[str, Any] = {"cold_start": mode, "pipeline_depth": depth}
+    settings |= {"max_num_seqs": 4, "max_batch_tokens": 13}
     if mode == "layerwise":
         settings["cold_start_stall"] = 1.0
     with bench.llm(page_tokens=4, num_pages=2 * largest + 60, **settings) as llm:
@@ -36,6 +44,11 @@ def check_cold(bench: Bench, mode: str, depth: int) -> None:
 @pytest.mark.parametrize(("mode", "depth"), MODES)
 def test_cold_adapters(family: Bench, mode: str, depth: int) -> None:
     check_cold(family, mode, depth)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_whole_step_waits(bench: Bench, depth: int) -> None:
+    check_cold(bench, "block", depth)
 
 
 def test_cold_adapter_and_cold_history_together(bench: Bench) -> None:

@@ -1,4 +1,4 @@
-"""Random events under ``--cold-start block`` and ``layerwise``: steps that await copies, which fail or are late."""
+"""Random events under ``--cold-start block`` and ``layerwise``: awaited copies land, fail or are late."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class Worker:
         """``geometry`` must be made of the pools' page shape and the decoder's groups.
 
         ``shards``, if any, run parts of large enough batches side by side. ``store``, if any, keeps packed
-        adapters. ``copy_limit``: most bytes a second of copies in either direction. The worker closes what it is given.
+        adapters. ``copy_limit``: most bytes a second of copies in one direction. The worker closes what it is given.
         """
         self._forward: Forward | None = Forward(decoder, arena, geometry, device)
         self._graphs: StepGraphs | None = None

@@ -6,6 +6,7 @@ Owns that order, its bound in time, and what is known of the copy's end. Does no
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,11 +21,11 @@ def layer_groups(num_layers: int, num_groups: int) -> list[tuple[int, int]]:
     """[first, end) of consecutive groups of layers, as even as can be, none empty."""
     num_groups = max(1, min(num_groups, num_layers))
     edges = [number * num_layers // num_groups for number in range(num_groups + 1)]
-    return list(zip(edges, edges[1:]))
+    return list(itertools.pairwise(edges))
 
 
 class Gate:
-    """Of one copy. ``groups``: of layers, as ``layer_groups`` gives them. The copy's lane opens it; steps pass it."""
+    """Of one copy, opened by its lane and passed by steps. ``groups``: of layers, as ``layer_groups`` gives them."""
 
     def __init__(self, groups: Sequence[tuple[int, int]]) -> None:
         self.groups = tuple(groups)

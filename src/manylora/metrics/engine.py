@@ -143,7 +143,7 @@ class EngineCollector(Collector):
 def _cold_starts(stats: EngineStats) -> Metric:
     starts = CounterMetricFamily(
         "manylora:cold_starts",
-        "Requests whose adapter was not on the device when they were admitted, by how they began and where it was.",
+        "Requests whose adapter was not on the device when admitted, by how they began and where it was.",
         labels=["mode", "source"],
     )
     for kind, count in sorted(stats.cold_starts.items()):

@@ -163,7 +163,8 @@ class Replica:
 
     def check(self) -> None:
         """Raise AssertionError if an invariant (``policy/invariants``) does not hold. For tests; O(everything)."""
-        check(self._residency, self._held, self._waiting, self._requests, self._in_flight, self._merging, self._cold)
+        parts = self._residency, self._held, self._waiting
+        check(*parts, self._requests, self._in_flight, self._merging, self._cold)
 
     # ------------------------------------------------------------ arrival and end
 
@@ -279,8 +280,8 @@ class Replica:
             self._fail_request(state, error, now)
 
     def _wake(self, now: float) -> None:
-        """Let the sequences run whose copies have all landed, and note how long each part of the wait was. One that
-        has a row already runs on when its step has ended."""
+        """Let the sequences run whose copies have all landed, and note how long each part of the wait was. One
+        that has a row already runs on when its step has ended."""
         if not self._held.num_loading:
             return
         self._collect()

@@ -18,6 +18,7 @@ from manylora.config import (
     MergeConfig,
     PolicyConfig,
     is_import_name,
+    parse_size,
 )
 from manylora.flags import FLAGS, build_settings
 from manylora.policy.caches import find_cache
@@ -162,14 +163,15 @@ def _simulated(
 ) -> dict[str, Any]:
     """One policy's result, beside it, if asked for, the most that any could have kept; or the reference's."""
     pages = [target.shape.adapter_pages(rank, config.page_tokens, target.modules) for rank in stream.ranks]
+    limit = _copy_limit(settings)
     of_policy: dict[str, Any] = {}
     if name == REFERENCE:
         replay = reference(stream, config, target.costs, pages)
     elif settings.with_limits:
-        replay, record = recorded(stream, config, target.costs, pages, settings.is_warm)
+        replay, record = recorded(stream, config, target.costs, pages, settings.is_warm, limit)
         of_policy = {"config": _noted(config), **summarize_limits(record, config)}
     else:
-        replay = Replay(stream, config, target.costs, pages, settings.is_warm)
+        replay = Replay(stream, config, target.costs, pages, settings.is_warm, copy_limit=limit)
         replay.run()
         of_policy = {"config": _noted(config)}
     dropped = sum(outcome.is_dropped for outcome in replay.outcomes)
@@ -177,6 +179,12 @@ def _simulated(
         **of_policy, **summarize(replay), **ttft_parts_ms(replay.outcomes), "dropped": dropped,
         "service_difference": replay.service_difference(), "merging": merging(replay),
     }  # fmt: skip
+
+
+def _copy_limit(settings: SimulateSettings) -> int | None:
+    """Bytes a second; None: as the costs have it."""
+    value = settings.engine.get("copy_limit")
+    return None if value is None else parse_size(value)
 
 
 def _line(name: str, width: int, cells: Sequence[str]) -> str:
@@ -300,6 +308,7 @@ def _config(settings: SimulateSettings, policy: str, target: _Target, mode: str 
         pipeline_depth=pipeline_depth,
         queue=scheduler.queue,
         merge=merge,
+        cold_start=scheduler.cold_start,
     )
 
 

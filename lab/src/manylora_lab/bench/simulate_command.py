@@ -36,6 +36,7 @@ FLAG_NAMES = (
     "cache_adapter_share", "cache_tau", "cache_window", "admission", "slo_ttft", "pipeline_depth",
     "fairness", "fair_weights", "fair_share", "adapter_batch_limit", "merge_copy", "merge_minority",
     "merge_mixed_16bit", "merge_starve", "merge_alpha", "merge_beta", "merge_dec", "merge_mul", "merge_window",
+    "cold_start", "cold_start_stall", "copy_limit",
 )  # fmt: skip
 """Settings of the engine that a simulation knows."""
 

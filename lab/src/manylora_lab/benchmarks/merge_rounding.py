@@ -89,7 +89,7 @@ class RoundingRun:
             starts.append(SequenceStart(row, 0, own, tuple(prompt), len(prompt), 0, pages, GREEDY, ()))
         rows = tuple(StepRow(start.sequence, 0, len(start.tokens), 1) for start in starts)
         shards, rig.worker._shards = rig.worker._shards, None  # whose parts would be computed side by side
-        forward.compute = kept  # type: ignore[method-assign]
+        forward.compute = kept  # type: ignore[method-assign, assignment]
         done = steps.direct.run_step(RunStep(number, tuple(starts), rows, merged)).done
         forward.compute, rig.worker._shards = compute, shards  # type: ignore[method-assign]
         assert done.ok, done.error

@@ -28,9 +28,10 @@ from manylora.protocol import (
 )
 from manylora.types import BASE, AdapterId, CopyId, SequenceId
 
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Landing:
-    """A copy that steps may await: from when it moves, for how long, in how many groups, and when it is answered."""
+    """A copy that steps may await: from when it moves, for how long, in how many groups, and when it is told."""
 
     begin: float
     seconds: float
@@ -142,7 +143,9 @@ class SimulatedDevice:
         count = max(copy.groups for copy in copies)
         end = begin
         for number in range(1, count + 1):
-            landed = max(copy.begin + copy.seconds * -(-number * copy.groups // count) / copy.groups for copy in copies)
+            landed = max(
+                copy.begin + copy.seconds * -(-number * copy.groups // count) / copy.groups for copy in copies
+            )
             end = max(end, landed) + seconds / count
         return max(end, *(copy.told for copy in copies)) - begin - seconds
 

@@ -373,11 +373,16 @@ def _share(part: int, whole: int) -> float:
 
 
 def recorded(
-    stream: Stream, config: PolicyConfig, costs: StepCosts, adapter_pages: Sequence[int], is_warm: bool = True
+    stream: Stream,
+    config: PolicyConfig,
+    costs: StepCosts,
+    adapter_pages: Sequence[int],
+    is_warm: bool = True,
+    copy_limit: int | None = None,
 ) -> tuple[Replay, Recorder]:
     """Replay the stream to its end and record it; the warm-up is not counted. Raises what ``Replay`` raises."""
     record = Recorder(config.page_tokens)
-    replay = Replay(stream, config, costs, adapter_pages, is_warm, record.watch)
+    replay = Replay(stream, config, costs, adapter_pages, is_warm, record.watch, copy_limit)
     while not replay.outcomes:
         record.begin()
         if not replay.advance():
