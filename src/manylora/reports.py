@@ -120,8 +120,10 @@ class Counters:
     cold_start_hidden_s: float = 0.0
     spoilt_rows: int = 0
 
-    def cold_start(self, mode: str, source: str) -> None:
-        """A request has begun whose adapter was not on the device when it was admitted."""
+    def cold_start(self, mode: str, source: str | None) -> None:
+        """A request has begun; ``source``: where its adapter was when it was admitted, None: on the device."""
+        if source is None:
+            return
         kind = f"{mode}/{source}"
         self.cold_starts = {**self.cold_starts, kind: self.cold_starts.get(kind, 0) + 1}
 

@@ -1,4 +1,4 @@
-"""Steps that await copies on a CUDA device: exact tokens, captured and eager, and failures that spoil their rows."""
+"""Steps that await copies on a CUDA device: exact tokens, captured and eager, also after failures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_step_behind_a_busy_device(cold: Rig, files: Files, groups: int) -> No
     lane = cold.worker._copier._lanes[True].copies
     for turn in range(4):
         with torch.cuda.stream(lane._stream):  # type: ignore[attr-defined]
-            torch.cuda._sleep(50_000_000)
+            torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]
         command = bring(cold, 2, groups)
         cold.open(turn, [turn, *PROMPT], adapter=2)
         assert cold.run(awaiting(cold, command, turn)).done.spoilt == ()

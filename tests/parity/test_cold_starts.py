@@ -1,4 +1,4 @@
-"""Every family and kind of adapter gives the reference's tokens when steps begin before what they read is there."""
+"""Every family and kind of adapter gives the reference's tokens when steps await what they read."""
 
 from __future__ import annotations
 

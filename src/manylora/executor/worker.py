@@ -31,7 +31,7 @@ from manylora.executor.forward import EagerSteps, Forward
 from manylora.executor.graphs import GraphLimits, Progress, StepGraphs
 from manylora.executor.inputs import InputBuilder
 from manylora.executor.merging import MergedWeights
-from manylora.executor.reader import AdapterReader, Landed
+from manylora.executor.reader import AdapterReader
 from manylora.executor.sampler import Results, draw, most_likely
 from manylora.executor.sequences import Expected, Rows, SequenceTable, Undo
 from manylora.executor.shards import Shards
@@ -48,7 +48,6 @@ from manylora.protocol import (
     AdapterChecked,
     AdapterError,
     AdapterRead,
-    CopyDone,
     CopyPages,
     DeviceCommand,
     DeviceEvent,
@@ -116,7 +115,7 @@ class Worker:
         """``geometry`` must be made of the pools' page shape and the decoder's groups.
 
         ``shards``, if any, run parts of large enough batches side by side. ``store``, if any, keeps packed
-        adapters. ``copy_limit``: most bytes a second of copies in one direction. The worker closes what it is given.
+        adapters. ``copy_limit``: most bytes a second of copies one way. The worker closes what it is given.
         """
         self._forward: Forward | None = Forward(decoder, arena, geometry, device)
         self._graphs: StepGraphs | None = None
@@ -142,13 +141,11 @@ class Worker:
         self._tell: Callable[[DeviceEvent], None] = _unheard
         self._in_flight: collections.deque[Callable[[], StepResult]] = collections.deque()  # oldest first
         self._ended_s = 0.0
-        self._landed: collections.deque[Landed] = collections.deque()
-        self._lost: collections.deque[AdapterId] = collections.deque()
-        self._reader = AdapterReader(
-            arena, host, geometry, device, self._landed.append, self._inspect_again, store
-        )
         self._copier = Copier(arena, host, device, copy_limit)
-        self._coming = Coming(geometry.page.layers)
+        self._coming = Coming(self._copier, self._tables, geometry, self._spec)
+        self._reader = AdapterReader(
+            arena, host, geometry, device, self._coming.landed.append, self._inspect_again, store
+        )
 
     # ------------------------------------------------------------ the door
 
@@ -191,7 +188,7 @@ class Worker:
             error = "the executor is closed" if self._forward is None else "merging is off"
             self._tell(SwitchDone(command.switch, False, error=error))
             return
-        self._enter_landed()
+        self._coming.enter()
         self._merging.switch(command, self._tell)
 
     def _check_merged(self, step: RunStep) -> None:
@@ -232,7 +229,7 @@ class Worker:
         changes: Undo = []
         try:
             self._check_merged(step)
-            self._enter_landed()
+            self._coming.enter()
             self._tables.merge(merged)
             for start in step.starts:
                 self._sequences.start(start)
@@ -421,63 +418,18 @@ class Worker:
 
     def evict_adapter(self, command: EvictAdapter) -> None:
         """Carries out EvictAdapter."""
-        self._enter_landed()
+        self._coming.enter()
         self._tables.drop(command.adapter)
 
     def swap_pages(self, command: SwapPages) -> None:
         """Carries out SwapPages."""
-        gate = self._coming.gate(command) if command.groups else None
-        try:
-            self._copier.start(command, self._landing(command), self._copy_ended(command), gate)
-        except (AdapterError, RuntimeError, ValueError) as error:
-            # Removed meanwhile, closed, or a wrong command: no thread will answer.
-            self._copy_ended(command)(CopyDone(command.copy, False, error=one_line(error)))
-            if gate is not None:
-                gate.answer(False)
-
-    def _copy_ended(self, command: SwapPages) -> Callable[[CopyDone], None]:
-        """Tells a copy's answer; what was entered ahead of one that failed is dropped."""
-
-        def tell(answer: CopyDone) -> None:
-            if command.groups and command.adapter is not None and not answer.ok:
-                self._lost.append(command.adapter)
-            self._tell(answer)
-
-        return tell
-
-    def _landing(self, command: SwapPages) -> Callable[[], None]:
-        """What to do on the copier's thread once the pages have landed."""
-        adapter = command.adapter
-        if adapter is None or not command.to_device:
-            return lambda: None
-        pages = [destination for _, destination in command.pairs]
-        landed = Landed.at(adapter, layout_of(self._spec(adapter), self._geometry), self._geometry, pages)
-        if command.groups:
-            # Ahead: steps that await the copy look for it.
-            self._enter_landed()
-            self._tables.put(adapter, landed.layout, landed.offsets)
-
-        def enter() -> None:
-            self._spec(adapter)
-            if not command.groups:
-                self._landed.append(landed)
-
-        return enter
+        self._coming.swap(command, self._tell)
 
     def _spec(self, adapter: AdapterId) -> AdapterSpec:
         spec = self._specs.get(adapter)
         if spec is None:
             raise AdapterError("the adapter is not known")
         return spec
-
-    def _enter_landed(self) -> None:
-        """Enter what has landed into the tables. It is among it before its ``done`` is heard of. So is what was
-        entered ahead and has not landed, among what is dropped."""
-        while self._lost:
-            self._tables.drop(self._lost.popleft())
-        while self._landed:
-            landed = self._landed.popleft()
-            self._tables.put(landed.adapter, landed.layout, landed.offsets)
 
     def report_state(self, command: ReportState) -> None:
         """Carries out ReportState."""

@@ -15,7 +15,7 @@ import torch
 
 from manylora.devices.device import CopyLane, Device
 from manylora.memory.arena import Arena
-from manylora.memory.gates import Gate
+from manylora.memory.gates import CopyGate
 from manylora.memory.host import HostPool
 from manylora.memory.pace import Pace
 from manylora.memory.turns import Turns
@@ -100,7 +100,7 @@ class Copier:
         command: SwapPages,
         landed: Callable[[], None],
         done: Callable[[CopyDone], None],
-        gate: Gate | None = None,
+        gate: CopyGate | None = None,
     ) -> None:
         """Copy: from the device, after everything issued so far. ``done`` is called once, from another thread.
 
@@ -132,7 +132,7 @@ class Copier:
         after: object,
         landed: Callable[[], None],
         done: Callable[[CopyDone], None],
-        gate: Gate | None,
+        gate: CopyGate | None,
     ) -> None:
         error, wait = "", None
         began = time.perf_counter()
@@ -151,7 +151,7 @@ class Copier:
         paced_since = None if lane.pace is None else began
         lane.answering.submit(self._answer, command, error, wait, landed, done, gate, paced_since)
 
-    def _land_groups(self, lane: _Lane, command: SwapPages, gate: Gate) -> str:
+    def _land_groups(self, lane: _Lane, command: SwapPages, gate: CopyGate) -> str:
         """The same for a copy that steps may await: group by group of layers, each of which opens the gate."""
         for first, end in gate.groups:
             for source, destination in command.pairs:
@@ -182,7 +182,7 @@ class Copier:
         wait: Callable[[], float] | None,
         landed: Callable[[], None],
         done: Callable[[CopyDone], None],
-        gate: Gate | None,
+        gate: CopyGate | None,
         paced_since: float | None,
     ) -> None:
         seconds = 0.0

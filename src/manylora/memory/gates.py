@@ -24,8 +24,8 @@ def layer_groups(num_layers: int, num_groups: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-class Gate:
-    """Of one copy, opened by its lane and passed by steps. ``groups``: of layers, as ``layer_groups`` gives them."""
+class CopyGate:
+    """Opened by the lane of one copy and passed by steps. ``groups``: of layers, see ``layer_groups``."""
 
     def __init__(self, groups: Sequence[tuple[int, int]]) -> None:
         self.groups = tuple(groups)
@@ -48,7 +48,7 @@ class Gate:
             self._changed.notify_all()
 
     def answer(self, ok: bool) -> None:
-        """The copy has been answered, and whoever has to know was told."""
+        """The copy has been answered, and what has to know of it was told."""
         with self._changed:
             self._answer = ok
             self._has_failed = self._has_failed or not ok
@@ -81,7 +81,7 @@ class Gate:
 class Awaited:
     """The gates of one step's copies, each with the sequences that read what it brings. Of one thread."""
 
-    def __init__(self, gates: Sequence[tuple[Gate, tuple[SequenceId, ...]]], late_s: float = LATE_S) -> None:
+    def __init__(self, gates: Sequence[tuple[CopyGate, tuple[SequenceId, ...]]], late_s: float = LATE_S) -> None:
         self._gates = gates
         self._late_s = late_s
         self._until: float | None = None
@@ -102,7 +102,7 @@ class Awaited:
             for number in range(len(gate.groups)):
                 self._pass(gate, number, sequences)
 
-    def _pass(self, gate: Gate, number: int, sequences: tuple[SequenceId, ...]) -> None:
+    def _pass(self, gate: CopyGate, number: int, sequences: tuple[SequenceId, ...]) -> None:
         began = time.monotonic()
         if self._until is None:
             self._until = began + self._late_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from manylora.config import ColdStartConfig
+from manylora.config import ColdStartConfig, PolicyConfig
 from manylora.policy.batching import StepPlan
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
@@ -17,7 +17,7 @@ from manylora.policy.sequences import LOADING, Scheduled, Sequence
 from manylora.policy.tree import LOADING as NODE_LOADING
 from manylora.policy.tree import RESIDENT, Node, path_to
 from manylora.protocol import Await, CopyDone, StepDone, SwapPages
-from manylora.types import CopyId
+from manylora.types import CopyId, SequenceId
 
 MOST_ALLOWED_S = 0.1
 """What steps may stand still for at once, however long none did."""
@@ -30,6 +30,13 @@ class _Copy:
     begin_s: float
     end_s: float
     took_s: float | None = None
+
+
+def cold_starts(config: PolicyConfig, residency: Residency, held: Reservations) -> ColdStarts | None:
+    """None where requests wait until all that they read is there."""
+    if not config.cold_start.num_groups:
+        return None
+    return ColdStarts(config.cold_start, config.page_tokens, residency, held)
 
 
 class ColdStarts:
@@ -48,13 +55,9 @@ class ColdStarts:
         self._steps_end_s = 0.0  # when the steps in flight are expected to have ended
         self._allowed_s = 0.0
 
-    @property
-    def mode(self) -> str:
-        return self._config.mode
-
     # ------------------------------------------------------------ copies
 
-    def copies_started(self, copies: Iterable[SwapPages], now: float) -> None:
+    def _started(self, copies: Iterable[SwapPages], now: float) -> None:
         """These were commanded, after those before."""
         free_s = max([now, *(copy.end_s for copy in self._copies.values() if copy.took_s is None)])
         for command in copies:
@@ -88,11 +91,12 @@ class ColdStarts:
 
     # ------------------------------------------------------------ the decision
 
-    def add_rows(self, plan: StepPlan, now: float) -> None:
+    def add_rows(self, plan: StepPlan, started: Iterable[SwapPages], now: float) -> None:
         """Give rows to loading sequences, oldest first, where what the others lose by it is within what they may.
 
-        One whose copies failed or were late before waits for them.
+        One whose copies failed or were late before waits for them. ``started``: copies that begin before the step.
         """
+        self._started(started, now)
         stall_s = 0.0
         for sequence in self._held.admitted if self._held.num_loading else ():
             if sequence.stage is not LOADING or sequence.num_failed_copies or self._held.is_in_flight(sequence):
@@ -155,8 +159,10 @@ class ColdStarts:
             self._in_flight[step] = awaits
         return awaits
 
-    def step_ended(self, event: StepDone, is_idle: bool) -> None:
-        """``is_idle``: no other step is in flight."""
+    def step_ended(
+        self, event: StepDone, rows: list[Scheduled], now: float, *, is_idle: bool
+    ) -> list[Scheduled]:
+        """The rows that count, but for what the step's failure does. ``is_idle``: no other step is in flight."""
         if is_idle:
             self._steps_end_s = 0.0
         if event.ok:
@@ -172,6 +178,26 @@ class ColdStarts:
                     del self._copies[wanted.copy]
         if awaits:
             self._residency.counters.stalled(event.stall_s, took_s)
+        return self._settle(rows, set(event.spoilt), now) if event.ok else rows
+
+    def _settle(self, rows: list[Scheduled], spoilt: set[SequenceId], now: float) -> list[Scheduled]:
+        """The rows that count, of a step that may have awaited copies: the answers to all of these have come. The
+        others compute the same again, when what they read is there."""
+        kept: list[Scheduled] = []
+        for row in rows:
+            sequence, _, num_samples = row
+            is_spoilt = sequence.id in spoilt
+            if sequence.stage is LOADING and not is_spoilt:
+                is_spoilt = not self._held.start_if_ready(sequence)
+            if not is_spoilt:
+                kept.append(row)
+                continue
+            self._residency.counters.spoilt_rows += 1
+            sequence.row_failed(num_samples > 0)
+            if sequence.stage is LOADING:
+                sequence.note_failed_copy()
+                self._held.put_back(sequence, now)
+        return kept
 
     # ------------------------------------------------------------ for invariant checks
 

@@ -13,7 +13,7 @@ import dataclasses
 from manylora.config import PolicyConfig
 from manylora.policy.admission import Admission
 from manylora.policy.batching import FirstComeFirstServed, StepPlan
-from manylora.policy.cold_start import ColdStarts
+from manylora.policy.cold_start import cold_starts
 from manylora.policy.invariants import check
 from manylora.policy.merging.batching import MergedBatching
 from manylora.policy.merging.state import MergeState
@@ -34,7 +34,7 @@ from manylora.policy.sequences import (
 )
 from manylora.policy.snapshot import Gauges
 from manylora.policy.swap import Swapper
-from manylora.policy.tree import HELD, RESIDENT, Node, subtree
+from manylora.policy.tree import RESIDENT, Node, subtree
 from manylora.protocol import (
     Abort,
     AdapterAdded,
@@ -93,9 +93,7 @@ class Replica:
             parts = config, self._residency, self._held, self._waiting
             self._merging = MergeState(*parts)
             self._batching = MergedBatching(*parts, self._merging)
-        self._cold: ColdStarts | None = None  # where requests wait until all is there
-        if config.cold_start.num_groups:
-            self._cold = ColdStarts(config.cold_start, config.page_tokens, self._residency, self._held)
+        self._cold = cold_starts(config, self._residency, self._held)
         self._swapper = Swapper(config.cache, self._residency, self._waiting, self._held)
         self._gauges = Gauges(self._residency, self._held, self._waiting, self._merging)
         self._requests: dict[RequestId, RequestState] = {}
@@ -242,9 +240,7 @@ class Replica:
         if not self._residency.transfers.is_read(event.adapter):
             return
         if event.from_store:
-            for sequence in self._held.admitted:
-                if sequence.stage is LOADING and sequence.adapter == event.adapter:
-                    sequence.note_source("store")
+            self._held.note_source(event.adapter, "store")
         node = self._residency.read_ended(event)
         if node is not None:
             status = 400 if event.is_at_fault else 503
@@ -285,9 +281,7 @@ class Replica:
         if not self._held.num_loading:
             return
         self._collect()
-        for sequence in [s for s in self._held.admitted if s.stage is LOADING]:
-            if self._held.is_in_flight(sequence):
-                continue
+        for sequence in self._held.still_loading():
             if self._tree.node(sequence.adapter).residence is RESIDENT:
                 sequence.note_adapter(now)
             if self._held.start_if_ready(sequence):
@@ -332,8 +326,7 @@ class Replica:
         self._swapper.use_idle_lane(now)
         copies = self._residency.start_transfers()
         if self._cold is not None:
-            self._cold.copies_started(copies, now)
-            self._cold.add_rows(plan, now)
+            self._cold.add_rows(plan, copies, now)
         if not self._timer_is_set:
             self._set_timer(now)
         if rows:
@@ -372,19 +365,16 @@ class Replica:
         merged = BASE if self._merging is None else self._merging.started(rows, now)
         awaits = () if self._cold is None else self._cold.step_started(step, rows, now)
         if awaits:
-            for sequence, _, _ in rows:
-                if sequence.stage is LOADING:
-                    sequence.note_adapter(now)
-                    self._collect()
-                    self._note_ready(sequence, now)
+            self._collect()
+            for sequence in [sequence for sequence, _, _ in rows if sequence.stage is LOADING]:
+                sequence.note_adapter(now)
+                self._note_ready(sequence, now)
         self._say(run_step(step, rows, merged, awaits))
 
     def _note_admission(self, sequence: Sequence, now: float) -> None:
         if sequence.state.note_admission():
             self._commands.append(Admitted(sequence.state.request.id, sequence.num_computed))
-        root = self._tree.node(sequence.adapter)
-        source = None if root.residence is RESIDENT else "host" if root.host is HELD else "files"
-        sequence.note_admission(now, source)
+        sequence.note_admission(now, self._residency.source_of(sequence.adapter))
         if sequence.stage is RUNNING:
             self._note_ready(sequence, now)
 
@@ -392,9 +382,8 @@ class Replica:
         if sequence.state.note_ready():
             adapter_s = sequence.adapter_s or 0.0
             kv_s = now - sequence.admitted_s - adapter_s
-            if sequence.cold_source is not None:
-                mode = "wait" if self._cold is None or sequence.stage is RUNNING else self._cold.mode
-                self._residency.counters.cold_start(mode, sequence.cold_source)
+            mode = "wait" if sequence.stage is RUNNING else self._config.cold_start.mode
+            self._residency.counters.cold_start(mode, sequence.cold_source)
             self._commands.append(Ready(sequence.state.request.id, adapter_s, kv_s))
 
     def _step_done(self, event: StepDone, now: float) -> None:
@@ -414,36 +403,15 @@ class Replica:
         if self._merging is not None:
             self._merging.step_ended(event.device_s if event.ok else 0.0)
         if self._cold is not None:
-            self._cold.step_ended(event, is_idle=not self._in_flight)
+            rows = self._cold.step_ended(event, rows, now, is_idle=not self._in_flight)
         if event.ok:
             num_tokens = sum([num_tokens for _, num_tokens, _ in rows])
             self._residency.rates.saw_step(len(rows), num_tokens, event.device_s - event.stall_s)
-            if self._cold is not None:
-                rows = self._take_cold(rows, set(event.spoilt), now)
             if event.unsound:
                 self._fail_unsound(rows, set(event.unsound), now)
             self._take_step(rows, dict(event.tokens), now)
         else:
             self._fail_step(rows, event.error, now)
-
-    def _take_cold(self, rows: list[Scheduled], spoilt: set[SequenceId], now: float) -> list[Scheduled]:
-        """The rows that count, of a step that may have awaited copies: the answers to all of these have come. The
-        others compute the same again, when what they read is there."""
-        kept: list[Scheduled] = []
-        for row in rows:
-            sequence, _, num_samples = row
-            is_spoilt = sequence.id in spoilt
-            if sequence.stage is LOADING and not is_spoilt:
-                is_spoilt = not self._held.start_if_ready(sequence)
-            if not is_spoilt:
-                kept.append(row)
-                continue
-            self._residency.counters.spoilt_rows += 1
-            sequence.row_failed(num_samples > 0)
-            if sequence.stage is LOADING or sequence.stage is RUNNING:
-                sequence.note_failed_copy()
-                self._held.put_back(sequence, now)
-        return kept
 
     def _take_step(
         self, rows: list[Scheduled], sampled: dict[SequenceId, tuple[int, ...]], now: float

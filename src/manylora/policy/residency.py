@@ -35,7 +35,7 @@ from manylora.policy.tree import (
 from manylora.policy.visits import Visits
 from manylora.protocol import AdapterRead, Command, CopyDone, Decided, EvictAdapter, SwapPages
 from manylora.reports import Counters
-from manylora.types import PageId
+from manylora.types import AdapterId, PageId
 
 
 class Residency:
@@ -106,6 +106,11 @@ class Residency:
         """Visits that have left the window count no more."""
         for node in self.visits.expire(now):
             self.candidates.offer(node)
+
+    def source_of(self, adapter: AdapterId) -> str | None:
+        """Where an adapter would come from: "host" or "files"; None where it is on the device."""
+        root = self.tree.node(adapter)
+        return None if root.residence is RESIDENT else "host" if root.host is HELD else "files"
 
     # ------------------------------------------------------------ room on the device
 

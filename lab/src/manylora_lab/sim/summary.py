@@ -23,6 +23,7 @@ def summarize(replay: Replay) -> Summary:
     grown = {
         field.name: getattr(after, field.name) - getattr(before, field.name)
         for field in dataclasses.fields(after)
+        if isinstance(getattr(after, field.name), int | float)
     }
     end_s = max(outcome.end_s for outcome in replay.outcomes)
     adapters = sum(grown[name] for name in ("adapter_hits_device", "adapter_hits_host", "adapter_misses"))
