@@ -26,7 +26,9 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def check_cold(bench: Bench, mode: str, depth: int) -> None:
     """Every adapter twice, in a pool that holds few of them, prompts in chunks, two samples each."""
-    prompts = [random_tokens(i, 3 + 7 * (i % 4), bench.checkpoint.vocab_size) for i in range(len(bench.names))]
+    prompts = [
+        random_tokens(i, 3 + 7 * (i % 4), bench.checkpoint.vocab_size) for i in range(len(bench.names))
+    ]
     largest = max(bench.adapter_pages(4).values())
     settings: dict[str, Any] = {"cold_start": mode, "pipeline_depth": depth}
     settings |= {"max_num_seqs": 4, "max_batch_tokens": 13}
@@ -56,7 +58,9 @@ def test_cold_adapter_and_cold_history_together(bench: Bench) -> None:
     names = list(bench.checkpoint.adapters)
     prompts = [random_tokens(50 + i, 33, bench.checkpoint.vocab_size) for i in range(len(names))]
     largest = max(bench.adapter_pages(4).values())
-    with bench.llm(page_tokens=4, num_pages=largest + 24, cold_start="layerwise", cold_start_stall=1.0) as llm:
+    with bench.llm(
+        page_tokens=4, num_pages=largest + 24, cold_start="layerwise", cold_start_stall=1.0
+    ) as llm:
         for _ in range(3):
             for prompt, name in zip(prompts, names):
                 bench.check(llm.generate([prompt], greedy(NUM_TOKENS), [name]), NUM_TOKENS)

@@ -56,7 +56,9 @@ class Coming:
         """Carries out SwapPages; ``tell`` gets the one answer."""
         gate: CopyGate | None = None
         if command.groups:
-            gate = self._gates[command.copy] = CopyGate(layer_groups(self._geometry.page.layers, command.groups))
+            gate = self._gates[command.copy] = CopyGate(
+                layer_groups(self._geometry.page.layers, command.groups)
+            )
 
         def done(answer: CopyDone) -> None:
             if command.groups and command.adapter is not None and not answer.ok:

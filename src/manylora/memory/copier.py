@@ -67,9 +67,7 @@ class Copier:
     ``start`` and ``close`` belong to the step loop's thread.
     """
 
-    def __init__(
-        self, arena: Arena, host: HostPool, device: Device, bytes_s: int | None = None
-    ) -> None:
+    def __init__(self, arena: Arena, host: HostPool, device: Device, bytes_s: int | None = None) -> None:
         """``bytes_s``: the most bytes a second that either lane moves."""
 
         def lane(name: str) -> _Lane:

@@ -81,7 +81,9 @@ class CopyGate:
 class Awaited:
     """The gates of one step's copies, each with the sequences that read what it brings. Of one thread."""
 
-    def __init__(self, gates: Sequence[tuple[CopyGate, tuple[SequenceId, ...]]], late_s: float = LATE_S) -> None:
+    def __init__(
+        self, gates: Sequence[tuple[CopyGate, tuple[SequenceId, ...]]], late_s: float = LATE_S
+    ) -> None:
         self._gates = gates
         self._late_s = late_s
         self._until: float | None = None

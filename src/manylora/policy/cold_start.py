@@ -99,7 +99,11 @@ class ColdStarts:
         self._started(started, now)
         stall_s = 0.0
         for sequence in self._held.admitted if self._held.num_loading else ():
-            if sequence.stage is not LOADING or sequence.num_failed_copies or self._held.is_in_flight(sequence):
+            if (
+                sequence.stage is not LOADING
+                or sequence.num_failed_copies
+                or self._held.is_in_flight(sequence)
+            ):
                 continue
             copies = self._coming(sequence)
             room = len(sequence.pages) * self._page_tokens - sequence.num_scheduled
@@ -125,9 +129,7 @@ class ColdStarts:
         self._allowed_s -= seconds
         return True
 
-    def _stall_s(
-        self, copies: list[CopyId], rows: list[Scheduled], num_tokens: int, now: float
-    ) -> float:
+    def _stall_s(self, copies: list[CopyId], rows: list[Scheduled], num_tokens: int, now: float) -> float:
         """How much longer than without them the step is expected to take: its layers run group by group, each when
         the one before has ended and its own pages have landed."""
         num_groups = self._config.num_groups

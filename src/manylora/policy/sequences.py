@@ -135,7 +135,9 @@ class Sequence:
         self.keys: list[PageKey] = []
         self.admitted_s = 0.0
         self.adapter_s: float | None = None  # how long it waited for its adapter, once it is there
-        self.cold_source: str | None = None  # where its adapter was when it was admitted, if not on the device
+        self.cold_source: str | None = (
+            None  # where its adapter was when it was admitted, if not on the device
+        )
         self.num_failed_copies = 0
         self.num_at_admission = len(tokens)  # its tokens when it was admitted last
         # Samples that will fork off this sequence once its prompt is computed.

@@ -195,7 +195,9 @@ class SimulatedDevice:
 
     def _forget_landed(self, now: float) -> None:
         """Steps await copies that have not been answered; in flight there may be steps that end until then."""
-        for copy in [copy for copy, landing in self._landings.items() if max(landing.told, self._steps_end) < now]:
+        for copy in [
+            copy for copy, landing in self._landings.items() if max(landing.told, self._steps_end) < now
+        ]:
             del self._landings[copy]
 
     def _read(self, command: ReadAdapter, now: float) -> Answer:
