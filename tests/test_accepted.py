@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from manylora.config import CACHE_POLICIES, MERGE_MODES, ConfigError
+from manylora.config import CACHE_POLICIES, COLD_START_MODES, MERGE_MODES, ConfigError
 from manylora.flags import FLAGS, build_settings, read_config_file
 from manylora.models.config import ModelError, read_model_config
 from manylora.server.errors import ApiError
@@ -45,6 +45,8 @@ HELD_BY = {
     "merge_starve": "scheduler.merge.starve_s", "merge_alpha": "scheduler.merge.alpha",
     "merge_beta": "scheduler.merge.beta", "merge_dec": "scheduler.merge.dec",
     "merge_mul": "scheduler.merge.mul", "merge_window": "scheduler.merge.window",
+    "cold_start": "scheduler.cold_start.mode", "cold_start_stall": "scheduler.cold_start.stall",
+    "copy_limit": "cache.copy_limit",
 }  # fmt: skip
 """Where each setting comes to lie."""
 _DLORA, _MANYLORA = {"merge": "dlora"}, {"merge": "manylora"}
@@ -55,7 +57,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "fair_by": {**_VTC, "api_key": "k"}, "fair_weights": _VTC, "fair_share": _VTC,
     "merge_copy": {"merge": "merged"}, "merge_starve": {"merge": "merged"}, "merge_minority": _MANYLORA,
     "merge_mixed_16bit": _MANYLORA, "merge_alpha": _DLORA, "merge_beta": _DLORA, "merge_dec": _DLORA,
-    "merge_mul": _DLORA, "merge_window": _DLORA,
+    "merge_mul": _DLORA, "merge_window": _DLORA, "cold_start_stall": {"cold_start": "layerwise"},
 }  # fmt: skip
 """What a setting is nothing without."""
 
@@ -72,12 +74,14 @@ SIZES = {
     "max_body_size": 1,
     "journal_rotate": 4096,
     "adapter_store_size": 1,
+    "copy_limit": 1,
 }
 """With the least that each may be."""
 CHOICES = {
     "device": ("auto", "cpu", "cuda"), "dtype": ("auto", "float32", "float16", "bfloat16"),
     "load_format": ("auto", "dummy"), "cuda_graphs": ("auto", "off"), "metrics_key": ("required", "open"),
     "scheduling_policy": ("fcfs", "priority"), "fairness": ("none", "vtc"), "fair_by": ("adapter", "key"),
+    "cold_start": COLD_START_MODES,
     "merge": MERGE_MODES, "merge_copy": ("auto", "device", "host"), "merge_minority": ("wait", "unmerge", "mixed"),
 }  # fmt: skip
 TEXTS = ("served_model_name", "host", "trace", "journal")
@@ -131,6 +135,7 @@ def accepted() -> list[tuple[str, Any, Any]]:
         ("merge_mul", 2, 2.0),
     ]
     found += [("merge_starve", "1e-3", 0.001), ("merge_starve", 1e300, 1e300)]
+    found += [("cold_start_stall", "1", 1.0), ("cold_start_stall", 0.5, 0.5)]
     found += [("adapter_batch_limit", 4, "4"), ("adapter_batch_limit", "4:hard", "4:hard")]
     return found
 
@@ -168,6 +173,7 @@ def refused() -> list[tuple[str, Any]]:
         found += each(name, 0, -1, "0", "x", "", NAN, INF, "nan", [1], {})
     found += each("merge_dec", 1, 1.5) + each("merge_mul", 1, 0.9) + each("merge_beta", 1, 1.1)
     found += each("merge_alpha", 0.556, 0.5)
+    found += each("cold_start_stall", 0, -1, "0", 1.01, "x", "", NAN, INF, [1], {})
     found += each("api_key", "", [" "], 1, [1], ["k", ""], {1: 2}.keys())
     found += each("adapter", "", "a", "a=", "=b", 1, [1], ["a=b", "a=c"], {"": "b"}, {"a": ""})
     return found

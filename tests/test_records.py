@@ -176,6 +176,8 @@ def check_command(command: str, commit: str) -> None:
         path = found["script"] or found["module"].replace(".", "/") + ".py"
         source = source_at(commit, f"lab/src/{path}" if path.startswith("manylora_lab/") else path)
         assert source is not None, f"{path} is not there at {commit}"
+        if "run_parser" in source:
+            source += source_at(commit, "lab/src/manylora_lab/benchmarks/run_report.py") or ""
         if "bench.provenance" in source:
             for package in ("src/manylora", "lab/src/manylora_lab"):
                 source += source_at(commit, f"{package}/bench/provenance.py") or ""

@@ -17,6 +17,7 @@ from manylora.config import (
     AdapterSettings,
     CacheConfig,
     CacheSettings,
+    ColdStartConfig,
     ConfigError,
     EngineSettings,
     HttpSettings,
@@ -82,8 +83,8 @@ def _flags(section: type) -> Iterator[Flag]:
 
 
 _SECTIONS: tuple[type, ...] = (
-    ModelSettings, AdapterSettings, SchedulerSettings, QueueConfig, MergeConfig, CacheSettings, CacheConfig,
-    EngineSettings, HttpSettings,
+    ModelSettings, AdapterSettings, SchedulerSettings, QueueConfig, MergeConfig, ColdStartConfig, CacheSettings,
+    CacheConfig, EngineSettings, HttpSettings,
 )  # fmt: skip
 
 FLAGS = tuple(flag for section in _SECTIONS for flag in _flags(section))
@@ -219,7 +220,11 @@ def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSetti
         model=_section(ModelSettings, given, model=str(model)),
         cache=_section(CacheSettings, given, policy=policy),
         scheduler=_section(
-            SchedulerSettings, given, queue=_section(QueueConfig, given), merge=_section(MergeConfig, given)
+            SchedulerSettings,
+            given,
+            queue=_section(QueueConfig, given),
+            merge=_section(MergeConfig, given),
+            cold_start=_section(ColdStartConfig, given),
         ),
         adapters=_section(AdapterSettings, given),
     )

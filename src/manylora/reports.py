@@ -114,6 +114,24 @@ class Counters:
     paused_s: float = 0.0
     longest_pause_s: float = 0.0
 
+    cold_starts: dict[str, int] = dataclasses.field(default_factory=dict)
+    """By mode and source with a slash between; replaced, never changed."""
+    cold_start_stall_s: float = 0.0
+    cold_start_hidden_s: float = 0.0
+    spoilt_rows: int = 0
+
+    def cold_start(self, mode: str, source: str | None) -> None:
+        """A request has begun; ``source``: where its adapter was when it was admitted, None: on the device."""
+        if source is None:
+            return
+        kind = f"{mode}/{source}"
+        self.cold_starts = {**self.cold_starts, kind: self.cold_starts.get(kind, 0) + 1}
+
+    def stalled(self, stall_s: float, copies_s: float) -> None:
+        """A step that awaited copies, which took ``copies_s``, stood still for ``stall_s``."""
+        self.cold_start_stall_s += stall_s
+        self.cold_start_hidden_s += max(0.0, copies_s - stall_s)
+
     def switched(self, ok: bool, seconds: float, to_base: bool) -> None:
         """A change of the adapter that is merged has taken effect, or failed."""
         self.switches_failed += not ok

@@ -58,6 +58,7 @@ class Rig:
         random.Random(0).shuffle(self.free)
         self.free_host = list(range(self.policy.num_host_pages))
         random.Random(1).shuffle(self.free_host)
+        self.on_host: dict[int, list[int]] = {}  # where adapters lie, of tests that keep some there
         self.sequences: dict[int, Sequence] = {}
         self.num_steps = 0
         self.num_copies = 0

@@ -91,6 +91,9 @@ class DeviceModel:
         self.host: dict[tuple[int, int], object] = {}
         self.copies: dict[int, tuple[SwapPages, list[tuple[object, ...]]]] = {}
         self.adapter_pages: dict[int, tuple[int, ...]] = {}
+        self.coming: dict[int, tuple[int, ...]] = {}  # adapters that steps may await
+        self.failed_copies: set[int] = set()
+        self.num_awaiting_steps = self.num_awaited_kv = 0
         self.sequences: dict[int, _Sequence] = {}
         self.reads: list[ReadAdapter] = []
         self.steps: list[_Step] = []  # in flight, oldest first
@@ -125,6 +128,8 @@ class DeviceModel:
                 for _, page in command.pairs:
                     self.fill(destination, page, ("being copied", command.copy))
                 self.copies[command.copy] = (command, before)
+                if command.groups and command.adapter is not None:
+                    self.coming[command.adapter] = tuple(page for _, page in command.pairs)
             case EvictAdapter():
                 assert command.adapter not in self.needed, "a merged adapter stays resident"
                 del self.adapter_pages[command.adapter]
@@ -132,7 +137,14 @@ class DeviceModel:
     def _issue(self, step: RunStep) -> None:
         assert step.merged == self.named, "a step names what the last SetMerged named"
         weights = None if self.switches and self.steps_wait else self.weights
-        rows = [self._resolve(row.sequence) for row in step.rows]
+        for wanted in step.awaits:
+            assert wanted.copy in self.copies, "a step awaits copies that have not been answered"
+            assert self.copies[wanted.copy][0].groups, "and that steps may await"
+            assert set(wanted.sequences) <= {row.sequence for row in step.rows}, "for sequences of its own"
+        self.num_awaiting_steps += bool(step.awaits)
+        self.num_awaited_kv += sum(self.copies[wanted.copy][0].adapter is None for wanted in step.awaits)
+        awaiting = {sequence for wanted in step.awaits for sequence in wanted.sequences}
+        rows = [self._resolve(row.sequence, row.sequence in awaiting) for row in step.rows]
         own = {sequence.start.adapter for sequence, _ in rows}
         if step.merged != BASE:
             self.num_merged_steps += own == {step.merged}
@@ -186,9 +198,17 @@ class DeviceModel:
         for offset in range(self.page_tokens):
             tier[page, offset] = value
 
+    def awaited(self) -> list[int]:
+        """The copies without an answer that the oldest step awaits."""
+        return [wanted.copy for wanted in self.steps[0].command.awaits if wanted.copy in self.copies]
+
     def end_copy(self, copy: int, ok: bool) -> None:
         """Land a copy, or break it off half way; what it read must have stayed as it was."""
         command, before = self.copies.pop(copy)
+        if command.adapter is not None:
+            self.coming.pop(command.adapter, None)
+        if not ok:
+            self.failed_copies.add(copy)
         source, target = self.tiers(command)
         for (origin, page), values in zip(command.pairs, before, strict=True):
             for offset in range(self.page_tokens):
@@ -199,9 +219,11 @@ class DeviceModel:
             assert command.adapter not in self.adapter_pages
             self.adapter_pages[command.adapter] = tuple(page for _, page in command.pairs)
 
-    def _resolve(self, sequence: int) -> tuple[_Sequence, tuple[int, ...]]:
+    def _resolve(self, sequence: int, is_awaiting: bool) -> tuple[_Sequence, tuple[int, ...]]:
         state = self.sequences[sequence]
         adapter = state.start.adapter
+        if is_awaiting and adapter in self.coming:
+            return state, self.coming[adapter]
         return state, () if adapter == BASE else self.adapter_pages[adapter]
 
     def land(self, read: ReadAdapter, ok: bool) -> None:
@@ -216,10 +238,19 @@ class DeviceModel:
         """The model."""
         return next_token(adapter, tokens, sample)
 
-    def finish_step(self, ok: bool) -> StepDone:
+    def finish_step(self, ok: bool, late: tuple[int, ...] = ()) -> StepDone:
+        """``late``: of the copies that the step awaits, those that it did not wait for to the end."""
+        assert not ok or not self.awaited(), "what a step awaits is answered before it ends"
         running = self.steps.pop(0)
         step, drawn = running.command, []
+        failed = self.failed_copies | set(late)
+        spoilt = {name for wanted in step.awaits if wanted.copy in failed for name in wanted.sequences}
         for row, (sequence, weights) in zip(step.rows, running.rows, strict=True):
+            if row.sequence in spoilt:
+                self._spoil_row(sequence, row.start, row.num_tokens)
+                if row.num_samples:
+                    drawn.append((row.sequence, (VOCABULARY,) * row.num_samples))
+                continue
             adapter = sequence.start.adapter
             self._check_adapter(adapter, weights)
             is_right = self._is_right(running, adapter)
@@ -231,7 +262,14 @@ class DeviceModel:
                 )
                 sequence.tokens.append(tokens[0])
                 drawn.append((row.sequence, tokens))
-        return StepDone(step.step, ok, tuple(drawn) if ok else (), error="" if ok else "made to fail")
+        done = StepDone(step.step, ok, tuple(drawn) if ok else (), error="" if ok else "made to fail")
+        done.spoilt = tuple(sorted(spoilt)) if ok else ()
+        return done
+
+    def _spoil_row(self, sequence: _Sequence, start: int, num_tokens: int) -> None:
+        for position in range(start, start + num_tokens):
+            where = (sequence.pages[position // self.page_tokens], position % self.page_tokens)
+            self.content[where] = "spoilt"
 
     def _run_row(
         self,

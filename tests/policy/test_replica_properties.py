@@ -401,7 +401,13 @@ class ReplicaMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.device.steps)
     @rule(data=st.data(), how=st.sampled_from(["well"] * 14 + ["failed", "unsound"]))
     def end_step(self, data: st.DataObject, how: str) -> None:
-        done = self.device.finish_step(ok=how != "failed")
+        awaits = self.device.steps[0].command.awaits
+        late: tuple[int, ...] = ()
+        if awaits and how != "failed":  # else it could not even be issued, perhaps
+            for copy in self.device.awaited():
+                self.end_copy_of(copy, data.draw(st.sampled_from([True, True, True, False])), 0.01)
+            late = tuple(wanted.copy for wanted in awaits if data.draw(st.integers(0, 5)) == 0)
+        done = self.device.finish_step(ok=how != "failed", late=late)
         if how == "unsound" and done.tokens:
             sampled_sequences = [sequence for sequence, _ in done.tokens]
             done.unsound = tuple(data.draw(st.lists(st.sampled_from(sampled_sequences), unique=True)))
@@ -418,7 +424,9 @@ class ReplicaMachine(RuleBasedStateMachine):
     @rule(data=st.data(), ok=st.sampled_from([True] * 7 + [False]), copy_s=st.sampled_from([1e-6, 1.0]))
     def end_copy(self, data: st.DataObject, ok: bool, copy_s: float) -> None:
         """In any order, and sometimes not at all; so slow at times that computing is cheaper."""
-        copy = data.draw(st.sampled_from(sorted(self.device.copies)))
+        self.end_copy_of(data.draw(st.sampled_from(sorted(self.device.copies))), ok, copy_s)
+
+    def end_copy_of(self, copy: int, ok: bool, copy_s: float) -> None:
         self.device.end_copy(copy, ok)
         self.feed(CopyDone(copy, ok, copy_s, "" if ok else "made to fail"))
 

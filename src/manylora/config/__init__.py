@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from manylora.config.cold_start import COLD_START_MODES, ColdStartConfig
 from manylora.config.declaring import (
     LARGEST_NUMBER,
     ConfigError,
@@ -34,6 +35,7 @@ from manylora.config.sections import (
 __all__ = [
     "ADMISSIONS",
     "CACHE_POLICIES",
+    "COLD_START_MODES",
     "FIRST_STEP_S",
     "LARGEST_NUMBER",
     "LEAST_PRIORITY",
@@ -44,6 +46,7 @@ __all__ = [
     "AdapterSettings",
     "CacheConfig",
     "CacheSettings",
+    "ColdStartConfig",
     "ConfigError",
     "EngineSettings",
     "HttpSettings",

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Annotated
 
+from manylora.config.cold_start import ColdStartConfig
 from manylora.config.declaring import ConfigError, Seconds, Section, check_rules, setting
 from manylora.config.merging import MergeConfig
 from manylora.config.queueing import QueueConfig
@@ -77,6 +78,12 @@ def check_objective(admission: str, slo_ttft_s: float | None) -> None:
         raise ConfigError("admission early-abort needs slo_ttft, the objective for the first token")
 
 
+def check_cold_start(cold_start: ColdStartConfig, merge: MergeConfig) -> None:
+    """Raises ConfigError: a step on merged weights awaits nothing."""
+    if cold_start.num_groups and merge.is_on:
+        raise ConfigError(f"--cold-start {cold_start.mode} does not go with --merge {merge.mode}")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class PolicyConfig(Section):
     """All that the policy needs to know. Lengths in tokens. Without host pages there is one tier."""
@@ -98,10 +105,12 @@ class PolicyConfig(Section):
     merge: MergeConfig = MergeConfig()
     max_prefills_per_step: Positive | None = None
     """Prompts of which one step computes a part. None: as many as its tokens allow."""
+    cold_start: ColdStartConfig = ColdStartConfig()
 
     def __post_init__(self) -> None:
         check_rules(self)
         check_objective(self.admission, self.slo_ttft_s)
+        check_cold_start(self.cold_start, self.merge)
         if self.max_batch_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_num_seqs "

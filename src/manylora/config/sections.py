@@ -7,9 +7,18 @@ the name that users give it. Does not know where values come from (``manylora.fl
 import dataclasses
 from typing import Annotated, Literal
 
+from manylora.config.cold_start import ColdStartConfig
 from manylora.config.declaring import ConfigError, Count, Seconds, Section, check_rules, setting
 from manylora.config.merging import MergeConfig
-from manylora.config.policy import Admission, CacheConfig, Objective, PipelineDepth, Positive, check_objective
+from manylora.config.policy import (
+    Admission,
+    CacheConfig,
+    Objective,
+    PipelineDepth,
+    Positive,
+    check_cold_start,
+    check_objective,
+)
 from manylora.config.queueing import QueueConfig
 from manylora.rules import FINITE, Rule, at_least, at_most, between
 
@@ -120,10 +129,12 @@ class SchedulerSettings(Section):
     """The server's own setting, as the policy gets it. None: any number may wait."""
     queue: QueueConfig = QueueConfig()
     merge: MergeConfig = MergeConfig()
+    cold_start: ColdStartConfig = ColdStartConfig()
 
     def __post_init__(self) -> None:
         check_rules(self)
         check_objective(self.admission, self.slo_ttft_s)
+        check_cold_start(self.cold_start, self.merge)
 
     def limits_on(self, kind: Literal["cpu", "cuda"]) -> tuple[int, int, int]:
         """Sequences, tokens a step and steps in flight, at most, on such a device. A default gives way to what was
@@ -161,6 +172,12 @@ class CacheSettings(Section):
         None,
         "host memory for adapters that have been read and for KV that had to leave the device; 0 for none "
         "(default: on a CPU min(4 GiB, 25%% of free memory), on CUDA half of free memory)",
+        is_size=True,
+    )
+    copy_limit: Count | None = setting(
+        None,
+        "most bytes a second that copies between host and device move in either direction, such as 8GB; for "
+        "experiments (default: as fast as they go)",
         is_size=True,
     )
     policy: CacheConfig = CacheConfig()

@@ -271,6 +271,13 @@ class _CudaCopyLane:
         if len(self._marks) > self._chunks_ahead:
             self._marks.popleft().synchronize()
 
+    def landing(self) -> Callable[[], None]:
+        self._issue()
+        landed = torch.cuda.Event()
+        landed.record(self._stream)
+        device = self._stream.device
+        return lambda: torch.cuda.current_stream(device).wait_event(landed)
+
     def end(self) -> Callable[[], float]:
         failure = None
         try:

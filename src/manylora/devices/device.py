@@ -57,6 +57,10 @@ class CopyLane(Protocol):
         Returns early, unless much is on its way already.
         """
 
+    def landing(self) -> Callable[[], None]:
+        """Begins all that was asked for so far, and gives a function for the step loop's thread: work issued after
+        it was called there waits for those copies, without keeping that thread."""
+
     def end(self) -> Callable[[], float]:
         """Gives a function for any thread: it waits until all that was asked for since ``begin`` has landed
         and returns the seconds which those copies took, or raises what went wrong with them."""

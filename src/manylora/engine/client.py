@@ -131,6 +131,8 @@ class EngineStats:
     for a while after the start; until then copies are slower, and steps beside them. ``merged_adapter``: the
     name of the adapter whose weights are merged into the base's; ``pristine_bytes``: what a copy of the base's own
     takes. ``switches_merged`` and ``switches_base`` took effect; ``paused_s`` sums over sequences.
+    ``cold_starts``: requests whose adapter was not on the device when they were admitted, by mode and source with
+    a slash between, such as "wait/host".
     """
 
     num_running: int = 0
@@ -192,6 +194,10 @@ class EngineStats:
     merge_switch_s: float = 0.0
     paused_s: float = 0.0
     longest_pause_s: float = 0.0
+    cold_starts: dict[str, int] = dataclasses.field(default_factory=dict)
+    cold_start_stall_s: float = 0.0
+    cold_start_hidden_s: float = 0.0
+    spoilt_rows: int = 0
     steps: int = 0
     step_s: float = 0.0
     prompt_tokens: int = 0

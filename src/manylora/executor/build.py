@@ -114,7 +114,9 @@ def build_worker(
     shards = Shards(num_threads) if is_small and num_threads > 1 and not pads_steps else None
     max_rank = settings.adapters.max_adapter_rank
     store = None if store_folder is None else AdapterStore(store_folder, geometry, dtype)
-    worker = Worker(decoder, arena, host, geometry, device, registry, max_rank, shards, store)
+    worker = Worker(
+        decoder, arena, host, geometry, device, registry, max_rank, shards, store, settings.cache.copy_limit
+    )
     if merge.is_on:
         worker.use_merging(copy.made(decoder, device))
     if pads_steps:
@@ -265,6 +267,7 @@ def _limits(
         pipeline_depth=pipeline_depth,
         queue=settings.scheduler.queue,
         merge=settings.scheduler.merge,
+        cold_start=settings.scheduler.cold_start,
     )
 
 

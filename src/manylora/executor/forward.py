@@ -7,6 +7,7 @@ knows them. The same function runs eagerly and under capture. Does not know rows
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,7 @@ class Forward:
         lora: Any | None,
         has_pending: bool = True,
         sampled: SampledRows | None = None,
+        before_layer: Callable[[int], None] | None = None,
     ) -> Outputs:
         """The step, given its plans; the most likely tokens become pending tokens. Does not wait for the device.
 
@@ -87,6 +89,7 @@ class Forward:
             attention=attention,
             lora=lora,
             sampled=sampled,
+            before_layer=before_layer,
         )
         logits = self.decoder.forward(batch, self._arena.pool)
         best = greedy(logits)
@@ -108,7 +111,8 @@ class EagerSteps:
         self._segments: LoraSegments | None = None
         self._lora: Any | None = None
 
-    def run(self, inputs: StepInputs) -> Outputs:
+    def run(self, inputs: StepInputs, before_layer: Callable[[int], None] | None = None) -> Outputs:
+        """``before_layer``: see StepBatch."""
         ops, device = self._forward.decoder.ops, self._device.torch_device
         arrays = (
             inputs.token_ids, inputs.positions, inputs.slots, inputs.sample_index, inputs.pending_index,
@@ -121,7 +125,8 @@ class EagerSteps:
                 self._lora = ops.plan_lora(inputs.lora, self._geometry, device)
         attention = ops.plan_attention(inputs.attention, self._geometry.page, device)
         has_pending = bool((inputs.token_ids < 0).any())
-        return self._forward.compute(numbers, attention, self._lora, has_pending, self._sampled_rows(inputs))
+        sampled = self._sampled_rows(inputs)
+        return self._forward.compute(numbers, attention, self._lora, has_pending, sampled, before_layer)
 
     def _sampled_rows(self, inputs: StepInputs) -> SampledRows | None:
         """None where too few tokens would be spared the last layer's products, or no row draws."""

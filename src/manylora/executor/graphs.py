@@ -165,8 +165,9 @@ class StepGraphs:
     def num_captured(self) -> int:
         return len(self._captured)
 
-    def run(self, inputs: StepInputs) -> Outputs | None:
-        """The step's outputs, of its M drawing rows first; None where it is not one for a bucket."""
+    def run(self, inputs: StepInputs, before: Callable[[], None] | None = None) -> Outputs | None:
+        """The step's outputs, of its M drawing rows first; None where it is not one for a bucket. ``before`` is
+        called when all is ready to run."""
         bucket = self._bucket(inputs)
         captured = None if bucket is None else self._get(bucket)
         if bucket is None or captured is None:
@@ -181,6 +182,8 @@ class StepGraphs:
             _log.debug("a step of %d tokens runs eagerly: %s", num_tokens, error)
             return None
         self._send(inputs, bucket)
+        if before is not None:
+            before()
         return captured.replay()
 
     # ------------------------------------------------------------ buckets

@@ -133,7 +133,7 @@ class AdapterReader:
         done: Callable[[AdapterRead], None],
     ) -> None:
         began = time.perf_counter()
-        error, is_at_fault = "", False
+        error, is_at_fault, is_kept = "", False, False
         try:
             if spec is None:
                 raise AdapterError("the adapter is not known")
@@ -155,7 +155,7 @@ class AdapterReader:
             error = f"{type(failure).__name__}: {failure}"
             _log.exception("reading adapter %d failed", command.adapter)
         read_s = time.perf_counter() - began
-        done(AdapterRead(command.adapter, not error, error, read_s, is_at_fault))
+        done(AdapterRead(command.adapter, not error, error, read_s, is_at_fault, is_kept and not error))
 
     def _read(self, spec: AdapterSpec, command: ReadAdapter, writer: PageWriter | None) -> bool:
         """Whether the store had it."""

@@ -26,11 +26,12 @@ from manylora.adapters.store import AdapterStore
 from manylora.adapters.verify import verify_weights
 from manylora.devices.device import Device
 from manylora.devices.preparation import PREPARATION
+from manylora.executor.coming import Coming
 from manylora.executor.forward import EagerSteps, Forward
 from manylora.executor.graphs import GraphLimits, Progress, StepGraphs
 from manylora.executor.inputs import InputBuilder
 from manylora.executor.merging import MergedWeights
-from manylora.executor.reader import AdapterReader, Landed
+from manylora.executor.reader import AdapterReader
 from manylora.executor.sampler import Results, draw, most_likely
 from manylora.executor.sequences import Expected, Rows, SequenceTable, Undo
 from manylora.executor.shards import Shards
@@ -38,6 +39,7 @@ from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.arena import Arena
 from manylora.memory.copier import Copier, one_line
+from manylora.memory.gates import Awaited
 from manylora.memory.host import HostPool
 from manylora.memory.pristine import Pristine
 from manylora.models.decoder import Decoder
@@ -46,7 +48,6 @@ from manylora.protocol import (
     AdapterChecked,
     AdapterError,
     AdapterRead,
-    CopyDone,
     CopyPages,
     DeviceCommand,
     DeviceEvent,
@@ -109,11 +110,12 @@ class Worker:
         max_adapter_rank: int | None = None,
         shards: Shards | None = None,
         store: AdapterStore | None = None,
+        copy_limit: int | None = None,
     ) -> None:
         """``geometry`` must be made of the pools' page shape and the decoder's groups.
 
         ``shards``, if any, run parts of large enough batches side by side. ``store``, if any, keeps packed
-        adapters. The worker closes what it is given.
+        adapters. ``copy_limit``: most bytes a second of copies one way. The worker closes what it is given.
         """
         self._forward: Forward | None = Forward(decoder, arena, geometry, device)
         self._graphs: StepGraphs | None = None
@@ -139,11 +141,11 @@ class Worker:
         self._tell: Callable[[DeviceEvent], None] = _unheard
         self._in_flight: collections.deque[Callable[[], StepResult]] = collections.deque()  # oldest first
         self._ended_s = 0.0
-        self._landed: collections.deque[Landed] = collections.deque()
+        self._copier = Copier(arena, host, device, copy_limit)
+        self._coming = Coming(self._copier, self._tables, geometry, self._spec)
         self._reader = AdapterReader(
-            arena, host, geometry, device, self._landed.append, self._inspect_again, store
+            arena, host, geometry, device, self._coming.landed.append, self._inspect_again, store
         )
-        self._copier = Copier(arena, host, device)
 
     # ------------------------------------------------------------ the door
 
@@ -158,7 +160,11 @@ class Worker:
     def wait_step(self) -> None:
         """See Executor."""
         if self._in_flight:
-            self._tell(self._in_flight.popleft()())
+            result = self._in_flight.popleft()()
+            # Their answers have been told, so no step that is commanded after this one's end awaits them.
+            answered = self._coming.answered()
+            self._tell(result)
+            self._coming.forget(answered)
 
     # ------------------------------------------------------------ merged weights
 
@@ -182,7 +188,7 @@ class Worker:
             error = "the executor is closed" if self._forward is None else "merging is off"
             self._tell(SwitchDone(command.switch, False, error=error))
             return
-        self._enter_landed()
+        self._coming.enter()
         self._merging.switch(command, self._tell)
 
     def _check_merged(self, step: RunStep) -> None:
@@ -223,7 +229,7 @@ class Worker:
         changes: Undo = []
         try:
             self._check_merged(step)
-            self._enter_landed()
+            self._coming.enter()
             self._tables.merge(merged)
             for start in step.starts:
                 self._sequences.start(start)
@@ -232,11 +238,12 @@ class Worker:
             rows = self._sequences.rows(step.rows)
             if merged != BASE:
                 self._tables.pair(np.unique(self._sequences.adapters[rows.composition.slots]).tolist())
-            sampled = self._run(rows)
+            awaited = self._coming.awaited(step) if step.awaits else None
+            sampled = self._run(rows, awaited)
             # What other samples drew comes back as their own SequenceStart.
             expected = self._sequences.expect(rows)
             sequences = rows.composition.sampled_sequences
-            finish = functools.partial(self._finish, step, sequences, sampled, expected, began)
+            finish = functools.partial(self._finish, step, sequences, sampled, expected, began, awaited)
             self._in_flight.append(finish)
         except Exception as error:
             PREPARATION.give_up()
@@ -245,10 +252,10 @@ class Worker:
                 self._sequences.end(sequence)
             self._tell(self._failed(step, error, began))
 
-    def _run(self, rows: Rows) -> list[_Sampled]:
-        parts = None if self._shards is None else self._split(rows, self._shards)
+    def _run(self, rows: Rows, awaited: Awaited | None) -> list[_Sampled]:
+        parts = None if self._shards is None or awaited is not None else self._split(rows, self._shards)
         if parts is None or self._shards is None:
-            return [self._run_part(self._parts[0], rows, None)]
+            return [self._run_part(self._parts[0], rows, None, awaited)]
         return self._shards.run(
             [
                 functools.partial(self._run_part, part, rows.take(indices), np.array(indices))
@@ -262,16 +269,19 @@ class Worker:
         ranges = shards.split(rows.composition.counts[order].tolist())
         return None if ranges is None else [order[part].tolist() for part in ranges]
 
-    def _run_part(self, part: _Part, rows: Rows, indices: np.ndarray | None) -> _Sampled:
+    def _run_part(
+        self, part: _Part, rows: Rows, indices: np.ndarray | None, awaited: Awaited | None = None
+    ) -> _Sampled:
         """``indices``: the rows' places in the step; None: they are all of it."""
         forward = self._forward
         if forward is None:
             raise RuntimeError("the executor is closed")
         with torch.inference_mode():
             inputs = part.inputs.build(rows)
-            outputs = None if self._graphs is None else self._graphs.run(inputs)
+            before = None if awaited is None else awaited.all
+            outputs = None if self._graphs is None else self._graphs.run(inputs, before)
             if outputs is None:
-                outputs = part.eager.run(inputs)
+                outputs = part.eager.run(inputs, None if awaited is None else awaited.layer)
             count = len(inputs.sampled_rows)
             if inputs.sampled is None:
                 draws = most_likely(outputs.best, count)
@@ -291,6 +301,7 @@ class Worker:
         sampled: list[_Sampled],
         expected: Expected,
         began: float,
+        awaited: Awaited | None,
     ) -> StepResult:
         """``sampled_sequences``: the sequences of the rows that drew, in the step's order, as ``expected``."""
         try:
@@ -298,6 +309,7 @@ class Worker:
         except Exception as error:
             self._sequences.forget(expected)
             return self._failed(step, error, began)
+        spoilt = () if awaited is None else awaited.spoilt()
         # Parts are in the order of their batches: from there into the step's.
         order = np.argsort(np.concatenate([part.rows for part in sampled])).tolist()
         ids = [row for result in results for row in result.tokens]
@@ -314,7 +326,10 @@ class Worker:
             begins = np.cumsum([0, *(len(result.tokens) for result in results)])
             places = {begin + row for begin, result in zip(begins, results) for row in result.unsound}
             unsound = tuple(sequence for sequence, place in zip(sampled_sequences, order) if place in places)
-        return StepResult(StepDone(step.step, True, tokens, self._step_s(began), unsound=unsound), logprobs)
+        done = StepDone(step.step, True, tokens, self._step_s(began), unsound=unsound, spoilt=spoilt)
+        if awaited is not None:
+            done.stall_s = awaited.stall_s
+        return StepResult(done, logprobs)
 
     def _failed(self, step: RunStep, error: Exception, began: float) -> StepResult:
         _log.error("step %d failed", step.step, exc_info=error)
@@ -403,42 +418,18 @@ class Worker:
 
     def evict_adapter(self, command: EvictAdapter) -> None:
         """Carries out EvictAdapter."""
-        self._enter_landed()
+        self._coming.enter()
         self._tables.drop(command.adapter)
 
     def swap_pages(self, command: SwapPages) -> None:
         """Carries out SwapPages."""
-        try:
-            self._copier.start(command, self._landing(command), self._tell)
-        except (AdapterError, RuntimeError, ValueError) as error:
-            # Removed meanwhile, closed, or a wrong command: no thread will answer.
-            self._tell(CopyDone(command.copy, False, error=one_line(error)))
-
-    def _landing(self, command: SwapPages) -> Callable[[], None]:
-        """What to do on the copier's thread once the pages have landed."""
-        adapter = command.adapter
-        if adapter is None or not command.to_device:
-            return lambda: None
-        pages = [destination for _, destination in command.pairs]
-        landed = Landed.at(adapter, layout_of(self._spec(adapter), self._geometry), self._geometry, pages)
-
-        def enter() -> None:
-            self._spec(adapter)
-            self._landed.append(landed)
-
-        return enter
+        self._coming.swap(command, self._tell)
 
     def _spec(self, adapter: AdapterId) -> AdapterSpec:
         spec = self._specs.get(adapter)
         if spec is None:
             raise AdapterError("the adapter is not known")
         return spec
-
-    def _enter_landed(self) -> None:
-        """Enter what has landed into the tables. It is among it before its ``done`` is heard of."""
-        while self._landed:
-            landed = self._landed.popleft()
-            self._tables.put(landed.adapter, landed.layout, landed.offsets)
 
     def report_state(self, command: ReportState) -> None:
         """Carries out ReportState."""

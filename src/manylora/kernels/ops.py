@@ -140,6 +140,7 @@ class StepBatch:
     token_ids, positions, slots: int64 [T]; ``slots`` = page * page_tokens + offset, where a token's K and V go.
     A negative slot (padding of a captured batch, on CUDA only): nothing is stored.
     sample_index: int64 [M], the tokens whose logits are wanted. Plans are opaque to models.
+    before_layer: called with each layer's number before its first operation; None: nothing is to be waited for.
     """
 
     token_ids: torch.Tensor
@@ -149,6 +150,7 @@ class StepBatch:
     attention: Any
     lora: Any | None
     sampled: SampledRows | None = None
+    before_layer: Callable[[int], None] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -7,12 +7,17 @@ gets. Does not know what the pages hold.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
 from manylora.devices.device import CopyLane, Device
 from manylora.memory.arena import Arena
+from manylora.memory.gates import CopyGate
 from manylora.memory.host import HostPool
+from manylora.memory.pace import Pace
 from manylora.memory.turns import Turns
 from manylora.protocol import CopyDone, SwapPages
 from manylora.types import PageId
@@ -30,12 +35,28 @@ class _Lane:
     """One direction: a thread that issues transfers, and one that waits for them and answers, so that the
     next copy is on its way while the one before is being answered."""
 
-    def __init__(self, name: str, copies: CopyLane) -> None:
+    def __init__(self, name: str, copies: CopyLane, pace: Pace | None) -> None:
         self.copies = copies
+        self.pace = pace
         self.issuing = ThreadPoolExecutor(1, thread_name_prefix=f"manylora-{name}")
         self.answering = ThreadPoolExecutor(1, thread_name_prefix=f"manylora-{name}-done")
 
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy between contiguous tensors of one size and dtype, at the lane's rate."""
+        pace = self.pace
+        if pace is None:
+            self.copies.copy(target, source)
+            return
+        size = max(1, pace.piece_bytes // target.itemsize)
+        to, of = target.view(-1), source.view(-1)
+        for first in range(0, len(of), size):
+            self.copies.copy(to[first : first + size], of[first : first + size])
+            self.copies.landing()
+            pace.moved(of[first : first + size].nbytes)
+
     def close(self) -> None:
+        if self.pace is not None:
+            self.pace.stop()
         self.issuing.shutdown(wait=True)
         self.answering.shutdown(wait=True)
 
@@ -46,13 +67,18 @@ class Copier:
     ``start`` and ``close`` belong to the step loop's thread.
     """
 
-    def __init__(self, arena: Arena, host: HostPool, device: Device) -> None:
+    def __init__(self, arena: Arena, host: HostPool, device: Device, bytes_s: int | None = None) -> None:
+        """``bytes_s``: the most bytes a second that either lane moves."""
+
+        def lane(name: str) -> _Lane:
+            return _Lane(name, device.copy_lane(), None if bytes_s is None else Pace(bytes_s))
+
         self._arena = arena
         self._host = host
         self._device = device
         self._lanes = {
-            True: _Lane("copy-in", device.copy_lane()),
-            False: _Lane("copy-out", device.copy_lane()),
+            True: lane("copy-in"),
+            False: lane("copy-out"),
         }
         self.turns = Turns()
         """Of copies to the device, with whatever else goes there."""
@@ -67,18 +93,26 @@ class Copier:
         """
         self._settled = self._device.issued()
 
-    def start(self, command: SwapPages, landed: Callable[[], None], done: Callable[[CopyDone], None]) -> None:
+    def start(
+        self,
+        command: SwapPages,
+        landed: Callable[[], None],
+        done: Callable[[CopyDone], None],
+        gate: CopyGate | None = None,
+    ) -> None:
         """Copy: from the device, after everything issued so far. ``done`` is called once, from another thread.
 
         ``landed`` is called just before, if the copy went well; when it raises, the copy has failed. Raises
         RuntimeError after ``close``; then neither is called.
+
+        ``gate``: of a copy to the device, opened as its groups of layers land, and answered after ``done``.
         """
         lane = self._lanes[command.to_device]
         after = self._settled if command.to_device else self._device.issued()
         if command.to_device:
             self.turns.begin_copy()
         try:
-            lane.issuing.submit(self._issue, lane, command, after, landed, done)
+            lane.issuing.submit(self._issue, lane, command, after, landed, done, gate)
         except RuntimeError:
             self._count(command, landed=False)
             raise
@@ -96,11 +130,13 @@ class Copier:
         after: object,
         landed: Callable[[], None],
         done: Callable[[CopyDone], None],
+        gate: CopyGate | None,
     ) -> None:
         error, wait = "", None
+        began = time.perf_counter()
         try:
             lane.copies.begin(after)
-            error = self._transfer(lane.copies, command)
+            error = self._transfer(lane, command) if gate is None else self._land_groups(lane, command, gate)
         except Exception as failure:
             error = one_line(failure)
         try:
@@ -108,9 +144,22 @@ class Copier:
             wait = lane.copies.end()
         except Exception as failure:
             error = error or one_line(failure)
-        lane.answering.submit(self._answer, command, error, wait, landed, done)
+        if error and gate is not None:
+            gate.fail()
+        paced_since = None if lane.pace is None else began
+        lane.answering.submit(self._answer, command, error, wait, landed, done, gate, paced_since)
 
-    def _transfer(self, copies: CopyLane, command: SwapPages) -> str:
+    def _land_groups(self, lane: _Lane, command: SwapPages, gate: CopyGate) -> str:
+        """The same for a copy that steps may await: group by group of layers, each of which opens the gate."""
+        for first, end in gate.groups:
+            for source, destination in command.pairs:
+                if self._closing:
+                    return _CLOSING
+                lane.copy(self._arena.page(destination)[first:end], self._host.page(source)[first:end])
+            gate.open(lane.copies.landing())
+        return ""
+
+    def _transfer(self, lane: _Lane, command: SwapPages) -> str:
         """Start the copy's transfers; what broke them off, or nothing."""
         most_pages = max(1, TRANSFER_BYTES // self._host.shape.page_bytes)
         for source, destination, count in merged(
@@ -119,9 +168,9 @@ class Copier:
             if self._closing:
                 return _CLOSING
             if command.to_device:
-                copies.copy(self._arena.run(destination, count), self._host.run(source, count))
+                lane.copy(self._arena.run(destination, count), self._host.run(source, count))
             else:
-                copies.copy(self._host.run(destination, count), self._arena.run(source, count))
+                lane.copy(self._host.run(destination, count), self._arena.run(source, count))
         return ""
 
     def _answer(
@@ -131,18 +180,26 @@ class Copier:
         wait: Callable[[], float] | None,
         landed: Callable[[], None],
         done: Callable[[CopyDone], None],
+        gate: CopyGate | None,
+        paced_since: float | None,
     ) -> None:
         seconds = 0.0
         try:
             seconds = wait() if wait else 0.0
+            if paced_since is not None:
+                seconds = time.perf_counter() - paced_since
             if not error:
                 landed()
         except Exception as failure:
             error = error or one_line(failure)
         self._count(command, landed=not error)
+        if error and gate is not None:
+            gate.fail()
         if error and error != _CLOSING:
             _log.warning("copy %d failed: %s", command.copy, error)
         done(CopyDone(command.copy, not error, seconds, error))
+        if gate is not None:
+            gate.answer(not error)
 
     def _count(self, command: SwapPages, landed: bool) -> None:
         """The copy, whose turn had begun, has ended."""

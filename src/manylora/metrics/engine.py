@@ -41,6 +41,17 @@ _COUNTERS = (
         "adapter_limit_overtaken",
         "Admissions before the first in line, for --adapter-batch-limit.",
     ),
+    (
+        "manylora:cold_start_stall_seconds",
+        "cold_start_stall_s",
+        "Time that steps stood still for copies, for --cold-start block and layerwise.",
+    ),
+    (
+        "manylora:cold_start_hidden_seconds",
+        "cold_start_hidden_s",
+        "Time of copies that steps awaited during which they went on.",
+    ),
+    ("manylora:spoilt_rows", "spoilt_rows", "Rows computed again since a copy failed or was late."),
     ("manylora:step_seconds", "step_s", "Time spent in steps."),
     ("manylora:merge_switch_failures", "switches_failed", "Changes of what is merged that failed."),
     ("manylora:merge_switch_seconds", "merge_switch_s", "Time that changes of what is merged took."),
@@ -81,6 +92,7 @@ class EngineCollector(Collector):
         yield from _adapters(stats)
         yield from _clients(stats)
         yield from _merging(stats, self._base)
+        yield _cold_starts(stats)
 
     def _load(self, stats: EngineStats) -> Iterator[Metric]:
         busy_pages = stats.pages_running + sum(
@@ -126,6 +138,17 @@ class EngineCollector(Collector):
         running = ",".join(load.name for load in stats.adapters if load.running)
         gauge.add_metric([str(self._info.max_num_seqs), waiting, running], time.time())
         return gauge
+
+
+def _cold_starts(stats: EngineStats) -> Metric:
+    starts = CounterMetricFamily(
+        "manylora:cold_starts",
+        "Requests whose adapter was not on the device when admitted, by how they began and where it was.",
+        labels=["mode", "source"],
+    )
+    for kind, count in sorted(stats.cold_starts.items()):
+        starts.add_metric(kind.split("/"), count)
+    return starts
 
 
 def _residency(stats: EngineStats, base: str) -> Iterator[Metric]:

@@ -76,8 +76,13 @@ class Decoder:
         step = Step(self.ops, batch, pool)
         x = Summands(self.embedding(batch))
         residual: torch.Tensor | None = None
-        for layer in self.layers[:-1]:
+        before_layer = batch.before_layer
+        for number, layer in enumerate(self.layers[:-1]):
+            if before_layer is not None:
+                before_layer(number)
             x, residual = layer(x, residual, step)
+        if before_layer is not None:
+            before_layer(len(self.layers) - 1)
         rows = batch.sample_index
         if batch.sampled is not None:
             x, residual = self.layers[-1](x, residual, step, rows)

@@ -75,6 +75,10 @@ class Rates:
         else:
             self.page_out_s = new
 
+    def expected_step_s(self, num_prefill_tokens: int) -> float:
+        """A step that decodes, and computes so many tokens of prompts beside."""
+        return (self._decode_s or self.step_s) + num_prefill_tokens * self._token_s
+
     def weigh_copying(self, prefix_classes: Sequence[int]) -> float:
         """How much less bringing one page for each of these from the host holds up than computing them, for a
         decision: copies are made where it is 0 or more. Before the first copy has come they are believed to take

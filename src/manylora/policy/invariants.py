@@ -7,6 +7,7 @@ import collections
 from collections.abc import Iterable, Mapping
 
 from manylora.policy.caches.policy import CachePolicy
+from manylora.policy.cold_start import ColdStarts
 from manylora.policy.merging.dlora import DloraMerging
 from manylora.policy.merging.state import MergeState
 from manylora.policy.queues import WaitingQueue
@@ -28,6 +29,7 @@ def check(
     requests: Mapping[RequestId, RequestState],
     in_flight: Iterable[list[Scheduled]],
     merging: MergeState | None = None,
+    cold: ColdStarts | None = None,
 ) -> None:
     """Raise AssertionError, naming the invariant, where one does not hold."""
     nodes = list(residency.tree.all_nodes())
@@ -47,6 +49,7 @@ def check(
         assert len(running) <= waiting.adapter_limit[0], "no more adapters run than may"
     steps = list(in_flight)
     _check_in_flight(held, [row for rows in steps for row in rows])
+    _check_awaiting(residency, held, cold)
     _check_paused(held, merging)
     if merging is not None:
         _check_merging(residency, merging, steps)
@@ -83,6 +86,24 @@ def _check_in_flight(held: Reservations, rows: list[Scheduled]) -> None:
         scheduled = sequence.num_computed + sum(num_tokens for num_tokens, _ in own)
         assert sequence.num_scheduled == scheduled, "what is in flight becomes computed"
         assert sequence.num_scheduled <= len(sequence.tokens) + sequence.num_pending
+
+
+def _check_awaiting(residency: Residency, held: Reservations, cold: ColdStarts | None) -> None:
+    for sequence in held.admitted:
+        if sequence.stage is not Stage.LOADING or not held.is_in_flight(sequence):
+            continue
+        assert cold is not None, "where nothing is awaited no loading sequence is in a step"
+        assert not residency.device.has_ended(sequence.last_step)
+        step: Node | None = sequence.node
+        while step is not None:
+            is_there = step.residence is Residence.RESIDENT or step.has_landed
+            is_coming = step.residence is Residence.LOADING and cold.is_awaited(
+                sequence.last_step, sequence, step
+            )
+            assert is_there or is_coming, "a step reads resident pages, or pages that it awaits"
+            step = step.parent
+    for step_number in {} if cold is None else cold.awaits():
+        assert not residency.device.has_ended(step_number), "what ended steps awaited is forgotten"
 
 
 def _check_node(node: Node, is_moving: bool) -> None:
@@ -292,8 +313,10 @@ def _check_sequences(
             tokens = array.array("q", sequence.tokens[: (len(first) - len(scope)) // 8])
             assert first == scope + tokens.tobytes(), "KV is never shared between cache scopes"
         is_ready = all(n.residence is Residence.RESIDENT for n in [node, *path])
-        assert (sequence.stage is Stage.RUNNING) == is_ready, "a sequence runs when all it reuses is there"
-        if is_ready:
+        is_running = sequence.stage is Stage.RUNNING
+        is_awaiting = not is_running and held.is_in_flight(sequence)
+        assert is_running == is_ready or is_awaiting, "a sequence runs when all it reuses is there"
+        if is_running:
             shared = sequence.pages[: sequence.num_shared]
             assert shared == [n.pages[0] for n in reversed(path)], "shared pages are the path's"
         assert sequence.num_computed < len(sequence.tokens), "the last token is always computed again"

@@ -13,6 +13,7 @@ import dataclasses
 from manylora.config import PolicyConfig
 from manylora.policy.batching import FirstComeFirstServed, StepPlan
 from manylora.policy.cluster_report import ClusterReport
+from manylora.policy.cold_start import cold_starts
 from manylora.policy.invariants import check
 from manylora.policy.lives import RequestLives
 from manylora.policy.merging.batching import MergedBatching
@@ -81,6 +82,7 @@ class Replica(RequestLives):
             parts = config, self._residency, self._held, self._waiting
             self._merging = MergeState(*parts)
             self._batching = MergedBatching(*parts, self._merging)
+        self._cold = cold_starts(config, self._residency, self._held)
         self._swapper = Swapper(config.cache, self._residency, self._waiting, self._held)
         self._gauges = Gauges(self._residency, self._held, self._waiting, self._merging)
         self._cluster_report = ClusterReport(self._residency, self._held, self._waiting)
@@ -143,7 +145,8 @@ class Replica(RequestLives):
 
     def check(self) -> None:
         """Raise AssertionError if an invariant (``policy/invariants``) does not hold. For tests; O(everything)."""
-        check(self._residency, self._held, self._waiting, self._requests, self._in_flight, self._merging)
+        parts = self._residency, self._held, self._waiting
+        check(*parts, self._requests, self._in_flight, self._merging, self._cold)
 
     # ------------------------------------------------------------ adapters
 
@@ -157,6 +160,8 @@ class Replica(RequestLives):
     def _adapter_read(self, event: AdapterRead, now: float) -> None:
         if not self._residency.transfers.is_read(event.adapter):
             return
+        if event.from_store:
+            self._held.note_source(event.adapter, "store")
         node = self._residency.read_ended(event)
         if node is not None:
             status = 400 if event.is_at_fault else 503
@@ -166,6 +171,8 @@ class Replica(RequestLives):
         self._wake(now)
 
     def _copy_done(self, event: CopyDone, now: float) -> None:
+        if self._cold is not None:
+            self._cold.copy_ended(event)
         for node in self._residency.copy_ended(event):
             if node.is_dropped:
                 continue
@@ -190,11 +197,12 @@ class Replica(RequestLives):
             self._fail_request(state, error, now)
 
     def _wake(self, now: float) -> None:
-        """Let the sequences run whose copies have all landed, and note how long each part of the wait was."""
+        """Let the sequences run whose copies have all landed, and note how long each part of the wait was. One
+        that has a row already runs on when its step has ended."""
         if not self._held.num_loading:
             return
         self._collect()
-        for sequence in [s for s in self._held.admitted if s.stage is LOADING]:
+        for sequence in self._held.still_loading():
             if self._tree.node(sequence.adapter).residence is RESIDENT:
                 sequence.note_adapter(now)
             if self._held.start_if_ready(sequence):
@@ -233,10 +241,13 @@ class Replica(RequestLives):
     def _start_next(self, now: float) -> bool:
         """Start what can start now; whether another step may follow at once."""
         depth, in_flight = self._config.pipeline_depth, self._in_flight
-        rows = self._compose(now).rows if len(in_flight) < depth else []
+        plan = self._compose(now) if len(in_flight) < depth else StepPlan([], 0)
+        rows = plan.rows
         # Whatever runs beside compute starts before a step does.
         self._swapper.use_idle_lane(now)
-        self._residency.start_transfers()
+        copies = self._residency.start_transfers()
+        if self._cold is not None:
+            self._cold.add_rows(plan, copies, now)
         if not self._timer_is_set:
             self._set_timer(now)
         if rows:
@@ -273,7 +284,13 @@ class Replica(RequestLives):
         self._residency.device.step_started(step)
         self._residency.visits.batch(len(rows), now)
         merged = BASE if self._merging is None else self._merging.started(rows, now)
-        self._say(run_step(step, rows, merged))
+        awaits = () if self._cold is None else self._cold.step_started(step, rows, now)
+        if awaits:
+            self._collect()
+            for sequence in [sequence for sequence, _, _ in rows if sequence.stage is LOADING]:
+                sequence.note_adapter(now)
+                self._note_ready(sequence, now)
+        self._say(run_step(step, rows, merged, awaits))
 
     def _note_admission(self, sequence: Sequence, now: float) -> None:
         if sequence.state.note_admission():
@@ -281,8 +298,7 @@ class Replica(RequestLives):
             self._commands.append(Admitted(sequence.state.request.id, num_cached))
         if sequence.state.unborn:
             self._bear_if_shared(sequence)
-        is_there = self._tree.node(sequence.adapter).residence is RESIDENT
-        sequence.note_admission(now, is_there)
+        sequence.note_admission(now, self._residency.source_of(sequence.adapter))
         if sequence.stage is RUNNING:
             self._note_ready(sequence, now)
 
@@ -290,6 +306,8 @@ class Replica(RequestLives):
         if sequence.state.note_ready():
             adapter_s = sequence.adapter_s or 0.0
             kv_s = now - sequence.admitted_s - adapter_s
+            mode = "wait" if sequence.stage is RUNNING else self._config.cold_start.mode
+            self._residency.counters.cold_start(mode, sequence.cold_source)
             self._commands.append(Ready(sequence.state.request.id, adapter_s, kv_s))
 
     def _step_done(self, event: StepDone, now: float) -> None:
@@ -308,9 +326,11 @@ class Replica(RequestLives):
         self._residency.device.step_ended(event.step)
         if self._merging is not None:
             self._merging.step_ended(event.device_s if event.ok else 0.0)
+        if self._cold is not None:
+            rows = self._cold.step_ended(event, rows, now, is_idle=not self._in_flight)
         if event.ok:
             num_tokens = sum([num_tokens for _, num_tokens, _ in rows])
-            self._residency.rates.saw_step(len(rows), num_tokens, event.device_s)
+            self._residency.rates.saw_step(len(rows), num_tokens, event.device_s - event.stall_s)
             if event.unsound:
                 self._fail_unsound(rows, set(event.unsound), now)
             self._take_step(rows, dict(event.tokens), now)

@@ -34,9 +34,9 @@ from manylora.policy.tree import (
     subtree,
 )
 from manylora.policy.visits import Visits
-from manylora.protocol import AdapterRead, Command, CopyDone, Decided, EvictAdapter
+from manylora.protocol import AdapterRead, Command, CopyDone, Decided, EvictAdapter, SwapPages
 from manylora.reports import Counters
-from manylora.types import PageId
+from manylora.types import AdapterId, PageId
 
 
 class Residency:
@@ -47,7 +47,7 @@ class Residency:
         self.tree = DependencyTree(self.policy.keeps_dependencies)
         self.device = PageLedger(config.num_pages)
         self.host = PageLedger(config.num_host_pages)
-        self.transfers = Transfers()
+        self.transfers = Transfers(config.cold_start.num_groups)
         self.changes = Changes(config.page_tokens)
         self.last_value: float | None = None
         """Of what left the device last for want of room, where the policy ``prices_pages``."""
@@ -114,6 +114,11 @@ class Residency:
         """Visits that have left the window count no more."""
         for node in self.visits.expire(now):
             self.candidates.offer(node)
+
+    def source_of(self, adapter: AdapterId) -> str | None:
+        """Where an adapter would come from: "host" or "files"; None where it is on the device."""
+        root = self.tree.node(adapter)
+        return None if root.residence is RESIDENT else "host" if root.host is HELD else "files"
 
     # ------------------------------------------------------------ room on the device
 
@@ -353,9 +358,11 @@ class Residency:
             assert node.residence is LOADING, "a read to the device needs pages there"
         self._decided.append(self.transfers.read(node, to_device=not goes_to_host))
 
-    def start_transfers(self) -> None:
-        """Start the copies that were queued."""
-        self._decided += self.transfers.flush()
+    def start_transfers(self) -> list[SwapPages]:
+        """Start the copies that were queued; returns them."""
+        started = self.transfers.flush()
+        self._decided += started
+        return started
 
     def fill(self, node: Node, pages: tuple[PageId, ...]) -> bool:
         """A running sequence has computed this page: it becomes the node's, unless the node has its own.

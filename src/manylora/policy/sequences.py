@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import Final
 
 from manylora.policy.tree import Node, PageKey
-from manylora.protocol import RunStep, SequenceStart, StepRow, step_row
+from manylora.protocol import Await, RunStep, SequenceStart, StepRow, step_row
 from manylora.types import BASE, AdapterId, PageId, Request, SequenceId
 
 _TOKEN_BYTES = 8
@@ -148,6 +148,7 @@ class Sequence:
         "adapter",
         "adapter_s",
         "admitted_s",
+        "cold_source",
         "id",
         "is_known_to_executor",
         "is_prefetched",
@@ -196,6 +197,9 @@ class Sequence:
         self.keys: list[PageKey] = []
         self.admitted_s = 0.0
         self.adapter_s: float | None = None  # how long it waited for its adapter, once it is there
+        self.cold_source: str | None = (
+            None  # where its adapter was when it was admitted, if not on the device
+        )
         self.num_failed_copies = 0
         self.num_at_admission = len(tokens)  # its tokens when it was admitted last
         # Samples that will fork off this sequence once its prompt is computed.
@@ -281,10 +285,16 @@ class Sequence:
         self.page_updates.clear()
         self.stage = RUNNING
 
-    def note_admission(self, now: float, is_adapter_there: bool) -> None:
-        """Keep the moment of admission, for the parts of the sequence's wait."""
+    def note_admission(self, now: float, source: str | None) -> None:
+        """Keep the moment of admission, for the parts of the sequence's wait. ``source``: where its adapter is, if
+        not on the device."""
         self.admitted_s = now
-        self.adapter_s = 0.0 if is_adapter_there else None
+        self.cold_source = source
+        self.adapter_s = 0.0 if source is None else None
+
+    def note_source(self, source: str) -> None:
+        """The sequence's adapter, which was nowhere, has been read from there."""
+        self.cold_source = source
 
     def note_adapter(self, now: float) -> None:
         """The sequence's adapter is there."""
@@ -296,8 +306,16 @@ class Sequence:
         self.num_failed_copies += 1
         return self.num_failed_copies
 
+    def foresee(self, shared_pages: SequenceOf[PageId]) -> None:
+        """It has a row before all that it reuses is there: these pages are where that will be."""
+        self.pages[: len(shared_pages)] = shared_pages
+
     def run(self, shared_pages: SequenceOf[PageId]) -> None:
         """The sequence runs: all that it reuses is there."""
+        if self.is_known_to_executor:  # it had a row before: where a page is another since, that is news
+            for index, (old, new) in enumerate(zip(self.pages, shared_pages)):
+                if old != new:
+                    self.page_updates.append((index, new))
         self.pages[: len(shared_pages)] = shared_pages
         self.stage = RUNNING
 
@@ -364,8 +382,11 @@ Scheduled = tuple[Sequence, int, int]
 """A row of a step: the sequence, tokens to compute, samples to draw."""
 
 
-def run_step(step: int, scheduled: list[Scheduled], merged: AdapterId = BASE) -> RunStep:
-    """The rows are on their way; the command that computes them on the weights with ``merged`` in them."""
+def run_step(
+    step: int, scheduled: list[Scheduled], merged: AdapterId = BASE, awaits: tuple[Await, ...] = ()
+) -> RunStep:
+    """The rows are on their way; the command that computes them on the weights with ``merged`` in them, once what
+    ``awaits`` names has landed."""
     starts: list[SequenceStart] = []
     rows: list[StepRow] = []
     for sequence, num_tokens, num_samples in scheduled:
@@ -383,7 +404,7 @@ def run_step(step: int, scheduled: list[Scheduled], merged: AdapterId = BASE) ->
         sequence.last_step = step
         if num_samples:
             sequence.num_pending += 1
-    return RunStep(step, tuple(starts), tuple(rows), merged)
+    return RunStep(step, tuple(starts), tuple(rows), merged, awaits)
 
 
 def rows_ended(scheduled: list[Scheduled]) -> None:

@@ -28,6 +28,8 @@ class Move:
     host_pages: tuple[PageId, ...]
     owns_pages: bool = False
     owns_host_pages: bool = False
+    copy: CopyId | None = None
+    """The copy that it is a part of, once that has started."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +43,9 @@ class Read:
 class Transfers:
     """Parts of copies by node, copies by number, reads by adapter."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_groups: int = 0) -> None:
+        """``num_groups``: of layers, in which copies to the device land that steps may await; 0: none does."""
+        self._num_groups = num_groups
         self.pages_coming = 0
         """Device pages that copies in flight, or queued, write."""
         self._queued: list[Move] = []
@@ -98,7 +102,10 @@ class Transfers:
             for move in moves
             for page, host in zip(move.pages, move.host_pages, strict=True)
         )
-        return SwapPages(self._num_copies, to_device, pairs, adapter)
+        for move in moves:
+            move.copy = self._num_copies
+        groups = self._num_groups if to_device else 0
+        return SwapPages(self._num_copies, to_device, pairs, adapter, groups)
 
     def copy_ended(self, copy: CopyId) -> list[Move]:
         """The copy's parts, in order, none of a copy that is not known; each is to be ended by ``end``."""

@@ -68,17 +68,27 @@ step_row = functools.partial(tuple.__new__, StepRow)
 """Makes a StepRow of a tuple of its fields in little more than half the time: there is one for every token."""
 
 
+class Await(NamedTuple):
+    """These sequences of a step read what a copy, a SwapPages with ``groups``, brings."""
+
+    copy: CopyId
+    sequences: tuple[SequenceId, ...]
+
+
 @dataclasses.dataclass(slots=True)  # like StepDone
 class RunStep:
     """Run one batch. ``starts`` come before the rows that use them.
 
     ``merged``: the adapter whose merged weights it runs on, which the last SetMerged named; BASE: none.
+    ``awaits``: copies, commanded before, whose answer had not come when this was decided. No layer of the step
+    begins before what these bring of it has landed, within a bound.
     """
 
     step: int
     starts: tuple[SequenceStart, ...]
     rows: tuple[StepRow, ...]
     merged: AdapterId = BASE
+    awaits: tuple[Await, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,14 +122,17 @@ class SwapPages:
     """Copy pages between the tiers beside compute; answer with CopyDone.
 
     ``pairs``: (source, destination); the sources are the host's when ``to_device``, else the device's. The
-    destinations are this copy's alone until the answer, and no issued step touches them. ``adapter``: these are
-    all the pages of this adapter, in order, and it is resident once they have landed.
+    destinations are this copy's alone until the answer, and no issued step touches them but one that awaits it.
+    ``adapter``: these are all the pages of this adapter, in order, and it is resident once they have landed.
+    ``groups``: steps may await the copy, which lands in so many groups of layers, the first layers' first; 0: none
+    does.
     """
 
     copy: CopyId
     to_device: bool
     pairs: tuple[tuple[PageId, PageId], ...]
     adapter: AdapterId | None = None
+    groups: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -51,7 +51,9 @@ class StepDone:
 
     When not ``ok`` no row of the step counts as computed and ``error`` says why. ``more``: the end of the step
     after it follows at once, so no step is to be started in between. ``unsound``: sequences whose logits were not
-    finite; what stands for them in ``tokens`` means nothing.
+    finite; what stands for them in ``tokens`` means nothing. ``spoilt``: sequences that read what a copy was to
+    bring and did not, or not in time; nothing of theirs counts. ``stall_s``: how much of ``device_s`` the step
+    stood still for copies, as far as it is known.
     """
 
     step: int
@@ -61,13 +63,16 @@ class StepDone:
     error: str = ""
     more: bool = False
     unsound: tuple[SequenceId, ...] = ()
+    spoilt: tuple[SequenceId, ...] = ()
+    stall_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterRead:
     """An adapter's weights lie in the pages its ReadAdapter named, or could not be brought there.
 
-    ``is_at_fault``: what its files hold is the reason, and not the device or the engine's end.
+    ``is_at_fault``: what its files hold is the reason, and not the device or the engine's end. ``from_store``: the
+    adapter store had it.
     """
 
     adapter: AdapterId
@@ -75,6 +80,7 @@ class AdapterRead:
     error: str = ""
     read_s: float = 0.0
     is_at_fault: bool = False
+    from_store: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

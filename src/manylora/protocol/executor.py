@@ -71,6 +71,11 @@ class Executor(Protocol):
     the first step after its answer. Every SwapPages, ReadAdapter and check is answered exactly once, also when it
     fails.
 
+    **Steps that await copies** (``RunStep.awaits``): the answer to every copy that a step awaits is told before
+    the step's own end. The device is never kept waiting without bound: where a copy fails or is late the step goes
+    on, and its rows that read what did not come are ``StepDone.spoilt``. What lay in those pages before is read by
+    no other row.
+
     **Merging**: every SetMerged is answered with one SwitchDone. While an adapter is merged a step may hold rows
     of others and of the base: these give what they give without merging, up to rounding. A switch that failed
     leaves the weights as they were loaded; until the next SetMerged steps run on these, whatever they name, and

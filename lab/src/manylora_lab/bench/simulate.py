@@ -19,6 +19,7 @@ from manylora.config import (
     MergeTimes,
     PolicyConfig,
     is_import_name,
+    parse_size,
 )
 from manylora.flags import FLAGS, build_settings
 from manylora.policy.caches import find_cache
@@ -179,6 +180,7 @@ def _simulated(
 ) -> dict[str, Any]:
     """One policy's result, beside it, if asked for, the most that any could have kept; or the reference's."""
     pages = [target.shape.adapter_pages(rank, config.page_tokens, target.modules) for rank in stream.ranks]
+    limit = _copy_limit(settings)
     of_policy: dict[str, Any] = {}
     clairvoyant = Clairvoyant(config.merge) if config.merge.is_on else None
     watch = None if clairvoyant is None else lambda _now, command: clairvoyant.told(command)
@@ -186,12 +188,12 @@ def _simulated(
         replay = reference(stream, config, target.costs, pages)
     elif settings.with_limits:
         replay, record = recorded(
-            stream, config, target.costs, pages, settings.is_warm, watch, target.merge_costs(config)
+            stream, config, target.costs, pages, settings.is_warm, watch, target.merge_costs(config), limit
         )
         of_policy = {"config": noted(config), **summarize_limits(record, config)}
     else:
         replay = Replay(
-            stream, config, target.costs, pages, settings.is_warm, watch, target.merge_costs(config)
+            stream, config, target.costs, pages, settings.is_warm, watch, target.merge_costs(config), limit
         )
         replay.run()
         of_policy = {"config": noted(config)}
@@ -204,6 +206,12 @@ def _simulated(
         **of_policy, **summarize(replay), **ttft_parts_ms(replay.outcomes), "dropped": dropped,
         "service_difference": replay.service_difference(), "merging": merged,
     }  # fmt: skip
+
+
+def _copy_limit(settings: SimulateSettings) -> int | None:
+    """Bytes a second; None: as the costs have it."""
+    value = settings.engine.get("copy_limit")
+    return None if value is None else parse_size(value)
 
 
 def _line(name: str, width: int, cells: Sequence[str]) -> str:
@@ -339,6 +347,7 @@ def config_of(
         queue=scheduler.queue,
         merge=merge,
         max_prefills_per_step=scheduler.max_prefills,
+        cold_start=scheduler.cold_start,
     )
 
 

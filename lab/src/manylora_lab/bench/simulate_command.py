@@ -42,6 +42,7 @@ FLAG_NAMES = (
     "adapter_batch_limit", "merge_copy", "merge_minority",
     "merge_mixed_16bit", "merge_starve", "merge_alpha", "merge_beta", "merge_dec", "merge_mul", "merge_window",
     "max_prefills_per_step",
+    "cold_start", "cold_start_stall", "copy_limit",
 )  # fmt: skip
 """Settings of the engine that a simulation knows."""
 

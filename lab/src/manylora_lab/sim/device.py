@@ -28,7 +28,18 @@ from manylora.protocol import (
     SwapPages,
     SwitchDone,
 )
-from manylora.types import BASE, AdapterId, SequenceId
+from manylora.types import BASE, AdapterId, CopyId, SequenceId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Landing:
+    """A copy that steps may await: from when it moves, for how long, in how many groups, and when it is told."""
+
+    begin: float
+    seconds: float
+    groups: int
+    told: float
+
 
 Answer = tuple[float, StepDone | CopyDone | AdapterRead | SwitchDone]
 """When, and what."""
@@ -86,7 +97,11 @@ class SimulatedDevice:
         switches: MergeTimes = NO_SWITCHES,
         merging: MergeCosts | None = None,
         kernel: Kernel = "shared",
+        copy_limit: int | None = None,
     ) -> None:
+        """``copy_limit``: most bytes a second that copies in either direction move."""
+        self._copy_limit = copy_limit
+        self._landings: dict[CopyId, _Landing] = {}
         self._costs = costs
         self._merging = merging
         self._switches = switches
@@ -160,8 +175,22 @@ class SimulatedDevice:
         begin = max(now + costs.overhead_s(len(step.rows), len(step.starts)), self._steps_end)
         if costs.copy_drag:
             seconds += costs.copy_drag * self._copied_s(begin, begin + seconds)
-        self._steps_end = begin + seconds
-        return self._steps_end, StepDone(step.step, True, tuple(drawn), seconds)
+        stall_s = self._stalled_s(step, begin, seconds) if step.awaits else 0.0
+        self._steps_end = begin + seconds + stall_s
+        return self._steps_end, StepDone(step.step, True, tuple(drawn), seconds + stall_s, stall_s=stall_s)
+
+    def _stalled_s(self, step: RunStep, begin: float, seconds: float) -> float:
+        """How long the step stands still: its layers run group by group, each when the one before has ended and
+        what the copies bring of it has landed; and it ends after the copies' answers."""
+        copies = [self._landings[wanted.copy] for wanted in step.awaits]
+        count = max(copy.groups for copy in copies)
+        end = begin
+        for number in range(1, count + 1):
+            landed = max(
+                copy.begin + copy.seconds * -(-number * copy.groups // count) / copy.groups for copy in copies
+            )
+            end = max(end, landed) + seconds / count
+        return max(end, *(copy.told for copy in copies)) - begin - seconds
 
     def wait(self, now: float, seconds: float) -> None:
         """The device computes nothing for so long, after the steps issued so far."""
@@ -199,7 +228,10 @@ class SimulatedDevice:
 
     def _copy(self, command: SwapPages, now: float) -> Answer:
         to_device = command.to_device
-        seconds = self._costs.copy_s(len(command.pairs) * self._page_bytes, to_device)
+        num_bytes = len(command.pairs) * self._page_bytes
+        seconds = self._costs.copy_s(num_bytes, to_device)
+        if self._copy_limit is not None:
+            seconds = max(seconds, num_bytes / self._copy_limit)
         # What leaves the device may still be written by the steps issued so far; no step touches where others go.
         begin = now if to_device else max(now, self._steps_end)
         end = max(begin, self._lane_free_at[to_device]) + seconds
@@ -211,7 +243,18 @@ class SimulatedDevice:
             # Those of one direction are answered in order.
             end = max(end + self._drawn(landings), self._told_at[to_device])
             self._told_at[to_device] = end
+        if command.groups:
+            self._forget_landed(now)
+            landed = self._lane_free_at[to_device]
+            self._landings[command.copy] = _Landing(landed - seconds, seconds, command.groups, end)
         return end, CopyDone(command.copy, True, seconds)
+
+    def _forget_landed(self, now: float) -> None:
+        """Steps await copies that have not been answered; in flight there may be steps that end until then."""
+        for copy in [
+            copy for copy, landing in self._landings.items() if max(landing.told, self._steps_end) < now
+        ]:
+            del self._landings[copy]
 
     def _read(self, command: ReadAdapter, now: float) -> Answer:
         seconds = self._costs.read_s(len(command.pages) * self._page_bytes, command.tier == "device")

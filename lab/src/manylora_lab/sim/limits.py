@@ -381,6 +381,7 @@ def recorded(
     is_warm: bool = True,
     watch: Watch | None = None,
     merging: MergeCosts | None = None,
+    copy_limit: int | None = None,
 ) -> tuple[Replay, Recorder]:
     """Replay the stream to its end and record it; the warm-up is not counted. Raises what ``Replay`` raises."""
     record = Recorder(config.page_tokens)
@@ -391,7 +392,7 @@ def recorded(
             watch(now, command)
 
     watched = record.watch if watch is None else watch_both
-    replay = Replay(stream, config, costs, adapter_pages, is_warm, watched, merging)
+    replay = Replay(stream, config, costs, adapter_pages, is_warm, watched, merging, copy_limit)
     while not replay.outcomes:
         record.begin()
         if not replay.advance():

@@ -79,7 +79,7 @@ class Replay(VirtualLoop):
 
     ``adapter_pages``: what each adapter of the stream takes. ``is_warm``: every adapter is asked for once before
     the stream starts. ``watch`` is told of every command, with its moment. ``merging``: what steps take on merged
-    weights, where that was measured.
+    weights, where that was measured. ``copy_limit``: most bytes a second that copies in either direction move.
     """
 
     def __init__(
@@ -91,13 +91,16 @@ class Replay(VirtualLoop):
         is_warm: bool = True,
         watch: Watch | None = None,
         merging: MergeCosts | None = None,
+        copy_limit: int | None = None,
     ) -> None:
         if len(adapter_pages) != len(stream.ranks):
             raise ConfigError(f"{stream.name} has {len(stream.ranks)} adapters, not {len(adapter_pages)}")
         # The base model is 0 for the policy, so a stream's adapter 0 is its adapter 1.
         pages = {adapter + 1: num_pages for adapter, num_pages in enumerate(adapter_pages)}
         replica = Replica(config)
-        device = SimulatedDevice(costs, config.page_bytes, pages, config.merge.times, merging)
+        device = SimulatedDevice(
+            costs, config.page_bytes, pages, config.merge.times, merging, copy_limit=copy_limit
+        )
         super().__init__(replica, device, watch)
         self.replica = replica
         self.stream = stream

@@ -27,6 +27,7 @@ def grown_since(before: Counters, after: Counters) -> dict[str, float]:
     return {
         field.name: getattr(after, field.name) - getattr(before, field.name)
         for field in dataclasses.fields(after)
+        if isinstance(getattr(after, field.name), int | float)
     }
 
 

@@ -1,0 +1,111 @@
+"""What comes to the device beside the steps: copies with their gates, and the entries of what lands.
+
+Owns a gate from its copy's command on until no step can name it. Does not copy.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+
+from manylora.adapters.pack import layout_of
+from manylora.adapters.peft import AdapterSpec
+from manylora.executor.reader import Landed
+from manylora.executor.tables import AdapterTables
+from manylora.kernels.shapes import AdapterGeometry
+from manylora.memory.copier import Copier, one_line
+from manylora.memory.gates import Awaited, CopyGate, layer_groups
+from manylora.protocol import AdapterError, CopyDone, RunStep, SwapPages
+from manylora.types import AdapterId, CopyId
+
+
+class Coming:
+    """Used by the step loop's thread, but for ``landed`` and what copies call at their end.
+
+    ``landed``: adapters that have landed and are not in the tables yet.
+    """
+
+    def __init__(
+        self,
+        copier: Copier,
+        tables: AdapterTables,
+        geometry: AdapterGeometry,
+        spec_of: Callable[[AdapterId], AdapterSpec],
+    ) -> None:
+        """``spec_of`` raises AdapterError for an adapter that is not known."""
+        self._copier = copier
+        self._tables = tables
+        self._geometry = geometry
+        self._spec_of = spec_of
+        self.landed: collections.deque[Landed] = collections.deque()
+        self._lost: collections.deque[AdapterId] = collections.deque()  # entered ahead, and did not land
+        self._gates: dict[CopyId, CopyGate] = {}
+
+    def enter(self) -> None:
+        """Enter what has landed into the tables. It is among it before its ``done`` is heard of. So is what was
+        entered ahead and has not landed, among what is dropped."""
+        while self._lost:
+            self._tables.drop(self._lost.popleft())
+        while self.landed:
+            landed = self.landed.popleft()
+            self._tables.put(landed.adapter, landed.layout, landed.offsets)
+
+    # ------------------------------------------------------------ copies
+
+    def swap(self, command: SwapPages, tell: Callable[[CopyDone], None]) -> None:
+        """Carries out SwapPages; ``tell`` gets the one answer."""
+        gate: CopyGate | None = None
+        if command.groups:
+            gate = self._gates[command.copy] = CopyGate(
+                layer_groups(self._geometry.page.layers, command.groups)
+            )
+
+        def done(answer: CopyDone) -> None:
+            if command.groups and command.adapter is not None and not answer.ok:
+                self._lost.append(command.adapter)
+            tell(answer)
+
+        try:
+            self._copier.start(command, self._landing(command), done, gate)
+        except (AdapterError, RuntimeError, ValueError) as error:
+            # Removed meanwhile, closed, or a wrong command: no thread will answer.
+            done(CopyDone(command.copy, False, error=one_line(error)))
+            if gate is not None:
+                gate.answer(False)
+
+    def _landing(self, command: SwapPages) -> Callable[[], None]:
+        """What to do on the copier's thread once the pages have landed."""
+        adapter = command.adapter
+        if adapter is None or not command.to_device:
+            return lambda: None
+        pages = [destination for _, destination in command.pairs]
+        landed = Landed.at(adapter, layout_of(self._spec_of(adapter), self._geometry), self._geometry, pages)
+        if command.groups:
+            # Ahead: steps that await the copy look for it.
+            self.enter()
+            self._tables.put(adapter, landed.layout, landed.offsets)
+
+        def note() -> None:
+            self._spec_of(adapter)
+            if not command.groups:
+                self.landed.append(landed)
+
+        return note
+
+    # ------------------------------------------------------------ steps
+
+    def awaited(self, step: RunStep) -> Awaited:
+        """What the step has to pass. Raises ValueError where it names a copy that is not known."""
+        unknown = [wanted.copy for wanted in step.awaits if wanted.copy not in self._gates]
+        if unknown:
+            raise ValueError(f"the step awaits copy {unknown[0]}, which is not on its way")
+        return Awaited([(self._gates[wanted.copy], wanted.sequences) for wanted in step.awaits])
+
+    def answered(self) -> list[CopyId]:
+        """The copies that have been answered."""
+        return [copy for copy, gate in self._gates.items() if gate.is_answered]
+
+    def forget(self, copies: list[CopyId]) -> None:
+        """No step will name these any more."""
+        for copy in copies:
+            del self._gates[copy]

@@ -1,0 +1,121 @@
+"""Gates: a step may begin while a copy to the device that some of its rows read still lands, group by group.
+
+A copy's lane opens its gate one group of layers after the other; a step passes a group before its first layer.
+Owns that order, its bound in time, and what is known of the copy's end. Does not copy and does not run anything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from manylora.types import SequenceId
+
+LATE_S = 10.0
+"""How long a step waits for the copies that it awaits, in all, before it goes on without."""
+
+
+def layer_groups(num_layers: int, num_groups: int) -> list[tuple[int, int]]:
+    """[first, end) of consecutive groups of layers, as even as can be, none empty."""
+    num_groups = max(1, min(num_groups, num_layers))
+    edges = [number * num_layers // num_groups for number in range(num_groups + 1)]
+    return list(itertools.pairwise(edges))
+
+
+class CopyGate:
+    """Opened by the lane of one copy and passed by steps. ``groups``: of layers, see ``layer_groups``."""
+
+    def __init__(self, groups: Sequence[tuple[int, int]]) -> None:
+        self.groups = tuple(groups)
+        self._changed = threading.Condition()
+        self._passes: list[Callable[[], None]] = []  # of the groups that are open
+        self._has_failed = False
+        self._answer: bool | None = None
+
+    def open(self, landing: Callable[[], None]) -> None:
+        """The next group has landed once ``landing`` has been called on the step loop's thread, for what is issued
+        after that (``CopyLane.landing``)."""
+        with self._changed:
+            self._passes.append(landing)
+            self._changed.notify_all()
+
+    def fail(self) -> None:
+        """What has not landed will not come; nothing waits for it any more."""
+        with self._changed:
+            self._has_failed = True
+            self._changed.notify_all()
+
+    def answer(self, ok: bool) -> None:
+        """The copy has been answered, and what has to know of it was told."""
+        with self._changed:
+            self._answer = ok
+            self._has_failed = self._has_failed or not ok
+            self._changed.notify_all()
+
+    @property
+    def is_answered(self) -> bool:
+        return self._answer is not None
+
+    def wait_answer(self) -> bool:
+        """Wait for the answer, which every copy gets; whether the copy went well."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._answer is not None)
+            return self._answer is True
+
+    def pass_group(self, number: int, until: float) -> bool:
+        """What is issued from now on reads the group as it landed: True. False where it has not come by ``until``
+        (``time.monotonic``) or will not. On the step loop's thread."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: len(self._passes) > number or self._has_failed, max(0.0, until - time.monotonic())
+            )
+            landing = self._passes[number] if len(self._passes) > number else None
+        if landing is None:
+            return False
+        landing()
+        return True
+
+
+class Awaited:
+    """The gates of one step's copies, each with the sequences that read what it brings. Of one thread."""
+
+    def __init__(
+        self, gates: Sequence[tuple[CopyGate, tuple[SequenceId, ...]]], late_s: float = LATE_S
+    ) -> None:
+        self._gates = gates
+        self._late_s = late_s
+        self._until: float | None = None
+        self._late: set[SequenceId] = set()
+        self.stall_s = 0.0
+        """How long the thread has waited at gates."""
+
+    def layer(self, layer: int) -> None:
+        """Before the first operation of a layer: pass the groups that begin with it."""
+        for gate, sequences in self._gates:
+            for number, (first, _) in enumerate(gate.groups):
+                if first == layer:
+                    self._pass(gate, number, sequences)
+
+    def all(self) -> None:
+        """Before a step whose layers cannot be told apart: pass every group."""
+        for gate, sequences in self._gates:
+            for number in range(len(gate.groups)):
+                self._pass(gate, number, sequences)
+
+    def _pass(self, gate: CopyGate, number: int, sequences: tuple[SequenceId, ...]) -> None:
+        began = time.monotonic()
+        if self._until is None:
+            self._until = began + self._late_s
+        if not gate.pass_group(number, self._until):
+            self._late.update(sequences)
+        self.stall_s += time.monotonic() - began
+
+    def spoilt(self) -> tuple[SequenceId, ...]:
+        """Wait until every copy has been answered: the sequences that read what did not come, or not in time."""
+        found = set(self._late)
+        for gate, sequences in self._gates:
+            if not gate.wait_answer():
+                found.update(sequences)
+        return tuple(sorted(found))

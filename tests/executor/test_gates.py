@@ -1,0 +1,241 @@
+"""Steps that await copies: order by groups of layers, exact tokens, and what a copy that fails or is late does."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from manylora.memory import gates
+from manylora.memory.gates import layer_groups
+from manylora.models.layers import PostNormLayer, PreNormLayer
+from manylora.protocol import Await, RunStep, StepResult, SwapPages
+from tests.executor.conftest import Files
+from tests.executor.drive import Rig
+
+PROMPT = [5, 3, 8, 2, 9, 1, 7]
+LAYERS = 3
+
+
+class Hand:
+    """Holds a lane's groups until it is told to let them land; fails the group ``broken``."""
+
+    def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lane = rig.worker._copier._lanes[True].copies
+        self.allowed = threading.Semaphore(0)
+        self.broken: int | None = None
+        self.num_landed = 0
+        self._was_landing = self.lane.landing
+        self._was_copy = self.lane.copy
+        self._is_first = True
+        monkeypatch.setattr(self.lane, "copy", self._copy)
+        monkeypatch.setattr(self.lane, "landing", self._landing)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if self._is_first:
+            assert self.allowed.acquire(timeout=30)
+            self._is_first = False
+        if self.broken == self.num_landed:
+            raise RuntimeError("the bus fell off")
+        self._was_copy(target, source)
+
+    def _landing(self) -> object:
+        self.num_landed += 1
+        self._is_first = True
+        return self._was_landing()
+
+    def let(self, count: int) -> None:
+        self.allowed.release(count)
+
+
+@pytest.fixture
+def cold(files: Files, tmp_path: Path) -> Iterator[Rig]:
+    made = Rig(files.model, tmp_path, num_pages=200, page_bytes=3072)
+    yield keep_on_host(made, files)
+    made.worker.close()
+
+
+def keep_on_host(made: Rig, files: Files) -> Rig:
+    """Adapter 1 is on the device, adapters 2 and 3 are on the host."""
+    made.serve(1, files.adapters[1])
+    for adapter in (2, 3):
+        num_pages = made.direct.add_adapter(adapter, str(files.adapters[adapter])).num_pages
+        made.on_host[adapter] = made.take_host(num_pages)
+        assert made.read(adapter, tuple(made.on_host[adapter]), "host").ok
+    return made
+
+
+def bring(rig: Rig, adapter: int, groups: int) -> SwapPages:
+    """Begin to copy the adapter; non-finite bytes lie where it goes."""
+    rig.num_copies += 1
+    pages = rig.take(len(rig.on_host[adapter]))
+    for page in pages:
+        rig.worker._arena.page(page).fill_(float("nan"))
+    rig.worker._device.synchronize()
+    command = SwapPages(rig.num_copies, True, tuple(zip(rig.on_host[adapter], pages)), adapter, groups)
+    rig.direct.begin(command)
+    return command
+
+
+def awaiting(rig: Rig, command: SwapPages, *sequences: int, others: tuple[int, ...] = ()) -> RunStep:
+    step = rig.command(*(rig.row(sequence) for sequence in (*sequences, *others)))
+    step.awaits = (Await(command.copy, sequences),)
+    return step
+
+
+def check(rig: Rig, files: Files, *sequences: int) -> None:
+    for held in (rig.sequences[sequence] for sequence in sequences):
+        files.reference.check_greedy(held.tokens[: held.num_prompt], held.generated, files.path(held.adapter))
+
+
+def beside(rig: Rig, step: RunStep) -> queue.SimpleQueue[StepResult]:
+    """Run the step on a thread, since it is run where it is commanded."""
+    results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
+    threading.Thread(target=lambda: results.put(rig.run(step)), daemon=True).start()
+    return results
+
+
+def test_groups_are_even_and_none_is_empty() -> None:
+    assert layer_groups(3, 8) == [(0, 1), (1, 2), (2, 3)]
+    assert layer_groups(32, 8) == [(4 * g, 4 * g + 4) for g in range(8)]
+    assert layer_groups(7, 2) == [(0, 3), (3, 7)]
+    assert layer_groups(5, 1) == [(0, 5)]
+
+
+@pytest.mark.parametrize("groups", [1, 3, 8])
+def test_a_layer_begins_when_its_group_has_landed_and_not_before(
+    cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch, groups: int
+) -> None:
+    hand = Hand(cold, monkeypatch)
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    began: list[int] = []
+    for kind in (PreNormLayer, PostNormLayer):
+        whole = kind.__call__
+
+        def noting(layer, *args, whole=whole):  # type: ignore[no-untyped-def]
+            began.append(layer.attention.qkv.layer)
+            result = whole(layer, *args)
+            ended.put(layer.attention.qkv.layer)
+            return result
+
+        monkeypatch.setattr(kind, "__call__", noting)
+    command = bring(cold, 2, groups)
+    cold.open(1, PROMPT, adapter=2)
+    results = beside(cold, awaiting(cold, command, 1))
+    for first, end in layer_groups(LAYERS, groups):
+        with pytest.raises(queue.Empty):
+            ended.get(timeout=0.05)
+        assert began == list(range(first)), "layers from this group on have not begun"
+        hand.let(1)
+        assert [ended.get(timeout=30) for _ in range(first, end)] == list(range(first, end))
+    result = results.get(timeout=30)
+    assert (result.done.ok, result.done.spoilt) == (True, ())
+    assert result.done.stall_s > 0
+    assert cold.direct.has_landed(command), "the copy's answer was told before the step's"
+    assert cold.direct.wait_for(command).ok  # type: ignore[union-attr]
+    cold.decode(4, 1)
+    check(cold, files, 1)
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_a_copy_that_fails_spoils_its_own_rows_only(
+    cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch, broken: int
+) -> None:
+    hand = Hand(cold, monkeypatch)
+    cold.open(1, PROMPT, adapter=2)
+    cold.open(2, PROMPT, adapter=1)
+    cold.open(3, PROMPT[:4])
+    cold.decode(2, 2)
+    hand.broken = broken
+    command = bring(cold, 2, 8)
+    hand.let(LAYERS)
+    result = cold.run(awaiting(cold, command, 1, others=(2, 3)))
+    assert result.done.ok
+    assert result.done.spoilt == (1,)
+    assert not cold.direct.wait_for(command).ok  # type: ignore[union-attr]
+    cold.direct.end_sequence(1)
+    del cold.sequences[1]
+    cold.decode(3, 2, 3)
+    check(cold, files, 2, 3)
+    hand.broken, hand.num_landed, hand._is_first = None, 0, True
+    hand.let(2 * LAYERS)
+    again = bring(cold, 2, 8)
+    cold.open(4, PROMPT, adapter=2)
+    assert cold.run(awaiting(cold, again, 4)).done.spoilt == ()
+    cold.decode(4, 2, 3, 4)
+    check(cold, files, 2, 3, 4)
+
+
+def test_a_copy_that_is_late_spoils_its_rows_and_the_step_still_ends_after_its_answer(
+    cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gates.Awaited.__init__, "__defaults__", (0.05,))
+    hand = Hand(cold, monkeypatch)
+    command = bring(cold, 2, 8)
+    cold.open(1, PROMPT, adapter=2)
+    cold.open(2, PROMPT, adapter=1)
+    results = beside(cold, awaiting(cold, command, 1, others=(2,)))
+    with pytest.raises(queue.Empty):
+        results.get(timeout=0.3)
+    hand.let(LAYERS)
+    result = results.get(timeout=30)
+    assert (result.done.ok, result.done.spoilt) == (True, (1,))
+    assert cold.direct.wait_for(command).ok  # type: ignore[union-attr]
+    cold.direct.end_sequence(1)
+    del cold.sequences[1]
+    cold.open(3, PROMPT, adapter=2)  # by now it is there
+    cold.decode(4, 2, 3)
+    check(cold, files, 2, 3)
+
+
+def test_two_copies_two_adapters_and_kv_in_one_step(cold: Rig, files: Files) -> None:
+    cold.open(1, [3, 1, 4, 1, 5, 9, 2, 6, 5], adapter=1)
+    cold.decode(1, 1)
+    held = cold.sequences.pop(1)
+    cold.direct.end_sequence(1)
+    on_host = cold.take_host(2)
+    assert cold.swap(False, held.pages[:2], on_host).ok
+    for page in held.pages:
+        cold.worker._arena.page(page).fill_(float("nan"))
+    cold.worker._device.synchronize()
+    first, second = bring(cold, 2, 8), bring(cold, 3, 1)
+    back = cold.take(2)
+    cold.num_copies += 1
+    kv = SwapPages(cold.num_copies, True, tuple(zip(on_host, back)), None, 8)
+    cold.direct.begin(kv)
+    cold.open(2, PROMPT, adapter=2)
+    cold.open(3, PROMPT, adapter=3)
+    cold.open(4, held.tokens, adapter=1, num_prompt=9, num_computed=8, pages=back)
+    cold.open(5, PROMPT, adapter=2)
+    step = cold.command(*(cold.row(sequence) for sequence in (2, 3, 4, 5)))
+    step.awaits = Await(first.copy, (2, 5)), Await(second.copy, (3,)), Await(kv.copy, (4,))
+    assert cold.run(step).done.spoilt == ()
+    cold.decode(4, 2, 3, 4, 5)
+    check(cold, files, 2, 3, 4, 5)
+
+
+def test_a_step_that_awaits_what_nobody_brings_fails_and_harms_none(cold: Rig, files: Files) -> None:
+    cold.open(1, PROMPT, adapter=1)
+    step = cold.command(cold.row(1))
+    step.awaits = (Await(99, (1,)),)
+    assert not cold.run(step).done.ok
+
+
+def test_closing_while_a_step_waits(cold: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    hand = Hand(cold, monkeypatch)
+    command = bring(cold, 2, 8)
+    cold.open(1, PROMPT, adapter=2)
+    results = beside(cold, awaiting(cold, command, 1))
+    with pytest.raises(queue.Empty):
+        results.get(timeout=0.1)
+    closing = threading.Thread(target=cold.worker._copier.close)
+    closing.start()
+    hand.let(1)  # the piece on its way lands; the rest is broken off
+    result = results.get(timeout=30)
+    closing.join(30)
+    assert result.done.spoilt == (1,)
+    assert not closing.is_alive()

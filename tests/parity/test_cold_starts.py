@@ -1,0 +1,70 @@
+"""Every family and kind of adapter gives the reference's tokens when steps await what they read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parity.checkpoints import FAMILIES
+from tests.parity.conftest import make_bench
+from tests.parity.engines import Bench, greedy, random_tokens
+
+NUM_TOKENS = 6
+MODES = [
+    ("layerwise", 2),
+    pytest.param("layerwise", 1, marks=pytest.mark.long),
+    pytest.param("block", 1, marks=pytest.mark.long),
+    pytest.param("block", 2, marks=pytest.mark.long),
+]
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return make_bench(tmp_path_factory, request.param)
+
+
+def check_cold(bench: Bench, mode: str, depth: int) -> None:
+    """Every adapter twice, in a pool that holds few of them, prompts in chunks, two samples each."""
+    prompts = [
+        random_tokens(i, 3 + 7 * (i % 4), bench.checkpoint.vocab_size) for i in range(len(bench.names))
+    ]
+    largest = max(bench.adapter_pages(4).values())
+    settings: dict[str, Any] = {"cold_start": mode, "pipeline_depth": depth}
+    settings |= {"max_num_seqs": 4, "max_batch_tokens": 13}
+    if mode == "layerwise":
+        settings["cold_start_stall"] = 1.0
+    with bench.llm(page_tokens=4, num_pages=2 * largest + 60, **settings) as llm:
+        for _ in range(2):
+            outputs = llm.generate(prompts, greedy(NUM_TOKENS, n=2), bench.names)
+            bench.check(outputs, NUM_TOKENS)
+        stats = llm.stats()
+    assert any(kind.startswith(mode) for kind in stats.cold_starts), stats.cold_starts
+    assert stats.spoilt_rows == 0
+
+
+@pytest.mark.parametrize(("mode", "depth"), MODES)
+def test_cold_adapters(family: Bench, mode: str, depth: int) -> None:
+    check_cold(family, mode, depth)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_whole_step_waits(bench: Bench, depth: int) -> None:
+    check_cold(bench, "block", depth)
+
+
+def test_cold_adapter_and_cold_history_together(bench: Bench) -> None:
+    """Prompts that come back when adapter and KV have left the device for the host."""
+    names = list(bench.checkpoint.adapters)
+    prompts = [random_tokens(50 + i, 33, bench.checkpoint.vocab_size) for i in range(len(names))]
+    largest = max(bench.adapter_pages(4).values())
+    with bench.llm(
+        page_tokens=4, num_pages=largest + 24, cold_start="layerwise", cold_start_stall=1.0
+    ) as llm:
+        for _ in range(3):
+            for prompt, name in zip(prompts, names):
+                bench.check(llm.generate([prompt], greedy(NUM_TOKENS), [name]), NUM_TOKENS)
+        stats = llm.stats()
+    assert stats.cold_starts.get("layerwise/host", 0) > 0, stats.cold_starts
+    assert stats.kv_hit_tokens_host > 0
+    assert stats.cold_start_hidden_s > 0

@@ -1,0 +1,94 @@
+"""Random events under ``--cold-start block`` and ``layerwise``: awaited copies land, fail or are late."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import initialize, precondition, rule
+
+from manylora.config import CACHE_POLICIES, CacheConfig, ColdStartConfig, PolicyConfig
+from tests.policy.device_model import DeviceModel
+from tests.policy.test_replica_properties import ReplicaMachine
+
+COUNTS = {"awaiting": 0, "spoilt": 0, "kv": 0}
+"""What all examples together have shown."""
+
+
+class ColdStartMachine(ReplicaMachine):
+    """As there, with a small device and a large host, so that what is needed is mostly on the host."""
+
+    @initialize(
+        num_pages=st.sampled_from([6, 8, 12, 20]),
+        page_tokens=st.sampled_from([1, 2, 4]),
+        max_num_seqs=st.integers(1, 5),
+        extra_budget=st.integers(0, 12),
+        num_host_pages=st.sampled_from([5, 16, 40, 40]),
+        policy=st.sampled_from(["manylora", *CACHE_POLICIES]),
+        pipeline_depth=st.sampled_from([1, 2]),
+        cold_start=st.sampled_from(["block", "layerwise"]),
+        stall=st.sampled_from([0.02, 1.0]),
+    )
+    def start(
+        self,
+        num_pages: int,
+        page_tokens: int,
+        max_num_seqs: int,
+        extra_budget: int,
+        num_host_pages: int,
+        policy: str,
+        pipeline_depth: int,
+        cold_start: str,
+        stall: float,
+    ) -> None:
+        cache = CacheConfig(policy, adapter_share=0.5, tau_s=2.0, window_s=8.0)
+        config = PolicyConfig(
+            num_pages,
+            page_tokens,
+            40,
+            max_num_seqs,
+            max_num_seqs + extra_budget,
+            num_host_pages,
+            1000,
+            cache,
+            pipeline_depth=pipeline_depth,
+            cold_start=ColdStartConfig(cold_start, stall if cold_start == "layerwise" else 0.02),
+        )
+        self.begin(config, DeviceModel(page_tokens, pipeline_depth))
+        for num_pages in (1, 2, 3):
+            self.add_adapter(num_pages)
+
+    @precondition(lambda self: self.adapters)
+    @rule(data=st.data(), prompt=st.lists(st.integers(0, 1), min_size=1, max_size=9))
+    def ask_of_an_adapter(self, data: st.DataObject, prompt: list[int]) -> None:
+        if len(self.live()) < 6:
+            self.ask(data.draw(st.sampled_from(sorted(self.adapters))), prompt, 2)
+
+    @precondition(lambda self: self.device.steps)
+    @rule()
+    def end_step_well(self) -> None:
+        """What it awaits lands by then."""
+        for copy in self.device.awaited():
+            self.end_copy_of(copy, True, 0.001)
+        self.feed(self.device.finish_step(ok=True))
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "device"):
+            COUNTS["awaiting"] += self.device.num_awaiting_steps
+            COUNTS["spoilt"] += self.replica._residency.counters.spoilt_rows
+            COUNTS["kv"] += self.device.num_awaited_kv
+
+
+ColdStartMachine.TestCase.settings = settings(
+    max_examples=200,
+    stateful_step_count=60,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+TestColdStartProperties = ColdStartMachine.TestCase
+
+
+def test_the_examples_have_awaited_adapters_and_kv_and_spoilt_rows() -> None:
+    """Runs after them."""
+    assert not COUNTS["awaiting"] or all(COUNTS.values()), COUNTS

@@ -1,0 +1,168 @@
+"""Sequences with a row whose pages are still on their way: what may happen to them, and what they hold then."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from manylora.config import ColdStartConfig
+from manylora.policy.replica import Replica
+from manylora.protocol import Abort, AdapterFreed, AdapterRemoved, Ready, RunStep, StepDone
+from tests.policy.rig import Rig
+
+
+def cold_rig(mode: str = "layerwise", **settings: Any) -> Rig:
+    """Adapters 1 and 2 are served, and were never read."""
+    rig = Rig(**settings)
+    rig.config = dataclasses.replace(rig.config, cold_start=ColdStartConfig(mode))
+    rig.replica = Replica(rig.config)
+    rig.add(1)
+    rig.add(2)
+    return rig
+
+
+def ask_cold(rig: Rig, *names: str, max_tokens: int = 2) -> RunStep:
+    """Requests of adapter 1, whose read ends; the step that awaits its copy."""
+    for name in names:
+        rig.ask(name, 1, [1, 2, 3, 4, 5], max_tokens)
+    rig.land_read()
+    (step,) = [command for command in rig.commands if isinstance(command, RunStep)]
+    assert step.awaits
+    return step
+
+
+def finish(rig: Rig) -> None:
+    for _ in range(100):
+        if rig.device.reads:
+            rig.land_read()
+        elif rig.device.copies:
+            rig.land_copy()
+        elif rig.device.steps:
+            rig.feed(rig.device.finish_step(True))
+        else:
+            return
+
+
+def counters(rig: Rig) -> Any:
+    return rig.replica._residency.counters
+
+
+def test_two_cold_requests_of_one_adapter_await_one_copy() -> None:
+    rig = cold_rig()
+    step = ask_cold(rig, "a", "b")
+    assert [wanted.sequences for wanted in step.awaits] == [(1, 2)]
+    assert [type(c) for c in rig.commands].count(Ready) == 2
+    finish(rig)
+    assert rig.tokens["a"] == rig.tokens["b"]
+    assert len(rig.tokens["a"]) == 2
+    assert counters(rig).cold_starts == {"layerwise/files": 2}
+    assert [type(c) for c in rig.commands].count(Ready) == 2
+
+
+@pytest.mark.parametrize("ok", [True, False])
+@pytest.mark.parametrize("removes", [True, False])
+def test_abort_and_removal_while_a_row_awaits(ok: bool, removes: bool) -> None:
+    rig = cold_rig()
+    ask_cold(rig, "a")
+    if removes:
+        rig.feed(AdapterRemoved(1))
+    rig.feed(Abort("a"))
+    assert rig.ends["a"].reason == "abort"
+    rig.land_copy(ok=ok)
+    rig.feed(rig.device.finish_step(True))
+    finish(rig)
+    assert rig.tokens.get("a", []) == []
+    assert any(isinstance(c, AdapterFreed) for c in rig.commands) is removes
+    rig.ask("b", 2, [1, 2], 2)
+    finish(rig)
+    assert len(rig.tokens["b"]) == 2
+
+
+@pytest.mark.parametrize("kind", ["failed", "late"])
+def test_spoilt_rows_are_computed_again_by_waiting(kind: str) -> None:
+    rig = cold_rig()
+    rig.ask("warm", 0, [7, 7, 7], 6)
+    rig.ask("a", 1, [1, 2, 3, 4, 5], 2)
+    rig.feed(rig.device.finish_step(True))
+    rig.land_read()
+    rig.feed(Abort("warm"))
+    finish_until_awaiting(rig)
+    copies = tuple(wanted.copy for wanted in rig.device.steps[0].command.awaits)
+    rig.land_copy(copies[0], ok=kind == "late")
+    rig.feed(rig.device.finish_step(True, late=copies if kind == "late" else ()))
+    assert counters(rig).spoilt_rows == 1
+    assert "a" not in rig.tokens
+    num_awaiting = rig.device.num_awaiting_steps
+    finish(rig)
+    assert len(rig.tokens["a"]) == 2
+    assert rig.device.num_awaiting_steps == num_awaiting, "this time it waits"
+
+
+def finish_until_awaiting(rig: Rig) -> None:
+    for _ in range(10):
+        if rig.device.steps and rig.device.steps[0].command.awaits:
+            return
+        rig.feed(rig.device.finish_step(True))
+    raise AssertionError("no step awaits")
+
+
+def test_a_step_that_fails_before_its_copies_have_landed() -> None:
+    rig = cold_rig()
+    ask_cold(rig, "a")
+    rig.device.steps.clear()
+    rig.feed(StepDone(1, False, error="made to fail"))
+    assert rig.ends["a"].reason == "error"
+    rig.land_copy()
+    rig.ask("b", 1, [1, 2], 2)
+    finish(rig)
+    assert len(rig.tokens["b"]) == 2
+
+
+def test_others_go_on_where_the_copy_would_hold_them_up_for_too_long() -> None:
+    rig = cold_rig()
+    rig.ask("warm", 0, [7, 7, 7], 20)
+    rig.ask("a", 1, [1, 2, 3, 4, 5], 2)
+    rig.replica._residency.rates.page_in_s = 1.0
+    rig.land_read()
+    for _ in range(5):
+        assert not rig.device.steps[0].command.awaits
+        rig.feed(rig.device.finish_step(True))
+    assert len(rig.tokens["warm"]) == 5
+    finish(rig)
+    assert len(rig.tokens["a"]) == 2
+    assert counters(rig).cold_starts == {"wait/host": 1}
+
+
+def test_block_takes_it_whatever_that_costs_the_others() -> None:
+    rig = cold_rig("block")
+    rig.ask("warm", 0, [7, 7, 7], 20)
+    rig.ask("a", 1, [1, 2, 3, 4, 5], 2)
+    rig.replica._residency.rates.page_in_s = 1.0
+    rig.land_read()
+    rig.feed(rig.device.finish_step(True))
+    assert rig.device.steps[0].command.awaits
+    assert len(rig.device.steps[0].command.rows) == 2
+    finish(rig)
+    assert counters(rig).cold_starts == {"block/host": 1}
+
+
+def test_a_cold_row_with_one_token_left_and_history_on_its_way() -> None:
+    """All of its prompt but one token is cached, on the host like its adapter."""
+    rig = cold_rig(num_pages=8)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    rig.ask("a", 1, prompt)
+    finish(rig)
+    rig.ask("other", 2, [1] * 17)  # which needs the pages
+    finish(rig)
+    before = rig.device.num_awaited_kv
+    rig.ask("b", 1, prompt)
+    for copy in [copy for copy, (command, _) in rig.device.copies.items() if not command.to_device]:
+        rig.land_copy(copy)  # which makes the room
+    step = rig.device.steps[0].command
+    assert [row.num_tokens for row in step.rows] == [1]
+    assert step.awaits
+    finish(rig)
+    assert rig.device.num_awaited_kv > before
+    assert rig.tokens["b"] == rig.tokens["a"]
