@@ -176,10 +176,9 @@ def run(rig: EngineRig, copy: str, parts: Sequence[str], report: RunReport) -> N
     report.values.setdefault("measured", {})[copy] = dataclasses.asdict(rig.policy.merge.times)
     merging, is_toy = MergeRun(rig), report.args.toy
     if "switches" in parts and report.has(15.0, f"switches {copy}"):
-        row = {"copy": copy, **merging.switches(report.values["bandwidth_bytes_per_s"])}
+        report.note("switches", {"copy": copy, **merging.switches(report.values["bandwidth_bytes_per_s"])})
         if copy == "host":
-            row["beside_pages"] = merging.beside_pages(0.1 if is_toy else 1.0)
-        report.note("switches", row)
+            report.note("beside_pages", merging.beside_pages(0.1 if is_toy else 1.0))
     if copy == "device" and "steps" in parts:
         for batch in TOY_BATCHES if is_toy else BATCHES:
             if report.has(12.0, f"steps of {batch}"):

@@ -24,11 +24,13 @@ def summarize(replay: Replay) -> Summary:
 
 def grown_since(before: Counters, after: Counters) -> dict[str, float]:
     """By how much each count grew."""
-    return {
-        field.name: getattr(after, field.name) - getattr(before, field.name)
-        for field in dataclasses.fields(after)
-        if isinstance(getattr(after, field.name), int | float)
-    }
+    earlier = numbers_of(before)
+    return {name: value - earlier[name] for name, value in numbers_of(after).items()}
+
+
+def numbers_of(counters: Counters) -> dict[str, float]:
+    """Those that are one number each."""
+    return {name: value for name, value in dataclasses.asdict(counters).items() if not isinstance(value, dict)}
 
 
 def summary_of(all_outcomes: Sequence[Outcome], counts: Sequence[Mapping[str, float]]) -> Summary:
@@ -66,24 +68,18 @@ def merging(replay: Replay) -> dict[str, float] | None:
 
 def merging_of(replicas: Sequence[Counters]) -> dict[str, float] | None:
     """What replicas merged, by what each has counted since it began; None where they may not merge."""
-    counters = Counters(
-        **{
-            field.name: sum(getattr(each, field.name) for each in replicas)
-            for field in dataclasses.fields(Counters)
-        }
-    )
-    counters.longest_pause_s = max(each.longest_pause_s for each in replicas)
-    steps = {mode: getattr(counters, f"steps_{mode}") for mode in ("unmerged", "merged", "mixed")}
-    total = sum(steps.values())
-    if not total:
+    counts = [numbers_of(each) for each in replicas]
+    total = {name: sum(each[name] for each in counts) for name in counts[0]}
+    num_steps = {mode: total[f"steps_{mode}"] for mode in ("unmerged", "merged", "mixed")}
+    if not sum(num_steps.values()):
         return None
     return {
-        **{f"steps_{mode}": _share(count, total) for mode, count in steps.items()},
-        "switches_merged": counters.switches_merged,
-        "switches_base": counters.switches_base,
-        "switch_s": round(counters.merge_switch_s, 6),
-        "paused_s": round(counters.paused_s, 6),
-        "longest_pause_s": round(counters.longest_pause_s, 6),
+        **{f"steps_{mode}": _share(count, sum(num_steps.values())) for mode, count in num_steps.items()},
+        "switches_merged": total["switches_merged"],
+        "switches_base": total["switches_base"],
+        "switch_s": round(total["merge_switch_s"], 6),
+        "paused_s": round(total["paused_s"], 6),
+        "longest_pause_s": round(max(each["longest_pause_s"] for each in counts), 6),
     }
 
 
