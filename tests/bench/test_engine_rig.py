@@ -158,7 +158,7 @@ def test_merging(tmp_path: Path) -> None:
     assert [row["copy"] for row in found["switches"]] == ["device", "host"]
     for row in found["switches"]:
         assert min(row["base to r16"], row["r16 to r16"], row["r64 to base"], row["floor_ms"]) > 0
-    assert found["switches"][1]["beside_pages"]["kept"] > 0
+    assert found["beside_pages"][0]["kept"] > 0
     assert [row["rows"] for row in found["decoding"]] == list(h200_merge.TOY_BATCHES)
     for row in (*found["decoding"], *found["prompts"]):
         assert min(row[kind] for kind in h200_merge.KINDS) > 0
