@@ -73,10 +73,10 @@ def test_every_closer_waits_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None
     gate, has_come = threading.Event(), threading.Event()
     close = Worker.close
 
-    def slow(worker: Worker) -> None:
+    def slow(worker: Worker, *, frees: bool = True) -> None:
         has_come.set()
         gate.wait(60)
-        close(worker)
+        close(worker, frees=frees)
 
     monkeypatch.setattr(Worker, "close", slow)
     llm = LLM(MODEL, device="cpu", device_pool="8MiB", host_pool="8MiB")

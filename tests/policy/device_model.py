@@ -240,12 +240,16 @@ class DeviceModel:
 
     def finish_step(self, ok: bool, late: tuple[int, ...] = ()) -> StepDone:
         """``late``: of the copies that the step awaits, those that it did not wait for to the end."""
-        assert not ok or not self.awaited(), "what a step awaits is answered before it ends"
+        # Where it awaits what has not been answered it could not be issued: nothing of it is read or written.
+        was_issued = not self.awaited()
+        assert not ok or was_issued, "what a step awaits is answered before it ends"
         running = self.steps.pop(0)
         step, drawn = running.command, []
         failed = self.failed_copies | set(late)
         spoilt = {name for wanted in step.awaits if wanted.copy in failed for name in wanted.sequences}
         for row, (sequence, weights) in zip(step.rows, running.rows, strict=True):
+            if not was_issued:
+                break
             if row.sequence in spoilt:
                 self._spoil_row(sequence, row.start, row.num_tokens)
                 if row.num_samples:

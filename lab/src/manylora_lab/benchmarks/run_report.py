@@ -92,7 +92,7 @@ class RunReport:
         device = device or ("cpu" if args.toy else torch.cuda.get_device_name())
         self.values: Row = {
             "command": self.recording.command, "commit": self.recording.commit, "device": device,
-            "left_out": [], **head,
+            "torch": torch.__version__, "left_out": [], **head,
         }  # fmt: skip
 
     def has(self, seconds: float, what: str) -> bool:
