@@ -115,7 +115,7 @@ def check_phases(mode: str, seconds: float, folder: Path, expected: dict[Asked, 
     assert steps[KINDS.index("merged")] > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["dlora", pytest.param("manylora", marks=pytest.mark.long)])
 def test_phases_of_skewed_load(mode: str, folder: Path, expected: dict[Asked, str]) -> None:
     check_phases(mode, 4 * PHASE_S, folder, expected)
 
