@@ -80,7 +80,9 @@ class Copier:
             True: lane("copy-in"),
             False: lane("copy-out"),
         }
-        self.turns = Turns()
+        # On a lane of its own a transfer waits for the device's copy engine, which may give it no turn at all while
+        # there is always another copy of pages.
+        self.turns = Turns(device.copy_lane(behind=self._lanes[True].copies))
         """Of copies to the device, with whatever else goes there."""
         self._settled = device.issued()
         self._closing = False
