@@ -80,8 +80,7 @@ class Copier:
             True: lane("copy-in"),
             False: lane("copy-out"),
         }
-        # On a lane of its own a transfer waits for the device's copy engine, which may give it no turn at all while
-        # there is always another copy of pages.
+        # A stream of its own may get no turn of the device's copy engine while copies of pages never end.
         self.turns = Turns(device.copy_lane(behind=self._lanes[True].copies))
         """Of copies to the device, with whatever else goes there."""
         self._settled = device.issued()

@@ -26,8 +26,8 @@ _log = logging.getLogger(__name__)
 
 _ALIGNMENT_BYTES = 64
 _CHUNKS_AHEAD = 4
-"""So many are issued beside the one that is waited for. About 250 MiB of pages are ahead of a chunk at most: with fewer
-chunks the transfer would have less than the share that ``Turns`` grants it."""
+"""So many are issued beside the one that is waited for. A chunk is behind 256 MiB of pages at most: with
+fewer chunks the transfer would have less than the share that ``Turns`` grants it."""
 
 
 class WeightRows(NamedTuple):
