@@ -112,7 +112,7 @@ class CudaDevice:
 
     def copy_lane(self, behind: CopyLane | None = None) -> CopyLane:
         assert behind is None or isinstance(behind, _CudaCopyLane)
-        return _CudaCopyLane(self.torch_device, behind and behind.stream)
+        return _CudaCopyLane(self.torch_device, None if behind is None else behind.stream)
 
     def pin(self, memory: torch.Tensor) -> None:
         # Taken here first: inside the driver, which holds its locks meanwhile, steps would wait for it.
