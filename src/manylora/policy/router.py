@@ -31,6 +31,7 @@ from manylora.protocol.routing import (
     Held,
     Listed,
     Move,
+    Planned,
     Progress,
     Refuse,
     ReplicaDown,
@@ -329,7 +330,7 @@ class Router:
         for wish in wishes:
             if isinstance(wish, Relocation):
                 self._relocate(wish)
-            else:
+            elif self._config.trace or not isinstance(wish, Planned):
                 self._commands.append(wish)
 
     def _relocate(self, wish: Relocation) -> None:
