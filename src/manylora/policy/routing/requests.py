@@ -20,10 +20,10 @@ def shape_of(facts: ReplicaFacts, is_any_class: bool = False) -> Shape:
 class LiveRequest:
     """From Asked to its one end. ``replica``: where it is, None in the queue; ``number``: of its assignment.
 
-    ``key``: its place in the queue, by the moment at which it first came. ``failures``: attempts that were lost by
-    deaths or given up by the front end, of which it may be to blame for ``deaths``. ``gap_s``: since when no replica
-    that is up can hold it. With its first token it is bound to the ``numerics`` of the replica that gave it, so that
-    it goes on alike.
+    ``key``: its place in the queue, by the moment at which it first came. ``failures``: attempts that were lost
+    by deaths or given up by the front end, of which it may be to blame for ``deaths``. ``gap_s``: since when no
+    replica that is up can hold it. With its first token it is bound to the ``numerics`` of the replica that gave
+    it, so that it goes on alike.
     """
 
     __slots__ = (
