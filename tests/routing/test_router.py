@@ -23,7 +23,7 @@ from manylora.protocol.routing import (
     Fence,
     Held,
     Listed,
-    Move,
+    MoveAsked,
     Progress,
     Refuse,
     ReplicaDown,
@@ -271,10 +271,10 @@ def test_a_request_moves_where_somebody_wants_it() -> None:
     rig = Rig(config_of("most-idle"))
     rig.up(FACTS, FACTS)
     assert rig.ask("a") == 0
-    assert rig.tell(Move("a", 1)) == [], "its replica is not known to have it"
+    assert rig.tell(MoveAsked("a", 1)) == [], "its replica is not known to have it"
     rig.accept("a")
-    assert rig.tell(Move("a", 0)) == rig.tell(Move("a", 7)) == rig.tell(Move("b", 1)) == []
-    assert rig.tell(Move("a", 1)) == [Withdraw("a", 1, 0)]
+    assert rig.tell(MoveAsked("a", 0)) == rig.tell(MoveAsked("a", 7)) == rig.tell(MoveAsked("b", 1)) == []
+    assert rig.tell(MoveAsked("a", 1)) == [Withdraw("a", 1, 0)]
     assert target_of(rig.tell(Withdrawn("a", 1, (3,))), "a") == 1
 
 

@@ -25,7 +25,7 @@ from manylora.protocol.routing import (
     Fence,
     Held,
     Listed,
-    Move,
+    MoveAsked,
     Progress,
     Refuse,
     ReplicaDown,
@@ -391,7 +391,7 @@ class World:
         """What nobody should say, or has said before."""
         said: list[Any] = [
             Ended("nothing"), Cancelled("nothing"), Accepted("nothing", 1), Progress("nothing", 0, 1),
-            Withdrawn("nothing", 1), ReplicaDown(9, 1), Drain(9), Move("nothing", 0), Unlisted(99), Solved(99),
+            Withdrawn("nothing", 1), ReplicaDown(9, 1), Drain(9), MoveAsked("nothing", 0), Unlisted(99), Solved(99),
             ReplicaReport(9, 1, 1, 0, 0, 0, 1), Unlisted(0),
         ]  # fmt: skip
         known = [(replica, machine) for replica, machine in sorted(self.machines.items())]
@@ -405,7 +405,7 @@ class World:
                 Withdrawn(name, 0),
                 Progress(name, 5, 3),
                 Accepted(name, 99),
-                Move(name, self.random.randrange(5)),
+                MoveAsked(name, self.random.randrange(5)),
             ]
         self.tell(self.random.choice(said))
 

@@ -30,7 +30,7 @@ from manylora.protocol.routing import (
     Fence,
     Held,
     Listed,
-    Move,
+    MoveAsked,
     Planned,
     Progress,
     Refuse,
@@ -110,7 +110,7 @@ class Router:
                     self._lose(replica, event.is_crash, event.blamed)
             case Drain():
                 self._drain(event)
-            case Move():
+            case MoveAsked():
                 self._move(event)
             case Listed():
                 self._fleet.list_adapter(event.adapter, event.rank, event.num_pages)
@@ -319,7 +319,7 @@ class Router:
 
     # ------------------------------------------------------------ moves
 
-    def _move(self, event: Move) -> None:
+    def _move(self, event: MoveAsked) -> None:
         request = self._requests.get(event.request)
         if request is None or request.replica == event.replica:
             return

@@ -190,8 +190,8 @@ class Drain:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Move:
-    """Somebody wants the request to be served by this replica, whatever that costs."""
+class MoveAsked:
+    """The request is to be served by this replica, whatever the move costs: people want it so."""
 
     request: RequestId
     replica: ReplicaId
@@ -235,7 +235,7 @@ class Solved:
 
 
 RouterEvent = (
-    Asked | Held | Accepted | Progress | Ended | Cancelled | ReplicaUp | ReplicaReport | ReplicaDown | Drain | Move
+    Asked | Held | Accepted | Progress | Ended | Cancelled | ReplicaUp | ReplicaReport | ReplicaDown | Drain | MoveAsked
     | Withdrawn | Listed | Unlisted | Solved | Timer
 )  # fmt: skip
 """What a router is told."""
