@@ -391,8 +391,8 @@ class World:
         """What nobody should say, or has said before."""
         said: list[Any] = [
             Ended("nothing"), Cancelled("nothing"), Accepted("nothing", 1), Progress("nothing", 0, 1),
-            Withdrawn("nothing", 1), ReplicaDown(9, 1), Drain(9), MoveAsked("nothing", 0), Unlisted(99), Solved(99),
-            ReplicaReport(9, 1, 1, 0, 0, 0, 1), Unlisted(0),
+            Withdrawn("nothing", 1), ReplicaDown(9, 1), Drain(9), Unlisted(99), Solved(99),
+            MoveAsked("nothing", 0), ReplicaReport(9, 1, 1, 0, 0, 0, 1), Unlisted(0),
         ]  # fmt: skip
         known = [(replica, machine) for replica, machine in sorted(self.machines.items())]
         if known:

@@ -235,8 +235,8 @@ class Solved:
 
 
 RouterEvent = (
-    Asked | Held | Accepted | Progress | Ended | Cancelled | ReplicaUp | ReplicaReport | ReplicaDown | Drain | MoveAsked
-    | Withdrawn | Listed | Unlisted | Solved | Timer
+    Asked | Held | Accepted | Progress | Ended | Cancelled | ReplicaUp | ReplicaReport | ReplicaDown | Drain
+    | MoveAsked | Withdrawn | Listed | Unlisted | Solved | Timer
 )  # fmt: skip
 """What a router is told."""
 
