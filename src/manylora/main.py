@@ -36,7 +36,7 @@ from manylora.models.config import ModelError, read_model_config
 from manylora.models.source import resolve_model
 from manylora.policy.caches import find_cache
 from manylora.progress import LOG_FORMAT, Bar
-from manylora.protocol import AdapterError
+from manylora.protocol import AdapterError, Executor
 from manylora.signals import stop_signals
 from manylora.text.tokenizer import MissingTokenizer, Tokenizer, TokenizerError
 from manylora.types import EngineInfo, why_reserved
@@ -61,8 +61,16 @@ _Writer = TypeVar("_Writer")
 # ---------------------------------------------------------------- an engine in this process
 
 
-def build_driver(settings: EngineSettings, *, shows_progress: bool = False) -> Driver:
-    """A driver, not started, with its adapters added; raises ConfigError. Loads the model's weights."""
+def build_driver(
+    settings: EngineSettings,
+    *,
+    shows_progress: bool = False,
+    wrap: Callable[[Executor], Executor] | None = None,
+) -> Driver:
+    """A driver, not started, with its adapters added; raises ConfigError. Loads the model's weights.
+
+    ``wrap``: gives the executor that the driver is to have for the one that runs the steps.
+    """
     check_named_adapters(settings)  # first: a bad adapter must not cost a model load
     from manylora.executor.build import build_worker  # brings torch
 
@@ -89,8 +97,9 @@ def build_driver(settings: EngineSettings, *, shows_progress: bool = False) -> D
             rotate = settings.journal_part_bytes
             journal = _open("journal", settings.journal, lambda path: JournalWriter(path, config, rotate))
             undo.callback(journal.close)
+        executor = worker if wrap is None else wrap(worker)
         driver = Driver(
-            config, worker, info, journal=journal, trace=trace, step_timeout_s=settings.step_timeout_s
+            config, executor, info, journal=journal, trace=trace, step_timeout_s=settings.step_timeout_s
         )
         add_initial_adapters(driver, settings.adapters, base=settings.model.name)
         if settings.scheduler.queue.fair_by == "adapter":
