@@ -76,7 +76,7 @@ class CpuDevice:
 
         return end
 
-    def copy_lane(self) -> CopyLane:
+    def copy_lane(self, behind: CopyLane | None = None) -> CopyLane:
         return CpuCopyLane()
 
     def can_mark(self) -> bool:
