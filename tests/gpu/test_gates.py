@@ -139,7 +139,7 @@ def test_a_step_behind_a_busy_device(cold: Rig, files: Files, groups: int) -> No
     """The lane's stream is kept busy, so that without the gate the step would run long before the copy."""
     lane = cold.worker._copier._lanes[True].copies
     for turn in range(4):
-        with torch.cuda.stream(lane._stream):  # type: ignore[attr-defined]
+        with torch.cuda.stream(lane.stream):  # type: ignore[attr-defined]
             torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]
         command = bring(cold, 2, groups)
         cold.open(turn, [turn, *PROMPT], adapter=2)

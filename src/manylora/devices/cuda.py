@@ -293,7 +293,7 @@ class _CudaCopyLane:
 
     def mark(self, word: torch.Tensor, number: int) -> None:
         self._issue()
-        write_by_stream(word, number, self._stream)
+        write_by_stream(word, number, self.stream)
 
     def end(self) -> Callable[[], float]:
         failure = None
