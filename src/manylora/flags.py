@@ -252,8 +252,8 @@ def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSetti
 
 
 def split_cluster(*layers: Mapping[str, Any]) -> tuple[ClusterSettings | None, list[dict[str, Any]]]:
-    """The settings of a cluster, where any are given beside one replica, and what else each layer has; later layers
-    win. Raises ConfigError."""
+    """The settings of a cluster, where any are given beside one replica, and what else each layer has; later
+    layers win. Raises ConfigError."""
     flags = {flag.name: flag for flag in CLUSTER_FLAGS}
     rest: list[dict[str, Any]] = []
     given: dict[str, Any] = {}

@@ -28,10 +28,14 @@ log = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<I")
 
+FENCED = 3
+"""Exit code of a replica that must not serve any more: no death of its own."""
+
 
 class Launch(msgspec.Struct, tag=True):
-    """The first message: which process of which cluster this is. ``router``: where the router listens; ``model``: the
-    model's digest; ``secret``: the file; ``descriptor``: of the socket that a router or a front end listens on."""
+    """The first message: which process of which cluster this is. ``router``: where the router listens; ``model``:
+    the model's digest; ``secret``: the file; ``descriptor``: of the socket that a router or a front end listens
+    on."""
 
     role: str
     id: int

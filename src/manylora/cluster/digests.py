@@ -17,7 +17,9 @@ def model_digest(folder: Path) -> str:
         if path.suffix == ".safetensors":
             state.update(f"{path.name} {path.stat().st_size}\0".encode("utf-8", "replace"))
         elif path.suffix in (".json", ".jinja") and path.is_file():
-            state.update(f"{path.name}\0".encode("utf-8", "replace") + hashlib.sha256(path.read_bytes()).digest())
+            state.update(
+                f"{path.name}\0".encode("utf-8", "replace") + hashlib.sha256(path.read_bytes()).digest()
+            )
     return state.hexdigest()
 
 

@@ -6,7 +6,6 @@ prompts, copies and reads really take is learnt there and comes with each report
 
 from __future__ import annotations
 
-from manylora.config import EngineSettings
 from manylora.protocol.routing import ReplicaFacts, StepPlane
 from manylora.types import EngineInfo
 
@@ -17,8 +16,8 @@ _PAGE_BYTES_S = {"cpu": 4e9, "cuda": 2e10}
 _READ_BYTES_S = 1e9
 
 
-def facts_of(info: EngineInfo, settings: EngineSettings, adapter_pages: int) -> ReplicaFacts:
-    """The facts of a replica. ``adapter_pages``: what of its pool adapters may take."""
+def facts_of(info: EngineInfo, adapter_pages: int) -> ReplicaFacts:
+    """The facts of a replica. ``adapter_pages``: what of its pool one adapter may take."""
     kind = "cuda" if info.device.startswith("cuda") else "cpu"
     return ReplicaFacts(
         num_pages=info.num_pages,

@@ -36,7 +36,9 @@ def read_secret(path: Path) -> bytes:
     except OSError as error:
         raise ConfigError(f"cannot read the cluster's secret {path}: {error.strerror}") from error
     if about.st_uid != os.getuid() or about.st_mode & 0o077:
-        raise ConfigError(f"the cluster's secret {path} can be read by others: chmod 600 it, and make it yours")
+        raise ConfigError(
+            f"the cluster's secret {path} can be read by others: chmod 600 it, and make it yours"
+        )
     if not _LEAST_SECRET_BYTES <= len(secret) <= _MOST_SECRET_BYTES:
         raise ConfigError(f"the cluster's secret {path} must have {_LEAST_SECRET_BYTES} bytes at least")
     return secret

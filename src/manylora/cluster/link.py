@@ -1,8 +1,8 @@
 """Framed msgpack between two processes of a cluster, each of which has proved that it knows the cluster's secret.
 
-Owns framing, its bounds, and the handshake. Does not know what messages mean. A frame is a length of four bytes and
-msgpack; a length over the bound ends the link before anything is allocated for it. Nothing but msgpack into declared
-records is ever read.
+Owns framing, its bounds, and the handshake. Does not know what messages mean. A frame is a length of four bytes
+and msgpack; a length over the bound ends the link before anything is allocated for it. Nothing but msgpack into
+declared records is ever read.
 """
 
 from __future__ import annotations
@@ -125,6 +125,11 @@ def bind(host: str = "127.0.0.1") -> socket.socket:
     return sock
 
 
+def adopt(descriptor: int) -> socket.socket:
+    """A socket that another process has bound, at this process's end of it."""
+    return socket.socket(fileno=descriptor)
+
+
 def why_strange(hello: Hello, model: str) -> str | None:
     """Why a process of another build, or with another model, is not wanted; None where it is."""
     if hello.version != VERSION:
@@ -212,8 +217,8 @@ async def _introduce(
 
 
 class Listener:
-    """Accepts links. ``judge`` says why a process that knows the secret is not wanted, or None; ``serve`` has a link
-    until it returns."""
+    """Accepts links. ``judge`` says why a process that knows the secret is not wanted, or None; ``serve`` has a
+    link until it returns."""
 
     def __init__(
         self,

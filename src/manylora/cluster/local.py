@@ -17,6 +17,7 @@ import msgspec
 from manylora.cluster import messages
 from manylora.cluster.children import Launch
 from manylora.cluster.link import frame
+from manylora.engine.wire import Failed
 
 _LENGTH = struct.Struct("<I")
 _from_child = msgspec.msgpack.Decoder(messages.FromChild)
@@ -27,7 +28,7 @@ class Started(Protocol):
 
     pid: int
 
-    async def receive(self) -> messages.ChildReady | messages.Failed | None:
+    async def receive(self) -> messages.ChildReady | Failed | None:
         """The next thing that it says; None when it will say nothing any more."""
 
     def stop(self) -> None:

@@ -33,9 +33,9 @@ ROUTER, SUPERVISOR, FRONTEND, REPLICA = "router", "supervisor", "frontend", "rep
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """One revision of the registry: what became of one version of an adapter. ``state``: "listed"; "leaving", when
-    no new request may name it; "gone", when no replica has it any more. ``digest``: of its files, "" where these
-    were not read."""
+    """One revision of the registry: what became of one version of an adapter. ``state``: "loading", until replicas
+    have it; "listed"; "leaving", when no new request may name it; "gone", when no replica has it any more.
+    ``digest``: of its files, "" where these were not read."""
 
     revision: int
     id: AdapterId
@@ -56,7 +56,8 @@ class Listing(msgspec.Struct, frozen=True):
 
 
 class Note(msgspec.Struct, tag=True):
-    """News of requests, oldest first."""
+    """News of requests, oldest first. ``stale_tokens``: dropped so far, since they were of an attempt that was not
+    the last; ``recomputed_tokens``: computed again so far, in later attempts."""
 
     asked: list[Asked] = []
     held: list[Held] = []
@@ -65,6 +66,8 @@ class Note(msgspec.Struct, tag=True):
     withdrawn: list[Withdrawn] = []
     ended: list[Ended] = []
     cancelled: list[Cancelled] = []
+    stale_tokens: int = 0
+    recomputed_tokens: int = 0
 
 
 class Synced(msgspec.Struct, tag=True):
@@ -144,11 +147,12 @@ ToFrontendFromRouter = Orders | Endpoints | Revisions | Reply
 
 
 class Up(msgspec.Struct, tag=True):
-    """The replica's model is loaded; it listens there."""
+    """The replica's model is loaded; it listens there. ``adapters``: versions that it serves already."""
 
     facts: ReplicaFacts
     host: str
     port: int
+    adapters: list[AdapterId] = []
 
 
 class Alive(msgspec.Struct, tag=True):
@@ -201,7 +205,13 @@ class DropAdapter(msgspec.Struct, tag=True):
     id: AdapterId
 
 
-ToReplicaFromRouter = Lease | AskWhole | AddAdapter | DropAdapter
+class PlaceAdapter(msgspec.Struct, tag=True):
+    """Have this version on the device, as far as there is room."""
+
+    id: AdapterId
+
+
+ToReplicaFromRouter = Lease | AskWhole | AddAdapter | DropAdapter | PlaceAdapter
 
 # ---------------------------------------------------------------- front end -> replica
 
@@ -256,13 +266,13 @@ ToFrontendFromReplica = Deltas | Stats
 
 class Slot(msgspec.Struct, frozen=True):
     """A place for a replica, and what runs there. ``state``: "starting", "running", "waiting" (to be started
-    again), "stopping"."""
+    again), "stopping". ``drains_to``: what becomes of one that drains, see ``NoteDrain``."""
 
     id: ReplicaId
     epoch: int
     pid: int
     state: str
-    is_draining: bool = False
+    drains_to: str = ""
 
 
 class ChildProcess(msgspec.Struct, frozen=True):
@@ -282,8 +292,8 @@ class ProcessTable(msgspec.Struct, tag=True):
 
 
 class Exited(msgspec.Struct, tag=True):
-    """A replica's process has ended. ``is_crash``: not because it was told to. ``blamed``: the requests of its last
-    step; None where that is not known."""
+    """A replica's process has ended. ``is_crash``: not because it was told to. ``blamed``: the requests of its
+    last step; None where that is not known."""
 
     replica: ReplicaId
     epoch: int
@@ -315,9 +325,11 @@ class ScaleTo(msgspec.Struct, tag=True):
 
 
 class NoteDrain(msgspec.Struct, tag=True):
-    """The replica drains: to be remembered, should the router be another."""
+    """The replica drains, to be remembered, should the router be another. When it is empty it stays so ("stay"),
+    ends for good ("remove"), or is started anew ("restart")."""
 
     replica: ReplicaId
+    drains_to: str
 
 
 class Pong(msgspec.Struct, tag=True):

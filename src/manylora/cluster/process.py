@@ -1,4 +1,5 @@
-"""``python -m manylora.cluster.process FD``: a process of a cluster, which its starter tells over FD what to be."""
+"""``python -m manylora.cluster.process FD``: a process of a cluster, which its starter tells over FD what to
+be."""
 
 from __future__ import annotations
 
@@ -18,12 +19,16 @@ def main(descriptor: int) -> int:
     if launch is None:
         return 1
     if launch.role == messages.REPLICA:
-        from manylora.cluster.replica import run
-    elif launch.role == messages.FRONTEND:
-        from manylora.cluster.frontend import run
-    else:
-        from manylora.cluster.routing import run
-    return run(launch, starter)
+        from manylora.cluster import replica
+
+        return replica.run(launch, starter)
+    if launch.role == messages.FRONTEND:
+        from manylora.cluster import frontend
+
+        return frontend.run(launch, starter)
+    from manylora.cluster import routing
+
+    return routing.run(launch, starter)
 
 
 if __name__ == "__main__":

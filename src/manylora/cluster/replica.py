@@ -1,7 +1,8 @@
-"""A replica's process: an engine, a listener for front ends, and the link to the router under whose lease it serves.
+"""A replica's process: an engine, a listener for front ends, and the link to the router under whose lease it
+serves.
 
-Tokens go from here to the front ends; the router hears how the replica is. Without a lease the process ends, whatever
-it is doing, so that nothing of an epoch that was given up goes on. Does not know what routing decides.
+Tokens go from here to the front ends; the router hears how the replica is. Without a lease the process ends,
+whatever it is doing, so that nothing of an epoch that was given up goes on. Does not know what routing decides.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ import msgspec
 
 from manylora._version import VERSION
 from manylora.cluster import children, messages
-from manylora.cluster.facts import facts_of
 from manylora.cluster.digests import adapter_digest
+from manylora.cluster.facts import facts_of
 from manylora.cluster.folder import read_secret, step_file
 from manylora.cluster.last_step import StepNote
 from manylora.cluster.link import Hello, Link, LinkError, LinkRefused, Listener, bind, dial, why_strange
 from manylora.cluster.noting import NotingExecutor
 from manylora.config import ConfigError
-from manylora.engine.client import Delta, EngineDead
+from manylora.engine.client import Delta, EngineDead, GenerationRequest
 from manylora.engine.driver import Driver
-from manylora.engine.wire import Deltas
+from manylora.engine.wire import Deltas, Failed
 from manylora.main import build_driver
 from manylora.protocol import AdapterError, Status
 from manylora.protocol.routing import ReplicaReport
-from manylora.types import AdapterId, RequestError, RequestId
+from manylora.types import AdapterCard, AdapterId, RequestError, RequestId, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ SKIP_S = 1.0
 """An assignment that later ones have overtaken for so long is not waited for any more."""
 ORPHAN_S = 7.0
 """After the supervisor's end a replica serves what runs for so long."""
+CLOSE_S = 1.5
 _REDIAL_S = 0.1
 
 _from_router = msgspec.msgpack.Decoder(messages.ToReplicaFromRouter)
@@ -66,13 +68,19 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         wrap = None if note is None else lambda executor: NotingExecutor(executor, note)
         driver = build_driver(launch.engine, wrap=wrap)
     except ConfigError as error:
-        starter.say(messages.Failed(str(error), is_user_error=True))
+        starter.say(Failed(str(error), is_user_error=True))
         return 2
     except Exception as error:
         log.exception("the replica could not start")
-        starter.say(messages.Failed(f"the replica could not start: {error}"))
+        starter.say(Failed(f"the replica could not start: {error}"))
         return 1
-    starter.watch(lambda: children.leave(0), lambda: children.end_after(ORPHAN_S))
+
+    def stop() -> None:
+        children.end_after(CLOSE_S, 0)
+        driver.close(frees=False)  # what the journal holds is to be written
+        children.leave(0)
+
+    starter.watch(stop, lambda: children.end_after(ORPHAN_S))
     return asyncio.run(_Replica(launch, secret, driver).serve(starter))
 
 
@@ -93,7 +101,7 @@ class _Lease:
         while time.monotonic() < self._until_s:
             time.sleep(min(0.1, self._lasts_s / 10))
         log.error("no lease for %g s: the replica ends", self._lasts_s)
-        children.leave(1)
+        children.leave(children.FENCED)
 
 
 class _Seen:
@@ -152,9 +160,10 @@ class _Replica:
         self._seq = 0
         self._asked: asyncio.Future[Status] | None = None
         self._last: ReplicaReport | None = None
-        self._adapters: set[AdapterId] = set()
+        self._adapters: dict[AdapterId, AdapterCard | None] = {}
         self._work = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manylora-adapters")
         self._died = asyncio.Event()
+        self._num_placed = 0
 
     async def serve(self, starter: children.Starter) -> int:
         """See ``run``."""
@@ -249,14 +258,20 @@ class _Replica:
                 link = await dial(self._launch.router, self._secret, self._hello, _from_router)
             except LinkRefused as error:
                 log.error("%s is not wanted: %s", self._name, error)
-                children.leave(1)
+                children.leave(children.FENCED)
                 return
             except LinkError:
                 await asyncio.sleep(_REDIAL_S)
                 continue
             self._seen.begin(link.epoch)
             self._is_whole = True
-            link.send(messages.Up(facts_of(self._driver.info, self._launch.engine), *self._address))
+            link.send(
+                messages.Up(
+                    facts_of(self._driver.info, self._driver.most_adapter_pages),
+                    *self._address,
+                    sorted(self._adapters),
+                )
+            )
             self._router = link
             self._say_alive()
             while (message := await link.receive()) is not None:
@@ -271,41 +286,50 @@ class _Replica:
                 self._is_whole = True
                 self._news.set()
             case messages.AddAdapter(listing, verify):
-                if listing.id in self._adapters:
-                    link.send(messages.AdapterReady(listing.id, listing.card))
-                else:
-                    self._adapters.add(listing.id)
-                    self._work.submit(self._add, asyncio.get_running_loop(), link, listing, verify)
+                if (card := self._adapters.get(listing.id)) is not None:
+                    link.send(messages.AdapterReady(listing.id, card))
+                elif listing.id not in self._adapters:  # else the answer follows
+                    self._adapters[listing.id] = None
+                    self._work.submit(self._add, asyncio.get_running_loop(), listing, verify)
+            case messages.PlaceAdapter(adapter):
+                self._place(adapter)
             case messages.DropAdapter(adapter):
-                self._work.submit(self._drop, asyncio.get_running_loop(), link, adapter)
+                self._work.submit(self._drop, asyncio.get_running_loop(), adapter)
 
-    def _add(
-        self, loop: asyncio.AbstractEventLoop, link: Link, listing: messages.Listing, verify: bool
-    ) -> None:
+    def _place(self, adapter: AdapterId) -> None:
+        """As with a request of one token, that nothing waits for."""
+        self._num_placed += 1
+        params = SamplingParams(max_tokens=1, temperature=0)
+        self._driver.submit(
+            GenerationRequest(f"place-{adapter}-{self._num_placed}", (0,), params, version=adapter)
+        )
+
+    def _add(self, loop: asyncio.AbstractEventLoop, listing: messages.Listing, verify: bool) -> None:
         """On the thread for adapters."""
         try:
             if listing.digest and adapter_digest(Path(listing.path)) != listing.digest:
                 raise AdapterError(f"the files in {listing.path} are not those that were loaded")
             card = self._driver.add_adapter(listing.name, listing.path, verify=verify, adapter=listing.id)
+            self._adapters[listing.id] = card
             answer = messages.AdapterReady(listing.id, card)
         except AdapterError as error:
-            self._adapters.discard(listing.id)
+            del self._adapters[listing.id]
             answer = messages.AdapterReady(listing.id, None, RequestError(error.status, str(error)))
         except EngineDead as error:
             answer = messages.AdapterReady(listing.id, None, RequestError(503, str(error)))
-        loop.call_soon_threadsafe(link.send, answer)
+        loop.call_soon_threadsafe(self._say, answer)
 
-    def _drop(self, loop: asyncio.AbstractEventLoop, link: Link, adapter: AdapterId) -> None:
+    def _drop(self, loop: asyncio.AbstractEventLoop, adapter: AdapterId) -> None:
         """On the thread for adapters, so that an adapter is never dropped before it was added."""
         gone = messages.AdapterGone(adapter)
         try:
             freed = self._driver.remove_adapter("", adapter)
         except AdapterError:  # it was never served here, or was dropped before
-            loop.call_soon_threadsafe(link.send, gone)
+            loop.call_soon_threadsafe(self._say, gone)
             return
 
         def tell(done: concurrent.futures.Future[None]) -> None:
-            self._adapters.discard(adapter)
+            self._adapters.pop(adapter, None)
             loop.call_soon_threadsafe(self._say, gone)
 
         freed.add_done_callback(tell)

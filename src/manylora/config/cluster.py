@@ -30,11 +30,15 @@ class ClusterSettings(Section):
     settings: tuple[str, ...] = setting(
         (), "a parameter of the router; may be repeated", "ROUTER.KEY=VALUE", name="router_set"
     )
-    launcher: Literal["local", "ray"] = setting("local", "what starts replicas: processes of this machine, or Ray")
+    launcher: Literal["local", "ray"] = setting(
+        "local", "what starts replicas: processes of this machine, or Ray"
+    )
     ray_address: str | None = setting(
         None, "Ray's cluster: auto, HOST:PORT, or local for one of its own (default: auto)", "ADDRESS"
     )
-    frontends: Annotated[int, between(1, MOST_FRONTENDS)] = setting(1, "processes that speak HTTP, on one port")
+    frontends: Annotated[int, between(1, MOST_FRONTENDS)] = setting(
+        1, "processes that speak HTTP, on one port"
+    )
     min_replicas: Replicas | None = setting(None, "never fewer replicas (default: as --replicas)")
     max_replicas: Replicas | None = setting(None, "never more replicas (default: as --replicas)")
     autoscale: Literal["off", "hint", "on"] = setting(
@@ -42,7 +46,8 @@ class ClusterSettings(Section):
     )
     max_attempts: Count = setting(3, "times that a request is tried before it is given up")
     handover: Literal["wait", "drop"] = setting(
-        "wait", "on a move the next replica gets a request when the last has let it go (wait), or at once (drop)"
+        "wait",
+        "on a move the next replica gets a request when the last has let it go (wait), or at once (drop)",
     )
     queue_timeout: Annotated[float, at_least(1), FINITE] = setting(
         30.0, "seconds that a request waits for a replica that can hold it, where none is up"

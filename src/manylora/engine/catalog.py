@@ -57,6 +57,11 @@ class Catalog:
         self._checking: dict[AdapterId, concurrent.futures.Future[AdapterChecked]] = {}
         self._leaving: dict[AdapterId, concurrent.futures.Future[None]] = {}
 
+    @property
+    def most_pages(self) -> int:
+        """How many pages one adapter may take."""
+        return self._adapter_pages_limit
+
     def lookup(self, name: str) -> AdapterId | None:
         """The version that a name stands for now."""
         card = self._cards.get(name)

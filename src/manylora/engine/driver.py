@@ -88,6 +88,11 @@ class Driver(Loop):
         self._abandon_if_ended()
         return freed
 
+    @property
+    def most_adapter_pages(self) -> int:
+        """How many pages of its pool one adapter may take."""
+        return self._ports.catalog.most_pages
+
     def adapters(self) -> tuple[AdapterCard, ...]:
         return self._ports.catalog.cards()
 

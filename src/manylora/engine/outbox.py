@@ -68,9 +68,9 @@ class Outbox:
             request, asked.stream, asked.serial, arrived_s, attempt=asked.attempt, ended=set(asked.closed)
         )
 
-    def refuse(self, request: Request, serial: int, error: RequestError) -> None:
+    def refuse(self, request: Request, asked: GenerationRequest, error: RequestError) -> None:
         """A request has come that the policy will not hear of; perhaps of an id that is live, which goes on."""
-        self._reject(_Open(request, False, serial, self._clock()), error)
+        self._reject(_Open(request, False, asked.serial, self._clock(), attempt=asked.attempt), error)
 
     def admitted(self, command: Admitted, now: float) -> None:
         """Takes in Admitted."""

@@ -238,7 +238,7 @@ class EnginePorts:
         elif asked.params.seed is None and any(asked.resume):
             error = RequestError(400, "a request that goes on needs the seed with which it began", "seed")
         if error is not None:
-            self._outbox.refuse(request, asked.serial, error)
+            self._outbox.refuse(request, asked, error)
             return
         self._outbox.open(request, asked)
         if not any(asked.resume):
