@@ -29,7 +29,7 @@ from manylora.config import (
     parse_size,
     setting_of,
 )
-from manylora.config.cluster import ClusterSettings
+from manylora.config.cluster import ClusterOptions
 from manylora.rules import fields_of
 
 _Section = TypeVar("_Section")
@@ -91,7 +91,7 @@ _SECTIONS: tuple[type, ...] = (
 FLAGS = tuple(flag for section in _SECTIONS for flag in _flags(section))
 """Settings in the order of help texts."""
 
-CLUSTER_FLAGS = tuple(_flags(ClusterSettings))
+CLUSTER_FLAGS = tuple(_flags(ClusterOptions))
 """Settings of a cluster, which ``manylora serve`` alone takes."""
 
 CLUSTER_ALIASES = {
@@ -251,7 +251,7 @@ def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSetti
     return engine, http
 
 
-def split_cluster(*layers: Mapping[str, Any]) -> tuple[ClusterSettings | None, list[dict[str, Any]]]:
+def split_cluster(*layers: Mapping[str, Any]) -> tuple[ClusterOptions | None, list[dict[str, Any]]]:
     """The settings of a cluster, where any are given beside one replica, and what else each layer has; later
     layers win. Raises ConfigError."""
     flags = {flag.name: flag for flag in CLUSTER_FLAGS}
@@ -278,7 +278,7 @@ def split_cluster(*layers: Mapping[str, Any]) -> tuple[ClusterSettings | None, l
         rest.append(others)
     if set(given) <= {"replicas"} and given.get("replicas", 1) == 1:
         return None, rest
-    return ClusterSettings(**{flags[name].field: value for name, value in given.items()}), rest
+    return ClusterOptions(**{flags[name].field: value for name, value in given.items()}), rest
 
 
 def _section(section: type[_Section], given: Mapping[str, Any], **parts: Any) -> _Section:

@@ -21,7 +21,7 @@ import msgspec
 
 from manylora.cluster import link, messages
 from manylora.config import EngineSettings, HttpSettings
-from manylora.config.cluster import ClusterSettings
+from manylora.config.cluster import ClusterOptions
 from manylora.types import EngineInfo
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Launch(msgspec.Struct, tag=True):
     epoch: int
     engine: EngineSettings
     http: HttpSettings
-    cluster: ClusterSettings
+    cluster: ClusterOptions
     folder: str
     secret: str
     router: tuple[str, int]

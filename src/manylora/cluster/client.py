@@ -19,8 +19,8 @@ import msgspec
 
 from manylora.cluster import messages
 from manylora.cluster.link import Hello, Link, LinkError, dial
-from manylora.cluster.open_request import OpenRequest
 from manylora.cluster.replica_link import ReplicaLink
+from manylora.cluster.taken_request import TakenRequest
 from manylora.engine.client import Delta, EngineDead, EngineSilent, EngineStats, GenerationRequest
 from manylora.engine.ledger import Ledger
 from manylora.engine.mailboxes import Mailboxes
@@ -69,7 +69,7 @@ class ClusterClient:
         self._max_waiting = max_waiting
         self._queue_timeout_s = queue_timeout_s
         self._mailboxes = Mailboxes()
-        self._open: dict[RequestId, OpenRequest] = {}
+        self._open: dict[RequestId, TakenRequest] = {}
         self._replicas: dict[ReplicaId, ReplicaLink] = {}
         self._listings: dict[AdapterId, messages.Listing] = {}
         self._names: dict[str, messages.Listing] = {}
@@ -119,7 +119,7 @@ class ClusterClient:
             self._tell_client(asked, Delta(asked.id, 0, finish_reason="error", error=error))
             return
         prefix = prefix_hashes(version, asked.cache_scope, asked.prompt)
-        found = OpenRequest(
+        found = TakenRequest(
             asked, Ledger(asked, time.monotonic), version, prefix, self._most_tokens(asked, version)
         )
         self._open[asked.id] = found
@@ -157,19 +157,19 @@ class ClusterClient:
     def _tell_client(self, asked: GenerationRequest, delta: Delta) -> None:
         self._mailboxes.dispatch([delta._replace(serial=asked.serial)])
 
-    def _send(self, found: OpenRequest, message: msgspec.Struct) -> None:
+    def _send(self, found: TakenRequest, message: msgspec.Struct) -> None:
         """To the replica that has the request, if one has."""
         if found.replica is not None:
             link = self._replicas.get(found.replica)
             if link is not None and link.endpoint.epoch == found.epoch:
                 link.send(message)
 
-    def _end(self, found: OpenRequest) -> None:
+    def _end(self, found: TakenRequest) -> None:
         del self._open[found.asked.id]
         positions = found.ledger.positions
         self._tell_router().ended.append(Ended(found.asked.id, sum(positions) // len(positions)))
 
-    def _refuse(self, found: OpenRequest, error: RequestError) -> None:
+    def _refuse(self, found: TakenRequest, error: RequestError) -> None:
         """Each of its samples ends with the error."""
         del self._open[found.asked.id]
         samples = found.ledger.open_samples if error.status >= 500 else (0,)
@@ -177,7 +177,7 @@ class ClusterClient:
             delta = Delta(found.asked.id, sample, finish_reason="error", error=error)
             self._tell_client(found.asked, delta)
 
-    async def _give_up_without_router(self, found: OpenRequest) -> None:
+    async def _give_up_without_router(self, found: TakenRequest) -> None:
         """A request must not wait for ever for a router that does not come back."""
         await asyncio.sleep(self._queue_timeout_s)
         is_open = self._open.get(found.asked.id) is found
@@ -228,7 +228,7 @@ class ClusterClient:
         if self._replicas.get(endpoint.id) is link:  # the replica may be there yet
             self._replicas[endpoint.id] = self._link_to(endpoint)
 
-    def _give_up_attempt(self, found: OpenRequest) -> None:
+    def _give_up_attempt(self, found: TakenRequest) -> None:
         found.replica = None
         self._tell_router().asked.append(found.as_asked())
 
@@ -241,6 +241,7 @@ class ClusterClient:
             if up.get(replica) != link.endpoint:
                 link.close()
                 del self._replicas[replica]
+                self._lose_replica(link)
         for each in endpoints:
             if each.id not in self._replicas:
                 self._replicas[each.id] = self._link_to(each)
@@ -332,7 +333,7 @@ class ClusterClient:
         else:
             link.send(messages.Attempt(request, order.number, router))
 
-    async def _ask_for_another(self, found: OpenRequest) -> None:
+    async def _ask_for_another(self, found: TakenRequest) -> None:
         attempt = found.ledger.attempt
         await asyncio.sleep(ASK_AGAIN_S)
         if self._open.get(found.asked.id) is found and found.ledger.attempt == attempt:

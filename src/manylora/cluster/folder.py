@@ -87,7 +87,7 @@ class Folder:
         return self.path / "secret"
 
     def close(self) -> None:
-        """Give the folder up, and remove what is of use to nobody any more."""
+        """Give the folder up, and remove what has no use any more."""
         if self._is_lasting:
             for name in ("admin.sock", *(file.name for file in self.path.glob("*.step"))):
                 (self.path / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Who is linked to the router: replicas and front ends, with what the links have brought.
+"""What is linked to the router: replicas and front ends, with what the links have brought.
 
 Owns no decision: which replicas are up is the router's own word.
 """

@@ -10,7 +10,7 @@ from manylora.protocol import DeviceCommand, DeviceEvent, EndSequence, Executor,
 from manylora.types import RequestId, SequenceId
 
 
-class NotingExecutor:
+class StepNotingExecutor:
     """See Executor. Owns which request each sequence is of, and which steps are in flight."""
 
     def __init__(self, executor: Executor, note: StepNote) -> None:

@@ -25,7 +25,7 @@ from manylora.cluster.facts import facts_of
 from manylora.cluster.folder import read_secret, step_file
 from manylora.cluster.last_step import StepNote
 from manylora.cluster.link import Hello, Link, LinkError, LinkRefused, Listener, bind, dial, why_strange
-from manylora.cluster.noting import NotingExecutor
+from manylora.cluster.noting import StepNotingExecutor
 from manylora.config import ConfigError
 from manylora.engine.client import Delta, EngineDead, GenerationRequest
 from manylora.engine.driver import Driver
@@ -65,7 +65,7 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         note = None
     try:
         secret = read_secret(Path(launch.secret))
-        wrap = None if note is None else lambda executor: NotingExecutor(executor, note)
+        wrap = None if note is None else lambda executor: StepNotingExecutor(executor, note)
         driver = build_driver(launch.engine, wrap=wrap)
     except ConfigError as error:
         starter.say(Failed(str(error), is_user_error=True))
@@ -233,7 +233,7 @@ class _Replica:
             link.send(messages.Stats(call, None))
 
     def _deliver(self, deltas: list[Delta]) -> None:
-        """To the front ends whose requests these are of; whoever is gone needs none."""
+        """To the front ends whose requests these are of; one that is gone needs none."""
         by_link: dict[int, tuple[Link, list[Delta]]] = {}
         for delta in deltas:
             found = self._open.get(delta.request)

@@ -17,7 +17,7 @@ from manylora.cluster.folder import step_file
 from manylora.cluster.last_step import read_step
 from manylora.cluster.local import Launcher, Started
 from manylora.cluster.names import journal_name
-from manylora.cluster.node import Node
+from manylora.cluster.node_share import NodeShare
 from manylora.config import AdapterSettings, ConfigError
 from manylora.engine.wire import Failed
 from manylora.protocol.routing import ReplicaId
@@ -32,7 +32,7 @@ LEAST_WAIT_S, MOST_WAIT_S = 0.5, 10.0
 STOP_S = 2.0
 
 
-class Slot:
+class ReplicaPlace:
     """One place. ``run`` keeps a replica there until ``end``."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Slot:
         replica: ReplicaId,
         launch: children.Launch,
         launcher: Launcher,
-        node: Node,
+        node: NodeShare,
         changed: Callable[[], None],
         exited: Callable[[messages.Exited], None],
     ) -> None:

@@ -24,15 +24,16 @@ from manylora.cluster.digests import model_digest
 from manylora.cluster.folder import Folder, default_folder, read_secret
 from manylora.cluster.link import Hello, Link, LinkError, bind, dial
 from manylora.cluster.local import Launcher, LocalLauncher, Started
-from manylora.cluster.node import Node
-from manylora.cluster.slots import Slot, raise_if_failed
-from manylora.config import EngineSettings, HttpSettings
-from manylora.config.cluster import ClusterSettings
+from manylora.cluster.node_share import NodeShare
+from manylora.cluster.slots import ReplicaPlace, raise_if_failed
+from manylora.config import ConfigError, EngineSettings, HttpSettings
+from manylora.config.cluster import ClusterOptions
 from manylora.engine.wire import Failed
 from manylora.inspection import check_named_adapters
 from manylora.main import bind as bind_http
 from manylora.main import check_model, configure_logging
 from manylora.models.source import resolve_model
+from manylora.policy.router import Router
 from manylora.protocol.routing import ReplicaId
 from manylora.signals import stop_signals
 
@@ -47,18 +48,23 @@ LAST_S = 5.0
 _from_router = msgspec.msgpack.Decoder(messages.ToSupervisorFromRouter)
 
 
-def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterSettings) -> int:
+def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOptions) -> int:
     """Serve until told to stop; the exit code. Raises ConfigError where the settings cannot work."""
     configure_logging()
     scheduler = dataclasses.replace(engine.scheduler, max_waiting=http.max_waiting)
     engine = dataclasses.replace(engine, scheduler=scheduler)
+    if cluster.launcher == "ray":
+        raise ConfigError("--launcher ray is not built yet: only local is")
+    if cluster.autoscale == "on":
+        raise ConfigError("--autoscale on is not built yet: hint says what the number of replicas should be")
     sock = bind_http(http)  # first: a taken port must not cost a model load
     folder = None
     try:
         check_model(engine.model.model)
         check_named_adapters(engine)
+        Router(cluster.router_config())  # a policy that is not there, or lacks settings
         most = max(cluster.num_at_start, cluster.bounds[1])
-        node = Node(engine, most, cluster.num_at_start, cluster.replicas_per_gpu)
+        node = NodeShare(engine, most, cluster.num_at_start, cluster.replicas_per_gpu)
         port = sock.getsockname()[1]
         path = default_folder(port) if cluster.cluster_dir is None else Path(cluster.cluster_dir)
         folder = Folder(path, is_lasting=cluster.cluster_dir is not None)
@@ -83,14 +89,16 @@ def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterSett
 
 
 class _Supervisor:
-    def __init__(self, launch: children.Launch, node: Node, launcher: Launcher, sock: socket.socket) -> None:
+    def __init__(
+        self, launch: children.Launch, node: NodeShare, launcher: Launcher, sock: socket.socket
+    ) -> None:
         self._sock = sock
         self._node = node
         self._launcher = launcher
         self._router_sock = bind()
         self._launch = msgspec.structs.replace(launch, router=self._router_sock.getsockname()[:2])
         self._secret = read_secret(Path(launch.secret))
-        self._slots: dict[ReplicaId, Slot] = {}
+        self._slots: dict[ReplicaId, ReplicaPlace] = {}
         self._frontends: dict[int, Started] = {}
         self._router: Started | None = None
         self._link: Link | None = None
@@ -140,7 +148,7 @@ class _Supervisor:
 
     def _add_slot(self, replica: ReplicaId) -> None:
         launch = msgspec.structs.replace(self._launch, role=messages.REPLICA)
-        slot = Slot(replica, launch, self._launcher, self._node, self._changed, self._exited)
+        slot = ReplicaPlace(replica, launch, self._launcher, self._node, self._changed, self._exited)
         self._slots[replica] = slot
         self._spawn(slot.run())
 

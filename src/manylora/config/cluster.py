@@ -16,7 +16,7 @@ _LEASE = "seconds that a replica may serve without word from the router, and aft
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ClusterSettings(Section):
+class ClusterOptions(Section):
     """``settings``: parameters of the routing policy, as texts of the form ROUTER.KEY=VALUE."""
 
     replicas: Replicas = setting(1, "engines, each a process with a pool of its own, behind one port")

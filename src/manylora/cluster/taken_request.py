@@ -13,7 +13,7 @@ PROGRESS_TOKENS = 32
 """The router is told of a sample's first token, and of every so many."""
 
 
-class OpenRequest:
+class TakenRequest:
     """``asked``: as the server gave it; ``ledger``: what the client has; ``version``: the adapter's, chosen once.
 
     ``replica``, ``epoch``: where the present attempt is, None while the router has not said.

@@ -25,7 +25,7 @@ def gpus() -> list[str]:
         return []
 
 
-class Node:
+class NodeShare:
     """Measured once, for at most ``most`` replicas."""
 
     def __init__(self, settings: EngineSettings, most: int, num_at_start: int, per_gpu: int) -> None:

@@ -29,7 +29,7 @@ from manylora.types import AdapterId, RequestError
 log = logging.getLogger(__name__)
 
 
-class Registry:
+class Rollout:
     """Used on the router's event loop. ``tell``: the router itself is to know."""
 
     def __init__(
