@@ -19,7 +19,9 @@ def written(rig: Rig) -> list[int]:
 def test_lru_ahead_writes_a_page_once_and_when_it_is_full() -> None:
     rig = Rig("lru-ahead", num_pages=40)
     rig.serve("a", BASE, prompt(1, 3), max_tokens=2 * PAGE)
-    assert len(written(rig)) == 5, "three of the prompt, two of the reply, with room for all of it on the device"
+    assert len(written(rig)) == 5, (
+        "three of the prompt, two of the reply, with room for all of it on the device"
+    )
     rig.serve("again", BASE, prompt(1, 3), max_tokens=2 * PAGE)
     assert len(written(rig)) == 5, "the same pages have their copies"
     rig.serve("on", BASE, [*prompt(1, 3), *rig.tokens["again"], 7, 8, 9, 10])
@@ -73,7 +75,8 @@ def test_a_write_that_fails_is_made_up_for_when_the_page_leaves() -> None:
         rig.land_copy(ok=False)
     num_written = len(written(rig))
     rig.serve("b", BASE, prompt(2, 6))
-    assert [decided.reason for decided in rig.of(Decided) if decided.action == "save"].count("written through") == 12
+    reasons = [decided.reason for decided in rig.of(Decided) if decided.action == "save"]
+    assert reasons.count("written through") == 12
     assert len(written(rig)) > num_written + 6
     assert rig.check_answers() == 2
 

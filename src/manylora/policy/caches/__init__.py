@@ -1,7 +1,7 @@
 """The cache policies, each a small class in a file of its own, found by name.
 
-``manylora``, FastLibra's with its ablations, the baselines of its paper, and three of one LRU. A policy of your own is a
-subclass of ``CachePolicy`` anywhere on the import path, named as ``module:Class``.
+``manylora``, FastLibra's with its ablations, the baselines of its paper, and three of one LRU. A policy of your
+own is a subclass of ``CachePolicy`` anywhere on the import path, named as ``module:Class``.
 """
 
 from __future__ import annotations

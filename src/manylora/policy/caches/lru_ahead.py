@@ -1,5 +1,5 @@
-"""An LRU as today's engines offload by: what is computed is written to the host at once, and pages are freed ahead of
-demand."""
+"""An LRU as today's engines offload by: what is computed is written to the host at once, and pages are freed
+ahead of demand."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ HIGH_MARK = 0.95
 
 
 class LruAhead(CachePolicy):
-    """Writes through and keeps room ahead: a node that leaves is on the host already, so its pages are free at once.
-    Nothing comes back before it is asked for."""
+    """Writes through and keeps room ahead: a node that leaves is on the host already, so its pages are free at
+    once. Nothing comes back before it is asked for."""
 
     name = "lru-ahead"
     writes_through = True
