@@ -149,7 +149,9 @@ def test_engines_of_every_mode(family: Bench, mode: str, monkeypatch: pytest.Mon
     """Four requests of an adapter for one of each other and two of the base, more than may run at once."""
     hot = family.names[1]
     adapters = [*family.names, None, hot, hot, hot]
-    prompts = [random_tokens(number, 2 + number % 7, family.checkpoint.vocab_size) for number in range(len(adapters))]
+    prompts = [
+        random_tokens(number, 2 + number % 7, family.checkpoint.vocab_size) for number in range(len(adapters))
+    ]
     monkeypatch.setattr(build, "measure_merging", lambda *args, steps_wait: MergeTimes(steps_wait))
     if MODES[mode]["merge"] == "manylora":
         monkeypatch.setattr(state, "merge_policy", lambda config, times: EveryFewSteps(config.merge.is_mixed))
