@@ -40,11 +40,12 @@ class Rig:
         trace: bool = False,
         copy_page_s: float = 1e-5,
         pipeline_depth: int = 1,
-        merge: MergeConfig = MergeConfig(),
+        merge: MergeConfig | None = None,
         admission: str = "fcfs",
         slo_ttft_s: float = 5.0,
         **marks: float,
     ) -> None:
+        merge = merge or MergeConfig()
         cache = CacheConfig(policy, trace=trace, **{"adapter_share": 0.4, **marks})
         self.config = PolicyConfig(
             num_pages,

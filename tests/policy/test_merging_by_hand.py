@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from manylora.config import MergeConfig, MergeTimes, StepTimes
 from manylora.policy.merging.times import StepSeconds
-from manylora.protocol import AdapterFreed, AdapterRemoved, Admitted, Finish, RunStep, SetMerged, SwitchDone
+from manylora.protocol import AdapterFreed, AdapterRemoved, Admitted, SetMerged, SwitchDone
 from manylora.types import BASE
-from tests.policy.rig import PAGE, Rig, prompt
+from tests.policy.rig import Rig, prompt
 
 X, Y = 1, 2
 

@@ -39,7 +39,7 @@ class MergingMachine(ReplicaMachine):
     """As there, with few adapters, so that one has most requests, and more requests than may run."""
 
     kinds = KINDS
-    counts: ClassVar = collections.Counter[str]()
+    counts: ClassVar = collections.defaultdict[str, float](float)
     """What all examples together have shown."""
 
     @initialize(
@@ -178,7 +178,7 @@ class MixedMachine(MergingMachine):
     """Others always run beside the merged adapter; in half of the examples switches are a script's."""
 
     kinds = MIXED
-    counts: ClassVar = collections.Counter[str]()
+    counts: ClassVar = collections.defaultdict[str, float](float)
 
 
 SETTINGS = settings(
