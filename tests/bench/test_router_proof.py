@@ -20,7 +20,8 @@ def on_machines(jobs: list[tuple[float, float]], count: int, draw: random.Random
     """The mean flow time of some schedule: any order of those that have come, on the machine that is free
     first."""
     free = [0.0] * count
-    waiting, flows, arrivals = [], [], sorted(jobs)
+    waiting: list[tuple[float, float]] = []
+    flows, arrivals = [], sorted(jobs)
     while arrivals or waiting:
         now = heapq.heappop(free)
         while arrivals and (not waiting or arrivals[0][0] <= now):
@@ -73,7 +74,7 @@ def test_verdicts() -> None:
     assert not cell["is_near_bound"]
     assert summary([cell])["better_by_15_percent_of_these"] == 1
     (worse,) = judged([row("manylora", 116.0, 0.9), row("punica", 110.0, 1.0)])
-    assert not (worse["is_ttft_kept"] or worse["is_attainment_kept"] or worse["is_better"])
+    assert not any(worse[name] for name in ("is_ttft_kept", "is_attainment_kept", "is_better"))
     assert judged([row("punica", 1.0, 1.0)]) == []
 
 
