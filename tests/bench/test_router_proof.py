@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from manylora_lab.benchmarks import router_proof
-from manylora_lab.benchmarks.router_proof import ROUTERS, Cell, judged, mean_flow_s, measure, summary
+from manylora_lab.benchmarks.router_proof import ROUTERS, ProofRun, judged, mean_flow_s, measure, summary
 
 from manylora.policy.routing import ROUTING_POLICIES
 
@@ -50,7 +50,7 @@ def test_shortest_first_by_hand() -> None:
 def test_a_run_is_above_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(router_proof.DURATION_S, "chatbot", 4.0)
     for router in ("manylora", router_proof.CLAIRVOYANT):
-        row = measure(Cell("chatbot", 0.8, 0.05, 99, router, FILES))
+        row = measure(ProofRun("chatbot", 0.8, 0.05, 99, router, FILES))
         assert 0 < row["bound_ttft_ms"] < row["ttft_mean_ms"]
         assert 0 <= row["slo_attainment"] <= 1
 

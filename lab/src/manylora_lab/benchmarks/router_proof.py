@@ -82,7 +82,7 @@ _JUDGED = ("ttft_mean_ms", "slo_attainment", "bound_ttft_ms")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Cell:
+class ProofRun:
     """One run. ``files``: of the conversation trace, and of ServeGen's clients."""
 
     workload: str
@@ -178,7 +178,7 @@ def pooled_peak(stream: Stream) -> float:
     return REPLICAS / (prompt_s + output * step_s / rows)
 
 
-def stream_of(cell: Cell) -> Stream:
+def stream_of(cell: ProofRun) -> Stream:
     """At the cell's share of the pooled peak, which is that of the lengths at hand."""
     probe = fitted(stream_at(cell.workload, 8.0, 0, cell.files))
     return fitted(stream_at(cell.workload, cell.load * pooled_peak(probe), cell.seed, cell.files))
@@ -250,7 +250,7 @@ def settings_of(router: str) -> tuple[tuple[str, str], ...]:
     return ()
 
 
-def measure(cell: Cell) -> dict[str, Any]:
+def measure(cell: ProofRun) -> dict[str, Any]:
     """One run."""
     stream, costs = stream_of(cell), costs_of()
     pages = [_SHAPE.adapter_pages(rank, _PAGE_TOKENS) for rank in stream.ranks]
@@ -276,7 +276,7 @@ def measure(cell: Cell) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def all_cells(files: tuple[str, str], args: argparse.Namespace) -> Iterator[Cell]:
+def all_cells(files: tuple[str, str], args: argparse.Namespace) -> Iterator[ProofRun]:
     """The most important first: all workloads and loads at the usual delay, then the other delays, then more
     seeds."""
     routers = [*args.routers, CLAIRVOYANT]
@@ -286,7 +286,7 @@ def all_cells(files: tuple[str, str], args: argparse.Namespace) -> Iterator[Cell
         args.seeds, delays, args.workloads, routers
     ):
         if router != CLAIRVOYANT or delay == DELAYS_S[0]:
-            yield Cell(workload, load, delay, seed, router, files)
+            yield ProofRun(workload, load, delay, seed, router, files)
 
 
 # ---------------------------------------------------------------- the verdict
