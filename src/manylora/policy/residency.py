@@ -7,7 +7,8 @@ when the swapper wants to move something. What is decided is handed up by ``coll
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 from manylora.config import PolicyConfig
 from manylora.policy.caches import find_cache
@@ -30,9 +31,11 @@ from manylora.policy.tree import (
     DependencyTree,
     HostState,
     Node,
+    PageKey,
     Residence,
     subtree,
 )
+from manylora.policy.turns import Turns
 from manylora.policy.visits import Visits
 from manylora.protocol import AdapterRead, Command, CopyDone, Decided, EvictAdapter, SwapPages
 from manylora.reports import Counters
@@ -62,7 +65,8 @@ class Residency:
             only_leaves_matter=self.policy.keeps_dependencies,
         )
         self.room = Room(self.tree, self.device, self.policy.adapter_pages(config))
-        signals = Signals(config.cache, self.visits, self.rates, self.counters)
+        self.turns = Turns(self.policy.keeps_turns)
+        signals = Signals(config.cache, self.visits, self.rates, self.counters, self.turns)
         self.candidates = Candidates(
             self.tree,
             self.policy.device_value(signals),
@@ -150,12 +154,20 @@ class Residency:
             chosen = leaving.pop()
             if chosen is None:
                 break
-            self.evict(now, chosen[0], reason, chosen[1])
+            for node in self._with_turn(chosen[0]):
+                self.evict(now, node, reason, chosen[1])
+                sent.append(node)
             if self.policy.prices_pages:
                 self.last_value = chosen[1]
-            sent.append(chosen[0])
         leaving.end()
         return sent
+
+    def _with_turn(self, node: Node) -> Iterator[Node]:
+        """A node that leaves the device, and what of its turn can leave after it, deepest first."""
+        yield node
+        for other in [*reversed(self.turns.of(node))]:
+            if other is not node and self.tree.may_leave(other):
+                yield other
 
     def take(self, count: int) -> tuple[PageId, ...]:
         """Device pages that ``provide`` has freed; what stands by on them has left for good."""
@@ -242,8 +254,12 @@ class Residency:
         """Take a KV node that is in neither tier out of the tree."""
         self.changes.lost(node)
         above = self.tree.remove(node)
-        if above.host is HELD:
-            # A leaf of both tiers, perhaps; as one of the device it was offered before.
+        step: Node | None = node
+        while self.turns.kept and step is not None and step is not above:
+            self.turns.forget(step)
+            step = step.parent
+        if above.host is HELD or self.turns.kept:
+            # A leaf of both tiers, perhaps; as one of the device it was offered before, but for its turn's size.
             self.candidates.offer(above)
 
     def _let_go(self, node: Node) -> None:
@@ -301,7 +317,11 @@ class Residency:
             chosen = leaving.pop()
             if chosen is None:
                 break
+            turn = [*reversed(self.turns.of(chosen[0]))]
             self.leave_host(*chosen)
+            for node in turn:
+                if node is not chosen[0] and self.tree.may_leave_host(node):
+                    self.leave_host(node, chosen[1])
         leaving.end()
         return self.host.num_free >= count
 
@@ -361,6 +381,27 @@ class Residency:
         else:
             assert node.residence is LOADING, "a read to the device needs pages there"
         self._decided.append(self.transfers.read(node, to_device=not goes_to_host))
+
+    def entering_with(self, node: Node) -> list[Node]:
+        """A node that may come to the device, and what of its turn comes with it, parents first."""
+        turn = self.turns.of(node)
+        if not self.tree.keeps_dependencies:
+            return [each for each in turn if _can_come(each)]
+        return [*itertools.takewhile(_can_come, turn[node.depth - turn[0].depth :])]
+
+    def insert(self, parent: Node, key: PageKey, now: float, begins_turn: bool) -> Node:
+        """A KV node under ``parent``: absent, in neither tier, for the caller to fill at once."""
+        node = self.tree.insert(parent, key, now)
+        self._offer_all(self.turns.add(node, begins_turn))
+        return node
+
+    def part(self, node: Node) -> None:
+        """A sequence goes on below this node with what it computes itself."""
+        self._offer_all(self.turns.part(node))
+
+    def _offer_all(self, nodes: Sequence[Node]) -> None:
+        for node in nodes:
+            self.candidates.offer(node)
 
     def start_transfers(self) -> list[SwapPages]:
         """Start the copies that were queued; returns them."""
@@ -490,3 +531,7 @@ class Residency:
                     self.transfers.disown(member)
             self._set_device(member, ABSENT, ())
             self.device.release(pages)
+
+
+def _can_come(node: Node) -> bool:
+    return node.residence is ABSENT and node.host is HELD
