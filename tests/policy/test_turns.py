@@ -16,7 +16,7 @@ ALL = ["fastlibra", "fastlibra-wom", "fastlibra-wos", "fastlibra-wol"]
 
 def chain(turns: Turns, above: Node, keys: str, begins: bool = True) -> list[Node]:
     """Pages below a node, one for each letter, as one sequence computes them."""
-    nodes = []
+    nodes: list[Node] = []
     for key in keys:
         node = Node(above.adapter, above, key.encode(), 1)
         above.children[node.key] = node
