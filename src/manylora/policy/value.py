@@ -11,8 +11,8 @@ from collections.abc import Hashable
 from typing import Protocol
 
 from manylora.policy.cost import Rates
+from manylora.policy.kv_turns import KvTurns
 from manylora.policy.tree import HELD, RESIDENT, Node
-from manylora.policy.turns import Turns
 from manylora.policy.visits import Visits
 from manylora.reports import Counters
 
@@ -69,7 +69,7 @@ class FastLibraValue:
     """
 
     def __init__(
-        self, visits: Visits, rates: Rates, turns: Turns, tau_s: float, rewards_adapters: bool = True
+        self, visits: Visits, rates: Rates, turns: KvTurns, tau_s: float, rewards_adapters: bool = True
     ) -> None:
         self._visits = visits
         self._rates = rates

@@ -9,9 +9,9 @@ from typing import ClassVar, NamedTuple
 
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.policy.cost import Rates
+from manylora.policy.kv_turns import KvTurns
 from manylora.policy.marks import Marks
 from manylora.policy.offload import AlwaysOffload, OffloadRule
-from manylora.policy.turns import Turns
 from manylora.policy.value import LeastRecentlyUsed, ValueModel
 from manylora.policy.visits import Visits
 from manylora.reports import Counters
@@ -24,7 +24,7 @@ class Signals(NamedTuple):
     visits: Visits
     rates: Rates
     counters: Counters
-    turns: Turns
+    turns: KvTurns
 
 
 class CachePolicy:

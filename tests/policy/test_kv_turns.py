@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manylora.policy.tree import Node, Residence
-from manylora.policy.turns import Turns
+from manylora.policy.kv_turns import KvTurns
 from manylora.protocol import SwapPages
 from manylora.types import BASE
 from tests.policy.reports import counters, gauges
@@ -14,7 +14,7 @@ from tests.policy.rig import PAGE, Rig, prompt
 ALL = ["fastlibra", "fastlibra-wom", "fastlibra-wos", "fastlibra-wol"]
 
 
-def chain(turns: Turns, above: Node, keys: str, begins: bool = True) -> list[Node]:
+def chain(turns: KvTurns, above: Node, keys: str, begins: bool = True) -> list[Node]:
     """Pages below a node, one for each letter, as one sequence computes them."""
     nodes: list[Node] = []
     for key in keys:
@@ -26,12 +26,12 @@ def chain(turns: Turns, above: Node, keys: str, begins: bool = True) -> list[Nod
     return nodes
 
 
-def spelt(turns: Turns, node: Node) -> str:
+def spelt(turns: KvTurns, node: Node) -> str:
     return "".join(each.key.decode() for each in turns.of(node))
 
 
 def test_a_turn_is_what_one_sequence_computed_until_others_part_from_it() -> None:
-    turns, root = Turns(kept=True), Node(1, None, b"", 8)
+    turns, root = KvTurns(kept=True), Node(1, None, b"", 8)
     assert list(turns.of(root)) == [root]
     assert turns.num_pages(root) == 8
     first = chain(turns, root, "abcd")
@@ -48,7 +48,7 @@ def test_a_turn_is_what_one_sequence_computed_until_others_part_from_it() -> Non
 
 
 def test_without_turns_a_page_is_a_node() -> None:
-    turns, root = Turns(kept=False), Node(1, None, b"", 8)
+    turns, root = KvTurns(kept=False), Node(1, None, b"", 8)
     assert [spelt(turns, node) for node in chain(turns, root, "ab")] == ["a", "b"]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from manylora.policy.tree import Node
 
 
-class Turns:
+class KvTurns:
     """The turn of each KV node. Without ``kept``, and for adapters, a node is one by itself."""
 
     def __init__(self, kept: bool) -> None:
