@@ -9,7 +9,8 @@ from tools.long_tests import counts_of, not_run
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.a.test_one" name="x"/><testcase classname="tests.a.test_one" name="y"/>
-<testcase classname="tests.a.test_one" name="z"><skipped/></testcase><testcase classname="tests.test_two" name="x"/>
+<testcase classname="tests.a.test_one" name="z"><skipped/></testcase>
+<testcase classname="tests.test_two" name="x"/>
 </testsuite></testsuites>"""
 LISTED = "tests/a/test_one.py: 3\ntests/test_two.py: 1\ntests/test_three.py: 12\n\nwarning: 1 in all\n"
 
