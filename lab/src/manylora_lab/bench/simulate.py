@@ -349,6 +349,7 @@ def config_of(
         queue=scheduler.queue,
         merge=merge,
         max_prefills_per_step=scheduler.max_prefills,
+        kept_share=scheduler.kept_share,
         cold_start=scheduler.cold_start,
     )
 
