@@ -11,6 +11,7 @@ from manylora.rules import FINITE, Rule, at_least, at_most, less_than, more_than
 
 CACHE_POLICIES = (
     "manylora", "fastlibra", "fastlibra-wom", "fastlibra-wos", "fastlibra-wol", "static-lru", "s-lora", "lru",
+    "lru-ahead", "lru-drop",
 )  # fmt: skip
 
 
