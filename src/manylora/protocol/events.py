@@ -47,7 +47,7 @@ class LetGo:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Keep:
-    """A router wants a copy of the adapter to stay on the device, whether or not anybody asks for it; ``is_kept``
+    """A router wants a copy of the adapter to stay on the device, whether or not a request names it; ``is_kept``
     False: not any more. Ignored where the share of such copies is full, and of an unknown adapter."""
 
     adapter: AdapterId
