@@ -53,6 +53,8 @@ _COSTS: tuple[Option, ...] = (
     ("--hardware", str, "NAME", "assumed, instead: " + ", ".join(HARDWARE)),
     ("--shape", str, "NAME", "with --hardware: of the model, such as llama-2-7b (the default)"),
     ("--cards", int, "N", "1, 2, 4 or 8 of them, ideally shared out (default: 1)"),
+    ("--tensor-parallel-size", int, "N", "so many of --hardware, with what they exchange (default: 1)"),
+    ("--lora-sharding", str, "NAME", "of adapters among these: sharded (the default) or replicated"),
 )
 
 
@@ -131,6 +133,8 @@ def _simulate(args: argparse.Namespace) -> int:
         hardware=args.hardware,
         shape=args.shape,
         cards=1 if args.cards is None else args.cards,
+        tensor_parallel_size=1 if args.tensor_parallel_size is None else args.tensor_parallel_size,
+        lora_sharding=args.lora_sharding or "sharded",
         policies=args.policies,
         merge=args.merge,
         is_warm=not args.cold,
