@@ -59,6 +59,8 @@ def test_shapes_have_the_models_known_sizes() -> None:
         "llama-2-13b": 13.02,
         "codellama-34b": 33.7,
         "llama-3-8b": 8.03,
+        "llama-30b": 32.5,
+        "llama-2-70b": 69.0,
         "llama-3-70b": 70.6,
     }
     assert parameters == pytest.approx(known, rel=0.005)
