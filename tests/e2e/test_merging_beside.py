@@ -12,10 +12,11 @@ import pytest
 
 from manylora import LLM, AsyncLLM, SamplingParams
 from manylora.cli import main
-from manylora.config import ConfigError
+from manylora.config import ConfigError, MergeTimes
 from manylora.engine.client import GenerationRequest
 from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import read_answered
+from manylora.executor import build
 from manylora.policy.replica import Replica
 from manylora.text.generate import collect, generate_text
 from tests.e2e.process import MODEL
@@ -51,12 +52,11 @@ PARAMS: dict[str, dict[str, Any]] = {
 }
 HERE = {
     "`--adapter-store`", "`--journal`, `--trace`", "`--cold-start block`, `layerwise`", "`cache_salt` and keys",
-    "streams, and requests that are aborted", "requests that move to another engine",
+    "streams, and requests that are aborted", "requests that move to another engine", "float16, bfloat16",
 }  # fmt: skip
 """Rows that have a test of their own below."""
 ELSEWHERE = {
     "log-probabilities": "executor/test_merging.py::test_the_base_answers_to_the_last_digit_as_before",
-    "float16, bfloat16": "executor/test_merging.py::test_random_switches_restore_every_bit",
     "captured steps (`--cuda-graphs`)": "gpu/test_merging.py::test_captured_graphs_stay_valid",
     "adapters loaded and unloaded while others run": (
         "e2e/test_merging_served.py::test_a_merged_adapter_is_unloaded_and_loaded_anew"
@@ -71,7 +71,7 @@ ELSEWHERE = {
 def answers(params: dict[str, Any], **settings: Any) -> tuple[list[list[int]], dict[str, float]]:
     adapters = {name: str(FOLDER / name) for name in NAMES}
     names = [name for name in (*NAMES, None) for _ in PROMPTS]
-    with LLM(MODEL, adapters, dtype="float32", device="cpu", **settings) as llm:
+    with LLM(MODEL, adapters, **{"dtype": "float32", "device": "cpu", **settings}) as llm:
         outputs = llm.generate(list(PROMPTS) * 3, SamplingParams(**GREEDY | params), adapter=names)
         return [list(sample.token_ids) for output in outputs for sample in output.outputs], llm.metrics()
 
@@ -123,6 +123,21 @@ def test_cold_starts_are_refused(mode: str, capsys: pytest.CaptureFixture[str]) 
     assert main(["serve", MODEL, "--cold-start", mode, "--merge", "merged"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"--cold-start {mode} does not go with --merge merged" in line
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sixteen_bits(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base's rows never see a merged adapter's rounding, unless that is allowed."""
+    monkeypatch.setattr(build, "measure_merging", lambda *args, steps_wait: MergeTimes(steps_wait))
+    mixed: dict[str, Any] = {"dtype": dtype, "merge": "manylora", "merge_minority": "mixed"}
+    with pytest.raises(ConfigError, match=f"mixed with {dtype} weights .* allow it by --merge-mixed-16bit"):
+        LLM(MODEL, device="cpu", **mixed)
+    LLM(MODEL, device="cpu", merge_mixed_16bit=True, **mixed).close()
+    expected = answers({}, dtype=dtype)[0]
+    tokens, figures = answers({}, dtype=dtype, merge="merged", merge_starve=0.01)
+    assert tokens[-len(PROMPTS) :] == expected[-len(PROMPTS) :]
+    assert [len(each) for each in tokens] == [len(each) for each in expected]
+    assert figures['manylora:merge_switches_total{to="merged"}'] > 1
 
 
 def adapters_and_base() -> list[str | None]:
