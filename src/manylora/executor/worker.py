@@ -24,12 +24,14 @@ from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
 from manylora.adapters.store import AdapterStore
 from manylora.adapters.verify import verify_weights
+from manylora.assist.workers import Workers
 from manylora.devices.device import Device
 from manylora.devices.preparation import PREPARATION
+from manylora.executor.cold_rows import ColdStep
 from manylora.executor.coming import Coming
-from manylora.executor.forward import EagerSteps, Forward
+from manylora.executor.forward import EagerSteps, Forward, Outputs
 from manylora.executor.graphs import GraphLimits, Progress, StepGraphs
-from manylora.executor.inputs import InputBuilder
+from manylora.executor.inputs import InputBuilder, StepInputs
 from manylora.executor.merging import MergedWeights
 from manylora.executor.reader import AdapterReader
 from manylora.executor.sampler import Results, draw, most_likely
@@ -129,6 +131,7 @@ class Worker:
         self._sequences = SequenceTable()
         self._tables = AdapterTables(device, geometry)
         self._merging: MergedWeights | None = None
+        self._workers: Workers | None = None
         self._shards = shards
         self._parts = [
             _Part(
@@ -200,6 +203,11 @@ class Worker:
 
     # ------------------------------------------------------------ steps
 
+    def use_workers(self, workers: Workers) -> None:
+        """Have these compute the rows of ``RunStep.cpu`` from now on; before the first step. The worker closes
+        them."""
+        self._workers = workers
+
     def use_graphs(self, limits: GraphLimits, scratch_page: int, progress: Progress | None = None) -> None:
         """Run decoding steps at fixed sizes from now on, captured where the device can; before the first step.
 
@@ -239,11 +247,12 @@ class Worker:
             if merged != BASE:
                 self._tables.pair(np.unique(self._sequences.adapters[rows.composition.slots]).tolist())
             awaited = self._coming.awaited(step) if step.awaits else None
-            sampled = self._run(rows, awaited)
+            cold = self._coming.cold(step) if step.cpu else None
+            sampled = self._run(rows, awaited, cold)
             # What other samples drew comes back as their own SequenceStart.
             expected = self._sequences.expect(rows)
             sequences = rows.composition.sampled_sequences
-            finish = functools.partial(self._finish, step, sequences, sampled, expected, began, awaited)
+            finish = functools.partial(self._finish, step, sequences, sampled, expected, began, awaited, cold)
             self._in_flight.append(finish)
         except Exception as error:
             PREPARATION.give_up()
@@ -252,10 +261,11 @@ class Worker:
                 self._sequences.end(sequence)
             self._tell(self._failed(step, error, began))
 
-    def _run(self, rows: Rows, awaited: Awaited | None) -> list[_Sampled]:
-        parts = None if self._shards is None or awaited is not None else self._split(rows, self._shards)
+    def _run(self, rows: Rows, awaited: Awaited | None, cold: ColdStep | None) -> list[_Sampled]:
+        is_whole = self._shards is None or awaited is not None or cold is not None
+        parts = None if is_whole or self._shards is None else self._split(rows, self._shards)
         if parts is None or self._shards is None:
-            return [self._run_part(self._parts[0], rows, None, awaited)]
+            return [self._run_part(self._parts[0], rows, None, awaited, cold)]
         return self._shards.run(
             [
                 functools.partial(self._run_part, part, rows.take(indices), np.array(indices))
@@ -270,7 +280,12 @@ class Worker:
         return None if ranges is None else [order[part].tolist() for part in ranges]
 
     def _run_part(
-        self, part: _Part, rows: Rows, indices: np.ndarray | None, awaited: Awaited | None = None
+        self,
+        part: _Part,
+        rows: Rows,
+        indices: np.ndarray | None,
+        awaited: Awaited | None = None,
+        cold: ColdStep | None = None,
     ) -> _Sampled:
         """``indices``: the rows' places in the step; None: they are all of it."""
         forward = self._forward
@@ -278,8 +293,11 @@ class Worker:
             raise RuntimeError("the executor is closed")
         with torch.inference_mode():
             inputs = part.inputs.build(rows)
-            before = None if awaited is None else awaited.all
-            outputs = None if self._graphs is None else self._graphs.run(inputs, before)
+            outputs = None
+            if cold is not None:
+                outputs = self._run_cold(part, inputs, awaited, cold)
+            elif self._graphs is not None:
+                outputs = self._graphs.run(inputs, None if awaited is None else awaited.all)
             if outputs is None:
                 outputs = part.eager.run(inputs, None if awaited is None else awaited.layer)
             count = len(inputs.sampled_rows)
@@ -294,6 +312,21 @@ class Worker:
         sampled_rows = inputs.sampled_rows if indices is None else indices[inputs.sampled_rows]
         return _Sampled(sampled_rows, lambda: draws.read(arrived()))
 
+    def _run_cold(self, part: _Part, inputs: StepInputs, awaited: Awaited | None, cold: ColdStep) -> Outputs:
+        """A step some of whose rows are the CPU's, eagerly."""
+
+        def before_layer(layer: int) -> None:
+            cold.layer(layer)
+            if awaited is not None:
+                awaited.layer(layer)
+
+        device = self._device.torch_device
+        rows = cold.begin(self._workers, inputs.lora, inputs.lora_adapters, self._geometry, device)
+        try:
+            return part.eager.run(inputs, before_layer, rows)
+        finally:
+            cold.end()
+
     def _finish(
         self,
         step: RunStep,
@@ -302,6 +335,7 @@ class Worker:
         expected: Expected,
         began: float,
         awaited: Awaited | None,
+        cold: ColdStep | None,
     ) -> StepResult:
         """``sampled_sequences``: the sequences of the rows that drew, in the step's order, as ``expected``."""
         try:
@@ -329,6 +363,11 @@ class Worker:
         done = StepDone(step.step, True, tokens, self._step_s(began), unsound=unsound, spoilt=spoilt)
         if awaited is not None:
             done.stall_s = awaited.stall_s
+        if cold is not None:
+            done.spoilt = tuple(sorted({*spoilt, *cold.spoilt()}))
+            done.cpu_s = cold.cpu_s
+            done.cpu_workers = 0 if self._workers is None else self._workers.num_workers
+            done.stall_s += cold.stall_s
         return StepResult(done, logprobs)
 
     def _failed(self, step: RunStep, error: Exception, began: float) -> StepResult:
@@ -444,6 +483,8 @@ class Worker:
             return
         self._reader.close()
         self._registry.close()
+        if self._workers is not None:
+            self._workers.close()
         if not frees:
             return
         self._copier.close()

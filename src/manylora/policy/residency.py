@@ -47,6 +47,7 @@ class Residency:
         self.tree = DependencyTree(self.policy.keeps_dependencies)
         self.device = PageLedger(config.num_pages)
         self.host = PageLedger(config.num_host_pages)
+        self._lent: dict[Node, int] = {}  # adapters whose host pages a step reads, and the last such step
         self.transfers = Transfers(config.cold_start.num_groups)
         self.changes = Changes(config.page_tokens)
         self.last_value: float | None = None
@@ -259,7 +260,7 @@ class Residency:
         if host_pages:
             self._set_host(node, NO_COPY, ())
             if move is None:
-                self.host.release(host_pages)
+                self._release_host(node, host_pages)
         if was_there and pages:
             self._has_left(node)
 
@@ -309,10 +310,26 @@ class Residency:
             self._end_standby(node)
         pages = node.host_pages
         self._set_host(node, NO_COPY, ())
-        self.host.release(pages)
+        self._release_host(node, pages)
         if node.residence is ABSENT and not node.is_adapter:
             self.counters.history_drops += 1
             self._remove(node)
+
+    def lend(self, node: Node, step: int) -> None:
+        """A step that begins reads an adapter's host pages: nothing else goes there before it has ended."""
+        self._lent[node] = step
+
+    def lent_step_ended(self, step: int) -> None:
+        """Such a step, or one after it, has ended."""
+        self._lent = {node: last for node, last in self._lent.items() if last > step}
+        self.host.step_ended(step)
+
+    def _release_host(self, node: Node, pages: tuple[PageId, ...]) -> None:
+        step = self._lent.get(node)
+        if step is None:
+            self.host.release(pages)
+        else:
+            self.host.release_after(step, pages)
 
     # ------------------------------------------------------------ coming
 
@@ -403,7 +420,7 @@ class Residency:
         if not read.to_device:
             pages = node.host_pages
             self._set_host(node, NO_COPY, ())
-            self.host.release(pages)
+            self._release_host(node, pages)
         return node if node.residence is LOADING else None
 
     def copy_ended(self, event: CopyDone) -> list[Node]:
@@ -427,7 +444,7 @@ class Residency:
             if move.owns_pages:
                 self.device.release(move.pages)
             if move.owns_host_pages:
-                self.host.release(move.host_pages)
+                self._release_host(node, move.host_pages)
         return failed
 
     def _count_copy(self, moves: list[Move], event: CopyDone) -> None:
@@ -446,7 +463,7 @@ class Residency:
             return
         pages = node.host_pages
         self._set_host(node, NO_COPY, ())
-        self.host.release(pages)
+        self._release_host(node, pages)
         if node.residence is OFFLOADING:
             self._lose(node)
 
