@@ -72,7 +72,7 @@ class CpuDevice:
 
         return end
 
-    def copy_lane(self) -> CopyLane:
+    def copy_lane(self, behind: CopyLane | None = None) -> CopyLane:
         return CpuCopyLane()
 
     def pin(self, memory: torch.Tensor) -> None:

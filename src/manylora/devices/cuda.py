@@ -110,8 +110,9 @@ class CudaDevice:
 
         return end
 
-    def copy_lane(self) -> CopyLane:
-        return _CudaCopyLane(self.torch_device)
+    def copy_lane(self, behind: CopyLane | None = None) -> CopyLane:
+        assert behind is None or isinstance(behind, _CudaCopyLane)
+        return _CudaCopyLane(self.torch_device, None if behind is None else behind.stream)
 
     def pin(self, memory: torch.Tensor) -> None:
         # Taken here first: inside the driver, which holds its locks meanwhile, steps would wait for it.
@@ -240,8 +241,8 @@ class _CudaCopyLane:
     """One stream. Transfers are collected and issued by few calls, for each may wait for the interpreter, which it
     shares with the step loop; waits asleep."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self.stream = stream or torch.cuda.Stream(device)
         self._begun: torch.cuda.Event | None = None
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
@@ -254,8 +255,8 @@ class _CudaCopyLane:
     def begin(self, issued: object) -> None:
         assert isinstance(issued, torch.cuda.Event)
         # Of this thread alone, which has no other work on the device.
-        torch.cuda.set_stream(self._stream)
-        self._stream.wait_event(issued)
+        torch.cuda.set_stream(self.stream)
+        self.stream.wait_event(issued)
         self._begun = None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -266,7 +267,7 @@ class _CudaCopyLane:
             return
         self._issue()
         mark = torch.cuda.Event(blocking=True)
-        mark.record(self._stream)
+        mark.record(self.stream)
         self._marks.append(mark)
         if len(self._marks) > self._chunks_ahead:
             self._marks.popleft().synchronize()
@@ -274,8 +275,8 @@ class _CudaCopyLane:
     def landing(self) -> Callable[[], None]:
         self._issue()
         landed = torch.cuda.Event()
-        landed.record(self._stream)
-        device = self._stream.device
+        landed.record(self.stream)
+        device = self.stream.device
         return lambda: torch.cuda.current_stream(device).wait_event(landed)
 
     def end(self) -> Callable[[], float]:
@@ -285,7 +286,7 @@ class _CudaCopyLane:
         except Exception as error:  # those that it began have still to be waited for
             failure = error
         begun, ended = self._begun, self._timer()
-        ended.record(self._stream)
+        ended.record(self.stream)
 
         def wait() -> float:
             ended.synchronize()
@@ -302,7 +303,7 @@ class _CudaCopyLane:
             return
         if self._begun is None:
             self._begun = self._timer()
-            self._begun.record(self._stream)
+            self._begun.record(self.stream)
         torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def _timer(self) -> torch.cuda.Event:

@@ -125,8 +125,9 @@ class Device(Protocol):
         """Begin to measure time, on the device's own clock, when all work issued so far has ended. Does not
         wait."""
 
-    def copy_lane(self) -> CopyLane:
-        """A lane whose copies run beside steps and beside other lanes."""
+    def copy_lane(self, behind: CopyLane | None = None) -> CopyLane:
+        """A lane whose copies run beside steps and beside other lanes. ``behind`` is another lane of this device:
+        then the copies of both run in the order in which they were begun."""
 
     def pin(self, memory: torch.Tensor) -> None:
         """Take all of this host memory and lock it, for direct copies; the caller's thread waits.

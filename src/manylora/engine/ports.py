@@ -69,6 +69,7 @@ _STATS = {field.name for field in dataclasses.fields(EngineStats)} - {
     "adapters", "clients", "credits",
 }  # fmt: skip
 
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StatusAsked:
     """An item of the inbox: a router wants to know how the replica is."""

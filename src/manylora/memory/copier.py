@@ -80,7 +80,8 @@ class Copier:
             True: lane("copy-in"),
             False: lane("copy-out"),
         }
-        self.turns = Turns()
+        # A stream of its own may get no turn of the device's copy engine while copies of pages never end.
+        self.turns = Turns(device.copy_lane(behind=self._lanes[True].copies))
         """Of copies to the device, with whatever else goes there."""
         self._settled = device.issued()
         self._closing = False

@@ -28,6 +28,7 @@ from manylora.protocol.routing import (
     Ended,
     Fence,
     Listed,
+    Planned,
     Progress,
     Refuse,
     ReplicaDown,
@@ -243,7 +244,7 @@ class Router:
         for wish in wishes:
             if isinstance(wish, Relocation):
                 self._relocate(wish)
-            else:
+            elif self._config.trace or not isinstance(wish, Planned):
                 self._commands.append(wish)
 
     def _relocate(self, wish: Relocation) -> None:

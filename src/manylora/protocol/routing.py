@@ -339,9 +339,23 @@ class Routed:
     source: ReplicaId | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Planned:
+    """dLoRA's plan, for people; only with ``RouterConfig.trace``. ``value_s``: the time until the last replica is
+    done by it; ``before_s``: had nothing moved; ``bound_s``: no plan is done sooner, as the solver says, 0 where
+    none has answered."""
+
+    number: int
+    num_requests: int
+    num_moves: int
+    value_s: float
+    before_s: float
+    bound_s: float
+
+
 RouterCommand = (
     Assign | Withdraw | Place | Unplace | Refuse | Solve | ScaleHint | Fence | AskReport
-    | Routed | SetTimer
+    | Routed | Planned | SetTimer
 )  # fmt: skip
 """What a router commands."""
 
