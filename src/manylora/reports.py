@@ -130,13 +130,13 @@ class Counters:
         kind = f"{mode}/{source}"
         self.cold_starts = {**self.cold_starts, kind: self.cold_starts.get(kind, 0) + 1}
 
-    def stalled(self, stall_s: float, copies_s: float, expected_s: float, cpu_s: float) -> None:
-        """A step that awaited copies, which took ``copies_s``, or the CPU, which took ``cpu_s``, stood still for
-        ``stall_s``."""
+    def stalled(self, stall_s: float, expected_s: float, hidden_s: float, cpu_s: float) -> None:
+        """A step with cold rows stood still for ``stall_s`` where ``expected_s`` had been expected; copies took
+        ``hidden_s`` while it went on, and the CPU ``cpu_s``."""
         self.cold_start_stall_s += stall_s
         self.cold_start_expected_s += expected_s
+        self.cold_start_hidden_s += hidden_s
         self.cpu_lora_s += cpu_s
-        self.cold_start_hidden_s += max(0.0, copies_s - stall_s)
 
     def switched(self, ok: bool, seconds: float, to_base: bool) -> None:
         """A change of the adapter that is merged has taken effect, or failed."""

@@ -23,6 +23,7 @@ MOST_DEATHS = 3
 _SPIN_S = 200e-6
 _PAUSE_S = 20e-6
 _LOOK_S = 0.01
+_IDLE_S = 0.02
 _SEND_S = 2.0
 
 _log = logging.getLogger(__name__)
@@ -142,11 +143,7 @@ class Workers:
         """Hand a step over: ``lengths`` rows of each adapter, whose cells lie at ``cells`` (int64). None where no
         worker is free to take it."""
         self._replace_dead()
-        free = [
-            worker
-            for worker in self._workers
-            if worker.is_ready() and self.board.step(worker.number) >= worker.step
-        ]
+        free = self._free()
         if not free:
             return None
         self._num_steps += 1
@@ -166,6 +163,16 @@ class Workers:
         step = HandedStep(self, given, self._num_steps, self._num_jobs, time.monotonic() + self._late_s)
         self._num_jobs += len(jobs)
         return step
+
+    def _free(self) -> list[_Worker]:
+        """Those that serve and have nothing to do any more, which a moment is waited for."""
+        ready = [worker for worker in self._workers if worker.is_ready()]
+        until = time.monotonic() + _IDLE_S
+        while True:
+            free = [worker for worker in ready if self.board.step(worker.number) >= worker.step]
+            if len(free) == len(ready) or time.monotonic() > until:
+                return free
+            time.sleep(_PAUSE_S)
 
     def _replace_dead(self) -> None:
         """Start others in place of those that have died, unless too many have."""

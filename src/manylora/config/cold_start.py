@@ -65,8 +65,8 @@ class ColdStartConfig(Section):
         "wait",
         "when a request begins whose adapter or cached KV comes from the host: wait (when it is there; steps of "
         "others go on), block (at once; its step waits for it), layerwise (at once, layer group by layer group as "
-        "it lands, within --cold-start-stall), cpu (at once; processes on the CPU compute its adapter's part of
-        the " "prompt meanwhile), auto (whichever is expected to answer first, within --cold-start-stall)",
+        "it lands, within --cold-start-stall), cpu (at once; processes on the CPU compute its adapter's part of "
+        "the prompt meanwhile), auto (whichever is expected to answer first, within --cold-start-stall)",
         name="cold_start",
     )
     stall: Annotated[float, more_than(0), at_most(1)] = setting(
@@ -127,6 +127,5 @@ def check_workers(config: ColdStartConfig) -> None:
     """Raises ConfigError where this machine leaves the CPU nothing to compute with."""
     if config.mode == "cpu" and config.wanted_workers == 0:
         raise ConfigError(
-            f"--cold-start cpu needs workers, and --cpu-lora-workers auto is 0 on {num_cores()} cores: give a
-            number"
+            f"--cold-start cpu needs workers: --cpu-lora-workers auto is 0 on {num_cores()} cores, give a number"
         )

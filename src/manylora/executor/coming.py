@@ -60,8 +60,11 @@ class Coming:
         if command.groups:
             # In the order in which they land.
             groups = layer_groups(self._geometry.page.layers, command.groups)
-            groups = groups[command.first_group :] + groups[: command.first_group]
-            gate = self._gates[command.copy] = CopyGate(groups)
+            first = self._first_layer(command, command.first_group)
+            later = [group for group in groups if group[0] >= first]
+            gate = self._gates[command.copy] = CopyGate(
+                later + [group for group in groups if group[0] < first]
+            )
             self._commands[command.copy] = command
 
         def done(answer: CopyDone) -> None:
@@ -110,14 +113,20 @@ class Coming:
         found = ColdStep()
         for wanted in step.cpu:
             command, gate = self._commands[wanted.copy], self._gates[wanted.copy]
-            if command.adapter is None or not 0 < wanted.groups <= len(gate.groups):
+            if command.adapter is None or not 0 < wanted.groups <= command.groups:
                 raise ValueError(f"copy {wanted.copy} brings no adapter in {wanted.groups} groups")
             layout = layout_of(self._spec_of(command.adapter), self._geometry)
             host_pages = [source for source, _ in command.pairs]
             offsets = cell_offsets(layout, self._geometry, host_pages)
-            first_layer = sorted(gate.groups)[wanted.groups - 1][1]
+            first_layer = self._first_layer(command, wanted.groups)
             found.add(command.adapter, layout, offsets, gate, wanted, first_layer)
         return found
+
+    def _first_layer(self, command: SwapPages, group: int) -> int:
+        """Where the group begins, or the model ends. There may be fewer layers than groups."""
+        num_layers = self._geometry.page.layers
+        groups = layer_groups(num_layers, command.groups)
+        return (*(first for first, _ in groups), num_layers)[-(-group * len(groups) // command.groups)]
 
     def _check_known(self, step: RunStep) -> None:
         copies = [wanted.copy for wanted in step.awaits] + [served.copy for served in step.cpu]

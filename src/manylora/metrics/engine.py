@@ -59,8 +59,7 @@ _COUNTERS = (
     (
         "manylora:cpu_lora_seconds",
         "cpu_lora_s",
-        "Time that the busiest CPU worker of each step computed adapters' products, for --cold-start cpu and
-        auto.",
+        "Time that CPU workers computed for cold requests, the busiest one of each step.",
     ),
     ("manylora:spoilt_rows", "spoilt_rows", "Rows computed again since a copy failed or was late."),
     ("manylora:step_seconds", "step_s", "Time spent in steps."),

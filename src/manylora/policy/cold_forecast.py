@@ -79,15 +79,15 @@ class Beginning(NamedTuple):
 
 
 GAIN = 0.01
-"""A way that costs others time must answer sooner than one that does not by this share of the wait."""
+"""By this share of the wait a way that asks for more must answer sooner."""
 
 
 def choose(ways: Iterable[Beginning], now: float, allowed_s: float) -> Beginning:
-    """The way that answers first of those that stand still for no longer than ``allowed_s``; ``wait``, which is
-    among them, where none gains by it."""
-    ways = list(ways)
-    waiting = next(way for way in ways if way.mode == "wait")
-    allowed = [way for way in ways if way.stall_s <= allowed_s]
-    best = min(allowed, key=lambda way: (way.answer_s, way.stall_s), default=waiting)
-    gains = waiting.answer_s - best.answer_s > GAIN * (waiting.answer_s - now)
-    return best if gains else waiting
+    """The way that answers first of those that stand still for no longer than ``allowed_s``; of those that gain
+    next to nothing by each other the one that comes before. ``ways`` begin with ``wait``."""
+    best, *others = ways
+    least_s = GAIN * (best.answer_s - now)
+    for way in others:
+        if way.stall_s <= allowed_s and best.answer_s - way.answer_s > least_s:
+            best = way
+    return best

@@ -49,6 +49,10 @@ class _Step:
     busy_s: float
     """Of the CPU, without its hand-overs."""
 
+    def copies(self) -> set[CopyId]:
+        """Those that it awaits, and those whose adapters the CPU serves meanwhile."""
+        return {wanted.copy for wanted in self.awaits} | {served.copy for served in self.cpu}
+
 
 def cold_starts(config: PolicyConfig, residency: Residency, held: Reservations) -> ColdStarts | None:
     """None where requests wait until all that they read is there."""
@@ -118,7 +122,7 @@ class ColdStarts:
         self._forget_unless_needed(event.copy)
 
     def _forget_unless_needed(self, copy: CopyId) -> None:
-        if not any(wanted.copy == copy for step in self._in_flight.values() for wanted in step.awaits):
+        if not any(copy in step.copies() for step in self._in_flight.values()):
             del self._copies[copy]
 
     def _coming(self, sequence: Sequence) -> list[CopyId] | None:
@@ -293,16 +297,19 @@ class ColdStarts:
             self._allowed_s = min(MOST_ALLOWED_S, self._allowed_s + max(0.0, spare_s))
         step = self._in_flight.pop(event.step, None)
         if step is not None:
-            took_s = 0.0
-            for wanted in step.awaits:
-                copy = self._copies.get(wanted.copy)
+            took_s = beside_s = 0.0
+            awaited = {wanted.copy for wanted in step.awaits}
+            for number in sorted(step.copies()):
+                copy = self._copies.get(number)
                 if copy is not None and copy.took_s is not None:
-                    took_s += copy.took_s
-                    self._forget_unless_needed(wanted.copy)
+                    took_s += copy.took_s if number in awaited else 0.0
+                    beside_s += copy.took_s if number not in awaited else 0.0
+                    self._forget_unless_needed(number)
+            hidden_s = beside_s + max(0.0, took_s - event.stall_s)
             if step.cpu:
                 self._learn_cpu(event, step)
                 self._residency.lent_step_ended(event.step)
-            self._residency.counters.stalled(event.stall_s, took_s, step.stall_s, event.cpu_s)
+            self._residency.counters.stalled(event.stall_s, step.stall_s, hidden_s, event.cpu_s)
             stood, expected = 1e3 * event.stall_s, 1e3 * step.stall_s
             told = f"{step.mode}: stood still {stood:.1f} ms, {expected:.1f} expected"
             self._residency.note("begin", step.begun, told)
@@ -345,8 +352,8 @@ class ColdStarts:
         return (
             move is not None
             and needed is not None
-            and any(
-                wanted.copy == move.copy and sequence.id in wanted.sequences
-                for wanted in (*needed.awaits, *needed.cpu)
+            and (
+                any(w.copy == move.copy and sequence.id in w.sequences for w in needed.awaits)
+                or any(s.copy == move.copy and sequence.id in s.sequences for s in needed.cpu)
             )
         )
