@@ -13,6 +13,7 @@ import collections
 import contextlib
 import ctypes
 import functools
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -22,6 +23,7 @@ from manylora.config import ConfigError
 from manylora.devices.device import CopyLane, Elapsed, Mirror, PageWriter, Tensors, copy_bytes
 from manylora.devices.preparation import PREPARATION
 from manylora.devices.staging import DownloadBuffers, StagingBuffer, borrowed, moves_by_kernel, upload_buffers
+from manylora.devices.writing import can_write, write_by_stream
 
 _STAGED_PAGES = 4
 """Pinned pages of one writer: while one is filled the others are on their way."""
@@ -55,6 +57,7 @@ class CudaDevice:
             built = "finds no GPU" if torch.version.cuda else "is built without CUDA"
             raise ConfigError(f"device cuda was asked for, but this torch ({torch.__version__}) {built}")
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self.launches_wait = os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
         self.name = f"cuda ({torch.cuda.get_device_name(self.torch_device)})"
         self._captures: _Captures | None = None
         self._num_writers = 0
@@ -69,8 +72,14 @@ class CudaDevice:
         return torch.zeros(sizes, dtype=dtype, device=self.torch_device)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
-        # torch keeps the pinned copy until the transfer has ended.
-        return torch.from_numpy(array).pin_memory().to(self.torch_device, non_blocking=True)
+        target = torch.empty_like(torch.from_numpy(array), device=self.torch_device)
+        self.send(array, target)
+        return target
+
+    def send(self, array: np.ndarray, target: torch.Tensor) -> None:
+        staged = upload_buffers(self.torch_device).stage(array.size, target.dtype)
+        staged.numbers[:] = array.reshape(-1)
+        staged.send(target)
 
     def download(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
         return self._inbox.start(tensor)
@@ -113,6 +122,9 @@ class CudaDevice:
     def copy_lane(self, behind: CopyLane | None = None) -> CopyLane:
         assert behind is None or isinstance(behind, _CudaCopyLane)
         return _CudaCopyLane(self.torch_device, None if behind is None else behind.stream)
+
+    def can_mark(self) -> bool:
+        return can_write(self.torch_device)
 
     def pin(self, memory: torch.Tensor) -> None:
         # Taken here first: inside the driver, which holds its locks meanwhile, steps would wait for it.
@@ -278,6 +290,10 @@ class _CudaCopyLane:
         landed.record(self.stream)
         device = self.stream.device
         return lambda: torch.cuda.current_stream(device).wait_event(landed)
+
+    def mark(self, word: torch.Tensor, number: int) -> None:
+        self._issue()
+        write_by_stream(word, number, self.stream)
 
     def end(self) -> Callable[[], float]:
         failure = None

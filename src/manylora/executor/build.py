@@ -82,6 +82,7 @@ def build_worker(
     folder = resolve_model(settings.model.model)
     config = read_model_config(folder)
     device = open_device(settings.model.device)
+    settings = _with_gates(settings, device)
     kind: _Kind = "cuda" if device.torch_device.type == "cuda" else "cpu"
     dtype = resolve_dtype(settings.model.dtype, kind, config.dtype)
     page = config.page_shape(settings.cache.page_tokens, dtype.itemsize)
@@ -135,7 +136,12 @@ def build_worker(
         worker.use_merging(copy.made(decoder, device))
     if pads_steps:
         graph_limits = GraphLimits(
-            limits.max_num_seqs, limits.max_batch_tokens, limits.max_model_len, max_rank, merge.is_mixed
+            limits.max_num_seqs,
+            limits.max_batch_tokens,
+            limits.max_model_len,
+            max_rank,
+            merge.is_mixed,
+            limits.cold_start.num_groups,
         )
         worker.use_graphs(graph_limits, num_pages, capture_progress)
     if kind == "cuda":
@@ -146,6 +152,16 @@ def build_worker(
         times = measure_merging(worker, limits, max_rank, steps_wait=copy.place == "host")
         limits = dataclasses.replace(limits, merge=dataclasses.replace(merge, times=times))
     return worker, limits, _info(settings, config, limits, device, dtype, copy)
+
+
+def _with_gates(settings: EngineSettings, device: Device) -> EngineSettings:
+    """What the device can obey: where each launch waits for its end, no step waits for what comes later."""
+    scheduler = settings.scheduler
+    if not device.launches_wait or not scheduler.cold_start.num_groups:
+        return settings
+    _log.warning("--cold-start is wait, not %s: CUDA_LAUNCH_BLOCKING is set", scheduler.cold_start.mode)
+    waiting = dataclasses.replace(scheduler, cold_start=ColdStartConfig("wait"))
+    return dataclasses.replace(settings, scheduler=waiting)
 
 
 def _check_mixed(merge: MergeConfig, dtype: torch.dtype) -> None:

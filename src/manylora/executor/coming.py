@@ -42,6 +42,7 @@ class Coming:
         self._lost: collections.deque[AdapterId] = collections.deque()  # entered ahead, and did not land
         self._gates: dict[CopyId, CopyGate] = {}
         self._commands: dict[CopyId, SwapPages] = {}  # of the gates
+        self._num_gates = 0
 
     def enter(self) -> None:
         """Enter what has landed into the tables. It is among it before its ``done`` is heard of. So is what was
@@ -58,13 +59,13 @@ class Coming:
         """Carries out SwapPages; ``tell`` gets the one answer."""
         gate: CopyGate | None = None
         if command.groups:
+            self._num_gates += 1
             # In the order in which they land.
             groups = layer_groups(self._geometry.page.layers, command.groups)
             first = self._first_layer(command, command.first_group)
             later = [group for group in groups if group[0] >= first]
-            gate = self._gates[command.copy] = CopyGate(
-                later + [group for group in groups if group[0] < first]
-            )
+            order = later + [group for group in groups if group[0] < first]
+            gate = self._gates[command.copy] = CopyGate(order, self._num_gates)
             self._commands[command.copy] = command
 
         def done(answer: CopyDone) -> None:
