@@ -42,12 +42,13 @@ class Pool:
         cells: list[np.ndarray] = []
         free = np.random.default_rng(1).permutation(SLAB // CELL)
         for adapter, rank in enumerate(RANKS):
-            own, records = [], []
+            own: list[np.ndarray] = []
+            records = []
             for out in OUTS:
                 if adapter == 0 and out != OUTS[0]:
                     records.append((0, 0, 0))
                     continue
-                first = sum(map(len, own))
+                first = sum(len(part) for part in own)
                 own += [free[: rank * IN // CELL], free[rank * IN // CELL : rank * (IN + out) // CELL]]
                 free = free[rank * (IN + out) // CELL :]
                 records.append((first, first + rank * IN // CELL, rank))

@@ -247,13 +247,11 @@ class HandedStep:
             time.sleep(0 if now - began < _SPIN_S else _PAUSE_S)
             if now - looked > _LOOK_S:
                 looked = now
-                if now > self._until or not all(worker.is_alive for worker in waiting):
-                    # One may have ended after it had done its part.
-                    if any(board.done(worker.number) < job for worker in waiting):
-                        self._workers.failed(self)
-                        raise WorkersFailed(
-                            "a CPU worker died" if now <= self._until else "CPU workers are late"
-                        )
+                has_failed = now > self._until or not all(worker.is_alive for worker in waiting)
+                # One may have ended after it had done its part.
+                if has_failed and any(board.done(worker.number) < job for worker in waiting):
+                    self._workers.failed(self)
+                    raise WorkersFailed("a CPU worker died" if now <= self._until else "CPU workers are late")
             waiting = [worker for worker in waiting if board.done(worker.number) < job]
         self.waited_s += time.monotonic() - began
         return board.results(num_tokens, features)
