@@ -147,7 +147,7 @@ def _simulate(args: argparse.Namespace) -> int:
     cluster = ClusterSettings(
         settings,
         args.replicas,
-        routers=args.router or "manylora",
+        routers="manylora" if args.router is None else args.router,
         router_set=args.router_set or (),
         slo_tpot=args.slo_tpot,
         report_delay_s=delay_s,

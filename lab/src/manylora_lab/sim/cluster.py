@@ -44,7 +44,7 @@ from manylora.types import AdapterId, Request, RequestId
 from manylora_lab.sim.cluster_facts import facts_of
 from manylora_lab.sim.cluster_replica import ReplicaLoop
 from manylora_lab.sim.device import Kernel, MergeCosts, SimulatedDevice
-from manylora_lab.sim.front_end import FrontEnd
+from manylora_lab.sim.front_end import FrontEnd, most_output
 from manylora_lab.sim.loop import VirtualDevice
 from manylora_lab.sim.prompts import MOST_TOKENS, client_name, request_of
 from manylora_lab.workloads.stream import Stream, StreamRequest
@@ -111,7 +111,8 @@ class VirtualCluster:
     """One run: ``run`` replays the stream to its end.
 
     ``router``: None only for a replica that is alone. ``is_warm``: every adapter is asked for once on each
-    replica before the stream starts, where there are no more than EAGER_ADAPTERS.
+    replica before the stream starts, where there are no more than EAGER_ADAPTERS. ``tells_lengths``: the router
+    is told how long each reply will be; else what clients allow, which is as much for all.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class VirtualCluster:
         report_delay_s: float = REPORT_DELAY_S,
         wire_s: float = 0.0,
         solve: Solver | None = None,
+        tells_lengths: bool = False,
         journal: Journal | None = None,
     ) -> None:
         """Raises ConfigError."""
@@ -143,7 +145,8 @@ class VirtualCluster:
         drops = any(member.config.admission == "early-abort" for member in members)
         self.stream = stream
         self.members = tuple(members)
-        self.front = FrontEnd(stream, first.config.queue, drops, first.costs.answer_s)
+        most_tokens = None if tells_lengths else most_output([member.config for member in members])
+        self.front = FrontEnd(stream, first.config.queue, drops, first.costs.answer_s, most_tokens)
         self.now = 0.0
         self.times = RouterTimes()
         self.hints: list[tuple[float, ScaleHint]] = []
@@ -221,7 +224,9 @@ class VirtualCluster:
             ):
                 self._tell(Listed(adapter, rank, num_pages))
             for place, member in enumerate(self.members):
-                self._tell(ReplicaUp(place, 1, facts_of(member.config, member.costs, member.numerics)))
+                rank_pages = sum(member.adapter_pages) / max(sum(self.stream.ranks), 1)
+                facts = facts_of(member.config, member.costs, member.numerics, member.kernel, rank_pages)
+                self._tell(ReplicaUp(place, 1, facts))
             self._put(HEARTBEAT_S, _CLOCK, None)
         for loop in self.loops:
             self._schedule(loop)
