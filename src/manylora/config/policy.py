@@ -11,6 +11,7 @@ from manylora.rules import FINITE, Rule, at_least, less_than, more_than, one_of
 
 CACHE_POLICIES = (
     "manylora", "fastlibra", "fastlibra-wom", "fastlibra-wos", "fastlibra-wol", "static-lru", "s-lora", "lru",
+    "lru-ahead", "lru-drop",
 )  # fmt: skip
 
 
