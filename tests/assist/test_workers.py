@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from manylora.assist.board import BoardShape
-from manylora.assist.orders import Part, Place, Product, cut
+from manylora.assist.orders import LentPool, Product, ProductPart, cut
 from manylora.assist.workers import HandedStep, Workers, WorkersFailed
 
 IN, OUTS, RANKS = 24, (16, 40), (3, 8)
@@ -36,7 +36,7 @@ class Pool:
         self.data = torch.randn(LAYERS, SLAB).to(TYPES[dtype])
         self.descriptor = os.memfd_create("pool")
         os.write(self.descriptor, self.data.view(torch.uint8).numpy().tobytes())
-        self.place = Place(self.descriptor, self.data.nbytes, SLAB, CELL, CELL)
+        self.place = LentPool(self.descriptor, self.data.nbytes, SLAB, CELL, CELL)
         self.scales = [[0.5, 0.25, 2.0], [1.0, 1.5, 0.125]]
         self.records: list[list[tuple[int, int, int]]] = []
         cells: list[np.ndarray] = []
@@ -60,7 +60,7 @@ class Pool:
     def product(self) -> Product:
         parts, column = [], 0
         for place, out in enumerate(OUTS):
-            parts.append(Part(column, out, [records[place] for records in self.records], self.scales))
+            parts.append(ProductPart(column, out, [records[place] for records in self.records], self.scales))
             column += out
         return Product(IN, column, parts)
 
@@ -193,12 +193,12 @@ def test_a_step_that_is_given_up_leaves_the_workers_free() -> None:
 _ENGINE = """
 import os, sys, time
 from manylora.assist.board import BoardShape
-from manylora.assist.orders import Place
+from manylora.assist.orders import LentPool
 from manylora.assist.workers import Workers
 descriptor = os.memfd_create("pool")
 size = 64 * 2**20
 os.write(descriptor, b"x" * size)
-workers = Workers(BoardShape(2, 8, 8, 8, "float32"), Place(descriptor, size, 64, 8, 8), [], 5.0)
+workers = Workers(BoardShape(2, 8, 8, 8, "float32"), LentPool(descriptor, size, 64, 8, 8), [], 5.0)
 assert workers.wait_ready(20)
 step = workers.begin([4, 4], [(0, 0)], [], [])  # they look for a job
 print(*workers.pids(), flush=True)

@@ -39,6 +39,8 @@ def check_cold(bench: Bench, mode: str, depth: int) -> None:
         settings["cold_start_stall"] = 1.0
     if mode in ("cpu", "auto"):
         settings["cpu_lora_workers"] = 2 if depth == 1 else 1
+    # Slow enough that none has landed before its step begins.
+    settings["copy_limit"] = 2**22
     with bench.llm(page_tokens=4, num_pages=2 * largest + 60, **settings) as llm:
         for _ in range(2):
             outputs = llm.generate(prompts, greedy(NUM_TOKENS, n=2), bench.names)

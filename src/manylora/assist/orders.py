@@ -13,7 +13,7 @@ import msgspec
 _LENGTH = struct.Struct("<q")
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class LentPool(msgspec.Struct, frozen=True, array_like=True):
     """Where the engine's host pool lies, and how adapters lie in it: in elements of their dtype."""
 
     pool: int
@@ -25,7 +25,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     """Every cell begins at a multiple of so many elements (``AdapterGeometry.alignment``)."""
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class ProductPart(msgspec.Struct, frozen=True, array_like=True):
     """One projection of a product: its columns of the results, its records by adapter (first cell of A, of B,
     rank) and its scales by adapter and layer."""
 
@@ -41,7 +41,7 @@ class Product(msgspec.Struct, frozen=True, array_like=True):
     in_features: int
     width: int
     """Columns of the results."""
-    parts: list[Part]
+    parts: list[ProductPart]
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
@@ -69,7 +69,7 @@ class Orders(msgspec.Struct, frozen=True, array_like=True):
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def encoded(message: Place | Orders) -> bytes:
+def encoded(message: LentPool | Orders) -> bytes:
     return _encode(message)
 
 

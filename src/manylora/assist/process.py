@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 
 from manylora.assist.board import Board, BoardShape
-from manylora.assist.orders import Orders, Place, receive
-from manylora.assist.products import Products
+from manylora.assist.orders import LentPool, Orders, receive
+from manylora.assist.products import CpuProducts
 
 SPIN_S = 200e-6
 PAUSE_S = 50e-6
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
         told = receive(sock)
         if told is None:
             return 0
-        products = Products(msgspec.msgpack.decode(told, type=Place), board)
+        products = CpuProducts(msgspec.msgpack.decode(told, type=LentPool), board)
         decoder = msgspec.msgpack.Decoder(Orders)
         sock.sendall(b"r")
         while (told := receive(sock)) is not None:
@@ -63,7 +63,7 @@ def bind(core: int) -> None:
             return
 
 
-def serve(orders: Orders, worker: int, board: Board, products: Products, sock: socket.socket) -> bool:
+def serve(orders: Orders, worker: int, board: Board, products: CpuProducts, sock: socket.socket) -> bool:
     """Compute a step's jobs as they are posted; False where the engine has ended meanwhile."""
     cells = [np.frombuffer(packed, "<i8") for packed in orders.cells]
     for place, (layer, number) in enumerate(orders.jobs):

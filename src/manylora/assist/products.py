@@ -11,13 +11,13 @@ import mmap
 import numpy as np
 
 from manylora.assist.board import Board
-from manylora.assist.orders import Orders, Part, Place, Slice
+from manylora.assist.orders import LentPool, Orders, ProductPart, Slice
 
 
-class Products:
+class CpuProducts:
     """Over one pool, which it only reads."""
 
-    def __init__(self, place: Place, board: Board) -> None:
+    def __init__(self, place: LentPool, board: Board) -> None:
         self._place = place
         self._board = board
         self._dtype = board.shape.dtype
@@ -41,7 +41,7 @@ class Products:
                 self._project(x, part, own, cells[own.adapter], layer, columns)
 
     def _project(
-        self, x: np.ndarray, part: Part, own: Slice, cells: np.ndarray, layer: int, into: np.ndarray
+        self, x: np.ndarray, part: ProductPart, own: Slice, cells: np.ndarray, layer: int, into: np.ndarray
     ) -> None:
         first_a, first_b, rank = part.records[own.adapter]
         if rank == 0:

@@ -17,7 +17,7 @@ import time
 import numpy as np
 
 from manylora.assist.board import BoardShape, new_board
-from manylora.assist.orders import Orders, Place, Product, cut, encoded, send
+from manylora.assist.orders import LentPool, Orders, Product, cut, encoded, send
 
 MOST_DEATHS = 3
 _SPIN_S = 200e-6
@@ -36,7 +36,7 @@ class WorkersFailed(RuntimeError):
 class _Worker:
     """One process. ``step``: the last step that it was given."""
 
-    def __init__(self, number: int, core: int, board: int, shape: BoardShape, place: Place) -> None:
+    def __init__(self, number: int, core: int, board: int, shape: BoardShape, place: LentPool) -> None:
         ours, theirs = socket.socketpair()
         # Each product is one core's, whatever the machine's libraries would take.
         environment = os.environ | dict.fromkeys(
@@ -91,7 +91,7 @@ class _Worker:
 class Workers:
     """``num_workers`` processes that read the pool at ``place``. Of one thread."""
 
-    def __init__(self, shape: BoardShape, place: Place, cores: list[int], late_s: float) -> None:
+    def __init__(self, shape: BoardShape, place: LentPool, cores: list[int], late_s: float) -> None:
         """``cores``: where they are bound, in turn; empty: nowhere. ``late_s``: how long a step waits for them in
         all. Raises OSError where the system gives no process or no memory."""
         self.shape = shape

@@ -2,7 +2,7 @@
 §4).
 
 Owns what the workers are told of a step: which tokens are whose, and in which order their products come. The
-base's part of these rows runs with everybody's. Does not know why a row is cold.
+base's part of these rows runs with that of all others. Does not know why a row is cold.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from manylora.adapters.pack import AdapterLayout
 from manylora.assist.board import BoardShape
-from manylora.assist.orders import Part, Place, Product
+from manylora.assist.orders import LentPool, Product, ProductPart
 from manylora.assist.workers import HandedStep, Workers, WorkersFailed
 from manylora.config import MOST_CPU_TOKENS, num_cores
 from manylora.kernels.ops import LoraSegments
@@ -138,7 +138,7 @@ def start_workers(host: HostPool, geometry: AdapterGeometry, num_workers: int) -
         max(group.offsets[-1] for group in groups),
         dtype,
     )
-    place = Place(
+    place = LentPool(
         host.descriptor,
         host.num_pages * host.shape.page_bytes,
         geometry.slab_elements,
@@ -238,7 +238,7 @@ class ColdRows:
             for place, projection in enumerate(group.projections):
                 index = first + place
                 parts.append(
-                    Part(
+                    ProductPart(
                         group.offsets[place],
                         projection.out_features,
                         [tuple(adapter.layout.records[index, :3].tolist()) for adapter in self._adapters],

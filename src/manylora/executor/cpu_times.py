@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from manylora.assist.orders import Part, Product
+from manylora.assist.orders import Product, ProductPart
 from manylora.assist.workers import Workers, WorkersFailed
 from manylora.config import MOST_CPU_TOKENS, CpuRates
 from manylora.kernels.shapes import AdapterGeometry
@@ -89,7 +89,7 @@ def _product(geometry: AdapterGeometry, cells: int) -> Product:
         of_b = RANK * geometry.cells(projection.out_features)
         records = [(first, first + of_a, RANK)]
         scales = [[1.0] * geometry.page.layers]
-        parts.append(Part(group.offsets[place], projection.out_features, records, scales))
+        parts.append(ProductPart(group.offsets[place], projection.out_features, records, scales))
         first += of_a + of_b
     assert first == cells
     return Product(group.in_features, group.offsets[-1], parts)

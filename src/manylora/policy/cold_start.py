@@ -275,7 +275,7 @@ class ColdStarts:
             for copy in self._coming(sequence) or ():
                 if groups and self._copies[copy].adapter is not None:
                     served.setdefault((copy, groups), []).append(sequence.id)
-                    self._residency.lend(self._residency.tree.node(sequence.adapter), step)
+                    self._residency.lent.lend(self._residency.tree.node(sequence.adapter), step)
                 else:
                     wanted.setdefault(copy, []).append(sequence.id)
         awaits = tuple(Await(copy, tuple(sequences)) for copy, sequences in wanted.items())
@@ -308,7 +308,7 @@ class ColdStarts:
             hidden_s = beside_s + max(0.0, took_s - event.stall_s)
             if step.cpu:
                 self._learn_cpu(event, step)
-                self._residency.lent_step_ended(event.step)
+                self._residency.lent.step_ended(event.step)
             self._residency.counters.stalled(event.stall_s, step.stall_s, hidden_s, event.cpu_s)
             stood, expected = 1e3 * event.stall_s, 1e3 * step.stall_s
             told = f"{step.mode}: stood still {stood:.1f} ms, {expected:.1f} expected"

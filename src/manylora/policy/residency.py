@@ -15,6 +15,7 @@ from manylora.policy.caches.policy import Signals
 from manylora.policy.candidates import Candidates
 from manylora.policy.changes import Changes
 from manylora.policy.cost import Rates
+from manylora.policy.lent import LentPages
 from manylora.policy.pages import PageLedger
 from manylora.policy.room import Room
 from manylora.policy.transfers import Move, Transfers
@@ -47,7 +48,7 @@ class Residency:
         self.tree = DependencyTree(self.policy.keeps_dependencies)
         self.device = PageLedger(config.num_pages)
         self.host = PageLedger(config.num_host_pages)
-        self._lent: dict[Node, int] = {}  # adapters whose host pages a step reads, and the last such step
+        self.lent = LentPages(self.host)
         self.transfers = Transfers(config.cold_start.num_groups)
         self.changes = Changes(config.page_tokens)
         self.last_value: float | None = None
@@ -264,7 +265,7 @@ class Residency:
         if host_pages:
             self._set_host(node, NO_COPY, ())
             if move is None:
-                self._release_host(node, host_pages)
+                self.lent.release(node, host_pages)
         if was_there and pages:
             self._has_left(node)
 
@@ -314,26 +315,10 @@ class Residency:
             self._end_standby(node)
         pages = node.host_pages
         self._set_host(node, NO_COPY, ())
-        self._release_host(node, pages)
+        self.lent.release(node, pages)
         if node.residence is ABSENT and not node.is_adapter:
             self.counters.history_drops += 1
             self._remove(node)
-
-    def lend(self, node: Node, step: int) -> None:
-        """A step that begins reads an adapter's host pages: nothing else goes there before it has ended."""
-        self._lent[node] = step
-
-    def lent_step_ended(self, step: int) -> None:
-        """Such a step, or one after it, has ended."""
-        self._lent = {node: last for node, last in self._lent.items() if last > step}
-        self.host.step_ended(step)
-
-    def _release_host(self, node: Node, pages: tuple[PageId, ...]) -> None:
-        step = self._lent.get(node)
-        if step is None:
-            self.host.release(pages)
-        else:
-            self.host.release_after(step, pages)
 
     # ------------------------------------------------------------ coming
 
@@ -427,7 +412,7 @@ class Residency:
         if not read.to_device:
             pages = node.host_pages
             self._set_host(node, NO_COPY, ())
-            self._release_host(node, pages)
+            self.lent.release(node, pages)
         return node if node.residence is LOADING else None
 
     def copy_ended(self, event: CopyDone) -> list[Node]:
@@ -451,7 +436,7 @@ class Residency:
             if move.owns_pages:
                 self.device.release(move.pages)
             if move.owns_host_pages:
-                self._release_host(node, move.host_pages)
+                self.lent.release(node, move.host_pages)
         return failed
 
     def _count_copy(self, moves: list[Move], event: CopyDone) -> None:
@@ -470,7 +455,7 @@ class Residency:
             return
         pages = node.host_pages
         self._set_host(node, NO_COPY, ())
-        self._release_host(node, pages)
+        self.lent.release(node, pages)
         if node.residence is OFFLOADING:
             self._lose(node)
 

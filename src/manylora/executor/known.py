@@ -1,0 +1,105 @@
+"""The adapters that an executor knows by what inspecting their files has found.
+
+Owns these specs and the answers to checks. Does not read weights into pages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from manylora.adapters.faults import FilesChanged, WrongInspection
+from manylora.adapters.pack import layout_of
+from manylora.adapters.peft import AdapterSpec
+from manylora.adapters.registry import Registry
+from manylora.adapters.verify import verify_weights
+from manylora.kernels.shapes import AdapterGeometry
+from manylora.memory.copier import one_line
+from manylora.protocol import AdapterChecked, AdapterError, InspectAdapter, VerifyAdapter
+from manylora.types import AdapterId
+
+_log = logging.getLogger(__name__)
+
+
+class KnownAdapters:
+    """Used by any thread without a lock: setting or reading one entry of a dict relies on the GIL."""
+
+    def __init__(
+        self, registry: Registry, geometry: AdapterGeometry, dtype: torch.dtype, max_rank: int | None
+    ) -> None:
+        """``dtype``: of the pools. Closes the registry with itself."""
+        self._registry = registry
+        self._geometry = geometry
+        self._dtype = dtype
+        self._max_rank = max_rank
+        self._specs: dict[AdapterId, AdapterSpec] = {}
+
+    def find(self, adapter: AdapterId) -> AdapterSpec | None:
+        """None where it is not known."""
+        return self._specs.get(adapter)
+
+    def of(self, adapter: AdapterId) -> AdapterSpec:
+        """Raises AdapterError where it is not known."""
+        spec = self._specs.get(adapter)
+        if spec is None:
+            raise AdapterError("the adapter is not known")
+        return spec
+
+    def inspect(self, command: InspectAdapter) -> AdapterChecked:
+        """What the files' headers say; known from now on."""
+
+        def look() -> AdapterChecked:
+            spec = self._registry.inspect(Path(command.path), self._max_rank)
+            num_pages = layout_of(spec, self._geometry).num_pages
+            self._specs[command.adapter] = spec
+            return AdapterChecked(command.adapter, True, num_pages, spec.rank)
+
+        return _checked(command.adapter, look)
+
+    def verify(self, command: VerifyAdapter) -> AdapterChecked:
+        """Whether all weights can be read and are finite."""
+
+        def read() -> AdapterChecked:
+            spec = self.of(command.adapter)
+            try:
+                verify_weights(spec, self._geometry, self._dtype)
+            except WrongInspection as error:
+                spec = self.inspect_again(command.adapter, spec, error)
+                verify_weights(spec, self._geometry, self._dtype)
+            num_pages = layout_of(spec, self._geometry).num_pages
+            return AdapterChecked(command.adapter, True, num_pages, spec.rank)
+
+        return _checked(command.adapter, read)
+
+    def inspect_again(self, adapter: AdapterId, spec: AdapterSpec, error: WrongInspection) -> AdapterSpec:
+        """What the registry remembered is not what the files hold: look at them. Raises AdapterError where the
+        adapter takes other pages than the policy was told."""
+        _log.warning("adapter %d (%s): %s; inspecting it again", adapter, spec.path, error)
+        found = self._registry.inspect(Path(spec.path), self._max_rank, anew=True)
+        if layout_of(found, self._geometry).num_pages != layout_of(spec, self._geometry).num_pages:
+            raise FilesChanged("the adapter is of another size than was remembered of it; add it again")
+        if adapter in self._specs:
+            self._specs[adapter] = found
+        return found
+
+    def forget(self, adapter: AdapterId) -> None:
+        """It is known no more."""
+        self._specs.pop(adapter, None)
+
+    def close(self) -> None:
+        """No file is inspected any more."""
+        self._registry.close()
+
+
+def _checked(adapter: AdapterId, check: Callable[[], AdapterChecked]) -> AdapterChecked:
+    """What ``check`` finds, or why it failed."""
+    try:
+        return check()
+    except AdapterError as error:
+        return AdapterChecked(adapter, False, error=str(error), status=error.status)
+    except Exception as error:
+        _log.exception("checking adapter %d failed", adapter)
+        return AdapterChecked(adapter, False, error=one_line(error), status=503)
