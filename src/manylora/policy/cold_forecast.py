@@ -24,6 +24,12 @@ class Landing:
         place = (number - self.first_group) % num_groups + 1
         return self.begin_s + (self.end_s - self.begin_s) * place / num_groups
 
+    def as_of(self, now: float) -> Landing:
+        """What is expected where it has not been answered by ``now``: one that is late goes on for as long as it
+        is late already."""
+        late_s = now - self.end_s
+        return self if late_s <= 0 else dataclasses.replace(self, end_s=now + late_s)
+
 
 class CpuShare(NamedTuple):
     """The CPU computes adapters in the first ``groups`` groups; in all of them it would take ``seconds``."""

@@ -205,8 +205,9 @@ class ColdStarts:
         num_prefill = num_tokens + sum(count for _, count, _ in rows if count > 1)
         begin_s = max(now, self._steps_end_s)
         step_s = self._residency.rates.expected_step_s(num_prefill)
-        histories = [c.landing for c in map(self._copies.__getitem__, copies) if c.adapter is None]
-        adapters = [c.landing for c in map(self._copies.__getitem__, copies) if c.adapter is not None]
+        coming = [(c.landing.as_of(now), c.adapter) for c in map(self._copies.__getitem__, copies)]
+        histories = [landing for landing, adapter in coming if adapter is None]
+        adapters = [landing for landing, adapter in coming if adapter is not None]
         landed_s = max(landing.end_s for landing in (*histories, *adapters))
         found = [Beginning("wait", max(begin_s, landed_s) + step_s, 0.0)]
         if mode != "cpu":
