@@ -77,8 +77,26 @@ def test_merging_is_measured_and_simulated(tmp_path: Path, capsys: pytest.Captur
     assert times is not None
     assert times.steps_wait
     capsys.readouterr()
-    workload = ("--workload", "synthetic:prompt=8,output=8", "--rate", "50", "--adapters", "1", "--duration", "1")
-    sizes = ("--device-pool", "16MiB", "--max-num-seqs", "4", "--max-batch-tokens", "32", "--max-model-len", "64")
+    workload = (
+        "--workload",
+        "synthetic:prompt=8,output=8",
+        "--rate",
+        "50",
+        "--adapters",
+        "1",
+        "--duration",
+        "1",
+    )
+    sizes = (
+        "--device-pool",
+        "16MiB",
+        "--max-num-seqs",
+        "4",
+        "--max-batch-tokens",
+        "32",
+        "--max-model-len",
+        "64",
+    )
     asked = ("--profile", str(out), *sizes, "--merge", "merged", "--out", str(report))
     assert main(["bench", "simulate", *workload, *asked]) == 0
     assert "not measured" not in capsys.readouterr().out
@@ -104,7 +122,9 @@ def test_a_step_with_the_measured_adapter_gains_as_measured() -> None:
         size = mode.num_rows
 
         def step_s(num_bytes: int, size: int = size) -> float:
-            return costs.step_s(StepWork(size, 0, size * 512, num_bytes, min(num_bytes, 1), 0, size * num_bytes))
+            return costs.step_s(
+                StepWork(size, 0, size * 512, num_bytes, min(num_bytes, 1), 0, size * num_bytes)
+            )
 
         unmerged_s, base_s = step_s(2**20), step_s(0)
         assert merging.step_s(size, base_s, 0.0) == pytest.approx(unmerged_s * mode.merged_s / mode.seconds)

@@ -273,8 +273,16 @@ def test_every_order_of_the_queue(tmp_path: Path, capsys: pytest.CaptureFixture[
     report = report_of(tmp_path, *MEASURED, *QUEUE)
     assert "a workload has no priorities" in report["notes"][-1]
     queue = report["results"]["manylora"]["config"]["queue"]
-    assert (queue["scheduling_policy"], queue["priority_floor"], queue["priority_age_s"]) == ("priority", -3, 5.0)
-    assert (queue["fair_by"], queue["fair_weights"], queue["fair_share"]) == ("adapter", "1,3,1", ["adapter-0=2"])
+    assert (queue["scheduling_policy"], queue["priority_floor"], queue["priority_age_s"]) == (
+        "priority",
+        -3,
+        5.0,
+    )
+    assert (queue["fair_by"], queue["fair_weights"], queue["fair_share"]) == (
+        "adapter",
+        "1,3,1",
+        ["adapter-0=2"],
+    )
     assert queue["adapter_batch_limit"] == "2:hard"
     assert simulate(*WORKLOAD, *MEASURED, "--fairness", "vtc", "--fair-by", "key") == 2
     error = capsys.readouterr().err

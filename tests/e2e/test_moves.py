@@ -128,7 +128,10 @@ def test_a_request_that_moves_is_answered_as_if_it_had_not(least_moves: int) -> 
                         num_seeded += request.params.temperature > 0
                         place = parting(got, alone)
                         if place is not None:
-                            known, ends = alone.token_ids[:place], (got.token_ids[place], alone.token_ids[place])
+                            known, ends = (
+                                alone.token_ids[:place],
+                                (got.token_ids[place], alone.token_ids[place]),
+                            )
                             assert judge.is_rounding(request, got.index, known, *ends), (request, known, ends)
                             num_parted += request.params.temperature > 0
                             continue

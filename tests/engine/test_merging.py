@@ -120,7 +120,10 @@ def test_a_journal_stands_beside_a_clairvoyant(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.parametrize(
     ("merge", "says"),
-    [({"mode": "unmerged"}, "merges nothing"), ({"mode": "merged", "times": MergeTimes()}, "has not measured")],
+    [
+        ({"mode": "unmerged"}, "merges nothing"),
+        ({"mode": "merged", "times": MergeTimes()}, "has not measured"),
+    ],
 )
 def test_a_journal_without_merging_is_one_line(
     merge: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

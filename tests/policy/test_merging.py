@@ -439,7 +439,9 @@ def test_the_clairvoyant_is_the_best_of_all_switchers() -> None:
 
 
 @pytest.mark.parametrize("has_purse", [True, False])
-def test_no_policy_keeps_both_bounds_on_every_stream(has_purse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_policy_keeps_both_bounds_on_every_stream(
+    has_purse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Others come right after each switch. Where an adapter adds some percent to a step, a policy within three
     times the clairvoyant's loss loses more than 1 % against unmerged, and the reverse."""
     if not has_purse:

@@ -260,9 +260,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         )
 
     def live(self) -> list[str]:
-        return sorted(
-            r.id for r in self.requests.values() if not self.has_ended(r) and r.id not in self.away
-        )
+        return sorted(r.id for r in self.requests.values() if not self.has_ended(r) and r.id not in self.away)
 
     def num_queued(self, but: str = "") -> int:
         """Requests that wait for their first admission, however many samples each has."""
@@ -461,7 +459,9 @@ class ReplicaMachine(RuleBasedStateMachine):
             use = there.get(adapter)
             on_host = use is not None and use.host_state == "held"
             on_device = use is not None and use.state == "resident"
-            assert tiers.get(adapter, NOWHERE) == (ON_DEVICE if on_device else ON_HOST if on_host else NOWHERE)
+            assert tiers.get(adapter, NOWHERE) == (
+                ON_DEVICE if on_device else ON_HOST if on_host else NOWHERE
+            )
         assert (status.running, status.waiting) == (whole.num_running, whole.num_waiting)
         assert 0 <= status.free_pages + status.reclaimable_pages <= whole.pages_total
         assert min(status.waiting_tokens, status.kv_tokens) >= 0

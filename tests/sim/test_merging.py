@@ -97,7 +97,9 @@ SEEDS = (11, 12, 13, 14, 15)
 @pytest.mark.usefixtures("remembered_fits")
 @pytest.mark.parametrize("minority", ["unmerge", "mixed"])
 @pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("seed", [SEEDS[0], *(pytest.param(seed, marks=pytest.mark.long) for seed in SEEDS[1:])])
+@pytest.mark.parametrize(
+    "seed", [SEEDS[0], *(pytest.param(seed, marks=pytest.mark.long) for seed in SEEDS[1:])]
+)
 def test_it_never_loses(load: str, minority: str, seed: int) -> None:
     tokens, first_token = gains(*LOADS[load], "manylora", minority, seed)
     assert tokens >= (1.05 if load == "identical" else 0.99)

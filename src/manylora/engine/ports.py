@@ -45,6 +45,7 @@ from manylora.protocol import (
     DeviceEvent,
     Event,
     Executor,
+    ExecutorLost,
     ExecutorState,
     Report,
     ReportDue,
@@ -68,6 +69,7 @@ count."""
 _STATS = {field.name for field in dataclasses.fields(EngineStats)} - {
     "adapters", "clients", "credits",
 }  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StatusAsked:
@@ -182,6 +184,8 @@ class EnginePorts:
             yield ReportDue("changed")
             return
         match item:
+            case ExecutorLost():
+                raise RuntimeError(item.reason)
             case StatusAsked():
                 yield StatusDue(item.is_full)
                 return

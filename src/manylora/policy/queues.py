@@ -44,7 +44,9 @@ class WaitingQueue:
 
     def arrive(self, sequence: Sequence) -> None:
         """A sequence of a new request. Where it has waited elsewhere, those that came after it are behind it."""
-        later = list(itertools.takewhile(lambda s: s.order > sequence.order, reversed(self._arrived.values())))
+        later = list(
+            itertools.takewhile(lambda s: s.order > sequence.order, reversed(self._arrived.values()))
+        )
         self._arrived[sequence.id] = sequence
         for other in reversed(later):
             self._arrived.move_to_end(other.id)

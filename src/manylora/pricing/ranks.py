@@ -47,9 +47,7 @@ class RankLines:
     prefill: RankLine
 
 
-def fit_rank_lines(
-    decodes: Sequence[RankedStep], prefills: Sequence[tuple[int, float]]
-) -> RankLines | None:
+def fit_rank_lines(decodes: Sequence[RankedStep], prefills: Sequence[tuple[int, float]]) -> RankLines | None:
     """Lines over the means of steps that are alike; None where there are not two kinds of each.
 
     ``prefills``: tokens and seconds of steps without decodes.

@@ -68,6 +68,7 @@ from manylora.protocol.executor import (
     AdapterError,
     DeviceEvent,
     Executor,
+    ExecutorLost,
     ExecutorState,
     StepResult,
 )
@@ -100,6 +101,7 @@ __all__ = [
     "Event",
     "EvictAdapter",
     "Executor",
+    "ExecutorLost",
     "ExecutorState",
     "Finish",
     "ForgetAdapter",

@@ -94,9 +94,7 @@ def merge_strips_kernel(
         ok = (n < outputs)[:, None] & (k < in_features)[None, :]
         place = (first_row + n).to(tl.int64)[:, None] * in_features + k[None, :]
         rows = tl.load(pristine + place, mask=ok, other=0.0, eviction_policy="evict_first")
-        a = load_rows(
-            pool, a_table + row * a_cells, row < rank, k0, in_features, CELL, ALIGN, BLOCK_K, False
-        )
+        a = load_rows(pool, a_table + row * a_cells, row < rank, k0, in_features, CELL, ALIGN, BLOCK_K, False)
         total = tl.dot(b, a, input_precision=PRECISION)
         summed = (rows.to(tl.float32) + scale * total).to(merged.dtype.element_ty)
         # Without an adapter: what was loaded, for there is a negative zero.
