@@ -36,6 +36,7 @@ ROOMS: dict[str, set[str]] = {
     "metrics": {"types", "engine.client", "text.generate"},
     "server": {"types", "protocol", "engine.client", "engine.scopes", "text", "metrics"},
     "pricing": BOTTOM,
+    "solving": {"config", "protocol", "types"},
     "warmup": BOTTOM | {"engine", "flags", "kernels", "main", "models", "progress"},
     "aliases": {"config"},
     "flags": {"aliases", "config", "rules"},
@@ -99,11 +100,12 @@ LAB_ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "options",
             "policy",
         }
-        | {"pricing", "progress", "warmup"},
+        | {"pricing", "progress", "solving", "warmup"},
     ),
     "reproduce": (
         {"bench", "sim", "workloads"},
-        BOTTOM | {"adapters", "devices", "engine", "flags", "kernels", "policy", "pricing", "warmup"},
+        BOTTOM
+        | {"adapters", "devices", "engine", "flags", "kernels", "policy", "pricing", "solving", "warmup"},
     ),
     "commands": ({"bench", "reproduce", "workloads"}, set()),
 }
@@ -132,6 +134,7 @@ NO_TORCH = {
     "aliases",
     "flags",
     "llm",
+    "solving",
     "cli",
     "main",
     "inspection",
@@ -252,7 +255,7 @@ def test_things_are_not_called_who() -> None:
                 assert not PERSONS.search(line), f"{path}:{number}: {line.strip()}"
 
 
-@pytest.mark.parametrize("room", ["kernels", "memory", "models", "adapters", "executor", "policy"])
+@pytest.mark.parametrize("room", ["kernels", "memory", "models", "adapters", "executor", "policy", "solving"])
 def test_modules_of_a_room_import_each_other_in_one_direction(room: str) -> None:
     """What is imported for its types alone counts."""
     graph: dict[str, set[str]] = {}

@@ -424,7 +424,7 @@ class GatedLane(CpuCopyLane):
 @pytest.fixture
 def gated(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     """Adapter 1 is merged; what comes back from the host's copy waits for ``GatedLane.gate``."""
-    monkeypatch.setattr(CpuDevice, "copy_lane", lambda device: GatedLane())
+    monkeypatch.setattr(CpuDevice, "copy_lane", lambda device, behind=None: GatedLane())
     GatedLane.gate.set()
     made = make_rig(files, tmp_path, "host")
     assert made.merge(1).ok

@@ -17,6 +17,7 @@ import transformers
 from manylora.config import (
     AdapterSettings,
     CacheSettings,
+    ColdStartConfig,
     EngineSettings,
     MergeConfig,
     ModelSettings,
@@ -74,6 +75,7 @@ def settings_for(
     load_format: Any = "auto",
     merge: MergeConfig | None = None,
     store: Path | None = None,
+    cold_start: str = "wait",
 ) -> EngineSettings:
     """Settings for a tiny model: small pages, pools of so many pages (default: 64 MiB each)."""
     pool = 64 * 2**20 if num_pages is None else num_pages * page_bytes
@@ -81,7 +83,12 @@ def settings_for(
     return EngineSettings(
         model=ModelSettings(str(model), None, device, dtype, load_format, max_model_len),
         cache=CacheSettings(page_tokens=page_tokens, device_pool=pool, host_pool=host_pool),
-        scheduler=SchedulerSettings(max_num_seqs, max_batch_tokens, merge=merge or MergeConfig()),
+        scheduler=SchedulerSettings(
+            max_num_seqs,
+            max_batch_tokens,
+            merge=merge or MergeConfig(),
+            cold_start=ColdStartConfig(cold_start),
+        ),
         adapters=AdapterSettings(store=None if store is None else str(store)),
     )
 

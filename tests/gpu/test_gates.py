@@ -1,4 +1,4 @@
-"""Steps that await copies on a CUDA device: exact tokens, captured and eager, also after failures."""
+"""Steps that await copies on a CUDA device: order, exact tokens, captured and eager, also after failures."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from manylora.executor import graphs
 from tests.executor.conftest import Files, files  # noqa: F401  # fixtures
 from tests.executor.drive import Rig
+from tests.executor.test_captured_gates import (  # noqa: F401  # tests
+    check_order,
+    test_a_cold_row_with_one_token_left_waits_for_the_whole_copy,
+    test_two_steps_await_one_copy,
+    words_of,
+)
 from tests.executor.test_gates import (  # noqa: F401  # tests
     PROMPT,
+    Hand,
     awaiting,
     bring,
     check,
@@ -22,7 +30,7 @@ from tests.executor.test_gates import (  # noqa: F401  # tests
     test_closing_while_a_step_waits,
     test_two_copies_two_adapters_and_kv_in_one_step,
 )
-from tests.executor.test_graphs import NUM_PAGES
+from tests.executor.test_graphs import NUM_PAGES, SENTINEL
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,14 +38,100 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=["auto", "off"], ids=["captured", "eager"])
-def cold(files: Files, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:  # noqa: F811
-    made = Rig(
-        files.model, tmp_path, num_pages=NUM_PAGES, page_bytes=3072, device="cuda", dtype="float32",
-        max_num_seqs=16, pads_steps=request.param == "auto",
+def made(files: Files, folder: Path, monkeypatch: pytest.MonkeyPatch, *, captured: bool, dtype: str) -> Rig:  # noqa: F811
+    monkeypatch.setattr(graphs, "RANK_CLASSES", (16,))
+    monkeypatch.setattr(graphs, "MIXED_TOKENS", (16, 32))
+    rig = Rig(
+        files.model, folder, num_pages=NUM_PAGES, page_bytes=3072 if dtype == "float32" else 1536, device="cuda",
+        dtype=dtype, max_num_seqs=16, pads_steps=captured, cold_start="layerwise",
     )  # fmt: skip
-    yield keep_on_host(made, files)
-    made.worker.close()
+    return keep_on_host(rig, files)
+
+
+@pytest.fixture(params=[True, False], ids=["captured", "eager"])
+def cold(
+    files: Files,  # noqa: F811
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Rig]:
+    rig = made(files, tmp_path, monkeypatch, captured=request.param, dtype="float32")
+    yield rig
+    rig.worker.close()
+
+
+@pytest.fixture
+def gated(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:  # noqa: F811
+    rig = made(files, tmp_path, monkeypatch, captured=True, dtype="float32")
+    assert rig.worker._copier._words is not None, "the driver writes numbers in streams"
+    yield rig
+    rig.worker.close()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_keys_are_written_layer_by_layer(
+    gated: Rig,
+    files: Files,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    groups: int,
+) -> None:
+    """The device runs the layers whose groups have landed, and no others."""
+    gated.open(9, PROMPT, adapter=1)
+    gated.decode(1, 9)  # what a step loads when it first runs may wait for the device
+    hand = Hand(gated, monkeypatch)
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        check_order(gated, hand, groups)
+    gated.decode(3, 1, 9)
+    check(gated, files, 1, 9)
+
+
+def test_a_lane_that_cannot_tell_holds_a_step_up_for_its_bound(
+    gated: Rig,
+    files: Files,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(type(words_of(gated)), "mark", lambda *_: None)
+    monkeypatch.setattr("manylora.memory.gates.Awaited.__init__.__defaults__", (0.2,))
+    command = bring(gated, 2, 8)
+    gated.open(1, PROMPT, adapter=2)
+    gated.open(2, PROMPT, adapter=1)
+    done = gated.run(awaiting(gated, command, 1, others=(2,))).done
+    assert (done.ok, done.spoilt) == (True, (1,))
+    assert 0.19 < done.stall_s < 5
+    gated.decode(3, 2)
+    check(gated, files, 2)
+
+
+def test_the_same_bits_as_a_step_that_begins_when_all_is_there(
+    files: Files,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In bfloat16: keys, values and tokens of a forced sequence of steps."""
+    rig = made(files, tmp_path, monkeypatch, captured=True, dtype="bfloat16")
+    found: list[tuple[list[int], torch.Tensor]] = []
+    for awaits in (False, True):
+        for page in rig.free:
+            rig.worker._arena.page(page).fill_(SENTINEL)
+        command = bring(rig, 2, 8)
+        rig.open(1, PROMPT, adapter=2)
+        rig.open(2, PROMPT[:3], adapter=1)
+        step = awaiting(rig, command, 1, others=(2,))
+        if not awaits:
+            assert rig.direct.wait_for(command).ok  # type: ignore[union-attr]
+            step.awaits = ()
+        assert rig.run(step).done.ok
+        rig.decode(8, 1, 2)
+        rig.worker._device.synchronize()
+        held = [rig.sequences.pop(1), rig.sequences.pop(2)]
+        pages = [rig.worker._arena.page(page) for one in held for page in one.pages]
+        found.append(([token for one in held for token in one.generated], torch.stack(pages)))
+        for sequence in (1, 2):
+            rig.direct.end_sequence(sequence)
+        rig.direct.evict_adapter(2)
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+    rig.worker.close()
 
 
 @pytest.mark.parametrize("groups", [1, 2, 8])
@@ -45,7 +139,7 @@ def test_a_step_behind_a_busy_device(cold: Rig, files: Files, groups: int) -> No
     """The lane's stream is kept busy, so that without the gate the step would run long before the copy."""
     lane = cold.worker._copier._lanes[True].copies
     for turn in range(4):
-        with torch.cuda.stream(lane._stream):  # type: ignore[attr-defined]
+        with torch.cuda.stream(lane.stream):  # type: ignore[attr-defined]
             torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]
         command = bring(cold, 2, groups)
         cold.open(turn, [turn, *PROMPT], adapter=2)

@@ -43,7 +43,7 @@ def test_rows_come_back_to_the_bit_and_others_stay(dtype: torch.dtype, chunk_byt
     pristine = HostPristine(weights, CpuDevice(), chunk_bytes)
     for weight in weights:
         weight.data.fill_(7.0)
-    pristine.restore([WeightRows(0, 1, 3), WeightRows(2, 0, 10)], None, Turns())
+    pristine.restore([WeightRows(0, 1, 3), WeightRows(2, 0, 10)], None, Turns(CpuCopyLane()))
     assert torch.equal(weights[0].data[1:3], loaded[0][1:3])
     assert (weights[0].data[0] == 7).all()
     assert (weights[0].data[3:] == 7).all()
@@ -53,7 +53,7 @@ def test_rows_come_back_to_the_bit_and_others_stay(dtype: torch.dtype, chunk_byt
     pristine.close()
     pristine.close()
     with pytest.raises(RuntimeError):
-        pristine.restore([WeightRows(0, 0, 1)], None, Turns())
+        pristine.restore([WeightRows(0, 0, 1)], None, Turns(CpuCopyLane()))
 
 
 def test_a_copy_on_the_device_is_of_its_own_memory() -> None:
@@ -86,16 +86,12 @@ def test_closing_breaks_a_restore_off() -> None:
             assert gate.wait(30)
             super().copy(target, source)
 
-    class GatedDevice(CpuDevice):
-        def copy_lane(self) -> CopyLane:
-            return Gated()
-
-    pristine = HostPristine(weights_of(), GatedDevice(), 8)
+    pristine = HostPristine(weights_of(), CpuDevice(), 8)
     raised: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def restore() -> None:
         try:
-            pristine.restore([WeightRows(0, 0, 6)], None, Turns())
+            pristine.restore([WeightRows(0, 0, 6)], None, Turns(Gated()))
         except RuntimeError as error:
             raised.put(str(error))
 
@@ -119,7 +115,7 @@ def test_closing_breaks_a_restore_off() -> None:
 def test_pages_keep_four_fifths_while_there_are_any(copies: list[int], chunk: int) -> None:
     """By bytes: while copies are on their way the transfer moves at most a quarter of what they do, but for the
     turn that it takes before the first has landed."""
-    turns, moved, landed = Turns(), 0, 0
+    turns, moved, landed = Turns(CpuCopyLane()), 0, 0
     for _ in copies:
         turns.begin_copy()
     with pytest.MonkeyPatch.context() as patch:
@@ -156,7 +152,7 @@ class TimedDevice(CpuDevice):
         self.engine = threading.Lock()
         self.moved = 0
 
-    def copy_lane(self) -> CopyLane:
+    def copy_lane(self, behind: CopyLane | None = None) -> CopyLane:
         return Timed(self)
 
 

@@ -15,7 +15,7 @@ from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import ROUTER, JournalWriter, read_answered
 from manylora.policy.router import Router
 from manylora.policy.routing import ROUTING_POLICIES
-from manylora.protocol.routing import RouterCommand, RouterEvent
+from manylora.protocol.routing import Asked, Held, RouterCommand, RouterEvent
 from tests.routing.world import RESTLESS, World
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +71,9 @@ def test_events_and_commands_cross_to_another_process() -> None:
                 found.add(type(message))
                 there = msgspec.msgpack.encode(message)
                 assert msgspec.msgpack.decode(there, type=type(message)) == message
-    assert found >= set(typing.get_args(RouterEvent))
+    held = Held(Asked("a", 1, 20, 10, attempts=2), 1, 2)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(held), type=Held) == held
+    assert found | {Held} >= set(typing.get_args(RouterEvent))
     names = {kind.__name__ for kind in set(typing.get_args(RouterCommand)) - found}
     assert names <= {"Place", "Unplace", "Solve"}
 

@@ -106,7 +106,7 @@ def test_a_target_that_has_filled_meanwhile_is_chosen_anew() -> None:
 def test_a_request_that_begins_anew_is_not_moved_by_the_old_wish() -> None:
     rig = rig_with()
     assert moved(rig, MOVE, at=1.0) == ["a"]
-    assert of_kind(rig.tell(Asked("a", 0, 100, 100, attempts=1)), Assign) == [Assign("a", 2, 0, 2)]
+    assert of_kind(rig.tell(Asked("a", 0, 100, 100, attempts=1)), Assign) == [Assign("a", 2, 0, 2, (), 1)]
     assert rig.tell(Withdrawn("a", 1)) == []
 
 

@@ -21,7 +21,9 @@ from manylora.protocol.routing import (
     Drain,
     Ended,
     Fence,
+    Held,
     Listed,
+    MoveAsked,
     Progress,
     Refuse,
     ReplicaDown,
@@ -158,7 +160,7 @@ def test_a_lost_replica_s_requests_go_elsewhere_at_once_in_their_order() -> None
     rig.accept("a", "b", "c", "d")
     rig.tell(Progress("c", 0, 7))
     assigned = of_kind(rig.tell(ReplicaDown(0, 1, "killed")), Assign)
-    assert assigned == [Assign("a", 2, 1, 3), Assign("c", 2, 1, 4, (7,))]
+    assert assigned == [Assign("a", 2, 1, 3, (), 1, 1), Assign("c", 2, 1, 4, (7,), 1, 1)]
 
 
 def test_a_request_is_tried_three_times() -> None:
@@ -173,20 +175,107 @@ def test_a_request_is_tried_three_times() -> None:
     assert refusal(rig, "a") == 503
 
 
-@pytest.mark.parametrize(("accepted", "crash", "refused"), [(1, 1, True), (0, 1, False), (1, 0, False)])
-def test_a_request_that_two_replicas_died_with_is_not_spread(
-    accepted: bool, crash: bool, refused: bool
-) -> None:
-    rig = Rig(config_of("most-idle"))
-    rig.up(FACTS, FACTS, FACTS)
+@pytest.mark.parametrize("is_crash", [True, False])
+def test_only_deaths_count(is_crash: bool) -> None:
+    rig = Rig(config_of("most-idle", max_attempts=1, poison_deaths=99))
+    rig.up(FACTS, FACTS)
+    rig.ask("a")
+    rig.accept("a")
+    rig.tell(ReplicaDown(0, 1, is_crash=is_crash))
+    assert (refusal(rig, "a") == 503) == is_crash
+
+
+def marked_twice(rig: Rig, *names: str) -> None:
+    """Replicas 0 and 1 die, and these are to blame."""
     for replica in (0, 1):
-        if replica == 0:
-            rig.ask("a")
-        if accepted:
-            rig.accept("a")
-        rig.tell(ReplicaDown(replica, 1, is_crash=crash))
-    assert (refusal(rig, "a") == 503) == refused
-    assert (target_of(rig.commands, "a") == 2) != refused
+        rig.accept(*names)
+        rig.tell(ReplicaDown(replica, 1, blamed=names))
+
+
+def test_a_request_that_two_replicas_died_with_runs_alone() -> None:
+    rig = Rig(config_of("first-fit", max_attempts=9))
+    rig.up(FACTS, FACTS, FACTS)
+    for name in "ab":
+        assert rig.ask(name) == 0
+    rig.accept("a", "b")
+    rig.tell(ReplicaDown(0, 1, blamed=("a",)))
+    rig.accept("a", "b")
+    commands = rig.tell(ReplicaDown(1, 1, blamed=("a",)))
+    assert target_of(commands, "a") == 2, "which was empty"
+    assert target_of(commands, "b") is None
+    assert rig.ask("c") is None, "others wait"
+    rig.tell(ReplicaUp(1, 2, FACTS))
+    assert target_of(rig.commands, "b") == target_of(rig.commands, "c") == 1
+    rig.tell(Ended("a", 10))
+    assert rig.ask("d") == 1
+    rig.tell(Drain(1))
+    assert rig.ask("e") == 2, "which is open again"
+
+
+def test_a_request_that_dies_alone_is_refused() -> None:
+    rig = Rig(config_of("first-fit", max_attempts=9))
+    rig.up(FACTS, FACTS, FACTS)
+    rig.ask("a")
+    marked_twice(rig, "a")
+    assert refusal(rig, "a") is None
+    rig.accept("a")
+    (refused,) = of_kind(rig.tell(ReplicaDown(2, 1, blamed=("a",))), Refuse)
+    assert refused.error.status == 503
+    assert "request a" in refused.error.message
+
+
+def test_a_replica_is_emptied_for_a_request_that_runs_alone() -> None:
+    rig = Rig(config_of("first-fit", max_attempts=9))
+    rig.up(FACTS, FACTS, FACTS)
+    rig.ask("a")
+    marked_twice(rig, "a")
+    for name in "bc":
+        rig.tell(Asked(name, 0, 100, 100))  # they wait: "a" is alone on 2
+    rig.tell(Cancelled("a"))
+    rig.tell(ReplicaUp(0, 2, FACTS))
+    rig.tell(ReplicaUp(1, 2, FACTS))
+    rig.tell(Asked("d", 0, 100, 100, deaths=2))
+    assert target_of(rig.commands, "d") in (0, 1)
+    rig.tell(Cancelled("d"))
+    for replica in (0, 1):
+        rig.tell(ReplicaDown(replica, 2, is_crash=False))
+    assert of_kind(rig.tell(Asked("e", 0, 100, 100, deaths=2)), Assign) == [], "2 has others"
+    assert rig.ask("f") is None, "and gets no more"
+    rig.tell(Ended("b", 10))
+    commands = rig.tell(Ended("c", 10))
+    assert target_of(commands, "e") == 2
+    assert target_of(rig.tell(Ended("e", 10)), "f") == 2
+
+
+# ---------------------------------------------------------------- another router
+
+
+def test_a_new_router_keeps_requests_where_they_are() -> None:
+    rig = Rig(config_of("most-idle"))
+    rig.up(FACTS, FACTS)
+    held = Asked("a", 0, 100, 100, attempts=4, generated=(7,), failures=1)
+    assert of_kind(rig.tell(Held(held, 1, 1)), Assign) == []
+    assert rig.ask("b") == 0
+    (again,) = of_kind(rig.tell(ReplicaDown(1, 1)), Assign)
+    assert (again.request, again.attempt, again.resume, again.failures) == ("a", 5, (7,), 2)
+
+
+def test_what_a_replica_holds_that_is_gone_goes_elsewhere() -> None:
+    rig = Rig(config_of("most-idle"))
+    rig.up(FACTS)
+    (assigned,) = of_kind(rig.tell(Held(Asked("a", 0, 100, 100, attempts=4), 0, 9)), Assign)
+    assert (assigned.attempt, assigned.failures) == (5, 0)
+
+
+def test_a_request_moves_where_somebody_wants_it() -> None:
+    rig = Rig(config_of("most-idle"))
+    rig.up(FACTS, FACTS)
+    assert rig.ask("a") == 0
+    assert rig.tell(MoveAsked("a", 1)) == [], "its replica is not known to have it"
+    rig.accept("a")
+    assert rig.tell(MoveAsked("a", 0)) == rig.tell(MoveAsked("a", 7)) == rig.tell(MoveAsked("b", 1)) == []
+    assert rig.tell(MoveAsked("a", 1)) == [Withdraw("a", 1, 0)]
+    assert target_of(rig.tell(Withdrawn("a", 1, (3,))), "a") == 1
 
 
 def test_a_front_end_may_give_an_attempt_up() -> None:
@@ -196,7 +285,7 @@ def test_a_front_end_may_give_an_attempt_up() -> None:
     assert target_of(rig.tell(asked), "a") == 0
     assert rig.tell(asked) == [], "a repetition, of before the attempt"
     again = dataclasses.replace(asked, attempts=1, generated=(3,))
-    assert rig.tell(again) == [Assign("a", 2, 1, 1, (3,))]
+    assert rig.tell(again) == [Assign("a", 2, 1, 1, (3,), 1)]
     assert rig.tell(again) == [], "which is known by now"
     third = dataclasses.replace(asked, attempts=2)
     assert target_of(rig.tell(third), "a") == 0
@@ -207,8 +296,11 @@ def test_a_front_end_may_give_an_attempt_up() -> None:
 def test_attempts_that_another_router_made_count() -> None:
     rig = Rig(config_of("most-idle"))
     rig.up(FACTS)
-    commands = rig.tell(Asked("a", 0, 10, 10, attempts=2, generated=(4,)))
-    assert of_kind(commands, Assign) == [Assign("a", 3, 0, 1, (4,))]
+    commands = rig.tell(Asked("a", 0, 10, 10, attempts=5, generated=(4,), failures=2))
+    assert of_kind(commands, Assign) == [Assign("a", 6, 0, 1, (4,), 2)]
+    rig.accept("a")
+    rig.tell(ReplicaDown(0, 1))
+    assert refusal(rig, "a") == 503
 
 
 # ---------------------------------------------------------------- accounting
@@ -329,7 +421,7 @@ def test_a_request_that_is_to_move_is_not_lost_with_its_replica() -> None:
     rig.ask("a")
     rig.accept("a")
     rig.tell(Drain(0, migrate=True))
-    assert rig.tell(ReplicaDown(0, 1)) == [Assign("a", 2, 1, 1)]
+    assert rig.tell(ReplicaDown(0, 1)) == [Assign("a", 2, 1, 1, (), 1, 1)]
 
 
 # ---------------------------------------------------------------- who is alive

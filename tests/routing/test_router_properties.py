@@ -40,10 +40,23 @@ def test_many_random_histories(part: int) -> None:
         play(seed)
 
 
+def test_another_router_takes_over() -> None:
+    for seed in range(120):
+        world = World(seed)
+        try:
+            for _ in range(3):
+                world.play(40)
+                world.succeed()
+            world.play(40)
+            world.settle()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, {world.policy}: {error}") from error
+
+
 def test_histories_are_not_idle() -> None:
     """They assign, move and refuse, or the properties would say nothing."""
     found: collections.Counter[str] = collections.Counter()
-    for seed in range(20):
+    for seed in range(40):
         for _, _, commands in play(seed, RESTLESS).history:
             found.update(type(command).__name__ for command in commands)
     least = {"Assign": 300, "Withdraw": 40, "Refuse": 20, "Fence": 20, "AskReport": 5, "ScaleHint": 1}

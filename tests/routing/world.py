@@ -23,7 +23,9 @@ from manylora.protocol.routing import (
     Drain,
     Ended,
     Fence,
+    Held,
     Listed,
+    MoveAsked,
     Progress,
     Refuse,
     ReplicaDown,
@@ -356,7 +358,9 @@ class World:
             replica = self.random.choice(alive)
             machine = self.machines[replica]
             machine.is_alive = False
-            news = ReplicaDown(replica, machine.epoch, "killed", self.random.random() < 0.7)
+            blamed = tuple(name for name in sorted(machine.held) if self.random.random() < 0.7)
+            known = blamed if self.random.random() < 0.7 else None
+            news = ReplicaDown(replica, machine.epoch, "killed", self.random.random() < 0.7, known)
             if self.random.random() < 0.3:
                 self.links.append(news)
             else:
@@ -388,7 +392,7 @@ class World:
         said: list[Any] = [
             Ended("nothing"), Cancelled("nothing"), Accepted("nothing", 1), Progress("nothing", 0, 1),
             Withdrawn("nothing", 1), ReplicaDown(9, 1), Drain(9), Unlisted(99), Solved(99),
-            ReplicaReport(9, 1, 1, 0, 0, 0, 1), Unlisted(0),
+            MoveAsked("nothing", 0), ReplicaReport(9, 1, 1, 0, 0, 0, 1), Unlisted(0),
         ]  # fmt: skip
         known = [(replica, machine) for replica, machine in sorted(self.machines.items())]
         if known:
@@ -397,8 +401,40 @@ class World:
             said.append(ReplicaReport(replica, machine.epoch - 1, 1, 0, 0, 0, 1))
         if self.clients:
             name = self.random.choice(sorted(self.clients))
-            said += [Withdrawn(name, 0), Progress(name, 5, 3), Accepted(name, 99)]
+            said += [
+                Withdrawn(name, 0),
+                Progress(name, 5, 3),
+                Accepted(name, 99),
+                MoveAsked(name, self.random.randrange(5)),
+            ]
         self.tell(self.random.choice(said))
+
+    def succeed(self) -> None:
+        """The router is gone, and another is told by replicas and front ends what is so."""
+        self.router = Router(self.config)
+        self.history.clear()
+        self.links.clear()
+        self.numbers.clear()
+        self.draining.clear()
+        self.timer = None
+        self.machines = {replica: self.machines[replica] for replica in self.alive()}
+        self.believed = dict(self.machines)
+        for adapter in sorted(self.listed):
+            self.tell(Listed(adapter, *ADAPTERS[adapter]))
+        for replica, machine in self.believed.copy().items():
+            machine.seen = 0
+            self.tell(ReplicaUp(replica, machine.epoch, machine.facts))
+        names = sorted(self.clients)
+        self.random.shuffle(names)
+        for name in names:
+            client = self.clients[name]
+            asked = dataclasses.replace(client.asked, attempts=client.attempt, generated=(client.tokens,))
+            client.is_withdrawing = False
+            if client.machine is None or name not in client.machine.held or client.replica is None:
+                client.replica = None
+                self.tell(asked)
+            else:
+                self.tell(Held(asked, client.replica, client.machine.epoch))
 
     # ------------------------------------------------------------ the end
 

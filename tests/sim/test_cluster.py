@@ -25,6 +25,8 @@ from manylora.policy.replica import Replica
 from manylora.policy.router import Router
 from manylora.policy.routing import ROUTING_POLICIES
 from manylora.pricing.costs import DeviceCosts
+from manylora.protocol.routing import Solve, Solved
+from manylora.solving.highs import solve
 from tests.routing.rig import config_of as router_of
 from tests.sim.test_replay import COSTS, chat, config_of, replay_of, request, stream_of
 
@@ -144,6 +146,34 @@ def test_journals_of_the_router_and_of_each_replica_replay(router: str) -> None:
     for place, entries in told.items():
         config = cluster.members[place or 0].config
         assert replay_difference(config, entries, fingerprint) is None
+
+
+def test_what_a_solver_says_is_an_event_and_a_replay_solves_nothing() -> None:
+    keen = {"check_s": 0.05, "solve_interval_s": 0.1, "least_delay_s": 0.0, "most_delay_ratio": 1.0}
+    config = router_of("dlora", keen, trace=True, move_cooldown_s=0.1)
+    told: list[tuple[float, Any, str]] = []
+    problems: list[Solve] = []
+
+    def note(machine: int | None, now: float, event: object, commands: Sequence[object]) -> None:
+        if machine is None:
+            told.append((now, event, fingerprint(commands)))
+
+    def solved(problem: Solve) -> Solved:
+        problems.append(problem)
+        return solve(problem)
+
+    small = dataclasses.replace(config_of(num_pages=60), max_num_seqs=6)
+    long = stream_of(*(request(0.02 * place, place, 0, place % 5, 20, 60) for place in range(40)))
+    members = [member_of(small, SLOW), member_of(small), member_of(small)]
+    cluster = VirtualCluster(long, members, config, solve=solved, journal=note)
+    cluster.run()
+    assert len(problems) == cluster.num_solves > 0
+    assert sum(isinstance(event, Solved) for _, event, _ in told) == len(problems)
+    asked = len(problems)
+    assert replay_difference(config, told, fingerprint, Router) is None
+    assert len(problems) == asked
+    assert cluster.plans
+    assert all(0 < plan.bound_s <= plan.value_s + 1e-5 for plan in cluster.plans)
 
 
 def test_reports_are_late_by_the_delay_and_only_by_that() -> None:

@@ -27,8 +27,9 @@ class RouterConfig(Section):
     """The router's own numbers. ``settings``: parameters of the policy, as (key, value) in texts.
 
     A replica whose last report is older than ``suspect_s`` gets no new work, and one of ``lease_s`` is down. A
-    request that ``poison_deaths`` replicas died with is refused. ``handover``: on a move the next replica gets a
-    request when the last has let it go (wait), or at once (drop); None: as the policy says.
+    request that may be to blame for ``poison_deaths`` deaths of replicas is served alone, and refused after one
+    more. ``handover``: on a move the next replica gets a request when the last has let it go (wait), or at once
+    (drop); None: as the policy says.
     """
 
     policy: Annotated[

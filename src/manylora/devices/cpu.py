@@ -24,6 +24,7 @@ class CpuDevice:
     name = "cpu"
     copies_from_pinned = False
     captures = False
+    launches_wait = False
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
@@ -42,6 +43,9 @@ class CpuDevice:
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array)
+
+    def send(self, array: np.ndarray, target: torch.Tensor) -> None:
+        target.copy_(torch.from_numpy(array))
 
     def download(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
         # A copy: the next step may write to the same memory before this is read.
@@ -72,8 +76,11 @@ class CpuDevice:
 
         return end
 
-    def copy_lane(self) -> CopyLane:
+    def copy_lane(self, behind: CopyLane | None = None) -> CopyLane:
         return CpuCopyLane()
+
+    def can_mark(self) -> bool:
+        return True
 
     def pin(self, memory: torch.Tensor) -> None:
         return
@@ -123,6 +130,9 @@ class CpuCopyLane:
 
     def landing(self) -> Callable[[], None]:
         return lambda: None
+
+    def mark(self, word: torch.Tensor, number: int) -> None:
+        word.numpy()[:] = number
 
     def end(self) -> Callable[[], float]:
         seconds = self._seconds

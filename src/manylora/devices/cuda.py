@@ -13,6 +13,7 @@ import collections
 import contextlib
 import ctypes
 import functools
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -22,6 +23,7 @@ from manylora.config import ConfigError
 from manylora.devices.device import CopyLane, Elapsed, Mirror, PageWriter, Tensors, copy_bytes
 from manylora.devices.preparation import PREPARATION
 from manylora.devices.staging import DownloadBuffers, StagingBuffer, borrowed, moves_by_kernel, upload_buffers
+from manylora.devices.writing import can_write, write_by_stream
 
 _STAGED_PAGES = 4
 """Pinned pages of one writer: while one is filled the others are on their way."""
@@ -55,6 +57,7 @@ class CudaDevice:
             built = "finds no GPU" if torch.version.cuda else "is built without CUDA"
             raise ConfigError(f"device cuda was asked for, but this torch ({torch.__version__}) {built}")
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self.launches_wait = os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
         self.name = f"cuda ({torch.cuda.get_device_name(self.torch_device)})"
         self._captures: _Captures | None = None
         self._num_writers = 0
@@ -69,8 +72,14 @@ class CudaDevice:
         return torch.zeros(sizes, dtype=dtype, device=self.torch_device)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
-        # torch keeps the pinned copy until the transfer has ended.
-        return torch.from_numpy(array).pin_memory().to(self.torch_device, non_blocking=True)
+        target = torch.empty_like(torch.from_numpy(array), device=self.torch_device)
+        self.send(array, target)
+        return target
+
+    def send(self, array: np.ndarray, target: torch.Tensor) -> None:
+        staged = upload_buffers(self.torch_device).stage(array.size, target.dtype)
+        staged.numbers[:] = array.reshape(-1)
+        staged.send(target)
 
     def download(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
         return self._inbox.start(tensor)
@@ -110,8 +119,12 @@ class CudaDevice:
 
         return end
 
-    def copy_lane(self) -> CopyLane:
-        return _CudaCopyLane(self.torch_device)
+    def copy_lane(self, behind: CopyLane | None = None) -> CopyLane:
+        assert behind is None or isinstance(behind, _CudaCopyLane)
+        return _CudaCopyLane(self.torch_device, None if behind is None else behind.stream)
+
+    def can_mark(self) -> bool:
+        return can_write(self.torch_device)
 
     def pin(self, memory: torch.Tensor) -> None:
         # Taken here first: inside the driver, which holds its locks meanwhile, steps would wait for it.
@@ -240,8 +253,8 @@ class _CudaCopyLane:
     """One stream. Transfers are collected and issued by few calls, for each may wait for the interpreter, which it
     shares with the step loop; waits asleep."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self.stream = stream or torch.cuda.Stream(device)
         self._begun: torch.cuda.Event | None = None
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
@@ -254,8 +267,8 @@ class _CudaCopyLane:
     def begin(self, issued: object) -> None:
         assert isinstance(issued, torch.cuda.Event)
         # Of this thread alone, which has no other work on the device.
-        torch.cuda.set_stream(self._stream)
-        self._stream.wait_event(issued)
+        torch.cuda.set_stream(self.stream)
+        self.stream.wait_event(issued)
         self._begun = None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -266,7 +279,7 @@ class _CudaCopyLane:
             return
         self._issue()
         mark = torch.cuda.Event(blocking=True)
-        mark.record(self._stream)
+        mark.record(self.stream)
         self._marks.append(mark)
         if len(self._marks) > self._chunks_ahead:
             self._marks.popleft().synchronize()
@@ -274,9 +287,13 @@ class _CudaCopyLane:
     def landing(self) -> Callable[[], None]:
         self._issue()
         landed = torch.cuda.Event()
-        landed.record(self._stream)
-        device = self._stream.device
+        landed.record(self.stream)
+        device = self.stream.device
         return lambda: torch.cuda.current_stream(device).wait_event(landed)
+
+    def mark(self, word: torch.Tensor, number: int) -> None:
+        self._issue()
+        write_by_stream(word, number, self.stream)
 
     def end(self) -> Callable[[], float]:
         failure = None
@@ -285,7 +302,7 @@ class _CudaCopyLane:
         except Exception as error:  # those that it began have still to be waited for
             failure = error
         begun, ended = self._begun, self._timer()
-        ended.record(self._stream)
+        ended.record(self.stream)
 
         def wait() -> float:
             ended.synchronize()
@@ -302,7 +319,7 @@ class _CudaCopyLane:
             return
         if self._begun is None:
             self._begun = self._timer()
-            self._begun.record(self._stream)
+            self._begun.record(self.stream)
         torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def _timer(self) -> torch.cuda.Event:

@@ -61,6 +61,10 @@ class CopyLane(Protocol):
         """Begins all that was asked for so far, and gives a function for the step loop's thread: work issued after
         it was called there waits for those copies, without keeping that thread."""
 
+    def mark(self, word: torch.Tensor, number: int) -> None:
+        """Begins all that was asked for so far; once that has landed ``word``, int64 [1] on the device, holds the
+        number, also for a kernel that looks for it meanwhile. Only where the device ``can_mark``."""
+
     def end(self) -> Callable[[], float]:
         """Gives a function for any thread: it waits until all that was asked for since ``begin`` has landed
         and returns the seconds which those copies took, or raises what went wrong with them."""
@@ -90,6 +94,10 @@ class Device(Protocol):
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """The array on the device, ordered before later work. The caller never changes the array again."""
+
+    def send(self, array: np.ndarray, target: torch.Tensor) -> None:
+        """Copy to ``target``, contiguous, on the device, of the array's type and length, after all work issued so
+        far. Does not wait for that; the array may be changed afterwards."""
 
     def download(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
         """Start to copy to the host what the tensor holds after all work issued so far; later work may change it.
@@ -125,8 +133,15 @@ class Device(Protocol):
         """Begin to measure time, on the device's own clock, when all work issued so far has ended. Does not
         wait."""
 
-    def copy_lane(self) -> CopyLane:
-        """A lane whose copies run beside steps and beside other lanes."""
+    def copy_lane(self, behind: CopyLane | None = None) -> CopyLane:
+        """A lane whose copies run beside steps and beside other lanes. ``behind`` is another lane of this device:
+        then the copies of both run in the order in which they were begun."""
+
+    def can_mark(self) -> bool:
+        """Whether lanes can tell kernels that run what has landed."""
+
+    launches_wait: bool
+    """Whether each launch waits for its end, so that nothing on the device may wait for what comes later."""
 
     def pin(self, memory: torch.Tensor) -> None:
         """Take all of this host memory and lock it, for direct copies; the caller's thread waits.

@@ -17,7 +17,14 @@ import torch
 from manylora.adapters.registry import Registry
 from manylora.adapters.store import AdapterStore
 from manylora.adapters.storefolder import open_store_folder
-from manylora.config import CacheSettings, ConfigError, EngineSettings, MergeConfig, PolicyConfig
+from manylora.config import (
+    CacheSettings,
+    ColdStartConfig,
+    ConfigError,
+    EngineSettings,
+    MergeConfig,
+    PolicyConfig,
+)
 from manylora.devices.device import Device
 from manylora.devices.select import open_device
 from manylora.executor.graphs import MAX_BYTES as GRAPH_BYTES
@@ -62,6 +69,7 @@ def build_worker(
     folder = resolve_model(settings.model.model)
     config = read_model_config(folder)
     device = open_device(settings.model.device)
+    settings = _with_gates(settings, device)
     kind: Kind = "cuda" if device.torch_device.type == "cuda" else "cpu"
     dtype = resolve_dtype(settings.model.dtype, kind, config.dtype)
     page = config.page_shape(settings.cache.page_tokens, dtype.itemsize)
@@ -114,7 +122,12 @@ def build_worker(
         worker.use_merging(copy.made(decoder, device))
     if pads_steps:
         graph_limits = GraphLimits(
-            limits.max_num_seqs, limits.max_batch_tokens, limits.max_model_len, max_rank, merge.is_mixed
+            limits.max_num_seqs,
+            limits.max_batch_tokens,
+            limits.max_model_len,
+            max_rank,
+            merge.is_mixed,
+            limits.cold_start.num_groups,
         )
         worker.use_graphs(graph_limits, num_pages, capture_progress)
     if kind == "cuda":
@@ -123,6 +136,16 @@ def build_worker(
         times = measure_merging(worker, limits, max_rank, steps_wait=copy.place == "host")
         limits = dataclasses.replace(limits, merge=dataclasses.replace(merge, times=times))
     return worker, limits, engine_info(settings, config, limits, device.name, dtype, copy.num_bytes)
+
+
+def _with_gates(settings: EngineSettings, device: Device) -> EngineSettings:
+    """What the device can obey: where each launch waits for its end, no step waits for what comes later."""
+    scheduler = settings.scheduler
+    if not device.launches_wait or not scheduler.cold_start.num_groups:
+        return settings
+    _log.warning("--cold-start is wait, not %s: CUDA_LAUNCH_BLOCKING is set", scheduler.cold_start.mode)
+    waiting = dataclasses.replace(scheduler, cold_start=ColdStartConfig("wait"))
+    return dataclasses.replace(settings, scheduler=waiting)
 
 
 def _check_mixed(merge: MergeConfig, dtype: torch.dtype) -> None:

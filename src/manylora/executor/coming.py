@@ -40,6 +40,7 @@ class Coming:
         self.landed: collections.deque[Landed] = collections.deque()
         self._lost: collections.deque[AdapterId] = collections.deque()  # entered ahead, and did not land
         self._gates: dict[CopyId, CopyGate] = {}
+        self._num_gates = 0
 
     def enter(self) -> None:
         """Enter what has landed into the tables. It is among it before its ``done`` is heard of. So is what was
@@ -56,9 +57,9 @@ class Coming:
         """Carries out SwapPages; ``tell`` gets the one answer."""
         gate: CopyGate | None = None
         if command.groups:
-            gate = self._gates[command.copy] = CopyGate(
-                layer_groups(self._geometry.page.layers, command.groups)
-            )
+            self._num_gates += 1
+            groups = layer_groups(self._geometry.page.layers, command.groups)
+            gate = self._gates[command.copy] = CopyGate(groups, self._num_gates)
 
         def done(answer: CopyDone) -> None:
             if command.groups and command.adapter is not None and not answer.ok:

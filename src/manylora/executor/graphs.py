@@ -3,8 +3,8 @@
 Decoding steps, and steps with prompts whose kernels take less time than their launches. A step is padded to its
 bucket. Padding tokens read and write a page that holds no data, belong to no row and to no adapter, and what they
 give is thrown away. Everything that changes between steps is in device memory at fixed addresses: numbers in a
-mirror, tables in the operations' fixed plans. Owns the buckets and what was captured for them; does not know what
-a capture is, which is the device's.
+mirror, tables in the operations' fixed plans. Gates stand in steps with prompts only. Owns the buckets and what
+was captured for them; does not know what a capture is, which is the device's.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from manylora.devices.device import Device, Tensors
 from manylora.executor.best import Best
 from manylora.executor.fixed import FixedAttention, FixedLora, fixed_attention, fixed_lora, has_fixed_plans
 from manylora.executor.forward import Forward, Numbers, Outputs
+from manylora.executor.gated import NUMBERS, StepGates, step_gates
 from manylora.executor.inputs import StepInputs
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.ops import AttentionRows, LoraSegments
 from manylora.kernels.shapes import AdapterGeometry
+from manylora.memory.gates import Awaited, LandedWords
 
 RANK_CLASSES = (16, 64, 256)
 """A step belongs to the first that its largest rank fits; beyond the last it runs eagerly."""
@@ -64,13 +66,15 @@ class Bucket:
 @dataclasses.dataclass(frozen=True, slots=True)
 class GraphLimits:
     """What steps may hold: rows, tokens, tokens of a context, and ranks (None: any). ``has_second_scales``: they
-    may hold rows of others beside a merged adapter."""
+    may hold rows of others beside a merged adapter. ``num_groups``: of layers, in which what they await lands; 0:
+    they await nothing."""
 
     max_num_seqs: int
     max_batch_tokens: int
     max_model_len: int
     max_adapter_rank: int | None = None
     has_second_scales: bool = False
+    num_groups: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -98,8 +102,10 @@ class StepGraphs:
         device: Device,
         limits: GraphLimits,
         scratch_page: int,
+        words: LandedWords | None = None,
     ) -> None:
-        """``scratch_page``: a pool page for padding alone. Raises ValueError where nothing can be captured."""
+        """``scratch_page``: a pool page for padding alone. ``words``: for gates in steps with prompts. Raises
+        ValueError where nothing can be captured."""
         if device.captures and not has_fixed_plans(forward.decoder.ops):
             raise ValueError(f"{forward.decoder.ops.name} kernels have no fixed plans")
         self._forward = forward
@@ -115,7 +121,8 @@ class StepGraphs:
         self._size_of = [next(s for s in self._sizes if s >= n) for n in range(limits.max_num_seqs + 1)]
         self._mixed = [size for size in MIXED_TOKENS if size <= limits.max_batch_tokens]
         most_tokens = max([limits.max_num_seqs, *self._mixed])
-        self._mirror = device.mirror(3 * most_tokens + 2 * limits.max_num_seqs)
+        self._mirror = device.mirror(3 * most_tokens + 2 * limits.max_num_seqs + NUMBERS)
+        self._gates = step_gates(forward.decoder.ops, words, device)
         self._attention: dict[tuple[int, int], FixedAttention] = {}
         self._captured: dict[Bucket, _Captured] = {}
         self._is_full = False
@@ -165,9 +172,9 @@ class StepGraphs:
     def num_captured(self) -> int:
         return len(self._captured)
 
-    def run(self, inputs: StepInputs, before: Callable[[], None] | None = None) -> Outputs | None:
-        """The step's outputs, of its M drawing rows first; None where it is not one for a bucket. ``before`` is
-        called when all is ready to run."""
+    def run(self, inputs: StepInputs, awaited: Awaited | None = None) -> Outputs | None:
+        """The step's outputs, of its M drawing rows first; None where it is not one for a bucket. ``awaited``:
+        what has to land before its layers begin."""
         bucket = self._bucket(inputs)
         captured = None if bucket is None else self._get(bucket)
         if bucket is None or captured is None:
@@ -181,10 +188,14 @@ class StepGraphs:
             # More prompts than the tables have room for, say.
             _log.debug("a step of %d tokens runs eagerly: %s", num_tokens, error)
             return None
-        self._send(inputs, bucket)
-        if before is not None:
-            before()
-        return captured.replay()
+        gates = self._gates_of(bucket)
+        self._send(inputs, bucket, awaited)
+        if awaited is not None and gates is None:
+            awaited.all()
+        outputs = captured.replay()
+        if awaited is not None and gates is not None:
+            awaited.passes_on_device(gates.told())
+        return outputs
 
     # ------------------------------------------------------------ buckets
 
@@ -212,13 +223,24 @@ class StepGraphs:
         """Tokens, and fewer rows, so that it is none of the decoding buckets."""
         return num_tokens, min(num_tokens - 1, self._limits.max_num_seqs)
 
-    def _send(self, inputs: StepInputs | None, bucket: Bucket) -> None:
-        """All numbers of the step one after the other, as ``_numbers`` cuts them; None: nothing but padding."""
+    def _gates_of(self, bucket: Bucket) -> StepGates | None:
+        """None where the bucket's steps have none."""
+        return None if bucket.num_tokens == bucket.num_rows else self._gates
+
+    def _send(self, inputs: StepInputs | None, bucket: Bucket, awaited: Awaited | None = None) -> None:
+        """All numbers of the step one after the other, as ``_numbers`` cuts them; None: nothing but padding, and
+        nothing to wait for."""
         tokens, rows = bucket.num_tokens, bucket.num_rows
         length = 3 * tokens + 2 * rows
-        numbers = self._mirror.stage()[:length]
+        has_gates = self._gates_of(bucket) is not None
+        numbers = self._mirror.stage()[: length + NUMBERS * has_gates]
         numbers.fill(0)
-        of_tokens, of_rows = numbers[: 3 * tokens].reshape(3, tokens), numbers[3 * tokens :].reshape(2, rows)
+        of_tokens, of_rows = (
+            numbers[: 3 * tokens].reshape(3, tokens),
+            numbers[3 * tokens : length].reshape(2, rows),
+        )
+        if has_gates and awaited is not None:
+            numbers[length:] = awaited.numbers()
         of_tokens[2] = self._scratch_slot
         if inputs is not None:
             count, drawing = len(inputs.token_ids), len(inputs.sample_index)
@@ -227,12 +249,14 @@ class StepGraphs:
             of_tokens[2, :count] = inputs.slots
             of_rows[0, :drawing] = inputs.sample_index
             of_rows[1, :drawing] = inputs.pending_index
-        self._mirror.send(length)
+        self._mirror.send(len(numbers))
 
-    def _numbers(self, bucket: Bucket) -> Numbers:
+    def _numbers(self, bucket: Bucket) -> tuple[Numbers, torch.Tensor]:
+        """And those for gates, where the bucket's steps have them."""
         tokens, rows = bucket.num_tokens, bucket.num_rows
-        sizes = [tokens, tokens, tokens, rows, rows]
-        return Numbers(*torch.split(self._mirror.tensor[: sum(sizes)], sizes))
+        sizes = [tokens, tokens, tokens, rows, rows, NUMBERS]
+        *numbers, wanted = torch.split(self._mirror.tensor[: sum(sizes)], sizes)
+        return Numbers(*numbers), wanted
 
     # ------------------------------------------------------------ captures
 
@@ -273,10 +297,13 @@ class StepGraphs:
         lora = None
         if bucket.max_rank:
             lora = fixed_lora(ops, tokens, rows, bucket.max_rank, geometry, cells, device, bucket.num_scales)
-        numbers = self._numbers(bucket)
+        numbers, wanted = self._numbers(bucket)
+        gates = self._gates_of(bucket)
+        before_layer = None if gates is None else gates.before_layer(wanted)
 
         def run() -> Tensors:
-            found = self._forward.compute(numbers, attention.plan, None if lora is None else lora.plan)
+            plan = None if lora is None else lora.plan
+            found = self._forward.compute(numbers, attention.plan, plan, before_layer=before_layer)
             return found.logits, found.best.packed, found.last
 
         # Captured on nothing but padding: the capture runs too, and must leave no trace.

@@ -167,7 +167,7 @@ class AdapterTables:
         first = 0
         if len(offsets):
             first = self._take_cells(len(offsets))
-            self.cells[first : first + len(offsets)].copy_(self._device.upload(offsets))
+            self._device.send(offsets, self.cells[first : first + len(offsets)])
         row = self._take_row()
         records = layout.records.copy()
         records[records[:, 2] > 0, :2] += first

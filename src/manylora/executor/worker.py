@@ -38,7 +38,7 @@ from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.arena import Arena
 from manylora.memory.copier import Copier, one_line
-from manylora.memory.gates import Awaited
+from manylora.memory.gates import Awaited, LandedWords
 from manylora.memory.host import HostPool
 from manylora.memory.pristine import Pristine
 from manylora.models.decoder import Decoder
@@ -205,9 +205,12 @@ class Worker:
         ``scratch_page``: a page of the device's pool that holds no data. Where this cannot be, it only logs.
         """
         assert self._forward is not None
+        words = None
+        if limits.num_groups and self._device.captures:
+            words = self._landed_words(limits.num_groups)
         try:
             graphs = StepGraphs(
-                self._forward, self._tables, self._geometry, self._device, limits, scratch_page
+                self._forward, self._tables, self._geometry, self._device, limits, scratch_page, words
             )
         except ValueError as error:
             _log.warning("decoding steps run eagerly: %s", error)
@@ -219,6 +222,14 @@ class Worker:
             self._tables.reserve(min(num_cells * (1 + limits.has_second_scales), _MOST_CELLS))
             graphs.capture_all(progress)
         self._graphs = graphs
+
+    def _landed_words(self, num_groups: int) -> LandedWords | None:
+        if not self._device.can_mark():
+            _log.warning("captured steps wait for whole copies: the driver writes no numbers in streams")
+            return None
+        words = LandedWords(self._geometry.page.layers, num_groups, self._device)
+        self._copier.tell_landed(words)
+        return words
 
     def run_step(self, step: RunStep) -> None:
         """Carries out RunStep. Raises RuntimeError where the base's weights are lost."""
@@ -277,8 +288,7 @@ class Worker:
             raise RuntimeError("the executor is closed")
         with torch.inference_mode():
             inputs = part.inputs.build(rows)
-            before = None if awaited is None else awaited.all
-            outputs = None if self._graphs is None else self._graphs.run(inputs, before)
+            outputs = None if self._graphs is None else self._graphs.run(inputs, awaited)
             if outputs is None:
                 outputs = part.eager.run(inputs, None if awaited is None else awaited.layer)
             count = len(inputs.sampled_rows)

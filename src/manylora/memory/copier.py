@@ -15,7 +15,7 @@ import torch
 
 from manylora.devices.device import CopyLane, Device
 from manylora.memory.arena import Arena
-from manylora.memory.gates import CopyGate
+from manylora.memory.gates import CopyGate, LandedWords
 from manylora.memory.host import HostPool
 from manylora.memory.pace import Pace
 from manylora.memory.turns import Turns
@@ -80,10 +80,16 @@ class Copier:
             True: lane("copy-in"),
             False: lane("copy-out"),
         }
-        self.turns = Turns()
+        # A stream of its own may get no turn of the device's copy engine while copies of pages never end.
+        self.turns = Turns(device.copy_lane(behind=self._lanes[True].copies))
         """Of copies to the device, with whatever else goes there."""
         self._settled = device.issued()
         self._closing = False
+        self._words: LandedWords | None = None
+
+    def tell_landed(self, words: LandedWords) -> None:
+        """Write there what has landed of copies with gates; before the first of them."""
+        self._words = words
 
     def settle(self) -> None:
         """Copies to the device wait for what was issued by now.
@@ -145,7 +151,7 @@ class Copier:
         except Exception as failure:
             error = error or one_line(failure)
         if error and gate is not None:
-            gate.fail()
+            self._give_up(lane, gate)
         paced_since = None if lane.pace is None else began
         lane.answering.submit(self._answer, command, error, wait, landed, done, gate, paced_since)
 
@@ -157,7 +163,19 @@ class Copier:
                     return _CLOSING
                 lane.copy(self._arena.page(destination)[first:end], self._host.page(source)[first:end])
             gate.open(lane.copies.landing())
+            if self._words is not None:
+                self._words.mark(lane.copies, gate.number, (first, end))
         return ""
+
+    def _give_up(self, lane: _Lane, gate: CopyGate) -> None:
+        """The rest of the copy will not come: nothing waits for it any more, on the device either."""
+        gate.fail()
+        if self._words is None:
+            return
+        try:
+            self._words.mark(lane.copies, gate.number, (0, gate.groups[-1][1]))
+        except Exception:
+            _log.exception("steps that await a failed copy are held up for some seconds")
 
     def _transfer(self, lane: _Lane, command: SwapPages) -> str:
         """Start the copy's transfers; what broke them off, or nothing."""

@@ -1,7 +1,9 @@
 """Gates: a step may begin while a copy to the device that some of its rows read still lands, group by group.
 
-A copy's lane opens its gate one group of layers after the other; a step passes a group before its first layer.
-Owns that order, its bound in time, and what is known of the copy's end. Does not copy and does not run anything.
+A copy's lane opens its gate one group of layers after the other; a step passes a group before its first layer: on
+the step loop's thread, or, where its layers are not launched one by one, on the device, by words that the lane
+writes. Owns that order, its bound in time, and what is known of the copy's end. Does not copy and does not run
+anything.
 """
 
 from __future__ import annotations
@@ -11,6 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import torch
+
+from manylora.devices.device import CopyLane, Device
 from manylora.types import SequenceId
 
 LATE_S = 10.0
@@ -24,11 +30,32 @@ def layer_groups(num_layers: int, num_groups: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-class CopyGate:
-    """Opened by the lane of one copy and passed by steps. ``groups``: of layers, see ``layer_groups``."""
+class LandedWords:
+    """By group of layers, the number of the last copy whose part there has landed, on the device: int64 [G].
 
-    def __init__(self, groups: Sequence[tuple[int, int]]) -> None:
+    Copies of one lane land in order, so one number stands for all up to it. ``groups``: [first, end) of layers.
+    """
+
+    def __init__(self, num_layers: int, num_groups: int, device: Device) -> None:
+        self.groups = layer_groups(num_layers, num_groups)
+        self.words = device.zeros((len(self.groups),), torch.int64)
+
+    def mark(self, lane: CopyLane, number: int, layers: tuple[int, int]) -> None:
+        """After what the lane was asked for so far: copy ``number`` has landed up to the end of these layers, and
+        before them it had."""
+        first, end = layers
+        for group, (_, last) in enumerate(self.groups):
+            if first < last <= end:
+                lane.mark(self.words[group : group + 1], number)
+
+
+class CopyGate:
+    """Opened by the lane of one copy and passed by steps. ``groups``: of layers, see ``layer_groups``; ``number``:
+    of the copy among those that have gates, from 1, in the order in which they land."""
+
+    def __init__(self, groups: Sequence[tuple[int, int]], number: int = 1) -> None:
         self.groups = tuple(groups)
+        self.number = number
         self._changed = threading.Condition()
         self._passes: list[Callable[[], None]] = []  # of the groups that are open
         self._has_failed = False
@@ -88,8 +115,9 @@ class Awaited:
         self._late_s = late_s
         self._until: float | None = None
         self._late: set[SequenceId] = set()
+        self._told: Callable[[], np.ndarray] | None = None
         self.stall_s = 0.0
-        """How long the thread has waited at gates."""
+        """How long the thread has waited at gates; from ``spoilt`` on, and the device."""
 
     def layer(self, layer: int) -> None:
         """Before the first operation of a layer: pass the groups that begin with it."""
@@ -104,6 +132,17 @@ class Awaited:
             for number in range(len(gate.groups)):
                 self._pass(gate, number, sequences)
 
+    def numbers(self) -> tuple[int, int]:
+        """For gates on the device: the number of the last copy that has not been answered (0: none), and for how
+        many nanoseconds to wait for it."""
+        number = max((gate.number for gate, _ in self._gates if not gate.is_answered), default=0)
+        return number, int(self._late_s * 1e9)
+
+    def passes_on_device(self, told: Callable[[], np.ndarray]) -> None:
+        """The step's gates are on the device. ``told`` waits for it: int64, for how many nanoseconds they were
+        shut, and whether a copy was late."""
+        self._told = told
+
     def _pass(self, gate: CopyGate, number: int, sequences: tuple[SequenceId, ...]) -> None:
         began = time.monotonic()
         if self._until is None:
@@ -115,6 +154,11 @@ class Awaited:
     def spoilt(self) -> tuple[SequenceId, ...]:
         """Wait until every copy has been answered: the sequences that read what did not come, or not in time."""
         found = set(self._late)
+        if self._told is not None:
+            shut_ns, is_late = self._told().tolist()
+            self.stall_s += shut_ns / 1e9
+            if is_late:
+                found.update(*(sequences for _, sequences in self._gates))
         for gate, sequences in self._gates:
             if not gate.wait_answer():
                 found.update(sequences)

@@ -25,8 +25,9 @@ from manylora.memory.turns import Turns
 _log = logging.getLogger(__name__)
 
 _ALIGNMENT_BYTES = 64
-_CHUNKS_AHEAD = 1
-"""While one chunk is on its way the next is issued."""
+_CHUNKS_AHEAD = 4
+"""So many are issued beside the one that is waited for. A chunk is behind 256 MiB of pages at most: with
+fewer chunks the transfer would have less than the share that ``Turns`` grants it."""
 
 
 class WeightRows(NamedTuple):
@@ -93,7 +94,7 @@ class HostPristine:
             self._copies.append(copy)
             begin += size
         self._closing = threading.Event()
-        self._lane = device.copy_lane()
+        self._waiting = device.copy_lane()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="manylora-restore")
 
     def restore(self, rows: Sequence[WeightRows], issued: object, turns: Turns) -> None:
@@ -104,6 +105,10 @@ class HostPristine:
 
     def _restore(self, rows: Sequence[WeightRows], issued: object, turns: Turns) -> None:
         waits: collections.deque[Callable[[], float]] = collections.deque()
+        # Here, not on the lane that pages have too: their copies wait for no step.
+        self._waiting.begin(issued)
+        self._waiting.end()()
+        lane = turns.lane
         turns.begin_transfer()
         try:
             for number, begin, end in rows:
@@ -114,9 +119,9 @@ class HostPristine:
                         part = slice(at, min(at + self._chunk_bytes, end * width))
                         if not turns.take(part.stop - part.start, lambda: not self._closing.is_set()):
                             raise RuntimeError("the engine is closing")
-                        self._lane.begin(issued)
-                        self._lane.copy(target[part], copy[part])
-                        waits.append(self._lane.end())
+                        lane.begin(issued)
+                        lane.copy(target[part], copy[part])
+                        waits.append(lane.end())
                         if len(waits) > _CHUNKS_AHEAD:
                             waits.popleft()()
         finally:

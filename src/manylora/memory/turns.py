@@ -1,12 +1,14 @@
 """Turns of a long transfer to the device, beside copies of pages.
 
-Owns the share of either. Does not copy.
+Owns the share of either, and the lane on which the transfer's copies follow those of pages. Does not copy.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+
+from manylora.devices.device import CopyLane
 
 _BYTES_OF_PAGES = 4
 """Copies of pages move so many bytes for each byte of the long transfer, so they keep 80 % of their rate."""
@@ -18,7 +20,9 @@ _LOOK_S = 0.1
 class Turns:
     """Shared by the threads that copy pages and by the one of the long transfer."""
 
-    def __init__(self) -> None:
+    def __init__(self, lane: CopyLane) -> None:
+        """``lane``: behind the one that copies pages, for the thread of the long transfer."""
+        self.lane = lane
         self._changed = threading.Condition()
         self._num_copies = 0
         self._copied_bytes = 0

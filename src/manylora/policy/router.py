@@ -6,12 +6,13 @@ alive. The choice among replicas is a policy's (``policy.routing``). Knows no cl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from manylora.config.routing import RouterConfig, read_parameters
 from manylora.policy.routing import find_router
 from manylora.policy.routing.fleet import Fleet
 from manylora.policy.routing.invariants import check
+from manylora.policy.routing.lone import LoneRuns
 from manylora.policy.routing.policy import Relocation, Wish
 from manylora.policy.routing.queue import RouterQueue
 from manylora.policy.routing.replicas import ReplicaState
@@ -27,7 +28,10 @@ from manylora.protocol.routing import (
     Drain,
     Ended,
     Fence,
+    Held,
     Listed,
+    MoveAsked,
+    Planned,
     Progress,
     Refuse,
     ReplicaDown,
@@ -61,6 +65,7 @@ class Router:
         self._scaling = ScaleHints(config)
         self._requests: dict[RequestId, LiveRequest] = {}
         self._queue = RouterQueue()
+        self._lone = LoneRuns()
         self._stranded: dict[RequestId, LiveRequest] = {}  # no replica that is up can hold them
         self._epochs: dict[ReplicaId, int] = {}  # the last of each replica that ever was up
         self._num_asked = 0
@@ -76,6 +81,8 @@ class Router:
         match event:
             case Asked():
                 self._asked(event)
+            case Held():
+                self._held(event)
             case Progress():
                 request = self._requests.get(event.request)
                 if request is not None:
@@ -100,9 +107,11 @@ class Router:
             case ReplicaDown():
                 replica = self._fleet.up.get(event.replica)
                 if replica is not None and replica.epoch == event.epoch:
-                    self._lose(replica, event.is_crash)
+                    self._lose(replica, event.is_crash, event.blamed)
             case Drain():
                 self._drain(event)
+            case MoveAsked():
+                self._move(event)
             case Listed():
                 self._fleet.list_adapter(event.adapter, event.rank, event.num_pages)
             case Unlisted():
@@ -110,6 +119,8 @@ class Router:
             case Solved():
                 self._carry_out(self._policy.on_solved(self._fleet, event))
         if self._may_serve:
+            self._may_serve = False
+            self._serve_lone()
             self._serve_queue()
         if not self._timer_is_set and (self._fleet.up or self._requests):
             self._timer_is_set = True
@@ -119,7 +130,21 @@ class Router:
 
     def check(self) -> None:
         """Raise AssertionError where an invariant (``routing.invariants``) is broken. For tests; O(everything)."""
-        check(self._fleet, self._requests, self._queue, self._stranded)
+        check(self._fleet, self._requests, self._queue, self._stranded, self._lone)
+
+    @property
+    def fleet(self) -> Fleet:
+        """The replicas as the router knows them; to be read only."""
+        return self._fleet
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are on no replica."""
+        return len(self._queue) + len(self._stranded) + len(self._lone)
+
+    def requests(self) -> tuple[RequestId, ...]:
+        """All that are live, oldest first."""
+        return tuple(self._requests)
 
     # ------------------------------------------------------------ requests
 
@@ -133,10 +158,30 @@ class Router:
             error = RequestError(404, "the adapter is not served any more", "model")
             self._commands.append(Refuse(asked.request, error))
             return
+        request = self._open(asked, size)
+        if not self._is_refused(request):
+            self._place(request)
+
+    def _open(self, asked: Asked, size: tuple[int, int]) -> LiveRequest:
         self._num_asked += 1
         request = LiveRequest(asked, *size, self._fleet.now, self._num_asked)
         self._requests[request.id] = request
-        if not self._is_refused(request):
+        return request
+
+    def _held(self, held: Held) -> None:
+        """Another router gave the request to a replica, which has it."""
+        asked, replica = held.asked, self._fleet.up.get(held.replica)
+        if asked.request in self._requests:
+            return
+        size = self._fleet.adapters.get(asked.adapter)
+        if replica is None or replica.epoch != held.epoch or size is None:
+            self._asked(asked)
+            return
+        request = self._open(asked, size)
+        if self._fleet.fits_ever(replica, request):
+            request.hold(replica.id, replica.shape[-1])
+            self._fleet.hold(replica, request)
+        elif not self._is_refused(request):
             self._place(request)
 
     def _asked_again(self, request: LiveRequest, asked: Asked) -> None:
@@ -147,14 +192,14 @@ class Router:
             request.note_progress(sample, position)
         request.give_up_attempts(asked.attempts)
         self._take_off(request, "lost")
-        request.fail(is_death=False)
+        request.fail(is_blamed=False)
         if not self._is_refused(request):
             self._place(request)
 
     def _is_refused(self, request: LiveRequest) -> bool:
         """Refuse a request that cannot be served, if so."""
-        if request.deaths >= self._config.poison_deaths:
-            self._refuse(request, 503, f"{request.deaths} replicas have died with the request")
+        if request.deaths > self._config.poison_deaths:
+            self._refuse(request, 503, f"{request.deaths} replicas have died with the request {request.id}")
         elif request.failures >= self._config.max_attempts:
             self._refuse(request, 503, f"the request was tried {request.failures} times in vain")
         elif self._fleet.knows_shapes and not self._fleet.is_any_shape_right(request, ever=True):
@@ -179,6 +224,9 @@ class Router:
     def _forget(self, request: LiveRequest) -> None:
         if request.replica is not None:
             self._take_off(request, "ended")
+        elif request in self._lone:
+            self._lone.remove(request)
+            self._leave_lone(request)
         elif self._stranded.pop(request.id, None) is None and request in self._queue:
             self._queue.remove(request)
             self._may_serve = True  # it may have stood before others
@@ -189,18 +237,38 @@ class Router:
         assert request.replica is not None
         self._fleet.drop(self._fleet.up[request.replica], request)
         request.leave(reason)
+        self._leave_lone(request)
+        self._may_serve = True
+
+    def _leave_lone(self, request: LiveRequest) -> None:
+        """Others may have the replica that was kept for it."""
+        self._lone.leave(self._fleet, request)
         self._may_serve = True
 
     # ------------------------------------------------------------ placing
 
     def _place(self, request: LiveRequest) -> None:
         """Give the request to a replica, or have it wait in its place in the queue."""
+        if self._runs_alone(request):
+            self._wait(request)
+            return
         others_wait = len(self._queue) > 0
         if (not others_wait and self._try(request)) or self._is_stranded(request):
             return
         self._queue.put(request)
         if others_wait and self._queue.first() is request:
             self._may_serve = True
+
+    def _runs_alone(self, request: LiveRequest) -> bool:
+        return request.deaths >= self._config.poison_deaths
+
+    def _wait(self, request: LiveRequest) -> None:
+        """The request waits with others of its kind."""
+        if self._runs_alone(request):
+            self._lone.put(request)
+        else:
+            self._queue.put(request)
+        self._may_serve = True
 
     def _try(self, request: LiveRequest) -> bool:
         replica = self._policy.choose(self._fleet, request)
@@ -221,7 +289,10 @@ class Router:
         number = self._fleet.take(replica, request)
         request.assign(replica.id, number, replica.shape[-1])
         resume = tuple(request.positions) if request.num_generated else ()
-        self._commands.append(Assign(request.id, request.attempt, replica.id, number, resume))
+        failures, deaths = request.failures, request.deaths
+        self._commands.append(
+            Assign(request.id, request.attempt, replica.id, number, resume, failures, deaths)
+        )
         if self._config.trace:
             waited_s = self._fleet.now - request.key[0]
             source = request.source
@@ -231,19 +302,35 @@ class Router:
 
     def _serve_queue(self) -> None:
         """As many of those that wait as find a replica, oldest first; the first that finds none ends it."""
-        self._may_serve = False
         while (request := self._queue.first()) is not None:
             if not (self._try(request) or self._is_stranded(request)):
                 return
             self._queue.remove(request)
 
+    def _serve_lone(self) -> None:
+        """Those that run alone and find an empty replica; the others have one kept free for them."""
+        for request in self._lone.waiting():
+            if self._is_stranded(request):
+                self._lone.remove(request)
+                self._lone.leave(self._fleet, request)
+            elif (replica := self._lone.replica_for(self._fleet, request)) is not None:
+                self._lone.remove(request)
+                self._assign(request, replica)
+
     # ------------------------------------------------------------ moves
+
+    def _move(self, event: MoveAsked) -> None:
+        request = self._requests.get(event.request)
+        if request is None or request.replica == event.replica:
+            return
+        if self._fleet.can_take(self._fleet.up.get(event.replica), request):
+            self._withdraw(request, event.replica, "asked")
 
     def _carry_out(self, wishes: Sequence[Wish]) -> None:
         for wish in wishes:
             if isinstance(wish, Relocation):
                 self._relocate(wish)
-            else:
+            elif self._config.trace or not isinstance(wish, Planned):
                 self._commands.append(wish)
 
     def _relocate(self, wish: Relocation) -> None:
@@ -284,7 +371,7 @@ class Router:
         """The request leaves its replica for its target, or for the one that is chosen now."""
         name, reason = request.target, request.reason
         self._take_off(request, reason)
-        target = None if name is None else self._fleet.up.get(name)
+        target = None if name is None or self._runs_alone(request) else self._fleet.up.get(name)
         if target is not None and self._fleet.can_take(target, request) and target.has_room(request):
             self._assign(request, target)
         else:
@@ -300,7 +387,7 @@ class Router:
             return
         before = self._fleet.up.get(event.replica)
         if before is not None:
-            self._lose(before, is_crash=True)
+            self._lose(before, is_crash=False)
         self._epochs[event.replica] = event.epoch
         self._fleet.add(event.replica, event.epoch, event.facts)
         self._may_serve = True
@@ -311,7 +398,7 @@ class Router:
         for request in list(self._stranded.values()):
             if self._fleet.is_any_shape_right(request):
                 del self._stranded[request.id]
-                self._queue.put(request)
+                self._wait(request)
             elif not self._fleet.is_any_shape_right(request, ever=True):
                 self._refuse(request, 400, "no replica can ever hold the request")
 
@@ -328,20 +415,25 @@ class Router:
             self._requests[name].accept()
         if replica.has_gap and not had_gap:
             self._commands.append(AskReport(replica.id))
-        self._may_serve = len(self._queue) > 0
+        self._may_serve = len(self._queue) + len(self._lone) > 0
         if report.is_exhausted:
             self._carry_out(self._policy.on_timer(self._fleet))
 
-    def _lose(self, replica: ReplicaState, is_crash: bool) -> None:
-        """The replica is down: its requests go elsewhere at once, oldest first."""
+    def _lose(
+        self, replica: ReplicaState, is_crash: bool, blamed: Collection[RequestId] | None = None
+    ) -> None:
+        """The replica is down: its requests go elsewhere at once, oldest first. A death of its own counts against
+        them; an end that was made by others does not."""
+        self._lone.lose(replica)
         lost = sorted(replica.requests.values(), key=lambda request: request.key)
         for request in lost:
             self._take_off(request, "lost")
-            request.fail(is_crash and request.is_accepted)
+            if is_crash:
+                request.fail(request.is_accepted if blamed is None else request.id in blamed)
         self._fleet.remove(replica)
         for request in lost:
             if not self._is_refused(request):
-                self._queue.put(request)
+                self._wait(request)
         self._may_serve = True
 
     def _drain(self, event: Drain) -> None:
@@ -365,7 +457,7 @@ class Router:
             silent_s = now - replica.reported_s
             if silent_s > config.lease_s:
                 self._commands.append(Fence(replica.id, replica.epoch))
-                self._lose(replica, is_crash=True)
+                self._lose(replica, is_crash=False)
             elif silent_s > config.suspect_s and not replica.is_suspect:
                 fleet.suspect(replica)
             elif replica.drains_from_s is not None and now - replica.drains_from_s >= config.drain_timeout_s:
@@ -374,6 +466,6 @@ class Router:
             if request.gap_s is not None and now - request.gap_s >= config.queue_timeout_s:
                 self._refuse(request, 503, "no replica that can hold the request is up")
         self._carry_out(self._policy.on_timer(fleet))
-        hint = self._scaling.tick(fleet, len(self._queue) + len(self._stranded))
+        hint = self._scaling.tick(fleet, self.num_waiting)
         if hint is not None:
             self._commands.append(hint)

@@ -69,7 +69,8 @@ class Asked:
     ``prefix``: for each full block of the prompt's ``BLOCK_TOKENS`` a 64-bit hash of it and all before it, rooted
     at the adapter's version and the cache scope. ``attempts``: how many were made before; where the request is
     live and its present attempt is among them, the front end has given that one up. ``generated``: tokens so far
-    of each sample. ``waited_s``: since the request first came.
+    of each sample. ``waited_s``: since the request first came. ``failures``, ``deaths``: what the last Assign said
+    of these, should another router have made it.
     """
 
     request: RequestId
@@ -81,6 +82,18 @@ class Asked:
     attempts: int = 0
     generated: tuple[int, ...] = ()
     waited_s: float = 0.0
+    failures: int = 0
+    deaths: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """A front end tells a new router that this replica serves a request already, in the attempt
+    ``asked.attempts``. Where that epoch of the replica is not up, the attempt is lost."""
+
+    asked: Asked
+    replica: ReplicaId
+    epoch: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -158,12 +171,14 @@ class ReplicaReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplicaDown:
-    """The replica of this epoch is gone. ``is_crash``: its requests may be to blame."""
+    """The replica of this epoch is gone. ``is_crash``: it died by itself, and requests may be to blame:
+    ``blamed``, or all that it had accepted where that is not known (None). Nothing is, where it was ended."""
 
     replica: ReplicaId
     epoch: int
     reason: str = ""
     is_crash: bool = True
+    blamed: tuple[RequestId, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -172,6 +187,14 @@ class Drain:
 
     replica: ReplicaId
     migrate: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MoveAsked:
+    """The request is to be served by this replica, whatever the move costs: people want it so."""
+
+    request: RequestId
+    replica: ReplicaId
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -212,8 +235,8 @@ class Solved:
 
 
 RouterEvent = (
-    Asked | Accepted | Progress | Ended | Cancelled | ReplicaUp | ReplicaReport | ReplicaDown | Drain | Withdrawn
-    | Listed | Unlisted | Solved | Timer
+    Asked | Held | Accepted | Progress | Ended | Cancelled | ReplicaUp | ReplicaReport | ReplicaDown | Drain
+    | MoveAsked | Withdrawn | Listed | Unlisted | Solved | Timer
 )  # fmt: skip
 """What a router is told."""
 
@@ -226,6 +249,7 @@ class Assign:
     """The front end is to send the request to this replica, with the tokens that it has accepted so far.
 
     ``number`` counts the replica's assignments. ``resume``: as many tokens of each sample as the router knows of.
+    ``failures``, ``deaths``: attempts that were lost before, and those of them that the request is blamed for.
     """
 
     request: RequestId
@@ -233,6 +257,8 @@ class Assign:
     replica: ReplicaId
     number: int
     resume: tuple[int, ...] = ()
+    failures: int = 0
+    deaths: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -339,9 +365,23 @@ class Routed:
     source: ReplicaId | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Planned:
+    """dLoRA's plan, for people; only with ``RouterConfig.trace``. ``value_s``: the time until the last replica is
+    done by it; ``before_s``: had nothing moved; ``bound_s``: no plan is done sooner, as the solver says, 0 where
+    none has answered."""
+
+    number: int
+    num_requests: int
+    num_moves: int
+    value_s: float
+    before_s: float
+    bound_s: float
+
+
 RouterCommand = (
     Assign | Withdraw | Place | Unplace | Refuse | Solve | ScaleHint | Fence | AskReport
-    | Routed | SetTimer
+    | Routed | Planned | SetTimer
 )  # fmt: skip
 """What a router commands."""
 

@@ -36,7 +36,9 @@ def measure_merging(
     Raises ConfigError."""
     switches: list[SwitchPoint] = []
     modes: tuple[ModePoint, ...] = ()
-    modules = {projection.module.rpartition(".")[2] for group in config.groups for projection in group.projections}
+    modules = {
+        projection.module.rpartition(".")[2] for group in config.groups for projection in group.projections
+    }
     places = ("device", "host")
     for done, copy in enumerate(places):
         progress("merging", done, len(places))

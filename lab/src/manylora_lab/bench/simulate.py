@@ -287,7 +287,9 @@ def target_of(settings: SimulateSettings) -> SimulatedTarget:
     if settings.device is not None:
         profile.expect(machine=_this_machine(settings.device))
     measured = fit_profile(profile).on_cards(settings.cards)
-    return SimulatedTarget(f"{cards}{profile.machine}", profile.model, measured, profile, None, settings.cards)
+    return SimulatedTarget(
+        f"{cards}{profile.machine}", profile.model, measured, profile, None, settings.cards
+    )
 
 
 def _shape_of_folder(model: str, itemsize: int) -> ModelShape:

@@ -22,6 +22,7 @@ from manylora.config.routing import (
 from manylora.engine.journal import JournalWriter
 from manylora.policy.routing import find_router
 from manylora.pricing.costs import StepCosts, StepWork
+from manylora.solving.process import solver_is_there, solving
 from manylora_lab.bench.cluster_picture import draw_routers
 from manylora_lab.bench.picture import check_plot
 from manylora_lab.bench.provenance import Provenance
@@ -103,7 +104,7 @@ def run_cluster(settings: ClusterSettings, load: Callable[[], Stream]) -> int:
     cases = [(router, name) for router in routers for name in configs]
     if settings.journals is not None and len(cases) > 1:
         raise ConfigError("--journals are of one router with one cache policy")
-    notes = _notes(settings, configs, targets)
+    notes = _notes(settings, configs, targets, routers)
     recording = Provenance("the workload's (--seed)")
     stream = load()
     if len(stream.ranks) > EAGER_ADAPTERS and settings.each.is_warm:
@@ -128,13 +129,14 @@ def run_cluster(settings: ClusterSettings, load: Callable[[], Stream]) -> int:
             for place in range(settings.replicas)
             for target in [targets[place % len(targets)]]
         ]
-        with _journals(settings.journals, routers[router], members) as journal:
+        with _journals(settings.journals, routers[router], members) as journal, solving() as solve:
             cluster = VirtualCluster(
                 stream,
                 members,
                 routers[router] if settings.replicas > 1 else None,
                 is_warm=settings.each.is_warm,
                 report_delay_s=settings.report_delay_s,
+                solve=solve,
                 journal=journal,
             )
             cluster.run()
@@ -253,7 +255,10 @@ def _of_profile(
 
 
 def _notes(
-    settings: ClusterSettings, configs: dict[str, list[PolicyConfig]], targets: Sequence[SimulatedTarget]
+    settings: ClusterSettings,
+    configs: dict[str, list[PolicyConfig]],
+    targets: Sequence[SimulatedTarget],
+    routers: dict[str, RouterConfig],
 ) -> list[str]:
     found = dict.fromkeys(
         note
@@ -263,6 +268,8 @@ def _notes(
     notes = list(found)
     if settings.replicas == 1:
         notes.append("one replica has no router: all of them give the same")
+    if "dlora" in routers and not solver_is_there():
+        notes.append("highspy is not installed: a greedy plan stands for dlora's programme")
     return notes
 
 

@@ -58,7 +58,12 @@ _COSTS: tuple[Option, ...] = (
 
 _CLUSTER: tuple[Option, ...] = (
     ("--replicas", int, "N", "so many of them; several profiles, or hardwares, with commas between go round"),
-    ("--router", str, "NAMES", "routing policies to compare, such as manylora,punica, or all (default: manylora)"),
+    (
+        "--router",
+        str,
+        "NAMES",
+        "routing policies to compare, such as manylora,punica, or all (default: manylora)",
+    ),
     ("--router-help", str, "NAME", "name a routing policy's parameters, and end"),
     ("--slo-tpot", str, "TIME", "the objective between tokens: seconds, or 1.5x of a merged step"),
     ("--report-delay", float, "SECONDS", "how old a replica's report is on arrival (default: 0.05)"),
@@ -99,7 +104,10 @@ def add_parser(kinds: Any) -> None:
     cluster = parser.add_argument_group("replicas and a router (docs/routing.md)")
     add_options(cluster, _CLUSTER)
     cluster.add_argument(
-        "--router-set", action="append", metavar="ROUTER.KEY=VALUE", help="a parameter of one; may be repeated"
+        "--router-set",
+        action="append",
+        metavar="ROUTER.KEY=VALUE",
+        help="a parameter of one; may be repeated",
     )
     cluster.add_argument("--journals", type=Path, metavar="DIR", help="write the router's and each replica's")
     cluster.add_argument("--plot", type=Path, metavar="FILE", help="a picture of the routers")

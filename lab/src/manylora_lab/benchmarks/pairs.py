@@ -118,7 +118,9 @@ def count_ties(engine: Engine, seed: int, ours: list[list[int]], others: list[li
         if mine != theirs:
             parts = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
             gap = engine.gap_after(seed, number, mine[:parts])
-            assert gap <= TIE, f"seed {seed}, request {number}: tokens differ where logits are {gap:.2g} apart"
+            assert gap <= TIE, (
+                f"seed {seed}, request {number}: tokens differ where logits are {gap:.2g} apart"
+            )
             ties += 1
     return ties
 

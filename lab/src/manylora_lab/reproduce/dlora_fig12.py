@@ -9,6 +9,7 @@ import random
 from manylora.config import CacheConfig, MergeConfig, PolicyConfig
 from manylora.config.routing import RouterConfig
 from manylora.pricing.shapes import shape_named
+from manylora.solving.process import solving
 from manylora_lab.reproduce.caraserve_cells import popularity
 from manylora_lab.reproduce.cells import HOST_POOL_BYTES, PAGE_TOKENS, in_parallel
 from manylora_lab.reproduce.drawing import Lines
@@ -98,8 +99,11 @@ def measure(case: AdaptersCase) -> Row:
         merge=merge,
     )
     member = member_of(system, config, costs, (adapter_pages,) * case.num_adapters, _SHAPE.weight_bytes)
-    cluster = VirtualCluster(stream, [member] * case.replicas, RouterConfig(router), is_warm=True)
-    cluster.run()
+    with solving() as solve:
+        cluster = VirtualCluster(
+            stream, [member] * case.replicas, RouterConfig(router), is_warm=True, solve=solve
+        )
+        cluster.run()
     found = summarize_cluster(cluster)
     names = (
         "done_per_s", "output_tokens_per_s", "ttft_mean_ms", "time_per_token_mean_ms", "tpot_mean_ms",
@@ -152,7 +156,7 @@ FIG12 = Experiment(
     (_falls,),
     (
         "Simulated: the engine's own policy on A100-80 of assumed costs (for A800). dlora: dLoRA's merging and "
-        "router, its programme without a solver (a greedy plan stands for it). manylora: our defaults. peft: "
+        "router. manylora: our defaults. peft: "
         "one adapter a batch, most-idle. vllm-uniform: a merged model for each adapter, shared out equally, "
         "swapped in over the link where they do not fit.",
         "Throughput: requests until the last has ended, so a system that falls behind is measured by its "

@@ -141,7 +141,9 @@ def simulate(
         merge=dataclasses.replace(merge, times=times) if merge.is_on else merge,
     )
     costs = SummedCosts(place.costs, system == FREE)
-    of_merged = measured_costs(place.profile, place.costs, on_host=False) if place.profile is not None else None
+    of_merged = (
+        measured_costs(place.profile, place.costs, on_host=False) if place.profile is not None else None
+    )
     replay = Replay(stream, config, costs, pages, merging=of_merged)
     replay.run()
     outcomes = replay.outcomes

@@ -65,7 +65,9 @@ class Clairvoyant:
         self._times = StepSeconds(merge.times)
         self._is_mixed = merge.is_mixed
         self._adapters: dict[SequenceId, AdapterId] = {}
-        self._best: dict[AdapterId, float] = {BASE: 0.0}  # to have run all steps so far and end on these weights
+        self._best: dict[AdapterId, float] = {
+            BASE: 0.0
+        }  # to have run all steps so far and end on these weights
         self._taken_s = 0.0
         self._free_s = 0.0
         self._merged: AdapterId = BASE

@@ -1,8 +1,8 @@
 """A cluster in virtual time: replicas with their own policies, and one router between them and the clients.
 
-One heap orders the events of all. The router knows of a replica what has reached it: a report is on its way for
-``report_delay_s``, and what goes between a front end, the router and a replica for ``wire_s`` each way. Decides
-nothing itself: ``policy.router`` and ``policy.replica`` do.
+One heap orders the events of all. The router knows of a replica what has reached it: a report is on its way
+for ``report_delay_s``, and what goes between a front end, the router and a replica for ``wire_s`` each way.
+Decides nothing itself: ``policy.router`` and ``policy.replica`` do.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from manylora.protocol.routing import (
     Fence,
     Listed,
     Place,
+    Planned,
     Progress,
     Refuse,
     ReplicaUp,
@@ -53,6 +54,9 @@ HEARTBEAT_S = 1.0
 """A replica on which nothing happens reports so often."""
 EAGER_ADAPTERS = 2000
 """Where there are more, a replica learns of an adapter with its first request, and none is warmed."""
+SOLVE_S = 0.2
+"""After which an answer to dLoRA's programme is there, however long the solver really took
+(``RouterTimes``)."""
 STUCK_S = 3600.0
 """Without a request that comes or ends for so long, those that wait are taken for forgotten."""
 
@@ -61,7 +65,7 @@ _REPORT, _NEWS, _CLOCK, _LOOP = range(4)
 """Of what is due at one moment, the order in which it is handed over."""
 
 _Due = tuple[float, int, int, object]
-Solver = Callable[[Solve], Solved | None]
+Solver = Callable[[Solve], Solved]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,9 +94,11 @@ class Member:
 
 @dataclasses.dataclass(slots=True)
 class RouterTimes:
-    """Real seconds that the router took. ``asked_s``: for each request that came."""
+    """Real seconds that the router took. ``asked_s``: for each request that came; ``solved_s``: that a solver
+    took for each programme, which are not the router's."""
 
     asked_s: list[float] = dataclasses.field(default_factory=list)
+    solved_s: list[float] = dataclasses.field(default_factory=list)
     total_s: float = 0.0
     num_events: int = 0
 
@@ -104,8 +110,8 @@ Journal = Callable[[int | None, float, object, Sequence[object]], None]
 class VirtualCluster:
     """One run: ``run`` replays the stream to its end.
 
-    ``router``: None only for a replica that is alone. ``is_warm``: every adapter is asked for once on each replica
-    before the stream starts, where there are no more than EAGER_ADAPTERS.
+    ``router``: None only for a replica that is alone. ``is_warm``: every adapter is asked for once on each
+    replica before the stream starts, where there are no more than EAGER_ADAPTERS.
     """
 
     def __init__(
@@ -141,6 +147,7 @@ class VirtualCluster:
         self.now = 0.0
         self.times = RouterTimes()
         self.hints: list[tuple[float, ScaleHint]] = []
+        self.plans: list[Planned] = []
         self.num_solves = 0
         self.working_sets: list[tuple[float, tuple[int, ...]]] = []
         """Requests on each replica, once a second."""
@@ -383,16 +390,24 @@ class VirtualCluster:
                 self._place(command.adapter, self.loops[command.replica])
             case Solve():
                 self.num_solves += 1
-                solved = None if self._solve is None else self._solve(command)
-                if solved is not None:
-                    self._put(self.now, _NEWS, solved)
+                if self._solve is not None:
+                    self._put(self.now + SOLVE_S, _NEWS, self._solved(self._solve, command))
+            case Planned():
+                self.plans.append(command)
             case ScaleHint():
                 self.hints.append((self.now - self.front.began_s, command))
             case AskReport() | Fence():
                 raise RuntimeError(f"no report is lost here, and no replica is silent: {command}")
 
+    def _solved(self, solve: Solver, problem: Solve) -> Solved:
+        began = time.perf_counter()
+        solved = solve(problem)
+        self.times.solved_s.append(time.perf_counter() - began)
+        return solved
+
     def _place(self, adapter: AdapterId, loop: ReplicaLoop) -> None:
-        """A copy of the adapter is loaded as by a request of one token; the cache policy may evict it again."""
+        """A copy of the adapter is loaded as by a request of one token; the cache policy may evict it
+        again."""
         self._num_placed += 1
         first = -(len(self.stream.ranks) + self._num_placed) * MOST_TOKENS
         loop.put(self.now, request_of(f"place-{self._num_placed}", adapter, (first,), 1))
@@ -403,7 +418,9 @@ class VirtualCluster:
             if what is self._timer:
                 self._tell(what)
             return
-        self.working_sets.append((self.now - self.front.began_s, tuple(len(loop.held) for loop in self.loops)))
+        self.working_sets.append(
+            (self.now - self.front.began_s, tuple(len(loop.held) for loop in self.loops))
+        )
         for loop in self.loops:
             if self.now - loop.last_report_s >= HEARTBEAT_S:
                 loop.ask_report(self.now)

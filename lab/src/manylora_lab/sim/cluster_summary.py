@@ -46,6 +46,7 @@ def summarize_cluster(cluster: VirtualCluster, slo_tpot_s: float | None = None) 
         "recomputed_tokens": front.recomputed_on.total(),
         "scale_hints": len(cluster.hints),
         "solves": cluster.num_solves,
+        "solve_mean_ms": round(1e3 * float(np.mean(cluster.times.solved_s or [0.0])), 3),
         "router_s": round(cluster.times.total_s, 3),
         "decision_mean_us": round(1e6 * float(times.mean()), 2),
         "decision_p99_us": round(1e6 * float(np.percentile(times, 99)), 2),

@@ -19,7 +19,9 @@ def summarize(replay: Replay) -> Summary:
 
     Of dropped requests nothing counts but the moment of the last end.
     """
-    return summary_of(replay.outcomes, [grown_since(replay.counters_at_start, replay.report("busy").counters)])
+    return summary_of(
+        replay.outcomes, [grown_since(replay.counters_at_start, replay.report("busy").counters)]
+    )
 
 
 def grown_since(before: Counters, after: Counters) -> dict[str, float]:
@@ -30,7 +32,9 @@ def grown_since(before: Counters, after: Counters) -> dict[str, float]:
 
 def numbers_of(counters: Counters) -> dict[str, float]:
     """Those that are one number each."""
-    return {name: value for name, value in dataclasses.asdict(counters).items() if not isinstance(value, dict)}
+    return {
+        name: value for name, value in dataclasses.asdict(counters).items() if not isinstance(value, dict)
+    }
 
 
 def summary_of(all_outcomes: Sequence[Outcome], counts: Sequence[Mapping[str, float]]) -> Summary:

@@ -29,6 +29,7 @@ from manylora.kernels.triton.compiling import report_compilation
 from manylora.kernels.triton.decode_table import DecodeTable
 from manylora.kernels.triton.dependent import launch_options
 from manylora.kernels.triton.elementwise import rms_norm_kernel, silu_mul_kernel, write_kv_kernel
+from manylora.kernels.triton.gate import pass_gate
 from manylora.kernels.triton.lora import AdaptedLinears, TritonFixedLora, lora_kernels_on
 from manylora.kernels.triton.lora_launch import LoraKernels, LoraPlan
 from manylora.kernels.triton.merging import merge_linears
@@ -213,6 +214,14 @@ class TritonOps:
         self, layers: Sequence[MergedLayer], pool: torch.Tensor, group: ProjectionGroup, plan: MergePlan
     ) -> None:
         merge_linears(layers, pool, group, plan)
+
+    # ---- gates -----------------------------------------------------------------------------------------
+
+    def pass_gate(
+        self, landed: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor, is_first: bool
+    ) -> None:
+        """See ``executor.gated``."""
+        pass_gate(landed, wanted, told, is_first)
 
     # ---- small operations ------------------------------------------------------------------------------
 

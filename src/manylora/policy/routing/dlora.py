@@ -14,7 +14,7 @@ from manylora.policy.routing.policy import Relocation, Wish
 from manylora.policy.routing.programme import Plan, PlanState, build_programme
 from manylora.policy.routing.replicas import ReplicaState
 from manylora.policy.routing.rounding import is_solution, round_shares
-from manylora.protocol.routing import Solve, Solved
+from manylora.protocol.routing import Planned, Solve, Solved
 
 
 class Dlora(DloraProactive):
@@ -40,7 +40,7 @@ class Dlora(DloraProactive):
         given = self._reactive
         if self._asked is not None and view.now - self._asked_s >= given.solve_wait_s:
             problem, self._asked = self._asked, None
-            wishes += moves_of(problem, greedy_plan(problem))
+            wishes += wishes_of(problem, greedy_plan(problem))
         if view.now - self._checked_s < given.check_s or self._asked is not None:
             return wishes
         self._checked_s = view.now
@@ -59,9 +59,11 @@ class Dlora(DloraProactive):
         if problem is None or solved.number != problem.number:
             return ()
         self._asked = None
-        if not is_solution(problem, solved.shares):
-            return moves_of(problem, greedy_plan(problem))
-        return moves_of(problem, round_shares(problem, solved.shares))
+        plans = [greedy_plan(problem)]
+        if is_solution(problem, solved.shares):
+            plans.insert(0, round_shares(problem, solved.shares))
+        best = min(plans, key=lambda plan: PlanState(problem, plan).value_s())
+        return wishes_of(problem, best, solved.bound_s)
 
     def _overloaded(self, view: Fleet) -> list[ReplicaState]:
         """Overloaded replicas and as many with the shortest queues, by id; none where none is overloaded."""
@@ -84,11 +86,12 @@ class Dlora(DloraProactive):
         return replica.free_pages < (1 - self._reactive.most_kv_use) * replica.facts.num_pages
 
 
-def moves_of(problem: Solve, plan: Plan) -> list[Relocation]:
-    """A plan's moves. Each is worth what the whole plan gains."""
+def wishes_of(problem: Solve, plan: Plan, bound_s: float = 0.0) -> list[Wish]:
+    """A plan's moves, and how good it is. Each move is worth what the whole plan gains."""
     sources = [request.source for request in problem.requests]
-    gain_s = PlanState(problem, sources).value_s() - PlanState(problem, plan).value_s()
-    return [
+    before_s, value_s = PlanState(problem, sources).value_s(), PlanState(problem, plan).value_s()
+    gain_s = before_s - value_s
+    moves: list[Wish] = [
         Relocation(
             request.request,
             request.attempt,
@@ -101,3 +104,4 @@ def moves_of(problem: Solve, plan: Plan) -> list[Relocation]:
         for request, place in zip(problem.requests, plan, strict=True)
         if place != request.source
     ]
+    return [*moves, Planned(problem.number, len(plan), len(moves), value_s, before_s, bound_s)]

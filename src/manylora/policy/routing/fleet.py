@@ -127,6 +127,15 @@ class Fleet:
         self.prefixes.add(request.prefix, replica)
         return number
 
+    def hold(self, replica: ReplicaState, request: LiveRequest) -> None:
+        """The replica has the request already, by another router's assignment."""
+        rows = replica.rows
+        replica.hold(request)
+        self._move_load(replica, rows)
+        if request.adapter != BASE and replica.adapters[request.adapter] == 1:
+            self._note_home(request.adapter, replica.id, True)
+        self.prefixes.add(request.prefix, replica)
+
     def drop(self, replica: ReplicaState, request: LiveRequest) -> None:
         """The request is not on the replica any more."""
         rows = replica.rows
@@ -176,6 +185,17 @@ class Fleet:
         """The replica gets no work until it reports again."""
         self._close(replica)
         replica.suspect()
+
+    def reserve(self, replica: ReplicaState) -> None:
+        """The replica gets no work but one request's."""
+        self._close(replica)
+        replica.reserve()
+
+    def release(self, replica: ReplicaState) -> None:
+        """The replica may get any work again."""
+        replica.release()
+        if replica.is_open:
+            self._open(replica)
 
     def _forget_shape(self, shape: Shape) -> None:
         self._shapes[shape] -= 1

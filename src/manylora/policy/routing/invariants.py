@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from manylora.policy.routing.fleet import Fleet
+from manylora.policy.routing.lone import LoneRuns
 from manylora.policy.routing.queue import RouterQueue
 from manylora.policy.routing.replicas import ReplicaState
 from manylora.policy.routing.requests import LiveRequest
@@ -16,12 +17,15 @@ def check(
     requests: Mapping[RequestId, LiveRequest],
     queue: RouterQueue,
     stranded: Mapping[RequestId, LiveRequest],
+    lone: LoneRuns,
 ) -> None:
     """Raises AssertionError where an invariant is broken."""
     for name, request in requests.items():
         assert request.id == name
-        check_owner(fleet, request, queue, stranded)
-    assert len(queue) + len(stranded) == sum(request.replica is None for request in requests.values())
+        check_owner(fleet, request, queue, stranded, lone)
+    assert len(queue) + len(stranded) + len(lone) == sum(
+        request.replica is None for request in requests.values()
+    )
     owned = sum(len(replica.requests) for replica in fleet.up.values())
     assert owned == sum(request.replica is not None for request in requests.values())
     for place, replica in fleet.up.items():
@@ -30,13 +34,18 @@ def check(
         check_accounts(replica)
         check_homes(fleet, replica)
     check_indexes(fleet)
+    lone.check(fleet)
 
 
 def check_owner(
-    fleet: Fleet, request: LiveRequest, queue: RouterQueue, stranded: Mapping[RequestId, LiveRequest]
+    fleet: Fleet,
+    request: LiveRequest,
+    queue: RouterQueue,
+    stranded: Mapping[RequestId, LiveRequest],
+    lone: LoneRuns,
 ) -> None:
-    """A live request is in exactly one place: the queue, aside, or on a replica that is up."""
-    is_queued, is_aside = request in queue, stranded.get(request.id) is request
+    """A live request is in exactly one place: a queue, aside, or on a replica that is up."""
+    is_queued, is_aside = (request in queue) + (request in lone), stranded.get(request.id) is request
     is_owned = request.replica is not None
     assert is_queued + is_aside + is_owned == 1, f"{request.id} has {is_queued + is_aside + is_owned} owners"
     if request.replica is not None:

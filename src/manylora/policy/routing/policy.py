@@ -10,7 +10,7 @@ from manylora.config.routing import NoParameters, RouterParameters
 from manylora.policy.routing.fleet import Fleet
 from manylora.policy.routing.replicas import ReplicaState
 from manylora.policy.routing.requests import LiveRequest
-from manylora.protocol.routing import Place, ReplicaId, Solve, Solved, Unplace
+from manylora.protocol.routing import Place, Planned, ReplicaId, Solve, Solved, Unplace
 from manylora.types import RequestId
 
 
@@ -33,7 +33,7 @@ class Relocation:
     is_forced: bool = False
 
 
-Wish = Relocation | Place | Unplace | Solve
+Wish = Relocation | Place | Unplace | Solve | Planned
 """What a policy wants besides choosing."""
 
 

@@ -24,8 +24,9 @@ class ReplicaState:
 
     __slots__ = (
         "adapter_pages", "adapters", "drains_from_s", "epoch", "facts", "free_pages", "has_gap", "id",
-        "is_exhausted", "is_open", "is_suspect", "is_up", "kv_tokens", "max_seqs", "num_assigned", "num_changes",
-        "page_in_s", "page_price_s", "page_read_s", "rank_sum", "ranks", "report", "reported_s", "requests",
+        "is_exhausted", "is_open", "is_reserved", "is_suspect", "is_up", "kv_tokens", "max_seqs",
+        "num_assigned", "num_changes", "page_in_s", "page_price_s", "page_read_s", "rank_sum", "ranks", "report",
+        "reported_s", "requests",
         "residency", "rows", "seq", "shape", "spare_pages", "step_now", "token_s", "unseen", "waiting_tokens",
     )  # fmt: skip
 
@@ -37,6 +38,7 @@ class ReplicaState:
         self.shape = shape
         self.is_open = self.is_up = True
         self.is_suspect = False
+        self.is_reserved = False
         self.drains_from_s: float | None = None
         self.reported_s = now
         self.seq = 0
@@ -98,6 +100,15 @@ class ReplicaState:
         num_tokens = max(request.num_tokens - num_cached, 1)
         self.unseen[self.num_assigned] = request.id, pages, num_tokens
         self._reserve(pages, num_tokens)
+        self._add(request)
+        return self.num_assigned
+
+    def hold(self, request: LiveRequest) -> None:
+        """The request is here already, and what it takes is in the reports."""
+        self._note_change()
+        self._add(request)
+
+    def _add(self, request: LiveRequest) -> None:
         self.requests[request.id] = request
         self.rows += request.samples
         self.rank_sum += request.rank
@@ -107,7 +118,6 @@ class ReplicaState:
             self.adapters[request.adapter] = count + 1
             if not count:
                 self.adapter_pages += request.adapter_pages
-        return self.num_assigned
 
     def drop(self, request: LiveRequest) -> None:
         """The request is not here any more."""
@@ -183,7 +193,21 @@ class ReplicaState:
     def trust(self) -> None:
         """One has come."""
         self.is_suspect = False
-        self.is_open = self.is_up and self.drains_from_s is None
+        self._reopen()
+
+    def reserve(self) -> None:
+        """It is kept for one request."""
+        self.is_reserved = True
+        self.is_open = False
+
+    def release(self) -> None:
+        """It is not any more."""
+        self.is_reserved = False
+        self._reopen()
+
+    def _reopen(self) -> None:
+        is_held = self.is_suspect or self.is_reserved or self.drains_from_s is not None
+        self.is_open = self.is_up and not is_held
 
     def drain(self, since_s: float) -> None:
         """It gets no more work; the earliest moment that was named counts."""

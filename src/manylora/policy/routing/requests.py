@@ -20,9 +20,10 @@ def shape_of(facts: ReplicaFacts, is_any_class: bool = False) -> Shape:
 class LiveRequest:
     """From Asked to its one end. ``replica``: where it is, None in the queue; ``number``: of its assignment.
 
-    ``key``: its place in the queue, by the moment at which it first came. ``failures``: attempts that were lost,
-    of which ``deaths`` with a replica that died. ``gap_s``: since when no replica that is up can hold it. With its
-    first token it is bound to the ``numerics`` of the replica that gave it, so that it goes on alike.
+    ``key``: its place in the queue, by the moment at which it first came. ``failures``: attempts that were lost
+    by deaths or given up by the front end, of which it may be to blame for ``deaths``. ``gap_s``: since when no
+    replica that is up can hold it. With its first token it is bound to the ``numerics`` of the replica that gave
+    it, so that it goes on alike.
     """
 
     __slots__ = (
@@ -43,8 +44,8 @@ class LiveRequest:
         self.prefix = asked.prefix
         self.key = (now - asked.waited_s, order)
         self.attempt = asked.attempts
-        self.failures = asked.attempts
-        self.deaths = 0
+        self.failures = asked.failures
+        self.deaths = asked.deaths
         self.positions = list(asked.generated) or [0] * asked.samples
         self.num_generated = sum(self.positions)
         self.replica: ReplicaId | None = None
@@ -74,6 +75,13 @@ class LiveRequest:
         self.is_accepted = False
         self.gap_s = None
 
+    def hold(self, replica: ReplicaId, numerics: str) -> None:
+        """Its present attempt is on this replica, by another router's assignment."""
+        self._numerics_here = numerics
+        self.replica = replica
+        self.is_accepted = True
+        self._bind()
+
     def accept(self) -> None:
         self.is_accepted = True
 
@@ -90,10 +98,10 @@ class LiveRequest:
         self.target = None
         self.reason = reason
 
-    def fail(self, is_death: bool) -> None:
+    def fail(self, is_blamed: bool) -> None:
         """The attempt was lost."""
         self.failures += 1
-        self.deaths += is_death
+        self.deaths += is_blamed
 
     def give_up_attempts(self, attempts: int) -> None:
         """The front end counts so many attempts that were made."""

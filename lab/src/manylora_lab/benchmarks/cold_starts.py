@@ -1,0 +1,304 @@
+"""Cold starts on one device: how soon the first token of a prompt comes whose adapter is not there.
+
+One worker of Llama-2-7B's shape with dummy weights serves an engine for each mode. Parts: ``ranks`` (by rank and
+mode: adapter in the pool, in host memory, in the adapter store, only in its files; one request at a time, 64
+prompt tokens, one token out), ``decode`` (32 decoding rows beside a request with a cold adapter of rank 64 every
+100 ms), ``gates`` (what gates cost steps that await nothing: captured with and without), ``rates`` (copies to the
+device in layer groups and in whole pages, in turns). Only the captures that these steps need are made. From the
+repository's root:
+
+    python -m manylora_lab.benchmarks.cold_starts --out cold.json --commit "$(git rev-parse --short HEAD)"
+
+``--toy`` does it all at the demo model's size on a CPU. What does not fit into ``--time-budget`` seconds is left
+out and named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from manylora.config import ColdStartConfig
+from manylora.executor import graphs
+from manylora.executor.direct import DirectExecutor
+from manylora.executor.graphs import GraphLimits
+from manylora.pricing.shapes import ALL_MODULES
+from manylora.protocol import SwapPages
+from manylora_lab.bench.targets import EngineTarget
+from manylora_lab.benchmarks.copy_runs import landed
+from manylora_lab.benchmarks.engine_rig import EngineRig
+from manylora_lab.benchmarks.offline_runs import failed
+from manylora_lab.benchmarks.run_report import Row, RunReport, run_parser
+from manylora_lab.benchmarks.store_reads import drop, fetch
+
+PROMPT = 64
+ROUNDS, TOY_ROUNDS = 4, 1
+WARM_ROUNDS = 4
+MIXED_TOKENS = (64, 96, 128)
+"""Of the captured steps: a prompt, and one beside 32 decoding rows."""
+DECODING = 32
+COLD_RANK, COLD_EVERY_S = 64, 0.1
+RATE_BYTES, RATE_ROUNDS = 320 * 2**20, 6
+
+
+def adapters_of(rig: EngineRig, rank: int) -> dict[str, str]:
+    """Enough that each is cold when its turn comes again; they share a file, not pages."""
+    count = 4 if rig.is_toy else 10 if rank <= 64 else 6
+    return rig.adapters(f"rank-{rank}", (rank,), count)
+
+
+def pages_of(rig: EngineRig, rank: int) -> int:
+    return rig.shape.adapter_pages(rank, rig.policy.page_tokens, ALL_MODULES) + 1
+
+
+def opened(rig: EngineRig, rank: int, mode: str, rows: int = 1) -> EngineTarget:
+    """An engine with room for two adapters of this rank and so many sequences, in this mode."""
+    room = rows * -(-2 * rig.policy.max_model_len // rig.policy.page_tokens) if rows > 1 else 16
+    return rig.open(
+        adapters_of(rig, rank),
+        num_pages=min(2 * pages_of(rig, rank) + room, rig.policy.num_pages),
+        max_model_len=128 if rows == 1 else rig.policy.max_model_len,
+        cold_start=ColdStartConfig(mode),
+    )
+
+
+# ---------------------------------------------------------------- one request at a time
+
+
+async def ranks(rig: EngineRig, report: RunReport) -> None:
+    """Milliseconds to the first token."""
+    for rank in report.args.ranks:
+        if not report.has(12.0 + rank / 20, f"rank {rank}"):
+            continue
+        for number, mode in enumerate(("wait", *report.args.modes)):
+            await _first_tokens(rig, report, rank, mode, reads_files=number == 0)
+
+
+async def _first_tokens(
+    rig: EngineRig, report: RunReport, rank: int, mode: str, *, reads_files: bool
+) -> None:
+    """``reads_files``: no engine has read these adapters, so that the first reads come from their files; the
+    store has them from then on."""
+    names = list(adapters_of(rig, rank))
+    taken: dict[str, list[float]] = {}
+    parts: dict[str, dict[str, list[float]]] = {}
+
+    async def ask(adapter: str, kind: str) -> None:
+        rig.noted.moments.clear()
+        began_s = time.monotonic()
+        answer = await target.generate(rig.call(PROMPT, 1, adapter))
+        if answer.error is not None or answer.first_s is None:
+            raise RuntimeError(answer.error)
+        taken.setdefault(kind, []).append(1e3 * (answer.first_s - began_s))
+        for what, moment_s in rig.noted.moments:
+            parts.setdefault(kind, {}).setdefault(what, []).append(1e3 * (moment_s - began_s))
+        await asyncio.sleep(0.02)
+
+    async def ask_each(kind: str) -> None:
+        for name in names:
+            await ask(name, kind)
+
+    target = opened(rig, rank, mode)
+    await target.generate(rig.call(PROMPT, 1, None))
+    await ask_each("files, page cache" if reads_files else "store, page cache")
+    for _ in range(TOY_ROUNDS if rig.is_toy else ROUNDS):
+        await ask_each("host")
+    for name in names[-2:]:
+        for turn in range(1 + WARM_ROUNDS):
+            await ask(name, "warm" if turn else "to warm it")
+    counters = await target.counters()
+    await target.close()
+    if reads_files:
+        await _wait_kept(rig)
+    elif packed := sorted(rig.folder.glob("store/*.packed")):
+        # Another engine knows nothing of what the host pool holds.
+        target = opened(rig, rank, mode)
+        await target.generate(rig.call(PROMPT, 1, None))
+        for name in names:
+            stays = max(drop(path) for path in packed)
+            await ask(name, "store, disk" if stays < 0.01 else "store, disk (page cache kept it)")
+        await target.close()
+        for path in packed:
+            fetch(path)
+    for kind, each in taken.items():
+        report.note(
+            "ranks",
+            {
+                "rank": rank, "mode": mode, "kind": kind, "ms": statistics.median(each), "least_ms": min(each),
+                "most_ms": max(each), "count": len(each),
+                "moments_ms": {what: round(statistics.median(at), 3) for what, at in parts[kind].items()},
+            },
+        )  # fmt: skip
+    report.note("counters", {"rank": rank, "mode": mode, **{
+        name: counters[name] for name in ("cold_start_stall_s", "cold_start_hidden_s", "spoilt_rows")
+    }})  # fmt: skip
+
+
+async def _wait_kept(rig: EngineRig) -> None:
+    """Until the store has written what was read."""
+    found, until = -1, time.monotonic() + 20
+    while time.monotonic() < until:
+        await asyncio.sleep(0.5)
+        now = sum(path.stat().st_size for path in rig.folder.glob("store/*"))
+        if now == found and now:
+            return
+        found = now
+
+
+# ---------------------------------------------------------------- beside decoding rows
+
+
+async def decode(rig: EngineRig, report: RunReport) -> None:
+    """Milliseconds a token of decoding rows, beside nothing, beside warm requests, and beside cold ones."""
+    if not report.has(25.0, "decode"):
+        return
+    length = 64 if rig.is_toy else 500
+    rows = 4 if rig.is_toy else DECODING
+    names = list(adapters_of(rig, COLD_RANK))
+    for mode, chosen in (
+        ("none", []),
+        ("warm", names[:1]),
+        *((mode, names) for mode in ("wait", *report.args.modes)),
+    ):
+        target = opened(rig, COLD_RANK, "wait" if mode in ("none", "warm") else mode, rows + 4)
+        for name in chosen:  # into the host pool
+            await target.generate(rig.call(PROMPT, 1, name))
+        running = [asyncio.create_task(target.generate(rig.call(PROMPT, length, None))) for _ in range(rows)]
+        await asyncio.sleep(0.3)
+        first_ms: list[float] = []
+        asked: list[asyncio.Task[None]] = []
+
+        async def ask(name: str, target: EngineTarget = target, first_ms: list[float] = first_ms) -> None:
+            began_s = time.monotonic()
+            answer = await target.generate(rig.call(PROMPT, 1, name))
+            if answer.error is not None or answer.first_s is None:
+                raise RuntimeError(answer.error)
+            first_ms.append(1e3 * (answer.first_s - began_s))
+
+        for name in itertools.cycle(chosen) if chosen else ():
+            if any(task.done() for task in running):
+                break
+            asked.append(asyncio.create_task(ask(name)))
+            await asyncio.sleep(COLD_EVERY_S)
+        answers = await asyncio.gather(*running)
+        await asyncio.gather(*asked)
+        if failed(answers):
+            raise RuntimeError(failed(answers)[0])
+        counters = await target.counters()
+        await target.close()
+        tpot = [1e3 * (a.last_s - a.first_s) / (a.num_tokens - 1) for a in answers if a.first_s is not None]
+        steps = sorted(1e3 * gap for answer in answers for gap in answer.itls_s)
+        report.note(
+            "decode",
+            {
+                "mode": mode, "rows": rows, "tpot_ms": statistics.fmean(tpot), "requests": len(first_ms),
+                "p99_step_ms": steps[int(0.99 * len(steps))], "ttft_ms": statistics.fmean(first_ms or [0.0]),
+                "stall_s": counters["cold_start_stall_s"], "spoilt": counters["spoilt_rows"],
+            },
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------- what gates cost
+
+
+async def gates(rig: EngineRig, report: RunReport) -> None:
+    """A prompt alone over a warm adapter, with the captures of the run and with others that have no gates."""
+    if rig.is_toy or not report.has(15.0, "gates"):
+        return
+    for has_gates in (True, False, True):
+        policy = rig.policy
+        limits = GraphLimits(
+            policy.max_num_seqs, policy.max_batch_tokens, policy.max_model_len, None, False, 8 * has_gates
+        )
+        rig.worker.use_graphs(limits, policy.num_pages)
+        target = opened(rig, 16, "wait")
+        taken = []
+        for turn in range(60):
+            began_s = time.monotonic()
+            answer = await target.generate(rig.call(PROMPT, 1, "adapter-0"))
+            if turn >= 10 and answer.first_s is not None:
+                taken.append(1e3 * (answer.first_s - began_s))
+            await asyncio.sleep(0.01)
+        await target.close()
+        report.note("gates", {"gates": has_gates, "ms": statistics.median(taken), "least_ms": min(taken)})
+
+
+# ---------------------------------------------------------------- rates
+
+
+async def rates(rig: EngineRig, report: RunReport) -> None:
+    """GB/s of copies to the device, from the command to the answer and by ``copy_s``, by layer groups."""
+    if not report.has(5.0, "rates"):
+        return
+    direct = DirectExecutor(rig.worker)
+    count = max(1, min(RATE_BYTES // rig.policy.page_bytes, rig.policy.num_pages, rig.policy.num_host_pages))
+    pairs = tuple((page, count - 1 - page) for page in range(count))
+    beside = tuple((page, page) for page in range(count))
+    found: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    numbers = itertools.count(1)
+    for _ in range(RATE_ROUNDS):
+        for (name, pages), groups in itertools.product(
+            (("scattered", pairs), ("neighbours", beside)), (0, 1, 4, 8)
+        ):
+            command = SwapPages(next(numbers), True, pages, None, groups)
+            began_s = time.perf_counter()
+            direct.begin(command)
+            done = landed(direct, command)
+            taken_s = time.perf_counter() - began_s
+            found.setdefault((name, groups), []).append((taken_s, done.copy_s))
+    rig.worker._coming.forget(rig.worker._coming.answered())
+    num_bytes = count * rig.policy.page_bytes
+    for (name, groups), each in found.items():
+        whole, own = (statistics.median(column) for column in zip(*each[1:]))
+        row: Row = {"pages": name, "groups": groups, "gb_per_s": num_bytes / whole / 1e9}
+        report.note("rates", {**row, "gb_per_s_by_copy_s": num_bytes / own / 1e9 if own else 0.0})
+
+
+# ---------------------------------------------------------------- the command
+
+PARTS: dict[str, Callable[[EngineRig, RunReport], Coroutine[Any, Any, None]]] = {
+    part.__name__: part for part in (rates, ranks, decode, gates)
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """See the module."""
+    parser = run_parser(__doc__, time_budget=160.0)
+    parser.add_argument("--parts", default="rates,ranks,decode,gates")
+    parser.add_argument("--ranks", default="16,64,128,256")
+    parser.add_argument("--modes", default="layerwise", help="beside wait")
+    parser.add_argument("--shape", default="llama-2-7b")
+    parser.add_argument("--host-pool", default="16GiB")
+    args = parser.parse_args(argv)
+    args.ranks, args.modes = [int(rank) for rank in args.ranks.split(",")], args.modes.split(",")
+    if args.toy:
+        args.ranks = [rank for rank in args.ranks if rank <= 16]
+    graphs.MIXED_TOKENS = MIXED_TOKENS
+    graphs.bucket_sizes = lambda most: [1, DECODING, most]
+    report = RunReport(args, "of each prompt: its number")
+    with tempfile.TemporaryDirectory() as store:
+        sizes = {"host_pool": args.host_pool, "device_pool": "24GiB"}
+        limits = {"max_num_seqs": 48, "max_batch_tokens": 2048, "max_model_len": 1024}
+        more = {} if args.toy else limits
+        with EngineRig.of(
+            args.shape, args.toy, sizes, cold_start="layerwise", adapter_store=store, **more
+        ) as rig:
+            (rig.folder / "store").symlink_to(Path(store))
+            report.values |= {"build_s": rig.build_s, "policy": dataclasses.asdict(rig.policy)}
+            report.values["pinned_after_s"] = round(rig.wait_pinned(), 2)
+            for part in args.parts.split(","):
+                asyncio.run(PARTS[part](rig, report))
+    report.save()
+    print("COLD " + json.dumps({name: report.values.get(name) for name in (*PARTS, "left_out")}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Requests that replicas may have died of: each is served alone, so that no other dies with it.
+
+Owns which of them wait, and the replica that is kept free for each. Does not know what they are blamed for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from manylora.policy.routing.fleet import Fleet
+from manylora.policy.routing.replicas import ReplicaState
+from manylora.policy.routing.requests import LiveRequest
+from manylora.protocol.routing import ReplicaId
+from manylora.types import RequestId
+
+
+class LoneRuns:
+    """A request takes a replica that is empty; where none is, the one with the least load gets no others, until it
+    is."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[RequestId, LiveRequest] = {}
+        self._kept: dict[RequestId, ReplicaId] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, request: LiveRequest) -> bool:
+        return self._waiting.get(request.id) is request
+
+    def put(self, request: LiveRequest) -> None:
+        """It waits for a replica of its own."""
+        self._waiting[request.id] = request
+
+    def remove(self, request: LiveRequest) -> None:
+        """It waits no more; what is kept for it stays so."""
+        del self._waiting[request.id]
+
+    def waiting(self) -> Iterable[LiveRequest]:
+        """Those that wait, oldest first."""
+        return sorted(self._waiting.values(), key=lambda request: request.key)
+
+    def replica_for(self, fleet: Fleet, request: LiveRequest) -> ReplicaState | None:
+        """An empty replica, now kept for the request; None where there is none yet."""
+        kept = self._kept.get(request.id)
+        if kept is not None and fleet.up[kept].drains_from_s is not None:
+            self.leave(fleet, request)
+            kept = None
+        if kept is None:
+            can = [fleet.up[name] for name in fleet.open_ids if fleet.fits_ever(fleet.up[name], request)]
+            if not can:
+                return None
+            found = min(can, key=lambda replica: (replica.rows, replica.id))
+            self._kept[request.id] = found.id
+            fleet.reserve(found)
+        else:
+            found = fleet.up[kept]
+        return None if found.requests or found.is_suspect else found
+
+    def leave(self, fleet: Fleet, request: LiveRequest) -> None:
+        """The request runs nowhere and is to run nowhere: others may have what was kept for it."""
+        kept = self._kept.pop(request.id, None)
+        if kept is not None and kept in fleet.up:
+            fleet.release(fleet.up[kept])
+
+    def lose(self, replica: ReplicaState) -> None:
+        """The replica is down."""
+        for name in [name for name, kept in self._kept.items() if kept == replica.id]:
+            del self._kept[name]
+
+    def check(self, fleet: Fleet) -> None:
+        """What must hold after every event; raises AssertionError."""
+        kept = set(self._kept.values())
+        assert len(kept) == len(self._kept), "one replica is kept for two requests"
+        for replica in fleet.up.values():
+            assert replica.is_reserved == (replica.id in kept)
+            assert not (replica.is_reserved and replica.is_open)

@@ -1,0 +1,109 @@
+"""dLoRA's programme (§5.2) as rows and columns for HiGHS, and its solution as shares.
+
+Of the paper's relaxation: a request may be shared out (x is real), an adapter is at a replica or is not (y is
+binary). One row for each adapter at a replica, n y >= the sum of its n requests' x, stands for the paper's y
+>= x of each of them: with y binary the two say the same. A search ends by its gap or after so many nodes,
+never by a clock, and runs on one thread: equal programmes have equal answers.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+
+import highspy
+
+from manylora.protocol.routing import Solve, Solved
+from manylora.types import AdapterId
+
+MOST_NODES = 1000
+"""Of the search tree."""
+LEAST_GAP = 0.01
+"""Share of the value by which a solution may miss the best."""
+_DIGITS = 6
+
+
+class ProgrammeModel:
+    """A programme's columns: the share of each request at each replica, request by request; each adapter at
+    each replica, adapter by adapter; the pages that exceed each replica; the time T until the last replica is
+    done, which is the objective."""
+
+    def __init__(self, problem: Solve, most_nodes: int = MOST_NODES, least_gap: float = LEAST_GAP) -> None:
+        self.highs = highspy.Highs()
+        options = {
+            "output_flag": False, "threads": 1, "parallel": "off", "random_seed": 0, "mip_rel_gap": least_gap,
+            "mip_abs_gap": 0.0, "mip_max_nodes": most_nodes,
+        }  # fmt: skip
+        for name, value in options.items():
+            self.highs.setOptionValue(name, value)
+        self._problem = problem
+        self._places = range(len(problem.replicas))
+        self._num_shares = len(problem.requests) * len(problem.replicas)
+        self._add_columns()
+        self._add_rows()
+
+    def share(self, request: int, place: int) -> int:
+        """The column of a request's share at a replica."""
+        return request * len(self._places) + place
+
+    def solve(self) -> Solved:
+        """The shares, and the least value that any plan can have; no shares where the search found none."""
+        highs, number = self.highs, self._problem.number
+        highs.run()
+        solution = highs.getSolution()
+        if not solution.value_valid:
+            return Solved(number)
+        values = [min(max(round(value, _DIGITS), 0.0), 1.0) for value in solution.col_value]
+        count = len(self._places)
+        shares = tuple(
+            tuple(values[self.share(request, 0) : self.share(request, 0) + count])
+            for request in range(len(self._problem.requests))
+        )
+        return Solved(number, shares, max(float(highs.getInfo().mip_dual_bound), 0.0))
+
+    def _add_columns(self) -> None:
+        highs, places = self.highs, self._places
+        num_columns = self._num_shares + len(self._problem.adapters) * len(places)
+        highs.addVars(num_columns, [0.0] * num_columns, [1.0] * num_columns)
+        for column in range(self._num_shares, num_columns):
+            highs.changeColIntegrality(column, highspy.HighsVarType.kInteger)
+        self._over, self._last = num_columns, num_columns + len(places)
+        for _ in range(len(places) + 1):
+            highs.addVar(0.0, highspy.kHighsInf)
+        highs.changeColCost(self._last, 1.0)
+
+    def _add_rows(self) -> None:
+        problem, infinity = self._problem, highspy.kHighsInf
+        of_adapter: dict[AdapterId, list[int]] = collections.defaultdict(list)
+        for request, each in enumerate(problem.requests):
+            of_adapter[each.adapter].append(request)
+            self._row(1.0, 1.0, [(self.share(request, place), 1.0) for place in self._places])
+        there = {
+            adapter: self._num_shares + number * len(self._places)
+            for number, (adapter, _) in enumerate(problem.adapters)
+        }
+        for place, replica in enumerate(problem.replicas):
+            seconds, pages = [], []
+            for request, each in enumerate(problem.requests):
+                column = self.share(request, place)
+                seconds.append((column, each.run_s + (each.move_s if each.source != place else 0.0)))
+                pages.append((column, float(each.pages)))
+            for adapter, size in problem.adapters:
+                column = there[adapter] + place
+                seconds.append((column, problem.eta_s))
+                pages.append((column, float(size)))
+                shares = [(self.share(request, place), -1.0) for request in of_adapter[adapter]]
+                self._row(0.0, infinity, [(column, float(len(shares))), *shares])
+            over = self._over + place
+            self._row(-infinity, float(replica.pages), [*pages, (over, -1.0)])
+            self._row(-infinity, 0.0, [*seconds, (over, replica.page_s), (self._last, -1.0)])
+
+    def _row(self, least: float, most: float, entries: Sequence[tuple[int, float]]) -> None:
+        """least <= the sum of these columns, each times its number, <= most."""
+        columns, numbers = [column for column, _ in entries], [number for _, number in entries]
+        self.highs.addRow(least, most, len(entries), columns, numbers)
+
+
+def solve(problem: Solve) -> Solved:
+    """The answer to a programme."""
+    return ProgrammeModel(problem).solve()
