@@ -157,7 +157,7 @@ def test_an_unknown_adapter(rig: Rig) -> None:
 
 def test_a_rank_over_the_limit(files: Files, tmp_path: Path) -> None:
     rig = Rig(files.model, tmp_path)
-    rig.worker._max_adapter_rank = 8
+    rig.worker.inspections._max_rank = 8
     assert rig.direct.add_adapter(1, str(files.adapters[1])).rank == 4
     with pytest.raises(AdapterError, match="rank 9"):
         rig.direct.add_adapter(2, str(files.adapters[2]))

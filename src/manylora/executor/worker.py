@@ -123,7 +123,6 @@ class Worker:
         self._geometry = geometry
         self._device = device
         self._registry = registry
-        self._max_adapter_rank = max_adapter_rank
         self.inspections = Inspections(registry, geometry, arena.dtype, max_adapter_rank)
         self._sequences = SequenceTable()
         self._tables = AdapterTables(device, geometry)

@@ -36,7 +36,7 @@ from manylora.kernels.cuts import Place
 from manylora.memory.budget import host_pool_pages, in_mib, pool_bytes, pool_pages
 from manylora.models.config import read_model_config
 from manylora.models.load import resolve_dtype
-from manylora.models.share import ModelShare, check_count
+from manylora.models.share import ModelShare, check_count, is_sharded_by
 from manylora.models.source import resolve_model
 from manylora.types import EngineInfo, RankInfo
 
@@ -127,12 +127,6 @@ def build_ranks(
     )
     held = tuple(RankInfo(one.weight_bytes, page.page_bytes // count) for one in loaded)
     return executor, limits, engine_info(settings, config, limits, device.name, dtype, 0, held, sharding)
-
-
-def is_sharded_by(wanted: str, count: int) -> bool:
-    """How ``--lora-sharding`` is meant. ``auto``: two ranks replicate, which costs no exchange and a third more
-    bytes; more shard, since replicated adapters would take more than twice the memory."""
-    return wanted == "sharded" or (wanted == "auto" and count > 2)
 
 
 def _log_level() -> int:
