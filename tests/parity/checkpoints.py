@@ -63,7 +63,16 @@ OF_RANKS: dict[str, tuple[type, dict[str, Any]]] = {
 }
 """For engines of several ranks, which heads must come out even among. With biases, and sizes that do not."""
 
-_WITH_EVERY_KIND = (*OF_RANKS, "llama-main", "llama-bias", "mistral-window", "qwen2", "qwen3", "opt", "opt-350m")
+_WITH_EVERY_KIND = (
+    *OF_RANKS,
+    "llama-main",
+    "llama-bias",
+    "mistral-window",
+    "qwen2",
+    "qwen3",
+    "opt",
+    "opt-350m",
+)
 """At least one of every architecture; for the other spellings of their configs a few adapters do."""
 
 
