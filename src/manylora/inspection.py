@@ -14,7 +14,7 @@ from manylora.adapters.registry import Registry
 from manylora.adapters.report import describe, of_ranks, render
 from manylora.adapters.sources import discover
 from manylora.config import ConfigError, EngineSettings
-from manylora.kernels.cuts import Place
+from manylora.kernels.cuts import RankPlace
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.models.config import ModelConfig, ModelError, read_model_config
 from manylora.models.share import ModelShare, check_count, is_sharded_by
@@ -99,7 +99,7 @@ def _geometries(settings: EngineSettings) -> _Geometries:
         config = read_model_config(resolve_model(settings.model.model))
         check_count(config, count)
         is_sharded = is_sharded_by(settings.lora_sharding, count)
-        share = ModelShare(config, Place(0, count), is_sharded)
+        share = ModelShare(config, RankPlace(0, count), is_sharded)
         whole = share.whole_geometry(*lies)
         return _Geometries(config, whole, whole if count == 1 else share.geometry(*lies), is_sharded)
     except (ModelError, ValueError) as error:

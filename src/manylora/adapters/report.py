@@ -45,8 +45,8 @@ def describe(spec: AdapterSpec, layout: AdapterLayout, geometry: AdapterGeometry
 
 
 def of_ranks(facts: dict[str, Any], count: int, is_sharded: bool) -> dict[str, Any]:
-    """What there is to say beside, and instead of, ``describe``'s ``facts`` about the first of ``count`` ranks, each
-    of which has a part of every page, and as many."""
+    """What there is to say beside, and instead of, ``describe``'s ``facts`` about the first of ``count`` ranks.
+    Each has a part of every page."""
     return {
         "tensor_parallel_size": count,
         "lora_sharding": "sharded" if is_sharded else "replicated",

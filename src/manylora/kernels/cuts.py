@@ -12,7 +12,7 @@ MOST_RANKS = 16
 """More processes of one host exchange more than they compute."""
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Which of how many ranks."""
 
     rank: int = 0

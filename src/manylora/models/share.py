@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
-from manylora.kernels.cuts import MOST_RANKS, Place, possible_counts
+from manylora.kernels.cuts import MOST_RANKS, RankPlace, possible_counts
 from manylora.kernels.shapes import (
     AdapterCut,
     AdapterGeometry,
@@ -65,7 +65,7 @@ class ModelShare:
     cut."""
 
     whole: ModelConfig
-    place: Place
+    place: RankPlace
     is_sharded: bool
     """Adapters are; else they are replicated."""
     unit: int = 1
@@ -110,7 +110,7 @@ class ModelShare:
     def geometry(self, page_tokens: int, itemsize: int) -> AdapterGeometry:
         """How adapters are laid into this rank's parts of pages; an adapter has as many pages on every rank.
         Raises ValueError where a page is too small for one cell."""
-        widest = ModelShare(self.whole, Place(0, self.place.num_ranks), self.is_sharded, self.unit)
+        widest = ModelShare(self.whole, RankPlace(0, self.place.num_ranks), self.is_sharded, self.unit)
         page = widest.page_shape(page_tokens, itemsize)
         wide = adapter_geometry(page, widest.adapted_layers, itemsize)
         if self.place.rank == 0:

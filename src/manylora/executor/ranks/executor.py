@@ -22,7 +22,7 @@ from manylora.executor.inspections import Inspections
 from manylora.executor.ranks.ring import RingWriter
 from manylora.executor.ranks.status import StatusReader
 from manylora.executor.ranks.watch import LOOK_S, STOPPED_LOOKS, is_stopped
-from manylora.executor.ranks.wire import Channel, End, Failed, Learn, StepAnswer, packed
+from manylora.executor.ranks.wire import Channel, End, Learn, RankFailed, StepAnswer, packed
 from manylora.protocol import (
     AdapterRead,
     Ask,
@@ -241,7 +241,7 @@ class RankedExecutor:
                 self._hear_step(rank, message)
             case AdapterRead() | CopyDone():
                 self._hear_landed(rank, message)
-            case Failed():
+            case RankFailed():
                 self._lose(f"rank {rank} failed: {message.message}")
             case _:
                 self._lose(f"rank {rank} said what is not expected of it: {type(message).__name__}")

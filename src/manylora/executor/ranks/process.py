@@ -35,17 +35,17 @@ from manylora.executor.ranks.wire import (
     Begin,
     Channel,
     End,
-    Failed,
     Learn,
     Loaded,
     Pools,
-    Progress,
-    Ready,
+    RankFailed,
+    RankLoading,
+    RankReady,
     StepAnswer,
     unpacked,
 )
 from manylora.executor.worker import Worker
-from manylora.kernels.cuts import Place
+from manylora.kernels.cuts import RankPlace
 from manylora.kernels.select import ops_for
 from manylora.memory.arena import Arena
 from manylora.memory.host import HostPool
@@ -77,18 +77,18 @@ def main(file: int) -> int:
     try:
         rank = _Rank(begin, channel)
     except (ConfigError, ModelError) as error:
-        channel.send(Failed(str(error), is_user_error=True))
+        channel.send(RankFailed(str(error), is_user_error=True))
         return 2
     except Exception as error:
         _log.exception("rank %d could not start", begin.rank)
-        channel.send(Failed(f"{type(error).__name__}: {error}"))
+        channel.send(RankFailed(f"{type(error).__name__}: {error}"))
         return 1
     try:
         rank.obey_all()
     except Exception as error:
         _log.exception("rank %d failed", begin.rank)
         with contextlib.suppress(OSError):
-            channel.send(Failed(f"{type(error).__name__}: {error}"))
+            channel.send(RankFailed(f"{type(error).__name__}: {error}"))
         return 1
     return 0
 
@@ -118,7 +118,7 @@ class _Rank:
 
         folder = resolve_model(settings.model.model)
         config = read_model_config(folder)
-        share = ModelShare(config, Place(begin.rank, begin.count), begin.is_sharded)
+        share = ModelShare(config, RankPlace(begin.rank, begin.count), begin.is_sharded)
         ranked = RankedModel(share, self._peers)
         device = open_device("cpu")
         dtype = resolve_dtype(settings.model.dtype, "cpu", config.dtype)
@@ -145,7 +145,7 @@ class _Rank:
         registry_path = None if begin.registry_path is None else Path(begin.registry_path)
         self._host = HostPool(pools.num_host_pages, page, dtype, device)
         vocabs = [
-            ModelShare(config, Place(rank, begin.count), begin.is_sharded).vocab
+            ModelShare(config, RankPlace(rank, begin.count), begin.is_sharded).vocab
             for rank in range(begin.count)
         ]
         self._worker = Worker(
@@ -161,7 +161,7 @@ class _Rank:
         )
         self._worker.connect(self._tell)
         self._step = _Begun(0, 0)
-        channel.send(Ready())
+        channel.send(RankReady())
 
     def _progress(self) -> Any:
         """The first rank's, now and then."""
@@ -173,7 +173,7 @@ class _Rank:
             nonlocal said
             if done_bytes - said >= _PROGRESS_BYTES or done_bytes == total_bytes:
                 said = done_bytes
-                self._channel.send(Progress(done_bytes, total_bytes))
+                self._channel.send(RankLoading(done_bytes, total_bytes))
 
         return progress
 

@@ -29,10 +29,10 @@ from manylora.devices.select import open_device
 from manylora.executor.inspections import Inspections
 from manylora.executor.ranks import ring, status
 from manylora.executor.ranks.executor import RankedExecutor, RankProcess
-from manylora.executor.ranks.wire import Begin, Channel, Failed, Loaded, Pools, Progress, Ready
+from manylora.executor.ranks.wire import Begin, Channel, Loaded, Pools, RankFailed, RankLoading, RankReady
 from manylora.executor.shards import SMALL_MODEL_BYTES
 from manylora.executor.sizes import engine_info, policy_limits, weight_bytes
-from manylora.kernels.cuts import Place
+from manylora.kernels.cuts import RankPlace
 from manylora.memory.budget import host_pool_pages, in_mib, pool_bytes, pool_pages
 from manylora.models.config import read_model_config
 from manylora.models.load import resolve_dtype
@@ -70,7 +70,7 @@ def build_ranks(
         )
     dtype = resolve_dtype(settings.model.dtype, "cpu", config.dtype)
     is_sharded = is_sharded_by(settings.lora_sharding, count)
-    share = ModelShare(config, Place(0, count), is_sharded)
+    share = ModelShare(config, RankPlace(0, count), is_sharded)
     page_tokens = settings.cache.page_tokens
     page = share.whole_page(page_tokens, dtype.itemsize)
     try:
@@ -108,7 +108,7 @@ def build_ranks(
         num_host_pages = host_pool_pages(device, settings.cache.host_pool, "cpu", promised, page.page_bytes)
         for rank in ranks:
             rank.channel.send(Pools(num_pages, num_host_pages))
-        _hear_all(ranks, Ready, None)
+        _hear_all(ranks, RankReady, None)
         registry = Registry(whole, config.names.layer_prefix, registry_path)
         inspections = Inspections(registry, geometry, dtype, settings.adapters.max_adapter_rank)
         executor = RankedExecutor(ranks, writer, reader, registry, inspections, settings.step_timeout_s)
@@ -205,7 +205,8 @@ def _end(ranks: list[RankProcess]) -> None:
 def _hear_all(
     ranks: list[RankProcess], kind: type[Any], progress: Callable[[int, int], None] | None
 ) -> list[Any]:
-    """Every rank's next message of this kind. Raises ConfigError where one cannot go on, whoever is at fault."""
+    """Every rank's next message of this kind. Raises ConfigError where one cannot go on for its
+    settings, and RuntimeError where it cannot for another reason."""
     heard: dict[int, Any] = {}
     with selectors.DefaultSelector() as selector:
         for rank in ranks:
@@ -218,11 +219,11 @@ def _hear_all(
                     raise RuntimeError(f"rank {rank.rank} ended before it was ready")
                 for message in messages:
                     match message:
-                        case Failed(text, True):
+                        case RankFailed(text, True):
                             raise ConfigError(text)
-                        case Failed(text):
+                        case RankFailed(text):
                             raise RuntimeError(f"rank {rank.rank} could not start: {text}")
-                        case Progress(done_bytes, total_bytes):
+                        case RankLoading(done_bytes, total_bytes):
                             if progress is not None:
                                 progress(done_bytes, total_bytes)
                         case _:

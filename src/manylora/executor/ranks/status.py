@@ -1,4 +1,4 @@
-"""How each rank stands, in shared memory, for whoever asks while the ranks work: it waits for nothing.
+"""How each rank stands, in shared memory, to be read while the ranks work: nothing waits for it.
 
 Owns the layout. Each number is written by its rank alone; numbers that belong together may be a moment apart.
 """

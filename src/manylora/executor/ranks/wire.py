@@ -48,7 +48,7 @@ class Pools(msgspec.Struct, tag=True):
     num_host_pages: int
 
 
-class Progress(msgspec.Struct, tag=True):
+class RankLoading(msgspec.Struct, tag=True):
     """Weights are being loaded."""
 
     done_bytes: int
@@ -61,11 +61,11 @@ class Loaded(msgspec.Struct, tag=True):
     weight_bytes: int
 
 
-class Ready(msgspec.Struct, tag=True):
+class RankReady(msgspec.Struct, tag=True):
     """The rank obeys."""
 
 
-class Failed(msgspec.Struct, tag=True):
+class RankFailed(msgspec.Struct, tag=True):
     """The rank cannot go on."""
 
     message: str
@@ -99,7 +99,7 @@ _KINDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         *DEVICE_COMMANDS, Learn, End,
-        Begin, Pools, Progress, Loaded, Ready, Failed, StepAnswer, AdapterRead, CopyDone, SwitchDone,
+        Begin, Pools, RankLoading, Loaded, RankReady, RankFailed, StepAnswer, AdapterRead, CopyDone, SwitchDone,
     )
 }  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
@@ -172,7 +172,7 @@ class Channel:
         return message
 
     def close(self) -> None:
-        """Idempotent; whoever waits in ``receive`` gets None."""
+        """Idempotent; a ``receive`` that waits gives None."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
