@@ -39,7 +39,7 @@ HELD_BY = {
     "fairness": "scheduler.queue.fairness", "fair_by": "scheduler.queue.fair_by",
     "fair_weights": "scheduler.queue.fair_weights", "fair_share": "scheduler.queue.fair_share",
     "adapter_batch_limit": "scheduler.queue.adapter_batch_limit",
-    "max_prefills_per_step": "scheduler.max_prefills",
+    "max_prefills_per_step": "scheduler.max_prefills", "kept_share": "scheduler.kept_share",
     "merge": "scheduler.merge.mode", "merge_copy": "scheduler.merge.copy",
     "merge_minority": "scheduler.merge.minority", "merge_mixed_16bit": "scheduler.merge.mixed_16bit",
     "merge_starve": "scheduler.merge.starve_s", "merge_alpha": "scheduler.merge.alpha",
@@ -137,6 +137,7 @@ def accepted() -> list[tuple[str, Any, Any]]:
     ]
     found += [("merge_starve", "1e-3", 0.001), ("merge_starve", 1e300, 1e300)]
     found += [("cold_start_stall", "1", 1.0), ("cold_start_stall", 0.5, 0.5)]
+    found += [("kept_share", 0, 0.0), ("kept_share", "1", 1.0), ("kept_share", 0.25, 0.25)]
     found += [("adapter_batch_limit", 4, "4"), ("adapter_batch_limit", "4:hard", "4:hard")]
     return found
 
@@ -175,6 +176,7 @@ def refused() -> list[tuple[str, Any]]:
     found += each("merge_dec", 1, 1.5) + each("merge_mul", 1, 0.9) + each("merge_beta", 1, 1.1)
     found += each("merge_alpha", 0.556, 0.5)
     found += each("cold_start_stall", 0, -1, "0", 1.01, "x", "", NAN, INF, [1], {})
+    found += each("kept_share", -0.1, 1.01, "x", "", NAN, INF, [1], {})
     found += each("api_key", "", [" "], 1, [1], ["k", ""], {1: 2}.keys())
     found += each("adapter", "", "a", "a=", "=b", 1, [1], ["a=b", "a=c"], {"": "b"}, {"a": ""})
     return found

@@ -19,6 +19,7 @@ from manylora.config.declaring import (
 )
 from manylora.config.merging import MergeConfig
 from manylora.config.policy import (
+    KEPT_SHARE,
     Admission,
     CacheConfig,
     Objective,
@@ -132,6 +133,11 @@ class SchedulerSettings(Section):
         None,
         "most prompts that one step computes a part of (default: as many as its tokens allow; Punica: 1)",
         name="max_prefills_per_step",
+    )
+    kept_share: Annotated[float, at_least(0), at_most(1)] = setting(
+        KEPT_SHARE,
+        "the most of the device's pages that adapters which a router wants kept there may take (dLoRA's chunk)",
+        "SHARE",
     )
     max_waiting: Positive | None = None
     """The server's own setting, as the policy gets it. None: any number may wait."""

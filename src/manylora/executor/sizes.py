@@ -64,6 +64,7 @@ def policy_limits(
         slo_ttft_s=settings.scheduler.slo_ttft_s,
         max_waiting=settings.scheduler.max_waiting,
         max_prefills_per_step=settings.scheduler.max_prefills,
+        kept_share=settings.scheduler.kept_share,
         pipeline_depth=pipeline_depth,
         queue=settings.scheduler.queue,
         merge=settings.scheduler.merge,
