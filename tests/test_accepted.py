@@ -46,7 +46,9 @@ HELD_BY = {
     "merge_beta": "scheduler.merge.beta", "merge_dec": "scheduler.merge.dec",
     "merge_mul": "scheduler.merge.mul", "merge_window": "scheduler.merge.window",
     "cold_start": "scheduler.cold_start.mode", "cold_start_stall": "scheduler.cold_start.stall",
-    "cpu_lora_workers": "scheduler.cold_start.cpu_workers", "copy_limit": "cache.copy_limit",
+    "cpu_lora_workers": "scheduler.cold_start.cpu_workers",
+    "copy_limit": "cache.copy_limit", "tensor_parallel_size": "tensor_parallel_size",
+    "lora_sharding": "lora_sharding",
 }  # fmt: skip
 """Where each setting comes to lie."""
 _DLORA, _MANYLORA = {"merge": "dlora"}, {"merge": "manylora"}
@@ -66,7 +68,7 @@ NO_WHOLE_NUMBERS = [True, 1.0, 1.5, "1.0", "1e3", "x", "", NAN, [1], {}]
 COUNTS = {
     "max_model_len": LARGEST, "max_num_seqs": 2**15, "max_batch_tokens": LARGEST, "page_tokens": LARGEST,
     "max_adapter_rank": LARGEST, "max_waiting": LARGEST, "max_connections": LARGEST, "merge_window": LARGEST,
-    "max_prefills_per_step": LARGEST,
+    "max_prefills_per_step": LARGEST, "tensor_parallel_size": LARGEST,
 }  # fmt: skip
 """With the most that each may be."""
 SIZES = {
@@ -82,7 +84,7 @@ CHOICES = {
     "device": ("auto", "cpu", "cuda"), "dtype": ("auto", "float32", "float16", "bfloat16"),
     "load_format": ("auto", "dummy"), "cuda_graphs": ("auto", "off"), "metrics_key": ("required", "open"),
     "scheduling_policy": ("fcfs", "priority"), "fairness": ("none", "vtc"), "fair_by": ("adapter", "key"),
-    "cold_start": COLD_START_MODES,
+    "cold_start": COLD_START_MODES, "lora_sharding": ("auto", "sharded", "replicated"),
     "merge": MERGE_MODES, "merge_copy": ("auto", "device", "host"), "merge_minority": ("wait", "unmerge", "mixed"),
 }  # fmt: skip
 TEXTS = ("served_model_name", "host", "trace", "journal")

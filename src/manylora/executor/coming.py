@@ -43,6 +43,7 @@ class Coming:
         self._gates: dict[CopyId, CopyGate] = {}
         self._commands: dict[CopyId, SwapPages] = {}  # of the gates
         self._num_gates = 0
+        self._answered: list[CopyId] = []  # at the last step's end
 
     def enter(self) -> None:
         """Enter what has landed into the tables. It is among it before its ``done`` is heard of. So is what was
@@ -135,11 +136,10 @@ class Coming:
         if unknown:
             raise ValueError(f"the step awaits copy {unknown[0]}, which is not on its way")
 
-    def answered(self) -> list[CopyId]:
-        """The copies that have been answered."""
-        return [copy for copy, gate in self._gates.items() if gate.is_answered]
-
-    def forget(self, copies: list[CopyId]) -> None:
-        """No step will name these any more."""
-        for copy in copies:
+    def step_ended(self) -> None:
+        """Before a step's end is told. A copy that was answered by the step's end before this one is forgotten: its
+        answer was told before that end, which has been acted upon, so no step names it any more. Between both one
+        may: what came before the answer is acted upon first."""
+        for copy in self._answered:
             del self._gates[copy], self._commands[copy]
+        self._answered = [copy for copy, gate in self._gates.items() if gate.is_answered]

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from manylora.adapters.pack import layout_for
+from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
 from manylora.adapters.store import AdapterStore
 from manylora.assist.workers import Workers
@@ -28,8 +29,9 @@ from manylora.executor.coming import Coming
 from manylora.executor.forward import EagerSteps, Forward, Outputs
 from manylora.executor.graphs import GraphLimits, Progress, StepGraphs
 from manylora.executor.inputs import InputBuilder, StepInputs
-from manylora.executor.known import KnownAdapters
+from manylora.executor.inspections import Inspections
 from manylora.executor.merging import MergedWeights
+from manylora.executor.ranked_sampling import RankedSampling
 from manylora.executor.reader import AdapterReader
 from manylora.executor.sampler import Results, draw, most_likely
 from manylora.executor.sequences import Expected, Rows, SequenceTable, Undo
@@ -92,8 +94,8 @@ class _Sampled:
 class Worker:
     """``protocol.Executor`` on one device.
 
-    What has landed is shared with other threads without a lock: appending to a deque or popping from it rely on
-    the GIL.
+    What has landed is shared with other threads without a lock: appending to a deque and popping from it rely
+    on the GIL.
     """
 
     def __init__(
@@ -108,19 +110,22 @@ class Worker:
         shards: Shards | None = None,
         store: AdapterStore | None = None,
         copy_limit: int | None = None,
+        ranked: RankedSampling | None = None,
     ) -> None:
         """``geometry`` must be made of the pools' page shape and the decoder's groups.
 
         ``shards``, if any, run parts of large enough batches side by side. ``store``, if any, keeps packed
-        adapters. ``copy_limit``: most bytes a second of copies one way. The worker closes what it is given.
+        adapters. ``copy_limit``: most bytes a second of copies one way. ``ranked``: where the
+        decoder is one rank's share of a model. The worker closes what it is given.
         """
-        self._forward: Forward | None = Forward(decoder, arena, geometry, device)
+        self._forward: Forward | None = Forward(decoder, arena, geometry, device, ranked)
         self._graphs: StepGraphs | None = None
         self._arena = arena
         self._host = host
         self._geometry = geometry
         self._device = device
-        self._specs = KnownAdapters(registry, geometry, arena.dtype, max_adapter_rank)
+        self._registry = registry
+        self.inspections = Inspections(registry, geometry, arena.dtype, max_adapter_rank)
         self._sequences = SequenceTable()
         self._tables = AdapterTables(device, geometry)
         self._merging: MergedWeights | None = None
@@ -138,9 +143,9 @@ class Worker:
         self._in_flight: collections.deque[Callable[[], StepResult]] = collections.deque()  # oldest first
         self._ended_s = 0.0
         self._copier = Copier(arena, host, device, copy_limit)
-        self._coming = Coming(self._copier, self._tables, geometry, self._specs.of)
+        self._coming = Coming(self._copier, self._tables, geometry, self.inspections.spec)
         self._reader = AdapterReader(
-            arena, host, geometry, device, self._coming.landed.append, self._specs.inspect_again, store
+            arena, host, geometry, device, self._coming.landed.append, self.inspections.again, store
         )
 
     # ------------------------------------------------------------ the door
@@ -157,10 +162,8 @@ class Worker:
         """See Executor."""
         if self._in_flight:
             result = self._in_flight.popleft()()
-            # Their answers have been told, so no step that is commanded after this one's end awaits them.
-            answered = self._coming.answered()
+            self._coming.step_ended()
             self._tell(result)
-            self._coming.forget(answered)
 
     # ------------------------------------------------------------ merged weights
 
@@ -309,7 +312,8 @@ class Worker:
                 draws = most_likely(outputs.best, count)
             else:
                 outputs = outputs.first(count)
-                draws = draw(outputs.logits, inputs.sampled, outputs.best, outputs.last)
+                drawn = draw if forward.ranked is None else forward.ranked.draw
+                draws = drawn(outputs.logits, inputs.sampled, outputs.best, outputs.last)
             if draws.first is not outputs.best.tokens:
                 forward.redraw(outputs.pending_index, draws.first)
             arrived = self._device.download(draws.packed)
@@ -400,15 +404,19 @@ class Worker:
 
     def inspect_adapter(self, command: InspectAdapter) -> None:
         """Carries out InspectAdapter, on the caller's thread."""
-        self._tell(self._specs.inspect(command))
+        self._tell(self.inspections.inspect(command))
 
     def verify_adapter(self, command: VerifyAdapter) -> None:
         """Carries out VerifyAdapter, on the caller's thread."""
-        self._tell(self._specs.verify(command))
+        self._tell(self.inspections.verify(command))
+
+    def learn_adapter(self, adapter: AdapterId, spec: AdapterSpec) -> None:
+        """Take over what inspecting an adapter found elsewhere. From any thread."""
+        self.inspections.learn(adapter, spec)
 
     def forget_adapter(self, command: ForgetAdapter) -> None:
         """Carries out ForgetAdapter."""
-        self._specs.forget(command.adapter)
+        self.inspections.forget(command.adapter)
 
     def pretend_adapter(self, adapter: AdapterId, rank: int) -> bool:
         """Enter an adapter of scale 0 on all projections, in pages that it does not have: steps with it compute
@@ -425,7 +433,7 @@ class Worker:
     def read_adapter(self, command: ReadAdapter) -> None:
         """Carries out ReadAdapter."""
         try:
-            self._reader.start(self._specs.find(command.adapter), command, self._tell)
+            self._reader.start(self.inspections.find(command.adapter), command, self._tell)
         except RuntimeError as error:
             # Closed, or the device is broken: no thread will answer.
             self._tell(AdapterRead(command.adapter, False, one_line(error)))
@@ -451,7 +459,7 @@ class Worker:
         if self._forward is None:
             return
         self._reader.close()
-        self._specs.close()
+        self._registry.close()
         if self._workers is not None:
             self._workers.close()
         if not frees:

@@ -70,6 +70,7 @@ from manylora.protocol.executor import (
     AdapterError,
     DeviceEvent,
     Executor,
+    ExecutorLost,
     ExecutorState,
     StepResult,
 )
@@ -103,6 +104,7 @@ __all__ = [
     "Event",
     "EvictAdapter",
     "Executor",
+    "ExecutorLost",
     "ExecutorState",
     "Finish",
     "ForgetAdapter",

@@ -1,6 +1,7 @@
-"""The adapters that an executor knows by what inspecting their files has found.
+"""What inspecting adapters found, by adapter, and the checks that are asked for.
 
-Owns these specs and the answers to checks. Does not read weights into pages.
+Owns the adapters' specs. They are shared with other threads without a lock: setting or reading one entry of a dict
+relies on the GIL. Reads files on its caller's thread; knows no pages and no device.
 """
 
 from __future__ import annotations
@@ -24,13 +25,12 @@ from manylora.types import AdapterId
 _log = logging.getLogger(__name__)
 
 
-class KnownAdapters:
-    """Used by any thread without a lock: setting or reading one entry of a dict relies on the GIL."""
+class Inspections:
+    """``geometry`` says how many pages an adapter takes."""
 
     def __init__(
         self, registry: Registry, geometry: AdapterGeometry, dtype: torch.dtype, max_rank: int | None
     ) -> None:
-        """``dtype``: of the pools. Closes the registry with itself."""
         self._registry = registry
         self._geometry = geometry
         self._dtype = dtype
@@ -38,45 +38,48 @@ class KnownAdapters:
         self._specs: dict[AdapterId, AdapterSpec] = {}
 
     def find(self, adapter: AdapterId) -> AdapterSpec | None:
-        """None where it is not known."""
         return self._specs.get(adapter)
 
-    def of(self, adapter: AdapterId) -> AdapterSpec:
-        """Raises AdapterError where it is not known."""
+    def spec(self, adapter: AdapterId) -> AdapterSpec:
+        """Raises AdapterError where the adapter is not known."""
         spec = self._specs.get(adapter)
         if spec is None:
             raise AdapterError("the adapter is not known")
         return spec
 
+    def learn(self, adapter: AdapterId, spec: AdapterSpec) -> None:
+        self._specs[adapter] = spec
+
+    def forget(self, adapter: AdapterId) -> None:
+        self._specs.pop(adapter, None)
+
     def inspect(self, command: InspectAdapter) -> AdapterChecked:
-        """What the files' headers say; known from now on."""
+        """What it found is known afterwards."""
 
-        def look() -> AdapterChecked:
+        def inspect() -> AdapterChecked:
             spec = self._registry.inspect(Path(command.path), self._max_rank)
-            num_pages = layout_of(spec, self._geometry).num_pages
             self._specs[command.adapter] = spec
-            return AdapterChecked(command.adapter, True, num_pages, spec.rank)
+            return self._found(command.adapter, spec)
 
-        return _checked(command.adapter, look)
+        return _checked(command.adapter, inspect)
 
     def verify(self, command: VerifyAdapter) -> AdapterChecked:
-        """Whether all weights can be read and are finite."""
+        """Reads all weights."""
 
-        def read() -> AdapterChecked:
-            spec = self.of(command.adapter)
+        def verify() -> AdapterChecked:
+            spec = self.spec(command.adapter)
             try:
                 verify_weights(spec, self._geometry, self._dtype)
             except WrongInspection as error:
-                spec = self.inspect_again(command.adapter, spec, error)
+                spec = self.again(command.adapter, spec, error)
                 verify_weights(spec, self._geometry, self._dtype)
-            num_pages = layout_of(spec, self._geometry).num_pages
-            return AdapterChecked(command.adapter, True, num_pages, spec.rank)
+            return self._found(command.adapter, spec)
 
-        return _checked(command.adapter, read)
+        return _checked(command.adapter, verify)
 
-    def inspect_again(self, adapter: AdapterId, spec: AdapterSpec, error: WrongInspection) -> AdapterSpec:
+    def again(self, adapter: AdapterId, spec: AdapterSpec, error: WrongInspection) -> AdapterSpec:
         """What the registry remembered is not what the files hold: look at them. Raises AdapterError where the
-        adapter takes other pages than the policy was told."""
+        adapter takes other pages than the policy was told. Called from any thread."""
         _log.warning("adapter %d (%s): %s; inspecting it again", adapter, spec.path, error)
         found = self._registry.inspect(Path(spec.path), self._max_rank, anew=True)
         if layout_of(found, self._geometry).num_pages != layout_of(spec, self._geometry).num_pages:
@@ -85,13 +88,9 @@ class KnownAdapters:
             self._specs[adapter] = found
         return found
 
-    def forget(self, adapter: AdapterId) -> None:
-        """It is known no more."""
-        self._specs.pop(adapter, None)
-
-    def close(self) -> None:
-        """No file is inspected any more."""
-        self._registry.close()
+    def _found(self, adapter: AdapterId, spec: AdapterSpec) -> AdapterChecked:
+        num_pages = layout_of(spec, self._geometry).num_pages
+        return AdapterChecked(adapter, True, num_pages, spec.rank)
 
 
 def _checked(adapter: AdapterId, check: Callable[[], AdapterChecked]) -> AdapterChecked:
