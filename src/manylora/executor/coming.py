@@ -137,7 +137,7 @@ class Coming:
             raise ValueError(f"the step awaits copy {unknown[0]}, which is not on its way")
 
     def step_ended(self) -> None:
-        """Before a step's end is told. A copy that was answered by the end before this one is forgotten: its answer
+        """Before a step's end is told. A copy that was answered by the end before is forgotten: its answer
         was told before that end, which has been acted upon, so no step names it any more. Between both one may:
         what came before the answer is acted upon first."""
         for copy in self._answered:
