@@ -15,6 +15,7 @@ from manylora.policy.candidates import Candidates
 from manylora.policy.changes import Changes
 from manylora.policy.cost import Rates
 from manylora.policy.kv_turns import KvTurns
+from manylora.policy.lent import LentPages
 from manylora.policy.pages import PageLedger
 from manylora.policy.room import Room
 from manylora.policy.transfers import Transfers
@@ -34,6 +35,7 @@ class NodeStates:
         self.tree = DependencyTree(self.policy.keeps_dependencies)
         self.device = PageLedger(config.num_pages)
         self.host = PageLedger(config.num_host_pages)
+        self.lent = LentPages(self.host)
         self.transfers = Transfers(config.cold_start.num_groups)
         self.changes = Changes(config.page_tokens)
         self.last_value: float | None = None

@@ -186,7 +186,7 @@ class Residency(NodeStates):
         if host_pages:
             self._set_host(node, NO_COPY, ())
             if move is None:
-                self.host.release(host_pages)
+                self.lent.release(node, host_pages)
         if was_there and pages:
             self._has_left(node)
 
@@ -240,7 +240,7 @@ class Residency(NodeStates):
             self._end_standby(node)
         pages = node.host_pages
         self._set_host(node, NO_COPY, ())
-        self.host.release(pages)
+        self.lent.release(node, pages)
         if node.residence is ABSENT and not node.is_adapter:
             self.counters.history_drops += 1
             self._remove(node)
@@ -344,7 +344,7 @@ class Residency(NodeStates):
         if not read.to_device:
             pages = node.host_pages
             self._set_host(node, NO_COPY, ())
-            self.host.release(pages)
+            self.lent.release(node, pages)
         return node if node.residence is LOADING else None
 
     def copy_ended(self, event: CopyDone) -> list[Node]:
@@ -368,7 +368,7 @@ class Residency(NodeStates):
             if move.owns_pages:
                 self.device.release(move.pages)
             if move.owns_host_pages:
-                self.host.release(move.host_pages)
+                self.lent.release(node, move.host_pages)
         return failed
 
     def _count_copy(self, moves: list[Move], event: CopyDone) -> None:
@@ -387,7 +387,7 @@ class Residency(NodeStates):
             return
         pages = node.host_pages
         self._set_host(node, NO_COPY, ())
-        self.host.release(pages)
+        self.lent.release(node, pages)
         if node.residence is OFFLOADING:
             self._lose(node)
 

@@ -279,7 +279,7 @@ def _notes(
 
 
 def _member(config: PolicyConfig, stream: Stream, target: SimulatedTarget) -> Member:
-    pages = [target.shape.adapter_pages(rank, config.page_tokens, target.modules) for rank in stream.ranks]
+    pages = [target.adapter_pages(rank, config.page_tokens) for rank in stream.ranks]
     merging = target.merge_costs(config)
     return Member(config, target.costs, pages, target.name, merging=merging)
 

@@ -36,11 +36,12 @@ from manylora.protocol.routing import (
     ScaleHint,
     Solve,
     Solved,
+    Unplace,
     Withdraw,
     Withdrawn,
 )
 from manylora.reports import Counters
-from manylora.types import AdapterId, Request, RequestId
+from manylora.types import Request, RequestId
 from manylora_lab.sim.cluster_facts import facts_of
 from manylora_lab.sim.cluster_replica import ReplicaLoop
 from manylora_lab.sim.device import Kernel, MergeCosts, SimulatedDevice
@@ -166,7 +167,6 @@ class VirtualCluster:
         self._scheduled: list[float] = []  # of each loop, when the heap has it next
         self._warming: dict[tuple[int, RequestId], Request] = {}
         self._warm_s = 0.0
-        self._num_placed = 0
         self._timer: Timer | None = None
         self._start(is_warm)
 
@@ -391,8 +391,10 @@ class VirtualCluster:
                 )
                 if following is not None:
                     self._put(self.now, _NEWS, following)
-            case Place():
-                self._place(command.adapter, self.loops[command.replica])
+            case Place() | Unplace():
+                loop = self.loops[command.replica]
+                loop.keep(self.now + self._wire_s, command.adapter, isinstance(command, Place))
+                self._schedule(loop)
             case Solve():
                 self.num_solves += 1
                 if self._solve is not None:
@@ -409,14 +411,6 @@ class VirtualCluster:
         solved = solve(problem)
         self.times.solved_s.append(time.perf_counter() - began)
         return solved
-
-    def _place(self, adapter: AdapterId, loop: ReplicaLoop) -> None:
-        """A copy of the adapter is loaded as by a request of one token; the cache policy may evict it
-        again."""
-        self._num_placed += 1
-        first = -(len(self.stream.ranks) + self._num_placed) * MOST_TOKENS
-        loop.put(self.now, request_of(f"place-{self._num_placed}", adapter, (first,), 1))
-        self._schedule(loop)
 
     def _tick(self, what: object) -> None:
         if isinstance(what, Timer):
