@@ -22,6 +22,8 @@ EVENTS = 3200
 LATER = ("fastlibra", "fastlibra-wom", "fastlibra-wos", "fastlibra-wol", "lru-ahead", "lru-drop")
 """Policies that came later: lives a quarter as long, with two steps in flight, so that all journals together stay
 small."""
+ABLATIONS = ("fastlibra-wom", "fastlibra-wos", "fastlibra-wol")
+"""Of these, which live through the scenes of least memory alone."""
 
 
 def record(policy: str, pipeline_depth: int, scene: str) -> bytes:
@@ -58,7 +60,8 @@ def lives() -> list[tuple[str, int, str]]:
     """Cache policy, steps in flight and scene of each."""
     return [
         *itertools.product([policy for policy in CACHE_POLICIES if policy not in LATER], (1, 2), SCENES),
-        *itertools.product(LATER, (2,), SCENES),
+        *itertools.product([policy for policy in LATER if policy not in ABLATIONS], (2,), SCENES),
+        *itertools.product(ABLATIONS, (2,), ("tiny", "crush")),
         *itertools.product(["manylora"], (1, 2), [*MERGING_SCENES, *MOVING_SCENES]),
     ]  # fmt: skip
 
