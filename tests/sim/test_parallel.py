@@ -41,7 +41,8 @@ def test_the_bases_exchanges(cards: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("modules", "factor", "exchanges"), [(ATTENTION_MODULES, 5, 2), (ALL_MODULES, 9, 4), (("down_proj",), 2, 1)]
+    ("modules", "factor", "exchanges"),
+    [(ATTENTION_MODULES, 5, 2), (ALL_MODULES, 9, 4), (("down_proj",), 2, 1)],
 )
 @pytest.mark.parametrize("rank", [1, 8, 33])
 def test_sharded_adapters_exchange_what_s_lora_says(
@@ -106,7 +107,9 @@ def test_more_never_takes_less_and_more_cards_take_less(sharding: LoraSharding) 
     shape, card = shape_named("llama-2-70b"), hardware_named("a100-80")
     loads = [(1, 0, 8), (4, 0, 64), (4, 50, 64, 0, 0, 1000), (4, 50, 64, 10**8, 1, 1000, 54 * 10**8)]
     for cards in (2, 4, 8):
-        seconds = [ParallelCosts(shape, card, cards, sharding=sharding).step_s(StepWork(*load)) for load in loads]
+        seconds = [
+            ParallelCosts(shape, card, cards, sharding=sharding).step_s(StepWork(*load)) for load in loads
+        ]
         assert seconds == sorted(seconds)
     long = StepWork(8, 2000, 40000, 10**8, 1, 10**6, 2008 * 10**8)
     taken = [ParallelCosts(shape, card, cards, sharding=sharding).step_s(long) for cards in (1, 2, 4, 8)]

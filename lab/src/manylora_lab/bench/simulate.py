@@ -100,7 +100,9 @@ class SimulateSettings:
         if self.tensor_parallel_size < 1:
             raise ConfigError(f"--tensor-parallel-size must be at least 1, got {self.tensor_parallel_size}")
         if self.tensor_parallel_size > 1 and self.cards > 1:
-            raise ConfigError("--cards shares a model out ideally: it does not go with --tensor-parallel-size")
+            raise ConfigError(
+                "--cards shares a model out ideally: it does not go with --tensor-parallel-size"
+            )
         if self.lora_sharding not in LORA_SHARDINGS:
             known = ", ".join(LORA_SHARDINGS)
             raise ConfigError(f"--lora-sharding must be one of {known}, got {self.lora_sharding!r}")

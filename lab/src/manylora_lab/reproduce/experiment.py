@@ -65,7 +65,7 @@ class Experiment:
     ``paper``: the table or figure, and where its text is. ``grid`` runs all cells of a setup. ``headline``:
     figures of the rows, beside the paper's. ``draw``: the picture, like the paper's. ``devices``: where it can
     run, the default first. ``hardwares``: descriptions for which a simulated one can run, the default first; it
-    takes a store, too.
+    takes a store, too. ``keeps_runs``: takes a store of runs (``run_store``).
     """
 
     name: str
@@ -77,6 +77,7 @@ class Experiment:
     notes: tuple[str, ...] = ()
     devices: tuple[Device, ...] = ("sim",)
     hardwares: tuple[str, ...] = ()
+    keeps_runs: bool = False
 
     def run(self, setup: Setup) -> ExperimentReport:
         """The report of a run, named after the hardware too where that is not the default. Raises ConfigError."""

@@ -10,11 +10,12 @@ import statistics
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.config.routing import RouterConfig
 from manylora.pricing.shapes import shape_named
-from manylora_lab.reproduce.cells import HOST_POOL_BYTES, PAGE_TOKENS, in_parallel
+from manylora_lab.reproduce.cells import HOST_POOL_BYTES, PAGE_TOKENS
 from manylora_lab.reproduce.drawing import Curves
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
 from manylora_lab.reproduce.punica_workload import MOST_TOKENS, RANK
 from manylora_lab.reproduce.report import Headline, Row, change
+from manylora_lab.reproduce.run_store import run_cases
 from manylora_lab.sim.analytical import AnalyticalCosts
 from manylora_lab.sim.cluster import Member, VirtualCluster
 from manylora_lab.sim.cluster_summary import summarize_cluster
@@ -133,9 +134,7 @@ def _woken(sets: list[tuple[float, tuple[int, ...]]]) -> int:
 def _grid(setup: Setup) -> GridResult:
     replicas, duration_s = setup.pick((16, 3600.0), (4, 100.0), (2, 20.0))
     cases = [LoadCase(router, replicas, duration_s, setup.seed) for router in ROUTERS]
-    found = in_parallel(
-        measure, {case: case for case in cases}, setup.num_workers, setup.show, "simulations done"
-    )
+    found = run_cases(setup, measure, cases)
     settings = {
         "scale": setup.scale, "seed": setup.seed, "replicas": replicas, "duration_s": duration_s,
         "most_rate_per_s": replicas * REPLICA_RATE, "adapters": ADAPTERS, "max_batch": MOST_BATCH,
@@ -193,4 +192,5 @@ FIG13 = Experiment(
         "just serve; the paper prints no rate.",
         "Replica-hours count the seconds in which a replica has a request, until the load ends.",
     ),
+    keeps_runs=True,
 )

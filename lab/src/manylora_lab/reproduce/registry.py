@@ -5,6 +5,7 @@ from __future__ import annotations
 from manylora.config import ConfigError
 from manylora_lab.reproduce import (
     caraserve_schedulers,
+    dlora_clusters,
     dlora_fig5,
     dlora_fig12,
     dlora_figures,
@@ -63,9 +64,13 @@ _ALL = (
     punica_fig13.FIG13,
     caraserve_schedulers.FIG19,
     caraserve_schedulers.FIG20,
+    dlora_clusters.FIG2B,
     dlora_fig5.FIG5,
+    dlora_clusters.FIG9,
     dlora_figures.FIG10,
+    dlora_clusters.FIG11,
     dlora_fig12.FIG12,
+    dlora_clusters.FIG13,
     dlora_figures.FIG14,
     dlora_figures.FIG15,
     vtc_fig3.FIG3,

@@ -60,7 +60,8 @@ def measure(case: ParallelCase) -> Row:
     )
     stream = _stream_of(case)
     pages = [
-        adapter_pages(shape, case.cards, sharding, rank, PAGE_TOKENS, ATTENTION_MODULES) for rank in stream.ranks
+        adapter_pages(shape, case.cards, sharding, rank, PAGE_TOKENS, ATTENTION_MODULES)
+        for rank in stream.ranks
     ]
     page_bytes = costs.shape.page_bytes(PAGE_TOKENS)
     num_pages = costs.pool_bytes() // page_bytes
