@@ -182,6 +182,7 @@ def measure(case: DloraCase) -> Row:
         "latency_s_token": _latency_s_token(cluster.front.outcomes),
         "queue_mean_s": _queue_s(cluster.front.outcomes),
         **{name: found[name] for name in names},
+        "switches": merging.get("switches_merged", 0) + merging.get("switches_base", 0),
         "switch_share": round(switch_s / all_s, 6),
         "solve_share": round(solve_s / all_s, 6),
         "replicas": replicas,

@@ -43,7 +43,7 @@ def run_cases(setup: Setup, measure: Callable[[C], R], cases: Sequence[C]) -> di
 
 def _key(measure: Callable[[C], R], case: C) -> str:
     assert dataclasses.is_dataclass(case)
-    values = dataclasses.asdict(case)  # type: ignore[call-overload]
+    values = dataclasses.asdict(case)  # type: ignore[arg-type]
     return json.dumps([measure.__module__, values], sort_keys=True)
 
 
