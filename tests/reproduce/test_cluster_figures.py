@@ -27,7 +27,8 @@ from tests.sim.test_replay import COSTS, config_of, request, stream_of
 
 @functools.cache
 def smoke(name: str) -> ExperimentReport:
-    return experiment(name).run(Setup("smoke", workers=1))
+    found = experiment(name)
+    return found.run(Setup("smoke", found.devices[0], workers=1))
 
 
 def test_rank_aware_routing_keeps_more_within_the_objective() -> None:
@@ -74,7 +75,13 @@ def test_throughput_falls_with_adapters_only_where_batches_have_one() -> None:
         assert rows[system, 16] < rows[system, 4]
 
 
-@pytest.mark.parametrize("name", ["caraserve-fig19", "punica-fig13", "dlora-fig12"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "caraserve-fig19", "caraserve-fig5", "caraserve-fig9", "punica-fig13", "dlora-fig2b", "dlora-fig9",
+        "dlora-fig12", "dlora-fig13", "router-staleness", "router-bound", "router-moves", "router-size",
+    ],
+)  # fmt: skip
 def test_pictures(name: str, tmp_path: Path) -> None:
     experiment(name).draw(smoke(name), tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

@@ -65,7 +65,8 @@ CLUSTER_NOTES = (
 @dataclasses.dataclass(frozen=True, slots=True)
 class DloraCase:
     """One run. ``rate``: requests a second of all replicas; ``cards``: of each; ``length_scale``: of prompts and
-    replies."""
+    replies; ``lead_s``: before what is judged, in which routers learn rates; ``is_warm``: every replica had every
+    adapter before."""
 
     system: str
     num_adapters: int
@@ -77,6 +78,8 @@ class DloraCase:
     model: str = "llama-2-7b"
     cards: int = 1
     length_scale: float = 1.0
+    lead_s: float = 0.0
+    is_warm: bool = True
 
 
 def stream_of(case: DloraCase) -> Stream:
@@ -154,7 +157,7 @@ def measure(case: DloraCase) -> Row:
     member, router = member_named(case.system, case, shape)
     with solving() as solve:
         cluster = VirtualCluster(
-            stream, [member] * case.replicas, router, is_warm=True, solve=solve, samples_memory=True
+            stream, [member] * case.replicas, router, is_warm=case.is_warm, solve=solve, samples_memory=True
         )
         cluster.run()
     found = summarize_cluster(cluster)
@@ -169,7 +172,7 @@ def measure(case: DloraCase) -> Row:
     memory = [sizes for now, sizes in cluster.memory_used if 0 <= now <= case.duration_s]
     replicas = []
     for loop, each in zip(cluster.loops, found["replicas"], strict=True):
-        served = cluster.front.served.get(loop.place, ())
+        served = _judged(case, cluster.front.served.get(loop.place, ()))
         replicas.append(
             {
                 "replica": loop.place, "requests": each["requests"], "busy_share": each["busy_share"],
@@ -179,14 +182,18 @@ def measure(case: DloraCase) -> Row:
         )  # fmt: skip
     return {
         "requests": len(stream.requests),
-        "latency_s_token": _latency_s_token(cluster.front.outcomes),
-        "queue_mean_s": _queue_s(cluster.front.outcomes),
+        "latency_s_token": _latency_s_token(_judged(case, cluster.front.outcomes)),
+        "queue_mean_s": _queue_s(_judged(case, cluster.front.outcomes)),
         **{name: found[name] for name in names},
         "switches": merging.get("switches_merged", 0) + merging.get("switches_base", 0),
         "switch_share": round(switch_s / all_s, 6),
         "solve_share": round(solve_s / all_s, 6),
         "replicas": replicas,
     }
+
+
+def _judged(case: DloraCase, outcomes: Sequence[Outcome]) -> list[Outcome]:
+    return [outcome for outcome in outcomes if outcome.handed_s >= case.lead_s]
 
 
 def _latency_s_token(outcomes: Sequence[Outcome]) -> float:

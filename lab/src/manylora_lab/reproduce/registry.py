@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from manylora.config import ConfigError
 from manylora_lab.reproduce import (
+    caraserve_kernels,
     caraserve_schedulers,
     dlora_clusters,
     dlora_fig5,
@@ -23,6 +24,7 @@ from manylora_lab.reproduce import (
     punica_fig11,
     punica_fig12,
     punica_fig13,
+    router_figures,
     s_lora_cluster,
     s_lora_fig8,
     s_lora_fig9,
@@ -62,6 +64,9 @@ _ALL = (
     punica_fig11.FIG11,
     punica_fig12.FIG12,
     punica_fig13.FIG13,
+    caraserve_kernels.FIG4,
+    caraserve_kernels.FIG5,
+    caraserve_kernels.FIG9,
     caraserve_schedulers.FIG19,
     caraserve_schedulers.FIG20,
     dlora_clusters.FIG2B,
@@ -75,6 +80,10 @@ _ALL = (
     dlora_figures.FIG15,
     vtc_fig3.FIG3,
     merge_h200.H200,
+    router_figures.STALENESS,
+    router_figures.BOUND,
+    router_figures.MOVES,
+    router_figures.SIZE,
 )
 EXPERIMENTS: dict[str, Experiment] = {each.name: each for each in _ALL}
 
