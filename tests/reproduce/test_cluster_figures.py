@@ -75,13 +75,15 @@ def test_throughput_falls_with_adapters_only_where_batches_have_one() -> None:
         assert rows[system, 16] < rows[system, 4]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "caraserve-fig19", "caraserve-fig5", "caraserve-fig9", "punica-fig13", "dlora-fig2b", "dlora-fig9",
-        "dlora-fig12", "dlora-fig13", "router-staleness", "router-bound", "router-moves", "router-size",
-    ],
+LONG = ("dlora-fig2b", "dlora-fig9", "router-bound")
+"""Of the same code as others."""
+NAMES = (
+    "caraserve-fig19", "caraserve-fig5", "caraserve-fig9", "punica-fig13", "dlora-fig12", "dlora-fig13",
+    "router-staleness", "router-moves", "router-size",
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def test_pictures(name: str, tmp_path: Path) -> None:
     experiment(name).draw(smoke(name), tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
