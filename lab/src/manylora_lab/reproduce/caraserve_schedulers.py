@@ -5,8 +5,8 @@ from __future__ import annotations
 from manylora_lab.reproduce.caraserve_cells import NOTES, SCHEDULERS, ServersCase, lines_of, measure, slo_s
 from manylora_lab.reproduce.drawing import BarPanels
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
+from manylora_lab.reproduce.parts import run_cases
 from manylora_lab.reproduce.report import Headline, Row, change
-from manylora_lab.reproduce.run_store import run_cases
 from manylora_lab.sim.device import Kernel
 
 PAPER_CHANGES = {"most-idle": -0.161, "random": -0.188, "first-fit": -0.364}
@@ -27,7 +27,7 @@ _DRAW = BarPanels(
 
 
 def _run(setup: Setup, cases: list[ServersCase]) -> list[Row]:
-    found = run_cases(setup, measure, cases)
+    found = run_cases(measure, cases, setup)
     return [{"kernel": case.kernel, "scheduler": case.scheduler, **row} for case, row in found.items()]
 
 
@@ -120,7 +120,7 @@ FIG19 = Experiment(
     _DRAW,
     (_attained, _faster),
     NOTES,
-    keeps_runs=True,
+    is_stored=True,
 )
 
 FIG20 = Experiment(
@@ -131,5 +131,5 @@ FIG20 = Experiment(
     _DRAW,
     (_testbed_attained,),
     (*NOTES, "The paper's is a testbed of 8 A10; this one is simulated."),
-    keeps_runs=True,
+    is_stored=True,
 )

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from manylora_lab.reproduce.dlora_cells import CLUSTER_NOTES, OBJECTIVE_S, DloraCase, measure
 from manylora_lab.reproduce.drawing import BarPanels, LinePanels, Matrix
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
+from manylora_lab.reproduce.parts import run_cases
 from manylora_lab.reproduce.report import Headline, Row, ratio
-from manylora_lab.reproduce.run_store import run_cases
 
 REPLICAS, ADAPTERS = 8, 32
 PAPER_IMBALANCE = 8.0
@@ -33,7 +33,7 @@ def _rows_of(setup: Setup, cases: Sequence[DloraCase]) -> list[Row]:
             "system": case.system, "traffic": case.traffic, "model": case.model, "rate_per_s": case.rate,
             "length_scale": case.length_scale, "panel": f"{case.model}, {case.traffic}", **row,
         }
-        for case, row in run_cases(setup, measure, cases).items()
+        for case, row in run_cases(measure, cases, setup).items()
     ]  # fmt: skip
 
 
@@ -116,7 +116,7 @@ FIG2B = Experiment(
     BarPanels((("queue_mean_s", "queueing delay, s"), ("requests", "requests")), "replica", "system"),
     (),
     (*CLUSTER_NOTES, "The paper prints neither rate nor duration: 8 requests a second and replica are ours."),
-    keeps_runs=True,
+    is_stored=True,
 )
 
 # ---------------------------------------------------------------- 9
@@ -195,7 +195,7 @@ FIG9 = Experiment(
         "there is not that of an endless run. A rate within the objective lies between those that were run, on "
         "logarithms; '-': all of them or none.",
     ),
-    keeps_runs=True,
+    is_stored=True,
 )  # fmt: skip
 
 # ---------------------------------------------------------------- 11
@@ -264,7 +264,7 @@ FIG11 = Experiment(
         f"long-term rates are. 8 replicas, 32 adapters. (b): {_SCALE_RATE:g} requests a second and replica; the "
         "paper prints none.",
     ),
-    keeps_runs=True,
+    is_stored=True,
 )  # fmt: skip
 
 # ---------------------------------------------------------------- 13
@@ -311,5 +311,5 @@ FIG13 = Experiment(
         "has not). Memory: pages of running requests and of adapters, of the pool beside the weights, once a "
         "second. The paper prints no figures: replicas are balanced, and near what one adapter alone gives.",
     ),
-    keeps_runs=True,
+    is_stored=True,
 )

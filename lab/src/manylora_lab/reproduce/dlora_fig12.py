@@ -5,8 +5,8 @@ from __future__ import annotations
 from manylora_lab.reproduce.dlora_cells import CLUSTER_NOTES, FUNCTIONS, SKEWNESS, DloraCase, measure
 from manylora_lab.reproduce.drawing import Lines
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
+from manylora_lab.reproduce.parts import run_cases
 from manylora_lab.reproduce.report import Headline, Row, ratio
-from manylora_lab.reproduce.run_store import run_cases
 
 SYSTEMS = ("dlora", "manylora", "peft", "vllm-uniform")
 REPLICAS, REPLICA_RATE = 8, 6.0
@@ -24,7 +24,7 @@ def _grid(setup: Setup) -> GridResult:
     ]
     rows: list[Row] = [
         {"system": case.system, "num_adapters": case.num_adapters, **row}
-        for case, row in run_cases(setup, measure, cases).items()
+        for case, row in run_cases(measure, cases, setup).items()
     ]
     settings = {
         "scale": setup.scale, "seed": setup.seed, "replicas": replicas, "duration_s": duration_s,
@@ -60,5 +60,5 @@ FIG12 = Experiment(
         "backlog. The paper prints neither the rate nor the number of GPUs; 8 replicas at 6 requests a second "
         "each are ours.",
     ),
-    keeps_runs=True,
+    is_stored=True,
 )

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from random import Random
 
 from manylora_lab.reproduce import dlora_cells
-from manylora_lab.reproduce.cells import in_parallel
 from manylora_lab.reproduce.drawing import Matrix
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
 from manylora_lab.reproduce.merge_cells import MEASURED, PROFILE_NOTE, STATED, place_named, simulate
+from manylora_lab.reproduce.parts import run_cases
 from manylora_lab.reproduce.report import Headline, Row, mean, ratio
 from manylora_lab.workloads.extracts import azure_functions, sharegpt_conversations
 from manylora_lab.workloads.popularity import mapped_functions
@@ -135,9 +135,7 @@ class ReplicaGrid:
             for each in skewness
             for system in self.systems
         ]
-        found = in_parallel(
-            measure, {case: case for case in cases}, setup.num_workers, setup.show, "simulations done"
-        )
+        found = run_cases(measure, cases, setup)
         rows: list[Row] = [
             {
                 "costs": case.costs, "rate_per_s": case.rate, "load": f"{case.costs}, {case.rate:g}/s",
@@ -247,11 +245,8 @@ def _overheads(setup: Setup) -> GridResult:
         )
         for rate in rates
     ]
-    simulated = in_parallel(
-        dlora_cells.measure, {case: case for case in cases}, setup.num_workers, setup.show, "clusters done"
-    )
     rows = [{**row, "solve_share": 0.0} for row in found.rows]
-    for case, row in simulated.items():
+    for case, row in run_cases(dlora_cells.measure, cases, setup).items():
         names = ("requests", "switches", "switch_share", "solves", "solve_mean_ms", "solve_share")
         rows.append(
             {
@@ -285,6 +280,7 @@ FIG10 = Experiment(
     Matrix((_MEAN, _P90), x=("skewness", "skewness"), series="system", column="load"),
     (_fig10_headline,),
     NOTES,
+    is_stored=True,
 )
 FIG14 = Experiment(
     "dlora-fig14",
@@ -299,6 +295,7 @@ FIG14 = Experiment(
         "take on these costs: dLoRA states no time of S-LoRA's own kernels, so what differs is merging, "
         "and caching a little.",
     ),
+    is_stored=True,
 )
 FIG15 = Experiment(
     "dlora-fig15",
@@ -322,4 +319,5 @@ FIG15 = Experiment(
         "adapters in bursts) the solver's time is added to both: what HiGHS really took in a process of its own, "
         "though no step waits for it.",
     ),
+    is_stored=True,
 )

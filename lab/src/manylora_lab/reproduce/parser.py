@@ -34,7 +34,7 @@ def add_parser(commands: Any) -> None:
     reproduce.add_argument(
         "--store",
         metavar="FILE",
-        help="finished cells of a table, or runs: one that was stopped goes on from here",
+        help="finished parts of a table or a long figure: a stopped run goes on from here",
     )
     reproduce.add_argument(
         "--report-only", action="store_true", help="report what the store has, run nothing"

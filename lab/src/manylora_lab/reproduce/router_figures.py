@@ -11,6 +11,7 @@ from manylora.pricing.costs import StepWork, prefill_pairs
 from manylora.pricing.shapes import shape_named
 from manylora_lab.reproduce.drawing import LinePanels, Lines
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
+from manylora_lab.reproduce.parts import run_cases
 from manylora_lab.reproduce.report import Headline, Row, change, ratio
 from manylora_lab.reproduce.router_cells import (
     ADAPTERS,
@@ -22,7 +23,6 @@ from manylora_lab.reproduce.router_cells import (
     run_router,
     slo_s,
 )
-from manylora_lab.reproduce.run_store import run_cases
 from manylora_lab.sim.analytical import AnalyticalCosts
 from manylora_lab.sim.cluster_summary import summarize_cluster
 from manylora_lab.sim.hardware import HARDWARE
@@ -80,7 +80,7 @@ def measure(case: RouterCase) -> Row:
 def _rows(setup: Setup, cases: Sequence[RouterCase]) -> list[Row]:
     return [
         {"router": case.router, "load": case.load, "delay_ms": round(1e3 * case.delay_s), **row}
-        for case, row in run_cases(setup, measure, cases).items()
+        for case, row in run_cases(measure, cases, setup).items()
     ]
 
 
@@ -121,7 +121,7 @@ STALENESS = Experiment(
     Lines(("delay_ms", "age of reports, ms"), ("ttft_mean_ms", "mean TTFT, ms"), "router"),
     (_staleness_figures,),
     (*NOTES, "At 0.8 of the peak."),
-    keeps_runs=True,
+    is_stored=True,
 )
 
 # ---------------------------------------------------------------- how far from the bound
@@ -171,7 +171,7 @@ BOUND = Experiment(
         "the mean flow time of their arithmetic on one machine as fast as all, shortest remaining work first. "
         "clairvoyant is no bound: our router, told of each reply's length and of replicas without delay.",
     ),
-    keeps_runs=True,
+    is_stored=True,
 )
 
 # ---------------------------------------------------------------- what moves cost
@@ -208,7 +208,7 @@ def _moves(setup: Setup) -> GridResult:
         for name, settings in names.items()
         for load in loads
     }
-    found = run_cases(setup, measure, list(cases.values()))
+    found = run_cases(measure, list(cases.values()), setup)
     rows[:0] = [
         {"part": "a cluster", **found[case], "router": name, "load": load}
         for (name, load), case in cases.items()
@@ -247,7 +247,7 @@ MOVES = Experiment(
         "Moves never send KV here: a request is computed again where it goes. The break-even is what a network "
         "would have to give for sending to take as long as computing, with both devices idle.",
     ),
-    keeps_runs=True,
+    is_stored=True,
 )  # fmt: skip
 
 # ---------------------------------------------------------------- size
@@ -309,7 +309,7 @@ def _size(setup: Setup) -> GridResult:
     ]
     rows: list[Row] = [
         {"router": case.router, "replicas": case.replicas, "adapters": case.adapters, **row}
-        for case, row in run_cases(setup, measure_size, cases).items()
+        for case, row in run_cases(measure_size, cases, setup).items()
     ]
     return GridResult({**_settings(setup, duration_s), "sizes": [list(each) for each in sizes]}, rows)
 
@@ -336,5 +336,5 @@ SIZE = Experiment(
         "adapters of rank 32 by Zipf's law (exponent 1). Decisions by the wall clock of a busy machine; "
         "benchmarks.router_speed measures them alone.",
     ),
-    keeps_runs=True,
+    is_stored=True,
 )
