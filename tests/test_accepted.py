@@ -39,14 +39,16 @@ HELD_BY = {
     "fairness": "scheduler.queue.fairness", "fair_by": "scheduler.queue.fair_by",
     "fair_weights": "scheduler.queue.fair_weights", "fair_share": "scheduler.queue.fair_share",
     "adapter_batch_limit": "scheduler.queue.adapter_batch_limit",
-    "max_prefills_per_step": "scheduler.max_prefills",
+    "max_prefills_per_step": "scheduler.max_prefills", "kept_share": "scheduler.kept_share",
     "merge": "scheduler.merge.mode", "merge_copy": "scheduler.merge.copy",
     "merge_minority": "scheduler.merge.minority", "merge_mixed_16bit": "scheduler.merge.mixed_16bit",
     "merge_starve": "scheduler.merge.starve_s", "merge_alpha": "scheduler.merge.alpha",
     "merge_beta": "scheduler.merge.beta", "merge_dec": "scheduler.merge.dec",
     "merge_mul": "scheduler.merge.mul", "merge_window": "scheduler.merge.window",
     "cold_start": "scheduler.cold_start.mode", "cold_start_stall": "scheduler.cold_start.stall",
-    "copy_limit": "cache.copy_limit",
+    "cpu_lora_workers": "scheduler.cold_start.cpu_workers",
+    "copy_limit": "cache.copy_limit", "tensor_parallel_size": "tensor_parallel_size",
+    "lora_sharding": "lora_sharding",
 }  # fmt: skip
 """Where each setting comes to lie."""
 _DLORA, _MANYLORA = {"merge": "dlora"}, {"merge": "manylora"}
@@ -58,6 +60,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "merge_copy": {"merge": "merged"}, "merge_starve": {"merge": "merged"}, "merge_minority": _MANYLORA,
     "merge_mixed_16bit": _MANYLORA, "merge_alpha": _DLORA, "merge_beta": _DLORA, "merge_dec": _DLORA,
     "merge_mul": _DLORA, "merge_window": _DLORA, "cold_start_stall": {"cold_start": "layerwise"},
+    "cpu_lora_workers": {"cold_start": "auto"},
 }  # fmt: skip
 """What a setting is nothing without."""
 
@@ -65,7 +68,7 @@ NO_WHOLE_NUMBERS = [True, 1.0, 1.5, "1.0", "1e3", "x", "", NAN, [1], {}]
 COUNTS = {
     "max_model_len": LARGEST, "max_num_seqs": 2**15, "max_batch_tokens": LARGEST, "page_tokens": LARGEST,
     "max_adapter_rank": LARGEST, "max_waiting": LARGEST, "max_connections": LARGEST, "merge_window": LARGEST,
-    "max_prefills_per_step": LARGEST,
+    "max_prefills_per_step": LARGEST, "tensor_parallel_size": LARGEST,
 }  # fmt: skip
 """With the most that each may be."""
 SIZES = {
@@ -81,7 +84,7 @@ CHOICES = {
     "device": ("auto", "cpu", "cuda"), "dtype": ("auto", "float32", "float16", "bfloat16"),
     "load_format": ("auto", "dummy"), "cuda_graphs": ("auto", "off"), "metrics_key": ("required", "open"),
     "scheduling_policy": ("fcfs", "priority"), "fairness": ("none", "vtc"), "fair_by": ("adapter", "key"),
-    "cold_start": COLD_START_MODES,
+    "cold_start": COLD_START_MODES, "lora_sharding": ("auto", "sharded", "replicated"),
     "merge": MERGE_MODES, "merge_copy": ("auto", "device", "host"), "merge_minority": ("wait", "unmerge", "mixed"),
 }  # fmt: skip
 TEXTS = ("served_model_name", "host", "trace", "journal")
@@ -136,6 +139,9 @@ def accepted() -> list[tuple[str, Any, Any]]:
     ]
     found += [("merge_starve", "1e-3", 0.001), ("merge_starve", 1e300, 1e300)]
     found += [("cold_start_stall", "1", 1.0), ("cold_start_stall", 0.5, 0.5)]
+    found += [("cpu_lora_workers", text, text) for text in ("auto", "0", "1", "256")]
+    found += [("cpu_lora_workers", 0, "0"), ("cpu_lora_workers", 8, "8")]
+    found += [("kept_share", 0, 0.0), ("kept_share", "1", 1.0), ("kept_share", 0.25, 0.25)]
     found += [("adapter_batch_limit", 4, "4"), ("adapter_batch_limit", "4:hard", "4:hard")]
     return found
 
@@ -174,6 +180,8 @@ def refused() -> list[tuple[str, Any]]:
     found += each("merge_dec", 1, 1.5) + each("merge_mul", 1, 0.9) + each("merge_beta", 1, 1.1)
     found += each("merge_alpha", 0.556, 0.5)
     found += each("cold_start_stall", 0, -1, "0", 1.01, "x", "", NAN, INF, [1], {})
+    found += each("cpu_lora_workers", "", "x", "-1", -1, "257", 257, "1.5", 1.0, True, "AUTO", NAN, [1], {})
+    found += each("kept_share", -0.1, 1.01, "x", "", NAN, INF, [1], {})
     found += each("api_key", "", [" "], 1, [1], ["k", ""], {1: 2}.keys())
     found += each("adapter", "", "a", "a=", "=b", 1, [1], ["a=b", "a=c"], {"": "b"}, {"a": ""})
     return found

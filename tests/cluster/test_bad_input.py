@@ -64,6 +64,11 @@ def test_a_start_says_one_line() -> None:
     assert "--replicas must be" in refused("--replicas", "1000000000")
 
 
+def test_what_does_not_go_together() -> None:
+    assert "one replica only" in refused("--replicas", "2", "--tensor-parallel-size", "2")
+    assert "not built" in refused("--replicas", "2", "--launcher", "ray")
+
+
 def test_a_router_without_its_settings() -> None:
     assert "must be given" in refused("--replicas", "2", "--router", "caraserve")
     assert "no_such_module" in refused("--replicas", "2", "--router", "no_such_module:Policy")

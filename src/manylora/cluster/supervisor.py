@@ -57,6 +57,8 @@ def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOpti
         raise ConfigError("--launcher ray is not built yet: only local is")
     if cluster.autoscale == "on":
         raise ConfigError("--autoscale on is not built yet: hint says what the number of replicas should be")
+    if engine.tensor_parallel_size > 1:
+        raise ConfigError("--tensor-parallel-size works with one replica only")
     sock = bind_http(http)  # first: a taken port must not cost a model load
     folder = None
     try:

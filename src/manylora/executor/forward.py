@@ -15,7 +15,9 @@ import torch
 
 from manylora.devices.device import Device
 from manylora.executor.best import Best, greedy
+from manylora.executor.cold_rows import ColdRows
 from manylora.executor.inputs import StepInputs
+from manylora.executor.ranked_sampling import RankedSampling
 from manylora.executor.sequences import PENDING_ENTRIES
 from manylora.kernels.ops import LoraSegments, SampledRows, StepBatch
 from manylora.kernels.shapes import AdapterGeometry
@@ -39,8 +41,9 @@ class Numbers:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Outputs:
-    """Of the M rows that draw: ``logits`` float32 [M, V], ``best``: the most likely tokens of these rows or of
-    more, ``last`` int64 [M]: the token that stands before, ``pending_index`` int64 [M]."""
+    """Of the M rows that draw: ``logits`` float32 [M, V] (of a rank: of its own tokens), ``best``: the most
+    likely tokens of these rows or of more, ``last`` int64 [M]: the token that stands before,
+    ``pending_index`` int64 [M]."""
 
     logits: torch.Tensor
     best: Best
@@ -57,8 +60,18 @@ class Outputs:
 class Forward:
     """Runs the decoder on one device. ``pending`` int64 [PENDING_ENTRIES]: the pending tokens."""
 
-    def __init__(self, decoder: Decoder, arena: Arena, geometry: AdapterGeometry, device: Device) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        arena: Arena,
+        geometry: AdapterGeometry,
+        device: Device,
+        ranked: RankedSampling | None = None,
+    ) -> None:
+        """``ranked``: where the decoder is one rank's share of a model."""
         self.decoder = decoder
+        self.ranked = ranked
+        self._greedy = greedy if ranked is None else ranked.greedy
         self._arena = arena
         self._geometry = geometry
         self._device = device
@@ -72,6 +85,7 @@ class Forward:
         has_pending: bool = True,
         sampled: SampledRows | None = None,
         before_layer: Callable[[int], None] | None = None,
+        cold: ColdRows | None = None,
     ) -> Outputs:
         """The step, given its plans; the most likely tokens become pending tokens. Does not wait for the device.
 
@@ -90,9 +104,10 @@ class Forward:
             lora=lora,
             sampled=sampled,
             before_layer=before_layer,
+            cold=cold,
         )
         logits = self.decoder.forward(batch, self._arena.pool)
-        best = greedy(logits)
+        best = self._greedy(logits)
         self.redraw(numbers.pending_index, best.tokens)
         return Outputs(logits, best, token_ids[numbers.sample_index], numbers.pending_index)
 
@@ -111,8 +126,13 @@ class EagerSteps:
         self._segments: LoraSegments | None = None
         self._lora: Any | None = None
 
-    def run(self, inputs: StepInputs, before_layer: Callable[[int], None] | None = None) -> Outputs:
-        """``before_layer``: see StepBatch."""
+    def run(
+        self,
+        inputs: StepInputs,
+        before_layer: Callable[[int], None] | None = None,
+        cold: ColdRows | None = None,
+    ) -> Outputs:
+        """``before_layer``, ``cold``: see StepBatch."""
         ops, device = self._forward.decoder.ops, self._device.torch_device
         arrays = (
             inputs.token_ids, inputs.positions, inputs.slots, inputs.sample_index, inputs.pending_index,
@@ -125,8 +145,12 @@ class EagerSteps:
                 self._lora = ops.plan_lora(inputs.lora, self._geometry, device)
         attention = ops.plan_attention(inputs.attention, self._geometry.page, device)
         has_pending = bool((inputs.token_ids < 0).any())
-        sampled = self._sampled_rows(inputs)
-        return self._forward.compute(numbers, attention, self._lora, has_pending, sampled, before_layer)
+        sampled = None
+        if cold is None:
+            sampled = self._sampled_rows(inputs)
+        elif cold.others is not None:
+            cold.lora = ops.plan_lora(cold.others, self._geometry, device)
+        return self._forward.compute(numbers, attention, self._lora, has_pending, sampled, before_layer, cold)
 
     def _sampled_rows(self, inputs: StepInputs) -> SampledRows | None:
         """None where too few tokens would be spared the last layer's products, or no row draws."""

@@ -13,24 +13,25 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from manylora.adapters.faults import FilesChanged, WrongInspection
-from manylora.adapters.pack import layout_for, layout_of
+from manylora.adapters.pack import layout_for
 from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
 from manylora.adapters.store import AdapterStore
-from manylora.adapters.verify import verify_weights
+from manylora.assist.workers import Workers
 from manylora.devices.device import Device
 from manylora.devices.preparation import PREPARATION
+from manylora.executor.cold_rows import ColdStep
 from manylora.executor.coming import Coming
-from manylora.executor.forward import EagerSteps, Forward
+from manylora.executor.forward import EagerSteps, Forward, Outputs
 from manylora.executor.graphs import GraphLimits, Progress, StepGraphs
-from manylora.executor.inputs import InputBuilder
+from manylora.executor.inputs import InputBuilder, StepInputs
+from manylora.executor.inspections import Inspections
 from manylora.executor.merging import MergedWeights
+from manylora.executor.ranked_sampling import RankedSampling
 from manylora.executor.reader import AdapterReader
 from manylora.executor.sampler import Results, draw, most_likely
 from manylora.executor.sequences import Expected, Rows, SequenceTable, Undo
@@ -45,8 +46,6 @@ from manylora.memory.pristine import Pristine
 from manylora.models.decoder import Decoder
 from manylora.protocol import (
     DEVICE_COMMANDS,
-    AdapterChecked,
-    AdapterError,
     AdapterRead,
     CopyPages,
     DeviceCommand,
@@ -95,8 +94,8 @@ class _Sampled:
 class Worker:
     """``protocol.Executor`` on one device.
 
-    Adapters' specs and what has landed are shared with other threads without a lock: setting or reading one entry
-    of a dict, and appending to a deque or popping from it, rely on the GIL.
+    What has landed is shared with other threads without a lock: appending to a deque and popping from it rely
+    on the GIL.
     """
 
     def __init__(
@@ -111,24 +110,26 @@ class Worker:
         shards: Shards | None = None,
         store: AdapterStore | None = None,
         copy_limit: int | None = None,
+        ranked: RankedSampling | None = None,
     ) -> None:
         """``geometry`` must be made of the pools' page shape and the decoder's groups.
 
         ``shards``, if any, run parts of large enough batches side by side. ``store``, if any, keeps packed
-        adapters. ``copy_limit``: most bytes a second of copies one way. The worker closes what it is given.
+        adapters. ``copy_limit``: most bytes a second of copies one way. ``ranked``: where the
+        decoder is one rank's share of a model. The worker closes what it is given.
         """
-        self._forward: Forward | None = Forward(decoder, arena, geometry, device)
+        self._forward: Forward | None = Forward(decoder, arena, geometry, device, ranked)
         self._graphs: StepGraphs | None = None
         self._arena = arena
         self._host = host
         self._geometry = geometry
         self._device = device
         self._registry = registry
-        self._max_adapter_rank = max_adapter_rank
-        self._specs: dict[AdapterId, AdapterSpec] = {}
+        self.inspections = Inspections(registry, geometry, arena.dtype, max_adapter_rank)
         self._sequences = SequenceTable()
         self._tables = AdapterTables(device, geometry)
         self._merging: MergedWeights | None = None
+        self._workers: Workers | None = None
         self._shards = shards
         self._parts = [
             _Part(
@@ -142,9 +143,9 @@ class Worker:
         self._in_flight: collections.deque[Callable[[], StepResult]] = collections.deque()  # oldest first
         self._ended_s = 0.0
         self._copier = Copier(arena, host, device, copy_limit)
-        self._coming = Coming(self._copier, self._tables, geometry, self._spec)
+        self._coming = Coming(self._copier, self._tables, geometry, self.inspections.spec)
         self._reader = AdapterReader(
-            arena, host, geometry, device, self._coming.landed.append, self._inspect_again, store
+            arena, host, geometry, device, self._coming.landed.append, self.inspections.again, store
         )
 
     # ------------------------------------------------------------ the door
@@ -161,10 +162,8 @@ class Worker:
         """See Executor."""
         if self._in_flight:
             result = self._in_flight.popleft()()
-            # Their answers have been told, so no step that is commanded after this one's end awaits them.
-            answered = self._coming.answered()
+            self._coming.step_ended()
             self._tell(result)
-            self._coming.forget(answered)
 
     # ------------------------------------------------------------ merged weights
 
@@ -199,6 +198,11 @@ class Worker:
             raise ValueError(f"the step names adapter {step.merged} as merged, but merging is off")
 
     # ------------------------------------------------------------ steps
+
+    def use_workers(self, workers: Workers) -> None:
+        """Have these compute the rows of ``RunStep.cpu`` from now on; before the first step. The worker closes
+        them."""
+        self._workers = workers
 
     def use_graphs(self, limits: GraphLimits, scratch_page: int, progress: Progress | None = None) -> None:
         """Run decoding steps at fixed sizes from now on, captured where the device can; before the first step.
@@ -250,11 +254,12 @@ class Worker:
             if merged != BASE:
                 self._tables.pair(np.unique(self._sequences.adapters[rows.composition.slots]).tolist())
             awaited = self._coming.awaited(step) if step.awaits else None
-            sampled = self._run(rows, awaited)
+            cold = self._coming.cold(step) if step.cpu else None
+            sampled = self._run(rows, awaited, cold)
             # What other samples drew comes back as their own SequenceStart.
             expected = self._sequences.expect(rows)
             sequences = rows.composition.sampled_sequences
-            finish = functools.partial(self._finish, step, sequences, sampled, expected, began, awaited)
+            finish = functools.partial(self._finish, step, sequences, sampled, expected, began, awaited, cold)
             self._in_flight.append(finish)
         except Exception as error:
             PREPARATION.give_up()
@@ -263,10 +268,11 @@ class Worker:
                 self._sequences.end(sequence)
             self._tell(self._failed(step, error, began))
 
-    def _run(self, rows: Rows, awaited: Awaited | None) -> list[_Sampled]:
-        parts = None if self._shards is None or awaited is not None else self._split(rows, self._shards)
+    def _run(self, rows: Rows, awaited: Awaited | None, cold: ColdStep | None) -> list[_Sampled]:
+        is_whole = self._shards is None or awaited is not None or cold is not None
+        parts = None if is_whole or self._shards is None else self._split(rows, self._shards)
         if parts is None or self._shards is None:
-            return [self._run_part(self._parts[0], rows, None, awaited)]
+            return [self._run_part(self._parts[0], rows, None, awaited, cold)]
         return self._shards.run(
             [
                 functools.partial(self._run_part, part, rows.take(indices), np.array(indices))
@@ -281,7 +287,12 @@ class Worker:
         return None if ranges is None else [order[part].tolist() for part in ranges]
 
     def _run_part(
-        self, part: _Part, rows: Rows, indices: np.ndarray | None, awaited: Awaited | None = None
+        self,
+        part: _Part,
+        rows: Rows,
+        indices: np.ndarray | None,
+        awaited: Awaited | None = None,
+        cold: ColdStep | None = None,
     ) -> _Sampled:
         """``indices``: the rows' places in the step; None: they are all of it."""
         forward = self._forward
@@ -289,7 +300,11 @@ class Worker:
             raise RuntimeError("the executor is closed")
         with torch.inference_mode():
             inputs = part.inputs.build(rows)
-            outputs = None if self._graphs is None else self._graphs.run(inputs, awaited)
+            outputs = None
+            if cold is not None:
+                outputs = self._run_cold(part, inputs, awaited, cold)
+            elif self._graphs is not None:
+                outputs = self._graphs.run(inputs, awaited)
             if outputs is None:
                 outputs = part.eager.run(inputs, None if awaited is None else awaited.layer)
             count = len(inputs.sampled_rows)
@@ -297,12 +312,28 @@ class Worker:
                 draws = most_likely(outputs.best, count)
             else:
                 outputs = outputs.first(count)
-                draws = draw(outputs.logits, inputs.sampled, outputs.best, outputs.last)
+                drawn = draw if forward.ranked is None else forward.ranked.draw
+                draws = drawn(outputs.logits, inputs.sampled, outputs.best, outputs.last)
             if draws.first is not outputs.best.tokens:
                 forward.redraw(outputs.pending_index, draws.first)
             arrived = self._device.download(draws.packed)
         sampled_rows = inputs.sampled_rows if indices is None else indices[inputs.sampled_rows]
         return _Sampled(sampled_rows, lambda: draws.read(arrived()))
+
+    def _run_cold(self, part: _Part, inputs: StepInputs, awaited: Awaited | None, cold: ColdStep) -> Outputs:
+        """A step some of whose rows are the CPU's, eagerly."""
+
+        def before_layer(layer: int) -> None:
+            cold.layer(layer)
+            if awaited is not None:
+                awaited.layer(layer)
+
+        device = self._device.torch_device
+        rows = cold.begin(self._workers, inputs.lora, inputs.lora_adapters, self._geometry, device)
+        try:
+            return part.eager.run(inputs, before_layer, rows)
+        finally:
+            cold.end()
 
     def _finish(
         self,
@@ -312,6 +343,7 @@ class Worker:
         expected: Expected,
         began: float,
         awaited: Awaited | None,
+        cold: ColdStep | None,
     ) -> StepResult:
         """``sampled_sequences``: the sequences of the rows that drew, in the step's order, as ``expected``."""
         try:
@@ -339,6 +371,11 @@ class Worker:
         done = StepDone(step.step, True, tokens, self._step_s(began), unsound=unsound, spoilt=spoilt)
         if awaited is not None:
             done.stall_s = awaited.stall_s
+        if cold is not None:
+            done.spoilt = tuple(sorted({*spoilt, *cold.spoilt()}))
+            done.cpu_s = cold.cpu_s
+            done.cpu_workers = 0 if self._workers is None else self._workers.num_workers
+            done.stall_s += cold.stall_s
         return StepResult(done, logprobs)
 
     def _failed(self, step: RunStep, error: Exception, began: float) -> StepResult:
@@ -367,44 +404,19 @@ class Worker:
 
     def inspect_adapter(self, command: InspectAdapter) -> None:
         """Carries out InspectAdapter, on the caller's thread."""
-
-        def inspect() -> AdapterChecked:
-            spec = self._registry.inspect(Path(command.path), self._max_adapter_rank)
-            num_pages = layout_of(spec, self._geometry).num_pages
-            self._specs[command.adapter] = spec
-            return AdapterChecked(command.adapter, True, num_pages, spec.rank)
-
-        self._tell(_checked(command.adapter, inspect))
+        self._tell(self.inspections.inspect(command))
 
     def verify_adapter(self, command: VerifyAdapter) -> None:
         """Carries out VerifyAdapter, on the caller's thread."""
+        self._tell(self.inspections.verify(command))
 
-        def verify() -> AdapterChecked:
-            spec = self._spec(command.adapter)
-            try:
-                verify_weights(spec, self._geometry, self._arena.dtype)
-            except WrongInspection as error:
-                spec = self._inspect_again(command.adapter, spec, error)
-                verify_weights(spec, self._geometry, self._arena.dtype)
-            num_pages = layout_of(spec, self._geometry).num_pages
-            return AdapterChecked(command.adapter, True, num_pages, spec.rank)
-
-        self._tell(_checked(command.adapter, verify))
-
-    def _inspect_again(self, adapter: AdapterId, spec: AdapterSpec, error: WrongInspection) -> AdapterSpec:
-        """What the registry remembered is not what the files hold: look at them. Raises AdapterError where the
-        adapter takes other pages than the policy was told. Called from any thread."""
-        _log.warning("adapter %d (%s): %s; inspecting it again", adapter, spec.path, error)
-        found = self._registry.inspect(Path(spec.path), self._max_adapter_rank, anew=True)
-        if layout_of(found, self._geometry).num_pages != layout_of(spec, self._geometry).num_pages:
-            raise FilesChanged("the adapter is of another size than was remembered of it; add it again")
-        if adapter in self._specs:
-            self._specs[adapter] = found
-        return found
+    def learn_adapter(self, adapter: AdapterId, spec: AdapterSpec) -> None:
+        """Take over what inspecting an adapter found elsewhere. From any thread."""
+        self.inspections.learn(adapter, spec)
 
     def forget_adapter(self, command: ForgetAdapter) -> None:
         """Carries out ForgetAdapter."""
-        self._specs.pop(command.adapter, None)
+        self.inspections.forget(command.adapter)
 
     def pretend_adapter(self, adapter: AdapterId, rank: int) -> bool:
         """Enter an adapter of scale 0 on all projections, in pages that it does not have: steps with it compute
@@ -421,7 +433,7 @@ class Worker:
     def read_adapter(self, command: ReadAdapter) -> None:
         """Carries out ReadAdapter."""
         try:
-            self._reader.start(self._specs.get(command.adapter), command, self._tell)
+            self._reader.start(self.inspections.find(command.adapter), command, self._tell)
         except RuntimeError as error:
             # Closed, or the device is broken: no thread will answer.
             self._tell(AdapterRead(command.adapter, False, one_line(error)))
@@ -434,12 +446,6 @@ class Worker:
     def swap_pages(self, command: SwapPages) -> None:
         """Carries out SwapPages."""
         self._coming.swap(command, self._tell)
-
-    def _spec(self, adapter: AdapterId) -> AdapterSpec:
-        spec = self._specs.get(adapter)
-        if spec is None:
-            raise AdapterError("the adapter is not known")
-        return spec
 
     def report_state(self, command: ReportState) -> None:
         """Carries out ReportState."""
@@ -454,6 +460,8 @@ class Worker:
             return
         self._reader.close()
         self._registry.close()
+        if self._workers is not None:
+            self._workers.close()
         if not frees:
             return
         self._copier.close()
@@ -471,17 +479,6 @@ class Worker:
         self._arena.close()
         self._host.close()
         self._device.release_memory()
-
-
-def _checked(adapter: AdapterId, check: Callable[[], AdapterChecked]) -> AdapterChecked:
-    """What ``check`` finds, or why it failed."""
-    try:
-        return check()
-    except AdapterError as error:
-        return AdapterChecked(adapter, False, error=str(error), status=error.status)
-    except Exception as error:
-        _log.exception("checking adapter %d failed", adapter)
-        return AdapterChecked(adapter, False, error=one_line(error), status=503)
 
 
 def _unheard(answer: DeviceEvent) -> None:

@@ -133,6 +133,20 @@ class SampledRows:
     lora: Any | None
 
 
+class ColdProducts(Protocol):
+    """What is computed beside the device, of rows whose adapters are on their way, in the first ``num_layers``.
+    ``lora``: the plan of the other rows there."""
+
+    num_layers: int
+    lora: Any | None
+
+    def post(self, x: torch.Tensor, layer: int, group: ProjectionGroup) -> bool:
+        """Begin with the rows' products; whether there are any."""
+
+    def add(self, y: torch.Tensor, group: ProjectionGroup) -> None:
+        """Wait for what was begun last, and add it to y ``[T, sum(out)]`` in place."""
+
+
 @dataclasses.dataclass(frozen=True)
 class StepBatch:
     """All tensors that one forward pass reads, on the device.
@@ -141,6 +155,7 @@ class StepBatch:
     A negative slot (padding of a captured batch, on CUDA only): nothing is stored.
     sample_index: int64 [M], the tokens whose logits are wanted. Plans are opaque to models.
     before_layer: called with each layer's number before its first operation; None: nothing is to be waited for.
+    cold: where something computes adapters' products beside the device; ``sampled`` is None then.
     """
 
     token_ids: torch.Tensor
@@ -151,6 +166,7 @@ class StepBatch:
     lora: Any | None
     sampled: SampledRows | None = None
     before_layer: Callable[[int], None] | None = None
+    cold: ColdProducts | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -184,6 +200,14 @@ class Summands(NamedTuple):
     def of(self, rows: torch.Tensor) -> Summands:
         """The summands of these rows, int64 [M]."""
         return Summands(self.product[rows], None if self.adapted is None else self.adapted[rows])
+
+
+class Shrunk(NamedTuple):
+    """What ``Ops.lora_shrink`` gives: ``values``, contiguous, whose sum over the ranks is the shrunk batch
+    where each rank multiplies a part of the input; ``parts`` say where in it what lies."""
+
+    values: torch.Tensor
+    parts: Any
 
 
 def of_adapters(pool: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -232,6 +256,24 @@ class Ops(Protocol):
     ) -> None:
         """In place: y[t, columns of p] += scale_p * (x[t] A_p) B_p for every projection p of the group, with
         t's adapter. x ``[T, in]``, y ``[T, sum(out)]``, both contiguous in the last dimension."""
+
+    def lora_shrink(
+        self, x: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup, plan: Any
+    ) -> Shrunk:
+        """The first half of ``lora``: x A of every projection of the group, as ``lora_expand`` of the same
+        plan takes it. Between the two, ranks whose inputs are parts of one add up ``values``."""
+
+    def lora_expand(
+        self,
+        y: torch.Tensor,
+        shrunk: Shrunk,
+        pool: torch.Tensor,
+        layer: int,
+        group: ProjectionGroup,
+        plan: Any,
+    ) -> None:
+        """The second half, in place: y[t, columns of p] += (x[t] A_p) B_p, scaled. y may be some of the
+        columns of a contiguous tensor."""
 
     def lora_summands(
         self,

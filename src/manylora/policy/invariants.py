@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import array
 import collections
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from manylora.policy.caches.policy import CachePolicy
 from manylora.policy.cold_start import ColdStarts
@@ -30,6 +30,7 @@ def check(
     in_flight: Iterable[list[Scheduled]],
     merging: MergeState | None = None,
     cold: ColdStarts | None = None,
+    kept: Collection[AdapterId] = (),
 ) -> None:
     """Raise AssertionError, naming the invariant, where one does not hold."""
     nodes = list(residency.tree.all_nodes())
@@ -37,9 +38,10 @@ def check(
         _check_node(node, residency.transfers.current(node) is not None)
         if residency.tree.keeps_dependencies:
             _check_dependencies(node, residency.policy)
+    _check_turns(residency, nodes)
     _check_counts(residency, nodes)
     _check_candidates(residency, nodes)
-    _check_pins(nodes, held, [] if merging is None else merging.pinned())
+    _check_pins(nodes, held, [*([] if merging is None else merging.pinned()), *kept])
     _check_ownership(residency, nodes, held)
     _check_capacity(residency, held)
     _check_sequences(residency, held, waiting, requests)
@@ -154,6 +156,18 @@ def _check_dependencies(node: Node, policy: CachePolicy) -> None:
         assert not parent.is_ghost, "device and host together stay connected"
 
 
+def _check_turns(residency: Residency, nodes: list[Node]) -> None:
+    for node in nodes:
+        turn = residency.turns.of(node)
+        assert node in turn, "a node is in its turn"
+        assert all(residency.turns.of(each) is turn for each in turn) or len(turn) == 1, "turns share no page"
+        if node.parent is None or not residency.turns.kept:
+            assert len(turn) == 1, "an adapter is a node by itself, and so is a page where turns are not kept"
+        elif node is not turn[-1]:
+            (below,) = node.children.values()
+            assert below in turn, "prefixes part from a turn at its end only"
+
+
 def _check_candidates(residency: Residency, nodes: list[Node]) -> None:
     leaving, leaving_host = residency.candidates.leaving()
     assert leaving == {n for n in nodes if residency.tree.may_leave(n)}, (
@@ -192,12 +206,13 @@ def _check_counts(residency: Residency, nodes: list[Node]) -> None:
     assert tree.resident_adapters == resident, "resident adapters are counted"
 
 
-def _check_pins(nodes: list[Node], held: Reservations, merged: list[AdapterId]) -> None:
+def _check_pins(nodes: list[Node], held: Reservations, pinned: list[AdapterId]) -> None:
     wanted = collections.Counter(id(s.node) for s in held.admitted)
-    wanted.update(id(node) for node in nodes if node.parent is None and node.adapter in merged)
+    times = collections.Counter(pinned)
+    wanted.update({id(node): times[node.adapter] for node in nodes if node.parent is None})
     for node in nodes:
         assert node.pins == wanted[id(node)], (
-            "each admitted sequence pins its deepest node, a merged adapter is pinned, and nothing else is"
+            "an admitted sequence pins its deepest node, merged and kept adapters are pinned, and no others"
         )
 
 

@@ -12,9 +12,11 @@ import dataclasses
 
 from manylora.config import PolicyConfig
 from manylora.policy.batching import FirstComeFirstServed, StepPlan
+from manylora.policy.caches.policy import CachePolicy
 from manylora.policy.cluster_report import ClusterReport
 from manylora.policy.cold_start import cold_starts
 from manylora.policy.invariants import check
+from manylora.policy.kept import KeptAdapters
 from manylora.policy.lives import RequestLives
 from manylora.policy.merging.batching import MergedBatching
 from manylora.policy.merging.state import MergeState
@@ -44,6 +46,7 @@ from manylora.protocol import (
     CopyDone,
     CopyPages,
     Event,
+    Keep,
     LetGo,
     Ready,
     Report,
@@ -73,8 +76,9 @@ class Replica(RequestLives):
     the answer to nothing that was asked with nothing.
     """
 
-    def __init__(self, config: PolicyConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: PolicyConfig, cache: CachePolicy | None = None) -> None:
+        """``cache``: instead of the policy that the config names."""
+        super().__init__(config, cache)
         self._merging: MergeState | None = None  # where nothing is ever merged
         self._batching = FirstComeFirstServed(config, self._residency, self._held, self._waiting)
         if config.merge.is_on:
@@ -86,6 +90,7 @@ class Replica(RequestLives):
         self._swapper = Swapper(config.cache, self._residency, self._waiting, self._held)
         self._gauges = Gauges(self._residency, self._held, self._waiting, self._merging)
         self._cluster_report = ClusterReport(self._residency, self._held, self._waiting)
+        self._kept = KeptAdapters(config, self._residency, self._held)
         self._removing: set[AdapterId] = set()
         self._num_steps = 0
         self._in_flight: collections.deque[list[Scheduled]] = collections.deque()  # oldest first
@@ -121,6 +126,11 @@ class Replica(RequestLives):
                 self._tree.add_adapter(event.adapter, event.num_pages)
             case AdapterRemoved():
                 self._remove(event.adapter)
+            case Keep():
+                if event.is_kept:
+                    self._kept.keep(event.adapter)
+                else:
+                    self._kept.forget(event.adapter)
             case ReportDue():
                 return [self._report(event.which)]
             case StatusDue():
@@ -146,12 +156,13 @@ class Replica(RequestLives):
     def check(self) -> None:
         """Raise AssertionError if an invariant (``policy/invariants``) does not hold. For tests; O(everything)."""
         parts = self._residency, self._held, self._waiting
-        check(*parts, self._requests, self._in_flight, self._merging, self._cold)
+        check(*parts, self._requests, self._in_flight, self._merging, self._cold, self._kept.pinned())
 
     # ------------------------------------------------------------ adapters
 
     def _remove(self, adapter: AdapterId) -> None:
         """AdapterFreed follows when nothing of it is left, which may be now: where it is not known."""
+        self._kept.forget(adapter)
         if self._tree.mark_removed(adapter):
             self._removing.add(adapter)
         elif adapter not in self._removing:
@@ -167,6 +178,7 @@ class Replica(RequestLives):
             status = 400 if event.is_at_fault else 503
             error = RequestError(status, f"the adapter could not be read: {event.error}", "model")
             self._fail_waiting_for(node, error, now)
+            self._kept.forget(event.adapter)
             self._residency.abandon_load(node)
         self._wake(now)
 
@@ -183,6 +195,8 @@ class Replica(RequestLives):
                     self._fail_request(sequence.state, error, now)
                 elif sequence.stage is LOADING:
                     self._held.put_back(sequence, now)
+            if node.is_adapter:
+                self._kept.forget(node.adapter)
             self._residency.abandon_load(node)
             self._residency.discard(node)
         self._wake(now)
@@ -244,7 +258,11 @@ class Replica(RequestLives):
         plan = self._compose(now) if len(in_flight) < depth else StepPlan([], 0)
         rows = plan.rows
         # Whatever runs beside compute starts before a step does.
+        if len(self._kept):
+            self._kept.bring(now, len(self._waiting))
         self._swapper.use_idle_lane(now)
+        if self._cold is not None:
+            self._cold.order_copies()
         copies = self._residency.start_transfers()
         if self._cold is not None:
             self._cold.add_rows(plan, copies, now)
@@ -252,8 +270,11 @@ class Replica(RequestLives):
             self._set_timer(now)
         if rows:
             self._start_step(rows, now)
-        elif self._merging is not None and not in_flight and self._merging.is_stuck():
-            return True
+        elif not in_flight:
+            if self._merging is not None and self._merging.is_stuck():
+                return True
+            if len(self._kept) and self._kept.give_way(len(self._waiting)):
+                return True
         return bool(rows) and len(in_flight) < depth
 
     def _compose(self, now: float) -> StepPlan:
@@ -284,13 +305,13 @@ class Replica(RequestLives):
         self._residency.device.step_started(step)
         self._residency.visits.batch(len(rows), now)
         merged = BASE if self._merging is None else self._merging.started(rows, now)
-        awaits = () if self._cold is None else self._cold.step_started(step, rows, now)
-        if awaits:
+        awaits, cpu = ((), ()) if self._cold is None else self._cold.step_started(step, rows, now)
+        if awaits or cpu:
             self._collect()
             for sequence in [sequence for sequence, _, _ in rows if sequence.stage is LOADING]:
                 sequence.note_adapter(now)
                 self._note_ready(sequence, now)
-        self._say(run_step(step, rows, merged, awaits))
+        self._say(run_step(step, rows, merged, awaits, cpu))
 
     def _note_admission(self, sequence: Sequence, now: float) -> None:
         if sequence.state.note_admission():
@@ -306,7 +327,9 @@ class Replica(RequestLives):
         if sequence.state.note_ready():
             adapter_s = sequence.adapter_s or 0.0
             kv_s = now - sequence.admitted_s - adapter_s
-            mode = "wait" if sequence.stage is RUNNING else self._config.cold_start.mode
+            mode = "wait"
+            if sequence.stage is not RUNNING and self._cold is not None:
+                mode = self._cold.mode_of(sequence)
             self._residency.counters.cold_start(mode, sequence.cold_source)
             self._commands.append(Ready(sequence.state.request.id, adapter_s, kv_s))
 

@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable
-from typing import Any
 
 from manylora.config import ConfigError
 
@@ -131,6 +130,8 @@ SHAPES: dict[str, ModelShape] = {
         ModelShape("llama-2-13b", 40, 5120, 40, 40, 128, 13824, 32000),
         ModelShape("codellama-34b", 48, 8192, 64, 8, 128, 22016, 32000),
         ModelShape("llama-3-8b", 32, 4096, 32, 8, 128, 14336, 128256),
+        ModelShape("llama-30b", 60, 6656, 52, 52, 128, 17920, 32000),
+        ModelShape("llama-2-70b", 80, 8192, 64, 8, 128, 28672, 32000),
         ModelShape("llama-3-70b", 80, 8192, 64, 8, 128, 28672, 128256),
     )
 }
@@ -142,11 +143,3 @@ def shape_named(name: str) -> ModelShape:
     if name not in SHAPES:
         raise ConfigError(f"model shape {name!r} is not known: use {', '.join(SHAPES)}")
     return SHAPES[name]
-
-
-def shape_from_json(values: dict[str, Any]) -> ModelShape:
-    """From ``dataclasses.asdict``; raises ConfigError."""
-    try:
-        return ModelShape(**values)
-    except TypeError as error:
-        raise ConfigError(f"a model's shape is not complete: {error}") from error

@@ -7,7 +7,7 @@ import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from manylora.config import (
     CACHE_POLICIES,
@@ -30,11 +30,13 @@ from manylora.pricing.shapes import ATTENTION_MODULES, ModelShape, shape_named
 from manylora_lab.bench.picture import check_writable
 from manylora_lab.bench.provenance import Provenance
 from manylora_lab.sim.analytical import check_cards
+from manylora_lab.sim.belady import ForeseenReplay
 from manylora_lab.sim.clairvoyant import Clairvoyant
 from manylora_lab.sim.device import MergeCosts
-from manylora_lab.sim.hardware import hardware_named
+from manylora_lab.sim.hardware import Hardware, hardware_named
 from manylora_lab.sim.limits import recorded, reference, summarize_limits
 from manylora_lab.sim.merging import beside_pristine, measured_costs, measured_times, merge_times
+from manylora_lab.sim.parallel import LORA_SHARDINGS, LoraSharding, ParallelCosts, adapter_pages
 from manylora_lab.sim.replay import Replay
 from manylora_lab.sim.shipped import find_profile
 from manylora_lab.sim.stated import described_costs
@@ -43,6 +45,7 @@ from manylora_lab.workloads.stream import Stream
 from manylora_lab.workloads.terms import suggestion
 
 REFERENCE = "cached"
+BELADY = "belady"
 _SHAPE = "llama-2-7b"
 _HOST_POOL_BYTES = {"cpu": 4 * 2**30, "cuda": 32 * 2**30}
 """The pool where none is named: the engine takes a share of what its host has free, on a CPU at most so much."""
@@ -77,6 +80,8 @@ class SimulateSettings:
     hardware: str | None = None
     shape: str | None = None
     cards: int = 1
+    tensor_parallel_size: int = 1
+    lora_sharding: str = "sharded"
     policies: str = "manylora"
     merge: str = "unmerged"
     is_warm: bool = True
@@ -94,6 +99,15 @@ class SimulateSettings:
         if self.hardware is not None and self.device is not None:
             raise ConfigError("--device is compared with a profile's machine: it does not go with --hardware")
         check_cards(self.cards, "--cards")
+        if self.tensor_parallel_size < 1:
+            raise ConfigError(f"--tensor-parallel-size must be at least 1, got {self.tensor_parallel_size}")
+        if self.tensor_parallel_size > 1 and self.cards > 1:
+            raise ConfigError(
+                "--cards shares a model out ideally: it does not go with --tensor-parallel-size"
+            )
+        if self.lora_sharding not in LORA_SHARDINGS:
+            known = ", ".join(LORA_SHARDINGS)
+            raise ConfigError(f"--lora-sharding must be one of {known}, got {self.lora_sharding!r}")
         if self.out is not None:
             check_writable(self.out)
 
@@ -101,7 +115,8 @@ class SimulateSettings:
 @dataclasses.dataclass(frozen=True, slots=True)
 class SimulatedTarget:
     """What is simulated: costs on all cards, and what the engine's settings, pools and adapters follow from.
-    ``profile``: whence the costs are, if measured."""
+    ``shape``: what all cards hold together. ``profile``: whence the costs are, if measured. ``sharding``: of
+    adapters where the cards share the model by tensor parallelism."""
 
     name: str
     shape: ModelShape
@@ -109,6 +124,8 @@ class SimulatedTarget:
     profile: Profile | None
     pool_bytes: int | None
     cards: int = 1
+    tensor_parallel_size: int = 1
+    sharding: LoraSharding = "sharded"
 
     @property
     def kind(self) -> Literal["cpu", "cuda"]:
@@ -119,6 +136,12 @@ class SimulatedTarget:
     def modules(self) -> tuple[str, ...]:
         """That the adapters adapt."""
         return ATTENTION_MODULES if self.profile is None else self.profile.adapter_modules
+
+    def adapter_pages(self, rank: int, page_tokens: int) -> int:
+        """Pages that an adapter of this rank takes."""
+        return adapter_pages(
+            self.shape, self.tensor_parallel_size, self.sharding, rank, page_tokens, self.modules
+        )
 
     def merge_times(self, config: PolicyConfig) -> MergeTimes | None:
         """What an engine of this config measures before serving, if the profile has it."""
@@ -136,6 +159,10 @@ class SimulatedTarget:
 def run(settings: SimulateSettings, load: Callable[[], Stream]) -> int:
     """Simulate what ``load`` returns, print a line for each policy as it is done. Raises ConfigError."""
     target = target_of(settings)
+    if BELADY in policies_of(settings.policies) and modes_of(settings.merge) != ["unmerged"]:
+        raise ConfigError(
+            "belady knows when adapters are needed, not when they are merged: leave --merge out"
+        )
     configs = {
         name if mode == "unmerged" else f"{name}+{mode}": config_of(settings, name, target, mode)
         for name in policies_of(settings.policies)
@@ -179,13 +206,17 @@ def _simulated(
     name: str, config: PolicyConfig, stream: Stream, target: SimulatedTarget, settings: SimulateSettings
 ) -> dict[str, Any]:
     """One policy's result, beside it, if asked for, the most that any could have kept; or the reference's."""
-    pages = [target.shape.adapter_pages(rank, config.page_tokens, target.modules) for rank in stream.ranks]
+    pages = [target.adapter_pages(rank, config.page_tokens) for rank in stream.ranks]
     limit = _copy_limit(settings)
     of_policy: dict[str, Any] = {}
     clairvoyant = Clairvoyant(config.merge) if config.merge.is_on else None
     watch = None if clairvoyant is None else lambda _now, command: clairvoyant.told(command)
     if name == REFERENCE:
         replay = reference(stream, config, target.costs, pages)
+    elif name == BELADY:
+        replay = ForeseenReplay(stream, config, target.costs, pages, settings.is_warm, copy_limit=limit)
+        replay.run()
+        of_policy = {"config": {**noted(config), "cache": BELADY}}
     elif settings.with_limits:
         replay, record = recorded(
             stream, config, target.costs, pages, settings.is_warm, watch, target.merge_costs(config), limit
@@ -266,7 +297,7 @@ def policies_of(text: str) -> list[str]:
     for name in names:
         if is_import_name(name):
             find_cache(name)
-        elif name not in CACHE_POLICIES:
+        elif name not in (*CACHE_POLICIES, BELADY):
             hint = suggestion(name, CACHE_POLICIES) or f": use {', '.join(CACHE_POLICIES)} or all"
             raise ConfigError(f"cache policy {name!r} is not known{hint}")
     return list(dict.fromkeys(names))
@@ -277,11 +308,14 @@ def target_of(settings: SimulateSettings) -> SimulatedTarget:
     cards = f"{settings.cards} x " if settings.cards > 1 else ""
     if settings.hardware is not None:
         hardware, shape = hardware_named(settings.hardware), shape_named(settings.shape or _SHAPE)
+        if settings.tensor_parallel_size > 1:
+            return _parallel_target(settings, hardware, shape)
         costs = described_costs(shape, hardware, settings.cards)
         name = f"{cards}{hardware.name} (assumed)"
         return SimulatedTarget(name, shape, costs, None, costs.pool_bytes())
     assert settings.profile is not None
     profile = find_profile(settings.profile)
+    profile.expect(tensor_parallel_size=settings.tensor_parallel_size)
     if settings.model is not None:
         profile.expect(_shape_of_folder(settings.model, profile.model.itemsize))
     if settings.device is not None:
@@ -290,6 +324,13 @@ def target_of(settings: SimulateSettings) -> SimulatedTarget:
     return SimulatedTarget(
         f"{cards}{profile.machine}", profile.model, measured, profile, None, settings.cards
     )
+
+
+def _parallel_target(settings: SimulateSettings, hardware: Hardware, shape: ModelShape) -> SimulatedTarget:
+    size, sharding = settings.tensor_parallel_size, cast(LoraSharding, settings.lora_sharding)
+    costs = ParallelCosts(shape, hardware, size, sharding=sharding)
+    name = f"{size} x {hardware.name}, tensor parallel, adapters {sharding} (assumed)"
+    return SimulatedTarget(name, costs.shape, costs, None, costs.pool_bytes(), size, size, sharding)
 
 
 def _shape_of_folder(model: str, itemsize: int) -> ModelShape:
@@ -316,11 +357,13 @@ def config_of(
     """The config that ``executor.build`` gives on such a device, but for what depends on free memory there."""
     given = {
         **{name: value for name, value in settings.engine.items() if _says_something(name, mode)},
-        "cache_policy": policy, "model": "simulated", "merge": mode,
+        "cache_policy": "manylora" if policy == BELADY else policy, "model": "simulated", "merge": mode,
     }  # fmt: skip
     if given.get("fair_by") == "key":
         raise ConfigError("--fair-by key: a workload's requests have no API keys; simulate --fair-by adapter")
     engine, _ = build_settings(given)
+    if engine.scheduler.cold_start.mode in ("cpu", "auto"):
+        raise ConfigError(f"--cold-start {engine.scheduler.cold_start.mode} is not simulated")
     page_bytes = target.shape.page_bytes(engine.cache.page_tokens)
     pool_bytes, merge = beside_pristine(
         engine.scheduler.merge, _pool_bytes(engine, target), target.shape.layer_bytes, target.kind
@@ -349,6 +392,7 @@ def config_of(
         queue=scheduler.queue,
         merge=merge,
         max_prefills_per_step=scheduler.max_prefills,
+        kept_share=scheduler.kept_share,
         cold_start=scheduler.cold_start,
     )
 
@@ -365,7 +409,7 @@ def with_times(config: PolicyConfig, stream: Stream, target: SimulatedTarget) ->
     if not config.merge.is_on or not stream.ranks:
         return config
     rank = statistics.median_low(stream.ranks)
-    num_pages = target.shape.adapter_pages(rank, config.page_tokens, target.modules)
+    num_pages = target.adapter_pages(rank, config.page_tokens)
     times = target.merge_times(config) or merge_times(
         target.costs,
         num_pages * config.page_bytes,

@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple
 
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.policy.cost import Rates
+from manylora.policy.kv_turns import KvTurns
 from manylora.policy.marks import Marks
 from manylora.policy.offload import AlwaysOffload, OffloadRule
 from manylora.policy.value import LeastRecentlyUsed, ValueModel
@@ -23,6 +24,7 @@ class Signals(NamedTuple):
     visits: Visits
     rates: Rates
     counters: Counters
+    turns: KvTurns
 
 
 class CachePolicy:
@@ -35,12 +37,18 @@ class CachePolicy:
     """No KV lies on the device without its adapter and its prefix (FastLibra §4)."""
     keeps_prefixes: ClassVar[bool] = True
     """A finished request's KV, and an unused adapter, stay until their room is needed."""
+    keeps_turns: ClassVar[bool] = False
+    """The KV of one turn is one node, which moves as a whole (FastLibra §4), not a page at a time."""
     keeps_orphans: ClassVar[bool] = False
     """The host keeps KV whose adapter is in neither tier, since that can be read again."""
     keeps_standby: ClassVar[bool] = False
     """KV that has left the device can be used until its page is taken."""
     prefetches: ClassVar[bool] = False
     """What waiting requests need comes into idle pages ahead of them (S-LoRA §5.2)."""
+
+    writes_through: ClassVar[bool] = False
+    """KV is copied to the host as soon as it is computed, as far as the host can make room, and not only when it
+    leaves."""
 
     prices_pages: ClassVar[bool] = False
     """Values on the device are log seconds that a page saves, each second."""
