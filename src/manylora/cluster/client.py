@@ -296,7 +296,7 @@ class ClusterClient:
 
     def _hear_router(self, link: Link, message: Any) -> None:
         match message:
-            case messages.Orders(assign, withdraw, refuse):
+            case messages.Rulings(assign, withdraw, refuse):
                 for order in assign:
                     self._assign(order, link.epoch)
                 for each in withdraw:

@@ -100,7 +100,7 @@ ToRouterFromFrontend = Note | Synced | AdapterCall | HasRevision | AskStatus
 # ---------------------------------------------------------------- router -> front end
 
 
-class Orders(msgspec.Struct, tag=True):
+class Rulings(msgspec.Struct, tag=True):
     """What the router has decided, in order within each list; one request is in at most one of them."""
 
     assign: list[Assign] = []
@@ -141,7 +141,7 @@ class Reply(msgspec.Struct, tag=True):
     listing: Listing | None = None
 
 
-ToFrontendFromRouter = Orders | Endpoints | Revisions | Reply
+ToFrontendFromRouter = Rulings | Endpoints | Revisions | Reply
 
 # ---------------------------------------------------------------- replica -> router
 

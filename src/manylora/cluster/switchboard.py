@@ -87,7 +87,7 @@ class Switchboard:
         self._model = launch.model
         self._supervisor: Link | None = None
         self._owners: dict[RequestId, tuple[FrontendMember, AdapterId]] = {}
-        self._orders: dict[int, tuple[Link, messages.Orders]] = {}
+        self._orders: dict[int, tuple[Link, messages.Rulings]] = {}
         self._fenced: dict[ReplicaId, int] = {}
         self._held_back: list[tuple[FrontendMember, messages.Note]] | None = None
         if launch.epoch > 1:
@@ -181,7 +181,7 @@ class Switchboard:
         member, _ = owner
         if not self._orders:
             self._loop.call_soon(self._send_orders)
-        _, orders = self._orders.setdefault(id(member.link), (member.link, messages.Orders()))
+        _, orders = self._orders.setdefault(id(member.link), (member.link, messages.Rulings()))
         if isinstance(command, Assign):
             orders.assign.append(command)
         elif isinstance(command, Withdraw):
@@ -392,7 +392,7 @@ class Switchboard:
             self.registry.use(asked.adapter)
         elif owner[0] is not member:
             error = RequestError(400, f"request id {asked.request!r} is already in use")
-            member.link.send(messages.Orders(refuse=[Refuse(asked.request, error)]))
+            member.link.send(messages.Rulings(refuse=[Refuse(asked.request, error)]))
             return False
         return True
 
