@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from manylora.cluster.admin_link import ask
 from tests.cluster.process import (
     ADAPTERS,
     NAMES,
@@ -136,19 +137,23 @@ def test_a_drain_and_a_move(cluster: Cluster, undisturbed: dict[str, list[Answer
     cluster.wait_replicas(2)
     moved = cluster.status()["router"]["moved"].get("asked", 0)
 
+    folder = cluster.folder / "cluster"
+
+    def move_to(replica: int) -> list[str]:
+        return list(ask(folder, {"do": "move", "request": "cmpl-to-be-moved", "replica": replica}))
+
     async def run() -> None:
-        body = {**LONG[0], "max_tokens": 600, "n": 1}
+        body = {**LONG[0], "max_tokens": 900, "n": 4}
+        del body["stream"], body["stream_options"]
         headers = {"X-Request-Id": "to-be-moved"}
         async with httpx.AsyncClient(timeout=60.0) as client:
             asking = asyncio.create_task(
                 client.post(f"{cluster.url}/v1/completions", json=body, headers=headers)
             )
-            for replica in (first, second, first, second):
-                await asyncio.sleep(0.1)
-                await asyncio.to_thread(
-                    run_cli, "cluster", "move", "cmpl-to-be-moved", str(replica), "--cluster-dir",
-                    str(cluster.folder / "cluster"),
-                )  # fmt: skip
+            await asyncio.to_thread(cluster.busiest)
+            for replica in (first, second):
+                (said,) = await asyncio.to_thread(move_to, replica)
+                assert json.loads(said) == {"said": f"1 requests moved to replica {replica}"}
             assert (await asking).status_code == 200
 
     asyncio.run(run())
