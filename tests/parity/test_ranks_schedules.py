@@ -84,13 +84,16 @@ def numbers(drawn: list[Any]) -> list[float]:
     return [found[token].logprob for tokens, said in drawn for token, found in zip(tokens, said, strict=True)]
 
 
-@pytest.mark.parametrize("sharding", ["sharded", "replicated"])
-def test_seeded_samples_are_those_of_one_rank_and_repeat(
-    bench: Bench, drawn: list[Any], sharding: str
-) -> None:
+@pytest.mark.parametrize("sharding", ["sharded", pytest.param("replicated", marks=pytest.mark.long)])
+def test_seeded_samples_are_those_of_one_rank(bench: Bench, drawn: list[Any], sharding: str) -> None:
     ranks: dict[str, Any] = TWO | {"lora_sharding": sharding}
     found = draw(bench, **ranks)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in drawn]
     assert numbers(found) == pytest.approx(numbers(drawn), abs=1e-4)
-    if sharding == "sharded":
-        assert numbers(draw(bench, **ranks)) == numbers(found), "to the last bit"
+
+
+def test_repeats_are_the_same_to_the_last_bit(bench: Bench) -> None:
+    """In bfloat16: what the compiled loops of small float32 models give depends, with one rank too, on where in
+    memory the numbers lie."""
+    ranks: dict[str, Any] = TWO | {"lora_sharding": "sharded", "dtype": "bfloat16"}
+    assert numbers(draw(bench, **ranks)) == numbers(draw(bench, **ranks))
