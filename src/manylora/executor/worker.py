@@ -411,8 +411,12 @@ class Worker:
 
     def report_state(self, command: ReportState) -> None:
         """Carries out ReportState."""
+        self._tell(self.state())
+
+    def state(self) -> ExecutorState:
+        """How it stands; from any thread."""
         counts = self._reader.store_counts()
-        self._tell(ExecutorState(self._host.pages_pinned, PREPARATION.seconds(), *counts))
+        return ExecutorState(self._host.pages_pinned, PREPARATION.seconds(), *counts)
 
     # ------------------------------------------------------------ the end
 
