@@ -128,6 +128,12 @@ class CpuCopyLane:
         copy_bytes(target, source)
         self._seconds += time.perf_counter() - began
 
+    def copy_pieces(
+        self, target: torch.Tensor, at: np.ndarray, source: torch.Tensor, of: np.ndarray, num_bytes: int
+    ) -> None:
+        for to, begin in zip(at.tolist(), of.tolist(), strict=True):
+            self.copy(target[to : to + num_bytes], source[begin : begin + num_bytes])
+
     def landing(self) -> Callable[[], None]:
         return lambda: None
 
