@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,29 @@ def test_a_broken_installation(
     monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
     monkeypatch.setattr("manylora.kernels.flashinfer_attention._backend", lambda _: "fa3")
     assert reason(caplog, SHAPE).endswith("FlashInfer fails: libcudart is missing")
+
+
+def test_our_kernel_serves_until_it_is_ready(
+    stand_in: PromptAttention, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end = threading.Event()
+    rows = AttentionRows(
+        np.array([0, 128], np.int32), np.array([128], np.int32), np.arange(8, dtype=np.int32)[None]
+    )
+    page = PageShape(1, 16, stand_in._shape.kv_heads, stand_in._shape.head_dim, 4)
+    monkeypatch.setattr("manylora.kernels.flashinfer_attention._why_not", lambda _: None)
+    monkeypatch.setattr("manylora.kernels.flashinfer_attention._backend", lambda _: "fa3")
+    monkeypatch.setattr(PromptAttention, "try_out", lambda _: may_end.wait(30))
+    with caplog.at_level(logging.INFO, "manylora.kernels.flashinfer_attention"):
+        coming = serving_prompts(stand_in._shape, CPU, wait_s=0.01)
+        assert coming is not None
+        assert coming.plan(rows, page) is None
+        may_end.set()
+        coming.wait()
+    assert coming.plan(rows, page) is not None
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1
+    assert "FlashInfer (fa3, ready in" in lines[0]
 
 
 def test_a_cpu_does_not_ask_for_it(caplog: pytest.LogCaptureFixture) -> None:

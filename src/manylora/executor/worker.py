@@ -28,7 +28,7 @@ from manylora.devices.device import Device
 from manylora.devices.preparation import PREPARATION
 from manylora.executor.coming import Coming
 from manylora.executor.forward import EagerSteps, Forward
-from manylora.executor.graphs import GraphLimits, Progress, StepGraphs
+from manylora.executor.graphs import GraphLimits, Progress, Rehearse, StepGraphs
 from manylora.executor.inputs import InputBuilder
 from manylora.executor.merging import MergedWeights
 from manylora.executor.reader import AdapterReader
@@ -200,7 +200,13 @@ class Worker:
 
     # ------------------------------------------------------------ steps
 
-    def use_graphs(self, limits: GraphLimits, scratch_page: int, progress: Progress | None = None) -> None:
+    def use_graphs(
+        self,
+        limits: GraphLimits,
+        scratch_page: int,
+        progress: Progress | None = None,
+        rehearse: Rehearse | None = None,
+    ) -> None:
         """Run decoding steps at fixed sizes from now on, captured where the device can; before the first step.
 
         ``scratch_page``: a page of the device's pool that holds no data. Where this cannot be, it only logs.
@@ -221,6 +227,9 @@ class Worker:
             # and for as much again where they are entered beside a merged adapter.
             num_cells = self._arena.num_pages * self._geometry.cells_per_page
             self._tables.reserve(min(num_cells * (1 + limits.has_second_scales), _MOST_CELLS))
+            if rehearse is not None:
+                decoder = self._forward.decoder.rehearsal()
+                rehearse(*graphs.rehearsals(Forward(decoder, self._arena, self._geometry, self._device)))
             graphs.capture_all(progress)
         self._graphs = graphs
 

@@ -1,7 +1,7 @@
 """Attention of long prompts by FlashInfer (Ye et al. 2025), where it is installed and was measured to be faster.
 
-Owns: when it serves (see ``serving_prompts``), the planning of a step, and FlashInfer's compilation, which happens
-when the engine starts and never in a request. Rows of one query, short prompts, windows, float32 and captured
+Owns: when it serves (see ``serving_prompts``), the planning of a step, and FlashInfer's compilation, which goes on
+beside the requests, on a thread of its own. Rows of one query, short prompts, windows, float32 and captured
 steps are our kernels'. Nothing else in manylora knows FlashInfer.
 """
 
@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import importlib.util
 import logging
+import threading
 import time
 from typing import Any
 
@@ -25,6 +26,9 @@ LEAST_MEAN_QUERIES = 128
 """The least mean length of a step's prompts. On an H200, FlashInfer's fa3 is faster than our kernel for prompts of
 256 tokens and more, and not for those of 64; nothing between was measured (not on record; ``manylora bench kernels
 --tune attention`` compares the two)."""
+
+START_WAIT_S = 5.0
+"""Longer than it takes where it has been compiled before. Else our kernel serves meanwhile."""
 
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -50,30 +54,59 @@ class AttentionShape:
         return float(self.head_dim**-0.5)
 
 
-def serving_prompts(shape: AttentionShape, device: torch.device) -> PromptAttention | None:
-    """FlashInfer for prompts of this shape, compiled and tried out; None where our kernel serves them.
+def serving_prompts(
+    shape: AttentionShape, device: torch.device, wait_s: float = START_WAIT_S
+) -> ComingPrompts | None:
+    """FlashInfer for prompts of this shape; None where our kernel serves them, for good.
 
-    Says which in one line of the log. Takes a minute or more where FlashInfer's cache is cold.
+    Says which in one line of the log. Waits ``wait_s`` at most for FlashInfer to be compiled and tried out, which
+    takes a minute or more where its cache is cold: our kernel serves until it is.
     """
     why_not = _why_not(shape)
     if why_not is not None:
         _log.info("attention of prompts: our kernel, for %s", why_not)
         return None
-    try:
-        backend, began = _backend(device), time.perf_counter()
-        _log.info("preparing FlashInfer (%s): a minute or more, if its cache is empty", backend)
-        prompts = PromptAttention(shape, device, backend)
-        prompts.try_out()
-    except Exception as error:  # its own errors, the compiler's, a broken installation's
-        _log.warning("attention of prompts: our kernel, for FlashInfer fails: %s", _first_line(error))
-        return None
-    _log.info(
-        "attention of prompts of %d tokens or more on average: FlashInfer (%s, ready in %.1f s)",
-        LEAST_MEAN_QUERIES,
-        backend,
-        time.perf_counter() - began,
-    )
-    return prompts
+    coming = ComingPrompts(shape, device)
+    coming.wait(wait_s)
+    return None if coming.has_failed else coming
+
+
+class ComingPrompts:
+    """FlashInfer from when it is ready on, which a thread of its own brings about; our kernel until then."""
+
+    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
+        self.has_failed = False
+        self._prompts: PromptAttention | None = None
+        self._thread = threading.Thread(
+            target=self._prepare, args=(shape, device), name="manylora-flashinfer", daemon=True
+        )
+        self._thread.start()
+
+    def plan(self, rows: AttentionRows, page: PageShape) -> PlannedPrompts | None:
+        """The plan for the step's rows of several queries; None where our kernel is to serve them."""
+        prompts = self._prompts
+        return None if prompts is None else prompts.plan(rows, page)
+
+    def wait(self, wait_s: float | None = None) -> None:
+        """Return when it is ready or has failed, or after so many seconds."""
+        self._thread.join(wait_s)
+
+    def _prepare(self, shape: AttentionShape, device: torch.device) -> None:
+        try:
+            backend, began = _backend(device), time.perf_counter()
+            prompts = PromptAttention(shape, device, backend)
+            prompts.try_out()
+        except Exception as error:  # its own errors, the compiler's, a broken installation's
+            self.has_failed = True
+            _log.warning("attention of prompts: our kernel, for FlashInfer fails: %s", _first_line(error))
+            return
+        self._prompts = prompts
+        _log.info(
+            "attention of prompts of %d tokens or more on average: FlashInfer (%s, ready in %.1f s)",
+            LEAST_MEAN_QUERIES,
+            backend,
+            time.perf_counter() - began,
+        )
 
 
 def _first_line(error: Exception) -> str:

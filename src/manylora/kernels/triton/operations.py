@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 import triton
 
-from manylora.kernels.flashinfer_attention import PromptAttention
+from manylora.kernels.flashinfer_attention import ComingPrompts, PromptAttention
 from manylora.kernels.ops import (
     AttentionRows,
     HeadNorm,
@@ -51,7 +51,7 @@ class TritonOps:
         programs: int = BUSY_PROGRAMS,
         products: Products | None = None,
         decoding: DecodeTable | None = None,
-        prompts: PromptAttention | None = None,
+        prompts: ComingPrompts | PromptAttention | None = None,
         dependent: bool = False,
         lora: LoraKernels | None = None,
     ) -> None:
