@@ -1,5 +1,6 @@
 """Without a GPU, Triton kernels run in Triton's interpreter: chosen before anything imports triton. Properties
-have no deadlines: a busy machine is no counterexample."""
+have no deadlines: a busy machine is no counterexample. Tests, and the processes that they start, have one thread
+for torch's products unless they ask for more: matrices are tiny, and a core belongs to another worker."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
 
     from tests.interpreter import remember_builtins
 

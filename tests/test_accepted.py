@@ -39,14 +39,15 @@ HELD_BY = {
     "fairness": "scheduler.queue.fairness", "fair_by": "scheduler.queue.fair_by",
     "fair_weights": "scheduler.queue.fair_weights", "fair_share": "scheduler.queue.fair_share",
     "adapter_batch_limit": "scheduler.queue.adapter_batch_limit",
-    "max_prefills_per_step": "scheduler.max_prefills",
+    "max_prefills_per_step": "scheduler.max_prefills", "kept_share": "scheduler.kept_share",
     "merge": "scheduler.merge.mode", "merge_copy": "scheduler.merge.copy",
     "merge_minority": "scheduler.merge.minority", "merge_mixed_16bit": "scheduler.merge.mixed_16bit",
     "merge_starve": "scheduler.merge.starve_s", "merge_alpha": "scheduler.merge.alpha",
     "merge_beta": "scheduler.merge.beta", "merge_dec": "scheduler.merge.dec",
     "merge_mul": "scheduler.merge.mul", "merge_window": "scheduler.merge.window",
     "cold_start": "scheduler.cold_start.mode", "cold_start_stall": "scheduler.cold_start.stall",
-    "copy_limit": "cache.copy_limit",
+    "copy_limit": "cache.copy_limit", "tensor_parallel_size": "tensor_parallel_size",
+    "lora_sharding": "lora_sharding",
 }  # fmt: skip
 """Where each setting comes to lie."""
 _DLORA, _MANYLORA = {"merge": "dlora"}, {"merge": "manylora"}
@@ -65,7 +66,7 @@ NO_WHOLE_NUMBERS = [True, 1.0, 1.5, "1.0", "1e3", "x", "", NAN, [1], {}]
 COUNTS = {
     "max_model_len": LARGEST, "max_num_seqs": 2**15, "max_batch_tokens": LARGEST, "page_tokens": LARGEST,
     "max_adapter_rank": LARGEST, "max_waiting": LARGEST, "max_connections": LARGEST, "merge_window": LARGEST,
-    "max_prefills_per_step": LARGEST,
+    "max_prefills_per_step": LARGEST, "tensor_parallel_size": LARGEST,
 }  # fmt: skip
 """With the most that each may be."""
 SIZES = {
@@ -81,7 +82,7 @@ CHOICES = {
     "device": ("auto", "cpu", "cuda"), "dtype": ("auto", "float32", "float16", "bfloat16"),
     "load_format": ("auto", "dummy"), "cuda_graphs": ("auto", "off"), "metrics_key": ("required", "open"),
     "scheduling_policy": ("fcfs", "priority"), "fairness": ("none", "vtc"), "fair_by": ("adapter", "key"),
-    "cold_start": COLD_START_MODES,
+    "cold_start": COLD_START_MODES, "lora_sharding": ("auto", "sharded", "replicated"),
     "merge": MERGE_MODES, "merge_copy": ("auto", "device", "host"), "merge_minority": ("wait", "unmerge", "mixed"),
 }  # fmt: skip
 TEXTS = ("served_model_name", "host", "trace", "journal")
@@ -136,6 +137,7 @@ def accepted() -> list[tuple[str, Any, Any]]:
     ]
     found += [("merge_starve", "1e-3", 0.001), ("merge_starve", 1e300, 1e300)]
     found += [("cold_start_stall", "1", 1.0), ("cold_start_stall", 0.5, 0.5)]
+    found += [("kept_share", 0, 0.0), ("kept_share", "1", 1.0), ("kept_share", 0.25, 0.25)]
     found += [("adapter_batch_limit", 4, "4"), ("adapter_batch_limit", "4:hard", "4:hard")]
     return found
 
@@ -174,6 +176,7 @@ def refused() -> list[tuple[str, Any]]:
     found += each("merge_dec", 1, 1.5) + each("merge_mul", 1, 0.9) + each("merge_beta", 1, 1.1)
     found += each("merge_alpha", 0.556, 0.5)
     found += each("cold_start_stall", 0, -1, "0", 1.01, "x", "", NAN, INF, [1], {})
+    found += each("kept_share", -0.1, 1.01, "x", "", NAN, INF, [1], {})
     found += each("api_key", "", [" "], 1, [1], ["k", ""], {1: 2}.keys())
     found += each("adapter", "", "a", "a=", "=b", 1, [1], ["a=b", "a=c"], {"": "b"}, {"a": ""})
     return found

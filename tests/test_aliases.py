@@ -20,7 +20,9 @@ from manylora.flags import FLAGS, build_settings, canonical
 from manylora.llm import LLM, AsyncLLM
 
 PAGE = Path(__file__).parent.parent / "docs" / "flags.md"
-PLAIN = [alias for alias in ALIASES if alias.of is not None and not alias.lists_adapters]
+PLAIN = [
+    alias for alias in ALIASES if alias.of is not None and not alias.lists_adapters and alias.switch is None
+]
 ADAPTERS = [alias for alias in ALIASES if alias.lists_adapters]
 SWITCHES = [alias for alias in ALIASES if alias.of is None]
 plain = pytest.mark.parametrize("alias", PLAIN, ids=lambda alias: alias.name)
@@ -59,7 +61,7 @@ def served(*args: str) -> tuple[EngineSettings, HttpSettings]:
 
 
 def test_the_page_has_the_table() -> None:
-    rows = re.findall(r"^\| `(--[\w-]+)` \| ([\w, ]+) \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(--?[\w-]+)` \| ([\w, ]+) \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
     assert [row[0] for row in rows] == [alias.option for alias in ALIASES]
     for (_, engines, here), alias in zip(rows, ALIASES, strict=True):
         assert engines == alias.engines
@@ -67,7 +69,7 @@ def test_the_page_has_the_table() -> None:
             assert here.startswith(f"always on: {alias.means}")
             assert alias.contradicts is None or " ".join(alias.contradicts).replace("_", "-") in here
         else:
-            assert here == f"`--{alias.of.replace('_', '-')}`"
+            assert here == f"`{alias.same}`"
 
 
 def test_names_are_told_apart() -> None:
@@ -82,9 +84,7 @@ def test_help_shows_each_beside_what_it_means() -> None:
     text = " ".join(commands.choices["serve"].format_help().split())
     for alias in ALIASES:
         assert alias.option in text
-        says = (
-            f"always on, {alias.means}" if alias.of is None else f"the same as --{alias.of.replace('_', '-')}"
-        )
+        says = f"always on, {alias.means}" if alias.of is None else f"the same as {alias.same}"
         assert f"{alias.engines}: {says}" in text
 
 
@@ -95,7 +95,7 @@ def test_it_sets_what_the_flag_sets(alias: Alias, tmp_path: Path) -> None:
     expected = built(**{alias.of: 96})
     assert expected != built()
     file = tmp_path / "serve.json"
-    for key in (alias.name, alias.option[2:]):
+    for key in (alias.name, alias.option.lstrip("-")):
         file.write_text(json.dumps({key: 96}))
         assert served("--config", str(file)) == expected
     assert served(alias.option, "96") == expected
@@ -223,6 +223,21 @@ def test_what_is_always_on_can_be_asked_for(
         name, contrary = alias.contradicts
         with pytest.raises(ConfigError, match=alias.option):
             built(**{alias.name: True, name: contrary})
+
+
+@pytest.mark.usefixtures("stopped")
+def test_a_switch_of_theirs_is_a_value_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = built(lora_sharding="sharded")
+    assert served("--fully-sharded-loras") == built(fully_sharded_loras=True) == expected != built()
+    file = tmp_path / "serve.yaml"
+    file.write_text("fully-sharded-loras: false")
+    assert served("--config", str(file)) == built(lora_sharding="replicated")
+    assert served("--config", str(file), "--fully-sharded-loras") == expected
+    assert main(["serve", "m", "--fully-sharded-loras", "--lora-sharding", "replicated"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--fully-sharded-loras" in line
+    with pytest.raises(ConfigError, match="--fully-sharded-loras"):
+        built(fully_sharded_loras="perhaps")
 
 
 def test_other_commands_take_them_where_they_take_the_flag() -> None:

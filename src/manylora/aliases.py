@@ -26,10 +26,29 @@ class Alias:
     contradicts: tuple[str, str] | None = None
     """A flag and the value of it with which it is not on after all."""
     lists_adapters: bool = False
+    switch: tuple[str, str] | None = None
+    """Of a flag that is on or off there: the values of ours that these mean."""
+    is_short: bool = False
+    """Written with one dash."""
 
     @property
     def option(self) -> str:
-        return option_of(self.name)
+        return option_of(self.name)[1 if self.is_short else 0 :]
+
+    @property
+    def same(self) -> str:
+        """What of ours it is."""
+        assert self.of is not None
+        value = "" if self.switch is None else f" {self.switch[0]}"
+        return option_of(self.of) + value
+
+    def translated(self, value: Any) -> Any:
+        """A value of it as one of ours."""
+        if self.switch is None:
+            return value
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.option} must be true or false, got {value!r}")
+        return self.switch[0 if value else 1]
 
 
 ALIASES: tuple[Alias, ...] = (
@@ -40,6 +59,9 @@ ALIASES: tuple[Alias, ...] = (
     Alias("block_size", "page_tokens", "vLLM"),
     Alias("page_size", "page_tokens", "SGLang"),
     Alias("max_lora_rank", "max_adapter_rank", "vLLM, SGLang"),
+    Alias("tp", "tensor_parallel_size", "vLLM", is_short=True),
+    Alias("tp_size", "tensor_parallel_size", "SGLang"),
+    Alias("fully_sharded_loras", "lora_sharding", "vLLM", switch=("sharded", "replicated")),
     Alias("lora_modules", "adapter", "vLLM", lists_adapters=True),
     Alias("lora_paths", "adapter", "SGLang", lists_adapters=True),
     Alias("enable_lora", None, "vLLM, SGLang", "adapters are served"),

@@ -41,7 +41,7 @@ sizes are written as 512MiB or 10GB. The command line wins over the config file.
 
 
 _WARMUP_FLAGS = (*SIZING, "max_adapter_rank", "cuda_graphs")
-_ADAPTERS_FLAGS = ("dtype", "page_tokens", "max_adapter_rank")
+_ADAPTERS_FLAGS = ("dtype", "page_tokens", "max_adapter_rank", "tensor_parallel_size", "lora_sharding")
 
 
 _OWN = ("serve", "adapters", "warmup")

@@ -118,6 +118,7 @@ def canonical(*layers: Mapping[str, Any]) -> dict[str, Any]:
             if alias.lists_adapters:
                 value = adapter_pairs(alias, value, bases)
             flag = _BY_NAME[alias.of]
+            value = alias.translated(value)
             value = convert(dataclasses.replace(flag, name=alias.name), value)
             if own.get(flag.name) is not None and convert(flag, own[flag.name]) != value:
                 raise ConfigError(

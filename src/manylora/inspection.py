@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from manylora.adapters.peft import inspect_adapter
 from manylora.adapters.registry import Registry
-from manylora.adapters.report import describe, render
+from manylora.adapters.report import describe, of_ranks, render
 from manylora.adapters.sources import discover
 from manylora.config import ConfigError, EngineSettings
-from manylora.kernels.shapes import AdapterGeometry, adapter_geometry
+from manylora.kernels.cuts import RankPlace
+from manylora.kernels.shapes import AdapterGeometry
 from manylora.models.config import ModelConfig, ModelError, read_model_config
+from manylora.models.share import ModelShare, check_count, is_sharded_by
 from manylora.models.source import resolve_model
 from manylora.protocol import AdapterError
 from manylora.types import adapter_name_fault, why_reserved
@@ -32,8 +34,8 @@ def check_named_adapters(settings: EngineSettings) -> None:
     adapters = settings.adapters
     if not adapters.adapters:
         return
-    config, geometry = _geometry(settings)
-    registry = Registry(geometry, config.names.layer_prefix)
+    looks = _geometries(settings)
+    registry = Registry(looks.whole, looks.config.names.layer_prefix)
     try:
         for name, path in adapters.adapters:
             if fault := adapter_name_fault(name):
@@ -50,9 +52,9 @@ def check_named_adapters(settings: EngineSettings) -> None:
 
 def check_adapter(settings: EngineSettings, path: str, *, as_json: bool) -> str:
     """What the adapter is; raises ConfigError where it cannot be served."""
-    config, geometry = _geometry(settings)
+    looks = _geometries(settings)
     try:
-        facts = _facts(settings, config, geometry, Path(path))
+        facts = _facts(settings, looks, Path(path))
     except AdapterError as error:
         raise ConfigError(str(error)) from error
     return json.dumps(facts, indent=2) if as_json else render(facts)
@@ -60,13 +62,13 @@ def check_adapter(settings: EngineSettings, path: str, *, as_json: bool) -> str:
 
 def list_adapters(settings: EngineSettings, path: str, *, as_json: bool) -> str:
     """One line an adapter, the ones that do not fit with the reason; raises ConfigError."""
-    config, geometry = _geometry(settings)
+    looks = _geometries(settings)
     if not Path(path).is_dir():
         raise ConfigError(f"{path} is not a folder")
     listed: dict[str, dict[str, Any]] = {}
     for name, folder in discover(Path(path)):
         try:
-            listed[name] = _facts(settings, config, geometry, folder)
+            listed[name] = _facts(settings, looks, folder)
         except AdapterError as error:
             listed[name] = {"path": str(folder), "fits": False, "reason": str(error)}
     if as_json:
@@ -82,20 +84,34 @@ def _line(name: str, facts: dict[str, Any]) -> str:
     return f"{name:<24} rank {rank:<7} {facts['pages']:>5} pages  {facts['dtype']:<5} {modules}"
 
 
-def _geometry(settings: EngineSettings) -> tuple[ModelConfig, AdapterGeometry]:
+class _Geometries(NamedTuple):
+    """``whole``: of an adapter's files; ``first``: of the first rank's pages, the same where there is one rank."""
+
+    config: ModelConfig
+    whole: AdapterGeometry
+    first: AdapterGeometry
+    is_sharded: bool
+
+
+def _geometries(settings: EngineSettings) -> _Geometries:
+    count, lies = settings.tensor_parallel_size, (settings.cache.page_tokens, _ITEMSIZE[settings.model.dtype])
     try:
         config = read_model_config(resolve_model(settings.model.model))
-        page = config.page_shape(settings.cache.page_tokens, _ITEMSIZE[settings.model.dtype])
-        return config, adapter_geometry(page, config.layer_groups)
+        check_count(config, count)
+        is_sharded = is_sharded_by(settings.lora_sharding, count)
+        share = ModelShare(config, RankPlace(0, count), is_sharded)
+        whole = share.whole_geometry(*lies)
+        return _Geometries(config, whole, whole if count == 1 else share.geometry(*lies), is_sharded)
     except (ModelError, ValueError) as error:
         raise ConfigError(str(error)) from error
 
 
-def _facts(
-    settings: EngineSettings, config: ModelConfig, geometry: AdapterGeometry, folder: Path
-) -> dict[str, Any]:
+def _facts(settings: EngineSettings, looks: _Geometries, folder: Path) -> dict[str, Any]:
     from manylora.adapters.pack import layout_of  # brings torch
 
     limit = settings.adapters.max_adapter_rank
-    spec = inspect_adapter(folder, geometry, config.names.layer_prefix, limit)
-    return describe(spec, layout_of(spec, geometry), geometry)
+    spec = inspect_adapter(folder, looks.whole, looks.config.names.layer_prefix, limit)
+    facts = describe(spec, layout_of(spec, looks.first), looks.first)
+    if settings.tensor_parallel_size > 1:
+        facts |= of_ranks(facts, settings.tensor_parallel_size, looks.is_sharded)
+    return facts

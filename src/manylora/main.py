@@ -36,7 +36,7 @@ from manylora.models.config import ModelError, read_model_config
 from manylora.models.source import resolve_model
 from manylora.policy.caches import find_cache
 from manylora.progress import LOG_FORMAT, Bar
-from manylora.protocol import AdapterError
+from manylora.protocol import AdapterError, Executor
 from manylora.signals import stop_signals
 from manylora.text.tokenizer import MissingTokenizer, Tokenizer, TokenizerError
 from manylora.types import EngineInfo, why_reserved
@@ -76,21 +76,28 @@ def build_driver(settings: EngineSettings, *, shows_progress: bool = False) -> D
             trace = _open("trace", settings.cache.trace, TraceWriter)
             undo.callback(trace.close)
         try:
-            worker, config, info = build_worker(
-                settings,
-                progress=Bar("loading weights") if shows_progress else None,
-                capture_progress=Bar("capturing steps", "step") if shows_progress else None,
-            )
+            progress = Bar("loading weights") if shows_progress else None
+            executor: Executor
+            if settings.tensor_parallel_size > 1:
+                from manylora.executor.ranks.start import build_ranks
+
+                executor, config, info = build_ranks(settings, progress=progress)
+            else:
+                executor, config, info = build_worker(
+                    settings,
+                    progress=progress,
+                    capture_progress=Bar("capturing steps", "step") if shows_progress else None,
+                )
         except ModelError as error:
             raise ConfigError(str(error)) from error
-        undo.callback(worker.close)
+        undo.callback(executor.close)
         journal = None
         if settings.journal is not None:
             rotate = settings.journal_part_bytes
             journal = _open("journal", settings.journal, lambda path: JournalWriter(path, config, rotate))
             undo.callback(journal.close)
         driver = Driver(
-            config, worker, info, journal=journal, trace=trace, step_timeout_s=settings.step_timeout_s
+            config, executor, info, journal=journal, trace=trace, step_timeout_s=settings.step_timeout_s
         )
         add_initial_adapters(driver, settings.adapters, base=settings.model.name)
         if settings.scheduler.queue.fair_by == "adapter":

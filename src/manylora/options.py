@@ -35,10 +35,12 @@ def add_flag(parser: argparse._ActionsContainer, flag: Flag) -> None:
     parser.add_argument(flag.option, **options)
     for alias in ALIASES:
         if alias.of == flag.name:
-            options |= {"dest": alias.name, "help": f"{alias.engines}: the same as {flag.option}"}
+            also = options | {"dest": alias.name, "help": f"{alias.engines}: the same as {alias.same}"}
             if alias.lists_adapters:
-                options |= {"action": "extend", "nargs": "+"}
-            parser.add_argument(alias.option, **options)
+                also |= {"action": "extend", "nargs": "+"}
+            if alias.switch is not None:
+                also = {"dest": alias.name, "help": also["help"], "action": "store_true", "default": None}
+            parser.add_argument(alias.option, **also)
 
 
 def add_settings(parser: argparse._ActionsContainer, names: Container[str]) -> None:

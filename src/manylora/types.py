@@ -7,7 +7,7 @@ it can cross a process boundary or be written to a journal as it is.
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
 
 from manylora.rules import FINITE, Rule, at_least, between, broken_rule, more_than
 
@@ -250,9 +250,31 @@ class AdapterCard:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class RankInfo:
+    """What one of several ranks holds: its weights, and its part of every page, in bytes."""
+
+    weight_bytes: int
+    page_bytes: int
+
+
+class RankTraffic(NamedTuple):
+    """What one of several ranks has exchanged with the others since the start, by purpose: exchanges, and bytes of
+    its own tensors. ``base``: sums of the base's linears and embeddings; ``lora``: of what adapters' A give;
+    ``sampling``: logits and tokens."""
+
+    base: int = 0
+    base_bytes: int = 0
+    lora: int = 0
+    lora_bytes: int = 0
+    sampling: int = 0
+    sampling_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What stays true while an engine lives. ``pristine_bytes``: of the copy of the base's weights that merging
-    needs; 0 without merging."""
+    needs; 0 without merging. ``ranks``: of an engine of several processes, which adapters are
+    ``lora_sharding`` among; both empty where there is one."""
 
     model: str
     max_model_len: int
@@ -270,3 +292,5 @@ class EngineInfo:
     has_priorities: bool = False
     priority_floor: int = 0
     pristine_bytes: int = 0
+    ranks: tuple[RankInfo, ...] = ()
+    lora_sharding: str = ""

@@ -5,7 +5,6 @@ from the full table in the README.
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +52,8 @@ def configs() -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[PeftModel]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield load_all()
-    torch.set_num_threads(threads)
+def model() -> PeftModel:
+    return load_all()
 
 
 @pytest.fixture(scope="module")

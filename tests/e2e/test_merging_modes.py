@@ -9,50 +9,13 @@ import pytest
 
 from manylora import LLM, SamplingParams
 from manylora.policy.merging import state
-from manylora.policy.merging.choice import Choice, MergeGauges, MergeView, StepShape
-from manylora.policy.sequences import Scheduled
-from manylora.types import BASE, AdapterId
 from tests.e2e.process import MODEL
+from tests.policy.switching import EveryFewSteps
 
 FOLDER = Path(MODEL).parent / "adapters"
 NAMES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())[:3]
 PROMPTS = [f"The {word} of the day" for word in ("first", "second", "third", "last")]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-
-
-class EveryFewSteps:
-    """Merges another adapter every few steps, and none every now and then, whatever it is worth."""
-
-    def __init__(self, is_mixed: bool) -> None:
-        self._is_mixed = is_mixed
-        self._num_steps = 0
-
-    def choose(self, view: MergeView) -> Choice:
-        """See MergePolicy."""
-        targets = [BASE, *sorted(view.ready.keys() - {BASE})]
-        target = targets[self._num_steps // 3 % len(targets)]
-        if not view.may_switch_to(target):
-            target = view.merged
-        if not self._is_mixed and not view.ready[target] and view.may_switch_to(BASE):
-            target = BASE
-        return Choice(target, reason="by the script")
-
-    def started(self, shape: StepShape, rows: list[Scheduled], now: float) -> None:
-        """See MergePolicy."""
-        self._num_steps += 1
-
-    def step_ended(self, seconds: float) -> None:
-        """See MergePolicy."""
-
-    def switched(self, before: AdapterId, after: AdapterId, seconds: float) -> None:
-        """See MergePolicy."""
-
-    def forget(self, adapter: AdapterId) -> None:
-        """See MergePolicy."""
-
-    def gauges(self) -> MergeGauges:
-        """See MergePolicy."""
-        return MergeGauges()
 
 
 def answers(**settings: Any) -> tuple[list[str], dict[str, float]]:

@@ -27,6 +27,7 @@ from manylora.protocol import (
     Emit,
     EndSequence,
     EvictAdapter,
+    ExecutorLost,
     ExecutorState,
     ForgetAdapter,
     InspectAdapter,
@@ -46,7 +47,7 @@ from manylora.protocol import (
     ask_of,
     handlers,
 )
-from manylora.types import SamplingParams, TokenLogprobs
+from manylora.types import RankTraffic, SamplingParams, TokenLogprobs
 from tests.engine.executor_process import COMMANDS, EVENTS, RemoteExecutor, packed, unpacked
 from tests.engine.fake_executor import FakeExecutor
 from tests.engine.test_engine import CONFIG, INFO, drain, request
@@ -67,7 +68,7 @@ EXAMPLES: list[Any] = [
     StepResult(StepDone(2, False, error="the device is gone", more=True), {}),
     CopyDone(5, True, 0.125), AdapterRead(3, False, "no such file", 0.5, True),
     AdapterChecked(3, True, 4, 16), AdapterChecked(3, False, error="too large", status=400),
-    ExecutorState(12, 0.75),
+    ExecutorState(12, 0.75, traffic=(RankTraffic(1, 64), RankTraffic(1, 64))), ExecutorLost("rank 1 has died"),
 ]  # fmt: skip
 ASKED = [
     (RunStep(4, (), ()), StepDone(4, True)), (SwapPages(4, True, ()), CopyDone(4, True)),

@@ -288,7 +288,7 @@ def test_steps_that_no_bucket_fits_run_eagerly(
     monkeypatch.setattr(graphs, "MIXED_TOKENS", ())
     rig = made(files, tmp_path, max_num_seqs=2)
     large = write_adapter(tmp_path / "r300", files.model, rank=300, seed=7, modules=("q_proj",))
-    rig.worker._max_adapter_rank = None
+    rig.worker.inspections._max_rank = None
     rig.serve(9, large)
     open_all(rig, 1, 2, 3)
     rig.decode(1, 1, 2, 3)

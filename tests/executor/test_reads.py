@@ -97,15 +97,15 @@ def test_what_was_remembered_wrongly_is_inspected_again_when_it_is_read(
 ) -> None:
     first = Rig(files.model, tmp_path)
     num_pages = first.direct.add_adapter(7, str(copied)).num_pages
-    spec = first.worker._specs[7]
+    spec = first.worker.inspections.spec(7)
     first.worker.close()
     forge(tmp_path, key_infix=".default")
     rig = Rig(files.model, tmp_path)
     try:
         assert rig.direct.add_adapter(7, str(copied)).num_pages == num_pages
-        assert rig.worker._specs[7] != spec
+        assert rig.worker.inspections.spec(7) != spec
         assert rig.read(7, tuple(rig.take(num_pages))).ok
-        assert rig.worker._specs[7] == spec
+        assert rig.worker.inspections.spec(7) == spec
         held = rig.open(1, [5, 6, 7], adapter=7)
         rig.decode(3, 1)
         files.reference.check_greedy([5, 6, 7], held.generated, copied)
@@ -119,7 +119,7 @@ def test_what_was_remembered_of_another_size_is_right_when_added_again(
     first = Rig(files.model, tmp_path)
     added = first.direct.add_adapter(7, str(copied))
     num_pages, rank = added.num_pages, added.rank
-    ranks = first.worker._specs[7].ranks
+    ranks = first.worker.inspections.spec(7).ranks
     first.worker.close()
     forge(tmp_path, rank=9 * rank, ranks=[[9 * rank for rank in row] for row in ranks])
     rig = Rig(files.model, tmp_path)
@@ -157,7 +157,7 @@ def test_an_unknown_adapter(rig: Rig) -> None:
 
 def test_a_rank_over_the_limit(files: Files, tmp_path: Path) -> None:
     rig = Rig(files.model, tmp_path)
-    rig.worker._max_adapter_rank = 8
+    rig.worker.inspections._max_rank = 8
     assert rig.direct.add_adapter(1, str(files.adapters[1])).rank == 4
     with pytest.raises(AdapterError, match="rank 9"):
         rig.direct.add_adapter(2, str(files.adapters[2]))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from manylora.executor.build import weight_bytes
+from manylora.executor.sizes import weight_bytes
 from manylora.kernels.shapes import Projection, ProjectionGroup, adapter_geometry
 from manylora.models.decoder import Decoder, build_decoder
 from manylora.models.layers import GatedMlp, LoraLinear, PlainMlp

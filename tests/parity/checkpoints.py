@@ -44,7 +44,35 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = MODELS | {
     "mistral-window-main": (transformers.MistralConfig, _LONG | _MAIN | {"sliding_window": 11}),
 }
 
-_WITH_EVERY_KIND = ("llama-main", "llama-bias", "mistral-window", "qwen2", "qwen3", "opt", "opt-350m")
+OF_RANKS: dict[str, tuple[type, dict[str, Any]]] = {
+    f"ranks-{heads}-{kv_heads}": (
+        transformers.LlamaConfig,
+        _LONG
+        | {
+            "num_hidden_layers": 2,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "hidden_size": 48,
+            "head_dim": 6,
+            "intermediate_size": 58,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    )
+    for heads, kv_heads in ((8, 1), (8, 2), (8, 4), (8, 8), (12, 1), (12, 2), (12, 4), (12, 12))
+}
+"""For engines of several ranks, which heads must come out even among. With biases, and sizes that do not."""
+
+_WITH_EVERY_KIND = (
+    *OF_RANKS,
+    "llama-main",
+    "llama-bias",
+    "mistral-window",
+    "qwen2",
+    "qwen3",
+    "opt",
+    "opt-350m",
+)
 """At least one of every architecture; for the other spellings of their configs a few adapters do."""
 
 
@@ -159,7 +187,7 @@ def _convert(path: Path, dtype: torch.dtype) -> None:
 
 def _random_model(family: str) -> Any:
     """float32, every tensor random (norms and biases too)."""
-    config_class, settings = FAMILIES[family]
+    config_class, settings = (FAMILIES | OF_RANKS)[family]
     torch.manual_seed(11)
     model = transformers.AutoModelForCausalLM.from_config(config_class(**settings), dtype=torch.float32)
     with torch.no_grad():

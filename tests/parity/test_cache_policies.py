@@ -13,7 +13,7 @@ PAGE_TOKENS = 4
 NUM_TOKENS = 12
 TURNS = 3
 HISTORY = [policy for policy in CACHE_POLICIES if policy != "s-lora"]
-HISTORY_FROM_HOST = [policy for policy in HISTORY if policy not in ("static-lru", "manylora")]
+HISTORY_FROM_HOST = [policy for policy in HISTORY if policy not in ("static-lru", "manylora", "lru-drop")]
 """static-lru's share is too small here; manylora saves only what it has measured to come back faster than it is
 computed, which a model this small need not show."""
 

@@ -1,7 +1,7 @@
 """Every family and every kind of adapter merged in turn: its own rows, the base's and all other adapters' beside
-it give the tokens of transformers and PEFT, and those of PEFT's own merge.
+it give the tokens of transformers and PEFT, and those of PEFT's own merge. So do engines under every mode.
 
-A script of commands forces the switches, which no policy would make for so few requests.
+Where a policy would not switch for so few requests a script does, by commands or as a merge policy.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import transformers
 
 from manylora.config import MergeConfig, MergeTimes
 from manylora.executor import build
+from manylora.policy.merging import state
 from manylora.protocol import EndSequence
 from manylora.types import BASE
 from tests.executor.drive import Rig
 from tests.parity.checkpoints import FAMILIES
 from tests.parity.conftest import make_bench
-from tests.parity.engines import Bench, random_tokens
+from tests.parity.engines import Bench, greedy, random_tokens
 from tests.parity.reference import assert_greedy
+from tests.policy.switching import EveryFewSteps
 
 PAGE_TOKENS = 4
 NUM_TOKENS = 4
@@ -126,3 +128,37 @@ def test_a_sequence_goes_on_through_switches(family: Bench, rig: Rig) -> None:
         name, tokens = family.names[adapter], rig.sequences[adapter].generated
         assert len(tokens) == len(everything)
         assert_greedy(family.reference, prompt_of(family, adapter), name, tokens)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "merged": {"merge": "merged", "merge_starve": 0.005},
+    "dlora": {"merge": "dlora", "merge_starve": 0.02, "merge_alpha": 0.3, "merge_beta": 0.1},
+    "unmerge": {"merge": "manylora"},
+    "wait": {"merge": "manylora", "merge_minority": "wait"},
+    "mixed": {"merge": "manylora", "merge_minority": "mixed"},
+}
+CASES = [(family, mode) for family in sorted(FAMILIES) for mode in MODES]
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [pytest.param(*case, marks=[pytest.mark.long] * (number % 9 > 0)) for number, case in enumerate(CASES)],
+    indirect=["family"],
+)
+def test_engines_of_every_mode(family: Bench, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four requests of an adapter for one of each other and two of the base, more than may run at once."""
+    hot = family.names[1]
+    adapters = [*family.names, None, hot, hot, hot]
+    prompts = [
+        random_tokens(number, 2 + number % 7, family.checkpoint.vocab_size) for number in range(len(adapters))
+    ]
+    monkeypatch.setattr(build, "measure_merging", lambda *args, steps_wait: MergeTimes(steps_wait))
+    if MODES[mode]["merge"] == "manylora":
+        monkeypatch.setattr(state, "merge_policy", lambda config, times: EveryFewSteps(config.merge.is_mixed))
+    with family.llm(max_num_seqs=6, **MODES[mode]) as llm:
+        outputs = llm.generate(prompts, greedy(8), adapter=adapters)
+        figures = llm.metrics()
+    family.check(outputs, 8)
+    assert figures['manylora:merge_switches_total{to="merged"}'] > 0
+    if mode == "mixed":
+        assert sum(value for name, value in figures.items() if 'steps_total{mode="mixed"' in name) > 0

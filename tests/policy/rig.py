@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from manylora.config import CacheConfig, PolicyConfig
+from manylora.config import CacheConfig, MergeConfig, PolicyConfig
 from manylora.policy.replica import Replica
 from manylora.protocol import (
     AdapterAdded,
@@ -40,8 +40,12 @@ class Rig:
         trace: bool = False,
         copy_page_s: float = 1e-5,
         pipeline_depth: int = 1,
+        merge: MergeConfig | None = None,
+        admission: str = "fcfs",
+        slo_ttft_s: float = 5.0,
         **marks: float,
     ) -> None:
+        merge = merge or MergeConfig()
         cache = CacheConfig(policy, trace=trace, **{"adapter_share": 0.4, **marks})
         self.config = PolicyConfig(
             num_pages,
@@ -52,10 +56,13 @@ class Rig:
             num_host_pages,
             2**21,
             cache,
-            pipeline_depth=pipeline_depth,
+            admission,
+            slo_ttft_s,
+            pipeline_depth,
+            merge=merge,
         )
         self.replica = Replica(self.config)
-        self.device = DeviceModel(PAGE, pipeline_depth)
+        self.device = DeviceModel(PAGE, pipeline_depth, merge.is_mixed, merge.times.steps_wait)
         self.copy_page_s = copy_page_s
         self.now = 0.0
         self.timer: float | None = None
@@ -108,6 +115,9 @@ class Rig:
     def end_step(self) -> None:
         self.feed(self.device.finish_step(ok=True))
 
+    def end_switch(self) -> None:
+        self.feed(self.device.end_switch())
+
     def ring(self) -> None:
         assert self.timer is not None
         self.now, self.timer = max(self.now, self.timer), None
@@ -121,6 +131,8 @@ class Rig:
                 self.land_read()
             elif self.device.copies:
                 self.land_copy()
+            elif self.device.switches:
+                self.end_switch()
             elif self.device.steps:
                 self.end_step()
             elif rings and self.timer is not None:

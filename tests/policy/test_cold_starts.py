@@ -9,7 +9,7 @@ import pytest
 
 from manylora.config import ColdStartConfig
 from manylora.policy.replica import Replica
-from manylora.protocol import Abort, AdapterFreed, AdapterRemoved, Ready, RunStep, StepDone
+from manylora.protocol import Abort, AdapterFreed, AdapterRead, AdapterRemoved, Ready, RunStep, StepDone
 from tests.policy.rig import Rig
 
 
@@ -133,6 +133,19 @@ def test_others_go_on_where_the_copy_would_hold_them_up_for_too_long() -> None:
     finish(rig)
     assert len(rig.tokens["a"]) == 2
     assert counters(rig).cold_starts == {"wait/host": 1}
+
+
+def test_where_an_adapter_came_from_is_counted_for_its_own_requests() -> None:
+    """The adapter store had one of them."""
+    rig = cold_rig("wait")
+    rig.ask("stored", 1, [1, 2, 3], 2)
+    rig.ask("read", 2, [1, 2, 3], 2)
+    for _ in range(2):
+        read = rig.device.reads[0]
+        rig.device.land(read, True)
+        rig.feed(AdapterRead(read.adapter, True, from_store=read.adapter == 1))
+    finish(rig)
+    assert counters(rig).cold_starts == {"wait/store": 1, "wait/files": 1}
 
 
 def test_block_takes_it_whatever_that_costs_the_others() -> None:

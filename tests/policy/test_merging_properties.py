@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import collections
+from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import initialize, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
 from manylora.config import (
     ADMISSIONS,
@@ -19,24 +20,27 @@ from manylora.config import (
     QueueConfig,
     StepTimes,
 )
-from manylora.protocol import AdapterRemoved, Report, ReportDue
+from manylora.protocol import AdapterRead, AdapterRemoved, Report, ReportDue
 from manylora.types import BASE
 from tests.policy.device_model import DeviceModel
+from tests.policy.switching import EveryFewSteps
 from tests.policy.test_replica_properties import EVENT_S, QUEUES, ReplicaMachine
 
 STEPS = (StepTimes(1, 1, 0.5, 0.3, 0.32), StepTimes(8, 8, 0.6, 0.3, 0.35))
 """So slow that switches pay within an example."""
 KINDS: list[dict[str, Any]] = [
     {"mode": "merged"}, {"mode": "dlora", "alpha": 0.6, "beta": 0.3, "window": 4}, {"mode": "dlora"},
-    {"mode": "manylora"}, {"mode": "manylora", "minority": "wait"}, {"mode": "manylora", "minority": "mixed"},
-    {"mode": "manylora", "minority": "mixed"},
+    {"mode": "manylora"}, {"mode": "manylora", "minority": "wait"},
 ]  # fmt: skip
-COUNTS = {"switches": 0, "failed": 0, "merged": 0, "mixed": 0, "paused": 0.0}
-"""What all examples together have shown."""
+MIXED: list[dict[str, Any]] = [{"mode": "manylora", "minority": "mixed"}]
 
 
 class MergingMachine(ReplicaMachine):
     """As there, with few adapters, so that one has most requests, and more requests than may run."""
+
+    kinds = KINDS
+    counts: ClassVar = collections.defaultdict[str, float](float)
+    """What all examples together have shown."""
 
     @initialize(
         num_pages=st.sampled_from([8, 12, 12, 20, 40]),
@@ -48,9 +52,11 @@ class MergingMachine(ReplicaMachine):
         admission=st.sampled_from(["fcfs", "fcfs", *ADMISSIONS]),
         pipeline_depth=st.sampled_from([1, 2]),
         queue=st.sampled_from([{}] * 2 * len(QUEUES) + QUEUES),
-        kind=st.sampled_from(KINDS),
+        kind=st.runner().flatmap(lambda machine: st.sampled_from(machine.kinds)),
         starve_s=st.sampled_from([0.5, 2.0, 8.0]),
         steps_wait=st.booleans(),
+        by_script=st.booleans(),
+        opening=st.sampled_from([0, 4, 8]),
     )
     def start(
         self,
@@ -66,6 +72,8 @@ class MergingMachine(ReplicaMachine):
         kind: dict[str, Any],
         starve_s: float,
         steps_wait: bool,
+        by_script: bool,
+        opening: int,
     ) -> None:
         merge = MergeConfig(**kind, starve_s=starve_s, times=MergeTimes(steps_wait, 0.1, 0.1, STEPS))
         config = PolicyConfig(
@@ -74,8 +82,19 @@ class MergingMachine(ReplicaMachine):
             pipeline_depth, None, QueueConfig(**queue), merge,
         )  # fmt: skip
         self.begin(config, DeviceModel(page_tokens, pipeline_depth, merge.is_mixed, steps_wait))
+        if merge.is_mixed and by_script:
+            assert self.replica._merging is not None
+            self.replica._merging.policy = EveryFewSteps(is_mixed=True)
         for num_adapter_pages in (2, 1):
             self.add_adapter(num_adapter_pages)
+        if opening:  # most are of one adapter, and steps end well for a while
+            for adapter in (1, 1, 1, 2, BASE):
+                self.ask(adapter, [0], 8)
+            while self.device.reads:
+                read = self.device.reads[0]
+                self.device.land(read, ok=True)
+                self.feed(AdapterRead(read.adapter, True))
+            self.run_steps(opening)
 
     @precondition(lambda self: self.adapters)
     @rule(
@@ -92,13 +111,28 @@ class MergingMachine(ReplicaMachine):
 
     @precondition(lambda self: self.device.steps)
     @rule(num_steps=st.integers(1, 8))
+    def steps_end_well(self, num_steps: int) -> None:
+        """One after the other."""
+        self.run_steps(num_steps)
+
     def run_steps(self, num_steps: int) -> None:
-        """Steps end well, one after the other."""
+        """A switch ends where steps wait for it."""
         for _ in range(num_steps):
-            if self.device.steps:
+            if self.device.switches and not self.device.steps:
+                self.feed(self.device.end_switch(0.1))
+            elif self.device.steps:
                 done = self.device.finish_step(ok=True)
                 done.device_s = 0.5
                 self.feed(done)
+
+    @precondition(lambda self: self.device.named in self.adapters)
+    @rule(data=st.data(), max_tokens=st.integers(2, 12), num_steps=st.integers(1, 8))
+    def run_others_beside(self, data: st.DataObject, max_tokens: int, num_steps: int) -> None:
+        """While an adapter is merged others and the base ask for something, and steps end well."""
+        others = [adapter for adapter in (BASE, *sorted(self.adapters)[:2]) if adapter != self.device.named]
+        for adapter in (self.device.named, *data.draw(st.permutations(others))):
+            self.ask(adapter, [0], max_tokens)
+        self.run_steps(num_steps)
 
     @precondition(lambda self: self.device.switches)
     @rule()
@@ -125,9 +159,9 @@ class MergingMachine(ReplicaMachine):
     def teardown(self) -> None:
         super().teardown()
         if hasattr(self, "device"):
-            COUNTS["switches"] += self.device.num_switches
-            COUNTS["merged"] += self.device.num_merged_steps
-            COUNTS["mixed"] += self.device.num_mixed_steps
+            self.counts["switches"] += self.device.num_switches
+            self.counts["merged"] += self.device.num_merged_steps
+            self.counts["mixed"] += self.device.num_mixed_steps
             (report,) = self.replica.handle(ReportDue(), self.now)
             assert isinstance(report, Report)
             counters = report.counters
@@ -136,30 +170,36 @@ class MergingMachine(ReplicaMachine):
             num_ended = counters.switches_merged + counters.switches_base + counters.switches_failed
             assert num_ended == self.device.num_switches
             assert report.gauges.merged == self.device.named
-            COUNTS["failed"] += counters.switches_failed
-            COUNTS["paused"] += counters.paused_s
+            self.counts["failed"] += counters.switches_failed
+            self.counts["paused"] += counters.paused_s
 
 
-class TestMergingProperties(MergingMachine.TestCase):  # type: ignore[misc,valid-type]
-    """Run by pytest."""
+class MixedMachine(MergingMachine):
+    """Others always run beside the merged adapter; in half of the examples switches are a script's."""
 
-    settings = settings(
-        max_examples=200,
-        stateful_step_count=50,
-        deadline=None,
-        derandomize=True,  # else there is a run now and then in which no switch fails
-        phases=[Phase.explicit, Phase.reuse, Phase.generate],
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )
-
-    @classmethod
-    def tearDownClass(cls) -> None:
-        least = {"switches": 100, "failed": 3, "merged": 1_000, "mixed": 10, "paused": 20.0}
-        assert all(COUNTS[name] > number for name, number in least.items()), COUNTS
+    kinds = MIXED
+    counts: ClassVar = collections.defaultdict[str, float](float)
 
 
-@pytest.mark.long
-class TestManyMergingProperties(TestMergingProperties):
-    """Ten times as many."""
+SETTINGS = settings(
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,  # else there is a run now and then in which no switch fails
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+MACHINES = [
+    (MergingMachine, 160, {"switches": 100, "failed": 3, "merged": 1_000, "paused": 20}),
+    (MixedMachine, 60, {"switches": 100, "failed": 3, "merged": 300, "mixed": 100}),
+]
 
-    settings = settings(TestMergingProperties.settings, max_examples=2_000, derandomize=False)
+
+@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("machine", "examples", "least"), MACHINES, ids=["pure", "mixed"])
+def test_every_history(
+    machine: type[MergingMachine], examples: int, least: dict[str, int], times: int
+) -> None:
+    machine.counts.clear()
+    found = settings(SETTINGS, max_examples=times * examples, derandomize=times == 1)
+    run_state_machine_as_test(machine, settings=found)
+    assert all(machine.counts[name] >= times * number for name, number in least.items()), machine.counts

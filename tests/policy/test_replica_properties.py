@@ -28,6 +28,7 @@ from manylora.protocol import (
     Emit,
     Event,
     Finish,
+    Keep,
     LetGo,
     Ready,
     Reject,
@@ -102,6 +103,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         max_waiting=st.sampled_from([None, None, 1, 2, 4]),
         queue=st.sampled_from([{}] * len(QUEUES) + QUEUES),
         max_prefills=st.sampled_from([None, None, 1, 2]),
+        kept_share=st.sampled_from([0.1, 0.5, 1.0]),
     )
     def start(
         self,
@@ -119,6 +121,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         max_waiting: int | None,
         queue: dict[str, Any],
         max_prefills: int | None,
+        kept_share: float,
     ) -> None:
         cache = CacheConfig(
             policy, adapter_share=0.5, tau_s=2.0, window_s=8.0, low_mark=low_mark, high_mark=high_mark
@@ -138,6 +141,7 @@ class ReplicaMachine(RuleBasedStateMachine):
             max_waiting,
             QueueConfig(**queue),
             max_prefills_per_step=max_prefills,
+            kept_share=kept_share,
         )
         self.begin(config, DeviceModel(page_tokens, pipeline_depth))
 
@@ -338,6 +342,17 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.arrived_s[request.id] = self.now + EVENT_S
         self.requests[request.id] = request
         self.feed(Arrive(request))
+
+    @precondition(lambda self: self.adapters)
+    @rule(data=st.data(), is_kept=st.sampled_from([True, True, True, False]))
+    def keep_adapter(self, data: st.DataObject, is_kept: bool) -> None:
+        """A router wants a copy of it, or does not any more."""
+        adapter = data.draw(st.sampled_from(sorted(self.adapters)))
+        self.feed(Keep(adapter, is_kept))
+        kept = self.replica._kept.pinned()
+        most_pages = self.config.kept_share * self.config.num_pages
+        assert sum(self.adapters[each] for each in kept) <= most_pages, "copies stay within their share"
+        assert is_kept or adapter not in kept
 
     @precondition(lambda self: self.live())
     @rule(data=st.data(), whole=st.booleans())

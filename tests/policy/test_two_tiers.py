@@ -20,8 +20,8 @@ from manylora.types import BASE
 from tests.policy.reports import counters, gauges
 from tests.policy.rig import PAGE, Rig, prompt
 
-WITH_HISTORY = [name for name in CACHE_POLICIES if name != "s-lora"]
-DEPENDENT = ["manylora", "fastlibra", "fastlibra-wos", "fastlibra-wol", "lru"]
+WITH_HISTORY = [name for name in CACHE_POLICIES if name not in ("s-lora", "lru-drop")]
+DEPENDENT = ["manylora", "fastlibra", "fastlibra-wos", "fastlibra-wol", "lru", "lru-ahead", "lru-drop"]
 
 
 @pytest.mark.parametrize("policy", WITH_HISTORY)

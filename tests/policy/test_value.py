@@ -32,7 +32,7 @@ def grow(residency: Residency, adapter: int, num_nodes: int) -> Node:
     for number in range(num_nodes):
         child = node.children.get(bytes([number])) or tree.insert(node, bytes([number]), 0.0)
         tree.pin(child)
-        residency.fill(child, residency.device.take(1))
+        residency.fill(child, residency.device.take(1), 0.0)
         residency.unpin(child, 0.0)
         node = child
     return node

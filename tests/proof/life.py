@@ -26,6 +26,7 @@ from manylora.protocol import (
     Emit,
     Event,
     Finish,
+    Keep,
     LetGo,
     Reject,
     Released,
@@ -67,6 +68,8 @@ class Scene:
     merge: MergeConfig = _UNMERGED
     moves: float = 0.0
     """Of all events, how many have a request leave, or come back with its tokens."""
+    keeps: float = 0.0
+    """Of all events, how many have a copy of an adapter kept, or not any more."""
 
 
 SCENES: dict[str, Scene] = {
@@ -133,6 +136,8 @@ MERGING_SCENES: dict[str, Scene] = {
 MOVING_SCENES: dict[str, Scene] = {
     # Requests leave and come back, as if other replicas had them in between.
     "moved": dataclasses.replace(SCENES["crush"], num_pages=60, failures=2, moves=0.05),
+    # A router places copies of adapters beside that.
+    "kept": dataclasses.replace(SCENES["crowd"], failures=2, moves=0.02, keeps=0.02),
 }
 """Likewise."""
 
@@ -226,6 +231,9 @@ class Life:
     def _something(self) -> None:
         if self._scene.moves and self._rng.random() < self._scene.moves:
             self._move()
+            return
+        if self._scene.keeps and self._adapters and self._rng.random() < self._scene.keeps:
+            self._feed(Keep(self._rng.choice(self._adapters), self._rng.random() < 0.7))
             return
         draw = self._rng.random()
         if draw < 0.12 and len(self._open) < _MOST_OPEN:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from manylora.policy.routing.fleet import Fleet
-from manylora.policy.routing.hashing import hash_number, hash_text
+from manylora.policy.routing.hashing import BLOCK_BYTES, hash_number, hash_text, prefix_hashes
 from manylora.policy.routing.lengths import OutputLengths
 from manylora.policy.routing.load_index import LoadIndex
 from manylora.policy.routing.prefixes import Prefixes
@@ -124,3 +124,17 @@ def test_hashes_are_the_same_everywhere() -> None:
     assert hash_text("r1") == hash_text("r1") != hash_text("r1", 1)
     assert hash_number(0) == 0xE220A8397B1DCDAF, "splitmix64's first number"
     assert len({hash_number(number) % 1000 for number in range(1000)}) > 600
+
+
+def test_prompts_share_hashes_as_far_as_they_are_equal() -> None:
+    """Whole blocks only, of one adapter and one scope."""
+    size = BLOCK_BYTES // 8
+    tokens = [*range(3 * size + 1)]
+    hashes = prefix_hashes(1, "", tokens)
+    assert len(hashes) == len(set(hashes)) == 3
+    assert prefix_hashes(1, "", tokens[: 2 * size]) == hashes[:2]
+    other = prefix_hashes(1, "", [*tokens[: 2 * size - 1], -1, *tokens[2 * size :]])
+    assert other[0] == hashes[0]
+    assert not set(other[1:]) & set(hashes)
+    for adapter, scope in ((2, ""), (1, "a")):
+        assert not set(prefix_hashes(adapter, scope, tokens)) & set(hashes)

@@ -372,6 +372,43 @@ def test_manylora_weighs_harm_and_pages() -> None:
     assert rig.ask("b") == 0, "80 ms of others' pages against 200 ms of waiting"
 
 
+def two_rows_and_none(plane: StepPlane, settings: dict[str, Any] | None = None) -> Rig:
+    """Replica 0 has two requests that run, replica 1 none and waiting prompts of 20 ms."""
+    rig = Rig(config_of("manylora", settings, **LIVES))
+    facts = dataclasses.replace(FACTS, planes=(plane,))
+    rig.list_adapters(8, 64, num_pages=0)
+    rig.tell(ReplicaUp(0, 1, facts))
+    fill(rig, 0, 2, prompt_tokens=10, max_tokens=100, adapter=1)
+    rig.report(0)
+    rig.tell(ReplicaUp(1, 1, facts))
+    rig.report(1, waiting_tokens=200)
+    return rig
+
+
+def test_manylora_counts_what_those_that_run_wait_for_a_prompt() -> None:
+    assert two_rows_and_none(StepPlane(0.01)).ask("a", prompt_tokens=90) == 0, (
+        "each of two waits 9 ms, less than 20"
+    )
+    assert two_rows_and_none(StepPlane(0.01)).ask("a", prompt_tokens=110) == 1, "11 ms each"
+
+
+def test_manylora_counts_those_that_come_to_be_beyond_the_objective() -> None:
+    steep = StepPlane(0.01, 1e-5)
+    assert two_rows_and_none(steep).ask("a", prompt_tokens=10) == 0
+    crossed = {"slo_s": 0.01002, "late_s": 1.0}  # a step of two rows takes as much, one of three more
+    assert two_rows_and_none(steep, crossed).ask("a", prompt_tokens=10) == 1, "three requests would be late"
+    all_late = {"slo_s": 0.005, "late_s": 1.0}
+    assert two_rows_and_none(steep, all_late).ask("a", prompt_tokens=10) == 0, "one is late wherever it goes"
+
+
+def test_manylora_knows_kernels_that_pad() -> None:
+    """A request of rank 64 makes two rows of rank 8 as slow as its own; one that is added up does not."""
+    padded, added = StepPlane(0.01, padded_rank_s=1e-5), StepPlane(0.01, rank_s=1e-6)
+    assert two_rows_and_none(padded).ask("a", adapter=2, prompt_tokens=10, max_tokens=100) == 1
+    assert two_rows_and_none(padded).ask("a", adapter=1, prompt_tokens=10, max_tokens=1) == 0
+    assert two_rows_and_none(added).ask("a", adapter=2, prompt_tokens=10, max_tokens=10) == 0
+
+
 def test_manylora_gives_a_hot_adapter_more_homes_and_a_cold_one_few() -> None:
     rig = rig_of("manylora", 16)
     rig.list_adapters(8, 8, num_pages=300)

@@ -147,7 +147,7 @@ def test_prefill_pairs() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     for wrong in (
-        lambda: AnalyticalCosts(SMALL, ROUND, 3),
+        lambda: AnalyticalCosts(SMALL, ROUND, 0),
         lambda: AnalyticalCosts(SMALL, ROUND, launch_s=-1.0),
         lambda: AnalyticalCosts(SMALL, ROUND, read_bytes_s=0.0),
         lambda: AnalyticalCosts(SHAPES["llama-3-70b"], hardware_named("a10")).pool_bytes(),

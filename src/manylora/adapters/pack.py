@@ -77,9 +77,12 @@ def layout_for(ranks: Sequence[int], scales: np.ndarray, geometry: AdapterGeomet
             first_b = num_cells + rank * geometry.cells(projection.in_features)
             records[index] = num_cells, first_b, rank, rank
             num_cells = first_b + rank * geometry.cells(projection.out_features)
+    num_pages = -(-num_cells // geometry.cells_per_page)
+    if geometry.widest is not None:
+        num_pages = layout_for(ranks, scales, geometry.widest).num_pages
     return AdapterLayout(
         num_cells=num_cells,
-        num_pages=-(-num_cells // geometry.cells_per_page),
+        num_pages=num_pages,
         records=records,
         scales=np.stack((scales, np.zeros_like(scales)), axis=1),
     )
@@ -227,7 +230,7 @@ class _Loader:
                         jobs.append(partial(self._add, index, side, layers, blocks, check))
         per_page, size = self.geometry.cells_per_page, self.geometry.cell_elements
         for number, image in enumerate(images, first_page):
-            used = min(per_page, self.layout.num_cells - number * per_page)
+            used = max(0, min(per_page, self.layout.num_cells - number * per_page))
             jobs.append(partial(_clear, image[:, used * size :]))
         run_all(jobs, helpers, _Scratch)
 
@@ -274,14 +277,16 @@ class _Loader:
         if not parts:
             return
         tensors = [self.weights.tensor(index, layer, side) for layer in layers]
+        cut = self.geometry.cut(index)
         if side == "A" and all(TORCH_DTYPES[stored.dtype] == self.dtype for _, stored in tensors):
             for number, (name, stored) in enumerate(tensors):
-                self._read_rows(name, stored, [part._replace(values=part.values[number]) for part in parts])
+                placed = [part._replace(values=part.values[number]) for part in parts]
+                self._read_rows(name, stored, cut.a_columns, placed)
         else:
-            shape = tensors[0][1].shape
-            matrices = scratch.matrices.take((len(tensors), *shape), self.bits)
+            wanted = (range(rank), cut.a_columns) if side == "A" else (cut.b_rows, range(rank))
+            matrices = scratch.matrices.take((len(tensors), *map(len, wanted)), self.bits)
             for matrix, (name, stored) in zip(matrices, tensors):
-                self._read_whole(name, stored, matrix, scratch)
+                self._read_matrix(name, stored, wanted, matrix, scratch)
             if side == "B":
                 matrices = matrices.transpose(0, 2, 1)
                 if rank > _MOST_DIRECT_RANK:
@@ -294,23 +299,43 @@ class _Loader:
         if not all(all_finite(part.values, self.dtype) for part in parts):
             raise AdapterError(self._why_not_finite(tensors))
 
-    def _read_rows(self, name: str, stored: StoredTensor, parts: Sequence[_Block]) -> None:
+    def _read_rows(self, name: str, stored: StoredTensor, columns: range, parts: Sequence[_Block]) -> None:
         """Read rows of an A, which lie in the file as they do in pages, straight into their places."""
+        width = stored.shape[1]
+        if len(columns) < width:
+            for row, column, values in parts:
+                for number, target in enumerate(values, row):
+                    at = number * width + columns.start + column
+                    read_into(self.weights.file, stored.begin + at * self.bits.itemsize, [target.data], name)
+            return
         targets = []
         for _, _, values in parts:
             targets += [values.data] if values.flags.c_contiguous else [row.data for row in values]
-        skipped = parts[0].row * stored.shape[1] + parts[0].column
+        skipped = parts[0].row * width + parts[0].column
         read_into(self.weights.file, stored.begin + skipped * self.bits.itemsize, targets, name)
 
-    def _read_whole(self, name: str, stored: StoredTensor, matrix: np.ndarray, scratch: _Scratch) -> None:
-        """Read a tensor into ``matrix``, converted to the pool's dtype."""
+    def _read_matrix(
+        self,
+        name: str,
+        stored: StoredTensor,
+        wanted: tuple[range, range],
+        matrix: np.ndarray,
+        scratch: _Scratch,
+    ) -> None:
+        """Read these rows and columns of a tensor into ``matrix``, converted to the pool's dtype."""
         source = TORCH_DTYPES[stored.dtype]
-        if source == self.dtype:
-            read_into(self.weights.file, stored.begin, [matrix.data], name)
-            return
-        values = scratch.stored.take(stored.shape, BITS[source].unsigned)
-        read_into(self.weights.file, stored.begin, [values.data], name)
-        convert(values, source, matrix, self.dtype)
+        values = matrix
+        if source != self.dtype:
+            values = scratch.stored.take(matrix.shape, BITS[source].unsigned)
+        (rows, columns), width, size = wanted, stored.shape[1], values.itemsize
+        if len(columns) == width:
+            read_into(self.weights.file, stored.begin + rows.start * width * size, [values.data], name)
+        else:
+            for number, target in zip(rows, values):
+                at = number * width + columns.start
+                read_into(self.weights.file, stored.begin + at * size, [target.data], name)
+        if source != self.dtype:
+            convert(values, source, matrix, self.dtype)
 
     def _why_not_finite(self, tensors: Iterable[tuple[str, StoredTensor]]) -> str:
         """What is wrong with one of them."""

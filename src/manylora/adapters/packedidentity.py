@@ -49,6 +49,8 @@ def packing_fingerprint(geometry: AdapterGeometry, dtype: torch.dtype) -> str:
         [dataclasses.astuple(projection) for projection in geometry.projections],
         [[group.name for group in groups] for groups in geometry.layers],
     ]
+    if geometry.cuts:  # whole adapters need no more words: what was kept of them stays valid
+        described.append([str((cut.a_columns, cut.b_rows)) for cut in geometry.cuts])
     return hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()
 
 

@@ -44,9 +44,24 @@ def describe(spec: AdapterSpec, layout: AdapterLayout, geometry: AdapterGeometry
     }
 
 
+def of_ranks(facts: dict[str, Any], count: int, is_sharded: bool) -> dict[str, Any]:
+    """What there is to say beside, and instead of, ``describe``'s ``facts`` about the first of ``count`` ranks.
+    Each has a part of every page."""
+    return {
+        "tensor_parallel_size": count,
+        "lora_sharding": "sharded" if is_sharded else "replicated",
+        "pages_per_rank": [facts["pages"]] * count,
+        "pool_bytes": facts["pool_bytes"] * count,
+        "pool_bytes_per_rank": [facts["pool_bytes"]] * count,
+    }
+
+
 def render(facts: dict[str, Any]) -> str:
     """``describe``'s facts as a few lines of text."""
     taken = f"{facts['pages']} pages, {facts['pool_bytes'] / 2**20:.1f} MiB"
+    if "tensor_parallel_size" in facts:
+        count, size = facts["tensor_parallel_size"], facts["pool_bytes_per_rank"][0]
+        taken += f"; on each of {count} ranks {facts['pages']} pages, {size / 2**20:.1f} MiB"
     layers = f"{facts['layers']} of {facts['of_layers']} layers"
     rows = (
         ("adapter", facts["path"]),

@@ -28,7 +28,7 @@ class AdapterWeights:
         self.file = file
         self._tensors: dict[tuple[int, int, Side], tuple[str, StoredTensor]] = {}
         sides: tuple[Side, Side] = ("A", "B")
-        for index, (projection, ranks) in enumerate(zip(geometry.projections, spec.ranks, strict=True)):
+        for index, (projection, ranks) in enumerate(zip(geometry.wholes, spec.ranks, strict=True)):
             for layer, rank in enumerate(ranks):
                 for side in sides if rank else ():
                     name = spec.tensor_name(layer, projection, side)

@@ -7,10 +7,11 @@ from manylora.config.cold_start import ColdStartConfig
 from manylora.config.declaring import ConfigError, Seconds, Section, check_rules, setting
 from manylora.config.merging import MergeConfig
 from manylora.config.queueing import QueueConfig
-from manylora.rules import FINITE, Rule, at_least, less_than, more_than, one_of
+from manylora.rules import FINITE, Rule, at_least, at_most, less_than, more_than, one_of
 
 CACHE_POLICIES = (
     "manylora", "fastlibra", "fastlibra-wom", "fastlibra-wos", "fastlibra-wol", "static-lru", "s-lora", "lru",
+    "lru-ahead", "lru-drop",
 )  # fmt: skip
 
 
@@ -60,6 +61,7 @@ class CacheConfig(Section):
             raise ConfigError("the marks must satisfy 0 < low_mark <= high_mark <= 1")
 
 
+KEPT_SHARE = 0.1
 ADMISSIONS = ("fcfs", "lcfs", "early-abort")
 FIRST_STEP_S = 0.5
 """What early abort allows for the step that gives the first token."""
@@ -106,6 +108,8 @@ class PolicyConfig(Section):
     max_prefills_per_step: Positive | None = None
     """Prompts of which one step computes a part. None: as many as its tokens allow."""
     cold_start: ColdStartConfig = ColdStartConfig()
+    kept_share: Annotated[float, at_least(0), at_most(1)] = KEPT_SHARE
+    """Of the device's pages: what copies that a router wants kept may take."""
 
     def __post_init__(self) -> None:
         check_rules(self)

@@ -8,9 +8,18 @@ import dataclasses
 from typing import Annotated, Literal
 
 from manylora.config.cold_start import ColdStartConfig
-from manylora.config.declaring import ConfigError, Count, Seconds, Section, check_rules, setting
+from manylora.config.declaring import (
+    LARGEST_NUMBER,
+    ConfigError,
+    Count,
+    Seconds,
+    Section,
+    check_rules,
+    setting,
+)
 from manylora.config.merging import MergeConfig
 from manylora.config.policy import (
+    KEPT_SHARE,
     Admission,
     CacheConfig,
     Objective,
@@ -125,6 +134,11 @@ class SchedulerSettings(Section):
         "most prompts that one step computes a part of (default: as many as its tokens allow; Punica: 1)",
         name="max_prefills_per_step",
     )
+    kept_share: Annotated[float, at_least(0), at_most(1)] = setting(
+        KEPT_SHARE,
+        "the most of the device's pages that adapters which a router wants kept there may take (dLoRA's chunk)",
+        "SHARE",
+    )
     max_waiting: Positive | None = None
     """The server's own setting, as the policy gets it. None: any number may wait."""
     queue: QueueConfig = QueueConfig()
@@ -192,6 +206,17 @@ class EngineSettings(Section):
     cache: CacheSettings = CacheSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     adapters: AdapterSettings = AdapterSettings()
+    tensor_parallel_size: Annotated[int, at_least(1), at_most(LARGEST_NUMBER)] = setting(
+        1,
+        "cut the model among N processes of this host, which compute each step together; --device-pool and "
+        "--host-pool are of all of them",
+    )
+    lora_sharding: Literal["auto", "sharded", "replicated"] = setting(
+        "auto",
+        "with --tensor-parallel-size: sharded (a part of every adapter in each process, one exchange more for "
+        "each group of projections), replicated (one of A and B whole in each, no exchange) or auto (replicated "
+        "with two processes, else sharded)",
+    )
     cuda_graphs: Literal["auto", "off"] = setting(
         "auto",
         "auto captures decoding steps at start-up, which spares the host their launches; off launches every "
@@ -218,6 +243,18 @@ class EngineSettings(Section):
         check_rules(self)
         if self.journal is None and self.journal_part_bytes is not None:
             raise ConfigError("--journal-rotate needs --journal")
+        if self.tensor_parallel_size > 1:
+            self._check_parallel()
+
+    def _check_parallel(self) -> None:
+        """What does not work with several processes yet."""
+        for option, is_on in (
+            (f"--merge {self.scheduler.merge.mode}", self.scheduler.merge.is_on),
+            (f"--cold-start {self.scheduler.cold_start.mode}", self.scheduler.cold_start.num_groups > 0),
+            ("--adapter-store", self.adapters.store is not None),
+        ):
+            if is_on:
+                raise ConfigError(f"{option} does not work with --tensor-parallel-size above 1 yet")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

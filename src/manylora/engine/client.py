@@ -14,6 +14,7 @@ from manylora.types import (
     AdapterCard,
     AdapterId,
     EngineInfo,
+    RankTraffic,
     RequestError,
     RequestId,
     SamplingParams,
@@ -132,7 +133,7 @@ class EngineStats:
     name of the adapter whose weights are merged into the base's; ``pristine_bytes``: what a copy of the base's own
     takes. ``switches_merged`` and ``switches_base`` took effect; ``paused_s`` sums over sequences.
     ``cold_starts``: requests whose adapter was not on the device when they were admitted, by mode and source with
-    a slash between, such as "wait/host".
+    a slash between, such as "wait/host". ``traffic``: of each rank, where the engine has several.
     """
 
     num_running: int = 0
@@ -202,6 +203,7 @@ class EngineStats:
     step_s: float = 0.0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    traffic: tuple[RankTraffic, ...] = ()
 
 
 class EngineDead(Exception):

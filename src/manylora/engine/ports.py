@@ -45,6 +45,7 @@ from manylora.protocol import (
     DeviceEvent,
     Event,
     Executor,
+    ExecutorLost,
     ExecutorState,
     Report,
     ReportDue,
@@ -183,6 +184,8 @@ class EnginePorts:
             yield ReportDue("changed")
             return
         match item:
+            case ExecutorLost():
+                raise RuntimeError(item.reason)
             case StatusAsked():
                 yield StatusDue(item.is_full)
                 return

@@ -31,6 +31,7 @@ from manylora.executor.graphs import MAX_BYTES as GRAPH_BYTES
 from manylora.executor.graphs import GraphLimits, Progress
 from manylora.executor.merge_times import measure_merging
 from manylora.executor.shards import SMALL_MODEL_BYTES, Shards
+from manylora.executor.sizes import Kind, activation_bytes, engine_info, policy_limits, weight_bytes
 from manylora.executor.warm_up import warm_up
 from manylora.executor.worker import Worker
 from manylora.kernels.flashinfer_attention import AttentionShape
@@ -48,14 +49,6 @@ from manylora.models.spec import ModelConfig
 from manylora.types import EngineInfo
 
 _log = logging.getLogger(__name__)
-
-_Kind = Literal["cpu", "cuda"]
-
-_WORKSPACE_BYTES = 512 * 2**20
-"""Libraries' own workspaces, kernels' partial results, fragmentation."""
-
-_SAMPLER_BYTES = 48
-"""Per logit: float32 logits and their copies, int64 weights and running sums, a sort's values and indices."""
 
 
 def build_worker(
@@ -77,14 +70,14 @@ def build_worker(
     config = read_model_config(folder)
     device = open_device(settings.model.device)
     settings = _with_gates(settings, device)
-    kind: _Kind = "cuda" if device.torch_device.type == "cuda" else "cpu"
+    kind: Kind = "cuda" if device.torch_device.type == "cuda" else "cpu"
     dtype = resolve_dtype(settings.model.dtype, kind, config.dtype)
     page = config.page_shape(settings.cache.page_tokens, dtype.itemsize)
     geometry = _geometry(page, config)
     asked_pool = settings.cache.device_pool
     # No pool can be larger than what is free before the weights are there.
     most_pages = pool_pages(device.free_bytes() if asked_pool is None else asked_pool, page.page_bytes)
-    limits = _limits(settings, config, kind, page, most_pages)
+    limits = policy_limits(settings, config, kind, page, most_pages)
 
     store_folder = open_store_folder(settings.adapters)
     if pads_steps is None:
@@ -113,7 +106,7 @@ def build_worker(
         activations += GRAPH_BYTES
     copy = _copy_of_weights(settings, decoder, device, activations)
     num_pages, num_host_pages = _num_pages(settings.cache, device, kind, page, activations, copy)
-    limits = _limits(settings, config, kind, page, num_pages, num_host_pages)
+    limits = policy_limits(settings, config, kind, page, num_pages, num_host_pages)
     # One page more where steps are padded: what padding tokens write goes there.
     arena = Arena(num_pages + pads_steps, page, dtype, device)
     host = HostPool(num_host_pages, page, dtype, device)
@@ -145,7 +138,7 @@ def build_worker(
     if merge.is_on:
         times = measure_merging(worker, limits, max_rank, steps_wait=copy.place == "host")
         limits = dataclasses.replace(limits, merge=dataclasses.replace(merge, times=times))
-    return worker, limits, _info(settings, config, limits, device, dtype, copy)
+    return worker, limits, engine_info(settings, config, limits, device.name, dtype, copy.num_bytes)
 
 
 def _with_gates(settings: EngineSettings, device: Device) -> EngineSettings:
@@ -189,7 +182,7 @@ def _copy_of_weights(settings: EngineSettings, decoder: Decoder, device: Device,
 
 
 def _num_pages(
-    cache: CacheSettings, device: Device, kind: _Kind, page: PageShape, activations: int, copy: _Copy
+    cache: CacheSettings, device: Device, kind: Kind, page: PageShape, activations: int, copy: _Copy
 ) -> tuple[int, int]:
     """Pages of the device's pool and of the host's."""
     size = page.page_bytes
@@ -208,51 +201,6 @@ def _num_pages(
     return num_pages, num_host_pages
 
 
-def _info(
-    settings: EngineSettings,
-    config: ModelConfig,
-    limits: PolicyConfig,
-    device: Device,
-    dtype: torch.dtype,
-    copy: _Copy,
-) -> EngineInfo:
-    return EngineInfo(
-        model=settings.model.name,
-        vocab_size=config.vocab_size,
-        eos_ids=config.eos_ids,
-        max_model_len=limits.max_model_len,
-        num_pages=limits.num_pages,
-        page_tokens=limits.page_tokens,
-        page_bytes=limits.page_bytes,
-        device=device.name,
-        dtype=str(dtype).removeprefix("torch."),
-        max_num_seqs=limits.max_num_seqs,
-        max_batch_tokens=limits.max_batch_tokens,
-        num_host_pages=limits.num_host_pages,
-        cache_policy=limits.cache.policy,
-        has_priorities=limits.queue.has_priorities,
-        priority_floor=limits.queue.priority_floor,
-        pristine_bytes=copy.num_bytes,
-    )
-
-
-def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """About what the weights take: projections and embeddings."""
-    groups = [group for layer in config.layers for group in layer.groups]
-    linears = sum(p.in_features * p.out_features for group in groups for p in group.projections)
-    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
-    return (linears + embeddings) * dtype.itemsize
-
-
-def activation_bytes(config: ModelConfig, dtype: torch.dtype, num_seqs: int, batch_tokens: int) -> int:
-    """A generous estimate of what a step takes beside weights and pool: the widest layer's tensors, the
-    sampler's, and workspaces."""
-    qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    widest = 6 * config.hidden_size + 3 * qkv + 4 * config.intermediate_size
-    layer = batch_tokens * widest * max(dtype.itemsize, 4)
-    return layer + num_seqs * config.vocab_size * _SAMPLER_BYTES + _WORKSPACE_BYTES
-
-
 def _attention_shape(config: ModelConfig, dtype: torch.dtype, max_model_len: int) -> AttentionShape:
     """A window as long as the longest context is none."""
     windows = [layer.attention.window for layer in config.layers]
@@ -265,55 +213,3 @@ def _geometry(page: PageShape, config: ModelConfig) -> AdapterGeometry:
         return adapter_geometry(page, config.layer_groups)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def _limits(
-    settings: EngineSettings,
-    config: ModelConfig,
-    kind: _Kind,
-    page: PageShape,
-    num_pages: int,
-    num_host_pages: int = 0,
-) -> PolicyConfig:
-    """What the policy may use of pools of so many pages."""
-    num_seqs, batch_tokens, pipeline_depth = settings.scheduler.limits_on(kind)
-    return PolicyConfig(
-        num_pages=num_pages,
-        page_tokens=page.page_tokens,
-        max_model_len=_model_len(settings.model.max_model_len, config, num_pages, page),
-        max_num_seqs=num_seqs,
-        max_batch_tokens=batch_tokens,
-        num_host_pages=num_host_pages,
-        page_bytes=page.page_bytes,
-        cache=settings.cache.policy,
-        admission=settings.scheduler.admission,
-        slo_ttft_s=settings.scheduler.slo_ttft_s,
-        max_waiting=settings.scheduler.max_waiting,
-        max_prefills_per_step=settings.scheduler.max_prefills,
-        pipeline_depth=pipeline_depth,
-        queue=settings.scheduler.queue,
-        merge=settings.scheduler.merge,
-        cold_start=settings.scheduler.cold_start,
-    )
-
-
-def _model_len(asked: int | None, config: ModelConfig, num_pages: int, page: PageShape) -> int:
-    """The longest context: as asked, else the model's own, cut to what one base request finds in the pool.
-
-    Raises ConfigError when what was asked for is more than the model or the pool can hold.
-    """
-    in_pool = num_pages * page.page_tokens
-    if asked is None:
-        return min(config.max_position_embeddings, in_pool)
-    if asked > config.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len {asked} is more than the model's {config.max_position_embeddings} positions"
-        )
-    if asked > in_pool:
-        pages = -(-asked // page.page_tokens)
-        raise ConfigError(
-            f"max_model_len {asked} needs a pool of {in_mib(pages * page.page_bytes)}, but it has "
-            f"{in_mib(num_pages * page.page_bytes)}, for {in_pool} tokens: lower max_model_len or raise "
-            "device_pool"
-        )
-    return asked

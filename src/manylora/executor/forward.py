@@ -16,6 +16,7 @@ import torch
 from manylora.devices.device import Device
 from manylora.executor.best import Best, greedy
 from manylora.executor.inputs import StepInputs
+from manylora.executor.ranked_sampling import RankedSampling
 from manylora.executor.sequences import PENDING_ENTRIES
 from manylora.kernels.ops import LoraSegments, SampledRows, StepBatch
 from manylora.kernels.shapes import AdapterGeometry
@@ -39,8 +40,9 @@ class Numbers:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Outputs:
-    """Of the M rows that draw: ``logits`` float32 [M, V], ``best``: the most likely tokens of these rows or of
-    more, ``last`` int64 [M]: the token that stands before, ``pending_index`` int64 [M]."""
+    """Of the M rows that draw: ``logits`` float32 [M, V] (of a rank: of its own tokens), ``best``: the most
+    likely tokens of these rows or of more, ``last`` int64 [M]: the token that stands before,
+    ``pending_index`` int64 [M]."""
 
     logits: torch.Tensor
     best: Best
@@ -57,8 +59,18 @@ class Outputs:
 class Forward:
     """Runs the decoder on one device. ``pending`` int64 [PENDING_ENTRIES]: the pending tokens."""
 
-    def __init__(self, decoder: Decoder, arena: Arena, geometry: AdapterGeometry, device: Device) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        arena: Arena,
+        geometry: AdapterGeometry,
+        device: Device,
+        ranked: RankedSampling | None = None,
+    ) -> None:
+        """``ranked``: where the decoder is one rank's share of a model."""
         self.decoder = decoder
+        self.ranked = ranked
+        self._greedy = greedy if ranked is None else ranked.greedy
         self._arena = arena
         self._geometry = geometry
         self._device = device
@@ -92,7 +104,7 @@ class Forward:
             before_layer=before_layer,
         )
         logits = self.decoder.forward(batch, self._arena.pool)
-        best = greedy(logits)
+        best = self._greedy(logits)
         self.redraw(numbers.pending_index, best.tokens)
         return Outputs(logits, best, token_ids[numbers.sample_index], numbers.pending_index)
 

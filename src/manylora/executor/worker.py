@@ -13,24 +13,23 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from manylora.adapters.faults import FilesChanged, WrongInspection
-from manylora.adapters.pack import layout_for, layout_of
+from manylora.adapters.pack import layout_for
 from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
 from manylora.adapters.store import AdapterStore
-from manylora.adapters.verify import verify_weights
 from manylora.devices.device import Device
 from manylora.devices.preparation import PREPARATION
 from manylora.executor.coming import Coming
 from manylora.executor.forward import EagerSteps, Forward
 from manylora.executor.graphs import GraphLimits, Progress, Rehearse, StepGraphs
 from manylora.executor.inputs import InputBuilder
+from manylora.executor.inspections import Inspections
 from manylora.executor.merging import MergedWeights
+from manylora.executor.ranked_sampling import RankedSampling
 from manylora.executor.reader import AdapterReader
 from manylora.executor.sampler import Results, draw, most_likely
 from manylora.executor.sequences import Expected, Rows, SequenceTable, Undo
@@ -45,8 +44,6 @@ from manylora.memory.pristine import Pristine
 from manylora.models.decoder import Decoder
 from manylora.protocol import (
     DEVICE_COMMANDS,
-    AdapterChecked,
-    AdapterError,
     AdapterRead,
     CopyPages,
     DeviceCommand,
@@ -95,8 +92,8 @@ class _Sampled:
 class Worker:
     """``protocol.Executor`` on one device.
 
-    Adapters' specs and what has landed are shared with other threads without a lock: setting or reading one entry
-    of a dict, and appending to a deque or popping from it, rely on the GIL.
+    What has landed is shared with other threads without a lock: appending to a deque and popping from it rely
+    on the GIL.
     """
 
     def __init__(
@@ -111,21 +108,22 @@ class Worker:
         shards: Shards | None = None,
         store: AdapterStore | None = None,
         copy_limit: int | None = None,
+        ranked: RankedSampling | None = None,
     ) -> None:
         """``geometry`` must be made of the pools' page shape and the decoder's groups.
 
         ``shards``, if any, run parts of large enough batches side by side. ``store``, if any, keeps packed
-        adapters. ``copy_limit``: most bytes a second of copies one way. The worker closes what it is given.
+        adapters. ``copy_limit``: most bytes a second of copies one way. ``ranked``: where the
+        decoder is one rank's share of a model. The worker closes what it is given.
         """
-        self._forward: Forward | None = Forward(decoder, arena, geometry, device)
+        self._forward: Forward | None = Forward(decoder, arena, geometry, device, ranked)
         self._graphs: StepGraphs | None = None
         self._arena = arena
         self._host = host
         self._geometry = geometry
         self._device = device
         self._registry = registry
-        self._max_adapter_rank = max_adapter_rank
-        self._specs: dict[AdapterId, AdapterSpec] = {}
+        self.inspections = Inspections(registry, geometry, arena.dtype, max_adapter_rank)
         self._sequences = SequenceTable()
         self._tables = AdapterTables(device, geometry)
         self._merging: MergedWeights | None = None
@@ -142,9 +140,9 @@ class Worker:
         self._in_flight: collections.deque[Callable[[], StepResult]] = collections.deque()  # oldest first
         self._ended_s = 0.0
         self._copier = Copier(arena, host, device, copy_limit)
-        self._coming = Coming(self._copier, self._tables, geometry, self._spec)
+        self._coming = Coming(self._copier, self._tables, geometry, self.inspections.spec)
         self._reader = AdapterReader(
-            arena, host, geometry, device, self._coming.landed.append, self._inspect_again, store
+            arena, host, geometry, device, self._coming.landed.append, self.inspections.again, store
         )
 
     # ------------------------------------------------------------ the door
@@ -306,7 +304,8 @@ class Worker:
                 draws = most_likely(outputs.best, count)
             else:
                 outputs = outputs.first(count)
-                draws = draw(outputs.logits, inputs.sampled, outputs.best, outputs.last)
+                drawn = draw if forward.ranked is None else forward.ranked.draw
+                draws = drawn(outputs.logits, inputs.sampled, outputs.best, outputs.last)
             if draws.first is not outputs.best.tokens:
                 forward.redraw(outputs.pending_index, draws.first)
             arrived = self._device.download(draws.packed)
@@ -376,44 +375,19 @@ class Worker:
 
     def inspect_adapter(self, command: InspectAdapter) -> None:
         """Carries out InspectAdapter, on the caller's thread."""
-
-        def inspect() -> AdapterChecked:
-            spec = self._registry.inspect(Path(command.path), self._max_adapter_rank)
-            num_pages = layout_of(spec, self._geometry).num_pages
-            self._specs[command.adapter] = spec
-            return AdapterChecked(command.adapter, True, num_pages, spec.rank)
-
-        self._tell(_checked(command.adapter, inspect))
+        self._tell(self.inspections.inspect(command))
 
     def verify_adapter(self, command: VerifyAdapter) -> None:
         """Carries out VerifyAdapter, on the caller's thread."""
+        self._tell(self.inspections.verify(command))
 
-        def verify() -> AdapterChecked:
-            spec = self._spec(command.adapter)
-            try:
-                verify_weights(spec, self._geometry, self._arena.dtype)
-            except WrongInspection as error:
-                spec = self._inspect_again(command.adapter, spec, error)
-                verify_weights(spec, self._geometry, self._arena.dtype)
-            num_pages = layout_of(spec, self._geometry).num_pages
-            return AdapterChecked(command.adapter, True, num_pages, spec.rank)
-
-        self._tell(_checked(command.adapter, verify))
-
-    def _inspect_again(self, adapter: AdapterId, spec: AdapterSpec, error: WrongInspection) -> AdapterSpec:
-        """What the registry remembered is not what the files hold: look at them. Raises AdapterError where the
-        adapter takes other pages than the policy was told. Called from any thread."""
-        _log.warning("adapter %d (%s): %s; inspecting it again", adapter, spec.path, error)
-        found = self._registry.inspect(Path(spec.path), self._max_adapter_rank, anew=True)
-        if layout_of(found, self._geometry).num_pages != layout_of(spec, self._geometry).num_pages:
-            raise FilesChanged("the adapter is of another size than was remembered of it; add it again")
-        if adapter in self._specs:
-            self._specs[adapter] = found
-        return found
+    def learn_adapter(self, adapter: AdapterId, spec: AdapterSpec) -> None:
+        """Take over what inspecting an adapter found elsewhere. From any thread."""
+        self.inspections.learn(adapter, spec)
 
     def forget_adapter(self, command: ForgetAdapter) -> None:
         """Carries out ForgetAdapter."""
-        self._specs.pop(command.adapter, None)
+        self.inspections.forget(command.adapter)
 
     def pretend_adapter(self, adapter: AdapterId, rank: int) -> bool:
         """Enter an adapter of scale 0 on all projections, in pages that it does not have: steps with it compute
@@ -430,7 +404,7 @@ class Worker:
     def read_adapter(self, command: ReadAdapter) -> None:
         """Carries out ReadAdapter."""
         try:
-            self._reader.start(self._specs.get(command.adapter), command, self._tell)
+            self._reader.start(self.inspections.find(command.adapter), command, self._tell)
         except RuntimeError as error:
             # Closed, or the device is broken: no thread will answer.
             self._tell(AdapterRead(command.adapter, False, one_line(error)))
@@ -443,12 +417,6 @@ class Worker:
     def swap_pages(self, command: SwapPages) -> None:
         """Carries out SwapPages."""
         self._coming.swap(command, self._tell)
-
-    def _spec(self, adapter: AdapterId) -> AdapterSpec:
-        spec = self._specs.get(adapter)
-        if spec is None:
-            raise AdapterError("the adapter is not known")
-        return spec
 
     def report_state(self, command: ReportState) -> None:
         """Carries out ReportState."""
@@ -480,17 +448,6 @@ class Worker:
         self._arena.close()
         self._host.close()
         self._device.release_memory()
-
-
-def _checked(adapter: AdapterId, check: Callable[[], AdapterChecked]) -> AdapterChecked:
-    """What ``check`` finds, or why it failed."""
-    try:
-        return check()
-    except AdapterError as error:
-        return AdapterChecked(adapter, False, error=str(error), status=error.status)
-    except Exception as error:
-        _log.exception("checking adapter %d failed", adapter)
-        return AdapterChecked(adapter, False, error=one_line(error), status=503)
 
 
 def _unheard(answer: DeviceEvent) -> None:

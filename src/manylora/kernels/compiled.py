@@ -224,6 +224,46 @@ def add_lora(
 
 
 @numba.njit(**_COMPILE)
+def shrink_lora(
+    x: np.ndarray, pool: np.ndarray, offset: int, cells: np.ndarray, cell: int, starts: np.ndarray,
+    stops: np.ndarray, records: np.ndarray, scales: np.ndarray, shrunk: np.ndarray,
+) -> None:  # fmt: skip
+    """The first half of ``add_lora``, one after another into ``shrunk`` float32 [sum of tokens * ranks]."""
+    begin = 0
+    for item in range(starts.shape[0]):
+        start, stop = starts[item], stops[item]
+        for p in range(records.shape[1]):
+            a_first, rank = records[item, p, 0], records[item, p, 2]
+            if rank == 0:
+                continue
+            end = begin + (stop - start) * rank
+            mine = shrunk[begin:end].reshape((stop - start, rank))
+            second, both = records[item, p, 3], scales[item, p]
+            _shrink(x, start, stop, pool, offset, cells, a_first, rank, cell, mine, second, both)
+            begin = end
+
+
+@numba.njit(**_COMPILE)
+def expand_lora(
+    y: np.ndarray, pool: np.ndarray, offset: int, cells: np.ndarray, cell: int, starts: np.ndarray,
+    stops: np.ndarray, records: np.ndarray, first_column: int, columns: np.ndarray, shrunk: np.ndarray,
+) -> None:  # fmt: skip
+    """The second half; the group's columns begin at ``first_column`` of y."""
+    begin = 0
+    for item in range(starts.shape[0]):
+        start, stop = starts[item], stops[item]
+        for p in range(records.shape[1]):
+            b_first, rank = records[item, p, 1], records[item, p, 2]
+            if rank == 0:
+                continue
+            end = begin + (stop - start) * rank
+            mine = shrunk[begin:end].reshape((stop - start, rank))
+            column, width = first_column + columns[p], columns[p + 1] - columns[p]
+            _expand(y, start, stop, column, width, pool, offset, cells, b_first, rank, cell, mine)
+            begin = end
+
+
+@numba.njit(**_COMPILE)
 def store_kv(
     pool: np.ndarray, layer_keys: int, page_stride: int, page_tokens: int, k: np.ndarray, k_stride: int,
     v: np.ndarray, v_stride: int, width: int, slots: np.ndarray,

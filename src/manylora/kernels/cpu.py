@@ -32,6 +32,7 @@ from manylora.kernels.ops import (
     MergedLayer,
     MergePlan,
     Rotary,
+    Shrunk,
     Summands,
     of_adapters,
     rotated_then_stored,
@@ -142,18 +143,53 @@ class CpuOps(ComposedLora):
     ) -> None:
         pieces = of_adapters(pool, x.dtype).view(-1, plan.piece)
         for block in plan.blocks[group.name]:
-            cells = self._cells(pieces, layer, block, plan)
-            if block.tokens is None:
-                _add_one(y, x, layer, group, block, cells, plan.geometry)
-            else:
-                _add_several(y, x, layer, group, block, cells, plan.geometry)
+            cells = self._cells(pieces, layer, block.pieces, plan)
+            shrunk = _shrink_block(x, layer, group, block, cells, plan.geometry)
+            _expand_block(y, shrunk, group, block, cells, plan.geometry)
 
-    def _cells(self, pieces: torch.Tensor, layer: int, block: LoraBlock, plan: CpuLoraPlan) -> torch.Tensor:
-        """The block's cells ``[n, cell_elements]``, out of the whole pool in pieces, in scratch that the next call
-        overwrites."""
+    def lora_shrink(
+        self, x: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup, plan: CpuLoraPlan
+    ) -> Shrunk:
+        pieces = of_adapters(pool, x.dtype).view(-1, plan.piece)
+        parts = []
+        for block in plan.blocks[group.name]:
+            of_a = block.num_a_cells(plan.geometry.cells(group.in_features)) * plan.pieces_per_cell
+            cells = self._cells(pieces, layer, block.pieces[:of_a], plan)
+            parts.append(_shrink_block(x, layer, group, block, cells, plan.geometry))
+        if not parts:
+            return Shrunk(x.new_empty(0), ())
+        values = torch.cat([part.reshape(-1) for part in parts])
+        if x.dtype.itemsize < 4:
+            values = values.float()  # rounded once more only when the ranks' parts are added up
+        return Shrunk(values, tuple(part.shape for part in parts))
+
+    def lora_expand(
+        self,
+        y: torch.Tensor,
+        shrunk: Shrunk,
+        pool: torch.Tensor,
+        layer: int,
+        group: ProjectionGroup,
+        plan: CpuLoraPlan,
+    ) -> None:
+        pieces = of_adapters(pool, y.dtype).view(-1, plan.piece)
+        values = shrunk.values.to(y.dtype)
+        begin = 0
+        for block, shape in zip(plan.blocks[group.name], shrunk.parts, strict=True):
+            of_a = block.num_a_cells(plan.geometry.cells(group.in_features))
+            cells = self._cells(pieces, layer, block.pieces[of_a * plan.pieces_per_cell :], plan)
+            end = begin + shape.numel()
+            _expand_block(y, values[begin:end].view(shape), group, block, cells, plan.geometry, of_a)
+            begin = end
+
+    def _cells(
+        self, pieces: torch.Tensor, layer: int, wanted: torch.Tensor, plan: CpuLoraPlan
+    ) -> torch.Tensor:
+        """Cells ``[n, cell_elements]`` by these of a block's pieces, out of the whole pool in pieces, in
+        scratch that the next call overwrites."""
         offset = layer * plan.geometry.slab_elements // plan.piece
-        scratch = self._buffer("lora", len(block.pieces), plan.piece, pieces.dtype)
-        torch.index_select(pieces[offset:], 0, block.pieces, out=scratch)
+        scratch = self._buffer("lora", len(wanted), plan.piece, pieces.dtype)
+        torch.index_select(pieces[offset:], 0, wanted, out=scratch)
         return scratch.view(-1, plan.geometry.cell_elements)
 
     def merge_linears(
@@ -241,53 +277,54 @@ def _adapter_rows(
     return rows.double() if pool.dtype is torch.float64 else rows.float()
 
 
-def _add_one(
-    y: torch.Tensor,
+def _shrink_block(
     x: torch.Tensor,
     layer: int,
     group: ProjectionGroup,
     block: LoraBlock,
     cells: torch.Tensor,
     geometry: AdapterGeometry,
-) -> None:
-    """The block of a single segment, whose tokens are neighbours: plain products, added in place."""
-    a_cells, ranks = geometry.cells(group.in_features), block.scales.shape[-1]
-    a = cells[: ranks * a_cells].view(ranks, -1)[:, : group.in_features]
-    shrunk = x[block.start : block.stop] @ a.T
-    shrunk.mul_(block.scales[layer if len(block.scales) > 1 else 0, 0])
-    for share in block.shares:
-        outputs = share.projection.out_features
-        b = cells[share.first_cell : share.first_cell + share.rank * geometry.cells(outputs)]
-        columns = y[block.start : block.stop, share.first_output : share.first_output + outputs]
-        mine = shrunk[:, share.first_column : share.first_column + share.rank]
-        columns.addmm_(mine, b.view(share.rank, -1)[:, :outputs])
-
-
-def _add_several(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    layer: int,
-    group: ProjectionGroup,
-    block: LoraBlock,
-    cells: torch.Tensor,
-    geometry: AdapterGeometry,
-) -> None:
-    """A padded batch of segments: batched products, then their rows added to the tokens they belong to."""
-    assert block.tokens is not None
-    batch, a_cells, ranks = block.segments, geometry.cells(group.in_features), block.scales.shape[-1]
-    a = cells[: batch * ranks * a_cells].view(batch, ranks, -1)[:, :, : group.in_features]
+) -> torch.Tensor:
+    """Scaled: of a single segment, whose tokens are neighbours, ``[n, R]``; else of a padded batch ``[U, N, R]``.
+    ``cells``: A's, and any after them."""
+    batch, ranks = block.segments, block.scales.shape[-1]
+    scales = block.scales[layer if len(block.scales) > 1 else 0]
+    a = cells[: block.num_a_cells(geometry.cells(group.in_features))]
+    if block.tokens is None:
+        a = a.view(ranks, -1)[:, : group.in_features]
+        return (x[block.start : block.stop] @ a.T).mul_(scales[0])
+    a = a.view(batch, ranks, -1)[:, :, : group.in_features]
     inputs = x.index_select(0, block.tokens).view(batch, -1, group.in_features)
     shrunk = torch.bmm(inputs, a.transpose(1, 2))
     if block.lent is not None:
         shrunk.masked_fill_(block.lent, 0)  # by a scale of zero what is infinite would become NaN
-    shrunk.mul_(block.scales[layer if len(block.scales) > 1 else 0])
+    return shrunk.mul_(scales)
+
+
+def _expand_block(
+    y: torch.Tensor,
+    shrunk: torch.Tensor,
+    group: ProjectionGroup,
+    block: LoraBlock,
+    cells: torch.Tensor,
+    geometry: AdapterGeometry,
+    skipped: int = 0,
+) -> None:
+    """Plain products added in place where ``shrunk`` is of a single segment, else batched products whose rows are
+    added to the tokens they belong to. ``skipped``: cells of the block before the first of ``cells``."""
+    batch = block.segments
     added = []
     for share in block.shares:
-        outputs = share.projection.out_features
-        rows = batch * share.rank
-        b = cells[share.first_cell : share.first_cell + rows * geometry.cells(outputs)]
-        mine = shrunk[:, :, share.first_column : share.first_column + share.rank]
-        added.append(torch.bmm(mine, b.view(batch, share.rank, -1)[:, :, :outputs]).view(-1, outputs))
+        outputs, first = share.projection.out_features, share.first_cell - skipped
+        b = cells[first : first + batch * share.rank * geometry.cells(outputs)]
+        mine = shrunk[..., share.first_column : share.first_column + share.rank]
+        if block.tokens is None:
+            columns = y[block.start : block.stop, share.first_output : share.first_output + outputs]
+            columns.addmm_(mine, b.view(share.rank, -1)[:, :outputs])
+        else:
+            added.append(torch.bmm(mine, b.view(batch, share.rank, -1)[:, :, :outputs]).view(-1, outputs))
+    if block.tokens is None:
+        return
     if len(added) == len(group.projections):
         # Whole rows: index_add_ into a slice of the columns is several times slower.
         y.index_add_(0, block.tokens, torch.cat(added, dim=1) if len(added) > 1 else added[0])

@@ -16,7 +16,7 @@ from manylora.kernels import compiled
 from manylora.kernels.cpu import CpuOps, adjacent_heads
 from manylora.kernels.cpu_attention import CpuAttentionPlan
 from manylora.kernels.cpu_lora import CpuLoraPlan
-from manylora.kernels.ops import AttentionRows, LoraSegments, Rotary, Summands, of_adapters
+from manylora.kernels.ops import AttentionRows, LoraSegments, Rotary, Shrunk, Summands, of_adapters
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
 
 SHORT_SEGMENT = 32
@@ -221,6 +221,60 @@ class CompiledOps(CpuOps):
                 plan.shrunk,
             )
 
+    def lora_shrink(
+        self, x: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup, plan: Any
+    ) -> Shrunk:
+        x = x.contiguous()
+        items = plan.groups[group.name]
+        ranks = items.records[:, :, 2].sum(axis=1)
+        short = torch.empty(int(((plan.stops - plan.starts) * ranks).sum()), dtype=torch.float32)
+        if len(short):
+            compiled.shrink_lora(
+                x.numpy(),
+                of_adapters(pool, x.dtype).view(-1).numpy(),
+                layer * plan.slab_elements,
+                plan.cells,
+                plan.cell_elements,
+                plan.starts,
+                plan.stops,
+                items.records,
+                items.scales[layer],
+                short.numpy(),
+            )
+        if plan.long is None:
+            return Shrunk(short, (len(short), ()))
+        long = super().lora_shrink(x, pool, layer, group, plan.long)
+        return Shrunk(torch.cat((short, long.values)), (len(short), long.parts))
+
+    def lora_expand(
+        self,
+        y: torch.Tensor,
+        shrunk: Shrunk,
+        pool: torch.Tensor,
+        layer: int,
+        group: ProjectionGroup,
+        plan: Any,
+    ) -> None:
+        num_short, parts = shrunk.parts
+        if plan.long is not None:
+            super().lora_expand(y, Shrunk(shrunk.values[num_short:], parts), pool, layer, group, plan.long)
+        if num_short:
+            items = plan.groups[group.name]
+            rows, first = _whole_rows(y)
+            compiled.expand_lora(
+                rows.numpy(),
+                of_adapters(pool, y.dtype).view(-1).numpy(),
+                layer * plan.slab_elements,
+                plan.cells,
+                plan.cell_elements,
+                plan.starts,
+                plan.stops,
+                items.records,
+                first,
+                items.columns,
+                shrunk.values[:num_short].numpy(),
+            )
+
     # ---- small operations ------------------------------------------------------------------------------
 
     def add_rms_norm(
@@ -265,6 +319,15 @@ def _flat(x: torch.Tensor) -> np.ndarray:
     size = (x.shape[0] - 1) * x.stride(0) + x.shape[1] * x.shape[2]
     flat: np.ndarray = x.as_strided((size,), (1,)).numpy()
     return flat
+
+
+def _whole_rows(y: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The contiguous tensor of whose columns y is some, and the first of them."""
+    width = y.stride(0)
+    if y.is_contiguous() or not len(y):
+        return y, 0
+    begin, first = divmod(int(y.storage_offset()), width)
+    return y.as_strided((len(y), width), (width, 1), begin * width), first
 
 
 def _subset(segments: LoraSegments, chosen: np.ndarray) -> LoraSegments:

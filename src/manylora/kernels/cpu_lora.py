@@ -61,6 +61,10 @@ class LoraBlock:
     lent: torch.Tensor | None
     shares: tuple[Share, ...]
 
+    def num_a_cells(self, per_row: int) -> int:
+        """How many of its cells are A's, which come first."""
+        return self.segments * int(self.scales.shape[-1]) * per_row
+
 
 @dataclasses.dataclass(frozen=True)
 class CpuLoraPlan:
@@ -69,6 +73,10 @@ class CpuLoraPlan:
     geometry: AdapterGeometry
     piece: int
     blocks: dict[str, list[LoraBlock]]
+
+    @property
+    def pieces_per_cell(self) -> int:
+        return self.geometry.cell_elements // self.piece
 
 
 def plan_blocks(segments: LoraSegments, geometry: AdapterGeometry) -> CpuLoraPlan:

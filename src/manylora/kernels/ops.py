@@ -186,6 +186,14 @@ class Summands(NamedTuple):
         return Summands(self.product[rows], None if self.adapted is None else self.adapted[rows])
 
 
+class Shrunk(NamedTuple):
+    """What ``Ops.lora_shrink`` gives: ``values``, contiguous, whose sum over the ranks is the shrunk batch
+    where each rank multiplies a part of the input; ``parts`` say where in it what lies."""
+
+    values: torch.Tensor
+    parts: Any
+
+
 def of_adapters(pool: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The pool's memory as elements of the adapters' dtype; a view."""
     return pool if pool.dtype == dtype else pool.view(dtype)
@@ -232,6 +240,24 @@ class Ops(Protocol):
     ) -> None:
         """In place: y[t, columns of p] += scale_p * (x[t] A_p) B_p for every projection p of the group, with
         t's adapter. x ``[T, in]``, y ``[T, sum(out)]``, both contiguous in the last dimension."""
+
+    def lora_shrink(
+        self, x: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup, plan: Any
+    ) -> Shrunk:
+        """The first half of ``lora``: x A of every projection of the group, as ``lora_expand`` of the same
+        plan takes it. Between the two, ranks whose inputs are parts of one add up ``values``."""
+
+    def lora_expand(
+        self,
+        y: torch.Tensor,
+        shrunk: Shrunk,
+        pool: torch.Tensor,
+        layer: int,
+        group: ProjectionGroup,
+        plan: Any,
+    ) -> None:
+        """The second half, in place: y[t, columns of p] += (x[t] A_p) B_p, scaled. y may be some of the
+        columns of a contiguous tensor."""
 
     def lora_summands(
         self,

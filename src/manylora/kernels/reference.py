@@ -7,7 +7,8 @@ float32 (float64 for float64 inputs) and rounded once, so it is at least as exac
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -20,6 +21,7 @@ from manylora.kernels.ops import (
     MergedLayer,
     MergePlan,
     Rotary,
+    Shrunk,
     Summands,
     of_adapters,
     rotated_then_stored,
@@ -43,6 +45,30 @@ class ReferenceLoraPlan:
 def wide(x: torch.Tensor) -> torch.Tensor:
     """The tensor in the precision in which sums are taken."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+class _Adapted(NamedTuple):
+    """One projection of one segment that has rows."""
+
+    segment: int
+    tokens: slice
+    place: int
+    entry: int
+    first_a: int
+    first_b: int
+    rank: int
+    second: int
+
+
+def _parts(group: ProjectionGroup, plan: ReferenceLoraPlan) -> Iterator[_Adapted]:
+    segments, geometry = plan.segments, plan.geometry
+    for segment, (start, length) in enumerate(zip(segments.start.tolist(), segments.length.tolist())):
+        for place, projection in enumerate(group.projections):
+            index = geometry.projections.index(projection)
+            first_a, first_b, rank, second = segments.records[segment, index].tolist()
+            if rank:
+                tokens = slice(start, start + length)
+                yield _Adapted(segment, tokens, place, index, first_a, first_b, rank, second)
 
 
 class ReferenceOps(ComposedLora):
@@ -113,25 +139,48 @@ class ReferenceOps(ComposedLora):
         group: ProjectionGroup,
         plan: ReferenceLoraPlan,
     ) -> None:
+        self.lora_expand(y, self.lora_shrink(x, pool, layer, group, plan), pool, layer, group, plan)
+
+    def lora_shrink(
+        self, x: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup, plan: ReferenceLoraPlan
+    ) -> Shrunk:
+        lies = (pool, x.dtype, layer, plan.geometry, plan.segments.cells)
+        values = [
+            wide(x[part.tokens]) @ wide(self._rows(*lies, part.first_a, part.rank, group.in_features)).T
+            for part in _parts(group, plan)
+        ]
+        empty = wide(x.new_empty(0))
+        return Shrunk(torch.cat([empty, *(value.reshape(-1) for value in values)]), None)
+
+    def lora_expand(
+        self,
+        y: torch.Tensor,
+        shrunk: Shrunk,
+        pool: torch.Tensor,
+        layer: int,
+        group: ProjectionGroup,
+        plan: ReferenceLoraPlan,
+    ) -> None:
         segments, geometry = plan.segments, plan.geometry
-        for segment, (start, length) in enumerate(zip(segments.start.tolist(), segments.length.tolist())):
-            for i, projection in enumerate(group.projections):
-                index = geometry.projections.index(projection)
-                first_a, first_b, rank, second = segments.records[segment, index].tolist()
-                if rank == 0:
-                    continue
-                lies = (pool, x.dtype, layer, geometry, segments.cells)
-                a = self._rows(*lies, first_a, rank, projection.in_features)
-                b = self._rows(*lies, first_b, rank, projection.out_features)
-                scales = segments.scales[segment, index, :, layer].tolist()
-                columns = y[start : start + length, group.offsets[i] : group.offsets[i + 1]]
-                total = wide(columns)
-                for rows, scale in zip((slice(second), slice(second, rank)), scales):
-                    if rows.start != rows.stop:
-                        total = (
-                            total + wide(x[start : start + length]) @ wide(a[rows]).T @ wide(b[rows]) * scale
-                        )
-                columns.copy_(total)
+        begin = 0
+        for part in _parts(group, plan):
+            length = part.tokens.stop - part.tokens.start
+            values = shrunk.values[begin : begin + length * part.rank].view(length, part.rank)
+            begin += length * part.rank
+            width = group.projections[part.place].out_features
+            first = group.offsets[part.place]
+            b = wide(
+                self._rows(pool, y.dtype, layer, geometry, segments.cells, part.first_b, part.rank, width)
+            )
+            columns = y[part.tokens, first : first + width]
+            total = wide(columns)
+            for rows, scale in zip(
+                (slice(part.second), slice(part.second, part.rank)),
+                segments.scales[part.segment, part.entry, :, layer].tolist(),
+            ):
+                if rows.start != rows.stop:
+                    total = total + values[:, rows] @ b[rows] * scale
+            columns.copy_(total)
 
     def merge_linears(
         self, layers: Sequence[MergedLayer], pool: torch.Tensor, group: ProjectionGroup, plan: MergePlan

@@ -75,6 +75,16 @@ class ProjectionGroup:
         return tuple(ends)
 
 
+@dataclasses.dataclass(frozen=True)
+class AdapterCut:
+    """What one of N ranks has of an adapter's projection, which in its file is ``whole``: columns of A, rows
+    of B."""
+
+    whole: Projection
+    a_columns: range
+    b_rows: range
+
+
 def distinct_groups(layers: Iterable[Iterable[ProjectionGroup]]) -> tuple[ProjectionGroup, ...]:
     """The groups of all layers, each once, in the order in which they first come."""
     return tuple(dict.fromkeys(group for layer in layers for group in layer))
@@ -89,6 +99,9 @@ class AdapterGeometry:
     Cell n of an adapter lies in its page ``n // cells_per_page`` at cell ``n % cells_per_page``. An adapter's
     element has ``itemsize`` bytes, which may differ from the page's; where cells lie is told in adapter elements.
     ``layers``: the groups that each layer has. The layers' common table has a place for every projection of any.
+    ``widest``: of N ranks, each with its part of a page and of an adapter, the one with the longest rows,
+    which says how many pages an adapter takes on all of them; None: this one. ``cuts``: what this rank has of
+    each projection, in table order; empty: all.
 
     Raises ValueError where the slabs of a page's layers do not begin at whole elements, where ``layers`` are not
     the page's, and where two groups share a name or a projection.
@@ -98,6 +111,8 @@ class AdapterGeometry:
     layers: tuple[tuple[ProjectionGroup, ...], ...]
     cell_elements: int
     itemsize: int
+    widest: AdapterGeometry | None = None
+    cuts: tuple[AdapterCut, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.layers) != self.page.layers:
@@ -142,6 +157,18 @@ class AdapterGeometry:
     def projections(self) -> tuple[Projection, ...]:
         """The projections that some layer has, in table order."""
         return tuple(projection for group in self.groups for projection in group.projections)
+
+    @cached_property
+    def wholes(self) -> tuple[Projection, ...]:
+        """The projections as adapters' files have them, in table order."""
+        return tuple(cut.whole for cut in self.cuts) or self.projections
+
+    def cut(self, index: int) -> AdapterCut:
+        """What this geometry has of the projection at this place of the table."""
+        if self.cuts:
+            return self.cuts[index]
+        whole = self.projections[index]
+        return AdapterCut(whole, range(whole.in_features), range(whole.out_features))
 
     def cells(self, elements: int) -> int:
         """Whole cells that a row of this length takes."""

@@ -93,6 +93,8 @@ class EngineCollector(Collector):
         yield from _clients(stats)
         yield from _merging(stats, self._base)
         yield _cold_starts(stats)
+        if self._info.ranks:
+            yield from _ranks(stats, self._info)
 
     def _load(self, stats: EngineStats) -> Iterator[Metric]:
         busy_pages = stats.pages_running + sum(
@@ -149,6 +151,41 @@ def _cold_starts(stats: EngineStats) -> Metric:
     for kind, count in sorted(stats.cold_starts.items()):
         starts.add_metric(kind.split("/"), count)
     return starts
+
+
+def _ranks(stats: EngineStats, info: EngineInfo) -> Iterator[Metric]:
+    weights = GaugeMetricFamily(
+        "manylora:rank_weight_bytes", "Bytes of the base's weights on each rank.", labels=["rank"]
+    )
+    pools = GaugeMetricFamily(
+        "manylora:rank_pool_bytes", "Bytes of each rank's parts of the pools.", labels=["rank", "tier"]
+    )
+    adapters = GaugeMetricFamily(
+        "manylora:rank_adapter_bytes", "Bytes of adapters' pages on each rank.", labels=["rank", "tier"]
+    )
+    for rank, held in enumerate(info.ranks):
+        weights.add_metric([str(rank)], held.weight_bytes)
+        for tier, total, used in (
+            ("device", info.num_pages, stats.pages_adapters),
+            ("host", info.num_host_pages, stats.host_pages_adapters),
+        ):
+            pools.add_metric([str(rank), tier], total * held.page_bytes)
+            adapters.add_metric([str(rank), tier], used * held.page_bytes)
+    yield from (weights, pools, adapters)
+    count = CounterMetricFamily(
+        "manylora:collectives",
+        "Exchanges between ranks: sums of the base's, of what adapters' A give, logits and tokens.",
+        labels=["rank", "kind"],
+    )
+    size = CounterMetricFamily(
+        "manylora:collective_bytes", "Bytes that each rank put into them.", labels=["rank", "kind"]
+    )
+    for rank, traffic in enumerate(stats.traffic):
+        said = traffic._asdict()
+        for kind in ("base", "lora", "sampling"):
+            count.add_metric([str(rank), kind], said[kind])
+            size.add_metric([str(rank), kind], said[f"{kind}_bytes"])
+    yield from (count, size)
 
 
 def _residency(stats: EngineStats, base: str) -> Iterator[Metric]:

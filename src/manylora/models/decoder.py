@@ -7,11 +7,12 @@ requests are: all of that is in the batch and the pool that ``forward`` is hande
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional
 
+from manylora.devices.peers import Peers
 from manylora.kernels.ops import HeadNorm, Ops, Rotary, StepBatch, Summands
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.weight import Weight
@@ -30,7 +31,9 @@ from manylora.models.layers import (
     RmsNorm,
     Step,
 )
+from manylora.models.ranked import RankedEmbedding, RankedLinear
 from manylora.models.rope import rope_tables
+from manylora.models.share import LinearShare, ModelShare
 from manylora.models.spec import LayerSpec, LinearSpec, ModelConfig
 from manylora.models.weights import Part, Weights
 
@@ -100,20 +103,36 @@ class Decoder:
         return self.head(x.of(rows), None if residual is None else residual[rows], self.ops)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class RankedModel:
+    """What one of N ranks builds: its share, and how it exchanges with the others."""
+
+    share: ModelShare
+    peers: Peers
+
+
 def build_decoder(
-    config: ModelConfig, weights: Weights, ops: Ops, device: torch.device, max_positions: int
+    config: ModelConfig,
+    weights: Weights,
+    ops: Ops,
+    device: torch.device,
+    max_positions: int,
+    ranked: RankedModel | None = None,
 ) -> Decoder:
     """Compose the decoder, taking every tensor from ``weights`` once, in the order of the layers.
 
-    ``max_positions``: how long a context may get; it sizes the position tables.
+    ``config``: the whole model's. ``max_positions``: how long a context may get; it sizes the position tables.
+    ``ranked``: build that rank's part of it.
     """
     names = config.names
     rope = None
     if config.rope is not None:
         rope = Rotary(*rope_tables(config, max_positions, device))
-    embedding = _embedding(config, weights)
+    vocab = None if ranked is None else ranked.share.vocab
+    embedding = _embedding(config, weights, ranked)
     layers = tuple(
-        _layer(config, spec, weights, layer, rope, max_positions) for layer, spec in enumerate(config.layers)
+        _layer(config, spec, weights, layer, rope, max_positions, ranked)
+        for layer, spec in enumerate(config.layers)
     )
     norm = _norm(config, weights, f"{names.body}{names.final_norm}") if config.final_norm else None
     size, hidden = config.embedding_size, config.hidden_size
@@ -122,13 +141,14 @@ def build_decoder(
         project = _matrix(weights, Part(f"{names.body}{names.project_out}.weight", (size, hidden)))
     head = embedding.tokens
     if not config.tie_embeddings:
-        head = _matrix(weights, Part(f"{names.head}.weight", (config.vocab_size, size)))
+        head = _matrix(weights, Part(f"{names.head}.weight", (config.vocab_size, size), vocab))
     return Decoder(config, ops, embedding, layers, Head(norm, project, head))
 
 
-def _embedding(config: ModelConfig, weights: Weights) -> Embedding:
+def _embedding(config: ModelConfig, weights: Weights, ranked: RankedModel | None) -> Embedding:
     names, size, hidden = config.names, config.embedding_size, config.hidden_size
-    tokens = _matrix(weights, Part(f"{names.body}{names.embedding}.weight", (config.vocab_size, size)))
+    vocab = None if ranked is None else ranked.share.vocab
+    tokens = _matrix(weights, Part(f"{names.body}{names.embedding}.weight", (config.vocab_size, size), vocab))
     project = positions = None
     if size != hidden:
         project = _matrix(weights, Part(f"{names.body}{names.project_in}.weight", (hidden, size)))
@@ -136,6 +156,8 @@ def _embedding(config: ModelConfig, weights: Weights) -> Embedding:
         rows = config.max_position_embeddings + config.position_offset
         table = weights.take(Part(f"{names.body}{names.positions}.weight", (rows, hidden)))
         positions = table[config.position_offset :]
+    if ranked is not None:
+        return RankedEmbedding(tokens, project, positions, ranked.share.vocab, ranked.peers)
     return Embedding(tokens, project, positions)
 
 
@@ -146,15 +168,20 @@ def _layer(
     layer: int,
     rope: Rotary | None,
     max_positions: int,
+    ranked: RankedModel | None,
 ) -> Layer:
     names = config.names
     prefix = f"{names.layer_prefix}{layer}."
+    shares: Sequence[LinearShare | None] = [None] * 4 if ranked is None else ranked.share.linears(spec)
+    of_qkv, of_out, of_first, of_second = shares
 
-    def linear(described: LinearSpec) -> LoraLinear:
-        return _linear(described, weights, prefix, layer)
+    def linear(described: LinearSpec, share: LinearShare | None) -> LoraLinear:
+        if ranked is None or share is None:
+            return _linear(described, weights, prefix, layer)
+        return _ranked_linear(described, share, ranked, weights, prefix, layer)
 
     head_norm = None
-    qkv = linear(spec.attention.qkv)
+    qkv = linear(spec.attention.qkv, of_qkv)
     if spec.attention.has_head_norm:
         shape = (config.head_dim,)
         head_norm = HeadNorm(
@@ -165,7 +192,7 @@ def _layer(
     window = spec.attention.window
     attention = Attention(
         qkv=qkv,
-        out=linear(spec.attention.out),
+        out=linear(spec.attention.out, of_out),
         head_norm=head_norm,
         rope=rope,
         head_dim=config.head_dim,
@@ -173,7 +200,7 @@ def _layer(
         # A window as long as the longest context hides nothing: spare the kernels the test.
         window=None if window is None or window >= max_positions else window,
     )
-    first, second = linear(spec.mlp.first), linear(spec.mlp.second)
+    first, second = linear(spec.mlp.first, of_first), linear(spec.mlp.second, of_second)
     mlp: GatedMlp | PlainMlp = GatedMlp(first, second)
     if not spec.mlp.is_gated:
         mlp = PlainMlp(first, second, _ACTIVATIONS[spec.mlp.activation])
@@ -191,6 +218,28 @@ def _linear(spec: LinearSpec, weights: Weights, prefix: str, layer: int) -> Lora
 
     weight = _matrix(weights, *parts("weight", group.in_features))
     return LoraLinear(group, layer, weight, weights.take(*parts("bias")) if spec.has_bias else None)
+
+
+def _ranked_linear(
+    spec: LinearSpec, share: LinearShare, ranked: RankedModel, weights: Weights, prefix: str, layer: int
+) -> LoraLinear:
+    projections = list(zip(spec.group.projections, share.outputs, strict=True))
+    matrices = [
+        Part(
+            f"{prefix}{p.module}.weight",
+            (p.out_features, p.in_features),
+            None if len(rows) == p.out_features else rows,
+            None if len(share.inputs) == p.in_features else share.inputs,
+        )
+        for p, rows in projections
+    ]
+    weight = _matrix(weights, *matrices)
+    bias = None
+    # What the ranks add up has its bias once.
+    if spec.has_bias and (share.kind == "column" or ranked.share.place.rank == 0):
+        vectors = [Part(f"{prefix}{p.module}.bias", (p.out_features,), rows) for p, rows in projections]
+        bias = weights.take(*vectors)
+    return RankedLinear(share.group, layer, weight, bias, share, ranked.share.is_sharded, ranked.peers)
 
 
 def _matrix(weights: Weights, *parts: Part) -> Weight:

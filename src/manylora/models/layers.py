@@ -254,12 +254,16 @@ class Embedding:
     positions: torch.Tensor | None
 
     def __call__(self, batch: StepBatch) -> torch.Tensor:
-        x = functional.embedding(batch.token_ids, self.tokens.data)
+        x = self.looked_up(batch)
         if self.project is not None:
             x = functional.linear(x, self.project.data)
         if self.positions is not None:
             x = x + functional.embedding(batch.positions, self.positions)
         return x
+
+    def looked_up(self, batch: StepBatch) -> torch.Tensor:
+        """The rows of the batch's tokens, ``[T, embedding]``."""
+        return functional.embedding(batch.token_ids, self.tokens.data)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -15,14 +15,16 @@ from typing import Literal
 import torch
 
 from manylora.kernels.ops import Ops
+from manylora.kernels.reference import ReferenceOps
 from manylora.models.config import read_model_config
-from manylora.models.decoder import Decoder, build_decoder
+from manylora.models.decoder import Decoder, RankedModel, build_decoder
 from manylora.models.errors import ModelError
 from manylora.models.spec import ModelConfig
 from manylora.models.weights import (
     Checkpoint,
     CheckpointWeights,
     DummyWeights,
+    Part,
     PlannedWeights,
     planned_bytes,
 )
@@ -54,11 +56,13 @@ def load_model(
     load_format: Literal["auto", "dummy"] = "auto",
     max_positions: int,
     progress: Callable[[int, int], None] | None = None,
+    ranked: RankedModel | None = None,
 ) -> Decoder:
     """Load the model of ``folder`` onto ``device``.
 
     ``dummy`` needs config.json alone and makes deterministic random weights. ``max_positions`` is the longest
-    context that will run. ``progress(done_bytes, total_bytes)`` is called after every tensor.
+    context that will run. ``progress(done_bytes, total_bytes)`` is called after every tensor. ``ranked``:
+    load that rank's part alone, while the other ranks load theirs.
     Raises ModelError, in one line, when the folder cannot be served.
     """
     config = read_model_config(folder)
@@ -68,18 +72,25 @@ def load_model(
             f"too few for a context of {max_positions}"
         )
     if load_format == "dummy":
-        return build_decoder(config, DummyWeights(device, dtype), ops, device, max_positions)
+        return build_decoder(config, DummyWeights(device, dtype), ops, device, max_positions, ranked)
     with Checkpoint(folder) as checkpoint:
-        config = _resolve_tie(config, checkpoint)
+        config = _resolve_tie(config, checkpoint, ranked)
         plan = PlannedWeights()
-        build_decoder(config, plan, ops, torch.device("meta"), max_positions=1)
+        build_decoder(config, plan, ops, torch.device("meta"), max_positions=1, ranked=ranked)
         checkpoint.check(plan.parts)
         total_bytes = planned_bytes(plan.parts, dtype)
         weights = CheckpointWeights(checkpoint, device, dtype, total_bytes, progress)
-        return build_decoder(config, weights, ops, device, max_positions)
+        return build_decoder(config, weights, ops, device, max_positions, ranked)
 
 
-def _resolve_tie(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+def share_bytes(config: ModelConfig, ranked: RankedModel, dtype: torch.dtype) -> int:
+    """What a rank's share of the weights takes. ``config``: as the loaded decoder has it."""
+    plan = PlannedWeights()
+    build_decoder(config, plan, ReferenceOps(), torch.device("meta"), max_positions=1, ranked=ranked)
+    return planned_bytes(plan.parts, dtype)
+
+
+def _resolve_tie(config: ModelConfig, checkpoint: Checkpoint, ranked: RankedModel | None) -> ModelConfig:
     """What "tied" means for the tensors that are stored, as transformers 5 decides it.
 
     Of two equal matrices one is loaded; if only lm_head is stored it serves as embedding too; two that differ
@@ -92,10 +103,26 @@ def _resolve_tie(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     if embedding not in checkpoint:
         checkpoint.alias(embedding, head)
         return config
-    if torch.equal(checkpoint.read(embedding), checkpoint.read(head)):
+    if _are_equal(config, checkpoint, embedding, head, ranked):
         return config
     _log.warning(
         "%s: config.json ties lm_head to the embeddings, but the stored ones differ; both are used",
         checkpoint.folder,
     )
     return dataclasses.replace(config, tie_embeddings=False)
+
+
+def _are_equal(
+    config: ModelConfig, checkpoint: Checkpoint, embedding: str, head: str, ranked: RankedModel | None
+) -> bool:
+    if ranked is None:
+        return torch.equal(checkpoint.read(embedding), checkpoint.read(head))
+    # Each rank compares its part, and they agree.
+    shape = config.vocab_size, config.embedding_size
+    parts = (Part(name, shape, ranked.share.vocab) for name in (embedding, head))
+    checkpoint.check(Part(name, shape) for name in (embedding, head))
+    pairs = zip(*(checkpoint.blocks(part) for part in parts), strict=True)
+    differs = any(not torch.equal(one, other) for (_, one), (_, other) in pairs)
+    total = torch.tensor([float(differs)])
+    ranked.peers.add_up(total, "start")
+    return not total.item()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import array
 import collections
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from manylora.policy.caches.policy import CachePolicy
 from manylora.policy.cold_start import ColdStarts
@@ -30,6 +30,7 @@ def check(
     in_flight: Iterable[list[Scheduled]],
     merging: MergeState | None = None,
     cold: ColdStarts | None = None,
+    kept: Collection[AdapterId] = (),
 ) -> None:
     """Raise AssertionError, naming the invariant, where one does not hold."""
     nodes = list(residency.tree.all_nodes())
@@ -39,7 +40,7 @@ def check(
             _check_dependencies(node, residency.policy)
     _check_counts(residency, nodes)
     _check_candidates(residency, nodes)
-    _check_pins(nodes, held, [] if merging is None else merging.pinned())
+    _check_pins(nodes, held, [*([] if merging is None else merging.pinned()), *kept])
     _check_ownership(residency, nodes, held)
     _check_capacity(residency, held)
     _check_sequences(residency, held, waiting, requests)
@@ -192,12 +193,13 @@ def _check_counts(residency: Residency, nodes: list[Node]) -> None:
     assert tree.resident_adapters == resident, "resident adapters are counted"
 
 
-def _check_pins(nodes: list[Node], held: Reservations, merged: list[AdapterId]) -> None:
+def _check_pins(nodes: list[Node], held: Reservations, pinned: list[AdapterId]) -> None:
     wanted = collections.Counter(id(s.node) for s in held.admitted)
-    wanted.update(id(node) for node in nodes if node.parent is None and node.adapter in merged)
+    times = collections.Counter(pinned)
+    wanted.update({id(node): times[node.adapter] for node in nodes if node.parent is None})
     for node in nodes:
         assert node.pins == wanted[id(node)], (
-            "each admitted sequence pins its deepest node, a merged adapter is pinned, and nothing else is"
+            "an admitted sequence pins its deepest node, merged and kept adapters are pinned, and no others"
         )
 
 

@@ -58,6 +58,14 @@ class AlwaysOffload:
         """See OffloadRule."""
 
 
+class NeverOffload(AlwaysOffload):
+    """KV that leaves the device is dropped; the host never has any."""
+
+    def pays(self, prefix_class: int, now: float) -> bool:
+        """See OffloadRule."""
+        return False
+
+
 class OffloadWhereItPays:
     """An offloaded page's value is that of having it back, times how often offloaded pages came back so far."""
 

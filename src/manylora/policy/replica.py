@@ -15,6 +15,7 @@ from manylora.policy.batching import FirstComeFirstServed, StepPlan
 from manylora.policy.cluster_report import ClusterReport
 from manylora.policy.cold_start import cold_starts
 from manylora.policy.invariants import check
+from manylora.policy.kept import KeptAdapters
 from manylora.policy.lives import RequestLives
 from manylora.policy.merging.batching import MergedBatching
 from manylora.policy.merging.state import MergeState
@@ -44,6 +45,7 @@ from manylora.protocol import (
     CopyDone,
     CopyPages,
     Event,
+    Keep,
     LetGo,
     Ready,
     Report,
@@ -86,6 +88,7 @@ class Replica(RequestLives):
         self._swapper = Swapper(config.cache, self._residency, self._waiting, self._held)
         self._gauges = Gauges(self._residency, self._held, self._waiting, self._merging)
         self._cluster_report = ClusterReport(self._residency, self._held, self._waiting)
+        self._kept = KeptAdapters(config, self._residency, self._held)
         self._removing: set[AdapterId] = set()
         self._num_steps = 0
         self._in_flight: collections.deque[list[Scheduled]] = collections.deque()  # oldest first
@@ -121,6 +124,11 @@ class Replica(RequestLives):
                 self._tree.add_adapter(event.adapter, event.num_pages)
             case AdapterRemoved():
                 self._remove(event.adapter)
+            case Keep():
+                if event.is_kept:
+                    self._kept.keep(event.adapter)
+                else:
+                    self._kept.forget(event.adapter)
             case ReportDue():
                 return [self._report(event.which)]
             case StatusDue():
@@ -146,12 +154,13 @@ class Replica(RequestLives):
     def check(self) -> None:
         """Raise AssertionError if an invariant (``policy/invariants``) does not hold. For tests; O(everything)."""
         parts = self._residency, self._held, self._waiting
-        check(*parts, self._requests, self._in_flight, self._merging, self._cold)
+        check(*parts, self._requests, self._in_flight, self._merging, self._cold, self._kept.pinned())
 
     # ------------------------------------------------------------ adapters
 
     def _remove(self, adapter: AdapterId) -> None:
         """AdapterFreed follows when nothing of it is left, which may be now: where it is not known."""
+        self._kept.forget(adapter)
         if self._tree.mark_removed(adapter):
             self._removing.add(adapter)
         elif adapter not in self._removing:
@@ -167,6 +176,7 @@ class Replica(RequestLives):
             status = 400 if event.is_at_fault else 503
             error = RequestError(status, f"the adapter could not be read: {event.error}", "model")
             self._fail_waiting_for(node, error, now)
+            self._kept.forget(event.adapter)
             self._residency.abandon_load(node)
         self._wake(now)
 
@@ -183,6 +193,8 @@ class Replica(RequestLives):
                     self._fail_request(sequence.state, error, now)
                 elif sequence.stage is LOADING:
                     self._held.put_back(sequence, now)
+            if node.is_adapter:
+                self._kept.forget(node.adapter)
             self._residency.abandon_load(node)
             self._residency.discard(node)
         self._wake(now)
@@ -244,6 +256,8 @@ class Replica(RequestLives):
         plan = self._compose(now) if len(in_flight) < depth else StepPlan([], 0)
         rows = plan.rows
         # Whatever runs beside compute starts before a step does.
+        if len(self._kept):
+            self._kept.bring(now, len(self._waiting))
         self._swapper.use_idle_lane(now)
         copies = self._residency.start_transfers()
         if self._cold is not None:
@@ -252,8 +266,11 @@ class Replica(RequestLives):
             self._set_timer(now)
         if rows:
             self._start_step(rows, now)
-        elif self._merging is not None and not in_flight and self._merging.is_stuck():
-            return True
+        elif not in_flight:
+            if self._merging is not None and self._merging.is_stuck():
+                return True
+            if len(self._kept) and self._kept.give_way(len(self._waiting)):
+                return True
         return bool(rows) and len(in_flight) < depth
 
     def _compose(self, now: float) -> StepPlan:

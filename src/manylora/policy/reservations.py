@@ -380,7 +380,7 @@ class Reservations:
             if child is None:
                 child = tree.insert(node, key, now)
             tree.move_pin(node, child)
-            if residency.fill(child, (own,)):
+            if residency.fill(child, (own,), now):
                 sequence.enter(child, None)
             else:
                 residency.device.release((own,))

@@ -211,6 +211,10 @@ class Residency:
 
     def _save(self, node: Node) -> None:
         self._set_device(node, OFFLOADING, node.pages)
+        self._write(node)
+
+    def _write(self, node: Node) -> None:
+        """Start a KV node's copy to the host, for which there is room."""
         self._set_host(node, FILLING, self.host.take(1))
         self.offload.offloaded()
         self.transfers.queue(node, to_device=False)
@@ -364,7 +368,7 @@ class Residency:
         self._decided += started
         return started
 
-    def fill(self, node: Node, pages: tuple[PageId, ...]) -> bool:
+    def fill(self, node: Node, pages: tuple[PageId, ...], now: float) -> bool:
         """A running sequence has computed this page: it becomes the node's, unless the node has its own.
 
         Whether the sequence's page was taken; if not, it is to use the node's.
@@ -383,6 +387,9 @@ class Residency:
             move.owns_pages = True  # what is coming is not wanted
         self._set_device(node, RESIDENT, pages)
         self._land_children(node)
+        if self.policy.writes_through and node.host is NO_COPY and self._provide_host(now, 1):
+            self.note("save", node, "written through")
+            self._write(node)
         return True
 
     # ------------------------------------------------------------ what has come, or has not

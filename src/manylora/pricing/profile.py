@@ -131,7 +131,8 @@ class Profile:
     ``spread``: see ``costs.StepCosts``. Older profiles have neither of these three: 0, and no spread.
     ``pipeline_depth``: of the engine that was watched; older profiles do not tell it (``steps_in_flight``).
     ``switches``, ``modes``: of merging, where it was measured. ``ranks``: steps by the ranks of
-    their adapters. Older profiles have none of these."""
+    their adapters. Older profiles have none of these. ``tensor_parallel_size``: ranks of the engine that was
+    watched."""
 
     format: str
     machine: str
@@ -155,13 +156,14 @@ class Profile:
     switches: tuple[SwitchPoint, ...] = ()
     modes: tuple[ModePoint, ...] = ()
     ranks: RankLines | None = None
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         if self.format not in (FORMAT, ALONE_FORMAT):
             raise ConfigError(f"its format is {self.format!r}, not {FORMAT!r} or {ALONE_FORMAT!r}")
         if self.fingerprint != self.model.fingerprint:
             raise ConfigError(f"its fingerprint {self.fingerprint} is not that of its model, {self.model}")
-        for name in ("reads_at_once", "page_tokens"):
+        for name in ("reads_at_once", "page_tokens", "tensor_parallel_size"):
             if not 1 <= getattr(self, name) <= LARGEST_NUMBER:
                 raise ConfigError(f"{name} must be a number from 1 to {LARGEST_NUMBER}")
         if not self.adapter_modules:
@@ -191,12 +193,20 @@ class Profile:
         """At most, in the engine that was watched: with two, the host's time between steps is hidden in steps."""
         return self.pipeline_depth or _UNTOLD_PIPELINE_DEPTH[self.kind]
 
-    def expect(self, model: ModelShape | None = None, machine: str | None = None) -> None:
-        """Raise ConfigError, with both names, where it is of another model or machine."""
+    def expect(
+        self,
+        model: ModelShape | None = None,
+        machine: str | None = None,
+        tensor_parallel_size: int | None = None,
+    ) -> None:
+        """Raise ConfigError, with both names, where it is of another model, machine or tensor-parallel size."""
         if model is not None and model.fingerprint != self.fingerprint:
             raise ConfigError(f"the profile is of {self.model} and does not fit {model}")
         if machine is not None and machine != self.machine:
             raise ConfigError(f"the profile is of the machine {self.machine!r}, not of {machine!r}")
+        mine, asked = self.tensor_parallel_size, tensor_parallel_size
+        if asked not in (None, mine):
+            raise ConfigError(f"the profile is of tensor-parallel size {mine}, not of {asked}")
 
 
 class _Table(msgspec.Struct, forbid_unknown_fields=True):

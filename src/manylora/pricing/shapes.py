@@ -131,6 +131,8 @@ SHAPES: dict[str, ModelShape] = {
         ModelShape("llama-2-13b", 40, 5120, 40, 40, 128, 13824, 32000),
         ModelShape("codellama-34b", 48, 8192, 64, 8, 128, 22016, 32000),
         ModelShape("llama-3-8b", 32, 4096, 32, 8, 128, 14336, 128256),
+        ModelShape("llama-30b", 60, 6656, 52, 52, 128, 17920, 32000),
+        ModelShape("llama-2-70b", 80, 8192, 64, 8, 128, 28672, 32000),
         ModelShape("llama-3-70b", 80, 8192, 64, 8, 128, 28672, 128256),
     )
 }

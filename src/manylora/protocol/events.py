@@ -45,6 +45,15 @@ class LetGo:
     attempt: int = 0
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Keep:
+    """A router wants a copy of the adapter to stay on the device, whether or not a request names it; ``is_kept``
+    False: not any more. Ignored where the share of such copies is full, and of an unknown adapter."""
+
+    adapter: AdapterId
+    is_kept: bool = True
+
+
 @dataclasses.dataclass(slots=True)  # not frozen, which takes thrice as long to make: there is one a step
 class StepDone:
     """The step ended. ``tokens``: per sampled row (sequence, tokens); n tokens where a row asked for n.
@@ -145,6 +154,6 @@ class StatusDue:
 
 
 Event = (
-    Arrive | Abort | LetGo | StepDone | AdapterRead | AdapterAdded | AdapterRemoved | CopyDone | SwitchDone | Timer
-    | ReportDue | StatusDue
+    Arrive | Abort | LetGo | Keep | StepDone | AdapterRead | AdapterAdded | AdapterRemoved | CopyDone | SwitchDone
+    | Timer | ReportDue | StatusDue
 )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from manylora.protocol.commands import DeviceCommand
 from manylora.protocol.events import AdapterRead, CopyDone, StepDone, SwitchDone
-from manylora.types import AdapterId, SequenceId, TokenLogprobs
+from manylora.types import AdapterId, RankTraffic, SequenceId, TokenLogprobs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,16 +40,25 @@ class ExecutorState:
     """``host_pages_pinned``: pages of the host whose copies are as fast as they can be; they become more for a
     while after the start. ``preparation_s``: seconds spent on compiling and capturing so far, up to this moment
     where that goes on. ``adapter_store_hits``, ``adapter_store_misses``: reads that found the adapter in the
-    adapter store, and that did not; ``adapter_store_bytes``: what its files take. 0 without a store."""
+    adapter store, and that did not; ``adapter_store_bytes``: what its files take. 0 without a store.
+    ``traffic``: of each of several ranks."""
 
     host_pages_pinned: int = 0
     preparation_s: float = 0.0
     adapter_store_hits: int = 0
     adapter_store_misses: int = 0
     adapter_store_bytes: int = 0
+    traffic: tuple[RankTraffic, ...] = ()
 
 
-DeviceEvent = StepResult | CopyDone | AdapterRead | SwitchDone | AdapterChecked | ExecutorState
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExecutorLost:
+    """The device, or a process of it, is gone: nothing can be trusted any more, and no answer will come."""
+
+    reason: str
+
+
+DeviceEvent = StepResult | CopyDone | AdapterRead | SwitchDone | AdapterChecked | ExecutorState | ExecutorLost
 """What an executor says."""
 
 

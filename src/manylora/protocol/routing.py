@@ -34,6 +34,10 @@ class StepPlane(NamedTuple):
     """For each distinct adapter."""
     adapter_page_s: float = 0.0
     """For each page of these."""
+    rank_s: float = 0.0
+    """For each unit of rank of each request, of kernels that share nothing between rows (CaraServe's MBGMV)."""
+    padded_rank_s: float = 0.0
+    """For each row and unit of the largest rank, of kernels that pad (BGMV)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

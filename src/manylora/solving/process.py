@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import multiprocessing
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
 
 from manylora.config import ConfigError
 from manylora.protocol.routing import Solve, Solved
@@ -48,8 +50,8 @@ class SolverProcess:
         if not solver_is_there():
             raise ConfigError("dLoRA's programme is solved by highspy: pip install 'manylora[cluster]'")
         self._wait_s = wait_s
-        self._child: BaseProcess | None = None
-        self._pipe: Connection | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection[Any, Any] | None = None
 
     def solve(self, problem: Solve) -> Solved:
         """The answer; without shares where none came in time, or the process ended."""
@@ -72,27 +74,32 @@ class SolverProcess:
             pipe.close()
         if child is not None:
             child.kill()
-            child.join()
+            child.wait()
 
-    def _start(self) -> Connection:
-        # A forked child would have this process's threads' locks, and its sockets.
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        self._child = context.Process(target=_serve, args=(theirs,), name="manylora-solver", daemon=True)
-        self._pipe = ours
-        self._child.start()
-        theirs.close()
-        if not ours.poll(START_S):
+    def _start(self) -> Connection[Any, Any]:
+        # multiprocessing's own children run the caller's main module again, or have its threads' locks.
+        self._pipe, theirs = Pipe()
+        with theirs:
+            number = theirs.fileno()
+            command = [sys.executable, "-m", "manylora.solving.process", str(number)]
+            self._child = subprocess.Popen(command, pass_fds=[number])
+        if not self._pipe.poll(START_S):
             raise OSError("the solver does not start")
-        ours.recv()
-        return ours
+        self._pipe.recv()
+        return self._pipe
 
 
-def _serve(pipe: Connection) -> None:
+def main() -> None:
     """The child: answers until the parent has closed its end."""
     from manylora.solving.highs import solve
 
-    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for the parent, which closes its end
+    pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    with contextlib.suppress(EOFError, OSError):
         pipe.send("ready")
         while True:
             pipe.send(solve(pipe.recv()))
+
+
+if __name__ == "__main__":
+    main()

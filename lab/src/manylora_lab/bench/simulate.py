@@ -7,7 +7,7 @@ import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from manylora.config import (
     CACHE_POLICIES,
@@ -32,9 +32,10 @@ from manylora_lab.bench.provenance import Provenance
 from manylora_lab.sim.analytical import check_cards
 from manylora_lab.sim.clairvoyant import Clairvoyant
 from manylora_lab.sim.device import MergeCosts
-from manylora_lab.sim.hardware import hardware_named
+from manylora_lab.sim.hardware import Hardware, hardware_named
 from manylora_lab.sim.limits import recorded, reference, summarize_limits
 from manylora_lab.sim.merging import beside_pristine, measured_costs, measured_times, merge_times
+from manylora_lab.sim.parallel import LORA_SHARDINGS, LoraSharding, ParallelCosts, adapter_pages
 from manylora_lab.sim.replay import Replay
 from manylora_lab.sim.shipped import find_profile
 from manylora_lab.sim.stated import described_costs
@@ -77,6 +78,8 @@ class SimulateSettings:
     hardware: str | None = None
     shape: str | None = None
     cards: int = 1
+    tensor_parallel_size: int = 1
+    lora_sharding: str = "sharded"
     policies: str = "manylora"
     merge: str = "unmerged"
     is_warm: bool = True
@@ -94,6 +97,15 @@ class SimulateSettings:
         if self.hardware is not None and self.device is not None:
             raise ConfigError("--device is compared with a profile's machine: it does not go with --hardware")
         check_cards(self.cards, "--cards")
+        if self.tensor_parallel_size < 1:
+            raise ConfigError(f"--tensor-parallel-size must be at least 1, got {self.tensor_parallel_size}")
+        if self.tensor_parallel_size > 1 and self.cards > 1:
+            raise ConfigError(
+                "--cards shares a model out ideally: it does not go with --tensor-parallel-size"
+            )
+        if self.lora_sharding not in LORA_SHARDINGS:
+            known = ", ".join(LORA_SHARDINGS)
+            raise ConfigError(f"--lora-sharding must be one of {known}, got {self.lora_sharding!r}")
         if self.out is not None:
             check_writable(self.out)
 
@@ -101,7 +113,8 @@ class SimulateSettings:
 @dataclasses.dataclass(frozen=True, slots=True)
 class SimulatedTarget:
     """What is simulated: costs on all cards, and what the engine's settings, pools and adapters follow from.
-    ``profile``: whence the costs are, if measured."""
+    ``shape``: what all cards hold together. ``profile``: whence the costs are, if measured. ``sharding``: of
+    adapters where the cards share the model by tensor parallelism."""
 
     name: str
     shape: ModelShape
@@ -109,6 +122,8 @@ class SimulatedTarget:
     profile: Profile | None
     pool_bytes: int | None
     cards: int = 1
+    tensor_parallel_size: int = 1
+    sharding: LoraSharding = "sharded"
 
     @property
     def kind(self) -> Literal["cpu", "cuda"]:
@@ -119,6 +134,12 @@ class SimulatedTarget:
     def modules(self) -> tuple[str, ...]:
         """That the adapters adapt."""
         return ATTENTION_MODULES if self.profile is None else self.profile.adapter_modules
+
+    def adapter_pages(self, rank: int, page_tokens: int) -> int:
+        """Pages that an adapter of this rank takes."""
+        return adapter_pages(
+            self.shape, self.tensor_parallel_size, self.sharding, rank, page_tokens, self.modules
+        )
 
     def merge_times(self, config: PolicyConfig) -> MergeTimes | None:
         """What an engine of this config measures before serving, if the profile has it."""
@@ -179,7 +200,7 @@ def _simulated(
     name: str, config: PolicyConfig, stream: Stream, target: SimulatedTarget, settings: SimulateSettings
 ) -> dict[str, Any]:
     """One policy's result, beside it, if asked for, the most that any could have kept; or the reference's."""
-    pages = [target.shape.adapter_pages(rank, config.page_tokens, target.modules) for rank in stream.ranks]
+    pages = [target.adapter_pages(rank, config.page_tokens) for rank in stream.ranks]
     limit = _copy_limit(settings)
     of_policy: dict[str, Any] = {}
     clairvoyant = Clairvoyant(config.merge) if config.merge.is_on else None
@@ -277,11 +298,14 @@ def target_of(settings: SimulateSettings) -> SimulatedTarget:
     cards = f"{settings.cards} x " if settings.cards > 1 else ""
     if settings.hardware is not None:
         hardware, shape = hardware_named(settings.hardware), shape_named(settings.shape or _SHAPE)
+        if settings.tensor_parallel_size > 1:
+            return _parallel_target(settings, hardware, shape)
         costs = described_costs(shape, hardware, settings.cards)
         name = f"{cards}{hardware.name} (assumed)"
         return SimulatedTarget(name, shape, costs, None, costs.pool_bytes())
     assert settings.profile is not None
     profile = find_profile(settings.profile)
+    profile.expect(tensor_parallel_size=settings.tensor_parallel_size)
     if settings.model is not None:
         profile.expect(_shape_of_folder(settings.model, profile.model.itemsize))
     if settings.device is not None:
@@ -290,6 +314,13 @@ def target_of(settings: SimulateSettings) -> SimulatedTarget:
     return SimulatedTarget(
         f"{cards}{profile.machine}", profile.model, measured, profile, None, settings.cards
     )
+
+
+def _parallel_target(settings: SimulateSettings, hardware: Hardware, shape: ModelShape) -> SimulatedTarget:
+    size, sharding = settings.tensor_parallel_size, cast(LoraSharding, settings.lora_sharding)
+    costs = ParallelCosts(shape, hardware, size, sharding=sharding)
+    name = f"{size} x {hardware.name}, tensor parallel, adapters {sharding} (assumed)"
+    return SimulatedTarget(name, costs.shape, costs, None, costs.pool_bytes(), size, size, sharding)
 
 
 def _shape_of_folder(model: str, itemsize: int) -> ModelShape:
@@ -349,6 +380,7 @@ def config_of(
         queue=scheduler.queue,
         merge=merge,
         max_prefills_per_step=scheduler.max_prefills,
+        kept_share=scheduler.kept_share,
         cold_start=scheduler.cold_start,
     )
 
@@ -365,7 +397,7 @@ def with_times(config: PolicyConfig, stream: Stream, target: SimulatedTarget) ->
     if not config.merge.is_on or not stream.ranks:
         return config
     rank = statistics.median_low(stream.ranks)
-    num_pages = target.shape.adapter_pages(rank, config.page_tokens, target.modules)
+    num_pages = target.adapter_pages(rank, config.page_tokens)
     times = target.merge_times(config) or merge_times(
         target.costs,
         num_pages * config.page_bytes,

@@ -14,6 +14,7 @@ from manylora.config import ConfigError, PolicyConfig, is_import_name
 from manylora.config.routing import (
     ROUTERS,
     CaraServeParameters,
+    ManyloraParameters,
     RouterConfig,
     parameter_lines,
     read_parameters,
@@ -161,6 +162,8 @@ def run_cluster(settings: ClusterSettings, load: Callable[[], Stream]) -> int:
 
 def help_of(name: str) -> str:
     """The parameters of a routing policy, a line each. Raises ConfigError."""
+    if name == "all" or "," in name:
+        raise ConfigError(f"--router-help takes the name of one router, got {name!r}")
     (policy,) = _names(name)
     return "\n".join(parameter_lines(policy, find_router(policy).parameters))
 
@@ -230,6 +233,8 @@ def _routers(
     for name, pairs in given.items():
         if find_router(name).parameters is CaraServeParameters:
             pairs = [*pairs, *_of_profile(name, pairs, target, slo_s)]
+        elif find_router(name).parameters is ManyloraParameters and slo_s is not None:
+            pairs = [("slo_s", repr(slo_s)), *pairs]  # what was set by hand comes later, and wins
         read_parameters(name, find_router(name).parameters, pairs)
         found[name] = RouterConfig(name, tuple(pairs))
     return found
@@ -274,7 +279,7 @@ def _notes(
 
 
 def _member(config: PolicyConfig, stream: Stream, target: SimulatedTarget) -> Member:
-    pages = [target.shape.adapter_pages(rank, config.page_tokens, target.modules) for rank in stream.ranks]
+    pages = [target.adapter_pages(rank, config.page_tokens) for rank in stream.ranks]
     merging = target.merge_costs(config)
     return Member(config, target.costs, pages, target.name, merging=merging)
 

@@ -41,7 +41,7 @@ FLAG_NAMES = (
     "scheduling_policy", "priority_floor", "priority_age", "fairness", "fair_by", "fair_weights", "fair_share",
     "adapter_batch_limit", "merge_copy", "merge_minority",
     "merge_mixed_16bit", "merge_starve", "merge_alpha", "merge_beta", "merge_dec", "merge_mul", "merge_window",
-    "max_prefills_per_step",
+    "max_prefills_per_step", "kept_share",
     "cold_start", "cold_start_stall", "copy_limit",
 )  # fmt: skip
 """Settings of the engine that a simulation knows."""
@@ -53,6 +53,8 @@ _COSTS: tuple[Option, ...] = (
     ("--hardware", str, "NAME", "assumed, instead: " + ", ".join(HARDWARE)),
     ("--shape", str, "NAME", "with --hardware: of the model, such as llama-2-7b (the default)"),
     ("--cards", int, "N", "1, 2, 4 or 8 of them, ideally shared out (default: 1)"),
+    ("--tensor-parallel-size", int, "N", "so many of --hardware, with what they exchange (default: 1)"),
+    ("--lora-sharding", str, "NAME", "of adapters among these: sharded (the default) or replicated"),
 )
 
 
@@ -131,6 +133,8 @@ def _simulate(args: argparse.Namespace) -> int:
         hardware=args.hardware,
         shape=args.shape,
         cards=1 if args.cards is None else args.cards,
+        tensor_parallel_size=1 if args.tensor_parallel_size is None else args.tensor_parallel_size,
+        lora_sharding=args.lora_sharding or "sharded",
         policies=args.policies,
         merge=args.merge,
         is_warm=not args.cold,
@@ -147,7 +151,7 @@ def _simulate(args: argparse.Namespace) -> int:
     cluster = ClusterSettings(
         settings,
         args.replicas,
-        routers=args.router or "manylora",
+        routers="manylora" if args.router is None else args.router,
         router_set=args.router_set or (),
         slo_tpot=args.slo_tpot,
         report_delay_s=delay_s,

@@ -61,7 +61,7 @@ def build(
         for key in keys:
             child = tree.insert(node, key, now)
             tree.move_pin(node, child)
-            residency.fill(child, residency.take(1))
+            residency.fill(child, residency.take(1), now)
             node = child
         residency.visits.matched(node, now)
         residency.unpin(node, now)

@@ -47,6 +47,8 @@ SETTINGS = {
     "S1": Setting("llama-2-7b", (8,)),
     "S2": Setting("llama-2-7b", (64, 32, 16, 8)),
     "S4": Setting("llama-2-13b", (64, 32, 16)),
+    "S5": Setting("llama-30b", (32,)),
+    "S6": Setting("llama-2-70b", (64,)),
 }
 POOL_TOKENS = {
     ("S1", "a10"): 14_000, ("S2", "a10"): 14_000, ("S4", "a100-40"): 14_000,
@@ -122,15 +124,8 @@ def simulate(case: ServingCase, stream: Stream) -> list[Outcome]:
     costs: StepCosts = AnalyticalCosts(shape, HARDWARE[case.hardware])
     if case.system == "s-lora-bmm":
         costs = PaddedCopies(shape, case.hardware, max(pages) * page_bytes)
-    config = PolicyConfig(
-        num_pages=num_pages,
-        page_tokens=PAGE_TOKENS,
-        max_model_len=2048,
-        max_num_seqs=RUNNING_AT_ONCE,
-        max_batch_tokens=BATCH_TOKENS,
-        num_host_pages=HOST_POOL_BYTES // page_bytes,
-        page_bytes=page_bytes,
-        cache=_cache(case, num_pages, pages),
+    config = dataclasses.replace(
+        engine_config(num_pages, page_bytes, _cache(case, num_pages, pages)),
         admission=case.admission,
         slo_ttft_s=OBJECTIVE_S,
         queue=QueueConfig(adapter_batch_limit=case.adapter_batch_limit),
@@ -139,6 +134,20 @@ def simulate(case: ServingCase, stream: Stream) -> list[Outcome]:
     replay = Replay(stream, config, costs, pages)
     replay.run()
     return replay.outcomes
+
+
+def engine_config(num_pages: int, page_bytes: int, cache: CacheConfig) -> PolicyConfig:
+    """Of an engine whose memory alone says how many requests run."""
+    return PolicyConfig(
+        num_pages=num_pages,
+        page_tokens=PAGE_TOKENS,
+        max_model_len=2048,
+        max_num_seqs=RUNNING_AT_ONCE,
+        max_batch_tokens=BATCH_TOKENS,
+        num_host_pages=HOST_POOL_BYTES // page_bytes,
+        page_bytes=page_bytes,
+        cache=cache,
+    )
 
 
 def _merge(case: ServingCase, costs: StepCosts, adapter_bytes: int, shape: ModelShape) -> MergeConfig:

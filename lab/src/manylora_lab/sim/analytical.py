@@ -54,7 +54,8 @@ class AnalyticalCosts:
         reads_at_once: int = 2,
     ) -> None:
         """``between_s``: the policy's and the driver's time between two steps. Raises ConfigError."""
-        check_cards(cards)
+        if cards < 1:
+            raise ConfigError(f"cards must be at least 1, got {cards}")
         for name, value in (
             ("launch_s", launch_s), ("between_s", between_s), ("copy_base_s", copy_base_s),
             ("read_base_s", read_base_s),

@@ -36,15 +36,16 @@ from manylora.protocol.routing import (
     ScaleHint,
     Solve,
     Solved,
+    Unplace,
     Withdraw,
     Withdrawn,
 )
 from manylora.reports import Counters
-from manylora.types import AdapterId, Request, RequestId
+from manylora.types import Request, RequestId
 from manylora_lab.sim.cluster_facts import facts_of
 from manylora_lab.sim.cluster_replica import ReplicaLoop
 from manylora_lab.sim.device import Kernel, MergeCosts, SimulatedDevice
-from manylora_lab.sim.front_end import FrontEnd
+from manylora_lab.sim.front_end import FrontEnd, most_output
 from manylora_lab.sim.loop import VirtualDevice
 from manylora_lab.sim.prompts import MOST_TOKENS, client_name, request_of
 from manylora_lab.workloads.stream import Stream, StreamRequest
@@ -111,7 +112,8 @@ class VirtualCluster:
     """One run: ``run`` replays the stream to its end.
 
     ``router``: None only for a replica that is alone. ``is_warm``: every adapter is asked for once on each
-    replica before the stream starts, where there are no more than EAGER_ADAPTERS.
+    replica before the stream starts, where there are no more than EAGER_ADAPTERS. ``tells_lengths``: the router
+    is told how long each reply will be; else what clients allow, which is as much for all.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class VirtualCluster:
         report_delay_s: float = REPORT_DELAY_S,
         wire_s: float = 0.0,
         solve: Solver | None = None,
+        tells_lengths: bool = False,
         journal: Journal | None = None,
     ) -> None:
         """Raises ConfigError."""
@@ -143,7 +146,8 @@ class VirtualCluster:
         drops = any(member.config.admission == "early-abort" for member in members)
         self.stream = stream
         self.members = tuple(members)
-        self.front = FrontEnd(stream, first.config.queue, drops, first.costs.answer_s)
+        most_tokens = None if tells_lengths else most_output([member.config for member in members])
+        self.front = FrontEnd(stream, first.config.queue, drops, first.costs.answer_s, most_tokens)
         self.now = 0.0
         self.times = RouterTimes()
         self.hints: list[tuple[float, ScaleHint]] = []
@@ -163,7 +167,6 @@ class VirtualCluster:
         self._scheduled: list[float] = []  # of each loop, when the heap has it next
         self._warming: dict[tuple[int, RequestId], Request] = {}
         self._warm_s = 0.0
-        self._num_placed = 0
         self._timer: Timer | None = None
         self._start(is_warm)
 
@@ -221,7 +224,9 @@ class VirtualCluster:
             ):
                 self._tell(Listed(adapter, rank, num_pages))
             for place, member in enumerate(self.members):
-                self._tell(ReplicaUp(place, 1, facts_of(member.config, member.costs, member.numerics)))
+                rank_pages = sum(member.adapter_pages) / max(sum(self.stream.ranks), 1)
+                facts = facts_of(member.config, member.costs, member.numerics, member.kernel, rank_pages)
+                self._tell(ReplicaUp(place, 1, facts))
             self._put(HEARTBEAT_S, _CLOCK, None)
         for loop in self.loops:
             self._schedule(loop)
@@ -386,8 +391,10 @@ class VirtualCluster:
                 )
                 if following is not None:
                     self._put(self.now, _NEWS, following)
-            case Place():
-                self._place(command.adapter, self.loops[command.replica])
+            case Place() | Unplace():
+                loop = self.loops[command.replica]
+                loop.keep(self.now + self._wire_s, command.adapter, isinstance(command, Place))
+                self._schedule(loop)
             case Solve():
                 self.num_solves += 1
                 if self._solve is not None:
@@ -404,14 +411,6 @@ class VirtualCluster:
         solved = solve(problem)
         self.times.solved_s.append(time.perf_counter() - began)
         return solved
-
-    def _place(self, adapter: AdapterId, loop: ReplicaLoop) -> None:
-        """A copy of the adapter is loaded as by a request of one token; the cache policy may evict it
-        again."""
-        self._num_placed += 1
-        first = -(len(self.stream.ranks) + self._num_placed) * MOST_TOKENS
-        loop.put(self.now, request_of(f"place-{self._num_placed}", adapter, (first,), 1))
-        self._schedule(loop)
 
     def _tick(self, what: object) -> None:
         if isinstance(what, Timer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from manylora.config import PolicyConfig
 from manylora.pricing.costs import StepCosts, StepWork, prefill_pairs
 from manylora.protocol.routing import ReplicaFacts, StepPlane
+from manylora_lab.sim.device import Kernel
 
 _ROWS, _MANY_ROWS = 16, 32
 _KV_TOKENS = 512
@@ -14,8 +15,15 @@ _ADAPTERS = 8
 _ADAPTER_PAGES = 8
 
 
-def facts_of(config: PolicyConfig, costs: StepCosts, numerics: str = "") -> ReplicaFacts:
-    """The facts of a replica with these settings and costs."""
+def facts_of(
+    config: PolicyConfig,
+    costs: StepCosts,
+    numerics: str = "",
+    kernel: Kernel = "shared",
+    rank_pages: float = 0.0,
+) -> ReplicaFacts:
+    """The facts of a replica with these settings and costs. ``rank_pages``: pages of an adapter for each unit of
+    its rank, where the ``kernel`` does not read each distinct adapter once."""
     page_bytes = config.page_bytes
     copy_s = costs.copy_s(_ADAPTER_PAGES * page_bytes)
     read_s = costs.read_s(_ADAPTER_PAGES * page_bytes)
@@ -24,7 +32,7 @@ def facts_of(config: PolicyConfig, costs: StepCosts, numerics: str = "") -> Repl
         page_tokens=config.page_tokens,
         max_model_len=config.max_model_len,
         max_seqs=config.max_num_seqs,
-        planes=(decode_plane(costs, page_bytes, config.max_num_seqs),),
+        planes=(_by_rank(decode_plane(costs, page_bytes, config.max_num_seqs), kernel, rank_pages),),
         token_s=token_s(costs),
         page_in_s=copy_s / _ADAPTER_PAGES,
         page_read_s=read_s / _ADAPTER_PAGES,
@@ -32,6 +40,16 @@ def facts_of(config: PolicyConfig, costs: StepCosts, numerics: str = "") -> Repl
         num_host_pages=config.num_host_pages,
         numerics=numerics,
     )
+
+
+def _by_rank(plane: StepPlane, kernel: Kernel, rank_pages: float) -> StepPlane:
+    if kernel == "shared":
+        return plane
+    rank_s = plane.adapter_page_s * rank_pages
+    unshared = plane._replace(adapter_s=0.0, adapter_page_s=0.0)
+    if kernel == "mbgmv":
+        return unshared._replace(rank_s=rank_s)
+    return unshared._replace(padded_rank_s=rank_s)
 
 
 def token_s(costs: StepCosts) -> float:

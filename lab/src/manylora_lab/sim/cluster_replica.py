@@ -17,6 +17,7 @@ from manylora.protocol import (
     Emit,
     Event,
     Finish,
+    Keep,
     LetGo,
     Machine,
     Released,
@@ -96,6 +97,11 @@ class ReplicaLoop(VirtualLoop):
     def withdraw(self, due: float, request: RequestId, attempt: int) -> None:
         """The replica is told then to let the request go."""
         self._put(due, LetGo(request, attempt))
+
+    def keep(self, due: float, adapter: AdapterId, is_kept: bool) -> None:
+        """The replica is told then to have a copy of the adapter on its device, or that it need not."""
+        self._learn(due, adapter)
+        self._put(due, Keep(adapter, is_kept))
 
     def _learn(self, due: float, adapter: AdapterId) -> None:
         if adapter != BASE and adapter not in self._known:

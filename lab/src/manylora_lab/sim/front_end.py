@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import collections
 import math
+from collections.abc import Sequence
 
-from manylora.config import ConfigError, QueueConfig
+from manylora.config import ConfigError, PolicyConfig, QueueConfig
 from manylora.policy.routing.hashing import prefix_hashes
 from manylora.protocol import Admitted, ClientCommand, Emit, Finish, Ready, Reject
 from manylora.protocol.routing import Asked, Assign, ReplicaId
@@ -20,6 +21,11 @@ from manylora_lab.workloads.stream import Stream, StreamRequest
 
 PROGRESS_TOKENS = 32
 """A front end tells the router of a request's first token, and of every so many."""
+
+
+def most_output(configs: Sequence[PolicyConfig]) -> int:
+    """Tokens of a prompt and a reply that each of these replicas can hold beside an adapter of half its pages."""
+    return min(min(config.max_model_len, config.num_pages * config.page_tokens // 2) for config in configs)
 
 
 class OpenRequest:
@@ -51,8 +57,12 @@ class OpenRequest:
 class FrontEnd:
     """Of one stream. ``began_s``: the moment from which the stream's arrivals count; outcomes do likewise."""
 
-    def __init__(self, stream: Stream, queue: QueueConfig, drops: bool, answer_s: float) -> None:
-        """``drops``: whether early abort may refuse requests; ``answer_s``: from a step's end to its tokens."""
+    def __init__(
+        self, stream: Stream, queue: QueueConfig, drops: bool, answer_s: float, most_tokens: int | None = None
+    ) -> None:
+        """``drops``: whether early abort may refuse requests; ``answer_s``: from a step's end to its tokens;
+        ``most_tokens``: a prompt and its reply together, as far as the router is told; None: it is told how long
+        the reply will be."""
         self.stream = stream
         self.outcomes: list[Outcome] = []
         self.began_s = 0.0
@@ -68,6 +78,8 @@ class FrontEnd:
         self._queue = queue
         self._drops = drops
         self._answer_s = answer_s
+        self._most_tokens = most_tokens
+        self._longest = max(request.output_tokens for request in stream.requests)
 
     # ------------------------------------------------------------ arrivals
 
@@ -99,11 +111,15 @@ class FrontEnd:
         made = request_of(name, adapter, prompt, request.output_tokens, share)
         self.open[name] = OpenRequest(made, outcome, moment)
         self.last_news_s = moment
+        allowed = request.output_tokens
+        if self._most_tokens is not None:
+            # All clients allow as much, as far as a replica could hold it; the router is not to know more.
+            allowed = max(allowed, min(self._longest, self._most_tokens - len(prompt)))
         return Asked(
             name,
             adapter,
             len(prompt),
-            request.output_tokens,
+            allowed,
             prefix_hashes(adapter, made.cache_scope, prompt),
         )
 

@@ -26,6 +26,28 @@ class StatedTimes:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Interconnect:
+    """What the cards of one host exchange by: seconds that an exchange takes however small it is, and bytes a
+    second that each card sends."""
+
+    name: str
+    base_s: float
+    bytes_s: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.base_s < float("inf") or not 0 < self.bytes_s < float("inf"):
+            raise ConfigError(f"{self.name} must have base_s from 0 and bytes_s above 0")
+
+    def all_gather_s(self, num_bytes: float, cards: int) -> float:
+        """Each card has a share of ``num_bytes``, and all get the whole."""
+        return self.base_s + (cards - 1) / cards * num_bytes / self.bytes_s
+
+    def all_reduce_s(self, num_bytes: float, cards: int) -> float:
+        """Each card has ``num_bytes``, and all get the sum: twice the traffic of an all-gather of so many."""
+        return self.base_s + 2 * (cards - 1) / cards * num_bytes / self.bytes_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Hardware:
     """One card. Rates are per second: ``flops`` dense and in 16 bits, ``link_bytes_s`` each way to the host.
     Vendors' gigabytes of memory are taken for 2**30 bytes.
@@ -47,6 +69,8 @@ class Hardware:
     64 adapters of rank 16, 5.1 GB, add 1.8 ms to a step (docs/results/h200_steps.json)."""
     stated: StatedTimes | None = None
     """Steps and switches take this, and the card's rates hold for copies alone (``sim.stated``)."""
+    interconnect: Interconnect | None = None
+    """Between the cards of one host; None where no description is known."""
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "memory_bytes_s", "flops", "link_bytes_s"):
@@ -81,6 +105,15 @@ class Hardware:
 
 _VENDOR = "vendor data sheet, recalled; efficiencies assumed"
 
+_EXCHANGE_S = 20e-6
+"""Of a small NCCL exchange within a host, assumed: public threads tell of 20 us and more for all-reduces of 72 KiB
+to 2 MiB over NVLink."""
+_LINK_SHARE = 0.8
+NVLINK_3 = Interconnect("NVLink 3, 300 GB/s each way", _EXCHANGE_S, _LINK_SHARE * 300e9)
+NVLINK_4 = Interconnect("NVLink 4, 450 GB/s each way", _EXCHANGE_S, _LINK_SHARE * 450e9)
+PCIE_4 = Interconnect("PCIe 4 x16, 32 GB/s each way", _EXCHANGE_S, _LINK_SHARE * 32e9)
+"""Peaks are the data sheets', recalled; what of them an exchange gets is assumed."""
+
 NPU_MEMORY_BYTES_S = 1.2e12
 """Assumed: the FastLibra paper names no bandwidth, and no model. What follows from that is in
 docs/results/npu_bandwidth.md, which varies it."""
@@ -101,16 +134,16 @@ def fastlibra_npu(memory_bytes_s: float = NPU_MEMORY_BYTES_S) -> Hardware:
 HARDWARE: dict[str, Hardware] = {
     hardware.name: hardware
     for hardware in (
-        Hardware("a10", 24 * GIB, 600e9, 125e12, 32e9, _VENDOR),
-        Hardware("a100-40", 40 * GIB, 1555e9, 312e12, 32e9, _VENDOR),
-        Hardware("a100-80", 80 * GIB, 2039e9, 312e12, 32e9, _VENDOR + " (SXM)"),
-        Hardware("h100", 80 * GIB, 3350e9, 989.4e12, 64e9, _VENDOR + " (SXM)"),
-        Hardware("h200", 141 * GIB, 4800e9, 989.4e12, 64e9, _VENDOR + " (SXM)"),
+        Hardware("a10", 24 * GIB, 600e9, 125e12, 32e9, _VENDOR, interconnect=PCIE_4),
+        Hardware("a100-40", 40 * GIB, 1555e9, 312e12, 32e9, _VENDOR + " (SXM)", interconnect=NVLINK_3),
+        Hardware("a100-80", 80 * GIB, 2039e9, 312e12, 32e9, _VENDOR + " (SXM)", interconnect=NVLINK_3),
+        Hardware("h100", 80 * GIB, 3350e9, 989.4e12, 64e9, _VENDOR + " (SXM)", interconnect=NVLINK_4),
+        Hardware("h200", 141 * GIB, 4800e9, 989.4e12, 64e9, _VENDOR + " (SXM)", interconnect=NVLINK_4),
         Hardware(
             "h200-measured", 141 * GIB, 4800e9, 989.4e12, 64e9,
             "data sheet as for h200; ceilings measured (docs/results/cache_h200_pinned.json, within 1 %): device "
             "copy 4.30 TB/s, 16-bit matrix product 808 TFLOP/s, host link 55.5 GB/s",
-            4.303 / 4.8, 807.9 / 989.4, 55.5 / 64,
+            4.303 / 4.8, 807.9 / 989.4, 55.5 / 64, interconnect=NVLINK_4,
         ),
         *map(fastlibra_npu, NPU_MEMORY_CHOICES),
         Hardware(

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from manylora.kernels.ops import LoraSegments, Summands
+from manylora.kernels.ops import LoraSegments, Shrunk, Summands
 from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
 from manylora.kernels.triton.dependent import can_depend
 from manylora.kernels.triton.lora_launch import (
@@ -175,6 +175,28 @@ class AdaptedLinears:
         """Computes ``Ops.lora``."""
         partial = self.kernels.shrink(x, pool, layer, group, plan)
         self.kernels.expand(y, partial, pool, layer, group, plan)
+
+    def shrink(
+        self, x: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup, plan: LoraPlan
+    ) -> Shrunk:
+        """Computes ``Ops.lora_shrink``: what expand would add up as it reads is added up before."""
+        planes = self.kernels.shrink(x, pool, layer, group, plan)
+        sums = [part[0] if len(part) == 1 else part.sum(0) for part in planes]
+        values = sums[0] if len(sums) == 1 else torch.cat(sums)
+        return Shrunk(values, [len(part) for part in sums])
+
+    def expand(
+        self,
+        y: torch.Tensor,
+        shrunk: Shrunk,
+        pool: torch.Tensor,
+        layer: int,
+        group: ProjectionGroup,
+        plan: LoraPlan,
+    ) -> None:
+        """Computes ``Ops.lora_expand``."""
+        planes = [part.view(1, -1) for part in torch.split(shrunk.values, shrunk.parts)]
+        self.kernels.expand(y, planes, pool, layer, group, plan)
 
     def _in_turn(
         self,

@@ -19,6 +19,7 @@ from manylora.kernels.ops import (
     MergedLayer,
     MergePlan,
     Rotary,
+    Shrunk,
     Summands,
 )
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
@@ -163,6 +164,22 @@ class TritonOps:
         plan: LoraPlan,
     ) -> None:
         self._adapted(x.device).add(y, x, pool, layer, group, plan)
+
+    def lora_shrink(
+        self, x: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup, plan: LoraPlan
+    ) -> Shrunk:
+        return self._adapted(x.device).shrink(x, pool, layer, group, plan)
+
+    def lora_expand(
+        self,
+        y: torch.Tensor,
+        shrunk: Shrunk,
+        pool: torch.Tensor,
+        layer: int,
+        group: ProjectionGroup,
+        plan: LoraPlan,
+    ) -> None:
+        self._adapted(y.device).expand(y, shrunk, pool, layer, group, plan)
 
     def lora_summands(
         self,

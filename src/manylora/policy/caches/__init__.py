@@ -1,7 +1,7 @@
 """The cache policies, each a small class in a file of its own, found by name.
 
-``manylora``, FastLibra's with its ablations, the baselines of its paper, and one LRU. A policy of your own is a
-subclass of ``CachePolicy`` anywhere on the import path, named as ``module:Class``.
+``manylora``, FastLibra's with its ablations, the baselines of its paper, and three of one LRU. A policy of your
+own is a subclass of ``CachePolicy`` anywhere on the import path, named as ``module:Class``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from manylora.policy.caches.fastlibra_wol import FastLibraWithoutReward
 from manylora.policy.caches.fastlibra_wom import FastLibraWithoutDependencies
 from manylora.policy.caches.fastlibra_wos import FastLibraWithoutValue
 from manylora.policy.caches.lru import Lru
+from manylora.policy.caches.lru_ahead import LruAhead
+from manylora.policy.caches.lru_drop import LruDrop
 from manylora.policy.caches.manylora import Manylora
 from manylora.policy.caches.policy import CachePolicy
 from manylora.policy.caches.s_lora import SLora
@@ -23,7 +25,7 @@ CACHES: dict[str, type[CachePolicy]] = {
     policy.name: policy
     for policy in (
         Manylora, FastLibra, FastLibraWithoutDependencies, FastLibraWithoutValue, FastLibraWithoutReward,
-        StaticLru, SLora, Lru,
+        StaticLru, SLora, Lru, LruAhead, LruDrop,
     )
 }  # fmt: skip
 

@@ -42,6 +42,10 @@ class CachePolicy:
     prefetches: ClassVar[bool] = False
     """What waiting requests need comes into idle pages ahead of them (S-LoRA §5.2)."""
 
+    writes_through: ClassVar[bool] = False
+    """KV is copied to the host as soon as it is computed, as far as the host can make room, and not only when it
+    leaves."""
+
     prices_pages: ClassVar[bool] = False
     """Values on the device are log seconds that a page saves, each second."""
 

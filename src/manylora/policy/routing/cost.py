@@ -20,12 +20,16 @@ def cheapest(
     request: LiveRequest,
     candidates: Sequence[ReplicaState],
     blocks: Mapping[ReplicaState, int],
+    slo_s: float = 0.0,
+    late_s: float = 0.0,
 ) -> ReplicaState | None:
     """The candidate that costs least, of equal ones the first; None where none can ever hold the request.
 
     ``blocks``: of the prompt, that a replica is believed to have. The cost is the time until the first token (the
-    wait, the prefill, the adapter), the value of pages that are pushed out, and what decode steps take longer for
-    all that run, this request included, as long as it is expected to run.
+    wait, the prefill, the adapter), the value of pages that are pushed out, what those that run wait for its
+    prompt, and what decode steps take longer for all that run, this request included, as long as it is expected
+    to run. With an objective ``slo_s`` for these steps each request that comes to be beyond it costs ``late_s``
+    besides.
     """
     best, least_s = None, float("inf")
     remaining = view.remaining_tokens(request)
@@ -60,18 +64,22 @@ def cheapest(
         if cost_s >= least_s:
             continue
         # By the plane that bounds a step now: within it, each row, token and page adds the same.
-        now_s, (_, row_s, kv_token_s, adapter_s, adapter_page_s) = replica.step_now or replica.present_step()
-        then_s = now_s + kv_tokens * kv_token_s
+        now_s, plane = replica.step_now or replica.present_step()
+        _, row_s, kv_token_s, adapter_s, adapter_page_s, rank_s, padded_s = plane
+        then_s = now_s + kv_tokens * kv_token_s + request.rank * rank_s
         if is_new:
             then_s += adapter_s + adapter_pages * adapter_page_s
-        free_rows = replica.max_seqs - rows
-        if free_rows >= samples:
-            then_s += samples * row_s
-            cost_s += (rows * (then_s - now_s) + samples * then_s) * remaining
-        else:  # all slots are taken then
-            then_s += max(free_rows, 0) * row_s
-            rows = min(rows, replica.max_seqs)
-            cost_s += (replica.max_seqs * then_s - rows * now_s + samples * then_s) * remaining
+        added = min(samples, max(replica.max_seqs - rows, 0))  # else all slots are taken then
+        rows = min(rows, replica.max_seqs)
+        then_s += added * row_s
+        if padded_s:
+            largest = replica.rank_max
+            padded = (rows + added) * max(largest, request.rank) - rows * largest
+            then_s += padded * padded_s
+        cost_s += (rows * (then_s - now_s) + samples * then_s) * remaining
+        cost_s += rows * num_computed * replica.token_s  # they stand still meanwhile
+        if slo_s and then_s > slo_s:
+            cost_s += late_s * (samples if now_s > slo_s else samples + rows)
         if cost_s < least_s:
             best, least_s = replica, cost_s
     return best

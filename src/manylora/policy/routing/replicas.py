@@ -229,9 +229,11 @@ class ReplicaState:
             kv_tokens, num_adapters, adapter_pages = self.kv_tokens, len(self.adapters), self.adapter_pages
             longest, bounding = -1.0, self.facts.planes[0]
             for plane in self.facts.planes:
-                base, row, kv_token, adapter, page = plane
+                base, row, kv_token, adapter, page, rank, padded = plane
                 seconds = base + rows * row + kv_tokens * kv_token
-                seconds += num_adapters * adapter + adapter_pages * page
+                seconds += num_adapters * adapter + adapter_pages * page + self.rank_sum * rank
+                if padded:
+                    seconds += rows * self.rank_max * padded
                 if seconds > longest:
                     longest, bounding = seconds, plane
             found = self.step_now = longest, bounding

@@ -1,0 +1,54 @@
+"""What N ranks exchange during a step: sums and gathers, the same on every rank to the last bit.
+
+Owns the protocol, and the account of what was exchanged. Every rank asks for the same exchanges in the same order;
+what they are for is the callers' business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, Protocol
+
+import torch
+
+Purpose = Literal["base", "lora", "sampling", "start"]
+"""What an exchange is for: the base's sums; what adapters add to them; logits and tokens; agreeing at the
+start."""
+
+PURPOSES: tuple[Purpose, ...] = ("base", "lora", "sampling", "start")
+
+
+@dataclasses.dataclass
+class Traffic:
+    """Exchanges since the start, and the bytes that a rank put into them: one copy of its own tensor each."""
+
+    count: int = 0
+    num_bytes: int = 0
+
+
+class Peers(Protocol):
+    """A rank's door to the others. Used by one thread."""
+
+    rank: int
+    count: int
+
+    num_exchanges: int
+    """Since the start, of any purpose: how ranks see that they have done the same."""
+
+    digest: int
+    """A checksum of their purposes and sizes, in order."""
+
+    traffic: dict[Purpose, Traffic]
+
+    def add_up(self, tensor: torch.Tensor, purpose: Purpose) -> None:
+        """In place: the sum of the ranks' tensors, of one shape and dtype, added in the order of the ranks
+        and, for 16-bit floats, in float32. Contiguous in the last dimension."""
+
+    def gather(self, tensor: torch.Tensor, purpose: Purpose) -> list[torch.Tensor]:
+        """Every rank's tensor, of one shape and dtype, in the order of the ranks."""
+
+    def broadcast(self, tensor: torch.Tensor, purpose: Purpose) -> None:
+        """In place: the first rank's tensor; contiguous."""
+
+    def close(self) -> None:
+        """No more exchanges. Idempotent."""

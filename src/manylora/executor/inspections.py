@@ -1,0 +1,104 @@
+"""What inspecting adapters found, by adapter, and the checks that are asked for.
+
+Owns the adapters' specs. They are shared with other threads without a lock: setting or reading one entry of a dict
+relies on the GIL. Reads files on its caller's thread; knows no pages and no device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from manylora.adapters.faults import FilesChanged, WrongInspection
+from manylora.adapters.pack import layout_of
+from manylora.adapters.peft import AdapterSpec
+from manylora.adapters.registry import Registry
+from manylora.adapters.verify import verify_weights
+from manylora.kernels.shapes import AdapterGeometry
+from manylora.memory.copier import one_line
+from manylora.protocol import AdapterChecked, AdapterError, InspectAdapter, VerifyAdapter
+from manylora.types import AdapterId
+
+_log = logging.getLogger(__name__)
+
+
+class Inspections:
+    """``geometry`` says how many pages an adapter takes."""
+
+    def __init__(
+        self, registry: Registry, geometry: AdapterGeometry, dtype: torch.dtype, max_rank: int | None
+    ) -> None:
+        self._registry = registry
+        self._geometry = geometry
+        self._dtype = dtype
+        self._max_rank = max_rank
+        self._specs: dict[AdapterId, AdapterSpec] = {}
+
+    def find(self, adapter: AdapterId) -> AdapterSpec | None:
+        return self._specs.get(adapter)
+
+    def spec(self, adapter: AdapterId) -> AdapterSpec:
+        """Raises AdapterError where the adapter is not known."""
+        spec = self._specs.get(adapter)
+        if spec is None:
+            raise AdapterError("the adapter is not known")
+        return spec
+
+    def learn(self, adapter: AdapterId, spec: AdapterSpec) -> None:
+        self._specs[adapter] = spec
+
+    def forget(self, adapter: AdapterId) -> None:
+        self._specs.pop(adapter, None)
+
+    def inspect(self, command: InspectAdapter) -> AdapterChecked:
+        """What it found is known afterwards."""
+
+        def inspect() -> AdapterChecked:
+            spec = self._registry.inspect(Path(command.path), self._max_rank)
+            self._specs[command.adapter] = spec
+            return self._found(command.adapter, spec)
+
+        return _checked(command.adapter, inspect)
+
+    def verify(self, command: VerifyAdapter) -> AdapterChecked:
+        """Reads all weights."""
+
+        def verify() -> AdapterChecked:
+            spec = self.spec(command.adapter)
+            try:
+                verify_weights(spec, self._geometry, self._dtype)
+            except WrongInspection as error:
+                spec = self.again(command.adapter, spec, error)
+                verify_weights(spec, self._geometry, self._dtype)
+            return self._found(command.adapter, spec)
+
+        return _checked(command.adapter, verify)
+
+    def again(self, adapter: AdapterId, spec: AdapterSpec, error: WrongInspection) -> AdapterSpec:
+        """What the registry remembered is not what the files hold: look at them. Raises AdapterError where the
+        adapter takes other pages than the policy was told. Called from any thread."""
+        _log.warning("adapter %d (%s): %s; inspecting it again", adapter, spec.path, error)
+        found = self._registry.inspect(Path(spec.path), self._max_rank, anew=True)
+        if layout_of(found, self._geometry).num_pages != layout_of(spec, self._geometry).num_pages:
+            raise FilesChanged("the adapter is of another size than was remembered of it; add it again")
+        if adapter in self._specs:
+            self._specs[adapter] = found
+        return found
+
+    def _found(self, adapter: AdapterId, spec: AdapterSpec) -> AdapterChecked:
+        num_pages = layout_of(spec, self._geometry).num_pages
+        return AdapterChecked(adapter, True, num_pages, spec.rank)
+
+
+def _checked(adapter: AdapterId, check: Callable[[], AdapterChecked]) -> AdapterChecked:
+    """What ``check`` finds, or why it failed."""
+    try:
+        return check()
+    except AdapterError as error:
+        return AdapterChecked(adapter, False, error=str(error), status=error.status)
+    except Exception as error:
+        _log.exception("checking adapter %d failed", adapter)
+        return AdapterChecked(adapter, False, error=one_line(error), status=503)

@@ -1,0 +1,348 @@
+"""The door to N ranks, which are one executor to the driver.
+
+Owns their processes from when they obey until they are gone, the order of commands, and the agreement of their
+answers: a step has ended when all ranks have ended it alike, a read or a copy is done when all report it, and
+fails on all where it fails on one. Whatever shows that ranks are no longer alike ends them all. Holds no tensor.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import logging
+import selectors
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from manylora.adapters.registry import Registry
+from manylora.executor.inspections import Inspections
+from manylora.executor.ranks.ring import RingWriter
+from manylora.executor.ranks.status import StatusReader
+from manylora.executor.ranks.watch import LOOK_S, STOPPED_LOOKS, is_stopped
+from manylora.executor.ranks.wire import Channel, End, Learn, RankFailed, StepAnswer, packed
+from manylora.protocol import (
+    AdapterRead,
+    Ask,
+    CopyDone,
+    DeviceCommand,
+    DeviceEvent,
+    EvictAdapter,
+    ExecutorLost,
+    ExecutorState,
+    ForgetAdapter,
+    InspectAdapter,
+    ReadAdapter,
+    ReportState,
+    RunStep,
+    StepDone,
+    StepResult,
+    SwapPages,
+    VerifyAdapter,
+    ask_of,
+)
+from manylora.types import AdapterId
+
+_log = logging.getLogger(__name__)
+
+END_S = 2.0
+"""What ranks have to end in when they are told to."""
+
+FAILED_STEP_S = 10.0
+"""A step that failed on one rank has failed on all by then, or others wait for that one's exchanges."""
+
+
+class RanksLost(RuntimeError):
+    """A rank is gone, or not like the others."""
+
+
+@dataclasses.dataclass(eq=False)
+class RankProcess:
+    """A rank's process and the channel to it."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    channel: Channel
+
+    def kill(self) -> None:
+        """End it, whatever it does."""
+        self.process.kill()
+
+
+@dataclasses.dataclass(slots=True)
+class _Step:
+    """A step on its way, or ended, and not told of yet."""
+
+    step: int
+    began: float
+    answers: dict[int, StepAnswer] = dataclasses.field(default_factory=dict)
+    failed_s: float | None = None
+
+    def has_ended(self, count: int) -> bool:
+        return len(self.answers) == count
+
+
+class RankedExecutor:
+    """``protocol.Executor`` on several ranks.
+
+    ``step_timeout_s``: a step that takes longer, without the time that ranks spend on compiling, is lost with
+    them.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[RankProcess],
+        ring: RingWriter,
+        status: StatusReader,
+        registry: Registry,
+        inspections: Inspections,
+        step_timeout_s: float,
+    ) -> None:
+        self._ranks = ranks
+        self._ring = ring
+        self._status = status
+        self._registry = registry
+        self._inspections = inspections
+        self._step_timeout_s = step_timeout_s
+        self._tell: Callable[[DeviceEvent], None] = _unheard
+        self._writing = threading.Lock()
+        self._changed = threading.Condition()
+        self._steps: collections.deque[_Step] = collections.deque()  # oldest first
+        self._answers: dict[Ask, dict[int, AdapterRead | CopyDone]] = {}
+        self._brings: dict[Ask, AdapterId] = {}  # what commands on their way bring to the device
+        self._lost: str | None = None
+        self._is_closing = False
+        self._ended_s = 0.0
+        self._stop_watching = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._listen, name="manylora-ranks", daemon=True),
+            threading.Thread(target=self._watch, name="manylora-ranks-watch", daemon=True),
+        ]
+
+    # ------------------------------------------------------------ the door
+
+    def connect(self, tell: Callable[[DeviceEvent], None]) -> None:
+        """See Executor."""
+        self._tell = tell
+        for thread in self._threads:
+            thread.start()
+
+    def obey(self, command: DeviceCommand) -> None:
+        """See Executor."""
+        match command:
+            case ReportState():
+                self._report_state()
+                return
+            case InspectAdapter():
+                found = self._inspections.inspect(command)
+                if found.ok:
+                    spec = self._inspections.spec(command.adapter)
+                    self._write(Learn(command.adapter, spec.to_json()))
+                self._tell(found)
+                return
+            case VerifyAdapter():
+                self._tell(self._inspections.verify(command))
+                return
+            case ForgetAdapter():
+                self._inspections.forget(command.adapter)
+            case ReadAdapter(tier="device") | SwapPages(to_device=True):
+                if command.adapter is not None:
+                    self._brings[ask_of(command)] = command.adapter
+            case RunStep():
+                with self._changed:
+                    self._steps.append(_Step(command.step, time.perf_counter()))
+        self._write(command)
+
+    def wait_step(self) -> None:
+        """See Executor."""
+        with self._changed:
+            if not self._steps:
+                return
+            step = self._steps[0]
+            self._changed.wait_for(lambda: self._lost or step.has_ended(len(self._ranks)))
+            self._check()
+            self._steps.popleft()
+        self._tell(self._result(step))
+
+    def close(self, *, frees: bool = True) -> None:
+        """See Executor."""
+        with self._changed:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            is_lost = self._lost is not None
+            self._changed.notify_all()
+        self._stop_watching.set()
+        if not is_lost:
+            with contextlib.suppress(RanksLost), self._writing:
+                self._ring.write(packed(End()), self._check)
+            ends_s = time.monotonic() + END_S
+            for rank in self._ranks:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    rank.process.wait(max(0.0, ends_s - time.monotonic()))
+        for rank in self._ranks:
+            rank.kill()
+        for rank in self._ranks:
+            rank.process.wait()
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join()
+        for rank in self._ranks:
+            rank.channel.close()
+        for ask in list(self._answers):
+            self._answers.pop(ask)
+        self._registry.close()
+
+    # ------------------------------------------------------------ commands
+
+    def _write(self, command: object) -> None:
+        with self._writing:
+            self._check()
+            self._ring.write(packed(command), self._check)
+
+    def _check(self) -> None:
+        """Raises RanksLost where the ranks are."""
+        if self._lost is not None:
+            raise RanksLost(self._lost)
+
+    def _report_state(self) -> None:
+        found = self._status.read()
+        self._tell(
+            ExecutorState(
+                host_pages_pinned=min(one.pages_pinned for one in found),
+                preparation_s=max(one.preparation_s for one in found),
+                traffic=tuple(one.traffic for one in found),
+            )
+        )
+
+    # ------------------------------------------------------------ answers
+
+    def _listen(self) -> None:
+        """Hear all ranks until the last has ended."""
+        with selectors.DefaultSelector() as selector:
+            for rank in self._ranks:
+                selector.register(rank.channel.sock, selectors.EVENT_READ, rank)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    speaker: RankProcess = key.data
+                    messages = speaker.channel.arrived()
+                    if messages is None:
+                        selector.unregister(key.fileobj)
+                        self._lose(f"rank {speaker.rank} has died")
+                        continue
+                    for message in messages:
+                        self._hear(speaker.rank, message)
+
+    def _hear(self, rank: int, message: object) -> None:
+        match message:
+            case StepAnswer():
+                self._hear_step(rank, message)
+            case AdapterRead() | CopyDone():
+                self._hear_landed(rank, message)
+            case RankFailed():
+                self._lose(f"rank {rank} failed: {message.message}")
+            case _:
+                self._lose(f"rank {rank} said what is not expected of it: {type(message).__name__}")
+
+    def _hear_step(self, rank: int, answer: StepAnswer) -> None:
+        with self._changed:
+            reason: str | None
+            step = next((step for step in self._steps if rank not in step.answers), None)
+            if step is None or step.step != answer.step:
+                reason = f"rank {rank} has ended step {answer.step} out of turn"
+            else:
+                step.answers[rank] = answer
+                reason = self._why_unlike(step, rank)
+            if reason is None:
+                self._changed.notify_all()
+        if reason is not None:
+            self._lose(reason)
+
+    def _why_unlike(self, step: _Step, rank: int) -> str | None:
+        answer = step.answers[rank]
+        if not answer.ok:
+            error = "" if answer.result is None else answer.result.done.error
+            if answer.num_exchanges:
+                return f"step {step.step} failed on rank {rank} after exchanges had begun: {error}"
+            step.failed_s = step.failed_s or time.monotonic()
+        first = next(iter(step.answers.values()))
+        if answer.done != first.done:
+            return f"the ranks disagree about step {step.step}"
+        return None
+
+    def _result(self, step: _Step) -> StepResult:
+        result = next(answer.result for answer in step.answers.values() if answer.result is not None)
+        now = time.perf_counter()
+        seconds, self._ended_s = now - max(step.began, self._ended_s), now
+        done: StepDone = dataclasses.replace(result.done, device_s=seconds)
+        return StepResult(done, result.logprobs)
+
+    def _hear_landed(self, rank: int, answer: AdapterRead | CopyDone) -> None:
+        """One that fails on one rank is undone on all before the policy, which may give its pages away, hears
+        it."""
+        ask = ask_of(answer)
+        answers = self._answers.setdefault(ask, {})
+        answers[rank] = answer
+        if len(answers) < len(self._ranks):
+            return
+        del self._answers[ask]
+        brought = self._brings.pop(ask, None)
+        every = [answers[rank] for rank in range(len(self._ranks))]
+        worst = next((one for one in every if not one.ok), every[0])
+        if not worst.ok and brought is not None and any(one.ok for one in every):
+            with contextlib.suppress(RanksLost):
+                self._write(EvictAdapter(brought))
+        if isinstance(worst, AdapterRead):
+            slowest = max(one.read_s for one in every if isinstance(one, AdapterRead))
+            self._tell(dataclasses.replace(worst, read_s=slowest))
+        else:
+            slowest = max(one.copy_s for one in every if isinstance(one, CopyDone))
+            self._tell(dataclasses.replace(worst, copy_s=slowest))
+
+    # ------------------------------------------------------------ trouble
+
+    def _lose(self, reason: str) -> None:
+        """Nothing can be trusted any more: end all ranks, whose waiting for each other would not end, and say
+        so."""
+        with self._changed:
+            if self._lost is not None or self._is_closing:
+                return
+            self._lost = reason
+            for rank in self._ranks:
+                rank.kill()
+            self._changed.notify_all()
+        _log.error("the ranks are lost: %s", reason)
+        self._tell(ExecutorLost(reason))
+
+    def _watch(self) -> None:
+        """See ranks that are stopped, and steps that do not end."""
+        stopped = [0] * len(self._ranks)
+        prepared_s = looked_s = 0.0
+        busy_s, number = 0.0, None
+        looked_s = time.monotonic()
+        while not self._stop_watching.wait(LOOK_S):
+            for place, rank in enumerate(self._ranks):
+                stopped[place] = stopped[place] + 1 if is_stopped(rank.process.pid) else 0
+                if stopped[place] >= STOPPED_LOOKS:
+                    self._lose(f"rank {rank.rank} has been stopped")
+            now, spent_s = time.monotonic(), max(one.preparation_s for one in self._status.read())
+            # Time in which this process itself did not run says nothing of the ranks.
+            passed_s = min(now - looked_s, 2 * LOOK_S) - (spent_s - prepared_s)
+            looked_s, prepared_s = now, spent_s
+            with self._changed:
+                step = next((step for step in self._steps if not step.has_ended(len(self._ranks))), None)
+            if step is None or step.step != number:
+                busy_s, number = 0.0, None if step is None else step.step
+                continue
+            busy_s += max(0.0, passed_s)
+            if busy_s > self._step_timeout_s:
+                self._lose(f"step {step.step} has not ended within {self._step_timeout_s:g} s")
+            elif step.failed_s is not None and now - step.failed_s > FAILED_STEP_S:
+                self._lose(f"step {step.step} failed on some ranks and has not ended on others")
+
+
+def _unheard(answer: DeviceEvent) -> None:
+    """Where answers go before an executor is connected."""
+    _log.warning("an answer has nowhere to go: %s", type(answer).__name__)

@@ -1,0 +1,247 @@
+"""One rank: a process with an ordinary worker on its share of the model, which obeys what the driver's
+process writes.
+
+``python -m manylora.executor.ranks.process FD``: a socket to the driver's process, whose end is this one's
+too, whatever it is doing. Owns the order build, obey, answer. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from manylora.adapters.peft import AdapterSpec
+from manylora.adapters.registry import Registry
+from manylora.config import ConfigError
+from manylora.devices.cpu_peers import SharedPeers
+from manylora.devices.peers import PURPOSES
+from manylora.devices.preparation import PREPARATION
+from manylora.devices.select import open_device
+from manylora.executor.ranked_sampling import RankedSampling
+from manylora.executor.ranks.ring import RingReader
+from manylora.executor.ranks.status import StatusWriter
+from manylora.executor.ranks.wire import (
+    Begin,
+    Channel,
+    End,
+    Learn,
+    Loaded,
+    Pools,
+    RankFailed,
+    RankLoading,
+    RankReady,
+    StepAnswer,
+    unpacked,
+)
+from manylora.executor.worker import Worker
+from manylora.kernels.cuts import RankPlace
+from manylora.kernels.select import ops_for
+from manylora.memory.arena import Arena
+from manylora.memory.host import HostPool
+from manylora.models.config import read_model_config
+from manylora.models.decoder import RankedModel
+from manylora.models.errors import ModelError
+from manylora.models.load import load_model, resolve_dtype, share_bytes
+from manylora.models.share import ModelShare
+from manylora.models.source import resolve_model
+from manylora.protocol import DeviceEvent, RunStep, StepResult
+
+_log = logging.getLogger(__name__)
+
+_PROGRESS_BYTES = 2**26
+_STATUS_S = 0.25
+LOG_FORMAT = "%(asctime)s %(levelname)s rank {rank}: %(message)s"
+
+
+def main(file: int) -> int:
+    """The process; gives its exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # meant for the driver's process, which decides when ranks end
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    channel = Channel(socket.socket(fileno=file))
+    begin = channel.receive()
+    if not isinstance(begin, Begin):
+        return 1
+    logging.basicConfig(stream=sys.stderr, level=begin.log_level, format=LOG_FORMAT.format(rank=begin.rank))
+    try:
+        rank = _Rank(begin, channel)
+    except (ConfigError, ModelError) as error:
+        channel.send(RankFailed(str(error), is_user_error=True))
+        return 2
+    except Exception as error:
+        _log.exception("rank %d could not start", begin.rank)
+        channel.send(RankFailed(f"{type(error).__name__}: {error}"))
+        return 1
+    try:
+        rank.obey_all()
+    except Exception as error:
+        _log.exception("rank %d failed", begin.rank)
+        with contextlib.suppress(OSError):
+            channel.send(RankFailed(f"{type(error).__name__}: {error}"))
+        return 1
+    return 0
+
+
+class _Begun(NamedTuple):
+    """A step on its way: its rows, and the exchanges before it."""
+
+    num_rows: int
+    num_exchanges: int
+
+
+class _Rank:
+    """Raises ConfigError and ModelError where the settings are at fault."""
+
+    def __init__(self, begin: Begin, channel: Channel) -> None:
+        self._channel = channel
+        self._number = begin.rank
+        settings = begin.settings
+        torch.set_num_threads(begin.num_threads)
+        self._peers = SharedPeers(begin.peers_file, begin.rank, begin.count)
+        self._host: HostPool | None = None
+        self._status = StatusWriter(begin.status_file, begin.rank, begin.count)
+        self._ring = RingReader(begin.ring_file, begin.rank, begin.count, begin.wake)
+        for file in (begin.peers_file, begin.status_file, begin.ring_file):
+            os.close(file)
+        threading.Thread(target=self._beat, args=(begin.parent,), daemon=True).start()
+
+        folder = resolve_model(settings.model.model)
+        config = read_model_config(folder)
+        share = ModelShare(config, RankPlace(begin.rank, begin.count), begin.is_sharded)
+        ranked = RankedModel(share, self._peers)
+        device = open_device("cpu")
+        dtype = resolve_dtype(settings.model.dtype, "cpu", config.dtype)
+        decoder = load_model(
+            folder,
+            ops=ops_for(device.torch_device, compiled=begin.is_compiled),
+            device=device.torch_device,
+            dtype=dtype,
+            load_format=settings.model.load_format,
+            max_positions=begin.max_positions,
+            progress=self._progress(),
+            ranked=ranked,
+        )
+        channel.send(Loaded(share_bytes(decoder.config, ranked, dtype)))
+        pools = channel.receive()
+        if not isinstance(pools, Pools):
+            _leave()
+        threading.Thread(target=self._end_with_driver, daemon=True).start()
+
+        page_tokens = settings.cache.page_tokens
+        page = share.page_shape(page_tokens, dtype.itemsize)
+        geometry = share.geometry(page_tokens, dtype.itemsize)
+        limit = settings.cache.copy_limit
+        registry_path = None if begin.registry_path is None else Path(begin.registry_path)
+        self._host = HostPool(pools.num_host_pages, page, dtype, device)
+        vocabs = [
+            ModelShare(config, RankPlace(rank, begin.count), begin.is_sharded).vocab
+            for rank in range(begin.count)
+        ]
+        self._worker = Worker(
+            decoder,
+            Arena(pools.num_pages, page, dtype, device),
+            self._host,
+            geometry,
+            device,
+            Registry(share.whole_geometry(page_tokens, dtype.itemsize), decoder.layer_prefix, registry_path),
+            settings.adapters.max_adapter_rank,
+            copy_limit=None if limit is None else max(1, limit // begin.count),
+            ranked=RankedSampling(self._peers, vocabs),
+        )
+        self._worker.connect(self._tell)
+        self._step = _Begun(0, 0)
+        channel.send(RankReady())
+
+    def _progress(self) -> Any:
+        """The first rank's, now and then."""
+        if self._number:
+            return None
+        said = 0
+
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            nonlocal said
+            if done_bytes - said >= _PROGRESS_BYTES or done_bytes == total_bytes:
+                said = done_bytes
+                self._channel.send(RankLoading(done_bytes, total_bytes))
+
+        return progress
+
+    # ------------------------------------------------------------ work
+
+    def obey_all(self) -> None:
+        """Until the end is commanded."""
+        worker = self._worker
+        while True:
+            command = unpacked(self._ring.read())
+            match command:
+                case RunStep():
+                    self._step = _Begun(len(command.rows), self._peers.num_exchanges)
+                    worker.obey(command)
+                    worker.wait_step()
+                case Learn():
+                    worker.learn_adapter(command.adapter, AdapterSpec.from_json(command.spec))
+                case End():
+                    worker.close(frees=False)
+                    return
+                case _:
+                    worker.obey(command)
+
+    def _tell(self, event: DeviceEvent) -> None:
+        if isinstance(event, StepResult):
+            self._say_status()
+            self._channel.send(self._answer(event))
+        else:
+            self._channel.send(event)
+
+    def _answer(self, result: StepResult) -> StepAnswer:
+        done, peers, begun = result.done, self._peers, self._step
+        drew = [(sequence, tokens[0]) for sequence, tokens in done.tokens]
+        said = f"{done.step} {done.ok} {begun.num_rows} {peers.num_exchanges} {peers.digest} {drew}"
+        tells = self._number == 0 or not done.ok
+        return StepAnswer(
+            done.step,
+            done.ok,
+            zlib.crc32(said.encode()),
+            peers.num_exchanges - begun.num_exchanges,
+            result if tells else None,
+        )
+
+    # ------------------------------------------------------------ beside the work
+
+    def _beat(self, parent: int) -> None:
+        """Say how things stand, and end with the driver's process: a fork of it may hold the socket open."""
+        while os.getppid() == parent:
+            self._say_status()
+            time.sleep(_STATUS_S)
+        _leave()
+
+    def _say_status(self) -> None:
+        traffic = self._peers.traffic
+        pinned = 0 if self._host is None else self._host.pages_pinned
+        numbers = [(traffic[purpose].count, traffic[purpose].num_bytes) for purpose in PURPOSES]
+        self._status.write(PREPARATION.seconds(), pinned, numbers)
+
+    def _end_with_driver(self) -> None:
+        self._channel.receive()
+        _leave()
+
+
+def _leave() -> NoReturn:
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    code = main(int(sys.argv[1]))
+    logging.shutdown()
+    os._exit(code)

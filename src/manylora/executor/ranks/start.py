@@ -1,0 +1,232 @@
+"""From settings to ranks that obey, and the numbers that the policy is given.
+
+Owns what is decided once for all ranks: sizes, kernels, how adapters are cut. The driver's process loads no
+model. Sizes that users give are of all ranks together: each holds 1/N of every page, under the same page ids,
+so the policy decides as for one. Nothing is left behind: memory that is shared has no name, sockets are pairs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from manylora.adapters.registry import Registry
+from manylora.config import ConfigError, EngineSettings, PolicyConfig
+from manylora.devices import cpu_peers
+from manylora.devices.select import open_device
+from manylora.executor.inspections import Inspections
+from manylora.executor.ranks import ring, status
+from manylora.executor.ranks.executor import RankedExecutor, RankProcess
+from manylora.executor.ranks.wire import Begin, Channel, Loaded, Pools, RankFailed, RankLoading, RankReady
+from manylora.executor.shards import SMALL_MODEL_BYTES
+from manylora.executor.sizes import engine_info, policy_limits, weight_bytes
+from manylora.kernels.cuts import RankPlace
+from manylora.memory.budget import host_pool_pages, in_mib, pool_bytes, pool_pages
+from manylora.models.config import read_model_config
+from manylora.models.load import resolve_dtype
+from manylora.models.share import ModelShare, check_count, is_sharded_by
+from manylora.models.source import resolve_model
+from manylora.types import EngineInfo, RankInfo
+
+_log = logging.getLogger(__name__)
+
+ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+"""What every rank runs with: no multicast between GPUs."""
+
+
+_START_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def build_ranks(
+    settings: EngineSettings,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    registry_path: Path | None = None,
+) -> tuple[RankedExecutor, PolicyConfig, EngineInfo]:
+    """Start the ranks and have each load its share. Raises ConfigError or ModelError, in one line.
+
+    ``progress(done_bytes, total_bytes)``: called while the first rank's weights load; the other arguments as of
+    ``build_worker``.
+    """
+    count = settings.tensor_parallel_size
+    config = read_model_config(resolve_model(settings.model.model))
+    check_count(config, count)
+    device = open_device(settings.model.device)
+    if device.torch_device.type != "cpu":
+        raise ConfigError(
+            "--tensor-parallel-size above 1 needs --device cpu: ranks on GPUs are not there yet"
+        )
+    dtype = resolve_dtype(settings.model.dtype, "cpu", config.dtype)
+    is_sharded = is_sharded_by(settings.lora_sharding, count)
+    share = ModelShare(config, RankPlace(0, count), is_sharded)
+    page_tokens = settings.cache.page_tokens
+    page = share.whole_page(page_tokens, dtype.itemsize)
+    try:
+        whole, geometry = (
+            share.whole_geometry(page_tokens, dtype.itemsize),
+            share.geometry(page_tokens, dtype.itemsize),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    asked_pool = settings.cache.device_pool
+    most_pages = pool_pages(device.free_bytes() if asked_pool is None else asked_pool, page.page_bytes)
+    limits = policy_limits(settings, config, "cpu", page, most_pages)
+    begin = Begin(
+        settings=settings,
+        rank=0,
+        count=count,
+        is_sharded=is_sharded,
+        # Of the whole model, so that the kernels are those of one rank.
+        is_compiled=weight_bytes(config, dtype) <= SMALL_MODEL_BYTES and dtype is torch.float32,
+        max_positions=limits.max_model_len,
+        num_threads=max(1, torch.get_num_threads() // count),
+        log_level=_log_level(),
+        ring_file=-1,
+        peers_file=-1,
+        status_file=-1,
+        wake=-1,
+        parent=os.getpid(),
+        registry_path=None if registry_path is None else str(registry_path),
+    )
+    with contextlib.ExitStack() as undo:
+        ranks, writer, reader = _start(begin, undo)
+        loaded = _hear_all(ranks, Loaded, progress)
+        num_pages = pool_pages(pool_bytes(device, asked_pool, 0), page.page_bytes)
+        promised = num_pages * page.page_bytes
+        num_host_pages = host_pool_pages(device, settings.cache.host_pool, "cpu", promised, page.page_bytes)
+        for rank in ranks:
+            rank.channel.send(Pools(num_pages, num_host_pages))
+        _hear_all(ranks, RankReady, None)
+        registry = Registry(whole, config.names.layer_prefix, registry_path)
+        inspections = Inspections(registry, geometry, dtype, settings.adapters.max_adapter_rank)
+        executor = RankedExecutor(ranks, writer, reader, registry, inspections, settings.step_timeout_s)
+        undo.pop_all()
+    limits = policy_limits(settings, config, "cpu", page, num_pages, num_host_pages)
+    sharding = "sharded" if is_sharded else "replicated"
+    _log.info(
+        "%d ranks, adapters %s; the pool has %d pages (%s), the host's %d (%s), 1/%d of each on every rank",
+        count,
+        sharding,
+        num_pages,
+        in_mib(promised),
+        num_host_pages,
+        in_mib(num_host_pages * page.page_bytes),
+        count,
+    )
+    held = tuple(RankInfo(one.weight_bytes, page.page_bytes // count) for one in loaded)
+    return executor, limits, engine_info(settings, config, limits, device.name, dtype, 0, held, sharding)
+
+
+def _log_level() -> int:
+    return logging.getLogger("manylora").getEffectiveLevel()
+
+
+def _start(
+    begin: Begin, undo: contextlib.ExitStack
+) -> tuple[list[RankProcess], ring.RingWriter, status.StatusReader]:
+    """Start all; ``undo`` ends them again."""
+    count = begin.count
+    # Descriptors are this process's only until the ranks have theirs; nothing here has a name to be left behind.
+    with contextlib.ExitStack() as files:
+        ring_file, peers_file, status_file = (
+            _shared(size, files)
+            for size in (ring.memory_bytes(count), cpu_peers.memory_bytes(count), status.memory_bytes(count))
+        )
+        wakes = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(count)]
+        writer = ring.RingWriter(ring_file, wakes)
+        reader = status.StatusReader(status_file, count)
+        ranks: list[RankProcess] = []
+        undo.callback(_end, ranks)
+        for number, wake in enumerate(wakes):
+            ours, theirs = socket.socketpair()
+            files.callback(theirs.close)
+            passed = (theirs.fileno(), ring_file, peers_file, status_file, wake)
+            process = _process(theirs.fileno(), passed, begin.num_threads)
+            ranks.append(RankProcess(number, process, Channel(ours)))
+        for rank, wake in zip(ranks, wakes):
+            rank.channel.send(
+                msgspec.structs.replace(
+                    begin,
+                    rank=rank.rank,
+                    ring_file=ring_file,
+                    peers_file=peers_file,
+                    status_file=status_file,
+                    wake=wake,
+                )
+            )
+    return ranks, writer, reader
+
+
+def _shared(size: int, files: contextlib.ExitStack) -> int:
+    """A descriptor of so many zeros, without a name."""
+    file = os.memfd_create("manylora", os.MFD_CLOEXEC)
+    files.callback(os.close, file)
+    os.ftruncate(file, size)
+    return file
+
+
+def _process(file: int, passed: tuple[int, ...], num_threads: int) -> subprocess.Popen[bytes]:
+    root = Path(__file__).parents[3]
+    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, "OMP_NUM_THREADS": str(num_threads)}
+    # Blocked until the rank ignores them: a terminal signals all processes, and this one decides when ranks end.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _START_ENDS)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "manylora.executor.ranks.process", str(file)],
+            pass_fds=passed,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end(ranks: list[RankProcess]) -> None:
+    for rank in ranks:
+        rank.kill()
+    for rank in ranks:
+        rank.process.wait()
+        rank.channel.close()
+
+
+def _hear_all(
+    ranks: list[RankProcess], kind: type[Any], progress: Callable[[int, int], None] | None
+) -> list[Any]:
+    """Every rank's next message of this kind. Raises ConfigError where one cannot go on for its
+    settings, and RuntimeError where it cannot for another reason."""
+    heard: dict[int, Any] = {}
+    with selectors.DefaultSelector() as selector:
+        for rank in ranks:
+            selector.register(rank.channel.sock, selectors.EVENT_READ, rank)
+        while len(heard) < len(ranks):
+            for key, _ in selector.select():
+                rank = key.data
+                messages = rank.channel.arrived()
+                if messages is None:
+                    raise RuntimeError(f"rank {rank.rank} ended before it was ready")
+                for message in messages:
+                    match message:
+                        case RankFailed(text, True):
+                            raise ConfigError(text)
+                        case RankFailed(text):
+                            raise RuntimeError(f"rank {rank.rank} could not start: {text}")
+                        case RankLoading(done_bytes, total_bytes):
+                            if progress is not None:
+                                progress(done_bytes, total_bytes)
+                        case _:
+                            assert isinstance(message, kind), message
+                            heard[rank.rank] = message
+    return [heard[rank.rank] for rank in ranks]

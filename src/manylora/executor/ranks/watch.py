@@ -1,0 +1,23 @@
+"""What has become of a process, as the system sees it.
+
+So a rank that is stopped is told from one that is busy, whatever the rank itself can say: no compilation, no long
+prompt and no loaded machine looks like it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+LOOK_S = 0.5
+STOPPED_LOOKS = 10
+"""A process that was stopped at so many looks in a row is lost. Looks, not seconds: where all processes are
+stopped together, the one that looks is, too."""
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the process is stopped by a signal or a debugger. False where the system does not say."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in "Tt"

@@ -1,0 +1,178 @@
+"""What the driver's process and a rank's say to each other, and how it is framed.
+
+Commands go through the ring (``ring``). On a socket pair go, before that, how the rank is to be built and how
+far it has come; afterwards the rank's answers. The end of the stream tells of the other's death.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+import struct
+import threading
+from typing import Any
+
+import msgspec
+
+from manylora.config import EngineSettings
+from manylora.protocol import DEVICE_COMMANDS, AdapterRead, CopyDone, StepResult, SwitchDone
+from manylora.types import AdapterId
+
+_LENGTH = struct.Struct("<I")
+
+
+class Begin(msgspec.Struct, tag=True):
+    """The first message to a rank: what to build. Descriptors are those of the rank's process."""
+
+    settings: EngineSettings
+    rank: int
+    count: int
+    is_sharded: bool
+    is_compiled: bool
+    max_positions: int
+    num_threads: int
+    log_level: int
+    ring_file: int
+    peers_file: int
+    status_file: int
+    wake: int
+    parent: int
+    registry_path: str | None
+
+
+class Pools(msgspec.Struct, tag=True):
+    """The second: how many pages there are, now that all weights are loaded."""
+
+    num_pages: int
+    num_host_pages: int
+
+
+class RankLoading(msgspec.Struct, tag=True):
+    """Weights are being loaded."""
+
+    done_bytes: int
+    total_bytes: int
+
+
+class Loaded(msgspec.Struct, tag=True):
+    """Weights are loaded."""
+
+    weight_bytes: int
+
+
+class RankReady(msgspec.Struct, tag=True):
+    """The rank obeys."""
+
+
+class RankFailed(msgspec.Struct, tag=True):
+    """The rank cannot go on."""
+
+    message: str
+    is_user_error: bool = False
+
+
+class StepAnswer(msgspec.Struct, tag=True):
+    """A step has ended here. ``done``: a number that is the same on all ranks where they have done the same:
+    of the step's number, its rows, its exchanges in order, the tokens that it drew. ``num_exchanges``: how
+    many of the step's had begun. ``result``: from the first rank only, or where it is not ``ok``."""
+
+    step: int
+    ok: bool
+    done: int
+    num_exchanges: int
+    result: StepResult | None = None
+
+
+class Learn(msgspec.Struct, tag=True):
+    """A command beside the device's: what inspecting an adapter has found, an AdapterSpec's JSON."""
+
+    adapter: AdapterId
+    spec: str
+
+
+class End(msgspec.Struct, tag=True):
+    """A command: close and end."""
+
+
+_KINDS: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        *DEVICE_COMMANDS, Learn, End,
+        Begin, Pools, RankLoading, Loaded, RankReady, RankFailed, StepAnswer, AdapterRead, CopyDone, SwitchDone,
+    )
+}  # fmt: skip
+_encoder = msgspec.msgpack.Encoder()
+
+
+@functools.cache
+def _decoder(kind: type) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind)
+
+
+def packed(message: object) -> bytes:
+    """A message: its kind's name, a byte of 0, its fields."""
+    return type(message).__name__.encode() + b"\0" + _encoder.encode(message)
+
+
+def unpacked(data: bytes) -> Any:
+    """A message as ``packed`` gave it. Raises msgspec.ValidationError where its fields are not its kind's."""
+    name, _, fields = data.partition(b"\0")
+    return _decoder(_KINDS[name.decode()]).decode(fields)
+
+
+class Channel:
+    """One end of the socket pair. ``send`` may be called from any thread."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._sending = threading.Lock()
+        self._received = bytearray()
+
+    def send(self, message: object) -> None:
+        """Raises OSError where the other is gone."""
+        data = packed(message)
+        with self._sending:
+            self.sock.sendall(_LENGTH.pack(len(data)) + data)
+
+    def receive(self) -> Any:
+        """The next message; waits for it. None where the other is gone."""
+        while True:
+            if (message := self._whole()) is not None:
+                return message
+            if not self._fill():
+                return None
+
+    def arrived(self) -> list[Any] | None:
+        """What has come, once there is something to read. None where the other is gone."""
+        if not self._fill():
+            return None
+        messages = []
+        while (message := self._whole()) is not None:
+            messages.append(message)
+        return messages
+
+    def _fill(self) -> bool:
+        try:
+            data = self.sock.recv(2**16)
+        except OSError:
+            return False
+        self._received += data
+        return bool(data)
+
+    def _whole(self) -> Any:
+        held = self._received
+        if len(held) < _LENGTH.size:
+            return None
+        end = _LENGTH.size + int(_LENGTH.unpack_from(held)[0])
+        if len(held) < end:
+            return None
+        message = unpacked(bytes(held[_LENGTH.size : end]))
+        del held[:end]
+        return message
+
+    def close(self) -> None:
+        """Idempotent; a ``receive`` that waits gives None."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()

@@ -1,0 +1,230 @@
+"""A rank's share of a model: what it has of each linear, of the heads, of the vocabulary (S-LoRA §6, Megatron).
+
+Column linears (q, k, v; the MLP's first) have all inputs and a part of the outputs; row linears (the attention's
+output, the MLP's second) a part of the inputs and all outputs, of which each rank has a part of the sum. Norms,
+positions and projections of embeddings are whole on every rank.
+
+Adapters are cut in one of two ways. **Sharded** (S-LoRA's memory, 1/N a rank): every A by its inputs, every B
+by its outputs; between the two, the ranks' products are added up. S-LoRA cuts the A of column linears by rank
+rows instead; cut by inputs, an adapter of any rank has equal parts, and one kind of exchange serves all
+linears. **Replicated** (Punica §7.2): A and B as the linear is cut, so A is whole beside column linears and B
+beside row linears; nothing is exchanged, since what a row linear's adapter gives is a part of the sum that is
+added up anyway.
+
+Owns these rules. Knows no tensors and no processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Literal
+
+from manylora.kernels.cuts import MOST_RANKS, RankPlace, possible_counts
+from manylora.kernels.shapes import (
+    AdapterCut,
+    AdapterGeometry,
+    PageShape,
+    Projection,
+    ProjectionGroup,
+    adapter_geometry,
+    distinct_groups,
+)
+from manylora.models.errors import ModelError
+from manylora.models.spec import LayerSpec, LinearSpec, MlpSpec, ModelConfig
+
+Kind = Literal["column", "row"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LinearShare:
+    """What a rank has of one fused linear, and of adapters on it.
+
+    ``group``: the linear's own widths here. ``outputs``: by projection, of the whole one's; ``inputs``: of
+    the whole linear's. ``adapted``: the adapters' widths here, under the same modules and the group's name.
+    Of x and y as the linear has them here, adapters read the columns ``read`` and add to the columns ``added``.
+    """
+
+    kind: Kind
+    group: ProjectionGroup
+    outputs: tuple[range, ...]
+    inputs: range
+    adapted: ProjectionGroup
+    a_columns: range
+    """Of A's inputs, as its file has them."""
+    b_rows: tuple[range, ...]
+    """By projection, of B's outputs."""
+    read: range
+    added: range
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShare:
+    """``whole``: the model. ``unit``: in how many elements at least intermediate sizes and vocabularies are
+    cut."""
+
+    whole: ModelConfig
+    place: RankPlace
+    is_sharded: bool
+    """Adapters are; else they are replicated."""
+    unit: int = 1
+
+    @cached_property
+    def heads(self) -> range:
+        return self.place.heads(self.whole.num_heads)
+
+    @cached_property
+    def kv_heads(self) -> range:
+        return self.place.heads(self.whole.num_kv_heads)
+
+    @cached_property
+    def vocab(self) -> range:
+        return self.place.cut(self.whole.vocab_size, self.unit)
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """The model as this rank sees it: its own heads and widths. Vocabulary and hidden size are the whole's."""
+        layers = tuple(self._layer(layer) for layer in self.whole.layers)
+        return dataclasses.replace(
+            self.whole,
+            layers=layers,
+            num_heads=len(self.heads),
+            num_kv_heads=len(self.kv_heads),
+            intermediate_size=len(self.place.cut(self.whole.intermediate_size, self.unit)),
+        )
+
+    def page_shape(self, page_tokens: int, itemsize: int) -> PageShape:
+        """This rank's part of a page."""
+        return self.config.page_shape(page_tokens, itemsize)
+
+    def whole_page(self, page_tokens: int, itemsize: int) -> PageShape:
+        """A page of all ranks together. Of KV heads that ranks share it has each as often as it is held."""
+        mine = self.page_shape(page_tokens, itemsize)
+        return dataclasses.replace(mine, kv_heads=mine.kv_heads * self.place.num_ranks)
+
+    def whole_geometry(self, page_tokens: int, itemsize: int) -> AdapterGeometry:
+        """What adapters' files hold, for inspections. Raises ValueError where a page is too small for one cell."""
+        return adapter_geometry(self.whole_page(page_tokens, itemsize), self.whole.layer_groups)
+
+    def geometry(self, page_tokens: int, itemsize: int) -> AdapterGeometry:
+        """How adapters are laid into this rank's parts of pages; an adapter has as many pages on every rank.
+        Raises ValueError where a page is too small for one cell."""
+        widest = ModelShare(self.whole, RankPlace(0, self.place.num_ranks), self.is_sharded, self.unit)
+        page = widest.page_shape(page_tokens, itemsize)
+        wide = adapter_geometry(page, widest.adapted_layers, itemsize)
+        if self.place.rank == 0:
+            return dataclasses.replace(wide, cuts=self.cuts)
+        return dataclasses.replace(wide, layers=self.adapted_layers, widest=wide, cuts=self.cuts)
+
+    @cached_property
+    def adapted_layers(self) -> tuple[tuple[ProjectionGroup, ...], ...]:
+        """Each layer's groups as adapters have them here."""
+        return tuple(tuple(share.adapted for share in self.linears(layer)) for layer in self.whole.layers)
+
+    @cached_property
+    def cuts(self) -> tuple[AdapterCut, ...]:
+        """For each projection of the adapters' table, what this rank has of it."""
+        found = {
+            share.adapted: (group, share)
+            for layer in self.whole.layers
+            for group, share in zip(layer.groups, self.linears(layer), strict=True)
+        }
+        return tuple(
+            AdapterCut(whole, share.a_columns, rows)
+            for group, share in (found[adapted] for adapted in distinct_groups(self.adapted_layers))
+            for whole, rows in zip(group.projections, share.b_rows, strict=True)
+        )
+
+    def linears(self, layer: LayerSpec) -> tuple[LinearShare, LinearShare, LinearShare, LinearShare]:
+        """Of a layer of the whole model: qkv, the attention's output, the MLP's first and second."""
+        attention, mlp = layer.attention, layer.mlp
+        size = self.whole.head_dim
+        heads, kv_heads = _times(self.heads, size), _times(self.kv_heads, size)
+        inner = [self.place.cut(p.out_features, self.unit) for p in mlp.first.group.projections]
+        return (
+            self._column(attention.qkv.group, (heads, kv_heads, kv_heads)),
+            self._row(attention.out.group, heads),
+            self._column(mlp.first.group, inner),
+            self._row(mlp.second.group, self.place.cut(mlp.second.group.in_features, self.unit)),
+        )
+
+    def _column(self, group: ProjectionGroup, outputs: Sequence[range]) -> LinearShare:
+        whole = range(group.in_features)
+        read = self.place.cut(len(whole)) if self.is_sharded else whole
+        return LinearShare(
+            kind="column",
+            group=_of_widths(group, len(whole), outputs),
+            outputs=tuple(outputs),
+            inputs=whole,
+            adapted=_of_widths(group, len(read), outputs),
+            a_columns=read,
+            b_rows=tuple(outputs),
+            read=read,
+            added=range(sum(map(len, outputs))),
+        )
+
+    def _row(self, group: ProjectionGroup, inputs: range) -> LinearShare:
+        wholes = tuple(range(p.out_features) for p in group.projections)
+        added = self.place.cut(len(wholes[0])) if self.is_sharded else wholes[0]
+        return LinearShare(
+            kind="row",
+            group=_of_widths(group, len(inputs), wholes),
+            outputs=wholes,
+            inputs=inputs,
+            adapted=_of_widths(group, len(inputs), (added,)),
+            a_columns=inputs,
+            b_rows=(added,),
+            read=range(len(inputs)),
+            added=added,
+        )
+
+    def _layer(self, layer: LayerSpec) -> LayerSpec:
+        qkv, out, first, second = self.linears(layer)
+        return LayerSpec(
+            dataclasses.replace(
+                layer.attention,
+                qkv=LinearSpec(qkv.group, layer.attention.qkv.has_bias),
+                out=LinearSpec(out.group, layer.attention.out.has_bias),
+            ),
+            MlpSpec(
+                LinearSpec(first.group, layer.mlp.first.has_bias),
+                LinearSpec(second.group, layer.mlp.second.has_bias),
+                layer.mlp.activation,
+                layer.mlp.is_gated,
+            ),
+        )
+
+
+def check_count(config: ModelConfig, count: int, most: int = MOST_RANKS) -> None:
+    """Raises ModelError, in one line, where the model cannot be shared out among so many ranks."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    possible = possible_counts(heads, kv_heads, most)
+    if count in possible:
+        return
+    works = ", ".join(map(str, possible))
+    if heads % count:
+        why = f"its {heads} heads cannot be shared out equally"
+    elif kv_heads % count and count % kv_heads:
+        why = f"of its {kv_heads} KV heads and {count} neither is a multiple of the other"
+    else:
+        why = f"at most {most} ranks are supported here"
+    raise ModelError(f"--tensor-parallel-size {count} does not fit the model: {why}; these do: {works}")
+
+
+def is_sharded_by(wanted: str, count: int) -> bool:
+    """How ``--lora-sharding`` is meant. ``auto``: two ranks replicate, which costs no exchange and a third more
+    bytes; more shard, since replicated adapters would take more than twice the memory."""
+    return wanted == "sharded" or (wanted == "auto" and count > 2)
+
+
+def _of_widths(group: ProjectionGroup, inputs: int, outputs: Sequence[range]) -> ProjectionGroup:
+    projections = (
+        Projection(p.module, inputs, len(columns))
+        for p, columns in zip(group.projections, outputs, strict=True)
+    )
+    return ProjectionGroup(group.name, tuple(projections))
+
+
+def _times(units: range, size: int) -> range:
+    return range(units.start * size, units.stop * size)

@@ -1,0 +1,295 @@
+"""Servers and programs whose engine has several ranks: what they say of themselves, and what becomes of them in
+trouble."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manylora import LLM, SamplingParams
+from manylora.engine.client import EngineDead
+from tests.e2e.process import (
+    MODEL,
+    REPOSITORY,
+    TIMEOUT_S,
+    Json,
+    Server,
+    assert_error,
+    children_of,
+    completion,
+    environment,
+    events,
+    get,
+    is_running,
+    wait_until,
+)
+
+GERMAN = str(Path(MODEL).parent / "adapters" / "german")
+LONG = {"max_tokens": 900, "ignore_eos": True}
+RANKS = ("--device", "cpu", "--dtype", "float32", "--device-pool", "32MiB", "--tensor-parallel-size", "2")
+TICKS_A_S = os.sysconf("SC_CLK_TCK")
+NO_MULTICAST = {"NCCL_NVLS_ENABLE=0", "TORCH_SYMM_MEM_DISABLE_MULTICAST=1", "NVSHMEM_DISABLE_NVLS=1"}
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The ranks that this process has started."""
+    ranks = []
+    for child in children_of(pid):
+        words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        if b"manylora.executor.ranks.process" in words:
+            ranks.append(child)
+    return ranks
+
+
+def left_behind() -> set[str]:
+    """What lies where processes leave things."""
+    return {str(path) for folder in ("/dev/shm", "/tmp") for path in Path(folder).glob("*manylora*")}
+
+
+def ticks_of(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def error_of(event: Json | str) -> Json:
+    assert isinstance(event, dict), event
+    error: Json = event["error"]
+    return error
+
+
+def test_a_server_of_two_ranks() -> None:
+    before = left_behind()
+    with Server(*RANKS, "--lora-sharding", "sharded", "--adapter", f"german={GERMAN}") as server:
+        server.wait_ready()
+        ranks = ranks_of(server.engine_pid)
+        assert len(ranks) == 2
+        for rank in ranks:
+            variables = Path(f"/proc/{rank}/environ").read_bytes().decode().split("\0")
+            assert set(variables) >= NO_MULTICAST
+        server.text(model="german", max_tokens=8)
+        found = server.wait_quiet()
+        for number in ("0", "1"):
+            assert found[f'manylora:collectives_total{{kind="base",rank="{number}"}}'] > 0
+            # One for each of four groups, in each of four layers, in each step that has the adapter.
+            steps = found[f'manylora:collectives_total{{kind="sampling",rank="{number}"}}']
+            assert found[f'manylora:collectives_total{{kind="lora",rank="{number}"}}'] == steps * 4 * 4
+            assert found[f'manylora:collective_bytes_total{{kind="lora",rank="{number}"}}'] > 0
+            assert found[f'manylora:rank_pool_bytes{{rank="{number}",tier="device"}}'] == 2**24
+            assert 0 < found[f'manylora:rank_adapter_bytes{{rank="{number}",tier="device"}}'] < 2**24
+        one = found['manylora:rank_weight_bytes{rank="0"}']
+        assert one == found['manylora:rank_weight_bytes{rank="1"}']
+
+        # Idle: less than 2 % of one processor, all ranks together.
+        began_s, began = time.monotonic(), sum(map(ticks_of, ranks))
+        time.sleep(4)
+        spent = sum(map(ticks_of, ranks)) - began
+        assert spent / TICKS_A_S < 0.02 * (time.monotonic() - began_s)
+
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+        server.assert_all_gone()
+        wait_until(lambda: not any(map(is_running, ranks)), "ranks gone")
+        assert "Traceback" not in server.log
+    assert left_behind() <= before
+
+
+def test_a_rank_that_is_killed_ends_the_server() -> None:
+    """With a stream running: every request ends with an error, then the server."""
+    with Server(*RANKS) as server:
+        server.wait_ready()
+        ranks = ranks_of(server.engine_pid)
+        with server.http.stream("POST", "/v1/completions", json=completion(stream=True, **LONG)) as stream:
+            chunks = events(stream)
+            next(chunks)
+            began_s = time.monotonic()
+            os.kill(ranks[1], signal.SIGKILL)
+            *_, error, last = chunks
+        assert last == "[DONE]"
+        assert error_of(error)["code"] == 503
+        assert time.monotonic() - began_s < 10
+        try:
+            assert get(f"{server.url}/health").status_code == 503
+            assert_error(server.complete(), 503)
+        except OSError:
+            assert server.process.poll() is not None
+        assert server.wait_exit() == 1
+        server.assert_all_gone()
+        wait_until(lambda: not any(map(is_running, ranks)), "ranks gone")
+        assert "rank 1 has died" in server.log
+
+
+@pytest.mark.parametrize("process", ["engine", pytest.param("server", marks=pytest.mark.long)])
+def test_ranks_end_with_what_started_them(process: str) -> None:
+    with Server(*RANKS) as server:
+        server.wait_ready()
+        ranks = ranks_of(server.engine_pid)
+        with server.http.stream("POST", "/v1/completions", json=completion(stream=True, **LONG)) as stream:
+            next(events(stream))
+            os.kill(server.engine_pid if process == "engine" else server.process.pid, signal.SIGKILL)
+            wait_until(lambda: not any(map(is_running, ranks)), "ranks gone")
+        assert server.wait_exit() == (1 if process == "engine" else -signal.SIGKILL)
+        server.assert_all_gone()
+
+
+PLAIN = f"""
+import os, signal, threading
+from manylora import LLM, SamplingParams
+from manylora.engine.client import EngineDead
+from tests.e2e.test_ranks import ranks_of
+
+settings = dict(device="cpu", dtype="float32", device_pool="32MiB", tensor_parallel_size=2)
+greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+llms, answers = [], []
+
+def ask(llm):
+    answers.append(llm.generate("Guten", greedy, adapter="german")[0].outputs[0].token_ids)
+
+def make():
+    llms.append(LLM({MODEL!r}, {{"german": {GERMAN!r}}}, **settings))
+    ask(llms[-1])
+
+threads = [threading.Thread(target=make) for _ in range(2)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert len(ranks_of(os.getpid())) == 4
+os.kill(ranks_of(os.getpid())[1], signal.SIGKILL)
+alive = []
+for llm in llms:
+    try:
+        for _ in range(20): llm.generate("Guten", greedy)
+        alive.append(llm)
+    except EngineDead as error:
+        print("dead:", error)
+assert len(alive) == 1 and len(ranks_of(os.getpid())) == 2
+alive[0].close()
+assert ranks_of(os.getpid()) == []
+make()
+assert len(answers) == 3 and answers[0] == answers[1] == answers[2] and len(answers[0]) == 8
+print("ranks", *ranks_of(os.getpid()))  # of one that is never closed
+"""
+
+
+def test_a_plain_program(tmp_path: Path) -> None:
+    """Without a guard: two engines made at the same time by threads, of which one loses a rank; another after
+    them, which is never closed."""
+    program = tmp_path / "program.py"
+    program.write_text(PLAIN)
+    path = f"{environment()['PYTHONPATH']}:{REPOSITORY}"
+    ended = subprocess.run(
+        [sys.executable, str(program)],
+        env=environment(PYTHONPATH=path),
+        capture_output=True,
+        text=True,
+        timeout=2 * TIMEOUT_S,
+    )
+    assert ended.returncode == 0, ended.stderr
+    dead, ranks = ended.stdout.splitlines()
+    assert "rank" in dead
+    assert "has died" in dead
+    assert len(ranks.split()) == 3
+    wait_until(lambda: not any(is_running(int(rank)) for rank in ranks.split()[1:]), "ranks gone")
+
+
+HANGS = """
+def inject(rank):
+    peers, since = rank._peers, []
+    exchange = type(peers).add_up
+    class Hanging(type(peers)):
+        def add_up(self, tensor, purpose):
+            since.append(1)
+            while len(since) > 60: pass
+            exchange(self, tensor, purpose)
+    peers.__class__ = Hanging
+"""
+UNLIKE = """
+def inject(rank):
+    peers = rank._peers
+    class Unlike(type(peers)):
+        def _count(self, flat, purpose):
+            super()._count(flat, purpose)
+            self.digest ^= self.num_exchanges > 60
+    peers.__class__ = Unlike
+"""
+FAILS = """
+def inject(rank):
+    peers = rank._peers
+    class Failing(type(peers)):
+        def add_up(self, tensor, purpose):
+            if self.num_exchanges > 60: raise MemoryError("no room")
+            super().add_up(tensor, purpose)
+    peers.__class__ = Failing
+"""
+
+
+@pytest.fixture
+def injecting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has the second rank of every engine do something before it obeys."""
+
+    def inject(code: str) -> None:
+        (tmp_path / "injected.py").write_text(code)
+        (tmp_path / "sitecustomize.py").write_text(HOOK)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    return inject
+
+
+HOOK = """
+import sys
+if "manylora.executor.ranks.process" in sys.orig_argv:
+    import manylora.executor.worker as worker
+    connect = worker.Worker.connect
+    def connected(self, tell):
+        connect(self, tell)
+        rank = tell.__self__
+        if rank._number == 1:
+            import injected
+            injected.inject(rank)
+    worker.Worker.connect = connected
+"""
+
+
+def asked(trouble: Callable[[int], None] | None = None, **settings: Any) -> list[str]:
+    """What an engine in this process says as it dies. ``trouble`` is told of the second rank before that works."""
+    fixed: dict[str, Any] = {"device": "cpu", "dtype": "float32", "device_pool": "32MiB"}
+    with LLM(MODEL, tensor_parallel_size=2, **fixed, **settings) as llm:
+        if trouble is not None:
+            trouble(ranks_of(os.getpid())[1])
+        with pytest.raises(EngineDead) as dead:
+            llm.generate("Once upon a time", SamplingParams(max_tokens=900, ignore_eos=True))
+    wait_until(lambda: not ranks_of(os.getpid()), "ranks gone")
+    return str(dead.value).splitlines()
+
+
+def test_a_rank_that_is_stopped() -> None:
+    began_s = time.monotonic()
+    (line,) = asked(lambda rank: os.kill(rank, signal.SIGSTOP))
+    assert "rank 1 has been stopped" in line
+    assert time.monotonic() - began_s < 30
+
+
+def test_a_rank_that_hangs(injecting: Callable[[str], None]) -> None:
+    injecting(HANGS)
+    began_s = time.monotonic()
+    (line,) = asked(step_timeout=1.0)
+    assert "1 s" in line
+    assert time.monotonic() - began_s < 30
+
+
+def test_ranks_that_disagree(injecting: Callable[[str], None]) -> None:
+    injecting(UNLIKE)
+    (line,) = asked()
+    assert "the ranks disagree about step" in line
+
+
+def test_a_step_that_fails_on_one_rank(injecting: Callable[[str], None]) -> None:
+    injecting(FAILS)
+    (line,) = asked()
+    assert "failed on rank 1 after exchanges had begun: MemoryError: no room" in line
