@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import shutil
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -87,6 +89,35 @@ def test_our_kernel_serves_until_it_is_ready(
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 1
     assert "FlashInfer (fa3, ready in" in lines[0]
+
+
+def test_a_compiler_ends_with_the_engine(
+    stand_in: PromptAttention,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    ninja = tmp_path / "ninja"
+    shutil.copy("/bin/sleep", ninja)
+    begun = threading.Event()
+
+    def build(_: PromptAttention) -> None:
+        with subprocess.Popen([ninja, "60"]) as child:
+            begun.set()
+            child.wait()
+        raise RuntimeError("not built")
+
+    monkeypatch.setattr("manylora.kernels.flashinfer_attention._why_not", lambda _: None)
+    monkeypatch.setattr("manylora.kernels.flashinfer_attention._backend", lambda _: "fa3")
+    monkeypatch.setattr(PromptAttention, "try_out", build)
+    coming = serving_prompts(stand_in._shape, CPU, wait_s=0.01)
+    assert coming is not None
+    assert begun.wait(30)
+    coming.close()
+    coming.wait(30)
+    assert coming.has_failed
+    assert not caplog.records, "nobody asked for it any more"
+    coming.close()
 
 
 def test_a_cpu_does_not_ask_for_it(caplog: pytest.LogCaptureFixture) -> None:

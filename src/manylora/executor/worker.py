@@ -13,6 +13,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -87,6 +88,13 @@ class _Sampled:
 
     rows: np.ndarray
     read: Callable[[], Results]
+
+
+@runtime_checkable
+class _Closes(Protocol):
+    """Operations with something that goes on beside the steps, which is to end with the process."""
+
+    def close(self) -> None: ...
 
 
 class Worker:
@@ -431,6 +439,8 @@ class Worker:
             return
         self._reader.close()
         self._registry.close()
+        if isinstance(self._forward.decoder.ops, _Closes):
+            self._forward.decoder.ops.close()
         if not frees:
             return
         self._copier.close()

@@ -7,12 +7,16 @@ steps are our kernels'. Nothing else in manylora knows FlashInfer.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
 import logging
+import os
+import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,7 +79,7 @@ class ComingPrompts:
     """FlashInfer from when it is ready on, which a thread of its own brings about; our kernel until then."""
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
-        self.has_failed = False
+        self.has_failed = self._is_closed = False
         self._prompts: PromptAttention | None = None
         self._thread = threading.Thread(
             target=self._prepare, args=(shape, device), name="manylora-flashinfer", daemon=True
@@ -91,6 +95,15 @@ class ComingPrompts:
         """Return when it is ready or has failed, or after so many seconds."""
         self._thread.join(wait_s)
 
+    def close(self) -> None:
+        """End the compiler, if it is still at work: it would go on after this process."""
+        self._is_closed = True
+        if self._thread.is_alive():
+            for child in _children():
+                with contextlib.suppress(OSError):
+                    if Path(f"/proc/{child}/comm").read_text().strip() == "ninja":
+                        os.kill(child, signal.SIGTERM)
+
     def _prepare(self, shape: AttentionShape, device: torch.device) -> None:
         try:
             backend, began = _backend(device), time.perf_counter()
@@ -98,6 +111,8 @@ class ComingPrompts:
             prompts.try_out()
         except Exception as error:  # its own errors, the compiler's, a broken installation's
             self.has_failed = True
+            if self._is_closed:
+                return
             _log.warning("attention of prompts: our kernel, for FlashInfer fails: %s", _first_line(error))
             return
         self._prompts = prompts
@@ -242,6 +257,15 @@ class PromptAttention:
         planned.run(q, pool, 0, out)
         if not bool(((out - 1).abs() < 1e-2).all()):
             raise RuntimeError("a mean of ones is not one")
+
+
+def _children() -> list[int]:
+    """Processes that any thread of this one has started."""
+    found: list[int] = []
+    for listed in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, listed.read_text().split())
+    return found
 
 
 def _int32(array: np.ndarray) -> torch.Tensor:

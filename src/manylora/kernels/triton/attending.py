@@ -55,6 +55,11 @@ class PagedAttention:
         self._launching = launch_options(dependent)
         self._counters = LaunchCounters()
 
+    def close(self) -> None:
+        """Idempotent."""
+        if isinstance(self._prompts, ComingPrompts):
+            self._prompts.close()
+
     def plan(self, rows: AttentionRows, page: PageShape, device: torch.device) -> TritonAttentionPlan:
         plan = attention_plan(rows, page, device, self._programs, self._decoding)
         if self._prompts is None:

@@ -69,6 +69,10 @@ class TritonOps:
         self._lora = lora
         self._linears: AdaptedLinears | None = None
 
+    def close(self) -> None:
+        """End what compiles beside the steps. Idempotent; with no step in flight."""
+        self._attention.close()
+
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         return self._products(x, weight, bias)
 
