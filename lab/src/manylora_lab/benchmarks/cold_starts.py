@@ -37,7 +37,7 @@ from manylora_lab.benchmarks.copy_runs import landed
 from manylora_lab.benchmarks.engine_rig import EngineRig
 from manylora_lab.benchmarks.offline_runs import failed
 from manylora_lab.benchmarks.run_report import Row, RunReport, run_parser
-from manylora_lab.benchmarks.store_reads import drop, fetch
+from manylora_lab.benchmarks.store_reads import drop, fetch, read_raw
 
 PROMPT = 64
 ROUNDS, TOY_ROUNDS = 4, 1
@@ -129,6 +129,9 @@ async def _first_tokens(
             await ask(name, "store, disk" if stays < 0.01 else "store, disk (page cache kept it)")
         await target.close()
         for path in packed:
+            if drop(path) < 0.01:
+                taken.setdefault("its bytes alone, disk", []).append(1e3 * read_raw(path))
+                parts.setdefault("its bytes alone, disk", {})
             fetch(path)
     for kind, each in taken.items():
         report.note(
