@@ -31,7 +31,8 @@ ROOMS: dict[str, set[str]] = {
     "memory": BOTTOM | {"devices", "kernels"},
     "models": BOTTOM | {"devices", "kernels"},
     "adapters": BOTTOM | {"devices", "kernels"},
-    "executor": BOTTOM | {"devices", "kernels", "memory", "models", "adapters"},
+    "assist": BOTTOM,
+    "executor": BOTTOM | {"devices", "kernels", "memory", "models", "adapters", "assist"},
     "text": {"types", "engine.client"},
     "metrics": {"types", "engine.client", "text.generate"},
     "server": {"types", "protocol", "engine.client", "engine.scopes", "text", "metrics"},
@@ -117,6 +118,7 @@ PERSONS_IN_TEXTS = {
 }
 TORCH = {"torch", "triton"}
 NO_TORCH = {
+    "assist",
     "rules",
     "types",
     "config",

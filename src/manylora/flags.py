@@ -203,8 +203,9 @@ def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSetti
     unknown = sorted(set(values) - set(_BY_NAME) - {"model"})
     if unknown:
         raise ConfigError(f"unknown setting {unknown[0]!r}")
-    if type(values.get("adapter_batch_limit")) is int:  # as a file has it
-        values["adapter_batch_limit"] = str(values["adapter_batch_limit"])
+    for name in ("adapter_batch_limit", "cpu_lora_workers"):
+        if type(values.get(name)) is int:  # as a file has it
+            values[name] = str(values[name])
     model = values.get("model")
     if not isinstance(model, str | Path) or not str(model):
         raise ConfigError("no model was given: name a local folder or a hub id")

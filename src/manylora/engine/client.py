@@ -198,6 +198,8 @@ class EngineStats:
     cold_starts: dict[str, int] = dataclasses.field(default_factory=dict)
     cold_start_stall_s: float = 0.0
     cold_start_hidden_s: float = 0.0
+    cold_start_expected_s: float = 0.0
+    cpu_lora_s: float = 0.0
     spoilt_rows: int = 0
     steps: int = 0
     step_s: float = 0.0

@@ -15,6 +15,7 @@ import torch
 
 from manylora.devices.device import Device
 from manylora.executor.best import Best, greedy
+from manylora.executor.cold_rows import ColdRows
 from manylora.executor.inputs import StepInputs
 from manylora.executor.ranked_sampling import RankedSampling
 from manylora.executor.sequences import PENDING_ENTRIES
@@ -84,6 +85,7 @@ class Forward:
         has_pending: bool = True,
         sampled: SampledRows | None = None,
         before_layer: Callable[[int], None] | None = None,
+        cold: ColdRows | None = None,
     ) -> Outputs:
         """The step, given its plans; the most likely tokens become pending tokens. Does not wait for the device.
 
@@ -102,6 +104,7 @@ class Forward:
             lora=lora,
             sampled=sampled,
             before_layer=before_layer,
+            cold=cold,
         )
         logits = self.decoder.forward(batch, self._arena.pool)
         best = self._greedy(logits)
@@ -123,8 +126,13 @@ class EagerSteps:
         self._segments: LoraSegments | None = None
         self._lora: Any | None = None
 
-    def run(self, inputs: StepInputs, before_layer: Callable[[int], None] | None = None) -> Outputs:
-        """``before_layer``: see StepBatch."""
+    def run(
+        self,
+        inputs: StepInputs,
+        before_layer: Callable[[int], None] | None = None,
+        cold: ColdRows | None = None,
+    ) -> Outputs:
+        """``before_layer``, ``cold``: see StepBatch."""
         ops, device = self._forward.decoder.ops, self._device.torch_device
         arrays = (
             inputs.token_ids, inputs.positions, inputs.slots, inputs.sample_index, inputs.pending_index,
@@ -137,8 +145,12 @@ class EagerSteps:
                 self._lora = ops.plan_lora(inputs.lora, self._geometry, device)
         attention = ops.plan_attention(inputs.attention, self._geometry.page, device)
         has_pending = bool((inputs.token_ids < 0).any())
-        sampled = self._sampled_rows(inputs)
-        return self._forward.compute(numbers, attention, self._lora, has_pending, sampled, before_layer)
+        sampled = None
+        if cold is None:
+            sampled = self._sampled_rows(inputs)
+        elif cold.others is not None:
+            cold.lora = ops.plan_lora(cold.others, self._geometry, device)
+        return self._forward.compute(numbers, attention, self._lora, has_pending, sampled, before_layer, cold)
 
     def _sampled_rows(self, inputs: StepInputs) -> SampledRows | None:
         """None where too few tokens would be spared the last layer's products, or no row draws."""

@@ -197,7 +197,7 @@ class Copier:
         if self._words is None:
             return
         try:
-            self._words.mark(lane.copies, gate.number, (0, gate.groups[-1][1]))
+            self._words.mark(lane.copies, gate.number, (0, max(end for _, end in gate.groups)))
         except Exception:
             _log.exception("steps that await a failed copy are held up for some seconds")
 

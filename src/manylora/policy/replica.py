@@ -259,6 +259,8 @@ class Replica(RequestLives):
         if len(self._kept):
             self._kept.bring(now, len(self._waiting))
         self._swapper.use_idle_lane(now)
+        if self._cold is not None:
+            self._cold.order_copies()
         copies = self._residency.start_transfers()
         if self._cold is not None:
             self._cold.add_rows(plan, copies, now)
@@ -301,13 +303,13 @@ class Replica(RequestLives):
         self._residency.device.step_started(step)
         self._residency.visits.batch(len(rows), now)
         merged = BASE if self._merging is None else self._merging.started(rows, now)
-        awaits = () if self._cold is None else self._cold.step_started(step, rows, now)
-        if awaits:
+        awaits, cpu = ((), ()) if self._cold is None else self._cold.step_started(step, rows, now)
+        if awaits or cpu:
             self._collect()
             for sequence in [sequence for sequence, _, _ in rows if sequence.stage is LOADING]:
                 sequence.note_adapter(now)
                 self._note_ready(sequence, now)
-        self._say(run_step(step, rows, merged, awaits))
+        self._say(run_step(step, rows, merged, awaits, cpu))
 
     def _note_admission(self, sequence: Sequence, now: float) -> None:
         if sequence.state.note_admission():
@@ -323,7 +325,9 @@ class Replica(RequestLives):
         if sequence.state.note_ready():
             adapter_s = sequence.adapter_s or 0.0
             kv_s = now - sequence.admitted_s - adapter_s
-            mode = "wait" if sequence.stage is RUNNING else self._config.cold_start.mode
+            mode = "wait"
+            if sequence.stage is not RUNNING and self._cold is not None:
+                mode = self._cold.mode_of(sequence)
             self._residency.counters.cold_start(mode, sequence.cold_source)
             self._commands.append(Ready(sequence.state.request.id, adapter_s, kv_s))
 

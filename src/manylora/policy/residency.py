@@ -15,6 +15,7 @@ from manylora.policy.caches.policy import Signals
 from manylora.policy.candidates import Candidates
 from manylora.policy.changes import Changes
 from manylora.policy.cost import Rates
+from manylora.policy.lent import LentPages
 from manylora.policy.pages import PageLedger
 from manylora.policy.room import Room
 from manylora.policy.transfers import Move, Transfers
@@ -47,6 +48,7 @@ class Residency:
         self.tree = DependencyTree(self.policy.keeps_dependencies)
         self.device = PageLedger(config.num_pages)
         self.host = PageLedger(config.num_host_pages)
+        self.lent = LentPages(self.host)
         self.transfers = Transfers(config.cold_start.num_groups)
         self.changes = Changes(config.page_tokens)
         self.last_value: float | None = None
@@ -263,7 +265,7 @@ class Residency:
         if host_pages:
             self._set_host(node, NO_COPY, ())
             if move is None:
-                self.host.release(host_pages)
+                self.lent.release(node, host_pages)
         if was_there and pages:
             self._has_left(node)
 
@@ -313,7 +315,7 @@ class Residency:
             self._end_standby(node)
         pages = node.host_pages
         self._set_host(node, NO_COPY, ())
-        self.host.release(pages)
+        self.lent.release(node, pages)
         if node.residence is ABSENT and not node.is_adapter:
             self.counters.history_drops += 1
             self._remove(node)
@@ -410,7 +412,7 @@ class Residency:
         if not read.to_device:
             pages = node.host_pages
             self._set_host(node, NO_COPY, ())
-            self.host.release(pages)
+            self.lent.release(node, pages)
         return node if node.residence is LOADING else None
 
     def copy_ended(self, event: CopyDone) -> list[Node]:
@@ -434,7 +436,7 @@ class Residency:
             if move.owns_pages:
                 self.device.release(move.pages)
             if move.owns_host_pages:
-                self.host.release(move.host_pages)
+                self.lent.release(node, move.host_pages)
         return failed
 
     def _count_copy(self, moves: list[Move], event: CopyDone) -> None:
@@ -453,7 +455,7 @@ class Residency:
             return
         pages = node.host_pages
         self._set_host(node, NO_COPY, ())
-        self.host.release(pages)
+        self.lent.release(node, pages)
         if node.residence is OFFLOADING:
             self._lose(node)
 

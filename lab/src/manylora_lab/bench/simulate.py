@@ -352,6 +352,8 @@ def config_of(
     if given.get("fair_by") == "key":
         raise ConfigError("--fair-by key: a workload's requests have no API keys; simulate --fair-by adapter")
     engine, _ = build_settings(given)
+    if engine.scheduler.cold_start.mode in ("cpu", "auto"):
+        raise ConfigError(f"--cold-start {engine.scheduler.cold_start.mode} is not simulated")
     page_bytes = target.shape.page_bytes(engine.cache.page_tokens)
     pool_bytes, merge = beside_pristine(
         engine.scheduler.merge, _pool_bytes(engine, target), target.shape.layer_bytes, target.kind

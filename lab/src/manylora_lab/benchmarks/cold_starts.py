@@ -259,7 +259,8 @@ async def rates(rig: EngineRig, report: RunReport) -> None:
             done = landed(direct, command)
             taken_s = time.perf_counter() - began_s
             found.setdefault((name, groups), []).append((taken_s, done.copy_s))
-    rig.worker._coming.forget(rig.worker._coming.answered())
+    for _ in range(2):
+        rig.worker._coming.step_ended()
     num_bytes = count * rig.policy.page_bytes
     for (name, groups), each in found.items():
         whole, own = (statistics.median(column) for column in zip(*each[1:]))
