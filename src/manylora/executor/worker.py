@@ -13,7 +13,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -90,13 +89,6 @@ class _Sampled:
 
     rows: np.ndarray
     read: Callable[[], Results]
-
-
-@runtime_checkable
-class _Closes(Protocol):
-    """Operations with something that goes on beside the steps, which is to end with the process."""
-
-    def close(self) -> None: ...
 
 
 class Worker:
@@ -477,8 +469,7 @@ class Worker:
             return
         self._reader.close()
         self._registry.close()
-        if isinstance(self._forward.decoder.ops, _Closes):
-            self._forward.decoder.ops.close()
+        self._forward.close()
         if self._workers is not None:
             self._workers.close()
         if not frees:
