@@ -30,7 +30,7 @@ SHAPE = AttentionShape(32, 8, 128, torch.bfloat16)
 def reason(caplog: pytest.LogCaptureFixture, shape: AttentionShape) -> str:
     """Of FlashInfer not serving, the one line that says so."""
     with caplog.at_level(logging.INFO, "manylora.kernels.flashinfer_attention"):
-        assert serving_prompts(shape, CPU) is None
+        assert serving_prompts(shape, CPU, wait_s=60.0) is None
     lines = [record.getMessage() for record in caplog.records if "our kernel" in record.getMessage()]
     assert len(lines) == 1
     assert "\n" not in lines[0]

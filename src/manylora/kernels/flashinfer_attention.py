@@ -31,9 +31,6 @@ LEAST_MEAN_QUERIES = 128
 256 tokens and more, and not for those of 64; nothing between was measured (not on record; ``manylora bench kernels
 --tune attention`` compares the two)."""
 
-START_WAIT_S = 5.0
-"""Longer than it takes where it has been compiled before. Else our kernel serves meanwhile."""
-
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
 RING = 3
@@ -58,13 +55,12 @@ class AttentionShape:
         return float(self.head_dim**-0.5)
 
 
-def serving_prompts(
-    shape: AttentionShape, device: torch.device, wait_s: float = START_WAIT_S
-) -> ComingPrompts | None:
+def serving_prompts(shape: AttentionShape, device: torch.device, wait_s: float = 0.0) -> ComingPrompts | None:
     """FlashInfer for prompts of this shape; None where our kernel serves them, for good.
 
-    Says which in one line of the log. Waits ``wait_s`` at most for FlashInfer to be compiled and tried out, which
-    takes a minute or more where its cache is cold: our kernel serves until it is.
+    Says which in one line of the log, perhaps later: compiling and trying out FlashInfer takes seconds where its
+    cache is warm, less than a start, and else a minute or more. Our kernel serves until then. ``wait_s``: to be
+    spent on that now, at most.
     """
     why_not = _why_not(shape)
     if why_not is not None:
