@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from manylora.memory import gates
 from manylora.memory.gates import layer_groups
