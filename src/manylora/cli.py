@@ -18,9 +18,17 @@ from typing import Any, NoReturn
 
 from manylora._version import VERSION
 from manylora.aliases import ALIASES
-from manylora.config import ConfigError
+from manylora.config import ConfigError, option_of
 from manylora.extensions import LAB, AddParser, find_commands
-from manylora.flags import FLAGS, build_settings, canonical, read_config_file
+from manylora.flags import (
+    CLUSTER_ALIASES,
+    CLUSTER_FLAGS,
+    FLAGS,
+    build_settings,
+    canonical,
+    read_config_file,
+    split_cluster,
+)
 from manylora.options import SIZING, add_flag, add_settings, settings_of
 from manylora.progress import LOG_FORMAT
 
@@ -126,18 +134,29 @@ def _add_serve(commands: Any) -> None:
         if alias.of is None:
             text = f"{alias.engines}: always on, {alias.means}"
             serve.add_argument(alias.option, action="store_true", default=None, help=text)
+    cluster = serve.add_argument_group("several replicas behind one port")
+    for flag in CLUSTER_FLAGS:
+        add_flag(cluster, flag)
+    for name, of in CLUSTER_ALIASES.items():
+        cluster.add_argument(option_of(name), dest=name, help=f"vLLM: the same as {option_of(of)}")
     serve.set_defaults(run=_serve)
 
 
 def _serve(args: argparse.Namespace) -> int:
     settings = read_config_file(args.config) if args.config else {}
     names = ("model", *(flag.name for flag in FLAGS), *(alias.name for alias in ALIASES))
+    names += (*(flag.name for flag in CLUSTER_FLAGS), *CLUSTER_ALIASES)
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    engine, http = build_settings(canonical(settings, given))
+    cluster, layers = split_cluster(settings, given)
+    engine, http = build_settings(canonical(*layers))
     from manylora.signals import stop_signals
 
     for number in stop_signals():
         signal.signal(number, _leave)
+    if cluster is not None:
+        from manylora.cluster.supervisor import run_cluster
+
+        return run_cluster(engine, http, cluster)
     from manylora.main import run_server
 
     return run_server(engine, http)
