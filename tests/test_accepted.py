@@ -46,6 +46,7 @@ HELD_BY = {
     "merge_beta": "scheduler.merge.beta", "merge_dec": "scheduler.merge.dec",
     "merge_mul": "scheduler.merge.mul", "merge_window": "scheduler.merge.window",
     "cold_start": "scheduler.cold_start.mode", "cold_start_stall": "scheduler.cold_start.stall",
+    "cpu_lora_workers": "scheduler.cold_start.cpu_workers",
     "copy_limit": "cache.copy_limit", "tensor_parallel_size": "tensor_parallel_size",
     "lora_sharding": "lora_sharding",
 }  # fmt: skip
@@ -59,6 +60,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "merge_copy": {"merge": "merged"}, "merge_starve": {"merge": "merged"}, "merge_minority": _MANYLORA,
     "merge_mixed_16bit": _MANYLORA, "merge_alpha": _DLORA, "merge_beta": _DLORA, "merge_dec": _DLORA,
     "merge_mul": _DLORA, "merge_window": _DLORA, "cold_start_stall": {"cold_start": "layerwise"},
+    "cpu_lora_workers": {"cold_start": "auto"},
 }  # fmt: skip
 """What a setting is nothing without."""
 
@@ -137,6 +139,8 @@ def accepted() -> list[tuple[str, Any, Any]]:
     ]
     found += [("merge_starve", "1e-3", 0.001), ("merge_starve", 1e300, 1e300)]
     found += [("cold_start_stall", "1", 1.0), ("cold_start_stall", 0.5, 0.5)]
+    found += [("cpu_lora_workers", text, text) for text in ("auto", "0", "1", "256")]
+    found += [("cpu_lora_workers", 0, "0"), ("cpu_lora_workers", 8, "8")]
     found += [("kept_share", 0, 0.0), ("kept_share", "1", 1.0), ("kept_share", 0.25, 0.25)]
     found += [("adapter_batch_limit", 4, "4"), ("adapter_batch_limit", "4:hard", "4:hard")]
     return found
@@ -176,6 +180,7 @@ def refused() -> list[tuple[str, Any]]:
     found += each("merge_dec", 1, 1.5) + each("merge_mul", 1, 0.9) + each("merge_beta", 1, 1.1)
     found += each("merge_alpha", 0.556, 0.5)
     found += each("cold_start_stall", 0, -1, "0", 1.01, "x", "", NAN, INF, [1], {})
+    found += each("cpu_lora_workers", "", "x", "-1", -1, "257", 257, "1.5", 1.0, True, "AUTO", NAN, [1], {})
     found += each("kept_share", -0.1, 1.01, "x", "", NAN, INF, [1], {})
     found += each("api_key", "", [" "], 1, [1], ["k", ""], {1: 2}.keys())
     found += each("adapter", "", "a", "a=", "=b", 1, [1], ["a=b", "a=c"], {"": "b"}, {"a": ""})

@@ -31,12 +31,16 @@ ROOMS: dict[str, set[str]] = {
     "memory": BOTTOM | {"devices", "kernels"},
     "models": BOTTOM | {"devices", "kernels"},
     "adapters": BOTTOM | {"devices", "kernels"},
-    "executor": BOTTOM | {"devices", "kernels", "memory", "models", "adapters"},
+    "assist": BOTTOM,
+    "executor": BOTTOM | {"devices", "kernels", "memory", "models", "adapters", "assist"},
     "text": {"types", "engine.client"},
     "metrics": {"types", "engine.client", "text.generate"},
     "server": {"types", "protocol", "engine.client", "engine.scopes", "text", "metrics"},
     "pricing": BOTTOM,
     "solving": {"config", "protocol", "types"},
+    "cluster": BOTTOM
+    | {"_version", "adapters.sources", "devices.free_memory", "engine", "inspection", "main", "memory.shares"}
+    | {"metrics", "models.source", "policy", "server", "signals", "solving"},
     "warmup": BOTTOM | {"engine", "flags", "kernels", "main", "models", "progress"},
     "aliases": {"config"},
     "flags": {"aliases", "config", "rules"},
@@ -54,6 +58,7 @@ ROOMS: dict[str, set[str]] = {
     "cli": {
         "_version",
         "aliases",
+        "cluster",
         "config",
         "extensions",
         "flags",
@@ -117,6 +122,7 @@ PERSONS_IN_TEXTS = {
 }
 TORCH = {"torch", "triton"}
 NO_TORCH = {
+    "assist",
     "rules",
     "types",
     "config",
@@ -135,6 +141,7 @@ NO_TORCH = {
     "flags",
     "llm",
     "solving",
+    "cluster",
     "cli",
     "main",
     "inspection",

@@ -118,7 +118,10 @@ class Counters:
     """By mode and source with a slash between; replaced, never changed."""
     cold_start_stall_s: float = 0.0
     cold_start_hidden_s: float = 0.0
+    cold_start_expected_s: float = 0.0
+    """What ``cold_start_stall_s`` was expected to be, of steps that await copies or the CPU."""
     spoilt_rows: int = 0
+    cpu_lora_s: float = 0.0
 
     def cold_start(self, mode: str, source: str | None) -> None:
         """A request has begun; ``source``: where its adapter was when it was admitted, None: on the device."""
@@ -127,10 +130,13 @@ class Counters:
         kind = f"{mode}/{source}"
         self.cold_starts = {**self.cold_starts, kind: self.cold_starts.get(kind, 0) + 1}
 
-    def stalled(self, stall_s: float, copies_s: float) -> None:
-        """A step that awaited copies, which took ``copies_s``, stood still for ``stall_s``."""
+    def stalled(self, stall_s: float, expected_s: float, hidden_s: float, cpu_s: float) -> None:
+        """A step with cold rows stood still for ``stall_s`` where ``expected_s`` had been expected; copies took
+        ``hidden_s`` while it went on, and the CPU ``cpu_s``."""
         self.cold_start_stall_s += stall_s
-        self.cold_start_hidden_s += max(0.0, copies_s - stall_s)
+        self.cold_start_expected_s += expected_s
+        self.cold_start_hidden_s += hidden_s
+        self.cpu_lora_s += cpu_s
 
     def switched(self, ok: bool, seconds: float, to_base: bool) -> None:
         """A change of the adapter that is merged has taken effect, or failed."""

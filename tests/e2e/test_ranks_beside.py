@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from manylora import LLM, SamplingParams
-from manylora.config import CACHE_POLICIES, ConfigError
+from manylora.config import CACHE_POLICIES, COLD_START_MODES, ConfigError
 from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import read_answered
 from manylora.outputs import RequestOutput
@@ -58,7 +58,7 @@ ELSEWHERE = {"`--journal`, `--trace`", "`--load-format dummy`", "`--adapter-stor
 """The last needs GPUs."""
 REFUSED: dict[str, list[dict[str, Any]]] = {
     "`--merge`": [{"merge": "merged"}],
-    "`--cold-start block`, `layerwise`": [{"cold_start": "block"}, {"cold_start": "layerwise"}],
+    "`--cold-start` other than `wait`": [{"cold_start": mode} for mode in COLD_START_MODES if mode != "wait"],
 }
 
 

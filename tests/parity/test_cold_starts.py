@@ -13,6 +13,9 @@ from tests.parity.engines import Bench, greedy, random_tokens
 NUM_TOKENS = 6
 MODES = [
     ("layerwise", 2),
+    ("cpu", 2),
+    pytest.param("cpu", 1, marks=pytest.mark.long),
+    pytest.param("auto", 2, marks=pytest.mark.long),
     pytest.param("layerwise", 1, marks=pytest.mark.long),
     pytest.param("block", 1, marks=pytest.mark.long),
     pytest.param("block", 2, marks=pytest.mark.long),
@@ -32,14 +35,23 @@ def check_cold(bench: Bench, mode: str, depth: int) -> None:
     largest = max(bench.adapter_pages(4).values())
     settings: dict[str, Any] = {"cold_start": mode, "pipeline_depth": depth}
     settings |= {"max_num_seqs": 4, "max_batch_tokens": 13}
-    if mode == "layerwise":
+    if mode in ("layerwise", "auto"):
         settings["cold_start_stall"] = 1.0
+    if mode in ("cpu", "auto"):
+        settings["cpu_lora_workers"] = 2 if depth == 1 else 1
+    # Slow enough that none has landed before its step begins.
+    settings["copy_limit"] = 2**22
     with bench.llm(page_tokens=4, num_pages=2 * largest + 60, **settings) as llm:
+        # The first copy tells auto how slow they are.
+        first = list(bench.checkpoint.adapters)[:1]
+        bench.check(llm.generate(prompts[:1], greedy(NUM_TOKENS, n=2), first), NUM_TOKENS)
         for _ in range(2):
             outputs = llm.generate(prompts, greedy(NUM_TOKENS, n=2), bench.names)
             bench.check(outputs, NUM_TOKENS)
         stats = llm.stats()
-    assert any(kind.startswith(mode) for kind in stats.cold_starts), stats.cold_starts
+    begun = {kind.partition("/")[0] for kind in stats.cold_starts}
+    assert begun & ({"layerwise", "cpu"} if mode == "auto" else {mode}), stats.cold_starts
+    assert stats.cpu_lora_s > 0 or "cpu" not in begun
     assert stats.spoilt_rows == 0
 
 
@@ -53,18 +65,19 @@ def test_the_whole_step_waits(bench: Bench, depth: int) -> None:
     check_cold(bench, "block", depth)
 
 
-def test_cold_adapter_and_cold_history_together(bench: Bench) -> None:
+@pytest.mark.parametrize("mode", ["layerwise", "cpu"])
+def test_cold_adapter_and_cold_history_together(bench: Bench, mode: str) -> None:
     """Prompts that come back when adapter and KV have left the device for the host."""
+    settings: dict[str, Any] = {"cold_start": mode}
+    settings |= {"cold_start_stall": 1.0} if mode == "layerwise" else {"cpu_lora_workers": "1"}
     names = list(bench.checkpoint.adapters)
     prompts = [random_tokens(50 + i, 33, bench.checkpoint.vocab_size) for i in range(len(names))]
     largest = max(bench.adapter_pages(4).values())
-    with bench.llm(
-        page_tokens=4, num_pages=largest + 24, cold_start="layerwise", cold_start_stall=1.0
-    ) as llm:
+    with bench.llm(page_tokens=4, num_pages=largest + 24, **settings) as llm:
         for _ in range(3):
             for prompt, name in zip(prompts, names):
                 bench.check(llm.generate([prompt], greedy(NUM_TOKENS), [name]), NUM_TOKENS)
         stats = llm.stats()
-    assert stats.cold_starts.get("layerwise/host", 0) > 0, stats.cold_starts
+    assert stats.cold_starts.get(f"{mode}/host", 0) > 0, stats.cold_starts
     assert stats.kv_hit_tokens_host > 0
     assert stats.cold_start_hidden_s > 0

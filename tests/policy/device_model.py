@@ -54,11 +54,11 @@ class _Sequence:
 
 @dataclasses.dataclass
 class _Step:
-    """A step in flight: its rows' sequences and adapters' pages, and the weights that it runs on; None where they
-    are half restored."""
+    """A step in flight: its rows' sequences and adapters' pages, with these pages' tier, and the weights that it
+    runs on; None where they are half restored."""
 
     command: RunStep
-    rows: list[tuple[_Sequence, tuple[int, ...]]]
+    rows: list[tuple[_Sequence, tuple[int, ...], str]]
     weights: int | None
     has_failed_switch: bool
 
@@ -93,7 +93,8 @@ class DeviceModel:
         self.adapter_pages: dict[int, tuple[int, ...]] = {}
         self.coming: dict[int, tuple[int, ...]] = {}  # adapters that steps may await
         self.failed_copies: set[int] = set()
-        self.num_awaiting_steps = self.num_awaited_kv = 0
+        self.num_awaiting_steps = self.num_awaited_kv = self.num_served_steps = 0
+        self.cpu_workers = 2
         self.sequences: dict[int, _Sequence] = {}
         self.reads: list[ReadAdapter] = []
         self.steps: list[_Step] = []  # in flight, oldest first
@@ -137,15 +138,34 @@ class DeviceModel:
     def _issue(self, step: RunStep) -> None:
         assert step.merged == self.named, "a step names what the last SetMerged named"
         weights = None if self.switches and self.steps_wait else self.weights
-        for wanted in step.awaits:
-            assert wanted.copy in self.copies, "a step awaits copies that have not been answered"
-            assert self.copies[wanted.copy][0].groups, "and that steps may await"
-            assert set(wanted.sequences) <= {row.sequence for row in step.rows}, "for sequences of its own"
+        needed = [(w.copy, w.sequences) for w in step.awaits] + [(s.copy, s.sequences) for s in step.cpu]
+        for copy, sequences in needed:
+            assert copy in self.copies, "a step awaits copies that have not been answered"
+            assert self.copies[copy][0].groups, "and that steps may await"
+            assert set(sequences) <= {row.sequence for row in step.rows}, "for sequences of its own"
+        self.num_served_steps += bool(step.cpu)
         self.num_awaiting_steps += bool(step.awaits)
         self.num_awaited_kv += sum(self.copies[wanted.copy][0].adapter is None for wanted in step.awaits)
         awaiting = {sequence for wanted in step.awaits for sequence in wanted.sequences}
-        rows = [self._resolve(row.sequence, row.sequence in awaiting) for row in step.rows]
-        own = {sequence.start.adapter for sequence, _ in rows}
+        lent: dict[int, tuple[int, ...]] = {}
+        for served in step.cpu:
+            command = self.copies[served.copy][0]
+            assert command.adapter is not None, "the CPU serves adapters"
+            assert 0 < served.groups <= command.groups
+            for number in served.sequences:
+                assert self.sequences[number].start.adapter == command.adapter
+                lent[number] = tuple(source for source, _ in command.pairs)
+        rows = [
+            (self.sequences[row.sequence], lent[row.sequence], "host")
+            if row.sequence in lent
+            else (*self._resolve(row.sequence, row.sequence in awaiting), "device")
+            for row in step.rows
+        ]
+        beside = {state.start.adapter for state, _, tier in rows if tier == "device"}
+        assert not beside & {state.start.adapter for state, _, tier in rows if tier == "host"}, (
+            "rows begin alike"
+        )
+        own = {sequence.start.adapter for sequence, _, _ in rows}
         if step.merged != BASE:
             self.num_merged_steps += own == {step.merged}
             self.num_mixed_steps += own != {step.merged}
@@ -178,10 +198,10 @@ class DeviceModel:
             return False
         return self.corrects or step.weights in (BASE, adapter)
 
-    def _check_adapter(self, adapter: int, pages: tuple[int, ...]) -> None:
+    def _check_adapter(self, adapter: int, pages: tuple[int, ...], tier: str = "device") -> None:
         for index, page in enumerate(pages):
             expected = (("weights", adapter, index),) * self.page_tokens
-            assert self.whole(self.content, page) == expected, "intact adapters"
+            assert self.whole(self.tier(tier), page) == expected, "intact adapters"
 
     def tier(self, name: str) -> dict[tuple[int, int], object]:
         return self.content if name == "device" else self.host
@@ -238,8 +258,9 @@ class DeviceModel:
         """The model."""
         return next_token(adapter, tokens, sample)
 
-    def finish_step(self, ok: bool, late: tuple[int, ...] = ()) -> StepDone:
-        """``late``: of the copies that the step awaits, those that it did not wait for to the end."""
+    def finish_step(self, ok: bool, late: tuple[int, ...] = (), cpu_fails: bool = False) -> StepDone:
+        """``late``: of the copies that the step awaits, those that it did not wait for to the end.
+        ``cpu_fails``: so do the workers that serve its rows."""
         # Where it awaits what has not been answered it could not be issued: nothing of it is read or written.
         was_issued = not self.awaited()
         assert not ok or was_issued, "what a step awaits is answered before it ends"
@@ -247,7 +268,8 @@ class DeviceModel:
         step, drawn = running.command, []
         failed = self.failed_copies | set(late)
         spoilt = {name for wanted in step.awaits if wanted.copy in failed for name in wanted.sequences}
-        for row, (sequence, weights) in zip(step.rows, running.rows, strict=True):
+        spoilt |= {name for served in step.cpu if cpu_fails for name in served.sequences}
+        for row, (sequence, weights, tier) in zip(step.rows, running.rows, strict=True):
             if not was_issued:
                 break
             if row.sequence in spoilt:
@@ -256,7 +278,7 @@ class DeviceModel:
                     drawn.append((row.sequence, (VOCABULARY,) * row.num_samples))
                 continue
             adapter = sequence.start.adapter
-            self._check_adapter(adapter, weights)
+            self._check_adapter(adapter, weights, tier)
             is_right = self._is_right(running, adapter)
             self._run_row(sequence, row.start, row.num_tokens, row.pages, is_right)
             if row.num_samples:
@@ -268,6 +290,8 @@ class DeviceModel:
                 drawn.append((row.sequence, tokens))
         done = StepDone(step.step, ok, tuple(drawn) if ok else (), error="" if ok else "made to fail")
         done.spoilt = tuple(sorted(spoilt)) if ok else ()
+        if step.cpu and ok:
+            done.cpu_s, done.cpu_workers = 0.001 * (self.cpu_workers > 0), self.cpu_workers
         return done
 
     def _spoil_row(self, sequence: _Sequence, start: int, num_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Random events under ``--cold-start block`` and ``layerwise``: awaited copies land, fail or are late."""
+"""Random events under every ``--cold-start`` but ``wait``: copies land, fail or are late, and so does the CPU."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import initialize, precondition, rule
 
-from manylora.config import CACHE_POLICIES, CacheConfig, ColdStartConfig, PolicyConfig
+from manylora.config import CACHE_POLICIES, CacheConfig, ColdStartConfig, CpuRates, PolicyConfig
 from tests.policy.device_model import DeviceModel
 from tests.policy.test_replica_properties import ReplicaMachine
 
-COUNTS = {"awaiting": 0, "spoilt": 0, "kv": 0}
+COUNTS = {"awaiting": 0, "spoilt": 0, "kv": 0, "served": 0}
 """What all examples together have shown."""
 
 
@@ -25,8 +25,10 @@ class ColdStartMachine(ReplicaMachine):
         num_host_pages=st.sampled_from([5, 16, 40, 40]),
         policy=st.sampled_from(["manylora", *CACHE_POLICIES]),
         pipeline_depth=st.sampled_from([1, 2]),
-        cold_start=st.sampled_from(["block", "layerwise"]),
+        cold_start=st.sampled_from(["block", "layerwise", "layerwise", "cpu", "auto"]),
         stall=st.sampled_from([0.02, 1.0]),
+        variant=st.sampled_from(["whole", "split"]),
+        step_s=st.sampled_from([0.0, 0.5]),
     )
     def start(
         self,
@@ -39,6 +41,8 @@ class ColdStartMachine(ReplicaMachine):
         pipeline_depth: int,
         cold_start: str,
         stall: float,
+        variant: str,
+        step_s: float,
     ) -> None:
         cache = CacheConfig(policy, adapter_share=0.5, tau_s=2.0, window_s=8.0)
         config = PolicyConfig(
@@ -51,7 +55,13 @@ class ColdStartMachine(ReplicaMachine):
             1000,
             cache,
             pipeline_depth=pipeline_depth,
-            cold_start=ColdStartConfig(cold_start, stall if cold_start == "layerwise" else 0.02),
+            cold_start=ColdStartConfig(
+                cold_start,
+                stall if cold_start in ("layerwise", "auto") else 0.02,
+                variant=variant,  # type: ignore[arg-type]
+                rates=CpuRates(step_s=step_s),
+                num_workers=2 if cold_start in ("cpu", "auto") else 0,
+            ),
         )
         self.begin(config, DeviceModel(page_tokens, pipeline_depth))
         for num_pages in (1, 2, 3):
@@ -62,6 +72,19 @@ class ColdStartMachine(ReplicaMachine):
     def ask_of_an_adapter(self, data: st.DataObject, prompt: list[int]) -> None:
         if len(self.live()) < 6:
             self.ask(data.draw(st.sampled_from(sorted(self.adapters))), prompt, 2)
+
+    @precondition(lambda self: self.device.steps and self.device.steps[0].command.cpu)
+    @rule(ends=st.booleans(), fails=st.booleans(), num_workers=st.sampled_from([2, 2, 2, 0]))
+    def end_a_served_step(self, ends: bool, fails: bool, num_workers: int) -> None:
+        """Before or after the copies that bring the adapters meanwhile, or with workers that die."""
+        for copy in self.device.awaited():
+            self.end_copy_of(copy, True, 0.001)
+        if ends:
+            for served in self.device.steps[0].command.cpu:
+                if served.copy in self.device.copies:
+                    self.end_copy_of(served.copy, not fails, 0.001)
+        self.device.cpu_workers = num_workers
+        self.feed(self.device.finish_step(ok=True, cpu_fails=fails and not ends))
 
     @precondition(lambda self: self.device.steps)
     @rule()
@@ -77,10 +100,11 @@ class ColdStartMachine(ReplicaMachine):
             COUNTS["awaiting"] += self.device.num_awaiting_steps
             COUNTS["spoilt"] += self.replica._residency.counters.spoilt_rows
             COUNTS["kv"] += self.device.num_awaited_kv
+            COUNTS["served"] += self.device.num_served_steps
 
 
 ColdStartMachine.TestCase.settings = settings(
-    max_examples=200,
+    max_examples=250,
     stateful_step_count=60,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from manylora.config.cold_start import COLD_START_MODES, ColdStartConfig
+from manylora.config.cold_start import (
+    COLD_START_MODES,
+    MOST_CPU_TOKENS,
+    ColdStartConfig,
+    CpuRates,
+    check_host_pool,
+    check_workers,
+    num_cores,
+)
 from manylora.config.declaring import (
     LARGEST_NUMBER,
     ConfigError,
@@ -40,6 +48,7 @@ __all__ = [
     "LARGEST_NUMBER",
     "LEAST_PRIORITY",
     "MERGE_MODES",
+    "MOST_CPU_TOKENS",
     "MOST_PRIORITY",
     "MOST_SEQS",
     "SETTING_MODES",
@@ -48,6 +57,7 @@ __all__ = [
     "CacheSettings",
     "ColdStartConfig",
     "ConfigError",
+    "CpuRates",
     "EngineSettings",
     "HttpSettings",
     "MergeConfig",
@@ -59,8 +69,11 @@ __all__ = [
     "SchedulerSettings",
     "StepTimes",
     "as_share",
+    "check_host_pool",
     "check_rules",
+    "check_workers",
     "is_import_name",
+    "num_cores",
     "option_of",
     "parse_size",
     "setting_of",

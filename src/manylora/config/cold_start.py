@@ -1,15 +1,60 @@
 """Whether a step may begin while what some of its rows read is still on its way to the device."""
 
 import dataclasses
-from typing import Annotated
+import os
+import re
+from typing import Annotated, Literal
 
 from manylora.config.declaring import ConfigError, Section, check_rules, setting
-from manylora.rules import at_most, more_than, one_of
+from manylora.rules import FINITE, Rule, at_least, at_most, more_than, one_of
 
-COLD_START_MODES = ("wait", "block", "layerwise")
+COLD_START_MODES = ("wait", "block", "layerwise", "cpu", "auto")
 
 _STALL = 0.02
 _GROUPS = 8
+_NUM_GROUPS = {"wait": 0, "block": 1, "layerwise": _GROUPS, "cpu": _GROUPS, "auto": _GROUPS}
+_STALLED = ("layerwise", "auto")
+_WITH_WORKERS = ("cpu", "auto")
+
+MOST_CPU_TOKENS = 512
+"""Tokens of one step whose adapters' products the CPU computes: what its workers' memory has room for."""
+LEAST_CORES = 4
+MOST_WORKERS = 256
+_AUTO = "auto"
+
+
+def _is_worker_count(text: str) -> bool:
+    return text == _AUTO or (re.fullmatch("[0-9]{1,3}", text) is not None and int(text) <= MOST_WORKERS)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not every system tells
+        return os.cpu_count() or 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CpuRates:
+    """What the CPU takes for the LoRA of a step's cold rows, of one worker, as measured before serving; no user's
+    to give. A step costs ``step_s`` for its hand-overs, each adapter that it reads ``byte_s`` a byte, and each
+    token ``token_byte_s`` for each byte of its adapter. ``slice_tokens``: as many tokens as one worker takes
+    before another one helps."""
+
+    step_s: Annotated[float, at_least(0), FINITE] = 0.002
+    byte_s: Annotated[float, at_least(0), FINITE] = 2e-10
+    token_byte_s: Annotated[float, at_least(0), FINITE] = 1e-11
+    slice_tokens: Annotated[int, at_least(1)] = 16
+
+    def num_busy(self, num_tokens: int, num_workers: int) -> int:
+        """How many workers so many tokens are cut for (CaraServe §4.2)."""
+        return max(1, min(num_workers, -(-num_tokens // self.slice_tokens)))
+
+    def seconds(self, num_tokens: int, adapter_bytes: int, num_workers: int) -> float:
+        """For the tokens of one adapter, in slices for the workers."""
+        share = -(-num_tokens // self.num_busy(num_tokens, num_workers))
+        return self.step_s + adapter_bytes * (self.byte_s + share * self.token_byte_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,22 +65,67 @@ class ColdStartConfig(Section):
         "wait",
         "when a request begins whose adapter or cached KV comes from the host: wait (when it is there; steps of "
         "others go on), block (at once; its step waits for it), layerwise (at once, layer group by layer group as "
-        "it lands, within --cold-start-stall)",
+        "it lands, within --cold-start-stall), cpu (at once; processes on the CPU compute its adapter's part of "
+        "the prompt meanwhile), auto (whichever is expected to answer first, within --cold-start-stall)",
         name="cold_start",
     )
     stall: Annotated[float, more_than(0), at_most(1)] = setting(
         _STALL,
-        "layerwise: the share of others' time for which steps may stand still for copies",
+        "layerwise, auto: the share of others' time for which steps may stand still for cold requests",
         "SHARE",
         name="cold_start_stall",
     )
+    cpu_workers: Annotated[
+        str, Rule(f"auto or a whole number from 0 to {MOST_WORKERS}", _is_worker_count)
+    ] = setting(
+        _AUTO,
+        "processes that compute adapters' products for --cold-start cpu and auto (auto: half of the cores, none "
+        f"below {LEAST_CORES})",
+        "N|auto",
+        name="cpu_lora_workers",
+    )
+    variant: Literal["whole", "split"] = "whole"
+    """What the CPU computes of a cold row: all layers, as in the paper, or the first ones, while the link brings
+    the others first."""
+    rates: CpuRates = CpuRates()
+    num_workers: Annotated[int, at_least(0)] = 0
+    """How many processes there are: ``cpu_workers`` on this machine, as the policy gets it."""
 
     def __post_init__(self) -> None:
         check_rules(self)
-        if self.stall != _STALL and self.mode != "layerwise":
-            raise ConfigError("--cold-start-stall needs --cold-start layerwise")
+        if self.stall != _STALL and self.mode not in _STALLED:
+            raise ConfigError("--cold-start-stall needs --cold-start layerwise or auto")
+        if self.cpu_workers != _AUTO and self.mode not in _WITH_WORKERS:
+            raise ConfigError("--cpu-lora-workers needs --cold-start cpu or auto")
+        if self.mode == "cpu" and self.cpu_workers != _AUTO and self.wanted_workers == 0:
+            raise ConfigError("--cold-start cpu needs --cpu-lora-workers of at least 1")
 
     @property
     def num_groups(self) -> int:
         """Groups of layers in which a copy lands that steps may await; 0: none does."""
-        return {"wait": 0, "block": 1, "layerwise": _GROUPS}[self.mode]
+        return _NUM_GROUPS[self.mode]
+
+    @property
+    def wanted_workers(self) -> int:
+        """How many processes are to be started on this machine."""
+        if self.mode not in _WITH_WORKERS:
+            return 0
+        if self.cpu_workers != _AUTO:
+            return int(self.cpu_workers)
+        cores = num_cores()
+        return cores // 2 if cores >= LEAST_CORES else 0
+
+
+def check_host_pool(config: ColdStartConfig, host_pool: int | None) -> None:
+    """``host_pool``: its bytes, or pages; None: not known yet. Raises ConfigError where the CPU has nothing to
+    compute from."""
+    if config.mode == "cpu" and host_pool == 0:
+        raise ConfigError("--cold-start cpu needs a host pool, and there is none")
+
+
+def check_workers(config: ColdStartConfig) -> None:
+    """Raises ConfigError where this machine leaves the CPU nothing to compute with."""
+    if config.mode == "cpu" and config.wanted_workers == 0:
+        raise ConfigError(
+            f"--cold-start cpu needs workers: --cpu-lora-workers auto is 0 on {num_cores()} cores, give a number"
+        )

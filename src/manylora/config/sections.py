@@ -7,7 +7,7 @@ the name that users give it. Does not know where values come from (``manylora.fl
 import dataclasses
 from typing import Annotated, Literal
 
-from manylora.config.cold_start import ColdStartConfig
+from manylora.config.cold_start import ColdStartConfig, check_host_pool
 from manylora.config.declaring import (
     LARGEST_NUMBER,
     ConfigError,
@@ -241,6 +241,7 @@ class EngineSettings(Section):
 
     def __post_init__(self) -> None:
         check_rules(self)
+        check_host_pool(self.scheduler.cold_start, self.cache.host_pool)
         if self.journal is None and self.journal_part_bytes is not None:
             raise ConfigError("--journal-rotate needs --journal")
         if self.tensor_parallel_size > 1:

@@ -24,9 +24,13 @@ from manylora.config import (
     EngineSettings,
     MergeConfig,
     PolicyConfig,
+    check_host_pool,
+    check_workers,
 )
 from manylora.devices.device import Device
 from manylora.devices.select import open_device
+from manylora.executor.cold_rows import start_workers
+from manylora.executor.cpu_times import measure_workers
 from manylora.executor.graphs import MAX_BYTES as GRAPH_BYTES
 from manylora.executor.graphs import GraphLimits, Progress
 from manylora.executor.merge_times import measure_merging
@@ -41,7 +45,7 @@ from manylora.executor.sizes import (
 )
 from manylora.executor.warm_up import warm_up
 from manylora.executor.worker import Worker
-from manylora.kernels.select import ops_for
+from manylora.kernels.select import compiling_ahead, ops_for
 from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
 from manylora.memory.arena import Arena
 from manylora.memory.budget import host_pool_pages, in_mib, pool_bytes, pool_pages, pristine_place
@@ -72,6 +76,8 @@ def build_worker(
     directory. ``pads_steps``: whether decoding steps run at fixed sizes; None: where the device can capture them
     and the settings allow it. Raises ConfigError or ModelError, in one line.
     """
+    cold_start = settings.scheduler.cold_start
+    check_workers(cold_start)
     folder = resolve_model(settings.model.model)
     config = read_model_config(folder)
     device = open_device(settings.model.device)
@@ -115,7 +121,8 @@ def build_worker(
     limits = policy_limits(settings, config, kind, page, num_pages, num_host_pages)
     # One page more where steps are padded: what padding tokens write goes there.
     arena = Arena(num_pages + pads_steps, page, dtype, device)
-    host = HostPool(num_host_pages, page, dtype, device)
+    check_host_pool(cold_start, num_host_pages)
+    host = HostPool(num_host_pages, page, dtype, device, is_lent=cold_start.wanted_workers > 0)
     registry = Registry(geometry, decoder.layer_prefix, registry_path)
     num_threads = torch.get_num_threads()
     shards = Shards(num_threads) if is_small and num_threads > 1 and not pads_steps else None
@@ -126,6 +133,7 @@ def build_worker(
     )
     if merge.is_on:
         worker.use_merging(copy.made(decoder, device))
+    graph_limits = None
     if pads_steps:
         graph_limits = GraphLimits(
             limits.max_num_seqs,
@@ -135,9 +143,13 @@ def build_worker(
             merge.is_mixed,
             limits.cold_start.num_groups,
         )
-        worker.use_graphs(graph_limits, num_pages, capture_progress)
-    if kind == "cuda":
-        warm_up(worker, limits, max_rank)
+    with compiling_ahead(device.torch_device) as rehearse:
+        if graph_limits is not None:
+            worker.use_graphs(graph_limits, num_pages, capture_progress, rehearse)
+        if kind == "cuda":
+            warm_up(worker, limits, max_rank, rehearse)
+    if host.descriptor is not None:
+        limits = dataclasses.replace(limits, cold_start=_with_workers(worker, cold_start, host, geometry))
     if merge.is_on:
         times = measure_merging(worker, limits, max_rank, steps_wait=copy.place == "host")
         limits = dataclasses.replace(limits, merge=dataclasses.replace(merge, times=times))
@@ -161,6 +173,20 @@ def _check_mixed(merge: MergeConfig, dtype: torch.dtype) -> None:
             f"--merge-minority mixed with {name} weights lets requests of others than the merged adapter see the "
             "rounding of its weights: allow it by --merge-mixed-16bit, or serve in float32"
         )
+
+
+def _with_workers(
+    worker: Worker, config: ColdStartConfig, host: HostPool, geometry: AdapterGeometry
+) -> ColdStartConfig:
+    """Start the CPU workers; what the policy is to know of them."""
+    try:
+        workers = start_workers(host, geometry, config.wanted_workers)
+    except OSError as error:
+        raise ConfigError(f"CPU workers could not be started: {error}") from error
+    worker.use_workers(workers)
+    rates = measure_workers(workers, geometry, host)
+    _log.info("%d CPU workers serve cold requests, %d tokens each", workers.num_workers, rates.slice_tokens)
+    return dataclasses.replace(config, rates=rates, num_workers=workers.num_workers)
 
 
 class _Copy(NamedTuple):

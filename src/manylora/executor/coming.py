@@ -8,8 +8,9 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable
 
-from manylora.adapters.pack import layout_of
+from manylora.adapters.pack import cell_offsets, layout_of
 from manylora.adapters.peft import AdapterSpec
+from manylora.executor.cold_rows import ColdStep
 from manylora.executor.reader import Landed
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import AdapterGeometry
@@ -40,7 +41,9 @@ class Coming:
         self.landed: collections.deque[Landed] = collections.deque()
         self._lost: collections.deque[AdapterId] = collections.deque()  # entered ahead, and did not land
         self._gates: dict[CopyId, CopyGate] = {}
+        self._commands: dict[CopyId, SwapPages] = {}  # of the gates
         self._num_gates = 0
+        self._answered: list[CopyId] = []  # at the last step's end
 
     def enter(self) -> None:
         """Enter what has landed into the tables. It is among it before its ``done`` is heard of. So is what was
@@ -58,8 +61,13 @@ class Coming:
         gate: CopyGate | None = None
         if command.groups:
             self._num_gates += 1
+            # In the order in which they land.
             groups = layer_groups(self._geometry.page.layers, command.groups)
-            gate = self._gates[command.copy] = CopyGate(groups, self._num_gates)
+            first = self._first_layer(command, command.first_group)
+            later = [group for group in groups if group[0] >= first]
+            order = later + [group for group in groups if group[0] < first]
+            gate = self._gates[command.copy] = CopyGate(order, self._num_gates)
+            self._commands[command.copy] = command
 
         def done(answer: CopyDone) -> None:
             if command.groups and command.adapter is not None and not answer.ok:
@@ -97,16 +105,41 @@ class Coming:
 
     def awaited(self, step: RunStep) -> Awaited:
         """What the step has to pass. Raises ValueError where it names a copy that is not known."""
-        unknown = [wanted.copy for wanted in step.awaits if wanted.copy not in self._gates]
-        if unknown:
-            raise ValueError(f"the step awaits copy {unknown[0]}, which is not on its way")
+        self._check_known(step)
         return Awaited([(self._gates[wanted.copy], wanted.sequences) for wanted in step.awaits])
 
-    def answered(self) -> list[CopyId]:
-        """The copies that have been answered."""
-        return [copy for copy, gate in self._gates.items() if gate.is_answered]
+    def cold(self, step: RunStep) -> ColdStep:
+        """What the CPU is to compute for the step, and what it has to pass beside. Raises ValueError likewise, and
+        AdapterError where an adapter was removed."""
+        self._check_known(step)
+        found = ColdStep()
+        for wanted in step.cpu:
+            command, gate = self._commands[wanted.copy], self._gates[wanted.copy]
+            if command.adapter is None or not 0 < wanted.groups <= command.groups:
+                raise ValueError(f"copy {wanted.copy} brings no adapter in {wanted.groups} groups")
+            layout = layout_of(self._spec_of(command.adapter), self._geometry)
+            host_pages = [source for source, _ in command.pairs]
+            offsets = cell_offsets(layout, self._geometry, host_pages)
+            first_layer = self._first_layer(command, wanted.groups)
+            found.add(command.adapter, layout, offsets, gate, wanted, first_layer)
+        return found
 
-    def forget(self, copies: list[CopyId]) -> None:
-        """No step will name these any more."""
-        for copy in copies:
-            del self._gates[copy]
+    def _first_layer(self, command: SwapPages, group: int) -> int:
+        """Where the group begins, or the model ends. There may be fewer layers than groups."""
+        num_layers = self._geometry.page.layers
+        groups = layer_groups(num_layers, command.groups)
+        return (*(first for first, _ in groups), num_layers)[-(-group * len(groups) // command.groups)]
+
+    def _check_known(self, step: RunStep) -> None:
+        copies = [wanted.copy for wanted in step.awaits] + [served.copy for served in step.cpu]
+        unknown = [copy for copy in copies if copy not in self._gates]
+        if unknown:
+            raise ValueError(f"the step awaits copy {unknown[0]}, which is not on its way")
+
+    def step_ended(self) -> None:
+        """Before a step's end is told. A copy that was answered by the end before is forgotten: its answer
+        was told before that end, which has been acted upon, so no step names it any more. Between both one may:
+        what came before the answer is acted upon first."""
+        for copy in self._answered:
+            del self._gates[copy], self._commands[copy]
+        self._answered = [copy for copy, gate in self._gates.items() if gate.is_answered]

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from manylora.devices.device import Device
 from manylora.executor.best import Best, greedy
+from manylora.executor.cold_rows import ColdRows
 from manylora.executor.inputs import StepInputs
 from manylora.executor.ranked_sampling import RankedSampling
 from manylora.executor.sequences import PENDING_ENTRIES
@@ -56,6 +57,13 @@ class Outputs:
         return Outputs(self.logits[:count], self.best, self.last[:count], self.pending_index[:count])
 
 
+@runtime_checkable
+class _Closes(Protocol):
+    """Operations with something that goes on beside the steps, which is to end with the process."""
+
+    def close(self) -> None: ...
+
+
 class Forward:
     """Runs the decoder on one device. ``pending`` int64 [PENDING_ENTRIES]: the pending tokens."""
 
@@ -84,6 +92,7 @@ class Forward:
         has_pending: bool = True,
         sampled: SampledRows | None = None,
         before_layer: Callable[[int], None] | None = None,
+        cold: ColdRows | None = None,
     ) -> Outputs:
         """The step, given its plans; the most likely tokens become pending tokens. Does not wait for the device.
 
@@ -102,11 +111,17 @@ class Forward:
             lora=lora,
             sampled=sampled,
             before_layer=before_layer,
+            cold=cold,
         )
         logits = self.decoder.forward(batch, self._arena.pool)
         best = self._greedy(logits)
         self.redraw(numbers.pending_index, best.tokens)
         return Outputs(logits, best, token_ids[numbers.sample_index], numbers.pending_index)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if isinstance(self.decoder.ops, _Closes):
+            self.decoder.ops.close()
 
     def redraw(self, pending_index: torch.Tensor, tokens: torch.Tensor) -> None:
         """These were sampled, whatever was most likely."""
@@ -123,8 +138,13 @@ class EagerSteps:
         self._segments: LoraSegments | None = None
         self._lora: Any | None = None
 
-    def run(self, inputs: StepInputs, before_layer: Callable[[int], None] | None = None) -> Outputs:
-        """``before_layer``: see StepBatch."""
+    def run(
+        self,
+        inputs: StepInputs,
+        before_layer: Callable[[int], None] | None = None,
+        cold: ColdRows | None = None,
+    ) -> Outputs:
+        """``before_layer``, ``cold``: see StepBatch."""
         ops, device = self._forward.decoder.ops, self._device.torch_device
         arrays = (
             inputs.token_ids, inputs.positions, inputs.slots, inputs.sample_index, inputs.pending_index,
@@ -137,8 +157,12 @@ class EagerSteps:
                 self._lora = ops.plan_lora(inputs.lora, self._geometry, device)
         attention = ops.plan_attention(inputs.attention, self._geometry.page, device)
         has_pending = bool((inputs.token_ids < 0).any())
-        sampled = self._sampled_rows(inputs)
-        return self._forward.compute(numbers, attention, self._lora, has_pending, sampled, before_layer)
+        sampled = None
+        if cold is None:
+            sampled = self._sampled_rows(inputs)
+        elif cold.others is not None:
+            cold.lora = ops.plan_lora(cold.others, self._geometry, device)
+        return self._forward.compute(numbers, attention, self._lora, has_pending, sampled, before_layer, cold)
 
     def _sampled_rows(self, inputs: StepInputs) -> SampledRows | None:
         """None where too few tokens would be spared the last layer's products, or no row draws."""

@@ -17,6 +17,7 @@ from manylora.executor.sequences import Composition, Rows, SequenceTable
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.ops import AttentionRows, LoraSegments
 from manylora.kernels.shapes import AdapterGeometry
+from manylora.types import AdapterId
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -27,7 +28,8 @@ class StepInputs:
     ``slots`` int64 [T]; ``sample_index`` int64 [M]: the tokens whose logits are wanted; ``pending_index`` int64
     [M]: the entries of the pending tokens where the draws go. ``sampled[i]`` draws from row i of the logits, for
     the step's row ``sampled_rows[i]`` (int64 [M]); ``sampled`` is None where each row draws its most likely token
-    once and nothing else is asked. ``lora`` is the same object as in the step before where nothing has changed.
+    once and nothing else is asked. ``lora`` is the same object as in the step before where nothing has changed,
+    and ``lora_adapters`` are those of its segments.
     """
 
     token_ids: np.ndarray
@@ -39,6 +41,7 @@ class StepInputs:
     lora: LoraSegments | None
     sampled: list[SampledRow] | None
     sampled_rows: np.ndarray
+    lora_adapters: tuple[AdapterId, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -63,6 +66,7 @@ class _Layout:
     sampled_rows: np.ndarray
     is_greedy: bool
     lora: LoraSegments | None
+    lora_adapters: tuple[AdapterId, ...]
 
 
 class InputBuilder:
@@ -105,6 +109,7 @@ class InputBuilder:
             lora=layout.lora,
             sampled=None if layout.is_greedy else self._sampled(rows, layout.sampled_rows.tolist()),
             sampled_rows=layout.sampled_rows,
+            lora_adapters=layout.lora_adapters,
         )
 
     def _sampled(self, rows: Rows, chosen: list[int]) -> list[SampledRow]:
@@ -128,6 +133,7 @@ class InputBuilder:
         first = ends - counts
         row = np.repeat(np.arange(len(order)), counts)
         drawing = np.flatnonzero(composition.num_samples[order])
+        lora, lora_adapters = self._segments(adapters[order], first, ends)
         draws_once = composition.num_samples[composition.drawing] == 1
         return _Layout(
             composition=composition,
@@ -143,23 +149,27 @@ class InputBuilder:
             pending_index=slots[drawing] + 1,
             sampled_rows=order[drawing],
             is_greedy=bool(self._sequences.greedy[slots[drawing]].all() and draws_once.all()),
-            lora=self._segments(adapters[order], first, ends),
+            lora=lora,
+            lora_adapters=lora_adapters,
         )
 
-    def _segments(self, adapters: np.ndarray, first: np.ndarray, ends: np.ndarray) -> LoraSegments | None:
-        """The runs of equal ``adapters`` among sorted rows, but for those that the weights are right for: the
-        merged adapter's, where one is, else the base model's."""
+    def _segments(
+        self, adapters: np.ndarray, first: np.ndarray, ends: np.ndarray
+    ) -> tuple[LoraSegments | None, tuple[AdapterId, ...]]:
+        """The runs of equal ``adapters`` among sorted rows, with these, but for those that the weights are right
+        for: the merged adapter's, where one is, else the base model's."""
         edges = np.flatnonzero(np.diff(adapters, prepend=adapters[0] - 1))
         start = first[edges]
         length = (np.concatenate((start[1:], ends[-1:])) - start).astype(np.int32)
         others = adapters[edges] != self._tables.merged
         edges, start, length = edges[others], start[others], length[others]
         if len(edges) == 0:
-            return None
-        rows = self._tables.rows(adapters[edges].tolist())
+            return None, ()
+        names = adapters[edges].tolist()
+        rows = self._tables.rows(names)
         key = (self._tables.version, start.tobytes(), length.tobytes(), rows.tobytes())
         if key != self._lora_key:
             records, scales = self._tables.entries(rows)
             self._lora = LoraSegments(start.astype(np.int32), length, records, scales, self._tables.cells)
             self._lora_key = key
-        return self._lora
+        return self._lora, tuple(names)

@@ -21,12 +21,14 @@ from manylora.adapters.pack import layout_for
 from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
 from manylora.adapters.store import AdapterStore
+from manylora.assist.workers import Workers
 from manylora.devices.device import Device
 from manylora.devices.preparation import PREPARATION
+from manylora.executor.cold_rows import ColdStep
 from manylora.executor.coming import Coming
-from manylora.executor.forward import EagerSteps, Forward
-from manylora.executor.graphs import GraphLimits, Progress, StepGraphs
-from manylora.executor.inputs import InputBuilder
+from manylora.executor.forward import EagerSteps, Forward, Outputs
+from manylora.executor.graphs import GraphLimits, Progress, Rehearse, StepGraphs
+from manylora.executor.inputs import InputBuilder, StepInputs
 from manylora.executor.inspections import Inspections
 from manylora.executor.merging import MergedWeights
 from manylora.executor.ranked_sampling import RankedSampling
@@ -127,6 +129,7 @@ class Worker:
         self._sequences = SequenceTable()
         self._tables = AdapterTables(device, geometry)
         self._merging: MergedWeights | None = None
+        self._workers: Workers | None = None
         self._shards = shards
         self._parts = [
             _Part(
@@ -159,10 +162,8 @@ class Worker:
         """See Executor."""
         if self._in_flight:
             result = self._in_flight.popleft()()
-            # Their answers have been told, so no step that is commanded after this one's end awaits them.
-            answered = self._coming.answered()
+            self._coming.step_ended()
             self._tell(result)
-            self._coming.forget(answered)
 
     # ------------------------------------------------------------ merged weights
 
@@ -198,7 +199,18 @@ class Worker:
 
     # ------------------------------------------------------------ steps
 
-    def use_graphs(self, limits: GraphLimits, scratch_page: int, progress: Progress | None = None) -> None:
+    def use_workers(self, workers: Workers) -> None:
+        """Have these compute the rows of ``RunStep.cpu`` from now on; before the first step. The worker closes
+        them."""
+        self._workers = workers
+
+    def use_graphs(
+        self,
+        limits: GraphLimits,
+        scratch_page: int,
+        progress: Progress | None = None,
+        rehearse: Rehearse | None = None,
+    ) -> None:
         """Run decoding steps at fixed sizes from now on, captured where the device can; before the first step.
 
         ``scratch_page``: a page of the device's pool that holds no data. Where this cannot be, it only logs.
@@ -219,6 +231,9 @@ class Worker:
             # and for as much again where they are entered beside a merged adapter.
             num_cells = self._arena.num_pages * self._geometry.cells_per_page
             self._tables.reserve(min(num_cells * (1 + limits.has_second_scales), _MOST_CELLS))
+            if rehearse is not None:
+                decoder = self._forward.decoder.rehearsal()
+                rehearse(*graphs.rehearsals(Forward(decoder, self._arena, self._geometry, self._device)))
             graphs.capture_all(progress)
         self._graphs = graphs
 
@@ -248,11 +263,12 @@ class Worker:
             if merged != BASE:
                 self._tables.pair(np.unique(self._sequences.adapters[rows.composition.slots]).tolist())
             awaited = self._coming.awaited(step) if step.awaits else None
-            sampled = self._run(rows, awaited)
+            cold = self._coming.cold(step) if step.cpu else None
+            sampled = self._run(rows, awaited, cold)
             # What other samples drew comes back as their own SequenceStart.
             expected = self._sequences.expect(rows)
             sequences = rows.composition.sampled_sequences
-            finish = functools.partial(self._finish, step, sequences, sampled, expected, began, awaited)
+            finish = functools.partial(self._finish, step, sequences, sampled, expected, began, awaited, cold)
             self._in_flight.append(finish)
         except Exception as error:
             PREPARATION.give_up()
@@ -261,10 +277,11 @@ class Worker:
                 self._sequences.end(sequence)
             self._tell(self._failed(step, error, began))
 
-    def _run(self, rows: Rows, awaited: Awaited | None) -> list[_Sampled]:
-        parts = None if self._shards is None or awaited is not None else self._split(rows, self._shards)
+    def _run(self, rows: Rows, awaited: Awaited | None, cold: ColdStep | None) -> list[_Sampled]:
+        is_whole = self._shards is None or awaited is not None or cold is not None
+        parts = None if is_whole or self._shards is None else self._split(rows, self._shards)
         if parts is None or self._shards is None:
-            return [self._run_part(self._parts[0], rows, None, awaited)]
+            return [self._run_part(self._parts[0], rows, None, awaited, cold)]
         return self._shards.run(
             [
                 functools.partial(self._run_part, part, rows.take(indices), np.array(indices))
@@ -279,7 +296,12 @@ class Worker:
         return None if ranges is None else [order[part].tolist() for part in ranges]
 
     def _run_part(
-        self, part: _Part, rows: Rows, indices: np.ndarray | None, awaited: Awaited | None = None
+        self,
+        part: _Part,
+        rows: Rows,
+        indices: np.ndarray | None,
+        awaited: Awaited | None = None,
+        cold: ColdStep | None = None,
     ) -> _Sampled:
         """``indices``: the rows' places in the step; None: they are all of it."""
         forward = self._forward
@@ -287,7 +309,11 @@ class Worker:
             raise RuntimeError("the executor is closed")
         with torch.inference_mode():
             inputs = part.inputs.build(rows)
-            outputs = None if self._graphs is None else self._graphs.run(inputs, awaited)
+            outputs = None
+            if cold is not None:
+                outputs = self._run_cold(part, inputs, awaited, cold)
+            elif self._graphs is not None:
+                outputs = self._graphs.run(inputs, awaited)
             if outputs is None:
                 outputs = part.eager.run(inputs, None if awaited is None else awaited.layer)
             count = len(inputs.sampled_rows)
@@ -303,6 +329,21 @@ class Worker:
         sampled_rows = inputs.sampled_rows if indices is None else indices[inputs.sampled_rows]
         return _Sampled(sampled_rows, lambda: draws.read(arrived()))
 
+    def _run_cold(self, part: _Part, inputs: StepInputs, awaited: Awaited | None, cold: ColdStep) -> Outputs:
+        """A step some of whose rows are the CPU's, eagerly."""
+
+        def before_layer(layer: int) -> None:
+            cold.layer(layer)
+            if awaited is not None:
+                awaited.layer(layer)
+
+        device = self._device.torch_device
+        rows = cold.begin(self._workers, inputs.lora, inputs.lora_adapters, self._geometry, device)
+        try:
+            return part.eager.run(inputs, before_layer, rows)
+        finally:
+            cold.end()
+
     def _finish(
         self,
         step: RunStep,
@@ -311,6 +352,7 @@ class Worker:
         expected: Expected,
         began: float,
         awaited: Awaited | None,
+        cold: ColdStep | None,
     ) -> StepResult:
         """``sampled_sequences``: the sequences of the rows that drew, in the step's order, as ``expected``."""
         try:
@@ -338,6 +380,11 @@ class Worker:
         done = StepDone(step.step, True, tokens, self._step_s(began), unsound=unsound, spoilt=spoilt)
         if awaited is not None:
             done.stall_s = awaited.stall_s
+        if cold is not None:
+            done.spoilt = tuple(sorted({*spoilt, *cold.spoilt()}))
+            done.cpu_s = cold.cpu_s
+            done.cpu_workers = 0 if self._workers is None else self._workers.num_workers
+            done.stall_s += cold.stall_s
         return StepResult(done, logprobs)
 
     def _failed(self, step: RunStep, error: Exception, began: float) -> StepResult:
@@ -426,6 +473,9 @@ class Worker:
             return
         self._reader.close()
         self._registry.close()
+        self._forward.close()
+        if self._workers is not None:
+            self._workers.close()
         if not frees:
             return
         self._copier.close()

@@ -133,6 +133,20 @@ class SampledRows:
     lora: Any | None
 
 
+class ColdProducts(Protocol):
+    """What is computed beside the device, of rows whose adapters are on their way, in the first ``num_layers``.
+    ``lora``: the plan of the other rows there."""
+
+    num_layers: int
+    lora: Any | None
+
+    def post(self, x: torch.Tensor, layer: int, group: ProjectionGroup) -> bool:
+        """Begin with the rows' products; whether there are any."""
+
+    def add(self, y: torch.Tensor, group: ProjectionGroup) -> None:
+        """Wait for what was begun last, and add it to y ``[T, sum(out)]`` in place."""
+
+
 @dataclasses.dataclass(frozen=True)
 class StepBatch:
     """All tensors that one forward pass reads, on the device.
@@ -141,6 +155,7 @@ class StepBatch:
     A negative slot (padding of a captured batch, on CUDA only): nothing is stored.
     sample_index: int64 [M], the tokens whose logits are wanted. Plans are opaque to models.
     before_layer: called with each layer's number before its first operation; None: nothing is to be waited for.
+    cold: where something computes adapters' products beside the device; ``sampled`` is None then.
     """
 
     token_ids: torch.Tensor
@@ -151,6 +166,7 @@ class StepBatch:
     lora: Any | None
     sampled: SampledRows | None = None
     before_layer: Callable[[int], None] | None = None
+    cold: ColdProducts | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -51,6 +51,16 @@ _COUNTERS = (
         "cold_start_hidden_s",
         "Time of copies that steps awaited during which they went on.",
     ),
+    (
+        "manylora:cold_start_expected_stall_seconds",
+        "cold_start_expected_s",
+        "Time that steps were expected to stand still for cold requests.",
+    ),
+    (
+        "manylora:cpu_lora_seconds",
+        "cpu_lora_s",
+        "Time that CPU workers computed for cold requests, the busiest one of each step.",
+    ),
     ("manylora:spoilt_rows", "spoilt_rows", "Rows computed again since a copy failed or was late."),
     ("manylora:step_seconds", "step_s", "Time spent in steps."),
     ("manylora:merge_switch_failures", "switches_failed", "Changes of what is merged that failed."),
@@ -343,6 +353,11 @@ def _merging(stats: EngineStats, base: str) -> Iterator[Metric]:
         "manylora:pristine_bytes",
         "What the copy of the base's own weights takes.",
         value=stats.pristine_bytes,
+    )
+    yield GaugeMetricFamily(
+        "manylora:longest_pause_seconds",
+        "The longest time that a sequence held pages and could not run, for merging.",
+        value=stats.longest_pause_s,
     )
     for name, value, text in (
         ("alpha", stats.merge_alpha, "An adapter with more than this share of a batch's requests is merged."),

@@ -1,7 +1,8 @@
 """Cold starts: which sequences run while what they read is still on its way (CaraServe §4).
 
-Decides whether a loading sequence has a row in the next step, from when its copies are expected to land and what
-that costs the others; knows which copies each step in flight awaits. Learns from events alone. Moves nothing.
+Decides whether a loading sequence has a row in the next step, and whether the CPU computes its adapter's part,
+from when its copies are expected to land and what that costs the others; knows which copies each step in flight
+needs. Learns from events alone. Moves nothing.
 """
 
 from __future__ import annotations
@@ -9,71 +10,120 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from manylora.config import ColdStartConfig, PolicyConfig
+from manylora.config import MOST_CPU_TOKENS, PolicyConfig
 from manylora.policy.batching import StepPlan
+from manylora.policy.cold_forecast import Beginning, CpuShare, Landing, choose, end_s, split
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import LOADING, Scheduled, Sequence
 from manylora.policy.tree import LOADING as NODE_LOADING
 from manylora.policy.tree import RESIDENT, Node, path_to
-from manylora.protocol import Await, CopyDone, StepDone, SwapPages
-from manylora.types import CopyId, SequenceId
+from manylora.protocol import Await, CopyDone, CpuRows, StepDone, SwapPages
+from manylora.types import AdapterId, CopyId, SequenceId
 
 MOST_ALLOWED_S = 0.1
 """What steps may stand still for at once, however long none did."""
 
+_KEEP = 0.9
+_NO_LIMIT = float("inf")
+
 
 @dataclasses.dataclass(slots=True)
 class _Copy:
-    """When a copy is expected to move its first byte and its last, and what it took, once that is known."""
+    """When a copy is expected to land, and what it took, once that is known. ``adapter``: which one it brings."""
 
-    begin_s: float
-    end_s: float
+    landing: Landing
+    adapter: AdapterId | None
     took_s: float | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class _Step:
+    """What a step in flight needs, how it began, and what was expected of it."""
+
+    awaits: tuple[Await, ...]
+    cpu: tuple[CpuRows, ...]
+    begun: Node
+    mode: str
+    stall_s: float
+    busy_s: float
+    """Of the CPU, without its hand-overs."""
+
+    def copies(self) -> set[CopyId]:
+        """Those that it awaits, and those whose adapters the CPU serves meanwhile."""
+        return {wanted.copy for wanted in self.awaits} | {served.copy for served in self.cpu}
 
 
 def cold_starts(config: PolicyConfig, residency: Residency, held: Reservations) -> ColdStarts | None:
     """None where requests wait until all that they read is there."""
     if not config.cold_start.num_groups:
         return None
-    return ColdStarts(config.cold_start, config.page_tokens, residency, held)
+    return ColdStarts(config, residency, held)
 
 
 class ColdStarts:
-    """Under ``--cold-start block`` and ``layerwise``. A sequence that awaits copies has one row in flight at most,
-    and stays LOADING until that step has ended."""
+    """Under every ``--cold-start`` but ``wait``. A sequence that has a row before its copies have landed has one
+    in flight at most, and stays LOADING until that step has ended; one whose row was the CPU's, until its
+    adapter is there."""
 
-    def __init__(
-        self, config: ColdStartConfig, page_tokens: int, residency: Residency, held: Reservations
-    ) -> None:
-        self._config = config
-        self._page_tokens = page_tokens
+    def __init__(self, config: PolicyConfig, residency: Residency, held: Reservations) -> None:
+        self._config = config.cold_start
+        self._page_tokens = config.page_tokens
+        self._page_bytes = config.page_bytes
         self._residency = residency
         self._held = held
         self._copies: dict[CopyId, _Copy] = {}  # on their way to the device
-        self._in_flight: dict[int, tuple[Await, ...]] = {}  # what each step awaits
+        self._in_flight: dict[int, _Step] = {}
         self._steps_end_s = 0.0  # when the steps in flight are expected to have ended
         self._allowed_s = 0.0
+        self._num_workers = config.cold_start.num_workers
+        self._cpu_scale = 1.0  # what the CPU took, over what its rates say
+        # Of the step that is being composed:
+        self._chosen: dict[SequenceId, Beginning] = {}
+        self._cpu_s = 0.0
+        self._cpu_tokens = 0
+        self._num_served = 0
+        self._stall_s = 0.0
 
     # ------------------------------------------------------------ copies
 
+    def order_copies(self) -> None:
+        """Have copies of adapters that are about to start bring first what the CPU is not to serve, where layers
+        are split between both."""
+        if not self._serves_cpu() or self._config.variant == "whole":
+            return
+        now = self._steps_end_s
+        for sequence in self._held.admitted if self._held.num_loading else ():
+            root = self._residency.tree.node(sequence.adapter)
+            move = self._residency.transfers.current(root)
+            if sequence.stage is LOADING and move is not None and move.copy is None and move.to_device:
+                landing = Landing(now, now + root.num_pages * self._residency.rates.page_in_s)
+                step_s = self._residency.rates.expected_step_s(sequence.num_remaining)
+                cpu_s = self._cpu_seconds(sequence.num_remaining, root)
+                groups = split(now, step_s, self._config.num_groups, landing, cpu_s)
+                self._residency.transfers.order(sequence.adapter, groups % self._config.num_groups)
+
     def _started(self, copies: Iterable[SwapPages], now: float) -> None:
         """These were commanded, after those before."""
-        free_s = max([now, *(copy.end_s for copy in self._copies.values() if copy.took_s is None)])
+        free_s = max([now, *(copy.landing.end_s for copy in self._copies.values() if copy.took_s is None)])
         for command in copies:
             if command.to_device:
-                end_s = free_s + len(command.pairs) * self._residency.rates.page_in_s
-                self._copies[command.copy] = _Copy(free_s, end_s)
-                free_s = end_s
+                until_s = free_s + len(command.pairs) * self._residency.rates.page_in_s
+                landing = Landing(free_s, until_s, command.first_group)
+                self._copies[command.copy] = _Copy(landing, command.adapter)
+                free_s = until_s
 
     def copy_ended(self, event: CopyDone) -> None:
-        """A copy has been answered; it is remembered while a step that awaits it is in flight."""
+        """A copy has been answered; it is remembered while a step that needs it is in flight."""
         copy = self._copies.get(event.copy)
         if copy is None:
             return
         copy.took_s = event.copy_s
-        if not any(wanted.copy == event.copy for awaits in self._in_flight.values() for wanted in awaits):
-            del self._copies[event.copy]
+        self._forget_unless_needed(event.copy)
+
+    def _forget_unless_needed(self, copy: CopyId) -> None:
+        if not any(copy in step.copies() for step in self._in_flight.values()):
+            del self._copies[copy]
 
     def _coming(self, sequence: Sequence) -> list[CopyId] | None:
         """The copies that bring what the sequence waits for; None where something does not come by a copy that is
@@ -97,7 +147,10 @@ class ColdStarts:
         One whose copies failed or were late before waits for them. ``started``: copies that begin before the step.
         """
         self._started(started, now)
-        stall_s = 0.0
+        self._chosen = {}
+        self._cpu_s = self._stall_s = 0.0
+        self._cpu_tokens, self._num_served = MOST_CPU_TOKENS, 0
+        by_adapter: dict[AdapterId, int] = {}  # in how many groups the CPU serves it in this step
         for sequence in self._held.admitted if self._held.num_loading else ():
             if (
                 sequence.stage is not LOADING
@@ -110,56 +163,129 @@ class ColdStarts:
             num_tokens = min(sequence.num_remaining, plan.budget, room)
             if not copies or num_tokens <= 0:
                 continue
-            expected_s = max(stall_s, self._stall_s(copies, plan.rows, num_tokens, now))
-            if not self._may_stall(expected_s - stall_s):
+            ways = self._ways(sequence, copies, plan.rows, num_tokens, now)
+            served = by_adapter.get(sequence.adapter)
+            if served is not None:  # all rows of an adapter begin alike
+                ways = [way for way in ways if way.mode == "wait" or way.groups == served]
+            way = self._choose(ways, now)
+            if way.mode == "wait":
                 continue
-            stall_s = expected_s
+            if way.groups:
+                num_tokens = self._served_tokens(sequence, num_tokens)
+                self._cpu_tokens -= num_tokens
+                self._num_served += 1
+                self._cpu_s += self._cpu_seconds(num_tokens, self._residency.tree.node(sequence.adapter))
+            by_adapter[sequence.adapter] = way.groups
+            self._chosen[sequence.id] = way
+            self._allowed_s -= max(0.0, way.stall_s - self._stall_s) if self._has_others() else 0.0
+            self._stall_s = max(self._stall_s, way.stall_s)
             sequence.foresee([node.pages[0] for node in path_to(sequence.node)] if sequence.node else [])
             is_last = num_tokens == sequence.num_remaining
             plan.rows.append((sequence, num_tokens, 1 + sequence.num_unborn_forks if is_last else 0))
             plan.budget -= num_tokens
 
-    def _may_stall(self, seconds: float) -> bool:
-        """Whether a step may stand still for so much longer; if so, it is taken off what is left."""
-        has_others = len(self._held.admitted) > self._held.num_loading
-        if self._config.mode == "block" or not has_others:
-            return True
-        if seconds > self._allowed_s:
-            return False
-        self._allowed_s -= seconds
-        return True
+    def _has_others(self) -> bool:
+        return len(self._held.admitted) > self._held.num_loading
 
-    def _stall_s(self, copies: list[CopyId], rows: list[Scheduled], num_tokens: int, now: float) -> float:
-        """How much longer than without them the step is expected to take: its layers run group by group, each when
-        the one before has ended and its own pages have landed."""
-        num_groups = self._config.num_groups
-        rates = self._residency.rates
+    def _choose(self, ways: list[Beginning], now: float) -> Beginning:
+        mode = self._config.mode
+        if mode == "auto":
+            # What a row of this step has cost already, this one may cost too.
+            allowed_s = self._stall_s + self._allowed_s if self._has_others() else _NO_LIMIT
+            return choose(ways, now, allowed_s)
+        way = next((way for way in ways if way.mode == mode), ways[0])
+        may_stall = mode != "layerwise" or not self._has_others()
+        return way if may_stall or way.stall_s - self._stall_s <= self._allowed_s else ways[0]
+
+    def _ways(
+        self, sequence: Sequence, copies: list[CopyId], rows: list[Scheduled], num_tokens: int, now: float
+    ) -> list[Beginning]:
+        """How the sequence may begin; to wait comes first."""
+        mode, num_groups = self._config.mode, self._config.num_groups
         num_prefill = num_tokens + sum(count for _, count, _ in rows if count > 1)
-        begin_s, step_s = max(now, self._steps_end_s), rates.expected_step_s(num_prefill)
-        end_s = begin_s
-        for number in range(1, num_groups + 1):
-            landed_s = now
-            for copy in (self._copies[copy] for copy in copies):
-                landed_s = max(landed_s, copy.begin_s + (copy.end_s - copy.begin_s) * number / num_groups)
-            end_s = max(end_s, landed_s) + step_s / num_groups
-        return max(0.0, end_s - begin_s - step_s)
+        begin_s = max(now, self._steps_end_s)
+        step_s = self._residency.rates.expected_step_s(num_prefill)
+        coming = [(c.landing.as_of(now), c.adapter) for c in map(self._copies.__getitem__, copies)]
+        histories = [landing for landing, adapter in coming if adapter is None]
+        adapters = [landing for landing, adapter in coming if adapter is not None]
+        landed_s = max(landing.end_s for landing in (*histories, *adapters))
+        found = [Beginning("wait", max(begin_s, landed_s) + step_s, 0.0)]
+        if mode != "cpu":
+            until_s = end_s(begin_s, step_s, num_groups, histories, adapters)
+            name = "layerwise" if mode == "auto" else mode
+            found.append(Beginning(name, until_s, max(0.0, until_s - begin_s - step_s)))
+        served = self._served_tokens(sequence, num_tokens) if self._serves_cpu() and adapters else 0
+        if served > 0:
+            root = self._residency.tree.node(sequence.adapter)
+            seconds = self._cpu_s + self._cpu_seconds(served, root)
+            for groups in {num_groups, adapters[0].first_group or num_groups}:
+                until_s = end_s(begin_s, step_s, num_groups, histories, adapters, CpuShare(groups, seconds))
+                # A prompt that the CPU's memory cuts goes on when the adapter is there.
+                answer_s = until_s if served == sequence.num_remaining else max(until_s, landed_s) + step_s
+                found.append(Beginning("cpu", answer_s, max(0.0, until_s - begin_s - step_s), groups))
+        if mode == "cpu" and len(found) > 2:
+            found = [found[0], min(found[1:], key=lambda way: way.groups)]
+        return found
+
+    # ------------------------------------------------------------ the CPU
+
+    def _serves_cpu(self) -> bool:
+        return self._config.mode in ("cpu", "auto") and self._num_workers > 0
+
+    def _served_tokens(self, sequence: Sequence, num_tokens: int) -> int:
+        """How many of the sequence's next tokens the CPU may serve: of its prompt, and not the one that others
+        fork off, which needs the adapter to be there."""
+        if sequence.has_drawn:
+            return 0
+        most = sequence.num_remaining - (sequence.num_unborn_forks > 0)
+        return min(num_tokens, most, self._cpu_tokens)
+
+    def _cpu_seconds(self, num_tokens: int, root: Node) -> float:
+        rates = self._config.rates
+        seconds = rates.seconds(num_tokens, root.num_pages * self._page_bytes, self._num_workers)
+        return rates.step_s + self._cpu_scale * (seconds - rates.step_s)
+
+    def _learn_cpu(self, event: StepDone, step: _Step) -> None:
+        if event.cpu_workers >= 0:
+            self._num_workers = event.cpu_workers
+        if event.cpu_s > 0 and step.busy_s > 0:
+            seen = min(max(self._cpu_scale * event.cpu_s / step.busy_s, 0.01), 100.0)
+            self._cpu_scale = _KEEP * self._cpu_scale + (1 - _KEEP) * seen
 
     # ------------------------------------------------------------ steps
 
-    def step_started(self, step: int, rows: list[Scheduled], now: float) -> tuple[Await, ...]:
-        """What the step awaits, by copy."""
+    def mode_of(self, sequence: Sequence) -> str:
+        """How the sequence, which has a row in the step that starts, begins."""
+        return self._chosen[sequence.id].mode
+
+    def step_started(
+        self, step: int, rows: list[Scheduled], now: float
+    ) -> tuple[tuple[Await, ...], tuple[CpuRows, ...]]:
+        """What the step awaits, by copy, and which copies' adapters the CPU serves."""
         num_prefill = sum(count for _, count, _ in rows if count > 1)
         expected_s = self._residency.rates.expected_step_s(num_prefill)
         self._steps_end_s = max(now, self._steps_end_s) + expected_s
         wanted: dict[CopyId, list[int]] = {}
+        served: dict[tuple[CopyId, int], list[int]] = {}
+        first: Sequence | None = None
         for sequence, _, _ in rows:
-            if sequence.stage is LOADING:
-                for copy in self._coming(sequence) or ():
+            if sequence.stage is not LOADING:
+                continue
+            first = first or sequence
+            groups = self._chosen[sequence.id].groups
+            for copy in self._coming(sequence) or ():
+                if groups and self._copies[copy].adapter is not None:
+                    served.setdefault((copy, groups), []).append(sequence.id)
+                    self._residency.lent.lend(self._residency.tree.node(sequence.adapter), step)
+                else:
                     wanted.setdefault(copy, []).append(sequence.id)
         awaits = tuple(Await(copy, tuple(sequences)) for copy, sequences in wanted.items())
-        if awaits:
-            self._in_flight[step] = awaits
-        return awaits
+        cpu = tuple(CpuRows(copy, tuple(of), groups) for (copy, groups), of in served.items())
+        if first is not None:
+            mode, begun = self._chosen[first.id].mode, self._residency.tree.node(first.adapter)
+            busy_s = self._cpu_s - self._num_served * self._config.rates.step_s
+            self._in_flight[step] = _Step(awaits, cpu, begun, mode, self._stall_s, busy_s)
+        return awaits, cpu
 
     def step_ended(
         self, event: StepDone, rows: list[Scheduled], now: float, *, is_idle: bool
@@ -170,27 +296,39 @@ class ColdStarts:
         if event.ok:
             spare_s = self._config.stall * (event.device_s - event.stall_s)
             self._allowed_s = min(MOST_ALLOWED_S, self._allowed_s + max(0.0, spare_s))
-        awaits = self._in_flight.pop(event.step, ())
-        took_s = 0.0
-        for wanted in awaits:
-            copy = self._copies.get(wanted.copy)
-            if copy is not None and copy.took_s is not None:
-                took_s += copy.took_s
-                if not any(other.copy == wanted.copy for rest in self._in_flight.values() for other in rest):
-                    del self._copies[wanted.copy]
-        if awaits:
-            self._residency.counters.stalled(event.stall_s, took_s)
-        return self._settle(rows, set(event.spoilt), now) if event.ok else rows
+        step = self._in_flight.pop(event.step, None)
+        if step is not None:
+            took_s = beside_s = 0.0
+            awaited = {wanted.copy for wanted in step.awaits}
+            for number in sorted(step.copies()):
+                copy = self._copies.get(number)
+                if copy is not None and copy.took_s is not None:
+                    took_s += copy.took_s if number in awaited else 0.0
+                    beside_s += copy.took_s if number not in awaited else 0.0
+                    self._forget_unless_needed(number)
+            hidden_s = beside_s + max(0.0, took_s - event.stall_s)
+            if step.cpu:
+                self._learn_cpu(event, step)
+                self._residency.lent.step_ended(event.step)
+            self._residency.counters.stalled(event.stall_s, step.stall_s, hidden_s, event.cpu_s)
+            stood, expected = 1e3 * event.stall_s, 1e3 * step.stall_s
+            told = f"{step.mode}: stood still {stood:.1f} ms, {expected:.1f} expected"
+            self._residency.note("begin", step.begun, told)
+        return self._settle(rows, set(event.spoilt), step, now) if event.ok else rows
 
-    def _settle(self, rows: list[Scheduled], spoilt: set[SequenceId], now: float) -> list[Scheduled]:
+    def _settle(
+        self, rows: list[Scheduled], spoilt: set[SequenceId], step: _Step | None, now: float
+    ) -> list[Scheduled]:
         """The rows that count, of a step that may have awaited copies: the answers to all of these have come. The
         others compute the same again, when what they read is there."""
+        served = {sequence for rows in (() if step is None else step.cpu) for sequence in rows.sequences}
         kept: list[Scheduled] = []
         for row in rows:
             sequence, _, num_samples = row
             is_spoilt = sequence.id in spoilt
             if sequence.stage is LOADING and not is_spoilt:
-                is_spoilt = not self._held.start_if_ready(sequence)
+                is_there = self._held.start_if_ready(sequence)
+                is_spoilt = not is_there and sequence.id not in served
             if not is_spoilt:
                 kept.append(row)
                 continue
@@ -205,12 +343,18 @@ class ColdStarts:
 
     def awaits(self) -> dict[int, tuple[Await, ...]]:
         """What each step in flight awaits, by step."""
-        return self._in_flight
+        return {number: step.awaits for number, step in self._in_flight.items()}
 
     def is_awaited(self, step: int, sequence: Sequence, node: Node) -> bool:
-        """Whether the step awaits, for the sequence, the copy that brings the node's contents."""
+        """Whether the step awaits, for the sequence, the copy that brings the node's contents, or the CPU serves
+        it meanwhile."""
         move = self._residency.transfers.current(node)
-        return move is not None and any(
-            wanted.copy == move.copy and sequence.id in wanted.sequences
-            for wanted in self._in_flight.get(step, ())
+        needed = self._in_flight.get(step)
+        return (
+            move is not None
+            and needed is not None
+            and (
+                any(w.copy == move.copy and sequence.id in w.sequences for w in needed.awaits)
+                or any(s.copy == move.copy and sequence.id in s.sequences for s in needed.cpu)
+            )
         )

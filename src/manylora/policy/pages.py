@@ -74,6 +74,12 @@ class PageLedger:
         else:
             self._free.extend(pages)
 
+    def release_after(self, step: int, pages: Sequence[PageId]) -> None:
+        """Return pages that a step in flight still reads, of a ledger that hears of the ends of such steps."""
+        self.num_used -= len(pages)
+        self._deferred.append((step, pages))
+        self._num_deferred += len(pages)
+
     # ------------------------------------------------------------ standing by
 
     def stand_by(self, page: PageId, node: Node) -> None:

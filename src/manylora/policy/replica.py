@@ -12,6 +12,7 @@ import dataclasses
 
 from manylora.config import PolicyConfig
 from manylora.policy.batching import FirstComeFirstServed, StepPlan
+from manylora.policy.caches.policy import CachePolicy
 from manylora.policy.cluster_report import ClusterReport
 from manylora.policy.cold_start import cold_starts
 from manylora.policy.invariants import check
@@ -75,8 +76,9 @@ class Replica(RequestLives):
     the answer to nothing that was asked with nothing.
     """
 
-    def __init__(self, config: PolicyConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: PolicyConfig, cache: CachePolicy | None = None) -> None:
+        """``cache``: instead of the policy that the config names."""
+        super().__init__(config, cache)
         self._merging: MergeState | None = None  # where nothing is ever merged
         self._batching = FirstComeFirstServed(config, self._residency, self._held, self._waiting)
         if config.merge.is_on:
@@ -259,6 +261,8 @@ class Replica(RequestLives):
         if len(self._kept):
             self._kept.bring(now, len(self._waiting))
         self._swapper.use_idle_lane(now)
+        if self._cold is not None:
+            self._cold.order_copies()
         copies = self._residency.start_transfers()
         if self._cold is not None:
             self._cold.add_rows(plan, copies, now)
@@ -301,13 +305,13 @@ class Replica(RequestLives):
         self._residency.device.step_started(step)
         self._residency.visits.batch(len(rows), now)
         merged = BASE if self._merging is None else self._merging.started(rows, now)
-        awaits = () if self._cold is None else self._cold.step_started(step, rows, now)
-        if awaits:
+        awaits, cpu = ((), ()) if self._cold is None else self._cold.step_started(step, rows, now)
+        if awaits or cpu:
             self._collect()
             for sequence in [sequence for sequence, _, _ in rows if sequence.stage is LOADING]:
                 sequence.note_adapter(now)
                 self._note_ready(sequence, now)
-        self._say(run_step(step, rows, merged, awaits))
+        self._say(run_step(step, rows, merged, awaits, cpu))
 
     def _note_admission(self, sequence: Sequence, now: float) -> None:
         if sequence.state.note_admission():
@@ -323,7 +327,9 @@ class Replica(RequestLives):
         if sequence.state.note_ready():
             adapter_s = sequence.adapter_s or 0.0
             kv_s = now - sequence.admitted_s - adapter_s
-            mode = "wait" if sequence.stage is RUNNING else self._config.cold_start.mode
+            mode = "wait"
+            if sequence.stage is not RUNNING and self._cold is not None:
+                mode = self._cold.mode_of(sequence)
             self._residency.counters.cold_start(mode, sequence.cold_source)
             self._commands.append(Ready(sequence.state.request.id, adapter_s, kv_s))
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import Final
 
 from manylora.policy.tree import Node, PageKey
-from manylora.protocol import Await, RunStep, SequenceStart, StepRow, step_row
+from manylora.protocol import Await, CpuRows, RunStep, SequenceStart, StepRow, step_row
 from manylora.types import BASE, AdapterId, PageId, Request, SequenceId
 
 _TOKEN_BYTES = 8
@@ -383,10 +383,14 @@ Scheduled = tuple[Sequence, int, int]
 
 
 def run_step(
-    step: int, scheduled: list[Scheduled], merged: AdapterId = BASE, awaits: tuple[Await, ...] = ()
+    step: int,
+    scheduled: list[Scheduled],
+    merged: AdapterId = BASE,
+    awaits: tuple[Await, ...] = (),
+    cpu: tuple[CpuRows, ...] = (),
 ) -> RunStep:
     """The rows are on their way; the command that computes them on the weights with ``merged`` in them, once what
-    ``awaits`` names has landed."""
+    ``awaits`` names has landed, and with the CPU's help for what ``cpu`` names."""
     starts: list[SequenceStart] = []
     rows: list[StepRow] = []
     for sequence, num_tokens, num_samples in scheduled:
@@ -404,13 +408,14 @@ def run_step(
         sequence.last_step = step
         if num_samples:
             sequence.num_pending += 1
-    return RunStep(step, tuple(starts), tuple(rows), merged, awaits)
+    return RunStep(step, tuple(starts), tuple(rows), merged, awaits, cpu)
 
 
 def rows_ended(scheduled: list[Scheduled]) -> None:
-    """The step with these rows has computed them; a sequence that was preempted meanwhile has no pages."""
+    """The step with these rows has computed them; a sequence that was preempted meanwhile has no pages. One whose
+    adapter is still on its way has had the CPU's help."""
     for sequence, num_tokens, num_samples in scheduled:
-        if sequence.stage is RUNNING:
+        if sequence.stage is RUNNING or sequence.stage is LOADING:
             sequence.num_computed += num_tokens
         if num_samples:
             sequence.num_pending -= 1
@@ -428,4 +433,5 @@ def _start_of(sequence: Sequence) -> SequenceStart:
         pages=tuple(sequence.pages),
         params=request.params,
         stop_ids=request.stop_ids,
+        request=request.id,
     )

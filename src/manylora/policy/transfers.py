@@ -54,6 +54,7 @@ class Transfers:
         self._current: dict[Node, Move] = {}
         self._num_moves: collections.Counter[AdapterId] = collections.Counter()
         self._reads: dict[AdapterId, Read] = {}
+        self._first_groups: dict[AdapterId, int] = {}
 
     # ------------------------------------------------------------ copies
 
@@ -65,6 +66,10 @@ class Transfers:
         self._num_moves[node.adapter] += 1
         if to_device:
             self.pages_coming += len(node.pages)
+
+    def order(self, adapter: AdapterId, first_group: int) -> None:
+        """The adapter's copy, if the next ``flush`` starts one, brings its layer groups from there on first."""
+        self._first_groups[adapter] = first_group
 
     def current(self, node: Node) -> Move | None:
         """The node's newest part of a copy that has not ended, if the node still goes its way."""
@@ -79,6 +84,7 @@ class Transfers:
         if not self._queued:
             return []
         queued, self._queued = self._queued, []
+        first_groups, self._first_groups = self._first_groups, {}
         started = []
         for to_device in (False, True):
             batch: list[Move] = []
@@ -86,14 +92,15 @@ class Transfers:
                 if move.to_device is not to_device:
                     continue
                 if move.node.is_adapter:
-                    started.append(self._start([move], move.node.adapter))
+                    first_group = first_groups.get(move.node.adapter, 0) if to_device else 0
+                    started.append(self._start([move], move.node.adapter, first_group))
                 else:
                     batch.append(move)
             for first in range(0, len(batch), MOST_PAGES_A_COPY):
                 started.append(self._start(batch[first : first + MOST_PAGES_A_COPY], None))
         return started
 
-    def _start(self, moves: list[Move], adapter: AdapterId | None) -> SwapPages:
+    def _start(self, moves: list[Move], adapter: AdapterId | None, first_group: int = 0) -> SwapPages:
         self._num_copies += 1
         self._copies[self._num_copies] = moves
         to_device = moves[0].to_device
@@ -105,7 +112,7 @@ class Transfers:
         for move in moves:
             move.copy = self._num_copies
         groups = self._num_groups if to_device else 0
-        return SwapPages(self._num_copies, to_device, pairs, adapter, groups)
+        return SwapPages(self._num_copies, to_device, pairs, adapter, groups, first_group)
 
     def copy_ended(self, copy: CopyId) -> list[Move]:
         """The copy's parts, in order, none of a copy that is not known; each is to be ended by ``end``."""

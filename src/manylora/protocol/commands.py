@@ -35,7 +35,8 @@ class SequenceStart:
     """All an executor must know to run a sequence: on admission, on resumption after preemption, as a fork.
 
     ``tokens`` = prompt + tokens generated so far; ``pages[i]`` holds positions
-    ``[i * page_tokens, (i+1) * page_tokens)``. The first ``num_computed`` positions are in the pages.
+    ``[i * page_tokens, (i+1) * page_tokens)``. The first ``num_computed`` positions are in the pages. ``request``:
+    for people to read, should the step be the executor's last.
     """
 
     sequence: SequenceId
@@ -47,6 +48,7 @@ class SequenceStart:
     pages: tuple[PageId, ...]
     params: SamplingParams
     stop_ids: tuple[int, ...]
+    request: RequestId = ""
 
 
 class StepRow(NamedTuple):
@@ -75,6 +77,15 @@ class Await(NamedTuple):
     sequences: tuple[SequenceId, ...]
 
 
+class CpuRows(NamedTuple):
+    """These sequences' rows of a step need of the adapter that a copy brings the layers behind its first
+    ``groups`` groups alone: what it adds in the layers before is computed on the CPU, from the copy's sources."""
+
+    copy: CopyId
+    sequences: tuple[SequenceId, ...]
+    groups: int
+
+
 @dataclasses.dataclass(slots=True)  # like StepDone
 class RunStep:
     """Run one batch. ``starts`` come before the rows that use them.
@@ -82,6 +93,8 @@ class RunStep:
     ``merged``: the adapter whose merged weights it runs on, which the last SetMerged named; BASE: none.
     ``awaits``: copies, commanded before, whose answer had not come when this was decided. No layer of the step
     begins before what these bring of it has landed, within a bound.
+    ``cpu``: copies of adapters, likewise, which the step need not outlast: their sources hold what they hold
+    until it has ended, whatever became of the copy.
     """
 
     step: int
@@ -89,6 +102,7 @@ class RunStep:
     rows: tuple[StepRow, ...]
     merged: AdapterId = BASE
     awaits: tuple[Await, ...] = ()
+    cpu: tuple[CpuRows, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,7 +139,7 @@ class SwapPages:
     destinations are this copy's alone until the answer, and no issued step touches them but one that awaits it.
     ``adapter``: these are all the pages of this adapter, in order, and it is resident once they have landed.
     ``groups``: steps may await the copy, which lands in so many groups of layers, the first layers' first; 0: none
-    does.
+    does. ``first_group``: the last ones from there on come before the others.
     """
 
     copy: CopyId
@@ -133,6 +147,7 @@ class SwapPages:
     pairs: tuple[tuple[PageId, PageId], ...]
     adapter: AdapterId | None = None
     groups: int = 0
+    first_group: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -62,7 +62,9 @@ class StepDone:
     after it follows at once, so no step is to be started in between. ``unsound``: sequences whose logits were not
     finite; what stands for them in ``tokens`` means nothing. ``spoilt``: sequences that read what a copy was to
     bring and did not, or not in time; nothing of theirs counts. ``stall_s``: how much of ``device_s`` the step
-    stood still for copies, as far as it is known.
+    stood still for copies or for the CPU, as far as it is known. ``cpu_s``: how long the CPU computed for the
+    step's cold rows, its busiest worker; ``cpu_workers``: how many workers there are by now, -1 where no row was
+    the CPU's.
     """
 
     step: int
@@ -74,6 +76,8 @@ class StepDone:
     unsound: tuple[SequenceId, ...] = ()
     spoilt: tuple[SequenceId, ...] = ()
     stall_s: float = 0.0
+    cpu_s: float = 0.0
+    cpu_workers: int = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
