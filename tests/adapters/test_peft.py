@@ -28,6 +28,7 @@ from manylora.adapters.report import describe, render
 from manylora.protocol import AdapterError
 from tests.adapters.test_patterns import HOSTILE
 from tests.adapters.tiny import HIDDEN, LAYERS, PREFIX, edit_config, edit_tensors, geometry, inspect, make
+from tests.sampled import sampled
 
 Tensors = dict[str, torch.Tensor]
 KEY = "base_model.model.model.layers.{}.{}.lora_{}.weight"
@@ -529,20 +530,21 @@ def test_damaged_configurations_never_do_worse_than_an_adapter_error(
     attempt(folder)
 
 
-@pytest.mark.parametrize("pattern", HOSTILE, ids=lambda pattern: pattern[:20])
-def test_hostile_regular_expressions_end_soon(pattern: str, adapter: Path) -> None:
+PLACES = ("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_pattern")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "place"),
+    sampled(((pattern, place) for pattern in HOSTILE for place in PLACES), 3),
+    ids=lambda text: text[:20],
+)
+def test_hostile_regular_expressions_end_soon(pattern: str, place: str, adapter: Path) -> None:
     """Whatever is found, it takes no hours."""
-    for changes in (
-        {"rank_pattern": {pattern: 3}},
-        {"alpha_pattern": {pattern: 3}},
-        {"target_modules": pattern},
-        {"exclude_modules": pattern},
-        {"layers_pattern": pattern, "layers_to_transform": [0]},
-    ):
-        edit_config(adapter, **changes)
-        began_s = time.monotonic()
-        attempt(adapter)
-        assert time.monotonic() - began_s < 20
+    value = {pattern: 3} if place in ("rank_pattern", "alpha_pattern") else pattern
+    edit_config(adapter, **{place: value}, layers_to_transform=[0] if place == "layers_pattern" else None)
+    began_s = time.monotonic()
+    attempt(adapter)
+    assert time.monotonic() - began_s < 20
 
 
 def test_a_report_says_what_the_adapter_is_and_takes(adapter: Path) -> None:

@@ -164,8 +164,8 @@ class SkipsTheNewest(CpuOps):
     [
         (SlightlyTooLarge, "silu_mul"),
         (OneElementOff, "linear"),
-        (AnotherRow, "linear"),
-        (Unfinished, "silu_mul"),
+        pytest.param(AnotherRow, "linear", marks=pytest.mark.long),
+        pytest.param(Unfinished, "silu_mul", marks=pytest.mark.long),
         (WritesElsewhereToo, "rotate_and_store"),
         (OtherScales, "lora"),
         (SkipsTheNewest, "decode"),

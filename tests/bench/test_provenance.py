@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from manylora_lab.bench import provenance
-from manylora_lab.bench.provenance import ROOT, UNKNOWN, Provenance, commit_of
+from manylora_lab.bench.provenance import ROOT, UNKNOWN, Provenance, commit_of, tells_code
 
 FIELDS = {"command", "commit", "machine", "versions", "seed", "others"}
 
@@ -49,11 +49,11 @@ def test_without_git_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("commit", "is_record"),
+    ("commit", "tells"),
     [("f50f534", True), ("f50f534+", False), (UNKNOWN, False), ("f50f534 or so", False)],
 )
-def test_what_is_a_record(commit: str, is_record: bool) -> None:
-    assert Provenance(0, commit).is_record is is_record
+def test_which_commits_tell_what_ran(commit: str, tells: bool) -> None:
+    assert tells_code(commit) is tells
 
 
 def test_entries() -> None:

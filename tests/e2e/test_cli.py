@@ -9,11 +9,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from manylora import LLM
 from manylora.cli import main
+from manylora.config import ConfigError
 from manylora.flags import FLAGS
 from tests.e2e import folders
 from tests.e2e.process import (
@@ -28,6 +31,7 @@ from tests.e2e.process import (
     post,
     run_cli,
 )
+from tests.sampled import sampled
 
 CONTRACT_FLAGS = (
     "served-model-name", "adapter", "adapter-dir", "host", "port", "device", "dtype", "load-format",
@@ -179,20 +183,46 @@ def test_addresses_that_cannot_be_listened_on() -> None:
     assert_refused("serve", MODEL, "--host", "x" * 70 + ".invalid", says=("cannot listen",))
 
 
-@pytest.mark.parametrize("case", ["cuda", "pool", "length", "journal", "trace", "adapter"])
-def test_what_only_the_engine_can_refuse(case: str, adapters: Path, tmp_path: Path) -> None:
+ONLY_THE_ENGINE = ["pool", "length", "cuda", "trace", "journal", "adapter"]
+
+
+@pytest.fixture
+def refused_by_the_engine(
+    adapters: Path, tmp_path: Path
+) -> dict[str, tuple[tuple[str, str], tuple[str, ...]]]:
+    """By case: a flag with its value, and what is said."""
     bad = folders.with_config(adapters / "german", tmp_path / "bad", use_dora=True)
-    args, says = {
+    return {
         "cuda": (("--device", "cuda"), ("CUDA",)),
         "pool": (("--device-pool", "1KiB"), ("pool", "pages")),
         "length": (("--max-model-len", "5000"), ("5000", "1024")),
         "journal": (("--journal", str(tmp_path / "none" / "journal")), ("journal", "No such file")),
         "trace": (("--trace", str(tmp_path / "none" / "trace")), ("trace", "No such file")),
         "adapter": (("--adapter", f"x={bad}"), ("'x'", "DoRA")),
-    }[case]
+    }
+
+
+@pytest.mark.parametrize("case", sampled(((case,) for case in ONLY_THE_ENGINE), 3))
+def test_what_only_the_engine_can_refuse(
+    case: str, refused_by_the_engine: dict[str, tuple[tuple[str, str], tuple[str, ...]]]
+) -> None:
+    args, says = refused_by_the_engine[case]
     said = assert_refused("serve", MODEL, "--port", "0", *args, says=says)
     if case in ("journal", "trace", "adapter"):
         assert "running on" not in said, "before the model is loaded"
+
+
+def test_in_process_it_refuses_the_same(
+    refused_by_the_engine: dict[str, tuple[tuple[str, str], tuple[str, ...]]],
+) -> None:
+    for (flag, value), says in refused_by_the_engine.values():
+        name, _, path = value.partition("=")
+        given: Any = {name: path} if flag == "--adapter" else int(value) if value.isdecimal() else value
+        keyword = "adapters" if flag == "--adapter" else flag[2:].replace("-", "_")
+        with pytest.raises(ConfigError) as refusal:
+            LLM(MODEL, **{"device": "cpu", keyword: given})
+        for word in says:
+            assert word in str(refusal.value)
 
 
 NAMED = ["missing", "weights", "name", "long", "base", "rank"]
@@ -223,7 +253,7 @@ def named(adapters: Path, tmp_path: Path) -> dict[str, tuple[str, str, int, tupl
     }
 
 
-@pytest.mark.parametrize("case", NAMED)
+@pytest.mark.parametrize("case", sampled(((case,) for case in NAMED), len(NAMED)))  # all are asked for below
 def test_adapters_that_are_named_are_refused_before_the_model_is_loaded(
     case: str, named: dict[str, tuple[str, str, int, tuple[str, ...]]]
 ) -> None:

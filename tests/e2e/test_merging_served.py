@@ -24,7 +24,7 @@ KINDS = ("unmerged", "merged", "mixed")
 TO_BASE = 'manylora:merge_switches_total{to="base"}'
 SMALL = ("--device-pool", "48MiB", "--max-num-seqs", "8", "--dtype", "float32")
 CLIENTS = 8
-PHASE_S = 1.0
+PHASE_S = 0.6
 MODES = {
     "dlora": ("--merge", "dlora", "--merge-starve", "0.5", "--merge-alpha", "0.8", "--merge-beta", "0.3"),
     "manylora": ("--merge", "manylora", "--merge-minority", "wait", "--merge-starve", "0.5"),
@@ -117,7 +117,7 @@ def check_phases(mode: str, seconds: float, folder: Path, expected: dict[Asked, 
 
 @pytest.mark.parametrize("mode", ["dlora", pytest.param("manylora", marks=pytest.mark.long)])
 def test_phases_of_skewed_load(mode: str, folder: Path, expected: dict[Asked, str]) -> None:
-    check_phases(mode, 4 * PHASE_S, folder, expected)
+    check_phases(mode, 2.4, folder, expected)
 
 
 @pytest.mark.long

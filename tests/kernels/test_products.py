@@ -13,6 +13,7 @@ from manylora_lab.bench import rounding
 from manylora.kernels.triton.products import LinearConfig, Products, bucket_of, stored_choices
 from manylora.kernels.weight import Weight
 from tests.kernels.implementations import GPU_MARKS, SUBJECTS, Subject
+from tests.sampled import sampled
 
 TRITON = [subject for subject in SUBJECTS if str(subject.id).startswith(("interpreted", "gpu"))]
 CONFIGS = [
@@ -22,6 +23,7 @@ CONFIGS = [
     LinearConfig(64, 32, 1, 4, 2, weights_first=False, described=True),
     LinearConfig(64, 32, 2, 4, 2, described=True, rows_described=True),
 ]
+SHAPES = [(1, 96, 80, False), (5, 128, 200, True), (33, 256, 64, True), (128, 64, 48, False)]
 
 
 def tensors(
@@ -38,11 +40,8 @@ def tensors(
 
 @pytest.mark.parametrize("subject", TRITON)
 @pytest.mark.parametrize(
-    "config", CONFIGS, ids=["first", "second", "first-described", "second-described", "both-described"]
-)
-@pytest.mark.parametrize(
-    ("tokens", "inputs", "outputs", "biased"),
-    [(1, 96, 80, False), (5, 128, 200, True), (33, 256, 64, True), (128, 64, 48, False)],
+    ("config", "tokens", "inputs", "outputs", "biased"),
+    sampled(((config, *shape) for config in CONFIGS for shape in SHAPES), 3),
 )
 def test_equals_torch_however_tiles_are_shared(
     subject: Subject, config: LinearConfig, tokens: int, inputs: int, outputs: int, biased: bool

@@ -8,6 +8,7 @@ import pytest
 
 from manylora.config import CACHE_POLICIES
 from tests.parity.engines import Bench, greedy, random_tokens
+from tests.sampled import sampled
 
 PAGE_TOKENS = 4
 NUM_TOKENS = 12
@@ -63,8 +64,10 @@ def barely(bench: Bench, policy: str) -> int:
     return largest + LONGEST
 
 
-@pytest.mark.parametrize("policy", CACHE_POLICIES)
-@pytest.mark.parametrize("host_pool", [0, "1MiB", "256MiB"], ids=["no host", "small host", "large host"])
+@pytest.mark.parametrize(
+    ("policy", "host_pool"),
+    sampled(((name, size) for name in CACHE_POLICIES for size in (0, "1MiB", "256MiB")), 2),
+)
 def test_barely_one_request(bench: Bench, policy: str, host_pool: int | str) -> None:
     counts = converse(bench, policy, barely(bench, policy), host_pool, max_num_seqs=4, max_batch_tokens=16)
     assert counts["swaps_failed"] == 0

@@ -218,7 +218,7 @@ llm.close()
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("is_used_again", [False, True])
+@pytest.mark.parametrize("is_used_again", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_daemon_thread_that_generates_at_exit_says_nothing(is_used_again: bool) -> None:
     tokens = 2 if is_used_again else 900
     script = f"""

@@ -26,6 +26,7 @@ from tests.parity.conftest import make_bench
 from tests.parity.engines import Bench, greedy, random_tokens
 from tests.parity.reference import assert_greedy
 from tests.policy.switching import EveryFewSteps
+from tests.sampled import sampled
 
 PAGE_TOKENS = 4
 NUM_TOKENS = 4
@@ -142,7 +143,7 @@ CASES = [(family, mode) for family in sorted(FAMILIES) for mode in MODES]
 
 @pytest.mark.parametrize(
     ("family", "mode"),
-    [pytest.param(*case, marks=[pytest.mark.long] * (number % 9 > 0)) for number, case in enumerate(CASES)],
+    sampled(CASES, 9),
     indirect=["family"],
 )
 def test_engines_of_every_mode(family: Bench, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ WINDOW_S = 60.0
 def replayed(
     rates: tuple[float, ...], queue: tuple[tuple[str, Any], ...], duration_s: float = 160.0
 ) -> Replay:
-    """Clients that ask at these rates a second of a device that serves five requests a second."""
+    """Clients that ask at these rates a second of a device that serves two and a half requests a second."""
     requests = [
         StreamRequest(
             number / rate, client, 1000 * client + number, 0, (Piece((client, number), PROMPT),), REPLY
@@ -54,7 +54,7 @@ def replayed(
         for number, r in enumerate(requests)
     ]
     config = PolicyConfig(4000, 4, 100, SEQS, 64, queue=QueueConfig(**dict(queue)))
-    costs = DeviceCosts(0.1, 0.0, 0.0, 0.0)
+    costs = DeviceCosts(0.2, 0.0, 0.0, 0.0)
     watched: list[tuple[float, Command]] = []
     stream = Stream("clients", tuple(requests), (8,) * len(rates))
     replay = Replay(
@@ -87,7 +87,7 @@ def by_window(replay: Replay) -> list[collections.Counter[int]]:
 
 
 VTC = (("fairness", "vtc"),)
-SATURATING = (30.0, 3.0)
+SATURATING = (15.0, 1.5)
 
 
 def test_two_clients_at_ten_to_one_are_served_alike() -> None:

@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def simulate(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join((str(folder), str(REPOSITORY / "src")))
+    path = os.pathsep.join(map(str, (folder, REPOSITORY / "src", REPOSITORY / "lab" / "src")))
     return subprocess.run(
         [sys.executable, "-m", "manylora", *args],
         env={**os.environ, "PYTHONPATH": path}, cwd=folder, capture_output=True, text=True, timeout=240,

@@ -14,6 +14,7 @@ from manylora.policy.queues import WaitingQueue
 from manylora.policy.ranked import RankedQueue, waiting_queue
 from manylora.policy.sequences import RequestState, Sequence
 from manylora.types import Request, SamplingParams
+from tests.sampled import sampled
 
 AGE_S = 0.5
 VTC: dict[str, Any] = {"fairness": "vtc", "fair_weights": "1,2,1"}
@@ -198,7 +199,7 @@ def calls_of(config: dict[str, Any], num_waiting: int, num_admitted: int = 200) 
     return num_calls / num_admitted
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", sampled(((each,) for each in reversed(CONFIGS)), 2), ids=str)
 def test_what_an_admission_takes_hardly_grows_with_the_queue(config: dict[str, Any]) -> None:
     if "priority_age_s" in config:
         config = {**config, "priority_age_s": 60.0}  # so that few are due at each admission

@@ -114,7 +114,12 @@ async def crowd(policy: str, pipeline_depth: int, journal: Path, device: str = "
 
 @pytest.fixture(
     scope="module",
-    params=[("manylora", 1), ("manylora", 2), ("fastlibra", 1), ("static-lru", 2)],
+    params=[
+        ("manylora", 1),
+        ("manylora", 2),
+        pytest.param(("fastlibra", 1), marks=pytest.mark.long),
+        ("static-lru", 2),
+    ],
     ids=lambda param: f"{param[0]}-{param[1]}",
 )
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:

@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable
-from typing import Any
 
 from manylora.config import ConfigError
 
@@ -144,11 +143,3 @@ def shape_named(name: str) -> ModelShape:
     if name not in SHAPES:
         raise ConfigError(f"model shape {name!r} is not known: use {', '.join(SHAPES)}")
     return SHAPES[name]
-
-
-def shape_from_json(values: dict[str, Any]) -> ModelShape:
-    """From ``dataclasses.asdict``; raises ConfigError."""
-    try:
-        return ModelShape(**values)
-    except TypeError as error:
-        raise ConfigError(f"a model's shape is not complete: {error}") from error

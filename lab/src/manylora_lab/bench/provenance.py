@@ -63,11 +63,6 @@ class Provenance:
         """A provenance with what ``add_flags`` read."""
         return cls(seed, args.commit, args.others)
 
-    @property
-    def is_record(self) -> bool:
-        """Whether the commit says which code ran."""
-        return self.commit.isalnum() and self.commit != UNKNOWN
-
     def provenance(self, *parts: str) -> list[dict[str, Any]]:
         """An entry for each part of the record (a path in it: ``runs/0``), or one of the whole; measured until
         now."""
@@ -95,6 +90,11 @@ class Provenance:
 
 UNKNOWN = "unknown"
 """What stands in place of a commit outside a repository. What was measured so is no record."""
+
+
+def tells_code(commit: str) -> bool:
+    """Whether the commit says which code ran."""
+    return commit.isalnum() and commit != UNKNOWN
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -38,8 +38,9 @@ def reproduce(
     if hardware not in (None, *found.hardwares):
         known = " or ".join(found.hardwares)
         raise ConfigError(f"{name} has no choice of hardware" if not known else f"--hardware must be {known}")
-    if not found.hardwares and (store or not is_run):
-        raise ConfigError(f"{name} keeps nothing: leave out --store and --report-only")
+    if not found.hardwares and (not is_run or (store and not found.is_stored)):
+        kept = "only finished cases: leave out" if found.is_stored else "nothing: leave out --store and"
+        raise ConfigError(f"{name} keeps {kept} --report-only")
     if found.hardwares and store is None and scale == "full":
         store = out / f"{name}-{hardware or found.hardwares[0]}.cells.jsonl"  # hours of work
     _require_output(out, name)

@@ -10,10 +10,10 @@ import functools
 from collections.abc import Sequence
 from random import Random
 
-from manylora_lab.reproduce.cells import in_parallel
 from manylora_lab.reproduce.drawing import Matrix
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
 from manylora_lab.reproduce.merge_cells import MEASURED, PROFILE_NOTE, STATED, place_named, simulate
+from manylora_lab.reproduce.parts import run_cases
 from manylora_lab.reproduce.report import Headline, Row, mean, ratio
 from manylora_lab.workloads.extracts import azure_functions, sharegpt_conversations
 from manylora_lab.workloads.popularity import mapped_functions
@@ -134,9 +134,7 @@ class ReplicaGrid:
             for each in skewness
             for system in self.systems
         ]
-        found = in_parallel(
-            measure, {case: case for case in cases}, setup.num_workers, setup.show, "simulations done"
-        )
+        found = run_cases(measure, cases, setup)
         rows: list[Row] = [
             {
                 "costs": case.costs, "rate_per_s": case.rate, "load": f"{case.costs}, {case.rate:g}/s",
@@ -245,6 +243,7 @@ FIG10 = Experiment(
     Matrix((_MEAN, _P90), x=("skewness", "skewness"), series="system", column="load"),
     (_fig10_headline,),
     NOTES,
+    is_stored=True,
 )
 FIG14 = Experiment(
     "dlora-fig14",
@@ -259,6 +258,7 @@ FIG14 = Experiment(
         "take on these costs: dLoRA states no time of S-LoRA's own kernels, so what differs is merging, "
         "and caching a little.",
     ),
+    is_stored=True,
 )
 FIG15 = Experiment(
     "dlora-fig15",
@@ -277,4 +277,5 @@ FIG15 = Experiment(
         "Switching over steps and switching, idle time left out. The paper's third part, its solver's "
         "time, is of several replicas, and there is none here.",
     ),
+    is_stored=True,
 )

@@ -25,8 +25,8 @@ class Setup:
     """How to run. ``quick``: under two minutes on two cores; ``smoke``: a few seconds, to see that it works.
 
     ``workers``: processes that share independent parts; 0: as many as there are cores. For an experiment with a
-    choice of ``hardwares``: which one (None: the first); ``store``: the file of its finished parts, from which a
-    run that was stopped goes on; ``is_run``: whether what is missing there is run, or only reported as missing.
+    choice of ``hardwares``: which one (None: the first); ``is_run``: whether what its store misses is run, or only
+    reported as missing. ``store``: the file of finished parts, from which a run that was stopped goes on.
     """
 
     scale: Scale = "full"
@@ -65,7 +65,7 @@ class Experiment:
     ``paper``: the table or figure, and where its text is. ``grid`` runs all cells of a setup. ``headline``:
     figures of the rows, beside the paper's. ``draw``: the picture, like the paper's. ``devices``: where it can
     run, the default first. ``hardwares``: descriptions for which a simulated one can run, the default first; it
-    takes a store, too.
+    takes a store, too. ``is_stored``: so does one whose cases are ``parts``.
     """
 
     name: str
@@ -77,6 +77,7 @@ class Experiment:
     notes: tuple[str, ...] = ()
     devices: tuple[Device, ...] = ("sim",)
     hardwares: tuple[str, ...] = ()
+    is_stored: bool = False
 
     def run(self, setup: Setup) -> ExperimentReport:
         """The report of a run, named after the hardware too where that is not the default. Raises ConfigError."""

@@ -7,7 +7,6 @@ from pathlib import Path
 from random import Random
 
 from manylora.pricing.costs import StepWork, prefill_pairs
-from manylora_lab.reproduce.cells import in_parallel
 from manylora_lab.reproduce.drawing import Matrix
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
 from manylora_lab.reproduce.merge_cells import (
@@ -20,6 +19,7 @@ from manylora_lab.reproduce.merge_cells import (
     place_named,
     simulate,
 )
+from manylora_lab.reproduce.parts import run_cases
 from manylora_lab.reproduce.report import ExperimentReport, Headline, Row, ratio
 from manylora_lab.sim.merging import merge_times
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
@@ -142,8 +142,7 @@ def _grid(setup: Setup) -> GridResult:
     place = place_named(MEASURED)
     ranks, batches = setup.pick(RANKS, RANKS, (16,)), setup.pick(BATCHES, BATCHES, (1, 32))
     cases = _cases(setup)
-    unique = {case: case for case in cases}
-    found = in_parallel(measure, unique, setup.num_workers, setup.show, "simulations done")
+    found = run_cases(measure, cases, setup)
     rows = _steps(place, ranks, batches)
     for case, row in found.items():
         plain = found[dataclasses.replace(case, system="unmerged")]
@@ -218,4 +217,5 @@ H200 = Experiment(
         "most for systems that pause no request. merged, dlora and wait pause some and can do better, at others' "
         "cost.",
     ),
+    is_stored=True,
 )

@@ -32,7 +32,9 @@ def add_parser(commands: Any) -> None:
         "--hardware", metavar="NAME", help="of a simulated table: npu or h200 (default: npu)"
     )
     reproduce.add_argument(
-        "--store", metavar="FILE", help="finished cells of a table: a stopped run goes on from here"
+        "--store",
+        metavar="FILE",
+        help="finished parts of a table or a long figure: a stopped run goes on from here",
     )
     reproduce.add_argument(
         "--report-only", action="store_true", help="report what the store has, run nothing"
