@@ -138,6 +138,8 @@ class Worker:
             )
             for _ in range(shards.num_threads if shards else 1)
         ]
+        self.before_layer: Callable[[int], None] | None = None
+        """Called before each layer of steps that await nothing, which run eagerly then: for measurements."""
         self._handlers = handlers(self, DEVICE_COMMANDS)
         self._tell: Callable[[DeviceEvent], None] = _unheard
         self._in_flight: collections.deque[Callable[[], StepResult]] = collections.deque()  # oldest first
@@ -269,7 +271,9 @@ class Worker:
             self._tell(self._failed(step, error, began))
 
     def _run(self, rows: Rows, awaited: Awaited | None, cold: ColdStep | None) -> list[_Sampled]:
-        is_whole = self._shards is None or awaited is not None or cold is not None
+        is_whole = (
+            self._shards is None or awaited is not None or cold is not None or self.before_layer is not None
+        )
         parts = None if is_whole or self._shards is None else self._split(rows, self._shards)
         if parts is None or self._shards is None:
             return [self._run_part(self._parts[0], rows, None, awaited, cold)]
@@ -303,6 +307,8 @@ class Worker:
             outputs = None
             if cold is not None:
                 outputs = self._run_cold(part, inputs, awaited, cold)
+            elif self.before_layer is not None:
+                outputs = part.eager.run(inputs, self.before_layer)
             elif self._graphs is not None:
                 outputs = self._graphs.run(inputs, awaited)
             if outputs is None:
@@ -453,6 +459,10 @@ class Worker:
         self._tell(ExecutorState(self._host.pages_pinned, PREPARATION.seconds(), *counts))
 
     # ------------------------------------------------------------ the end
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was issued."""
+        self._device.synchronize()
 
     def close(self, *, frees: bool = True) -> None:
         """See Executor."""
