@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from manylora_lab.benchmarks import router_proof
-from manylora_lab.benchmarks.router_proof import ROUTERS, ProofRun, judged, mean_flow_s, measure, summary
+from manylora_lab.benchmarks.router_proof import ROUTERS, ProofRun, judged, measure, summary
+from manylora_lab.reproduce.router_cells import CLAIRVOYANT, mean_flow_s
 
 from manylora.policy.routing import ROUTING_POLICIES
 
@@ -49,7 +50,7 @@ def test_shortest_first_by_hand() -> None:
 
 def test_a_run_is_above_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(router_proof.DURATION_S, "chatbot", 4.0)
-    for router in ("manylora", router_proof.CLAIRVOYANT):
+    for router in ("manylora", CLAIRVOYANT):
         row = measure(ProofRun("chatbot", 0.8, 0.05, 99, router, FILES))
         assert 0 < row["bound_ttft_ms"] < row["ttft_mean_ms"]
         assert 0 <= row["slo_attainment"] <= 1
@@ -64,7 +65,7 @@ def row(router: str, ttft_ms: float, met: float, seed: int = 1) -> dict[str, Any
 
 def test_verdicts() -> None:
     rows = [row("manylora", 90.0, 0.95), row("punica", 110.0, 1.0), row("random", 120.0, 0.2)]
-    rows += [row("manylora", 500.0, 0.0, seed=2), row(router_proof.CLAIRVOYANT, 1.0, 1.0)]
+    rows += [row("manylora", 500.0, 0.0, seed=2), row(CLAIRVOYANT, 1.0, 1.0)]
     (cell,) = judged(rows)
     assert cell["seeds"] == [1], "only seeds that all routers have"
     assert (cell["best_ttft"], cell["best_met"]) == ("punica", "punica")

@@ -22,6 +22,7 @@ from manylora_lab.workloads.stream import prompt_tokens
 from manylora.config import ConfigError
 from manylora.pricing.costs import DeviceCosts, StepWork
 from manylora.pricing.profile import FORMAT, load_profile, save_profile
+from tests.sim.test_replay import config_of
 
 
 @pytest.fixture
@@ -124,6 +125,20 @@ def test_an_earlier_report_that_is_not_there(
     assert left.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says.format(tmp_path) in line
+
+
+def test_a_report_without_streams_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the time was too short for the first one."""
+    machine, policy = find_profile("cpu-demo").machine, dataclasses.asdict(config_of())
+    head = {"kind": "toy", "device": machine, "policy": policy, "runs": []}
+    (tmp_path / "run.json").write_text(json.dumps(head))
+    (tmp_path / "run.log.json.gz").write_bytes(gzip.compress(b"[]"))
+    second = tmp_path / "second.json"
+    simulator_reality.main(
+        ["--again", str(tmp_path / "run.json"), "--out", str(second), "--profile", "cpu-demo"]
+    )
+    assert "no stream was served" in capsys.readouterr().out
+    assert json.loads(second.read_text())["comparison"] == []
 
 
 def test_a_trace_is_repeated_in_new_conversations() -> None:

@@ -27,7 +27,8 @@ from tests.sim.test_replay import COSTS, config_of, request, stream_of
 
 @functools.cache
 def smoke(name: str) -> ExperimentReport:
-    return experiment(name).run(Setup("smoke", workers=1))
+    found = experiment(name)
+    return found.run(Setup("smoke", found.devices[0], workers=1))
 
 
 def test_rank_aware_routing_keeps_more_within_the_objective() -> None:
@@ -74,7 +75,15 @@ def test_throughput_falls_with_adapters_only_where_batches_have_one() -> None:
         assert rows[system, 16] < rows[system, 4]
 
 
-@pytest.mark.parametrize("name", ["caraserve-fig19", "punica-fig13", "dlora-fig12"])
+LONG = ("dlora-fig2b", "dlora-fig9", "router-bound")
+"""Of the same code as others."""
+NAMES = (
+    "caraserve-fig19", "caraserve-fig5", "caraserve-fig9", "punica-fig13", "dlora-fig12", "dlora-fig13",
+    "router-staleness", "router-moves", "router-size",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def test_pictures(name: str, tmp_path: Path) -> None:
     experiment(name).draw(smoke(name), tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

@@ -56,14 +56,15 @@ def fit_rank_lines(decodes: Sequence[RankedStep], prefills: Sequence[tuple[int, 
     for step in decodes:
         alike[step.rank_sum, step.rank_padded].append(step.seconds)
     means = [(*ranks, statistics.fmean(seconds)) for ranks, seconds in sorted(alike.items())]
-    bgmv = _line([(padded, seconds) for _, padded, seconds in means])
-    mbgmv = _line([(total, seconds) for total, _, seconds in means])
-    prefill = _line(sorted(prefills))
+    bgmv = rank_line([(padded, seconds) for _, padded, seconds in means])
+    mbgmv = rank_line([(total, seconds) for total, _, seconds in means])
+    prefill = rank_line(sorted(prefills))
     return RankLines(bgmv, mbgmv, prefill) if bgmv and mbgmv and prefill else None
 
 
-def _line(points: Sequence[tuple[int, float]]) -> RankLine | None:
-    """By least squares, to four digits, with neither a falling slope nor a negative base."""
+def rank_line(points: Sequence[tuple[int, float]]) -> RankLine | None:
+    """Through units and seconds by least squares, to four digits, with neither a falling slope nor a negative
+    base; None where all units are the same."""
     units, seconds = [unit for unit, _ in points], [each for _, each in points]
     if len(set(units)) < 2:
         return None

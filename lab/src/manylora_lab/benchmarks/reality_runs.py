@@ -174,6 +174,8 @@ class RealityReport(RunReport):
         }  # fmt: skip
         self.values["comparison"] = compare(self.values["runs"], self.logs, costs)
         self.save()
+        if not self.values["runs"]:
+            return self.say("no stream was served: nothing to compare")
         print(lines_of(self.values["comparison"]), flush=True)
         draw(self.values, beside(self.out, ".png"))
 

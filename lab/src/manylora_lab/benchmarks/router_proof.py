@@ -30,9 +30,7 @@ importance, as far as ``--time-budget`` goes; the rest go on from the store.
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
-import heapq
 import itertools
 import json
 import random
@@ -43,18 +41,19 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from manylora.config import CacheConfig, PolicyConfig
-from manylora.config.routing import RouterConfig
-from manylora.pricing.costs import StepWork, prefill_pairs
-from manylora.pricing.ranks import RankedStep, fit_rank_lines
-from manylora.pricing.shapes import shape_named
-from manylora.solving.process import solving
 from manylora_lab.bench.provenance import Provenance, add_flags
-from manylora_lab.sim.analytical import AnalyticalCosts
-from manylora_lab.sim.cluster import Member, VirtualCluster
+from manylora_lab.reproduce.router_cells import (
+    ADAPTERS,
+    CLAIRVOYANT,
+    RANKS,
+    REPLICAS,
+    fitted,
+    lower_bound_s,
+    pooled_peak,
+    run_router,
+    slo_s,
+)
 from manylora_lab.sim.cluster_summary import summarize_cluster
-from manylora_lab.sim.hardware import HARDWARE
-from manylora_lab.sim.replay import Outcome
 from manylora_lab.workloads import extracts
 from manylora_lab.workloads.assembly import assign
 from manylora_lab.workloads.named import named
@@ -68,16 +67,10 @@ ROUTERS = (
     "manylora", "cache-aware", "caraserve", "most-idle", "dlora", "round-robin", "dlora-proactive", "dlora-rr",
     "random", "punica", "first-fit", "punica-consolidate",
 )  # fmt: skip
-CLAIRVOYANT = "clairvoyant"
-REPLICAS, ADAPTERS = 8, 100
 DURATION_S = {"chatbot": 120.0, "agent": 12.0, "functions": 120.0, "servegen": 120.0}
 """Agents ask so briefly that a load of theirs is hundreds of requests a second: 120 s of them take minutes a
 run."""
-SLO_TIMES, SLO_CONTEXT = 1.5, 512
 MOST_WORSE, LEAST_BETTER, NEAR_BOUND = 0.05, 0.15, 0.05
-_SHAPE, _HARDWARE = shape_named("llama-2-7b"), HARDWARE["a10"]
-_PAGE_TOKENS, _MOST_SEQS = 16, 64
-_RANKS = (32, 64)
 _JUDGED = ("ttft_mean_ms", "slo_attainment", "bound_ttft_ms")
 
 
@@ -97,29 +90,6 @@ class ProofRun:
         return f"{self.workload} {self.load} {self.delay_s} {self.seed} {self.router}"
 
 
-def costs_of() -> AnalyticalCosts:
-    return AnalyticalCosts(_SHAPE, _HARDWARE, launch_s=1e-3)
-
-
-def config_of(costs: AnalyticalCosts) -> PolicyConfig:
-    page_bytes = _SHAPE.page_bytes(_PAGE_TOKENS)
-    return PolicyConfig(
-        num_pages=costs.pool_bytes() // page_bytes,
-        page_tokens=_PAGE_TOKENS,
-        max_model_len=4096,
-        max_num_seqs=_MOST_SEQS,
-        max_batch_tokens=2048,
-        num_host_pages=32 * 2**30 // page_bytes,
-        page_bytes=page_bytes,
-        cache=CacheConfig("manylora"),
-    )
-
-
-def slo_s() -> float:
-    """The objective for the time between tokens."""
-    return SLO_TIMES * costs_of().step_s(StepWork(1, 0, SLO_CONTEXT))
-
-
 # ---------------------------------------------------------------- workloads
 
 
@@ -137,7 +107,7 @@ def stream_at(workload: str, rate: float, seed: int, files: tuple[str, str]) -> 
         )
         weights = [sum(minutes) for minutes in extracts.azure_functions()][:ADAPTERS]
         cumulated, draws = list(itertools.accumulate(weights)), random.Random(f"{seed} functions")
-        ranks = tuple(random.Random(f"{seed} ranks").choices(_RANKS, k=ADAPTERS))
+        ranks = tuple(random.Random(f"{seed} ranks").choices(RANKS, k=ADAPTERS))
         return assign(trace, ranks, lambda _: draws.choices(range(ADAPTERS), cum_weights=cumulated)[0])
     if workload == "servegen":
         return named(
@@ -151,118 +121,19 @@ def stream_at(workload: str, rate: float, seed: int, files: tuple[str, str]) -> 
     return named(workload, rate=rate, num_adapters=ADAPTERS, duration_s=duration_s, seed=seed)
 
 
-def fitted(stream: Stream, most_tokens: int = 4096) -> Stream:
-    """Without the conversations that no replica can hold."""
-    sizes: collections.Counter[int] = collections.Counter()
-    for request in stream.requests:
-        sizes[request.conversation] += request.new_tokens + request.output_tokens
-    kept = [request for request in stream.requests if sizes[request.conversation] < most_tokens]
-    return dataclasses.replace(stream, requests=tuple(kept))
-
-
-def pooled_peak(stream: Stream) -> float:
-    """Requests a second that all replicas together could serve at the stream's mean lengths: prompts by their
-    arithmetic, tokens by steps of as many rows as fit."""
-    costs, config = costs_of(), config_of(costs_of())
-    prompt = statistics.fmean(request.new_tokens for request in stream.requests)
-    output = statistics.fmean(request.output_tokens for request in stream.requests)
-    said: collections.Counter[int] = collections.Counter()
-    before = []
-    for request in stream.requests:
-        before.append(said[request.conversation])
-        said[request.conversation] += request.new_tokens + request.output_tokens
-    held = statistics.fmean(before) + prompt + output / 2
-    rows = min(_MOST_SEQS, int(config.num_pages * _PAGE_TOKENS / held))
-    step_s = costs.step_s(StepWork(rows, 0, int(rows * held)))
-    prompt_s = costs.step_s(StepWork(0, 4096, 4096)) / 4096 * prompt
-    return REPLICAS / (prompt_s + output * step_s / rows)
-
-
 def stream_of(cell: ProofRun) -> Stream:
     """At the cell's share of the pooled peak, which is that of the lengths at hand."""
     probe = fitted(stream_at(cell.workload, 8.0, 0, cell.files))
     return fitted(stream_at(cell.workload, cell.load * pooled_peak(probe), cell.seed, cell.files))
 
 
-# ---------------------------------------------------------------- the bound
-
-
-def lower_bound_s(outcomes: Sequence[Outcome]) -> float:
-    """See the module's text."""
-    costs = costs_of()
-    counts = collections.Counter(piece.identity for outcome in outcomes for piece in outcome.request.prompt)
-    token_s = 2 * _SHAPE.layer_parameters / _HARDWARE.sustained_flops
-    alone, jobs = [], []
-    for outcome in outcomes:
-        own = sum(piece.num_tokens for piece in outcome.request.prompt if counts[piece.identity] == 1)
-        own = max(own, 1)
-        alone.append(costs.step_s(StepWork(0, own, own, 0, 0, prefill_pairs(0, own))))
-        jobs.append((outcome.handed_s, own * token_s / REPLICAS))
-    return max(statistics.fmean(alone), mean_flow_s(jobs))
-
-
-def mean_flow_s(jobs: Sequence[tuple[float, float]]) -> float:
-    """The least mean time from arrival to end on one machine: shortest remaining work first."""
-    waiting: list[float] = []
-    now, total, arrivals = 0.0, 0.0, sorted(jobs)
-    for place, (arrival, work) in enumerate(arrivals):
-        now = max(now, arrival)
-        heapq.heappush(waiting, work)
-        until = arrivals[place + 1][0] if place + 1 < len(arrivals) else float("inf")
-        while waiting and now < until:
-            spent = min(waiting[0], until - now)
-            total += spent * len(waiting)
-            now += spent
-            left = waiting[0] - spent
-            if left > 1e-15:
-                heapq.heapreplace(waiting, left)
-            else:
-                heapq.heappop(waiting)
-    return total / len(jobs)
-
-
 # ---------------------------------------------------------------- runs
-
-
-def caraserve_settings() -> list[tuple[str, str]]:
-    """Lines fitted to steps of the simulated replica; it reads each distinct adapter once, so mbgmv."""
-    costs, source, decodes = costs_of(), random.Random(0), []
-    for _ in range(400):
-        ranks = source.choices(_RANKS, k=source.randint(1, 48))
-        num_bytes = sum(_SHAPE.adapter_bytes(rank) for rank in ranks)
-        work = StepWork(len(ranks), 0, 512 * len(ranks), num_bytes, len(ranks), 0, num_bytes)
-        decodes.append(RankedStep(sum(ranks), len(ranks) * max(ranks), costs.step_s(work)))
-    prefills = [(count, costs.step_s(StepWork(0, count, count))) for count in range(16, 2049, 16)]
-    lines = fit_rank_lines(decodes, prefills)
-    assert lines is not None
-    values = {
-        "decode_slope_s": lines.mbgmv.slope_s, "decode_base_s": lines.mbgmv.base_s,
-        "prefill_slope_s": lines.prefill.slope_s, "prefill_base_s": lines.prefill.base_s, "slo_s": slo_s(),
-    }  # fmt: skip
-    return [("kernel", "mbgmv"), *((name, repr(value)) for name, value in values.items())]
-
-
-def settings_of(router: str) -> tuple[tuple[str, str], ...]:
-    if router == "caraserve":
-        return tuple(caraserve_settings())
-    if router in ("manylora", CLAIRVOYANT):
-        return (("slo_s", repr(slo_s())),)
-    return ()
 
 
 def measure(cell: ProofRun) -> dict[str, Any]:
     """One run."""
-    stream, costs = stream_of(cell), costs_of()
-    pages = [_SHAPE.adapter_pages(rank, _PAGE_TOKENS) for rank in stream.ranks]
-    member = Member(config_of(costs), costs, pages)
-    knows_all = cell.router == CLAIRVOYANT
-    router = RouterConfig("manylora" if knows_all else cell.router, settings_of(cell.router))
-    with solving() as solve:
-        cluster = VirtualCluster(
-            stream, [member] * REPLICAS, router, report_delay_s=0.0 if knows_all else cell.delay_s, solve=solve,
-            tells_lengths=knows_all,
-        )  # fmt: skip
-        cluster.run()
+    stream, knows_all = stream_of(cell), cell.router == CLAIRVOYANT
+    cluster = run_router(stream, cell.router, 0.0 if knows_all else cell.delay_s)
     found = summarize_cluster(cluster, slo_s())
     names = (
         "ttft_mean_ms", "ttft_p99_ms", "tpot_mean_ms", "slo_attainment", "busy_share", "prefix_hit",

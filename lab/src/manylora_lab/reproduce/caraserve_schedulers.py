@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from manylora_lab.reproduce.caraserve_cells import NOTES, SCHEDULERS, ServersCase, lines_of, measure, slo_s
-from manylora_lab.reproduce.cells import in_parallel
 from manylora_lab.reproduce.drawing import BarPanels
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
+from manylora_lab.reproduce.parts import run_cases
 from manylora_lab.reproduce.report import Headline, Row, change
 from manylora_lab.sim.device import Kernel
 
@@ -27,9 +27,7 @@ _DRAW = BarPanels(
 
 
 def _run(setup: Setup, cases: list[ServersCase]) -> list[Row]:
-    found = in_parallel(
-        measure, {case: case for case in cases}, setup.num_workers, setup.show, "simulations done"
-    )
+    found = run_cases(measure, cases, setup)
     return [{"kernel": case.kernel, "scheduler": case.scheduler, **row} for case, row in found.items()]
 
 
@@ -122,6 +120,7 @@ FIG19 = Experiment(
     _DRAW,
     (_attained, _faster),
     NOTES,
+    is_stored=True,
 )
 
 FIG20 = Experiment(
@@ -132,4 +131,5 @@ FIG20 = Experiment(
     _DRAW,
     (_testbed_attained,),
     (*NOTES, "The paper's is a testbed of 8 A10; this one is simulated."),
+    is_stored=True,
 )

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Sequence
 from random import Random
 
+from manylora_lab.reproduce import dlora_cells
 from manylora_lab.reproduce.drawing import Matrix
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
 from manylora_lab.reproduce.merge_cells import MEASURED, PROFILE_NOTE, STATED, place_named, simulate
@@ -223,12 +224,48 @@ def _fig14_headline(rows: list[Row]) -> list[Headline]:
     return figures
 
 
+CLUSTER = "8 replicas"
+_CLUSTER_ADAPTERS, _CLUSTER_REPLICAS = 32, 8
+_WITHOUT_SOLVER = ReplicaGrid(("dlora", "manylora"), skewness=(4, 16))
+
+
+def _overheads(setup: Setup) -> GridResult:
+    """The one replica, and a cluster in which the programme is solved too."""
+    found = _WITHOUT_SOLVER(setup)
+    rates = [_CLUSTER_REPLICAS * rate for rate in setup.pick((4.0, 8.0, 12.0, 14.0), (8.0, 14.0), (4.0,))]
+    cases = [
+        dlora_cells.DloraCase(
+            "dlora",
+            _CLUSTER_ADAPTERS,
+            rate,
+            setup.pick(60.0, 15.0, 3.0),
+            _CLUSTER_REPLICAS,
+            setup.seed,
+            "maf2",
+        )
+        for rate in rates
+    ]
+    rows = [{**row, "solve_share": 0.0} for row in found.rows]
+    for case, row in run_cases(dlora_cells.measure, cases, setup).items():
+        names = ("requests", "switches", "switch_share", "solves", "solve_mean_ms", "solve_share")
+        rows.append(
+            {
+                "costs": CLUSTER, "rate_per_s": case.rate, "run": CLUSTER, "system": "dlora",
+                **{name: row[name] for name in names},
+            }
+        )  # fmt: skip
+    settings = {**found.settings, "cluster_rates_per_s": rates, "cluster_adapters": _CLUSTER_ADAPTERS}
+    return GridResult(settings, rows, found.headline, found.notes)
+
+
 def _fig15_headline(rows: list[Row]) -> list[Headline]:
     return [
         Headline(
             f"{costs}: least share of inference",
-            round(1 - max(row["switch_share"] for row in rows if row["costs"] == costs), 4),
-            PAPER_INFERENCE_SHARE if costs == STATED else None,
+            round(
+                1 - max(row["switch_share"] + row["solve_share"] for row in rows if row["costs"] == costs), 4
+            ),
+            PAPER_INFERENCE_SHARE if costs in (STATED, CLUSTER) else None,
         )
         for costs in dict.fromkeys(row["costs"] for row in rows)
     ]
@@ -262,11 +299,15 @@ FIG14 = Experiment(
 )
 FIG15 = Experiment(
     "dlora-fig15",
-    "The share of switching in the device's time, by rate",
+    "The share of switching and of solving, by rate",
     "dLoRA, Figure 15 (§7.5)",
-    ReplicaGrid(("dlora", "manylora"), skewness=(4, 16)),
+    _overheads,
     Matrix(
-        (("switch_share", "share of switching"), ("switches", "switches")),
+        (
+            ("switch_share", "share of switching"),
+            ("switches", "switches"),
+            ("solve_share", "share of solving"),
+        ),
         x=("rate_per_s", "requests/s"),
         series="system",
         column="run",
@@ -274,8 +315,9 @@ FIG15 = Experiment(
     (_fig15_headline,),
     (
         *NOTES,
-        "Switching over steps and switching, idle time left out. The paper's third part, its solver's "
-        "time, is of several replicas, and there is none here.",
+        "Switching over steps and switching, idle time left out. On 8 replicas (A100-80 of assumed costs, 32 "
+        "adapters in bursts) the solver's time is added to both: what HiGHS really took in a process of its own, "
+        "though no step waits for it.",
     ),
     is_stored=True,
 )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from manylora.kernels.ops import LoraSegments
+from manylora.kernels.ops import LoraSegments, of_adapters
 from manylora.kernels.select import ops_for
 from manylora.kernels.shapes import PageShape, Projection, ProjectionGroup, adapter_geometry
 from manylora_lab.bench.kernels.pool import (
@@ -65,13 +65,25 @@ class LoraRig:
 
     def case(self, counts: Sequence[int], rank: int) -> LoraBatch:
         """Inputs of so many models, their adapters at random places of the pool."""
-        segments = segments_for(
-            self.geometry, list(counts), [rank] * len(counts), len(self.pool), self.device
-        )
+        return self.ranked(counts, [rank] * len(counts))
+
+    def ranked(self, counts: Sequence[int], ranks: Sequence[int]) -> LoraBatch:
+        """The same of models of these ranks."""
+        segments = segments_for(self.geometry, list(counts), list(ranks), len(self.pool), self.device)
         batch = sum(counts)
         x = torch.randn(batch, self.h1, dtype=self.dtype, device=self.device)
         y = torch.zeros(batch, self.h2, dtype=self.dtype, device=self.device)
         return LoraBatch(tuple(counts), segments, x, y)
+
+    def clear_b(self, case: LoraBatch, layer: int, model: int, rank: int) -> None:
+        """Zeros in B of one model's rows from ``rank`` on: its product is then that of an adapter of this rank."""
+        geometry, records = self.geometry, case.segments.records
+        _, first_b, rows, _ = records[model, 0].tolist()
+        cells_a_row = geometry.cells(self.h2)
+        cells = case.segments.cells[first_b + rank * cells_a_row : first_b + rows * cells_a_row]
+        begins = cells + layer * geometry.slab_elements
+        within = torch.arange(geometry.cell_elements, device=self.device)
+        of_adapters(self.pool, self.pool.dtype).view(-1)[begins[:, None] + within] = 0
 
     def sgmv(self, case: LoraBatch) -> Step:
         """The engine's operator, planned once, on every layer."""

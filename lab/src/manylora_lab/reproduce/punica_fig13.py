@@ -10,9 +10,10 @@ import statistics
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.config.routing import RouterConfig
 from manylora.pricing.shapes import shape_named
-from manylora_lab.reproduce.cells import HOST_POOL_BYTES, PAGE_TOKENS, in_parallel
+from manylora_lab.reproduce.cells import HOST_POOL_BYTES, PAGE_TOKENS
 from manylora_lab.reproduce.drawing import Curves
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
+from manylora_lab.reproduce.parts import run_cases
 from manylora_lab.reproduce.punica_workload import MOST_TOKENS, RANK
 from manylora_lab.reproduce.report import Headline, Row, change
 from manylora_lab.sim.analytical import AnalyticalCosts
@@ -65,8 +66,8 @@ def stream_of(case: LoadCase) -> Stream:
     return Stream("rising and falling", tuple(requests), (RANK,) * ADAPTERS)
 
 
-def measure(case: LoadCase) -> tuple[Row, list[Row]]:
-    """Of all of the time, and a row for each part of it."""
+def measure(case: LoadCase) -> Row:
+    """``total``: of all of the time; ``parts``: a row for each part of it."""
     stream = stream_of(case)
     costs = AnalyticalCosts(_SHAPE, HARDWARE["a100-40"])
     page_bytes = _SHAPE.page_bytes(PAGE_TOKENS)
@@ -115,7 +116,7 @@ def measure(case: LoadCase) -> tuple[Row, list[Row]]:
                 "batch_of_busy": round(statistics.fmean(used), 2) if used else 0.0,
             }
         )  # fmt: skip
-    return total, rows
+    return {"total": total, "parts": rows}
 
 
 def _woken(sets: list[tuple[float, tuple[int, ...]]]) -> int:
@@ -133,16 +134,14 @@ def _woken(sets: list[tuple[float, tuple[int, ...]]]) -> int:
 def _grid(setup: Setup) -> GridResult:
     replicas, duration_s = setup.pick((16, 3600.0), (4, 100.0), (2, 20.0))
     cases = [LoadCase(router, replicas, duration_s, setup.seed) for router in ROUTERS]
-    found = in_parallel(
-        measure, {case: case for case in cases}, setup.num_workers, setup.show, "simulations done"
-    )
+    found = run_cases(measure, cases, setup)
     settings = {
         "scale": setup.scale, "seed": setup.seed, "replicas": replicas, "duration_s": duration_s,
         "most_rate_per_s": replicas * REPLICA_RATE, "adapters": ADAPTERS, "max_batch": MOST_BATCH,
         "max_prefills_per_step": 1,
     }  # fmt: skip
-    totals = {case.router: total for case, (total, _) in found.items()}
-    rows = [row for _, parts in found.values() for row in parts]
+    totals = {case.router: row["total"] for case, row in found.items()}
+    rows = [part for row in found.values() for part in row["parts"]]
     return GridResult({**settings, "totals": totals}, rows, _headline(totals))
 
 
@@ -193,4 +192,5 @@ FIG13 = Experiment(
         "just serve; the paper prints no rate.",
         "Replica-hours count the seconds in which a replica has a request, until the load ends.",
     ),
+    is_stored=True,
 )

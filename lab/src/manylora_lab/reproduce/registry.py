@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from manylora.config import ConfigError
 from manylora_lab.reproduce import (
+    caraserve_kernels,
     caraserve_schedulers,
+    dlora_clusters,
     dlora_fig5,
     dlora_fig12,
     dlora_figures,
@@ -22,6 +24,7 @@ from manylora_lab.reproduce import (
     punica_fig11,
     punica_fig12,
     punica_fig13,
+    router_figures,
     s_lora_cluster,
     s_lora_fig8,
     s_lora_fig9,
@@ -61,15 +64,26 @@ _ALL = (
     punica_fig11.FIG11,
     punica_fig12.FIG12,
     punica_fig13.FIG13,
+    caraserve_kernels.FIG4,
+    caraserve_kernels.FIG5,
+    caraserve_kernels.FIG9,
     caraserve_schedulers.FIG19,
     caraserve_schedulers.FIG20,
+    dlora_clusters.FIG2B,
     dlora_fig5.FIG5,
+    dlora_clusters.FIG9,
     dlora_figures.FIG10,
+    dlora_clusters.FIG11,
     dlora_fig12.FIG12,
+    dlora_clusters.FIG13,
     dlora_figures.FIG14,
     dlora_figures.FIG15,
     vtc_fig3.FIG3,
     merge_h200.H200,
+    router_figures.STALENESS,
+    router_figures.BOUND,
+    router_figures.MOVES,
+    router_figures.SIZE,
 )
 EXPERIMENTS: dict[str, Experiment] = {each.name: each for each in _ALL}
 

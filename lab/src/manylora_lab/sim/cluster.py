@@ -131,6 +131,7 @@ class VirtualCluster:
         wire_s: float = 0.0,
         solve: Solver | None = None,
         tells_lengths: bool = False,
+        samples_memory: bool = False,
         journal: Journal | None = None,
     ) -> None:
         """Raises ConfigError."""
@@ -159,12 +160,15 @@ class VirtualCluster:
         self.num_solves = 0
         self.working_sets: list[tuple[float, tuple[int, ...]]] = []
         """Requests on each replica, once a second."""
+        self.memory_used: list[tuple[float, tuple[float, ...]]] = []
+        """Likewise, with ``samples_memory``: the share of each replica's pages that requests and adapters use."""
         self.loops: list[ReplicaLoop] = []
         self.counters_at_start: list[Counters] = []
         self._router = None if router is None else Router(router)
         self._report_delay_s = report_delay_s
         self._wire_s = wire_s
         self._solve = solve
+        self._samples_memory = samples_memory
         self._journal = journal
         self._due: list[_Due] = []
         self._num_due = 0
@@ -424,8 +428,16 @@ class VirtualCluster:
         self.working_sets.append(
             (self.now - self.front.began_s, tuple(len(loop.held) for loop in self.loops))
         )
+        if self._samples_memory:
+            used = tuple(_memory_used(loop) for loop in self.loops)
+            self.memory_used.append((self.now - self.front.began_s, used))
         for loop in self.loops:
             if self.now - loop.last_report_s >= HEARTBEAT_S:
                 loop.ask_report(self.now)
                 self._schedule(loop)
         self._put(self.now + HEARTBEAT_S, _CLOCK, None)
+
+
+def _memory_used(loop: ReplicaLoop) -> float:
+    gauges = loop.report("busy").gauges
+    return (gauges.pages_running + gauges.pages_adapters) / gauges.pages_total

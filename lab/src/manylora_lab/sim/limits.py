@@ -394,7 +394,7 @@ def recorded(
             watch(now, command)
 
     watched = record.watch if watch is None else watch_both
-    replay = Replay(stream, config, costs, adapter_pages, is_warm, watched, merging, copy_limit, cold)
+    replay = Replay(stream, config, costs, adapter_pages, is_warm, watched, merging, copy_limit, cold=cold)
     while not replay.outcomes:
         record.begin()
         if not replay.advance():
