@@ -337,16 +337,10 @@ class Worker:
 
     def _run_cold(self, part: _Part, inputs: StepInputs, awaited: Awaited | None, cold: ColdStep) -> Outputs:
         """A step some of whose rows are the CPU's, eagerly."""
-
-        def before_layer(layer: int) -> None:
-            cold.layer(layer)
-            if awaited is not None:
-                awaited.layer(layer)
-
         device = self._device.torch_device
         rows = cold.begin(self._workers, inputs.lora, inputs.lora_adapters, self._geometry, device)
         try:
-            return part.eager.run(inputs, before_layer, rows)
+            return part.eager.run(inputs, cold.before_layer(awaited), rows)
         finally:
             cold.end()
 
@@ -387,10 +381,7 @@ class Worker:
         if awaited is not None:
             done.stall_s = awaited.stall_s
         if cold is not None:
-            done.spoilt = tuple(sorted({*spoilt, *cold.spoilt()}))
-            done.cpu_s = cold.cpu_s
-            done.cpu_workers = 0 if self._workers is None else self._workers.num_workers
-            done.stall_s += cold.stall_s
+            cold.tell(done, self._workers)
         return StepResult(done, logprobs)
 
     def _failed(self, step: RunStep, error: Exception, began: float) -> StepResult:
