@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from manylora.adapters.pack import layout_for
-from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
 from manylora.adapters.store import AdapterStore
 from manylora.assist.workers import Workers
@@ -415,10 +414,6 @@ class Worker:
     def verify_adapter(self, command: VerifyAdapter) -> None:
         """Carries out VerifyAdapter, on the caller's thread."""
         self._tell(self.inspections.verify(command))
-
-    def learn_adapter(self, adapter: AdapterId, spec: AdapterSpec) -> None:
-        """Take over what inspecting an adapter found elsewhere. From any thread."""
-        self.inspections.learn(adapter, spec)
 
     def forget_adapter(self, command: ForgetAdapter) -> None:
         """Carries out ForgetAdapter."""

@@ -222,7 +222,7 @@ class _Rank:
                 case RunStep():
                     self._run(worker, command)
                 case Learn():
-                    worker.learn_adapter(command.adapter, AdapterSpec.from_json(command.spec))
+                    worker.inspections.learn(command.adapter, AdapterSpec.from_json(command.spec))
                 case End():
                     worker.close(frees=False)
                     return
