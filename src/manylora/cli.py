@@ -6,12 +6,14 @@ Bad input: one line on stderr and exit code 2.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import logging
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from manylora._version import VERSION
@@ -206,17 +208,38 @@ def _add_warmup(commands: Any) -> None:
         description="Start an engine, run requests of every kind with random adapters on all modules, and end. "
         "What was compiled stays in the caches of Triton and FlashInfer, which image builds can keep.",
     )
-    warmup.add_argument("model", metavar="MODEL", help="a local folder, or a hub id")
+    warmup.add_argument("model", nargs="?", metavar="MODEL", help="a local folder, or a hub id")
+    warmup.add_argument(
+        "--import",
+        dest="imported",
+        metavar="FILE",
+        help="first take over the kernels that another machine of the same kind has exported; without MODEL, that "
+        "is all",
+    )
+    warmup.add_argument(
+        "--export",
+        dest="exported",
+        metavar="FILE",
+        help="then write all compiled kernels to a file, for other machines of the same kind; without MODEL, "
+        "those that there are",
+    )
     engine = warmup.add_argument_group("settings of the engine, as for manylora serve")
     add_settings(engine, _WARMUP_FLAGS)
     warmup.set_defaults(run=_warmup)
 
 
 def _warmup(args: argparse.Namespace) -> int:
+    from manylora.warmup.carrying import exporting, import_caches
     from manylora.warmup.command import run
 
-    names = ("model", *_WARMUP_FLAGS)
-    return run(settings_of(args, names))
+    if args.model is None and args.imported is None and args.exported is None:
+        raise ConfigError("warmup needs a MODEL, --import or --export")
+    with contextlib.nullcontext() if args.exported is None else exporting(Path(args.exported)):
+        if args.imported is not None:
+            import_caches(Path(args.imported))
+        if args.model is not None:
+            run(settings_of(args, ("model", *_WARMUP_FLAGS)))
+    return 0
 
 
 if __name__ == "__main__":

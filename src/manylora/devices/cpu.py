@@ -64,6 +64,9 @@ class CpuDevice:
     def issued(self) -> object:
         return None
 
+    def has_passed(self, issued: object) -> bool:
+        return True
+
     def measure(self) -> Elapsed:
         began = time.perf_counter()
 
@@ -124,6 +127,12 @@ class CpuCopyLane:
         began = time.perf_counter()
         copy_bytes(target, source)
         self._seconds += time.perf_counter() - began
+
+    def copy_pieces(
+        self, target: torch.Tensor, at: np.ndarray, source: torch.Tensor, of: np.ndarray, num_bytes: int
+    ) -> None:
+        for to, begin in zip(at.tolist(), of.tolist(), strict=True):
+            self.copy(target[to : to + num_bytes], source[begin : begin + num_bytes])
 
     def landing(self) -> Callable[[], None]:
         return lambda: None
