@@ -16,8 +16,8 @@ What is asked, fixed before any of these seeds was run: mean TTFT and SLO attain
 cell at most 5 % worse than those of the best other router; and in half of the cells in which the best other's
 mean TTFT is more than 5 % above the bound it is better by 15 %. The router's cost was changed with CaraServe's
 servers (``caraserve-fig20``) and with chatbot and agent of other seeds at hand. One number of it, ``late_s``, was
-set once more after all cells of seed 1 had been seen, where chatbot and servegen at half load were behind: from 10 to
-1, by chatbot and agent of the seeds 77 and 78; nothing was since. ``functions`` and ``servegen`` are as they first
+set once more after the cells of seed 1 had been seen, where chatbot and servegen at half load were behind: from
+10 to 1, by chatbot and agent of the seeds 77 and 78; nothing was since. ``functions`` and ``servegen`` are as they first
 came.
 
 The bound (``lower_bound_s``) is of the mean TTFT, for the requests and arrivals of one run, and for any router:
@@ -257,7 +257,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.out is not None:
         report = {
             "benchmark": "router_proof", "commit": recording.commit,
-            "runs_by_commit": collections.Counter(row["commit"] for row in rows), "slo_tpot_s": slo_s(), "replicas": REPLICAS,
+            "runs_by_commit": collections.Counter(row["commit"] for row in rows),
+            "slo_tpot_s": slo_s(), "replicas": REPLICAS,
             "durations_s": DURATION_S, "asked_runs": len(left) + len(done), "runs": len(rows),
             "summary": summary(verdicts), "cells": verdicts, "rows": rows,
         }  # fmt: skip
