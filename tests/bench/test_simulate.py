@@ -103,6 +103,16 @@ def test_the_reference_is_the_same_whichever_policies_stand_before_it(tmp_path: 
     assert one == other
 
 
+def test_belady_is_a_policy_of_simulations_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_of(tmp_path, *MEASURED, "--policies", "belady,manylora", "--limits")
+    assert list(report["results"]) == ["belady", "manylora", "cached"]
+    assert report["results"]["belady"]["config"]["cache"] == "belady"
+    assert simulate(*WORKLOAD, *MEASURED, "--policies", "belady", "--merge", "dlora") == 2
+    assert "belady knows when adapters are needed, not when they are merged" in capsys.readouterr().err
+    assert main(["serve", str(MODEL), "--cache-policy", "belady"]) == 2
+    assert "belady" in capsys.readouterr().err
+
+
 def test_two_cards_are_faster_than_one(tmp_path: Path) -> None:
     one, two = (report_of(tmp_path, "--hardware", "a100-80", "--cards", count) for count in (1, 2))
     assert two["results"]["manylora"]["tpot_mean_ms"] < one["results"]["manylora"]["tpot_mean_ms"]

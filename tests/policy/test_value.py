@@ -10,6 +10,7 @@ from manylora.policy.candidates import CandidateList
 from manylora.policy.residency import Residency
 from manylora.policy.tree import DependencyTree, HostState, Node, Residence
 from manylora.policy.value import FastLibraValue, LeastRecentlyUsed, RealCost, RealHostCost, ValueModel
+from manylora.types import BASE
 
 
 def residency_of(policy: str, num_pages: int = 4000, num_host_pages: int = 4000) -> Residency:
@@ -30,7 +31,8 @@ def grow(residency: Residency, adapter: int, num_nodes: int) -> Node:
     if node.residence is not Residence.RESIDENT:
         tree.set_device(node, Residence.RESIDENT, residency.device.take(node.num_pages))
     for number in range(num_nodes):
-        child = node.children.get(bytes([number])) or tree.insert(node, bytes([number]), 0.0)
+        key = bytes([number])
+        child = node.children.get(key) or residency.insert(node, key, 0.0, begins_turn=number == 0)
         tree.pin(child)
         residency.fill(child, residency.device.take(1), 0.0)
         residency.unpin(child, 0.0)
@@ -44,8 +46,10 @@ def visit(residency: Residency, node: Node, now: float) -> None:
     residency.unpin(node, now)
 
 
-def test_equations_3_to_6() -> None:
-    residency = residency_of("fastlibra")
+@pytest.mark.parametrize(("policy", "num_deep_pages"), [("fastlibra", 3), ("fastlibra-pages", 1)])
+def test_equations_3_to_6(policy: str, num_deep_pages: int) -> None:
+    """A node's size is that of its turn, or of its page."""
+    residency = residency_of(policy)
     for adapter, pages in ((1, 8), (2, 16)):
         residency.tree.add_adapter(adapter, pages)
     deep, shallow = grow(residency, 1, 3), grow(residency, 2, 1)
@@ -59,12 +63,13 @@ def test_equations_3_to_6() -> None:
     wanted = sum(1 - (1 - p) ** 6.0 for p in probabilities.values())
     assert residency.visits.expected_adapters(now) == pytest.approx(wanted)
 
-    model = FastLibraValue(residency.visits, residency.rates, tau)
+    model = FastLibraValue(residency.visits, residency.rates, residency.turns, tau)
     model.refresh(now, num_adapters=1)
 
     def evaluate(node: Node, last_use: float) -> float:
         reward = max(1.0, wanted / 1) if node.is_adapter else 1.0
-        cost = node.num_pages * residency.rates.page_in_s
+        num_pages = num_deep_pages if node is deep else node.num_pages
+        cost = num_pages * residency.rates.page_in_s
         sigmoid = 1 / (1 + math.exp(-(now - last_use) / tau))
         return math.log(reward * cost * probabilities[node.adapter] * (1 - sigmoid))
 
@@ -72,12 +77,41 @@ def test_equations_3_to_6() -> None:
     for node, last_use in ((deep, 3.0), (shallow, 4.0), *roots):
         assert model.value(node, now)[0] == pytest.approx(evaluate(node, last_use))
 
-    without_reward = FastLibraValue(residency.visits, residency.rates, tau, rewards_adapters=False)
+    without_reward = FastLibraValue(
+        residency.visits, residency.rates, residency.turns, tau, rewards_adapters=False
+    )
     without_reward.refresh(now, num_adapters=1)
     difference = (
         model.value(residency.tree.node(1), now)[0] - without_reward.value(residency.tree.node(1), now)[0]
     )
     assert difference == pytest.approx(math.log(wanted))
+
+
+@pytest.mark.parametrize(
+    ("policy", "what_leaves"),
+    [
+        ("fastlibra", "history"),
+        ("fastlibra-wol", "adapter"),
+        ("fastlibra-pages", "history"),
+        ("fastlibra-pages-wol", "history"),
+    ],
+)
+def test_the_least_example_of_what_the_reward_decides(policy: str, what_leaves: str) -> None:
+    """A turn of five pages and an adapter of two, asked for once each, at the same time, while a batch wants more
+    adapters than the one that is there (equation 4). The turn costs more to bring back, so without the reward the
+    adapter goes. By pages it stays either way: a page costs less than any adapter, and the reward says nothing."""
+    residency = residency_of(policy)
+    for adapter in (1, 2, 3, 4):
+        residency.tree.add_adapter(adapter, 2)
+        visit(residency, residency.tree.node(adapter), 1.0)
+    root, history = known(residency.tree, 1, 2), grow(residency, BASE, 5)
+    residency.tree.set_device(root, Residence.RESIDENT, residency.take(2))
+    residency.candidates.offer(root)
+    visit(residency, history, 1.0)
+    residency.visits.batch(8, 1.0)
+    assert residency.visits.expected_adapters(1.0) > 3, "2 x 3 is more than 5"
+    (first, *_) = residency.shrink(1.0, residency.room.pages_used - 1, "demand")
+    assert ("adapter" if first is root else "history") == what_leaves
 
 
 def test_old_nodes_stay_distinct_in_log_space() -> None:
@@ -88,7 +122,7 @@ def test_old_nodes_stay_distinct_in_log_space() -> None:
     old, older = grow(residency, 1, 1), grow(residency, 2, 1)
     visit(residency, older, 1.0)
     visit(residency, old, 2.0)
-    model = FastLibraValue(residency.visits, residency.rates, tau_s=1.0)
+    model = FastLibraValue(residency.visits, residency.rates, residency.turns, tau_s=1.0)
     assert 1 - 1 / (1 + math.exp(-1000.0)) == 0.0
     assert model.value(older, 1000.0)[0] < model.value(old, 1000.0)[0]
 
@@ -183,7 +217,7 @@ def test_candidates_come_in_order_of_value(kind: str, takes_best: bool) -> None:
         nodes.append(grow(residency, adapter, rng.randrange(1, 9)))
     models: dict[str, ValueModel] = {
         "lru": LeastRecentlyUsed(),
-        "fastlibra": FastLibraValue(residency.visits, residency.rates, 5.0),
+        "fastlibra": FastLibraValue(residency.visits, residency.rates, residency.turns, 5.0),
         "real cost": RealCost(residency.rates, residency.counters, 20.0),
         "real host cost": RealHostCost(residency.rates, residency.counters, 20.0),
     }

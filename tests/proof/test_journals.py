@@ -21,7 +21,7 @@ from tests.proof.record import JOURNALS, lives
 
 LEAST_JOURNALS, LEAST_EVENTS, MOST_BYTES = 60, 200_000, 5_000_000
 PATHS = sorted(JOURNALS.glob("*.jsonl.xz"))
-A_JOURNAL = JOURNALS / "fastlibra-2-crowd.jsonl.xz"
+A_JOURNAL = JOURNALS / "fastlibra-pages-2-crowd.jsonl.xz"
 
 
 def unpacked(packed: Path, folder: Path) -> Path:

@@ -36,18 +36,21 @@ from manylora.policy.caches import CACHES
 SMOKE = Setup("smoke", workers=1)
 SMALL = Cell("chatbot", "fastlibra", 8.0, 20, 4.0)
 PAPER = {
-    "fastlibra: TTFT against vLLM": -0.603, "fastlibra: TPOT against vLLM": -0.339,
-    "fastlibra: peak over vLLM's": 1.7, "fastlibra: memory use over vLLM's": 1.2,
-    "fastlibra: hit rate over vLLM's": 1.3, "fastlibra: TTFT against vLLM, translation": -0.689,
-    "fastlibra: TTFT against vLLM, without translation": -0.525,
-    "fastlibra: TTFT against S-LoRA": -0.501, "fastlibra: TPOT against S-LoRA": -0.286,
-    "fastlibra: peak over S-LoRA's": 1.6, "fastlibra: memory use over S-LoRA's": 2.6,
-    "fastlibra: hit rate over S-LoRA's": 3.2, "fastlibra: TTFT against S-LoRA, agent": -0.811,
-    "fastlibra: TTFT against S-LoRA, without agent": -0.346,
-    "fastlibra-wom: TTFT ratio": 1.27, "fastlibra-wom: TPOT ratio": 1.18, "fastlibra-wom: peak change": -0.198,
-    "fastlibra-wos: TTFT ratio": 1.24, "fastlibra-wos: TPOT ratio": 1.15, "fastlibra-wos: peak change": -0.172,
-    "fastlibra-wol: TTFT ratio": 1.13, "fastlibra-wol: TPOT ratio": 1.11, "fastlibra-wol: peak change": -0.131,
-    "fastlibra-wom: invalid share of history": 0.486, "static-lru: invalid share of history": 0.481,
+    "fastlibra-pages: TTFT against vLLM": -0.603, "fastlibra-pages: TPOT against vLLM": -0.339,
+    "fastlibra-pages: peak over vLLM's": 1.7, "fastlibra-pages: memory use over vLLM's": 1.2,
+    "fastlibra-pages: hit rate over vLLM's": 1.3, "fastlibra-pages: TTFT against vLLM, translation": -0.689,
+    "fastlibra-pages: TTFT against vLLM, without translation": -0.525,
+    "fastlibra-pages: TTFT against S-LoRA": -0.501, "fastlibra-pages: TPOT against S-LoRA": -0.286,
+    "fastlibra-pages: peak over S-LoRA's": 1.6, "fastlibra-pages: memory use over S-LoRA's": 2.6,
+    "fastlibra-pages: hit rate over S-LoRA's": 3.2, "fastlibra-pages: TTFT against S-LoRA, agent": -0.811,
+    "fastlibra-pages: TTFT against S-LoRA, without agent": -0.346,
+    "fastlibra-pages-wom: TTFT ratio": 1.27, "fastlibra-pages-wom: TPOT ratio": 1.18,
+    "fastlibra-pages-wom: peak change": -0.198,
+    "fastlibra-pages-wos: TTFT ratio": 1.24, "fastlibra-pages-wos: TPOT ratio": 1.15,
+    "fastlibra-pages-wos: peak change": -0.172,
+    "fastlibra-pages-wol: TTFT ratio": 1.13, "fastlibra-pages-wol: TPOT ratio": 1.11,
+    "fastlibra-pages-wol: peak change": -0.131,
+    "fastlibra-pages-wom: invalid share of history": 0.486, "static-lru: invalid share of history": 0.481,
 }  # fmt: skip
 """§2.3.1, §6.3 to §6.8; §6.9's two stand where its cases do."""
 
@@ -142,7 +145,7 @@ def test_the_small_replay_that_stands_for_the_code_is_short_of_memory(policy: st
     assert counts["preemptions"] > 0
     assert counts["pages_in"] > 0
     assert counts["history_drops"] > 0
-    if policy != "s-lora":  # which keeps adapters' copies on the host and gives KV up
+    if policy not in ("s-lora", "lru-drop"):  # which keep adapters' copies on the host and give KV up
         assert counts["pages_out"] > 0
 
 
@@ -224,7 +227,7 @@ def test_the_full_table_is_the_papers() -> None:
         assert {cell.duration_s for cell in full.cases.values()} == {1800}
         assert {cell.pool_like for cell in full.cases.values()} == {pool_like}
         assert full.shares == (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-        assert set(full.policies("agent 34B-100")) == {*CACHES, REFERENCE}
+        assert set(full.policies("agent 34B-100")) == {*COMPARED, REFERENCE}
 
 
 def test_a_model_is_run_in_every_scenario_before_the_next() -> None:
@@ -277,7 +280,7 @@ def test_rates_are_fixed_once(tmp_path: Path) -> None:
 
 def test_the_table_has_every_policy_and_the_papers_numbers(stored: tuple[Path, ExperimentReport]) -> None:
     _, found = stored
-    assert {row["policy"] for row in found.rows} == {*CACHES, REFERENCE}
+    assert {row["policy"] for row in found.rows} == {*COMPARED, REFERENCE}
     assert found.settings["missing"] == []
     assert {f.metric: f.paper for f in found.headline if f.paper is not None} == PAPER
     assert len({f.metric for f in found.headline}) == len(found.headline)
@@ -336,8 +339,8 @@ def test_a_part_of_the_table_says_what_is_missing(
             assert row["ttft_mean_ms"] == whole["ttft_mean_ms"]
             assert row["num_sustained"] == 0, "nobody knows what s-lora sustains"
     ours = {f.metric: f.ours for f in report.headline}
-    assert ours["fastlibra: TTFT against S-LoRA"] is None
-    assert ours["fastlibra: TTFT against vLLM"] is not None
+    assert ours["fastlibra-pages: TTFT against S-LoRA"] is None
+    assert ours["fastlibra-pages: TTFT against vLLM"] is not None
     draw(report, tmp_path / "part.png")
     text = (tmp_path / "part.md").read_text()
     assert "**Partial**: 8 of 9 simulations, 7 of 8 peaks are there" in text
@@ -349,7 +352,7 @@ def test_the_text_explains_gaps_by_their_parts(stored: tuple[Path, ExperimentRep
     text = markdown(found)
     by_policy = {row["policy"]: row for row in found.rows}
     (rate,) = found.settings["rates"]["chatbot 7B-20"]
-    assert f"| {rate:g} | {by_policy['fastlibra']['ttft_mean_ms']:.1f} |" in text
+    assert f"| {rate:g} | {by_policy['fastlibra-pages']['ttft_mean_ms']:.1f} |" in text
     gap = by_policy["s-lora"]["ttft_mean_ms"] - by_policy["manylora"]["ttft_mean_ms"]
     assert f"- chatbot: s-lora waits {gap:+.1f} ms longer than manylora: queue" in text
     assert "**Partial**" not in text
@@ -385,7 +388,9 @@ def test_peaks_are_drawn_as_shares_of_fastlibras_and_unknown_ones_not_as_zero(
         if row["policy"] == REFERENCE:
             assert row["peak_share"] is None
         else:
-            assert row["peak_share"] == pytest.approx(peaks[row["policy"]] / peaks["fastlibra"], abs=1e-4)
+            assert row["peak_share"] == pytest.approx(
+                peaks[row["policy"]] / peaks["fastlibra-pages"], abs=1e-4
+            )
     no_number = [
         row
         for row in report.rows

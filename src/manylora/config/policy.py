@@ -10,8 +10,9 @@ from manylora.config.queueing import QueueConfig
 from manylora.rules import FINITE, Rule, at_least, at_most, less_than, more_than, one_of
 
 CACHE_POLICIES = (
-    "manylora", "fastlibra", "fastlibra-wom", "fastlibra-wos", "fastlibra-wol", "static-lru", "s-lora", "lru",
-    "lru-ahead", "lru-drop",
+    "manylora", "fastlibra", "fastlibra-wom", "fastlibra-wos", "fastlibra-wol",
+    "fastlibra-pages", "fastlibra-pages-wom", "fastlibra-pages-wos", "fastlibra-pages-wol",
+    "static-lru", "s-lora", "lru", "lru-ahead", "lru-drop",
 )  # fmt: skip
 
 

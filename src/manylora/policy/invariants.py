@@ -38,6 +38,7 @@ def check(
         _check_node(node, residency.transfers.current(node) is not None)
         if residency.tree.keeps_dependencies:
             _check_dependencies(node, residency.policy)
+    _check_turns(residency, nodes)
     _check_counts(residency, nodes)
     _check_candidates(residency, nodes)
     _check_pins(nodes, held, [*([] if merging is None else merging.pinned()), *kept])
@@ -153,6 +154,18 @@ def _check_dependencies(node: Node, policy: CachePolicy) -> None:
         assert could_come_back, "a node that stands by could come back"
     if policy.loses_kv_with(parent.is_adapter):
         assert not parent.is_ghost, "device and host together stay connected"
+
+
+def _check_turns(residency: Residency, nodes: list[Node]) -> None:
+    for node in nodes:
+        turn = residency.turns.of(node)
+        assert node in turn, "a node is in its turn"
+        assert all(residency.turns.of(each) is turn for each in turn) or len(turn) == 1, "turns share no page"
+        if node.parent is None or not residency.turns.kept:
+            assert len(turn) == 1, "an adapter is a node by itself, and so is a page where turns are not kept"
+        elif node is not turn[-1]:
+            (below,) = node.children.values()
+            assert below in turn, "prefixes part from a turn at its end only"
 
 
 def _check_candidates(residency: Residency, nodes: list[Node]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence as SequenceOf
 
 from manylora.config import PolicyConfig
 from manylora.policy.admission import Admission
+from manylora.policy.caches.policy import CachePolicy
 from manylora.policy.ranked import waiting_queue
 from manylora.policy.request_limits import RequestLimits
 from manylora.policy.reservations import Reservations
@@ -23,12 +24,12 @@ from manylora.types import AdapterId, RequestError, RequestId
 class RequestLives:
     """What of a replica is about requests; ``Replica`` does the rest."""
 
-    def __init__(self, config: PolicyConfig) -> None:
+    def __init__(self, config: PolicyConfig, cache: CachePolicy | None = None) -> None:
         self._config = config
         self._waiting = waiting_queue(config.queue, knows_adapters=config.merge.is_on)
         self._admission = Admission(config, self._waiting)
         self._commands: list[Command] = []
-        self._residency = Residency(config)
+        self._residency = Residency(config, cache)
         self._tree = self._residency.tree
         self._held = Reservations(config, self._residency, self._waiting)
         self._limits = RequestLimits(config, self._residency)

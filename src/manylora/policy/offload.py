@@ -29,9 +29,8 @@ class OffloadRule(Protocol):
     def is_copy_cheaper(self, kv: Sequence[Node]) -> bool:
         """Whether bringing these pages from the host holds up less than computing them."""
 
-    def pays(self, prefix_class: int, now: float) -> bool:
-        """For one page after a prefix of this class (see Rates.page_prefill_s), whether to write it to the
-        host."""
+    def pays(self, node: Node, now: float) -> bool:
+        """Whether to write a page of KV to the host."""
 
     def offloaded(self) -> None:
         """A page was written to the host."""
@@ -47,7 +46,7 @@ class AlwaysOffload:
         """See OffloadRule."""
         return True
 
-    def pays(self, prefix_class: int, now: float) -> bool:
+    def pays(self, node: Node, now: float) -> bool:
         """See OffloadRule."""
         return True
 
@@ -61,7 +60,7 @@ class AlwaysOffload:
 class NeverOffload(AlwaysOffload):
     """KV that leaves the device is dropped; the host never has any."""
 
-    def pays(self, prefix_class: int, now: float) -> bool:
+    def pays(self, node: Node, now: float) -> bool:
         """See OffloadRule."""
         return False
 
@@ -78,10 +77,10 @@ class OffloadWhereItPays:
         """See OffloadRule."""
         return not kv or self._rates.weigh_copying([node.depth.bit_length() for node in kv]) >= 0
 
-    def pays(self, prefix_class: int, now: float) -> bool:
+    def pays(self, node: Node, now: float) -> bool:
         """See OffloadRule."""
         rates = self._rates
-        saved_s = rates.weigh_copying((prefix_class,))
+        saved_s = rates.weigh_copying((node.depth.bit_length(),))
         if saved_s < 0:
             return False
         if int(now / _TRIAL_S) % _TRIALS_EVERY == 0:

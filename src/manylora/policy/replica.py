@@ -12,6 +12,7 @@ import dataclasses
 
 from manylora.config import PolicyConfig
 from manylora.policy.batching import FirstComeFirstServed, StepPlan
+from manylora.policy.caches.policy import CachePolicy
 from manylora.policy.cluster_report import ClusterReport
 from manylora.policy.cold_start import cold_starts
 from manylora.policy.invariants import check
@@ -75,8 +76,9 @@ class Replica(RequestLives):
     the answer to nothing that was asked with nothing.
     """
 
-    def __init__(self, config: PolicyConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: PolicyConfig, cache: CachePolicy | None = None) -> None:
+        """``cache``: instead of the policy that the config names."""
+        super().__init__(config, cache)
         self._merging: MergeState | None = None  # where nothing is ever merged
         self._batching = FirstComeFirstServed(config, self._residency, self._held, self._waiting)
         if config.merge.is_on:

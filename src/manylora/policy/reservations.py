@@ -160,6 +160,7 @@ class Reservations:
         # What was about to leave below a node that is loading can be kept as well.
         residency.rescue(path)
         residency.visits.matched(deepest, now)
+        residency.part(deepest)
         own_pages = residency.take(reservation.own_pages)
         self._waiting.admit(sequence, len(path) * self._config.page_tokens)
         sequence.hold(deepest, len(path), len(path) * self._config.page_tokens, own_pages)
@@ -378,7 +379,7 @@ class Reservations:
             key, own = keys[index], sequence.pages[index]
             child = node.children.get(key)
             if child is None:
-                child = tree.insert(node, key, now)
+                child = residency.insert(node, key, now, node is sequence.matched)
             tree.move_pin(node, child)
             if residency.fill(child, (own,), now):
                 sequence.enter(child, None)

@@ -7,18 +7,11 @@ when the swapper wants to move something. What is decided is handed up by ``coll
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 
-from manylora.config import PolicyConfig
-from manylora.policy.caches import find_cache
-from manylora.policy.caches.policy import Signals
-from manylora.policy.candidates import Candidates
-from manylora.policy.changes import Changes
-from manylora.policy.cost import Rates
-from manylora.policy.lent import LentPages
-from manylora.policy.pages import PageLedger
-from manylora.policy.room import Room
-from manylora.policy.transfers import Move, Transfers
+from manylora.policy.node_states import NodeStates
+from manylora.policy.transfers import Move
 from manylora.policy.tree import (
     ABSENT,
     FILLING,
@@ -28,99 +21,15 @@ from manylora.policy.tree import (
     OFFLOADING,
     RESIDENT,
     STANDBY,
-    DependencyTree,
-    HostState,
     Node,
-    Residence,
     subtree,
 )
-from manylora.policy.visits import Visits
-from manylora.protocol import AdapterRead, Command, CopyDone, Decided, EvictAdapter, SwapPages
-from manylora.reports import Counters
-from manylora.types import AdapterId, PageId
+from manylora.protocol import AdapterRead, CopyDone, EvictAdapter, SwapPages
+from manylora.types import PageId
 
 
-class Residency:
+class Residency(NodeStates):
     """Nodes in two tiers. ``start_transfers`` must follow whatever queued copies."""
-
-    def __init__(self, config: PolicyConfig) -> None:
-        self.policy = find_cache(config.cache.policy)
-        self.tree = DependencyTree(self.policy.keeps_dependencies)
-        self.device = PageLedger(config.num_pages)
-        self.host = PageLedger(config.num_host_pages)
-        self.lent = LentPages(self.host)
-        self.transfers = Transfers(config.cold_start.num_groups)
-        self.changes = Changes(config.page_tokens)
-        self.last_value: float | None = None
-        """Of what left the device last for want of room, where the policy ``prices_pages``."""
-        self.rates = Rates(config.page_bytes, config.page_tokens)
-        self.offload = self.policy.offload(self.rates)
-        self.marks = self.policy.marks(config.cache, config.num_pages)
-        self.counters = Counters()
-        self.visits = Visits(
-            config.cache.window_s,
-            config.cache.window_s,
-            counts_window=self.policy.counts_visits,
-            only_leaves_matter=self.policy.keeps_dependencies,
-        )
-        self.room = Room(self.tree, self.device, self.policy.adapter_pages(config))
-        signals = Signals(config.cache, self.visits, self.rates, self.counters)
-        self.candidates = Candidates(
-            self.tree,
-            self.policy.device_value(signals),
-            self.policy.host_value(signals),
-            has_parts=self.room.has_parts,
-            can_enter=self.marks is not None,
-        )
-        self._traces = config.cache.trace
-        self._decided: list[Command] = []
-
-    def collect(self) -> list[Command]:
-        """What was decided since the last time, in order."""
-        decided, self._decided = self._decided, []
-        return decided
-
-    def decide(self, command: Command) -> None:
-        """Something that a part above decides in the course of it, in its place among the rest."""
-        self._decided.append(command)
-
-    def note(self, action: str, node: Node, reason: str, value: float | None = None) -> None:
-        """Say what was decided, where it is traced."""
-        if self._traces:
-            self._decided.append(Decided(action, node.adapter, node.depth, node.num_pages, reason, value))
-
-    # ------------------------------------------------------------ states
-
-    def _set_device(self, node: Node, residence: Residence, pages: tuple[PageId, ...]) -> None:
-        leaf = self.tree.set_device(node, residence, pages)
-        if node.parent is None:
-            self.changes.moved(node.adapter)
-        if leaf is not None:
-            self.candidates.offer(leaf)
-        # Without a copy on the host it is at most a candidate to leave.
-        if node.host is HELD or (residence is RESIDENT and node.busy == 0):
-            self.candidates.offer(node)
-
-    def _set_host(self, node: Node, state: HostState, pages: tuple[PageId, ...]) -> None:
-        self.tree.set_host(node, state, pages)
-        if node.parent is None:
-            self.changes.moved(node.adapter)
-        self.candidates.offer(node)
-
-    def unpin(self, node: Node, last_use: float) -> None:
-        """Let go of a node that a sequence or a reservation has pinned; its path was used until then."""
-        for idle in self.tree.unpin(node, last_use):
-            self.candidates.offer(idle)
-
-    def forget_visits(self, now: float) -> None:
-        """Visits that have left the window count no more."""
-        for node in self.visits.expire(now):
-            self.candidates.offer(node)
-
-    def source_of(self, adapter: AdapterId) -> str | None:
-        """Where an adapter would come from: "host" or "files"; None where it is on the device."""
-        root = self.tree.node(adapter)
-        return None if root.residence is RESIDENT else "host" if root.host is HELD else "files"
 
     # ------------------------------------------------------------ room on the device
 
@@ -152,12 +61,20 @@ class Residency:
             chosen = leaving.pop()
             if chosen is None:
                 break
-            self.evict(now, chosen[0], reason, chosen[1])
+            for node in self._with_turn(chosen[0]):
+                self.evict(now, node, reason, chosen[1])
+                sent.append(node)
             if self.policy.prices_pages:
                 self.last_value = chosen[1]
-            sent.append(chosen[0])
         leaving.end()
         return sent
+
+    def _with_turn(self, node: Node) -> Iterator[Node]:
+        """A node that leaves the device, and what of its turn can leave after it, deepest first."""
+        yield node
+        for other in [*reversed(self.turns.of(node))]:
+            if other is not node and self.tree.may_leave(other):
+                yield other
 
     def take(self, count: int) -> tuple[PageId, ...]:
         """Device pages that ``provide`` has freed; what stands by on them has left for good."""
@@ -188,7 +105,7 @@ class Residency:
             self._lose(node)
 
     def _should_offload(self, node: Node, now: float) -> bool:
-        return self.offload.pays(node.depth.bit_length(), now)
+        return self.offload.pays(node, now)
 
     def _leave_device(self, node: Node) -> None:
         """Free the device pages of a node whose contents are safe, or not wanted."""
@@ -244,8 +161,12 @@ class Residency:
         """Take a KV node that is in neither tier out of the tree."""
         self.changes.lost(node)
         above = self.tree.remove(node)
-        if above.host is HELD:
-            # A leaf of both tiers, perhaps; as one of the device it was offered before.
+        step: Node | None = node
+        while self.turns.kept and step is not None and step is not above:
+            self.turns.forget(step)
+            step = step.parent
+        if above.host is HELD or self.turns.kept:
+            # A leaf of both tiers, perhaps; as one of the device it was offered before, but for its turn's size.
             self.candidates.offer(above)
 
     def _let_go(self, node: Node) -> None:
@@ -303,7 +224,11 @@ class Residency:
             chosen = leaving.pop()
             if chosen is None:
                 break
+            turn = [*reversed(self.turns.of(chosen[0]))]
             self.leave_host(*chosen)
+            for node in turn:
+                if node is not chosen[0] and self.tree.may_leave_host(node):
+                    self.leave_host(node, chosen[1])
         leaving.end()
         return self.host.num_free >= count
 
@@ -363,6 +288,13 @@ class Residency:
         else:
             assert node.residence is LOADING, "a read to the device needs pages there"
         self._decided.append(self.transfers.read(node, to_device=not goes_to_host))
+
+    def entering_with(self, node: Node) -> list[Node]:
+        """A node that may come to the device, and what of its turn comes with it, parents first."""
+        turn = self.turns.of(node)
+        if not self.tree.keeps_dependencies:
+            return [each for each in turn if _can_come(each)]
+        return [*itertools.takewhile(_can_come, turn[node.depth - turn[0].depth :])]
 
     def start_transfers(self) -> list[SwapPages]:
         """Start the copies that were queued; returns them."""
@@ -492,3 +424,7 @@ class Residency:
                     self.transfers.disown(member)
             self._set_device(member, ABSENT, ())
             self.device.release(pages)
+
+
+def _can_come(node: Node) -> bool:
+    return node.residence is ABSENT and node.host is HELD

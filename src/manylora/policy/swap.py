@@ -102,11 +102,20 @@ class Swapper:
             if node.evicted_in >= self.interval - 1:
                 self._held_back.append(node)  # no ping-pong: only a request brings it back so soon
                 continue
-            if not self._fits(node):
-                continue
-            residency.load(now, [node], "idle", value)
-            brought += node.num_pages
+            coming = self._fitting(residency.entering_with(node), marks)
+            if coming:
+                residency.load(now, coming, "idle", value)
+                brought += sum(each.num_pages for each in coming)
         entering.end()
+
+    def _fitting(self, nodes: list[Node], marks: Marks) -> list[Node]:
+        """All of them, where they fit; a turn that could never fit as a whole comes in part."""
+        residency = self._residency
+        num_pages = sum(node.num_pages for node in nodes)
+        room = min(marks.high_pages - residency.room.pages_used, residency.device.num_free)
+        if num_pages <= room:
+            return nodes
+        return nodes[: max(0, room)] if num_pages > marks.high_pages and len(nodes) > 1 else []
 
     def _fits(self, node: Node) -> bool:
         """Into idle pages, without passing the high mark."""

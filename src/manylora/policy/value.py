@@ -11,6 +11,7 @@ from collections.abc import Hashable
 from typing import Protocol
 
 from manylora.policy.cost import Rates
+from manylora.policy.kv_turns import KvTurns
 from manylora.policy.tree import HELD, RESIDENT, Node
 from manylora.policy.visits import Visits
 from manylora.reports import Counters
@@ -63,18 +64,22 @@ class FastLibraValue:
     """Equations 3 to 6 of FastLibra (§5.1, §5.2), in log space.
 
     log Eval = log LoRA_Eval (adapters only) + log cost + log prob - softplus(t / tau): 1 - sigmoid(x) is
-    exp(-softplus(x)), and in seconds it is exactly 0 from 37 s on, so that all older nodes would tie.
+    exp(-softplus(x)), and in seconds it is exactly 0 from 37 s on, so that all older nodes would tie. A node's
+    size, and so its cost, is that of its turn, where those are kept whole.
     """
 
-    def __init__(self, visits: Visits, rates: Rates, tau_s: float, rewards_adapters: bool = True) -> None:
+    def __init__(
+        self, visits: Visits, rates: Rates, turns: KvTurns, tau_s: float, rewards_adapters: bool = True
+    ) -> None:
         self._visits = visits
         self._rates = rates
+        self._turns = turns
         self._tau_s = tau_s
         self._rewards_adapters = rewards_adapters
         self._log_reward = 0.0
 
     def bucket(self, node: Node) -> Hashable:
-        return (node.parent is None, node.num_pages, node.visits)
+        return (node.parent is None, self._turns.num_pages(node), node.visits)
 
     def rank(self, node: Node) -> float:
         return node.last_use
@@ -82,7 +87,7 @@ class FastLibraValue:
     def value(self, node: Node, now: float) -> Value:
         if node.visits == 0:
             return (-math.inf, node.last_use)
-        log_cost = math.log(node.num_pages * self._rates.page_in_s)
+        log_cost = math.log(self._turns.num_pages(node) * self._rates.page_in_s)
         log_prob = math.log(node.visits / max(1, self._visits.num_requests))
         log_value = log_cost + log_prob - _softplus((now - node.last_use) / self._tau_s)
         if node.parent is None:

@@ -30,6 +30,7 @@ from manylora.pricing.shapes import ATTENTION_MODULES, ModelShape, shape_named
 from manylora_lab.bench.picture import check_writable
 from manylora_lab.bench.provenance import Provenance
 from manylora_lab.sim.analytical import check_cards
+from manylora_lab.sim.belady import ForeseenReplay
 from manylora_lab.sim.clairvoyant import Clairvoyant
 from manylora_lab.sim.device import MergeCosts
 from manylora_lab.sim.hardware import Hardware, hardware_named
@@ -44,6 +45,7 @@ from manylora_lab.workloads.stream import Stream
 from manylora_lab.workloads.terms import suggestion
 
 REFERENCE = "cached"
+BELADY = "belady"
 _SHAPE = "llama-2-7b"
 _HOST_POOL_BYTES = {"cpu": 4 * 2**30, "cuda": 32 * 2**30}
 """The pool where none is named: the engine takes a share of what its host has free, on a CPU at most so much."""
@@ -157,6 +159,10 @@ class SimulatedTarget:
 def run(settings: SimulateSettings, load: Callable[[], Stream]) -> int:
     """Simulate what ``load`` returns, print a line for each policy as it is done. Raises ConfigError."""
     target = target_of(settings)
+    if BELADY in policies_of(settings.policies) and modes_of(settings.merge) != ["unmerged"]:
+        raise ConfigError(
+            "belady knows when adapters are needed, not when they are merged: leave --merge out"
+        )
     configs = {
         name if mode == "unmerged" else f"{name}+{mode}": config_of(settings, name, target, mode)
         for name in policies_of(settings.policies)
@@ -207,6 +213,10 @@ def _simulated(
     watch = None if clairvoyant is None else lambda _now, command: clairvoyant.told(command)
     if name == REFERENCE:
         replay = reference(stream, config, target.costs, pages)
+    elif name == BELADY:
+        replay = ForeseenReplay(stream, config, target.costs, pages, settings.is_warm, copy_limit=limit)
+        replay.run()
+        of_policy = {"config": {**noted(config), "cache": BELADY}}
     elif settings.with_limits:
         replay, record = recorded(
             stream, config, target.costs, pages, settings.is_warm, watch, target.merge_costs(config), limit
@@ -287,7 +297,7 @@ def policies_of(text: str) -> list[str]:
     for name in names:
         if is_import_name(name):
             find_cache(name)
-        elif name not in CACHE_POLICIES:
+        elif name not in (*CACHE_POLICIES, BELADY):
             hint = suggestion(name, CACHE_POLICIES) or f": use {', '.join(CACHE_POLICIES)} or all"
             raise ConfigError(f"cache policy {name!r} is not known{hint}")
     return list(dict.fromkeys(names))
@@ -347,7 +357,7 @@ def config_of(
     """The config that ``executor.build`` gives on such a device, but for what depends on free memory there."""
     given = {
         **{name: value for name, value in settings.engine.items() if _says_something(name, mode)},
-        "cache_policy": policy, "model": "simulated", "merge": mode,
+        "cache_policy": "manylora" if policy == BELADY else policy, "model": "simulated", "merge": mode,
     }  # fmt: skip
     if given.get("fair_by") == "key":
         raise ConfigError("--fair-by key: a workload's requests have no API keys; simulate --fair-by adapter")

@@ -26,7 +26,7 @@ from manylora_lab.benchmarks.pairs import tree_of
 PROOF = ROOT / "tests" / "proof"
 SIMULATED_S = 100.0
 JOURNALS = (
-    "manylora-1-crowd", "fastlibra-2-crowd", "static-lru-1-crush", "s-lora-2-crush", "manylora-2-bare",
+    "manylora-1-crowd", "fastlibra-pages-2-crowd", "static-lru-1-crush", "s-lora-2-crush", "manylora-2-bare",
 )  # fmt: skip
 START = "import gc; gc.disable()"
 """What the collector takes depends on all that is loaded, not on the work; a server freezes what it has loaded."""

@@ -13,18 +13,21 @@ import statistics
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
-from manylora.config import CacheConfig, PolicyConfig
+from manylora.config import CACHE_POLICIES, CacheConfig, PolicyConfig
 from manylora.pricing.costs import StepCosts
 from manylora.pricing.fit import FittedCosts, fit_profile
-from manylora.pricing.shapes import ModelShape, shape_named
+from manylora.pricing.shapes import ALL_MODULES, ATTENTION_MODULES, ModelShape, shape_named
 from manylora.protocol import Command
+from manylora_lab.sim.ablation import ABLATIONS, ablation
 from manylora_lab.sim.analytical import AnalyticalCosts
+from manylora_lab.sim.belady import ForeseenReplay
 from manylora_lab.sim.hardware import HARDWARE
 from manylora_lab.sim.limits import Recorder, reference, summarize_limits
 from manylora_lab.sim.replay import Outcome, Replay
 from manylora_lab.sim.shipped import find_profile
 from manylora_lab.sim.summary import summarize, ttft_parts_ms
-from manylora_lab.workloads.scenarios import scenario
+from manylora_lab.workloads.newcomers import renewed
+from manylora_lab.workloads.scenarios import RANKS, scenario
 from manylora_lab.workloads.stream import Stream
 
 K = TypeVar("K", bound=Hashable)
@@ -44,14 +47,19 @@ MEASURED = "h200-profile"
 """A name in the place of a hardware: an H200, with costs from the profiles of it that come with manylora."""
 REFERENCE = "cached"
 """A name in the place of a policy: unlimited pages and all resident (``sim.limits.reference``); no bound."""
+BELADY = "belady"
+"""Likewise: ``manylora`` with the future in place of its estimates (``sim.belady``); no bound either. The names of
+``sim.ablation.ABLATIONS`` are ``manylora`` taken apart."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cell:
     """``pool_like``: the hardware whose ratio of pool to weights limits the pool, where it is another.
 
-    ``policy``: or ``REFERENCE``. ``is_warm``: every adapter was asked for once before. ``sample_s``: how often
-    the device's allocation is noted, in virtual seconds; 0: never.
+    ``policy``: or ``REFERENCE``, ``BELADY``, an ablation. ``is_warm``: every adapter was asked for once before.
+    ``sample_s``: how often the device's allocation is noted, in virtual seconds; 0: never. ``settle_s``: what
+    comes before that moment is served, and counts nowhere. ``ranks``: instead of FastLibra's. ``is_whole``:
+    adapters are on all seven projections. ``newcomers``: so many adapters take the place of others over time.
     """
 
     scenario: str
@@ -69,6 +77,10 @@ class Cell:
     seed: int = 0
     is_warm: bool = True
     sample_s: float = 0.0
+    settle_s: float = 0.0
+    ranks: str = RANKS
+    is_whole: bool = False
+    newcomers: int = 0
 
     @property
     def page_tokens(self) -> int:
@@ -97,16 +109,20 @@ def run_cell(cell: Cell, most_ttft_ms: float | None = None, with_limits: bool = 
     """
     if cell.policy == REFERENCE:
         unlimited = reference(*_inputs(cell))
+        unlimited.outcomes = [each for each in unlimited.outcomes if each.handed_s >= cell.settle_s]
         return {**summarize(unlimited), **ttft_parts_ms(unlimited.outcomes)}
     record = Recorder(cell.page_tokens) if with_limits else None
     replay = cell_replay(cell, record.watch if record else None)
     usage = _Usage(replay)
-    next_sample_s = next_look_s = 0.0
+    next_sample_s = next_look_s = cell.settle_s
     while replay.advance():
         if record and not replay.outcomes:
             record.begin()
         now_s = replay.since_start_s
         if now_s is None:
+            continue
+        if now_s < cell.settle_s:
+            replay.counters_at_start = replay.report("busy").counters
             continue
         if now_s >= next_sample_s:
             usage.note(now_s)
@@ -116,6 +132,7 @@ def run_cell(cell: Cell, most_ttft_ms: float | None = None, with_limits: bool = 
                 return {"ttft_mean_ms": float("inf")}
             next_look_s = now_s + max(5.0, cell.duration_s / 100)
     replay.run()  # raises where a request was forgotten
+    replay.outcomes = [outcome for outcome in replay.outcomes if outcome.handed_s >= cell.settle_s]
     result: CellResult = {**summarize(replay), **ttft_parts_ms(replay.outcomes), **usage.summary()}
     if record:
         result.update(summarize_limits(record, cell_config(cell)))
@@ -125,16 +142,30 @@ def run_cell(cell: Cell, most_ttft_ms: float | None = None, with_limits: bool = 
     return result
 
 
-def cell_replay(cell: Cell, watch: Callable[[float, Command], None] | None = None) -> Replay:
-    """The cell, not yet run."""
-    return Replay(*_inputs(cell), is_warm=cell.is_warm, watch=watch)
+def cell_replay(
+    cell: Cell,
+    watch: Callable[[float, Command], None] | None = None,
+    config: PolicyConfig | None = None,
+) -> Replay:
+    """The cell, not yet run; with another config than its own, where one is given."""
+    stream, own, costs, pages = _inputs(cell)
+    config = config or own
+    if cell.policy == BELADY:
+        return ForeseenReplay(stream, config, costs, pages, cell.is_warm, watch)
+    cache = ablation(cell.policy) if cell.policy in ABLATIONS else None
+    return Replay(stream, config, costs, pages, cell.is_warm, watch, cache=cache)
 
 
 def _inputs(cell: Cell) -> tuple[Stream, PolicyConfig, StepCosts, list[int]]:
     """What ``Replay`` takes."""
-    shape, stream = shape_named(cell.model), cell_stream(cell)
-    pages = [shape.adapter_pages(rank, cell.page_tokens) for rank in stream.ranks]
-    return stream, cell_config(cell), cell_costs(cell), pages
+    stream = cell_stream(cell)
+    return stream, cell_config(cell), cell_costs(cell), cell_adapter_pages(cell, stream)
+
+
+def cell_adapter_pages(cell: Cell, stream: Stream) -> list[int]:
+    """What each adapter of the stream takes."""
+    shape, modules = shape_named(cell.model), ALL_MODULES if cell.is_whole else ATTENTION_MODULES
+    return [shape.adapter_pages(rank, cell.page_tokens, modules) for rank in stream.ranks]
 
 
 def cell_costs(cell: Cell) -> StepCosts:
@@ -154,7 +185,9 @@ def _fitted(model: str) -> FittedCosts:
 def cell_config(cell: Cell) -> PolicyConfig:
     """The policy's, with the cell's pools."""
     page_bytes = shape_named(cell.model).page_bytes(cell.page_tokens)
-    cache = CacheConfig("lru" if cell.policy == REFERENCE else cell.policy, adapter_share=cell.adapter_share)
+    # What no engine has a name for brings its own policy.
+    policy = cell.policy if cell.policy in CACHE_POLICIES else "lru"
+    cache = CacheConfig(policy, adapter_share=cell.adapter_share)
     return PolicyConfig(
         num_pages=device_pages(cell, shape_named(cell.model)),
         page_tokens=cell.page_tokens,
@@ -170,10 +203,11 @@ def cell_config(cell: Cell) -> PolicyConfig:
 
 def cell_stream(cell: Cell) -> Stream:
     """What is asked for; the same under every policy."""
-    return _stream(
+    asked = _stream(
         cell.scenario, cell.rate, cell.num_adapters, cell.duration_s, cell.seed,
-        popularity=cell.popularity, arrivals=cell.arrivals,
+        popularity=cell.popularity, arrivals=cell.arrivals, ranks=cell.ranks,
     )  # fmt: skip
+    return renewed(asked, cell.newcomers) if cell.newcomers else asked
 
 
 _stream = functools.lru_cache(maxsize=2)(scenario)

@@ -59,7 +59,7 @@ def build(
         node: Node = root
         tree.pin(root)
         for key in keys:
-            child = tree.insert(node, key, now)
+            child = residency.insert(node, key, now, begins_turn=False)
             tree.move_pin(node, child)
             residency.fill(child, residency.take(1), now)
             node = child

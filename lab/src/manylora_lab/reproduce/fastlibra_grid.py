@@ -243,13 +243,15 @@ class Against:
         return [Headline(self.metric, found, self.paper)]
 
 
-def against_both(rows: list[Row], where: str = "", digits: int | None = None) -> list[Headline]:
+def against_both(
+    rows: list[Row], where: str = "", digits: int | None = None, of: Sequence[str] = OURS
+) -> list[Headline]:
     """§6.9: changes of TTFT and TPOT against both baselines together, then against each.
 
-    ``where``: what each figure's name ends in. ``digits``: as in ``Against``.
+    ``where``: what each figure's name ends in. ``digits``: as in ``Against``. ``of``: the policies compared.
     """
     figures = []
-    for ours in OURS:
+    for ours in of:
         for what, paper in AMONG_MANY.items():
             each: list[Headline] = []
             for baseline in BASELINES:

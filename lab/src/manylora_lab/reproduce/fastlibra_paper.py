@@ -35,5 +35,5 @@ AMONG_MANY = {"TTFT": -0.554, "TPOT": -0.162}
 
 
 def stated(ours: str, figure: float | None) -> float | None:
-    """A figure of the paper beside the policy that it is of; beside another there is none."""
-    return figure if ours == "fastlibra" else None
+    """A figure of the paper beside the policy that it is of, by turns or pages; beside another there is none."""
+    return figure if ours in ("fastlibra", "fastlibra-pages") else None

@@ -1,8 +1,8 @@
 """FastLibra's evaluation in one table: its policies, ours and limits, in all cases of §6.3 and §6.9.
 
-The peaks of ``fastlibra`` are found first and written down; then every policy runs at the same shares of them.
-What is finished lies in a store, so that a run that was stopped goes on, and a part of the table can be read
-before.
+The peaks of ``fastlibra-pages`` are found first and written down; then every policy runs at the same shares of
+them. What is finished lies in a store, so that a run that was stopped goes on, and a part of the table can be
+read before.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def run(setup: Setup) -> GridResult:
 
 
 def find_rates(setup: Setup, shown: Table, rates: RatesFile, store: Path) -> None:
-    """``fastlibra``'s peaks where they are not written down yet, each written at once."""
+    """``fastlibra-pages``'s peaks where they are not written down yet, each written at once."""
     unknown = {case: cell for case, cell in shown.cases.items() if case not in rates.rates}
     if unknown:
         search = functools.partial(_first_peak, store, shown)

@@ -18,7 +18,6 @@ from manylora_lab.reproduce.fastlibra_grid import (
     BASELINES,
     MANY_ADAPTERS,
     POPULARITIES,
-    VARIANTS,
     cases,
     cases_of_many,
     rate_shares,
@@ -29,16 +28,20 @@ HARDWARE = {"npu": ("fastlibra-npu", None), "h200": (MEASURED, "fastlibra-npu")}
 """What cells run on, and what limits their pools: the H200's are as large as those that weights leave on the
 paper's NPU."""
 
-COMPARED = ("fastlibra", *VARIANTS, *BASELINES, "lru", "manylora")
+PAGED = "fastlibra-pages"
+"""The table's FastLibra: nodes of pages. Its cells are of before there were nodes of turns, which took over the
+name."""
+VARIANTS = tuple(f"{PAGED}-{variant}" for variant in ("wom", "wos", "wol"))
+COMPARED = (PAGED, *VARIANTS, *BASELINES, "lru", "manylora")
 """The policies of the main cases."""
-COMPARED_AMONG_MANY = ("fastlibra", *BASELINES, "manylora")
+COMPARED_AMONG_MANY = (PAGED, *BASELINES, "manylora")
 """Those of the cases with 1,000 and 2,000 adapters (§6.9), of which no peaks are told."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """``main``: the cases of §6.3 by name; ``many``: those of §6.9. All under ``fastlibra``, at a first guess of
-    its peak."""
+    """``main``: the cases of §6.3 by name; ``many``: those of §6.9. All under ``fastlibra-pages``, at a first
+    guess of its peak."""
 
     hardware: str
     main: dict[str, Cell]
@@ -74,7 +77,7 @@ class Table:
         }
 
     def peak_cell(self, case: str, policy: str, rates: Mapping[str, list[float]]) -> Cell:
-        """Where the search for a policy's peak begins: at ``fastlibra``'s."""
+        """Where the search for a policy's peak begins: at ``fastlibra-pages``'s."""
         return dataclasses.replace(self.cases[case], policy=policy, rate=rates[case][-1])
 
 
@@ -87,7 +90,7 @@ def table(setup: Setup, hardware: str) -> Table:
     names = setup.pick(tuple(POPULARITIES), ("uniform",), ())
     main, many = (
         {
-            name: dataclasses.replace(cell, hardware=device, pool_like=pool_like)
+            name: dataclasses.replace(cell, policy=PAGED, hardware=device, pool_like=pool_like)
             for name, cell in found.items()
         }
         for found in (cases(setup), cases_of_many(setup, numbers, names))
@@ -103,7 +106,7 @@ def table(setup: Setup, hardware: str) -> Table:
 
 
 class RatesFile:
-    """The rates of each case, which are shares of ``fastlibra``'s peak, as they were fixed.
+    """The rates of each case, which are shares of ``fastlibra-pages``'s peak, as they were fixed.
 
     ``settings``: what they were found with; a file with others is refused.
     """

@@ -12,17 +12,15 @@ from manylora_lab.reproduce.cells import REFERENCE, Cell, CellResult
 from manylora_lab.reproduce.experiment import GridResult, Setup
 from manylora_lab.reproduce.fastlibra_grid import (
     BASELINES,
-    OURS,
     PAPERS_NAMES,
     SCENARIOS,
     SIMULATION_NOTES,
-    VARIANTS,
     WARM_NOTE,
     Against,
     against_both,
 )
 from manylora_lab.reproduce.fastlibra_paper import AGAINST, IN_SCENARIOS, INVALID, OF_VARIANTS, stated
-from manylora_lab.reproduce.fastlibra_table_cases import COMPARED, Table
+from manylora_lab.reproduce.fastlibra_table_cases import COMPARED, PAGED, VARIANTS, Table
 from manylora_lab.reproduce.fastlibra_table_peaks import LIMIT_MS, known_peak
 from manylora_lab.reproduce.fastlibra_table_store import CellStore, code_of
 from manylora_lab.reproduce.report import Headline, Row, change, mean, ratio
@@ -50,8 +48,8 @@ ALL_NOTES = (
     "34B: CodeLlama-34B's shape, with 8 KV heads for 64 query heads; the paper's 34B is not named.",
     WARM_NOTE,
     f"Peak: the highest rate with a mean TTFT below {LIMIT_MS:g} ms below which none was missed, by bisection. "
-    "Rates: ten shares of fastlibra's peak in each case, fixed before policies were compared; arrivals, lengths "
-    "and seed are the same for all.",
+    "Rates: ten shares of fastlibra-pages's peak in each case, fixed before policies were compared; arrivals, "
+    "lengths and seed are the same for all.",
     "A figure of a case is the mean over its rates; sustained: over the rates that every policy sustains. Changes "
     "and ratios are means over cases of the change in each.",
     "Hit rate: the mean of the share of prompt tokens whose KV, and of requests whose adapter, is on the device "
@@ -59,6 +57,8 @@ ALL_NOTES = (
     "cached: the same arrivals with unlimited pages and all resident; a reference, not a bound. kept: pages found "
     "that were asked for, and the most that any policy could have kept of what manylora's runs asked for "
     "(docs/limits.md).",
+    "fastlibra-pages: FastLibra's policy with a page of KV as a node; fastlibra, whose nodes are turns, is not in "
+    "the table (docs/fastlibra-table.md).",
     "lru and static-lru free pages when none are left, by way of the host (the paper's offloading, §6.1): for all "
     "requests that wait and could be admitted together, which then wait for one copy. On the gaps: "
     "docs/fastlibra-table.md.",
@@ -185,14 +185,17 @@ def headline(rows: list[Row]) -> list[Headline]:
     """The paper's figures beside ours, then what we aim at."""
     main = [row for row in rows if row["group"] == "main"]
     many = [row for row in rows if row["group"] == "many"]
-    compared = [each for ours in OURS for baseline in BASELINES for each in _against(ours, baseline)]
+    compared = [
+        each for ours in (PAGED, "manylora") for baseline in BASELINES for each in _against(ours, baseline)
+    ]
     compared += [each for variant in VARIANTS for each in _of_variant(variant)]
     figures = [figure for each in compared for figure in each(main)]
-    for policy, paper in INVALID.items():
+    for papers, paper in INVALID.items():
+        policy = papers.replace("fastlibra", PAGED)
         invalid = mean([row["invalid_share"] for row in main if row["policy"] == policy])
         figures.append(Headline(f"{policy}: invalid share of history", _rounded(invalid), paper))
     if many:
-        figures += against_both(many, ", 1,000 and 2,000 adapters", DIGITS)
+        figures += against_both(many, ", 1,000 and 2,000 adapters", DIGITS, (PAGED, "manylora"))
     return figures + _aims(main)
 
 
@@ -217,30 +220,30 @@ def _against(ours: str, baseline: str) -> Iterator[Against]:
 
 
 def _of_variant(variant: str) -> Iterator[Against]:
-    ttft, tpot, peak = OF_VARIANTS[variant]
+    ttft, tpot, peak = OF_VARIANTS[variant.replace(PAGED, "fastlibra")]
     for what, field, how, figure in (
         ("TTFT ratio", "ttft_mean_ms", ratio, ttft),
         (f"TTFT ratio, {SUSTAINED}", "sustained_ttft_mean_ms", ratio, None),
         ("TPOT ratio", "tpot_mean_ms", ratio, tpot),
         ("peak change", "peak_per_s", change, peak),
     ):
-        yield _Against(f"{variant}: {what}", variant, "fastlibra", field, how, paper=figure)
+        yield _Against(f"{variant}: {what}", variant, PAGED, field, how, paper=figure)
 
 
 def _aims(main: list[Row]) -> list[Headline]:
     by_case = {(row["case"], row["policy"]): row["ttft_mean_ms"] for row in main}
     both = [
-        (ours, by_case.get((case, "fastlibra")))
+        (ours, by_case.get((case, PAGED)))
         for (case, policy), ours in by_case.items()
-        if policy == "manylora" and ours is not None and by_case.get((case, "fastlibra")) is not None
+        if policy == "manylora" and ours is not None and by_case.get((case, PAGED)) is not None
     ]
     figures = [
         Headline("cases with both policies", float(len(both))),
         Headline(
-            "cases where manylora's TTFT is at or below fastlibra's", float(sum(a <= b for a, b in both))
+            f"cases where manylora's TTFT is at or below {PAGED}'s", float(sum(a <= b for a, b in both))
         ),
     ]
-    for other in ("fastlibra", "lru", REFERENCE):
+    for other in (PAGED, "lru", REFERENCE):
         for field, where in (("ttft_mean_ms", ""), ("sustained_ttft_mean_ms", f", {SUSTAINED}")):
             figures += _Against(f"manylora: TTFT against {other}{where}", "manylora", other, field)(main)
     for tier, field in (("device", "page_kept_device"), ("device and host", "page_kept")):

@@ -16,10 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from manylora.config import ConfigError
-from manylora.pricing.shapes import shape_named
-from manylora_lab.reproduce.cells import REFERENCE, Cell, CellResult, cell_config, cell_costs, cell_stream
+from manylora_lab.reproduce.cells import (
+    REFERENCE,
+    Cell,
+    CellResult,
+    cell_adapter_pages,
+    cell_config,
+    cell_costs,
+    cell_replay,
+    cell_stream,
+)
 from manylora_lab.sim.limits import reference
-from manylora_lab.sim.replay import Replay
 from manylora_lab.sim.summary import summarize
 
 FORMAT = "manylora-cells-1"
@@ -178,8 +185,8 @@ def _decisions_code(cell: Cell) -> str:
 def decisions(cell: Cell) -> tuple[list[tuple[int, ...]], dict[str, float]]:
     """Of the cell with little memory on device and host: its requests' cached tokens and moments in microseconds,
     and what went in and out."""
-    shape, stream, config = shape_named(cell.model), cell_stream(cell), cell_config(cell)
-    pages = [shape.adapter_pages(rank, cell.page_tokens) for rank in stream.ranks]
+    stream, config = cell_stream(cell), cell_config(cell)
+    pages = cell_adapter_pages(cell, stream)
     if cell.policy == REFERENCE:
         replay = reference(stream, config, cell_costs(cell), pages)
     else:
@@ -189,7 +196,7 @@ def decisions(cell: Cell) -> tuple[list[tuple[int, ...]], dict[str, float]]:
             num_host_pages=config.max_model_len // cell.page_tokens + sum(pages),
             cache=dataclasses.replace(config.cache, adapter_share=_SMALL_ADAPTER_SHARE),
         )
-        replay = Replay(stream, scarce, cell_costs(cell), pages, cell.is_warm)
+        replay = cell_replay(cell, config=scarce)
         replay.run()
     moments = [
         (

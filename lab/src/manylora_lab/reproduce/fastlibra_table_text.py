@@ -8,6 +8,7 @@ from pathlib import Path
 
 from manylora_lab.reproduce.drawing import BarPanels
 from manylora_lab.reproduce.fastlibra_grid import BASELINES
+from manylora_lab.reproduce.fastlibra_table_cases import PAGED
 from manylora_lab.reproduce.fastlibra_table_report import LIMITS, PARTS, finished, parts
 from manylora_lab.reproduce.report import ExperimentReport, Row, mean, ratio
 
@@ -116,7 +117,7 @@ def _parts(rows: Sequence[Row]) -> str:
 def _explained(rows: Sequence[Row]) -> list[str]:
     """A sentence on each gap: which parts it is made of."""
     found = {(row["scenario"], row["policy"]): row for row in rows}
-    pairs = [(b, ours) for ours in ("fastlibra", "manylora") for b in BASELINES] + [("fastlibra", "manylora")]
+    pairs = [(b, ours) for ours in (PAGED, "manylora") for b in BASELINES] + [(PAGED, "manylora")]
     lines = []
     for scenario in dict.fromkeys(row["scenario"] for row in rows):
         for other, ours in pairs:
@@ -185,14 +186,14 @@ def _number(value: float | None, digits: int) -> str:
 
 def draw(report: ExperimentReport, path: Path) -> None:
     """Bars by scenario and model as in the paper's Figure 11, means over numbers of adapters, of the cases that
-    every policy has finished; and the Markdown beside it. Peaks are shares of ``fastlibra``'s in the same case,
-    since scenarios bear rates that differ by a factor of 80."""
+    every policy has finished; and the Markdown beside it. Peaks are shares of ``fastlibra-pages``'s in the same
+    case, since scenarios bear rates that differ by a factor of 80."""
     path.with_suffix(".md").write_text(markdown(report))
     main = [row for row in report.rows if row["group"] == "main"]
     main = finished(main) or main
     if not main:
         return  # not even rates: there is nothing to draw
-    peaks = {row["case"]: row["peak_per_s"] for row in main if row["policy"] == "fastlibra"}
+    peaks = {row["case"]: row["peak_per_s"] for row in main if row["policy"] == PAGED}
     fields = ("ttft_mean_ms", "sustained_ttft_mean_ms", "tpot_mean_ms", "peak_share")
     joined: dict[tuple[str, str], list[Row]] = {}
     for row in main:
@@ -204,7 +205,7 @@ def draw(report: ExperimentReport, path: Path) -> None:
         for (group, policy), mine in joined.items()
     ]
     panels = tuple(
-        zip(fields, ("TTFT, ms", "TTFT where all sustain, ms", "TPOT, ms", "peak over fastlibra's"))
+        zip(fields, ("TTFT, ms", "TTFT where all sustain, ms", "TPOT, ms", f"peak over {PAGED}'s"))
     )
     bars = BarPanels(panels, group="case", series="policy", is_log=fields[:2])
     bars(dataclasses.replace(report, rows=rows), path)

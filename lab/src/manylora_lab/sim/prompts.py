@@ -26,6 +26,7 @@ class StreamTurns:
         self._said: dict[int, list[int]] = {}  # of conversations that go on
         self._busy: dict[int, collections.deque[StreamRequest]] = {}  # with the turns that wait
         self._first_tokens: dict[Hashable, int] = {}
+        self._identities: list[Hashable] = []
 
     def is_free(self, request: StreamRequest) -> bool:
         """Whether the turn can be handed over; if not, it is remembered."""
@@ -68,8 +69,15 @@ class StreamTurns:
             return piece.tokens
         if piece.num_tokens > MOST_TOKENS:
             raise ConfigError(f"a piece of {piece.num_tokens} tokens is longer than {MOST_TOKENS}")
-        first = self._first_tokens.setdefault(piece.identity, len(self._first_tokens) * MOST_TOKENS)
+        first = self._first_tokens.get(piece.identity)
+        if first is None:
+            first = self._first_tokens[piece.identity] = len(self._identities) * MOST_TOKENS
+            self._identities.append(piece.identity)
         return range(first, first + piece.num_tokens)
+
+    def identity_of(self, token: int) -> Hashable | None:
+        """Of the piece that the token is of, or that it was generated after; None for no stream's token."""
+        return self._identities[token // MOST_TOKENS] if token >= 0 else None
 
 
 def client_name(adapter: int | None) -> str:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from manylora.config import ConfigError, PolicyConfig
+from manylora.policy.caches.policy import CachePolicy
 from manylora.policy.replica import Replica
 from manylora.pricing.costs import StepCosts
 from manylora.protocol import (
@@ -80,6 +81,7 @@ class Replay(VirtualLoop):
     ``adapter_pages``: what each adapter of the stream takes. ``is_warm``: every adapter is asked for once before
     the stream starts. ``watch`` is told of every command, with its moment. ``merging``: what steps take on merged
     weights, where that was measured. ``copy_limit``: most bytes a second that copies in either direction move.
+    ``cache``: a policy that no name stands for, instead of the config's.
     """
 
     def __init__(
@@ -92,12 +94,13 @@ class Replay(VirtualLoop):
         watch: Watch | None = None,
         merging: MergeCosts | None = None,
         copy_limit: int | None = None,
+        cache: CachePolicy | None = None,
     ) -> None:
         if len(adapter_pages) != len(stream.ranks):
             raise ConfigError(f"{stream.name} has {len(stream.ranks)} adapters, not {len(adapter_pages)}")
         # The base model is 0 for the policy, so a stream's adapter 0 is its adapter 1.
         pages = {adapter + 1: num_pages for adapter, num_pages in enumerate(adapter_pages)}
-        replica = Replica(config)
+        replica = Replica(config, cache)
         device = SimulatedDevice(
             costs, config.page_bytes, pages, config.merge.times, merging, copy_limit=copy_limit
         )

@@ -1,7 +1,7 @@
-"""The cache policies, each a small class in a file of its own, found by name.
+"""The cache policies, each a small class, most in a file of its own, found by name.
 
-``manylora``, FastLibra's with its ablations, the baselines of its paper, and three of one LRU. A policy of your
-own is a subclass of ``CachePolicy`` anywhere on the import path, named as ``module:Class``.
+``manylora``, FastLibra's with its ablations (by turns and by pages), the baselines of its paper, and three of one
+LRU. A policy of your own is a subclass of ``CachePolicy`` anywhere on the import path, named as ``module:Class``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,12 @@ import importlib
 
 from manylora.config import ConfigError, PolicyConfig, is_import_name
 from manylora.policy.caches.fastlibra import FastLibra
+from manylora.policy.caches.fastlibra_pages import (
+    FastLibraPages,
+    FastLibraPagesWithoutDependencies,
+    FastLibraPagesWithoutReward,
+    FastLibraPagesWithoutValue,
+)
 from manylora.policy.caches.fastlibra_wol import FastLibraWithoutReward
 from manylora.policy.caches.fastlibra_wom import FastLibraWithoutDependencies
 from manylora.policy.caches.fastlibra_wos import FastLibraWithoutValue
@@ -25,6 +31,7 @@ CACHES: dict[str, type[CachePolicy]] = {
     policy.name: policy
     for policy in (
         Manylora, FastLibra, FastLibraWithoutDependencies, FastLibraWithoutValue, FastLibraWithoutReward,
+        FastLibraPages, FastLibraPagesWithoutDependencies, FastLibraPagesWithoutValue, FastLibraPagesWithoutReward,
         StaticLru, SLora, Lru, LruAhead, LruDrop,
     )
 }  # fmt: skip

@@ -1,5 +1,5 @@
 """FastLibra's own policy: its cost model (§5.1, §5.2) and its swapper (§5.3) over one pool with dependencies
-(§4)."""
+(§4), whose nodes are turns."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ class FastLibra(CachePolicy):
 
     name = "fastlibra"
     counts_visits = True
+    keeps_turns = True
 
     def device_value(self, signals: Signals) -> ValueModel:
         """See CachePolicy."""
-        return FastLibraValue(signals.visits, signals.rates, signals.config.tau_s)
+        return FastLibraValue(signals.visits, signals.rates, signals.turns, signals.config.tau_s)
 
     def marks(self, config: CacheConfig, num_pages: int) -> FixedMarks:
         """See CachePolicy."""

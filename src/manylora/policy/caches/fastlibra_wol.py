@@ -14,4 +14,6 @@ class FastLibraWithoutReward(FastLibra):
 
     def device_value(self, signals: Signals) -> ValueModel:
         """See CachePolicy."""
-        return FastLibraValue(signals.visits, signals.rates, signals.config.tau_s, rewards_adapters=False)
+        return FastLibraValue(
+            signals.visits, signals.rates, signals.turns, signals.config.tau_s, rewards_adapters=False
+        )

@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple
 
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.policy.cost import Rates
+from manylora.policy.kv_turns import KvTurns
 from manylora.policy.marks import Marks
 from manylora.policy.offload import AlwaysOffload, OffloadRule
 from manylora.policy.value import LeastRecentlyUsed, ValueModel
@@ -23,6 +24,7 @@ class Signals(NamedTuple):
     visits: Visits
     rates: Rates
     counters: Counters
+    turns: KvTurns
 
 
 class CachePolicy:
@@ -35,6 +37,8 @@ class CachePolicy:
     """No KV lies on the device without its adapter and its prefix (FastLibra §4)."""
     keeps_prefixes: ClassVar[bool] = True
     """A finished request's KV, and an unused adapter, stay until their room is needed."""
+    keeps_turns: ClassVar[bool] = False
+    """The KV of one turn is one node, which moves as a whole (FastLibra §4), not a page at a time."""
     keeps_orphans: ClassVar[bool] = False
     """The host keeps KV whose adapter is in neither tier, since that can be read again."""
     keeps_standby: ClassVar[bool] = False
