@@ -32,7 +32,6 @@ importance, as far as ``--time-budget`` goes; the rest go on from the store.
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 import itertools
 import json
@@ -218,6 +217,12 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _by_commit(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """A store may have runs of several."""
+    commits = dict.fromkeys(row["commit"] for row in rows)
+    return {commit: [row for row in rows if row["commit"] == commit] for commit in commits}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -257,10 +262,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.out is not None:
         report = {
             "benchmark": "router_proof", "commit": recording.commit,
-            "runs_by_commit": collections.Counter(row["commit"] for row in rows),
             "slo_tpot_s": slo_s(), "replicas": REPLICAS,
             "durations_s": DURATION_S, "asked_runs": len(left) + len(done), "runs": len(rows),
-            "summary": summary(verdicts), "cells": verdicts, "rows": rows,
+            "summary": summary(verdicts), "cells": verdicts, "rows": _by_commit(rows),
         }  # fmt: skip
         report["provenance"] = recording.provenance()
         args.out.write_text(json.dumps(report, indent=1) + "\n")
