@@ -1,4 +1,4 @@
-"""Many copies of one size by one call of the driver, during which other threads have the interpreter.
+"""Many copies of one size by one call of the driver, during which, if they are many, others have the interpreter.
 
 A copy in layer groups has a piece for each page and group: a call for each would take longer than the bytes. Does
 not know what is copied.
@@ -19,6 +19,9 @@ import torch
 _log = logging.getLogger(__name__)
 
 _IN_STREAM_ORDER = 1
+
+_FEW = 64
+"""So many pieces take the driver microseconds, and to get the interpreter back may take longer."""
 
 
 class _Attributes(ctypes.Structure):
@@ -43,7 +46,7 @@ def copy_batch(targets: np.ndarray, sources: np.ndarray, num_bytes: int, stream:
     targets, sources = np.ascontiguousarray(targets), np.ascontiguousarray(sources)
     sizes = np.full(len(targets), num_bytes, dtype=np.uint64)
     attributes, first, failed = _Attributes(_IN_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(0)
-    status = _driver().cuMemcpyBatchAsync(
+    status = _driver(len(targets) <= _FEW).cuMemcpyBatchAsync(
         ctypes.c_void_p(targets.ctypes.data),
         ctypes.c_void_p(sources.ctypes.data),
         ctypes.c_void_p(sizes.ctypes.data),
@@ -78,5 +81,5 @@ def can_batch(device: torch.device) -> bool:
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+def _driver(keeps_interpreter: bool) -> ctypes.CDLL:
+    return (ctypes.PyDLL if keeps_interpreter else ctypes.CDLL)("libcuda.so.1")
