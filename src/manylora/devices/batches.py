@@ -35,6 +35,9 @@ class _Attributes(ctypes.Structure):
     )
 
 
+_ATTRIBUTES = _Attributes(_IN_STREAM_ORDER)
+
+
 def copy_batch(targets: np.ndarray, sources: np.ndarray, num_bytes: int, stream: torch.cuda.Stream) -> None:
     """Copy ``num_bytes`` from each address to its target, in any order, behind what the stream was given before.
 
@@ -45,13 +48,13 @@ def copy_batch(targets: np.ndarray, sources: np.ndarray, num_bytes: int, stream:
         return
     targets, sources = np.ascontiguousarray(targets), np.ascontiguousarray(sources)
     sizes = np.full(len(targets), num_bytes, dtype=np.uint64)
-    attributes, first, failed = _Attributes(_IN_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(0)
+    first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
     status = _driver(len(targets) <= _FEW).cuMemcpyBatchAsync(
         ctypes.c_void_p(targets.ctypes.data),
         ctypes.c_void_p(sources.ctypes.data),
         ctypes.c_void_p(sizes.ctypes.data),
         ctypes.c_size_t(len(targets)),
-        ctypes.byref(attributes),
+        ctypes.byref(_ATTRIBUTES),
         ctypes.byref(first),
         ctypes.c_size_t(1),
         ctypes.byref(failed),
