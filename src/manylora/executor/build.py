@@ -26,6 +26,7 @@ from manylora.config import (
     PolicyConfig,
     check_host_pool,
     check_workers,
+    num_cores,
 )
 from manylora.devices.device import Device
 from manylora.devices.select import open_device
@@ -71,7 +72,7 @@ def build_worker(
     and the settings allow it. Raises ConfigError or ModelError, in one line.
     """
     cold_start = settings.scheduler.cold_start
-    check_workers(cold_start)
+    check_workers(cold_start, num_cores())
     folder = resolve_model(settings.model.model)
     config = read_model_config(folder)
     device = open_device(settings.model.device)
