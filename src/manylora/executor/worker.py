@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from manylora.adapters.pack import layout_for
-from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
 from manylora.adapters.store import AdapterStore
 from manylora.assist.workers import Workers
@@ -416,10 +415,6 @@ class Worker:
         """Carries out VerifyAdapter, on the caller's thread."""
         self._tell(self.inspections.verify(command))
 
-    def learn_adapter(self, adapter: AdapterId, spec: AdapterSpec) -> None:
-        """Take over what inspecting an adapter found elsewhere. From any thread."""
-        self.inspections.learn(adapter, spec)
-
     def forget_adapter(self, command: ForgetAdapter) -> None:
         """Carries out ForgetAdapter."""
         self.inspections.forget(command.adapter)
@@ -455,8 +450,12 @@ class Worker:
 
     def report_state(self, command: ReportState) -> None:
         """Carries out ReportState."""
+        self._tell(self.state())
+
+    def state(self) -> ExecutorState:
+        """How it stands; from any thread."""
         counts = self._reader.store_counts()
-        self._tell(ExecutorState(self._host.pages_pinned, PREPARATION.seconds(), *counts))
+        return ExecutorState(self._host.pages_pinned, PREPARATION.seconds(), *counts)
 
     # ------------------------------------------------------------ the end
 
