@@ -16,7 +16,6 @@ import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
 from manylora_lab.reproduce.fastlibra_grid import SIMULATION_NOTES
 from manylora_lab.reproduce.fastlibra_table_peaks import LIMIT_MS, rounded, run_into
 from manylora_lab.reproduce.fastlibra_table_store import CellStore
-from manylora_lab.reproduce.report import Headline, Row, change
+from manylora_lab.reproduce.report import ExperimentReport, Headline, Row, change
 from manylora_lab.sim.ablation import ABLATIONS
 
 SETTLE_S, COUNTED_S = 200.0, 600.0
@@ -239,7 +238,7 @@ def _bars(*fields: tuple[str, str]) -> BarPanels:
     return BarPanels(fields, group="case", series="policy")
 
 
-def _draw(report: Any, path: Path) -> None:
+def _draw(report: ExperimentReport, path: Path) -> None:
     rows = [row for row in report.rows if row["share"] == 0.0]
     bars = _bars(
         ("change", "mean TTFT against the best simple policy"), ("invalid_share", "invalid KV, share")
