@@ -38,6 +38,9 @@ ROOMS: dict[str, set[str]] = {
     "server": {"types", "protocol", "engine.client", "engine.scopes", "text", "metrics"},
     "pricing": BOTTOM,
     "solving": {"config", "protocol", "types"},
+    "cluster": BOTTOM
+    | {"_version", "adapters.sources", "devices.free_memory", "engine", "inspection", "main", "memory.shares"}
+    | {"metrics", "models.source", "policy", "server", "signals", "solving"},
     "warmup": BOTTOM | {"engine", "flags", "kernels", "main", "models", "progress"},
     "aliases": {"config"},
     "flags": {"aliases", "config", "rules"},
@@ -55,6 +58,7 @@ ROOMS: dict[str, set[str]] = {
     "cli": {
         "_version",
         "aliases",
+        "cluster",
         "config",
         "extensions",
         "flags",
@@ -137,6 +141,7 @@ NO_TORCH = {
     "flags",
     "llm",
     "solving",
+    "cluster",
     "cli",
     "main",
     "inspection",

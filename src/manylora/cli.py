@@ -6,19 +6,29 @@ Bad input: one line on stderr and exit code 2.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import logging
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from manylora._version import VERSION
 from manylora.aliases import ALIASES
-from manylora.config import ConfigError
+from manylora.config import ConfigError, option_of
 from manylora.extensions import LAB, AddParser, find_commands
-from manylora.flags import FLAGS, build_settings, canonical, read_config_file
+from manylora.flags import (
+    CLUSTER_ALIASES,
+    CLUSTER_FLAGS,
+    FLAGS,
+    build_settings,
+    canonical,
+    read_config_file,
+    split_cluster,
+)
 from manylora.options import SIZING, add_flag, add_settings, settings_of
 from manylora.progress import LOG_FORMAT
 
@@ -124,18 +134,29 @@ def _add_serve(commands: Any) -> None:
         if alias.of is None:
             text = f"{alias.engines}: always on, {alias.means}"
             serve.add_argument(alias.option, action="store_true", default=None, help=text)
+    cluster = serve.add_argument_group("several replicas behind one port")
+    for flag in CLUSTER_FLAGS:
+        add_flag(cluster, flag)
+    for name, of in CLUSTER_ALIASES.items():
+        cluster.add_argument(option_of(name), dest=name, help=f"vLLM: the same as {option_of(of)}")
     serve.set_defaults(run=_serve)
 
 
 def _serve(args: argparse.Namespace) -> int:
     settings = read_config_file(args.config) if args.config else {}
     names = ("model", *(flag.name for flag in FLAGS), *(alias.name for alias in ALIASES))
+    names += (*(flag.name for flag in CLUSTER_FLAGS), *CLUSTER_ALIASES)
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    engine, http = build_settings(canonical(settings, given))
+    cluster, layers = split_cluster(settings, given)
+    engine, http = build_settings(canonical(*layers))
     from manylora.signals import stop_signals
 
     for number in stop_signals():
         signal.signal(number, _leave)
+    if cluster is not None:
+        from manylora.cluster.supervisor import run_cluster
+
+        return run_cluster(engine, http, cluster)
     from manylora.main import run_server
 
     return run_server(engine, http)
@@ -185,17 +206,38 @@ def _add_warmup(commands: Any) -> None:
         description="Start an engine, run requests of every kind with random adapters on all modules, and end. "
         "What was compiled stays in the caches of Triton and FlashInfer, which image builds can keep.",
     )
-    warmup.add_argument("model", metavar="MODEL", help="a local folder, or a hub id")
+    warmup.add_argument("model", nargs="?", metavar="MODEL", help="a local folder, or a hub id")
+    warmup.add_argument(
+        "--import",
+        dest="imported",
+        metavar="FILE",
+        help="first take over the kernels that another machine of the same kind has exported; without MODEL, that "
+        "is all",
+    )
+    warmup.add_argument(
+        "--export",
+        dest="exported",
+        metavar="FILE",
+        help="then write all compiled kernels to a file, for other machines of the same kind; without MODEL, "
+        "those that there are",
+    )
     engine = warmup.add_argument_group("settings of the engine, as for manylora serve")
     add_settings(engine, _WARMUP_FLAGS)
     warmup.set_defaults(run=_warmup)
 
 
 def _warmup(args: argparse.Namespace) -> int:
+    from manylora.warmup.carrying import exporting, import_caches
     from manylora.warmup.command import run
 
-    names = ("model", *_WARMUP_FLAGS)
-    return run(settings_of(args, names))
+    if args.model is None and args.imported is None and args.exported is None:
+        raise ConfigError("warmup needs a MODEL, --import or --export")
+    with contextlib.nullcontext() if args.exported is None else exporting(Path(args.exported)):
+        if args.imported is not None:
+            import_caches(Path(args.imported))
+        if args.model is not None:
+            run(settings_of(args, ("model", *_WARMUP_FLAGS)))
+    return 0
 
 
 if __name__ == "__main__":

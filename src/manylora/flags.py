@@ -29,6 +29,7 @@ from manylora.config import (
     parse_size,
     setting_of,
 )
+from manylora.config.cluster import ClusterOptions
 from manylora.rules import fields_of
 
 _Section = TypeVar("_Section")
@@ -89,6 +90,19 @@ _SECTIONS: tuple[type, ...] = (
 
 FLAGS = tuple(flag for section in _SECTIONS for flag in _flags(section))
 """Settings in the order of help texts."""
+
+CLUSTER_FLAGS = tuple(_flags(ClusterOptions))
+"""Settings of a cluster, which ``manylora serve`` alone takes."""
+
+CLUSTER_ALIASES = {
+    "data_parallel_size": "replicas",
+    "api_server_count": "frontends",
+    "data_parallel_backend": "launcher",
+}
+"""vLLM's names for some of these."""
+
+_LAUNCHERS = {"mp": "local"}
+"""vLLM's names of launchers."""
 
 _PAGE_TOKENS = {"static-lru": 32}
 """The FastLibra paper runs its vLLM baseline with blocks of 32 tokens (§2.2)."""
@@ -237,6 +251,36 @@ def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSetti
     if folder is not None and not Path(folder).is_dir():
         raise ConfigError(f"--adapter-dir {folder} is not a folder")
     return engine, http
+
+
+def split_cluster(*layers: Mapping[str, Any]) -> tuple[ClusterOptions | None, list[dict[str, Any]]]:
+    """The settings of a cluster, where any are given beside one replica, and what else each layer has; later
+    layers win. Raises ConfigError."""
+    flags = {flag.name: flag for flag in CLUSTER_FLAGS}
+    rest: list[dict[str, Any]] = []
+    given: dict[str, Any] = {}
+    for layer in layers:
+        others: dict[str, Any] = {}
+        options: dict[str, str] = {}
+        for name, value in layer.items():
+            own = CLUSTER_ALIASES.get(name, name)
+            if own not in flags:
+                others[name] = value
+                continue
+            if own == "launcher" and isinstance(value, str):
+                value = _LAUNCHERS.get(value, value)
+            held = convert(dataclasses.replace(flags[own], name=name), value)
+            if held is None:
+                continue
+            if own in options and given[own] != held:
+                raise ConfigError(
+                    f"{options[own]} and {option_of(name)} are one setting and were given different values"
+                )
+            given[own], options[own] = held, option_of(name)
+        rest.append(others)
+    if set(given) <= {"replicas"} and given.get("replicas", 1) == 1:
+        return None, rest
+    return ClusterOptions(**{flags[name].field: value for name, value in given.items()}), rest
 
 
 def _section(section: type[_Section], given: Mapping[str, Any], **parts: Any) -> _Section:

@@ -43,6 +43,7 @@ from manylora.types import EngineInfo, why_reserved
 
 if TYPE_CHECKING:
     from manylora.server.connection import ConnectionLimits
+    from manylora.server.settings import ServerSettings
 
 log = logging.getLogger("manylora")
 
@@ -61,8 +62,16 @@ _Writer = TypeVar("_Writer")
 # ---------------------------------------------------------------- an engine in this process
 
 
-def build_driver(settings: EngineSettings, *, shows_progress: bool = False) -> Driver:
-    """A driver, not started, with its adapters added; raises ConfigError. Loads the model's weights."""
+def build_driver(
+    settings: EngineSettings,
+    *,
+    shows_progress: bool = False,
+    wrap: Callable[[Executor], Executor] | None = None,
+) -> Driver:
+    """A driver, not started, with its adapters added; raises ConfigError. Loads the model's weights.
+
+    ``wrap``: gives the executor that the driver is to have for the one that runs the steps.
+    """
     check_named_adapters(settings)  # first: a bad adapter must not cost a model load
     from manylora.executor.build import build_worker  # brings torch
 
@@ -97,7 +106,12 @@ def build_driver(settings: EngineSettings, *, shows_progress: bool = False) -> D
             journal = _open("journal", settings.journal, lambda path: JournalWriter(path, config, rotate))
             undo.callback(journal.close)
         driver = Driver(
-            config, executor, info, journal=journal, trace=trace, step_timeout_s=settings.step_timeout_s
+            config,
+            executor if wrap is None else wrap(executor),
+            info,
+            journal=journal,
+            trace=trace,
+            step_timeout_s=settings.step_timeout_s,
         )
         add_initial_adapters(driver, settings.adapters, base=settings.model.name)
         if settings.scheduler.queue.fair_by == "adapter":
@@ -171,14 +185,14 @@ def run_server(engine: EngineSettings, http: HttpSettings) -> int:
     engine = dataclasses.replace(engine, scheduler=scheduler)
     if engine.scheduler.queue.fair_by == "key":
         warn_of_shares(engine.scheduler.queue, [str(place) for place in range(len(http.api_keys))])
-    sock = _bind(http)  # first: a taken port must not cost a model load
+    sock = bind(http)  # first: a taken port must not cost a model load
     try:
-        _check_model(engine.model.model)
+        check_model(engine.model.model)
         tokenizer = load_tokenizer(engine.model.model)
         ours, theirs = socket.socketpair()
         ending = Ending(_start_engine(theirs))
         try:
-            return _run_loop(_serve(engine, http, sock, ours, tokenizer, ending))
+            return run_loop(_serve(engine, http, sock, ours, tokenizer, ending))
         except EngineDead as error:
             log.error("%s", error)
             return 1
@@ -189,7 +203,7 @@ def run_server(engine: EngineSettings, http: HttpSettings) -> int:
         sock.close()
 
 
-def _check_model(model: str) -> None:
+def check_model(model: str) -> None:
     """Refuse at once what the engine would refuse seconds later; raises ConfigError."""
     try:
         read_model_config(resolve_model(model))
@@ -222,7 +236,8 @@ def _start_engine(sock: socket.socket) -> subprocess.Popen[bytes]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
 
-def _run_loop(work: Coroutine[Any, Any, int]) -> int:
+def run_loop(work: Coroutine[Any, Any, int]) -> int:
+    """On the fastest event loop that there is."""
     try:
         from uvloop import run
     except ImportError:  # it is not made for every system
@@ -240,23 +255,13 @@ async def _serve(
 ) -> int:
     from manylora.server.app import create_app
     from manylora.server.lifecycle import serve
-    from manylora.server.settings import ServerSettings
 
     client = None
     try:
         client = await _connect_unless_stopped(ours, engine)
         if client is None:
             return 0
-        settings = ServerSettings(
-            served_model_name=engine.model.name,
-            model_root=engine.model.model,
-            version=VERSION,
-            adapter_dir=Path(engine.adapters.adapter_dir) if engine.adapters.adapter_dir else None,
-            api_keys=http.api_keys,
-            metrics_open=http.metrics_key == "open",
-            max_body_bytes=http.max_body_size,
-            connections=_connection_limits(http, client.info),
-        )
+        settings = server_settings(engine, http, connection_limits(http, client.info))
         app = create_app(client, tokenizer, settings)
         try:
             sock.listen()  # fails where another server took the address and listened on it meanwhile
@@ -276,7 +281,25 @@ async def _serve(
             await client.close()
 
 
-def _connection_limits(http: HttpSettings, info: EngineInfo) -> ConnectionLimits:
+def server_settings(
+    engine: EngineSettings, http: HttpSettings, connections: ConnectionLimits
+) -> ServerSettings:
+    """What a server's own side goes by."""
+    from manylora.server.settings import ServerSettings
+
+    return ServerSettings(
+        served_model_name=engine.model.name,
+        model_root=engine.model.model,
+        version=VERSION,
+        adapter_dir=Path(engine.adapters.adapter_dir) if engine.adapters.adapter_dir else None,
+        api_keys=http.api_keys,
+        metrics_open=http.metrics_key == "open",
+        max_body_bytes=http.max_body_size,
+        connections=connections,
+    )
+
+
+def connection_limits(http: HttpSettings, info: EngineInfo) -> ConnectionLimits:
     """The most connections: by default one for each request that may run or wait, and more for other questions."""
     from manylora.server.connection import ConnectionLimits, connections_allowed
 
@@ -331,7 +354,7 @@ async def _connect_unless_stopped(ours: socket.socket, engine: EngineSettings) -
         stopping.cancel()
 
 
-def _bind(http: HttpSettings) -> socket.socket:
+def bind(http: HttpSettings) -> socket.socket:
     """The listening address, taken but not yet listened on; raises ConfigError."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(

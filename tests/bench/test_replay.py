@@ -167,11 +167,19 @@ def test_what_was_merged_by_an_engines_numbers_or_a_servers() -> None:
         'manylora:steps_total{mode="merged",model_name="base"}': 60.0,
         'manylora:steps_total{mode="mixed",model_name="base"}': 10.0,
         'manylora:merge_switches_total{to="merged"}': 3.0, "manylora:merge_switch_seconds_total": 0.5,
+        "manylora:longest_pause_seconds": 1.5,
     }  # fmt: skip
     shares = {"steps_unmerged": 0.3, "steps_merged": 0.6, "steps_mixed": 0.1}
     expected = {**shares, "switches_merged": 3, "switches_base": 0, "switch_s": 0.5, "paused_s": 0}
-    assert merging(stats) == pytest.approx({**expected, "longest_pause_s": 1.5})
-    assert merging(figures) == pytest.approx(expected)
+    assert merging(stats) == merging(figures) == pytest.approx({**expected, "longest_pause_s": 1.5})
+    before = {"manylora:longest_pause_seconds": 1.0, "manylora:merge_switch_seconds_total": 0.2}
+    grown = difference(before, figures)
+    assert (grown["manylora:longest_pause_seconds"], grown["manylora:merge_switch_seconds_total"]) == (
+        1.5,
+        0.3,
+    )
+    known = merging(difference({"manylora:longest_pause_seconds": 1.5}, figures))
+    assert known == pytest.approx(expected), "that one was before"
     assert merging({"steps": 100.0, "steps_unmerged": 100.0}) is None
     assert merging({}) is None
 

@@ -6,9 +6,9 @@ import queue
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 from manylora.memory import gates
 from manylora.memory.gates import layer_groups
@@ -30,18 +30,18 @@ class Hand:
         self.broken: int | None = None
         self.num_landed = 0
         self._was_landing = self.lane.landing
-        self._was_copy = self.lane.copy
+        self._was_copy = self.lane.copy_pieces
         self._is_first = True
-        monkeypatch.setattr(self.lane, "copy", self._copy)
+        monkeypatch.setattr(self.lane, "copy_pieces", self._copy)
         monkeypatch.setattr(self.lane, "landing", self._landing)
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def _copy(self, *pieces: Any) -> None:
         if self._is_first:
             assert self.allowed.acquire(timeout=30)
             self._is_first = False
         if self.broken == self.num_landed:
             raise RuntimeError("the bus fell off")
-        self._was_copy(target, source)
+        self._was_copy(*pieces)
 
     def _landing(self) -> object:
         self.num_landed += 1

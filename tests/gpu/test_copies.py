@@ -12,10 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from manylora.devices.cuda import CudaDevice
+from manylora.devices.cuda import CudaDevice, _CudaCopyLane
 from manylora.kernels.shapes import PageShape
 from manylora.memory.arena import Arena
 from manylora.memory.copier import Copier
+from manylora.memory.gates import CopyGate, layer_groups
 from manylora.memory.host import HostPool
 from manylora.protocol import CopyDone, SwapPages
 
@@ -142,6 +143,37 @@ def test_a_refusal_leaves_pageable_memory_that_works(monkeypatch: pytest.MonkeyP
         round_trip(bench, 6)
         assert bench.host.pinned_bytes == 0
         assert not is_pinned(bench.host.run(0, 1))
+    finally:
+        bench.close()
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["batches", "one by one"])
+@pytest.mark.parametrize("shape", [PAGE, ODD], ids=["even", "odd"])
+def test_copies_in_layer_groups(shape: PageShape, at_once: bool) -> None:
+    bench = Bench(shape, chunk_bytes=4096)
+    lane = bench.copier._lanes[True].copies
+    assert isinstance(lane, _CudaCopyLane)
+    assert lane._by_batch, "the driver copies batches"
+    lane._by_batch = at_once
+    generator = torch.Generator().manual_seed(9)
+    try:
+        bench.pinned()
+        bench.host.run(0, NUM_HOST_PAGES).random_(256, generator=generator)
+        for turn in range(5):
+            bench.arena.run(0, NUM_PAGES).zero_()
+            bench.copier.settle()
+            pages = random.Random(turn).sample(range(NUM_HOST_PAGES), NUM_PAGES)
+            pairs = [(host, page) for page, host in enumerate(pages) if page % 7]
+            bench.num_copies += 1
+            gate = CopyGate(layer_groups(shape.layers, 1 + turn), bench.num_copies)
+            command = SwapPages(bench.num_copies, True, tuple(pairs), None, 1 + turn)
+            bench.copier.start(command, lambda: None, bench.answers.put, gate)
+            bench.wait(1)
+            assert gate.wait_answer()
+            found = bench.arena.run(0, NUM_PAGES).cpu().view(NUM_PAGES, -1)
+            for page, host in enumerate(pages):
+                expected = bench.host.run(host, 1) if page % 7 else torch.zeros_like(found[page])
+                assert torch.equal(found[page], expected)
     finally:
         bench.close()
 

@@ -9,7 +9,7 @@ import logging
 import pytest
 import torch
 
-from manylora.kernels.flashinfer_attention import AttentionShape, PromptAttention, serving_prompts
+from manylora.kernels.flashinfer_attention import AttentionShape, PromptAttention
 from manylora.kernels.triton.operations import TritonOps
 from tests.kernels.cases import AttentionCase, attention_case, attention_truth
 
@@ -24,10 +24,10 @@ HEADS = [(2, 1), (2, 4), (1, 7)]
 
 @functools.cache
 def prompts(kv_heads: int, group: int, dim: int) -> PromptAttention:
-    found = serving_prompts(
-        AttentionShape(kv_heads * group, kv_heads, dim, torch.bfloat16), torch.device("cuda")
+    found = PromptAttention(
+        AttentionShape(kv_heads * group, kv_heads, dim, torch.bfloat16), torch.device("cuda"), "fa3"
     )
-    assert found is not None
+    found.try_out()
     return found
 
 

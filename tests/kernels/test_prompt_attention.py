@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import shutil
+import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +30,7 @@ SHAPE = AttentionShape(32, 8, 128, torch.bfloat16)
 def reason(caplog: pytest.LogCaptureFixture, shape: AttentionShape) -> str:
     """Of FlashInfer not serving, the one line that says so."""
     with caplog.at_level(logging.INFO, "manylora.kernels.flashinfer_attention"):
-        assert serving_prompts(shape, CPU) is None
+        assert serving_prompts(shape, CPU, wait_s=60.0) is None
     lines = [record.getMessage() for record in caplog.records if "our kernel" in record.getMessage()]
     assert len(lines) == 1
     assert "\n" not in lines[0]
@@ -63,6 +66,58 @@ def test_a_broken_installation(
     monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
     monkeypatch.setattr("manylora.kernels.flashinfer_attention._backend", lambda _: "fa3")
     assert reason(caplog, SHAPE).endswith("FlashInfer fails: libcudart is missing")
+
+
+def test_our_kernel_serves_until_it_is_ready(
+    stand_in: PromptAttention, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end = threading.Event()
+    rows = AttentionRows(
+        np.array([0, 128], np.int32), np.array([128], np.int32), np.arange(8, dtype=np.int32)[None]
+    )
+    page = PageShape(1, 16, stand_in._shape.kv_heads, stand_in._shape.head_dim, 4)
+    monkeypatch.setattr("manylora.kernels.flashinfer_attention._why_not", lambda _: None)
+    monkeypatch.setattr("manylora.kernels.flashinfer_attention._backend", lambda _: "fa3")
+    monkeypatch.setattr(PromptAttention, "try_out", lambda _: may_end.wait(30))
+    with caplog.at_level(logging.INFO, "manylora.kernels.flashinfer_attention"):
+        coming = serving_prompts(stand_in._shape, CPU, wait_s=0.01)
+        assert coming is not None
+        assert coming.plan(rows, page) is None
+        may_end.set()
+        coming.wait()
+    assert coming.plan(rows, page) is not None
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1
+    assert "FlashInfer (fa3, ready in" in lines[0]
+
+
+def test_a_compiler_ends_with_the_engine(
+    stand_in: PromptAttention,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    ninja = tmp_path / "ninja"
+    shutil.copy("/bin/sleep", ninja)
+    begun = threading.Event()
+
+    def build(_: PromptAttention) -> None:
+        with subprocess.Popen([ninja, "60"]) as child:
+            begun.set()
+            child.wait()
+        raise RuntimeError("not built")
+
+    monkeypatch.setattr("manylora.kernels.flashinfer_attention._why_not", lambda _: None)
+    monkeypatch.setattr("manylora.kernels.flashinfer_attention._backend", lambda _: "fa3")
+    monkeypatch.setattr(PromptAttention, "try_out", build)
+    coming = serving_prompts(stand_in._shape, CPU, wait_s=0.01)
+    assert coming is not None
+    assert begun.wait(30)
+    coming.close()
+    coming.wait(30)
+    assert coming.has_failed
+    assert not caplog.records, "nobody asked for it any more"
+    coming.close()
 
 
 def test_a_cpu_does_not_ask_for_it(caplog: pytest.LogCaptureFixture) -> None:

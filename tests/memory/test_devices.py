@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from manylora.config import ConfigError
-from manylora.devices import cpu
+from manylora.devices import free_memory
 from manylora.devices.cuda import CudaDevice
 from manylora.devices.select import open_device
 
@@ -35,10 +35,10 @@ def write_group(folder: Path, limit: str, used: int, inactive: int) -> None:
 def test_the_tightest_group_above_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_group(tmp_path / "a" / "b", "max", 10, 0)
     write_group(tmp_path / "a", "1000000", 400000, 150000)
-    monkeypatch.setattr(cpu, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(cpu, "_own_cgroups", lambda: ["0::/a/b", "7:cpu:/x", "oops"])
-    assert cpu._cgroup_free_bytes() == [750000]
-    assert cpu.CpuDevice().free_bytes() == 750000
+    monkeypatch.setattr(free_memory, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(free_memory, "_own_cgroups", lambda: ["0::/a/b", "7:cpu:/x", "oops"])
+    assert free_memory._cgroup_free_bytes() == [750000]
+    assert open_device("cpu").free_bytes() == 750000
 
 
 def test_the_older_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,9 +47,9 @@ def test_the_older_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (folder / "memory.limit_in_bytes").write_text("900000")
     (folder / "memory.usage_in_bytes").write_text("300000")
     (folder / "memory.stat").write_text("total_inactive_file 100\n")
-    monkeypatch.setattr(cpu, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(cpu, "_own_cgroups", lambda: ["5:memory:/only/the/host/sees/this"])
-    assert cpu._cgroup_free_bytes() == [600100]
+    monkeypatch.setattr(free_memory, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(free_memory, "_own_cgroups", lambda: ["5:memory:/only/the/host/sees/this"])
+    assert free_memory._cgroup_free_bytes() == [600100]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

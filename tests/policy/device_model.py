@@ -291,7 +291,7 @@ class DeviceModel:
         done = StepDone(step.step, ok, tuple(drawn) if ok else (), error="" if ok else "made to fail")
         done.spoilt = tuple(sorted(spoilt)) if ok else ()
         if step.cpu and ok:
-            done.cpu_s, done.cpu_workers = 0.001, self.cpu_workers
+            done.cpu_s, done.cpu_workers = 0.001 * (self.cpu_workers > 0), self.cpu_workers
         return done
 
     def _spoil_row(self, sequence: _Sequence, start: int, num_tokens: int) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from manylora.protocol import Arrive, Finish, Reject
+from manylora.protocol import Abort, Arrive, Finish, Reject
 from manylora.types import BASE, Request, SamplingParams
-from tests.policy.rig import Rig
+from tests.policy.rig import PAGE, Rig
 
 STOP = 7
 
 
-def request(n: int = 2, max_tokens: int = 4) -> Request:
-    return Request("r", BASE, (1, 2, 3), SamplingParams(n=n, max_tokens=max_tokens, seed=0), (STOP,))
+def request(n: int = 2, max_tokens: int = 4, prompt: tuple[int, ...] = (1, 2, 3)) -> Request:
+    return Request("r", BASE, prompt, SamplingParams(n=n, max_tokens=max_tokens, seed=0), (STOP,))
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,17 @@ def test_what_has_all_its_tokens_ends_as_it_comes() -> None:
     assert [(end.sample, end.reason) for end in rig.of(Finish)] == [(0, "length"), (1, "stop")]
     rig.settle()
     assert [(end.sample, end.reason) for end in rig.of(Finish)][2:] == [(2, "length")]
+    assert not rig.replica._requests
+
+
+def test_a_sample_that_is_aborted_before_the_prompt_is_computed_does_not_go_on() -> None:
+    """The second one waits for the first one's pages when its client goes."""
+    rig = Rig()
+    rig.feed(Arrive(request(n=3, max_tokens=8, prompt=tuple(range(2 * PAGE))), resume=((), (1,), (1, 2))))
+    rig.feed(Abort("r", 1))
+    rig.settle()
+    ends = [(end.sample, end.reason) for end in rig.of(Finish)]
+    assert sorted(ends) == [(0, "length"), (1, "abort"), (2, "length")]
     assert not rig.replica._requests
 
 

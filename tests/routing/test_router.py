@@ -267,6 +267,21 @@ def test_what_a_replica_holds_that_is_gone_goes_elsewhere() -> None:
     assert (assigned.attempt, assigned.failures) == (5, 0)
 
 
+def test_of_what_is_held_a_router_knows_each_once_and_places_what_the_replica_cannot_hold() -> None:
+    rig = Rig(config_of("most-idle"))
+    rig.up(SMALL, FACTS)
+    held = Held(Asked("a", 0, 100, 20, attempts=2), 1, 1)
+    for _ in range(2):
+        assert of_kind(rig.tell(held), Assign) == []
+    large, endless = Asked("large", 0, 500, 100, attempts=1), Asked("endless", 0, 10**6, 100, attempts=1)
+    (assigned,) = of_kind(rig.tell(Held(large, 0, 1)), Assign)
+    assert (assigned.request, assigned.replica, assigned.attempt) == ("large", 1, 2)
+    rig.tell(Held(endless, 0, 1))
+    assert refusal(rig, "endless") == 400
+    assert rig.router.requests() == ("a", "large")
+    assert sorted(rig.router.fleet.up) == [0, 1]
+
+
 def test_a_request_moves_where_somebody_wants_it() -> None:
     rig = Rig(config_of("most-idle"))
     rig.up(FACTS, FACTS)

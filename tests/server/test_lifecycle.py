@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from manylora.main import _run_loop
+from manylora.main import run_loop
 from manylora.server.lifecycle import Disconnected, Lifecycle
 from manylora.text.tokenizer import Tokenizer
 from tests.server.conftest import BASE, RunningServer, make_app
@@ -251,4 +251,4 @@ def test_a_missing_module_is_named_when_the_server_runs() -> None:
         raise ModuleNotFoundError("No module named 'opentelemetry'")
 
     with pytest.raises(ModuleNotFoundError, match="opentelemetry"):
-        _run_loop(serve())
+        run_loop(serve())

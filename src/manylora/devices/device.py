@@ -57,6 +57,13 @@ class CopyLane(Protocol):
         Returns early, unless much is on its way already.
         """
 
+    def copy_pieces(
+        self, target: torch.Tensor, at: np.ndarray, source: torch.Tensor, of: np.ndarray, num_bytes: int
+    ) -> None:
+        """``copy`` many times: ``num_bytes`` from each of ``of`` in ``source`` to ``at`` in ``target``, places in
+        bytes, int64 [N]. Both are uint8 and contiguous; what is read of host memory is pinned, where that makes
+        copies faster."""
+
     def landing(self) -> Callable[[], None]:
         """Begins all that was asked for so far, and gives a function for the step loop's thread: work issued after
         it was called there waits for those copies, without keeping that thread."""

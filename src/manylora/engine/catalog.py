@@ -57,6 +57,11 @@ class Catalog:
         self._checking: dict[AdapterId, concurrent.futures.Future[AdapterChecked]] = {}
         self._leaving: dict[AdapterId, concurrent.futures.Future[None]] = {}
 
+    @property
+    def most_pages(self) -> int:
+        """How many pages one adapter may take."""
+        return self._adapter_pages_limit
+
     def lookup(self, name: str) -> AdapterId | None:
         """The version that a name stands for now."""
         card = self._cards.get(name)
@@ -77,10 +82,11 @@ class Catalog:
     def add(self, name: str, path: str, verify: bool, version: AdapterId | None = None) -> AdapterCard:
         """Check the adapter, give it a version, and tell the policy of it. Raises AdapterError.
 
-        ``version``: where others number versions.
+        ``version``: where others number versions; they may have several of one name, of which the newest has it
+        here.
         """
         with self._lock:
-            if name in self._cards or name in self._pending:
+            if version is None and (name in self._cards or name in self._pending):
                 raise AdapterError(f"an adapter named {name!r} is already loaded")
             adapter = self._number(version)
             self._pending.add(name)
@@ -139,12 +145,15 @@ class Catalog:
                 f"adapters may take {self._adapter_pages_limit}: raise --device-pool"
             )
 
-    def remove(self, name: str) -> concurrent.futures.Future[None]:
-        """Give up a name and tell the policy; the future is done when ``freed`` is called for the version."""
+    def remove(self, name: str, version: AdapterId | None = None) -> concurrent.futures.Future[None]:
+        """Give up a name, or a version where others number these, and tell the policy; the future is done when
+        ``freed`` is called for the version."""
         with self._lock:
-            card = self._cards.pop(name, None)
+            card = self._cards.get(name) if version is None else self._served.get(version)
             if card is None:
                 raise AdapterError(f"no adapter named {name!r} is loaded", status=404)
+            if self._cards.get(card.name) is card:
+                del self._cards[card.name]
             del self._served[card.id]
             future = self._leaving[card.id] = concurrent.futures.Future()
             future.set_running_or_notify_cancel()  # The removal happens, even if no caller waits for it.

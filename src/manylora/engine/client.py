@@ -32,7 +32,8 @@ class GenerationRequest:
     were read. ``more``: another request follows at once, and both are admitted or refused before
     either runs. ``priority``: see ``types.Request``; ``client``: the place of its API key, where there are keys.
     ``resume``, ``closed``, ``waited_s``, ``attempt``: what became of it elsewhere, see ``protocol.Arrive``;
-    ``engine.ledger`` keeps account of that.
+    ``engine.ledger`` keeps account of that. ``version``: the adapter's, where others than the engine number
+    versions; ``adapter`` is only what people call it then.
     """
 
     id: RequestId
@@ -49,6 +50,7 @@ class GenerationRequest:
     closed: tuple[int, ...] = ()
     waited_s: float = 0.0
     attempt: int = 0
+    version: AdapterId | None = None
 
 
 RELEASED = "released"
@@ -64,8 +66,9 @@ class Delta(NamedTuple):
     ``stop_token`` tells that the last token is one of the request's stop ids (end-of-sequence among them):
     such a token counts in usage but not in the text. ``at_s``: the engine's monotonic clock when the tokens
     were ready; ``spread_s``: how long before that the first of them was, where they were held back;
-    ``serial``: the request's. What comes with a request's first Delta only: ``num_cached_tokens``, and how long
-    it waited for admission (``queue_s``), then for its adapter (``adapter_s``), then for its cached KV (``kv_s``).
+    ``serial``, ``attempt``: the request's; ``start``: how many tokens the sample had before these. What comes with
+    a request's first Delta only: ``num_cached_tokens``, and how long it waited for admission (``queue_s``), then
+    for its adapter (``adapter_s``), then for its cached KV (``kv_s``).
     """
 
     request: RequestId
@@ -82,6 +85,8 @@ class Delta(NamedTuple):
     at_s: float = 0.0
     spread_s: float = 0.0
     serial: int = 0
+    attempt: int = 0
+    start: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

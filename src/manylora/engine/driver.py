@@ -81,11 +81,17 @@ class Driver(Loop):
             raise EngineDead(self.end)
         return self._ports.catalog.add(name, path, verify, adapter)
 
-    def remove_adapter(self, name: str) -> concurrent.futures.Future[None]:
-        """Stop serving a name at once; the future is done when nothing of it is left."""
-        freed = self._ports.catalog.remove(name)
+    def remove_adapter(self, name: str, version: AdapterId | None = None) -> concurrent.futures.Future[None]:
+        """Stop serving a name, or a version of those that others number, at once; the future is done when nothing
+        of it is left."""
+        freed = self._ports.catalog.remove(name, version)
         self._abandon_if_ended()
         return freed
+
+    @property
+    def most_adapter_pages(self) -> int:
+        """How many pages of its pool one adapter may take."""
+        return self._ports.catalog.most_pages
 
     def adapters(self) -> tuple[AdapterCard, ...]:
         return self._ports.catalog.cards()

@@ -20,8 +20,8 @@ FORM = 2
 
 _NO_DEFAULT = object()
 _FIELDS: dict[type, tuple[tuple[str, Any], ...]] = {}
-_LEFT_OUT = {(SequenceStart, "params")}
-"""Sampling parameters are handed on by the policy as they came."""
+_LEFT_OUT = {(SequenceStart, "params"), (SequenceStart, "request")}
+"""Sampling parameters, and the id, are handed on by the policy as they came."""
 
 
 def fingerprint(commands: Sequence[object]) -> str:

@@ -39,13 +39,24 @@ class Ledger:
         return len(self._closed) == self._request.params.n
 
     @property
+    def open_samples(self) -> tuple[int, ...]:
+        """Those that have not ended."""
+        return tuple(sample for sample in range(self._request.params.n) if sample not in self._closed)
+
+    @property
+    def waited_s(self) -> float:
+        """How long ago it was accepted."""
+        return self._clock() - self._accepted_s
+
+    @property
     def positions(self) -> tuple[int, ...]:
         """How many tokens each sample has."""
         return tuple(len(tokens) for tokens in self._tokens)
 
-    def begin(self) -> GenerationRequest:
-        """The next attempt, with all that there is of the request: to be given to an engine."""
-        self._attempt += 1
+    def begin(self, attempt: int | None = None) -> GenerationRequest:
+        """The next attempt, with all that there is of the request: to be given to an engine. ``attempt``: its
+        number, where others number attempts."""
+        self._attempt = self._attempt + 1 if attempt is None else attempt
         resume = tuple(tuple(tokens) for tokens in self._tokens) if any(self._tokens) else ()
         return dataclasses.replace(
             self._request,
@@ -54,6 +65,11 @@ class Ledger:
             waited_s=self._clock() - self._accepted_s,
             attempt=self._attempt,
         )
+
+    def may_take(self, delta: Delta) -> bool:
+        """Whether the delta is of the present attempt, and goes on where the client's tokens end."""
+        goes_on = not delta.tokens or delta.start == len(self._tokens[delta.sample])
+        return delta.attempt == self._attempt and goes_on
 
     def take(self, delta: Delta) -> Delta | None:
         """Account for a delta of the present attempt; as the client is to see it, None where it says nothing."""

@@ -17,6 +17,7 @@ from manylora.types import Request, RequestError, RequestId, SequenceId, TokenLo
 @dataclasses.dataclass(slots=True)
 class _Sample:
     began_s: float = 0.0
+    start: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
@@ -67,9 +68,9 @@ class Outbox:
             request, asked.stream, asked.serial, arrived_s, attempt=asked.attempt, ended=set(asked.closed)
         )
 
-    def refuse(self, request: Request, serial: int, error: RequestError) -> None:
+    def refuse(self, request: Request, asked: GenerationRequest, error: RequestError) -> None:
         """A request has come that the policy will not hear of; perhaps of an id that is live, which goes on."""
-        self._reject(_Open(request, False, serial, self._clock()), error)
+        self._reject(_Open(request, False, asked.serial, self._clock(), attempt=asked.attempt), error)
 
     def admitted(self, command: Admitted, now: float) -> None:
         """Takes in Admitted."""
@@ -111,7 +112,7 @@ class Outbox:
         if sample is None:
             # What is streamed is collected at once: only what is held back takes time.
             began_s = 0.0 if entry.stream else self._clock()
-            sample = entry.samples[command.sample] = _Sample(began_s)
+            sample = entry.samples[command.sample] = _Sample(began_s, command.position)
         sample.tokens.append(command.token)
         if entry.request.params.logprobs is not None:
             sample.logprobs.append(self.logprobs[command.sampled_by])
@@ -157,4 +158,6 @@ class Outbox:
             at_s=at_s,
             spread_s=at_s - sample.began_s if sample.began_s else 0.0,
             serial=entry.serial,
+            attempt=entry.attempt,
+            start=sample.start,
         )

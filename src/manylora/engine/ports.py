@@ -212,7 +212,7 @@ class EnginePorts:
             yield Arrive(request, more, asked.resume, asked.closed, asked.waited_s, asked.attempt)
 
     def _open(self, asked: GenerationRequest) -> None:
-        adapter = BASE if asked.adapter is None else self.catalog.lookup(asked.adapter)
+        adapter = self._version_of(asked)
         eos_ids = () if asked.params.ignore_eos else self._info.eos_ids
         stop_ids = tuple(dict.fromkeys((*eos_ids, *asked.params.stop_token_ids)))
         params = asked.params
@@ -241,12 +241,19 @@ class EnginePorts:
         elif asked.params.seed is None and any(asked.resume):
             error = RequestError(400, "a request that goes on needs the seed with which it began", "seed")
         if error is not None:
-            self._outbox.refuse(request, asked.serial, error)
+            self._outbox.refuse(request, asked, error)
             return
         self._outbox.open(request, asked)
         if not any(asked.resume):
             self._meters.prompt_tokens += len(asked.prompt)
         self._arrived.append((request, asked))
+
+    def _version_of(self, asked: GenerationRequest) -> AdapterId | None:
+        """None where the adapter is not served."""
+        if asked.version is not None:
+            is_served = asked.version == BASE or self.catalog.card(asked.version) is not None
+            return asked.version if is_served else None
+        return BASE if asked.adapter is None else self.catalog.lookup(asked.adapter)
 
     # ------------------------------------------------------------ steps
 

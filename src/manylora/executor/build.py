@@ -39,7 +39,7 @@ from manylora.executor.sizes import Kind, activation_bytes, engine_info, policy_
 from manylora.executor.warm_up import warm_up
 from manylora.executor.worker import Worker
 from manylora.kernels.flashinfer_attention import AttentionShape
-from manylora.kernels.select import ops_for
+from manylora.kernels.select import compiling_ahead, ops_for
 from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
 from manylora.memory.arena import Arena
 from manylora.memory.budget import host_pool_pages, in_mib, pool_bytes, pool_pages, pristine_place
@@ -127,6 +127,7 @@ def build_worker(
     )
     if merge.is_on:
         worker.use_merging(copy.made(decoder, device))
+    graph_limits = None
     if pads_steps:
         graph_limits = GraphLimits(
             limits.max_num_seqs,
@@ -136,9 +137,11 @@ def build_worker(
             merge.is_mixed,
             limits.cold_start.num_groups,
         )
-        worker.use_graphs(graph_limits, num_pages, capture_progress)
-    if kind == "cuda":
-        warm_up(worker, limits, max_rank)
+    with compiling_ahead(device.torch_device) as rehearse:
+        if graph_limits is not None:
+            worker.use_graphs(graph_limits, num_pages, capture_progress, rehearse)
+        if kind == "cuda":
+            warm_up(worker, limits, max_rank, rehearse)
     if host.descriptor is not None:
         limits = dataclasses.replace(limits, cold_start=_with_workers(worker, cold_start, host, geometry))
     if merge.is_on:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -55,6 +55,13 @@ class Outputs:
         if count == len(self.logits):
             return self
         return Outputs(self.logits[:count], self.best, self.last[:count], self.pending_index[:count])
+
+
+@runtime_checkable
+class _Closes(Protocol):
+    """Operations with something that goes on beside the steps, which is to end with the process."""
+
+    def close(self) -> None: ...
 
 
 class Forward:
@@ -110,6 +117,11 @@ class Forward:
         best = self._greedy(logits)
         self.redraw(numbers.pending_index, best.tokens)
         return Outputs(logits, best, token_ids[numbers.sample_index], numbers.pending_index)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if isinstance(self.decoder.ops, _Closes):
+            self.decoder.ops.close()
 
     def redraw(self, pending_index: torch.Tensor, tokens: torch.Tensor) -> None:
         """These were sampled, whatever was most likely."""

@@ -10,10 +10,11 @@ was captured for them; does not know what a capture is, which is the device's.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -45,6 +46,9 @@ MAX_BYTES = 2**30
 
 Progress = Callable[[int, int], None]
 
+Rehearse = Callable[[Sequence[Callable[[], object]], int], bool]
+"""Have what these steps run compiled ahead, where the first so many lack something; whether anything was."""
+
 _NO_ROWS = AttentionRows(np.zeros(1, np.int32), np.zeros(0, np.int32), np.zeros((0, 1), np.int32))
 _log = logging.getLogger(__name__)
 
@@ -75,6 +79,17 @@ class GraphLimits:
     max_adapter_rank: int | None = None
     has_second_scales: bool = False
     num_groups: int = 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Prepared:
+    """A bucket's plans, on padding, and what runs a step of it."""
+
+    attention: FixedAttention
+    lora: FixedLora | None
+    cells: torch.Tensor
+    pending_index: torch.Tensor
+    run: Callable[[], Tensors]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -136,17 +151,7 @@ class StepGraphs:
         Stops with one warning where the device refuses or its memory is short: other steps run eagerly.
         """
         began = time.perf_counter()
-        ranks = [0, *(rank for rank in self._ranks if rank <= COMMON_RANK)]
-        decoding = [(size, size) for size in self._sizes]
-        kinds = [(rank, 1) for rank in ranks]
-        if self._limits.has_second_scales:
-            kinds += [(rank, 2) for rank in ranks if rank]
-        wanted = {
-            Bucket(*size, *kind)
-            for kind in kinds
-            for size in [*decoding, *map(self._mixed_size, self._mixed)]
-        }
-        buckets = sorted(wanted, key=dataclasses.astuple, reverse=True)
+        buckets = self._ahead_of_time()
         gc.collect()  # what is garbage now would be freed in the middle of a capture
         for done, bucket in enumerate(buckets):
             if progress is not None:
@@ -163,10 +168,36 @@ class StepGraphs:
             len(buckets),
             self._sizes[-1],
             max(self._mixed, default=0),
-            ", ".join(str(rank) for rank in ranks),
+            ", ".join(str(rank) for rank in self._common_ranks),
             time.perf_counter() - began,
             self._device.captured_bytes() / 2**20,
         )
+
+    def rehearsals(self, forward: Forward) -> tuple[list[Callable[[], object]], int]:
+        """The steps that ``capture_all`` captures, on padding, by a forward pass of fewer layers; the first so
+        many, one for each rank, tell whether kernels have been compiled."""
+        buckets = self._ahead_of_time()
+        firsts = {(bucket.max_rank, bucket.num_scales): bucket for bucket in reversed(buckets)}
+        ordered = [*firsts.values(), *(bucket for bucket in buckets if bucket not in firsts.values())]
+
+        def rehearse(bucket: Bucket) -> None:
+            with torch.inference_mode():
+                self._prepared(bucket, forward).run()
+
+        return [functools.partial(rehearse, bucket) for bucket in ordered], len(firsts)
+
+    @property
+    def _common_ranks(self) -> list[int]:
+        return [0, *(rank for rank in self._ranks if rank <= COMMON_RANK)]
+
+    def _ahead_of_time(self) -> list[Bucket]:
+        """What is captured at the start, the largest first."""
+        kinds = [(rank, 1) for rank in self._common_ranks]
+        if self._limits.has_second_scales:
+            kinds += [(rank, 2) for rank in self._common_ranks if rank]
+        sizes = [*((size, size) for size in self._sizes), *map(self._mixed_size, self._mixed)]
+        wanted = {Bucket(*size, *kind) for kind in kinds for size in sizes}
+        return sorted(wanted, key=dataclasses.astuple, reverse=True)
 
     @property
     def num_captured(self) -> int:
@@ -286,6 +317,16 @@ class StepGraphs:
         _log.warning("steps other than the %d captured ones run eagerly: %s", len(self._captured), why)
 
     def _capture(self, bucket: Bucket) -> _Captured:
+        prepared = self._prepared(bucket, self._forward)
+        replay = self._device.capture(prepared.run)
+
+        def outputs() -> Outputs:
+            logits, best, last = replay()
+            return Outputs(logits, Best.within(best), last, prepared.pending_index)
+
+        return _Captured(prepared.attention, prepared.lora, prepared.cells, outputs)
+
+    def _prepared(self, bucket: Bucket, forward: Forward) -> _Prepared:
         ops, device, geometry = self._forward.decoder.ops, self._device.torch_device, self._geometry
         tokens, rows = bucket.num_tokens, bucket.num_rows
         attention = self._attention.get((tokens, rows))
@@ -303,7 +344,7 @@ class StepGraphs:
 
         def run() -> Tensors:
             plan = None if lora is None else lora.plan
-            found = self._forward.compute(numbers, attention.plan, plan, before_layer=before_layer)
+            found = forward.compute(numbers, attention.plan, plan, before_layer=before_layer)
             return found.logits, found.best.packed, found.last
 
         # Captured on nothing but padding: the capture runs too, and must leave no trace.
@@ -311,10 +352,4 @@ class StepGraphs:
         if lora is not None:
             lora.fill(None, tokens)
         self._send(None, bucket)
-        replay = self._device.capture(run)
-
-        def outputs() -> Outputs:
-            logits, best, last = replay()
-            return Outputs(logits, Best.within(best), last, numbers.pending_index)
-
-        return _Captured(attention, lora, cells, outputs)
+        return _Prepared(attention, lora, cells, numbers.pending_index, run)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 
 from manylora.config import PolicyConfig
 from manylora.executor.direct import DirectExecutor
+from manylora.executor.graphs import Rehearse
 from manylora.executor.worker import Worker
-from manylora.protocol import RunStep, SequenceStart, StepRow
+from manylora.protocol import RunStep, SequenceStart, StepDone, StepRow
 from manylora.types import BASE, AdapterId, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -31,7 +33,12 @@ _SAMPLED = SamplingParams(
 )
 
 
-def warm_up(worker: Worker, limits: PolicyConfig, max_adapter_rank: int | None = None) -> list[int]:
+def warm_up(
+    worker: Worker,
+    limits: PolicyConfig,
+    max_adapter_rank: int | None = None,
+    rehearse: Rehearse | None = None,
+) -> list[int]:
     """Run eager steps, one as large as a step can be; returns their tokens. Of the base model and, since LoRA's
     kernels have variants by the size of a step and the rank, with adapters.
 
@@ -53,16 +60,25 @@ def warm_up(worker: Worker, limits: PolicyConfig, max_adapter_rank: int | None =
         sizes |= {min(_LONGER, most)}
     for adapter, beside in zip(pretended, reversed(pretended)):
         steps += [(size, _GREEDY, adapter, beside) for size in sorted(sizes)]
+
+    def run(size: int, params: SamplingParams, adapter: AdapterId, beside: AdapterId) -> StepDone:
+        lengths = _lengths(size, longest, limits.max_num_seqs)
+        starts = _prompts(lengths, limits.page_tokens, params, adapter, beside)
+        rows = tuple(StepRow(start.sequence, 0, len(start.tokens), 1) for start in starts)
+        done = direct.run_step(RunStep(0, starts, rows)).done
+        for start in starts:
+            direct.end_sequence(start.sequence)
+        return done
+
     try:
-        for size, params, adapter, beside in steps:
-            lengths = _lengths(size, longest, limits.max_num_seqs)
-            starts = _prompts(lengths, limits.page_tokens, params, adapter, beside)
-            rows = tuple(StepRow(start.sequence, 0, len(start.tokens), 1) for start in starts)
-            done = direct.run_step(RunStep(0, starts, rows)).done
-            for start in starts:
-                direct.end_sequence(start.sequence)
+        if rehearse is not None:
+            # What a rehearsal computes is no probability that anything could be drawn by.
+            greedy = [functools.partial(run, *step) for step in reversed(steps) if step[1] is _GREEDY]
+            rehearse(greedy, 1)
+        for step in steps:
+            done = run(*step)
             if not done.ok:
-                _log.warning("a step of %d tokens failed before serving began: %s", size, done.error)
+                _log.warning("a step of %d tokens failed before serving began: %s", step[0], done.error)
                 return sorted(sizes)
     finally:
         for adapter in _PRETENDED:

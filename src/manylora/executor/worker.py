@@ -27,7 +27,7 @@ from manylora.devices.preparation import PREPARATION
 from manylora.executor.cold_rows import ColdStep
 from manylora.executor.coming import Coming
 from manylora.executor.forward import EagerSteps, Forward, Outputs
-from manylora.executor.graphs import GraphLimits, Progress, StepGraphs
+from manylora.executor.graphs import GraphLimits, Progress, Rehearse, StepGraphs
 from manylora.executor.inputs import InputBuilder, StepInputs
 from manylora.executor.inspections import Inspections
 from manylora.executor.merging import MergedWeights
@@ -204,7 +204,13 @@ class Worker:
         them."""
         self._workers = workers
 
-    def use_graphs(self, limits: GraphLimits, scratch_page: int, progress: Progress | None = None) -> None:
+    def use_graphs(
+        self,
+        limits: GraphLimits,
+        scratch_page: int,
+        progress: Progress | None = None,
+        rehearse: Rehearse | None = None,
+    ) -> None:
         """Run decoding steps at fixed sizes from now on, captured where the device can; before the first step.
 
         ``scratch_page``: a page of the device's pool that holds no data. Where this cannot be, it only logs.
@@ -225,6 +231,9 @@ class Worker:
             # and for as much again where they are entered beside a merged adapter.
             num_cells = self._arena.num_pages * self._geometry.cells_per_page
             self._tables.reserve(min(num_cells * (1 + limits.has_second_scales), _MOST_CELLS))
+            if rehearse is not None:
+                decoder = self._forward.decoder.rehearsal()
+                rehearse(*graphs.rehearsals(Forward(decoder, self._arena, self._geometry, self._device)))
             graphs.capture_all(progress)
         self._graphs = graphs
 
@@ -460,6 +469,7 @@ class Worker:
             return
         self._reader.close()
         self._registry.close()
+        self._forward.close()
         if self._workers is not None:
             self._workers.close()
         if not frees:

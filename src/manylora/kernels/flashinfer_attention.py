@@ -1,17 +1,22 @@
 """Attention of long prompts by FlashInfer (Ye et al. 2025), where it is installed and was measured to be faster.
 
-Owns: when it serves (see ``serving_prompts``), the planning of a step, and FlashInfer's compilation, which happens
-when the engine starts and never in a request. Rows of one query, short prompts, windows, float32 and captured
+Owns: when it serves (see ``serving_prompts``), the planning of a step, and FlashInfer's compilation, which goes on
+beside the requests, on a thread of its own. Rows of one query, short prompts, windows, float32 and captured
 steps are our kernels'. Nothing else in manylora knows FlashInfer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
 import logging
+import os
+import signal
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,30 +55,69 @@ class AttentionShape:
         return float(self.head_dim**-0.5)
 
 
-def serving_prompts(shape: AttentionShape, device: torch.device) -> PromptAttention | None:
-    """FlashInfer for prompts of this shape, compiled and tried out; None where our kernel serves them.
+def serving_prompts(shape: AttentionShape, device: torch.device, wait_s: float = 0.0) -> ComingPrompts | None:
+    """FlashInfer for prompts of this shape; None where our kernel serves them, for good.
 
-    Says which in one line of the log. Takes a minute or more where FlashInfer's cache is cold.
+    Says which in one line of the log, perhaps later: compiling and trying out FlashInfer takes seconds where its
+    cache is warm, less than a start, and else a minute or more. Our kernel serves until then. ``wait_s``: to be
+    spent on that now, at most.
     """
     why_not = _why_not(shape)
     if why_not is not None:
         _log.info("attention of prompts: our kernel, for %s", why_not)
         return None
-    try:
-        backend, began = _backend(device), time.perf_counter()
-        _log.info("preparing FlashInfer (%s): a minute or more, if its cache is empty", backend)
-        prompts = PromptAttention(shape, device, backend)
-        prompts.try_out()
-    except Exception as error:  # its own errors, the compiler's, a broken installation's
-        _log.warning("attention of prompts: our kernel, for FlashInfer fails: %s", _first_line(error))
-        return None
-    _log.info(
-        "attention of prompts of %d tokens or more on average: FlashInfer (%s, ready in %.1f s)",
-        LEAST_MEAN_QUERIES,
-        backend,
-        time.perf_counter() - began,
-    )
-    return prompts
+    coming = ComingPrompts(shape, device)
+    coming.wait(wait_s)
+    return None if coming.has_failed else coming
+
+
+class ComingPrompts:
+    """FlashInfer from when it is ready on, which a thread of its own brings about; our kernel until then."""
+
+    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
+        self.has_failed = self._is_closed = False
+        self._prompts: PromptAttention | None = None
+        self._thread = threading.Thread(
+            target=self._prepare, args=(shape, device), name="manylora-flashinfer", daemon=True
+        )
+        self._thread.start()
+
+    def plan(self, rows: AttentionRows, page: PageShape) -> PlannedPrompts | None:
+        """The plan for the step's rows of several queries; None where our kernel is to serve them."""
+        prompts = self._prompts
+        return None if prompts is None else prompts.plan(rows, page)
+
+    def wait(self, wait_s: float | None = None) -> None:
+        """Return when it is ready or has failed, or after so many seconds."""
+        self._thread.join(wait_s)
+
+    def close(self) -> None:
+        """End the compiler, if it is still at work: it would go on after this process."""
+        self._is_closed = True
+        if self._thread.is_alive():
+            for child in _children():
+                with contextlib.suppress(OSError):
+                    if Path(f"/proc/{child}/comm").read_text().strip() == "ninja":
+                        os.kill(child, signal.SIGTERM)
+
+    def _prepare(self, shape: AttentionShape, device: torch.device) -> None:
+        try:
+            backend, began = _backend(device), time.perf_counter()
+            prompts = PromptAttention(shape, device, backend)
+            prompts.try_out()
+        except Exception as error:  # its own errors, the compiler's, a broken installation's
+            self.has_failed = True
+            if self._is_closed:
+                return
+            _log.warning("attention of prompts: our kernel, for FlashInfer fails: %s", _first_line(error))
+            return
+        self._prompts = prompts
+        _log.info(
+            "attention of prompts of %d tokens or more on average: FlashInfer (%s, ready in %.1f s)",
+            LEAST_MEAN_QUERIES,
+            backend,
+            time.perf_counter() - began,
+        )
 
 
 def _first_line(error: Exception) -> str:
@@ -209,6 +253,15 @@ class PromptAttention:
         planned.run(q, pool, 0, out)
         if not bool(((out - 1).abs() < 1e-2).all()):
             raise RuntimeError("a mean of ones is not one")
+
+
+def _children() -> list[int]:
+    """Processes that any thread of this one has started."""
+    found: list[int] = []
+    for listed in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, listed.read_text().split())
+    return found
 
 
 def _int32(array: np.ndarray) -> torch.Tensor:

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from manylora.kernels.flashinfer_attention import AttentionShape, serving_prompts
 from manylora.kernels.ops import Ops
+
+
+@contextlib.contextmanager
+def compiling_ahead(
+    device: torch.device,
+) -> Iterator[Callable[[Sequence[Callable[[], object]], int], bool] | None]:
+    """Where kernels are compiled when they are first launched: what compiles those of a start's steps ahead, side
+    by side (``CompileAhead.rehearse``). Its processes end with the context."""
+    if device.type != "cuda":
+        yield None
+        return
+    from manylora.kernels.triton.ahead import CompileAhead
+
+    ahead = CompileAhead()
+    try:
+        yield ahead.rehearse
+    finally:
+        ahead.close()
 
 
 def ops_for(device: torch.device, *, compiled: bool = False, attention: AttentionShape | None = None) -> Ops:

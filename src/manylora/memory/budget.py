@@ -9,6 +9,7 @@ from typing import Literal
 
 from manylora.config import ConfigError
 from manylora.devices.device import Device
+from manylora.memory.shares import cpu_pool_bytes, host_pool_bytes
 
 SMALLEST_POOL_PAGES = 4
 """Room for a small adapter and a few tokens: with less nothing useful runs."""
@@ -18,10 +19,7 @@ PRISTINE_SHARE = 0.15
 otherwise."""
 
 _COPY = "a copy of the base's weights"
-_CPU_SHARE, _CPU_LARGEST_BYTES = 0.25, 4 * 2**30
 _CUDA_SHARE = 0.90
-_HOST_SHARE = {"cpu": 0.25, "cuda": 0.5}
-_HOST_LARGEST_BYTES = {"cpu": 4 * 2**30, "cuda": 64 * 2**30}
 
 
 def pool_bytes(device: Device, asked: int | None, activation_bytes: int, pristine_bytes: int = 0) -> int:
@@ -40,7 +38,7 @@ def pool_bytes(device: Device, asked: int | None, activation_bytes: int, pristin
             )
         return asked
     if device.torch_device.type == "cpu":
-        return min(_CPU_LARGEST_BYTES, int(free * _CPU_SHARE))
+        return cpu_pool_bytes(free)
     return max(0, int(free * _CUDA_SHARE) - activation_bytes - pristine_bytes)
 
 
@@ -88,7 +86,7 @@ def host_pool_pages(
     if pristine_bytes > free:
         raise ConfigError(f"{_COPY} of {in_mib(pristine_bytes)} does not fit: {in_mib(free)} are free")
     if asked is None:
-        default = min(_HOST_LARGEST_BYTES[kind], int(free * _HOST_SHARE[kind]))
+        default = host_pool_bytes(free, kind)
         return max(0, default - (pristine_bytes if kind == "cuda" else 0)) // page_bytes
     free -= pristine_bytes
     if asked > free:

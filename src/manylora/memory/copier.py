@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 
 from manylora.devices.device import CopyLane, Device
@@ -53,6 +54,23 @@ class _Lane:
             self.copies.copy(to[first : first + size], of[first : first + size])
             self.copies.landing()
             pace.moved(of[first : first + size].nbytes)
+
+    def copy_pieces(
+        self,
+        target: torch.Tensor,
+        at: np.ndarray,
+        source: torch.Tensor,
+        of: np.ndarray,
+        num_bytes: int,
+        *,
+        at_once: bool,
+    ) -> None:
+        """``copy`` of many pieces (``CopyLane.copy_pieces``, where they may be copied ``at_once``)."""
+        if at_once and self.pace is None:
+            self.copies.copy_pieces(target, at, source, of, num_bytes)
+            return
+        for to, begin in zip(at.tolist(), of.tolist(), strict=True):
+            self.copy(target[to : to + num_bytes], source[begin : begin + num_bytes])
 
     def close(self) -> None:
         if self.pace is not None:
@@ -157,11 +175,17 @@ class Copier:
 
     def _land_groups(self, lane: _Lane, command: SwapPages, gate: CopyGate) -> str:
         """The same for a copy that steps may await: group by group of layers, each of which opens the gate."""
+        sources, targets = np.array(command.pairs, dtype=np.int64).reshape(-1, 2).T
+        _check(sources, self._host.num_pages)
+        _check(targets, self._arena.num_pages)
+        host, arena = self._host.run(0, self._host.num_pages), self._arena.run(0, self._arena.num_pages)
+        is_pinned = bool(sources.max(initial=0) < self._host.pages_pinned)
+        page_bytes, slab_bytes = self._host.shape.page_bytes, self._host.shape.slab_bytes
         for first, end in gate.groups:
-            for source, destination in command.pairs:
-                if self._closing:
-                    return _CLOSING
-                lane.copy(self._arena.page(destination)[first:end], self._host.page(source)[first:end])
+            if self._closing:
+                return _CLOSING
+            at, of = targets * page_bytes + first * slab_bytes, sources * page_bytes + first * slab_bytes
+            lane.copy_pieces(arena, at, host, of, (end - first) * slab_bytes, at_once=is_pinned)
             gate.open(lane.copies.landing())
             if self._words is not None:
                 self._words.mark(lane.copies, gate.number, (first, end))
@@ -243,6 +267,12 @@ def merged(
                 continue
         runs.append((source, destination, 1))
     return runs
+
+
+def _check(pages: np.ndarray, num_pages: int) -> None:
+    """Raises IndexError where there is no such page."""
+    if len(pages) and not 0 <= pages.min() <= pages.max() < num_pages:
+        raise IndexError(f"page {pages.max()} is not one of {num_pages}")
 
 
 def one_line(error: Exception) -> str:

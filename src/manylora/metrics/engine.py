@@ -354,6 +354,11 @@ def _merging(stats: EngineStats, base: str) -> Iterator[Metric]:
         "What the copy of the base's own weights takes.",
         value=stats.pristine_bytes,
     )
+    yield GaugeMetricFamily(
+        "manylora:longest_pause_seconds",
+        "The longest time that a sequence held pages and could not run, for merging.",
+        value=stats.longest_pause_s,
+    )
     for name, value, text in (
         ("alpha", stats.merge_alpha, "An adapter with more than this share of a batch's requests is merged."),
         ("beta", stats.merge_beta, "One with less is unmerged."),

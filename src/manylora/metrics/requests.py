@@ -10,6 +10,7 @@ import contextlib
 import time
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.registry import Collector
 
 from manylora.engine.client import EngineStats
 from manylora.metrics.engine import EngineCollector
@@ -41,11 +42,12 @@ cached KV, and the rest."""
 class Metrics:
     """The metrics of one server, or of one engine in process. ``base`` is the base model's id."""
 
-    def __init__(self, base: str, info: EngineInfo) -> None:
+    def __init__(self, base: str, info: EngineInfo, engines: Collector | None = None) -> None:
+        """``engines``: what tells of engines, where there is more than one, or none in reach."""
         self._base = base
         self._registry = CollectorRegistry()
         self._engine = EngineCollector(base, info)
-        self._registry.register(self._engine)
+        self._registry.register(engines or self._engine)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             labelled = Histogram(name, text, ["model_name"], buckets=buckets, registry=self._registry)
@@ -151,6 +153,10 @@ class Metrics:
     def render(self, stats: EngineStats | None) -> bytes:
         """The page to scrape. ``stats`` None: the engine does not answer, its last snapshot is shown."""
         self._engine.update(stats)
+        return self.page()
+
+    def page(self) -> bytes:
+        """The page to scrape, as things are."""
         return generate_latest(self._registry)
 
     def figures(self, stats: EngineStats | None) -> dict[str, float]:

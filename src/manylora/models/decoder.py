@@ -66,6 +66,14 @@ class Decoder:
         """Those that adapters may be on, layer by layer."""
         return tuple(linear for layer in self.layers for linear in layer.linears)
 
+    def rehearsal(self) -> Decoder:
+        """Some of its layers, between which kernels see every difference that there is: first ones, one whose
+        number is a multiple of 16, the last, and one with each window."""
+        windows = {spec.attention.window: number for number, spec in enumerate(self.config.layers)}
+        last = len(self.layers) - 1
+        chosen = sorted({number for number in (0, 1, 2, 16, last) if number <= last} | set(windows.values()))
+        return dataclasses.replace(self, layers=tuple(self.layers[number] for number in chosen))
+
     def page_shape(self, page_tokens: int, itemsize: int) -> PageShape:
         """One page of this model's KV; ``itemsize`` is the pool dtype's, in bytes."""
         return self.config.page_shape(page_tokens, itemsize)

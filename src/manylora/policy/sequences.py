@@ -433,4 +433,5 @@ def _start_of(sequence: Sequence) -> SequenceStart:
         pages=tuple(sequence.pages),
         params=request.params,
         stop_ids=request.stop_ids,
+        request=request.id,
     )

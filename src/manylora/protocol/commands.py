@@ -35,7 +35,8 @@ class SequenceStart:
     """All an executor must know to run a sequence: on admission, on resumption after preemption, as a fork.
 
     ``tokens`` = prompt + tokens generated so far; ``pages[i]`` holds positions
-    ``[i * page_tokens, (i+1) * page_tokens)``. The first ``num_computed`` positions are in the pages.
+    ``[i * page_tokens, (i+1) * page_tokens)``. The first ``num_computed`` positions are in the pages. ``request``:
+    for people to read, should the step be the executor's last.
     """
 
     sequence: SequenceId
@@ -47,6 +48,7 @@ class SequenceStart:
     pages: tuple[PageId, ...]
     params: SamplingParams
     stop_ids: tuple[int, ...]
+    request: RequestId = ""
 
 
 class StepRow(NamedTuple):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+import functools
+from collections.abc import Awaitable, Callable
+
+from fastapi import APIRouter, FastAPI
 
 from manylora.engine.client import EngineClient
 from manylora.engine.scopes import CacheScopes
@@ -15,10 +18,23 @@ from manylora.server.settings import ServerSettings
 from manylora.text.tokenizer import Tokenizer
 
 
-def create_app(client: EngineClient, tokenizer: Tokenizer | None, settings: ServerSettings) -> FastAPI:
-    """The ASGI app, for ``lifecycle.serve`` to run. Without a tokenizer prompts of token ids still work."""
+def create_app(
+    client: EngineClient,
+    tokenizer: Tokenizer | None,
+    settings: ServerSettings,
+    *,
+    metrics: Metrics | None = None,
+    page: Callable[[], Awaitable[bytes]] | None = None,
+    routes: APIRouter | None = None,
+) -> FastAPI:
+    """The ASGI app, for ``lifecycle.serve`` to run. Without a tokenizer prompts of token ids still work.
+
+    ``metrics``, ``page``: what is counted and what /metrics shows, where that is not one engine's; ``routes``:
+    others beside those of a server.
+    """
     lifecycle = Lifecycle()
-    metrics = Metrics(settings.served_model_name, client.info)
+    if metrics is None:
+        metrics = Metrics(settings.served_model_name, client.info)
 
     app = FastAPI(
         title="manylora",
@@ -37,7 +53,10 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, settings: Serv
     app.include_router(chat.routes(service, served))
     app.include_router(models.routes(served))
     app.include_router(adapters.routes(client, settings, served, lifecycle, metrics))
-    app.include_router(probes.routes(client, lifecycle, metrics, settings.version))
+    show = page or functools.partial(probes.engine_page, client, metrics)
+    app.include_router(probes.routes(lifecycle, show, settings.version))
+    if routes is not None:
+        app.include_router(routes)
     docs.install(app)
 
     # The last one added is the outermost.

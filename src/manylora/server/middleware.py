@@ -105,7 +105,8 @@ class Gate:
 
 
 class ApiKeys:
-    """Asks for one of the keys on /v1/*, and on /metrics, which names every adapter, unless ``metrics_open``.
+    """Asks for one of the keys on /v1/* and /cluster, and on /metrics, which names every adapter, unless
+    ``metrics_open``.
 
     Leaves the digest of the one that was sent as ``state["api_key"]``, and its place among the keys as
     ``state["api_key_place"]``.
@@ -128,7 +129,7 @@ class ApiKeys:
     def _is_guarded(self, path: str) -> bool:
         if path == "/metrics" and not self._metrics_open:
             return bool(self._digests)
-        return bool(self._digests) and (path == "/v1" or path.startswith("/v1/"))
+        return bool(self._digests) and (path in ("/v1", "/cluster") or path.startswith("/v1/"))
 
     def _is_allowed(self, scope: Scope) -> bool:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")

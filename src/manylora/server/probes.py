@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
@@ -16,7 +18,16 @@ from manylora.server.lifecycle import Lifecycle
 _STATS_TIMEOUT_S = 2.0
 
 
-def routes(client: EngineClient, lifecycle: Lifecycle, metrics: Metrics, version: str) -> APIRouter:
+async def engine_page(client: EngineClient, metrics: Metrics) -> bytes:
+    """The page to scrape of one engine."""
+    snapshot: EngineStats | None = None
+    with contextlib.suppress(EngineDead, EngineBusy, EngineSilent, TimeoutError):
+        snapshot = await asyncio.wait_for(client.stats(), _STATS_TIMEOUT_S)
+    # With thousands of adapters the page takes milliseconds to write.
+    return await asyncio.to_thread(metrics.render, snapshot)
+
+
+def routes(lifecycle: Lifecycle, page: Callable[[], Awaitable[bytes]], version: str) -> APIRouter:
     """/health, /ping, /version and /metrics: answered to the end."""
     router = APIRouter(tags=["probes"])
 
@@ -31,17 +42,8 @@ def routes(client: EngineClient, lifecycle: Lifecycle, metrics: Metrics, version
     async def show_version() -> JSONResponse:
         return JSONResponse({"version": version})
 
-    async def stats() -> EngineStats | None:
-        try:
-            return await asyncio.wait_for(client.stats(), _STATS_TIMEOUT_S)
-        except (EngineDead, EngineBusy, EngineSilent, TimeoutError):
-            return None
-
     @router.get("/metrics", summary="Prometheus metrics")
     async def show_metrics() -> Response:
-        snapshot = await stats()
-        # With thousands of adapters the page takes milliseconds to write.
-        page = await asyncio.to_thread(metrics.render, snapshot)
-        return Response(page, media_type=CONTENT_TYPE_LATEST)
+        return Response(await page(), media_type=CONTENT_TYPE_LATEST)
 
     return router

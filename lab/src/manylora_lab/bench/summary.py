@@ -106,12 +106,14 @@ def summarize(
 
 
 _STEPS, _SWITCHES = "manylora:steps_total", "manylora:merge_switches_total"
+_LONGEST = ("longest_pause_s", "manylora:longest_pause_seconds")
+"""Not sums but the largest so far."""
 
 
 def merging(grown: Mapping[str, float]) -> dict[str, float] | None:
     """What the engine merged, from how its numbers grew: of its stats, or as a server's /metrics has them; None
-    where nothing was merged. Steps by mode are shares of all; the longest pause only an engine in this process
-    tells."""
+    where nothing was merged. Steps by mode are shares of all; the longest pause is not known where one before was
+    longer."""
 
     def of(field: str, metric: str, *labels: str) -> float:
         names = [name for name in grown if name.startswith(metric) and all(label in name for label in labels)]
@@ -122,13 +124,14 @@ def merging(grown: Mapping[str, float]) -> dict[str, float] | None:
     switches = {to: of(f"switches_{to}", _SWITCHES, f'to="{to}"') for to in ("merged", "base")}
     if not total or not any((*modes.values(), *switches.values())):
         return None
+    longest_s = next((grown[name] for name in _LONGEST if name in grown), None)
     return {
         "steps_unmerged": 1 - sum(modes.values()) / total,
         **{f"steps_{mode}": count / total for mode, count in modes.items()},
         **{f"switches_{to}": count for to, count in switches.items()},
         "switch_s": of("merge_switch_s", "manylora:merge_switch_seconds_total"),
         "paused_s": of("paused_s", "manylora:paused_seconds_total"),
-        **({"longest_pause_s": grown["longest_pause_s"]} if "longest_pause_s" in grown else {}),
+        **({} if longest_s is None else {"longest_pause_s": longest_s}),
     }
 
 
@@ -202,9 +205,9 @@ def warnings(summary: Summary) -> list[str]:
 
 
 def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """How each number grew; those that did not are left out."""
+    """How each number grew; those that did not are left out. Of what is the largest so far, what it has become."""
     grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
-    return {name: value for name, value in grown.items() if value}
+    return {name: after[name] if name in _LONGEST else value for name, value in grown.items() if value}
 
 
 def spread_ms(seconds: Sequence[float]) -> dict[str, float] | None:

@@ -37,11 +37,13 @@ from manylora_lab.benchmarks.copy_runs import landed
 from manylora_lab.benchmarks.engine_rig import EngineRig
 from manylora_lab.benchmarks.offline_runs import failed
 from manylora_lab.benchmarks.run_report import Row, RunReport, run_parser
-from manylora_lab.benchmarks.store_reads import drop, fetch
+from manylora_lab.benchmarks.store_reads import drop, fetch, read_raw
 
 PROMPT = 64
 ROUNDS, TOY_ROUNDS = 4, 1
 WARM_ROUNDS = 4
+PAUSE_S = 0.06
+"""Between requests: what idle lanes bring back has landed by then, also at the largest rank."""
 MIXED_TOKENS = (64, 96, 128)
 """Of the captured steps: a prompt, and one beside 32 decoding rows."""
 DECODING = 32
@@ -98,9 +100,9 @@ async def _first_tokens(
         if answer.error is not None or answer.first_s is None:
             raise RuntimeError(answer.error)
         taken.setdefault(kind, []).append(1e3 * (answer.first_s - began_s))
-        for what, moment_s in rig.noted.moments:
+        for what, moment_s in dict(reversed(rig.noted.moments)).items():  # of each the first
             parts.setdefault(kind, {}).setdefault(what, []).append(1e3 * (moment_s - began_s))
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(PAUSE_S)
 
     async def ask_each(kind: str) -> None:
         for name in names:
@@ -127,6 +129,9 @@ async def _first_tokens(
             await ask(name, "store, disk" if stays < 0.01 else "store, disk (page cache kept it)")
         await target.close()
         for path in packed:
+            if drop(path) < 0.01:
+                taken.setdefault("its bytes alone, disk", []).append(1e3 * read_raw(path))
+                parts.setdefault("its bytes alone, disk", {})
             fetch(path)
     for kind, each in taken.items():
         report.note(

@@ -61,6 +61,28 @@ def _resident(file: int) -> float:
     return 1.0 if held is None else float(held.mean())
 
 
+def read_raw(path: Path) -> float:
+    """Seconds in which the file's bytes come from the disk; NaN where there are no direct reads."""
+    size = path.stat().st_size // _BLOCK_BYTES * _BLOCK_BYTES
+    target = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+    target[:] = 0
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        return float("nan")
+
+    def read(begin: int) -> None:
+        os.preadv(file, [target[begin : begin + _BLOCK_BYTES].data], begin)
+
+    try:
+        with ThreadPoolExecutor(_RAW_THREADS) as threads:
+            began_s = time.perf_counter()
+            list(threads.map(read, range(0, size, _BLOCK_BYTES)))
+            return time.perf_counter() - began_s
+    finally:
+        os.close(file)
+
+
 class StoreRig:
     """Two readers, with a store and without, on pools that hold one adapter of ``num_pages``."""
 
@@ -106,27 +128,6 @@ class StoreRig:
             raise RuntimeError(answers[0].error)
         return seconds
 
-    def read_raw(self, path: Path) -> float:
-        """Seconds in which the file's bytes come from the disk; NaN where there are no direct reads."""
-        size = path.stat().st_size // _BLOCK_BYTES * _BLOCK_BYTES
-        target = np.frombuffer(mmap.mmap(-1, size), np.uint8)
-        target[:] = 0
-        try:
-            file = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        except OSError:
-            return float("nan")
-
-        def read(begin: int) -> None:
-            os.preadv(file, [target[begin : begin + _BLOCK_BYTES].data], begin)
-
-        try:
-            with ThreadPoolExecutor(_RAW_THREADS) as threads:
-                began_s = time.perf_counter()
-                list(threads.map(read, range(0, size, _BLOCK_BYTES)))
-                return time.perf_counter() - began_s
-        finally:
-            os.close(file)
-
     @property
     def hits(self) -> int:
         return self._store.counts().hits
@@ -148,7 +149,7 @@ def measure(rig: StoreRig, spec: AdapterSpec, repeats: int) -> dict[str, Any]:
             for prepare, place in ((fetch, "page cache"), (drop, "disk")):
                 prepared = partial(_prepared, prepare, sources[kept], partial(rig.read, kept, tier, spec))
                 kinds[f"{name}, {place}, {tier}"] = prepared
-    kinds["raw, disk"] = partial(_prepared, drop, packed, partial(rig.read_raw, packed))
+    kinds["raw, disk"] = partial(_prepared, drop, packed, partial(read_raw, packed))
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     hits = rig.hits
     for turn in range(repeats + 1):

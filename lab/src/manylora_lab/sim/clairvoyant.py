@@ -117,9 +117,7 @@ class Clairvoyant:
         return {*shape.rows, BASE} if len(shape.rows) == 1 else {BASE}
 
     def _cost_s(self, shape: StepShape, merged: AdapterId) -> float:
-        if merged == BASE:
-            return self._times.adapter_s(shape.num_tokens - shape.tokens[BASE])
-        return self._times.correction_s(shape.num_tokens - shape.tokens[merged])
+        return self._times.added_s(shape.tokens, merged)
 
     def hindsight(self) -> Hindsight:
         """Of all steps so far."""

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from manylora.kernels.flashinfer_attention import PromptAttention
+from manylora.kernels.flashinfer_attention import ComingPrompts, PromptAttention
 from manylora.kernels.ops import AttentionRows
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.attention import attend_kernel
@@ -46,7 +46,7 @@ class PagedAttention:
         self,
         programs: int,
         decoding: DecodeTable | None = None,
-        prompts: PromptAttention | None = None,
+        prompts: ComingPrompts | PromptAttention | None = None,
         dependent: bool = False,
     ) -> None:
         self._programs = programs
@@ -54,6 +54,11 @@ class PagedAttention:
         self._prompts = prompts
         self._launching = launch_options(dependent)
         self._counters = LaunchCounters()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if isinstance(self._prompts, ComingPrompts):
+            self._prompts.close()
 
     def plan(self, rows: AttentionRows, page: PageShape, device: torch.device) -> TritonAttentionPlan:
         plan = attention_plan(rows, page, device, self._programs, self._decoding)

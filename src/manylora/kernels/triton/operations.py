@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 import triton
 
-from manylora.kernels.flashinfer_attention import PromptAttention
+from manylora.kernels.flashinfer_attention import ComingPrompts, PromptAttention
 from manylora.kernels.ops import (
     AttentionRows,
     HeadNorm,
@@ -52,7 +52,7 @@ class TritonOps:
         programs: int = BUSY_PROGRAMS,
         products: Products | None = None,
         decoding: DecodeTable | None = None,
-        prompts: PromptAttention | None = None,
+        prompts: ComingPrompts | PromptAttention | None = None,
         dependent: bool = False,
         lora: LoraKernels | None = None,
     ) -> None:
@@ -68,6 +68,10 @@ class TritonOps:
         self._products = products or Products({}, 1)
         self._lora = lora
         self._linears: AdaptedLinears | None = None
+
+    def close(self) -> None:
+        """End what compiles beside the steps. Idempotent; with no step in flight."""
+        self._attention.close()
 
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         return self._products(x, weight, bias)

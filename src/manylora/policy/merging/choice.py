@@ -106,10 +106,6 @@ class StepShape(NamedTuple):
         adapters = self.tokens.keys() - {BASE}
         return max(adapters, key=lambda adapter: (self.tokens[adapter], -adapter), default=BASE)
 
-    def beside(self, adapter: AdapterId) -> tuple[int, int]:
-        """Rows and tokens of all others."""
-        return self.num_rows - self.rows[adapter], self.num_tokens - self.tokens[adapter]
-
 
 def shape_of(merged: AdapterId, rows: list[Scheduled]) -> StepShape:
     """Of a step that is about to start."""

@@ -138,10 +138,7 @@ class RegretMerging:
 
     def _cost_s(self, shape: StepShape, merged: AdapterId) -> float:
         """What a step takes on these weights beyond one of the base alone."""
-        num_tokens = shape.beside(merged)[1]
-        if merged == BASE:
-            return self._times.adapter_s(num_tokens)
-        return self._times.correction_s(num_tokens)
+        return self._times.added_s(shape.tokens, merged)
 
     def step_ended(self, seconds: float) -> None:
         """See MergePolicy."""

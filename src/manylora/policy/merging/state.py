@@ -181,8 +181,7 @@ class MergeState:
         counters.steps_unmerged += shape.merged == BASE
         counters.steps_merged += shape.is_merged
         counters.steps_mixed += shape.is_mixed
-        num_corrected = shape.beside(shape.merged)[1]
-        self._times.saw_step(shape.num_rows, shape.num_tokens, num_corrected, shape.merged != BASE, seconds)
+        self._times.saw_step(shape, seconds)
         self.policy.step_ended(seconds)
 
     def forget(self, adapter: AdapterId) -> None:

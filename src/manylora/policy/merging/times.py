@@ -10,8 +10,10 @@ from __future__ import annotations
 import bisect
 import collections
 import statistics
+from collections.abc import Mapping
 
 from manylora.config import MergeTimes, StepTimes
+from manylora.policy.merging.choice import StepShape
 from manylora.types import BASE, AdapterId
 
 _KEEP = 0.9
@@ -25,8 +27,8 @@ _MOST_SCALE = 2.0
 
 
 class StepSeconds:
-    """Seconds of a step by its rows and tokens: unmerged, all of one adapter; merged; and what a row of another
-    adapter than the merged one adds."""
+    """Seconds of a step by its rows and tokens: unmerged, all of one adapter; merged; and what rows of others than
+    the merged adapter add."""
 
     def __init__(self, times: MergeTimes) -> None:
         self.steps_wait = times.steps_wait
@@ -67,7 +69,7 @@ class StepSeconds:
         return self.scale * max(step.unmerged_s - step.merged_s, 0.0)
 
     def correction_s(self, num_tokens: int) -> float:
-        """What so many tokens of others add to a step while an adapter is merged; where that was not measured,
+        """What so many tokens of another adapter add to a step while one is merged; where that was not measured,
         it is taken for two adapters' work."""
         step = self._measured(num_tokens)
         if step.mixed_s <= 0:
@@ -75,6 +77,26 @@ class StepSeconds:
         if not num_tokens:
             return 0.0
         return self.scale * max(step.mixed_s - step.merged_s, 0.0)
+
+    def added_s(self, tokens: Mapping[AdapterId, int], merged: AdapterId) -> float:
+        """What adapters add to a step of so many tokens of each while ``merged`` is.
+
+        What was measured is of one adapter. Of several, each one's tokens go through its own rank rows; tokens of
+        others, and of the base, go through the merged one's too, for each adapter anew. The rest they share.
+        """
+        others = {adapter: number for adapter, number in tokens.items() if adapter != merged}
+        num_tokens, num_extra = sum(others.values()), int(merged != BASE)
+        one_s = self.correction_s(num_tokens) if num_extra else self.adapter_s(num_tokens)
+        rows_s = (((adapter != BASE) + num_extra) * self._rank_rows_s(n) for adapter, n in others.items())
+        return one_s + sum(rows_s) - (1 + num_extra) * self._rank_rows_s(num_tokens)
+
+    def _rank_rows_s(self, num_tokens: int) -> float:
+        """So many tokens of one adapter through its rank rows, which is what a second adapter's add: a mixed step
+        takes so much more than an unmerged one. 0 where mixed steps were not measured."""
+        step = self._measured(num_tokens)
+        if not num_tokens or step.mixed_s <= 0:
+            return 0.0
+        return self.scale * max(step.mixed_s - step.unmerged_s, 0.0)
 
     def switch_s(self, before: AdapterId, after: AdapterId) -> float:
         """A change of what is merged. Pristine weights in host memory come back before another adapter is
@@ -104,13 +126,12 @@ class StepSeconds:
 
     # ------------------------------------------------------------ told
 
-    def saw_step(
-        self, num_rows: int, num_tokens: int, num_corrected: int, is_merged: bool, seconds: float
-    ) -> None:
-        """A step ended. ``num_corrected``: its tokens of others than the merged adapter; of any, where none is."""
-        if seconds <= 0 or num_tokens != num_rows:
+    def saw_step(self, shape: StepShape, seconds: float) -> None:
+        """It ended, after so many seconds of the device; 0 where that is not known."""
+        num_tokens, is_merged = shape.num_tokens, shape.merged != BASE
+        if seconds <= 0 or num_tokens != shape.num_rows:
             return  # with prompts in it a step's length says little about its mode
-        adds_s = self.correction_s(num_corrected) if is_merged else self.adapter_s(num_corrected)
+        adds_s = self.added_s(shape.tokens, shape.merged)
         beside_s = seconds - self._measured(num_tokens).merged_s - adds_s
         if is_merged != self._is_merged:
             self._compared = statistics.median(self._before) if len(self._before) == _STEPS else None

@@ -1,0 +1,1 @@
+"""A cluster: front ends, one router, replicas and a supervisor, each a process, and the links between them."""

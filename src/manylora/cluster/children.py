@@ -1,0 +1,130 @@
+"""How a process of a cluster is told what it is, and how it says that it runs: one socket pair with its starter.
+
+The stream's end means that the other side is gone: a child ends then, by itself and soon. Does not know what the
+processes do.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from manylora.cluster import link, messages
+from manylora.config import EngineSettings, HttpSettings
+from manylora.config.cluster import ClusterOptions
+from manylora.types import EngineInfo
+
+log = logging.getLogger(__name__)
+
+_LENGTH = struct.Struct("<I")
+
+FENCED = 3
+"""Exit code of a replica that must not serve any more: no death of its own."""
+
+
+class Launch(msgspec.Struct, tag=True):
+    """The first message: which process of which cluster this is. ``router``: where the router listens; ``model``:
+    the model's digest; ``secret``: the file; ``descriptor``: of the socket that a router or a front end listens
+    on."""
+
+    role: str
+    id: int
+    epoch: int
+    engine: EngineSettings
+    http: HttpSettings
+    cluster: ClusterOptions
+    folder: str
+    secret: str
+    router: tuple[str, int]
+    model: str
+    info: EngineInfo | None = None
+    descriptor: int = -1
+
+
+ToChild = Launch | messages.StopChild
+
+_to_child = msgspec.msgpack.Decoder(ToChild)
+
+
+class Starter:
+    """The child's side."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._sock = socket.socket(fileno=descriptor)
+        self._sending = threading.Lock()
+
+    def read_launch(self) -> Launch | None:
+        """What this process is to be; None where the starter is gone."""
+        message = self._read()
+        return message if isinstance(message, Launch) else None
+
+    def say(self, message: messages.FromChild) -> None:
+        """Dropped where the starter is gone."""
+        try:
+            with self._sending:
+                self._sock.sendall(link.frame(message))
+        except OSError:
+            pass
+
+    def watch(self, stopped: Callable[[], None], orphaned: Callable[[], None]) -> None:
+        """Have these called, on a thread of its own, when the process is told to stop, and when it has no starter
+        any more."""
+        threading.Thread(
+            target=self._watch, args=(stopped, orphaned), name="manylora-starter", daemon=True
+        ).start()
+
+    def _watch(self, stopped: Callable[[], None], orphaned: Callable[[], None]) -> None:
+        while self._read() is not None:
+            stopped()
+        orphaned()
+
+    def _read(self) -> Any | None:
+        header = self._receive(_LENGTH.size)
+        body = None if header is None else self._receive(_LENGTH.unpack(header)[0])
+        return None if body is None else _to_child.decode(body)
+
+    def _receive(self, size: int) -> bytes | None:
+        data = bytearray()
+        while len(data) < size:
+            try:
+                chunk = self._sock.recv(size - len(data))
+            except OSError:
+                return None
+            if not chunk:
+                return None
+            data += chunk
+        return bytes(data)
+
+
+def end_after(seconds: float, code: int = 1) -> None:
+    """Whatever hangs: the process is gone by then."""
+
+    def end() -> None:
+        time.sleep(seconds)
+        log.warning("the supervisor is gone, and so is this process")
+        leave(code)
+
+    threading.Thread(target=end, name="manylora-end", daemon=True).start()
+
+
+def leave(code: int) -> None:
+    """End this process now: nothing that hangs keeps it."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def ignore_signals_of_terminals() -> None:
+    """A terminal signals the whole group; the supervisor decides when its processes end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)

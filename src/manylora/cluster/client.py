@@ -1,0 +1,450 @@
+"""A cluster as an EngineClient: a front end's side of the links to the router and to the replicas.
+
+Owns the requests that its clients have open, with all that they have accepted: what any attempt but the last says
+is dropped, and counted. The router says which replica is to have a request; tokens come from there. Does not know
+HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from manylora.cluster import messages
+from manylora.cluster.link import Hello, Link, LinkError, dial
+from manylora.cluster.replica_link import ReplicaLink
+from manylora.cluster.taken_request import TakenRequest
+from manylora.engine.client import Delta, EngineDead, EngineSilent, EngineStats, GenerationRequest
+from manylora.engine.ledger import Ledger
+from manylora.engine.mailboxes import Mailboxes
+from manylora.engine.wire import Deltas
+from manylora.policy.routing.hashing import prefix_hashes
+from manylora.protocol import AdapterError
+from manylora.protocol.routing import Assign, Cancelled, Ended, Refuse, ReplicaId, Withdraw, Withdrawn
+from manylora.types import BASE, AdapterCard, AdapterId, EngineInfo, RequestError, RequestId
+
+log = logging.getLogger(__name__)
+
+ASK_AGAIN_S = 1.0
+"""After a link to a replica has ended the router has so long to hear why, and to act on that."""
+STATS_S = 1.0
+CALL_S = 5.0
+"""Without a link to the router calls wait for one so long."""
+_REDIAL_S = 0.1
+
+_from_router = msgspec.msgpack.Decoder(messages.ToFrontendFromRouter)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReplicaStats:
+    """What a replica says of its engine; None: it does not answer."""
+
+    replica: ReplicaId
+    stats: EngineStats | None
+
+
+class ClusterClient:
+    """See EngineClient. ``start`` before anything else."""
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        router: tuple[str, int],
+        secret: bytes,
+        hello: Hello,
+        max_waiting: int,
+        queue_timeout_s: float,
+    ) -> None:
+        self._info = info
+        self._router_address = router
+        self._secret = secret
+        self._hello = hello
+        self._max_waiting = max_waiting
+        self._queue_timeout_s = queue_timeout_s
+        self._mailboxes = Mailboxes()
+        self._open: dict[RequestId, TakenRequest] = {}
+        self._replicas: dict[ReplicaId, ReplicaLink] = {}
+        self._listings: dict[AdapterId, messages.Listing] = {}
+        self._names: dict[str, messages.Listing] = {}
+        self._note = messages.Note()
+        self._has_note = False
+        self._router: Link | None = None
+        self._has_router = asyncio.Event()
+        self._calls: dict[int, asyncio.Future[messages.Reply]] = {}
+        self._call_ids = itertools.count(1)
+        self.stale_tokens = 0
+        self.recomputed_tokens = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self) -> None:
+        """Keep a link to the router from now on."""
+        self._spawn(self._follow_router())
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def wait_ready(self) -> None:
+        """Until there is a router."""
+        await self._has_router.wait()
+
+    # ------------------------------------------------------------ requests
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        return self._mailboxes.open(request, self._submit, self.abort)
+
+    def _submit(self, asked: GenerationRequest) -> None:
+        version, error = BASE, None
+        if asked.adapter is not None:
+            listing = self._names.get(asked.adapter)
+            if listing is None:
+                error = RequestError(404, f"The model `{asked.adapter}` does not exist.", "model")
+            else:
+                version = listing.id
+        if self._num_waiting() >= self._max_waiting:
+            error = RequestError(429, f"{self._max_waiting} requests wait already; try again later")
+        if error is not None:
+            self._tell_client(asked, Delta(asked.id, 0, finish_reason="error", error=error))
+            return
+        prefix = prefix_hashes(version, asked.cache_scope, asked.prompt)
+        found = TakenRequest(
+            asked, Ledger(asked, time.monotonic), version, prefix, self._most_tokens(asked, version)
+        )
+        self._open[asked.id] = found
+        self._tell_router().asked.append(found.as_asked())
+        if self._router is None:
+            self._spawn(self._give_up_without_router(found))
+
+    def _num_waiting(self) -> int:
+        """Requests for which the router has no replica yet."""
+        if len(self._open) < self._max_waiting:
+            return 0
+        return sum(each.replica is None for each in self._open.values())
+
+    def _most_tokens(self, asked: GenerationRequest, version: AdapterId) -> int:
+        if asked.params.max_tokens is not None:
+            return asked.params.max_tokens
+        pages = self._info.num_pages - (self._listings[version].num_pages if version != BASE else 0)
+        most = min(self._info.max_model_len, pages * self._info.page_tokens)
+        return max(1, most - len(asked.prompt))
+
+    def abort(self, request: RequestId, sample: int | None = None, reason: str = "abort") -> None:
+        found = self._open.get(request)
+        if found is None:
+            return
+        ledger = found.ledger
+        for each in ledger.open_samples if sample is None else (sample,):
+            if each in ledger.open_samples:
+                ledger.close(each)
+                self._tell_client(found.asked, Delta(request, each, finish_reason=reason))
+        self._send(found, messages.CancelAttempt(request, ledger.attempt, sample, reason))
+        if ledger.has_ended:
+            del self._open[request]
+            self._tell_router().cancelled.append(Cancelled(request))
+
+    def _tell_client(self, asked: GenerationRequest, delta: Delta) -> None:
+        self._mailboxes.dispatch([delta._replace(serial=asked.serial)])
+
+    def _send(self, found: TakenRequest, message: msgspec.Struct) -> None:
+        """To the replica that has the request, if one has."""
+        if found.replica is not None:
+            link = self._replicas.get(found.replica)
+            if link is not None and link.endpoint.epoch == found.epoch:
+                link.send(message)
+
+    def _end(self, found: TakenRequest) -> None:
+        del self._open[found.asked.id]
+        positions = found.ledger.positions
+        self._tell_router().ended.append(Ended(found.asked.id, sum(positions) // len(positions)))
+
+    def _refuse(self, found: TakenRequest, error: RequestError) -> None:
+        """Each of its samples ends with the error."""
+        del self._open[found.asked.id]
+        samples = found.ledger.open_samples if error.status >= 500 else (0,)
+        for sample in samples:
+            delta = Delta(found.asked.id, sample, finish_reason="error", error=error)
+            self._tell_client(found.asked, delta)
+
+    async def _give_up_without_router(self, found: TakenRequest) -> None:
+        """A request must not wait for ever for a router that does not come back."""
+        await asyncio.sleep(self._queue_timeout_s)
+        is_open = self._open.get(found.asked.id) is found
+        if is_open and found.replica is None and self._router is None:
+            self._refuse(found, RequestError(503, "the cluster has no router at the moment"))
+
+    # ------------------------------------------------------------ replicas
+
+    def _hear_replica(self, message: Deltas) -> None:
+        for delta in message.deltas:
+            found = self._open.get(delta.request)
+            if found is None or not found.ledger.may_take(delta):
+                if delta.tokens:
+                    self.stale_tokens += len(delta.tokens)
+                    self._tell_router()
+                continue
+            out = found.take(delta)
+            if found.recomputes and delta.tokens:
+                found.recomputes = False
+                again = len(found.asked.prompt) + delta.start - delta.num_cached_tokens
+                self.recomputed_tokens += max(again, 0)
+            if out is not None:
+                self._mailboxes.dispatch([out])
+            if found.ledger.has_ended:
+                self._end(found)
+                continue
+            if (progress := found.progress(delta.sample)) is not None:
+                self._tell_router().progress.append(progress)
+            if found.is_released:
+                attempt, positions = found.ledger.attempt, found.ledger.positions
+                self._tell_router().withdrawn.append(Withdrawn(delta.request, attempt, positions))
+
+    def _lose_replica(self, link: ReplicaLink) -> None:
+        self._spawn(self._ask_again(link))
+
+    async def _ask_again(self, link: ReplicaLink) -> None:
+        """The link has ended; where the router does nothing about it, its requests are to go on elsewhere."""
+        endpoint = link.endpoint
+        lost = [
+            (found, found.ledger.attempt)
+            for found in self._open.values()
+            if (found.replica, found.epoch) == (endpoint.id, endpoint.epoch)
+        ]
+        await asyncio.sleep(ASK_AGAIN_S)
+        for found, attempt in lost:
+            if self._open.get(found.asked.id) is found and found.ledger.attempt == attempt:
+                self._give_up_attempt(found)
+        if self._replicas.get(endpoint.id) is link:  # the replica may be there yet
+            self._replicas[endpoint.id] = self._link_to(endpoint)
+
+    def _give_up_attempt(self, found: TakenRequest) -> None:
+        found.replica = None
+        self._tell_router().asked.append(found.as_asked())
+
+    def _link_to(self, endpoint: messages.Endpoint) -> ReplicaLink:
+        return ReplicaLink(endpoint, self._secret, self._hello, self._hear_replica, self._lose_replica)
+
+    def _see_endpoints(self, endpoints: list[messages.Endpoint]) -> None:
+        up = {each.id: each for each in endpoints}
+        for replica, link in list(self._replicas.items()):
+            if up.get(replica) != link.endpoint:
+                link.close()
+                del self._replicas[replica]
+                self._lose_replica(link)
+        for each in endpoints:
+            if each.id not in self._replicas:
+                self._replicas[each.id] = self._link_to(each)
+
+    # ------------------------------------------------------------ the router
+
+    def _tell_router(self) -> messages.Note:
+        """What goes to the router when this round of the event loop is over."""
+        if not self._has_note:
+            self._has_note = True
+            asyncio.get_running_loop().call_soon(self._flush)
+        return self._note
+
+    def _flush(self) -> None:
+        note, self._note, self._has_note = self._note, messages.Note(), False
+        note.stale_tokens, note.recomputed_tokens = self.stale_tokens, self.recomputed_tokens
+        if self._router is not None:  # else all that is open is told to the next one
+            self._router.send(note)
+
+    async def _follow_router(self) -> None:
+        while True:
+            try:
+                link = await dial(self._router_address, self._secret, self._hello, _from_router)
+            except LinkError:
+                await asyncio.sleep(_REDIAL_S)
+                continue
+            self._greet(link)
+            while (message := await link.receive()) is not None:
+                self._hear_router(link, message)
+            log.warning("the link to the router has ended")
+            self._router = None
+            self._fail_calls()
+            for found in self._open.values():
+                if found.replica is None:
+                    self._spawn(self._give_up_without_router(found))
+
+    def _greet(self, link: Link) -> None:
+        """Tell a router, perhaps another than before, of all that is open."""
+        self._note = messages.Note()
+        note = messages.Note()
+        for found in self._open.values():
+            if found.replica is None:
+                note.asked.append(found.as_asked())
+            else:
+                note.held.append(found.as_held())
+                if found.is_released:
+                    attempt, positions = found.ledger.attempt, found.ledger.positions
+                    note.withdrawn.append(Withdrawn(found.asked.id, attempt, positions))
+        link.send(note)
+        link.send(messages.Synced())
+        self._router = link
+
+    def _hear_router(self, link: Link, message: Any) -> None:
+        match message:
+            case messages.Rulings(assign, withdraw, refuse):
+                for order in assign:
+                    self._assign(order, link.epoch)
+                for each in withdraw:
+                    self._withdraw(each)
+                for refusal in refuse:
+                    self._hear_refusal(refusal)
+            case messages.Endpoints(endpoints):
+                self._see_endpoints(endpoints)
+                self._has_router.set()
+            case messages.Revisions():
+                self._learn(message)
+                link.send(messages.HasRevision(message.revision))
+            case messages.Reply(call):
+                future = self._calls.pop(call, None)
+                if future is not None and not future.done():
+                    future.set_result(message)
+
+    def _hear_refusal(self, refusal: Refuse) -> None:
+        found = self._open.get(refusal.request)
+        if found is not None:
+            log.warning("request %s is refused: %s", refusal.request, refusal.error.message)
+            self._send(found, messages.CancelAttempt(refusal.request, found.ledger.attempt))
+            self._refuse(found, refusal.error)
+
+    def _assign(self, order: Assign, router: int) -> None:
+        found = self._open.get(order.request)
+        if found is None or order.attempt <= found.ledger.attempt:
+            return  # it has ended, or the order is an old one
+        self._send(found, messages.CancelAttempt(order.request, found.ledger.attempt))
+        link = self._replicas.get(order.replica)
+        request = found.assign(order, link.endpoint.epoch if link is not None else -1)
+        if link is None or link.is_lost:
+            self._spawn(self._ask_for_another(found))
+        else:
+            link.send(messages.Attempt(request, order.number, router))
+
+    async def _ask_for_another(self, found: TakenRequest) -> None:
+        attempt = found.ledger.attempt
+        await asyncio.sleep(ASK_AGAIN_S)
+        if self._open.get(found.asked.id) is found and found.ledger.attempt == attempt:
+            self._give_up_attempt(found)
+
+    def _withdraw(self, order: Withdraw) -> None:
+        found = self._open.get(order.request)
+        if found is not None and found.ledger.attempt == order.attempt:
+            self._send(found, messages.ReleaseAttempt(order.request, order.attempt))
+
+    # ------------------------------------------------------------ adapters
+
+    def _learn(self, news: messages.Revisions) -> None:
+        if news.is_whole:
+            self._listings.clear()
+        for listing in news.listings:
+            if listing.state == "gone":
+                self._listings.pop(listing.id, None)
+            else:
+                self._listings[listing.id] = listing
+        listed = (each for each in self._listings.values() if each.state == "listed")
+        self._names = {each.name: each for each in listed}
+
+    async def adapters(self) -> tuple[AdapterCard, ...]:
+        return tuple(listing.card for listing in self._names.values())
+
+    async def add_adapter(self, name: str, path: str) -> AdapterCard:
+        return await self.load(name, path, replaces=False)
+
+    async def load(self, name: str, path: str, *, replaces: bool) -> AdapterCard:
+        """Serve an adapter on every replica; ``replaces``: in place of another of its name. Raises
+        AdapterError."""
+        reply = await self._call(messages.AdapterCall(next(self._call_ids), name, path, replaces))
+        assert reply.listing is not None
+        return reply.listing.card
+
+    async def remove_adapter(self, name: str) -> None:
+        await self._call(messages.AdapterCall(next(self._call_ids), name))
+
+    async def _call(self, message: messages.AdapterCall | messages.AskStatus) -> messages.Reply:
+        if self._router is None:
+            try:
+                await asyncio.wait_for(self._wait_router(), CALL_S)
+            except TimeoutError as error:
+                raise EngineSilent("the cluster has no router at the moment") from error
+        assert self._router is not None
+        future = self._calls[message.call] = asyncio.get_running_loop().create_future()
+        self._router.send(message)
+        try:
+            reply: messages.Reply = await future
+        finally:
+            self._calls.pop(message.call, None)
+        if reply.status:
+            raise AdapterError(reply.message, reply.status)
+        return reply
+
+    async def _wait_router(self) -> None:
+        while self._router is None:
+            await asyncio.sleep(_REDIAL_S)
+
+    def _fail_calls(self) -> None:
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineSilent("the router has gone; whether it was done is not known"))
+        self._calls.clear()
+
+    # ------------------------------------------------------------ what others look at
+
+    async def cluster_status(self) -> dict[str, Any]:
+        """See ``cluster.status``. Raises EngineSilent, and AdapterError."""
+        reply = await self._call(messages.AskStatus(next(self._call_ids)))
+        found: dict[str, Any] = msgspec.json.decode(reply.body)
+        return found
+
+    async def replica_stats(self) -> list[ReplicaStats]:
+        """Of each replica that is up."""
+        links = sorted(self._replicas.items())
+        answers = await asyncio.gather(*(link.stats(STATS_S) for _, link in links))
+        found = []
+        for (replica, _), answer in zip(links, answers, strict=True):
+            stats = None
+            if answer is not None and answer.stats is not None:
+                stats = dataclasses.replace(answer.stats, adapters=answer.adapters)
+            found.append(ReplicaStats(replica, stats))
+        return found
+
+    async def stats(self) -> EngineStats:
+        """The replicas' together, where a number is one that can be added up."""
+        total = EngineStats()
+        for each in await self.replica_stats():
+            if each.stats is not None:
+                total = dataclasses.replace(
+                    total,
+                    **{
+                        field.name: getattr(total, field.name) + getattr(each.stats, field.name)
+                        for field in dataclasses.fields(EngineStats)
+                        if isinstance(getattr(total, field.name), int | float)
+                    },
+                )
+        return total
+
+    async def wait_dead(self) -> str:
+        """Never: what dies is started again."""
+        await asyncio.Event().wait()
+        raise EngineDead("unreachable")
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        for link in self._replicas.values():
+            link.close()
+        if self._router is not None:
+            self._router.close()
+        self._mailboxes.die("the front end was closed")

@@ -1,0 +1,140 @@
+"""What a cluster shows over HTTP: /metrics of all replicas and of the router, and /cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from manylora.cluster.client import ClusterClient, ReplicaStats
+from manylora.cluster.status import STATES
+from manylora.engine.client import EngineBusy, EngineSilent
+from manylora.metrics.engine import EngineCollector
+from manylora.metrics.requests import Metrics
+from manylora.protocol import AdapterError
+from manylora.protocol.routing import ReplicaId
+from manylora.server.errors import ApiError, unavailable
+from manylora.types import EngineInfo
+
+_STATUS_S = 2.0
+
+
+class _Replicas(Collector):
+    """Every engine's metrics, each under ``replica``; and the router's."""
+
+    def __init__(self, base: str, info: EngineInfo) -> None:
+        self._base = base
+        self._info = info
+        self._engines: dict[ReplicaId, EngineCollector] = {}
+        self._status: dict[str, Any] = {}
+
+    def update(self, replicas: Sequence[ReplicaStats], status: dict[str, Any]) -> None:
+        """Take new snapshots; an empty ``status``: there is no router."""
+        engines = {}
+        for each in replicas:
+            engine = self._engines.get(each.replica) or EngineCollector(self._base, self._info)
+            engine.update(each.stats)
+            engines[each.replica] = engine
+        self._engines, self._status = engines, status
+
+    def collect(self) -> Iterator[Metric]:
+        """See prometheus_client."""
+        families: dict[str, Metric] = {}
+        for replica, engine in self._engines.items():
+            for family in engine.collect():
+                merged = families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                for sample in family.samples:
+                    labels = sample.labels | {"replica": str(replica)}
+                    merged.samples.append(sample._replace(labels=labels))
+        yield from families.values()
+        if self._status:
+            yield from _of_router(self._status)
+
+
+def _of_router(status: dict[str, Any]) -> Iterator[Metric]:
+    router, frontends = status["router"], status["frontends"]
+    decisions = router["decisions"]
+    buckets = [("+Inf" if bound is None else str(bound), below) for bound, below in decisions["buckets"]]
+    yield HistogramMetricFamily(
+        "manylora:router_decision_seconds",
+        "Time that the router takes for an event.",
+        buckets=buckets,
+        sum_value=decisions["sum_s"],
+    )
+    moved = CounterMetricFamily(
+        "manylora:requests_moved", "Requests that went from one replica to another.", labels=["reason"]
+    )
+    for reason, count in sorted(router["moved"].items()):
+        moved.add_metric([reason], count)
+    yield moved
+    for name, text in (
+        ("stale_tokens", "Tokens that were dropped, being of an attempt that was not the last."),
+        ("recomputed_tokens", "Tokens of prompts and answers that later attempts computed again."),
+    ):
+        total = sum(each[name] for each in frontends)
+        yield CounterMetricFamily(f"manylora:{name}", text, value=total)
+    states = GaugeMetricFamily(
+        "manylora:replica_state", "1 for the state that each replica is in.", labels=["replica", "state"]
+    )
+    for replica in status["replicas"]:
+        for state in STATES:
+            states.add_metric([str(replica["id"]), state], float(replica["state"] == state))
+    yield states
+    yield GaugeMetricFamily(
+        "manylora:scale_hint",
+        "How many replicas more (or less) the cluster would do with.",
+        value=status["scale_hint"]["delta"],
+    )
+    yield GaugeMetricFamily("manylora:router_waiting", "Requests on no replica.", value=router["waiting"])
+
+
+class ClusterPage:
+    """The page to scrape. ``metrics``: what the front end itself counts of requests."""
+
+    def __init__(self, client: ClusterClient, base: str, info: EngineInfo) -> None:
+        self._client = client
+        self._replicas = _Replicas(base, info)
+        self.metrics = Metrics(base, info, self._replicas)
+
+    async def render(self) -> bytes:
+        """The page; a replica that does not answer shows what it said last."""
+        replicas, status = await asyncio.gather(self._client.replica_stats(), self._status())
+        self._replicas.update(replicas, status)
+        return await asyncio.to_thread(self.metrics.page)
+
+    async def _status(self) -> dict[str, Any]:
+        try:
+            return await asyncio.wait_for(self._client.cluster_status(), _STATUS_S)
+        except (EngineBusy, EngineSilent, AdapterError, TimeoutError):
+            return {}
+
+
+def cluster_route(client: ClusterClient, api_keys: Sequence[str]) -> APIRouter:
+    """/cluster: with a key where keys are set (the server asks for it), else on the loopback only."""
+    router = APIRouter(tags=["cluster"])
+
+    @router.get("/cluster", summary="The cluster's processes, their state and their load")
+    async def show(request: Request) -> JSONResponse:
+        if not api_keys and not _is_loopback(request):
+            raise ApiError(403, "without API keys /cluster is for clients on this machine")
+        try:
+            return JSONResponse(await asyncio.wait_for(client.cluster_status(), _STATUS_S))
+        except (EngineSilent, TimeoutError) as error:
+            raise unavailable("the cluster has no router at the moment") from error
+
+    return router
+
+
+def _is_loopback(request: Request) -> bool:
+    try:
+        return request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
+    except ValueError:
+        return False

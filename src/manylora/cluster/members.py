@@ -1,0 +1,86 @@
+"""What is linked to the router: replicas and front ends, with what the links have brought.
+
+Owns no decision: which replicas are up is the router's own word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from manylora.cluster import messages
+from manylora.cluster.link import Link
+from manylora.protocol.routing import ReplicaFacts, ReplicaId, ReplicaReport
+from manylora.types import AdapterId
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class ReplicaMember:
+    """An epoch of a replica. ``answers``: what it said of each adapter version that it was asked to serve."""
+
+    id: ReplicaId
+    epoch: int
+    link: Link
+    facts: ReplicaFacts | None = None
+    address: tuple[str, int] = ("", 0)
+    answers: dict[AdapterId, messages.AdapterReady] = dataclasses.field(default_factory=dict)
+    asked: set[AdapterId] = dataclasses.field(default_factory=set)
+    report: ReplicaReport | None = None
+    heard_s: float = dataclasses.field(default_factory=time.monotonic)
+    residency: dict[AdapterId, int] = dataclasses.field(default_factory=dict)
+
+    def ask(self, listing: messages.Listing, *, verify: bool) -> None:
+        """Have it serve a version, unless it was asked already."""
+        if listing.id not in self.asked:
+            self.asked.add(listing.id)
+            self.link.send(messages.AddAdapter(listing, verify))
+
+    def drop(self, adapter: AdapterId) -> None:
+        """Have it give a version up; AdapterGone follows."""
+        self.link.send(messages.DropAdapter(adapter))
+
+    def forget(self, adapter: AdapterId) -> None:
+        """It holds nothing of the version any more."""
+        self.asked.discard(adapter)
+        self.answers.pop(adapter, None)
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether it has said of every version that it was asked for whether it serves it."""
+        return len(self.asked) == len(self.answers)
+
+    def hear(self, report: ReplicaReport) -> None:
+        """Keep what people ask about."""
+        if report.is_full:
+            self.residency.clear()
+        for adapter, tier in report.residency:
+            if tier:
+                self.residency[adapter] = tier
+            else:
+                self.residency.pop(adapter, None)
+        self.report = report
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class FrontendMember:
+    """A front end. ``revision``: of the registry, by which it goes."""
+
+    id: int
+    link: Link
+    revision: int = 0
+    is_synced: bool = False
+    stale_tokens: int = 0
+    recomputed_tokens: int = 0
+
+
+class Members:
+    """All that are linked now, by id."""
+
+    def __init__(self) -> None:
+        self.replicas: dict[ReplicaId, ReplicaMember] = {}
+        self.frontends: dict[int, FrontendMember] = {}
+
+    def tell_frontends(self, message: messages.ToFrontendFromRouter) -> None:
+        """The same to all."""
+        for each in self.frontends.values():
+            each.link.send(message)

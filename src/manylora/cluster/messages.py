@@ -1,0 +1,357 @@
+"""What the processes of a cluster say to each other, by the link that it goes over.
+
+Between a front end and the router requests go by what routing needs to know; tokens go between front ends and
+replicas alone. Does not know how any of it is carried out.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from manylora.engine.client import AdapterLoad, EngineStats, GenerationRequest
+from manylora.engine.wire import Deltas, Failed
+from manylora.protocol.routing import (
+    Accepted,
+    Asked,
+    Assign,
+    Cancelled,
+    Ended,
+    Held,
+    Progress,
+    Refuse,
+    ReplicaFacts,
+    ReplicaId,
+    ReplicaReport,
+    Withdraw,
+    Withdrawn,
+)
+from manylora.types import AdapterCard, AdapterId, EngineInfo, RequestError, RequestId
+
+ROUTER, SUPERVISOR, FRONTEND, REPLICA = "router", "supervisor", "frontend", "replica"
+
+# ---------------------------------------------------------------- the registry
+
+
+class Listing(msgspec.Struct, frozen=True):
+    """One revision of the registry: what became of one version of an adapter. ``state``: "loading", until replicas
+    have it; "listed"; "leaving", when no new request may name it; "gone", when no replica has it any more.
+    ``digest``: of its files, "" where these were not read."""
+
+    revision: int
+    id: AdapterId
+    name: str
+    path: str
+    digest: str
+    rank: int
+    num_pages: int
+    created_s: int
+    state: str
+
+    @property
+    def card(self) -> AdapterCard:
+        return AdapterCard(self.name, self.path, self.id, self.rank, self.num_pages, self.created_s)
+
+
+# ---------------------------------------------------------------- front end -> router
+
+
+class Note(msgspec.Struct, tag=True):
+    """News of requests, oldest first. ``stale_tokens``: dropped so far, since they were of an attempt that was not
+    the last; ``recomputed_tokens``: computed again so far, in later attempts."""
+
+    asked: list[Asked] = []
+    held: list[Held] = []
+    accepted: list[Accepted] = []
+    progress: list[Progress] = []
+    withdrawn: list[Withdrawn] = []
+    ended: list[Ended] = []
+    cancelled: list[Cancelled] = []
+    stale_tokens: int = 0
+    recomputed_tokens: int = 0
+
+
+class Synced(msgspec.Struct, tag=True):
+    """All open requests have been told of: the first thing that a front end says."""
+
+
+class AdapterCall(msgspec.Struct, tag=True):
+    """Load an adapter (``path``), in place of another of its name where ``replaces``; or unload it (no path)."""
+
+    call: int
+    name: str
+    path: str = ""
+    replaces: bool = False
+
+
+class HasRevision(msgspec.Struct, tag=True):
+    """The front end goes by this revision of the registry."""
+
+    revision: int
+
+
+class AskStatus(msgspec.Struct, tag=True):
+    """How is the cluster?"""
+
+    call: int
+
+
+ToRouterFromFrontend = Note | Synced | AdapterCall | HasRevision | AskStatus
+
+# ---------------------------------------------------------------- router -> front end
+
+
+class Rulings(msgspec.Struct, tag=True):
+    """What the router has decided, in order within each list; one request is in at most one of them."""
+
+    assign: list[Assign] = []
+    withdraw: list[Withdraw] = []
+    refuse: list[Refuse] = []
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """A replica that is up, and where it listens."""
+
+    id: ReplicaId
+    epoch: int
+    host: str
+    port: int
+
+
+class Endpoints(msgspec.Struct, tag=True):
+    """All replicas that are up now."""
+
+    endpoints: list[Endpoint]
+
+
+class Revisions(msgspec.Struct, tag=True):
+    """What has changed up to this revision; ``is_whole``: all that is listed or leaving, and nothing else is."""
+
+    revision: int
+    listings: list[Listing]
+    is_whole: bool = False
+
+
+class Reply(msgspec.Struct, tag=True):
+    """The one answer to a call; ``status`` 0 when it went well. ``body``: JSON."""
+
+    call: int
+    status: int = 0
+    message: str = ""
+    body: bytes = b""
+    listing: Listing | None = None
+
+
+ToFrontendFromRouter = Rulings | Endpoints | Revisions | Reply
+
+# ---------------------------------------------------------------- replica -> router
+
+
+class Up(msgspec.Struct, tag=True):
+    """The replica's model is loaded; it listens there. ``adapters``: versions that it serves already."""
+
+    facts: ReplicaFacts
+    host: str
+    port: int
+    adapters: list[AdapterId] = []
+
+
+class Alive(msgspec.Struct, tag=True):
+    """The replica lives, at this moment of its own clock; ``report`` where there is news, or where a second has
+    passed."""
+
+    sent_s: float
+    report: ReplicaReport | None = None
+
+
+class AdapterReady(msgspec.Struct, tag=True):
+    """The replica serves this version, or says why not."""
+
+    id: AdapterId
+    card: AdapterCard | None = None
+    error: RequestError | None = None
+
+
+class AdapterGone(msgspec.Struct, tag=True):
+    """The replica holds nothing of this version any more."""
+
+    id: AdapterId
+
+
+ToRouterFromReplica = Up | Alive | AdapterReady | AdapterGone
+
+# ---------------------------------------------------------------- router -> replica
+
+
+class Lease(msgspec.Struct, tag=True):
+    """The replica may serve for the time of a lease, from the moment of its own clock that it said."""
+
+    sent_s: float
+
+
+class AskWhole(msgspec.Struct, tag=True):
+    """The next report is to be a full one."""
+
+
+class AddAdapter(msgspec.Struct, tag=True):
+    """Serve this version; ``verify``: all of its weights are read, else its headers."""
+
+    listing: Listing
+    verify: bool
+
+
+class DropAdapter(msgspec.Struct, tag=True):
+    """No request will name this version any more."""
+
+    id: AdapterId
+
+
+class PlaceAdapter(msgspec.Struct, tag=True):
+    """Have this version on the device, as far as there is room."""
+
+    id: AdapterId
+
+
+ToReplicaFromRouter = Lease | AskWhole | AddAdapter | DropAdapter | PlaceAdapter
+
+# ---------------------------------------------------------------- front end -> replica
+
+
+class Attempt(msgspec.Struct, tag=True):
+    """Run an attempt at a request. ``number``: the assignment's, by the router of this epoch."""
+
+    request: GenerationRequest
+    number: int
+    router: int
+
+
+class CancelAttempt(msgspec.Struct, tag=True):
+    """End an attempt at a request, or one of its samples, early."""
+
+    request: RequestId
+    attempt: int
+    sample: int | None = None
+    reason: str = "abort"
+
+
+class ReleaseAttempt(msgspec.Struct, tag=True):
+    """Let an attempt go, for another replica: its open samples end as released."""
+
+    request: RequestId
+    attempt: int
+
+
+class AskStats(msgspec.Struct, tag=True):
+    """How is the engine?"""
+
+    call: int
+
+
+ToReplicaFromFrontend = Attempt | CancelAttempt | ReleaseAttempt | AskStats
+
+# ---------------------------------------------------------------- replica -> front end
+
+
+class Stats(msgspec.Struct, tag=True):
+    """The engine's snapshot; ``adapters`` are beside it. None: it does not answer."""
+
+    call: int
+    stats: EngineStats | None
+    adapters: tuple[AdapterLoad, ...] = ()
+
+
+ToFrontendFromReplica = Deltas | Stats
+
+# ---------------------------------------------------------------- supervisor <-> router
+
+
+class Slot(msgspec.Struct, frozen=True):
+    """A place for a replica, and what runs there. ``state``: "starting", "running", "waiting" (to be started
+    again), "stopping". ``drains_to``: what becomes of one that drains, see ``NoteDrain``."""
+
+    id: ReplicaId
+    epoch: int
+    pid: int
+    state: str
+    drains_to: str = ""
+
+
+class ChildProcess(msgspec.Struct, frozen=True):
+    """A front end, or another process that has no slot."""
+
+    id: int
+    pid: int
+
+
+class ProcessTable(msgspec.Struct, tag=True):
+    """All that the supervisor has started."""
+
+    slots: list[Slot]
+    frontends: list[ChildProcess]
+    supervisor: int
+    launcher: str
+
+
+class Exited(msgspec.Struct, tag=True):
+    """A replica's process has ended. ``is_crash``: not because it was told to. ``blamed``: the requests of its
+    last step; None where that is not known."""
+
+    replica: ReplicaId
+    epoch: int
+    reason: str
+    is_crash: bool
+    blamed: list[RequestId] | None = None
+
+
+class Ping(msgspec.Struct, tag=True):
+    """Reply with the same number."""
+
+    number: int
+
+
+ToRouterFromSupervisor = ProcessTable | Exited | Ping
+
+
+class EndReplica(msgspec.Struct, tag=True):
+    """The replica of this epoch must not serve any more: kill it where it still runs."""
+
+    replica: ReplicaId
+    epoch: int
+
+
+class ScaleTo(msgspec.Struct, tag=True):
+    """There are to be these slots, and no others; what is left out is empty by now, and is to end."""
+
+    replicas: list[ReplicaId]
+
+
+class NoteDrain(msgspec.Struct, tag=True):
+    """The replica drains, to be remembered, should the router be another. When it is empty it stays so ("stay"),
+    ends for good ("remove"), or is started anew ("restart")."""
+
+    replica: ReplicaId
+    drains_to: str
+
+
+class Pong(msgspec.Struct, tag=True):
+    """The router runs."""
+
+    number: int
+
+
+ToSupervisorFromRouter = EndReplica | ScaleTo | NoteDrain | Pong
+
+# ---------------------------------------------------------------- a process <-> the supervisor that started it
+
+
+class ChildReady(msgspec.Struct, tag=True):
+    """It runs. ``info``: a replica's."""
+
+    info: EngineInfo | None = None
+
+
+class StopChild(msgspec.Struct, tag=True):
+    """End in order; a second time: now."""
+
+
+FromChild = ChildReady | Failed
+ToChild = StopChild

@@ -1,0 +1,35 @@
+"""``python -m manylora.cluster.process FD``: a process of a cluster, which its starter tells over FD what to
+be."""
+
+from __future__ import annotations
+
+import sys
+
+from manylora.cluster import messages
+from manylora.cluster.children import Starter, ignore_signals_of_terminals, leave
+from manylora.main import configure_logging
+
+
+def main(descriptor: int) -> int:
+    """Be that process; the exit code."""
+    ignore_signals_of_terminals()
+    configure_logging()
+    starter = Starter(descriptor)
+    launch = starter.read_launch()
+    if launch is None:
+        return 1
+    if launch.role == messages.REPLICA:
+        from manylora.cluster import replica
+
+        return replica.run(launch, starter)
+    if launch.role == messages.FRONTEND:
+        from manylora.cluster import frontend
+
+        return frontend.run(launch, starter)
+    from manylora.cluster import routing
+
+    return routing.run(launch, starter)
+
+
+if __name__ == "__main__":
+    leave(main(int(sys.argv[1])))

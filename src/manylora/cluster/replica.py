@@ -1,0 +1,393 @@
+"""A replica's process: an engine, a listener for front ends, and the link to the router under whose lease it
+serves.
+
+Tokens go from here to the front ends; the router hears how the replica is. Without a lease the process ends,
+whatever it is doing, so that nothing of an epoch that was given up goes on. Does not know what routing decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from manylora._version import VERSION
+from manylora.cluster import children, messages
+from manylora.cluster.digests import adapter_digest
+from manylora.cluster.facts import facts_of
+from manylora.cluster.folder import read_secret, step_file
+from manylora.cluster.last_step import StepNote
+from manylora.cluster.link import Hello, Link, LinkError, LinkRefused, Listener, bind, dial, why_strange
+from manylora.cluster.noting import StepNotingExecutor
+from manylora.config import ConfigError
+from manylora.engine.client import Delta, EngineDead, GenerationRequest
+from manylora.engine.driver import Driver
+from manylora.engine.wire import Deltas, Failed
+from manylora.main import build_driver
+from manylora.protocol import AdapterError, Status
+from manylora.protocol.routing import ReplicaReport
+from manylora.types import AdapterCard, AdapterId, RequestError, RequestId, SamplingParams
+
+log = logging.getLogger(__name__)
+
+REPORT_S = 0.05
+"""Between two reports where there is news."""
+HEARTBEAT_S = 0.5
+"""Between two where there is none; at most a tenth of a lease."""
+STATUS_S = 0.25
+"""How long a report waits for the step loop; then the last one is sent again."""
+SKIP_S = 1.0
+"""An assignment that later ones have overtaken for so long is not waited for any more."""
+ORPHAN_S = 7.0
+"""After the supervisor's end a replica serves what runs for so long."""
+CLOSE_S = 1.5
+_REDIAL_S = 0.1
+
+_from_router = msgspec.msgpack.Decoder(messages.ToReplicaFromRouter)
+_from_frontend = msgspec.msgpack.Decoder(messages.ToReplicaFromFrontend)
+
+
+def run(launch: children.Launch, starter: children.Starter) -> int:
+    """Until it is told to stop, or has no lease."""
+    folder = Path(launch.folder)
+    try:
+        note = StepNote(step_file(folder, launch.id, launch.epoch))
+    except OSError as error:
+        # Without it a death blames all that the replica had.
+        log.warning("the replica cannot note its steps: %s", error.strerror)
+        note = None
+    try:
+        secret = read_secret(Path(launch.secret))
+        wrap = None if note is None else lambda executor: StepNotingExecutor(executor, note)
+        driver = build_driver(launch.engine, wrap=wrap)
+    except ConfigError as error:
+        starter.say(Failed(str(error), is_user_error=True))
+        return 2
+    except Exception as error:
+        log.exception("the replica could not start")
+        starter.say(Failed(f"the replica could not start: {error}"))
+        return 1
+
+    def stop() -> None:
+        children.end_after(CLOSE_S, 0)
+        driver.close(frees=False)  # what the journal holds is to be written
+        children.leave(0)
+
+    starter.watch(stop, lambda: children.end_after(ORPHAN_S))
+    return asyncio.run(_Replica(launch, secret, driver).serve(starter))
+
+
+class _Lease:
+    """The right to serve, from the moments at which it was asked for. Watched by a thread of its own."""
+
+    def __init__(self, lasts_s: float) -> None:
+        self._lasts_s = lasts_s
+        self._until_s = float("inf")
+        threading.Thread(target=self._watch, name="manylora-lease", daemon=True).start()
+
+    def renew(self, asked_s: float) -> None:
+        """The router has answered what was said at this moment."""
+        before_s = 0.0 if self._until_s == float("inf") else self._until_s
+        self._until_s = max(before_s, asked_s + self._lasts_s)
+
+    def _watch(self) -> None:
+        while time.monotonic() < self._until_s:
+            time.sleep(min(0.1, self._lasts_s / 10))
+        log.error("no lease for %g s: the replica ends", self._lasts_s)
+        children.leave(children.FENCED)
+
+
+class _Seen:
+    """Which of the router's assignments have come: the number up to which all have, or never will."""
+
+    def __init__(self) -> None:
+        self.router = 0
+        self.upto = 0
+        self._ahead: dict[int, float] = {}
+
+    def begin(self, router: int) -> None:
+        """Another router counts anew."""
+        if router != self.router:
+            self.router, self.upto = router, 0
+            self._ahead.clear()
+
+    def add(self, router: int, number: int, now: float) -> None:
+        if router == self.router and number > self.upto:
+            self._ahead[number] = now
+            self.settle(now)
+
+    def settle(self, now: float) -> None:
+        """Go on to the next that is missing, and past what has been overtaken for long."""
+        while self._ahead:
+            if self.upto + 1 in self._ahead:
+                self.upto += 1
+                del self._ahead[self.upto]
+            elif now - self._ahead[first := min(self._ahead)] > SKIP_S:
+                self.upto = first - 1
+            else:
+                return
+
+
+@dataclasses.dataclass(slots=True)
+class _Open:
+    """An attempt that a front end has sent: where from, and how many of its samples have not ended."""
+
+    link: Link
+    attempt: int
+    num_open: int
+
+
+class _Replica:
+    def __init__(self, launch: children.Launch, secret: bytes, driver: Driver) -> None:
+        self._launch = launch
+        self._secret = secret
+        self._driver = driver
+        self._name = f"replica {launch.id} (epoch {launch.epoch})"
+        self._hello = Hello(messages.REPLICA, launch.id, launch.epoch, os.getpid(), VERSION, launch.model)
+        self._lease = _Lease(launch.cluster.lease)
+        self._seen = _Seen()
+        self._open: dict[RequestId, _Open] = {}
+        self._router: Link | None = None
+        self._is_whole = True
+        self._news = asyncio.Event()
+        self._seq = 0
+        self._asked: asyncio.Future[Status] | None = None
+        self._last: ReplicaReport | None = None
+        self._adapters: dict[AdapterId, AdapterCard | None] = {}
+        self._work = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manylora-adapters")
+        self._died = asyncio.Event()
+        self._num_placed = 0
+
+    async def serve(self, starter: children.Starter) -> int:
+        """See ``run``."""
+        loop = asyncio.get_running_loop()
+
+        def deliver(deltas: list[Delta]) -> None:
+            loop.call_soon_threadsafe(self._deliver, deltas)
+
+        def died(reason: str) -> None:
+            log.error("%s: %s", self._name, reason)
+            loop.call_soon_threadsafe(self._died.set)
+
+        self._driver.start(deliver, died, is_watched=True)
+        listener = Listener(
+            bind(),
+            self._secret,
+            self._launch.epoch,
+            lambda role: _from_frontend if role == messages.FRONTEND else None,
+            self._judge,
+            self._serve_frontend,
+        )
+        await listener.start()
+        self._address = listener.address
+        tasks = [loop.create_task(self._follow_router()), loop.create_task(self._report())]
+        starter.say(messages.ChildReady(self._driver.info))
+        died_task = loop.create_task(self._died.wait())
+        await asyncio.wait([died_task, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done() and not task.cancelled():
+                task.result()
+        return 1
+
+    # ------------------------------------------------------------ front ends
+
+    def _judge(self, hello: Hello) -> str | None:
+        return why_strange(hello, self._launch.model)
+
+    async def _serve_frontend(self, link: Link) -> None:
+        while (message := await link.receive()) is not None:
+            match message:
+                case messages.Attempt(request, number, router):
+                    num_open = request.params.n - len(request.closed)
+                    self._open[request.id] = _Open(link, request.attempt, num_open)
+                    self._seen.add(router, number, time.monotonic())
+                    self._driver.submit(request)
+                    self._news.set()
+                case messages.CancelAttempt(request, attempt, sample, reason):
+                    found = self._open.get(request)
+                    if found is not None and found.attempt == attempt:
+                        self._driver.abort(request, sample, reason)
+                        if sample is None:
+                            del self._open[request]
+                case messages.ReleaseAttempt(request, attempt):
+                    self._driver.withdraw(request, attempt)
+                case messages.AskStats(call):
+                    asyncio.get_running_loop().create_task(self._tell_stats(link, call))
+        for request, found in list(self._open.items()):
+            if found.link is link:
+                del self._open[request]
+                self._driver.abort(request, None, "abort")
+
+    async def _tell_stats(self, link: Link, call: int) -> None:
+        try:
+            stats = await asyncio.wrap_future(self._driver.stats())
+            link.send(messages.Stats(call, stats, self._driver.adapter_loads()))
+        except EngineDead:
+            link.send(messages.Stats(call, None))
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        """To the front ends whose requests these are of; one that is gone needs none."""
+        by_link: dict[int, tuple[Link, list[Delta]]] = {}
+        for delta in deltas:
+            found = self._open.get(delta.request)
+            if found is None or found.attempt != delta.attempt:
+                continue
+            by_link.setdefault(id(found.link), (found.link, []))[1].append(delta)
+            if delta.finish_reason is not None:
+                is_refusal = delta.error is not None and delta.error.status < 500
+                found.num_open = 0 if is_refusal else found.num_open - 1
+                if not found.num_open:
+                    del self._open[delta.request]
+        for link, theirs in by_link.values():
+            link.send(Deltas(theirs))
+        self._news.set()
+
+    # ------------------------------------------------------------ the router
+
+    async def _follow_router(self) -> None:
+        """Keep a link to the router, whichever it is."""
+        while True:
+            try:
+                link = await dial(self._launch.router, self._secret, self._hello, _from_router)
+            except LinkRefused as error:
+                log.error("%s is not wanted: %s", self._name, error)
+                children.leave(children.FENCED)
+                return
+            except LinkError:
+                await asyncio.sleep(_REDIAL_S)
+                continue
+            self._seen.begin(link.epoch)
+            self._is_whole = True
+            link.send(
+                messages.Up(
+                    facts_of(self._driver.info, self._driver.most_adapter_pages),
+                    *self._address,
+                    sorted(self._adapters),
+                )
+            )
+            self._router = link
+            self._say_alive()
+            while (message := await link.receive()) is not None:
+                self._hear_router(link, message)
+            self._router = None
+
+    def _hear_router(self, link: Link, message: object) -> None:
+        match message:
+            case messages.Lease(sent_s):
+                self._lease.renew(sent_s)
+            case messages.AskWhole():
+                self._is_whole = True
+                self._news.set()
+            case messages.AddAdapter(listing, verify):
+                if (card := self._adapters.get(listing.id)) is not None:
+                    link.send(messages.AdapterReady(listing.id, card))
+                elif listing.id not in self._adapters:  # else the answer follows
+                    self._adapters[listing.id] = None
+                    self._work.submit(self._add, asyncio.get_running_loop(), listing, verify)
+            case messages.PlaceAdapter(adapter):
+                self._place(adapter)
+            case messages.DropAdapter(adapter):
+                self._work.submit(self._drop, asyncio.get_running_loop(), adapter)
+
+    def _place(self, adapter: AdapterId) -> None:
+        """As with a request of one token, that nothing waits for."""
+        self._num_placed += 1
+        params = SamplingParams(max_tokens=1, temperature=0)
+        self._driver.submit(
+            GenerationRequest(f"place-{adapter}-{self._num_placed}", (0,), params, version=adapter)
+        )
+
+    def _add(self, loop: asyncio.AbstractEventLoop, listing: messages.Listing, verify: bool) -> None:
+        """On the thread for adapters."""
+        try:
+            if listing.digest and adapter_digest(Path(listing.path)) != listing.digest:
+                raise AdapterError(f"the files in {listing.path} are not those that were loaded")
+            card = self._driver.add_adapter(listing.name, listing.path, verify=verify, adapter=listing.id)
+            self._adapters[listing.id] = card
+            answer = messages.AdapterReady(listing.id, card)
+        except AdapterError as error:
+            del self._adapters[listing.id]
+            answer = messages.AdapterReady(listing.id, None, RequestError(error.status, str(error)))
+        except EngineDead as error:
+            answer = messages.AdapterReady(listing.id, None, RequestError(503, str(error)))
+        loop.call_soon_threadsafe(self._say, answer)
+
+    def _drop(self, loop: asyncio.AbstractEventLoop, adapter: AdapterId) -> None:
+        """On the thread for adapters, so that an adapter is never dropped before it was added."""
+        gone = messages.AdapterGone(adapter)
+        try:
+            freed = self._driver.remove_adapter("", adapter)
+        except AdapterError:  # it was never served here, or was dropped before
+            loop.call_soon_threadsafe(self._say, gone)
+            return
+
+        def tell(done: concurrent.futures.Future[None]) -> None:
+            self._adapters.pop(adapter, None)
+            loop.call_soon_threadsafe(self._say, gone)
+
+        freed.add_done_callback(tell)
+
+    def _say(self, message: messages.ToRouterFromReplica) -> None:
+        """To the router that there is now."""
+        if self._router is not None:
+            self._router.send(message)
+
+    # ------------------------------------------------------------ reports
+
+    async def _report(self) -> None:
+        beat_s = min(HEARTBEAT_S, self._launch.cluster.lease / 10)
+        while True:
+            try:
+                async with asyncio.timeout(beat_s):
+                    await self._news.wait()
+            except TimeoutError:
+                pass
+            self._news.clear()
+            await self._make_report()
+            await asyncio.sleep(REPORT_S)
+
+    async def _make_report(self) -> None:
+        """The replica's own status where the step loop gives one soon; else that it lives."""
+        link = self._router
+        if link is None:
+            return
+        if self._asked is None:
+            is_full, self._is_whole = self._is_whole, False
+            self._asked = asyncio.wrap_future(self._driver.status(is_full))
+        done, _ = await asyncio.wait([self._asked], timeout=STATUS_S)
+        if not done:
+            self._say_alive()
+            return
+        asked, self._asked = self._asked, None
+        status = asked.result()
+        if link is not self._router:
+            self._is_whole = True  # what has changed went to a router that is gone
+            return
+        if self._is_whole and not status.is_full:
+            self._news.set()
+            return  # a new router asked meanwhile: changes would mean nothing to it
+        now = time.monotonic()
+        self._seen.settle(now)
+        self._seq += 1
+        fields = {field.name: getattr(status, field.name) for field in dataclasses.fields(status)}
+        fields |= {"seq": self._seq, "seen_upto": self._seen.upto}
+        self._last = ReplicaReport(self._launch.id, self._launch.epoch, **fields)
+        link.send(messages.Alive(now, self._last))
+
+    def _say_alive(self) -> None:
+        """A step is long: counts are as they were."""
+        last = self._last
+        report = None
+        if last is not None and not self._is_whole:
+            self._seq += 1
+            report = dataclasses.replace(
+                last, seq=self._seq, seen_upto=self._seen.upto, is_full=False, residency=(), evicted=()
+            )
+        self._say(messages.Alive(time.monotonic(), report))

@@ -1,0 +1,261 @@
+"""The registry of adapters, carried through the cluster: every replica has what is listed, every front end knows.
+
+A version is listed when each replica that is linked serves it, in one revision with the end of the one that it
+replaces. It is gone when no request names it any more and each replica has freed it, or is gone itself. Owns the
+log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from manylora.cluster import messages
+from manylora.cluster.adapter_log import AdapterLog
+from manylora.cluster.digests import adapter_digest
+from manylora.cluster.members import FrontendMember, Members, ReplicaMember
+from manylora.protocol import AdapterError
+from manylora.protocol.routing import Listed, RouterEvent, Unlisted
+from manylora.types import AdapterId, RequestError
+
+log = logging.getLogger(__name__)
+
+
+class Rollout:
+    """Used on the router's event loop. ``tell``: the router itself is to know."""
+
+    def __init__(
+        self,
+        adapter_log: AdapterLog,
+        members: Members,
+        tell: Callable[[RouterEvent], None],
+        wait_s: float,
+    ) -> None:
+        """``wait_s``: how long a load waits for a replica where there is none."""
+        self._log = adapter_log
+        self._members = members
+        self._tell = tell
+        self._wait_s = wait_s
+        self._busy: set[str] = set()
+        self._uses: collections.Counter[AdapterId] = collections.Counter()
+        self._change = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def revision(self) -> int:
+        return self._log.revision
+
+    @property
+    def num_listed(self) -> int:
+        return sum(each.state == "listed" for each in self._log.current.values())
+
+    def begin(self, named: list[tuple[str, str]]) -> None:
+        """Adapters that the start names, beside those that an earlier cluster has left in this folder."""
+        known = {each.name: each for each in self._log.current.values() if each.state == "listed"}
+        changed = []
+        for name, path in named:
+            before = known.get(name)
+            if before is not None and before.path == path:
+                continue
+            if before is not None:
+                changed.append(msgspec.structs.replace(before, state="gone"))
+            changed.append(
+                messages.Listing(0, self._log.new_id(), name, path, "", 0, 0, int(time.time()), "listed")
+            )
+        stale = [each for each in self._log.current.values() if each.state != "listed"]
+        changed += [msgspec.structs.replace(each, state="gone") for each in stale]
+        if changed:
+            self._log.append(*changed)
+
+    def take_over(self) -> None:
+        """Another router kept the log before: finish what it had begun."""
+        half = [each for each in self._log.current.values() if each.state == "loading"]
+        if half:
+            self._append(*(msgspec.structs.replace(each, state="gone") for each in half))
+        for each in self._log.current.values():
+            if each.rank:
+                self._tell(Listed(each.id, each.rank, each.num_pages, each.revision))
+            if each.state == "leaving":
+                self._spawn(self._retire(each))
+
+    # ------------------------------------------------------------ members
+
+    def whole(self) -> messages.Revisions:
+        """All that there is."""
+        return messages.Revisions(self.revision, list(self._log.current.values()), is_whole=True)
+
+    def greet(self, replica: ReplicaMember, has: list[AdapterId]) -> None:
+        """A replica is to have what all have, and nothing else."""
+        for adapter in has:
+            if adapter not in self._log.current:
+                replica.drop(adapter)
+        for listing in self._log.current.values():
+            replica.ask(listing, verify=False)
+        self.pulse()
+
+    def settle(self, replica: ReplicaMember) -> None:
+        """The replica has said of all whether it serves them: learn what these are."""
+        learnt, bad = [], []
+        for adapter, answer in replica.answers.items():
+            listing = self._log.current.get(adapter)
+            if listing is None or listing.state != "listed":
+                continue
+            if answer.card is None:
+                if listing.rank:
+                    continue  # others serve it: to be seen in the replica's own log
+                reason = answer.error.message if answer.error is not None else "?"
+                log.warning("adapter %r in %s is skipped: %s", listing.name, listing.path, reason)
+                bad.append(msgspec.structs.replace(listing, state="gone"))
+            elif not listing.rank:
+                card = answer.card
+                learnt.append(msgspec.structs.replace(listing, rank=card.rank, num_pages=card.num_pages))
+        if learnt or bad:
+            self._append(*learnt, *bad)
+            for each in learnt:
+                self._tell(Listed(each.id, each.rank, each.num_pages, self.revision))
+
+    def hear(self, replica: ReplicaMember, message: messages.AdapterReady | messages.AdapterGone) -> None:
+        """A replica has done what it was asked for."""
+        if isinstance(message, messages.AdapterGone):
+            replica.forget(message.id)
+        elif message.id in replica.asked:
+            replica.answers[message.id] = message
+        self.pulse()
+
+    def hear_revision(self, frontend: FrontendMember, revision: int) -> None:
+        """A front end goes by this revision now."""
+        frontend.revision = max(frontend.revision, revision)
+        self.pulse()
+
+    def pulse(self) -> None:
+        """Something has changed that may be waited for."""
+        self._change.set()
+        self._change = asyncio.Event()
+
+    # ------------------------------------------------------------ requests
+
+    def use(self, adapter: AdapterId) -> None:
+        """A live request names the version."""
+        self._uses[adapter] += 1
+
+    def unuse(self, adapter: AdapterId) -> None:
+        """One less does."""
+        self._uses[adapter] -= 1
+        if not self._uses[adapter]:
+            del self._uses[adapter]
+            self.pulse()
+
+    # ------------------------------------------------------------ loads
+
+    async def load(self, name: str, path: str, *, replaces: bool) -> messages.Listing:
+        """Have every replica serve the adapter, then every front end know it. Raises AdapterError."""
+        before = self._log.find(name)
+        if name in self._busy or (before is not None and not replaces):
+            raise AdapterError(f"an adapter named {name!r} is already loaded, or is just being")
+        self._busy.add(name)
+        try:
+            digest = await asyncio.to_thread(adapter_digest, Path(path))
+            found = messages.Listing(
+                0, self._log.new_id(), name, path, digest, 0, 0, int(time.time()), "loading"
+            )
+            self._append(found)
+            try:
+                listing = await self._load_everywhere(found)
+                before = self._log.find(name)
+                ends = [] if before is None else [msgspec.structs.replace(before, state="leaving")]
+                # Known to the router first: a front end may name it as soon as it hears of the revision.
+                self._tell(Listed(listing.id, listing.rank, listing.num_pages, self.revision + 1))
+                self._append(listing, *ends)
+            except BaseException:
+                self._give_up(found)
+                raise
+            await self._known_everywhere()
+            for each in ends:
+                self._tell(Unlisted(each.id, self.revision))
+                self._spawn(self._retire(each))
+            return listing
+        finally:
+            self._busy.discard(name)
+
+    def _give_up(self, found: messages.Listing) -> None:
+        self._tell(Unlisted(found.id, self.revision))
+        for replica in self._members.replicas.values():
+            if found.id in replica.asked:
+                replica.drop(found.id)
+        with contextlib.suppress(AdapterError):  # a log that cannot be written: the next router does it
+            self._append(msgspec.structs.replace(found, state="gone"))
+
+    async def _load_everywhere(self, found: messages.Listing) -> messages.Listing:
+        for replica in self._members.replicas.values():
+            if replica.facts is not None:
+                replica.ask(found, verify=True)
+
+        def answers() -> list[messages.AdapterReady | None]:
+            replicas = self._members.replicas.values()
+            return [each.answers.get(found.id) for each in replicas if found.id in each.asked]
+
+        try:
+            async with asyncio.timeout(None) as limit:
+                loop = asyncio.get_running_loop()
+                while not answers() or None in answers():
+                    limit.reschedule(None if answers() else loop.time() + self._wait_s)
+                    await self._change.wait()
+        except TimeoutError as error:
+            raise AdapterError("no replica is there to serve the adapter", status=503) from error
+        cards = []
+        for answer in answers():
+            assert answer is not None
+            if answer.card is None:
+                why = answer.error or RequestError(500, "the adapter cannot be served")
+                raise AdapterError(why.message, why.status)
+            cards.append(answer.card)
+        return msgspec.structs.replace(
+            found, rank=cards[0].rank, num_pages=cards[0].num_pages, state="listed"
+        )
+
+    async def unload(self, name: str) -> None:
+        """Refuse new requests for it everywhere; returns when no replica has it any more. Raises AdapterError."""
+        before = self._log.find(name)
+        if before is None:
+            raise AdapterError(f"no adapter named {name!r} is loaded", status=404)
+        leaving = msgspec.structs.replace(before, state="leaving")
+        self._append(leaving)
+        await self._known_everywhere()
+        self._tell(Unlisted(leaving.id, self.revision))
+        await self._retire(leaving)
+
+    async def _retire(self, leaving: messages.Listing) -> None:
+        """Requests that have come are served; then each replica frees the version."""
+        while self._uses[leaving.id]:
+            await self._change.wait()
+        told: set[ReplicaMember] = set()
+        while holders := [each for each in self._members.replicas.values() if leaving.id in each.asked]:
+            for replica in holders:
+                if replica not in told:  # one may have come meanwhile
+                    told.add(replica)
+                    replica.drop(leaving.id)
+            await self._change.wait()
+        if leaving.id in self._log.current:
+            self._append(msgspec.structs.replace(leaving, state="gone"))
+
+    async def _known_everywhere(self) -> None:
+        revision = self.revision
+        while any(each.revision < revision for each in self._members.frontends.values()):
+            await self._change.wait()
+
+    def _append(self, *listings: messages.Listing) -> None:
+        appended = self._log.append(*listings)
+        self._members.tell_frontends(messages.Revisions(self.revision, appended))
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

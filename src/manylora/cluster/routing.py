@@ -1,0 +1,64 @@
+"""The router's process: which adapters there are at its start, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from manylora.adapters.sources import discover
+from manylora.cluster import children, messages
+from manylora.cluster.adapter_log import AdapterLog
+from manylora.cluster.folder import read_secret
+from manylora.cluster.switchboard import Switchboard
+from manylora.config import ConfigError, EngineSettings
+from manylora.engine.wire import Failed
+from manylora.protocol import AdapterError
+from manylora.types import why_reserved
+
+log = logging.getLogger(__name__)
+
+
+def run(launch: children.Launch, starter: children.Starter) -> int:
+    """Until it is told to stop."""
+    try:
+        secret = read_secret(Path(launch.secret))
+        adapter_log = AdapterLog(Path(launch.folder) / "registry.sqlite")
+        process = Switchboard(launch, adapter_log, _named_adapters(launch.engine))
+    except ConfigError as error:
+        starter.say(Failed(str(error), is_user_error=True))
+        return 2
+
+    async def serve() -> int:
+        stopped = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            loop.call_soon_threadsafe(stopped.set)
+
+        await process.start(secret, launch)
+        starter.watch(stop, stop)
+        starter.say(messages.ChildReady())
+        await stopped.wait()
+        process.close()
+        children.leave(0)  # links end by it
+        return 0
+
+    return asyncio.run(serve())
+
+
+def _named_adapters(settings: EngineSettings) -> list[tuple[str, str]]:
+    """Adapters that the start names, and those of the folder. Raises ConfigError."""
+    adapters = settings.adapters
+    named = dict(adapters.adapters)
+    if adapters.adapter_dir is not None:
+        try:
+            found = discover(Path(adapters.adapter_dir))
+        except AdapterError as error:
+            raise ConfigError(str(error)) from error
+        for name, folder in found:
+            if reason := why_reserved(name, settings.model.name):
+                log.warning("adapter %r in %s is skipped: %s", name, adapters.adapter_dir, reason)
+            else:
+                named.setdefault(name, str(folder))
+    return list(named.items())

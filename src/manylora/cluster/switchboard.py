@@ -1,0 +1,469 @@
+"""The router between its links: the machine of ``policy.router`` between front ends, replicas and the supervisor.
+
+Tells it what comes over the links, and carries out what it commands. It keeps nothing that the others do not have:
+another router takes its place from full reports and from what front ends have open. Tokens do not pass here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from manylora.cluster import children, messages
+from manylora.cluster.adapter_log import AdapterLog
+from manylora.cluster.link import Hello, Link, Listener, adopt, why_strange
+from manylora.cluster.members import FrontendMember, Members, ReplicaMember
+from manylora.cluster.names import journal_name
+from manylora.cluster.rollout import Rollout
+from manylora.cluster.status import status
+from manylora.cluster.timing import Decisions
+from manylora.config import ConfigError
+from manylora.engine.journal import JournalWriter
+from manylora.engine.lines import LineFile
+from manylora.policy.router import Router
+from manylora.protocol import AdapterError, SetTimer, Timer
+from manylora.protocol.routing import (
+    Accepted,
+    Asked,
+    AskReport,
+    Assign,
+    Cancelled,
+    Ended,
+    Fence,
+    Place,
+    Planned,
+    Progress,
+    Refuse,
+    ReplicaDown,
+    ReplicaId,
+    ReplicaUp,
+    Routed,
+    RouterEvent,
+    ScaleHint,
+    Solve,
+    Unplace,
+    Withdraw,
+    Withdrawn,
+)
+from manylora.solving.process import SolverProcess, solver_is_there
+from manylora.types import AdapterId, RequestError, RequestId
+
+log = logging.getLogger(__name__)
+
+SETTLE_S = 2.0
+"""A router that takes another's place waits so long for replicas and front ends before it decides."""
+SOLVE_S = 2.0
+
+_decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
+    messages.FRONTEND: msgspec.msgpack.Decoder(messages.ToRouterFromFrontend),
+    messages.REPLICA: msgspec.msgpack.Decoder(messages.ToRouterFromReplica),
+    messages.SUPERVISOR: msgspec.msgpack.Decoder(messages.ToRouterFromSupervisor),
+}
+
+
+class Switchboard:
+    """``members``: what is linked; ``table``: what the supervisor has started; ``moved``: by reason."""
+
+    def __init__(
+        self, launch: children.Launch, adapter_log: AdapterLog, named: list[tuple[str, str]]
+    ) -> None:
+        """``named``: adapters of the start, and their folders. Raises ConfigError."""
+        self.config = launch.cluster.router_config()
+        self.epoch = launch.epoch
+        self.router = Router(self.config)
+        self.members = Members()
+        self.table = messages.ProcessTable([], [], 0, launch.cluster.launcher)
+        self.moved: collections.Counter[str] = collections.Counter()
+        self.decisions = Decisions()
+        self.hint: ScaleHint | None = None
+        self.registry = Rollout(adapter_log, self.members, self.tell, self.config.queue_timeout_s)
+        self._model = launch.model
+        self._supervisor: Link | None = None
+        self._owners: dict[RequestId, tuple[FrontendMember, AdapterId]] = {}
+        self._orders: dict[int, tuple[Link, messages.Rulings]] = {}
+        self._fenced: dict[ReplicaId, int] = {}
+        self._held_back: list[tuple[FrontendMember, messages.Note]] | None = None
+        if launch.epoch > 1:
+            self._held_back = []
+        else:
+            try:
+                self.registry.begin(named)
+            except AdapterError as error:
+                raise ConfigError(str(error)) from error
+        self._is_served = asyncio.Event()  # a replica has been up
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._solver = SolverProcess(SOLVE_S) if solver_is_there() else None
+        self._solving = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manylora-solving")
+        self._journal = self._trace = None
+        settings = launch.engine
+        if settings.journal is not None:
+            path = Path(journal_name(settings.journal, "router", launch.epoch))
+            self._journal = JournalWriter(path, self.config, settings.journal_part_bytes)
+        if settings.cache.trace is not None:
+            self._trace = LineFile(Path(journal_name(settings.cache.trace, "router", launch.epoch)), "trace")
+        self._start_s = time.monotonic()
+
+    async def start(self, secret: bytes, launch: children.Launch) -> None:
+        """Listen, and take over what another router has left."""
+        self._loop = asyncio.get_running_loop()
+        self.registry.take_over()
+        listener = Listener(
+            adopt(launch.descriptor), secret, self.epoch, _decoders.get, self._judge, self._serve
+        )
+        await listener.start()
+        if self._held_back is not None:
+            self._is_served.set()
+            self._loop.call_later(SETTLE_S, self._settle)
+
+    def close(self) -> None:
+        """Write what is still to be written."""
+        if self._journal is not None:
+            self._journal.close()
+        if self._trace is not None:
+            self._trace.close()
+        if self._solver is not None:
+            self._solver.close()
+
+    # ------------------------------------------------------------ the machine
+
+    def tell(self, event: RouterEvent) -> None:
+        """Have the router decide, and carry it out."""
+        now = time.monotonic()
+        if self._journal is not None:
+            self._journal.record(event, now)
+        began_s = time.perf_counter()
+        commands = self.router.handle(event, now)
+        self.decisions.add(time.perf_counter() - began_s)
+        if self._journal is not None:
+            self._journal.answered(commands)
+        for command in commands:
+            self._carry_out(command, now)
+
+    def _carry_out(self, command: Any, now: float) -> None:
+        match command:
+            case Assign() | Withdraw() | Refuse():
+                self._order(command)
+            case SetTimer(at):
+                self._timer = self._loop.call_later(max(0.0, at - now), self.tell, Timer())
+            case Fence(replica, epoch):
+                self._fence(replica, epoch)
+            case AskReport(replica):
+                if (member := self.members.replicas.get(replica)) is not None:
+                    member.link.send(messages.AskWhole())
+            case Place(adapter, replica):
+                if (member := self.members.replicas.get(replica)) is not None:
+                    member.link.send(messages.PlaceAdapter(adapter))
+            case Unplace():
+                pass  # the replica's own cache policy says what leaves
+            case Solve():
+                self._solve(command)
+            case ScaleHint():
+                self.hint = command
+            case Routed():
+                if command.source is not None:
+                    self.moved[command.reason] += 1
+                self._write_trace(now, f"{command.request}  attempt {command.attempt}", command)
+            case Planned():
+                self._write_trace(now, f"plan {command.number}", command)
+
+    def _order(self, command: Assign | Withdraw | Refuse) -> None:
+        owner = self._owners.get(command.request)
+        if owner is None:
+            return
+        member, _ = owner
+        if not self._orders:
+            self._loop.call_soon(self._send_orders)
+        _, orders = self._orders.setdefault(id(member.link), (member.link, messages.Rulings()))
+        if isinstance(command, Assign):
+            orders.assign.append(command)
+        elif isinstance(command, Withdraw):
+            orders.withdraw.append(command)
+        else:
+            orders.refuse.append(command)
+            self._disown(command.request)
+
+    def _send_orders(self) -> None:
+        orders, self._orders = self._orders, {}
+        for link, each in orders.values():
+            link.send(each)
+
+    def _write_trace(self, now: float, what: str, command: Routed | Planned) -> None:
+        if self._trace is None:
+            return
+        if isinstance(command, Routed):
+            origin = "" if command.source is None else f" from {command.source}"
+            text = f"to {command.replica}{origin}  {command.reason}  waited {command.waited_s:.3f} s"
+        else:
+            text = f"{command.num_moves} moves of {command.num_requests}  {command.value_s:.3f} s"
+            text += f", before {command.before_s:.3f} s, at least {command.bound_s:.3f} s"
+        self._trace.write(f"{now - self._start_s:10.3f} s  {what}  {text}")
+        self._trace.flush()
+
+    def _solve(self, problem: Solve) -> None:
+        solver = self._solver
+        if solver is None:
+            return
+
+        def work() -> None:
+            answer = solver.solve(problem)
+            self._loop.call_soon_threadsafe(self.tell, answer)
+
+        self._solving.submit(work)
+
+    def _fence(self, replica: ReplicaId, epoch: int) -> None:
+        self._fenced[replica] = max(epoch, self._fenced.get(replica, 0))
+        if self._supervisor is not None:
+            self._supervisor.send(messages.EndReplica(replica, epoch))
+        self._forget_replica(replica, epoch)
+
+    def _forget_replica(self, replica: ReplicaId, epoch: int) -> None:
+        member = self.members.replicas.get(replica)
+        if member is not None and member.epoch <= epoch:
+            member.link.abort()
+            del self.members.replicas[replica]
+            self.registry.pulse()
+        self._tell_endpoints()
+
+    def _tell_endpoints(self) -> None:
+        if self._held_back is not None:
+            return  # what is not linked yet may serve: front ends keep their links to it
+        self.members.tell_frontends(self._endpoints())
+
+    def _endpoints(self) -> messages.Endpoints:
+        up = self.router.fleet.up
+        return messages.Endpoints(
+            [
+                messages.Endpoint(each.id, each.epoch, *each.address)
+                for each in self.members.replicas.values()
+                if each.id in up and up[each.id].epoch == each.epoch
+            ]
+        )
+
+    # ------------------------------------------------------------ links
+
+    def _judge(self, hello: Hello) -> str | None:
+        if hello.role == messages.REPLICA:
+            slot = next((slot for slot in self.table.slots if slot.id == hello.id), None)
+            least = max(self._fenced.get(hello.id, 0) + 1, 0 if slot is None else slot.epoch)
+            if hello.epoch < least:
+                return f"epoch {hello.epoch} of replica {hello.id} is over"
+        return why_strange(hello, self._model)
+
+    async def _serve(self, link: Link) -> None:
+        if link.peer.role == messages.REPLICA:
+            await self._serve_replica(link)
+        elif link.peer.role == messages.FRONTEND:
+            await self._serve_frontend(link)
+        else:
+            await self._serve_supervisor(link)
+
+    async def _serve_replica(self, link: Link) -> None:
+        hello = link.peer
+        before = self.members.replicas.get(hello.id)
+        if before is not None:
+            before.link.abort()
+        member = self.members.replicas[hello.id] = ReplicaMember(hello.id, hello.epoch, link)
+        while (message := await link.receive()) is not None:
+            member.heard_s = time.monotonic()
+            match message:
+                case messages.Up(facts, host, port, adapters):
+                    member.facts, member.address = facts, (host, port)
+                    self.registry.greet(member, adapters)
+                    self._see_if_up(member)
+                case messages.Alive(sent_s, report):
+                    link.send(messages.Lease(sent_s))
+                    if report is not None and self._is_up(member):
+                        member.hear(report)
+                        self.tell(report)
+                case messages.AdapterReady() | messages.AdapterGone():
+                    self.registry.hear(member, message)
+                    self._see_if_up(member)
+        # One that is up may come back. If it does not, the supervisor says so, or its lease runs out.
+        if self.members.replicas.get(hello.id) is member and not self._is_up(member):
+            del self.members.replicas[hello.id]
+            self.registry.pulse()
+
+    def _is_up(self, member: ReplicaMember) -> bool:
+        known = self.router.fleet.up.get(member.id)
+        return known is not None and known.epoch == member.epoch
+
+    def _see_if_up(self, member: ReplicaMember) -> None:
+        if (
+            member.facts is None
+            or not member.has_answered
+            or self.members.replicas.get(member.id) is not member
+        ):
+            return
+        if not self._is_up(member):
+            self.registry.settle(member)
+            self.tell(ReplicaUp(member.id, member.epoch, member.facts))
+            if not self._is_up(member):
+                return
+            member.link.send(messages.AskWhole())
+            self._is_served.set()
+            self._settle_if_all_are_there()
+        self._tell_endpoints()
+
+    async def _serve_supervisor(self, link: Link) -> None:
+        self._supervisor = link
+        for replica, epoch in self._fenced.items():
+            link.send(messages.EndReplica(replica, epoch))
+        while (message := await link.receive()) is not None:
+            match message:
+                case messages.ProcessTable():
+                    self.table = message
+                    self._settle_if_all_are_there()
+                case messages.Exited(replica, epoch, reason, is_crash, blamed):
+                    level = logging.WARNING if is_crash else logging.INFO
+                    log.log(level, "replica %d (epoch %d) has ended: %s", replica, epoch, reason)
+                    self._fenced[replica] = max(epoch, self._fenced.get(replica, 0))
+                    names = None if blamed is None else tuple(blamed)
+                    self.tell(ReplicaDown(replica, epoch, reason, is_crash, names))
+                    self._forget_replica(replica, epoch)
+                case messages.Ping(number):
+                    link.send(messages.Pong(number))
+        if self._supervisor is link:
+            self._supervisor = None
+
+    async def _serve_frontend(self, link: Link) -> None:
+        await self._is_served.wait()
+        member = FrontendMember(link.peer.id, link)
+        before = self.members.frontends.get(member.id)
+        if before is not None:
+            before.link.abort()
+            self._lose_frontend(before)
+        self.members.frontends[member.id] = member
+        link.send(self.registry.whole())
+        if self._held_back is None:
+            link.send(self._endpoints())
+        while (message := await link.receive()) is not None:
+            match message:
+                case messages.Note():
+                    if self._held_back is not None:
+                        self._held_back.append((member, message))
+                    else:
+                        self._hear_note(member, message)
+                case messages.Synced():
+                    member.is_synced = True
+                    self._settle_if_all_are_there()
+                case messages.HasRevision(revision):
+                    self.registry.hear_revision(member, revision)
+                case messages.AdapterCall():
+                    self._spawn(self._answer_adapter_call(link, message))
+                case messages.AskStatus(call):
+                    link.send(messages.Reply(call, body=msgspec.json.encode(self.status())))
+        if self.members.frontends.get(member.id) is member:
+            del self.members.frontends[member.id]
+            self._lose_frontend(member)
+        self.registry.pulse()
+
+    # ------------------------------------------------------------ front ends
+
+    def _hear_note(self, member: FrontendMember, note: messages.Note) -> None:
+        member.stale_tokens, member.recomputed_tokens = note.stale_tokens, note.recomputed_tokens
+        for asked in note.asked:
+            if self._own(member, asked):
+                self.tell(asked)
+        for held in note.held:
+            if self._own(member, held.asked):
+                self.tell(held)
+        news: list[Accepted | Progress | Withdrawn] = [*note.accepted, *note.progress, *note.withdrawn]
+        for event in news:
+            if event.request in self._owners:
+                self.tell(event)
+        ends: list[Ended | Cancelled] = [*note.ended, *note.cancelled]
+        for end in ends:
+            if self._disown(end.request, member):
+                self.tell(end)
+
+    def _own(self, member: FrontendMember, asked: Asked) -> bool:
+        """Whether the request is this front end's: not if another one has one of the same id."""
+        owner = self._owners.get(asked.request)
+        if owner is None:
+            self._owners[asked.request] = member, asked.adapter
+            self.registry.use(asked.adapter)
+        elif owner[0] is not member:
+            error = RequestError(400, f"request id {asked.request!r} is already in use")
+            member.link.send(messages.Rulings(refuse=[Refuse(asked.request, error)]))
+            return False
+        return True
+
+    def _disown(self, request: RequestId, member: FrontendMember | None = None) -> bool:
+        """The request has ended; False where it is not the front end's."""
+        owner = self._owners.get(request)
+        if owner is None or (member is not None and owner[0] is not member):
+            return False
+        del self._owners[request]
+        self.registry.unuse(owner[1])
+        return True
+
+    def _lose_frontend(self, member: FrontendMember) -> None:
+        """Nothing waits for its requests any more."""
+        if self._held_back is not None:
+            self._held_back = [each for each in self._held_back if each[0] is not member]
+        for request, (owner, _) in list(self._owners.items()):
+            if owner is member:
+                self._disown(request)
+                self.tell(Cancelled(request))
+
+    async def _answer_adapter_call(self, link: Link, call: messages.AdapterCall) -> None:
+        reply = messages.Reply(call.call)
+        try:
+            if call.path:
+                reply.listing = await self.registry.load(call.name, call.path, replaces=call.replaces)
+            else:
+                await self.registry.unload(call.name)
+        except AdapterError as error:
+            reply.status, reply.message = error.status, str(error)
+        link.send(reply)
+
+    def _spawn(self, work: Any) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ------------------------------------------------------------ taking over
+
+    def _settle_if_all_are_there(self) -> None:
+        running = [slot for slot in self.table.slots if slot.state == "running"]
+        are_up = all(slot.id in self.router.fleet.up for slot in running)
+        are_synced = all(
+            child.id in self.members.frontends and self.members.frontends[child.id].is_synced
+            for child in self.table.frontends
+        )
+        if self._supervisor is not None and are_up and are_synced:
+            self._settle()
+
+    def _settle(self) -> None:
+        """From now on decide: what front ends have said meanwhile comes first."""
+        if self._held_back is None:
+            return
+        held_back, self._held_back = self._held_back, None
+        log.info("the router has taken over")
+        for member, note in held_back:
+            self._hear_note(member, note)
+        self._tell_endpoints()
+
+    def status(self) -> dict[str, Any]:
+        """See ``cluster.status``."""
+        return status(
+            self.router,
+            self.members,
+            self.table,
+            policy=self.config.policy,
+            epoch=self.epoch,
+            is_settled=self._held_back is None,
+            revision=self.registry.revision,
+            num_adapters=self.registry.num_listed,
+            hint=self.hint,
+            moved=dict(self.moved),
+            decisions=self.decisions,
+        )

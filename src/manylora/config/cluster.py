@@ -1,0 +1,107 @@
+"""What users set of a cluster: how many processes of each kind, what decides between them, what ends them."""
+
+import dataclasses
+from typing import Annotated, Literal
+
+from manylora.config.declaring import ConfigError, Count, Section, check_rules, setting
+from manylora.config.policy import is_import_name
+from manylora.config.routing import ROUTERS, RouterConfig, split_setting
+from manylora.rules import FINITE, Rule, at_least, between
+
+MOST_REPLICAS = 1024
+MOST_FRONTENDS = 64
+
+Replicas = Annotated[int, between(1, MOST_REPLICAS)]
+_LEASE = "seconds that a replica may serve without word from the router, and after which it is given up"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClusterOptions(Section):
+    """``settings``: parameters of the routing policy, as texts of the form ROUTER.KEY=VALUE."""
+
+    replicas: Replicas = setting(1, "engines, each a process with a pool of its own, behind one port")
+    router: Annotated[
+        str,
+        Rule(
+            f"one of {', '.join(ROUTERS)}, or module:Class",
+            lambda name: name in ROUTERS or is_import_name(name),
+        ),
+    ] = setting("manylora", "what decides which replica serves a request", "NAME")
+    settings: tuple[str, ...] = setting(
+        (), "a parameter of the router; may be repeated", "ROUTER.KEY=VALUE", name="router_set"
+    )
+    launcher: Literal["local", "ray"] = setting(
+        "local", "what starts replicas: processes of this machine, or Ray"
+    )
+    ray_address: str | None = setting(
+        None, "Ray's cluster: auto, HOST:PORT, or local for one of its own (default: auto)", "ADDRESS"
+    )
+    frontends: Annotated[int, between(1, MOST_FRONTENDS)] = setting(
+        1, "processes that speak HTTP, on one port"
+    )
+    min_replicas: Replicas | None = setting(None, "never fewer replicas (default: as --replicas)")
+    max_replicas: Replicas | None = setting(None, "never more replicas (default: as --replicas)")
+    autoscale: Literal["off", "hint", "on"] = setting(
+        "off", "whether the number of replicas follows the load; hint only says what it should be"
+    )
+    max_attempts: Count = setting(3, "times that a request is tried before it is given up")
+    handover: Literal["wait", "drop"] = setting(
+        "wait",
+        "on a move the next replica gets a request when the last has let it go (wait), or at once (drop)",
+    )
+    queue_timeout: Annotated[float, at_least(1), FINITE] = setting(
+        30.0, "seconds that a request waits for a replica that can hold it, where none is up"
+    )
+    lease: Annotated[float, at_least(1), FINITE] = setting(5.0, _LEASE)
+    replicas_per_gpu: Annotated[int, between(1, 64)] = setting(1, "replicas that share a GPU")
+    cluster_dir: Annotated[str, Rule("a folder's path", str.strip)] | None = setting(
+        None,
+        "the cluster's folder: secret, registry of adapters, admin socket; what is in it outlives the cluster "
+        "(default: one for this user and port, which goes with the cluster)",
+        "DIR",
+    )
+
+    def __post_init__(self) -> None:
+        check_rules(self)
+        low, high = self.bounds
+        if low > high:
+            raise ConfigError(f"--min-replicas {low} is above --max-replicas {high}")
+        if self.replicas > high:
+            raise ConfigError(f"--replicas {self.replicas} is above --max-replicas {high}")
+        if self.launcher == "local" and self.ray_address is not None:
+            raise ConfigError("--ray-address needs --launcher ray")
+        self.router_config()
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The fewest and the most replicas that there may be."""
+        if self.min_replicas is not None:
+            low = self.min_replicas
+        else:
+            low = self.replicas if self.max_replicas is None else min(self.replicas, self.max_replicas)
+        return low, max(self.replicas, low) if self.max_replicas is None else self.max_replicas
+
+    @property
+    def num_at_start(self) -> int:
+        """The replicas that are started."""
+        return max(self.replicas, self.bounds[0])
+
+    def router_config(self) -> RouterConfig:
+        """The router's own settings. Raises ConfigError."""
+        pairs = []
+        for text in self.settings:
+            router, key, value = split_setting(text)
+            if router != self.router:
+                raise ConfigError(f"--router-set {text} is not of --router {self.router}")
+            pairs.append((key, value))
+        return RouterConfig(
+            policy=self.router,
+            settings=tuple(pairs),
+            suspect_s=0.6 * self.lease,
+            lease_s=self.lease,
+            tick_s=min(0.5, self.lease / 10),
+            max_attempts=self.max_attempts,
+            queue_timeout_s=self.queue_timeout,
+            handover=self.handover,
+            trace=True,
+        )

@@ -1,0 +1,180 @@
+"""Compiles kernels ahead of their first launch, side by side in processes of its own.
+
+Which kernels a start needs is found by rehearsing its steps: a launch whose kernel is not loaded yet is left out
+and noted. What was compiled is found in Triton's cache when the steps really run; a note beside it says so to
+later starts, which then rehearse a few steps only. Does not know what the steps compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton import knobs
+
+from manylora.devices.preparation import PREPARATION
+
+LEAST_PROCESSES, MOST_PROCESSES = 2, 12
+"""Each takes seconds to begin: with fewer, compiling one after the other is as fast; more wait for each other."""
+
+_KEPT = "manylora-compiled"
+"""The folder in Triton's cache that holds the notes."""
+
+_WAIT_S = 180.0
+"""For all processes together; what is not compiled by then is compiled when it is launched."""
+
+_log = logging.getLogger(__name__)
+
+
+class Missing(NamedTuple):
+    """A kernel called in a new way, as ``compiler_process`` takes it, and the name of its note."""
+
+    order: str
+    note: str
+
+
+def missing(function: Any, module: str, name: str, data: str) -> Missing:
+    """Of a call that Triton tells its hooks of. Where ``data`` is what ``JITFunction.preload`` reads."""
+    target = triton.runtime.driver.active.get_current_target()
+    kind = (target.backend, target.arch, target.warp_size)
+    key = json.dumps([triton.__version__, function.cache_key, *kind, data])
+    order = {"module": module, "name": name, "data": data, "target": kind}
+    return Missing(json.dumps(order), hashlib.sha256(key.encode()).hexdigest())
+
+
+def notes_folder() -> Path:
+    return Path(knobs.cache.dir) / _KEPT
+
+
+class CompileAhead:
+    """For one start; used by its thread. ``close`` ends the processes."""
+
+    def __init__(self, most_processes: int = MOST_PROCESSES) -> None:
+        self._most = min(most_processes, len(os.sched_getaffinity(0)) - 1)
+        self._orders: queue.SimpleQueue[Missing | None] = queue.SimpleQueue()
+        self._processes: list[subprocess.Popen[str]] = []
+        self._threads: list[threading.Thread] = []
+        self._asked: set[str] = set()
+        self._lock = threading.Condition()
+        self._num_left = self._num_compiled = 0
+        self._error = ""
+
+    def rehearse(self, steps: Sequence[Callable[[], object]], num_telling: int) -> bool:
+        """Compile what these steps lack, and return when that is done. Where the first ``num_telling`` lack
+        nothing, the others are not looked at. Whether anything was compiled.
+
+        Steps are run without the launches of kernels that are not loaded, so their results are worth nothing.
+        """
+        if self._most < LEAST_PROCESSES or not knobs.cache.dir:
+            return False
+        began_s = time.monotonic()
+        before = self._num_compiled
+        try:
+            with self._leaving_out():
+                for number, step in enumerate(steps):
+                    if number == num_telling and not self._asked:
+                        return False
+                    step()
+            with PREPARATION.running():
+                self._wait()
+        except (
+            Exception
+        ) as error:  # another Triton than we know, say: everything is compiled when it is launched
+            _log.warning("kernels are compiled one by one: %s", str(error).partition("\n")[0])
+            return False
+        if (count := self._num_compiled - before) or self._error:
+            _log.info(
+                "compiled %d kernels by %d processes in %.1f s%s",
+                count,
+                len(self._processes),
+                time.monotonic() - began_s,
+                f"; others later: {self._error}" if self._error else "",
+            )
+        return count > 0
+
+    def close(self) -> None:
+        """Idempotent."""
+        processes, self._processes = self._processes, []
+        for process in processes:
+            process.kill()
+            process.wait()
+        for _ in self._threads:
+            self._orders.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    @contextlib.contextmanager
+    def _leaving_out(self) -> Iterator[None]:
+        runtime = knobs.runtime
+        before = runtime.jit_cache_hook
+
+        def leave_out(**what: Any) -> bool:
+            function, data = what["fn"], what["compile"]["specialization_data"]
+            self._ask(missing(function.jit_function, function.module, function.name, data))
+            return True  # Triton then neither compiles nor launches
+
+        runtime.jit_cache_hook = leave_out
+        try:
+            yield
+        finally:
+            runtime.jit_cache_hook = before
+
+    def _ask(self, wanted: Missing) -> None:
+        if wanted.note in self._asked or (notes_folder() / wanted.note).exists():
+            return
+        self._asked.add(wanted.note)
+        with self._lock:
+            self._num_left += 1
+        self._orders.put(wanted)
+        if len(self._threads) < min(self._most, len(self._asked)):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "manylora.kernels.triton.compiler_process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            )
+            self._processes.append(process)
+            thread = threading.Thread(
+                target=self._serve, args=(process,), name="manylora-compile", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def _serve(self, process: subprocess.Popen[str]) -> None:
+        """Give one process what is left, until nothing more will come."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        while (wanted := self._orders.get()) is not None:
+            try:
+                process.stdin.write(wanted.order + "\n")
+                process.stdin.flush()
+                error = json.loads(process.stdout.readline() or '"a compiler has ended"')
+            except (OSError, ValueError) as failure:
+                error = str(failure)
+            if not error:
+                notes_folder().mkdir(parents=True, exist_ok=True)
+                (notes_folder() / wanted.note).touch()
+            with self._lock:
+                self._num_left -= 1
+                self._num_compiled += not error
+                self._error = error or self._error
+                self._lock.notify_all()
+
+    def _wait(self) -> None:
+        with self._lock:
+            if not self._lock.wait_for(lambda: not self._num_left, _WAIT_S):
+                self._error = "they took too long"

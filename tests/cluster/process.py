@@ -1,0 +1,201 @@
+"""Clusters as real processes, and clients that keep every chunk of every stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.e2e.process import BASE, REPOSITORY, TIMEOUT_S, Server, children_of, is_running, wait_until
+
+Json = dict[str, Any]
+ADAPTERS = REPOSITORY / "demo" / "adapters"
+NAMES = sorted(folder.name for folder in ADAPTERS.iterdir())[:8]
+
+
+class Cluster(Server):
+    """``manylora serve --replicas``, small, with the demo's adapters."""
+
+    def __init__(self, *args: str, folder: Path) -> None:
+        self.folder = folder
+        super().__init__(
+            "--adapter-dir", str(ADAPTERS), "--max-adapter-rank", "64", "--device-pool", "48MiB", "--host-pool",
+            "16MiB", "--cluster-dir", str(folder / "cluster"), *args,
+        )  # fmt: skip
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def status(self) -> Json:
+        answer = httpx.get(f"{self.url}/cluster", timeout=TIMEOUT_S)
+        assert answer.status_code == 200, answer.text
+        found: Json = answer.json()
+        return found
+
+    def replicas(self) -> list[Json]:
+        found: list[Json] = self.status()["replicas"]
+        return found
+
+    def wait_replicas(self, count: int) -> list[Json]:
+        """Wait until so many run, and no others are there."""
+
+        def are_up() -> bool:
+            # A router that is being replaced answers a moment later.
+            with contextlib.suppress(AssertionError, httpx.HTTPError):
+                states = [each["state"] for each in self.replicas()]
+                return states == ["running"] * count
+            return False
+
+        wait_until(are_up, f"{count} replicas\n{self.log}", 120.0)
+        return self.replicas()
+
+    def busiest(self) -> Json:
+        """The replica with the most requests, once one has any."""
+        wait_until(lambda: any(each["requests"] for each in self.replicas()), "requests on a replica")
+        return max(self.replicas(), key=lambda each: int(each["requests"]))
+
+    def pids(self) -> list[int]:
+        """Of every process of it."""
+        return [self.process.pid, *children_of(self.process.pid)]
+
+    def wait_gone(self, pids: list[int], within_s: float) -> None:
+        wait_until(lambda: not any(map(is_running, pids)), f"gone: {pids}\n{self.log}", within_s)
+
+    def __exit__(self, *args: Any) -> None:
+        self._pids += children_of(self.process.pid)
+        super().__exit__(*args)
+
+
+@dataclasses.dataclass
+class Answer:
+    """What came of a request: by choice its text, tokens' log-probabilities and end; usage; an error, if any."""
+
+    choices: dict[int, Json] = dataclasses.field(default_factory=dict)
+    usage: Json | None = None
+    error: Any = None
+    longest_gap_s: float = 0.0
+    num_chunks: int = 0
+
+    @property
+    def content(self) -> Any:
+        """What has to be equal, whatever happened meanwhile."""
+        usage = (
+            {key: self.usage[key] for key in ("prompt_tokens", "completion_tokens")} if self.usage else None
+        )
+        return self.choices, usage, self.error
+
+
+def mixed_bodies(count: int) -> list[Json]:
+    """Base and adapters; greedy and seeded; one and several choices; stop strings; log-probabilities; streamed and
+    not."""
+    bodies = []
+    for number in range(count):
+        body: Json = {
+            "model": [BASE, *NAMES][number % 9],
+            "prompt": f"Once upon a time there were {number}",
+            "max_tokens": 24 + 8 * (number % 5),
+            "temperature": 0.0 if number % 2 else 0.9,
+            "seed": number,
+            "stream": number % 4 != 3,
+        }
+        if number % 3 == 0:
+            body["n"] = 2 + number % 3
+        if number % 5 == 0:
+            body["logprobs"] = 2
+        if number % 6 == 0:
+            body["stop"] = [" the", "ing "]
+        if number % 7 == 0:
+            body["ignore_eos"] = True
+        if body["stream"]:
+            body["stream_options"] = {"include_usage": True}
+        bodies.append(body)
+    return bodies
+
+
+def long_bodies(count: int, max_tokens: int = 200) -> list[Json]:
+    """Streams that run for a while."""
+    return [
+        {
+            "model": [BASE, *NAMES][number % 9],
+            "prompt": f"Tell me story number {number}",
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "temperature": 0.0 if number % 2 else 0.8,
+            "seed": number,
+            "n": 2 if number % 4 == 0 else 1,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for number in range(count)
+    ]
+
+
+async def _ask(client: httpx.AsyncClient, url: str, body: Json) -> Answer:
+    answer = Answer()
+    last_s = time.monotonic()
+    async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+        if response.status_code != 200 or not body["stream"]:
+            found = json.loads(await response.aread())
+            _add(answer, found)
+            return answer
+        async for line in response.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            now = time.monotonic()
+            answer.longest_gap_s = max(answer.longest_gap_s, now - last_s)
+            last_s = now
+            answer.num_chunks += 1
+            _add(answer, json.loads(line.removeprefix("data: ")))
+    return answer
+
+
+def _add(answer: Answer, found: Json) -> None:
+    if "error" in found:
+        answer.error = found["error"]
+        return
+    answer.usage = found.get("usage") or answer.usage
+    for choice in found["choices"]:
+        held = answer.choices.setdefault(choice["index"], {"text": "", "logprobs": [], "end": None})
+        held["text"] += choice["text"]
+        held["end"] = choice.get("finish_reason") or held["end"]
+        if choice.get("logprobs"):
+            held["logprobs"] += [round(value, 3) for value in choice["logprobs"]["token_logprobs"]]
+
+
+@contextlib.asynccontextmanager
+async def asking(url: str, bodies: list[Json]) -> AsyncIterator[list[asyncio.Task[Answer]]]:
+    """All of them are under way."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits, verify=False) as client:
+        yield [asyncio.create_task(_ask(client, url, body)) for body in bodies]
+
+
+def ask_all(url: str, bodies: list[Json], meanwhile: Callable[[], None] | None = None) -> list[Answer]:
+    """The answers, in order; ``meanwhile`` is done when all have been sent and some run."""
+
+    async def run() -> list[Answer]:
+        async with asking(url, bodies) as tasks:
+            if meanwhile is not None:
+                await asyncio.to_thread(meanwhile)
+            return list(await asyncio.gather(*tasks))
+
+    return asyncio.run(run())
+
+
+def assert_equal(before: list[Answer], after: list[Answer]) -> None:
+    """Nothing of an answer tells what happened to the cluster."""
+    for number, (one, other) in enumerate(zip(before, after, strict=True)):
+        assert other.content == one.content, number
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    os.kill(pid, number)

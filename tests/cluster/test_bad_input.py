@@ -1,0 +1,97 @@
+"""What a start with replicas refuses: one line on stderr and exit code 2, before a model is loaded."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from manylora.config import ConfigError
+from manylora.config.cluster import ClusterOptions
+from manylora.flags import split_cluster
+from tests.e2e.process import MODEL, free_port, lines_of, run_cli
+
+
+def refused(*args: str, **env: str) -> str:
+    """The line."""
+    result: subprocess.CompletedProcess[str] = run_cli("serve", MODEL, "--port", "0", *args, **env)
+    assert result.returncode == 2, result.stderr
+    lines = [line for line in lines_of(result.stderr) if " INFO " not in line]
+    assert len(lines) == 1, result.stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"replicas": "0"}, "--replicas must be"),
+        ({"replicas": "-1"}, "--replicas must be"),
+        ({"replicas": "1000000000"}, "--replicas must be"),
+        ({"replicas": "two"}, "--replicas"),
+        ({"replicas": "2", "router": "best"}, "--router must be one of"),
+        ({"replicas": "2", "min_replicas": "3", "max_replicas": "2"}, "--min-replicas 3 is above"),
+        ({"replicas": "4", "max_replicas": "3"}, "--replicas 4 is above"),
+        ({"replicas": "2", "lease": "0"}, "--lease must be"),
+        ({"replicas": "2", "max_attempts": "0"}, "--max-attempts must be"),
+        ({"replicas": "2", "handover": "throw"}, "--handover"),
+        ({"replicas": "2", "launcher": "k8s"}, "--launcher"),
+        ({"replicas": "2", "ray_address": "auto"}, "--ray-address needs --launcher ray"),
+        ({"replicas": "2", "router_set": ["punica.max_batch=3"]}, "is not of --router"),
+        ({"replicas": "2", "data_parallel_size": "3"}, "one setting"),
+    ],
+)
+def test_settings_are_refused(given: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        split_cluster(given)
+
+
+def test_one_replica_alone_is_no_cluster() -> None:
+    assert split_cluster({"replicas": "1", "port": "1"}) == (None, [{"port": "1"}])
+    assert split_cluster({}) == (None, [{}])
+    found, rest = split_cluster({"replicas": 2}, {"router": "punica", "port": "1"})
+    assert found == ClusterOptions(replicas=2, router="punica")
+    assert rest == [{}, {"port": "1"}]
+
+
+def test_names_of_vllm() -> None:
+    given = {"data_parallel_size": "3", "api_server_count": "2", "data_parallel_backend": "mp"}
+    assert split_cluster(given)[0] == ClusterOptions(replicas=3, frontends=2)
+
+
+def test_a_start_says_one_line() -> None:
+    assert "--replicas must be" in refused("--replicas", "1000000000")
+
+
+def test_what_does_not_go_together() -> None:
+    assert "one replica only" in refused("--replicas", "2", "--tensor-parallel-size", "2")
+    assert "not built" in refused("--replicas", "2", "--launcher", "ray")
+
+
+def test_a_router_without_its_settings() -> None:
+    assert "must be given" in refused("--replicas", "2", "--router", "caraserve")
+    assert "no_such_module" in refused("--replicas", "2", "--router", "no_such_module:Policy")
+
+
+def test_a_taken_port() -> None:
+    port = free_port()
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", port))
+        sock.listen()
+        result = run_cli("serve", MODEL, "--port", str(port), "--replicas", "2")
+    assert result.returncode == 2
+    assert "cannot listen" in result.stderr
+
+
+def test_a_folder_that_others_can_read(tmp_path: Path) -> None:
+    folder = tmp_path / "cluster"
+    folder.mkdir(mode=0o700)
+    secret = folder / "secret"
+    secret.write_text("x" * 64)
+    secret.chmod(0o644)
+    assert "can be read by others" in refused("--replicas", "2", "--cluster-dir", str(folder))
+
+
+def test_too_few_gpus() -> None:
+    assert "GPUs" in refused("--replicas", "2", "--device", "cuda", CUDA_VISIBLE_DEVICES="0")

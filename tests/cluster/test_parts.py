@@ -1,0 +1,137 @@
+"""The cluster's folder, its log of adapters, notes of steps, and a request's account at the front end."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from manylora.cluster import messages
+from manylora.cluster.adapter_log import AdapterLog
+from manylora.cluster.digests import adapter_digest
+from manylora.cluster.folder import Folder, read_secret
+from manylora.cluster.last_step import StepNote, read_step
+from manylora.cluster.names import journal_name
+from manylora.cluster.taken_request import TakenRequest
+from manylora.config import ConfigError
+from manylora.engine.client import RELEASED, Delta, GenerationRequest
+from manylora.engine.ledger import Ledger
+from manylora.protocol.routing import Assign
+from manylora.types import SamplingParams
+from tests.cluster.process import ADAPTERS
+
+
+def test_a_folder_is_its_owners_alone_and_one_clusters(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "cluster", is_lasting=True)
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    assert stat.S_IMODE(folder.secret_path.stat().st_mode) == 0o600
+    secret = read_secret(folder.secret_path)
+    with pytest.raises(ConfigError, match="another cluster"):
+        Folder(tmp_path / "cluster", is_lasting=True)
+    folder.close()
+    again = Folder(tmp_path / "cluster", is_lasting=True)
+    assert read_secret(again.secret_path) == secret
+    again.close()
+    passing = Folder(tmp_path / "other" / "cluster", is_lasting=False)
+    passing.close()
+    assert not passing.path.exists()
+
+
+def test_a_folder_that_others_may_use_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "cluster"
+    folder.mkdir(mode=0o755)
+    os.chmod(folder, 0o755)
+    with pytest.raises(ConfigError, match="chmod 700"):
+        Folder(folder, is_lasting=True)
+    short = tmp_path / "secret"
+    short.write_text("short")
+    short.chmod(0o600)
+    with pytest.raises(ConfigError, match="16 bytes"):
+        read_secret(short)
+
+
+def listing(number: int, name: str, state: str = "listed") -> messages.Listing:
+    return messages.Listing(0, number, name, f"/adapters/{name}", "", 8, 2, 1, state)
+
+
+def test_the_log_is_all_that_there_is(tmp_path: Path) -> None:
+    log = AdapterLog(tmp_path / "registry.sqlite")
+    first = log.new_id()
+    log.append(listing(first, "a"), listing(log.new_id(), "b"))
+    assert (log.revision, sorted(log.current)) == (1, [1, 2])
+    third = log.new_id()
+    replaced = msgspec.structs.replace(log.current[first], state="leaving")
+    log.append(listing(third, "a"), replaced)
+    found = log.find("a")
+    assert found is not None
+    assert (found.id, found.revision) == (third, 2)
+    log.append(msgspec.structs.replace(replaced, state="gone"))
+    log.close()
+    again = AdapterLog(tmp_path / "registry.sqlite")
+    assert again.current == log.current
+    assert again.revision == 3
+    assert again.new_id() == 4  # an id is never given again
+    again.close()
+
+
+def test_a_log_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "registry.sqlite").write_bytes(b"SQLite format 3\0" + b"x" * 5000)
+    with pytest.raises(ConfigError, match="registry"):
+        AdapterLog(tmp_path / "registry.sqlite")
+
+
+def test_what_a_step_was_of_outlives_the_process(tmp_path: Path) -> None:
+    path = tmp_path / "step"
+    assert read_step(path) is None
+    note = StepNote(path)
+    assert read_step(path) == []
+    note.begin(["a-1", "b-2"])
+    assert sorted(read_step(path) or []) == ["a-1", "b-2"]
+    note.end()
+    assert read_step(path) == []
+    note.begin([f"request-{number}" for number in range(100_000)])
+    assert len(read_step(path) or []) > 10_000  # as many as there is room for
+
+
+def test_an_adapters_digest(tmp_path: Path) -> None:
+    folder = next(iter(sorted(ADAPTERS.iterdir())))
+    assert adapter_digest(folder) == adapter_digest(folder) != ""
+    assert adapter_digest(tmp_path) == ""
+
+
+def test_names_of_journals() -> None:
+    assert journal_name("x.journal", "router", 1) == "x.journal.router"
+    assert journal_name("x.journal", "r0", 1) == "x.journal.r0.e1"
+    assert journal_name("x.journal", "r3", 2) == "x.journal.r3.e2"
+
+
+def test_only_the_present_attempts_next_tokens_are_taken() -> None:
+    asked = GenerationRequest("id", (1, 2, 3), SamplingParams(max_tokens=8, n=2))
+    taken = TakenRequest(asked, Ledger(asked, lambda: 0.0), 5, (), 8)
+    assert taken.as_asked().attempts == 0
+    sent = taken.assign(Assign("id", 1, 0, 1), epoch=1)
+    assert (sent.attempt, sent.version, sent.resume) == (1, 5, ())
+    first = Delta("id", 0, (7, 8), attempt=1, start=0, num_cached_tokens=2)
+    assert taken.ledger.may_take(first)
+    assert taken.take(first) == first
+    assert not taken.ledger.may_take(first)  # it came already
+    assert not taken.ledger.may_take(Delta("id", 0, (9,), attempt=2, start=2))
+    progress = taken.progress(0)
+    assert progress is not None
+    assert progress.position == 2
+    assert taken.progress(0) is None
+    for sample in (0, 1):
+        assert not taken.is_released
+        taken.take(Delta("id", sample, finish_reason=RELEASED, attempt=1))
+    assert taken.is_released
+    again = taken.assign(Assign("id", 2, 1, 1, failures=1), epoch=4)
+    assert (again.attempt, again.resume) == (2, ((7, 8), ()))
+    assert again.params.seed == sent.params.seed
+    assert taken.as_held().asked.failures == 1
+    assert taken.recomputes
+    out = taken.take(Delta("id", 0, (9,), attempt=2, start=2, num_cached_tokens=3))
+    assert out is not None
+    assert out.num_cached_tokens == 0  # said already
