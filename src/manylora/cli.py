@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from manylora._version import VERSION
 from manylora.aliases import ALIASES
+from manylora.cluster.command import add_cluster
 from manylora.config import ConfigError, option_of
 from manylora.extensions import LAB, AddParser, find_commands
 from manylora.flags import (
@@ -108,6 +109,7 @@ def _parser(others: Mapping[str, AddParser]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"manylora {VERSION}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands)
+    add_cluster(commands)
     _add_adapters(commands)
     _add_warmup(commands)
     for name in sorted({*LAB, *others}):

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from manylora.adapters.checksum import _NUMBERS, MOST_BYTES, checksum
+from manylora.adapters.checksum import _NUMBERS, MOST_BYTES, checksum, checksums
 
 
 def by_hand(data: bytes) -> tuple[int, int]:
@@ -79,3 +79,11 @@ def test_pieces_that_changed_places_or_were_lost() -> None:
         lost[at : at + 4096] = 0
         assert checksum(lost) != right
     assert checksum(np.zeros(64, np.uint8)) == checksum(np.zeros(72, np.uint8)), "lengths are told elsewhere"
+
+
+@pytest.mark.parametrize("piece_bytes", [8, 12, 64, 4096])
+@pytest.mark.parametrize("num_bytes", [0, 8, 60, 64, 128, 129, 1000, 8192])
+def test_many_at_once(piece_bytes: int, num_bytes: int) -> None:
+    data = np.random.default_rng(num_bytes).integers(0, 256, num_bytes + 8, dtype=np.uint8)[8:]
+    expected = [checksum(data[at : at + piece_bytes]) for at in range(0, num_bytes, piece_bytes)]
+    assert checksums(data, piece_bytes) == expected

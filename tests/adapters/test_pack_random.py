@@ -16,7 +16,7 @@ from manylora.adapters import pack as pack_module
 from manylora.adapters.jobs import NO_HELPERS, Helpers
 from manylora.adapters.pack import cell_offsets, layout_of, load_adapter, load_into
 from manylora.adapters.peft import CONFIG_NAME, WEIGHTS_NAME, AdapterSpec
-from manylora.kernels.shapes import AdapterGeometry, Projection, ProjectionGroup
+from manylora.kernels.shapes import AdapterCut, AdapterGeometry, Projection, ProjectionGroup
 from manylora.protocol import AdapterError
 from tests.adapters.tiny import HIDDEN, PREFIX, geometry, inspect
 
@@ -71,14 +71,13 @@ def plain_pages(spec: AdapterSpec, shape: AdapterGeometry, dtype: torch.dtype) -
     pages = torch.zeros(layout.num_pages, shape.page.layers, shape.page.slab_elements, dtype=dtype)
     flat, size = pages.view(-1), shape.cell_elements
     starts = cell_offsets(layout, shape, range(layout.num_pages)).tolist()
-    for projection, (first_a, first_b, *_), ranks in zip(
-        shape.projections, layout.records.tolist(), spec.ranks
-    ):
+    for index, ((first_a, first_b, *_), ranks) in enumerate(zip(layout.records.tolist(), spec.ranks)):
+        cut = shape.cut(index)
         for layer, rank in enumerate(ranks):
             if not rank:
                 continue
-            a = tensors[spec.tensor_name(layer, projection, "A")]
-            b = tensors[spec.tensor_name(layer, projection, "B")].T
+            a = tensors[spec.tensor_name(layer, cut.whole, "A")][:, cut.a_columns]
+            b = tensors[spec.tensor_name(layer, cut.whole, "B")][cut.b_rows].T
             for first, matrix in ((first_a, a), (first_b, b)):
                 cell = first
                 for row in matrix.to(dtype):
@@ -93,13 +92,39 @@ def bits(pages: torch.Tensor) -> torch.Tensor:
     return pages.view(torch.int32 if pages.dtype == torch.float32 else torch.int16)
 
 
+def some(random: np.random.Generator, length: int) -> range:
+    first = int(random.integers(length))
+    return range(first, int(random.integers(first, length)) + 1)
+
+
+def random_cut(shape: AdapterGeometry, random: np.random.Generator) -> AdapterGeometry:
+    """A rank's part of these projections, in pages of which another rank's part may need more."""
+    cuts = {
+        p: AdapterCut(p, some(random, p.in_features), some(random, p.out_features)) for p in shape.projections
+    }
+
+    def of(group: ProjectionGroup) -> ProjectionGroup:
+        cut = [cuts[p] for p in group.projections]
+        projections = (Projection(c.whole.module, len(c.a_columns), len(c.b_rows)) for c in cut)
+        return ProjectionGroup(group.name, tuple(projections))
+
+    layers = tuple(tuple(map(of, groups)) for groups in shape.layers)
+    widest = None if random.random() < 0.3 else shape
+    return dataclasses.replace(shape, layers=layers, widest=widest, cuts=tuple(cuts.values()))
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("seed", range(24))
-def test_pages_are_those_of_the_reference(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_those_of_the_reference(
+    seed: int, is_cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     random = np.random.default_rng(seed)
     dtype = DTYPES[seed % 3]
     shape = random_geometry(random, dtype.itemsize)
     write_random(tmp_path, shape, random)
     spec = inspect(tmp_path, shape)
+    if is_cut:
+        shape = random_cut(shape, random)
     layout = layout_of(spec, shape)
     monkeypatch.setattr(pack_module, "_JOB_BYTES", int(random.choice([1, 4000, 2**20])))
     monkeypatch.setattr(pack_module, "_TILE_ELEMENTS", int(random.choice([1, 100, 32768])))

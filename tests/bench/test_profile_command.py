@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from manylora_lab.bench.profile_grid import Batch, GridLimits, make_batches
+from manylora_lab.sim.cold import measured_cold
 from manylora_lab.sim.merging import measured_costs, measured_times
 from manylora_lab.sim.shipped import find_profile
 
@@ -58,6 +59,13 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for factors in (found.spread.decodes, found.spread.prefills):
         assert statistics.fmean(factors) == pytest.approx(1.0, rel=1e-3)
     assert found.spread.landings, "the engine that had too few pages has copied"
+    assert {point.num_workers for point in found.cpu_products} >= {1}
+    assert min(found.cores, found.handover_s, found.num_products) > 0
+    assert sum(found.group_shares) == pytest.approx(1, rel=1e-3)
+    assert {point.to_device for point in found.store_reads} == {True, False}
+    cold = measured_cold(found)
+    assert cold is not None
+    assert min(cold.rates.step_s, sum(cold.store_read), cold.result_token_bytes) > 0
     costs = fit_profile(found)
     assert costs.step_s(StepWork(4, 16, 100, one.adapter_bytes, 1)) > 0
 

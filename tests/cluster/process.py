@@ -179,7 +179,7 @@ async def asking(url: str, bodies: list[Json]) -> AsyncIterator[list[asyncio.Tas
         yield [asyncio.create_task(_ask(client, url, body)) for body in bodies]
 
 
-def ask_all(url: str, bodies: list[Json], meanwhile: Callable[[], None] | None = None) -> list[Answer]:
+def ask_all(url: str, bodies: list[Json], meanwhile: Callable[[], object] | None = None) -> list[Answer]:
     """The answers, in order; ``meanwhile`` is done when all have been sent and some run."""
 
     async def run() -> list[Answer]:

@@ -203,7 +203,7 @@ def test_a_peer_that_does_not_read_loses_the_link(monkeypatch: pytest.MonkeyPatc
         await dial(echo.listener.address, SECRET, hello(), _pong)
         while not echo.links:
             await asyncio.sleep(0.01)
-        large = messages.ScaleTo(list(range(20_000)))
+        large = messages.StartReplicas(list(range(20_000)))
         for _ in range(1000):
             echo.links[0].send(large)
         assert not echo.links[0].is_open

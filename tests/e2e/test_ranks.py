@@ -213,8 +213,8 @@ UNLIKE = """
 def inject(rank):
     peers = rank._peers
     class Unlike(type(peers)):
-        def _count(self, flat, purpose):
-            super()._count(flat, purpose)
+        def note(self, tensor, purpose):
+            super().note(tensor, purpose)
             self.digest ^= self.num_exchanges > 60
     peers.__class__ = Unlike
 """

@@ -6,18 +6,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from manylora import LLM, SamplingParams
-from manylora.config import CACHE_POLICIES, ConfigError
+from manylora.config import CACHE_POLICIES, COLD_START_MODES, ConfigError
 from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import read_answered
 from manylora.outputs import RequestOutput
 from manylora.policy.replica import Replica
-from tests.e2e.process import MODEL, run_cli
+from tests.e2e.process import MODEL, run_cli, wait_until
 
 PAGE = Path(__file__).parents[2] / "docs" / "tensor-parallelism.md"
 FOLDER = Path(MODEL).parent / "adapters"
@@ -53,12 +54,11 @@ TOGETHER: list[dict[str, dict[str, Any]]] = [
     },
 ]
 """Rows of the table that one engine has together."""
-ELSEWHERE = {"`--journal`, `--trace`", "`--load-format dummy`"}
+ELSEWHERE = {"`--journal`, `--trace`", "`--load-format dummy`", "`--adapter-store`", "`--cuda-graphs`"}
+"""The last needs GPUs."""
 REFUSED: dict[str, list[dict[str, Any]]] = {
     "`--merge`": [{"merge": "merged"}],
-    "`--cold-start block`, `layerwise`": [{"cold_start": "block"}, {"cold_start": "layerwise"}],
-    "`--adapter-store`": [{"adapter_store": "a-folder"}],
-    "`--device cuda`": [{"device": "cuda"}],
+    "`--cold-start` other than `wait`": [{"cold_start": mode} for mode in COLD_START_MODES if mode != "wait"],
 }
 
 
@@ -112,6 +112,25 @@ def test_a_journal_replays(tmp_path: Path) -> None:
         count += 1
     assert count > 50
     assert (tmp_path / "trace").read_text()
+
+
+def test_an_adapter_store(tmp_path: Path) -> None:
+    """Read from the adapters' files, then from the store, of which each rank has its own packed files."""
+    ranks: dict[str, Any] = {"tensor_parallel_size": 2, "lora_sharding": "sharded"}
+    adapters = {NAMES[0]: str(FOLDER / NAMES[0])}
+    found = []
+    for _ in range(2):
+        with LLM(
+            MODEL, adapters, dtype="float32", device="cpu", adapter_store=str(tmp_path / "store"), **ranks
+        ) as llm:
+            (output,) = llm.generate(PROMPTS[:1], GREEDY, adapter=NAMES[0])
+            wait_until(lambda: len(list((tmp_path / "store").glob("*.packed"))) == 2, "packed files")
+            time.sleep(0.3)  # ranks say how they stand some times a second
+            figures = llm.metrics()
+        hits = [number for name, number in figures.items() if name.startswith("manylora:adapter_store_hits")]
+        found.append((output.outputs[0].token_ids, *hits))
+    wanted = expected()[0].outputs[0].token_ids
+    assert found == [(wanted, 0), (wanted, 1)]
 
 
 def test_random_weights_are_those_of_one_process() -> None:

@@ -94,3 +94,20 @@ def test_samples_limits_and_prompts_in_chunks(cold: tuple[LLM, Bench]) -> None:
         bench.check(llm.generate(prompts, params, names), params.max_tokens or 0)
     assert llm.stats().cold_starts["cpu/host"] > 0
     assert llm.stats().spoilt_rows == 0
+
+
+@pytest.mark.parametrize("mode", ["cpu", "layerwise"])
+def test_adapters_that_leave_between_two_chunks_of_a_prompt(served: Bench, mode: str) -> None:
+    """Requests of all adapters at once, two of each, in a pool so small that they preempt each other."""
+    names = [name for name in served.checkpoint.adapters for _ in range(2)]
+    prompts = [random_tokens(70 + i, 21, served.checkpoint.vocab_size) for i in range(len(names))]
+    largest = max(served.adapter_pages(4).values())
+    settings: dict[str, Any] = {"cold_start": mode, "max_num_seqs": 4, "max_batch_tokens": 5}
+    settings |= {"cpu_lora_workers": 1} if mode == "cpu" else {"cold_start_stall": 1.0}
+    settings["copy_limit"] = 2**24
+    with served.llm(page_tokens=4, num_pages=largest + 14, **settings) as llm:
+        served.check(llm.generate(prompts, greedy(16), names), 16)
+        stats = llm.stats()
+    assert stats.preemptions > 0
+    assert sum(count for kind, count in stats.cold_starts.items() if kind.startswith(mode)) > 0
+    assert stats.cold_starts[f"{mode}/host"] > 0, "one that had left came again"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from manylora.adapters.packedfile import PackedFileReader, PackedFileWriter, PackedPiece
+from manylora.adapters.packedfile import PackedFileReader, PackedFileWriter, PackedRun
 from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.store import AdapterStore
 from manylora.adapters.storefolder import StoreFolder
@@ -197,7 +197,7 @@ def test_close_breaks_off_reads_from_the_store(
     entered, leave = threading.Event(), threading.Event()
     read, num_read = PackedFileReader.read, [0]
 
-    def slow(self: PackedFileReader, piece: PackedPiece, target: np.ndarray) -> None:
+    def slow(self: PackedFileReader, piece: PackedRun, target: np.ndarray) -> None:
         entered.set()
         assert leave.wait(60)
         num_read[0] += 1

@@ -76,6 +76,7 @@ def settings_for(
     merge: MergeConfig | None = None,
     store: Path | None = None,
     cold_start: str = "wait",
+    cpu_workers: str = "auto",
 ) -> EngineSettings:
     """Settings for a tiny model: small pages, pools of so many pages (default: 64 MiB each)."""
     pool = 64 * 2**20 if num_pages is None else num_pages * page_bytes
@@ -87,7 +88,7 @@ def settings_for(
             max_num_seqs,
             max_batch_tokens,
             merge=merge or MergeConfig(),
-            cold_start=ColdStartConfig(cold_start),
+            cold_start=ColdStartConfig(cold_start, cpu_workers=cpu_workers),
         ),
         adapters=AdapterSettings(store=None if store is None else str(store)),
     )

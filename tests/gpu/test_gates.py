@@ -92,6 +92,9 @@ def test_a_lane_that_cannot_tell_holds_a_step_up_for_its_bound(
 ) -> None:
     monkeypatch.setattr(type(words_of(gated)), "mark", lambda *_: None)
     monkeypatch.setattr("manylora.memory.gates.Awaited.__init__.__defaults__", (0.2,))
+    lane = gated.worker._copier._lanes[True].copies
+    with torch.cuda.stream(lane.stream):  # type: ignore[attr-defined]
+        torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]  # the copy is not answered before the step
     command = bring(gated, 2, 8)
     gated.open(1, PROMPT, adapter=2)
     gated.open(2, PROMPT, adapter=1)

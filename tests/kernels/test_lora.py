@@ -13,7 +13,7 @@ from manylora_lab.bench.rounding import Bounded
 from manylora.kernels import cpu_lora
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
-from tests.kernels.cases import llama_groups, lora_case, lora_truth
+from tests.kernels.cases import error, llama_groups, lora_case, lora_truth
 from tests.kernels.implementations import SLOW, SUBJECTS, Subject
 
 NARROW = llama_groups(40, 48, 24, 72)
@@ -185,6 +185,45 @@ def test_many_adapters_apart_and_together(
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_adapters_without_any_projection_of_a_group(subject: Subject) -> None:
     check(subject, geometry_of(subject.dtype), [(0, 2), (1, 1)], [3], missing=1.0)
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("two_scales", [False, True])
+def test_the_two_halves_with_a_sum_between(subject: Subject, two_scales: bool) -> None:
+    """Of parts of the inputs, as ranks have them, the shrunk ones are added up; y is some columns of a matrix."""
+    if subject.small and two_scales:
+        pytest.skip("the interpreter is slow, and scales are applied in the same kernel")
+    skip_repetition(subject)
+    geometry = geometry_of(subject.dtype)
+    lengths = [(1, 1), (0, 6), (2, 20 if subject.small else 40), (0, 1)]
+    case = lora_case(
+        3, device=subject.device, dtype=subject.dtype, lengths=lengths, ranks=[1, 4, 20], geometry=geometry,
+        two_scales=two_scales,
+    )  # fmt: skip
+    ops = subject.ops()
+    plan = ops.plan_lora(case.segments, geometry, subject.device)
+    assert plan is not None
+    generator = torch.Generator().manual_seed(3)
+    for group in geometry.groups:
+        x = torch.randn(case.num_tokens, group.in_features, generator=generator)
+        wide = torch.randn(case.num_tokens, group.offsets[-1] + 24, generator=generator)
+        x, wide = x.to(subject.dtype).to(subject.device), wide.to(subject.dtype).to(subject.device)
+        shrunk = []
+        for first in (True, False):
+            part = x.clone()
+            part[:, slice(8, None) if first else slice(8)] = 0
+            subject.poison()
+            shrunk.append(ops.lora_shrink(part, case.pool, case.layer, group, plan))
+        assert shrunk[0].values.dtype is torch.float32
+        shrunk[0].values.add_(shrunk[1].values)
+        before = wide.clone()
+        y = wide[:, 16 : 16 + group.offsets[-1]]
+        ops.lora_expand(y, shrunk[0], case.pool, case.layer, group, plan)
+        expected = before[:, 16 : 16 + group.offsets[-1]].double() + lora_truth(case, x, group).exact.double()
+        bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[subject.dtype]
+        assert error(y, expected) < bound
+        assert torch.equal(wide[:, :16], before[:, :16])
+        assert torch.equal(wide[:, 16 + group.offsets[-1] :], before[:, 16 + group.offsets[-1] :])
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -181,6 +181,15 @@ def test_thresholds_stay_apart_and_within_bounds() -> None:
     assert high.alpha == MOST_ALPHA
 
 
+def test_what_was_set_beyond_the_bounds_is_not_clipped() -> None:
+    kept = Thresholds(MergeConfig("dlora", alpha=9.0, beta=0.01, window=1))
+    for is_merged in (False, True):
+        for _ in range(5):
+            kept.step(is_merged, X, (4, 0.1) if not is_merged else (4, 0.001), (4, 0.01), 0.0)
+            kept.step(not is_merged, X, (4, 0.01), (4, 0.01), 0.0)
+    assert (kept.alpha, kept.beta) == (9.0, 0.01)
+
+
 # ---------------------------------------------------------------- dLoRA, Algorithm 3
 
 

@@ -217,7 +217,7 @@ def test_fig10_says_that_it_needs_cuda(tmp_path: Path, capsys: pytest.CaptureFix
     [
         ("punica-fig10", "cpu", "punica-fig10 runs on cuda, not on cpu"),
         ("punica-fig7", "sim", "punica-fig7 runs on cpu or cuda, not on sim"),
-        ("punica-fig12", "sim", "did you mean punica-fig1"),
+        ("punica-fig14", "sim", "did you mean punica-fig1"),
     ],
 )
 def test_wrong_names_and_devices(

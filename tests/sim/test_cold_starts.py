@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import statistics
 
 import pytest
+from manylora_lab.sim.analytical import AnalyticalCosts
+from manylora_lab.sim.cold import ColdCosts, assumed_cold, measured_cold
 from manylora_lab.sim.device import SimulatedDevice
+from manylora_lab.sim.hardware import HARDWARE
+from manylora_lab.sim.replay import Replay
+from manylora_lab.sim.shipped import find_profile
+from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
-from manylora.config import ColdStartConfig, PolicyConfig
+from manylora.config import ColdStartConfig, CpuRates, PolicyConfig
+from manylora.pricing.cold import fit_cpu
 from manylora.pricing.costs import DeviceCosts
-from manylora.protocol import Await, RunStep, SequenceStart, StepRow, SwapPages
+from manylora.pricing.profile import CpuPoint, TransferPoint
+from manylora.pricing.shapes import ATTENTION_MODULES, shape_named
+from manylora.protocol import (
+    AdapterRead,
+    Await,
+    CpuRows,
+    ReadAdapter,
+    RunStep,
+    SequenceStart,
+    StepDone,
+    StepRow,
+    SwapPages,
+)
 from manylora.types import SamplingParams
 
 PAGE_BYTES = 2**20
@@ -54,3 +75,131 @@ def test_merging_and_awaiting_do_not_go_together() -> None:
     config = PolicyConfig(8, 4, 20, 1, 8)
     with pytest.raises(ConfigError, match="--cold-start block does not go with --merge merged"):
         dataclasses.replace(config, cold_start=ColdStartConfig("block"), merge=MergeConfig("merged"))
+
+
+# ---------------------------------------------------------------- rows of the CPU
+
+RATES = CpuRates(step_s=0.001, byte_s=0.0, token_byte_s=0.001 / PAGE_BYTES, slice_tokens=1)
+COLD = ColdCosts(RATES, num_workers=4, cores=16, beside=0.5, result_token_bytes=PAGE_BYTES)
+
+
+def served(
+    num_pages: int, cold: ColdCosts = COLD, groups: int = 8, first: int = 0, reads: int = 0
+) -> tuple[SimulatedDevice, float, StepDone]:
+    """A step of 3 tokens whose adapter the CPU serves: the device, when it ends, and what it says."""
+    device = SimulatedDevice(COSTS, PAGE_BYTES, {1: num_pages, 2: 1}, cold=cold)
+    for _ in range(reads):
+        device.obey(ReadAdapter(2, (0,), "host"), 0.0)
+    device.obey(SwapPages(1, True, tuple((i, i) for i in range(num_pages)), 1, 8, first), 0.0)
+    answer = device.obey(RunStep(1, (START,), (StepRow(1, 0, 3, 1),), cpu=(CpuRows(1, (1,), groups),)), 0.0)
+    assert answer is not None
+    assert isinstance(answer[1], StepDone)
+    return device, answer[0], answer[1]
+
+
+def test_the_cpu_waits_for_no_copy() -> None:
+    """Three workers have a token each: a page's product takes 1 ms; the step hides half of its own 8."""
+    _, end_s, done = served(4)
+    own_s = done.device_s - done.stall_s
+    assert done.cpu_s == pytest.approx(0.004)
+    assert done.cpu_workers == 4
+    # Results, 3 MiB, take turns with the copy, which has 4.
+    assert done.stall_s == pytest.approx(0.001 + 0.004 + 2 * 0.003 - 0.5 * own_s)
+    assert end_s == pytest.approx(own_s + done.stall_s)
+    _, _, slow = served(4000)
+    assert slow.stall_s - done.stall_s == pytest.approx(3.996, rel=0.01), "more bytes, whatever the copy does"
+
+
+def test_cores_are_shared_with_reads_and_bounded() -> None:
+    few = dataclasses.replace(COLD, num_workers=1)
+    assert served(4, few)[2].cpu_s == pytest.approx(3 * 0.004)
+    small = dataclasses.replace(COLD, cores=4)
+    assert served(4, small)[2].cpu_s == pytest.approx(0.004)
+    assert served(4, small, reads=2)[2].cpu_s == pytest.approx(3 * 0.004), "one core is left"
+
+
+def test_results_hold_up_the_copies_after_them() -> None:
+    device, _, _ = served(4)
+    after = device.obey(SwapPages(2, True, ((0, 9),), None, 8), 0.0)
+    assert after is not None
+    assert after[0] == pytest.approx(0.004 + 0.003 + 0.001)
+
+
+def test_layers_are_split() -> None:
+    """The link brings half of the layers while the CPU serves the others."""
+    nothing = dataclasses.replace(COLD, result_token_bytes=0)
+    whole, half = served(64, nothing)[2], served(64, nothing, groups=4, first=4)[2]
+    assert half.cpu_s == pytest.approx(whole.cpu_s / 2)
+    assert half.stall_s < whole.stall_s
+
+
+def test_a_store_has_what_was_read() -> None:
+    cold = ColdCosts(store_bytes=2 * PAGE_BYTES, store_read=(0.0, 0.001 / PAGE_BYTES))
+    device = SimulatedDevice(COSTS, PAGE_BYTES, {}, cold=cold)
+
+    def read(adapter: int, now: float) -> tuple[float, bool]:
+        answer = device.obey(ReadAdapter(adapter, (0,), "host"), now)
+        assert answer is not None
+        assert isinstance(answer[1], AdapterRead)
+        return answer[1].read_s, answer[1].from_store
+
+    first = [read(adapter, 1.0 * adapter) for adapter in (1, 2)]
+    assert not any(is_packed for _, is_packed in first)
+    seconds, is_packed = read(1, 3.0)
+    assert is_packed
+    assert seconds == pytest.approx(0.001)
+    assert not read(3, 4.0)[1]  # takes the place of 2
+    assert read(1, 5.0)[1]
+    assert not read(2, 6.0)[1]
+
+
+@pytest.mark.parametrize("mode", ["wait", "layerwise", "cpu", "auto"])
+def test_a_short_prompt_over_a_slow_link(mode: str) -> None:
+    """Every request has an adapter of its own, of rank 64; the CPU answers before its copy has landed."""
+    shape = shape_named("llama-2-7b")
+    requests = tuple(StreamRequest(1.0 * n, n, n, 0, (Piece(n, 16),), 2) for n in range(20))
+    stream = Stream("cold", requests, (64,) * 20)
+    costs, cold = AnalyticalCosts(shape, HARDWARE["a10"]), assumed_cold(shape, ATTENTION_MODULES)
+    page_bytes = shape.page_bytes(16)
+    pages = [shape.adapter_pages(64, 16)] * 20
+    config = PolicyConfig(
+        2 * pages[0] + 64, 16, 200, 8, 512, 20 * pages[0], page_bytes,
+        cold_start=ColdStartConfig(
+            mode, rates=cold.rates, num_workers=8 if mode in ("cpu", "auto") else 0
+        ),
+    )  # fmt: skip
+    cold = dataclasses.replace(cold, num_workers=config.cold_start.num_workers)
+    replay = Replay(stream, config, costs, pages, copy_limit=10**9, cold=cold)
+    replay.run()
+    ttft_s = statistics.fmean(outcome.ttft_s for outcome in replay.outcomes)
+    _TTFT[mode] = ttft_s
+    if mode == "auto":
+        assert _TTFT["cpu"] < 0.9 * _TTFT["layerwise"] < _TTFT["wait"]
+        assert ttft_s < 1.05 * min(_TTFT.values())
+        assert replay.report("busy").counters.cold_starts.get("cpu/host", 0) > 10
+
+
+_TTFT: dict[str, float] = {}
+
+
+def test_cpu_lines_are_found_again_and_older_profiles_have_none() -> None:
+    points = [
+        CpuPoint(tokens, size, workers, 2e-5 + size * (1e-10 + -(-tokens // workers) * 2e-12), place % 4 == 3)
+        for place, (tokens, size, workers) in enumerate(
+            itertools.product((4, 16, 64, 256), (10**6, 10**7), (1, 4))
+        )
+    ]
+    line = fit_cpu(points)
+    assert (line.fixed_s, line.byte_s, line.token_byte_s) == pytest.approx((2e-5, 1e-10, 2e-12), rel=1e-3)
+    assert line.held_out.mean < 0.01
+    old = find_profile("h200-llama-2-7b")
+    assert measured_cold(old) is None
+    new = dataclasses.replace(
+        old, cpu_products=tuple(points), handover_s=1e-5, num_products=128, cores=16,
+        store_reads=(TransferPoint(False, 10**6, 0.001), TransferPoint(False, 10**7, 0.01)),
+    )  # fmt: skip
+    cold = measured_cold(new)
+    assert cold is not None
+    assert cold.rates.step_s == pytest.approx(128 * 3e-5, rel=1e-3)
+    assert cold.store_read[1] == pytest.approx(1e-9, rel=1e-3)
+    assert cold.cores == 16

@@ -20,7 +20,7 @@ import zlib
 
 import numpy as np
 
-from manylora.adapters.checksum import CHECKSUM, MOST_BYTES, checksum
+from manylora.adapters.checksum import CHECKSUM, MOST_BYTES, checksum, checksums
 from manylora.adapters.pagecache import cached_pages
 from manylora.kernels.shapes import PageShape
 
@@ -33,7 +33,8 @@ BLOCK_BYTES = 4096
 _MAGIC = b"MLorPack"
 _FIXED = struct.Struct("<8sIII")  # magic, format, bytes of the identity, pieces
 _PIECE_BYTES = MOST_BYTES
-"""Enough that a call costs little beside its bytes, little enough that all threads end together."""
+RUN_BYTES = 4 * MOST_BYTES
+"""Read at a time: enough that threads seldom wait for each other, little enough that all end together."""
 
 _CRC_BYTES = 4
 _SYNC_BYTES = 16 * 2**20
@@ -54,6 +55,16 @@ class PackedPiece:
     end: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackedRun:
+    """Neighbouring pieces of a page, which are read together: their numbers, and the bytes that they are."""
+
+    numbers: tuple[int, ...]
+    page: int
+    begin: int
+    end: int
+
+
 @dataclasses.dataclass(frozen=True)
 class PackedShape:
     """What a file with this identity and so many pages looks like."""
@@ -65,18 +76,30 @@ class PackedShape:
     @property
     def pieces(self) -> list[PackedPiece]:
         """In the order of their numbers."""
-        bounds = [*range(0, self.page.page_bytes, self._piece_bytes), self.page.page_bytes]
+        bounds = [*range(0, self.page.page_bytes, self.piece_bytes), self.page.page_bytes]
         places = [(page, *part) for part in itertools.pairwise(bounds) for page in range(self.num_pages)]
         return [PackedPiece(number, *place) for number, place in enumerate(places)]
 
+    def runs(self, most_bytes: int = RUN_BYTES) -> list[PackedRun]:
+        """All pieces, those of the first layers first, so many bytes together, or one by one."""
+        bounds = [*range(0, self.page.page_bytes, self.piece_bytes), self.page.page_bytes]
+        count = max(1, most_bytes // self.piece_bytes)
+        found = []
+        for first in range(0, len(bounds) - 1, count):
+            last = min(first + count, len(bounds) - 1)
+            for page in range(self.num_pages):
+                numbers = tuple(part * self.num_pages + page for part in range(first, last))
+                found.append(PackedRun(numbers, page, bounds[first], bounds[last]))
+        return found
+
     @property
-    def _piece_bytes(self) -> int:
+    def piece_bytes(self) -> int:
         """Whole layers where these are not larger."""
         return _PIECE_BYTES // self.page.slab_bytes * self.page.slab_bytes or _PIECE_BYTES
 
     @property
     def num_pieces(self) -> int:
-        return self.num_pages * -(-self.page.page_bytes // self._piece_bytes)
+        return self.num_pages * -(-self.page.page_bytes // self.piece_bytes)
 
     @property
     def header_bytes(self) -> int:
@@ -119,7 +142,7 @@ def read_identity(file: int) -> bytes:
 
 
 class PackedFileReader:
-    """Reads pieces of an open file, each from any thread."""
+    """Reads runs of pieces of an open file, each from any thread."""
 
     def __init__(self, shape: PackedShape, file: int, direct: int | None) -> None:
         """``direct``: the same file opened for direct reads, where its file system has these. Neither is closed.
@@ -134,15 +157,15 @@ class PackedFileReader:
         self._cached = None if direct is None else cached_pages(file)
         self._sums = shape.sums_in(os.pread(file, shape.header_bytes, 0)).tolist()
 
-    def read(self, piece: PackedPiece, target: np.ndarray) -> None:
-        """Fill ``target``, contiguous bytes, as long as the piece. Raises Unusable, and OSError."""
-        begin, left = self.shape.place(piece.page, piece.begin), target
+    def read(self, run: PackedRun, target: np.ndarray) -> None:
+        """Fill ``target``, contiguous bytes, as long as the run. Raises Unusable, and OSError."""
+        begin, left = self.shape.place(run.page, run.begin), target
         while len(left):
             count = self._read_some(left, begin)
             if not count:
                 raise Unusable("it was cut short while it was read")
             begin, left = begin + count, left[count:]
-        if checksum(target) != self._sums[piece.number]:
+        if checksums(target, self.shape.piece_bytes) != [self._sums[number] for number in run.numbers]:
             raise Unusable("its contents are damaged")
 
     def _read_some(self, target: np.ndarray, begin: int) -> int:

@@ -26,9 +26,10 @@ from manylora.adapters.faults import FilesChanged
 from manylora.adapters.jobs import NO_HELPERS, Helpers, run_all
 from manylora.adapters.pack import AdapterLayout, WritePage, layout_of, load_adapter
 from manylora.adapters.packedfile import (
+    RUN_BYTES,
     PackedFileReader,
     PackedFileWriter,
-    PackedPiece,
+    PackedRun,
     PackedShape,
     Unusable,
     read_identity,
@@ -43,8 +44,8 @@ from manylora.protocol import AdapterError
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_WINDOW_BYTES = 8 * 2**20
-"""What goes on to a device is read so many bytes at a time: a piece for each of some threads, which is still in a
+_WINDOW_BYTES, _WINDOW_PARTS = 8 * 2**20, 8
+"""What goes on to a device is read so many bytes at a time: a part for each of some threads, which is still in a
 cache when it is handed over."""
 
 
@@ -119,7 +120,7 @@ class AdapterStore:
             images = torch.from_numpy(memory).view(self._dtype).view(count, page.layers, -1)
             for first in range(0, layout.num_pages, count):
                 num_pages = min(count, layout.num_pages - first)
-                _fill(file, first, list(window[:num_pages]), check, helpers)
+                _fill(file, first, list(window[:num_pages]), check, helpers, _WINDOW_BYTES // _WINDOW_PARTS)
                 for number in range(num_pages):
                     write_page(first + number, images[number])
 
@@ -269,16 +270,17 @@ def _fill(
     pages: Sequence[np.ndarray],
     check: Callable[[], None],
     helpers: Helpers,
+    run_bytes: int = RUN_BYTES,
 ) -> None:
     """Read page images from ``first_page`` on into bytes, their first layers first."""
 
-    def read(piece: PackedPiece, _: None) -> None:
+    def read(run: PackedRun, _: None) -> None:
         check()
-        file.read(piece, pages[piece.page - first_page][piece.begin : piece.end])
+        file.read(run, pages[run.page - first_page][run.begin : run.end])
 
     mine = range(first_page, first_page + len(pages))
     run_all(
-        (partial(read, piece) for piece in file.shape.pieces if piece.page in mine), helpers, lambda: None
+        (partial(read, run) for run in file.shape.runs(run_bytes) if run.page in mine), helpers, lambda: None
     )
 
 

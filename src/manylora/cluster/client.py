@@ -256,6 +256,8 @@ class ClusterClient:
         return self._note
 
     def _flush(self) -> None:
+        if not self._has_note:
+            return
         note, self._note, self._has_note = self._note, messages.Note(), False
         note.stale_tokens, note.recomputed_tokens = self.stale_tokens, self.recomputed_tokens
         if self._router is not None:  # else all that is open is told to the next one
@@ -308,6 +310,7 @@ class ClusterClient:
                 self._has_router.set()
             case messages.Revisions():
                 self._learn(message)
+                self._flush()  # requests that name a version which is listed no more come before the answer
                 link.send(messages.HasRevision(message.revision))
             case messages.Reply(call):
                 future = self._calls.pop(call, None)
@@ -361,11 +364,13 @@ class ClusterClient:
         return tuple(listing.card for listing in self._names.values())
 
     async def add_adapter(self, name: str, path: str) -> AdapterCard:
-        return await self.load(name, path, replaces=False)
+        return await self._load(name, path, replaces=False)
 
-    async def load(self, name: str, path: str, *, replaces: bool) -> AdapterCard:
-        """Serve an adapter on every replica; ``replaces``: in place of another of its name. Raises
-        AdapterError."""
+    async def replace_adapter(self, name: str, path: str) -> AdapterCard:
+        """See ReplacesAdapters."""
+        return await self._load(name, path, replaces=True)
+
+    async def _load(self, name: str, path: str, *, replaces: bool) -> AdapterCard:
         reply = await self._call(messages.AdapterCall(next(self._call_ids), name, path, replaces))
         assert reply.listing is not None
         return reply.listing.card

@@ -283,12 +283,13 @@ class ChildProcess(msgspec.Struct, frozen=True):
 
 
 class ProcessTable(msgspec.Struct, tag=True):
-    """All that the supervisor has started."""
+    """All that the supervisor has started. ``most``: replicas that its GPUs allow; None: any number."""
 
     slots: list[Slot]
     frontends: list[ChildProcess]
     supervisor: int
     launcher: str
+    most: int | None = None
 
 
 class Exited(msgspec.Struct, tag=True):
@@ -318,10 +319,16 @@ class EndReplica(msgspec.Struct, tag=True):
     epoch: int
 
 
-class ScaleTo(msgspec.Struct, tag=True):
-    """There are to be these slots, and no others; what is left out is empty by now, and is to end."""
+class StartReplicas(msgspec.Struct, tag=True):
+    """There are to be these replicas, too."""
 
     replicas: list[ReplicaId]
+
+
+class EndSlot(msgspec.Struct, tag=True):
+    """The replica is empty, and is to end for good."""
+
+    replica: ReplicaId
 
 
 class NoteDrain(msgspec.Struct, tag=True):
@@ -338,7 +345,7 @@ class Pong(msgspec.Struct, tag=True):
     number: int
 
 
-ToSupervisorFromRouter = EndReplica | ScaleTo | NoteDrain | Pong
+ToSupervisorFromRouter = EndReplica | StartReplicas | EndSlot | NoteDrain | Pong
 
 # ---------------------------------------------------------------- a process <-> the supervisor that started it
 

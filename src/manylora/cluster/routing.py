@@ -9,7 +9,9 @@ from pathlib import Path
 from manylora.adapters.sources import discover
 from manylora.cluster import children, messages
 from manylora.cluster.adapter_log import AdapterLog
+from manylora.cluster.admin import Admin
 from manylora.cluster.folder import read_secret
+from manylora.cluster.operations import Operations
 from manylora.cluster.switchboard import Switchboard
 from manylora.config import ConfigError, EngineSettings
 from manylora.engine.wire import Failed
@@ -37,9 +39,13 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
             loop.call_soon_threadsafe(stopped.set)
 
         await process.start(secret, launch)
+        operations = Operations(process, launch.cluster)
+        watching = loop.create_task(operations.watch())
+        await Admin(process, operations).start(Path(launch.folder))
         starter.watch(stop, stop)
         starter.say(messages.ChildReady())
         await stopped.wait()
+        watching.cancel()
         process.close()
         children.leave(0)  # links end by it
         return 0

@@ -38,16 +38,17 @@ class ReplicaPlace:
     def __init__(
         self,
         replica: ReplicaId,
+        epoch: int,
         launch: children.Launch,
         launcher: Launcher,
         node: NodeShare,
         changed: Callable[[], None],
         exited: Callable[[messages.Exited], None],
     ) -> None:
-        """``changed``, ``exited``: called on the event loop's thread when the state is another, and when a process
-        has ended."""
+        """``epoch``: the last that was there before. ``changed``, ``exited``: called on the event loop's thread
+        when the state is another, and when a process has ended."""
         self.id = replica
-        self.epoch = 0
+        self.epoch = epoch
         self.state = "starting"
         self.drains_to = ""
         self.info: EngineInfo | None = None

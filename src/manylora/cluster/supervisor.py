@@ -55,8 +55,6 @@ def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOpti
     engine = dataclasses.replace(engine, scheduler=scheduler)
     if cluster.launcher == "ray":
         raise ConfigError("--launcher ray is not built yet: only local is")
-    if cluster.autoscale == "on":
-        raise ConfigError("--autoscale on is not built yet: hint says what the number of replicas should be")
     if engine.tensor_parallel_size > 1:
         raise ConfigError("--tensor-parallel-size works with one replica only")
     sock = bind_http(http)  # first: a taken port must not cost a model load
@@ -101,6 +99,7 @@ class _Supervisor:
         self._launch = msgspec.structs.replace(launch, router=self._router_sock.getsockname()[:2])
         self._secret = read_secret(Path(launch.secret))
         self._slots: dict[ReplicaId, ReplicaPlace] = {}
+        self._epochs: dict[ReplicaId, int] = {}  # the last of each place that is no more
         self._frontends: dict[int, Started] = {}
         self._router: Started | None = None
         self._link: Link | None = None
@@ -150,7 +149,15 @@ class _Supervisor:
 
     def _add_slot(self, replica: ReplicaId) -> None:
         launch = msgspec.structs.replace(self._launch, role=messages.REPLICA)
-        slot = ReplicaPlace(replica, launch, self._launcher, self._node, self._changed, self._exited)
+        slot = ReplicaPlace(
+            replica,
+            self._epochs.get(replica, 0),
+            launch,
+            self._launcher,
+            self._node,
+            self._changed,
+            self._exited,
+        )
         self._slots[replica] = slot
         self._spawn(slot.run())
 
@@ -158,6 +165,7 @@ class _Supervisor:
         """A replica's state is another."""
         for replica, slot in list(self._slots.items()):
             if slot.state == "gone":
+                self._epochs[replica] = slot.epoch
                 del self._slots[replica]
             elif slot.info is not None and self._launch.info is None:
                 self._launch = msgspec.structs.replace(self._launch, info=slot.info)
@@ -177,7 +185,11 @@ class _Supervisor:
             return
         frontends = [messages.ChildProcess(number, each.pid) for number, each in self._frontends.items()]
         slots = [slot.as_told() for slot in self._slots.values()]
-        self._link.send(messages.ProcessTable(slots, frontends, os.getpid(), self._launcher.name))
+        self._link.send(
+            messages.ProcessTable(
+                slots, frontends, os.getpid(), self._launcher.name, self._node.most_replicas
+            )
+        )
 
     # ------------------------------------------------------------ the router
 
@@ -241,17 +253,14 @@ class _Supervisor:
                 if (slot := self._slots.get(replica)) is not None:
                     slot.drains_to = drains_to
                     self._tell_table()
-            case messages.ScaleTo(replicas):
-                self._scale(replicas)
-
-    def _scale(self, replicas: list[ReplicaId]) -> None:
-        for replica in replicas:
-            if replica not in self._slots:
-                self._add_slot(replica)
-        for replica, slot in self._slots.items():
-            if replica not in replicas:
-                self._spawn(slot.end())
-        self._tell_table()
+            case messages.StartReplicas(replicas):
+                for each in replicas:
+                    if each not in self._slots:
+                        self._add_slot(each)
+                self._tell_table()
+            case messages.EndSlot(replica):
+                if (slot := self._slots.get(replica)) is not None:
+                    self._spawn(slot.end())
 
     # ------------------------------------------------------------ front ends
 

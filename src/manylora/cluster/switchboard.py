@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
+import contextlib
 import logging
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,7 @@ class Switchboard:
         self._timer: asyncio.TimerHandle | None = None
         self._solver = SolverProcess(SOLVE_S) if solver_is_there() else None
         self._solving = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manylora-solving")
+        self._listeners: list[asyncio.Queue[str]] = []
         self._journal = self._trace = None
         settings = launch.engine
         if settings.journal is not None:
@@ -195,8 +198,22 @@ class Switchboard:
         for link, each in orders.values():
             link.send(each)
 
+    @contextlib.contextmanager
+    def traced(self, lines: asyncio.Queue[str]) -> Iterator[None]:
+        """Each decision goes there as a line meanwhile, as far as there is room."""
+        self._listeners.append(lines)
+        try:
+            yield
+        finally:
+            self._listeners.remove(lines)
+
+    def tell_supervisor(self, message: messages.ToSupervisorFromRouter) -> None:
+        """Dropped where the link to it has just ended: it ends with all the rest then."""
+        if self._supervisor is not None:
+            self._supervisor.send(message)
+
     def _write_trace(self, now: float, what: str, command: Routed | Planned) -> None:
-        if self._trace is None:
+        if self._trace is None and not self._listeners:
             return
         if isinstance(command, Routed):
             origin = "" if command.source is None else f" from {command.source}"
@@ -204,8 +221,13 @@ class Switchboard:
         else:
             text = f"{command.num_moves} moves of {command.num_requests}  {command.value_s:.3f} s"
             text += f", before {command.before_s:.3f} s, at least {command.bound_s:.3f} s"
-        self._trace.write(f"{now - self._start_s:10.3f} s  {what}  {text}")
-        self._trace.flush()
+        line = f"{now - self._start_s:10.3f} s  {what}  {text}"
+        for listener in self._listeners:
+            with contextlib.suppress(asyncio.QueueFull):
+                listener.put_nowait(line)
+        if self._trace is not None:
+            self._trace.write(line)
+            self._trace.flush()
 
     def _solve(self, problem: Solve) -> None:
         solver = self._solver
@@ -220,8 +242,7 @@ class Switchboard:
 
     def _fence(self, replica: ReplicaId, epoch: int) -> None:
         self._fenced[replica] = max(epoch, self._fenced.get(replica, 0))
-        if self._supervisor is not None:
-            self._supervisor.send(messages.EndReplica(replica, epoch))
+        self.tell_supervisor(messages.EndReplica(replica, epoch))
         self._forget_replica(replica, epoch)
 
     def _forget_replica(self, replica: ReplicaId, epoch: int) -> None:

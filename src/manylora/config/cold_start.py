@@ -108,11 +108,14 @@ class ColdStartConfig(Section):
     @property
     def wanted_workers(self) -> int:
         """How many processes are to be started on this machine."""
+        return self.workers_of(num_cores())
+
+    def workers_of(self, cores: int) -> int:
+        """How many processes there are on a machine of so many cores."""
         if self.mode not in _WITH_WORKERS:
             return 0
         if self.cpu_workers != _AUTO:
             return int(self.cpu_workers)
-        cores = num_cores()
         return cores // 2 if cores >= LEAST_CORES else 0
 
 
@@ -123,9 +126,9 @@ def check_host_pool(config: ColdStartConfig, host_pool: int | None) -> None:
         raise ConfigError("--cold-start cpu needs a host pool, and there is none")
 
 
-def check_workers(config: ColdStartConfig) -> None:
-    """Raises ConfigError where this machine leaves the CPU nothing to compute with."""
-    if config.mode == "cpu" and config.wanted_workers == 0:
+def check_workers(config: ColdStartConfig, cores: int) -> None:
+    """Raises ConfigError where a machine of so many cores leaves the CPU nothing to compute with."""
+    if config.mode == "cpu" and config.workers_of(cores) == 0:
         raise ConfigError(
-            f"--cold-start cpu needs workers: --cpu-lora-workers auto is 0 on {num_cores()} cores, give a number"
+            f"--cold-start cpu needs workers: --cpu-lora-workers auto is 0 on {cores} cores, give a number"
         )

@@ -252,7 +252,6 @@ class EngineSettings(Section):
         for option, is_on in (
             (f"--merge {self.scheduler.merge.mode}", self.scheduler.merge.is_on),
             (f"--cold-start {self.scheduler.cold_start.mode}", self.scheduler.cold_start.num_groups > 0),
-            ("--adapter-store", self.adapters.store is not None),
         ):
             if is_on:
                 raise ConfigError(f"{option} does not work with --tensor-parallel-size above 1 yet")

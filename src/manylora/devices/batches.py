@@ -1,4 +1,4 @@
-"""Many copies of one size by one call of the driver, during which other threads have the interpreter.
+"""Many copies of one size by one call of the driver, during which, if they are many, others have the interpreter.
 
 A copy in layer groups has a piece for each page and group: a call for each would take longer than the bytes. Does
 not know what is copied.
@@ -20,6 +20,9 @@ _log = logging.getLogger(__name__)
 
 _IN_STREAM_ORDER = 1
 
+_FEW = 64
+"""So many pieces take the driver microseconds, and to get the interpreter back may take longer."""
+
 
 class _Attributes(ctypes.Structure):
     """CUmemcpyAttributes: when the sources may be read, and hints for memory of other kinds than ours."""
@@ -32,6 +35,9 @@ class _Attributes(ctypes.Structure):
     )
 
 
+_ATTRIBUTES = _Attributes(_IN_STREAM_ORDER)
+
+
 def copy_batch(targets: np.ndarray, sources: np.ndarray, num_bytes: int, stream: torch.cuda.Stream) -> None:
     """Copy ``num_bytes`` from each address to its target, in any order, behind what the stream was given before.
 
@@ -42,13 +48,13 @@ def copy_batch(targets: np.ndarray, sources: np.ndarray, num_bytes: int, stream:
         return
     targets, sources = np.ascontiguousarray(targets), np.ascontiguousarray(sources)
     sizes = np.full(len(targets), num_bytes, dtype=np.uint64)
-    attributes, first, failed = _Attributes(_IN_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(0)
-    status = _driver().cuMemcpyBatchAsync(
+    first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+    status = _driver(len(targets) <= _FEW).cuMemcpyBatchAsync(
         ctypes.c_void_p(targets.ctypes.data),
         ctypes.c_void_p(sources.ctypes.data),
         ctypes.c_void_p(sizes.ctypes.data),
         ctypes.c_size_t(len(targets)),
-        ctypes.byref(attributes),
+        ctypes.byref(_ATTRIBUTES),
         ctypes.byref(first),
         ctypes.c_size_t(1),
         ctypes.byref(failed),
@@ -78,5 +84,5 @@ def can_batch(device: torch.device) -> bool:
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+def _driver(keeps_interpreter: bool) -> ctypes.CDLL:
+    return (ctypes.PyDLL if keeps_interpreter else ctypes.CDLL)("libcuda.so.1")

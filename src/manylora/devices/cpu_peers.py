@@ -15,11 +15,10 @@ import mmap
 import os
 import threading
 import time
-import zlib
 
 import torch
 
-from manylora.devices.peers import PURPOSES, Purpose, Traffic
+from manylora.devices.peers import Account, Purpose
 
 AREA_BYTES = 2**22
 """Larger tensors are exchanged piece by piece."""
@@ -35,16 +34,12 @@ def memory_bytes(count: int) -> int:
     return count * (_LINE + 2 * AREA_BYTES)
 
 
-class SharedPeers:
+class SharedPeers(Account):
     """``devices.peers.Peers`` on a CPU. ``file``: a descriptor of ``memory_bytes`` zeros, shared by all
     ranks; it may be closed afterwards."""
 
     def __init__(self, file: int, rank: int, count: int) -> None:
-        self.rank = rank
-        self.count = count
-        self.num_exchanges = 0
-        self.digest = 0
-        self.traffic: dict[Purpose, Traffic] = {purpose: Traffic() for purpose in PURPOSES}
+        super().__init__(rank, count)
         memory = mmap.mmap(file, memory_bytes(count))
         self._numbers = memoryview(memory)[: count * _LINE].cast("q")
         areas = torch.frombuffer(memory, dtype=torch.uint8)[count * _LINE :]
@@ -54,7 +49,7 @@ class SharedPeers:
 
     def add_up(self, tensor: torch.Tensor, purpose: Purpose) -> None:
         flat = tensor.contiguous().view(-1)
-        self._count(flat, purpose)
+        self.note(flat, purpose)
         most = AREA_BYTES // flat.itemsize
         for first in range(0, len(flat), most):
             piece = flat[first : first + most]
@@ -73,7 +68,7 @@ class SharedPeers:
 
     def gather(self, tensor: torch.Tensor, purpose: Purpose) -> list[torch.Tensor]:
         flat = tensor.contiguous().view(-1)
-        self._count(flat, purpose)
+        self.note(flat, purpose)
         found = [torch.empty_like(flat) for _ in range(self.count)]
         most = AREA_BYTES // flat.itemsize
         for first in range(0, len(flat), most):
@@ -83,7 +78,7 @@ class SharedPeers:
 
     def broadcast(self, tensor: torch.Tensor, purpose: Purpose) -> None:
         flat = tensor.view(-1)
-        self._count(flat, purpose)
+        self.note(flat, purpose)
         most = AREA_BYTES // flat.itemsize
         for first in range(0, len(flat), most):
             piece = flat[first : first + most]
@@ -92,14 +87,6 @@ class SharedPeers:
 
     def close(self) -> None:
         return
-
-    def _count(self, flat: torch.Tensor, purpose: Purpose) -> None:
-        self.num_exchanges += 1
-        size = flat.numel() * flat.itemsize
-        self.digest = zlib.crc32(f"{purpose} {size}".encode(), self.digest)
-        traffic = self.traffic[purpose]
-        traffic.count += 1
-        traffic.num_bytes += size
 
     def _exchanged(self, piece: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's piece, in their order, valid until the next exchange."""

@@ -47,6 +47,14 @@ def cuda_is_available() -> bool:
     return torch.cuda.is_available()
 
 
+def visible_gpus() -> list[str]:
+    """Those that this process may use, as CUDA_VISIBLE_DEVICES names them. Takes nothing of them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    names = [str(place) for place in range(count)] if named is None else named.split(",")
+    return names[:count]
+
+
 class CudaDevice:
     """The Device protocol on the current CUDA device. Raises ConfigError when there is none."""
 
@@ -104,6 +112,10 @@ class CudaDevice:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.torch_device))
         return event
+
+    def has_passed(self, issued: object) -> bool:
+        assert isinstance(issued, torch.cuda.Event)
+        return bool(issued.query())
 
     def measure(self) -> Elapsed:
         begun, ended = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))

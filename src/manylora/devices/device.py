@@ -136,6 +136,9 @@ class Device(Protocol):
     def issued(self) -> object:
         """Stands for everything issued so far, for ``CopyLane.begin``. Called on the step loop's thread."""
 
+    def has_passed(self, issued: object) -> bool:
+        """Whether all work that ``issued`` stands for has ended. Does not wait."""
+
     def measure(self) -> Elapsed:
         """Begin to measure time, on the device's own clock, when all work issued so far has ended. Does not
         wait."""

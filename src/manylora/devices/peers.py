@@ -7,6 +7,7 @@ what they are for is the callers' business.
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from typing import Literal, Protocol
 
 import torch
@@ -24,6 +25,26 @@ class Traffic:
 
     count: int = 0
     num_bytes: int = 0
+
+
+class Account:
+    """What the doors of all kinds count, as Peers has it."""
+
+    def __init__(self, rank: int, count: int) -> None:
+        self.rank = rank
+        self.count = count
+        self.num_exchanges = 0
+        self.digest = 0
+        self.traffic: dict[Purpose, Traffic] = {purpose: Traffic() for purpose in PURPOSES}
+
+    def note(self, tensor: torch.Tensor, purpose: Purpose) -> None:
+        """An exchange of this tensor begins."""
+        self.num_exchanges += 1
+        size = tensor.numel() * tensor.itemsize
+        self.digest = zlib.crc32(f"{purpose} {size}".encode(), self.digest)
+        traffic = self.traffic[purpose]
+        traffic.count += 1
+        traffic.num_bytes += size
 
 
 class Peers(Protocol):

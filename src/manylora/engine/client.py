@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncIterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from manylora.types import (
     AdapterCard,
@@ -267,6 +267,15 @@ class EngineClient(Protocol):
 
     async def close(self) -> None:
         """Abort everything, end the engine and free what it holds. Idempotent."""
+
+
+@runtime_checkable
+class ReplacesAdapters(Protocol):
+    """An engine client by which an adapter can take the place of another of its name."""
+
+    async def replace_adapter(self, name: str, path: str) -> AdapterCard:
+        """Serve the adapter at ``path`` under ``name``; requests that have come are served by the one before.
+        Raises AdapterError."""
 
 
 class ClusterEngine(EngineClient, Protocol):

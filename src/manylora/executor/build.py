@@ -26,6 +26,7 @@ from manylora.config import (
     PolicyConfig,
     check_host_pool,
     check_workers,
+    num_cores,
 )
 from manylora.devices.device import Device
 from manylora.devices.select import open_device
@@ -35,10 +36,16 @@ from manylora.executor.graphs import MAX_BYTES as GRAPH_BYTES
 from manylora.executor.graphs import GraphLimits, Progress
 from manylora.executor.merge_times import measure_merging
 from manylora.executor.shards import SMALL_MODEL_BYTES, Shards
-from manylora.executor.sizes import Kind, activation_bytes, engine_info, policy_limits, weight_bytes
+from manylora.executor.sizes import (
+    Kind,
+    activation_bytes,
+    attention_shape,
+    engine_info,
+    policy_limits,
+    weight_bytes,
+)
 from manylora.executor.warm_up import warm_up
 from manylora.executor.worker import Worker
-from manylora.kernels.flashinfer_attention import AttentionShape
 from manylora.kernels.select import compiling_ahead, ops_for
 from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
 from manylora.memory.arena import Arena
@@ -71,7 +78,7 @@ def build_worker(
     and the settings allow it. Raises ConfigError or ModelError, in one line.
     """
     cold_start = settings.scheduler.cold_start
-    check_workers(cold_start)
+    check_workers(cold_start, num_cores())
     folder = resolve_model(settings.model.model)
     config = read_model_config(folder)
     device = open_device(settings.model.device)
@@ -94,7 +101,7 @@ def build_worker(
     ops = ops_for(
         device.torch_device,
         compiled=is_small and dtype is torch.float32,
-        attention=_attention_shape(config, dtype, limits.max_model_len),
+        attention=attention_shape(config, dtype, limits.max_model_len),
     )
     _log.info("running on %s with %s kernels", device.name, ops.name)
     decoder = load_model(
@@ -222,13 +229,6 @@ def _num_pages(
         in_mib(num_host_pages * size),
     )
     return num_pages, num_host_pages
-
-
-def _attention_shape(config: ModelConfig, dtype: torch.dtype, max_model_len: int) -> AttentionShape:
-    """A window as long as the longest context is none."""
-    windows = [layer.attention.window for layer in config.layers]
-    sees_all = any(window is None or window >= max_model_len for window in windows)
-    return AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, dtype, sees_all)
 
 
 def _geometry(page: PageShape, config: ModelConfig) -> AdapterGeometry:

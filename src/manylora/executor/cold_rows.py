@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,9 @@ from manylora.config import MOST_CPU_TOKENS, num_cores
 from manylora.kernels.ops import LoraSegments
 from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
 from manylora.memory.gates import LATE_S as GATE_LATE_S
-from manylora.memory.gates import CopyGate
+from manylora.memory.gates import Awaited, CopyGate
 from manylora.memory.host import HostPool
-from manylora.protocol import CpuRows
+from manylora.protocol import CpuRows, StepDone
 from manylora.types import AdapterId, SequenceId
 
 LATE_S = 10.0
@@ -96,7 +96,17 @@ class ColdStep:
         self.first_layer = 0
         return None
 
-    def layer(self, layer: int) -> None:
+    def before_layer(self, awaited: Awaited | None) -> Callable[[int], None]:
+        """For StepBatch, beside what the step ``awaited``."""
+
+        def pass_layer(layer: int) -> None:
+            self._pass(layer)
+            if awaited is not None:
+                awaited.layer(layer)
+
+        return pass_layer
+
+    def _pass(self, layer: int) -> None:
         """Before the first operation of a layer: pass the groups that begin with it, where the device serves."""
         if layer < self.first_layer:
             return
@@ -121,9 +131,12 @@ class ColdStep:
         self.cpu_s, waited_s = self._rows.end()
         self.stall_s += waited_s
 
-    def spoilt(self) -> tuple[SequenceId, ...]:
-        """The sequences whose rows are worth nothing."""
-        return tuple(sorted(self._late))
+    def tell(self, done: StepDone, workers: Workers | None) -> None:
+        """Add what became of these rows to what is told of the step."""
+        done.spoilt = tuple(sorted({*done.spoilt, *self._late}))
+        done.cpu_s = self.cpu_s
+        done.cpu_workers = 0 if workers is None else workers.num_workers
+        done.stall_s += self.stall_s
 
 
 def start_workers(host: HostPool, geometry: AdapterGeometry, num_workers: int) -> Workers:

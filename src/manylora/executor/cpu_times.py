@@ -28,24 +28,17 @@ _SLICE_TIMES = 2.0
 def measure_workers(workers: Workers, geometry: AdapterGeometry, host: HostPool) -> CpuRates:
     """Of one core, in the geometry's first group; what is assumed, where the workers do not answer or the host's
     pool has too little room."""
-    group = geometry.groups[0]
-    cells = RANK * sum(
-        geometry.cells(group.in_features) + geometry.cells(p.out_features) for p in group.projections
-    )
-    elements = cells * geometry.cell_elements
-    num_pages = -(-cells // geometry.cells_per_page)
-    if num_pages > host.num_pages or not workers.wait_ready(READY_S):
+    timed = TimedProduct(geometry, RANK)
+    if timed.num_pages > host.num_pages or not workers.wait_ready(READY_S):
         return CpuRates()
-    offsets = _offsets(geometry, cells)
-    product = _product(geometry, cells)
     seconds: dict[int, tuple[float, float]] = {}
     try:
         for tokens in TOKENS:
-            seconds[tokens] = _time(workers, tokens, product, offsets)
+            seconds[tokens] = timed.seconds(workers, tokens)
     except WorkersFailed:
         return CpuRates()
     busy = {tokens: pair[0] for tokens, pair in seconds.items()}
-    num_bytes = elements * geometry.itemsize
+    num_bytes = timed.num_bytes
     token_byte_s = max(busy[TOKENS[-1]] - busy[TOKENS[0]], 1e-9) / ((TOKENS[-1] - TOKENS[0]) * num_bytes)
     byte_s = max(busy[TOKENS[0]] / num_bytes - TOKENS[0] * token_byte_s, 0.0)
     handover_s = max(min(whole - alone for alone, whole in seconds.values()), 0.0)
@@ -56,40 +49,42 @@ def measure_workers(workers: Workers, geometry: AdapterGeometry, host: HostPool)
     return CpuRates(num_jobs * handover_s, byte_s, token_byte_s, slice_tokens)
 
 
-def _time(workers: Workers, tokens: int, product: Product, offsets: np.ndarray) -> tuple[float, float]:
-    """Seconds of one job that one worker computes alone, and until its results are taken: medians."""
-    busy, whole = [], []
-    workers.slice_tokens = tokens
-    for _ in range(REPEATS + 1):
-        step = workers.begin([tokens], [(0, 0)], [product], [offsets])
-        if step is None:
-            raise WorkersFailed("no CPU worker is free")
-        began = time.perf_counter()
-        step.rows(tokens, product.in_features)[:] = 0
-        step.post()
-        step.take(tokens, product.width)
-        whole.append(time.perf_counter() - began)
-        busy.append(step.busy_s())
-        step.end()
-    # The first one warms caches.
-    return statistics.median(busy[1:]), statistics.median(whole[1:])
+class TimedProduct:
+    """The first group's product of an adapter of ``rank`` whose rows lie one after the other in pages that hold
+    nothing. ``num_bytes``: of its rows in one layer."""
 
+    def __init__(self, geometry: AdapterGeometry, rank: int) -> None:
+        group = geometry.groups[0]
+        parts, first = [], 0
+        for place, projection in enumerate(group.projections):
+            of_a = rank * geometry.cells(group.in_features)
+            of_b = rank * geometry.cells(projection.out_features)
+            records = [(first, first + of_a, rank)]
+            scales = [[1.0] * geometry.page.layers]
+            parts.append(ProductPart(group.offsets[place], projection.out_features, records, scales))
+            first += of_a + of_b
+        self.num_pages = -(-first // geometry.cells_per_page)
+        self.num_bytes = first * geometry.cell_elements * geometry.itemsize
+        self._product = Product(group.in_features, group.offsets[-1], parts)
+        page, cell = np.divmod(np.arange(first, dtype=np.int64), geometry.cells_per_page)
+        self._offsets = np.asarray(page * geometry.page_elements + cell * geometry.cell_elements)
 
-def _offsets(geometry: AdapterGeometry, cells: int) -> np.ndarray:
-    page, cell = np.divmod(np.arange(cells, dtype=np.int64), geometry.cells_per_page)
-    return np.asarray(page * geometry.page_elements + cell * geometry.cell_elements)
-
-
-def _product(geometry: AdapterGeometry, cells: int) -> Product:
-    """The first group's, of an adapter whose rows lie one after the other."""
-    group = geometry.groups[0]
-    parts, first = [], 0
-    for place, projection in enumerate(group.projections):
-        of_a = RANK * geometry.cells(group.in_features)
-        of_b = RANK * geometry.cells(projection.out_features)
-        records = [(first, first + of_a, RANK)]
-        scales = [[1.0] * geometry.page.layers]
-        parts.append(ProductPart(group.offsets[place], projection.out_features, records, scales))
-        first += of_a + of_b
-    assert first == cells
-    return Product(group.in_features, group.offsets[-1], parts)
+    def seconds(self, workers: Workers, tokens: int, num_busy: int = 1) -> tuple[float, float]:
+        """Of one job that so many workers share: of the busiest one, and until its results are taken; medians.
+        Raises WorkersFailed."""
+        busy, whole = [], []
+        product = self._product
+        workers.slice_tokens = -(-tokens // num_busy)
+        for _ in range(REPEATS + 1):
+            step = workers.begin([tokens], [(0, 0)], [product], [self._offsets])
+            if step is None:
+                raise WorkersFailed("no CPU worker is free")
+            began = time.perf_counter()
+            step.rows(tokens, product.in_features)[:] = 0
+            step.post()
+            step.take(tokens, product.width)
+            whole.append(time.perf_counter() - began)
+            busy.append(step.busy_s())
+            step.end()
+        # The first one warms caches.
+        return statistics.median(busy[1:]), statistics.median(whole[1:])

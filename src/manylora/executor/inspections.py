@@ -48,6 +48,7 @@ class Inspections:
         return spec
 
     def learn(self, adapter: AdapterId, spec: AdapterSpec) -> None:
+        """Take over what inspecting an adapter found elsewhere. From any thread."""
         self._specs[adapter] = spec
 
     def forget(self, adapter: AdapterId) -> None:

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from manylora.config import ConfigError, EngineSettings, PolicyConfig
+from manylora.kernels.flashinfer_attention import AttentionShape
 from manylora.kernels.shapes import PageShape
 from manylora.memory.budget import in_mib
 from manylora.models.spec import ModelConfig
@@ -125,3 +126,10 @@ def engine_info(
         ranks=ranks,
         lora_sharding=lora_sharding,
     )
+
+
+def attention_shape(config: ModelConfig, dtype: torch.dtype, max_model_len: int) -> AttentionShape:
+    """A window as long as the longest context is none."""
+    windows = [layer.attention.window for layer in config.layers]
+    sees_all = any(window is None or window >= max_model_len for window in windows)
+    return AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, dtype, sees_all)

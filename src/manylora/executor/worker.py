@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from manylora.adapters.pack import layout_for
-from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
 from manylora.adapters.store import AdapterStore
 from manylora.assist.workers import Workers
@@ -138,6 +137,8 @@ class Worker:
             )
             for _ in range(shards.num_threads if shards else 1)
         ]
+        self.before_layer: Callable[[int], None] | None = None
+        """Called before each layer of steps that await nothing, which run eagerly then: for measurements."""
         self._handlers = handlers(self, DEVICE_COMMANDS)
         self._tell: Callable[[DeviceEvent], None] = _unheard
         self._in_flight: collections.deque[Callable[[], StepResult]] = collections.deque()  # oldest first
@@ -278,7 +279,9 @@ class Worker:
             self._tell(self._failed(step, error, began))
 
     def _run(self, rows: Rows, awaited: Awaited | None, cold: ColdStep | None) -> list[_Sampled]:
-        is_whole = self._shards is None or awaited is not None or cold is not None
+        is_whole = (
+            self._shards is None or awaited is not None or cold is not None or self.before_layer is not None
+        )
         parts = None if is_whole or self._shards is None else self._split(rows, self._shards)
         if parts is None or self._shards is None:
             return [self._run_part(self._parts[0], rows, None, awaited, cold)]
@@ -312,6 +315,8 @@ class Worker:
             outputs = None
             if cold is not None:
                 outputs = self._run_cold(part, inputs, awaited, cold)
+            elif self.before_layer is not None:
+                outputs = part.eager.run(inputs, self.before_layer)
             elif self._graphs is not None:
                 outputs = self._graphs.run(inputs, awaited)
             if outputs is None:
@@ -331,16 +336,10 @@ class Worker:
 
     def _run_cold(self, part: _Part, inputs: StepInputs, awaited: Awaited | None, cold: ColdStep) -> Outputs:
         """A step some of whose rows are the CPU's, eagerly."""
-
-        def before_layer(layer: int) -> None:
-            cold.layer(layer)
-            if awaited is not None:
-                awaited.layer(layer)
-
         device = self._device.torch_device
         rows = cold.begin(self._workers, inputs.lora, inputs.lora_adapters, self._geometry, device)
         try:
-            return part.eager.run(inputs, before_layer, rows)
+            return part.eager.run(inputs, cold.before_layer(awaited), rows)
         finally:
             cold.end()
 
@@ -381,10 +380,7 @@ class Worker:
         if awaited is not None:
             done.stall_s = awaited.stall_s
         if cold is not None:
-            done.spoilt = tuple(sorted({*spoilt, *cold.spoilt()}))
-            done.cpu_s = cold.cpu_s
-            done.cpu_workers = 0 if self._workers is None else self._workers.num_workers
-            done.stall_s += cold.stall_s
+            cold.tell(done, self._workers)
         return StepResult(done, logprobs)
 
     def _failed(self, step: RunStep, error: Exception, began: float) -> StepResult:
@@ -418,10 +414,6 @@ class Worker:
     def verify_adapter(self, command: VerifyAdapter) -> None:
         """Carries out VerifyAdapter, on the caller's thread."""
         self._tell(self.inspections.verify(command))
-
-    def learn_adapter(self, adapter: AdapterId, spec: AdapterSpec) -> None:
-        """Take over what inspecting an adapter found elsewhere. From any thread."""
-        self.inspections.learn(adapter, spec)
 
     def forget_adapter(self, command: ForgetAdapter) -> None:
         """Carries out ForgetAdapter."""
@@ -458,10 +450,18 @@ class Worker:
 
     def report_state(self, command: ReportState) -> None:
         """Carries out ReportState."""
+        self._tell(self.state())
+
+    def state(self) -> ExecutorState:
+        """How it stands; from any thread."""
         counts = self._reader.store_counts()
-        self._tell(ExecutorState(self._host.pages_pinned, PREPARATION.seconds(), *counts))
+        return ExecutorState(self._host.pages_pinned, PREPARATION.seconds(), *counts)
 
     # ------------------------------------------------------------ the end
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was issued."""
+        self._device.synchronize()
 
     def close(self, *, frees: bool = True) -> None:
         """See Executor."""

@@ -39,6 +39,8 @@ class LandedWords:
     def __init__(self, num_layers: int, num_groups: int, device: Device) -> None:
         self.groups = layer_groups(num_layers, num_groups)
         self.words = device.zeros((len(self.groups),), torch.int64)
+        # A view is an operation of torch, for which a lane's thread would have to wait for the interpreter.
+        self._each = [self.words[group : group + 1] for group in range(len(self.groups))]
 
     def mark(self, lane: CopyLane, number: int, layers: tuple[int, int]) -> None:
         """After what the lane was asked for so far: copy ``number`` has landed up to the end of these layers, and
@@ -46,7 +48,7 @@ class LandedWords:
         first, end = layers
         for group, (_, last) in enumerate(self.groups):
             if first < last <= end:
-                lane.mark(self.words[group : group + 1], number)
+                lane.mark(self._each[group], number)
 
 
 class CopyGate:

@@ -43,7 +43,9 @@ class RankedLinear(LoraLinear):
             lies = step.pool, self.layer, share.adapted
             return ops.lora_summands(x, self.weight, self.bias, *lies, plan).whole
         shrunk = ops.lora_shrink(_columns(x, share.read), step.pool, self.layer, share.adapted, plan)
-        self.peers.add_up(shrunk.values, "lora")
+        # None where no adapter of the batch is on these projections, which all ranks see alike.
+        if shrunk.values.numel():
+            self.peers.add_up(shrunk.values, "lora")
         y = ops.linear(x, self.weight, self.bias)
         ops.lora_expand(_columns(y, share.added), shrunk, step.pool, self.layer, share.adapted, plan)
         return y

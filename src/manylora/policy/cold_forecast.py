@@ -1,7 +1,7 @@
 """When a step with cold rows is expected to end: arithmetic over numbers, for whatever decides or simulates.
 
 A step's layers run in groups, each when the one before has ended and what it reads has landed; where the CPU
-computes a group's adapters, the group takes as long as the slower of both. Knows no sequence and no copy.
+computes a group's adapters, part of this is hidden by the group's own work. Knows no sequence and no copy.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ class Landing:
 
 
 class CpuShare(NamedTuple):
-    """The CPU computes adapters in the first ``groups`` groups; in all of them it would take ``seconds``."""
+    """The CPU computes adapters in the first ``groups`` groups; in all of them it would take ``seconds``. Of it
+    a group's own work hides as much as the share ``beside`` of itself."""
 
     groups: int
     seconds: float
+    beside: float = 1.0
 
 
 NO_CPU = CpuShare(0, 0.0)
@@ -53,7 +55,7 @@ def end_s(
     ``adapters``: those that a group reads of where the CPU does not serve it."""
     histories, adapters = list(histories), list(adapters)
     group_s = step_s / num_groups
-    served_s = max(group_s, cpu.seconds / num_groups)
+    served_s = group_s + max(0.0, cpu.seconds / num_groups - cpu.beside * group_s)
     end = begin_s
     for number in range(num_groups):
         is_served = number < cpu.groups
@@ -63,13 +65,13 @@ def end_s(
     return end
 
 
-def split(begin_s: float, step_s: float, num_groups: int, adapter: Landing, cpu_s: float) -> int:
+def split(begin_s: float, step_s: float, num_groups: int, adapter: Landing, cpu: CpuShare) -> int:
     """In how many of the first groups the CPU is to serve while the link brings the others first, for the step to
-    end soonest; 0: in none, ``num_groups``: in all."""
+    end soonest; 0: in none, ``num_groups``: in all. ``cpu``: whatever its groups."""
 
     def end_of(groups: int) -> float:
         landing = dataclasses.replace(adapter, first_group=groups % num_groups)
-        return end_s(begin_s, step_s, num_groups, (), (landing,), CpuShare(groups, cpu_s))
+        return end_s(begin_s, step_s, num_groups, (), (landing,), cpu._replace(groups=groups))
 
     return min(range(num_groups + 1), key=end_of)
 

@@ -25,6 +25,8 @@ MOST_ALLOWED_S = 0.1
 """What steps may stand still for at once, however long none did."""
 
 _KEEP = 0.9
+_FIRST_BESIDE = 0.5
+"""About the share of a step in which the base's products run, beside which the CPU computes."""
 _NO_LIMIT = float("inf")
 
 
@@ -78,6 +80,7 @@ class ColdStarts:
         self._allowed_s = 0.0
         self._num_workers = config.cold_start.num_workers
         self._cpu_scale = 1.0  # what the CPU took, over what its rates say
+        self._beside = _FIRST_BESIDE  # the share of a step's own time that hides the CPU's
         # Of the step that is being composed:
         self._chosen: dict[SequenceId, Beginning] = {}
         self._cpu_s = 0.0
@@ -99,8 +102,8 @@ class ColdStarts:
             if sequence.stage is LOADING and move is not None and move.copy is None and move.to_device:
                 landing = Landing(now, now + root.num_pages * self._residency.rates.page_in_s)
                 step_s = self._residency.rates.expected_step_s(sequence.num_remaining)
-                cpu_s = self._cpu_seconds(sequence.num_remaining, root)
-                groups = split(now, step_s, self._config.num_groups, landing, cpu_s)
+                cpu = self._share(0, self._cpu_seconds(sequence.num_remaining, root))
+                groups = split(now, step_s, self._config.num_groups, landing, cpu)
                 self._residency.transfers.order(sequence.adapter, groups % self._config.num_groups)
 
     def _started(self, copies: Iterable[SwapPages], now: float) -> None:
@@ -219,7 +222,8 @@ class ColdStarts:
             root = self._residency.tree.node(sequence.adapter)
             seconds = self._cpu_s + self._cpu_seconds(served, root)
             for groups in {num_groups, adapters[0].first_group or num_groups}:
-                until_s = end_s(begin_s, step_s, num_groups, histories, adapters, CpuShare(groups, seconds))
+                share = self._share(groups, seconds)
+                until_s = end_s(begin_s, step_s, num_groups, histories, adapters, share)
                 # A prompt that the CPU's memory cuts goes on when the adapter is there.
                 answer_s = until_s if served == sequence.num_remaining else max(until_s, landed_s) + step_s
                 found.append(Beginning("cpu", answer_s, max(0.0, until_s - begin_s - step_s), groups))
@@ -245,9 +249,17 @@ class ColdStarts:
         seconds = rates.seconds(num_tokens, root.num_pages * self._page_bytes, self._num_workers)
         return rates.step_s + self._cpu_scale * (seconds - rates.step_s)
 
+    def _share(self, groups: int, seconds: float) -> CpuShare:
+        return CpuShare(groups, seconds, self._beside)
+
     def _learn_cpu(self, event: StepDone, step: _Step) -> None:
         if event.cpu_workers >= 0:
             self._num_workers = event.cpu_workers
+        own_s = event.device_s - event.stall_s
+        if event.cpu_s > 0 and own_s > 0 and not step.awaits:
+            hidden_s = self._config.rates.step_s + event.cpu_s - event.stall_s
+            hidden = min(max(hidden_s / own_s, 0.0), 1.0)
+            self._beside = _KEEP * self._beside + (1 - _KEEP) * hidden
         if event.cpu_s > 0 and step.busy_s > 0:
             seen = min(max(self._cpu_scale * event.cpu_s / step.busy_s, 0.01), 100.0)
             self._cpu_scale = _KEEP * self._cpu_scale + (1 - _KEEP) * seen

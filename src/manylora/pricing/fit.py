@@ -271,20 +271,20 @@ def _refitted(features: Array, targets: Array, owner: NDArray[np.int64], planes:
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """(seconds, seconds for each unit), from 0, with the least relative error."""
-    base_s, unit_s = _relative([(1, units) for units, _ in points], [seconds for _, seconds in points])
+    base_s, unit_s = relative_fit([(1, units) for units, _ in points], [seconds for _, seconds in points])
     return base_s, unit_s
 
 
 def _overhead(points: Sequence[OverheadPoint]) -> tuple[float, float, float]:
     """(seconds, seconds a row, seconds if a sequence is new: more of them hardly take more); older profiles do not
     tell these apart."""
-    base_s, row_s, new_s = _relative(
+    base_s, row_s, new_s = relative_fit(
         [(1, point.num_rows, point.num_new > 0) for point in points], [point.seconds for point in points]
     )
     return base_s, row_s, new_s
 
 
-def _relative(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+def relative_fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """Coefficients from 0 with the least relative error, to four digits."""
     features = np.array(rows, dtype=np.float64) / np.array(seconds)[:, None]
     found: list[float] = _four_digits(nonnegative_least_squares(features, np.ones(len(rows)))).tolist()

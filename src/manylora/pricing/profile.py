@@ -18,7 +18,9 @@ from manylora.pricing.costs import EVEN, Spread
 from manylora.pricing.ranks import RankLines
 from manylora.pricing.shapes import ModelShape
 
-FORMAT = "manylora-profile-2"
+FORMAT = "manylora-profile-3"
+UNCOLD_FORMAT = "manylora-profile-2"
+"""The form without cold starts. Still read."""
 ALONE_FORMAT = "manylora-profile-1"
 """The form for steps run one by one, without an engine around them: an engine's own take longer. Still read."""
 
@@ -124,6 +126,23 @@ class ModePoint:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class CpuPoint:
+    """An adapter's product of one layer that ``num_workers`` CPU workers share: ``adapter_bytes`` of its rows
+    there, and seconds of the busiest one. ``is_held_out``: kept from the fit, to tell its error."""
+
+    num_tokens: int
+    adapter_bytes: int
+    num_workers: int
+    seconds: float
+    is_held_out: bool = False
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        if self.num_tokens < 1 or self.num_workers < 1 or self.adapter_bytes < 1:
+            raise ConfigError("a product has at least a token, a byte and a worker")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Profile:
     """All of one run. ``versions``: of what was measured with; ``adapter_modules``: what its adapters adapt.
     ``wakes``: steps after the engine had been idle (``costs.IDLE_S``), which ``steps`` are not; older profiles
@@ -132,7 +151,10 @@ class Profile:
     ``pipeline_depth``: of the engine that was watched; older profiles do not tell it (``steps_in_flight``).
     ``switches``, ``modes``: of merging, where it was measured. ``ranks``: steps by the ranks of
     their adapters. Older profiles have none of these. ``tensor_parallel_size``: ranks of the engine that was
-    watched."""
+    watched. Of cold starts ``cores``: of the machine; ``cpu_products``; ``handover_s``: of one product to the
+    CPU workers and back, beside what these compute, of ``num_products`` a step; ``store_reads``: of adapters from
+    an adapter store in the page cache; ``group_shares``: of a step's time by layer groups. Older profiles have
+    none of these."""
 
     format: str
     machine: str
@@ -157,10 +179,24 @@ class Profile:
     modes: tuple[ModePoint, ...] = ()
     ranks: RankLines | None = None
     tensor_parallel_size: int = 1
+    cores: int = 0
+    cpu_products: tuple[CpuPoint, ...] = ()
+    handover_s: float = 0.0
+    num_products: int = 0
+    store_reads: tuple[TransferPoint, ...] = ()
+    group_shares: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.format not in (FORMAT, ALONE_FORMAT):
-            raise ConfigError(f"its format is {self.format!r}, not {FORMAT!r} or {ALONE_FORMAT!r}")
+        formats = (FORMAT, UNCOLD_FORMAT, ALONE_FORMAT)
+        if self.format not in formats:
+            raise ConfigError(f"its format is {self.format!r}, not one of {', '.join(formats)}")
+        if self.cpu_products and len({point.is_held_out for point in self.cpu_products}) < 2:
+            raise ConfigError("some of its cpu_products must be held out, and some not")
+        for name in ("cores", "num_products"):
+            if not 0 <= getattr(self, name) <= LARGEST_NUMBER:
+                raise ConfigError(f"{name} must be a number from 0 to {LARGEST_NUMBER}")
+        if not all(0 < share < 1 for share in self.group_shares):
+            raise ConfigError("each of group_shares must lie between 0 and 1")
         if self.fingerprint != self.model.fingerprint:
             raise ConfigError(f"its fingerprint {self.fingerprint} is not that of its model, {self.model}")
         for name in ("reads_at_once", "page_tokens", "tensor_parallel_size"):
@@ -172,7 +208,7 @@ class Profile:
             ways = {point.to_device for point in getattr(self, name)}
             if len(ways) < 2:
                 raise ConfigError(f"its {name} must go both to the device and to the host")
-        for name in ("answer_s", "copy_drag"):
+        for name in ("answer_s", "copy_drag", "handover_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} must be a number from 0, got {getattr(self, name)}")
         check_rules(self)

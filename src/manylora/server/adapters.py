@@ -10,7 +10,7 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 
-from manylora.engine.client import EngineClient
+from manylora.engine.client import EngineClient, ReplacesAdapters
 from manylora.metrics.requests import Metrics
 from manylora.server.errors import ApiError, clipped
 from manylora.server.lifecycle import Lifecycle
@@ -85,13 +85,17 @@ def routes(
             raise _invalid(f"lora_name {fault}", "lora_name")
         if reason := why_reserved(name, settings.served_model_name):
             raise _invalid(f"{reason}.", "lora_name")
-        if await is_served(name):
+        replaces = bool(body.load_inplace) and isinstance(client, ReplacesAdapters)
+        if not replaces and await is_served(name):
             hint = " Replacing it in place is not supported: unload it first." if body.load_inplace else ""
             raise _invalid(f"The lora adapter '{name}' has already been loaded.{hint}", "lora_name")
         folder = permitted_folder(body.lora_path, settings.adapter_dir)
         # A load whose client has gone is not begun.
         async with lifecycle.interruptible(request.receive):
-            await client.add_adapter(name, str(folder))
+            if replaces and isinstance(client, ReplacesAdapters):
+                await client.replace_adapter(name, str(folder))
+            else:
+                await client.add_adapter(name, str(folder))
         models.learn(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 

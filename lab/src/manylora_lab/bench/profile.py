@@ -36,6 +36,7 @@ from manylora.pricing.shapes import ModelShape
 from manylora.types import EngineInfo
 from manylora.warmup.random_adapters import write_random_adapters
 from manylora_lab.bench.picture import check_writable
+from manylora_lab.bench.profile_cold import describe_cold, measure_cold
 from manylora_lab.bench.profile_grid import GridLimits, make_batches
 from manylora_lab.bench.profile_loads import (
     ClientLoad,
@@ -129,10 +130,22 @@ def measure(settings: ProfileSettings, progress: Progress) -> Profile:
             profile = profiler.profile()
     finally:
         worker.close()
+    if engine.tensor_parallel_size == 1:
+        profile = _with_cold(settings, profile, config, progress)
     if not settings.with_merging:
         return profile
     found = measure_merging(_with_host_pool(settings.engine), config, profile.model, progress)
     return dataclasses.replace(profile, switches=found.switches, modes=found.modes)
+
+
+def _with_cold(
+    settings: ProfileSettings, profile: Profile, config: ModelConfig, progress: Progress
+) -> Profile:
+    def write(folder: Path) -> list[Path]:
+        return _write_adapters(folder, config, profile.dtype, settings, len(RANKS))
+
+    found = measure_cold(_with_host_pool(settings.engine), config, write, settings.repeats, progress)
+    return dataclasses.replace(profile, **found._asdict())
 
 
 class Profiler:
@@ -438,6 +451,7 @@ def describe(profile: Profile, costs: FittedCosts) -> str:
             f"answers       {1e6 * costs.answer_s:.0f} us after their step",
             f"after idling  {1e3 * costs.wake_s:.2f} ms more",
             *_ranks(profile),
+            *describe_cold(profile),
         )
     )
 

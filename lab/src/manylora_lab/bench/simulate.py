@@ -13,11 +13,14 @@ from manylora.config import (
     CACHE_POLICIES,
     MERGE_MODES,
     SETTING_MODES,
+    ColdStartConfig,
     ConfigError,
     EngineSettings,
     MergeConfig,
     MergeTimes,
     PolicyConfig,
+    check_host_pool,
+    check_workers,
     is_import_name,
     parse_size,
 )
@@ -32,6 +35,7 @@ from manylora_lab.bench.provenance import Provenance
 from manylora_lab.sim.analytical import check_cards
 from manylora_lab.sim.belady import ForeseenReplay
 from manylora_lab.sim.clairvoyant import Clairvoyant
+from manylora_lab.sim.cold import NOTHING_COLD, ColdCosts, assumed_cold, measured_cold
 from manylora_lab.sim.device import MergeCosts
 from manylora_lab.sim.hardware import Hardware, hardware_named
 from manylora_lab.sim.limits import recorded, reference, summarize_limits
@@ -47,6 +51,7 @@ from manylora_lab.workloads.terms import suggestion
 REFERENCE = "cached"
 BELADY = "belady"
 _SHAPE = "llama-2-7b"
+_NO_CPU = "the profile does not tell it: measure it anew with manylora profile"
 _HOST_POOL_BYTES = {"cpu": 4 * 2**30, "cuda": 32 * 2**30}
 """The pool where none is named: the engine takes a share of what its host has free, on a CPU at most so much."""
 _COLUMNS = (
@@ -71,8 +76,9 @@ _LEAST_WIDTH = 9
 class SimulateSettings:
     """What to simulate: costs by ``profile``, which has to be of ``model`` and of this machine's ``device`` where
     these are given, or by ``hardware`` and ``shape``. ``policies``: names with commas between, or "all".
-    ``merge``: modes likewise, each with every policy. ``engine``: settings by flag name. ``with_limits``: bounds
-    beside every policy (docs/limits.md)."""
+    ``merge``: modes likewise, each with every policy. ``store_bytes``: of an adapter store, empty at first; 0:
+    there is none. ``engine``: settings by flag name. ``with_limits``: bounds beside every policy
+    (docs/limits.md)."""
 
     profile: str | None = None
     model: str | None = None
@@ -84,6 +90,7 @@ class SimulateSettings:
     lora_sharding: str = "sharded"
     policies: str = "manylora"
     merge: str = "unmerged"
+    store_bytes: int = 0
     is_warm: bool = True
     with_limits: bool = False
     engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -116,7 +123,8 @@ class SimulateSettings:
 class SimulatedTarget:
     """What is simulated: costs on all cards, and what the engine's settings, pools and adapters follow from.
     ``shape``: what all cards hold together. ``profile``: whence the costs are, if measured. ``sharding``: of
-    adapters where the cards share the model by tensor parallelism."""
+    adapters where the cards share the model by tensor parallelism. ``cold``: what cold starts take, but for what
+    settings say; None: a profile that does not tell."""
 
     name: str
     shape: ModelShape
@@ -126,6 +134,7 @@ class SimulatedTarget:
     cards: int = 1
     tensor_parallel_size: int = 1
     sharding: LoraSharding = "sharded"
+    cold: ColdCosts | None = None
 
     @property
     def kind(self) -> Literal["cpu", "cuda"]:
@@ -141,6 +150,27 @@ class SimulatedTarget:
         """Pages that an adapter of this rank takes."""
         return adapter_pages(
             self.shape, self.tensor_parallel_size, self.sharding, rank, page_tokens, self.modules
+        )
+
+    def cold_start(self, config: ColdStartConfig, host_bytes: int) -> ColdStartConfig:
+        """As an engine there gives it to its policy. Raises ConfigError where the CPU cannot serve."""
+        check_host_pool(config, host_bytes)
+        if self.cold is None:
+            if config.mode == "cpu":
+                raise ConfigError(f"--cold-start cpu: {_NO_CPU}")
+            return config
+        num_workers = config.workers_of(self.cold.cores)
+        check_workers(config, self.cold.cores)
+        return dataclasses.replace(config, rates=self.cold.rates, num_workers=num_workers)
+
+    def cold_costs(self, config: PolicyConfig, store_bytes: int) -> ColdCosts:
+        """What cold starts take, with a store of so many bytes. Raises ConfigError where it was not measured."""
+        if self.cold is None or (store_bytes and not any(self.cold.store_read)):
+            if store_bytes:
+                raise ConfigError(f"--adapter-store-size: {_NO_CPU}")
+            return NOTHING_COLD
+        return dataclasses.replace(
+            self.cold, num_workers=config.cold_start.num_workers, store_bytes=store_bytes
         )
 
     def merge_times(self, config: PolicyConfig) -> MergeTimes | None:
@@ -207,7 +237,8 @@ def _simulated(
 ) -> dict[str, Any]:
     """One policy's result, beside it, if asked for, the most that any could have kept; or the reference's."""
     pages = [target.adapter_pages(rank, config.page_tokens) for rank in stream.ranks]
-    limit = _copy_limit(settings)
+    limit, cold = copy_limit(settings), target.cold_costs(config, settings.store_bytes)
+    merge_costs = target.merge_costs(config)
     of_policy: dict[str, Any] = {}
     clairvoyant = Clairvoyant(config.merge) if config.merge.is_on else None
     watch = None if clairvoyant is None else lambda _now, command: clairvoyant.told(command)
@@ -219,19 +250,19 @@ def _simulated(
         of_policy = {"config": {**noted(config), "cache": BELADY}}
     elif settings.with_limits:
         replay, record = recorded(
-            stream, config, target.costs, pages, settings.is_warm, watch, target.merge_costs(config), limit
+            stream, config, target.costs, pages, settings.is_warm, watch, merge_costs, limit, cold
         )
         of_policy = {"config": noted(config), **summarize_limits(record, config)}
     else:
         replay = Replay(
-            stream, config, target.costs, pages, settings.is_warm, watch, target.merge_costs(config), limit
+            stream, config, target.costs, pages, settings.is_warm, watch, merge_costs, limit, cold=cold
         )
         replay.run()
         of_policy = {"config": noted(config)}
     dropped = sum(outcome.is_dropped for outcome in replay.outcomes)
     merged: dict[str, Any] | None = merging(replay)
     if merged is not None and clairvoyant is not None:
-        merged["priced_by"] = "base-only steps" if target.merge_costs(config) is None else "measured steps"
+        merged["priced_by"] = "base-only steps" if merge_costs is None else "measured steps"
         merged["clairvoyant"] = clairvoyant.hindsight().report()
     return {
         **of_policy, **summarize(replay), **ttft_parts_ms(replay.outcomes), "dropped": dropped,
@@ -239,7 +270,7 @@ def _simulated(
     }  # fmt: skip
 
 
-def _copy_limit(settings: SimulateSettings) -> int | None:
+def copy_limit(settings: SimulateSettings) -> int | None:
     """Bytes a second; None: as the costs have it."""
     value = settings.engine.get("copy_limit")
     return None if value is None else parse_size(value)
@@ -312,7 +343,8 @@ def target_of(settings: SimulateSettings) -> SimulatedTarget:
             return _parallel_target(settings, hardware, shape)
         costs = described_costs(shape, hardware, settings.cards)
         name = f"{cards}{hardware.name} (assumed)"
-        return SimulatedTarget(name, shape, costs, None, costs.pool_bytes())
+        cold = assumed_cold(shape, ATTENTION_MODULES)
+        return SimulatedTarget(name, shape, costs, None, costs.pool_bytes(), cold=cold)
     assert settings.profile is not None
     profile = find_profile(settings.profile)
     profile.expect(tensor_parallel_size=settings.tensor_parallel_size)
@@ -322,8 +354,9 @@ def target_of(settings: SimulateSettings) -> SimulatedTarget:
         profile.expect(machine=_this_machine(settings.device))
     measured = fit_profile(profile).on_cards(settings.cards)
     return SimulatedTarget(
-        f"{cards}{profile.machine}", profile.model, measured, profile, None, settings.cards
-    )
+        f"{cards}{profile.machine}", profile.model, measured, profile, None, settings.cards,
+        cold=measured_cold(profile),
+    )  # fmt: skip
 
 
 def _parallel_target(settings: SimulateSettings, hardware: Hardware, shape: ModelShape) -> SimulatedTarget:
@@ -362,8 +395,6 @@ def config_of(
     if given.get("fair_by") == "key":
         raise ConfigError("--fair-by key: a workload's requests have no API keys; simulate --fair-by adapter")
     engine, _ = build_settings(given)
-    if engine.scheduler.cold_start.mode in ("cpu", "auto"):
-        raise ConfigError(f"--cold-start {engine.scheduler.cold_start.mode} is not simulated")
     page_bytes = target.shape.page_bytes(engine.cache.page_tokens)
     pool_bytes, merge = beside_pristine(
         engine.scheduler.merge, _pool_bytes(engine, target), target.shape.layer_bytes, target.kind
@@ -393,7 +424,7 @@ def config_of(
         merge=merge,
         max_prefills_per_step=scheduler.max_prefills,
         kept_share=scheduler.kept_share,
-        cold_start=scheduler.cold_start,
+        cold_start=target.cold_start(scheduler.cold_start, host_bytes),
     )
 
 

@@ -31,6 +31,7 @@ from manylora_lab.bench.simulate import (
     SimulatedTarget,
     SimulateSettings,
     config_of,
+    copy_limit,
     modes_of,
     noted,
     notes_of,
@@ -126,7 +127,9 @@ def run_cluster(settings: ClusterSettings, load: Callable[[], Stream]) -> int:
     drawn = {}
     for (router, name), label in labels.items():
         members = [
-            _member(with_times(configs[name][place % len(targets)], stream, target), stream, target)
+            _member(
+                with_times(configs[name][place % len(targets)], stream, target), stream, target, settings.each
+            )
             for place in range(settings.replicas)
             for target in [targets[place % len(targets)]]
         ]
@@ -278,10 +281,15 @@ def _notes(
     return notes
 
 
-def _member(config: PolicyConfig, stream: Stream, target: SimulatedTarget) -> Member:
+def _member(
+    config: PolicyConfig, stream: Stream, target: SimulatedTarget, settings: SimulateSettings
+) -> Member:
     pages = [target.adapter_pages(rank, config.page_tokens) for rank in stream.ranks]
     merging = target.merge_costs(config)
-    return Member(config, target.costs, pages, target.name, merging=merging)
+    return Member(
+        config, target.costs, pages, target.name, merging=merging, copy_limit=copy_limit(settings),
+        cold=target.cold_costs(config, settings.store_bytes),
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

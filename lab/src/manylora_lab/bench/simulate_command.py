@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from manylora.config import ConfigError
+from manylora.config import ConfigError, parse_size
 from manylora.options import add_settings, settings_of
 from manylora_lab.bench.options import (
     Option,
@@ -42,7 +42,7 @@ FLAG_NAMES = (
     "adapter_batch_limit", "merge_copy", "merge_minority",
     "merge_mixed_16bit", "merge_starve", "merge_alpha", "merge_beta", "merge_dec", "merge_mul", "merge_window",
     "max_prefills_per_step", "kept_share",
-    "cold_start", "cold_start_stall", "copy_limit",
+    "cold_start", "cold_start_stall", "cpu_lora_workers", "copy_limit",
 )  # fmt: skip
 """Settings of the engine that a simulation knows."""
 
@@ -98,6 +98,10 @@ def add_parser(kinds: Any) -> None:
         "--cold", action="store_true", help="adapters were never asked for before (default: once each)"
     )
     parser.add_argument(
+        "--adapter-store-size", type=parse_size, default=0, metavar="SIZE",
+        help="an adapter store of so much, empty at first (default: none)",
+    )  # fmt: skip
+    parser.add_argument(
         "--limits",
         action="store_true",
         help="the most that any policy could have kept beside each (some 10 %% slower)",
@@ -137,6 +141,7 @@ def _simulate(args: argparse.Namespace) -> int:
         lora_sharding=args.lora_sharding or "sharded",
         policies=args.policies,
         merge=args.merge,
+        store_bytes=args.adapter_store_size,
         is_warm=not args.cold,
         with_limits=args.limits,
         engine=settings_of(args, FLAG_NAMES),

@@ -110,7 +110,7 @@ async def _first_tokens(
 
     target = opened(rig, rank, mode)
     await target.generate(rig.call(PROMPT, 1, None))
-    await ask_each("files, page cache" if reads_files else "store, page cache")
+    await ask_each("files, page cache" if reads_files or report.args.no_store else "store, page cache")
     for _ in range(TOY_ROUNDS if rig.is_toy else ROUNDS):
         await ask_each("host")
     for name in names[-2:]:
@@ -118,9 +118,9 @@ async def _first_tokens(
             await ask(name, "warm" if turn else "to warm it")
     counters = await target.counters()
     await target.close()
-    if reads_files:
+    if reads_files and not report.args.no_store:
         await _wait_kept(rig)
-    elif packed := sorted(rig.folder.glob("store/*.packed")):
+    elif packed := _packed(rig, rank):
         # Another engine knows nothing of what the host pool holds.
         target = opened(rig, rank, mode)
         await target.generate(rig.call(PROMPT, 1, None))
@@ -145,6 +145,13 @@ async def _first_tokens(
     report.note("counters", {"rank": rank, "mode": mode, **{
         name: counters[name] for name in ("cold_start_stall_s", "cold_start_hidden_s", "spoilt_rows")
     }})  # fmt: skip
+
+
+def _packed(rig: EngineRig, rank: int) -> list[Path]:
+    """The store's files of adapters of this rank."""
+    pages = rig.shape.adapter_pages(rank, rig.policy.page_tokens, ALL_MODULES)
+    found = sorted(rig.folder.glob("store/*.packed"))
+    return [path for path in found if path.stat().st_size // rig.policy.page_bytes == pages]
 
 
 async def _wait_kept(rig: EngineRig) -> None:
@@ -281,6 +288,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", default="rates,ranks,decode,gates")
     parser.add_argument("--ranks", default="16,64,128,256")
     parser.add_argument("--modes", default="layerwise", help="beside wait")
+    parser.add_argument(
+        "--no-store",
+        action="store_true",
+        help="for large ranks: while packed files are written, all is slower",
+    )
     parser.add_argument("--shape", default="llama-2-7b")
     parser.add_argument("--host-pool", default="16GiB")
     args = parser.parse_args(argv)
@@ -293,10 +305,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as store:
         sizes = {"host_pool": args.host_pool, "device_pool": "24GiB"}
         limits = {"max_num_seqs": 48, "max_batch_tokens": 2048, "max_model_len": 1024}
-        more = {} if args.toy else limits
-        with EngineRig.of(
-            args.shape, args.toy, sizes, cold_start="layerwise", adapter_store=store, **more
-        ) as rig:
+        more: dict[str, Any] = {} if args.toy else limits
+        if not args.no_store:
+            more["adapter_store"] = store
+        with EngineRig.of(args.shape, args.toy, sizes, cold_start="layerwise", **more) as rig:
             (rig.folder / "store").symlink_to(Path(store))
             report.values |= {"build_s": rig.build_s, "policy": dataclasses.asdict(rig.policy)}
             report.values["pinned_after_s"] = round(rig.wait_pinned(), 2)

@@ -137,21 +137,26 @@ def _num_requests(load: RequestLoad, popularity: str, system: str) -> int:
     return load.total if system == MIXED or popularity == "identical" else load.slow
 
 
-def _gate(run: PunicaRun, requests: list[TextRequest]) -> tuple[BatchGate, list[LoopRequest]]:
-    gate = BatchGate([request.model for request in requests], AT_ONCE, run.system == MIXED)
+def gated(
+    requests: list[TextRequest], is_mixed: bool, is_backbone: bool
+) -> tuple[BatchGate, list[LoopRequest]]:
+    """The gate before an engine that batches one adapter or several, and the requests of adapters or of none."""
+    gate = BatchGate([request.model for request in requests], AT_ONCE, is_mixed)
     return gate, [
-        LoopRequest(
-            None if run.system == BACKBONE else request.model, request.prompt_tokens, request.output_tokens
-        )
+        LoopRequest(None if is_backbone else request.model, request.prompt_tokens, request.output_tokens)
         for request in requests
     ]
 
 
-def _simulate(arguments: tuple[PunicaRun, RequestLoad]) -> LoopResult:
-    one, load = arguments
-    shape = shape_named(one.model)
-    costs = AnalyticalCosts(shape, HARDWARE[HARDWARE_NAME])
-    page_bytes = shape.page_bytes(PAGE_TOKENS)
+def _gate(run: PunicaRun, requests: list[TextRequest]) -> tuple[BatchGate, list[LoopRequest]]:
+    return gated(requests, run.system == MIXED, run.system == BACKBONE)
+
+
+def simulated(
+    costs: AnalyticalCosts, gate: BatchGate, requests: list[LoopRequest], adapter_pages: int
+) -> LoopResult:
+    """The loop on an engine that has all of the card's pool, its own cache policy and the paper's batch."""
+    page_bytes = costs.shape.page_bytes(PAGE_TOKENS)
     config = PolicyConfig(
         num_pages=costs.pool_bytes() // page_bytes,
         page_tokens=PAGE_TOKENS,
@@ -162,9 +167,15 @@ def _simulate(arguments: tuple[PunicaRun, RequestLoad]) -> LoopResult:
         page_bytes=page_bytes,
         cache=CacheConfig(),
     )
-    gate, requests = _gate(one, load.requests(one))
-    adapter_pages = shape.adapter_pages(RANK, PAGE_TOKENS, shape.modules)
     return SimulatedLoop(requests, gate, config, costs, adapter_pages).run()
+
+
+def _simulate(arguments: tuple[PunicaRun, RequestLoad]) -> LoopResult:
+    one, load = arguments
+    shape = shape_named(one.model)
+    costs = AnalyticalCosts(shape, HARDWARE[HARDWARE_NAME])
+    adapter_pages = shape.adapter_pages(RANK, PAGE_TOKENS, shape.modules)
+    return simulated(costs, *_gate(one, load.requests(one)), adapter_pages)
 
 
 def _measure(

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from manylora.config import CacheConfig, PolicyConfig
 from manylora.pricing.shapes import shape_named
-from manylora_lab.bench.closed_loop import BatchGate, LoopRequest, LoopResult
+from manylora_lab.bench.closed_loop import LoopResult
 from manylora_lab.bench.kernels.settings import POPULARITIES
-from manylora_lab.reproduce.cells import HOST_POOL_BYTES, PAGE_TOKENS, in_parallel
+from manylora_lab.reproduce.cells import PAGE_TOKENS, in_parallel
 from manylora_lab.reproduce.drawing import BarPanels
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
-from manylora_lab.reproduce.punica_fig11 import AT_ONCE, BACKBONE, MIXED, SINGLE
-from manylora_lab.reproduce.punica_loop import SimulatedLoop
-from manylora_lab.reproduce.punica_workload import LENGTHS_NOTE, MOST_TOKENS, RANK, text_requests
+from manylora_lab.reproduce.punica_fig11 import AT_ONCE, BACKBONE, MIXED, SINGLE, gated, simulated
+from manylora_lab.reproduce.punica_workload import LENGTHS_NOTE, RANK, text_requests
 from manylora_lab.reproduce.report import Headline, Row, ratio
 from manylora_lab.sim.hardware import HARDWARE
 from manylora_lab.sim.parallel import LoraSharding, ParallelCosts, adapter_pages
@@ -46,28 +44,9 @@ def simulate(run: TensorParallelRun) -> LoopResult:
     sharding: LoraSharding = "sharded" if run.system == SHARDED else "replicated"
     modules = tuple(shape.modules)
     costs = ParallelCosts(shape, card, CARDS, modules, sharding)
-    page_bytes = costs.shape.page_bytes(PAGE_TOKENS)
-    config = PolicyConfig(
-        num_pages=costs.pool_bytes() // page_bytes,
-        page_tokens=PAGE_TOKENS,
-        max_model_len=MOST_TOKENS,
-        max_num_seqs=AT_ONCE,
-        max_batch_tokens=MOST_TOKENS + AT_ONCE,
-        num_host_pages=HOST_POOL_BYTES // page_bytes,
-        page_bytes=page_bytes,
-        cache=CacheConfig(),
-    )
     requests = text_requests(run.popularity, run.total, run.seed)[: run.num_requests]
-    gate = BatchGate([request.model for request in requests], AT_ONCE, run.system in (MIXED, SHARDED))
-    loop = [
-        LoopRequest(
-            None if run.system == BACKBONE else request.model, request.prompt_tokens, request.output_tokens
-        )
-        for request in requests
-    ]
-    return SimulatedLoop(
-        loop, gate, config, costs, adapter_pages(shape, CARDS, sharding, RANK, PAGE_TOKENS, modules)
-    ).run()
+    gate, loop = gated(requests, run.system in (MIXED, SHARDED), run.system == BACKBONE)
+    return simulated(costs, gate, loop, adapter_pages(shape, CARDS, sharding, RANK, PAGE_TOKENS, modules))
 
 
 def _grid(setup: Setup) -> GridResult:

@@ -44,6 +44,7 @@ from manylora.reports import Counters
 from manylora.types import Request, RequestId
 from manylora_lab.sim.cluster_facts import facts_of
 from manylora_lab.sim.cluster_replica import ReplicaLoop
+from manylora_lab.sim.cold import NOTHING_COLD, ColdCosts
 from manylora_lab.sim.device import Kernel, MergeCosts, SimulatedDevice
 from manylora_lab.sim.front_end import FrontEnd, most_output
 from manylora_lab.sim.loop import VirtualDevice
@@ -82,6 +83,8 @@ class Member:
     machine: Callable[[PolicyConfig], Machine] = Replica
     device: Callable[[Member], VirtualDevice] | None = None
     merging: MergeCosts | None = None
+    copy_limit: int | None = None
+    cold: ColdCosts = NOTHING_COLD
 
     def make_device(self) -> VirtualDevice:
         """A new one."""
@@ -89,8 +92,9 @@ class Member:
             return self.device(self)
         pages = dict(enumerate(self.adapter_pages, 1))
         return SimulatedDevice(
-            self.costs, self.config.page_bytes, pages, self.config.merge.times, self.merging, self.kernel
-        )
+            self.costs, self.config.page_bytes, pages, self.config.merge.times, self.merging, self.kernel,
+            self.copy_limit, self.cold,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(slots=True)

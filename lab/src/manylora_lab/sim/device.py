@@ -20,6 +20,7 @@ from manylora.protocol import (
     AdapterRead,
     Command,
     CopyDone,
+    CpuRows,
     EndSequence,
     ReadAdapter,
     RunStep,
@@ -28,18 +29,8 @@ from manylora.protocol import (
     SwapPages,
     SwitchDone,
 )
-from manylora.types import BASE, AdapterId, CopyId, SequenceId
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Landing:
-    """A copy that steps may await: from when it moves, for how long, in how many groups, and when it is told."""
-
-    begin: float
-    seconds: float
-    groups: int
-    told: float
-
+from manylora.types import BASE, AdapterId, SequenceId
+from manylora_lab.sim.cold import NOTHING_COLD, ColdCosts, Landings, SimulatedStore, link_s
 
 Answer = tuple[float, StepDone | CopyDone | AdapterRead | SwitchDone]
 """When, and what."""
@@ -98,10 +89,13 @@ class SimulatedDevice:
         merging: MergeCosts | None = None,
         kernel: Kernel = "shared",
         copy_limit: int | None = None,
+        cold: ColdCosts = NOTHING_COLD,
     ) -> None:
-        """``copy_limit``: most bytes a second that copies in either direction move."""
+        """``copy_limit``: most bytes a second that copies in either direction move. ``cold``: of cold starts."""
         self._copy_limit = copy_limit
-        self._landings: dict[CopyId, _Landing] = {}
+        self._cold = cold
+        self._landings = Landings(cold)
+        self._store = SimulatedStore(cold.store_bytes)
         self._costs = costs
         self._merging = merging
         self._switches = switches
@@ -142,8 +136,11 @@ class SimulatedDevice:
         drawn = []
         decodes, prefill, pairs, kv, token_bytes = len(step.rows), 0, 0, 0, 0
         adapters: dict[AdapterId, int] = {}
+        served = {name for rows in step.cpu for name in rows.sequences if self._is_whole(rows)}
         for number, first, num_tokens, num_samples, _ in step.rows:
             adapter, num_bytes, token_at_0 = sequences[number]
+            if number in served:
+                num_bytes = 0
             end = first + num_tokens
             kv += end
             if num_tokens > 1:
@@ -175,22 +172,38 @@ class SimulatedDevice:
         begin = max(now + costs.overhead_s(len(step.rows), len(step.starts)), self._steps_end)
         if costs.copy_drag:
             seconds += costs.copy_drag * self._copied_s(begin, begin + seconds)
-        stall_s = self._stalled_s(step, begin, seconds) if step.awaits else 0.0
+        stall_s = busy_s = cpu_s = 0.0
+        if step.cpu:
+            busy_s, cpu_s = self._cpu(step, begin)
+        if step.awaits or step.cpu:
+            stall_s = self._landings.stalled_s(step, begin, seconds, cpu_s)
         self._steps_end = begin + seconds + stall_s
-        return self._steps_end, StepDone(step.step, True, tuple(drawn), seconds + stall_s, stall_s=stall_s)
+        done = StepDone(step.step, True, tuple(drawn), seconds + stall_s, stall_s=stall_s)
+        if step.cpu:
+            done.cpu_s, done.cpu_workers = busy_s, self._cold.num_workers
+        return self._steps_end, done
 
-    def _stalled_s(self, step: RunStep, begin: float, seconds: float) -> float:
-        """How long the step stands still: its layers run group by group, each when the one before has ended and
-        what the copies bring of it has landed; and it ends after the copies' answers."""
-        copies = [self._landings[wanted.copy] for wanted in step.awaits]
-        count = max(copy.groups for copy in copies)
-        end = begin
-        for number in range(1, count + 1):
-            landed = max(
-                copy.begin + copy.seconds * -(-number * copy.groups // count) / copy.groups for copy in copies
-            )
-            end = max(end, landed) + seconds / count
-        return max(end, *(copy.told for copy in copies)) - begin - seconds
+    def _is_whole(self, rows: CpuRows) -> bool:
+        """Whether the CPU serves all layers of these rows."""
+        return rows.groups == self._landings.groups(rows.copy)
+
+    def _cpu(self, step: RunStep, begin: float) -> tuple[float, float]:
+        """Of the step's rows that the CPU serves: what its busiest worker computes, and how long they take with
+        hand-overs and the way of results to the device. Results take turns with a copy that is on its way, and
+        copies that are commanded later begin so much later."""
+        cold = self._cold
+        tokens = {row.sequence: row.num_tokens for row in step.rows}
+        served, num_bytes = [], 0.0
+        for rows in step.cpu:
+            count = sum(tokens[sequence] for sequence in rows.sequences)
+            part = rows.groups / self._landings.groups(rows.copy)
+            served.append((count, int(part * self._sequences[rows.sequences[0]][1])))
+            num_bytes += part * count * cold.result_token_bytes
+        busy_s = cold.busy_s(served, sum(free_at > begin for free_at in self._readers_free_at))
+        back_s = link_s(self._costs, int(num_bytes), self._copy_limit) if num_bytes else 0.0
+        is_shared = self._lane_free_at[True] > begin
+        self._lane_free_at[True] = max(self._lane_free_at[True], begin) + back_s
+        return busy_s, cold.rates.step_s + busy_s + back_s * (1 + is_shared)
 
     def wait(self, now: float, seconds: float) -> None:
         """The device computes nothing for so long, after the steps issued so far."""
@@ -244,22 +257,21 @@ class SimulatedDevice:
             end = max(end + self._drawn(landings), self._told_at[to_device])
             self._told_at[to_device] = end
         if command.groups:
-            self._forget_landed(now)
-            landed = self._lane_free_at[to_device]
-            self._landings[command.copy] = _Landing(landed - seconds, seconds, command.groups, end)
+            self._landings.forget(now, self._steps_end)
+            begun_s = self._lane_free_at[to_device] - seconds
+            self._landings.begun(command.copy, begun_s, seconds, command.groups, command.first_group, end)
         return end, CopyDone(command.copy, True, seconds)
 
-    def _forget_landed(self, now: float) -> None:
-        """Steps await copies that have not been answered; in flight there may be steps that end until then."""
-        for copy in [
-            copy for copy, landing in self._landings.items() if max(landing.told, self._steps_end) < now
-        ]:
-            del self._landings[copy]
-
     def _read(self, command: ReadAdapter, now: float) -> Answer:
-        seconds = self._costs.read_s(len(command.pages) * self._page_bytes, command.tier == "device")
+        num_bytes = len(command.pages) * self._page_bytes
+        is_packed = self._cold.store_bytes > 0 and self._store.reads(command.adapter, num_bytes)
+        if is_packed:
+            base_s, byte_s = self._cold.store_read
+            seconds = base_s + num_bytes * byte_s
+        else:
+            seconds = self._costs.read_s(num_bytes, command.tier == "device")
         if self._costs.spread.reads:
             seconds *= self._drawn(self._costs.spread.reads)
         end = max(now, heapq.heappop(self._readers_free_at)) + seconds
         heapq.heappush(self._readers_free_at, end)
-        return end, AdapterRead(command.adapter, True, read_s=seconds)
+        return end, AdapterRead(command.adapter, True, read_s=seconds, from_store=is_packed)

@@ -17,6 +17,7 @@ from manylora.config import CacheConfig, PolicyConfig
 from manylora.pricing.costs import StepCosts
 from manylora.protocol import Command, Emit, EndSequence, ReadAdapter, RunStep, SequenceStart, SwapPages
 from manylora.types import BASE, AdapterId, SequenceId
+from manylora_lab.sim.cold import NOTHING_COLD, ColdCosts
 from manylora_lab.sim.device import MergeCosts
 from manylora_lab.sim.replay import Replay, Watch
 from manylora_lab.workloads.stream import Stream
@@ -382,6 +383,7 @@ def recorded(
     watch: Watch | None = None,
     merging: MergeCosts | None = None,
     copy_limit: int | None = None,
+    cold: ColdCosts = NOTHING_COLD,
 ) -> tuple[Replay, Recorder]:
     """Replay the stream to its end and record it; the warm-up is not counted. Raises what ``Replay`` raises."""
     record = Recorder(config.page_tokens)
@@ -392,7 +394,7 @@ def recorded(
             watch(now, command)
 
     watched = record.watch if watch is None else watch_both
-    replay = Replay(stream, config, costs, adapter_pages, is_warm, watched, merging, copy_limit)
+    replay = Replay(stream, config, costs, adapter_pages, is_warm, watched, merging, copy_limit, cold=cold)
     while not replay.outcomes:
         record.begin()
         if not replay.advance():

@@ -29,6 +29,7 @@ from manylora.protocol import (
 )
 from manylora.reports import Counters
 from manylora.types import BASE, AdapterId, Request, RequestId
+from manylora_lab.sim.cold import NOTHING_COLD, ColdCosts
 from manylora_lab.sim.device import MergeCosts, SimulatedDevice
 from manylora_lab.sim.loop import VirtualLoop
 from manylora_lab.sim.prompts import MOST_TOKENS, StreamTurns, client_name, request_of
@@ -81,7 +82,7 @@ class Replay(VirtualLoop):
     ``adapter_pages``: what each adapter of the stream takes. ``is_warm``: every adapter is asked for once before
     the stream starts. ``watch`` is told of every command, with its moment. ``merging``: what steps take on merged
     weights, where that was measured. ``copy_limit``: most bytes a second that copies in either direction move.
-    ``cache``: a policy that no name stands for, instead of the config's.
+    ``cache``: a policy that no name stands for, instead of the config's. ``cold``: what cold starts take.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Replay(VirtualLoop):
         merging: MergeCosts | None = None,
         copy_limit: int | None = None,
         cache: CachePolicy | None = None,
+        cold: ColdCosts = NOTHING_COLD,
     ) -> None:
         if len(adapter_pages) != len(stream.ranks):
             raise ConfigError(f"{stream.name} has {len(stream.ranks)} adapters, not {len(adapter_pages)}")
@@ -102,7 +104,7 @@ class Replay(VirtualLoop):
         pages = {adapter + 1: num_pages for adapter, num_pages in enumerate(adapter_pages)}
         replica = Replica(config, cache)
         device = SimulatedDevice(
-            costs, config.page_bytes, pages, config.merge.times, merging, copy_limit=copy_limit
+            costs, config.page_bytes, pages, config.merge.times, merging, copy_limit=copy_limit, cold=cold
         )
         super().__init__(replica, device, watch)
         self.replica = replica

@@ -209,10 +209,15 @@ class RankedExecutor:
 
     def _report_state(self) -> None:
         found = self._status.read()
+        states = [one.state for one in found]
         self._tell(
             ExecutorState(
-                host_pages_pinned=min(one.pages_pinned for one in found),
-                preparation_s=max(one.preparation_s for one in found),
+                host_pages_pinned=min(one.host_pages_pinned for one in states),
+                preparation_s=max(one.preparation_s for one in states),
+                # A read is a hit where it is one on all ranks.
+                adapter_store_hits=min(one.adapter_store_hits for one in states),
+                adapter_store_misses=max(one.adapter_store_misses for one in states),
+                adapter_store_bytes=max(one.adapter_store_bytes for one in states),
                 traffic=tuple(one.traffic for one in found),
             )
         )
@@ -249,9 +254,9 @@ class RankedExecutor:
     def _hear_step(self, rank: int, answer: StepAnswer) -> None:
         with self._changed:
             reason: str | None
-            step = next((step for step in self._steps if rank not in step.answers), None)
-            if step is None or step.step != answer.step:
-                reason = f"rank {rank} has ended step {answer.step} out of turn"
+            step = next((step for step in self._steps if step.step == answer.step), None)
+            if step is None or rank in step.answers:
+                reason = f"rank {rank} has ended step {answer.step}, which it was not told to run"
             else:
                 step.answers[rank] = answer
                 reason = self._why_unlike(step, rank)
@@ -295,8 +300,9 @@ class RankedExecutor:
             with contextlib.suppress(RanksLost):
                 self._write(EvictAdapter(brought))
         if isinstance(worst, AdapterRead):
-            slowest = max(one.read_s for one in every if isinstance(one, AdapterRead))
-            self._tell(dataclasses.replace(worst, read_s=slowest))
+            reads = [one for one in every if isinstance(one, AdapterRead)]
+            slowest, is_kept = max(one.read_s for one in reads), all(one.from_store for one in reads)
+            self._tell(dataclasses.replace(worst, read_s=slowest, from_store=is_kept))
         else:
             slowest = max(one.copy_s for one in every if isinstance(one, CopyDone))
             self._tell(dataclasses.replace(worst, copy_s=slowest))
@@ -327,7 +333,7 @@ class RankedExecutor:
                 stopped[place] = stopped[place] + 1 if is_stopped(rank.process.pid) else 0
                 if stopped[place] >= STOPPED_LOOKS:
                     self._lose(f"rank {rank.rank} has been stopped")
-            now, spent_s = time.monotonic(), max(one.preparation_s for one in self._status.read())
+            now, spent_s = time.monotonic(), max(one.state.preparation_s for one in self._status.read())
             # Time in which this process itself did not run says nothing of the ranks.
             passed_s = min(now - looked_s, 2 * LOOK_S) - (spent_s - prepared_s)
             looked_s, prepared_s = now, spent_s

@@ -7,6 +7,7 @@ too, whatever it is doing. Owns the order build, obey, answer. Decides nothing.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import os
@@ -23,8 +24,12 @@ import torch
 
 from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
+from manylora.adapters.store import AdapterStore
+from manylora.adapters.storefolder import open_store_folder
 from manylora.config import ConfigError
 from manylora.devices.cpu_peers import SharedPeers
+from manylora.devices.device import Device
+from manylora.devices.group_peers import GroupPeers
 from manylora.devices.peers import PURPOSES
 from manylora.devices.preparation import PREPARATION
 from manylora.devices.select import open_device
@@ -44,10 +49,13 @@ from manylora.executor.ranks.wire import (
     StepAnswer,
     unpacked,
 )
+from manylora.executor.sizes import attention_shape
+from manylora.executor.warm_up import warm_up
 from manylora.executor.worker import Worker
 from manylora.kernels.cuts import RankPlace
 from manylora.kernels.select import ops_for
 from manylora.memory.arena import Arena
+from manylora.memory.budget import pool_bytes
 from manylora.memory.host import HostPool
 from manylora.models.config import read_model_config
 from manylora.models.decoder import RankedModel
@@ -55,7 +63,7 @@ from manylora.models.errors import ModelError
 from manylora.models.load import load_model, resolve_dtype, share_bytes
 from manylora.models.share import ModelShare
 from manylora.models.source import resolve_model
-from manylora.protocol import DeviceEvent, RunStep, StepResult
+from manylora.protocol import DeviceEvent, ExecutorState, RunStep, StepResult
 
 _log = logging.getLogger(__name__)
 
@@ -94,10 +102,20 @@ def main(file: int) -> int:
 
 
 class _Begun(NamedTuple):
-    """A step on its way: its rows, and the exchanges before it."""
+    """A step on its way: its rows, its exchanges, and a checksum of all exchanges until its last. ``issued``: of
+    the device."""
 
+    step: int
     num_rows: int
     num_exchanges: int
+    digest: int
+    issued: object
+
+
+def _peers(begin: Begin, device: Device) -> SharedPeers | GroupPeers:
+    if begin.device == "cpu":
+        return SharedPeers(begin.peers_file, begin.rank, begin.count)
+    return GroupPeers(begin.peers_file, begin.rank, begin.count, device.torch_device)
 
 
 class _Rank:
@@ -108,8 +126,10 @@ class _Rank:
         self._number = begin.rank
         settings = begin.settings
         torch.set_num_threads(begin.num_threads)
-        self._peers = SharedPeers(begin.peers_file, begin.rank, begin.count)
-        self._host: HostPool | None = None
+        self._device = device = open_device(begin.device)
+        self._peers = _peers(begin, device)
+        self._worker: Worker | None = None
+        self._begun: collections.deque[_Begun] = collections.deque()  # oldest first
         self._status = StatusWriter(begin.status_file, begin.rank, begin.count)
         self._ring = RingReader(begin.ring_file, begin.rank, begin.count, begin.wake)
         for file in (begin.peers_file, begin.status_file, begin.ring_file):
@@ -120,11 +140,14 @@ class _Rank:
         config = read_model_config(folder)
         share = ModelShare(config, RankPlace(begin.rank, begin.count), begin.is_sharded)
         ranked = RankedModel(share, self._peers)
-        device = open_device("cpu")
-        dtype = resolve_dtype(settings.model.dtype, "cpu", config.dtype)
+        dtype = resolve_dtype(settings.model.dtype, begin.device, config.dtype)
         decoder = load_model(
             folder,
-            ops=ops_for(device.torch_device, compiled=begin.is_compiled),
+            ops=ops_for(
+                device.torch_device,
+                compiled=begin.is_compiled,
+                attention=attention_shape(share.config, dtype, begin.max_positions),
+            ),
             device=device.torch_device,
             dtype=dtype,
             load_format=settings.model.load_format,
@@ -132,7 +155,13 @@ class _Rank:
             progress=self._progress(),
             ranked=ranked,
         )
-        channel.send(Loaded(share_bytes(decoder.config, ranked, dtype)))
+        device.release_memory()
+        held = 0
+        if begin.device == "cuda":
+            asked = settings.cache.device_pool
+            own = None if asked is None else -(-asked // begin.count)
+            held = pool_bytes(device, own, begin.activation_bytes)
+        channel.send(Loaded(share_bytes(decoder.config, ranked, dtype), held, device.name))
         pools = channel.receive()
         if not isinstance(pools, Pools):
             _leave()
@@ -143,24 +172,27 @@ class _Rank:
         geometry = share.geometry(page_tokens, dtype.itemsize)
         limit = settings.cache.copy_limit
         registry_path = None if begin.registry_path is None else Path(begin.registry_path)
-        self._host = HostPool(pools.num_host_pages, page, dtype, device)
+        limits = pools.limits
+        store_folder = open_store_folder(settings.adapters)
         vocabs = [
             ModelShare(config, RankPlace(rank, begin.count), begin.is_sharded).vocab
             for rank in range(begin.count)
         ]
-        self._worker = Worker(
+        self._worker = worker = Worker(
             decoder,
-            Arena(pools.num_pages, page, dtype, device),
-            self._host,
+            Arena(limits.num_pages, page, dtype, device),
+            HostPool(limits.num_host_pages, page, dtype, device),
             geometry,
             device,
             Registry(share.whole_geometry(page_tokens, dtype.itemsize), decoder.layer_prefix, registry_path),
             settings.adapters.max_adapter_rank,
+            store=None if store_folder is None else AdapterStore(store_folder, geometry, dtype),
             copy_limit=None if limit is None else max(1, limit // begin.count),
             ranked=RankedSampling(self._peers, vocabs),
         )
-        self._worker.connect(self._tell)
-        self._step = _Begun(0, 0)
+        if begin.device == "cuda":
+            warm_up(worker, limits, settings.adapters.max_adapter_rank)
+        worker.connect(self._tell)
         channel.send(RankReady())
 
     def _progress(self) -> Any:
@@ -182,39 +214,67 @@ class _Rank:
     def obey_all(self) -> None:
         """Until the end is commanded."""
         worker = self._worker
+        assert worker is not None
         while True:
+            self._end_steps(worker)
             command = unpacked(self._ring.read())
             match command:
                 case RunStep():
-                    self._step = _Begun(len(command.rows), self._peers.num_exchanges)
-                    worker.obey(command)
-                    worker.wait_step()
+                    self._run(worker, command)
                 case Learn():
-                    worker.learn_adapter(command.adapter, AdapterSpec.from_json(command.spec))
+                    worker.inspections.learn(command.adapter, AdapterSpec.from_json(command.spec))
                 case End():
                     worker.close(frees=False)
                     return
                 case _:
                     worker.obey(command)
 
-    def _tell(self, event: DeviceEvent) -> None:
-        if isinstance(event, StepResult):
-            self._say_status()
-            self._channel.send(self._answer(event))
+    def _run(self, worker: Worker, step: RunStep) -> None:
+        before = self._peers.num_exchanges
+        self._failed: StepResult | None = None
+        worker.obey(step)
+        begun = _Begun(
+            step.step,
+            len(step.rows),
+            self._peers.num_exchanges - before,
+            self._peers.digest,
+            self._device.issued(),
+        )
+        if self._failed is None:
+            self._begun.append(begun)
         else:
-            self._channel.send(event)
+            self._answer(self._failed, begun)
 
-    def _answer(self, result: StepResult) -> StepAnswer:
-        done, peers, begun = result.done, self._peers, self._step
+    def _end_steps(self, worker: Worker) -> None:
+        """Answer the steps in flight as they end, until there is a command or there are none."""
+        while self._begun and not self._ring.has_some():
+            if self._device.has_passed(self._begun[0].issued):
+                worker.wait_step()
+            else:
+                os.sched_yield()
+
+    def _tell(self, event: DeviceEvent) -> None:
+        if not isinstance(event, StepResult):
+            self._channel.send(event)
+        elif self._begun and self._begun[0].step == event.done.step:
+            self._answer(event, self._begun.popleft())
+        else:
+            self._failed = event  # as it was to be issued
+
+    def _answer(self, result: StepResult, begun: _Begun) -> None:
+        self._say_status()
+        done = result.done
         drew = [(sequence, tokens[0]) for sequence, tokens in done.tokens]
-        said = f"{done.step} {done.ok} {begun.num_rows} {peers.num_exchanges} {peers.digest} {drew}"
+        said = f"{done.step} {done.ok} {begun.num_rows} {begun.num_exchanges} {begun.digest} {drew}"
         tells = self._number == 0 or not done.ok
-        return StepAnswer(
-            done.step,
-            done.ok,
-            zlib.crc32(said.encode()),
-            peers.num_exchanges - begun.num_exchanges,
-            result if tells else None,
+        self._channel.send(
+            StepAnswer(
+                done.step,
+                done.ok,
+                zlib.crc32(said.encode()),
+                begun.num_exchanges,
+                result if tells else None,
+            )
         )
 
     # ------------------------------------------------------------ beside the work
@@ -228,9 +288,10 @@ class _Rank:
 
     def _say_status(self) -> None:
         traffic = self._peers.traffic
-        pinned = 0 if self._host is None else self._host.pages_pinned
         numbers = [(traffic[purpose].count, traffic[purpose].num_bytes) for purpose in PURPOSES]
-        self._status.write(PREPARATION.seconds(), pinned, numbers)
+        worker = self._worker
+        state = ExecutorState(0, PREPARATION.seconds()) if worker is None else worker.state()
+        self._status.write(state, numbers)
 
     def _end_with_driver(self) -> None:
         self._channel.receive()

@@ -94,6 +94,10 @@ class RingReader:
         self._read = 0
         self._number = 0
 
+    def has_some(self) -> bool:
+        """Whether ``read`` finds a frame, or the beginning of one."""
+        return self._ring.counter(0) != self._read
+
     def read(self) -> bytes:
         """The next frame; waits for it. Raises RuntimeError where frames are not what they were numbered."""
         number, length = _HEADER.unpack(self._take(_HEADER.size))

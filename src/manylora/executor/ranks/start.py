@@ -25,13 +25,14 @@ import torch
 from manylora.adapters.registry import Registry
 from manylora.config import ConfigError, EngineSettings, PolicyConfig
 from manylora.devices import cpu_peers
+from manylora.devices.cuda import cuda_is_available, visible_gpus
 from manylora.devices.select import open_device
 from manylora.executor.inspections import Inspections
 from manylora.executor.ranks import ring, status
 from manylora.executor.ranks.executor import RankedExecutor, RankProcess
 from manylora.executor.ranks.wire import Begin, Channel, Loaded, Pools, RankFailed, RankLoading, RankReady
 from manylora.executor.shards import SMALL_MODEL_BYTES
-from manylora.executor.sizes import engine_info, policy_limits, weight_bytes
+from manylora.executor.sizes import Kind, activation_bytes, engine_info, policy_limits, weight_bytes
 from manylora.kernels.cuts import RankPlace
 from manylora.memory.budget import host_pool_pages, in_mib, pool_bytes, pool_pages
 from manylora.models.config import read_model_config
@@ -45,6 +46,9 @@ _log = logging.getLogger(__name__)
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """What every rank runs with: no multicast between GPUs."""
 
+
+_LARGEST_GPU_BYTES = 2**40
+"""No GPU has more: what is free on the ranks' is known when they have loaded."""
 
 _START_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -63,12 +67,8 @@ def build_ranks(
     count = settings.tensor_parallel_size
     config = read_model_config(resolve_model(settings.model.model))
     check_count(config, count)
-    device = open_device(settings.model.device)
-    if device.torch_device.type != "cpu":
-        raise ConfigError(
-            "--tensor-parallel-size above 1 needs --device cpu: ranks on GPUs are not there yet"
-        )
-    dtype = resolve_dtype(settings.model.dtype, "cpu", config.dtype)
+    kind = _kind(settings.model.device, count)
+    dtype = resolve_dtype(settings.model.dtype, kind, config.dtype)
     is_sharded = is_sharded_by(settings.lora_sharding, count)
     share = ModelShare(config, RankPlace(0, count), is_sharded)
     page_tokens = settings.cache.page_tokens
@@ -80,17 +80,23 @@ def build_ranks(
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    asked_pool = settings.cache.device_pool
-    most_pages = pool_pages(device.free_bytes() if asked_pool is None else asked_pool, page.page_bytes)
-    limits = policy_limits(settings, config, "cpu", page, most_pages)
+    machine, asked_pool = open_device("cpu"), settings.cache.device_pool
+    most_bytes = asked_pool
+    if most_bytes is None:
+        most_bytes = machine.free_bytes() if kind == "cpu" else count * _LARGEST_GPU_BYTES
+    limits = policy_limits(settings, config, kind, page, pool_pages(most_bytes, page.page_bytes))
+    # Of the whole model, as are the kernels that are chosen by it.
+    num_seqs, batch_tokens = limits.max_num_seqs, limits.max_batch_tokens
+    is_small = kind == "cpu" and weight_bytes(config, dtype) <= SMALL_MODEL_BYTES
     begin = Begin(
         settings=settings,
+        device=kind,
         rank=0,
         count=count,
         is_sharded=is_sharded,
-        # Of the whole model, so that the kernels are those of one rank.
-        is_compiled=weight_bytes(config, dtype) <= SMALL_MODEL_BYTES and dtype is torch.float32,
+        is_compiled=is_small and dtype is torch.float32,
         max_positions=limits.max_model_len,
+        activation_bytes=activation_bytes(config, dtype, num_seqs, batch_tokens) if kind == "cuda" else 0,
         num_threads=max(1, torch.get_num_threads() // count),
         log_level=_log_level(),
         ring_file=-1,
@@ -103,30 +109,47 @@ def build_ranks(
     with contextlib.ExitStack() as undo:
         ranks, writer, reader = _start(begin, undo)
         loaded = _hear_all(ranks, Loaded, progress)
-        num_pages = pool_pages(pool_bytes(device, asked_pool, 0), page.page_bytes)
-        promised = num_pages * page.page_bytes
-        num_host_pages = host_pool_pages(device, settings.cache.host_pool, "cpu", promised, page.page_bytes)
+        pool = (
+            pool_bytes(machine, asked_pool, 0) if kind == "cpu" else count * min(o.pool_bytes for o in loaded)
+        )
+        num_pages = pool_pages(pool, page.page_bytes)
+        promised = num_pages * page.page_bytes if kind == "cpu" else 0
+        num_host_pages = host_pool_pages(machine, settings.cache.host_pool, kind, promised, page.page_bytes)
+        limits = policy_limits(settings, config, kind, page, num_pages, num_host_pages)
         for rank in ranks:
-            rank.channel.send(Pools(num_pages, num_host_pages))
+            rank.channel.send(Pools(limits))
         _hear_all(ranks, RankReady, None)
         registry = Registry(whole, config.names.layer_prefix, registry_path)
         inspections = Inspections(registry, geometry, dtype, settings.adapters.max_adapter_rank)
         executor = RankedExecutor(ranks, writer, reader, registry, inspections, settings.step_timeout_s)
         undo.pop_all()
-    limits = policy_limits(settings, config, "cpu", page, num_pages, num_host_pages)
     sharding = "sharded" if is_sharded else "replicated"
     _log.info(
         "%d ranks, adapters %s; the pool has %d pages (%s), the host's %d (%s), 1/%d of each on every rank",
         count,
         sharding,
         num_pages,
-        in_mib(promised),
+        in_mib(num_pages * page.page_bytes),
         num_host_pages,
         in_mib(num_host_pages * page.page_bytes),
         count,
     )
     held = tuple(RankInfo(one.weight_bytes, page.page_bytes // count) for one in loaded)
-    return executor, limits, engine_info(settings, config, limits, device.name, dtype, 0, held, sharding)
+    name = f"{loaded[0].device}, {count} ranks"
+    return executor, limits, engine_info(settings, config, limits, name, dtype, 0, held, sharding)
+
+
+def _kind(wanted: str, count: int) -> Kind:
+    """The kind of device. Raises ConfigError where there are too few."""
+    if wanted == "cpu" or (wanted == "auto" and not cuda_is_available()):
+        return "cpu"
+    if not cuda_is_available():
+        open_device(wanted)  # which says why
+    if count > len(visible_gpus()):
+        raise ConfigError(
+            f"--tensor-parallel-size {count} needs as many GPUs, and {len(visible_gpus())} can be seen here"
+        )
+    return "cuda"
 
 
 def _log_level() -> int:
@@ -142,7 +165,11 @@ def _start(
     with contextlib.ExitStack() as files:
         ring_file, peers_file, status_file = (
             _shared(size, files)
-            for size in (ring.memory_bytes(count), cpu_peers.memory_bytes(count), status.memory_bytes(count))
+            for size in (
+                ring.memory_bytes(count),
+                cpu_peers.memory_bytes(count) if begin.device == "cpu" else 0,  # where they meet
+                status.memory_bytes(count),
+            )
         )
         wakes = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(count)]
         writer = ring.RingWriter(ring_file, wakes)
@@ -153,7 +180,8 @@ def _start(
             ours, theirs = socket.socketpair()
             files.callback(theirs.close)
             passed = (theirs.fileno(), ring_file, peers_file, status_file, wake)
-            process = _process(theirs.fileno(), passed, begin.num_threads)
+            gpu = visible_gpus()[number] if begin.device == "cuda" else None
+            process = _process(theirs.fileno(), passed, begin.num_threads, gpu)
             ranks.append(RankProcess(number, process, Channel(ours)))
         for rank, wake in zip(ranks, wakes):
             rank.channel.send(
@@ -177,10 +205,15 @@ def _shared(size: int, files: contextlib.ExitStack) -> int:
     return file
 
 
-def _process(file: int, passed: tuple[int, ...], num_threads: int) -> subprocess.Popen[bytes]:
+def _process(
+    file: int, passed: tuple[int, ...], num_threads: int, gpu: str | None
+) -> subprocess.Popen[bytes]:
+    """``gpu``: the only one that the rank sees."""
     root = Path(__file__).parents[3]
     path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, "OMP_NUM_THREADS": str(num_threads)}
+    if gpu is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = gpu
     # Blocked until the rank ignores them: a terminal signals all processes, and this one decides when ranks end.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _START_ENDS)
     try:

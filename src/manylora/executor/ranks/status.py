@@ -10,9 +10,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from manylora.devices.peers import PURPOSES
+from manylora.protocol import ExecutorState
 from manylora.types import RankTraffic
 
-_NUMBERS = 2 + 2 * len(PURPOSES)
+_STATE = 5
+"""Of ExecutorState, its first fields."""
+
+_NUMBERS = _STATE + 2 * len(PURPOSES)
 
 
 def memory_bytes(count: int) -> int:
@@ -20,10 +24,9 @@ def memory_bytes(count: int) -> int:
 
 
 class RankStatus(NamedTuple):
-    """``preparation_s``: spent on compiling; ``pages_pinned``: of the host's pool."""
+    """``state``: without ``traffic``."""
 
-    preparation_s: float
-    pages_pinned: int
+    state: ExecutorState
     traffic: RankTraffic
 
 
@@ -32,9 +35,16 @@ class StatusWriter:
         words = memoryview(mmap.mmap(file, memory_bytes(count))).cast("d")
         self._words = words[rank * _NUMBERS : (rank + 1) * _NUMBERS]
 
-    def write(self, preparation_s: float, pages_pinned: int, traffic: Sequence[tuple[int, int]]) -> None:
+    def write(self, state: ExecutorState, traffic: Sequence[tuple[int, int]]) -> None:
         """``traffic``: by purpose, in the order of PURPOSES, exchanges and bytes."""
-        numbers = [preparation_s, pages_pinned, *(number for pair in traffic for number in pair)]
+        numbers = [
+            state.host_pages_pinned,
+            state.preparation_s,
+            state.adapter_store_hits,
+            state.adapter_store_misses,
+            state.adapter_store_bytes,
+            *(number for pair in traffic for number in pair),
+        ]
         for place, number in enumerate(numbers):
             self._words[place] = float(number)
 
@@ -48,8 +58,10 @@ class StatusReader:
         """Of every rank, in order."""
         found = []
         for rank in range(self._count):
-            preparation_s, pinned, *rest = self._words[rank * _NUMBERS : (rank + 1) * _NUMBERS].tolist()
-            numbers = dict(zip(PURPOSES, zip(map(int, rest[::2]), map(int, rest[1::2]))))
+            pinned, preparation_s, *rest = self._words[rank * _NUMBERS : (rank + 1) * _NUMBERS].tolist()
+            hits, misses, num_bytes, *rest = map(int, rest)
+            numbers = dict(zip(PURPOSES, zip(rest[::2], rest[1::2])))
             traffic = RankTraffic(*numbers["base"], *numbers["lora"], *numbers["sampling"])
-            found.append(RankStatus(preparation_s, int(pinned), traffic))
+            state = ExecutorState(int(pinned), preparation_s, hits, misses, num_bytes)
+            found.append(RankStatus(state, traffic))
         return found

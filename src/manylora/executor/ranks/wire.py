@@ -11,11 +11,11 @@ import functools
 import socket
 import struct
 import threading
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from manylora.config import EngineSettings
+from manylora.config import EngineSettings, PolicyConfig
 from manylora.protocol import DEVICE_COMMANDS, AdapterRead, CopyDone, StepResult, SwitchDone
 from manylora.types import AdapterId
 
@@ -26,11 +26,13 @@ class Begin(msgspec.Struct, tag=True):
     """The first message to a rank: what to build. Descriptors are those of the rank's process."""
 
     settings: EngineSettings
+    device: Literal["cpu", "cuda"]
     rank: int
     count: int
     is_sharded: bool
     is_compiled: bool
     max_positions: int
+    activation_bytes: int
     num_threads: int
     log_level: int
     ring_file: int
@@ -42,10 +44,9 @@ class Begin(msgspec.Struct, tag=True):
 
 
 class Pools(msgspec.Struct, tag=True):
-    """The second: how many pages there are, now that all weights are loaded."""
+    """The second: what there is to work with, now that all weights are loaded."""
 
-    num_pages: int
-    num_host_pages: int
+    limits: PolicyConfig
 
 
 class RankLoading(msgspec.Struct, tag=True):
@@ -56,9 +57,12 @@ class RankLoading(msgspec.Struct, tag=True):
 
 
 class Loaded(msgspec.Struct, tag=True):
-    """Weights are loaded."""
+    """Weights are loaded. ``pool_bytes``: what this rank's part of the pool may take, where that is its own to
+    say; ``device``: its name."""
 
     weight_bytes: int
+    pool_bytes: int
+    device: str
 
 
 class RankReady(msgspec.Struct, tag=True):

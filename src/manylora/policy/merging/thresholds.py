@@ -11,7 +11,8 @@ from manylora.config import MergeConfig
 from manylora.types import AdapterId
 
 LEAST_BETA, MOST_ALPHA = 0.05, 4.0
-"""Between which both stay; alpha stays above beta by a step at least. Our own: the paper bounds neither."""
+"""Between which both stay, but for what was set beyond; alpha stays above beta by a step at least. Our own: the
+paper bounds neither."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,6 +40,7 @@ class Thresholds:
 
     def __init__(self, config: MergeConfig) -> None:
         self.alpha, self.beta = config.alpha, config.beta
+        self._least_beta, self._most_alpha = min(LEAST_BETA, config.beta), max(MOST_ALPHA, config.alpha)
         self._dec, self._mul, self._window = config.dec, config.mul, config.window
         self._period: _Period | None = None
 
@@ -74,9 +76,9 @@ class Thresholds:
             other = period.fcfs_requests / (period.fcfs_s + period.switch_s)
             pays = other > period.merge_requests / period.merge_s
             beta = self.beta + self._dec if pays else self.beta / self._mul
-            self.beta = max(min(beta, self.alpha - self._dec), LEAST_BETA)
+            self.beta = max(min(beta, self.alpha - self._dec), self._least_beta)
         else:
             other = period.merge_requests / (period.merge_s + period.switch_s)
             pays = other > period.fcfs_requests / period.fcfs_s
             alpha = self.alpha - self._dec if pays else self.alpha * self._mul
-            self.alpha = min(max(alpha, self.beta + self._dec), MOST_ALPHA)
+            self.alpha = min(max(alpha, self.beta + self._dec), self._most_alpha)

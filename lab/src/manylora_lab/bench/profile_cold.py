@@ -1,0 +1,192 @@
+"""What cold starts take on this machine, for a profile: products on CPU workers, reads from an adapter store, and
+how a step's time is shared out among its layer groups.
+
+Builds one engine with workers and a store, and closes it. Does not know the profile's other measurements.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from manylora.assist.workers import Workers, WorkersFailed
+from manylora.config import ColdStartConfig, ConfigError, PolicyConfig, num_cores
+from manylora.devices.select import open_device
+from manylora.executor.build import build_worker
+from manylora.executor.cold_rows import start_workers
+from manylora.executor.cpu_times import READY_S, TimedProduct
+from manylora.executor.worker import Worker
+from manylora.flags import build_settings
+from manylora.kernels.shapes import AdapterGeometry, adapter_geometry
+from manylora.memory.gates import layer_groups
+from manylora.memory.host import HostPool
+from manylora.models.config import ModelConfig
+from manylora.models.load import resolve_dtype
+from manylora.pricing.cold import fit_cpu, store_read
+from manylora.pricing.profile import CpuPoint, Profile, TransferPoint
+from manylora_lab.bench.profile_grid import Batch
+from manylora_lab.bench.profile_rig import ProfileRig, rounded, undisturbed
+
+TOKENS = (1, 4, 8, 16, 32, 64, 96, 128, 256)
+RANKS = (8, 16, 32, 64)
+_HELD_OUT = 4
+_ROUNDS = 3
+_KEPT_S = 30.0
+_GROUPS = ColdStartConfig("layerwise").num_groups
+_PROMPT = 64
+"""Of the step whose layers are timed."""
+
+
+class ColdTimes(NamedTuple):
+    """See Profile."""
+
+    cores: int
+    cpu_products: tuple[CpuPoint, ...]
+    handover_s: float
+    num_products: int
+    store_reads: tuple[TransferPoint, ...]
+    group_shares: tuple[float, ...]
+
+
+def measure_cold(
+    engine: Mapping[str, Any],
+    config: ModelConfig,
+    write_adapters: Callable[[Path], list[Path]],
+    repeats: int,
+    progress: Callable[[str, int, int], None],
+) -> ColdTimes:
+    """``engine``: settings by flag name. ``write_adapters``: into a folder. Raises ConfigError."""
+    progress("cold starts", 0, 2)
+    with tempfile.TemporaryDirectory() as folder:
+        asked = {"adapter_store": str(Path(folder) / "store"), "cuda_graphs": "off"}
+        worker, policy, info = build_worker(build_settings({**engine, **asked})[0])
+        try:
+            rig = ProfileRig(worker, policy)
+            rig.serve(write_adapters(Path(folder) / "adapters"), 0.3)
+            reads = _store_reads(rig, Path(asked["adapter_store"]), repeats)
+            shares = _group_shares(worker, rig, policy)
+        finally:
+            worker.close()
+    progress("cold starts", 1, 2)
+    dtype = resolve_dtype(info.dtype, "cpu", config.dtype)
+    page = config.page_shape(policy.page_tokens, dtype.itemsize)
+    geometry = adapter_geometry(page, config.layer_groups)
+    needed = TimedProduct(geometry, max(RANKS)).num_pages
+    host = HostPool(needed, page, dtype, open_device("cpu"), is_lent=True)
+    try:
+        cores = num_cores()
+        points, handover_s = measure_products(
+            host, geometry, sorted({1, max(1, cores // 2), max(1, cores - 1)})
+        )
+    finally:
+        host.close()
+    progress("cold starts", 2, 2)
+    num_products = sum(len(groups) for groups in geometry.layers)
+    return ColdTimes(cores, points, handover_s, num_products, reads, shares)
+
+
+def measure_products(
+    host: HostPool,
+    geometry: AdapterGeometry,
+    counts: Sequence[int],
+    tokens: Sequence[int] = TOKENS,
+    ranks: Sequence[int] = RANKS,
+) -> tuple[tuple[CpuPoint, ...], float]:
+    """Products on so many workers each, and what handing one over takes beside: the least of some rounds, each of
+    a few runs. Raises ConfigError where the workers fail."""
+    products = {rank: TimedProduct(geometry, rank) for rank in ranks}
+    busy: dict[tuple[int, int, int], list[float]] = {}
+    besides: list[float] = []
+    for _ in range(_ROUNDS):
+        for count in counts:
+            workers = start_workers(host, geometry, count)
+            try:
+                _time_all(workers, products, tokens, count, busy, besides)
+            except WorkersFailed as error:
+                raise ConfigError(f"products on the CPU could not be measured: {error}") from error
+            finally:
+                workers.close()
+    points = tuple(
+        CpuPoint(
+            number, products[rank].num_bytes, count, rounded(min(seconds)), place % _HELD_OUT == _HELD_OUT - 1
+        )
+        for place, ((count, rank, number), seconds) in enumerate(busy.items())
+    )
+    return points, rounded(max(statistics.median(besides), 0.0))
+
+
+def _time_all(
+    workers: Workers,
+    products: Mapping[int, TimedProduct],
+    tokens: Sequence[int],
+    count: int,
+    busy: dict[tuple[int, int, int], list[float]],
+    besides: list[float],
+) -> None:
+    if not workers.wait_ready(READY_S):
+        raise WorkersFailed("they do not begin")
+    for rank, number in itertools.product(products, tokens):
+        if number < count:
+            continue
+        own_s, whole_s = products[rank].seconds(workers, number, count)
+        busy.setdefault((count, rank, number), []).append(own_s)
+        besides.append(whole_s - own_s)
+
+
+def _store_reads(rig: ProfileRig, store: Path, repeats: int) -> tuple[TransferPoint, ...]:
+    """Of the adapters that are served, which the store writes now."""
+    until = time.monotonic() + _KEPT_S
+    while len(list(store.glob("*.packed"))) < rig.num_adapters:
+        if time.monotonic() > until:
+            raise ConfigError("the adapter store does not keep what was read")
+        time.sleep(0.05)
+    return tuple(rig.reads(range(1, 1 + min(len(RANKS), rig.num_adapters)), repeats))
+
+
+def _group_shares(worker: Worker, rig: ProfileRig, policy: PolicyConfig) -> tuple[float, ...]:
+    """Of a prompt's step: from before a group's first layer until before the next one's; the last one's with what
+    comes after the layers."""
+    length = min(_PROMPT, policy.max_batch_tokens, policy.max_model_len - 1)
+    batch = Batch(prefills=((0, length),), adapters=(0,))
+    moments: list[tuple[int, float]] = []
+
+    def note(layer: int) -> None:
+        worker.synchronize()
+        moments.append((layer, time.perf_counter()))
+
+    parts: dict[int, list[float]] = {}
+    for _ in range(2 * _ROUNDS):
+        moments.clear()
+        worker.before_layer = note
+        try:
+            rig.rehearse(batch)
+        finally:
+            worker.before_layer = None
+        end = time.perf_counter()
+        groups = layer_groups(len(moments), _GROUPS)
+        for number, (first, last) in enumerate(groups):
+            until = moments[last][1] if last < len(moments) else end
+            parts.setdefault(number, []).append(until - moments[first][1])
+    taken = [undisturbed(each) for each in parts.values()]
+    return tuple(rounded(seconds / sum(taken)) for seconds in taken) if len(taken) > 1 else ()
+
+
+def describe_cold(profile: Profile) -> list[str]:
+    """What cold starts take, and how well that fits."""
+    if not profile.cpu_products:
+        return []
+    line, (base_s, byte_s) = fit_cpu(profile.cpu_products), store_read(profile)
+    error = line.held_out
+    return [
+        f"CPU LoRA      {1e6 * line.fixed_s:.0f} us a product, {1e-9 / max(line.byte_s, 1e-15):.3g} GB/s, "
+        f"{1e-9 / max(line.token_byte_s, 1e-15):.3g} G byte-tokens/s a core; held out: mean "
+        f"{100 * error.mean:.1f} %, largest {100 * error.largest:.1f} %, {error.num_points} products",
+        f"hand-over     {1e6 * profile.handover_s:.0f} us, {profile.num_products} a step; {profile.cores} cores",
+        f"store reads   {1e3 * base_s:.2f} ms + {1e-9 / max(byte_s, 1e-15):.3g} GB/s",
+        f"layer groups  {', '.join(f'{share:.3f}' for share in profile.group_shares)} of a step",
+    ]

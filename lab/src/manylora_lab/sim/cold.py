@@ -1,0 +1,185 @@
+"""Cold starts on a simulated device: when layer groups land and run, what CPU workers take, what a store saves.
+
+Owns these times. Knows no lanes, and no policy.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable
+
+from manylora.config import ConfigError, CpuRates
+from manylora.pricing.cold import cpu_rates, store_read
+from manylora.pricing.costs import StepCosts
+from manylora.pricing.profile import Profile
+from manylora.pricing.shapes import ModelShape
+from manylora.protocol import RunStep
+from manylora.types import AdapterId, CopyId
+
+_ASSUMED = CpuRates()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ColdCosts:
+    """What cold starts take beside ``StepCosts``.
+
+    ``rates``: of one of ``num_workers`` workers. The machine has ``cores``, of which the engine keeps one and each
+    read that is under way takes one. ``beside``: the share of a step's own time that hides the CPU's.
+    ``result_token_bytes``: what crosses the link for each token that the CPU serves, over all layers.
+    ``group_shares``: of a step's time, by layer groups; empty: even. ``store_bytes``: what the adapter store holds
+    at most, 0: there is none; ``store_read``: seconds, and seconds a byte, of a read from it.
+    """
+
+    rates: CpuRates = _ASSUMED
+    num_workers: int = 0
+    cores: int = 16
+    beside: float = 0.5
+    result_token_bytes: int = 0
+    group_shares: tuple[float, ...] = ()
+    store_bytes: int = 0
+    store_read: tuple[float, float] = (0.0, 0.0)
+
+    def __post_init__(self) -> None:
+        if self.cores < 1:
+            raise ConfigError(f"a machine has at least 1 core, got {self.cores}")
+        if not 0 <= self.beside <= 1:
+            raise ConfigError(f"beside must lie between 0 and 1, got {self.beside}")
+
+    def busy_s(self, served: Iterable[tuple[int, int]], num_reading: int) -> float:
+        """Of the busiest worker, for (tokens, bytes) of each adapter, without hand-overs."""
+        workers = max(1, min(self.num_workers, self.cores - 1 - num_reading))
+        rates = self.rates
+        return sum(rates.seconds(tokens, size, workers) - rates.step_s for tokens, size in served)
+
+
+NOTHING_COLD = ColdCosts()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Landing:
+    """A copy that steps may await: from when it moves, for how long, in how many groups, those from ``first`` on
+    before the others, and when it is told."""
+
+    begin: float
+    seconds: float
+    groups: int
+    first: int
+    told: float
+
+    def landed_s(self, number: int, count: int) -> float:
+        """When what group ``number`` of ``count`` reads of it has landed."""
+        group = -(-(number + 1) * self.groups // count) - 1
+        return self.begin + self.seconds * ((group - self.first) % self.groups + 1) / self.groups
+
+
+class Landings:
+    """Of the copies that steps in flight may await."""
+
+    def __init__(self, cold: ColdCosts) -> None:
+        self._cold = cold
+        self._copies: dict[CopyId, _Landing] = {}
+
+    def begun(self, copy: CopyId, begin: float, seconds: float, groups: int, first: int, told: float) -> None:
+        """It moves from ``begin`` on, and its end is ``told``."""
+        self._copies[copy] = _Landing(begin, seconds, groups, first, told)
+
+    def forget(self, before: float, steps_end: float) -> None:
+        """Steps await copies that have not been answered; steps in flight end at ``steps_end`` at the latest."""
+        for copy in [c for c, landing in self._copies.items() if max(landing.told, steps_end) < before]:
+            del self._copies[copy]
+
+    def groups(self, copy: CopyId) -> int:
+        """In how many it lands."""
+        return self._copies[copy].groups
+
+    def stalled_s(self, step: RunStep, begin: float, seconds: float, cpu_s: float) -> float:
+        """How long the step stands still for its copies and for the CPU, which takes ``cpu_s``: its layers run
+        group by group, each when the one before has ended and what it reads has landed; and it ends after the
+        answers of the copies that it awaits."""
+        awaited = [self._copies[wanted.copy] for wanted in step.awaits]
+        served = [(self._copies[rows.copy], rows.groups) for rows in step.cpu]
+        count = max(copy.groups for copy in (*awaited, *(copy for copy, _ in served)))
+        shares = self._cold.group_shares if len(self._cold.group_shares) == count else ()
+        num_served = max((groups * count // copy.groups for copy, groups in served), default=0)
+        end = begin
+        for number in range(count):
+            needed = [*awaited, *(copy for copy, groups in served if number >= groups * count // copy.groups)]
+            own_s = seconds * shares[number] if shares else seconds / count
+            end = max(end, *(copy.landed_s(number, count) for copy in needed)) if needed else end
+            end += own_s
+            if number < num_served:
+                end += max(0.0, cpu_s / num_served - self._cold.beside * own_s)
+        return (
+            max(end, *(copy.told for copy in awaited)) - begin - seconds if awaited else end - begin - seconds
+        )
+
+
+class SimulatedStore:
+    """Which adapters a store holds: those that were read last, up to so many bytes."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._held = collections.OrderedDict[AdapterId, int]()
+        self._num_bytes = 0
+
+    def reads(self, adapter: AdapterId, num_bytes: int) -> bool:
+        """It is read: whether the store has it. It has it from now on."""
+        is_there = adapter in self._held
+        if is_there:
+            self._held.move_to_end(adapter)
+        elif num_bytes <= self._most_bytes:
+            self._held[adapter] = num_bytes
+            self._num_bytes += num_bytes
+            while self._num_bytes > self._most_bytes:
+                self._num_bytes -= self._held.popitem(last=False)[1]
+        return is_there
+
+
+def link_s(costs: StepCosts, num_bytes: int, copy_limit: int | None) -> float:
+    """What bytes to the device take, at no more than ``copy_limit`` a second."""
+    seconds = costs.copy_s(num_bytes)
+    return seconds if copy_limit is None else max(seconds, num_bytes / copy_limit)
+
+
+def measured_cold(profile: Profile) -> ColdCosts | None:
+    """As the profile measured it; None where it has it not."""
+    rates = cpu_rates(profile)
+    if rates is None:
+        return None
+    return ColdCosts(
+        rates,
+        cores=profile.cores,
+        result_token_bytes=_result_token_bytes(profile.model, profile.adapter_modules),
+        group_shares=profile.group_shares,
+        store_read=store_read(profile),
+    )
+
+
+ASSUMED_CORES = 16
+_HANDOVER_S = 20e-6
+_CORE_FLOPS = 100e9
+_CORE_BYTES_S = 8e9
+_GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+"""Modules that read one input: a product each."""
+_STORE_READ = (1e-3, 1 / 2.8e9)
+
+
+def assumed_cold(shape: ModelShape, modules: tuple[str, ...]) -> ColdCosts:
+    """Assumed, of a host of 16 cores: 20 us for each hand-over, 8 GB/s and 100 GFLOP/s a core in 16 bits, 2.8 GB/s
+    from a store in the page cache."""
+    num_products = shape.layers * sum(any(name in modules for name in group) for group in _GROUPS)
+    # A number of an adapter is used by each token for two operations.
+    token_byte_s = 2 / shape.itemsize / _CORE_FLOPS
+    rates = CpuRates(num_products * _HANDOVER_S, 1 / _CORE_BYTES_S, token_byte_s, 16)
+    return ColdCosts(
+        rates,
+        cores=ASSUMED_CORES,
+        result_token_bytes=_result_token_bytes(shape, modules),
+        store_read=_STORE_READ,
+    )
+
+
+def _result_token_bytes(shape: ModelShape, modules: tuple[str, ...]) -> int:
+    sizes = shape.modules
+    return shape.layers * shape.itemsize * sum(sizes[name][1] for name in modules if name in sizes)

@@ -1,0 +1,210 @@
+"""What people ask of a cluster, and what scaling does: drains, moves, another number of replicas, a rolling
+restart.
+
+Each is made of events to the router and orders to the supervisor; no request is lost by any of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from manylora.cluster import messages
+from manylora.cluster.switchboard import Switchboard
+from manylora.config.cluster import MOST_REPLICAS, ClusterOptions
+from manylora.protocol.routing import Drain, MoveAsked, ReplicaId, ScaleHint
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.05
+WATCH_S = 0.1
+MOVE_S = 10.0
+"""A move that has not happened by then is not waited for."""
+
+
+class Refusal(Exception):
+    """It cannot be done; the message says why."""
+
+
+class Operations:
+    """Of one router."""
+
+    def __init__(self, board: Switchboard, options: ClusterOptions) -> None:
+        self._board = board
+        self._options = options
+        self._removing: set[ReplicaId] = set()
+        self._asked: set[ReplicaId] = set()  # replicas that the supervisor is to start
+        self._drained: set[tuple[ReplicaId, int]] = set()  # epochs whose drain was begun here
+        self._hint: ScaleHint | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def watch(self) -> None:
+        """Go on with what another router was asked for; with ``--autoscale on`` follow the router's hints."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            for slot in self._board.table.slots:
+                is_begun = (slot.id, slot.epoch) in self._drained
+                if slot.drains_to and not is_begun and self._is_up(slot.id, slot.epoch):
+                    self._resume(slot)
+            hint = self._board.hint
+            if hint is not None and hint is not self._hint:
+                self._hint = hint
+                self._follow(hint)
+
+    # ------------------------------------------------------------ what there is
+
+    def _slot(self, replica: ReplicaId) -> messages.Slot | None:
+        return next((slot for slot in self._board.table.slots if slot.id == replica), None)
+
+    def _staying(self) -> list[ReplicaId]:
+        return sorted(self._used() - self._removing)
+
+    def _used(self) -> set[ReplicaId]:
+        there = {slot.id for slot in self._board.table.slots}
+        self._asked -= there
+        return there | self._asked
+
+    def _is_up(self, replica: ReplicaId, epoch: int) -> bool:
+        known = self._board.router.fleet.up.get(replica)
+        return known is not None and known.epoch >= epoch
+
+    def _is_empty(self, replica: ReplicaId, epoch: int) -> bool:
+        known = self._board.router.fleet.up.get(replica)
+        return known is None or known.epoch != epoch or not known.requests
+
+    async def _until(self, is_so: Callable[[], bool], most_s: float = float("inf")) -> bool:
+        left_s = most_s
+        while not is_so():
+            if left_s <= 0:
+                return False
+            await asyncio.sleep(LOOK_S)
+            left_s -= LOOK_S
+        return True
+
+    # ------------------------------------------------------------ drains
+
+    async def drain(self, replica: ReplicaId, *, migrate: bool) -> None:
+        """The replica gets no more work; returns when it has none. Raises Refusal."""
+        await self._empty(replica, "stay", migrate=migrate)
+
+    async def _empty(self, replica: ReplicaId, drains_to: str, *, migrate: bool) -> int:
+        """Drain it; the epoch that was drained."""
+        slot = self._slot(replica)
+        if slot is None:
+            raise Refusal(f"there is no replica {replica}")
+        self._board.tell_supervisor(messages.NoteDrain(replica, drains_to))
+        self._drained.add((replica, slot.epoch))
+        if self._is_up(replica, slot.epoch):
+            self._board.tell(Drain(replica, migrate))
+            await self._until(lambda: self._is_empty(replica, slot.epoch))
+        return slot.epoch
+
+    def _resume(self, slot: messages.Slot) -> None:
+        if slot.drains_to == "remove":
+            self._spawn(self._remove(slot.id))
+        elif slot.drains_to == "restart":
+            self._spawn(self._start_anew(slot.id))
+        else:
+            self._spawn(self._empty(slot.id, slot.drains_to, migrate=False))
+
+    # ------------------------------------------------------------ scaling
+
+    async def scale(self, count: int) -> None:
+        """So many replicas; returns when they run, and no others. Raises Refusal."""
+        options, most = self._options, self._board.table.most
+        low = 1 if options.min_replicas is None else options.min_replicas
+        high = MOST_REPLICAS if options.max_replicas is None else options.max_replicas
+        if not low <= count <= high:
+            raise Refusal(f"{count} replicas are asked for, and there may be {low} to {high}")
+        if most is not None and count > most:
+            raise Refusal(f"{count} replicas are asked for, and this machine has GPUs for {most}")
+        staying, used = self._staying(), self._used()
+        if count < len(staying):
+            await asyncio.gather(*(self._remove(replica) for replica in staying[count:]))
+        elif count > len(staying):
+            free = (replica for replica in range(2 * MOST_REPLICAS) if replica not in used)
+            new = [next(free) for _ in range(count - len(staying))]
+            self._asked.update(new)
+            self._board.tell_supervisor(messages.StartReplicas(new))
+            await self._until(lambda: all(self._is_up(each, 1) for each in new))
+
+    async def remove(self, replica: ReplicaId) -> None:
+        """Its requests go elsewhere, then it ends for good. Raises Refusal."""
+        if self._slot(replica) is None:
+            raise Refusal(f"there is no replica {replica}")
+        if self._staying() == [replica]:
+            raise Refusal(f"replica {replica} is the last one: end the server instead")
+        await self._remove(replica)
+
+    async def _remove(self, replica: ReplicaId) -> None:
+        self._removing.add(replica)
+        try:
+            await self._empty(replica, "remove", migrate=True)
+            self._board.tell_supervisor(messages.EndSlot(replica))
+            await self._until(lambda: self._slot(replica) is None)
+        finally:
+            self._removing.discard(replica)
+
+    def _follow(self, hint: ScaleHint) -> None:
+        if self._options.autoscale != "on" or self._tasks:
+            return
+        low, high = self._options.bounds
+        staying = self._staying()
+        if hint.delta > 0 and len(staying) < high:
+            self._spawn(self._scale_by_itself(len(staying) + 1))
+        elif hint.delta < 0 and len(staying) > low:
+            if hint.replica is not None and hint.replica in staying:
+                self._spawn(self._remove(hint.replica))
+            else:
+                self._spawn(self._scale_by_itself(len(staying) - 1))
+
+    async def _scale_by_itself(self, count: int) -> None:
+        try:
+            await self.scale(count)
+        except Refusal as error:
+            log.info("the number of replicas stays: %s", error)
+
+    async def restart(self) -> int:
+        """Start all replicas anew, one after the other; returns how many."""
+        replicas = self._staying()
+        for replica in replicas:
+            await self._start_anew(replica)
+        return len(replicas)
+
+    async def _start_anew(self, replica: ReplicaId) -> None:
+        epoch = await self._empty(replica, "restart", migrate=True)
+        self._board.tell_supervisor(messages.EndReplica(replica, epoch))
+        await self._until(lambda: self._is_up(replica, epoch + 1) or self._slot(replica) is None)
+
+    # ------------------------------------------------------------ moves
+
+    async def move(self, request: str, replica: ReplicaId) -> int:
+        """Have the replica serve a request, or all of an answer's; returns how many are there. Raises Refusal."""
+        router = self._board.router
+        known = router.fleet.up.get(replica)
+        if known is None or not known.is_open:
+            raise Refusal(f"there is no replica {replica} that may get work")
+        names = [name for name in router.requests() if name == request or name.startswith(f"{request}-")]
+        if not names:
+            raise Refusal(f"there is no request {request!r}")
+        for name in names:
+            self._board.tell(MoveAsked(name, replica))
+        left = set(names)
+
+        def are_there() -> bool:
+            live = set(router.requests())
+            left.difference_update(name for name in names if name not in live or name in known.requests)
+            return not left
+
+        if not await self._until(are_there, MOVE_S):
+            raise Refusal(
+                f"{len(left)} of {len(names)} requests have not moved: the replica may have no room"
+            )
+        return len(names)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

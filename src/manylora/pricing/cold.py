@@ -1,0 +1,71 @@
+"""What CPU workers and an adapter store take, fitted to a profile.
+
+Owns the line through products on the CPU: a fixed part, one for each byte of the adapter, and one for each byte
+and token of a worker's slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from manylora.config import CpuRates
+from manylora.pricing.fit import FitError, relative_fit
+from manylora.pricing.profile import CpuPoint, Profile
+
+_SLICE_TIMES = 2.0
+"""A worker takes so many tokens that their arithmetic takes as long as this many times the rest."""
+
+
+class CpuLine(NamedTuple):
+    """Seconds of one product: of any, a byte of the adapter, and a byte and token of a slice; its errors."""
+
+    fixed_s: float
+    byte_s: float
+    token_byte_s: float
+    seen: FitError
+    held_out: FitError
+
+
+def fit_cpu(points: Sequence[CpuPoint]) -> CpuLine:
+    """The line with the least relative error over the points that are not held out."""
+    seen = [point for point in points if not point.is_held_out]
+    held_out = [point for point in points if point.is_held_out]
+    fixed_s, byte_s, token_byte_s = relative_fit(list(map(_features, seen)), [p.seconds for p in seen])
+    line = np.array([fixed_s, byte_s, token_byte_s])
+    return CpuLine(fixed_s, byte_s, token_byte_s, _error(line, seen), _error(line, held_out))
+
+
+def cpu_rates(profile: Profile) -> CpuRates | None:
+    """As an engine there would tell its policy; None where the profile has it not."""
+    if not profile.cpu_products:
+        return None
+    line = fit_cpu(profile.cpu_products)
+    one_s = line.fixed_s + profile.handover_s
+    # Of adapters as large as the median one.
+    size = float(np.median([point.adapter_bytes for point in profile.cpu_products]))
+    token_s = max(line.token_byte_s * size, 1e-12)
+    slice_tokens = max(1, int(_SLICE_TIMES * (one_s + line.byte_s * size) / token_s))
+    return CpuRates(profile.num_products * one_s, line.byte_s, line.token_byte_s, slice_tokens)
+
+
+def store_read(profile: Profile) -> tuple[float, float]:
+    """Seconds of a read from the adapter store, and a byte; zeros where the profile has it not."""
+    points = profile.store_reads
+    if not points:
+        return 0.0, 0.0
+    base_s, byte_s = relative_fit([(1, p.num_bytes) for p in points], [p.seconds for p in points])
+    return base_s, byte_s
+
+
+def _features(point: CpuPoint) -> tuple[float, float, float]:
+    share = -(-point.num_tokens // point.num_workers)
+    return 1.0, float(point.adapter_bytes), float(share * point.adapter_bytes)
+
+
+def _error(line: np.ndarray, points: Sequence[CpuPoint]) -> FitError:
+    found = np.array([_features(point) for point in points]) @ line
+    errors = np.abs(found / np.array([point.seconds for point in points]) - 1)
+    return FitError(float(errors.mean()), float(errors.max()), len(points))

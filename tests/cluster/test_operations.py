@@ -1,0 +1,255 @@
+"""What operators do to a cluster under load: no request fails, and answers are as if nothing had been done."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import json
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from manylora.cluster.admin_link import ask
+from tests.cluster.process import (
+    ADAPTERS,
+    NAMES,
+    Answer,
+    Cluster,
+    ask_all,
+    assert_equal,
+    long_bodies,
+    mixed_bodies,
+    send,
+)
+from tests.cluster.replays import replay_all
+from tests.e2e.process import BASE, command, completion, environment, run_cli, wait_until
+
+MIXED = mixed_bodies(60)
+LONG = long_bodies(12, 300)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # A path longer than a socket's may be.
+    folder = tmp_path_factory.mktemp("cluster") / ("long" * 30)
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path) -> Iterator[Cluster]:
+    root = folder / "adapters"
+    shutil.copytree(ADAPTERS, root)
+    args = ("--replicas", "2", "--router", "random", "--journal", str(folder / "journal"))
+    with Cluster(*args, "--adapter-dir", str(root), folder=folder) as started:
+        started.wait_ready()
+        started.wait_replicas(2)
+        yield started
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster) -> dict[str, list[Answer]]:
+    return {"mixed": ask_all(cluster.url, MIXED), "long": ask_all(cluster.url, LONG)}
+
+
+def manage(cluster: Cluster, *args: str) -> str:
+    """``manylora cluster``; what it prints."""
+    action, *rest = args
+    result = run_cli("cluster", action, *rest, "--cluster-dir", str(cluster.folder / "cluster"))
+    assert result.returncode == 0, f"{result.stderr}\n{cluster.log}"
+    return result.stdout
+
+
+def refused(cluster: Cluster, *args: str) -> str:
+    """One line, and exit code 2."""
+    action, *rest = args
+    result = run_cli("cluster", action, *rest, "--cluster-dir", str(cluster.folder / "cluster"))
+    assert result.returncode == 2, result.stdout
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    return result.stderr
+
+
+def test_status_is_the_same_by_both_ways(cluster: Cluster, undisturbed: dict[str, list[Answer]]) -> None:
+    said, shown = json.loads(manage(cluster, "status", "--json")), cluster.status()
+    assert said.keys() == shown.keys()
+    for key in ("frontends", "supervisor", "adapters"):
+        assert said[key] == shown[key]
+    assert [each["pid"] for each in said["replicas"]] == [each["pid"] for each in shown["replicas"]]
+    assert said["router"]["pid"] == shown["router"]["pid"]
+    assert said["router"]["policy"] == "random"
+    text = json.dumps(said)
+    assert str(cluster.folder) not in text
+    assert "replica 1" in manage(cluster, "status")
+    assert (cluster.folder / "cluster" / "admin.sock").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_rolling_restart(cluster: Cluster, undisturbed: dict[str, list[Answer]]) -> None:
+    before = {each["id"]: each["epoch"] for each in cluster.replicas()}
+    found = ask_all(cluster.url, LONG, lambda: manage(cluster, "restart"))
+    assert_equal(undisturbed["long"], found)
+    assert {each["id"]: each["epoch"] for each in cluster.wait_replicas(2)} == {
+        replica: epoch + 1 for replica, epoch in before.items()
+    }
+
+
+def test_scale_up_and_down(cluster: Cluster, undisturbed: dict[str, list[Answer]]) -> None:
+    def scale() -> None:
+        manage(cluster, "scale", "3")
+        assert [each["id"] for each in cluster.wait_replicas(3)] == [0, 1, 2]
+        manage(cluster, "remove", "0")
+        manage(cluster, "scale", "1")
+
+    assert_equal(undisturbed["long"], ask_all(cluster.url, LONG, scale))
+    assert [each["id"] for each in cluster.wait_replicas(1)] == [1]
+    assert "last one" in refused(cluster, "remove", "1")
+    assert "may be 1 to" in refused(cluster, "scale", "0")
+    assert "no replica 7" in refused(cluster, "drain", "7")
+    manage(cluster, "scale", "2")
+    cluster.wait_replicas(2)
+
+
+def test_a_drain_and_a_move(cluster: Cluster, undisturbed: dict[str, list[Answer]]) -> None:
+    first, second = (each["id"] for each in cluster.wait_replicas(2))
+
+    def move() -> None:
+        """Each of two named requests to where it is not, or is already."""
+        cluster.busiest()
+        manage(cluster, "drain", str(first), "--migrate")
+        states = {each["id"]: each for each in cluster.replicas()}
+        assert states[first]["state"] == "drained"
+        assert states[first]["requests"] == 0
+        assert "may get work" in refused(cluster, "move", "x", str(first))
+
+    assert_equal(undisturbed["long"], ask_all(cluster.url, LONG, move))
+    assert cluster.status()["router"]["moved"].get("drain", 0) > 0
+    # Another router remembers what drains.
+    send(cluster.status()["router"]["pid"], signal.SIGKILL)
+    wait_until(lambda: state_of(cluster, first) == "drained", "drained again")
+    manage(cluster, "restart")
+    cluster.wait_replicas(2)
+    moved = cluster.status()["router"]["moved"].get("asked", 0)
+
+    folder = cluster.folder / "cluster"
+
+    def move_to(replica: int) -> list[str]:
+        return list(ask(folder, {"do": "move", "request": "cmpl-to-be-moved", "replica": replica}))
+
+    async def run() -> None:
+        body = {**LONG[0], "max_tokens": 900, "n": 4}
+        del body["stream"], body["stream_options"]
+        headers = {"X-Request-Id": "to-be-moved"}
+        async with httpx.AsyncClient(timeout=60.0) as client:
+            asking = asyncio.create_task(
+                client.post(f"{cluster.url}/v1/completions", json=body, headers=headers)
+            )
+            await asyncio.to_thread(cluster.busiest)
+            for replica in (first, second):
+                (said,) = await asyncio.to_thread(move_to, replica)
+                assert json.loads(said) == {"said": f"1 requests moved to replica {replica}"}
+            assert (await asking).status_code == 200
+
+    asyncio.run(run())
+    assert cluster.status()["router"]["moved"].get("asked", 0) > moved
+    assert "no request" in refused(cluster, "move", "to-be-moved", str(first))
+
+
+def state_of(cluster: Cluster, replica: int) -> str:
+    try:
+        found = {each["id"]: each["state"] for each in cluster.replicas()}
+    except (AssertionError, httpx.HTTPError):
+        return "unknown"
+    return str(found.get(replica))
+
+
+def test_adapters_come_and_go(cluster: Cluster, undisturbed: dict[str, list[Answer]]) -> None:
+    """Loads, replacements and unloads beside requests: each request is of one version wholly."""
+    root = cluster.folder / "adapters"
+    texts = {}
+    for source in NAMES[:2]:
+        answer = cluster.complete(model=source, max_tokens=24)
+        texts[answer.json()["choices"][0]["text"]] = source
+    assert len(texts) == 2
+    assert cluster.load("shifting", root / NAMES[0]).status_code == 200
+    seen: set[str] = set()
+    until_s = time.monotonic() + 4.0
+
+    def ask() -> None:
+        while time.monotonic() < until_s:
+            found = cluster.complete(model="shifting", max_tokens=24)
+            assert found.status_code == 200, found.text
+            seen.add(texts[found.json()["choices"][0]["text"]])
+
+    def change() -> None:
+        number = 0
+        while time.monotonic() < until_s:
+            number += 1
+            body = {"lora_name": "shifting", "lora_path": str(root / NAMES[number % 2]), "load_inplace": True}
+            assert cluster.post("/v1/load_lora_adapter", body).status_code == 200
+
+    def come_and_go() -> None:
+        number = 0
+        while time.monotonic() < until_s:
+            number += 1
+            name = f"passing-{number}"
+            assert cluster.load(name, root / NAMES[2]).status_code == 200
+            assert cluster.complete(model=name).status_code == 200
+            assert cluster.unload(name).status_code == 200
+            assert cluster.complete(model=name).status_code == 404
+
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(work) for work in (ask, ask, change, come_and_go)]:
+            done.result()
+    assert seen == set(NAMES[:2])
+    assert cluster.load("shifting", root / NAMES[0]).status_code == 400
+    assert cluster.load("broken", root / "nothing").status_code == 404
+    # A replica that starts later, and another router, have what is listed.
+    send(cluster.replicas()[0]["pid"], signal.SIGKILL)
+    cluster.wait_replicas(2)
+    listed = {each["id"] for each in cluster.http.get("/v1/models").json()["data"]}
+    assert listed == {BASE, "shifting", *(each.name for each in ADAPTERS.iterdir())}
+    bodies: list[Any] = [
+        {**completion(model="shifting"), "seed": number, "stream": False, "prompt": f"number {number}"}
+        for number in range(12)
+    ]
+    assert not any(answer.error for answer in ask_all(cluster.url, bodies))
+    assert cluster.unload("shifting").status_code == 200
+    wait_until(lambda: not any(each["running"] for each in cluster.replicas()), "nothing running")
+
+
+def test_a_trace_of_decisions(cluster: Cluster) -> None:
+    args = command("cluster", "trace", "--cluster-dir", str(cluster.folder / "cluster"))
+    with subprocess.Popen(args, env=environment(), stdout=subprocess.PIPE, text=True) as tracing:
+        assert tracing.stdout is not None
+        asking = threading.Event()
+
+        def ask() -> None:
+            while not asking.wait(0.1):
+                cluster.complete()
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        line = tracing.stdout.readline()
+        asking.set()
+        thread.join()
+        tracing.kill()
+    assert "attempt 1  to " in line
+
+
+def test_journals_replay(cluster: Cluster) -> None:
+    """The last of this file. A start in the same folder goes on with what was loaded."""
+    root = cluster.folder / "adapters"
+    assert cluster.load("kept", root / NAMES[3]).status_code == 200
+    pids = cluster.pids()
+    cluster.process.send_signal(signal.SIGTERM)
+    assert cluster.wait_exit() == 0
+    cluster.wait_gone(pids, 10.0)
+    assert sum(replay_all(cluster.folder).values()) > 1000
+    assert "no cluster answers" in refused(cluster, "status")

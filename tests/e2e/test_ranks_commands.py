@@ -1,0 +1,85 @@
+"""The policy knows nothing of ranks: two ranks are commanded what one is."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manylora import LLM, SamplingParams
+from manylora.executor import build
+from manylora.executor.ranks.executor import RankedExecutor
+from manylora.executor.worker import Worker
+from manylora.kernels.cuts import RankPlace
+from manylora.kernels.shapes import AdapterGeometry, PageShape
+from manylora.models.share import ModelShare
+from manylora.models.spec import ModelConfig
+from manylora.protocol import DeviceCommand, ReadAdapter, RunStep, SwapPages
+from tests.e2e.process import MODEL
+
+FOLDER = Path(MODEL).parent / "adapters"
+NAMES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
+COMMANDS = (RunStep, SwapPages, ReadAdapter)
+SMALL = {"device_pool": "7MiB", "host_pool": "9MiB", "max_batch_tokens": 16, "max_num_seqs": 4}
+"""Not room for all adapters on the device, nor for all and the prompts on the host."""
+
+Commands = list[DeviceCommand]
+
+
+def commanded(policy: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[Commands, list[Any]]:
+    """While requests come one at a time; and the tokens."""
+    said: Commands = []
+    with monkeypatch.context() as patch:
+        for executor in (Worker, RankedExecutor):
+            obey: Any = executor.obey
+
+            def noted(self: Any, command: DeviceCommand, obey: Any = obey) -> None:
+                if isinstance(command, COMMANDS):
+                    said.append(command)
+                obey(self, command)
+
+            patch.setattr(executor, "obey", noted)
+        adapters = {name: str(FOLDER / name) for name in NAMES}
+        fixed: dict[str, Any] = {"device": "cpu", "dtype": "float32", "cache_policy": policy, **SMALL}
+        params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, seed=1)
+        tokens = []
+        with LLM(MODEL, adapters, **fixed, **settings) as llm:
+            for turn in range(2):
+                for i, name in enumerate((*NAMES, None)):
+                    prompt = [1 + (7 * i + 3 * k) % 500 for k in range(20 + 9 * (i % 4) + 30 * turn)]
+                    (output,) = llm.generate([prompt], params, name)
+                    tokens.append(output.outputs[0].token_ids)
+    return said, tokens
+
+
+@pytest.mark.parametrize("policy", ["lru", pytest.param("s-lora", marks=pytest.mark.long)])
+def test_sharded_adapters(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, expected = commanded(policy, monkeypatch)
+    two, tokens = commanded(policy, monkeypatch, tensor_parallel_size=2, lora_sharding="sharded")
+    assert tokens == expected
+    assert two == one
+    assert any(isinstance(command, SwapPages) for command in one) or policy == "s-lora"
+    assert sum(isinstance(command, ReadAdapter) for command in one) > len(NAMES)
+
+
+@pytest.mark.parametrize("policy", ["lru"])
+def test_replicated_adapters_differ_by_their_pages_alone(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank whose adapters are told to take as many."""
+    geometry = build._geometry
+
+    def with_counts(page: PageShape, config: ModelConfig) -> AdapterGeometry:
+        share = ModelShare(config, RankPlace(0, 2), is_sharded=False)
+        wide = share.geometry(page.page_tokens, page.itemsize)
+        return dataclasses.replace(geometry(page, config), widest=wide)
+
+    plain, _ = commanded(policy, monkeypatch)
+    two, tokens = commanded(policy, monkeypatch, tensor_parallel_size=2, lora_sharding="replicated")
+    monkeypatch.setattr(build, "_geometry", with_counts)
+    one, expected = commanded(policy, monkeypatch)
+    assert tokens == expected
+    assert two == one
+    assert two != plain

@@ -1,0 +1,141 @@
+"""Steps whose cold rows the CPU serves: they read no page that the copy brings, and others' rows stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from manylora.protocol import Await, CpuRows, RunStep, SwapPages
+from tests.executor.conftest import Files
+from tests.executor.drive import Rig
+from tests.executor.test_gates import LAYERS, PROMPT, Hand, bring, check, keep_on_host
+
+
+@pytest.fixture(scope="module")
+def shared(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    made = Rig(
+        files.model,
+        tmp_path_factory.mktemp("cold"),
+        num_pages=400,
+        page_bytes=3072,
+        cold_start="cpu",
+        cpu_workers="1",
+    )
+    assert made.worker._workers is not None
+    assert made.worker._workers.wait_ready(30)
+    yield keep_on_host(made, files)
+    made.worker.close()
+
+
+@pytest.fixture
+def cold(shared: Rig) -> Iterator[Rig]:
+    yield shared
+    for sequence in list(shared.sequences):
+        shared.direct.end_sequence(sequence)
+        del shared.sequences[sequence]
+    for adapter in (2, 3):
+        shared.direct.evict_adapter(adapter)
+
+
+def served(rig: Rig, command: SwapPages, *rows: tuple[int, ...], groups: int | None = None) -> RunStep:
+    """A step with rows (sequence,) or (sequence, tokens) of sequences whose adapter the copy brings."""
+    step = rig.command(*(rig.row(*row) for row in rows))
+    step.cpu = (CpuRows(command.copy, tuple(row[0] for row in rows), groups or command.groups),)
+    return step
+
+
+def test_they_end_before_the_copy_begins_and_read_nothing_that_lay_in_its_pages(
+    cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Non-finite bytes lie there. Two requests of one adapter, beside others'."""
+    hand = Hand(cold, monkeypatch)
+    command = bring(cold, 2, 8)
+    cold.open(1, PROMPT, adapter=2)
+    cold.open(2, PROMPT[:3], adapter=2)
+    cold.open(3, PROMPT, adapter=1)
+    cold.open(4, PROMPT[2:])
+    step = served(cold, command, (1,), (2,))
+    others = cold.command(cold.row(3), cold.row(4))
+    step = RunStep(step.step, step.starts + others.starts, step.rows + others.rows, cpu=step.cpu)
+    result = cold.run(step)
+    assert (result.done.ok, result.done.spoilt, result.done.unsound) == (True, (), ())
+    assert result.done.cpu_s > 0
+    assert result.done.cpu_workers == 1
+    assert hand.num_landed == 0
+    hand.let(LAYERS)
+    assert cold.direct.wait_for(command).ok  # type: ignore[union-attr]
+    cold.decode(4, 1, 2, 3, 4)
+    check(cold, files, 1, 2, 3, 4)
+
+
+def test_prompts_in_chunks_meet_the_adapter_as_it_lands(
+    cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two chunks by the CPU, the second of which finds the copy ended, and the last token by the device."""
+    hand = Hand(cold, monkeypatch)
+    command = bring(cold, 3, 8)
+    cold.open(1, PROMPT, adapter=3)
+    assert cold.run(served(cold, command, (1, 3))).done.ok
+    hand.let(LAYERS)
+    assert cold.direct.wait_for(command).ok  # type: ignore[union-attr]
+    assert cold.run(served(cold, command, (1, 2))).done.ok, (
+        "the step may name it until an end after the answer"
+    )
+    cold.decode(3, 1)
+    check(cold, files, 1)
+
+
+@pytest.mark.parametrize("is_served", [True, False])
+def test_a_row_with_one_token_left(cold: Rig, files: Files, is_served: bool) -> None:
+    """All of the prompt but one token was computed before the adapter left: a row like a decoding one."""
+    command = bring(cold, 2, 8)
+    assert cold.direct.wait_for(command).ok  # type: ignore[union-attr]
+    before = cold.open(1, PROMPT, adapter=2)
+    assert cold.step(cold.row(1, len(PROMPT) - 1)).done.ok
+    cold.direct.evict_adapter(2)
+    again = bring(cold, 2, 8)
+    cold.open(2, PROMPT, adapter=2, num_computed=len(PROMPT) - 1, pages=before.pages)
+    step = served(cold, again, (2,))
+    if not is_served:
+        step.awaits, step.cpu = (Await(again.copy, (2,)),), ()
+    assert cold.run(step).done.spoilt == ()
+    assert cold.direct.wait_for(again).ok  # type: ignore[union-attr]
+    cold.decode(3, 2)
+    check(cold, files, 2)
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_layers_split_between_the_cpu_and_the_link(
+    cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """The link brings the groups from ``first`` on before the others; these are the CPU's."""
+    hand = Hand(cold, monkeypatch)
+    whole = bring
+
+    def split(rig: Rig, adapter: int) -> SwapPages:
+        begin = rig.direct.begin
+        monkeypatch.setattr(rig.direct, "begin", lambda command: None)
+        plain = whole(rig, adapter, LAYERS)
+        monkeypatch.setattr(rig.direct, "begin", begin)
+        command = SwapPages(plain.copy, True, plain.pairs, adapter, LAYERS, first)
+        rig.direct.begin(command)
+        return command
+
+    command = split(cold, 2)
+    cold.open(1, PROMPT, adapter=2)
+    hand.let(LAYERS - first)
+    result = cold.run(served(cold, command, (1,), groups=first))
+    assert (result.done.ok, result.done.spoilt, result.done.unsound) == (True, (), ())
+    assert hand.num_landed == LAYERS - first
+    hand.let(first)
+    assert cold.direct.wait_for(command).ok  # type: ignore[union-attr]
+    cold.decode(4, 1)
+    check(cold, files, 1)
+
+
+def test_rows_of_a_copy_that_nobody_brings_fail_and_harm_none(cold: Rig, files: Files) -> None:
+    cold.open(1, PROMPT, adapter=1)
+    step = cold.command(cold.row(1))
+    step.cpu = (CpuRows(99, (1,), 8),)
+    assert not cold.run(step).done.ok

@@ -1,0 +1,86 @@
+"""Exchanges between ranks, each kind in real processes: what comes out is exact, and the same bits everywhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from manylora.devices.cpu_peers import AREA_BYTES, memory_bytes
+from manylora.devices.group_peers import GATHERED_BYTES
+
+COUNT = 3
+SIZES = [(1,), (3, 5), (GATHERED_BYTES // 4 + 7,), (AREA_BYTES // 2 + 9,)]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+RANK = f"""
+import sys, torch
+from tests.executor.test_peers import SIZES, DTYPES, own
+shared, group, rank, out = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+from manylora.devices.cpu_peers import SharedPeers
+from manylora.devices.group_peers import GroupPeers
+found = {{}}
+kinds = {{"shared": SharedPeers(shared, rank, {COUNT})}}
+kinds["group"] = GroupPeers(group, rank, {COUNT}, torch.device("cpu"))
+for kind, peers in kinds.items():
+    for size in SIZES:
+        for dtype in DTYPES:
+            total = own(rank, size, dtype)
+            peers.add_up(total, "base")
+            found[kind, "sum", size, dtype] = total
+    wide = own(rank, (4, 12), torch.float32)
+    peers.add_up(wide[:, 3:7], "lora")
+    found[kind, "columns"] = wide
+    packed = own(rank, (2, 5), torch.float32).to(torch.int64)
+    found[kind, "gather"] = torch.stack(peers.gather(packed, "sampling"))
+    drawn = packed.clone()
+    peers.broadcast(drawn, "sampling")
+    found[kind, "broadcast"] = drawn
+    found[kind, "account"] = (peers.num_exchanges, peers.digest, peers.traffic)
+torch.save(found, out)
+"""
+
+
+def own(rank: int, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return (10 * torch.randn(size, generator=generator)).to(dtype)
+
+
+def test_three_processes(tmp_path: Path) -> None:
+    file = os.memfd_create("shared")
+    os.ftruncate(file, memory_bytes(COUNT))
+    with tempfile.TemporaryFile() as meeting:
+        files = (file, meeting.fileno())
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", RANK, *map(str, files), str(rank), str(tmp_path / str(rank))],
+                pass_fds=files,
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+            )
+            for rank in range(COUNT)
+        ]
+        assert [rank.wait(60) for rank in ranks] == [0] * COUNT
+    os.close(file)
+    found = [torch.load(tmp_path / str(rank), weights_only=False) for rank in range(COUNT)]
+    for kind in ("shared", "group"):
+        for size in SIZES:
+            for dtype in DTYPES:
+                parts = [own(rank, size, dtype).double() for rank in range(COUNT)]
+                exact = torch.stack(parts).sum(0)
+                totals = [one[kind, "sum", size, dtype] for one in found]
+                assert all(torch.equal(total, totals[0]) for total in totals)
+                most = torch.stack(parts).abs().sum(0)
+                assert ((totals[0].double() - exact).abs() <= 2 * torch.finfo(dtype).eps * most).all()
+        for rank, one in enumerate(found):
+            wide = own(rank, (4, 12), torch.float32)
+            outside = [0, 1, 2, 7, 8, 9, 10, 11]
+            assert torch.equal(one[kind, "columns"][:, outside], wide[:, outside])
+            assert torch.equal(one[kind, "columns"][:, 3:7], found[0][kind, "columns"][:, 3:7])
+            packed = [own(rank, (2, 5), torch.float32).to(torch.int64) for rank in range(COUNT)]
+            assert torch.equal(one[kind, "gather"], torch.stack(packed))
+            assert torch.equal(one[kind, "broadcast"], packed[0])
+            assert one[kind, "account"] == found[0]["shared", "account"]
