@@ -16,6 +16,7 @@ import pytest
 
 from manylora import LLM, SamplingParams
 from manylora.engine.client import EngineDead
+from manylora.text.generate import GenerationFailed
 from tests.e2e.process import (
     MODEL,
     REPOSITORY,
@@ -228,6 +229,19 @@ def inject(rank):
     peers.__class__ = Failing
 """
 
+FAILS_TO_READ = """
+def inject(rank):
+    from manylora.protocol import AdapterRead
+    reader = rank._worker._reader
+    start, failed = reader.start, []
+    def started(spec, command, tell):
+        if failed:
+            return start(spec, command, tell)
+        failed.append(command)
+        tell(AdapterRead(command.adapter, False, "a disk of one rank"))
+    reader.start = started
+"""
+
 
 @pytest.fixture
 def injecting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
@@ -293,3 +307,27 @@ def test_a_step_that_fails_on_one_rank(injecting: Callable[[str], None]) -> None
     injecting(FAILS)
     (line,) = asked()
     assert "failed on rank 1 after exchanges had begun: MemoryError: no room" in line
+
+
+@pytest.mark.parametrize("host_pool", ["0", pytest.param("32MiB", marks=pytest.mark.long)])
+def test_a_read_that_fails_on_one_rank_is_undone_on_all(
+    injecting: Callable[[str], None], host_pool: str
+) -> None:
+    """Its request fails and no other; the adapter is read again for the next."""
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    fixed: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "device_pool": "32MiB",
+        "host_pool": host_pool,
+    }
+    adapters = {"german": GERMAN}
+    with LLM(MODEL, adapters, **fixed) as llm:
+        wanted = llm.generate("Guten", params, adapter="german")[0].outputs[0].token_ids
+    injecting(FAILS_TO_READ)
+    with LLM(MODEL, adapters, tensor_parallel_size=2, **fixed) as llm:
+        with pytest.raises(GenerationFailed, match="a disk of one rank"):
+            llm.generate("Guten", params, adapter="german")
+        assert len(llm.generate("Guten", params)[0].outputs[0].token_ids) == 8
+        (output,) = llm.generate("Guten", params, adapter="german")
+        assert output.outputs[0].token_ids == wanted

@@ -83,6 +83,8 @@ def files(tmp_path: Path) -> dict[str, str]:
     write(folder / "chunk-0-trace.csv", *(f"{600 * i},0.5,1.0,Gamma,1.0,2.0" for i in range(2)))
     lengths = {"input_tokens": "{100: 0.5, 200: 0.5}", "output_tokens": "{10: 1.0}"}
     write(folder / "chunk-0-dataset.json", json.dumps({"0": lengths}))
+    shares = [f"{count},{lora},{1 / count}" for count in (4, 8, 12) for lora in range(count)]
+    write(tmp_path / "lora_popularity.csv", "num_loras,lora_id,probability", *shares)
     opus = tmp_path / "opus"
     opus.mkdir()
     for stem, language in (("opus.de-en-test", "de"), ("opus.en-fr-test", "fr")):
@@ -116,6 +118,16 @@ def files(tmp_path: Path) -> dict[str, str]:
             ),
         ),
         "servegen": str(folder),
+        "toppings-maf-lora": write(
+            tmp_path / "arrivals.csv",
+            "num_loras,t_s",
+            *(f"{count},{second}" for second in range(40) for count in (4, 8, 12)),
+        ),
+        "genai-lora-trace": write(
+            tmp_path / "lora_requests.csv",
+            "t_s,prompt_chars,loras",
+            *(f"{second},40,L{second % 8}" for second in range(40)),
+        ),
         "burstgpt": write(
             tmp_path / "burst.csv",
             "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type",

@@ -54,6 +54,7 @@ class JournalWriter:
         self._num_parts = 1
         self._num_bytes = 0  # of this part
         self._write(msgspec.json.encode({_KEYS[type(config)]: config, "fingerprints": FORM}))
+        self._file.flush()  # a process that is killed before its first event leaves a journal, too
         self._unanswered: tuple[float, object] | None = None
         self._queue: queue.Queue[_Entry | None] = queue.Queue(MOST_WAITING)
         self._thread = threading.Thread(target=self._run, name="manylora-journal", daemon=True)

@@ -10,7 +10,16 @@ from pathlib import Path
 from random import Random
 
 from manylora.config import ConfigError
-from manylora_lab.workloads import alpaca, azure_functions, chat, extracts, mooncake, parallel_text, servegen
+from manylora_lab.workloads import (
+    alpaca,
+    azure_functions,
+    chat,
+    extracts,
+    lora_traces,
+    mooncake,
+    parallel_text,
+    servegen,
+)
 from manylora_lab.workloads.arrivals import check_load
 from manylora_lab.workloads.assembly import NO_TIMES, Adapters, assign, lone_request, with_arrivals
 from manylora_lab.workloads.conversations import LMSYS, SHAREGPT, load_arena
@@ -166,6 +175,12 @@ def _mooncake(path: Path, options: WorkloadOptions) -> Stream:
     return mooncake.load(path, options.read_all, spread_s=MOONCAKE_STEP_S)
 
 
+def _toppings(path: Path, options: WorkloadOptions) -> Stream:
+    count = options.num_adapters if options.popularity is None else None
+    ranks = None if count is None else options.drawn_ranks(count)
+    return lora_traces.load_toppings(path, ranks, options.read_part)
+
+
 def _ntrex(path: Path, options: WorkloadOptions) -> Stream:
     """The published folder, a file a language, or a TSV with a column a language."""
     files = parallel_text.ntrex_files(path) if path.is_dir() else {}
@@ -309,6 +324,14 @@ FORMATS = {
     "mooncake": Format("Mooncake traces with hash_ids, JSON lines", _mooncake),
     "servegen": Format(
         "ServeGen clients: a model's folder, or CSV of rates beside JSON lines of lengths", _servegen
+    ),
+    lora_traces.TOPPINGS: Format(
+        "Toppings artifact's arrivals.csv, with lora_popularity.csv beside it; adapters: 128, 256 or 512",
+        _toppings,
+    ),
+    lora_traces.GENAI: Format(
+        "Alibaba's image service with LoRA ids (GenTD26), CSV of lora_requests",
+        lambda path, options: lora_traces.load_genai(path, options.read_part),
     ),
     "burstgpt": Format("BurstGPT, CSV", _timed(BURSTGPT)),
     "sharegpt": Format("ShareGPT conversations, JSON; no times", _whole(SHAREGPT.load)),
