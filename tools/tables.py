@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from manylora_lab.benchmarks import plot_reality, sensitivity
-from manylora_lab.reproduce import fastlibra_table_text
+from manylora_lab.reproduce import fastlibra_seeds, fastlibra_table_text
 from manylora_lab.reproduce.report import ExperimentReport, Headline
+from manylora_lab.sim.ablation import FEATURES
 
 Record = Any
 Row = dict[str, Any]
@@ -219,7 +220,64 @@ def fastlibra_table(record: Record) -> str:
     )
 
 
+def seeds(record: Record) -> str:
+    """A table for each load: what each policy takes at each rate, and how far ``manylora`` is from it."""
+    blocks = []
+    for case in dict.fromkeys(row["case"] for row in record["rows"]):
+        rows = [row for row in record["rows"] if row["case"] == case]
+        shares = sorted({row["share"] for row in rows} - {0.0})
+        by = {(row["policy"], row["share"]): row for row in rows}
+        simple = rows[0]["best_simple"]
+        lines = []
+        for policy in dict.fromkeys(row["policy"] for row in rows):
+            whole = by[policy, 0.0]
+            invalid = whole["invalid_share"]
+            lines.append(
+                (
+                    f"`{policy}`",
+                    *(f"{by[policy, share]['ttft_mean_ms']:,.1f}" for share in shares),
+                    _change(whole["change"], (whole["change_low"], whole["change_high"])),
+                    "" if policy == "manylora" else _against(by, "manylora", policy, shares),
+                    "-" if invalid is None else f"{100 * invalid:.1f}",
+                )
+            )
+        header = ("policy", *(f"{share:g} of the peak" for share in shares), f"all, against `{simple}`, %")
+        blocks += [f"{case}:", table((*header, "`manylora` against it, %", "invalid KV, %"), lines)]
+    return "\n\n".join(blocks)
+
+
+def ablation(record: Record) -> str:
+    """What each feature of ``manylora`` does: taken from the whole, and added to one LRU."""
+    by = {(row["policy"], row["share"]): row for row in record["rows"]}
+    shares = sorted({share for _, share in by} - {0.0})
+    if not by:
+        return table(("feature",), [])
+    lines = [
+        (
+            name,
+            _against(by, f"manylora-{name}", "manylora", shares),
+            _against(by, f"lru+{name}", "lru", shares),
+        )
+        for name in FEATURES
+    ]
+    lines.append(("all seven", "", _against(by, "manylora", "lru", shares)))
+    return table(("feature", "`manylora` without it, %", "`lru` with it, %"), lines)
+
+
+def _against(by: Mapping[tuple[str, float], Row], ours: str, other: str, shares: Sequence[float]) -> str:
+    mine, theirs = ([by[policy, share]["ttft_ms_by_seed"] for share in shares] for policy in (ours, other))
+    return _change(fastlibra_seeds.mean_change(mine, theirs), fastlibra_seeds.interval(mine, theirs))
+
+
+def _change(change: float, interval: Sequence[float]) -> str:
+    """In percent."""
+    low, high = interval
+    return f"{100 * change:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
+
+
 TABLES: dict[str, Callable[[Record], str]] = {
+    "seeds": seeds,
+    "ablation": ablation,
     "kernels-lora": kernels_lora,
     "kernels-products": kernels_products,
     "kernels-attention": kernels_attention,

@@ -114,6 +114,20 @@ def test_the_least_example_of_what_the_reward_decides(policy: str, what_leaves: 
     assert ("adapter" if first is root else "history") == what_leaves
 
 
+@pytest.mark.parametrize(("num_turn_pages", "what_leaves"), [(5, "history"), (12, "adapter")])
+def test_the_least_example_of_what_dependencies_decide(num_turn_pages: int, what_leaves: str) -> None:
+    """Every request for KV is one for its adapter, which so has at least its visits and its last use. So where
+    dependencies are ignored, equation 5 still sends KV first, unless its turn takes more pages than the adapter:
+    only then is there invalid KV, and only then can -WOM be worse than the whole."""
+    residency = residency_of("fastlibra-wom")
+    root = known(residency.tree, 1, 8)
+    history = grow(residency, 1, num_turn_pages)
+    visit(residency, history, 1.0)
+    (first, *_) = residency.shrink(2.0, residency.room.pages_used - 1, "demand")
+    assert ("adapter" if first is root else "history") == what_leaves
+    assert bool(residency.tree.invalid_pages) is (what_leaves == "adapter")
+
+
 def test_old_nodes_stay_distinct_in_log_space() -> None:
     """In seconds 1 - sigmoid(t) is exactly 0 from 37 s on."""
     residency = residency_of("fastlibra")

@@ -1,4 +1,4 @@
-"""Nine models on a CPU: manylora beside transformers + PEFT, in one run, on the shipped demo model.
+"""Nine models on a CPU: manylora beside transformers + PEFT and merged copies, in one run, on the demo model.
 
 64 requests at once, 32 prompt and 128 generated tokens, greedy, no end-of-sequence, round-robin over the
 base and eight adapters, float32, two threads. The systems take turns, so that noise of the machine meets all
@@ -48,26 +48,11 @@ class Peft:
     """transformers + PEFT, all adapters loaded once."""
 
     def __init__(self, adapters: dict[str, str]) -> None:
-        base = transformers.AutoModelForCausalLM.from_pretrained(DEMO / "model", dtype=torch.float32)
-        base.generation_config.eos_token_id = None
         names = list(adapters)
-        self.model = peft.PeftModel.from_pretrained(base, adapters[names[0]], adapter_name=names[0])
+        self.model = peft.PeftModel.from_pretrained(_plain(), adapters[names[0]], adapter_name=names[0])
         for name in names[1:]:
             self.model.load_adapter(adapters[name], adapter_name=name)
         self.model.eval()
-
-    def _generate(self, prompts: list[list[int]], **options: Any) -> list[list[int]]:
-        ids = torch.tensor(prompts)
-        out = self.model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=GENERATE,
-            min_new_tokens=GENERATE,
-            do_sample=False,
-            pad_token_id=0,
-            **options,
-        )
-        return [row[PROMPT:].tolist() for row in out]
 
     @torch.inference_mode()
     def per_adapter(self, prompts: list[list[int]], models: list[str | None]) -> list[list[int]]:
@@ -77,10 +62,10 @@ class Peft:
             mine = [i for i, model in enumerate(models) if model == name]
             if name is None:
                 with self.model.disable_adapter():
-                    outs = self._generate([prompts[i] for i in mine])
+                    outs = _generate(self.model, [prompts[i] for i in mine])
             else:
                 self.model.set_adapter(name)
-                outs = self._generate([prompts[i] for i in mine])
+                outs = _generate(self.model, [prompts[i] for i in mine])
             for i, out in zip(mine, outs, strict=True):
                 results[i] = out
         return results
@@ -88,13 +73,62 @@ class Peft:
     @torch.inference_mode()
     def mixed(self, prompts: list[list[int]], models: list[str | None]) -> list[list[int]]:
         """All requests in one batch, by PEFT's ``adapter_names``."""
-        return self._generate(prompts, adapter_names=[m or "__base__" for m in models])
+        return _generate(self.model, prompts, adapter_names=[m or "__base__" for m in models])
 
     @torch.inference_mode()
     def base_only(self, prompts: list[list[int]], models: list[str | None]) -> list[list[int]]:
         """The base model alone, one batch: no adapters anywhere."""
         with self.model.disable_adapter():
-            return self._generate(prompts)
+            return _generate(self.model, prompts)
+
+
+class MergedCopies:
+    """transformers with a copy of the model for each adapter, merged into its weights; and one without."""
+
+    def __init__(self, adapters: dict[str, str]) -> None:
+        self.models: dict[str | None, Any] = {None: _plain()}
+        for name, folder in adapters.items():
+            merged: Any = peft.PeftModel.from_pretrained(_plain(), folder).merge_and_unload()
+            self.models[name] = merged.eval()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all copies."""
+        return sum(_weight_bytes(model) for model in self.models.values())
+
+    @torch.inference_mode()
+    def run(self, prompts: list[list[int]], models: list[str | None]) -> list[list[int]]:
+        """Each copy's requests as one batch, one copy after the other."""
+        results: list[list[int]] = [[] for _ in prompts]
+        for name in dict.fromkeys(models):
+            mine = [i for i, model in enumerate(models) if model == name]
+            for i, out in zip(mine, _generate(self.models[name], [prompts[i] for i in mine]), strict=True):
+                results[i] = out
+        return results
+
+
+def _plain() -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO / "model", dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def _weight_bytes(model: Any) -> int:
+    return sum(each.numel() * each.element_size() for each in model.parameters())
+
+
+def _generate(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    ids = torch.tensor(prompts)
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=GENERATE,
+        min_new_tokens=GENERATE,
+        do_sample=False,
+        pad_token_id=0,
+        **options,
+    )
+    return [row[PROMPT:].tolist() for row in out]
 
 
 def measure(repeats: int) -> dict[str, Any]:
@@ -103,12 +137,13 @@ def measure(repeats: int) -> dict[str, Any]:
     adapters = {folder.name: str(folder) for folder in folders}
     models = [([None, *adapters])[i % (ADAPTERS + 1)] for i in range(REQUESTS)]
     generator = np.random.default_rng(0)
-    ours, theirs = ManyloraSide(adapters), Peft(adapters)
+    ours, theirs, copies = ManyloraSide(adapters), Peft(adapters), MergedCopies(adapters)
     systems: dict[str, tuple[Run, list[str | None]]] = {
+        "PEFT, one mixed batch": (theirs.mixed, models),
+        "PEFT, one batch per adapter": (theirs.per_adapter, models),
+        "merged copies, one batch each": (copies.run, models),
         "manylora, nine models": (ours.run, models),
         "manylora, base only": (ours.run, [None] * REQUESTS),
-        "PEFT, one batch per adapter": (theirs.per_adapter, models),
-        "PEFT, one mixed batch": (theirs.mixed, models),
         "transformers, base only": (theirs.base_only, [None] * REQUESTS),
     }
     times: dict[str, list[float]] = collections.defaultdict(list)
@@ -132,6 +167,11 @@ def measure(repeats: int) -> dict[str, Any]:
         "all_seconds": times,
         "ratio_to_peft_per_adapter": rates["manylora, nine models"] / rates["PEFT, one batch per adapter"],
         "ratio_to_peft_mixed": rates["manylora, nine models"] / rates["PEFT, one mixed batch"],
+        "ratio_to_merged_copies": rates["manylora, nine models"] / rates["merged copies, one batch each"],
+        "weight_bytes": {
+            "merged copies": copies.weight_bytes,
+            "one base and all adapters": _weight_bytes(theirs.model),
+        },
         "ratio_to_transformers_base": rates["manylora, nine models"] / rates["transformers, base only"],
         "nine_models_over_one": rates["manylora, nine models"] / rates["manylora, base only"],
         "requests_equal_to_peft": [agree, total],
@@ -212,7 +252,11 @@ def draw(breakdown: dict[str, float], rates: dict[str, float], path: str) -> Non
     top.set_xlabel("ms")
     top.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=3)
     names = list(rates)
-    bars = bottom.barh(names, [rates[n] for n in names], color=["C0", "C0", "C7", "C7", "C7"])
+    bars = bottom.barh(
+        names,
+        [rates[n] for n in names],
+        color=["C0" if name.startswith("manylora") else "C7" for name in names],
+    )
     bottom.bar_label(bars, fmt="%.0f", fontsize=8)
     bottom.invert_yaxis()
     bottom.set_xlabel("generated tokens/s, two CPU threads, float32")
