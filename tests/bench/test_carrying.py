@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import io
 import json
 import os
 import tarfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -116,7 +119,11 @@ def test_flipped_bytes(
     whole = file.read_bytes()
     other = lies_in(monkeypatch, tmp_path / "two")
     for place in range(20, len(whole) - 4, 97):
-        file.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
+        flipped = whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :]
+        file.write_bytes(flipped)
+        with contextlib.suppress(OSError, EOFError, zlib.error):
+            if gzip.decompress(flipped) == gzip.decompress(whole):
+                continue  # another way to say the same, such as another distance within zeros
         error(capsys, "--import", str(file))
         assert not other.exists()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.e2e.process import BASE, REPOSITORY, TIMEOUT_S, Server, children_of, is_running, wait_until
 
@@ -91,7 +92,16 @@ class Answer:
         usage = (
             {key: self.usage[key] for key in ("prompt_tokens", "completion_tokens")} if self.usage else None
         )
-        return self.choices, usage, self.error
+        choices = {
+            number: {key: value for key, value in choice.items() if key != "logprobs"}
+            for number, choice in self.choices.items()
+        }
+        return choices, usage, self.error
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Of all choices: equal up to the rounding that comes from what ran in the same steps."""
+        return [value for _, choice in sorted(self.choices.items()) for value in choice["logprobs"]]
 
 
 def mixed_bodies(count: int) -> list[Json]:
@@ -168,7 +178,7 @@ def _add(answer: Answer, found: Json) -> None:
         held["text"] += choice["text"]
         held["end"] = choice.get("finish_reason") or held["end"]
         if choice.get("logprobs"):
-            held["logprobs"] += [round(value, 3) for value in choice["logprobs"]["token_logprobs"]]
+            held["logprobs"] += choice["logprobs"]["token_logprobs"]
 
 
 @contextlib.asynccontextmanager
@@ -195,6 +205,7 @@ def assert_equal(before: list[Answer], after: list[Answer]) -> None:
     """Nothing of an answer tells what happened to the cluster."""
     for number, (one, other) in enumerate(zip(before, after, strict=True)):
         assert other.content == one.content, number
+        assert other.logprobs == pytest.approx(one.logprobs, abs=1e-3), number
 
 
 def send(pid: int, number: signal.Signals) -> None:

@@ -86,10 +86,12 @@ def is_running(pid: int) -> bool:
 
 
 def children_of(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
+    """Of all its threads: the system lists a child under the thread that started it."""
+    children: list[int] = []
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            children += map(int, listed.read_text().split())
+    return sorted(children)
 
 
 def handles(pid: int, number: signal.Signals) -> bool:

@@ -90,11 +90,13 @@ def test_a_lane_that_cannot_tell_holds_a_step_up_for_its_bound(
     files: Files,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    gated.open(9, PROMPT, adapter=1)
+    gated.decode(1, 9)  # what a step loads when it first runs may wait for the device
     monkeypatch.setattr(type(words_of(gated)), "mark", lambda *_: None)
     monkeypatch.setattr("manylora.memory.gates.Awaited.__init__.__defaults__", (0.2,))
     lane = gated.worker._copier._lanes[True].copies
     with torch.cuda.stream(lane.stream):  # type: ignore[attr-defined]
-        torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]  # the copy is not answered before the step
+        torch.cuda._sleep(4_000_000_000)  # type: ignore[no-untyped-call]  # the copy is not answered before the step
     command = bring(gated, 2, 8)
     gated.open(1, PROMPT, adapter=2)
     gated.open(2, PROMPT, adapter=1)

@@ -31,6 +31,7 @@ from manylora_lab.workloads.named import named
 from manylora_lab.workloads.popularity import Popularity
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
+OWN = "router: our own, beside CaraServe's (§5)"
 COMPARED = ("manylora", "cache-aware", "caraserve", "most-idle", "round-robin")
 NOTES = (
     "Simulated: the engine's own policy on A10 with Llama-2-7B of assumed costs, 8 replicas unless it is said, "
@@ -116,7 +117,7 @@ def _staleness_figures(rows: list[Row]) -> list[Headline]:
 STALENESS = Experiment(
     "router-staleness",
     "Time to the first token over the age of replicas' reports",
-    "ours",
+    OWN,
     _staleness,
     Lines(("delay_ms", "age of reports, ms"), ("ttft_mean_ms", "mean TTFT, ms"), "router"),
     (_staleness_figures,),
@@ -161,7 +162,7 @@ def _bound_figures(rows: list[Row]) -> list[Headline]:
 BOUND = Experiment(
     "router-bound",
     "Time to the first token over the load, with a bound that no router can better",
-    "ours",
+    OWN,
     _bound,
     Lines(("load", "share of the pooled peak"), ("ttft_mean_ms", "mean TTFT, ms"), "router"),
     (_bound_figures,),
@@ -236,7 +237,7 @@ def _move_figures(rows: list[Row]) -> list[Headline]:
 MOVES = Experiment(
     "router-moves",
     "What moving requests costs: computing again or sending KV, and a cluster with and without",
-    "ours",
+    OWN,
     _moves,
     LinePanels(
         "part", "router", ("load", "share of the pooled peak"), ("ttft_mean_ms", "mean TTFT, ms"), is_shared=False
@@ -326,7 +327,7 @@ def _size_figures(rows: list[Row]) -> list[Headline]:
 SIZE = Experiment(
     "router-size",
     "From 8 replicas with 1,000 adapters to 1,000 with 100,000, at an equal load each",
-    "ours",
+    OWN,
     _size,
     Lines(("replicas", "replicas"), ("ttft_mean_ms", "mean TTFT, ms"), "router"),
     (_size_figures,),
