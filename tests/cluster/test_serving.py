@@ -14,7 +14,7 @@ from tests.e2e.process import Server, events
 
 LEASE_S = 3.0
 MIXED = mixed_bodies(60)
-LONG = long_bodies(16)
+LONG = long_bodies(16, 300)
 
 
 @pytest.fixture(scope="module")

@@ -135,6 +135,11 @@ async def _run(bench: Bench, load: Workload, num_pages: int) -> list[list[list[i
             tasks.append(asyncio.create_task(_receive(llm, asked, tokens)))
         await asyncio.gather(*tasks)
         stats = await llm.stats()
+        for _ in range(1000):  # a step in flight may still hold what was cancelled last
+            if stats.num_running == 0:
+                break
+            await asyncio.sleep(0.005)
+            stats = await llm.stats()
         assert (stats.num_running, stats.num_waiting, stats.pages_running) == (0, 0, 0)
         assert stats.pages_free + stats.pages_history + stats.pages_adapters == stats.pages_total == num_pages
         return received
