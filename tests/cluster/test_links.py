@@ -21,9 +21,9 @@ from manylora.cluster.link import (
     Listener,
     bind,
     dial,
-    frame,
     why_strange,
 )
+from manylora.engine.frames import frame
 
 SECRET = b"s" * 32
 _ping = msgspec.msgpack.Decoder(messages.ToRouterFromSupervisor)

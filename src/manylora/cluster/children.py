@@ -19,9 +19,10 @@ from typing import Any
 
 import msgspec
 
-from manylora.cluster import link, messages
+from manylora.cluster import messages
 from manylora.config import EngineSettings, HttpSettings
 from manylora.config.cluster import ClusterOptions
+from manylora.engine.frames import frame
 from manylora.types import EngineInfo
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class Starter:
         """Dropped where the starter is gone."""
         try:
             with self._sending:
-                self._sock.sendall(link.frame(message))
+                self._sock.sendall(frame(message))
         except OSError:
             pass
 

@@ -12,13 +12,13 @@ import contextlib
 import hmac
 import secrets
 import socket
-import struct
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 
 from manylora._version import VERSION
+from manylora.engine.frames import LENGTH, encoder, frame
 
 MAX_FRAME_BYTES = 64 * 2**20
 MAX_UNSENT_BYTES = 64 * 2**20
@@ -29,8 +29,6 @@ MOST_STRANGERS = 64
 """Connections of a listener that have not proved themselves yet; more are closed at once."""
 NONCE_BYTES = 32
 
-_LENGTH = struct.Struct("<I")
-_encoder = msgspec.msgpack.Encoder()
 
 
 class LinkError(Exception):
@@ -139,29 +137,9 @@ def why_strange(hello: Hello, model: str) -> str | None:
     return None
 
 
-def frame(message: Any) -> bytes:
-    """The message as bytes that can follow one another on a stream."""
-    try:
-        body = _encoder.encode(message)
-    except UnicodeEncodeError:
-        # A path that is not UTF-8: half a character must not end the conversation.
-        body = _encoder.encode(_without_surrogates(msgspec.to_builtins(message)))
-    return _LENGTH.pack(len(body)) + body
-
-
-def _without_surrogates(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, dict):
-        return {key: _without_surrogates(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_surrogates(inner) for inner in value]
-    return value
-
-
 async def _read(reader: asyncio.StreamReader, most: int) -> bytes:
     try:
-        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
         if length > most:
             raise LinkError(f"a frame of {length} bytes, of at most {most}")
         return await reader.readexactly(length)
@@ -200,8 +178,8 @@ async def _introduce(
     decoder: msgspec.msgpack.Decoder[Any],
 ) -> Link:
     hello = msgspec.structs.replace(hello, nonce=secrets.token_bytes(NONCE_BYTES))
-    said = _encoder.encode(hello)
-    writer.write(_LENGTH.pack(len(said)) + said)
+    said = encoder.encode(hello)
+    writer.write(LENGTH.pack(len(said)) + said)
     try:
         challenge = msgspec.msgpack.decode(await _read(reader, HANDSHAKE_BYTES), type=_Challenge)
         if not hmac.compare_digest(challenge.proof, _sign(secret, b"listener", said, challenge.nonce)):

@@ -16,7 +16,7 @@ import msgspec
 
 from manylora.cluster import messages
 from manylora.cluster.children import Launch
-from manylora.cluster.link import frame
+from manylora.engine.frames import frame
 from manylora.engine.wire import Failed
 
 _LENGTH = struct.Struct("<I")

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import struct
-from typing import Any
 
 import msgspec
 
 from manylora.config import EngineSettings
 from manylora.engine.client import AdapterLoad, Delta, EngineStats, GenerationRequest
+from manylora.engine.frames import LENGTH
+from manylora.engine.frames import frame as frame  # of this module, too
 from manylora.engine.watchdog import Pulse
 from manylora.types import AdapterCard, AdapterId, EngineInfo
-
-_LENGTH = struct.Struct("<I")
 
 
 class Start(msgspec.Struct, tag=True):
@@ -111,35 +109,14 @@ class Beat(msgspec.Struct, tag=True):
 
 ToServer = EngineReady | Failed | Deltas | Loads | Answer | Beat
 
-_encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
 _to_server = msgspec.msgpack.Decoder(ToServer)
-
-
-def frame(message: ToEngine | ToServer) -> bytes:
-    """The message as bytes that can follow one another on a stream."""
-    try:
-        body = _encoder.encode(message)
-    except UnicodeEncodeError:
-        # A broken file's own words, or a path that is not UTF-8: half a character must not end the conversation.
-        body = _encoder.encode(_without_surrogates(msgspec.to_builtins(message)))
-    return _LENGTH.pack(len(body)) + body
-
-
-def _without_surrogates(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, dict):
-        return {key: _without_surrogates(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_surrogates(inner) for inner in value]
-    return value
 
 
 async def read_from_engine(reader: asyncio.StreamReader) -> ToServer | None:
     """The engine's next message; None when it has gone."""
     try:
-        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
         message: ToServer = _to_server.decode(await reader.readexactly(length))
         return message
     except (asyncio.IncompleteReadError, ConnectionError):
@@ -148,10 +125,10 @@ async def read_from_engine(reader: asyncio.StreamReader) -> ToServer | None:
 
 def read_from_server(sock: socket.socket) -> ToEngine | None:
     """The server's next message (blocking); None when it has gone."""
-    header = _receive(sock, _LENGTH.size)
+    header = _receive(sock, LENGTH.size)
     if header is None:
         return None
-    body = _receive(sock, _LENGTH.unpack(header)[0])
+    body = _receive(sock, LENGTH.unpack(header)[0])
     if body is None:
         return None
     message: ToEngine = _to_engine.decode(body)
