@@ -392,15 +392,6 @@ def test_manylora_counts_what_those_that_run_wait_for_a_prompt() -> None:
     assert two_rows_and_none(StepPlane(0.01)).ask("a", prompt_tokens=110) == 1, "11 ms each"
 
 
-def test_manylora_counts_those_that_come_to_be_beyond_the_objective() -> None:
-    steep = StepPlane(0.01, 1e-5)
-    assert two_rows_and_none(steep).ask("a", prompt_tokens=10) == 0
-    crossed = {"slo_s": 0.01002, "late_s": 1.0}  # a step of two rows takes as much, one of three more
-    assert two_rows_and_none(steep, crossed).ask("a", prompt_tokens=10) == 1, "three requests would be late"
-    all_late = {"slo_s": 0.005, "late_s": 1.0}
-    assert two_rows_and_none(steep, all_late).ask("a", prompt_tokens=10) == 0, "one is late wherever it goes"
-
-
 def test_manylora_knows_kernels_that_pad() -> None:
     """A request of rank 64 makes two rows of rank 8 as slow as its own; one that is added up does not."""
     padded, added = StepPlane(0.01, padded_rank_s=1e-5), StepPlane(0.01, rank_s=1e-6)
