@@ -34,8 +34,8 @@ class ReplicaState:
 
     What is reserved for unseen assignments is taken off ``free_pages`` (empty or reclaimable) and ``spare_pages``
     (empty), and is in ``waiting_tokens`` (prompts to be computed) and ``kv_tokens``. ``unseen``: these, by number;
-    ``gone``: what has left since the last report and what that still counted, oldest first. ``num_changes``: how often
-    requests or reports have come; ``step_now``: what ``present_step`` has found, until then.
+    ``gone``: what has left since the last report, and what that still counted, oldest first. ``num_changes``: how
+    often requests or reports have come; ``step_now``: what ``present_step`` has found, until then.
     """
 
     __slots__ = (
