@@ -13,7 +13,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,7 +21,7 @@ from manylora.cluster import children, messages
 from manylora.cluster.adapter_log import AdapterLog
 from manylora.cluster.link import Hello, Link, Listener, adopt, why_strange
 from manylora.cluster.members import FrontendMember, Members, ReplicaMember
-from manylora.cluster.names import journal_name
+from manylora.cluster.recording import open_of_router
 from manylora.cluster.rollout import Rollout
 from manylora.cluster.status import status
 from manylora.cluster.timing import Decisions
@@ -105,13 +104,16 @@ class Switchboard:
         self._solver = SolverProcess(SOLVE_S) if solver_is_there() else None
         self._solving = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manylora-solving")
         self._listeners: list[asyncio.Queue[str]] = []
-        self._journal = self._trace = None
         settings = launch.engine
-        if settings.journal is not None:
-            path = Path(journal_name(settings.journal, "router", launch.epoch))
-            self._journal = JournalWriter(path, self.config, settings.journal_part_bytes)
-        if settings.cache.trace is not None:
-            self._trace = LineFile(Path(journal_name(settings.cache.trace, "router", launch.epoch)), "trace")
+        self._journal = open_of_router(
+            "journal",
+            settings.journal,
+            launch.epoch,
+            lambda path: JournalWriter(path, self.config, settings.journal_part_bytes),
+        )
+        self._trace = open_of_router(
+            "trace", settings.cache.trace, launch.epoch, lambda path: LineFile(path, "trace")
+        )
         self._start_s = time.monotonic()
 
     async def start(self, secret: bytes, launch: children.Launch) -> None:
