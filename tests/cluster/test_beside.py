@@ -22,7 +22,7 @@ from tests.cluster.process import (
     send,
 )
 from tests.cluster.replays import replay_all
-from tests.cluster.test_bad_input import refused, test_what_does_not_go_together
+from tests.cluster.test_bad_input import refused
 from tests.e2e.process import Server, assert_error, children_of, get, is_running, post, wait_until
 
 PAGE = Path(__file__).parents[2] / "docs" / "cluster.md"
@@ -76,7 +76,7 @@ ELSEWHERE = {
     "prompts of one body": "test_beside.py::test_cold_starts_on_the_cpu_a_shared_store_and_turns",
     "`--load-format dummy`": "test_beside.py::test_random_weights_are_the_same_everywhere",
 }
-REFUSED = {"`--tensor-parallel-size` above 1": test_what_does_not_go_together}
+REFUSED = {"`--tensor-parallel-size` above 1": "test_bad_input.py::test_what_does_not_go_together"}
 NOT_ANYWHERE = {"structured output": {"response_format": {"type": "json_object"}}}
 """Refused with 400 by a single server, too."""
 
@@ -132,9 +132,9 @@ def test_cold_starts_on_the_cpu_a_shared_store_and_turns(
 ) -> None:
     """One cluster for: CPU workers, the adapter store, priorities, fairness by key, a limit on adapters, keys, a
     small pool, journals. A replica that is killed takes its CPU workers with it; the next reads from the store."""
-    turns = ("--scheduling-policy", "priority", "--fairness", "vtc", "--fair-by", "key")
+    turns: tuple[str, ...] = ("--scheduling-policy", "priority", "--fairness", "vtc", "--fair-by", "key")
     turns = (*turns, "--adapter-batch-limit", "2")
-    cold = ("--cold-start", "cpu", "--cpu-lora-workers", "1", "--adapter-store", "STORE")
+    cold: tuple[str, ...] = ("--cold-start", "cpu", "--cpu-lora-workers", "1", "--adapter-store", "STORE")
     cold = (*cold, "--journal", "JOURNAL")
     with started(tmp_path, *cold, *turns, *KEYS, *SMALL) as cluster:
         wait_up(cluster)
@@ -203,7 +203,7 @@ def test_random_weights_are_the_same_everywhere(tmp_path: Path) -> None:
 
 
 def test_what_is_refused() -> None:
-    """REFUSED has its test beside other settings that are; here, in one line, what a process alone can tell."""
+    """Here what a process alone can tell: in one line, too."""
     assert {"`--tensor-parallel-size` above 1": test_what_does_not_go_together} == REFUSED
     assert "--adapter-store" in refused("--replicas", "2", "--adapter-store", "/proc/store")
     assert "cannot write the journal" in refused("--replicas", "2", "--journal", "/proc/journal")
