@@ -16,7 +16,17 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.process import BASE, REPOSITORY, TIMEOUT_S, Server, children_of, is_running, wait_until
+from tests.e2e.process import (
+    BASE,
+    MODEL,
+    REPOSITORY,
+    TIMEOUT_S,
+    Server,
+    children_of,
+    is_running,
+    run_cli,
+    wait_until,
+)
 
 Json = dict[str, Any]
 ADAPTERS = REPOSITORY / "demo" / "adapters"
@@ -26,13 +36,13 @@ NAMES = sorted(folder.name for folder in ADAPTERS.iterdir())[:8]
 class Cluster(Server):
     """``manylora serve --replicas``, small, with the demo's adapters."""
 
-    def __init__(self, *args: str, folder: Path, key: str | None = None, **env: str) -> None:
+    def __init__(self, *args: str, folder: Path, key: str | None = None, model: str = MODEL) -> None:
         """``key``: what its clients carry."""
         self.folder = folder
         self.headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         super().__init__(
             "--adapter-dir", str(ADAPTERS), "--max-adapter-rank", "64", "--device-pool", "48MiB", "--host-pool",
-            "16MiB", "--cluster-dir", str(folder / "cluster"), *args, env=env,
+            "16MiB", "--cluster-dir", str(folder / "cluster"), *args, model=model,
         )  # fmt: skip
         self.http.headers.update(self.headers)
 
@@ -71,6 +81,12 @@ class Cluster(Server):
     def ask_all(self, bodies: list[Json], meanwhile: Callable[[], object] | None = None) -> list[Answer]:
         """See ``ask_all``."""
         return ask_all(self.url, bodies, meanwhile, self.headers)
+
+    def manage(self, action: str, *args: str) -> str:
+        """``manylora cluster``; what it prints."""
+        result = run_cli("cluster", action, *args, "--cluster-dir", str(self.folder / "cluster"))
+        assert result.returncode == 0, f"{result.stderr}\n{self.log}"
+        return result.stdout
 
     def pids(self) -> list[int]:
         """Of every process of it."""

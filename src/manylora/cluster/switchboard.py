@@ -61,6 +61,8 @@ log = logging.getLogger(__name__)
 SETTLE_S = 2.0
 """A router that takes another's place waits so long for replicas and front ends before it decides."""
 SOLVE_S = 2.0
+HINT_S = 5.0
+"""How much later than it may a router repeats a hint."""
 
 _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     messages.FRONTEND: msgspec.msgpack.Decoder(messages.ToRouterFromFrontend),
@@ -83,7 +85,8 @@ class Switchboard:
         self.table = messages.ProcessTable([], [], 0, launch.cluster.launcher)
         self.moved: collections.Counter[str] = collections.Counter()
         self.decisions = Decisions()
-        self.hint: ScaleHint | None = None
+        self._hint: ScaleHint | None = None
+        self._hint_s = 0.0
         self.registry = Rollout(adapter_log, self.members, self.tell, self.config.queue_timeout_s)
         self._model = launch.model
         self._supervisor: Link | None = None
@@ -137,6 +140,12 @@ class Switchboard:
         if self._solver is not None:
             self._solver.close()
 
+    @property
+    def hint(self) -> ScaleHint | None:
+        """What the router would have, as long as it has not stopped saying so: it does at most so often."""
+        is_fresh = time.monotonic() - self._hint_s <= self.config.scale_down_s + HINT_S
+        return self._hint if is_fresh else None
+
     # ------------------------------------------------------------ the machine
 
     def tell(self, event: RouterEvent) -> None:
@@ -171,7 +180,7 @@ class Switchboard:
             case Solve():
                 self._solve(command)
             case ScaleHint():
-                self.hint = command
+                self._hint, self._hint_s = command, now
             case Routed():
                 if command.source is not None:
                     self.moved[command.reason] += 1
