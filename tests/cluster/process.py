@@ -23,6 +23,7 @@ from tests.e2e.process import (
     TIMEOUT_S,
     Server,
     children_of,
+    environment,
     is_running,
     run_cli,
     wait_until,
@@ -31,18 +32,23 @@ from tests.e2e.process import (
 Json = dict[str, Any]
 ADAPTERS = REPOSITORY / "demo" / "adapters"
 NAMES = sorted(folder.name for folder in ADAPTERS.iterdir())[:8]
+QUEUED_S = 4 * TIMEOUT_S
+"""For a stream's next word: requests may wait behind many others."""
 
 
 class Cluster(Server):
     """``manylora serve --replicas``, small, with the demo's adapters."""
 
-    def __init__(self, *args: str, folder: Path, key: str | None = None, model: str = MODEL) -> None:
-        """``key``: what its clients carry."""
+    def __init__(
+        self, *args: str, folder: Path, key: str | None = None, model: str = MODEL, python_path: str = ""
+    ) -> None:
+        """``key``: what its clients carry; ``python_path``: a folder of modules that come before all others."""
         self.folder = folder
         self.headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        env = {} if not python_path else {"PYTHONPATH": f"{python_path}:{environment()['PYTHONPATH']}"}
         super().__init__(
             "--adapter-dir", str(ADAPTERS), "--max-adapter-rank", "64", "--device-pool", "48MiB", "--host-pool",
-            "16MiB", "--cluster-dir", str(folder / "cluster"), *args, model=model,
+            "16MiB", "--cluster-dir", str(folder / "cluster"), *args, model=model, env=env,
         )  # fmt: skip
         self.http.headers.update(self.headers)
 
@@ -211,7 +217,7 @@ async def asking(
 ) -> AsyncIterator[list[asyncio.Task[Answer]]]:
     """All of them are under way."""
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits, headers=headers, verify=False) as client:
+    async with httpx.AsyncClient(timeout=QUEUED_S, limits=limits, headers=headers, verify=False) as client:
         yield [asyncio.create_task(_ask(client, url, body)) for body in bodies]
 
 

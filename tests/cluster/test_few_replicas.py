@@ -92,7 +92,7 @@ def states(cluster: Cluster) -> list[str]:
 @pytest.mark.parametrize("autoscale", ["on", "hint"])
 def test_the_number_of_replicas_follows_the_load(autoscale: str, tmp_path: Path) -> None:
     args = ("--replicas", "1", "--max-replicas", "2", "--autoscale", autoscale, "--max-num-seqs", "4")
-    bodies = [{**body, "n": 1, "max_tokens": 900} for body in long_bodies(40)]
+    bodies = [{**body, "n": 1, "max_tokens": 900} for body in long_bodies(16)]
     with Cluster(*args, folder=tmp_path) as cluster:
         cluster.wait_ready()
         cluster.wait_replicas(1)

@@ -11,15 +11,26 @@ from typing import TypeVar
 
 from manylora.cluster.names import journal_name
 from manylora.config import ConfigError, EngineSettings
+from manylora.config.routing import RouterConfig
+from manylora.engine.journal import JournalWriter
+from manylora.engine.lines import LineFile
 
 log = logging.getLogger(__name__)
 
 _File = TypeVar("_File")
 
 
-def open_of_router(what: str, path: str | None, epoch: int, opened: Callable[[Path], _File]) -> _File | None:
-    """The router's own file; None where none is wanted, or where a router that takes another's place cannot write
-    it. Raises ConfigError."""
+def open_of_router(
+    settings: EngineSettings, config: RouterConfig, epoch: int
+) -> tuple[JournalWriter | None, LineFile | None]:
+    """The router's own journal and trace, as far as they are wanted, and as far as a router that takes another's
+    place can write them. Raises ConfigError where the first one cannot."""
+    rotate = settings.journal_part_bytes
+    journal = _opened("journal", settings.journal, epoch, lambda path: JournalWriter(path, config, rotate))
+    return journal, _opened("trace", settings.cache.trace, epoch, lambda path: LineFile(path, "trace"))
+
+
+def _opened(what: str, path: str | None, epoch: int, opened: Callable[[Path], _File]) -> _File | None:
     if path is None:
         return None
     name = journal_name(path, "router", epoch)

@@ -26,8 +26,6 @@ from manylora.cluster.rollout import Rollout
 from manylora.cluster.status import status
 from manylora.cluster.timing import Decisions
 from manylora.config import ConfigError
-from manylora.engine.journal import JournalWriter
-from manylora.engine.lines import LineFile
 from manylora.policy.router import Router
 from manylora.protocol import AdapterError, SetTimer, Timer
 from manylora.protocol.routing import (
@@ -107,16 +105,7 @@ class Switchboard:
         self._solver = SolverProcess(SOLVE_S) if solver_is_there() else None
         self._solving = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manylora-solving")
         self._listeners: list[asyncio.Queue[str]] = []
-        settings = launch.engine
-        self._journal = open_of_router(
-            "journal",
-            settings.journal,
-            launch.epoch,
-            lambda path: JournalWriter(path, self.config, settings.journal_part_bytes),
-        )
-        self._trace = open_of_router(
-            "trace", settings.cache.trace, launch.epoch, lambda path: LineFile(path, "trace")
-        )
+        self._journal, self._trace = open_of_router(launch.engine, self.config, launch.epoch)
         self._start_s = time.monotonic()
 
     async def start(self, secret: bytes, launch: children.Launch) -> None:
