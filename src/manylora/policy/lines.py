@@ -121,7 +121,7 @@ class Ranks:
         returned = self._lines.get(LinePlace(level, False, 0))
         if returned is not None:
             return returned.first()
-        # Counters only grow, but for what ``counter_fell`` tells, so that what a client is ranked by is never more than its counter.
+        # Counters only grow, but where ``counter_fell`` is told: no client is ranked by more than its counter.
         client = self._clients[level].least_by(self._rank)
         assert client is not None, "at a level without sequences that return new ones wait"
         return self.first_at(LinePlace(level, True, client), newest)
