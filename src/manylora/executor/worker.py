@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -65,7 +65,7 @@ from manylora.protocol import (
     VerifyAdapter,
     handlers,
 )
-from manylora.types import BASE, AdapterId, SequenceId, TokenLogprobs
+from manylora.types import BASE, AdapterId, CopyId, SequenceId, TokenLogprobs
 
 _log = logging.getLogger(__name__)
 
@@ -118,6 +118,7 @@ class Worker:
         decoder is one rank's share of a model. The worker closes what it is given.
         """
         self._forward: Forward | None = Forward(decoder, arena, geometry, device, ranked)
+        self._is_rank = ranked is not None  # which copies are forgotten is told to all ranks alike
         self._graphs: StepGraphs | None = None
         self._arena = arena
         self._host = host
@@ -163,8 +164,13 @@ class Worker:
         """See Executor."""
         if self._in_flight:
             result = self._in_flight.popleft()()
-            self._coming.step_ended()
+            if not self._is_rank:
+                self._coming.step_ended()
             self._tell(result)
+
+    def forget_copies(self, answered: Sequence[tuple[CopyId, bool]]) -> None:
+        """Of one of several ranks: no step names these copies any more, each with whether it went well on all."""
+        self._coming.forget(answered)
 
     # ------------------------------------------------------------ merged weights
 
@@ -441,8 +447,7 @@ class Worker:
 
     def evict_adapter(self, command: EvictAdapter) -> None:
         """Carries out EvictAdapter."""
-        self._coming.enter()
-        self._tables.drop(command.adapter)
+        self._coming.leave(command.adapter)
 
     def swap_pages(self, command: SwapPages) -> None:
         """Carries out SwapPages."""
