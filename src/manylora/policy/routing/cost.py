@@ -91,7 +91,7 @@ def cheapest(
 def steps_until_even(remaining: float, output_tokens: float, mean_rows: float) -> float:
     """For how many of a request's steps its replica has more or less to do than others, as it has now.
 
-    Did nobody even that out, those that run would end, one by one, and half of the request's life would be spent
+    Were that not evened out, those that run would end, one by one, and half of the request's life would be spent
     with them. If all requests went where there is least to do, it would be even as soon as every replica has had
     one more: those are as many steps as a reply has tokens, over the sequences of a replica. What else the
     router looks at keeps it between the two; this is their geometric mean.
