@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import signal
 import statistics
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from manylora.config import CACHE_POLICIES, CacheConfig, PolicyConfig
@@ -150,12 +150,24 @@ def cell_replay(
 ) -> Replay:
     """The cell, not yet run; with another config than its own, where one is given."""
     stream, own, costs, pages = _inputs(cell)
-    config = config or own
-    if cell.policy in FORESIGHTS:
-        of_unseen = FORESIGHTS[cell.policy]
-        return ForeseenReplay(stream, config, costs, pages, cell.is_warm, watch, of_unseen=of_unseen)
-    cache = ablation(cell.policy) if cell.policy in ABLATIONS else None
-    return Replay(stream, config, costs, pages, cell.is_warm, watch, cache=cache)
+    return policy_replay(cell.policy, stream, config or own, costs, pages, cell.is_warm, watch)
+
+
+def policy_replay(
+    policy: str,
+    stream: Stream,
+    config: PolicyConfig,
+    costs: StepCosts,
+    adapter_pages: Sequence[int],
+    is_warm: bool = True,
+    watch: Callable[[float, Command], None] | None = None,
+) -> Replay:
+    """The stream under the config's policy, or one of ``FORESIGHTS`` and ``ABLATIONS`` in its place."""
+    if policy in FORESIGHTS:
+        of_unseen = FORESIGHTS[policy]
+        return ForeseenReplay(stream, config, costs, adapter_pages, is_warm, watch, of_unseen=of_unseen)
+    cache = ablation(policy) if policy in ABLATIONS else None
+    return Replay(stream, config, costs, adapter_pages, is_warm, watch, cache=cache)
 
 
 def _inputs(cell: Cell) -> tuple[Stream, PolicyConfig, StepCosts, list[int]]:

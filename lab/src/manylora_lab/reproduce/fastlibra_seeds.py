@@ -67,14 +67,14 @@ class Load:
 
 
 _CHAT = Cell("chatbot", "lru-ahead", 1.61, 100, SETTLE_S + COUNTED_S, settle_s=SETTLE_S)
-_WHOLE = dataclasses.replace(_CHAT, rate=0.85, num_adapters=500, ranks="random(64,128,256)", is_whole=True)
+WHOLE = dataclasses.replace(_CHAT, rate=0.85, num_adapters=500, ranks="random(64,128,256)", is_whole=True)
 LOADS = (
-    Load("500 whole adapters", _WHOLE, EVERY),
-    Load("500, and 500 that arrive", dataclasses.replace(_WHOLE, newcomers=500, is_warm=False), FEW),
+    Load("500 whole adapters", WHOLE, EVERY),
+    Load("500, and 500 that arrive", dataclasses.replace(WHOLE, newcomers=500, is_warm=False), FEW),
     Load("chatbot 7B-100", _CHAT, FEW),
     Load(
         "500 whole adapters, settled",
-        dataclasses.replace(_WHOLE, rate=0.65, settle_s=900.0, duration_s=2700.0),
+        dataclasses.replace(WHOLE, rate=0.65, settle_s=900.0, duration_s=2700.0),
         SETTLED,
         seeds=JUDGING_SEEDS,
     ),
@@ -288,7 +288,7 @@ SEEDS_EXPERIMENT = Experiment(
     hardwares=("npu",),
 )
 
-ABLATED = (Load("500 whole adapters", _WHOLE, ("manylora", "lru", "lru-ahead", *ABLATIONS), SHARES[-1:]),)
+ABLATED = (Load("500 whole adapters", WHOLE, ("manylora", "lru", "lru-ahead", *ABLATIONS), SHARES[-1:]),)
 
 
 def _effects(rows: list[Row]) -> list[Headline]:
