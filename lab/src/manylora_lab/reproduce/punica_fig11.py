@@ -22,7 +22,7 @@ AT_ONCE = 32
 HARDWARE_NAME = "a100-80"
 MIXED, SINGLE, BACKBONE = "mixed adapters", "one adapter a batch", "one adapter a batch, backbone"
 ALIKE = "mixed adapters, as many requests"
-"""Where systems that batch one adapter run a part of the requests: mixed adapters on that part, to compare."""
+"""Where systems that batch one adapter run a part of the requests: mixed adapters on that part, beside them."""
 SYSTEMS = (MIXED, SINGLE, BACKBONE)
 PAPER_MIXED = {"llama-2-7b": 1044.0, "llama-2-13b": 693.0}
 """§7.2: Punica, tokens per second, "consistently ... regardless of workloads"."""
@@ -39,8 +39,8 @@ NOTES = (
     f"have ended. {BACKBONE}: the same without the adapters' arithmetic and loading, as the paper lets vLLM run.",
     "The paper's other baselines (HuggingFace Transformers, DeepSpeed, FasterTransformer), whose batches also "
     "wait for their longest request, are left out.",
-    f"Ratios are of the same requests: where systems that batch one adapter run a part of them, mixed adapters run "
-    f"that part too ({ALIKE}).",
+    "Ratios are of the same requests: where systems that batch one adapter run a part of them, mixed adapters run "
+    f"it too ({ALIKE}).",
     "Tokens per second are generated ones (tokens_per_s); all_tokens_per_s counts prompts too, as the published "
     "benchmark prints it. The text does not say which it plots.",
     LENGTHS_NOTE,
