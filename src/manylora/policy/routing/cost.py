@@ -37,7 +37,7 @@ def cheapest(
     later = remaining - soon
     samples, num_tokens = request.samples, request.num_tokens
     kv_tokens = samples * num_tokens
-    adapter, adapter_pages = request.adapter, request.adapter_pages
+    adapter, adapter_pages, rank = request.adapter, request.adapter_pages, request.rank
     shape: Shape | None = None
     fits, kv_pages = False, 0
     for replica in candidates:
@@ -46,10 +46,11 @@ def cheapest(
             fits, kv_pages = request.can_ever_fit(shape), request.pages_now(shape[1])
         if not fits:
             continue
-        num_computed, pages, rows = num_tokens, kv_pages, replica.rows
+        num_computed, pages, rows, token_s = num_tokens, kv_pages, replica.rows, replica.token_s
         if replica in blocks:
             num_computed = max(num_tokens - blocks[replica] * BLOCK_TOKENS, 1)
-        cost_s = num_computed * replica.token_s
+        is_full = rows + samples > replica.max_seqs
+        cost_s = num_computed * token_s
         is_new = adapter != BASE and adapter not in replica.adapters
         if is_new:
             tier = replica.residency.get(adapter, NOWHERE)
@@ -57,32 +58,33 @@ def cheapest(
                 pages += adapter_pages
                 page_s = replica.page_in_s + replica.page_read_s if tier == NOWHERE else replica.page_in_s
                 cost_s += adapter_pages * page_s
-        if rows + samples > replica.max_seqs or pages > replica.free_pages:
+        if is_full or pages > replica.free_pages:
             cost_s += wait_s(view, replica, samples, pages)
         else:
-            cost_s += replica.waiting_tokens * replica.token_s
+            cost_s += replica.waiting_tokens * token_s
         new_pages = pages - (num_tokens - num_computed) // shape[1]
         if new_pages > replica.spare_pages:
             cost_s += (new_pages - max(replica.spare_pages, 0)) * replica.page_price_s
+        added = samples
+        if is_full:  # all slots are taken then
+            rows = min(rows, replica.max_seqs)
+            added = min(samples, replica.max_seqs - rows)
+        cost_s += rows * num_computed * token_s  # they stand still meanwhile
         if cost_s >= least_s:
             continue
         # By the plane that bounds a step now: within it, each row, token and page adds the same.
         now_s, plane = replica.step_now or replica.present_step()
         _, row_s, kv_token_s, adapter_s, adapter_page_s, rank_s, padded_s = plane
-        added_s = kv_tokens * kv_token_s + request.rank * rank_s
+        added_s = kv_tokens * kv_token_s + rank * rank_s + added * row_s
         if is_new:
             added_s += adapter_s + adapter_pages * adapter_page_s
-        added = min(samples, max(replica.max_seqs - rows, 0))  # else all slots are taken then
-        rows = min(rows, replica.max_seqs)
-        added_s += added * row_s
         if padded_s:
             largest = replica.rank_max
-            added_s += ((rows + added) * max(largest, request.rank) - rows * largest) * padded_s
+            added_s += ((rows + added) * max(largest, rank) - rows * largest) * padded_s
             row_s += largest * padded_s
         uneven_s = (rows - mean_rows) * row_s + (replica.kv_tokens - mean_kv_tokens) * kv_token_s
         cost_s += added_s * (rows * soon + mean_rows * later)
         cost_s += samples * ((now_s + added_s) * remaining - uneven_s * later)
-        cost_s += rows * num_computed * replica.token_s  # they stand still meanwhile
         if cost_s < least_s:
             best, least_s = replica, cost_s
     return best
