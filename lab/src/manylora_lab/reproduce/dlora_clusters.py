@@ -210,7 +210,7 @@ FIG9 = Experiment(
         *CLUSTER_NOTES,
         "8 A100-80 where the paper has 32 A800; 128, 128 and 32 adapters as there. Every run has so many "
         "requests, whatever its rate, so that a system which is far behind has a bounded backlog, and its latency "
-        "there is not that of an endless run: with few requests (--quick) none of them comes to the objective, and "
+        "there is not that of an endless run: with few requests (--quick) none comes to the objective, and "
         "only latencies at one rate compare. A rate within the objective lies between those that were run, on "
         "logarithms; '-': all of them or none.",
     ),
