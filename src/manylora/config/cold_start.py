@@ -106,6 +106,12 @@ class ColdStartConfig(Section):
         return _NUM_GROUPS[self.mode]
 
     @property
+    def read_groups(self) -> int:
+        """Groups of layers in which an adapter is read, for copies that follow the read and for steps that await
+        it; 0: in any order. The paper's modes begin when the adapter lies in host memory."""
+        return self.num_groups if self.mode in _STALLED else 0
+
+    @property
     def wanted_workers(self) -> int:
         """How many processes are to be started on this machine."""
         return self.workers_of(num_cores())
