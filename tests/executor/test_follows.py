@@ -27,7 +27,12 @@ from tests.executor.test_gates import LAYERS, PROMPT, beside, check
 from tests.executor.test_store_reads import fill_store, packed
 
 Source = Literal["files", "store"]
-WAYS: list[tuple[Source, str]] = [("files", "host"), ("files", "device"), ("store", "host"), ("store", "device")]
+WAYS: list[tuple[Source, str]] = [
+    ("files", "host"),
+    ("files", "device"),
+    ("store", "host"),
+    ("store", "device"),
+]
 
 
 class Hand:

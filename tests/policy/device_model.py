@@ -163,7 +163,8 @@ class DeviceModel:
         self.num_served_steps += bool(step.cpu)
         self.num_awaiting_steps += bool(step.awaits)
         self.num_awaited_kv += sum(
-            wanted.copy in self.copies and self.copies[wanted.copy][0].adapter is None for wanted in step.awaits
+            wanted.copy in self.copies and self.copies[wanted.copy][0].adapter is None
+            for wanted in step.awaits
         )
         awaiting = {sequence for wanted in step.awaits for sequence in wanted.sequences}
         lent: dict[int, tuple[int, ...]] = {}

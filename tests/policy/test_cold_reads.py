@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from manylora.protocol import Abort, AdapterFreed, AdapterRead, AdapterRemoved, ReadAdapter, RunStep, SwapPages
+from manylora.protocol import (
+    Abort,
+    AdapterFreed,
+    AdapterRead,
+    AdapterRemoved,
+    ReadAdapter,
+    RunStep,
+    SwapPages,
+)
 from tests.policy.rig import Rig
 from tests.policy.test_cold_starts import cold_rig, counters, finish
 
@@ -28,7 +36,9 @@ def commanded(rig: Rig, kind: type) -> list[Any]:
 @pytest.mark.parametrize("num_host_pages", [40, 0])
 @pytest.mark.parametrize("from_store", [True, False])
 @pytest.mark.parametrize("mode", ["layerwise", "auto"])
-def test_a_request_that_is_alone_begins_with_the_read(mode: str, from_store: bool, num_host_pages: int) -> None:
+def test_a_request_that_is_alone_begins_with_the_read(
+    mode: str, from_store: bool, num_host_pages: int
+) -> None:
     rig = cold_rig(mode, follows=True, num_host_pages=num_host_pages)
     begin(rig, "a")
     (read,) = commanded(rig, ReadAdapter)
@@ -59,7 +69,7 @@ def test_other_modes_begin_when_it_lies_in_host_memory(mode: str) -> None:
 
 
 def test_a_read_that_takes_long_is_not_awaited_but_followed() -> None:
-    """Who asks meanwhile would wait for it."""
+    """Requests that come meanwhile would wait for it."""
     rig = cold_rig(follows=True)
     rig.replica._residency.rates.page_read_s = 1.0
     rig.ask("a", 1, [1, 2, 3, 4, 5], 2)

@@ -25,7 +25,7 @@ class Arrivals(Protocol):
         loop's thread, for what is issued after that."""
 
     def give_up(self) -> None:
-        """What has not arrived will not, or is not what those who wait believe. Before the read is answered."""
+        """What has not arrived will not, or is not what was entered ahead. Before the read is answered."""
 
     def answer(self) -> None:
         """The read has been answered."""
