@@ -1,4 +1,4 @@
-"""Rows that begin while their adapter is still being read: what may happen to the read, and when they may begin."""
+"""Rows that begin while their adapter is being read: what may happen to the read, and when they may begin."""
 
 from __future__ import annotations
 

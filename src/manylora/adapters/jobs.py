@@ -57,8 +57,8 @@ class Stages(Generic[_Scratch]):
     """Jobs of one stage after another, which threads may end in another order."""
 
     def __init__(self, ended: Callable[[int], None]) -> None:
-        """``ended``: told, on the thread that it happens on, how many stages have ended with all before them. It may
-        have been told of more meanwhile."""
+        """``ended``: told, on the thread that it happens on, how many stages have ended with all before them. It
+        may have been told of more meanwhile."""
         self._tell = ended
         self._lock = threading.Lock()
         self._left: list[int] = []

@@ -252,8 +252,8 @@ class _Loader:
         groups: Sequence[tuple[int, int]] = (),
         arrived: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
-        """Write every byte of the adapter's pages from ``first_page`` on; of these ``layers``, where the pages hold
-        no others. ``groups``, ``arrived``: see ``load_into``."""
+        """Write every byte of the adapter's pages from ``first_page`` on; of these ``layers``, where the pages
+        hold no others. ``groups``, ``arrived``: see ``load_into``."""
         images = [page.view(torch.uint8).numpy().view(self.bits) for page in pages]
         layers = layers or range(self.geometry.page.layers)
         groups = groups or [(layers.start, layers.stop)]

@@ -248,8 +248,8 @@ class ColdStarts:
         return len(self._held.admitted) > self._held.num_loading
 
     def _most_alone_s(self, copies: Iterable[CopyId]) -> float:
-        """For how long a step may stand still that holds up no other row. Requests that come meanwhile wait for it,
-        so not for a read that takes its time."""
+        """For how long a step may stand still that holds up no other row. Requests that come meanwhile wait for
+        it, so not for a read that takes its time."""
         is_read = any(self._copies[copy].is_read for copy in copies)
         return MOST_ALLOWED_S if is_read else _NO_LIMIT
 
