@@ -126,7 +126,9 @@ class Coming:
 
     def answers(self) -> tuple[AdapterRead, bool]:
         """The read's, and whether the adapter is on the device; all has been told by now."""
-        commands = [self.read] if self.copy is None else [self.read, self.copy]
+        commands: list[ReadAdapter | SwapPages] = [self.read]
+        if self.copy is not None:
+            commands.append(self.copy)
         assert all(self.rig.direct.has_landed(command) for command in commands)
         read = cast("AdapterRead", self.rig.direct.wait_for(self.read))
         return read, read.ok if self.copy is None else self.rig.direct.wait_for(self.copy).ok  # type: ignore[union-attr]
