@@ -36,8 +36,8 @@ from tests.executor.test_gates import (  # noqa: F401  # tests
     beside,
     bring,
     check,
+    check_late,
     keep_on_host,
-    test_a_copy_that_is_late_spoils_its_rows_and_the_step_still_ends_after_its_answer,
     test_closing_while_a_step_waits,
     test_two_copies_two_adapters_and_kv_in_one_step,
 )
@@ -198,6 +198,13 @@ def test_words_move_on_when_a_copy_breaks_off(
     assert words_of(cold).words.tolist() == [[0 if mark_fails else 1, 0]] * LAYERS
     cold.decode(3, 2)
     check(cold, files, 2)
+
+
+def test_a_copy_that_is_late_spoils_its_rows_and_the_step_still_ends_after_its_answer(
+    cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = graphs_of(cold)._gates._told  # type: ignore[union-attr]
+    check_late(cold, files, monkeypatch, lambda: bool(told[1]))
 
 
 @pytest.mark.parametrize("tier", ["host", "device"])

@@ -23,7 +23,7 @@ from manylora.protocol import AdapterError, AdapterRead, Await, ReadAdapter, Run
 from tests.e2e.process import wait_until
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig
-from tests.executor.test_gates import LAYERS, PROMPT, beside, check
+from tests.executor.test_gates import LAYERS, PROMPT, beside, check, note_passes
 from tests.executor.test_store_reads import fill_store, packed
 
 Source = Literal["files", "store"]
@@ -318,9 +318,11 @@ def test_what_is_late_spoils_its_rows_and_the_step_ends_after_its_answer(
     coming = Coming(rig, files, 2, tier)
     rig.open(1, PROMPT, adapter=2)
     rig.open(2, PROMPT, adapter=1)
+    passed = note_passes(monkeypatch)
     results = beside(rig, coming.awaiting(1, others=(2,)))
+    wait_until(lambda: bool(passed), "a gate to be passed too early")
     with pytest.raises(queue.Empty):
-        results.get(timeout=0.3)
+        results.get(timeout=0.1)
     hand.let()
     result = results.get(timeout=30)
     assert (result.done.ok, result.done.spoilt) == (True, (1,))

@@ -90,6 +90,8 @@ class ColdStartConfig(Section):
     rates: CpuRates = CpuRates()
     num_workers: Annotated[int, at_least(0)] = 0
     """How many processes there are: ``cpu_workers`` on this machine, as the policy gets it."""
+    reads_in_groups: bool = True
+    """Whether the executor can (``read_groups``)."""
 
     def __post_init__(self) -> None:
         check_rules(self)
@@ -109,7 +111,7 @@ class ColdStartConfig(Section):
     def read_groups(self) -> int:
         """Groups of layers in which an adapter is read, for copies that follow the read and for steps that await
         it; 0: in any order. The paper's modes begin when the adapter lies in host memory."""
-        return self.num_groups if self.mode in _STALLED else 0
+        return self.num_groups if self.mode in _STALLED and self.reads_in_groups else 0
 
     @property
     def wanted_workers(self) -> int:

@@ -53,11 +53,9 @@ class HostArrivals:
 class DeviceArrivals:
     """In pages of the device, for steps."""
 
-    def __init__(self, groups: Groups, gate: CopyGate, lost: Callable[[], None]) -> None:
-        """``lost``: what was entered ahead is wrong."""
+    def __init__(self, groups: Groups, gate: CopyGate) -> None:
         self.groups = groups
         self._gate = gate
-        self._lost = lost
         self._num_open = 0
         self._has_given_up = False
 
@@ -69,10 +67,8 @@ class DeviceArrivals:
             self._num_open += 1
 
     def give_up(self) -> None:
-        if not self._has_given_up:
-            self._has_given_up = True
-            self._gate.fail()
-            self._lost()
+        self._has_given_up = True
+        self._gate.fail()
 
     def answer(self) -> None:
         self._gate.answer(not self._has_given_up)

@@ -8,6 +8,7 @@ so the policy decides as for one. Nothing is left behind: memory that is shared 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import selectors
@@ -25,8 +26,9 @@ import torch
 from manylora.adapters.registry import Registry
 from manylora.config import ConfigError, EngineSettings, PolicyConfig
 from manylora.devices import cpu_peers
-from manylora.devices.cuda import cuda_is_available, visible_gpus
+from manylora.devices.cuda import cuda_is_available, launches_wait, visible_gpus
 from manylora.devices.select import open_device
+from manylora.executor.build import with_gates
 from manylora.executor.inspections import Inspections
 from manylora.executor.ranks import ring, status
 from manylora.executor.ranks.executor import RankedExecutor, RankProcess
@@ -68,6 +70,7 @@ def build_ranks(
     config = read_model_config(resolve_model(settings.model.model))
     check_count(config, count)
     kind = _kind(settings.model.device, count)
+    settings = with_gates(settings, kind == "cuda" and launches_wait())
     dtype = resolve_dtype(settings.model.dtype, kind, config.dtype)
     is_sharded = is_sharded_by(settings.lora_sharding, count)
     share = ModelShare(config, RankPlace(0, count), is_sharded)
@@ -116,6 +119,9 @@ def build_ranks(
         promised = num_pages * page.page_bytes if kind == "cpu" else 0
         num_host_pages = host_pool_pages(machine, settings.cache.host_pool, kind, promised, page.page_bytes)
         limits = policy_limits(settings, config, kind, page, num_pages, num_host_pages)
+        # Ranks do not forget reads together yet.
+        whole_reads = dataclasses.replace(limits.cold_start, reads_in_groups=False)
+        limits = dataclasses.replace(limits, cold_start=whole_reads)
         for rank in ranks:
             rank.channel.send(Pools(limits))
         _hear_all(ranks, RankReady, None)
