@@ -24,7 +24,7 @@ import msgspec
 import torch
 
 from manylora.adapters.registry import Registry
-from manylora.config import ConfigError, EngineSettings, PolicyConfig
+from manylora.config import ConfigError, EngineSettings, PolicyConfig, lora_sharding_of
 from manylora.devices import cpu_peers
 from manylora.devices.cuda import cuda_is_available, launches_wait, visible_gpus
 from manylora.devices.select import open_device
@@ -40,7 +40,7 @@ from manylora.kernels.cuts import RankPlace
 from manylora.memory.budget import host_pool_pages, in_mib, pool_bytes, pool_pages
 from manylora.models.config import read_model_config
 from manylora.models.load import resolve_dtype
-from manylora.models.share import ModelShare, check_count, is_sharded_by
+from manylora.models.share import ModelShare, check_count
 from manylora.models.source import resolve_model
 from manylora.types import EngineInfo, RankInfo
 
@@ -74,7 +74,8 @@ def build_ranks(
     settings = with_gates(settings, kind == "cuda" and launches_wait())
     dtype = resolve_dtype(settings.model.dtype, kind, config.dtype)
     check_mixed(settings.scheduler.merge, dtype)
-    is_sharded = is_sharded_by(settings.lora_sharding, count)
+    sharding = lora_sharding_of(settings.lora_sharding, count)
+    is_sharded = sharding == "sharded"
     share = ModelShare(config, RankPlace(0, count), is_sharded)
     page_tokens = settings.cache.page_tokens
     page = share.whole_page(page_tokens, dtype.itemsize)
@@ -142,7 +143,6 @@ def build_ranks(
             times = measure_merging(executor, limits, max_rank, steps_wait=copy.place == "host")
             limits = dataclasses.replace(limits, merge=dataclasses.replace(merge, times=times))
         undo.pop_all()
-    sharding = "sharded" if is_sharded else "replicated"
     _log.info(
         "%d ranks, adapters %s; the pool has %d pages (%s), the host's %d (%s), 1/%d of each on every rank",
         count,
