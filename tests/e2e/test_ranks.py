@@ -234,9 +234,9 @@ def inject(rank):
     copier, fails, now = rank._worker._copier, {1: 0, 3: 2, 5: 3}, [None, 0]
     land, lane, whole = copier._land_groups, copier._lanes[True].copies, CopyGate.pass_group
     copy = lane.copy_pieces
-    def landing(lane, command, gate):
+    def landing(lane, command, gate, *others):
         now[:] = fails.get(gate.number), 0
-        return land(lane, command, gate)
+        return land(lane, command, gate, *others)
     def copied(*pieces, **how):
         now[1] += 1
         if now[1] - 1 == now[0]:
