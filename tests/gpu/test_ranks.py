@@ -16,6 +16,7 @@ import torch
 from manylora.executor.ranks.start import ENVIRONMENT
 from tests.e2e.test_ranks import asked
 from tests.executor.test_peers import own
+from tests.gpu.test_parity import tokens
 
 NUM_GPUS = torch.cuda.device_count()
 
