@@ -33,6 +33,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_again() -> Iterator[None]:
+    """What measures in this process freezes what is there, and lets all of it go afterwards."""
+    yield
+    if not gc.get_freeze_count():
+        pytest_collection_finish()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Adapter headers are remembered here, by subprocesses too, and not in the user's cache; matplotlib keeps its
