@@ -43,7 +43,7 @@ class Rounding:
                 if texts[0] != texts[1]:
                     assert self._part_by_rounding(body, index, *texts), (number, body, index, texts)
                     num_parted += 1
-        assert num_parted <= max(2, len(bodies) // 50)
+        assert num_parted <= max(2, len(bodies) // 50), num_parted
         return num_parted
 
     def _part_by_rounding(self, body: Json, index: int, one: str, other: str) -> bool:
