@@ -24,6 +24,7 @@ import httpx
 import pytest
 
 from manylora.config.routing import ROUTERS
+from tests.cluster import rounding
 from tests.cluster.process import (
     ADAPTERS,
     NAMES,
@@ -35,7 +36,6 @@ from tests.cluster.process import (
     send,
 )
 from tests.cluster.replays import replay_all
-from tests.cluster.rounding import Rounding
 from tests.e2e.process import BASE, Server, assert_error, children_of, is_running, wait_until
 
 pytestmark = pytest.mark.long
@@ -59,16 +59,13 @@ def undisturbed(which: str) -> list[Answer]:
         return ask_all(server.url, BODIES[which])
 
 
-_rounding = Rounding()
-
-
 def assert_same(which: str, found: list[Answer], numbers: Sequence[int] | None = None) -> None:
     """The answers to the first requests, or to these, are the single server's, up to rounding."""
     if numbers is None:
         numbers = range(len(found))
     wanted = undisturbed(which)
     bodies = [BODIES[which][number] for number in numbers]
-    parted = _rounding.assert_same(bodies, [wanted[number] for number in numbers], found)
+    parted = rounding.assert_same(bodies, [wanted[number] for number in numbers], found)
     print(f"{len(found)} answers, {parted} choices parted by rounding")
 
 

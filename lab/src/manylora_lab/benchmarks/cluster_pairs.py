@@ -4,8 +4,8 @@
 
 Both stay up and take turns with the same requests over HTTP: 64 streams at once over the base and eight adapters,
 32 words of prompt and 128 generated tokens, greedy; then 24 requests of one token, one after the other, for the
-time to the first token. A pair gives the ratio of the rates and the difference of the median times; shown are medians of the
-pairs with bootstrap 95 % intervals. All texts must be equal.
+time to the first token. A pair gives the ratio of the rates and the difference of the median times; shown are
+medians of the pairs with bootstrap 95 % intervals. All texts must be equal.
 """
 
 from __future__ import annotations
