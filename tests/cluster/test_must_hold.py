@@ -43,7 +43,18 @@ pytestmark = pytest.mark.long
 MIXED = mixed_bodies(500)
 LONG = long_bodies(200, 200)
 SOME = long_bodies(40, 300)
-SETTINGS = {"caraserve": ("--router-set", "caraserve.slo_s=0.1")}
+CARASERVE = {
+    "decode_slope_s": 1e-4,
+    "decode_base_s": 5e-3,
+    "prefill_slope_s": 1e-3,
+    "prefill_base_s": 5e-3,
+    "slo_s": 0.1,
+}
+SETTINGS = {
+    "caraserve": tuple(
+        word for key, value in CARASERVE.items() for word in ("--router-set", f"caraserve.{key}={value}")
+    )
+}
 """Of routers that ask for some."""
 
 
