@@ -15,7 +15,7 @@ from manylora.types import RequestId
 
 CLEARED_TOKENS = 4
 """What a request computes alone: a replica that has not died by then gets others beside it. Whole answers, one
-after the other, would keep everybody waiting where replicas are killed under full load."""
+after the other, would keep all others waiting where replicas are killed under full load."""
 
 
 class LoneRuns:
