@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from manylora_lab.bench.dummies import DEMO as DEMO_SHAPE
 from manylora_lab.bench.padded_lora import PaddedPlan, pad_adapters, padded_ops
 from manylora_lab.bench.provenance import ROOT
 from manylora_lab.bench.rounding import Bounded
+from manylora_lab.benchmarks.s_lora_engines import SYSTEMS, Sizes, measure
 
 from manylora import LLM, SamplingParams
 from manylora.kernels.cpu import CpuOps
@@ -83,3 +85,9 @@ def test_a_whole_engine_gives_the_same_tokens() -> None:
         finally:
             llm.close()
     assert sum(a == b for a, b in zip(*found)) >= len(models) - 1, "but for a near tie"
+
+
+def test_s_loras_baselines_run_beside_ours() -> None:
+    found = measure(DEMO_SHAPE, "cpu", 2, 1, Sizes(requests=3, prompt_tokens=8, output_tokens=3, at_once=2))
+    assert list(found) == list(SYSTEMS)
+    assert all(len(each["all"]) == 1 and each["tokens_per_s"] > 0 for each in found.values())
