@@ -210,6 +210,7 @@ def test_adapters_come_and_go(cluster: Cluster, undisturbed: dict[str, list[Answ
     cluster.wait_replicas(2)
     listed = {each["id"] for each in cluster.http.get("/v1/models").json()["data"]}
     assert listed == {BASE, "shifting", *(each.name for each in ADAPTERS.iterdir())}
+    assert cluster.http.get("/v1/loras").json()["loras"].keys() == listed - {BASE}
     bodies: list[Any] = [
         {**completion(model="shifting"), "seed": number, "stream": False, "prompt": f"number {number}"}
         for number in range(12)

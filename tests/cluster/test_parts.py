@@ -15,14 +15,17 @@ from manylora.cluster.digests import adapter_digest
 from manylora.cluster.folder import Folder, read_secret
 from manylora.cluster.last_step import StepNote, read_step
 from manylora.cluster.names import journal_name
+from manylora.cluster.node_share import NodeShare
 from manylora.cluster.taken_request import TakenRequest
-from manylora.config import ConfigError
+from manylora.config import CacheSettings, ConfigError, EngineSettings, ModelSettings
+from manylora.config.cold_start import ColdStartConfig
 from manylora.engine.client import RELEASED, Delta, GenerationRequest
 from manylora.engine.ledger import Ledger
 from manylora.policy.routing.hashing import prefix_hashes
 from manylora.protocol.routing import Assign
 from manylora.types import SamplingParams
 from tests.cluster.process import ADAPTERS
+from tests.e2e.process import MODEL
 
 
 def test_a_folder_is_its_owners_alone_and_one_clusters(tmp_path: Path) -> None:
@@ -151,3 +154,38 @@ def test_the_router_is_told_what_replies_have_added_to_the_cache() -> None:
     found = [prefix_hashes(5, "mine", (*prompt, *reply)) for reply in replies]
     assert ended.blocks == found[0][1:] + found[1][1:]
     assert [len(each) for each in found] == [2, 3]
+
+
+def test_gpus_are_given_by_number_and_shared_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    settings = EngineSettings(ModelSettings(MODEL, device="cuda"), cache=CacheSettings(device_pool=2**30))
+    alone = NodeShare(settings, 2, 2, 1)
+    assert [alone.environment(replica)["CUDA_VISIBLE_DEVICES"] for replica in (0, 1)] == ["3", "5"]
+    assert alone.most_replicas == 2
+    shared = NodeShare(settings, 4, 4, 2)
+    names = [shared.environment(replica)["CUDA_VISIBLE_DEVICES"] for replica in range(4)]
+    assert names == ["3", "3", "5", "5"]
+    assert shared.most_replicas == 4
+    with pytest.raises(ConfigError, match="need 3 GPUs"):
+        NodeShare(settings, 5, 5, 2)
+    without_pool = EngineSettings(ModelSettings(MODEL, device="cuda"))
+    with pytest.raises(ConfigError, match="needs --device-pool"):
+        NodeShare(without_pool, 4, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("mode", "asked", "cores", "expected"),
+    [
+        ("cpu", "auto", 8, ("cpu", "4", 8)),
+        ("cpu", "2", 1, ("cpu", "2", 4)),
+        ("cpu", "auto", 2, ("wait", "auto", 0)),
+        ("auto", "auto", 2, ("auto", "0", 0)),
+        ("layerwise", "auto", 8, ("layerwise", "auto", 0)),
+    ],
+)
+def test_cpu_workers_are_shared_out(
+    mode: str, asked: str, cores: int, expected: tuple[str, str, int]
+) -> None:
+    """Of the third of several replicas, each of which has so many cores."""
+    found = ColdStartConfig(mode, cpu_workers=asked).share(2, cores)
+    assert (found.mode, found.cpu_workers, found.cores_before) == expected

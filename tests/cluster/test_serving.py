@@ -131,6 +131,10 @@ def test_metrics_have_every_replica(cluster: Cluster) -> None:
     for replica in ("0", "1"):
         assert metrics[f'manylora:replica_state{{replica="{replica}",state="running"}}'] == 1
         assert f'vllm:num_requests_running{{model_name="demo",replica="{replica}"}}' in metrics
+        # For routers of others: which adapters are there, in use or not.
+        assert f'vllm:num_gpu_loaded_lora_adapters{{model_name="demo",replica="{replica}"}}' in metrics
+        loaded = [name for name in metrics if name.startswith("vllm:lora_adapter_loaded{adapter_name=")]
+        assert any('level="gpu"' in name and f'replica="{replica}"' in name for name in loaded), loaded
     for name in (
         "stale_tokens_total",
         "recomputed_tokens_total",

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from manylora.config import CACHE_POLICIES
+from manylora.policy.tree import Node
 from manylora.protocol import (
     Abort,
     AdapterAdded,
@@ -298,7 +299,8 @@ def test_below_the_low_mark_nodes_come_back_until_it_is_met(policy: str) -> None
     assert used <= 38, "never past the high mark"
 
 
-def test_what_the_swapper_sent_away_is_not_brought_back_at_once() -> None:
+def sent_away() -> tuple[Rig, list[Node]]:
+    """Nodes that the swapper has just sent to the host, with room on the device since."""
     rig = Rig("fastlibra", num_pages=20, num_host_pages=80, low_mark=0.8, high_mark=0.8)
     for seed in (1, 2, 3):
         rig.serve(f"r{seed}", BASE, prompt(seed, 5))
@@ -314,8 +316,23 @@ def test_what_the_swapper_sent_away_is_not_brought_back_at_once() -> None:
     rig.settle_copies()
     assert rig.replica._residency.room.pages_used < 16, "below the low mark: nodes could come in"
     assert all(not node.pages for node in sent), "not in the interval after"
+    return rig, sent
+
+
+def test_what_the_swapper_sent_away_is_not_brought_back_at_once() -> None:
+    rig, sent = sent_away()
     rig.settle(rings=3)
     assert any(node.pages for node in sent), "later, while room is left"
+
+
+def test_what_was_held_back_and_has_come_with_a_request_is_no_candidate_any_more() -> None:
+    rig, sent = sent_away()
+    assert rig.replica._swapper._held_back
+    for seed in (1, 2, 3):
+        rig.serve(f"again{seed}", BASE, prompt(seed, 5))
+    assert any(node.pages for node in sent), "a request brings it back at once"
+    rig.ring()
+    assert not rig.replica._swapper._held_back
 
 
 def test_the_timer_rests_when_there_is_nothing_to_watch() -> None:

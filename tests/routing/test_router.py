@@ -9,8 +9,9 @@ import pytest
 from manylora.config import ConfigError
 from manylora.config.routing import RouterConfig, split_setting
 from manylora.policy.router import Router
+from manylora.policy.routing.lone import CLEARED_TOKENS
 from manylora.policy.routing.replicas import ReplicaState
-from manylora.policy.routing.requests import LiveRequest, shape_of
+from manylora.policy.routing.requests import INNOCENT_DEATHS, LiveRequest, shape_of
 from manylora.protocol import SetTimer, Timer
 from manylora.protocol.routing import (
     Accepted,
@@ -178,7 +179,9 @@ def test_what_was_never_seen_and_has_ended_is_not_taken_off() -> None:
     rig.tell(Ended("a", 1))
     assert (replica.free_pages, replica.kv_tokens, replica.waiting_tokens) == (1000, 0, 0)
     rig.report(0, running=1, kv_tokens=160, free_pages=990)
-    assert (replica.free_pages, replica.kv_tokens) == (1001, 0), "it had come by then; a page to grow into counts"
+    assert (replica.free_pages, replica.kv_tokens) == (1001, 0), (
+        "it had come by then; a page to grow into counts"
+    )
     rig.report(0)
     assert (replica.free_pages, replica.kv_tokens) == (1000, 0)
 
@@ -267,6 +270,32 @@ def test_a_request_that_dies_alone_is_refused() -> None:
     (refused,) = of_kind(rig.tell(ReplicaDown(2, 1, blamed=("a",))), Refuse)
     assert refused.error.status == 503
     assert "request a" in refused.error.message
+
+
+def test_a_request_that_has_computed_some_tokens_alone_gets_company() -> None:
+    rig = Rig(config_of("first-fit", max_attempts=9))
+    rig.up(FACTS, FACTS, FACTS)
+    rig.ask("a")
+    rig.tell(Progress("a", 0, 50))  # of attempts before, which say nothing
+    marked_twice(rig, "a")
+    assert rig.ask("b") is None
+    assert of_kind(rig.tell(Progress("a", 0, 50 + CLEARED_TOKENS - 1)), Assign) == []
+    assert target_of(rig.tell(Progress("a", 0, 50 + CLEARED_TOKENS)), "b") == 2
+    rig.accept("a", "b")
+    (refused,) = of_kind(rig.tell(ReplicaDown(2, 1, blamed=("a",))), Refuse)
+    assert refused.request == "a", "what it was marked for stays"
+
+
+def test_deaths_that_others_are_to_blame_for_count_a_third() -> None:
+    rig = Rig(config_of("first-fit", max_attempts=2))
+    rig.up(FACTS)
+    rig.ask("a")
+    for epoch in range(1, 2 * INNOCENT_DEATHS + 1):
+        assert refusal(rig, "a") is None
+        rig.accept("a")
+        rig.tell(ReplicaDown(0, epoch, blamed=()))
+        rig.tell(ReplicaUp(0, epoch + 1, FACTS))
+    assert refusal(rig, "a") == 503
 
 
 def test_a_replica_is_emptied_for_a_request_that_runs_alone() -> None:

@@ -70,6 +70,41 @@ def test_cards(engine: FakeEngine, tokenizer: Tokenizer) -> None:
     run(engine, tokenizer, scenario)
 
 
+def test_adapters_as_dynamo_asks_for_them(engine: FakeEngine, tokenizer: Tokenizer, folder: Path) -> None:
+    async def scenario(client: httpx.AsyncClient) -> None:
+        good = f"file://{folder / 'good'}"
+        loaded = await client.post("/v1/loras", json={"lora_name": "x", "source": {"uri": good}})
+        number = loaded.json()["lora_id"]
+        assert loaded.json() == {
+            "status": "success",
+            "message": "LoRA adapter 'x' loaded successfully",
+            "lora_name": "x",
+            "lora_id": number,
+        }
+        assert 0 < number < 2**31
+        assert engine.cards["x"].path == str(folder / "good")
+        listed = (await client.get("/v1/loras")).json()
+        assert listed == {"status": "success", "loras": {"x": number}, "count": 1}
+        for body, param in (
+            ({"source": {"uri": good}}, "lora_name"),
+            ({"lora_name": "y"}, "source"),
+            ({"lora_name": "y", "source": {}}, "source"),
+            ({"lora_name": "y", "source": {"uri": "s3://bucket/y"}}, "source"),
+            ({"lora_name": "y", "source": {"uri": "file://host/y"}}, "source"),
+            ({"lora_name": "x", "source": {"uri": good}}, "lora_name"),
+        ):
+            refused = await client.post("/v1/loras", json=body)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        outside = {"lora_name": "y", "source": {"uri": f"file://{folder.parent / 'secret'}"}}
+        assert (await client.post("/v1/loras", json=outside)).status_code == 403
+        unloaded = await client.delete("/v1/loras/x")
+        assert unloaded.json()["message"] == "LoRA adapter 'x' unloaded successfully"
+        assert (await client.delete("/v1/loras/x")).status_code == 404
+        assert (await client.get("/v1/loras")).json()["count"] == 0
+
+    run(engine, tokenizer, scenario, adapter_dir=folder)
+
+
 def test_load_and_unload(engine: FakeEngine, tokenizer: Tokenizer, folder: Path) -> None:
     async def scenario(client: httpx.AsyncClient) -> None:
         body = {"lora_name": "x", "lora_path": str(folder / "good")}

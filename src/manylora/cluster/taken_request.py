@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from manylora.engine.client import RELEASED, Delta, GenerationRequest
 from manylora.engine.ledger import Ledger
 from manylora.policy.routing.hashing import reply_hashes
+from manylora.policy.routing.lone import CLEARED_TOKENS
 from manylora.protocol.routing import Asked, Assign, Ended, Held, Progress, ReplicaId
 from manylora.types import AdapterId
 
 PROGRESS_TOKENS = 32
-"""The router is told of a sample's first token, and of every so many."""
+"""The router is told of a sample's first token, and of every so many; and of the first ones of an attempt after a
+death, since a request that runs alone has a replica to itself as long as it may be to blame."""
 
 
 class TakenRequest:
@@ -42,6 +45,7 @@ class TakenRequest:
         self._released: set[int] = set()
         self._has_spoken = False
         self._told = [0] * asked.params.n
+        self._began: Sequence[int] = self._told
 
     def as_asked(self) -> Asked:
         """What a router is to know of it now."""
@@ -81,6 +85,7 @@ class TakenRequest:
         self.replica, self.epoch = assign.replica, epoch
         self._failures, self._deaths = assign.failures, assign.deaths
         self._released.clear()
+        self._began = self.ledger.positions
         self.recomputes = self.ledger.attempt > 0
         request = self.ledger.begin(assign.attempt)
         # What follows in its body may go to another replica.
@@ -106,7 +111,10 @@ class TakenRequest:
     def progress(self, sample: int) -> Progress | None:
         """What the router is to know of the sample's tokens, if anything new."""
         position, told = self.ledger.positions[sample], self._told[sample]
-        if position == told or (told and position // PROGRESS_TOKENS == told // PROGRESS_TOKENS):
+        cleared = self._began[sample] + CLEARED_TOKENS
+        is_cleared = self._deaths > 0 and told < cleared <= position
+        is_far = position // PROGRESS_TOKENS > told // PROGRESS_TOKENS
+        if position == told or (told and not is_far and not is_cleared):
             return None
         self._told[sample] = position
         return Progress(self.asked.id, sample, position)

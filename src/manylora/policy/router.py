@@ -87,6 +87,8 @@ class Router:
                 request = self._requests.get(event.request)
                 if request is not None:
                     request.note_progress(event.sample, event.position)
+                    if self._lone.is_cleared(request):
+                        self._leave_lone(request)
             case ReplicaReport():
                 self._report(event)
             case Accepted():
@@ -192,7 +194,7 @@ class Router:
             request.note_progress(sample, position)
         request.give_up_attempts(asked.attempts)
         self._take_off(request, "lost")
-        request.fail(is_blamed=False)
+        request.fail()
         if not self._is_refused(request):
             self._place(request)
 
@@ -436,7 +438,7 @@ class Router:
         for request in lost:
             self._take_off(request, "lost")
             if is_crash:
-                request.fail(request.is_accepted if blamed is None else request.id in blamed)
+                request.die(request.is_accepted if blamed is None else request.id in blamed)
         self._fleet.remove(replica)
         for request in lost:
             if not self._is_refused(request):

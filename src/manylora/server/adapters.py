@@ -5,17 +5,19 @@ Decides which folders may be read; whether one holds an adapter that fits is the
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
+from urllib.parse import unquote
 
 from fastapi import APIRouter, Request
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 
 from manylora.engine.client import EngineClient, ReplacesAdapters
 from manylora.metrics.requests import Metrics
 from manylora.server.errors import ApiError, clipped
 from manylora.server.lifecycle import Lifecycle
 from manylora.server.models import Models, note_model
-from manylora.server.schemas import LoadAdapterBody, UnloadAdapterBody, read_body
+from manylora.server.schemas import LoadAdapterBody, LoraBody, UnloadAdapterBody, read_body
 from manylora.server.settings import ServerSettings
 from manylora.types import adapter_name_fault, why_reserved
 
@@ -65,11 +67,40 @@ def routes(
     lifecycle: Lifecycle,
     metrics: Metrics,
 ) -> APIRouter:
-    """/v1/load_lora_adapter and /v1/unload_lora_adapter."""
+    """/v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them; /v1/loras, as Dynamo has it."""
     router = APIRouter(tags=["adapters"])
 
     async def is_served(name: str) -> bool:
         return any(card.name == name for card in await client.adapters())
+
+    async def add(request: Request, name: str, path: str, in_place: bool) -> None:
+        note_model(request, name)
+        if fault := adapter_name_fault(name) or ("must hold no '/'" if "/" in name else None):
+            raise _invalid(f"lora_name {fault}", "lora_name")
+        if reason := why_reserved(name, settings.served_model_name):
+            raise _invalid(f"{reason}.", "lora_name")
+        replaces = in_place and isinstance(client, ReplacesAdapters)
+        if not replaces and await is_served(name):
+            hint = " Replacing it in place is not supported: unload it first." if in_place else ""
+            raise _invalid(f"The lora adapter '{name}' has already been loaded.{hint}", "lora_name")
+        folder = permitted_folder(path, settings.adapter_dir)
+        # A load whose client has gone is not begun.
+        async with lifecycle.interruptible(request.receive):
+            if replaces and isinstance(client, ReplacesAdapters):
+                await client.replace_adapter(name, str(folder))
+            else:
+                await client.add_adapter(name, str(folder))
+        models.learn(name)
+
+    async def remove(request: Request, name: str) -> None:
+        note_model(request, name)
+        if not await is_served(name):
+            message = f"The lora adapter '{clipped(name)}' cannot be found."
+            raise ApiError(404, message, param="lora_name")
+        models.forget(name)
+        async with lifecycle.interruptible():
+            await client.remove_adapter(name)
+        metrics.forget(name)
 
     @router.post("/v1/load_lora_adapter", summary="Serve an adapter from the permitted folder")
     async def load(request: Request) -> PlainTextResponse:
@@ -80,23 +111,7 @@ def routes(
         if not name or not body.lora_path:
             missing = "lora_path" if name else "lora_name"
             raise _invalid("Both 'lora_name' and 'lora_path' must be provided.", missing)
-        note_model(request, name)
-        if fault := adapter_name_fault(name) or ("must hold no '/'" if "/" in name else None):
-            raise _invalid(f"lora_name {fault}", "lora_name")
-        if reason := why_reserved(name, settings.served_model_name):
-            raise _invalid(f"{reason}.", "lora_name")
-        replaces = bool(body.load_inplace) and isinstance(client, ReplacesAdapters)
-        if not replaces and await is_served(name):
-            hint = " Replacing it in place is not supported: unload it first." if body.load_inplace else ""
-            raise _invalid(f"The lora adapter '{name}' has already been loaded.{hint}", "lora_name")
-        folder = permitted_folder(body.lora_path, settings.adapter_dir)
-        # A load whose client has gone is not begun.
-        async with lifecycle.interruptible(request.receive):
-            if replaces and isinstance(client, ReplacesAdapters):
-                await client.replace_adapter(name, str(folder))
-            else:
-                await client.add_adapter(name, str(folder))
-        models.learn(name)
+        await add(request, name, body.lora_path, bool(body.load_inplace))
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     @router.post("/v1/unload_lora_adapter", summary="Stop serving an adapter; answers once it is gone")
@@ -105,14 +120,52 @@ def routes(
         name = body.lora_name
         if not name:
             raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
-        note_model(request, name)
-        if not await is_served(name):
-            message = f"The lora adapter '{clipped(name)}' cannot be found."
-            raise ApiError(404, message, param="lora_name")
-        models.forget(name)
-        async with lifecycle.interruptible():
-            await client.remove_adapter(name)
-        metrics.forget(name)
+        await remove(request, name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
+    @router.get("/v1/loras", summary="The adapters that are served, as Dynamo lists them")
+    async def list_loras() -> JSONResponse:
+        ids = {card.name: _dynamo_id(card.name) for card in await client.adapters()}
+        return JSONResponse({"status": "success", "loras": ids, "count": len(ids)})
+
+    @router.post("/v1/loras", summary="Serve an adapter from the permitted folder, as Dynamo is asked to")
+    async def load_lora(request: Request) -> JSONResponse:
+        if settings.adapter_dir is None:
+            permitted_folder("", None)
+        body = await read_body(request, LoraBody)
+        name, uri = body.lora_name, None if body.source is None else body.source.uri
+        if not name or not uri:
+            raise _invalid(
+                "Both 'lora_name' and 'source.uri' must be provided.", "source" if name else "lora_name"
+            )
+        await add(request, name, _path_of(uri), False)
+        return _dynamo_answer(name, "loaded")
+
+    @router.delete("/v1/loras/{name:path}", summary="Stop serving an adapter; answers once it is gone")
+    async def unload_lora(request: Request, name: str) -> JSONResponse:
+        await remove(request, name)
+        return _dynamo_answer(name, "unloaded")
+
     return router
+
+
+def _path_of(uri: str) -> str:
+    """What of this machine's files a URI means."""
+    scheme, separator, rest = uri.partition("://")
+    if not separator:
+        return uri
+    if scheme.lower() != "file" or not rest.startswith("/"):
+        raise _invalid("source.uri must be of this machine: file:///FOLDER", "source")
+    return unquote(rest)
+
+
+def _dynamo_id(name: str) -> int:
+    """A number from the name alone: the same on every server."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little") >> 1 or 1
+
+
+def _dynamo_answer(name: str, done: str) -> JSONResponse:
+    message = f"LoRA adapter '{name}' {done} successfully"
+    return JSONResponse(
+        {"status": "success", "message": message, "lora_name": name, "lora_id": _dynamo_id(name)}
+    )

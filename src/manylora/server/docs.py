@@ -11,13 +11,21 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
 
-from manylora.server.schemas import BODIES, ChatBody, CompletionBody, LoadAdapterBody, UnloadAdapterBody
+from manylora.server.schemas import (
+    BODIES,
+    ChatBody,
+    CompletionBody,
+    LoadAdapterBody,
+    LoraBody,
+    UnloadAdapterBody,
+)
 
 _BODY_OF = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
     "/v1/load_lora_adapter": LoadAdapterBody,
     "/v1/unload_lora_adapter": UnloadAdapterBody,
+    "/v1/loras": LoraBody,
 }
 
 

@@ -138,7 +138,20 @@ class UnloadAdapterBody(msgspec.Struct, kw_only=True):
     lora_name: str | None = None
 
 
-BODIES = (CompletionBody, ChatBody, LoadAdapterBody, UnloadAdapterBody)
+class LoraSource(msgspec.Struct, kw_only=True):
+    """Where POST /v1/loras is to take an adapter from."""
+
+    uri: str | None = None
+
+
+class LoraBody(msgspec.Struct, kw_only=True):
+    """POST /v1/loras."""
+
+    lora_name: str | None = None
+    source: LoraSource | None = None
+
+
+BODIES = (CompletionBody, ChatBody, LoadAdapterBody, UnloadAdapterBody, LoraBody)
 
 _PARAM = re.compile(r"`\$\.(\w+)|field `(\w+)`")
 

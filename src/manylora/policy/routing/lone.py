@@ -13,6 +13,10 @@ from manylora.policy.routing.requests import LiveRequest
 from manylora.protocol.routing import ReplicaId
 from manylora.types import RequestId
 
+CLEARED_TOKENS = 4
+"""What a request computes alone: a replica that has not died by then gets others beside it. Whole answers, one
+after the other, would keep all others waiting where replicas are killed under full load."""
+
 
 class LoneRuns:
     """A request takes a replica that is empty; where none is, the one with the least load gets no others, until it
@@ -58,10 +62,14 @@ class LoneRuns:
         return None if found.requests or found.is_suspect else found
 
     def leave(self, fleet: Fleet, request: LiveRequest) -> None:
-        """The request runs nowhere and is to run nowhere: others may have what was kept for it."""
+        """The request needs no replica of its own any more: others may have what was kept for it."""
         kept = self._kept.pop(request.id, None)
         if kept is not None and kept in fleet.up:
             fleet.release(fleet.up[kept])
+
+    def is_cleared(self, request: LiveRequest) -> bool:
+        """Whether a replica is kept for the request that has shown to survive it: others may have what is left."""
+        return request.id in self._kept and request.num_new >= CLEARED_TOKENS
 
     def lose(self, replica: ReplicaState) -> None:
         """The replica is down."""

@@ -10,6 +10,10 @@ Shape = tuple[int, int, int, int, str]
 that adapters may take, and the class of its numerics."""
 
 
+INNOCENT_DEATHS = 3
+"""So many deaths of replicas that others are to blame for count as one failure."""
+
+
 def shape_of(facts: ReplicaFacts, is_any_class: bool = False) -> Shape:
     """``is_any_class``: all numerics count as one class."""
     most = facts.num_pages if facts.adapter_pages is None else facts.adapter_pages
@@ -27,9 +31,9 @@ class LiveRequest:
     """
 
     __slots__ = (
-        "_fits", "_fits_shape", "_numerics_here", "adapter", "adapter_pages", "attempt", "deaths",
-        "failures", "gap_s", "id", "is_accepted", "is_withdrawing", "key", "max_tokens", "moved_s",
-        "num_generated", "num_moves", "number", "numerics", "positions", "prefix", "prompt_tokens",
+        "_fits", "_fits_shape", "_num_before", "_num_innocent", "_numerics_here", "adapter", "adapter_pages",
+        "attempt", "deaths", "failures", "gap_s", "id", "is_accepted", "is_withdrawing", "key", "max_tokens",
+        "moved_s", "num_generated", "num_moves", "number", "numerics", "positions", "prefix", "prompt_tokens",
         "rank", "reason", "replica", "samples", "source", "target",
     )  # fmt: skip
 
@@ -59,6 +63,8 @@ class LiveRequest:
         self.num_moves = 0
         self.gap_s: float | None = None
         self.numerics: str | None = None
+        self._num_before = self.num_generated
+        self._num_innocent = 0
         self._numerics_here = ""
         self._fits_shape: Shape | None = None  # the last that was asked about
         self._fits = False
@@ -70,6 +76,7 @@ class LiveRequest:
         self._numerics_here = numerics
         self._bind()
         self.attempt += 1
+        self._num_before = self.num_generated
         self.replica = replica
         self.number = number
         self.is_accepted = False
@@ -98,10 +105,22 @@ class LiveRequest:
         self.target = None
         self.reason = reason
 
-    def fail(self, is_blamed: bool) -> None:
-        """The attempt was lost."""
+    def fail(self) -> None:
+        """The attempt was in vain."""
         self.failures += 1
+
+    def die(self, is_blamed: bool) -> None:
+        """Its replica has died with it. Where others are to blame that counts a third: else a request that waits
+        while replicas are killed one after the other would be given up with them."""
+        self._num_innocent += not is_blamed
+        if is_blamed or self._num_innocent % INNOCENT_DEATHS == 0:
+            self.fail()
         self.deaths += is_blamed
+
+    @property
+    def num_new(self) -> int:
+        """Tokens of its present attempt that are known of."""
+        return self.num_generated - self._num_before
 
     def give_up_attempts(self, attempts: int) -> None:
         """The front end counts so many attempts that were made."""

@@ -1,0 +1,112 @@
+"""Whether two answers to one request differ by rounding alone.
+
+What runs in the same steps changes last digits, and a draw, or two logits, may lie that close to a boundary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from manylora import LLM, SamplingParams
+from manylora.executor.sampler import SampledRow, _edited, _weights, uniform
+from manylora.text.tokenizer import Tokenizer
+from tests.cluster.process import ADAPTERS, Answer, Json
+from tests.e2e.process import BASE, MODEL
+from tests.parity.reference import Reference
+
+CLOSE_LOGITS = 2e-4
+AT_BOUNDARY = 1e-5
+
+
+def assert_same(bodies: Sequence[Json], before: Sequence[Answer], after: Sequence[Answer]) -> int:
+    """Answers are equal, but for partings by rounding; how many of these there are."""
+    parted = []
+    for number, (body, one, other) in enumerate(zip(bodies, before, after, strict=True)):
+        if one.content == other.content:
+            assert other.logprobs == pytest.approx(one.logprobs, abs=1e-3), number
+            continue
+        assert other.error is None, (number, other.error)
+        assert other.choices.keys() == one.choices.keys(), number
+        for index, choice in one.choices.items():
+            texts = choice["text"], other.choices[index]["text"]
+            if texts[0] != texts[1]:
+                parted.append(_Parting(body, index, *texts))
+    if parted:
+        _judge(parted)
+    assert len(parted) <= max(2, len(bodies) // 10), len(parted)
+    return len(parted)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parting:
+    body: Json
+    index: int
+    one: str
+    other: str
+
+    @property
+    def adapter(self) -> str | None:
+        return None if self.body["model"] == BASE else self.body["model"]
+
+    @property
+    def params(self) -> SamplingParams:
+        body = self.body
+        return SamplingParams(
+            n=body.get("n", 1), max_tokens=body["max_tokens"], temperature=body["temperature"],
+            seed=body["seed"], ignore_eos=body.get("ignore_eos", False),
+        )  # fmt: skip
+
+    @property
+    def common(self) -> int:
+        """Characters up to where they part."""
+        pairs = zip(self.one, self.other)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _judge(parted: Sequence[_Parting]) -> None:
+    """Ask the model itself about the place of each."""
+    folders = {folder.name: folder for folder in ADAPTERS.iterdir()}
+    named = {name: str(folder) for name, folder in folders.items()}
+    with LLM(MODEL, named, device="cpu", dtype="float32", device_pool="48MiB", host_pool="16MiB") as llm:
+        prompts = [each.body["prompt"] for each in parted]
+        outputs = llm.generate(prompts, [each.params for each in parted], [each.adapter for each in parted])
+        eos_ids = tuple(llm.info.eos_ids)
+    tokenizer, reference = Tokenizer.from_folder(MODEL), Reference(Path(MODEL), folders)
+    for each, output in zip(parted, outputs, strict=True):
+        tokens = list(output.outputs[each.index].token_ids)
+        ends = (len(tokenizer.decode(tokens[: place + 1])) for place in range(len(tokens)))
+        parting = next((place for place, end in enumerate(ends) if end > each.common), len(tokens) - 1)
+        # A character may be of several tokens.
+        places = range(max(0, parting - 3), min(parting + 2, len(tokens)))
+        prompt = list(output.prompt_token_ids)
+        assert any(_is_close(reference, each, prompt, tokens, place, eos_ids) for place in places), each
+
+
+def _is_close(
+    reference: Reference,
+    parted: _Parting,
+    prompt: list[int],
+    tokens: list[int],
+    place: int,
+    eos_ids: tuple[int, ...],
+) -> bool:
+    """Whether the token at that place might as well have been another."""
+    params, known, token = parted.params, tokens[:place], tokens[place]
+    logits = reference.next_logits([*prompt, *known], parted.adapter)[None]
+    stop_ids = () if params.ignore_eos else eos_ids
+    row = SampledRow(params, np.array(prompt), np.array(known), stop_ids, ((parted.index, place),))
+    edited = _edited(logits, [row], None)
+    if not params.temperature:
+        best = edited[0].topk(2).values
+        return bool(best[0] - best[1] < CLOSE_LOGITS)
+    sums = _weights(edited, [params])[0].double().cumsum(0)
+    sums = sums / sums[-1]
+    point = uniform(params.seed or 0, parted.index, place)
+    lower = float(sums[token - 1]) if token else 0.0
+    return min(abs(point - lower), abs(point - float(sums[token]))) < AT_BOUNDARY
