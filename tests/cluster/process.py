@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,11 @@ NAMES = sorted(folder.name for folder in ADAPTERS.iterdir())[:8]
 class Cluster(Server):
     """``manylora serve --replicas``, small, with the demo's adapters."""
 
-    def __init__(self, *args: str, folder: Path) -> None:
+    def __init__(self, *args: str, folder: Path, env: Mapping[str, str] | None = None) -> None:
         self.folder = folder
         super().__init__(
             "--adapter-dir", str(ADAPTERS), "--max-adapter-rank", "64", "--device-pool", "48MiB", "--host-pool",
-            "16MiB", "--cluster-dir", str(folder / "cluster"), *args,
+            "16MiB", "--cluster-dir", str(folder / "cluster"), *args, env=env,
         )  # fmt: skip
 
     def __enter__(self) -> Cluster:

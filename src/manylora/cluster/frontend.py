@@ -7,13 +7,11 @@ import gc
 import logging
 import os
 import socket
-from pathlib import Path
 
 from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.client import ClusterClient
 from manylora.cluster.exposition import ClusterPage, cluster_route
-from manylora.cluster.folder import read_secret
 from manylora.cluster.link import Hello
 from manylora.config import ConfigError
 from manylora.engine.wire import Failed
@@ -28,7 +26,6 @@ ORPHAN_S = 5.0
 def run(launch: children.Launch, starter: children.Starter) -> int:
     """Until it is told to stop."""
     try:
-        secret = read_secret(Path(launch.secret))
         tokenizer = load_tokenizer(launch.engine.model.model)
     except ConfigError as error:
         starter.say(Failed(str(error), is_user_error=True))
@@ -43,7 +40,7 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         client = ClusterClient(
             launch.info,
             launch.router,
-            secret,
+            launch.secret,
             hello,
             launch.http.max_waiting,
             launch.cluster.queue_timeout,

@@ -28,6 +28,8 @@ from manylora.protocol.routing import (
 from manylora.types import AdapterCard, AdapterId, EngineInfo, RequestError, RequestId
 
 ROUTER, SUPERVISOR, FRONTEND, REPLICA = "router", "supervisor", "frontend", "replica"
+RAY = "ray"
+"""The role of the process that speaks to Ray: it has no link."""
 
 # ---------------------------------------------------------------- the registry
 
@@ -360,5 +362,66 @@ class StopChild(msgspec.Struct, tag=True):
     """End in order; a second time: now."""
 
 
-FromChild = ChildReady | Failed
-ToChild = StopChild
+# ---------------------------------------------------------------- supervisor <-> its process that speaks to Ray
+
+
+class StartActor(msgspec.Struct, tag=True):
+    """Start a replica as an actor of this name. ``launch``: what it is to be, encoded."""
+
+    name: str
+    launch: bytes
+
+
+class FindActor(msgspec.Struct, tag=True):
+    """Watch an actor that another such process has started."""
+
+    name: str
+
+
+class StopActor(msgspec.Struct, tag=True):
+    """Tell it to end in order."""
+
+    name: str
+
+
+class KillActor(msgspec.Struct, tag=True):
+    """End it, stopped or not."""
+
+    name: str
+
+
+ToRay = StartActor | FindActor | StopActor | KillActor
+
+
+class RayReady(msgspec.Struct, tag=True):
+    """Ray is there. ``most``: replicas that its GPUs allow; None: any number."""
+
+    most: int | None
+
+
+class ActorBegan(msgspec.Struct, tag=True):
+    """The actor's process runs, on that node."""
+
+    name: str
+    pid: int
+    node: str
+
+
+class ActorSaid(msgspec.Struct, tag=True):
+    """What it said of its start."""
+
+    name: str
+    said: ChildReady | Failed
+
+
+class ActorEnded(msgspec.Struct, tag=True):
+    """Its process has ended, or has been cut off. ``code``: its own exit code, or 1."""
+
+    name: str
+    code: int
+    reason: str
+
+
+FromRay = RayReady | ActorBegan | ActorSaid | ActorEnded
+FromChild = ChildReady | Failed | FromRay
+ToChild = StopChild | ToRay

@@ -114,12 +114,12 @@ class Switchboard:
             self._trace = LineFile(Path(journal_name(settings.cache.trace, "router", launch.epoch)), "trace")
         self._start_s = time.monotonic()
 
-    async def start(self, secret: bytes, launch: children.Launch) -> None:
+    async def start(self, launch: children.Launch) -> None:
         """Listen, and take over what another router has left."""
         self._loop = asyncio.get_running_loop()
         self.registry.take_over()
         listener = Listener(
-            adopt(launch.descriptor), secret, self.epoch, _decoders.get, self._judge, self._serve
+            adopt(launch.descriptor), launch.secret, self.epoch, _decoders.get, self._judge, self._serve
         )
         await listener.start()
         if self._held_back is not None:
