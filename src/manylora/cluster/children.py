@@ -59,7 +59,7 @@ _to_child = msgspec.msgpack.Decoder(Launch | messages.ToChild)
 
 
 class Starter(Protocol):
-    """Whoever has started this process, as the process sees it."""
+    """The process that has started this one, as it sees it."""
 
     def say(self, message: messages.FromChild) -> None:
         """Dropped where the starter is gone."""

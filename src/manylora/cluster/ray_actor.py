@@ -58,7 +58,7 @@ class ReplicaActor:
     def wait(self) -> int:
         """Until it ends; its exit code."""
         code = self._code.get()
-        self._code.put(code)  # for whoever else waits
+        self._code.put(code)  # for another call that waits
         return code
 
     def _run(self, launch: children.Launch) -> None:

@@ -1,6 +1,6 @@
 """The process that speaks to Ray for the supervisor: places replicas as actors, and says when they have ended.
 
-Ray ends whoever speaks to it a minute after its head is lost, and starting it may hang; both are this process's
+Ray ends each process that speaks to it a minute after its head is lost, and starting it may hang; both are this process's
 alone. It keeps nothing: another one finds the actors again by their names. No request and no token passes here.
 """
 
@@ -235,7 +235,7 @@ def _keep_stderr_for_replicas() -> None:
 
 
 def _reachable(given: str, is_insecure: bool) -> str:
-    """HOST:PORT of a Ray that listens. Raises ConfigError: there is none, or it is open to whoever reaches it."""
+    """HOST:PORT of a Ray that listens. Raises ConfigError: there is none, or it is open to all that reach it."""
     from ray._private.authentication.authentication_token_setup import (
         maybe_enable_token_auth_if_token_available,
     )
@@ -253,7 +253,7 @@ def _reachable(given: str, is_insecure: bool) -> str:
     has_token = maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     if not allowed(peer, has_token=has_token, is_insecure=is_insecure):
         raise ConfigError(
-            f"Ray at {address} runs whatever anyone who reaches it sends: set RAY_AUTH_MODE=token there and here, "
+            f"Ray at {address} runs whatever it is sent: set RAY_AUTH_MODE=token there and here, "
             "or say --insecure-ray"
         )
     return str(address)

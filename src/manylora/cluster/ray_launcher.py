@@ -79,7 +79,7 @@ class RayLauncher:
             self._folder = tempfile.mkdtemp(prefix="manylora-ray-", dir=root)
             self._environment |= {
                 "RAY_TMPDIR": self._folder,
-                # Else it takes work from whoever reaches it.
+                # Else it takes work from all that reach it.
                 "RAY_AUTH_MODE": "token",
                 "RAY_AUTH_TOKEN": secrets.token_hex(32),
             }
@@ -185,7 +185,7 @@ class RayProcess:
         self._begun.set()
 
     def say(self, said: messages.ChildReady | Failed) -> None:
-        """It has said this; once, whoever has watched it."""
+        """It has said this; once, however often it is found again."""
         if not self._has_said:
             self._has_said = True
             self._said.put_nowait(said)
