@@ -1,7 +1,8 @@
 """The process that speaks to Ray for the supervisor: places replicas as actors, and says when they have ended.
 
-Ray ends each process that speaks to it a minute after its head is lost, and starting it may hang; both are this process's
-alone. It keeps nothing: another one finds the actors again by their names. No request and no token passes here.
+Ray ends each process that speaks to it a minute after its head is lost, and starting it may hang; both are this
+process's alone. It keeps nothing: another one finds the actors again by their names. No request and no token
+passes here.
 """
 
 from __future__ import annotations
