@@ -15,6 +15,8 @@ from pathlib import Path
 
 from manylora.config import ConfigError
 
+SECRET = "secret"
+"""The file's name."""
 _SECRET_BYTES = 32
 _LEAST_SECRET_BYTES = 16
 _MOST_SECRET_BYTES = 4096
@@ -84,7 +86,7 @@ class Folder:
 
     @property
     def secret_path(self) -> Path:
-        return self.path / "secret"
+        return self.path / SECRET
 
     def close(self) -> None:
         """Give the folder up, and remove what has no use any more."""

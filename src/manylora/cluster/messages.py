@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from manylora.config import EngineSettings
 from manylora.engine.client import AdapterLoad, EngineStats, GenerationRequest
 from manylora.engine.wire import Deltas, Failed
 from manylora.protocol.routing import (
@@ -28,6 +29,8 @@ from manylora.protocol.routing import (
 from manylora.types import AdapterCard, AdapterId, EngineInfo, RequestError, RequestId
 
 ROUTER, SUPERVISOR, FRONTEND, REPLICA = "router", "supervisor", "frontend", "replica"
+NEWCOMER = "newcomer"
+"""The role of a front end that was started by hand, for as long as it does not know what the cluster serves."""
 RAY = "ray"
 """The role of the process that speaks to Ray: it has no link."""
 
@@ -144,6 +147,18 @@ class Reply(msgspec.Struct, tag=True):
 
 
 ToFrontendFromRouter = Rulings | Endpoints | Revisions | Reply
+
+# ---------------------------------------------------------------- router -> newcomer
+
+
+class Joining(msgspec.Struct, tag=True):
+    """What a front end has to know that its starter does not tell it. ``model``: the digest."""
+
+    engine: EngineSettings
+    info: EngineInfo
+    model: str
+    queue_timeout_s: float
+
 
 # ---------------------------------------------------------------- replica -> router
 
@@ -285,13 +300,15 @@ class ChildProcess(msgspec.Struct, frozen=True):
 
 
 class ProcessTable(msgspec.Struct, tag=True):
-    """All that the supervisor has started. ``most``: replicas that its GPUs allow; None: any number."""
+    """All that the supervisor has started. ``most``: replicas that its GPUs allow; None: any number. ``info``: of
+    the first replica that came up."""
 
     slots: list[Slot]
     frontends: list[ChildProcess]
     supervisor: int
     launcher: str
     most: int | None = None
+    info: EngineInfo | None = None
 
 
 class Exited(msgspec.Struct, tag=True):

@@ -21,7 +21,7 @@ import msgspec
 from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.digests import model_digest
-from manylora.cluster.folder import Folder, default_folder, read_secret
+from manylora.cluster.folder import SECRET, Folder, default_folder, read_secret
 from manylora.cluster.link import Hello, Link, LinkError, bind, dial
 from manylora.cluster.local import Launcher, LocalLauncher, Started
 from manylora.cluster.node_share import NodeShare
@@ -200,7 +200,12 @@ class _Supervisor:
         slots = [slot.as_told() for slot in self._slots.values()]
         self._link.send(
             messages.ProcessTable(
-                slots, frontends, os.getpid(), self._launcher.name, self._launcher.most_replicas
+                slots,
+                frontends,
+                os.getpid(),
+                self._launcher.name,
+                self._launcher.most_replicas,
+                self._launch.info,
             )
         )
 
@@ -306,6 +311,11 @@ class _Supervisor:
             self._is_serving = True
             host, port = self._sock.getsockname()[:2]
             name = self._launch.engine.model.name
+            log.info(
+                "front ends join by: manylora frontend --connect %s:%d --secret-file %s",
+                *self._launch.router,
+                Path(self._launch.folder) / SECRET,
+            )
             log.info("serving %s on http://%s:%d", name, f"[{host}]" if ":" in host else host, port)
 
     # ------------------------------------------------------------ the end

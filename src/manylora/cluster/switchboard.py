@@ -62,10 +62,12 @@ log = logging.getLogger(__name__)
 SETTLE_S = 2.0
 """A router that takes another's place waits so long for replicas and front ends before it decides."""
 SOLVE_S = 2.0
+_NEWCOMER_S = 0.1
 
 _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     messages.FRONTEND: msgspec.msgpack.Decoder(messages.ToRouterFromFrontend),
     messages.REPLICA: msgspec.msgpack.Decoder(messages.ToRouterFromReplica),
+    messages.NEWCOMER: msgspec.msgpack.Decoder(messages.ToRouterFromFrontend),
     messages.SUPERVISOR: msgspec.msgpack.Decoder(messages.ToRouterFromSupervisor),
 }
 
@@ -87,6 +89,7 @@ class Switchboard:
         self.hint: ScaleHint | None = None
         self.registry = Rollout(adapter_log, self.members, self.tell, self.config.queue_timeout_s)
         self._model = launch.model
+        self._engine = launch.engine
         self._supervisor: Link | None = None
         self._owners: dict[RequestId, tuple[FrontendMember, AdapterId]] = {}
         self._orders: dict[int, tuple[Link, messages.Rulings]] = {}
@@ -276,13 +279,15 @@ class Switchboard:
             least = max(self._fenced.get(hello.id, 0) + 1, 0 if slot is None else slot.epoch)
             if hello.epoch < least:
                 return f"epoch {hello.epoch} of replica {hello.id} is over"
-        return why_strange(hello, self._model)
+        return why_strange(hello, hello.model if hello.role == messages.NEWCOMER else self._model)
 
     async def _serve(self, link: Link) -> None:
         if link.peer.role == messages.REPLICA:
             await self._serve_replica(link)
         elif link.peer.role == messages.FRONTEND:
             await self._serve_frontend(link)
+        elif link.peer.role == messages.NEWCOMER:
+            await self._serve_newcomer(link)
         else:
             await self._serve_supervisor(link)
 
@@ -353,6 +358,12 @@ class Switchboard:
                     link.send(messages.Pong(number))
         if self._supervisor is link:
             self._supervisor = None
+
+    async def _serve_newcomer(self, link: Link) -> None:
+        while self.table.info is None:
+            await asyncio.sleep(_NEWCOMER_S)
+        link.send(messages.Joining(self._engine, self.table.info, self._model, self.config.queue_timeout_s))
+        await link.receive()  # nothing: it comes again as a front end
 
     async def _serve_frontend(self, link: Link) -> None:
         await self._is_served.wait()
