@@ -30,11 +30,13 @@ from manylora.config.cluster import MOST_FRONTENDS
 from manylora.main import bind, check_model, configure_logging, load_tokenizer, run_loop
 from manylora.models.source import resolve_model
 from manylora.signals import stop_signals
+from manylora.types import EngineInfo
 
 log = logging.getLogger("manylora")
 
 JOIN_S = 30.0
-"""A cluster that is starting has so long to be there."""
+"""A cluster that is starting has so long to come up."""
+_AGAIN_S = 0.2
 
 _decoder = msgspec.msgpack.Decoder(messages.Joining)
 
@@ -46,7 +48,7 @@ def run_frontend(args: argparse.Namespace, http: HttpSettings) -> int:
     router = _address(args.connect)
     sock = bind(http)
     try:
-        joining = asyncio.run(_join(router, secret))
+        joining, info = asyncio.run(_join(router, secret))
         engine = joining.engine
         if args.model is not None:
             model = dataclasses.replace(engine.model, model=args.model, served_model_name=engine.model.name)
@@ -57,7 +59,7 @@ def run_frontend(args: argparse.Namespace, http: HttpSettings) -> int:
         tokenizer = load_tokenizer(engine.model.model)
         number = MOST_FRONTENDS + secrets.randbelow(2**31)  # those below are the supervisor's
         client = ClusterClient(
-            joining.info,
+            info,
             router,
             secret,
             Hello(messages.FRONTEND, number, 1, os.getpid(), VERSION, joining.model),
@@ -75,25 +77,24 @@ def run_frontend(args: argparse.Namespace, http: HttpSettings) -> int:
         sock.close()
 
 
-async def _join(router: tuple[str, int], secret: bytes) -> messages.Joining:
-    """What the cluster serves. Raises ConfigError."""
+async def _join(router: tuple[str, int], secret: bytes) -> tuple[messages.Joining, EngineInfo]:
+    """What the cluster serves, once it does. Raises ConfigError."""
     hello = Hello(messages.NEWCOMER, 0, 1, os.getpid(), VERSION, "")
     until_s = time.monotonic() + JOIN_S
-    try:
-        link = await dial(router, secret, hello, _decoder)
-        async with asyncio.timeout(until_s - time.monotonic()):
-            joining = await link.receive()
+    while True:
+        try:
+            link = await dial(router, secret, hello, _decoder)
+        except LinkRefused as error:
+            raise ConfigError(f"the cluster does not want this front end: {error}") from error
+        except LinkError as error:
+            raise ConfigError(f"cannot join the cluster: {error}") from error
+        joining: messages.Joining | None = await link.receive()
         link.abort()
-    except LinkRefused as error:
-        raise ConfigError(f"the cluster does not want this front end: {error}") from error
-    except LinkError as error:
-        raise ConfigError(f"cannot join the cluster: {error}") from error
-    except TimeoutError as error:
-        raise ConfigError(f"the cluster has no replica within {JOIN_S:g} s") from error
-    if joining is None:
-        raise ConfigError("the cluster has gone while this front end joined it")
-    found: messages.Joining = joining
-    return found
+        if joining is not None and joining.info is not None:
+            return joining, joining.info
+        if time.monotonic() > until_s:
+            raise ConfigError(f"the cluster has had no replica for {JOIN_S:g} s")
+        await asyncio.sleep(_AGAIN_S)
 
 
 def _address(text: str) -> tuple[str, int]:

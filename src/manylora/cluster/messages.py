@@ -152,10 +152,11 @@ ToFrontendFromRouter = Rulings | Endpoints | Revisions | Reply
 
 
 class Joining(msgspec.Struct, tag=True):
-    """What a front end has to know that its starter does not tell it. ``model``: the digest."""
+    """What a front end has to know that its starter does not tell it. ``info``: None while no replica has come up;
+    ``model``: the digest."""
 
     engine: EngineSettings
-    info: EngineInfo
+    info: EngineInfo | None
     model: str
     queue_timeout_s: float
 

@@ -62,7 +62,6 @@ log = logging.getLogger(__name__)
 SETTLE_S = 2.0
 """A router that takes another's place waits so long for replicas and front ends before it decides."""
 SOLVE_S = 2.0
-_NEWCOMER_S = 0.1
 
 _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     messages.FRONTEND: msgspec.msgpack.Decoder(messages.ToRouterFromFrontend),
@@ -360,9 +359,8 @@ class Switchboard:
             self._supervisor = None
 
     async def _serve_newcomer(self, link: Link) -> None:
-        while self.table.info is None:
-            await asyncio.sleep(_NEWCOMER_S)
-        link.send(messages.Joining(self._engine, self.table.info, self._model, self.config.queue_timeout_s))
+        timeout_s = self.config.queue_timeout_s
+        link.send(messages.Joining(self._engine, self.table.info, self._model, timeout_s))
         await link.receive()  # nothing: it comes again as a front end
 
     async def _serve_frontend(self, link: Link) -> None:
