@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from manylora import LLM, SamplingParams
-from manylora.engine.client import EngineDead
+from manylora.engine.client import EngineDead, EngineStats
 from manylora.text.generate import GenerationFailed
 from tests.e2e.process import (
     MODEL,
@@ -143,7 +143,7 @@ def test_ranks_end_with_what_started_them(process: str) -> None:
 PLAIN = f"""
 import os, signal, threading
 from manylora import LLM, SamplingParams
-from manylora.engine.client import EngineDead
+from manylora.engine.client import EngineDead, EngineStats
 from tests.e2e.test_ranks import ranks_of
 
 settings = dict(device="cpu", dtype="float32", device_pool="32MiB", tensor_parallel_size=2)
@@ -228,7 +228,26 @@ def inject(rank):
             super().add_up(tensor, purpose)
     peers.__class__ = Failing
 """
-
+FAILS_TO_COPY = """
+def inject(rank):
+    from manylora.memory.gates import CopyGate
+    copier, fails, now = rank._worker._copier, {1: 0, 3: 2, 5: 3}, [None, 0]
+    land, lane, whole = copier._land_groups, copier._lanes[True].copies, CopyGate.pass_group
+    copy = lane.copy_pieces
+    def landing(lane, command, gate):
+        now[:] = fails.get(gate.number), 0
+        return land(lane, command, gate)
+    def copied(*pieces, **how):
+        now[1] += 1
+        if now[1] - 1 == now[0]:
+            raise RuntimeError("the bus of one rank")
+        copy(*pieces, **how)
+    def passed(gate, number, until):
+        return whole(gate, number, until) and (gate.number, number) != (7, 1)
+    copier._land_groups, lane.copy_pieces, CopyGate.pass_group = landing, copied, passed
+"""
+"""Of the copies with gates the first, third and fifth fail, in the first, a middle and the last group of layers;
+the seventh counts as late."""
 FAILS_TO_READ = """
 def inject(rank):
     from manylora.protocol import AdapterRead
@@ -331,3 +350,35 @@ def test_a_read_that_fails_on_one_rank_is_undone_on_all(
         assert len(llm.generate("Guten", params)[0].outputs[0].token_ids) == 8
         (output,) = llm.generate("Guten", params, adapter="german")
         assert output.outputs[0].token_ids == wanted
+
+
+@pytest.mark.parametrize("sharding", ["sharded", pytest.param("replicated", marks=pytest.mark.long)])
+def test_a_copy_that_fails_on_one_rank_spoils_its_rows_on_all(
+    injecting: Callable[[str], None], sharding: str
+) -> None:
+    """Steps await copies whose first, middle or last group of layers does not come on one rank, or late: the
+    request begins again, those beside it go on."""
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    names = sorted(path.name for path in Path(GERMAN).parent.iterdir() if path.is_dir())[:4]
+    adapters = {name: str(Path(GERMAN).parent / name) for name in names}
+    fixed: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "device_pool": "32MiB",
+        "host_pool": "32MiB",
+    }
+
+    def answers(**settings: Any) -> tuple[list[list[int]], EngineStats]:
+        with LLM(MODEL, adapters, **fixed, **settings) as llm:
+            found = []
+            for name in names * 2:
+                outputs = llm.generate(["Guten", "Guten"], params, [name, None])
+                found += [output.outputs[0].token_ids for output in outputs]
+            return found, llm.stats()
+
+    wanted, _ = answers()
+    injecting(FAILS_TO_COPY)
+    cold = {"cold_start": "layerwise", "cold_start_stall": 1.0}
+    found, stats = answers(tensor_parallel_size=2, lora_sharding=sharding, **cold)
+    assert found == wanted
+    assert (stats.spoilt_rows, stats.swaps_failed) == (4, 3)

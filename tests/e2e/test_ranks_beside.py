@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from manylora import LLM, SamplingParams
-from manylora.config import CACHE_POLICIES, COLD_START_MODES, ConfigError
+from manylora.config import CACHE_POLICIES, ConfigError
 from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import read_answered
 from manylora.outputs import RequestOutput
@@ -47,6 +47,7 @@ TOGETHER: list[dict[str, dict[str, Any]]] = [
         "preemption (a small pool)": {"device_pool": "6MiB", "host_pool": "8MiB"},
         "`--copy-limit`": {"copy_limit": "1GB"},
         "`--scheduling-policy priority`": {"scheduling_policy": "priority"},
+        "`--cold-start block`, `layerwise`, `auto`": {"cold_start": "layerwise", "cold_start_stall": 1.0},
     },
     {
         "`--fairness vtc`": {"fairness": "vtc"},
@@ -58,7 +59,10 @@ ELSEWHERE = {"`--journal`, `--trace`", "`--load-format dummy`", "`--adapter-stor
 """The last needs GPUs."""
 REFUSED: dict[str, list[dict[str, Any]]] = {
     "`--merge`": [{"merge": "merged"}],
-    "`--cold-start` other than `wait`": [{"cold_start": mode} for mode in COLD_START_MODES if mode != "wait"],
+    "`--cold-start cpu`, `--cpu-lora-workers`": [
+        {"cold_start": "cpu", "cpu_lora_workers": 1},
+        {"cold_start": "auto", "cpu_lora_workers": 1},
+    ],
 }
 
 

@@ -170,6 +170,43 @@ def test_a_copy_that_fails_spoils_its_own_rows_only(
     check(cold, files, 2, 3, 4)
 
 
+def test_a_step_commanded_before_the_failure_was_known_spoils_its_own_rows_only(
+    cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hand = Hand(cold, monkeypatch)
+    hand.broken = 1
+    command = bring(cold, 2, 8)
+    hand.let(LAYERS)
+    for sequence in (1, 2):
+        cold.open(sequence, PROMPT, adapter=2)
+    cold.open(3, PROMPT, adapter=1)
+    assert cold.run(awaiting(cold, command, 1, others=(3,))).done.spoilt == (1,)
+    assert cold.run(awaiting(cold, command, 2, others=(3,))).done.spoilt == (2,)
+    assert not cold.direct.wait_for(command).ok  # type: ignore[union-attr]
+    check(cold, files, 3)
+    cold.decode(2, 3)
+    assert 2 not in cold.worker._tables
+
+
+def test_a_rank_forgets_a_copy_when_it_is_told(cold: Rig, files: Files) -> None:
+    """When others have answered it, too: until then steps may await it."""
+    cold.worker._is_rank = True
+    command = bring(cold, 2, 8)
+    cold.open(1, PROMPT, adapter=2)
+    assert cold.run(awaiting(cold, command, 1)).done.spoilt == ()
+    cold.decode(4, 1)
+    cold.open(2, PROMPT, adapter=2)
+    result = cold.run(awaiting(cold, command, 2))
+    assert (result.done.ok, result.done.spoilt) == (True, ())
+    check(cold, files, 1, 2)
+    cold.worker.forget_copies([(command.copy, False)])
+    assert 2 not in cold.worker._tables
+    cold.open(3, PROMPT)
+    step = cold.command(cold.row(3))
+    step.awaits = (Await(command.copy, (3,)),)
+    assert not cold.run(step).done.ok
+
+
 def test_a_copy_that_is_late_spoils_its_rows_and_the_step_still_ends_after_its_answer(
     cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,12 +87,21 @@ class ColdStartMachine(ReplicaMachine):
         self.feed(self.device.finish_step(ok=True, cpu_fails=fails and not ends))
 
     @precondition(lambda self: self.device.steps)
-    @rule(lands=st.sampled_from([True, True, True, False]))
-    def end_step(self, lands: bool) -> None:
-        """What it awaits has landed by then, or has failed."""
+    @rule()
+    def end_step_well(self) -> None:
+        """What it awaits has landed by then."""
         for copy in self.device.awaited():
-            self.end_copy_of(copy, lands, 0.001)
+            self.end_copy_of(copy, True, 0.001)
         self.feed(self.device.finish_step(ok=True))
+
+    @precondition(lambda self: self.device.steps and self.device.steps[0].command.awaits)
+    @rule(is_late=st.booleans())
+    def spoil_step(self, is_late: bool) -> None:
+        """What it awaits has failed, or has landed after the step was tired of waiting."""
+        late = tuple(wanted.copy for wanted in self.device.steps[0].command.awaits if is_late)
+        for copy in self.device.awaited():
+            self.end_copy_of(copy, is_late, 0.001)
+        self.feed(self.device.finish_step(ok=True, late=late))
 
     def teardown(self) -> None:
         super().teardown()

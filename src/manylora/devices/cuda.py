@@ -47,6 +47,11 @@ def cuda_is_available() -> bool:
     return torch.cuda.is_available()
 
 
+def launches_wait() -> bool:
+    """Whether each launch waits for its end, so that nothing on the device may wait for what comes later."""
+    return os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
+
+
 def visible_gpus() -> list[str]:
     """Those that this process may use, as CUDA_VISIBLE_DEVICES names them. Takes nothing of them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -66,7 +71,7 @@ class CudaDevice:
             built = "finds no GPU" if torch.version.cuda else "is built without CUDA"
             raise ConfigError(f"device cuda was asked for, but this torch ({torch.__version__}) {built}")
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
-        self.launches_wait = os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
+        self.launches_wait = launches_wait()
         self.name = f"cuda ({torch.cuda.get_device_name(self.torch_device)})"
         self._captures: _Captures | None = None
         self._num_writers = 0

@@ -82,7 +82,7 @@ def build_worker(
     folder = resolve_model(settings.model.model)
     config = read_model_config(folder)
     device = open_device(settings.model.device)
-    settings = _with_gates(settings, device)
+    settings = with_gates(settings, device.launches_wait)
     kind: Kind = "cuda" if device.torch_device.type == "cuda" else "cpu"
     dtype = resolve_dtype(settings.model.dtype, kind, config.dtype)
     page = config.page_shape(settings.cache.page_tokens, dtype.itemsize)
@@ -157,10 +157,10 @@ def build_worker(
     return worker, limits, engine_info(settings, config, limits, device.name, dtype, copy.num_bytes)
 
 
-def _with_gates(settings: EngineSettings, device: Device) -> EngineSettings:
+def with_gates(settings: EngineSettings, launches_wait: bool) -> EngineSettings:
     """What the device can obey: where each launch waits for its end, no step waits for what comes later."""
     scheduler = settings.scheduler
-    if not device.launches_wait or not scheduler.cold_start.num_groups:
+    if not launches_wait or not scheduler.cold_start.num_groups:
         return settings
     _log.warning("--cold-start is wait, not %s: CUDA_LAUNCH_BLOCKING is set", scheduler.cold_start.mode)
     waiting = dataclasses.replace(scheduler, cold_start=ColdStartConfig("wait"))

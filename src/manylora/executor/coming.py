@@ -6,7 +6,7 @@ Owns a gate from its copy's command on until no step can name it. Does not copy.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from manylora.adapters.pack import cell_offsets, layout_of
 from manylora.adapters.peft import AdapterSpec
@@ -39,20 +39,24 @@ class Coming:
         self._geometry = geometry
         self._spec_of = spec_of
         self.landed: collections.deque[Landed] = collections.deque()
-        self._lost: collections.deque[AdapterId] = collections.deque()  # entered ahead, and did not land
+        self._ahead: dict[AdapterId, CopyId] = {}  # entered before they have landed, by which copy
         self._gates: dict[CopyId, CopyGate] = {}
         self._commands: dict[CopyId, SwapPages] = {}  # of the gates
         self._num_gates = 0
         self._answered: list[CopyId] = []  # at the last step's end
 
     def enter(self) -> None:
-        """Enter what has landed into the tables. It is among it before its ``done`` is heard of. So is what was
-        entered ahead and has not landed, among what is dropped."""
-        while self._lost:
-            self._tables.drop(self._lost.popleft())
+        """Enter what has landed into the tables. It is among it before its ``done`` is heard of."""
         while self.landed:
             landed = self.landed.popleft()
+            self._ahead.pop(landed.adapter, None)
             self._tables.put(landed.adapter, landed.layout, landed.offsets)
+
+    def leave(self, adapter: AdapterId) -> None:
+        """Drop the adapter's entry, landed or ahead."""
+        self.enter()
+        self._ahead.pop(adapter, None)
+        self._tables.drop(adapter)
 
     # ------------------------------------------------------------ copies
 
@@ -69,16 +73,11 @@ class Coming:
             gate = self._gates[command.copy] = CopyGate(order, self._num_gates)
             self._commands[command.copy] = command
 
-        def done(answer: CopyDone) -> None:
-            if command.groups and command.adapter is not None and not answer.ok:
-                self._lost.append(command.adapter)
-            tell(answer)
-
         try:
-            self._copier.start(command, self._landing(command), done, gate)
+            self._copier.start(command, self._landing(command), tell, gate)
         except (AdapterError, RuntimeError, ValueError) as error:
             # Removed meanwhile, closed, or a wrong command: no thread will answer.
-            done(CopyDone(command.copy, False, error=one_line(error)))
+            tell(CopyDone(command.copy, False, error=one_line(error)))
             if gate is not None:
                 gate.answer(False)
 
@@ -92,6 +91,7 @@ class Coming:
         if command.groups:
             # Ahead: steps that await the copy look for it.
             self.enter()
+            self._ahead[adapter] = command.copy
             self._tables.put(adapter, landed.layout, landed.offsets)
 
         def note() -> None:
@@ -140,6 +140,16 @@ class Coming:
         """Before a step's end is told. A copy that was answered by the end before is forgotten: its answer
         was told before that end, which has been acted upon, so no step names it any more. Between both one may:
         what came before the answer is acted upon first."""
-        for copy in self._answered:
-            del self._gates[copy], self._commands[copy]
+        self.forget((copy, self._gates[copy].wait_answer()) for copy in self._answered)
         self._answered = [copy for copy, gate in self._gates.items() if gate.is_answered]
+
+    def forget(self, answered: Iterable[tuple[CopyId, bool]]) -> None:
+        """No step names these copies any more, each with whether it went well; what was entered ahead of one that
+        did not is dropped. Until then steps may name it, whose rows are spoilt."""
+        for copy, ok in answered:
+            del self._gates[copy]
+            adapter = self._commands.pop(copy).adapter
+            if adapter is not None and self._ahead.get(adapter) == copy:
+                del self._ahead[adapter]
+                if not ok:
+                    self._tables.drop(adapter)

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from manylora.executor.forward import EagerSteps, Forward, Outputs
 from manylora.executor.graphs import GraphLimits, Progress, Rehearse, StepGraphs
 from manylora.executor.inputs import InputBuilder, StepInputs
 from manylora.executor.inspections import Inspections
+from manylora.executor.joined import joined
 from manylora.executor.merging import MergedWeights
 from manylora.executor.ranked_sampling import RankedSampling
 from manylora.executor.reader import AdapterReader
@@ -65,7 +66,7 @@ from manylora.protocol import (
     VerifyAdapter,
     handlers,
 )
-from manylora.types import BASE, AdapterId, SequenceId, TokenLogprobs
+from manylora.types import BASE, AdapterId, CopyId, SequenceId
 
 _log = logging.getLogger(__name__)
 
@@ -118,6 +119,7 @@ class Worker:
         decoder is one rank's share of a model. The worker closes what it is given.
         """
         self._forward: Forward | None = Forward(decoder, arena, geometry, device, ranked)
+        self._is_rank = ranked is not None  # which copies are forgotten is told to all ranks alike
         self._graphs: StepGraphs | None = None
         self._arena = arena
         self._host = host
@@ -163,8 +165,13 @@ class Worker:
         """See Executor."""
         if self._in_flight:
             result = self._in_flight.popleft()()
-            self._coming.step_ended()
+            if not self._is_rank:
+                self._coming.step_ended()
             self._tell(result)
+
+    def forget_copies(self, answered: Sequence[tuple[CopyId, bool]]) -> None:
+        """Of one of several ranks: no step names these copies any more, each with whether it went well on all."""
+        self._coming.forget(answered)
 
     # ------------------------------------------------------------ merged weights
 
@@ -360,28 +367,15 @@ class Worker:
             self._sequences.forget(expected)
             return self._failed(step, error, began)
         spoilt = () if awaited is None else awaited.spoilt()
-        # Parts are in the order of their batches: from there into the step's.
-        order = np.argsort(np.concatenate([part.rows for part in sampled])).tolist()
-        ids = [row for result in results for row in result.tokens]
-        drew = [ids[place] for place in order]
-        self._sequences.settle(expected, [tokens[0] for tokens in drew])
-        logprobs: dict[tuple[SequenceId, int], TokenLogprobs] = {}
-        if any(result.logprobs is not None for result in results):
-            told = [row for result in results for row in (result.logprobs or [()] * len(result.tokens))]
-            for sequence, place in zip(sampled_sequences, order):
-                logprobs |= {(sequence, i): item for i, item in enumerate(told[place]) if item is not None}
-        tokens = tuple(zip(sampled_sequences, map(tuple, drew)))
-        unsound: tuple[SequenceId, ...] = ()
-        if any(result.unsound for result in results):
-            begins = np.cumsum([0, *(len(result.tokens) for result in results)])
-            places = {begin + row for begin, result in zip(begins, results) for row in result.unsound}
-            unsound = tuple(sequence for sequence, place in zip(sampled_sequences, order) if place in places)
-        done = StepDone(step.step, True, tokens, self._step_s(began), unsound=unsound, spoilt=spoilt)
+        drawn = joined(results, [part.rows for part in sampled], sampled_sequences)
+        self._sequences.settle(expected, [tokens[0] for _, tokens in drawn.tokens])
+        seconds = self._step_s(began)
+        done = StepDone(step.step, True, drawn.tokens, seconds, unsound=drawn.unsound, spoilt=spoilt)
         if awaited is not None:
             done.stall_s = awaited.stall_s
         if cold is not None:
             cold.tell(done, self._workers)
-        return StepResult(done, logprobs)
+        return StepResult(done, drawn.logprobs)
 
     def _failed(self, step: RunStep, error: Exception, began: float) -> StepResult:
         _log.error("step %d failed", step.step, exc_info=error)
@@ -441,8 +435,7 @@ class Worker:
 
     def evict_adapter(self, command: EvictAdapter) -> None:
         """Carries out EvictAdapter."""
-        self._coming.enter()
-        self._tables.drop(command.adapter)
+        self._coming.leave(command.adapter)
 
     def swap_pages(self, command: SwapPages) -> None:
         """Carries out SwapPages."""

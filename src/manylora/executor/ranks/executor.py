@@ -22,7 +22,7 @@ from manylora.executor.inspections import Inspections
 from manylora.executor.ranks.ring import RingWriter
 from manylora.executor.ranks.status import StatusReader
 from manylora.executor.ranks.watch import LOOK_S, STOPPED_LOOKS, is_stopped
-from manylora.executor.ranks.wire import Channel, End, Learn, RankFailed, StepAnswer, packed
+from manylora.executor.ranks.wire import Channel, End, ForgetCopies, Learn, RankFailed, StepAnswer, packed
 from manylora.protocol import (
     AdapterRead,
     Ask,
@@ -43,7 +43,7 @@ from manylora.protocol import (
     VerifyAdapter,
     ask_of,
 )
-from manylora.types import AdapterId
+from manylora.types import AdapterId, CopyId
 
 _log = logging.getLogger(__name__)
 
@@ -112,6 +112,9 @@ class RankedExecutor:
         self._steps: collections.deque[_Step] = collections.deque()  # oldest first
         self._answers: dict[Ask, dict[int, AdapterRead | CopyDone]] = {}
         self._brings: dict[Ask, AdapterId] = {}  # what commands on their way bring to the device
+        self._awaitable: set[CopyId] = set()  # on their way: steps may await them
+        self._answered: list[tuple[CopyId, bool]] = []  # of those, told since the last step's end
+        self._answered_before: list[tuple[CopyId, bool]] = []
         self._lost: str | None = None
         self._is_closing = False
         self._ended_s = 0.0
@@ -147,6 +150,8 @@ class RankedExecutor:
                 return
             case ForgetAdapter():
                 self._inspections.forget(command.adapter)
+            case SwapPages() if command.groups:
+                self._awaitable.add(command.copy)
             case ReadAdapter(tier="device") | SwapPages(to_device=True):
                 if command.adapter is not None:
                     self._brings[ask_of(command)] = command.adapter
@@ -164,6 +169,11 @@ class RankedExecutor:
             self._changed.wait_for(lambda: self._lost or step.has_ended(len(self._ranks)))
             self._check()
             self._steps.popleft()
+            # As for one rank (``Coming.step_ended``), which alone does not know when others have answered.
+            forgotten, self._answered_before = self._answered_before, self._answered
+            self._answered = []
+        if forgotten:
+            self._write(ForgetCopies(tuple(forgotten)))
         self._tell(self._result(step))
 
     def close(self, *, frees: bool = True) -> None:
@@ -281,12 +291,19 @@ class RankedExecutor:
         result = next(answer.result for answer in step.answers.values() if answer.result is not None)
         now = time.perf_counter()
         seconds, self._ended_s = now - max(step.began, self._ended_s), now
-        done: StepDone = dataclasses.replace(result.done, device_s=seconds)
+        answers = step.answers.values()
+        spoilt = sorted({sequence for answer in answers for sequence in answer.spoilt})
+        done: StepDone = dataclasses.replace(
+            result.done,
+            device_s=seconds,
+            spoilt=tuple(spoilt),
+            stall_s=max(answer.stall_s for answer in answers),
+        )
         return StepResult(done, result.logprobs)
 
     def _hear_landed(self, rank: int, answer: AdapterRead | CopyDone) -> None:
         """One that fails on one rank is undone on all before the policy, which may give its pages away, hears
-        it."""
+        it; a copy that steps may await when none does any more."""
         ask = ask_of(answer)
         answers = self._answers.setdefault(ask, {})
         answers[rank] = answer
@@ -306,6 +323,10 @@ class RankedExecutor:
         else:
             slowest = max(one.copy_s for one in every if isinstance(one, CopyDone))
             self._tell(dataclasses.replace(worst, copy_s=slowest))
+            if worst.copy in self._awaitable:
+                self._awaitable.remove(worst.copy)
+                with self._changed:
+                    self._answered.append((worst.copy, worst.ok))
 
     # ------------------------------------------------------------ trouble
 

@@ -40,6 +40,7 @@ from manylora.executor.ranks.wire import (
     Begin,
     Channel,
     End,
+    ForgetCopies,
     Learn,
     Loaded,
     Pools,
@@ -223,6 +224,8 @@ class _Rank:
                     self._run(worker, command)
                 case Learn():
                     worker.inspections.learn(command.adapter, AdapterSpec.from_json(command.spec))
+                case ForgetCopies():
+                    worker.forget_copies(command.answered)
                 case End():
                     worker.close(frees=False)
                     return
@@ -274,6 +277,8 @@ class _Rank:
                 zlib.crc32(said.encode()),
                 begun.num_exchanges,
                 result if tells else None,
+                done.spoilt,
+                done.stall_s,
             )
         )
 

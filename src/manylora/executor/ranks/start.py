@@ -25,8 +25,9 @@ import torch
 from manylora.adapters.registry import Registry
 from manylora.config import ConfigError, EngineSettings, PolicyConfig
 from manylora.devices import cpu_peers
-from manylora.devices.cuda import cuda_is_available, visible_gpus
+from manylora.devices.cuda import cuda_is_available, launches_wait, visible_gpus
 from manylora.devices.select import open_device
+from manylora.executor.build import with_gates
 from manylora.executor.inspections import Inspections
 from manylora.executor.ranks import ring, status
 from manylora.executor.ranks.executor import RankedExecutor, RankProcess
@@ -68,6 +69,7 @@ def build_ranks(
     config = read_model_config(resolve_model(settings.model.model))
     check_count(config, count)
     kind = _kind(settings.model.device, count)
+    settings = with_gates(settings, kind == "cuda" and launches_wait())
     dtype = resolve_dtype(settings.model.dtype, kind, config.dtype)
     is_sharded = is_sharded_by(settings.lora_sharding, count)
     share = ModelShare(config, RankPlace(0, count), is_sharded)

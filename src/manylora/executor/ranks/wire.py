@@ -17,7 +17,7 @@ import msgspec
 
 from manylora.config import EngineSettings, PolicyConfig
 from manylora.protocol import DEVICE_COMMANDS, AdapterRead, CopyDone, StepResult, SwitchDone
-from manylora.types import AdapterId
+from manylora.types import AdapterId, CopyId, SequenceId
 
 _LENGTH = struct.Struct("<I")
 
@@ -79,13 +79,16 @@ class RankFailed(msgspec.Struct, tag=True):
 class StepAnswer(msgspec.Struct, tag=True):
     """A step has ended here. ``done``: a number that is the same on all ranks where they have done the same:
     of the step's number, its rows, its exchanges in order, the tokens that it drew. ``num_exchanges``: how
-    many of the step's had begun. ``result``: from the first rank only, or where it is not ``ok``."""
+    many of the step's had begun. ``result``: from the first rank only, or where it is not ``ok``. ``spoilt``,
+    ``stall_s``: of its StepDone, by this rank's own copies."""
 
     step: int
     ok: bool
     done: int
     num_exchanges: int
     result: StepResult | None = None
+    spoilt: tuple[SequenceId, ...] = ()
+    stall_s: float = 0.0
 
 
 class Learn(msgspec.Struct, tag=True):
@@ -95,6 +98,12 @@ class Learn(msgspec.Struct, tag=True):
     spec: str
 
 
+class ForgetCopies(msgspec.Struct, tag=True):
+    """A command: no step awaits these copies any more, each with whether it went well on all ranks."""
+
+    answered: tuple[tuple[CopyId, bool], ...]
+
+
 class End(msgspec.Struct, tag=True):
     """A command: close and end."""
 
@@ -102,7 +111,7 @@ class End(msgspec.Struct, tag=True):
 _KINDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        *DEVICE_COMMANDS, Learn, End,
+        *DEVICE_COMMANDS, Learn, ForgetCopies, End,
         Begin, Pools, RankLoading, Loaded, RankReady, RankFailed, StepAnswer, AdapterRead, CopyDone, SwitchDone,
     )
 }  # fmt: skip
