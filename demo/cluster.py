@@ -108,7 +108,7 @@ async def kill_busiest(address: str, console: Console) -> None:
     """``kill -9`` of the replica with most of the streams, once each has some."""
     while True:
         replicas = (await cluster_status(address))["replicas"]
-        if all(each["running"] for each in replicas):
+        if all(each["requests"] for each in replicas):
             break
         await asyncio.sleep(0.02)
     busiest = max(replicas, key=lambda each: int(each["requests"]))
@@ -138,8 +138,8 @@ def show(console: Console, before: list[Stream], after: list[Stream], status: di
     router, frontends = status["router"], status["frontends"]
     again = sum(each["recomputed_tokens"] for each in frontends)
     console.print(
-        f"streams that went on at another replica: {router['moved'].get('lost', 0)}; tokens of prompts and answers "
-        f"computed again for that: {again}; replicas now: "
+        f"streams that went on at another replica: {router['moved'].get('lost', 0)}; tokens of prompts and "
+        f"answers computed again for that: {again}; replicas now: "
         + ", ".join(f"{each['id']} {each['state']} (life {each['epoch']})" for each in status["replicas"])
     )
     errors = [each.error for each in (*before, *after) if each.error]
@@ -170,7 +170,7 @@ def main() -> int:
     """The exit code: 0 where clients saw nothing."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=36)
-    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--max-tokens", type=int, default=200)
     args = parser.parse_args()
     console = Console()
     names = sorted(folder.name for folder in (DEMO / "adapters").iterdir())[:ADAPTERS]
