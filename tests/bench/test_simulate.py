@@ -104,9 +104,10 @@ def test_the_reference_is_the_same_whichever_policies_stand_before_it(tmp_path: 
 
 
 def test_belady_is_a_policy_of_simulations_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = report_of(tmp_path, *MEASURED, "--policies", "belady,manylora", "--limits")
-    assert list(report["results"]) == ["belady", "manylora", "cached"]
+    report = report_of(tmp_path, *MEASURED, "--policies", "belady,belady-seen,manylora", "--limits")
+    assert list(report["results"]) == ["belady", "belady-seen", "manylora", "cached"]
     assert report["results"]["belady"]["config"]["cache"] == "belady"
+    assert report["results"]["belady-seen"]["config"]["cache"] == "belady-seen"
     assert simulate(*WORKLOAD, *MEASURED, "--policies", "belady", "--merge", "dlora") == 2
     assert "belady knows when adapters are needed, not when they are merged" in capsys.readouterr().err
     assert main(["serve", str(MODEL), "--cache-policy", "belady"]) == 2

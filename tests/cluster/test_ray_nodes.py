@@ -53,7 +53,7 @@ def test_a_replica_gets_its_share_of_its_node() -> None:
     assert (found.most, found.gpus_each) == (None, 0)
     settings = EngineSettings(model=ModelSettings(MODEL))
     for node, pool, threads in (("a", GIB, 2), ("b", GIB // 2, 1), ("unknown", GIB // 2, 1)):
-        given, count = found.share(settings, node)
+        given, count = found.share(settings, node, 0)
         assert (given.cache.device_pool, given.cache.host_pool, count) == (pool, pool, threads)
 
 

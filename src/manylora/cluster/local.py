@@ -78,7 +78,7 @@ class LocalLauncher:
         """See Launcher."""
         if launch.role != messages.REPLICA:
             return await start_child(launch, {}, descriptors)
-        launch = msgspec.structs.replace(launch, engine=self._node.share(launch.engine))
+        launch = msgspec.structs.replace(launch, engine=self._node.share(launch.engine, launch.id))
         return await start_child(launch, self._node.environment(launch.id), descriptors)
 
 

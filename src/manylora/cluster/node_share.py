@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from manylora.config import ConfigError, EngineSettings
+from manylora.config.cold_start import num_cores
 from manylora.devices.free_memory import free_bytes
 from manylora.memory.shares import cpu_pool_bytes, host_pool_bytes
 
@@ -47,7 +48,7 @@ class NodeShare:
             raise ConfigError(
                 "--replicas-per-gpu above 1 needs --device-pool: each takes most of a GPU otherwise"
             )
-        self._threads = max(1, len(os.sched_getaffinity(0)) // most)
+        self._cores = num_cores() // most
         self._pools = shared_pools(settings, free_bytes(), most, "cuda" if self._gpus else "cpu")
 
     @property
@@ -55,15 +56,15 @@ class NodeShare:
         """How many fit here; None: any number."""
         return self._per_gpu * len(self._gpus) if self._gpus else None
 
-    def share(self, settings: EngineSettings) -> EngineSettings:
-        """A replica's settings with its own pools."""
-        return with_pools(settings, self._pools)
+    def share(self, settings: EngineSettings, replica: int) -> EngineSettings:
+        """A replica's settings with its own pools and CPU workers."""
+        return with_share(settings, self._pools, replica, self._cores)
 
     def environment(self, replica: int) -> Mapping[str, str]:
         """What a replica's process is to have in its environment."""
         found = {}
         if "OMP_NUM_THREADS" not in os.environ:
-            found["OMP_NUM_THREADS"] = str(self._threads)
+            found["OMP_NUM_THREADS"] = str(max(1, self._cores))
         if self._gpus:
             found["CUDA_VISIBLE_DEVICES"] = self._gpus[replica // self._per_gpu % len(self._gpus)]
         return found
@@ -82,7 +83,13 @@ def shared_pools(
     return device_pool, host_pool
 
 
-def with_pools(settings: EngineSettings, pools: tuple[int | None, int]) -> EngineSettings:
-    """The same settings, with these pools."""
-    cache = dataclasses.replace(settings.cache, device_pool=pools[0], host_pool=pools[1])
-    return dataclasses.replace(settings, cache=cache)
+def with_share(
+    settings: EngineSettings, pools: tuple[int | None, int], replica: int, cores: int
+) -> EngineSettings:
+    """The same settings with these pools, and with the CPU workers of a replica that has so many cores."""
+    scheduler = settings.scheduler
+    return dataclasses.replace(
+        settings,
+        cache=dataclasses.replace(settings.cache, device_pool=pools[0], host_pool=pools[1]),
+        scheduler=dataclasses.replace(scheduler, cold_start=scheduler.cold_start.share(replica, cores)),
+    )

@@ -33,11 +33,11 @@ class ReplicaActor:
         self._starter = _CallingStarter()
         self._code: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-    def place(self) -> tuple[int, str]:
-        """The process, and Ray's id of the node that it is on."""
+    def place(self) -> tuple[int, str, str]:
+        """The process, and the node that it is on: Ray's id, and the address."""
         import ray
 
-        return os.getpid(), ray.get_runtime_context().get_node_id()
+        return os.getpid(), ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
     def run(self, launch: bytes, threads: int, folder: str) -> int:
         """Be that replica until it ends; its exit code. A process that leaves at once still answers. ``folder``:

@@ -156,7 +156,7 @@ class _Driver:
                 life = self._start(name, order.launch)
             else:
                 self._actors[name] = actor = self._ray.get_actor(name)
-                _, self._placed[name] = self._ray.get(actor.place.remote())
+                _, self._placed[name], _ = self._ray.get(actor.place.remote())
                 life = actor.wait.remote()
             actor = self._actors[name]
             said = _said.decode(self._ray.get(actor.said.remote()))
@@ -185,12 +185,13 @@ class _Driver:
             "scheduling_strategy": self._place(name),
         }
         actor = self._actors[name] = ray.remote(ReplicaActor).options(**options).remote()
-        pid, node = ray.get(actor.place.remote())
+        pid, node, address = ray.get(actor.place.remote())
         self._placed[name] = node
         self._starter.say(messages.ActorBegan(name, pid, node))
         launch = _launch.decode(encoded)
-        engine, threads = self.nodes.share(launch.engine, node)
-        launch = msgspec.structs.replace(launch, engine=engine)
+        engine, threads = self.nodes.share(launch.engine, node, launch.id)
+        host = launch.host if ipaddress.ip_address(launch.host).is_loopback else address
+        launch = msgspec.structs.replace(launch, engine=engine, host=host)
         return actor.run.remote(_encoder.encode(launch), threads, self._work_dir)
 
     def _place(self, name: str) -> Any:

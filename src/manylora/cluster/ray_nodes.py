@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -11,8 +10,9 @@ import msgspec
 
 from manylora._version import VERSION
 from manylora.cluster.digests import model_digest
-from manylora.cluster.node_share import shared_pools, with_pools
+from manylora.cluster.node_share import shared_pools, with_share
 from manylora.config import ConfigError, EngineSettings
+from manylora.config.cold_start import num_cores
 from manylora.devices.free_memory import free_bytes
 from manylora.models.errors import ModelError
 from manylora.models.source import resolve_model
@@ -37,9 +37,8 @@ def measure(node: RayNodeFacts, model: str, folder: str) -> RayNodeFacts:
         digest = model_digest(inside if inside.is_dir() else resolve_model(model))
     except (ConfigError, ModelError, OSError) as error:
         digest = f"?{error}"
-    threads = len(os.sched_getaffinity(0))
     return msgspec.structs.replace(
-        node, version=VERSION, model=digest, free_bytes=free_bytes(), threads=threads
+        node, version=VERSION, model=digest, free_bytes=free_bytes(), threads=num_cores()
     )
 
 
@@ -101,11 +100,12 @@ class RayNodes:
         """What Ray is to keep for a replica."""
         return 1 / self._per_gpu if self.uses_gpus else 0
 
-    def share(self, settings: EngineSettings, node: str) -> tuple[EngineSettings, int]:
-        """A replica's settings with its pools on that node, and its CPU threads. Without GPUs all may come to
-        be on one node, when the others are gone: the share is for so many."""
+    def share(self, settings: EngineSettings, node: str, replica: int) -> tuple[EngineSettings, int]:
+        """A replica's settings with what is its own on that node, and its CPU threads. Without GPUs all may come
+        to be on one node, when the others are gone: the share is for so many."""
         found = self._nodes.get(node) or min(self._nodes.values(), key=lambda each: each.free_bytes)
         count = min(self._most, max(1, found.gpus) * self._per_gpu) if self.uses_gpus else self._most
         kind: Literal["cpu", "cuda"] = "cuda" if self.uses_gpus else "cpu"
         pools = shared_pools(settings, found.free_bytes, count, kind)
-        return with_pools(settings, pools), max(1, found.threads // count)
+        cores = found.threads // count
+        return with_share(settings, pools, replica % count, cores), max(1, cores)

@@ -97,7 +97,6 @@ class ReplicaPlace:
             self._set("running")
         elif isinstance(said, Failed):
             self.failed = said
-            log.error("replica %d: %s", self.id, said.message)
         else:
             self.failed = Failed(f"replica {self.id} ended while it was starting")
         code = await process.wait()
@@ -106,7 +105,7 @@ class ReplicaPlace:
         blamed = read_step(note)
         with contextlib.suppress(OSError):
             note.unlink()
-        is_crash = not self._is_ended and code not in (0, children.FENCED)
+        is_crash = not self._is_ended and code not in (0, children.REFUSED, children.FENCED)
         self._exited(messages.Exited(self.id, self.epoch, _why(code), is_crash, blamed))
 
     def _launch_of_epoch(self) -> children.Launch:

@@ -181,7 +181,7 @@ def _with_workers(
 ) -> ColdStartConfig:
     """Start the CPU workers; what the policy is to know of them."""
     try:
-        workers = start_workers(host, geometry, config.wanted_workers)
+        workers = start_workers(host, geometry, config.wanted_workers, config.cores_before)
     except OSError as error:
         raise ConfigError(f"CPU workers could not be started: {error}") from error
     worker.use_workers(workers)

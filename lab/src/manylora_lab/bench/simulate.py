@@ -33,7 +33,7 @@ from manylora.pricing.shapes import ATTENTION_MODULES, ModelShape, shape_named
 from manylora_lab.bench.picture import check_writable
 from manylora_lab.bench.provenance import Provenance
 from manylora_lab.sim.analytical import check_cards
-from manylora_lab.sim.belady import ForeseenReplay
+from manylora_lab.sim.belady import FORESIGHTS, ForeseenReplay
 from manylora_lab.sim.clairvoyant import Clairvoyant
 from manylora_lab.sim.cold import NOTHING_COLD, ColdCosts, assumed_cold, measured_cold
 from manylora_lab.sim.device import MergeCosts
@@ -49,7 +49,6 @@ from manylora_lab.workloads.stream import Stream
 from manylora_lab.workloads.terms import suggestion
 
 REFERENCE = "cached"
-BELADY = "belady"
 _SHAPE = "llama-2-7b"
 _NO_CPU = "the profile does not tell it: measure it anew with manylora profile"
 _HOST_POOL_BYTES = {"cpu": 4 * 2**30, "cuda": 32 * 2**30}
@@ -189,9 +188,10 @@ class SimulatedTarget:
 def run(settings: SimulateSettings, load: Callable[[], Stream]) -> int:
     """Simulate what ``load`` returns, print a line for each policy as it is done. Raises ConfigError."""
     target = target_of(settings)
-    if BELADY in policies_of(settings.policies) and modes_of(settings.merge) != ["unmerged"]:
+    foreseen = [name for name in policies_of(settings.policies) if name in FORESIGHTS]
+    if foreseen and modes_of(settings.merge) != ["unmerged"]:
         raise ConfigError(
-            "belady knows when adapters are needed, not when they are merged: leave --merge out"
+            f"{foreseen[0]} knows when adapters are needed, not when they are merged: leave --merge out"
         )
     configs = {
         name if mode == "unmerged" else f"{name}+{mode}": config_of(settings, name, target, mode)
@@ -244,10 +244,13 @@ def _simulated(
     watch = None if clairvoyant is None else lambda _now, command: clairvoyant.told(command)
     if name == REFERENCE:
         replay = reference(stream, config, target.costs, pages)
-    elif name == BELADY:
-        replay = ForeseenReplay(stream, config, target.costs, pages, settings.is_warm, copy_limit=limit)
+    elif name in FORESIGHTS:
+        of_unseen = FORESIGHTS[name]
+        replay = ForeseenReplay(
+            stream, config, target.costs, pages, settings.is_warm, of_unseen=of_unseen, copy_limit=limit
+        )
         replay.run()
-        of_policy = {"config": {**noted(config), "cache": BELADY}}
+        of_policy = {"config": {**noted(config), "cache": name}}
     elif settings.with_limits:
         replay, record = recorded(
             stream, config, target.costs, pages, settings.is_warm, watch, merge_costs, limit, cold
@@ -328,7 +331,7 @@ def policies_of(text: str) -> list[str]:
     for name in names:
         if is_import_name(name):
             find_cache(name)
-        elif name not in (*CACHE_POLICIES, BELADY):
+        elif name not in (*CACHE_POLICIES, *FORESIGHTS):
             hint = suggestion(name, CACHE_POLICIES) or f": use {', '.join(CACHE_POLICIES)} or all"
             raise ConfigError(f"cache policy {name!r} is not known{hint}")
     return list(dict.fromkeys(names))
@@ -390,7 +393,7 @@ def config_of(
     """The config that ``executor.build`` gives on such a device, but for what depends on free memory there."""
     given = {
         **{name: value for name, value in settings.engine.items() if _says_something(name, mode)},
-        "cache_policy": "manylora" if policy == BELADY else policy, "model": "simulated", "merge": mode,
+        "cache_policy": "manylora" if policy in FORESIGHTS else policy, "model": "simulated", "merge": mode,
     }  # fmt: skip
     if given.get("fair_by") == "key":
         raise ConfigError("--fair-by key: a workload's requests have no API keys; simulate --fair-by adapter")

@@ -87,7 +87,8 @@ def add_parser(kinds: Any) -> None:
     add_options(parser.add_argument_group("the device"), _COSTS)
     parser.add_argument(
         "--policies", default="manylora", metavar="NAMES",
-        help="cache policies, such as manylora,lru, or all (default: manylora); belady knows the workload",
+        help="cache policies, such as manylora,lru, or all (default: manylora); belady knows the workload, "
+        "belady-seen that of adapters asked for before",
     )  # fmt: skip
     parser.add_argument(
         "--merge", default="unmerged", metavar="MODES",
