@@ -98,6 +98,18 @@ class Folder:
         os.close(self._lock)
 
 
+def was_left(folder: Path) -> bool:
+    """Whether a cluster had the folder whose supervisor has died: its socket is there, and its lock is free."""
+    if not admin_socket(folder).exists():
+        return False
+    try:
+        with (folder / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
 def admin_socket(folder: Path) -> Path:
     """Where the router listens for the operator."""
     return folder / "admin.sock"

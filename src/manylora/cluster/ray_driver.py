@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import ipaddress
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -83,6 +84,7 @@ class _Driver:
         address = "local" if given == "local" else _reachable(given, launch.cluster.insecure_ray)
         threading.Thread(target=self._give_up, args=(given,), daemon=True).start()
         own = {}
+        self._own_folder = os.environ.get("RAY_TMPDIR") if address == "local" else None
         if address == "local":
             own = {
                 "include_dashboard": False,
@@ -226,6 +228,8 @@ class _Driver:
         for name in list(self._actors):
             self.kill(name)
         self._ray.shutdown()
+        if self._own_folder is not None:
+            shutil.rmtree(self._own_folder, ignore_errors=True)
 
 
 def _keep_stderr_for_replicas() -> None:

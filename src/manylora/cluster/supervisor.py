@@ -21,7 +21,7 @@ import msgspec
 from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.digests import model_digest
-from manylora.cluster.folder import SECRET, Folder, default_folder, read_secret
+from manylora.cluster.folder import SECRET, Folder, default_folder, read_secret, was_left
 from manylora.cluster.link import Hello, Link, LinkError, bind, dial
 from manylora.cluster.local import Launcher, LocalLauncher, Started
 from manylora.cluster.node_share import NodeShare
@@ -43,6 +43,8 @@ log = logging.getLogger("manylora")
 PING_S = 0.5
 RESTART_S = 0.2
 """Before a router or a front end is started again."""
+LEFT_S = 10.0
+"""By then nothing is left of a cluster whose supervisor has died."""
 LAST_S = 5.0
 """What front ends may take beyond the time for draining."""
 
@@ -58,7 +60,7 @@ def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOpti
         check_ray()
     if engine.tensor_parallel_size > 1:
         raise ConfigError("--tensor-parallel-size works with one replica only")
-    sock = bind_http(http)  # first: a taken port must not cost a model load
+    sock = _bind(http, cluster)  # first: a taken port must not cost a model load
     folder = None
     try:
         check_model(engine.model.model)
@@ -85,6 +87,19 @@ def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOpti
         sock.close()
         if folder is not None:
             folder.close()
+
+
+def _bind(http: HttpSettings, cluster: ClusterOptions) -> socket.socket:
+    """The port; where front ends of a supervisor that has died have it, once they end. Raises ConfigError."""
+    folder = default_folder(http.port) if cluster.cluster_dir is None else Path(cluster.cluster_dir)
+    until_s = time.monotonic() + LEFT_S
+    while True:
+        try:
+            return bind_http(http)
+        except ConfigError:
+            if not was_left(folder) or time.monotonic() > until_s:
+                raise
+        time.sleep(0.1)
 
 
 async def _serve(launch: children.Launch, sock: socket.socket) -> int:

@@ -276,7 +276,8 @@ class Switchboard:
         if hello.role == messages.REPLICA:
             slot = next((slot for slot in self.table.slots if slot.id == hello.id), None)
             least = max(self._fenced.get(hello.id, 0) + 1, 0 if slot is None else slot.epoch)
-            if hello.epoch < least:
+            is_left = slot is not None and slot.epoch == hello.epoch and slot.pid not in (0, hello.pid)
+            if hello.epoch < least or is_left:  # or of a supervisor that has died
                 return f"epoch {hello.epoch} of replica {hello.id} is over"
         return why_strange(hello, hello.model if hello.role == messages.NEWCOMER else self._model)
 
