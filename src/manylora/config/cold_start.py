@@ -90,6 +90,8 @@ class ColdStartConfig(Section):
     rates: CpuRates = CpuRates()
     num_workers: Annotated[int, at_least(0)] = 0
     """How many processes there are: ``cpu_workers`` on this machine, as the policy gets it."""
+    reads_in_groups: bool = True
+    """Whether the executor can (``read_groups``)."""
     cores_before: Annotated[int, at_least(0)] = 0
     """How many of the last cores of this machine other engines' workers are bound to."""
 
@@ -106,6 +108,12 @@ class ColdStartConfig(Section):
     def num_groups(self) -> int:
         """Groups of layers in which a copy lands that steps may await; 0: none does."""
         return _NUM_GROUPS[self.mode]
+
+    @property
+    def read_groups(self) -> int:
+        """Groups of layers in which an adapter is read, for copies that follow the read and for steps that await
+        it; 0: in any order. The paper's modes begin when the adapter lies in host memory."""
+        return self.num_groups if self.mode in _STALLED and self.reads_in_groups else 0
 
     @property
     def wanted_workers(self) -> int:

@@ -46,6 +46,7 @@ from manylora.memory.pristine import Pristine
 from manylora.models.decoder import Decoder
 from manylora.protocol import (
     DEVICE_COMMANDS,
+    AdapterError,
     AdapterRead,
     CopyPages,
     DeviceCommand,
@@ -428,8 +429,10 @@ class Worker:
     def read_adapter(self, command: ReadAdapter) -> None:
         """Carries out ReadAdapter."""
         try:
-            self._reader.start(self.inspections.find(command.adapter), command, self._tell)
-        except RuntimeError as error:
+            spec = self.inspections.find(command.adapter)
+            arrivals = self._coming.read(command) if command.groups and spec is not None else None
+            self._reader.start(spec, command, self._tell, arrivals)
+        except (AdapterError, RuntimeError, ValueError) as error:
             # Closed, or the device is broken: no thread will answer.
             self._tell(AdapterRead(command.adapter, False, one_line(error)))
 

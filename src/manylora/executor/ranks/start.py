@@ -8,6 +8,7 @@ so the policy decides as for one. Nothing is left behind: memory that is shared 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import selectors
@@ -118,6 +119,9 @@ def build_ranks(
         promised = num_pages * page.page_bytes if kind == "cpu" else 0
         num_host_pages = host_pool_pages(machine, settings.cache.host_pool, kind, promised, page.page_bytes)
         limits = policy_limits(settings, config, kind, page, num_pages, num_host_pages)
+        # Ranks do not forget reads together yet.
+        whole_reads = dataclasses.replace(limits.cold_start, reads_in_groups=False)
+        limits = dataclasses.replace(limits, cold_start=whole_reads)
         for rank in ranks:
             rank.channel.send(Pools(limits))
         _hear_all(ranks, RankReady, None)
