@@ -90,6 +90,12 @@ def layout_for(ranks: Sequence[int], scales: np.ndarray, geometry: AdapterGeomet
     )
 
 
+def pretended_layout(rank: int, geometry: AdapterGeometry) -> AdapterLayout:
+    """Of an adapter of this rank and scale 0 on all projections, which changes nothing."""
+    scales = np.zeros((len(geometry.projections), geometry.page.layers), np.float32)
+    return layout_for([rank] * len(scales), scales, geometry)
+
+
 def cell_offsets(layout: AdapterLayout, geometry: AdapterGeometry, pages: Sequence[int]) -> np.ndarray:
     """int64 [num_cells]: at how many adapter elements into the pool each cell's layer 0 begins."""
     if len(pages) != layout.num_pages:

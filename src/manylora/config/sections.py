@@ -251,7 +251,6 @@ class EngineSettings(Section):
         """What does not work with several processes yet."""
         cold_start = self.scheduler.cold_start
         for option, is_on in (
-            (f"--merge {self.scheduler.merge.mode}", self.scheduler.merge.is_on),
             ("--cold-start cpu", cold_start.mode == "cpu"),
             (f"--cpu-lora-workers {cold_start.cpu_workers}", cold_start.cpu_workers not in ("auto", "0")),
         ):

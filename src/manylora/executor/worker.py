@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from manylora.adapters.pack import layout_for
+from manylora.adapters.pack import pretended_layout
 from manylora.adapters.registry import Registry
 from manylora.adapters.store import AdapterStore
 from manylora.assist.workers import Workers
@@ -31,6 +31,7 @@ from manylora.executor.inputs import InputBuilder, StepInputs
 from manylora.executor.inspections import Inspections
 from manylora.executor.joined import joined
 from manylora.executor.merging import MergedWeights
+from manylora.executor.ranked_merging import RankedMerging
 from manylora.executor.ranked_sampling import RankedSampling
 from manylora.executor.reader import AdapterReader
 from manylora.executor.sampler import Results, draw, most_likely
@@ -176,9 +177,9 @@ class Worker:
 
     # ------------------------------------------------------------ merged weights
 
-    def use_merging(self, pristine: Pristine) -> None:
+    def use_merging(self, pristine: Pristine, ranked: RankedMerging | None = None) -> None:
         """Obey SetMerged from now on; before the first step and before ``use_graphs``. ``pristine``: of the
-        decoder's linears. The worker closes it."""
+        decoder's linears. ``ranked``: of one of several ranks. The worker closes ``pristine``."""
         assert self._forward is not None
         self._merging = MergedWeights(
             self._forward.decoder,
@@ -188,7 +189,14 @@ class Worker:
             self._geometry,
             self._device,
             self._copier.turns,
+            ranked,
         )
+
+    def settle_merged(self) -> None:
+        """Wait for a switch that goes on beside the step loop. Raises RuntimeError where the base's weights are
+        lost."""
+        if self._merging is not None:
+            self._merging.settle()
 
     def set_merged(self, command: SetMerged) -> None:
         """Carries out SetMerged. Raises RuntimeError where the base's weights are lost."""
@@ -418,8 +426,7 @@ class Worker:
         """Enter an adapter of scale 0 on all projections, in pages that it does not have: steps with it compute
         what the base model does, by the kernels for adapters. Until ``evict_adapter``. False: the pool has no room
         for such an adapter."""
-        scales = np.zeros((len(self._geometry.projections), self._geometry.page.layers), np.float32)
-        layout = layout_for([rank] * len(scales), scales, self._geometry)
+        layout = pretended_layout(rank, self._geometry)
         if layout.num_pages > self._arena.num_pages:
             return False
         # All its cells lie where the pool begins.

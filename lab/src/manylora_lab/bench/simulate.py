@@ -7,21 +7,24 @@ import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from manylora.config import (
     CACHE_POLICIES,
+    LORA_SHARDINGS,
     MERGE_MODES,
     SETTING_MODES,
     ColdStartConfig,
     ConfigError,
     EngineSettings,
+    LoraSharding,
     MergeConfig,
     MergeTimes,
     PolicyConfig,
     check_host_pool,
     check_workers,
     is_import_name,
+    lora_sharding_of,
     parse_size,
 )
 from manylora.flags import FLAGS, build_settings
@@ -40,7 +43,7 @@ from manylora_lab.sim.device import MergeCosts
 from manylora_lab.sim.hardware import Hardware, hardware_named
 from manylora_lab.sim.limits import recorded, reference, summarize_limits
 from manylora_lab.sim.merging import beside_pristine, measured_costs, measured_times, merge_times
-from manylora_lab.sim.parallel import LORA_SHARDINGS, LoraSharding, ParallelCosts, adapter_pages
+from manylora_lab.sim.parallel import ParallelCosts, adapter_pages
 from manylora_lab.sim.replay import Replay
 from manylora_lab.sim.shipped import find_profile
 from manylora_lab.sim.stated import described_costs
@@ -86,7 +89,7 @@ class SimulateSettings:
     shape: str | None = None
     cards: int = 1
     tensor_parallel_size: int = 1
-    lora_sharding: str = "sharded"
+    lora_sharding: str = "auto"
     policies: str = "manylora"
     merge: str = "unmerged"
     store_bytes: int = 0
@@ -111,8 +114,8 @@ class SimulateSettings:
             raise ConfigError(
                 "--cards shares a model out ideally: it does not go with --tensor-parallel-size"
             )
-        if self.lora_sharding not in LORA_SHARDINGS:
-            known = ", ".join(LORA_SHARDINGS)
+        if self.lora_sharding not in ("auto", *LORA_SHARDINGS):
+            known = ", ".join(("auto", *LORA_SHARDINGS))
             raise ConfigError(f"--lora-sharding must be one of {known}, got {self.lora_sharding!r}")
         if self.out is not None:
             check_writable(self.out)
@@ -363,7 +366,8 @@ def target_of(settings: SimulateSettings) -> SimulatedTarget:
 
 
 def _parallel_target(settings: SimulateSettings, hardware: Hardware, shape: ModelShape) -> SimulatedTarget:
-    size, sharding = settings.tensor_parallel_size, cast(LoraSharding, settings.lora_sharding)
+    size = settings.tensor_parallel_size
+    sharding = lora_sharding_of(settings.lora_sharding, size)
     costs = ParallelCosts(shape, hardware, size, sharding=sharding)
     name = f"{size} x {hardware.name}, tensor parallel, adapters {sharding} (assumed)"
     return SimulatedTarget(name, costs.shape, costs, None, costs.pool_bytes(), size, size, sharding)

@@ -17,12 +17,24 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from manylora.adapters.pack import pretended_layout
 from manylora.adapters.registry import Registry
 from manylora.executor.inspections import Inspections
+from manylora.executor.ranked_merging import ELSEWHERE
 from manylora.executor.ranks.ring import RingWriter
 from manylora.executor.ranks.status import StatusReader
 from manylora.executor.ranks.watch import LOOK_S, STOPPED_LOOKS, is_stopped
-from manylora.executor.ranks.wire import Channel, End, ForgetCopies, Learn, RankFailed, StepAnswer, packed
+from manylora.executor.ranks.wire import (
+    Channel,
+    End,
+    ForgetCopies,
+    Learn,
+    Pretend,
+    RankFailed,
+    StepAnswer,
+    packed,
+)
+from manylora.kernels.shapes import AdapterGeometry
 from manylora.protocol import (
     AdapterRead,
     Ask,
@@ -40,6 +52,7 @@ from manylora.protocol import (
     StepDone,
     StepResult,
     SwapPages,
+    SwitchDone,
     VerifyAdapter,
     ask_of,
 )
@@ -88,7 +101,7 @@ class RankedExecutor:
     """``protocol.Executor`` on several ranks.
 
     ``step_timeout_s``: a step that takes longer, without the time that ranks spend on compiling, is lost with
-    them.
+    them. ``geometry``: of the first rank; ``num_pages``: of the device's pool.
     """
 
     def __init__(
@@ -99,7 +112,11 @@ class RankedExecutor:
         registry: Registry,
         inspections: Inspections,
         step_timeout_s: float,
+        geometry: AdapterGeometry,
+        num_pages: int,
     ) -> None:
+        self._geometry = geometry
+        self._num_pages = num_pages
         self._ranks = ranks
         self._ring = ring
         self._status = status
@@ -110,7 +127,7 @@ class RankedExecutor:
         self._writing = threading.Lock()
         self._changed = threading.Condition()
         self._steps: collections.deque[_Step] = collections.deque()  # oldest first
-        self._answers: dict[Ask, dict[int, AdapterRead | CopyDone]] = {}
+        self._answers: dict[Ask, dict[int, AdapterRead | CopyDone | SwitchDone]] = {}
         self._brings: dict[Ask, AdapterId] = {}  # what commands on their way bring to the device
         self._awaitable: set[CopyId] = set()  # on their way: steps may await them
         self._answered: list[tuple[CopyId, bool]] = []  # of those, told since the last step's end
@@ -130,7 +147,8 @@ class RankedExecutor:
         """See Executor."""
         self._tell = tell
         for thread in self._threads:
-            thread.start()
+            if thread.ident is None:
+                thread.start()
 
     def obey(self, command: DeviceCommand) -> None:
         """See Executor."""
@@ -159,6 +177,13 @@ class RankedExecutor:
                 with self._changed:
                     self._steps.append(_Step(command.step, time.perf_counter()))
         self._write(command)
+
+    def pretend_adapter(self, adapter: AdapterId, rank: int) -> bool:
+        """See Worker."""
+        if pretended_layout(rank, self._geometry).num_pages > self._num_pages:
+            return False
+        self._write(Pretend(adapter, rank))
+        return True
 
     def wait_step(self) -> None:
         """See Executor."""
@@ -254,7 +279,7 @@ class RankedExecutor:
         match message:
             case StepAnswer():
                 self._hear_step(rank, message)
-            case AdapterRead() | CopyDone():
+            case AdapterRead() | CopyDone() | SwitchDone():
                 self._hear_landed(rank, message)
             case RankFailed():
                 self._lose(f"rank {rank} failed: {message.message}")
@@ -301,7 +326,7 @@ class RankedExecutor:
         )
         return StepResult(done, result.logprobs)
 
-    def _hear_landed(self, rank: int, answer: AdapterRead | CopyDone) -> None:
+    def _hear_landed(self, rank: int, answer: AdapterRead | CopyDone | SwitchDone) -> None:
         """One that fails on one rank is undone on all before the policy, which may give its pages away, hears
         it; a copy that steps may await when none does any more."""
         ask = ask_of(answer)
@@ -320,6 +345,8 @@ class RankedExecutor:
             reads = [one for one in every if isinstance(one, AdapterRead)]
             slowest, is_kept = max(one.read_s for one in reads), all(one.from_store for one in reads)
             self._tell(dataclasses.replace(worst, read_s=slowest, from_store=is_kept))
+        elif isinstance(worst, SwitchDone):
+            self._tell_switched([one for one in every if isinstance(one, SwitchDone)])
         else:
             slowest = max(one.copy_s for one in every if isinstance(one, CopyDone))
             self._tell(dataclasses.replace(worst, copy_s=slowest))
@@ -327,6 +354,15 @@ class RankedExecutor:
                 self._awaitable.remove(worst.copy)
                 with self._changed:
                     self._answered.append((worst.copy, worst.ok))
+
+    def _tell_switched(self, every: list[SwitchDone]) -> None:
+        """Ranks restore their weights together; one whose weights are lost says so where others may not."""
+        if len({one.ok for one in every}) > 1:
+            wrong = next(one for one in every if not one.ok)
+            self._lose(f"switch {wrong.switch} failed on some ranks: {wrong.error}")
+            return
+        first = next((one for one in every if one.error != ELSEWHERE), every[0])
+        self._tell(dataclasses.replace(first, switch_s=max(one.switch_s for one in every)))
 
     # ------------------------------------------------------------ trouble
 

@@ -44,9 +44,11 @@ class Begin(msgspec.Struct, tag=True):
 
 
 class Pools(msgspec.Struct, tag=True):
-    """The second: what there is to work with, now that all weights are loaded."""
+    """The second: what there is to work with, now that all weights are loaded. ``copy_place``: where the copy of
+    the base's weights goes, if there is one."""
 
     limits: PolicyConfig
+    copy_place: Literal["device", "host"]
 
 
 class RankLoading(msgspec.Struct, tag=True):
@@ -58,11 +60,13 @@ class RankLoading(msgspec.Struct, tag=True):
 
 class Loaded(msgspec.Struct, tag=True):
     """Weights are loaded. ``pool_bytes``: what this rank's part of the pool may take, where that is its own to
-    say; ``device``: its name."""
+    say; ``device``: its name; ``copy_place``, ``copy_bytes``: of the copy of the base's weights."""
 
     weight_bytes: int
     pool_bytes: int
     device: str
+    copy_place: Literal["device", "host"]
+    copy_bytes: int
 
 
 class RankReady(msgspec.Struct, tag=True):
@@ -98,6 +102,13 @@ class Learn(msgspec.Struct, tag=True):
     spec: str
 
 
+class Pretend(msgspec.Struct, tag=True):
+    """A command: ``Worker.pretend_adapter``, for which there is room."""
+
+    adapter: AdapterId
+    rank: int
+
+
 class ForgetCopies(msgspec.Struct, tag=True):
     """A command: no step awaits these copies any more, each with whether it went well on all ranks."""
 
@@ -111,7 +122,7 @@ class End(msgspec.Struct, tag=True):
 _KINDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        *DEVICE_COMMANDS, Learn, ForgetCopies, End,
+        *DEVICE_COMMANDS, Learn, Pretend, ForgetCopies, End,
         Begin, Pools, RankLoading, Loaded, RankReady, RankFailed, StepAnswer, AdapterRead, CopyDone, SwitchDone,
     )
 }  # fmt: skip
