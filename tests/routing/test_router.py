@@ -178,7 +178,9 @@ def test_what_was_never_seen_and_has_ended_is_not_taken_off() -> None:
     rig.tell(Ended("a", 1))
     assert (replica.free_pages, replica.kv_tokens, replica.waiting_tokens) == (1000, 0, 0)
     rig.report(0, running=1, kv_tokens=160, free_pages=990)
-    assert (replica.free_pages, replica.kv_tokens) == (1001, 0), "it had come by then; a page to grow into counts"
+    assert (replica.free_pages, replica.kv_tokens) == (1001, 0), (
+        "it had come by then; a page to grow into counts"
+    )
     rig.report(0)
     assert (replica.free_pages, replica.kv_tokens) == (1000, 0)
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
-import contextlib
 import logging
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -25,6 +23,7 @@ from manylora.cluster.recording import open_of_router
 from manylora.cluster.rollout import Rollout
 from manylora.cluster.status import status
 from manylora.cluster.timing import Decisions
+from manylora.cluster.trace_lines import TraceLines
 from manylora.config import ConfigError
 from manylora.policy.router import Router
 from manylora.protocol import AdapterError, SetTimer, Timer
@@ -71,7 +70,8 @@ _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
 
 
 class Switchboard:
-    """``members``: what is linked; ``table``: what the supervisor has started; ``moved``: by reason."""
+    """``members``: what is linked; ``table``: what the supervisor has started; ``moved``: by reason; ``trace``: of what
+    is decided."""
 
     def __init__(
         self, launch: children.Launch, adapter_log: AdapterLog, named: list[tuple[str, str]]
@@ -106,9 +106,8 @@ class Switchboard:
         self._timer: asyncio.TimerHandle | None = None
         self._solver = SolverProcess(SOLVE_S) if solver_is_there() else None
         self._solving = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manylora-solving")
-        self._listeners: list[asyncio.Queue[str]] = []
-        self._journal, self._trace = open_of_router(launch.engine, self.config, launch.epoch)
-        self._start_s = time.monotonic()
+        self._journal, trace = open_of_router(launch.engine, self.config, launch.epoch)
+        self.trace = TraceLines(trace)
 
     async def start(self, launch: children.Launch) -> None:
         """Listen, and take over what another router has left."""
@@ -126,8 +125,7 @@ class Switchboard:
         """Write what is still to be written."""
         if self._journal is not None:
             self._journal.close()
-        if self._trace is not None:
-            self._trace.close()
+        self.trace.close()
         if self._solver is not None:
             self._solver.close()
 
@@ -174,9 +172,9 @@ class Switchboard:
             case Routed():
                 if command.source is not None:
                     self.moved[command.reason] += 1
-                self._write_trace(now, f"{command.request}  attempt {command.attempt}", command)
+                self.trace.write(now, command)
             case Planned():
-                self._write_trace(now, f"plan {command.number}", command)
+                self.trace.write(now, command)
 
     def _keep(self, adapter: AdapterId, replica: ReplicaId, is_kept: bool) -> None:
         if (member := self.members.replicas.get(replica)) is not None:
@@ -203,36 +201,10 @@ class Switchboard:
         for link, each in orders.values():
             link.send(each)
 
-    @contextlib.contextmanager
-    def traced(self, lines: asyncio.Queue[str]) -> Iterator[None]:
-        """Each decision goes there as a line meanwhile, as far as there is room."""
-        self._listeners.append(lines)
-        try:
-            yield
-        finally:
-            self._listeners.remove(lines)
-
     def tell_supervisor(self, message: messages.ToSupervisorFromRouter) -> None:
         """Dropped where the link to it has just ended: it ends with all the rest then."""
         if self._supervisor is not None:
             self._supervisor.send(message)
-
-    def _write_trace(self, now: float, what: str, command: Routed | Planned) -> None:
-        if self._trace is None and not self._listeners:
-            return
-        if isinstance(command, Routed):
-            origin = "" if command.source is None else f" from {command.source}"
-            text = f"to {command.replica}{origin}  {command.reason}  waited {command.waited_s:.3f} s"
-        else:
-            text = f"{command.num_moves} moves of {command.num_requests}  {command.value_s:.3f} s"
-            text += f", before {command.before_s:.3f} s, at least {command.bound_s:.3f} s"
-        line = f"{now - self._start_s:10.3f} s  {what}  {text}"
-        for listener in self._listeners:
-            with contextlib.suppress(asyncio.QueueFull):
-                listener.put_nowait(line)
-        if self._trace is not None:
-            self._trace.write(line)
-            self._trace.flush()
 
     def _solve(self, problem: Solve) -> None:
         solver = self._solver
