@@ -70,8 +70,8 @@ _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
 
 
 class Switchboard:
-    """``members``: what is linked; ``table``: what the supervisor has started; ``moved``: by reason; ``trace``: of what
-    is decided."""
+    """``members``: what is linked; ``table``: what the supervisor has started; ``moved``: by reason;
+    ``trace``: decisions as lines."""
 
     def __init__(
         self, launch: children.Launch, adapter_log: AdapterLog, named: list[tuple[str, str]]
