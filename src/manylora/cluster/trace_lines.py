@@ -1,4 +1,4 @@
-"""The router's decisions as lines: for the trace file, and for people who look on. Does not decide any."""
+"""The router's decisions as lines: for the trace file, and for people that look on. Does not decide any."""
 
 from __future__ import annotations
 
