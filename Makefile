@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check -q
 # PyPI's default torch brings gigabytes of CUDA. constraints.txt pins the versions known to work together.
 CONSTRAINTS := -c constraints.txt
 
-.PHONY: demo serve test test-long coverage docs clean
+.PHONY: demo demo-cluster serve test test-long coverage docs clean
 
 $(VENV)/.base: pyproject.toml lab/pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -20,6 +20,9 @@ $(VENV)/.test: $(VENV)/.base
 
 demo: $(VENV)/.base  ## serve the shipped model with all its adapters under a mixed load, and show what comes back
 	$(BIN)/python -m demo.run
+
+demo-cluster: $(VENV)/.base  ## three replicas behind one port; one is killed under load: what clients see of it
+	$(BIN)/python -m demo.cluster
 
 serve: $(VENV)/.base  ## the same server, kept up until Ctrl-C
 	$(BIN)/manylora serve demo/model --served-model-name manylora-demo --adapter-dir demo/adapters

@@ -70,14 +70,15 @@ def load_tasks() -> list[Task]:
 
 
 @contextlib.contextmanager
-def server(console: Console) -> Iterator[str]:
-    """A running server's address; it is stopped in the end."""
+def server(console: Console, *args: str) -> Iterator[str]:
+    """A running server's address, with the shipped adapters unless ``args`` say otherwise; it is stopped in the
+    end."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
         sys.executable, "-m", "manylora", "serve", str(DEMO / "model"), "--served-model-name", BASE,
-        "--adapter-dir", str(DEMO / "adapters"), "--port", str(port),
+        "--port", str(port), *(args or ("--adapter-dir", str(DEMO / "adapters"))),
     ]  # fmt: skip
     environment = {**os.environ, "MANYLORA_LOG_LEVEL": "WARNING"}
     address = f"http://127.0.0.1:{port}"

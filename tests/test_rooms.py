@@ -40,7 +40,7 @@ ROOMS: dict[str, set[str]] = {
     "solving": {"config", "protocol", "types"},
     "cluster": BOTTOM
     | {"_version", "adapters.sources", "devices.free_memory", "engine", "inspection", "main", "memory.shares"}
-    | {"metrics", "models.source", "policy", "server", "signals", "solving"},
+    | {"metrics", "models.errors", "models.source", "policy", "server", "signals", "solving", "text"},
     "warmup": BOTTOM | {"engine", "flags", "kernels", "main", "models", "progress"},
     "aliases": {"config"},
     "flags": {"aliases", "config", "rules"},

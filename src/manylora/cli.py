@@ -25,6 +25,7 @@ from manylora.flags import (
     CLUSTER_ALIASES,
     CLUSTER_FLAGS,
     FLAGS,
+    build_http,
     build_settings,
     canonical,
     read_config_file,
@@ -53,7 +54,8 @@ _WARMUP_FLAGS = (*SIZING, "max_adapter_rank", "cuda_graphs")
 _ADAPTERS_FLAGS = ("dtype", "page_tokens", "max_adapter_rank", "tensor_parallel_size", "lora_sharding")
 
 
-_OWN = ("serve", "adapters", "warmup")
+_HTTP_FLAGS = tuple(flag.name for flag in FLAGS if flag.is_http)
+_OWN = ("serve", "frontend", "cluster", "adapters", "warmup")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -71,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and words[0] in LAB and words[0] not in others:
         return _refuse(f"manylora {words[0]} is part of manylora-lab: pip install manylora-lab")
     args = _parser(others).parse_args(words)
-    if args.run is not _serve:  # whose log is the engine's
+    if args.run not in (_serve, _frontend):  # whose log is the engine's
         _announce_compilation()
     try:
         code = int(args.run(args))
@@ -109,6 +111,7 @@ def _parser(others: Mapping[str, AddParser]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"manylora {VERSION}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands)
+    _add_frontend(commands)
     add_cluster(commands)
     _add_adapters(commands)
     _add_warmup(commands)
@@ -151,10 +154,7 @@ def _serve(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     cluster, layers = split_cluster(settings, given)
     engine, http = build_settings(canonical(*layers))
-    from manylora.signals import stop_signals
-
-    for number in stop_signals():
-        signal.signal(number, _leave)
+    _leave_when_told()
     if cluster is not None:
         from manylora.cluster.supervisor import run_cluster
 
@@ -162,6 +162,41 @@ def _serve(args: argparse.Namespace) -> int:
     from manylora.main import run_server
 
     return run_server(engine, http)
+
+
+def _add_frontend(commands: Any) -> None:
+    frontend = commands.add_parser(
+        "frontend",
+        help="join a cluster as one more front end, here or on another machine",
+        description="Join a cluster that manylora serve --replicas has started, as one more front end.",
+    )
+    frontend.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="the cluster's model on this machine (default: the path there)",
+    )
+    frontend.add_argument("--connect", required=True, metavar="HOST:PORT", help="the cluster's router")
+    frontend.add_argument(
+        "--secret-file", required=True, metavar="FILE", help="the secret of the cluster's folder"
+    )
+    add_settings(frontend, _HTTP_FLAGS)
+    frontend.set_defaults(run=_frontend)
+
+
+def _frontend(args: argparse.Namespace) -> int:
+    http = build_http(settings_of(args, _HTTP_FLAGS))
+    _leave_when_told()
+    from manylora.cluster.joining import run_frontend
+
+    return run_frontend(args, http)
+
+
+def _leave_when_told() -> None:
+    from manylora.signals import stop_signals
+
+    for number in stop_signals():
+        signal.signal(number, _leave)
 
 
 def _leave(number: int, frame: object) -> NoReturn:

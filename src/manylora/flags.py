@@ -253,6 +253,12 @@ def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSetti
     return engine, http
 
 
+def build_http(values: Mapping[str, Any]) -> HttpSettings:
+    """A server's own side from values by flag name; raises ConfigError."""
+    given = {name: convert(_BY_NAME[name], value) for name, value in values.items()}
+    return _section(HttpSettings, {name: value for name, value in given.items() if value is not None})
+
+
 def split_cluster(*layers: Mapping[str, Any]) -> tuple[ClusterOptions | None, list[dict[str, Any]]]:
     """The settings of a cluster, where any are given beside one replica, and what else each layer has; later
     layers win. Raises ConfigError."""

@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,20 @@ class Cluster(Server):
     """``manylora serve --replicas``, small, with the demo's adapters."""
 
     def __init__(
-        self, *args: str, folder: Path, key: str | None = None, model: str = MODEL, python_path: str = ""
+        self,
+        *args: str,
+        folder: Path,
+        key: str | None = None,
+        model: str = MODEL,
+        python_path: str = "",
+        env: Mapping[str, str] | None = None,
     ) -> None:
         """``key``: what its clients carry; ``python_path``: a folder of modules that come before all others."""
         self.folder = folder
         self.headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        env = {} if not python_path else {"PYTHONPATH": f"{python_path}:{environment()['PYTHONPATH']}"}
+        env = dict(env or {})
+        if python_path:
+            env["PYTHONPATH"] = f"{python_path}:{environment()['PYTHONPATH']}"
         super().__init__(
             "--adapter-dir", str(ADAPTERS), "--max-adapter-rank", "64", "--device-pool", "48MiB", "--host-pool",
             "16MiB", "--cluster-dir", str(folder / "cluster"), *args, model=model, env=env,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from manylora.cluster.ray_launcher import check_ray
 from manylora.config import ConfigError
 from manylora.config.cluster import ClusterOptions
 from manylora.flags import split_cluster
-from tests.e2e.process import MODEL, free_port, lines_of, run_cli
+from tests.e2e.process import MODEL, environment, free_port, lines_of, run_cli
 
 
 def refused(*args: str, **env: str) -> str:
@@ -37,6 +39,9 @@ def refused(*args: str, **env: str) -> str:
         ({"replicas": "2", "max_attempts": "0"}, "--max-attempts must be"),
         ({"replicas": "2", "handover": "throw"}, "--handover"),
         ({"replicas": "2", "launcher": "k8s"}, "--launcher"),
+        ({"replicas": "2", "cluster_host": "0.0.0.0"}, "--cluster-host must be"),
+        ({"replicas": "2", "cluster_host": "here"}, "--cluster-host must be"),
+        ({"replicas": "2", "insecure_ray": True}, "--insecure-ray needs"),
         ({"replicas": "2", "ray_address": "auto"}, "--ray-address needs --launcher ray"),
         ({"replicas": "2", "router_set": ["punica.max_batch=3"]}, "is not of --router"),
         ({"replicas": "2", "data_parallel_size": "3"}, "one setting"),
@@ -66,7 +71,45 @@ def test_a_start_says_one_line() -> None:
 
 def test_what_does_not_go_together() -> None:
     assert "one replica only" in refused("--replicas", "2", "--tensor-parallel-size", "2")
-    assert "not built" in refused("--replicas", "2", "--launcher", "ray")
+
+
+RAY = ("--replicas", "2", "--launcher", "ray")
+
+
+def test_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs ray: pip install"):
+        check_ray()
+
+
+def test_another_version_of_ray(tmp_path: Path) -> None:
+    about = tmp_path / "ray-2.59.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 2.59.0\n")
+    paths = f"{tmp_path}:{environment()['PYTHONPATH']}"
+    assert "and 2.59.0 is installed" in refused(*RAY, "--ray-address", "local", PYTHONPATH=paths)
+
+
+def test_a_ray_that_cannot_be_reached() -> None:
+    with socket.socket() as sock:  # bound, and nobody listens
+        sock.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{sock.getsockname()[1]}"
+        assert f"Ray at {address} cannot be reached" in refused(*RAY, "--ray-address", address)
+
+
+@pytest.mark.long
+def test_a_ray_that_says_nothing() -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        address = f"127.0.0.1:{sock.getsockname()[1]}"
+        assert f"Ray at {address} does not answer" in refused(*RAY, "--ray-address", address)
+
+
+@pytest.mark.long
+def test_too_few_gpus_of_ray() -> None:
+    args = (*RAY, "--ray-address", "local", "--device", "cuda")
+    assert "2 replicas need 2 GPUs, and Ray has 0" in refused(*args)
 
 
 def test_a_router_without_its_settings() -> None:

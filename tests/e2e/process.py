@@ -114,12 +114,16 @@ def post(url: str, **options: Any) -> httpx.Response:
 
 
 class Server:
-    """``manylora serve`` in a process group of its own. Use with ``with``."""
+    """``manylora serve``, or another command, in a process group of its own. Use with ``with``."""
 
-    def __init__(self, *args: str, model: str = MODEL, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, *args: str, model: str = MODEL, env: Mapping[str, str] | None = None, words: Sequence[str] = ()
+    ) -> None:
+        """``words``: the command, where it is not to serve the model."""
+        words = words or ("serve", model, "--served-model-name", BASE)
         self._log = tempfile.TemporaryFile(mode="w+b")  # noqa: SIM115  (closed by __exit__)
         self.process = subprocess.Popen(
-            command("serve", model, "--served-model-name", BASE, "--port", "0", *args),
+            command(*words, "--port", "0", *args),
             env=environment(**(env or {})),
             stdin=subprocess.DEVNULL,
             stdout=self._log,

@@ -77,7 +77,7 @@ class Admin:
     async def _trace(self, writer: asyncio.StreamWriter) -> None:
         """Each decision as a line, until the other side leaves."""
         lines: asyncio.Queue[str] = asyncio.Queue(10_000)
-        with self._board.traced(lines):
+        with self._board.trace.traced(lines):
             while not writer.is_closing():
                 writer.write((await lines.get()).encode() + b"\n")
                 await writer.drain()

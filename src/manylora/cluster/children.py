@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -33,12 +33,14 @@ REFUSED = 2
 """Exit code of a process whose settings cannot work: it has served nothing."""
 FENCED = 3
 """Exit code of a replica that must not serve any more: no death of its own."""
+ORPHAN_S = 7.0
+"""After the supervisor's end a replica serves what runs for so long."""
 
 
 class Launch(msgspec.Struct, tag=True):
     """The first message: which process of which cluster this is. ``router``: where the router listens; ``model``:
-    the model's digest; ``secret``: the file; ``descriptor``: of the socket that a router or a front end listens
-    on."""
+    the model's digest; ``secret``: the cluster's; ``host``: what to listen on; ``descriptor``: of the socket that
+    a router or a front end listens on."""
 
     role: str
     id: int
@@ -47,20 +49,30 @@ class Launch(msgspec.Struct, tag=True):
     http: HttpSettings
     cluster: ClusterOptions
     folder: str
-    secret: str
+    secret: bytes
     router: tuple[str, int]
     model: str
+    host: str = "127.0.0.1"
     info: EngineInfo | None = None
     descriptor: int = -1
 
 
-ToChild = Launch | messages.StopChild
-
-_to_child = msgspec.msgpack.Decoder(ToChild)
+_to_child = msgspec.msgpack.Decoder(Launch | messages.ToChild)
 
 
-class Starter:
-    """The child's side."""
+class Starter(Protocol):
+    """The process that has started this one, as it sees it."""
+
+    def say(self, message: messages.FromChild) -> None:
+        """Dropped where the starter is gone."""
+
+    def watch(self, stopped: Callable[[], None], orphaned: Callable[[], None]) -> None:
+        """Have these called, on a thread of its own, when the process is told to stop, and when it has no starter
+        any more."""
+
+
+class PairedStarter:
+    """One at the other end of a socket pair."""
 
     def __init__(self, descriptor: int) -> None:
         self._sock = socket.socket(fileno=descriptor)
@@ -68,11 +80,11 @@ class Starter:
 
     def read_launch(self) -> Launch | None:
         """What this process is to be; None where the starter is gone."""
-        message = self._read()
+        message = self.read()
         return message if isinstance(message, Launch) else None
 
     def say(self, message: messages.FromChild) -> None:
-        """Dropped where the starter is gone."""
+        """See Starter."""
         try:
             with self._sending:
                 self._sock.sendall(frame(message))
@@ -80,18 +92,18 @@ class Starter:
             pass
 
     def watch(self, stopped: Callable[[], None], orphaned: Callable[[], None]) -> None:
-        """Have these called, on a thread of its own, when the process is told to stop, and when it has no starter
-        any more."""
+        """See Starter."""
         threading.Thread(
             target=self._watch, args=(stopped, orphaned), name="manylora-starter", daemon=True
         ).start()
 
     def _watch(self, stopped: Callable[[], None], orphaned: Callable[[], None]) -> None:
-        while self._read() is not None:
+        while self.read() is not None:
             stopped()
         orphaned()
 
-    def _read(self) -> Any | None:
+    def read(self) -> Any | None:
+        """The next message; None where the starter is gone."""
         header = self._receive(_LENGTH.size)
         body = None if header is None else self._receive(_LENGTH.unpack(header)[0])
         return None if body is None else _to_child.decode(body)
@@ -120,8 +132,18 @@ def end_after(seconds: float, code: int = 1) -> None:
     threading.Thread(target=end, name="manylora-end", daemon=True).start()
 
 
+_before_leaving: list[Callable[[int], None]] = []
+
+
+def tell_before_leaving(tell: Callable[[int], None]) -> None:
+    """Have this called with the exit code when the process ends by ``leave``."""
+    _before_leaving.append(tell)
+
+
 def leave(code: int) -> None:
     """End this process now: nothing that hangs keeps it."""
+    for tell in _before_leaving:
+        tell(code)
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from manylora.config import ConfigError
 
+SECRET = "secret"
+"""The file's name."""
 _SECRET_BYTES = 32
 _LEAST_SECRET_BYTES = 16
 _MOST_SECRET_BYTES = 4096
@@ -84,7 +86,7 @@ class Folder:
 
     @property
     def secret_path(self) -> Path:
-        return self.path / "secret"
+        return self.path / SECRET
 
     def close(self) -> None:
         """Give the folder up, and remove what has no use any more."""
@@ -94,6 +96,18 @@ class Folder:
         else:
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
+
+
+def was_left(folder: Path) -> bool:
+    """Whether a cluster had the folder whose supervisor has died: its socket is there, and its lock is free."""
+    if not admin_socket(folder).exists():
+        return False
+    try:
+        with (folder / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def admin_socket(folder: Path) -> Path:

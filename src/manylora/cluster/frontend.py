@@ -6,18 +6,19 @@ import asyncio
 import gc
 import logging
 import os
+import signal
 import socket
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.client import ClusterClient
 from manylora.cluster.exposition import ClusterPage, cluster_route
-from manylora.cluster.folder import read_secret
 from manylora.cluster.link import Hello
-from manylora.config import ConfigError
+from manylora.config import ConfigError, EngineSettings, HttpSettings
 from manylora.engine.wire import Failed
 from manylora.main import connection_limits, load_tokenizer, run_loop, server_settings
+from manylora.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -28,49 +29,62 @@ ORPHAN_S = 5.0
 def run(launch: children.Launch, starter: children.Starter) -> int:
     """Until it is told to stop."""
     try:
-        secret = read_secret(Path(launch.secret))
         tokenizer = load_tokenizer(launch.engine.model.model)
     except ConfigError as error:
         starter.say(Failed(str(error), is_user_error=True))
         return children.REFUSED
 
-    async def serve() -> int:
-        from manylora.server.app import create_app
-        from manylora.server.lifecycle import serve
+    assert launch.info is not None
+    client = ClusterClient(
+        launch.info,
+        launch.router,
+        launch.secret,
+        Hello(messages.FRONTEND, launch.id, launch.epoch, os.getpid(), VERSION, launch.model),
+        launch.http.max_waiting,
+        launch.cluster.queue_timeout,
+    )
 
-        assert launch.info is not None
-        hello = Hello(messages.FRONTEND, launch.id, launch.epoch, os.getpid(), VERSION, launch.model)
-        client = ClusterClient(
-            launch.info,
-            launch.router,
-            secret,
-            hello,
-            launch.http.max_waiting,
-            launch.cluster.queue_timeout,
-        )
-        client.start()
-        await client.wait_ready()
-        settings = server_settings(launch.engine, launch.http, connection_limits(launch.http, launch.info))
-        page = ClusterPage(client, launch.engine.model.name, launch.info)
-        routes = cluster_route(client, launch.http.api_keys)
-        app = create_app(client, tokenizer, settings, metrics=page.metrics, page=page.render, routes=routes)
-        sock = socket.socket(fileno=launch.descriptor)
-        sock.listen()
-        loop = asyncio.get_running_loop()
-
-        def stop() -> None:
-            loop.call_soon_threadsafe(app.state.lifecycle.stop)
-
+    def is_ready(stop: Callable[[], None]) -> None:
         def orphaned() -> None:
             stop()
             children.end_after(ORPHAN_S)
 
         starter.watch(stop, orphaned)
         starter.say(messages.ChildReady())
-        gc.collect()
-        gc.freeze()
-        code = await serve(app, sock, client, launch.http.drain_timeout, ())
-        await client.close()
-        return code
 
-    return run_loop(serve())
+    sock = socket.socket(fileno=launch.descriptor)
+    return run_loop(serve_clients(client, tokenizer, launch.engine, launch.http, sock, is_ready))
+
+
+async def serve_clients(
+    client: ClusterClient,
+    tokenizer: Tokenizer | None,
+    engine: EngineSettings,
+    http: HttpSettings,
+    sock: socket.socket,
+    ready: Callable[[Callable[[], None]], None],
+    signals: Sequence[signal.Signals] = (),
+) -> int:
+    """Serve a cluster's clients until told to stop; the exit code. ``ready`` gets, when the cluster can be asked,
+    what tells it to stop, from any thread."""
+    from manylora.server.app import create_app
+    from manylora.server.lifecycle import serve
+
+    client.start()
+    await client.wait_ready()
+    settings = server_settings(engine, http, connection_limits(http, client.info))
+    page = ClusterPage(client, engine.model.name, client.info)
+    routes = cluster_route(client, http.api_keys)
+    app = create_app(client, tokenizer, settings, metrics=page.metrics, page=page.render, routes=routes)
+    sock.listen()
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        loop.call_soon_threadsafe(app.state.lifecycle.stop)
+
+    ready(stop)
+    gc.collect()
+    gc.freeze()
+    code = await serve(app, sock, client, http.drain_timeout, signals)
+    await client.close()
+    return code

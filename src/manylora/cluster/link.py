@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from manylora._version import VERSION
+from manylora.config import ConfigError
 from manylora.engine.frames import LENGTH, encoder, frame
 
 MAX_FRAME_BYTES = 64 * 2**20
@@ -115,10 +116,16 @@ class Link:
         self._writer.transport.abort()
 
 
-def bind(host: str = "127.0.0.1") -> socket.socket:
-    """A socket to listen on, at a port that the system chooses; on the loopback unless told otherwise."""
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    sock.bind((host, 0))
+def bind(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+    """A socket to listen on; on the loopback unless told otherwise, at a port that the system chooses unless one
+    is given. Raises ConfigError."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"links cannot listen on {host}:{port}: {error.strerror}") from error
     return sock
 
 

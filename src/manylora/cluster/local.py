@@ -16,6 +16,7 @@ import msgspec
 
 from manylora.cluster import messages
 from manylora.cluster.children import Launch
+from manylora.cluster.node_share import NodeShare
 from manylora.engine.frames import frame
 from manylora.engine.wire import Failed
 
@@ -42,14 +43,20 @@ class Started(Protocol):
 
 
 class Launcher(Protocol):
-    """Where processes come from."""
+    """Where processes come from. ``most_replicas``: how many it can start; None: any number."""
 
     name: str
+    most_replicas: int | None
 
-    async def start(
-        self, launch: Launch, environment: Mapping[str, str], descriptors: Sequence[int] = ()
-    ) -> Started:
-        """Start a process; it gets these descriptors under their own numbers. Raises OSError."""
+    async def open(self) -> None:
+        """Before the first start. Raises ConfigError where nothing can be started."""
+
+    async def close(self) -> None:
+        """After the last process has ended."""
+
+    async def start(self, launch: Launch, descriptors: Sequence[int] = ()) -> Started:
+        """Start a process; it gets these descriptors under their own numbers, and a replica its share of its
+        machine. Raises OSError."""
 
 
 class LocalLauncher:
@@ -57,27 +64,46 @@ class LocalLauncher:
 
     name = "local"
 
-    async def start(
-        self, launch: Launch, environment: Mapping[str, str], descriptors: Sequence[int] = ()
-    ) -> LocalProcess:
-        """See Launcher. In a process group of its own: what a terminal signals is the supervisor's to hand on."""
-        ours, theirs = socket.socketpair()
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "manylora.cluster.process",
-                str(theirs.fileno()),
-                pass_fds=[theirs.fileno(), *descriptors],
-                env={**os.environ, **environment},
-                process_group=0,
-                stdin=asyncio.subprocess.DEVNULL,
-            )
-        finally:
-            theirs.close()
-        reader, writer = await asyncio.open_connection(sock=ours)
-        writer.write(frame(launch))
-        return LocalProcess(process, reader, writer)
+    def __init__(self, node: NodeShare) -> None:
+        self._node = node
+        self.most_replicas = node.most_replicas
+
+    async def open(self) -> None:
+        """See Launcher."""
+
+    async def close(self) -> None:
+        """See Launcher."""
+
+    async def start(self, launch: Launch, descriptors: Sequence[int] = ()) -> LocalProcess:
+        """See Launcher."""
+        if launch.role != messages.REPLICA:
+            return await start_child(launch, {}, descriptors)
+        launch = msgspec.structs.replace(launch, engine=self._node.share(launch.engine, launch.id))
+        return await start_child(launch, self._node.environment(launch.id), descriptors)
+
+
+async def start_child(
+    launch: Launch, environment: Mapping[str, str], descriptors: Sequence[int] = ()
+) -> LocalProcess:
+    """A process of this machine, in a process group of its own: what a terminal signals is the supervisor's to
+    hand on."""
+    ours, theirs = socket.socketpair()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "manylora.cluster.process",
+            str(theirs.fileno()),
+            pass_fds=[theirs.fileno(), *descriptors],
+            env={**os.environ, **environment},
+            process_group=0,
+            stdin=asyncio.subprocess.DEVNULL,
+        )
+    finally:
+        theirs.close()
+    reader, writer = await asyncio.open_connection(sock=ours)
+    writer.write(frame(launch))
+    return LocalProcess(process, reader, writer)
 
 
 class LocalProcess:
@@ -102,9 +128,13 @@ class LocalProcess:
         except (asyncio.IncompleteReadError, OSError):
             return None
 
+    def tell(self, message: messages.ToChild) -> None:
+        """Hand it a message."""
+        self._writer.write(frame(message))
+
     def stop(self) -> None:
         """See Started."""
-        self._writer.write(frame(messages.StopChild()))
+        self.tell(messages.StopChild())
 
     def kill(self) -> None:
         """See Started."""

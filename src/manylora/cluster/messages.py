@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from manylora.config import EngineSettings
 from manylora.engine.client import AdapterLoad, EngineStats, GenerationRequest
 from manylora.engine.wire import Deltas, Failed
 from manylora.protocol.routing import (
@@ -28,6 +29,10 @@ from manylora.protocol.routing import (
 from manylora.types import AdapterCard, AdapterId, EngineInfo, RequestError, RequestId
 
 ROUTER, SUPERVISOR, FRONTEND, REPLICA = "router", "supervisor", "frontend", "replica"
+NEWCOMER = "newcomer"
+"""The role of a front end that was started by hand, for as long as it does not know what the cluster serves."""
+RAY = "ray"
+"""The role of the process that speaks to Ray: it has no link."""
 
 # ---------------------------------------------------------------- the registry
 
@@ -142,6 +147,19 @@ class Reply(msgspec.Struct, tag=True):
 
 
 ToFrontendFromRouter = Rulings | Endpoints | Revisions | Reply
+
+# ---------------------------------------------------------------- router -> newcomer
+
+
+class Joining(msgspec.Struct, tag=True):
+    """What a front end has to know that its starter does not tell it. ``info``: None while no replica has come up;
+    ``model``: the digest."""
+
+    engine: EngineSettings
+    info: EngineInfo | None
+    model: str
+    queue_timeout_s: float
+
 
 # ---------------------------------------------------------------- replica -> router
 
@@ -284,13 +302,15 @@ class ChildProcess(msgspec.Struct, frozen=True):
 
 
 class ProcessTable(msgspec.Struct, tag=True):
-    """All that the supervisor has started. ``most``: replicas that its GPUs allow; None: any number."""
+    """All that the supervisor has started. ``most``: replicas that its GPUs allow; None: any number. ``info``: of
+    the first replica that came up."""
 
     slots: list[Slot]
     frontends: list[ChildProcess]
     supervisor: int
     launcher: str
     most: int | None = None
+    info: EngineInfo | None = None
 
 
 class Exited(msgspec.Struct, tag=True):
@@ -361,5 +381,66 @@ class StopChild(msgspec.Struct, tag=True):
     """End in order; a second time: now."""
 
 
-FromChild = ChildReady | Failed
-ToChild = StopChild
+# ---------------------------------------------------------------- supervisor <-> its process that speaks to Ray
+
+
+class StartActor(msgspec.Struct, tag=True):
+    """Start a replica as an actor of this name. ``launch``: what it is to be, encoded."""
+
+    name: str
+    launch: bytes
+
+
+class FindActor(msgspec.Struct, tag=True):
+    """Watch an actor that another such process has started."""
+
+    name: str
+
+
+class StopActor(msgspec.Struct, tag=True):
+    """Tell it to end in order."""
+
+    name: str
+
+
+class KillActor(msgspec.Struct, tag=True):
+    """End it, stopped or not."""
+
+    name: str
+
+
+ToRay = StartActor | FindActor | StopActor | KillActor
+
+
+class RayReady(msgspec.Struct, tag=True):
+    """Ray is there. ``most``: replicas that its GPUs allow; None: any number."""
+
+    most: int | None
+
+
+class ActorBegan(msgspec.Struct, tag=True):
+    """The actor's process runs, on that node."""
+
+    name: str
+    pid: int
+    node: str
+
+
+class ActorSaid(msgspec.Struct, tag=True):
+    """What it said of its start."""
+
+    name: str
+    said: ChildReady | Failed
+
+
+class ActorEnded(msgspec.Struct, tag=True):
+    """Its process has ended, or has been cut off. ``code``: its own exit code, or 1."""
+
+    name: str
+    code: int
+    reason: str
+
+
+FromRay = RayReady | ActorBegan | ActorSaid | ActorEnded
+FromChild = ChildReady | Failed | FromRay
+ToChild = StopChild | ToRay

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from manylora.config import ConfigError, EngineSettings
 from manylora.config.cold_start import num_cores
@@ -48,20 +49,16 @@ class NodeShare:
                 "--replicas-per-gpu above 1 needs --device-pool: each takes most of a GPU otherwise"
             )
         self._cores = num_cores() // most
-        self._settings = _shared_out(settings, most, "cuda" if self._gpus else "cpu")
+        self._pools = shared_pools(settings, free_bytes(), most, "cuda" if self._gpus else "cpu")
 
     @property
     def most_replicas(self) -> int | None:
         """How many fit here; None: any number."""
         return self._per_gpu * len(self._gpus) if self._gpus else None
 
-    def settings(self, replica: int) -> EngineSettings:
-        """A replica's."""
-        scheduler = self._settings.scheduler
-        scheduler = dataclasses.replace(
-            scheduler, cold_start=scheduler.cold_start.share(replica, self._cores)
-        )
-        return dataclasses.replace(self._settings, scheduler=scheduler)
+    def share(self, settings: EngineSettings, replica: int) -> EngineSettings:
+        """A replica's settings with its own pools and CPU workers."""
+        return with_share(settings, self._pools, replica, self._cores)
 
     def environment(self, replica: int) -> Mapping[str, str]:
         """What a replica's process is to have in its environment."""
@@ -73,13 +70,26 @@ class NodeShare:
         return found
 
 
-def _shared_out(settings: EngineSettings, most: int, kind: str) -> EngineSettings:
-    """Pools that would take a share of what is free take one replica's part of that share."""
-    cache, free = settings.cache, free_bytes()
-    device_pool, host_pool = cache.device_pool, cache.host_pool
+def shared_pools(
+    settings: EngineSettings, free: int, count: int, kind: Literal["cpu", "cuda"]
+) -> tuple[int | None, int]:
+    """The pools, on the device and the host, of one of ``count`` replicas where this many bytes are free: those
+    that are given, else its part of what one alone would take. None: it measures its GPU itself."""
+    device_pool, host_pool = settings.cache.device_pool, settings.cache.host_pool
     if kind == "cpu" and device_pool is None:
-        device_pool = cpu_pool_bytes(free) // most
+        device_pool = cpu_pool_bytes(free) // count
     if host_pool is None:
-        host_pool = host_pool_bytes(free, "cpu" if kind == "cpu" else "cuda") // most
-    shared = dataclasses.replace(cache, device_pool=device_pool, host_pool=host_pool)
-    return dataclasses.replace(settings, cache=shared)
+        host_pool = host_pool_bytes(free, kind) // count
+    return device_pool, host_pool
+
+
+def with_share(
+    settings: EngineSettings, pools: tuple[int | None, int], replica: int, cores: int
+) -> EngineSettings:
+    """The same settings with these pools, and with the CPU workers of a replica that has so many cores."""
+    scheduler = settings.scheduler
+    return dataclasses.replace(
+        settings,
+        cache=dataclasses.replace(settings.cache, device_pool=pools[0], host_pool=pools[1]),
+        scheduler=dataclasses.replace(scheduler, cold_start=scheduler.cold_start.share(replica, cores)),
+    )

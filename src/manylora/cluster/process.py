@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 
 from manylora.cluster import messages
-from manylora.cluster.children import Starter, ignore_signals_of_terminals, leave
+from manylora.cluster.children import PairedStarter, ignore_signals_of_terminals, leave
 from manylora.main import configure_logging
 
 
@@ -14,7 +14,7 @@ def main(descriptor: int) -> int:
     """Be that process; the exit code."""
     ignore_signals_of_terminals()
     configure_logging()
-    starter = Starter(descriptor)
+    starter = PairedStarter(descriptor)
     launch = starter.read_launch()
     if launch is None:
         return 1
@@ -26,6 +26,10 @@ def main(descriptor: int) -> int:
         from manylora.cluster import frontend
 
         return frontend.run(launch, starter)
+    if launch.role == messages.RAY:
+        from manylora.cluster import ray_driver
+
+        return ray_driver.run(launch, starter)
     from manylora.cluster import routing
 
     return routing.run(launch, starter)

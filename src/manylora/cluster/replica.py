@@ -22,7 +22,7 @@ from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.digests import adapter_digest
 from manylora.cluster.facts import facts_of
-from manylora.cluster.folder import read_secret, step_file
+from manylora.cluster.folder import step_file
 from manylora.cluster.last_step import StepNote
 from manylora.cluster.link import Hello, Link, LinkError, LinkRefused, Listener, bind, dial, why_strange
 from manylora.cluster.noting import StepNotingExecutor
@@ -46,8 +46,6 @@ STATUS_S = 0.25
 """How long a report waits for the step loop; then the last one is sent again."""
 SKIP_S = 1.0
 """An assignment that later ones have overtaken for so long is not waited for any more."""
-ORPHAN_S = 7.0
-"""After the supervisor's end a replica serves what runs for so long."""
 CLOSE_S = 1.5
 _REDIAL_S = 0.1
 
@@ -65,7 +63,6 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         log.warning("the replica cannot note its steps: %s", error.strerror)
         note = None
     try:
-        secret = read_secret(Path(launch.secret))
         wrap = None if note is None else lambda executor: StepNotingExecutor(executor, note)
         engine = launch.engine if launch.epoch == 1 else without_what_fails(launch.engine)
         driver = build_driver(engine, wrap=wrap, has_all_adapters=False)
@@ -82,8 +79,8 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         driver.close(frees=False)  # what the journal holds is to be written
         children.leave(0)
 
-    starter.watch(stop, lambda: children.end_after(ORPHAN_S))
-    return asyncio.run(_Replica(launch, secret, driver).serve(starter))
+    starter.watch(stop, lambda: children.end_after(children.ORPHAN_S))
+    return asyncio.run(_Replica(launch, driver).serve(starter))
 
 
 class _Lease:
@@ -147,9 +144,9 @@ class _Open:
 
 
 class _Replica:
-    def __init__(self, launch: children.Launch, secret: bytes, driver: Driver) -> None:
+    def __init__(self, launch: children.Launch, driver: Driver) -> None:
         self._launch = launch
-        self._secret = secret
+        self._secret = launch.secret
         self._driver = driver
         self._name = f"replica {launch.id} (epoch {launch.epoch})"
         self._hello = Hello(messages.REPLICA, launch.id, launch.epoch, os.getpid(), VERSION, launch.model)
@@ -179,7 +176,7 @@ class _Replica:
 
         self._driver.start(deliver, died, is_watched=True)
         listener = Listener(
-            bind(),
+            bind(self._launch.host),
             self._secret,
             self._launch.epoch,
             lambda role: _from_frontend if role == messages.FRONTEND else None,

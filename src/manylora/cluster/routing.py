@@ -10,7 +10,6 @@ from manylora.adapters.sources import discover
 from manylora.cluster import children, messages
 from manylora.cluster.adapter_log import AdapterLog
 from manylora.cluster.admin import Admin
-from manylora.cluster.folder import read_secret
 from manylora.cluster.operations import Operations
 from manylora.cluster.switchboard import Switchboard
 from manylora.config import ConfigError, EngineSettings
@@ -25,7 +24,6 @@ log = logging.getLogger(__name__)
 def run(launch: children.Launch, starter: children.Starter) -> int:
     """Until it is told to stop."""
     try:
-        secret = read_secret(Path(launch.secret))
         adapter_log = AdapterLog(Path(launch.folder) / "registry.sqlite")
         process = Switchboard(launch, adapter_log, _named_adapters(launch.engine))
     except ConfigError as error:
@@ -41,7 +39,7 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         def stop() -> None:
             loop.call_soon_threadsafe(stopped.set)
 
-        await process.start(secret, launch)
+        await process.start(launch)
         operations = Operations(process, launch.cluster)
         watching = loop.create_task(operations.watch())
         await Admin(process, operations).start(Path(launch.folder))

@@ -17,7 +17,6 @@ from manylora.cluster.folder import step_file
 from manylora.cluster.last_step import read_step
 from manylora.cluster.local import Launcher, Started
 from manylora.cluster.names import journal_name
-from manylora.cluster.node_share import NodeShare
 from manylora.config import AdapterSettings, ConfigError
 from manylora.engine.wire import Failed
 from manylora.protocol.routing import ReplicaId
@@ -41,7 +40,6 @@ class ReplicaPlace:
         epoch: int,
         launch: children.Launch,
         launcher: Launcher,
-        node: NodeShare,
         changed: Callable[[], None],
         exited: Callable[[messages.Exited], None],
     ) -> None:
@@ -55,7 +53,6 @@ class ReplicaPlace:
         self.failed: Failed | None = None
         self._launch = launch
         self._launcher = launcher
-        self._node = node
         self._changed = changed
         self._exited = exited
         self._process: Started | None = None
@@ -88,7 +85,7 @@ class ReplicaPlace:
         self._is_ended = False
         folder = Path(self._launch.folder)
         try:
-            process = await self._launcher.start(self._launch_of_epoch(), self._node.environment(self.id))
+            process = await self._launcher.start(self._launch_of_epoch())
         except OSError as error:
             log.error("replica %d cannot be started: %s", self.id, error.strerror)
             return
@@ -112,7 +109,7 @@ class ReplicaPlace:
         self._exited(messages.Exited(self.id, self.epoch, _why(code), is_crash, blamed))
 
     def _launch_of_epoch(self) -> children.Launch:
-        settings = self._node.settings(self.id)
+        settings = self._launch.engine
         role = f"r{self.id}"
         journal, trace = settings.journal, settings.cache.trace
         if journal is not None:

@@ -48,7 +48,13 @@ def status(
 ) -> dict[str, Any]:
     """The whole of it, as JSON has it."""
     frontends = []
-    for child in table.frontends:
+    started = {child.id for child in table.frontends}
+    joined = [
+        messages.ChildProcess(each.id, each.link.peer.pid)
+        for each in members.frontends.values()
+        if each.id not in started
+    ]
+    for child in (*table.frontends, *joined):
         member = members.frontends.get(child.id)
         frontends.append(
             {

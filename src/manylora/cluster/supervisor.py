@@ -21,10 +21,11 @@ import msgspec
 from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.digests import model_digest
-from manylora.cluster.folder import Folder, default_folder, read_secret
+from manylora.cluster.folder import SECRET, Folder, default_folder, read_secret, was_left
 from manylora.cluster.link import Hello, Link, LinkError, bind, dial
 from manylora.cluster.local import Launcher, LocalLauncher, Started
 from manylora.cluster.node_share import NodeShare
+from manylora.cluster.ray_launcher import RayLauncher, check_ray
 from manylora.cluster.slots import ReplicaPlace, raise_if_failed
 from manylora.config import ConfigError, EngineSettings, HttpSettings
 from manylora.config.cluster import ClusterOptions
@@ -42,6 +43,8 @@ log = logging.getLogger("manylora")
 PING_S = 0.5
 RESTART_S = 0.2
 """Before a router or a front end is started again."""
+LEFT_S = 10.0
+"""By then nothing is left of a cluster whose supervisor has died."""
 LAST_S = 5.0
 """What front ends may take beyond the time for draining."""
 
@@ -54,17 +57,15 @@ def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOpti
     scheduler = dataclasses.replace(engine.scheduler, max_waiting=http.max_waiting)
     engine = dataclasses.replace(engine, scheduler=scheduler)
     if cluster.launcher == "ray":
-        raise ConfigError("--launcher ray is not built yet: only local is")
+        check_ray()
     if engine.tensor_parallel_size > 1:
         raise ConfigError("--tensor-parallel-size works with one replica only")
-    sock = bind_http(http)  # first: a taken port must not cost a model load
+    sock = _bind(http, cluster)  # first: a taken port must not cost a model load
     folder = None
     try:
         check_model(engine.model.model)
         check_named_adapters(engine)
         Router(cluster.router_config())  # a policy that is not there, or lacks settings
-        most = max(cluster.num_at_start, cluster.bounds[1])
-        node = NodeShare(engine, most, cluster.num_at_start, cluster.replicas_per_gpu)
         port = sock.getsockname()[1]
         path = default_folder(port) if cluster.cluster_dir is None else Path(cluster.cluster_dir)
         folder = Folder(path, is_lasting=cluster.cluster_dir is not None)
@@ -76,27 +77,55 @@ def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOpti
             http=http,
             cluster=cluster,
             folder=str(path),
-            secret=str(folder.secret_path),
-            router=("127.0.0.1", 0),
+            secret=read_secret(folder.secret_path),
+            router=(cluster.cluster_host, 0),
             model=model_digest(Path(resolve_model(engine.model.model))),
+            host=cluster.cluster_host,
         )
-        return asyncio.run(_Supervisor(launch, node, LocalLauncher(), sock).serve())
+        return asyncio.run(_serve(launch, sock))
     finally:
         sock.close()
         if folder is not None:
             folder.close()
 
 
+def _bind(http: HttpSettings, cluster: ClusterOptions) -> socket.socket:
+    """The port; where front ends of a supervisor that has died have it, once they end. Raises ConfigError."""
+    folder = default_folder(http.port) if cluster.cluster_dir is None else Path(cluster.cluster_dir)
+    until_s = time.monotonic() + LEFT_S
+    while True:
+        try:
+            return bind_http(http)
+        except ConfigError:
+            if not was_left(folder) or time.monotonic() > until_s:
+                raise
+        time.sleep(0.1)
+
+
+async def _serve(launch: children.Launch, sock: socket.socket) -> int:
+    cluster = launch.cluster
+    launcher: Launcher
+    if cluster.launcher == "ray":
+        launcher = RayLauncher(launch)
+    else:
+        most = max(cluster.num_at_start, cluster.bounds[1])
+        launcher = LocalLauncher(
+            NodeShare(launch.engine, most, cluster.num_at_start, cluster.replicas_per_gpu)
+        )
+    try:
+        await launcher.open()
+        return await _Supervisor(launch, launcher, sock).serve()
+    finally:
+        await launcher.close()
+
+
 class _Supervisor:
-    def __init__(
-        self, launch: children.Launch, node: NodeShare, launcher: Launcher, sock: socket.socket
-    ) -> None:
+    def __init__(self, launch: children.Launch, launcher: Launcher, sock: socket.socket) -> None:
         self._sock = sock
-        self._node = node
         self._launcher = launcher
-        self._router_sock = bind()
+        self._router_sock = bind(launch.host, launch.cluster.cluster_port)
         self._launch = msgspec.structs.replace(launch, router=self._router_sock.getsockname()[:2])
-        self._secret = read_secret(Path(launch.secret))
+        self._secret = launch.secret
         self._slots: dict[ReplicaId, ReplicaPlace] = {}
         self._epochs: dict[ReplicaId, int] = {}  # the last of each place that is no more
         self._frontends: dict[int, Started] = {}
@@ -153,7 +182,6 @@ class _Supervisor:
             self._epochs.get(replica, 0),
             launch,
             self._launcher,
-            self._node,
             self._changed,
             self._exited,
         )
@@ -191,7 +219,12 @@ class _Supervisor:
         slots = [slot.as_told() for slot in self._slots.values()]
         self._link.send(
             messages.ProcessTable(
-                slots, frontends, os.getpid(), self._launcher.name, self._node.most_replicas
+                slots,
+                frontends,
+                os.getpid(),
+                self._launcher.name,
+                self._launcher.most_replicas,
+                self._launch.info,
             )
         )
 
@@ -206,7 +239,7 @@ class _Supervisor:
                 self._launch, role=messages.ROUTER, epoch=epoch, descriptor=descriptor
             )
             self._pong_s = float("inf")
-            self._router = await self._launcher.start(launch, {}, [descriptor])
+            self._router = await self._launcher.start(launch, [descriptor])
             said = await self._router.receive()
             if isinstance(said, Failed) and not self._is_serving and not self._failed.done():
                 self._failed.set_result(said)
@@ -276,7 +309,7 @@ class _Supervisor:
             launch = msgspec.structs.replace(
                 self._launch, role=messages.FRONTEND, id=number, epoch=epoch, descriptor=descriptor
             )
-            process = self._frontends[number] = await self._launcher.start(launch, {}, [descriptor])
+            process = self._frontends[number] = await self._launcher.start(launch, [descriptor])
             self._tell_table()
             said = await process.receive()
             if isinstance(said, messages.ChildReady):
@@ -298,6 +331,11 @@ class _Supervisor:
             host, port = self._sock.getsockname()[:2]
             name = self._launch.engine.model.name
             log.info("the cluster's folder is %s", self._launch.folder)
+            log.info(
+                "front ends join by: manylora frontend --connect %s:%d --secret-file %s",
+                *self._launch.router,
+                Path(self._launch.folder) / SECRET,
+            )
             log.info("serving %s on http://%s:%d", name, f"[{host}]" if ":" in host else host, port)
 
     # ------------------------------------------------------------ the end

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
-import contextlib
 import logging
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -25,6 +23,7 @@ from manylora.cluster.recording import open_of_router
 from manylora.cluster.rollout import Rollout
 from manylora.cluster.status import status
 from manylora.cluster.timing import Decisions
+from manylora.cluster.trace_lines import TraceLines
 from manylora.config import ConfigError
 from manylora.policy.router import Router
 from manylora.protocol import AdapterError, SetTimer, Timer
@@ -65,12 +64,14 @@ HINT_S = 5.0
 _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     messages.FRONTEND: msgspec.msgpack.Decoder(messages.ToRouterFromFrontend),
     messages.REPLICA: msgspec.msgpack.Decoder(messages.ToRouterFromReplica),
+    messages.NEWCOMER: msgspec.msgpack.Decoder(messages.ToRouterFromFrontend),
     messages.SUPERVISOR: msgspec.msgpack.Decoder(messages.ToRouterFromSupervisor),
 }
 
 
 class Switchboard:
-    """``members``: what is linked; ``table``: what the supervisor has started; ``moved``: by reason."""
+    """``members``: what is linked; ``table``: what the supervisor has started; ``moved``: by reason;
+    ``trace``: decisions as lines."""
 
     def __init__(
         self, launch: children.Launch, adapter_log: AdapterLog, named: list[tuple[str, str]]
@@ -87,6 +88,7 @@ class Switchboard:
         self._hint_s = 0.0
         self.registry = Rollout(adapter_log, self.members, self.tell, self.config.queue_timeout_s)
         self._model = launch.model
+        self._engine = launch.engine
         self._supervisor: Link | None = None
         self._owners: dict[RequestId, tuple[FrontendMember, AdapterId]] = {}
         self._orders: dict[int, tuple[Link, messages.Rulings]] = {}
@@ -104,16 +106,15 @@ class Switchboard:
         self._timer: asyncio.TimerHandle | None = None
         self._solver = SolverProcess(SOLVE_S) if solver_is_there() else None
         self._solving = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manylora-solving")
-        self._listeners: list[asyncio.Queue[str]] = []
-        self._journal, self._trace = open_of_router(launch.engine, self.config, launch.epoch)
-        self._start_s = time.monotonic()
+        self._journal, trace = open_of_router(launch.engine, self.config, launch.epoch)
+        self.trace = TraceLines(trace)
 
-    async def start(self, secret: bytes, launch: children.Launch) -> None:
+    async def start(self, launch: children.Launch) -> None:
         """Listen, and take over what another router has left."""
         self._loop = asyncio.get_running_loop()
         self.registry.take_over()
         listener = Listener(
-            adopt(launch.descriptor), secret, self.epoch, _decoders.get, self._judge, self._serve
+            adopt(launch.descriptor), launch.secret, self.epoch, _decoders.get, self._judge, self._serve
         )
         await listener.start()
         if self._held_back is not None:
@@ -124,8 +125,7 @@ class Switchboard:
         """Write what is still to be written."""
         if self._journal is not None:
             self._journal.close()
-        if self._trace is not None:
-            self._trace.close()
+        self.trace.close()
         if self._solver is not None:
             self._solver.close()
 
@@ -172,9 +172,9 @@ class Switchboard:
             case Routed():
                 if command.source is not None:
                     self.moved[command.reason] += 1
-                self._write_trace(now, f"{command.request}  attempt {command.attempt}", command)
+                self.trace.write(now, command)
             case Planned():
-                self._write_trace(now, f"plan {command.number}", command)
+                self.trace.write(now, command)
 
     def _keep(self, adapter: AdapterId, replica: ReplicaId, is_kept: bool) -> None:
         if (member := self.members.replicas.get(replica)) is not None:
@@ -201,36 +201,10 @@ class Switchboard:
         for link, each in orders.values():
             link.send(each)
 
-    @contextlib.contextmanager
-    def traced(self, lines: asyncio.Queue[str]) -> Iterator[None]:
-        """Each decision goes there as a line meanwhile, as far as there is room."""
-        self._listeners.append(lines)
-        try:
-            yield
-        finally:
-            self._listeners.remove(lines)
-
     def tell_supervisor(self, message: messages.ToSupervisorFromRouter) -> None:
         """Dropped where the link to it has just ended: it ends with all the rest then."""
         if self._supervisor is not None:
             self._supervisor.send(message)
-
-    def _write_trace(self, now: float, what: str, command: Routed | Planned) -> None:
-        if self._trace is None and not self._listeners:
-            return
-        if isinstance(command, Routed):
-            origin = "" if command.source is None else f" from {command.source}"
-            text = f"to {command.replica}{origin}  {command.reason}  waited {command.waited_s:.3f} s"
-        else:
-            text = f"{command.num_moves} moves of {command.num_requests}  {command.value_s:.3f} s"
-            text += f", before {command.before_s:.3f} s, at least {command.bound_s:.3f} s"
-        line = f"{now - self._start_s:10.3f} s  {what}  {text}"
-        for listener in self._listeners:
-            with contextlib.suppress(asyncio.QueueFull):
-                listener.put_nowait(line)
-        if self._trace is not None:
-            self._trace.write(line)
-            self._trace.flush()
 
     def _solve(self, problem: Solve) -> None:
         solver = self._solver
@@ -277,15 +251,18 @@ class Switchboard:
         if hello.role == messages.REPLICA:
             slot = next((slot for slot in self.table.slots if slot.id == hello.id), None)
             least = max(self._fenced.get(hello.id, 0) + 1, 0 if slot is None else slot.epoch)
-            if hello.epoch < least:
+            is_left = slot is not None and slot.epoch == hello.epoch and slot.pid not in (0, hello.pid)
+            if hello.epoch < least or is_left:  # or of a supervisor that has died
                 return f"epoch {hello.epoch} of replica {hello.id} is over"
-        return why_strange(hello, self._model)
+        return why_strange(hello, hello.model if hello.role == messages.NEWCOMER else self._model)
 
     async def _serve(self, link: Link) -> None:
         if link.peer.role == messages.REPLICA:
             await self._serve_replica(link)
         elif link.peer.role == messages.FRONTEND:
             await self._serve_frontend(link)
+        elif link.peer.role == messages.NEWCOMER:
+            await self._serve_newcomer(link)
         else:
             await self._serve_supervisor(link)
 
@@ -356,6 +333,11 @@ class Switchboard:
                     link.send(messages.Pong(number))
         if self._supervisor is link:
             self._supervisor = None
+
+    async def _serve_newcomer(self, link: Link) -> None:
+        timeout_s = self.config.queue_timeout_s
+        link.send(messages.Joining(self._engine, self.table.info, self._model, timeout_s))
+        await link.receive()  # nothing: it comes again as a front end
 
     async def _serve_frontend(self, link: Link) -> None:
         await self._is_served.wait()

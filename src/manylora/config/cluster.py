@@ -1,6 +1,7 @@
 """What users set of a cluster: how many processes of each kind, what decides between them, what ends them."""
 
 import dataclasses
+import ipaddress
 from typing import Annotated, Literal
 
 from manylora.config.declaring import ConfigError, Count, Section, check_rules, setting
@@ -13,6 +14,13 @@ MOST_FRONTENDS = 64
 
 Replicas = Annotated[int, between(1, MOST_REPLICAS)]
 _LEASE = "seconds that a replica may serve without word from the router, and after which it is given up"
+
+
+def _is_address(text: str) -> bool:
+    try:
+        return not ipaddress.ip_address(text).is_unspecified
+    except ValueError:
+        return False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,6 +43,17 @@ class ClusterOptions(Section):
     )
     ray_address: str | None = setting(
         None, "Ray's cluster: auto, HOST:PORT, or local for one of its own (default: auto)", "ADDRESS"
+    )
+    insecure_ray: bool = setting(
+        False, "use a Ray off this machine that does not ask for a token, and so runs what anyone sends"
+    )
+    cluster_host: Annotated[str, Rule("an address of this machine, not all of them", _is_address)] = setting(
+        "127.0.0.1",
+        "the address of this machine by which replicas and front ends on others reach it",
+        "ADDRESS",
+    )
+    cluster_port: Annotated[int, between(0, 65535)] = setting(
+        0, "the port of the router, for front ends that join; 0 for any"
     )
     frontends: Annotated[int, between(1, MOST_FRONTENDS)] = setting(
         1, "processes that speak HTTP, on one port"
@@ -70,6 +89,8 @@ class ClusterOptions(Section):
             raise ConfigError(f"--replicas {self.replicas} is above --max-replicas {high}")
         if self.launcher == "local" and self.ray_address is not None:
             raise ConfigError("--ray-address needs --launcher ray")
+        if self.launcher == "local" and self.insecure_ray:
+            raise ConfigError("--insecure-ray needs --launcher ray")
         self.router_config()
 
     @property

@@ -1,0 +1,275 @@
+"""The process that speaks to Ray for the supervisor: places replicas as actors, and says when they have ended.
+
+Ray ends each process that speaks to it a minute after its head is lost, and starting it may hang; both are this
+process's alone. It keeps nothing: another one finds the actors again by their names. No request and no token
+passes here.
+"""
+
+from __future__ import annotations
+
+import collections
+import ipaddress
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+import msgspec
+
+from manylora.cluster import children, messages
+from manylora.cluster.ray_actor import ReplicaActor
+from manylora.cluster.ray_nodes import RayNodeFacts, RayNodes, measure
+from manylora.config import ConfigError
+from manylora.engine.wire import Failed
+
+REACH_S = 3.0
+CONNECT_S = 7.0
+"""From the start of Ray's own handshake on."""
+MEASURE_S = 60.0
+_OBJECT_STORE_BYTES = 80 * 2**20
+"""Nothing is kept there; Ray asks for as much at least."""
+_PORT = 6379
+
+_launch = msgspec.msgpack.Decoder(children.Launch)
+_encoder = msgspec.msgpack.Encoder()
+_said = msgspec.msgpack.Decoder(messages.ChildReady | Failed)
+
+
+def run(launch: children.Launch, starter: children.PairedStarter) -> int:
+    """Until the starter says that all is over, or is gone."""
+    _keep_stderr_for_replicas()
+    try:
+        driver = _Driver(launch, starter)
+    except ConfigError as error:
+        starter.say(Failed(str(error), is_user_error=True))
+        return 2
+    except Exception as error:  # Ray's own have no common base
+        starter.say(Failed(f"Ray does not work: {_first_line(error)}", is_user_error=True))
+        return 2
+    starter.say(messages.RayReady(driver.nodes.most))
+    while (message := starter.read()) is not None:
+        match message:
+            case messages.StartActor() | messages.FindActor():
+                threading.Thread(target=driver.follow, args=(message,), daemon=True).start()
+            case messages.StopActor(name):
+                driver.stop(name)
+            case messages.KillActor(name):
+                driver.kill(name)
+            case _:  # StopChild
+                break
+    else:
+        time.sleep(children.ORPHAN_S)  # replicas serve what runs for so long
+    driver.close()
+    return 0
+
+
+class _Driver:
+    """``nodes``: those of the start."""
+
+    def __init__(self, launch: children.Launch, starter: children.PairedStarter) -> None:
+        """Raises ConfigError, and whatever Ray raises."""
+        import ray
+
+        self._ray = ray
+        self._starter = starter
+        self._host = launch.host
+        self._actors: dict[str, Any] = {}
+        self._placed: dict[str, str] = {}
+        self._placing = threading.Lock()
+        self._work_dir = os.getcwd()
+        given = launch.cluster.ray_address or "auto"
+        address = "local" if given == "local" else _reachable(given, launch.cluster.insecure_ray)
+        threading.Thread(target=self._give_up, args=(given,), daemon=True).start()
+        own = {}
+        self._own_folder = os.environ.get("RAY_TMPDIR") if address == "local" else None
+        if address == "local":
+            own = {
+                "include_dashboard": False,
+                "num_cpus": 1,
+                "object_store_memory": _OBJECT_STORE_BYTES,
+                "_node_ip_address": "127.0.0.1",
+            }
+            if launch.engine.model.device == "cpu":
+                own["num_gpus"] = 0
+        # An actor without a handle of its own outlives this process, and is found by its name in the namespace.
+        ray.init(address=address, namespace="manylora", configure_logging=False, log_to_driver=True, **own)
+        self._is_connected = True
+        cluster = launch.cluster
+        self.nodes = RayNodes(
+            self._measured(launch),
+            launch.model,
+            launch.engine,
+            most=max(cluster.num_at_start, cluster.bounds[1]),
+            at_start=cluster.num_at_start,
+            per_gpu=cluster.replicas_per_gpu,
+        )
+
+    _is_connected = False
+
+    def _give_up(self, address: str) -> None:
+        time.sleep(CONNECT_S if address != "local" else MEASURE_S)
+        if not self._is_connected:
+            self._starter.say(Failed(f"Ray at {address} does not answer", is_user_error=True))
+            children.leave(2)
+
+    def _measured(self, launch: children.Launch) -> list[RayNodeFacts]:
+        """The nodes that replicas may run on. Raises ConfigError."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        ray = self._ray
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        uses_gpus = launch.engine.model.device == "cuda" or (
+            launch.engine.model.device == "auto" and any(node["Resources"].get("GPU") for node in alive)
+        )
+        nodes, asked = [], []
+        for each in alive:
+            address, gpus = each["NodeManagerAddress"], int(each["Resources"].get("GPU", 0))
+            if not (gpus if uses_gpus else each["Resources"].get("CPU")):
+                continue
+            if address != ray.util.get_node_ip_address() and ipaddress.ip_address(self._host).is_loopback:
+                raise ConfigError(f"node {address} of Ray is another machine: it needs --cluster-host")
+            node = RayNodeFacts(each["NodeID"], address, gpus if uses_gpus else 0)
+            strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
+            task = ray.remote(measure).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+            nodes.append(node)
+            asked.append(task.remote(node, launch.engine.model.model, self._work_dir))
+        if launch.engine.model.device == "cuda" and not nodes:
+            needed = -(-launch.cluster.num_at_start // launch.cluster.replicas_per_gpu)
+            raise ConfigError(f"{launch.cluster.num_at_start} replicas need {needed} GPUs, and Ray has 0")
+        found = []
+        for node, answer in zip(nodes, asked, strict=True):
+            try:
+                found.append(ray.get(answer, timeout=MEASURE_S))
+            except ray.exceptions.RayError as error:
+                raise ConfigError(f"node {node.address} of Ray: {_first_line(error)}") from error
+        return found
+
+    # ------------------------------------------------------------ actors
+
+    def follow(self, order: messages.StartActor | messages.FindActor) -> None:
+        """On a thread of its own: an actor's life, from its start on or from now on."""
+        name = order.name
+        code, reason = 1, ""
+        try:
+            if isinstance(order, messages.StartActor):
+                life = self._start(name, order.launch)
+            else:
+                self._actors[name] = actor = self._ray.get_actor(name)
+                _, self._placed[name], _ = self._ray.get(actor.place.remote())
+                life = actor.wait.remote()
+            actor = self._actors[name]
+            said = _said.decode(self._ray.get(actor.said.remote()))
+            self._starter.say(messages.ActorSaid(name, said))
+            code = self._ray.get(life)
+        except self._ray.exceptions.ActorUnavailableError as error:
+            code, reason = children.FENCED, _first_line(error)  # it may live, cut off
+        except Exception as error:  # Ray's own, or there is no actor of the name
+            reason = _first_line(error)
+        self.kill(name)
+        self._actors.pop(name, None)
+        self._placed.pop(name, None)
+        self._starter.say(messages.ActorEnded(name, code, reason))
+
+    def _start(self, name: str, encoded: bytes) -> Any:
+        """The call that ends with the actor."""
+        ray = self._ray
+        options = {
+            "name": name,
+            "lifetime": "detached",
+            "max_concurrency": 8,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "num_cpus": 0,
+            "num_gpus": self.nodes.gpus_each,
+            "scheduling_strategy": self._place(name),
+        }
+        actor = self._actors[name] = ray.remote(ReplicaActor).options(**options).remote()
+        pid, node, address = ray.get(actor.place.remote())
+        self._placed[name] = node
+        self._starter.say(messages.ActorBegan(name, pid, node))
+        launch = _launch.decode(encoded)
+        engine, threads = self.nodes.share(launch.engine, node, launch.id)
+        host = launch.host if ipaddress.ip_address(launch.host).is_loopback else address
+        launch = msgspec.structs.replace(launch, engine=engine, host=host)
+        return actor.run.remote(_encoder.encode(launch), threads, self._work_dir)
+
+    def _place(self, name: str) -> Any:
+        """Where an actor is to run: where GPUs are free, and else on the node with the fewest of ours. Ray's own
+        spreading may put two of two on one node."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        if self.nodes.uses_gpus:
+            return "SPREAD"
+        with self._placing:
+            counts = collections.Counter(self._placed.values())
+            nodes = [
+                each["NodeID"] for each in self._ray.nodes() if each["Alive"] and each["Resources"].get("CPU")
+            ]
+            if not nodes:
+                return "SPREAD"
+            node = self._placed[name] = min(nodes, key=lambda each: counts[each])
+        return NodeAffinitySchedulingStrategy(node, soft=False)
+
+    def stop(self, name: str) -> None:
+        """Tell an actor to end in order."""
+        if (actor := self._actors.get(name)) is not None:
+            actor.stop.remote()
+
+    def kill(self, name: str) -> None:
+        """End an actor, stopped or not."""
+        if (actor := self._actors.get(name)) is not None:
+            self._ray.kill(actor)
+
+    def close(self) -> None:
+        """End what is left, and Ray itself where it is ours."""
+        for name in list(self._actors):
+            self.kill(name)
+        self._ray.shutdown()
+        if self._own_folder is not None:
+            shutil.rmtree(self._own_folder, ignore_errors=True)
+
+
+def _keep_stderr_for_replicas() -> None:
+    """What replicas write, Ray prints here. What its own libraries write to the descriptor goes nowhere."""
+    sys.stdout = sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+
+
+def _reachable(given: str, is_insecure: bool) -> str:
+    """HOST:PORT of a Ray that listens. Raises ConfigError: there is none, or it is open to all that reach it."""
+    from ray._private.authentication.authentication_token_setup import (
+        maybe_enable_token_auth_if_token_available,
+    )
+    from ray._private.services import canonicalize_bootstrap_address
+
+    address = canonicalize_bootstrap_address(given)
+    if address is None:
+        raise ConfigError("no Ray runs here: ray start --head, or --ray-address HOST:PORT or local")
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port or _PORT)), REACH_S) as sock:
+            peer = sock.getpeername()[0]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"Ray at {address} cannot be reached: {_first_line(error)}") from error
+    has_token = maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    if not allowed(peer, has_token=has_token, is_insecure=is_insecure):
+        raise ConfigError(
+            f"Ray at {address} runs whatever it is sent: set RAY_AUTH_MODE=token there and here, "
+            "or say --insecure-ray"
+        )
+    return str(address)
+
+
+def allowed(address: str, *, has_token: bool, is_insecure: bool) -> bool:
+    """Whether a Ray there may be used: it is on this machine, asks for a token, or is used all the same."""
+    return has_token or is_insecure or ipaddress.ip_address(address).is_loopback
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,219 @@
+"""The launcher for Ray: replicas are Ray's actors, on whichever of its nodes; all else runs on this machine.
+
+What speaks to Ray is a child process (``ray_driver``). When that ends, Ray's head being lost perhaps, replicas
+serve on, and another one takes its place as soon as there is a Ray to speak to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import importlib.util
+import ipaddress
+import logging
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from manylora.cluster import messages
+from manylora.cluster.children import FENCED, Launch
+from manylora.cluster.local import LocalProcess, Started, start_child
+from manylora.config import ConfigError
+from manylora.engine.wire import Failed
+
+log = logging.getLogger(__name__)
+
+VERSION = "2.60."
+AGAIN_S = 2.0
+"""Between two attempts at a Ray that is gone."""
+CLOSE_S = 10.0
+_LONGEST_ROOT = 40
+"""Characters of a folder below which Ray's own sockets still have names that the system takes."""
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def check_ray() -> None:
+    """Raises ConfigError where there is no Ray of the version that this was built for."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("--launcher ray needs ray: pip install 'manylora[cluster]'")
+    found = importlib.metadata.version("ray")
+    if not found.startswith(VERSION):
+        raise ConfigError(f"--launcher ray needs ray {VERSION}*, and {found} is installed")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is one that only this machine reaches."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class RayLauncher:
+    """See Launcher. ``open`` first, ``close`` last."""
+
+    name = "ray"
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = msgspec.structs.replace(launch, role=messages.RAY)
+        self._prefix = f"manylora-{secrets.token_hex(8)}"
+        self._actors: dict[str, RayProcess] = {}
+        self._driver: LocalProcess | None = None
+        self._folder: str | None = None
+        self._environment = {
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_COLOR_PREFIX": "0",
+            "RAY_DEDUP_LOGS": "0",
+        }
+        address = launch.cluster.ray_address or "auto"
+        if address == "local" or is_loopback(address.rpartition(":")[0]):
+            # Else Ray takes the loopback for an address that all can reach, and listens on all of them.
+            self._environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        if address == "local":
+            root = tempfile.gettempdir()
+            root = root if len(root) <= _LONGEST_ROOT else "/tmp"
+            self._folder = tempfile.mkdtemp(prefix="manylora-ray-", dir=root)
+            self._environment |= {
+                "RAY_TMPDIR": self._folder,
+                # Else it takes work from all that reach it.
+                "RAY_AUTH_MODE": "token",
+                "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            }
+        self._following: asyncio.Task[None] | None = None
+        self._is_closing = False
+        self.most_replicas: int | None = None
+
+    async def open(self) -> None:
+        """Reach Ray, and look at its nodes. Raises ConfigError."""
+        said = await self._open_driver()
+        if isinstance(said, Failed):
+            raise ConfigError(said.message)
+        if not isinstance(said, messages.RayReady):
+            raise ConfigError("Ray does not work here: the process that speaks to it has ended")
+        self.most_replicas = said.most
+        self._following = asyncio.get_running_loop().create_task(self._follow())
+
+    async def _open_driver(self) -> object:
+        self._driver = await start_child(self._launch, self._environment)
+        return await self._driver.receive()
+
+    async def _follow(self) -> None:
+        while not self._is_closing:
+            assert self._driver is not None
+            while (message := await self._driver.receive()) is not None:
+                self._hear(message)
+            await self._driver.wait()
+            if self._is_closing:
+                return
+            log.error("the process that speaks to Ray has ended: replicas serve on, and none can be started")
+            while not self._is_closing and not isinstance(await self._open_driver(), messages.RayReady):
+                await self._driver.wait()
+                await asyncio.sleep(AGAIN_S)
+            log.info("Ray is there again")
+            for name, actor in list(self._actors.items()):
+                if actor.is_begun:
+                    self._tell(messages.FindActor(name))
+                else:
+                    self._hear(messages.ActorEnded(name, FENCED, "Ray was lost while it was starting"))
+
+    def _hear(self, message: object) -> None:
+        match message:
+            case messages.ActorBegan(name, pid, node):
+                if (actor := self._actors.get(name)) is not None:
+                    actor.begin(pid)
+                log.info("%s runs on node %s of Ray", name, node)
+            case messages.ActorSaid(name, said):
+                if (actor := self._actors.get(name)) is not None:
+                    actor.say(said)
+            case messages.ActorEnded(name, code, reason):
+                if (actor := self._actors.pop(name, None)) is not None:
+                    actor.end(code)
+                if reason:
+                    log.warning("%s: Ray says: %s", name, reason)
+
+    def _tell(self, message: messages.ToRay | messages.StopChild) -> None:
+        if self._driver is not None:
+            self._driver.tell(message)
+
+    async def start(self, launch: Launch, descriptors: Sequence[int] = ()) -> Started:
+        """See Launcher."""
+        if launch.role != messages.REPLICA:
+            return await start_child(launch, {}, descriptors)
+        name = f"{self._prefix}-r{launch.id}-e{launch.epoch}"
+        actor = self._actors[name] = RayProcess(name, self._tell)
+        self._tell(messages.StartActor(name, _encoder.encode(launch)))
+        await actor.wait_begun()
+        return actor
+
+    async def close(self) -> None:
+        """End what is left, and leave nothing of it."""
+        self._is_closing = True
+        if self._driver is not None:
+            self._tell(messages.StopChild())
+            try:
+                await asyncio.wait_for(self._driver.wait(), CLOSE_S)
+            except TimeoutError:
+                self._driver.kill()
+                await self._driver.wait()
+        if self._following is not None:
+            self._following.cancel()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class RayProcess:
+    """See Started. ``pid``: on its own node."""
+
+    def __init__(self, name: str, tell: Callable[[messages.ToRay], None]) -> None:
+        self.pid = 0
+        self.is_begun = False
+        self._name = name
+        self._tell = tell
+        self._begun = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._code = 0
+        self._said: asyncio.Queue[messages.ChildReady | Failed | None] = asyncio.Queue()
+        self._has_said = False
+
+    def begin(self, pid: int) -> None:
+        """It runs."""
+        self.pid, self.is_begun = pid, True
+        self._begun.set()
+
+    def say(self, said: messages.ChildReady | Failed) -> None:
+        """It has said this; once, however often it is found again."""
+        if not self._has_said:
+            self._has_said = True
+            self._said.put_nowait(said)
+
+    def end(self, code: int) -> None:
+        """It has ended."""
+        self._code = code
+        self._begun.set()
+        self._ended.set()
+        self._said.put_nowait(None)
+
+    async def wait_begun(self) -> None:
+        """Until it runs, or never will."""
+        await self._begun.wait()
+
+    async def receive(self) -> messages.ChildReady | Failed | None:
+        """See Started."""
+        return await self._said.get()
+
+    def stop(self) -> None:
+        """See Started."""
+        self._tell(messages.StopActor(self._name))
+
+    def kill(self) -> None:
+        """See Started."""
+        self._tell(messages.KillActor(self._name))
+
+    async def wait(self) -> int:
+        """See Started."""
+        await self._ended.wait()
+        return self._code
