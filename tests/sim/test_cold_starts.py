@@ -159,7 +159,8 @@ def test_a_short_prompt_over_a_slow_link(mode: str) -> None:
     shape = shape_named("llama-2-7b")
     requests = tuple(StreamRequest(1.0 * n, n, n, 0, (Piece(n, 16),), 2) for n in range(20))
     stream = Stream("cold", requests, (64,) * 20)
-    costs, cold = AnalyticalCosts(shape, HARDWARE["a10"]), assumed_cold(shape, ATTENTION_MODULES)
+    costs = AnalyticalCosts(shape, HARDWARE["a10"])
+    cold = assumed_cold(shape, ATTENTION_MODULES, HARDWARE["a10"])
     page_bytes = shape.page_bytes(16)
     pages = [shape.adapter_pages(64, 16)] * 20
     config = PolicyConfig(

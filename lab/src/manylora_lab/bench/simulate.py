@@ -343,7 +343,7 @@ def target_of(settings: SimulateSettings) -> SimulatedTarget:
             return _parallel_target(settings, hardware, shape)
         costs = described_costs(shape, hardware, settings.cards)
         name = f"{cards}{hardware.name} (assumed)"
-        cold = assumed_cold(shape, ATTENTION_MODULES)
+        cold = assumed_cold(shape, ATTENTION_MODULES, hardware)
         return SimulatedTarget(name, shape, costs, None, costs.pool_bytes(), cold=cold)
     assert settings.profile is not None
     profile = find_profile(settings.profile)

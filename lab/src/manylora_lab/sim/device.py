@@ -189,8 +189,8 @@ class SimulatedDevice:
 
     def _cpu(self, step: RunStep, begin: float) -> tuple[float, float]:
         """Of the step's rows that the CPU serves: what its busiest worker computes, and how long they take with
-        hand-overs and the way of results to the device. Results take turns with a copy that is on its way, and
-        copies that are commanded later begin so much later."""
+        hand-overs and the way of results to the device. Unless the link has room for both, results take turns with a
+        copy that is on its way, and copies that are commanded later begin so much later."""
         cold = self._cold
         tokens = {row.sequence: row.num_tokens for row in step.rows}
         served, num_bytes = [], 0.0
@@ -200,6 +200,8 @@ class SimulatedDevice:
             served.append((count, int(part * self._sequences[rows.sequences[0]][1])))
             num_bytes += part * count * cold.result_token_bytes
         busy_s = cold.busy_s(served, sum(free_at > begin for free_at in self._readers_free_at))
+        if cold.result_bytes_s is not None:
+            return busy_s, cold.rates.step_s + busy_s + num_bytes / cold.result_bytes_s
         back_s = link_s(self._costs, int(num_bytes), self._copy_limit) if num_bytes else 0.0
         is_shared = self._lane_free_at[True] > begin
         self._lane_free_at[True] = max(self._lane_free_at[True], begin) + back_s
