@@ -177,7 +177,10 @@ def test_a_short_prompt_over_a_slow_link(mode: str) -> None:
     if mode == "auto":
         assert _TTFT["cpu"] < 0.9 * _TTFT["layerwise"] < _TTFT["wait"]
         assert ttft_s < 1.05 * min(_TTFT.values())
-        assert replay.report("busy").counters.cold_starts.get("cpu/host", 0) > 10
+        counters = replay.report("busy").counters
+        assert counters.cold_starts.get("cpu/host", 0) > 10
+        # The first forecasts know no copy yet.
+        assert counters.cold_answer_expected_s == pytest.approx(counters.cold_answer_s, rel=0.25)
 
 
 _TTFT: dict[str, float] = {}

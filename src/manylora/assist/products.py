@@ -72,7 +72,7 @@ class CpuProducts:
 
 
 def as_float32(values: np.ndarray, dtype: str, into: np.ndarray | None = None) -> np.ndarray:
-    """16-bit numbers (uint16) as what they are of; in the memory of ``into`` (uint32), if given, or as they lie."""
+    """16-bit numbers (uint16) as what they are of, in the memory of ``into`` (uint32), if given."""
     if dtype == "float32":
         return values
     if into is None:

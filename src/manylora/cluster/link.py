@@ -30,7 +30,6 @@ MOST_STRANGERS = 64
 NONCE_BYTES = 32
 
 
-
 class LinkError(Exception):
     """The link cannot be had, or has ended; the message says why."""
 

@@ -152,7 +152,7 @@ class SimulatedTarget:
             self.shape, self.tensor_parallel_size, self.sharding, rank, page_tokens, self.modules
         )
 
-    def cold_start(self, config: ColdStartConfig, host_bytes: int) -> ColdStartConfig:
+    def cold_start(self, config: ColdStartConfig, host_bytes: int, copy_limit: int | None) -> ColdStartConfig:
         """As an engine there gives it to its policy. Raises ConfigError where the CPU cannot serve."""
         check_host_pool(config, host_bytes)
         if self.cold is None:
@@ -161,7 +161,8 @@ class SimulatedTarget:
             return config
         num_workers = config.workers_of(self.cold.cores)
         check_workers(config, self.cold.cores)
-        return dataclasses.replace(config, rates=self.cold.rates, num_workers=num_workers)
+        rates = self.cold.told(self.costs, copy_limit)
+        return dataclasses.replace(config, rates=rates, num_workers=num_workers)
 
     def cold_costs(self, config: PolicyConfig, store_bytes: int) -> ColdCosts:
         """What cold starts take, with a store of so many bytes. Raises ConfigError where it was not measured."""
@@ -424,7 +425,7 @@ def config_of(
         merge=merge,
         max_prefills_per_step=scheduler.max_prefills,
         kept_share=scheduler.kept_share,
-        cold_start=target.cold_start(scheduler.cold_start, host_bytes),
+        cold_start=target.cold_start(scheduler.cold_start, host_bytes, copy_limit(settings)),
     )
 
 

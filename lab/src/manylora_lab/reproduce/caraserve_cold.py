@@ -36,8 +36,7 @@ QUANTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99)
 WORKERS = 8
 """As many CPUs as the paper's Figure 18 goes to."""
 MEASURED_RATES = CpuRates(step_s=6.4e-3, byte_s=1.7e-10, token_byte_s=1.2e-11, slice_tokens=16)
-"""Of one core of the machine that the record docs/results/caraserve-fig18.json names, by its line through products
-of rank 64; handing over the 32 products of a step included."""
+"""Of one core of a shared machine, by a line through products of q, k and v of rank 64; step_s: of 32 products."""
 _RUNNING_AT_ONCE = 64
 _KV_PAGES = 8
 """For each request, beside all adapters, so that none of these has to leave a pool that is to hold them all."""
@@ -50,11 +49,11 @@ NOTES = (
     '"a few to tens of milliseconds" for up to 100 MiB (§2.3), and of 20 % of the time of requests at 9/s, which '
     "by itself would be 4.7 GB/s at most. pinned: the same card with adapters in pinned memory, at 85 % of PCIe 4 "
     "x16.",
-    "cached: all adapters are in the card's memory, which has room for them. block: on demand, the paper's OnDmd: a step waits for the adapters of its new "
-    "rows. s-lora: the same with S-LoRA's cache, which keeps nothing that is not in use and prefetches for the "
-    "queue. cpu is CaraServe's. wait, layerwise and auto are ours.",
-    f"{WORKERS} workers on a host of {ASSUMED_CORES} cores. A core takes what was measured on one of a machine of "
-    "ours (docs/results/caraserve-fig18.json), not of the paper's. What it computes is hidden by half of the "
+    "cached: all adapters are in the card's memory, which has room for them. block: on demand, the paper's OnDmd: "
+    "a step waits for the adapters of its new rows. s-lora: the same with S-LoRA's cache, which keeps nothing that "
+    "is not in use and prefetches for the queue. cpu is CaraServe's. wait, layerwise and auto are ours.",
+    f"{WORKERS} workers on a host of {ASSUMED_CORES} cores. A core takes what our workers took on one of a shared "
+    "machine of ours, not on the paper's. What it computes is hidden by half of the "
     "step's own time at most, and its results cross the link.",
     "Arrivals are a Poisson process. Lengths are log-normal with Alpaca's means and spread (20 and 60 tokens, "
     "from words, assumed 4/3 tokens each).",
@@ -140,7 +139,9 @@ def config_of(case: ColdCase, stream: Stream, cold: ColdCosts) -> PolicyConfig:
         page_bytes=page_bytes,
         cache=CacheConfig("s-lora" if case.system == "s-lora" else "manylora"),
         pipeline_depth=1,  # as in the paper's engine
-        cold_start=ColdStartConfig(mode, rates=cold.rates, num_workers=WORKERS if has_workers else 0),
+        cold_start=ColdStartConfig(
+            mode, rates=cold.told(costs_of(case)), num_workers=WORKERS if has_workers else 0
+        ),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import statistics
 from collections.abc import Sequence
 
@@ -37,7 +38,7 @@ _TheirSystems = tuple[float, float, float]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Load:
+class ColdLoad:
     """``paper``: by metric, what its text has over cached: of OnDmd, S-LoRA and CaraServe."""
 
     name: str
@@ -52,25 +53,25 @@ class Load:
 
 LOADS = {
     10: (
-        Load("9/s", 9.0, paper={"ttft": (4.12, 4.51, 0.22), "tpot": (0.71, 0.78, 0.11),
+        ColdLoad("9/s", 9.0, paper={"ttft": (4.12, 4.51, 0.22), "tpot": (0.71, 0.78, 0.11),
                                 "latency": (0.50, 0.50, 0.09)}),
     ),
     13: (
-        Load("9/s, rank 32", 9.0, 32, paper={"ttft": (0.88, 1.26, 0.36), "tpot": (0.28, 0.36, 0.05),
+        ColdLoad("9/s, rank 32", 9.0, 32, paper={"ttft": (0.88, 1.26, 0.36), "tpot": (0.28, 0.36, 0.05),
                                              "latency": (0.25, 0.31, 0.06)}),
-        Load("6/s, rank 64", 6.0, paper={"ttft": (0.42, 0.41, 0.01), "tpot": (0.25, 0.25, 0.10),
+        ColdLoad("6/s, rank 64", 6.0, paper={"ttft": (0.42, 0.41, 0.01), "tpot": (0.25, 0.25, 0.10),
                                          "latency": (0.24, 0.20, 0.09)}),
     ),
     14: (
-        Load("128 adapters", 1.5, functions=128, paper={
+        ColdLoad("128 adapters", 1.5, functions=128, paper={
             "ttft": (0.31, 0.22, 0.09), "tpot": (0.08, 0.03, 0.03), "latency": (0.06, 0.03, 0.02)}),
-        Load("256 adapters", 3.6, functions=256),
-        Load("512 adapters", 7.7, functions=512, paper={
+        ColdLoad("256 adapters", 3.6, functions=256),
+        ColdLoad("512 adapters", 7.7, functions=512, paper={
             "ttft": (0.39, 0.39, 0.07), "tpot": (0.34, 0.32, 0.07), "latency": (0.31, 0.31, 0.08)}),
     ),
     15: (
-        Load("13B on 2 a10", 6.0, model="llama-2-13b", cards=2),
-        Load("70B on 4 a100-80", 6.0, model="llama-2-70b", hardware="a100-80", cards=4),
+        ColdLoad("13B on 2 a10", 6.0, model="llama-2-13b", cards=2),
+        ColdLoad("70B on 4 a100-80", 6.0, model="llama-2-70b", hardware="a100-80", cards=4),
     ),
 }  # fmt: skip
 """By the figure."""
@@ -82,7 +83,7 @@ PUNICA_US, PUNICA_MS = 50.0, 2.0
 """Punica's text (§5.2): loading a layer, and a model, over PCIe 4 x16."""
 
 
-def _cases(setup: Setup, loads: Sequence[Load]) -> dict[ColdCase, Load]:
+def _cases(setup: Setup, loads: Sequence[ColdLoad]) -> dict[ColdCase, ColdLoad]:
     duration_s = setup.pick(_FULL_S, _QUICK_S, _SMOKE_S)
     return {
         ColdCase(
@@ -106,7 +107,8 @@ def _settings(setup: Setup, cases: Sequence[ColdCase]) -> Row:
 
 
 def _grid(setup: Setup, figure: int) -> GridResult:
-    cases = _cases(setup, LOADS[figure])
+    loads = LOADS[figure]
+    cases = _cases(setup, setup.pick(loads, loads, loads[:1]))
     found = run_cases(measure, cases, setup)
     rows = [
         {
@@ -125,10 +127,16 @@ def _of(rows: Sequence[Row], load: str, loader: str) -> dict[str, Row]:
     return {row["system"]: row for row in rows if (row["load"], row["loader"]) == (load, loader)}
 
 
+def _loads(rows: Sequence[Row], figure: int) -> list[ColdLoad]:
+    """Those that were run."""
+    names = {row["load"] for row in rows}
+    return [load for load in LOADS[figure] if load.name in names]
+
+
 def _overheads(rows: list[Row], figure: int) -> list[Headline]:
     """Means over those of cached, less one; the paper's only under its loader."""
     figures = []
-    for load in LOADS[figure]:
+    for load in _loads(rows, figure):
         for loader in LOADERS:
             of = _of(rows, load.name, loader)
             for metric, name in METRICS.items():
@@ -149,30 +157,36 @@ def _orders(rows: list[Row], figure: int) -> list[Headline]:
     return [
         Headline(f"{load.name}, theirs: cached <= auto <= wait <= block in mean time to first token (1: yes)",
                  float(is_in_order(_of(rows, load.name, "theirs"))))
-        for load in LOADS[figure]
+        for load in _loads(rows, figure)
     ]  # fmt: skip
 
 
 def is_in_order(of: dict[str, Row]) -> bool:
     """Whether the mean time to the first token does not fall from one system to the next, but for ties."""
     means = [of[system]["ttft_mean_ms"] for system in ("cached", "auto", "wait", "block")]
-    return all(first <= TIE * second for first, second in zip(means, means[1:]))
+    return all(first <= TIE * second for first, second in itertools.pairwise(means))
 
 
 def _against_block(rows: list[Row]) -> list[Headline]:
     figures = []
-    for load in LOADS[15]:
+    for load in _loads(rows, 15):
         for loader in LOADERS:
             of = _of(rows, load.name, loader)
             for system in ("cpu", "auto"):
                 paper = PAPER_FASTER[load.name] if (system, loader) == ("cpu", "theirs") else None
                 found = change(of[system]["latency_mean_ms"], of["block"]["latency_mean_ms"])
-                figures.append(Headline(f"{load.name}, {loader}: latency, {system} against block", found, paper))
+                figures.append(
+                    Headline(f"{load.name}, {loader}: latency, {system} against block", found, paper)
+                )
     return figures
 
 
 _CDFS = Distributions(
-    (("ttft_ms", "time to first token, ms"), ("tpot_ms", "time per token, ms"), ("latency_ms", "latency, ms")),
+    (
+        ("ttft_ms", "time to first token, ms"),
+        ("tpot_ms", "time per token, ms"),
+        ("latency_ms", "latency, ms"),
+    ),
     series="system",
     column="case",
 )
@@ -221,7 +235,9 @@ def _step_figures(rows: list[Row]) -> list[Headline]:
         of = _of(rows, "9/s", loader)
         for field, name in (("prefill_step_mean_ms", "with prompts"), ("decode_step_mean_ms", "without")):
             figures += [
-                Headline(f"{loader}: a step {name}, {system} over cached", change(row[field], of["cached"][field]))
+                Headline(
+                    f"{loader}: a step {name}, {system} over cached", change(row[field], of["cached"][field])
+                )
                 for system, row in of.items()
                 if system != "cached"
             ]
@@ -242,7 +258,10 @@ FIG11 = Experiment(
         "system",
     ),
     (_step_figures,),
-    (*NOTES, "The paper's text has no numbers: decoding is alike, and OnDmd's and S-LoRA's prefills are long."),
+    (
+        *NOTES,
+        "The paper's text has no numbers: decoding is alike, and OnDmd's and S-LoRA's prefills are long.",
+    ),
     is_stored=True,
 )
 
@@ -262,7 +281,7 @@ def _measure_shares(case: ColdCase) -> Row:
 def _figure3(setup: Setup) -> GridResult:
     duration_s = setup.pick(_FULL_S, _QUICK_S, _SMOKE_S)
     cases = [
-        ColdCase("block", loader, rate, 64, duration_s, functions=512, seed=setup.seed)
+        ColdCase("block", loader, rate, 64, duration_s, functions=setup.pick(512, 512, 64), seed=setup.seed)
         for loader in LOADERS
         for rate in PAPER_SHARES
     ]
@@ -278,7 +297,9 @@ def _figure3(setup: Setup) -> GridResult:
             for value, quantile in zip(row["values"], QUANTILES)
         ]
         paper = PAPER_SHARES[case.rate] if case.loader == "theirs" else None
-        headline.append(Headline(f"{line}: cold start's mean share of a request", round(row["mean"], 4), paper))
+        headline.append(
+            Headline(f"{line}: cold start's mean share of a request", round(row["mean"], 4), paper)
+        )
     for case in (cases[0], cases[-1]):
         for rank in RANKS:
             seconds = costs_of(case).copy_s(case.shape.adapter_bytes(rank, MODULES))
@@ -306,11 +327,13 @@ FIG3 = Experiment(
     "The share of cold starts in requests' times, and what loading takes",
     "CaraServe, Figure 3 (§2.3)",
     _figure3,
-    LinePanels("panel", "line", ("x", "share of time, or rank"), ("y", "share of requests, or ms"), is_shared=False),
+    LinePanels(
+        "panel", "line", ("x", "share of time, or rank"), ("y", "share of requests, or ms"), is_shared=False
+    ),
     (),
     (
         *NOTES,
-        "A request's cold start is what block takes longer for it than cached, what others' loads cost it included.",
+        "A request's cold start is what block takes longer for it than cached, others' loads included.",
         "Right: the assumed rates times the adapters' bytes. Punica's text does not name its model and rank.",
     ),
 )

@@ -37,8 +37,8 @@ NOTES = (
     "Simulated: the engine's own policy on an H200 of assumed costs, Llama-2-7B, adapters on all linears in host "
     "memory. Requests come one at a time, each with a cold adapter of its own; the mean of all but the first "
     f"{_LEFT_OUT}, from which the policy learns what copies and cores take.",
-    f"{WORKERS} workers. measured: cores as docs/results/caraserve-fig18.json has them; assumed: 100 GFLOP/s and 8 "
-    "GB/s each, 20 us a hand-over. What cores compute is hidden by half of the step's own time at most, and their "
+    f"{WORKERS} workers. measured: as ours took on a core of a shared machine; assumed: 100 GFLOP/s and 8 GB/s "
+    "each, 20 us a hand-over. What cores compute is hidden by half of the step's own time at most, and their "
     "results cross the same link.",
     "cpu, split: the CPU serves the first layers while the link brings the others first.",
 )
@@ -66,7 +66,7 @@ def measure(case: MapCase) -> Row:
     page_bytes = _SHAPE.page_bytes(PAGE_TOKENS)
     pages = _SHAPE.adapter_pages(case.rank, PAGE_TOKENS, ALL_MODULES)
     config = PolicyConfig(
-        num_pages=2 * pages + 128,
+        num_pages=2 * pages + 2 * -(-case.prompt // PAGE_TOKENS) + 4,
         page_tokens=PAGE_TOKENS,
         max_model_len=1024,
         max_num_seqs=8,
@@ -76,7 +76,7 @@ def measure(case: MapCase) -> Row:
         cache=CacheConfig("lru"),
         pipeline_depth=1,
         cold_start=ColdStartConfig(
-            mode, rates=cold.rates, num_workers=WORKERS if has_workers else 0,
+            mode, rates=cold.told(costs), num_workers=WORKERS if has_workers else 0,
             variant="split" if variant or mode == "auto" else "whole",
         ),
     )  # fmt: skip
@@ -127,7 +127,9 @@ def _grid(setup: Setup) -> GridResult:
     return GridResult(settings, rows)
 
 
-def _all(links: tuple[int, ...], ranks: tuple[int, ...], prompts: tuple[int, ...]) -> list[tuple[int, int, int]]:
+def _all(
+    links: tuple[int, ...], ranks: tuple[int, ...], prompts: tuple[int, ...]
+) -> list[tuple[int, int, int]]:
     return [(link, rank, prompt) for link in links for rank in ranks for prompt in prompts]
 
 
@@ -158,7 +160,9 @@ def _headline(rows: list[Row]) -> list[Headline]:
                 Headline(f"{where}: auto over the best, mean", round(statistics.fmean(over), 4)),
                 Headline(f"{where}: auto over the best, most", round(max(over), 4)),
                 *(
-                    Headline(f"{where}: cells where {way} is best", sum(best[p]["way"] == way for p in places))
+                    Headline(
+                        f"{where}: cells where {way} is best", sum(best[p]["way"] == way for p in places)
+                    )
                     for way in WAYS[:-1]
                 ),
             ]
@@ -170,7 +174,9 @@ MAP = Experiment(
     "The time to the first token of a cold request by the way it begins",
     "Cold-start modes beside each other: ours (CaraServe §4)",
     _grid,
-    LinePanels("cell", "way", ("prompt", "prompt, tokens"), ("ttft_ms", "ms"), ("prompt", "ttft_ms"), is_shared=False),
+    LinePanels(
+        "cell", "way", ("prompt", "prompt, tokens"), ("ttft_ms", "ms"), ("prompt", "ttft_ms"), is_shared=False
+    ),
     (_headline,),
     NOTES,
     is_stored=True,

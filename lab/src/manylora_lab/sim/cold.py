@@ -19,6 +19,7 @@ from manylora.types import AdapterId, CopyId
 from manylora_lab.sim.hardware import Hardware
 
 _ASSUMED = CpuRates()
+_MANY = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,8 +55,17 @@ class ColdCosts:
     def busy_s(self, served: Iterable[tuple[int, int]], num_reading: int) -> float:
         """Of the busiest worker, for (tokens, bytes) of each adapter, without hand-overs."""
         workers = max(1, min(self.num_workers, self.cores - 1 - num_reading))
-        rates = self.rates
-        return sum(rates.seconds(tokens, size, workers) - rates.step_s for tokens, size in served)
+        return sum(self.rates.busy_s(tokens, size, workers) for tokens, size in served)
+
+    def told(self, costs: StepCosts, copy_limit: int | None = None) -> CpuRates:
+        """The rates as an engine on this machine would have measured them: with what a token's results take."""
+        if self.result_bytes_s is not None:
+            token_s = self.result_token_bytes / self.result_bytes_s
+        else:
+            # In turns with the copy of the adapter.
+            whole_s = link_s(costs, _MANY * self.result_token_bytes, copy_limit) - costs.copy_s(0)
+            token_s = 2 * max(whole_s, 0.0) / _MANY
+        return dataclasses.replace(self.rates, token_s=token_s)
 
 
 NOTHING_COLD = ColdCosts()

@@ -189,8 +189,8 @@ class SimulatedDevice:
 
     def _cpu(self, step: RunStep, begin: float) -> tuple[float, float]:
         """Of the step's rows that the CPU serves: what its busiest worker computes, and how long they take with
-        hand-overs and the way of results to the device. Unless the link has room for both, results take turns with a
-        copy that is on its way, and copies that are commanded later begin so much later."""
+        hand-overs and the way of results to the device. Unless the link has room for both, results take turns
+        with a copy that is on its way, and copies that are commanded later begin so much later."""
         cold = self._cold
         tokens = {row.sequence: row.num_tokens for row in step.rows}
         served, num_bytes = [], 0.0
