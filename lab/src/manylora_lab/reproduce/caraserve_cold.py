@@ -50,8 +50,8 @@ NOTES = (
     "by itself would be 4.7 GB/s at most. pinned: the same card with adapters in pinned memory, at 85 % of PCIe 4 "
     "x16.",
     "cached: all adapters are in the card's memory, which has room for them. block: on demand, the paper's OnDmd: "
-    "a step waits for the adapters of its new rows. s-lora: the same with S-LoRA's cache, which keeps nothing that "
-    "is not in use and prefetches for the queue. cpu is CaraServe's. wait, layerwise and auto are ours.",
+    "a step waits for the adapters of its new rows. s-lora: the same with S-LoRA's cache, which keeps nothing "
+    "that is not in use and prefetches for the queue. cpu is CaraServe's. wait, layerwise and auto are ours.",
     f"{WORKERS} workers on a host of {ASSUMED_CORES} cores. A core takes what our workers took on one of a shared "
     "machine of ours, not on the paper's. What it computes is hidden by half of the "
     "step's own time at most, and its results cross the link.",
