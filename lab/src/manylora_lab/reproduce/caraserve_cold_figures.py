@@ -192,10 +192,10 @@ _CDFS = Distributions(
 )
 
 
-def _figure(figure: int, title: str, section: str, *more: str) -> Experiment:
+def _figure(name: str, figure: int, title: str, section: str, *more: str) -> Experiment:
     headline = [functools.partial(_overheads, figure=figure), functools.partial(_orders, figure=figure)]
     return Experiment(
-        f"caraserve-fig{figure}",
+        name,
         title,
         f"CaraServe, Figure {figure} ({section})",
         functools.partial(_grid, figure=figure),
@@ -206,9 +206,10 @@ def _figure(figure: int, title: str, section: str, *more: str) -> Experiment:
     )
 
 
-FIG10 = _figure(10, "Cold starts of adapters of rank 64, each request's its own", "§7.2")
-FIG13 = _figure(13, "The same with adapters of rank 32, and with fewer requests", "§7.2")
+FIG10 = _figure("caraserve-fig10", 10, "Cold starts of adapters of rank 64, each request's its own", "§7.2")
+FIG13 = _figure("caraserve-fig13", 13, "The same with adapters of rank 32, and with fewer requests", "§7.2")
 FIG14 = _figure(
+    "caraserve-fig14",
     14,
     "The same over adapters that are as popular as functions of a trace",
     "§7.2",
@@ -216,6 +217,7 @@ FIG14 = _figure(
     "the 100 that it has; the paper groups functions of that of 2021 at random.",
 )
 FIG15 = _figure(
+    "caraserve-fig15",
     15,
     "The same with larger models on several cards",
     "§7.3",
