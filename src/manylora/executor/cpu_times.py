@@ -78,21 +78,21 @@ class TimedProduct:
         self.width = group.in_features + group.offsets[-1]
         self._device = device
         self._dtype = torch.float32 if geometry.itemsize == 4 else torch.bfloat16
-        self._product = Product(group.in_features, group.offsets[-1], parts)
+        self.product = Product(group.in_features, group.offsets[-1], parts)
         page, cell = np.divmod(np.arange(first, dtype=np.int64), geometry.cells_per_page)
-        self._offsets = np.asarray(page * geometry.page_elements + cell * geometry.cell_elements)
+        self.offsets = np.asarray(page * geometry.page_elements + cell * geometry.cell_elements)
 
     def seconds(self, workers: Workers, tokens: int, num_busy: int = 1) -> tuple[float, float]:
         """Of one job that so many workers share: of the busiest one, and until its results are on the device;
         medians. Raises WorkersFailed."""
         busy, whole = [], []
-        product = self._product
+        product = self.product
         workers.slice_tokens = -(-tokens // num_busy)
         x = torch.zeros(tokens, product.in_features, dtype=self._dtype, device=self._device)
         y = torch.zeros(tokens, product.width, dtype=self._dtype, device=self._device)
         rows = torch.arange(tokens, device=self._device)
         for _ in range(REPEATS + 1):
-            step = workers.begin([tokens], [(0, 0)], [product], [self._offsets])
+            step = workers.begin([tokens], [(0, 0)], [product], [self.offsets])
             if step is None:
                 raise WorkersFailed("no CPU worker is free")
             began = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from manylora.config import ConfigError
 from manylora_lab.reproduce import (
+    caraserve_assist,
     caraserve_cold_figures,
     caraserve_kernels,
     caraserve_schedulers,
@@ -78,6 +79,9 @@ _ALL = (
     caraserve_cold_figures.FIG13,
     caraserve_cold_figures.FIG14,
     caraserve_cold_figures.FIG15,
+    caraserve_assist.FIG16,
+    caraserve_assist.FIG17,
+    caraserve_assist.FIG18,
     caraserve_schedulers.FIG19,
     caraserve_schedulers.FIG20,
     dlora_clusters.FIG2B,
