@@ -127,9 +127,11 @@ class SharedWay:
         timed, jobs = self._pool.timed, [(layer, 0) for layer in range(self._pool.layers)]
         self._num_tokens = num_tokens
         self._workers.slice_tokens = -(-num_tokens // self._count)
-        step = self._workers.begin([num_tokens], jobs, [timed.product], [timed.offsets])
-        if step is None:
-            raise OSError("no CPU worker is free")
+        until = time.monotonic() + READY_S
+        # On a crowded machine a worker may still be about to end the prefill before.
+        while (step := self._workers.begin([num_tokens], jobs, [timed.product], [timed.offsets])) is None:
+            if time.monotonic() > until:
+                raise OSError("no CPU worker is free")
         self._step = step
 
     def post(self, x: torch.Tensor) -> None:
