@@ -15,6 +15,7 @@ from markdown_it import MarkdownIt
 from tools import figures
 from tools.expressions import Figure
 from tools.figures import ROOT, main
+from tools.origins import Origin
 from tools.records import FigureError, Records
 from tools.tables import PAGES, TABLES
 
@@ -75,6 +76,44 @@ def test_every_figure_can_be_listed_with_its_record(capsys: pytest.CaptureFixtur
     )
     assert markers > 300
     assert len(re.findall(r"^[\w.-]+ = ", listed, re.M)) == markers
+
+
+def test_every_figure_of_readme_can_be_made_again_by_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """The line names a command of its commit; ``tests/test_records.py`` asks that both exist."""
+    site = figures.Site(ROOT)
+    site.restore()
+    names = [one.marker.name for one in site.filled if one.page == "README.md"]
+    assert len(names) > 40
+    for marker in (one.marker for one in site.filled if one.page == "README.md"):
+        lines = [origin.shell() for _, origin in site.origins(marker)]
+        assert lines
+        assert all(line and " && cd ../manylora-" in line for line in lines), marker.name
+    assert main(["--command", names[0]]) == 0
+    printed = capsys.readouterr().out
+    assert re.fullmatch(r"\( git worktree add --detach \S+ [0-9a-f]{7,40} && cd \S+ && .* \)\n", printed)
+
+
+def test_a_line_for_a_shell(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = site / "README.md"
+    markers = (
+        ("whole", "one.json:plain; .1f"), ("part", "one.json:runs/0/ms; .1f"), ("none", "two.json:a; .1f"),
+    )  # fmt: skip
+    (site / "docs" / "results" / "two.json").write_text('{"a": 1.0, "command": "x --report-only"}')
+    page.write_text("".join(f"It is {fig(name, rest)}.\n\n" for name, rest in markers))
+    assert main(["--command", "whole"], site) == 0
+    assert capsys.readouterr().out.endswith(" && python -m benchmarks.one --out one.json )\n")
+    assert main(["--command", "part"], site) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("( git worktree add --detach ../manylora-fff0000 fff0000 && ")
+    assert printed.endswith(" && the run's own )\n")
+    assert main(["--command", "none"], site) == 1
+    assert capsys.readouterr().err == "two.json tells no command and commit of none\n"
+    assert main(["--command", "missing"], site) == 1
+    assert capsys.readouterr().err == "there is no marker missing\n"
+    again = Origin("x --store s --report-only --out o", "abc1234").shell()
+    assert again is not None
+    assert again.endswith(" && x --store s --out o")
+    assert Origin("x", "abc1234+").shell() is None
 
 
 def test_links_between_pages_lead_somewhere() -> None:

@@ -3,6 +3,7 @@
     python -m tools.figures              # write every figure anew, in place (make docs)
     python -m tools.figures --check      # write nothing; exit code 1 where a figure differs
     python -m tools.figures --list [NAME ...]    # each marker's value, record, command and commit
+    python -m tools.figures --command NAME       # a line for a shell that makes the marker's record again
 
 A figure stands between two comments, which no reader of the rendered page sees:
 
@@ -41,7 +42,7 @@ from typing import Any, NamedTuple
 
 from tools.expressions import Figure
 from tools.markers import Marker, Problem, scan
-from tools.origins import origin_of
+from tools.origins import Origin, origin_of
 from tools.records import FigureError, Found, Records
 from tools.tables import PAGES, TABLES
 
@@ -132,16 +133,17 @@ class Site:
                 f"{record} has not what the table needs: {type(error).__name__} {error}"
             ) from None
 
-    def origins(self, marker: Marker) -> list[str]:
-        """Record, command and commit of what a marker cites; of several values of one path, of the first."""
+    def origins(self, marker: Marker) -> list[tuple[str, Origin]]:
+        """The records that a marker cites, and what made them; of several values of one path, the first."""
         if marker.kind == "table":
             record = marker.rest.partition(";")[0].strip()
             cited = [(record, Found(self.records[record], (), ()))]
         else:
             operands = Figure.parse(marker.rest).operands
             cited = [(one.record, self.records.find(one.record, one.path)[0]) for one in operands]
-        lines = [f"{record}: {origin_of(self.records[record], found)}" for record, found in cited]
-        return list(dict.fromkeys(lines))
+        return list(
+            dict.fromkeys((record, origin_of(self.records[record], found)) for record, found in cited)
+        )
 
     def _error(self, page: str, line: int, reason: str) -> None:
         self.errors.append(f"{page}:{line}: {reason}")
@@ -158,6 +160,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument(
         "--list", nargs="*", metavar="NAME", help="each marker's value, record, command, commit"
     )
+    parser.add_argument("--command", metavar="NAME", help="a line for a shell that makes its record again")
     args = parser.parse_args(argv)
     site = Site(root)
     texts = site.restore()
@@ -166,6 +169,8 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
         return 1
     if args.list is not None:
         return _list(site, args.list)
+    if args.command is not None:
+        return _command(site, args.command)
     changed = {page: pair for page, pair in texts.items() if pair[0] != pair[1]}
     for page, (have, want) in changed.items():
         if args.check:
@@ -186,10 +191,27 @@ def _list(site: Site, names: Sequence[str]) -> int:
             f"{marker.name} = {value.strip() if marker.kind == 'fig' else 'a table'}    {page}:{marker.line}"
         )
         print(f"    {marker.rest}")
-        print("\n".join(f"    {line}" for line in site.origins(marker)))
+        print("\n".join(f"    {record}: {origin}" for record, origin in site.origins(marker)))
     if unknown:
         print(f"there is no marker {', '.join(sorted(unknown))}", file=sys.stderr)
     return 1 if unknown else 0
+
+
+def _command(site: Site, name: str) -> int:
+    """A line for each record that the marker cites; what a record does not tell goes to stderr."""
+    cited = [one.marker for one in site.filled if one.marker.name == name]
+    if not cited:
+        print(f"there is no marker {name}", file=sys.stderr)
+        return 1
+    code = 0
+    for record, origin in site.origins(cited[0]):
+        line = origin.shell()
+        if line is None:
+            print(f"{record} tells no command and commit of {name}", file=sys.stderr)
+            code = 1
+        else:
+            print(f"( {line} )")
+    return code
 
 
 def _first_difference(have: str, want: str) -> int:

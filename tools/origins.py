@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from tools.records import Found
 
 
-def origin_of(record: Any, found: Found) -> str:
+class Origin(NamedTuple):
+    """What ran, and of which commit; None: not on record."""
+
+    command: str | None
+    commit: str | None
+
+    def __str__(self) -> str:
+        command = self.command or "no command on record"
+        return f"{command}    (commit {self.commit or 'not on record'})"
+
+    def shell(self) -> str | None:
+        """A line for a shell at the repository's root that makes the record again, from nothing; None where the
+        record tells too little.
+
+        The command runs in a worktree and an environment of its own. ``--report-only`` is left out, so that what a
+        store has not is run.
+        """
+        if self.command is None or self.commit is None or self.commit.endswith("+"):
+            return None
+        place = f"../manylora-{self.commit[:12]}"
+        command = re.sub(r" --report-only\b", "", self.command)
+        return (
+            f"git worktree add --detach {place} {self.commit} && cd {place} && python3 -m venv .venv && "
+            ". .venv/bin/activate && pip install '.[cpu]' && { [ ! -d lab ] || pip install './lab[plot]'; } && "
+            f"{command}"
+        )
+
+
+def origin_of(record: Any, found: Found) -> Origin:
     """The command and commit nearest to the value: of an object around it, of the part of the record's
     ``provenance`` that it lies in, of the record."""
     told: dict[str, str] = {}
@@ -16,8 +45,7 @@ def origin_of(record: Any, found: Found) -> str:
         for name in ("command", "commit"):
             if isinstance(source.get(name), str):
                 told.setdefault(name, source[name])
-    command = told.get("command", "no command on record")
-    return f"{command}    (commit {told.get('commit', 'not on record')})"
+    return Origin(told.get("command"), told.get("commit"))
 
 
 def _sources(record: Any, found: Found) -> Iterator[dict[str, Any]]:

@@ -239,10 +239,11 @@ def seeds(record: Record) -> str:
                     _change(whole["change"], (whole["change_low"], whole["change_high"])),
                     "" if policy == "manylora" else _against(by, "manylora", policy, shares),
                     "-" if invalid is None else f"{100 * invalid:.1f}",
+                    f"{whole['adapter_reads']:,.0f}",
                 )
             )
         header = ("policy", *(f"{share:g} of the peak" for share in shares), f"all, against `{simple}`, %")
-        blocks += [f"{case}:", table((*header, "`manylora` against it, %", "invalid KV, %"), lines)]
+        blocks += [f"{case}:", table((*header, "`manylora` against it, %", "invalid KV, %", "reads"), lines)]
     return "\n\n".join(blocks)
 
 

@@ -13,11 +13,11 @@ from manylora.adapters.peft import inspect_adapter
 from manylora.adapters.registry import Registry
 from manylora.adapters.report import describe, of_ranks, render
 from manylora.adapters.sources import discover
-from manylora.config import ConfigError, EngineSettings
+from manylora.config import ConfigError, EngineSettings, lora_sharding_of
 from manylora.kernels.cuts import RankPlace
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.models.config import ModelConfig, ModelError, read_model_config
-from manylora.models.share import ModelShare, check_count, is_sharded_by
+from manylora.models.share import ModelShare, check_count
 from manylora.models.source import resolve_model
 from manylora.protocol import AdapterError
 from manylora.types import adapter_name_fault, why_reserved
@@ -98,7 +98,7 @@ def _geometries(settings: EngineSettings) -> _Geometries:
     try:
         config = read_model_config(resolve_model(settings.model.model))
         check_count(config, count)
-        is_sharded = is_sharded_by(settings.lora_sharding, count)
+        is_sharded = lora_sharding_of(settings.lora_sharding, count) == "sharded"
         share = ModelShare(config, RankPlace(0, count), is_sharded)
         whole = share.whole_geometry(*lies)
         return _Geometries(config, whole, whole if count == 1 else share.geometry(*lies), is_sharded)

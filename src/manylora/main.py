@@ -67,10 +67,12 @@ def build_driver(
     *,
     shows_progress: bool = False,
     wrap: Callable[[Executor], Executor] | None = None,
+    has_all_adapters: bool = True,
 ) -> Driver:
     """A driver, not started, with its adapters added; raises ConfigError. Loads the model's weights.
 
     ``wrap``: gives the executor that the driver is to have for the one that runs the steps.
+    ``has_all_adapters``: False where the caller adds others before anything is served.
     """
     check_named_adapters(settings)  # first: a bad adapter must not cost a model load
     from manylora.executor.build import build_worker  # brings torch
@@ -114,7 +116,7 @@ def build_driver(
             step_timeout_s=settings.step_timeout_s,
         )
         add_initial_adapters(driver, settings.adapters, base=settings.model.name)
-        if settings.scheduler.queue.fair_by == "adapter":
+        if settings.scheduler.queue.fair_by == "adapter" and has_all_adapters:
             served = {settings.model.name, *(card.name for card in driver.adapters())}
             warn_of_shares(settings.scheduler.queue, served)
         undo.pop_all()

@@ -260,7 +260,7 @@ class RankInfo:
 class RankTraffic(NamedTuple):
     """What one of several ranks has exchanged with the others since the start, by purpose: exchanges, and bytes of
     its own tensors. ``base``: sums of the base's linears and embeddings; ``lora``: of what adapters' A give;
-    ``sampling``: logits and tokens."""
+    ``sampling``: logits and tokens; ``merging``: adapters' rows for switches, and whether these went well."""
 
     base: int = 0
     base_bytes: int = 0
@@ -268,6 +268,8 @@ class RankTraffic(NamedTuple):
     lora_bytes: int = 0
     sampling: int = 0
     sampling_bytes: int = 0
+    merging: int = 0
+    merging_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -104,9 +104,10 @@ def test_the_reference_is_the_same_whichever_policies_stand_before_it(tmp_path: 
 
 
 def test_belady_is_a_policy_of_simulations_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = report_of(tmp_path, *MEASURED, "--policies", "belady,manylora", "--limits")
-    assert list(report["results"]) == ["belady", "manylora", "cached"]
+    report = report_of(tmp_path, *MEASURED, "--policies", "belady,belady-seen,manylora", "--limits")
+    assert list(report["results"]) == ["belady", "belady-seen", "manylora", "cached"]
     assert report["results"]["belady"]["config"]["cache"] == "belady"
+    assert report["results"]["belady-seen"]["config"]["cache"] == "belady-seen"
     assert simulate(*WORKLOAD, *MEASURED, "--policies", "belady", "--merge", "dlora") == 2
     assert "belady knows when adapters are needed, not when they are merged" in capsys.readouterr().err
     assert main(["serve", str(MODEL), "--cache-policy", "belady"]) == 2
@@ -164,13 +165,16 @@ def test_early_abort_tells_of_what_it_dropped(tmp_path: Path, capsys: pytest.Cap
     assert lines[2][-1] == str(dropped)
 
 
-@pytest.mark.parametrize("sharding", ["sharded", "replicated"])
-def test_tensor_parallelism(sharding: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("count", "wanted", "sharding"),
+    [(2, "sharded", "sharded"), (2, "auto", "replicated"), (4, "auto", "sharded")],
+)
+def test_tensor_parallelism(count: int, wanted: str, sharding: str, tmp_path: Path) -> None:
     """What is exchanged takes time."""
     given = ("--hardware", "h200", "--shape", "llama-2-70b")
-    ideal = report_of(tmp_path, *given, "--cards", 2)
-    parallel = report_of(tmp_path, *given, "--tensor-parallel-size", 2, "--lora-sharding", sharding)
-    assert parallel["device"] == f"2 x h200, tensor parallel, adapters {sharding} (assumed)"
+    ideal = report_of(tmp_path, *given, "--cards", count)
+    parallel = report_of(tmp_path, *given, "--tensor-parallel-size", count, "--lora-sharding", wanted)
+    assert parallel["device"] == f"{count} x h200, tensor parallel, adapters {sharding} (assumed)"
     tpot_ms = [report["results"]["manylora"]["tpot_mean_ms"] for report in (ideal, parallel)]
     assert tpot_ms[0] < tpot_ms[1] < 2 * tpot_ms[0]
 
@@ -194,7 +198,10 @@ def test_tensor_parallelism(sharding: str, tmp_path: Path) -> None:
         (("--hardware", "a10", "--tensor-parallel-size", "0"), "must be at least 1, got 0"),
         (("--hardware", "a10", "--tensor-parallel-size", "3"), "shared by 1, 2, 4, 8, 16, 32, not by 3"),
         (("--hardware", "a10", "--tensor-parallel-size", "2", "--cards", "2"), "--cards shares a model out"),
-        (("--hardware", "a10", "--lora-sharding", "half"), "must be one of sharded, replicated, got 'half'"),
+        (
+            ("--hardware", "a10", "--lora-sharding", "half"),
+            "must be one of auto, sharded, replicated, got 'half'",
+        ),
         (("--hardware", "fastlibra-npu", "--tensor-parallel-size", "2"), "is not described"),
         (("--hardware", "a10", "--device", "cpu"), "--device is compared with a profile's"),
         ((*MEASURED, "--device", "tpu"), "device 'tpu' is not known"),

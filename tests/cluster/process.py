@@ -16,29 +16,48 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.process import BASE, REPOSITORY, TIMEOUT_S, Server, children_of, is_running, wait_until
+from tests.e2e.process import (
+    BASE,
+    MODEL,
+    REPOSITORY,
+    TIMEOUT_S,
+    Server,
+    children_of,
+    environment,
+    is_running,
+    run_cli,
+    wait_until,
+)
 
 Json = dict[str, Any]
 ADAPTERS = REPOSITORY / "demo" / "adapters"
 NAMES = sorted(folder.name for folder in ADAPTERS.iterdir())[:8]
+QUEUED_S = 4 * TIMEOUT_S
+"""For a stream's next word: requests may wait behind many others."""
 
 
 class Cluster(Server):
     """``manylora serve --replicas``, small, with the demo's adapters."""
 
-    def __init__(self, *args: str, folder: Path) -> None:
+    def __init__(
+        self, *args: str, folder: Path, key: str | None = None, model: str = MODEL, python_path: str = ""
+    ) -> None:
+        """``key``: what its clients carry; ``python_path``: a folder of modules that come before all others."""
         self.folder = folder
+        self.headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        env = {} if not python_path else {"PYTHONPATH": f"{python_path}:{environment()['PYTHONPATH']}"}
         super().__init__(
             "--adapter-dir", str(ADAPTERS), "--max-adapter-rank", "64", "--device-pool", "48MiB", "--host-pool",
-            "16MiB", "--cluster-dir", str(folder / "cluster"), *args,
+            "16MiB", "--cluster-dir", str(folder / "cluster"), *args, model=model, env=env,
         )  # fmt: skip
+        self.http.headers.update(self.headers)
 
     def __enter__(self) -> Cluster:
         return self
 
     def status(self) -> Json:
         # Without certificates, which take longer to read than some streams run.
-        answer = httpx.get(f"{self.url}/cluster", timeout=TIMEOUT_S, verify=False)
+        answer = httpx.get(f"{self.url}/cluster", headers=self.headers, timeout=TIMEOUT_S, verify=False)
         assert answer.status_code == 200, answer.text
         found: Json = answer.json()
         return found
@@ -64,6 +83,16 @@ class Cluster(Server):
         """The replica with the most requests, once one has any."""
         wait_until(lambda: any(each["requests"] for each in self.replicas()), "requests on a replica")
         return max(self.replicas(), key=lambda each: int(each["requests"]))
+
+    def ask_all(self, bodies: list[Json], meanwhile: Callable[[], object] | None = None) -> list[Answer]:
+        """See ``ask_all``."""
+        return ask_all(self.url, bodies, meanwhile, self.headers)
+
+    def manage(self, action: str, *args: str) -> str:
+        """``manylora cluster``; what it prints."""
+        result = run_cli("cluster", action, *args, "--cluster-dir", str(self.folder / "cluster"))
+        assert result.returncode == 0, f"{result.stderr}\n{self.log}"
+        return result.stdout
 
     def pids(self) -> list[int]:
         """Of every process of it."""
@@ -183,18 +212,25 @@ def _add(answer: Answer, found: Json) -> None:
 
 
 @contextlib.asynccontextmanager
-async def asking(url: str, bodies: list[Json]) -> AsyncIterator[list[asyncio.Task[Answer]]]:
+async def asking(
+    url: str, bodies: list[Json], headers: dict[str, str]
+) -> AsyncIterator[list[asyncio.Task[Answer]]]:
     """All of them are under way."""
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits, verify=False) as client:
+    async with httpx.AsyncClient(timeout=QUEUED_S, limits=limits, headers=headers, verify=False) as client:
         yield [asyncio.create_task(_ask(client, url, body)) for body in bodies]
 
 
-def ask_all(url: str, bodies: list[Json], meanwhile: Callable[[], object] | None = None) -> list[Answer]:
+def ask_all(
+    url: str,
+    bodies: list[Json],
+    meanwhile: Callable[[], object] | None = None,
+    headers: dict[str, str] | None = None,
+) -> list[Answer]:
     """The answers, in order; ``meanwhile`` is done when all have been sent and some run."""
 
     async def run() -> list[Answer]:
-        async with asking(url, bodies) as tasks:
+        async with asking(url, bodies, headers or {}) as tasks:
             if meanwhile is not None:
                 await asyncio.to_thread(meanwhile)
             return list(await asyncio.gather(*tasks))

@@ -60,14 +60,6 @@ def undisturbed(cluster: Cluster) -> dict[str, list[Answer]]:
     return {"mixed": ask_all(cluster.url, MIXED), "long": ask_all(cluster.url, LONG)}
 
 
-def manage(cluster: Cluster, *args: str) -> str:
-    """``manylora cluster``; what it prints."""
-    action, *rest = args
-    result = run_cli("cluster", action, *rest, "--cluster-dir", str(cluster.folder / "cluster"))
-    assert result.returncode == 0, f"{result.stderr}\n{cluster.log}"
-    return result.stdout
-
-
 def refused(cluster: Cluster, *args: str) -> str:
     """One line, and exit code 2."""
     action, *rest = args
@@ -78,7 +70,7 @@ def refused(cluster: Cluster, *args: str) -> str:
 
 
 def test_status_is_the_same_by_both_ways(cluster: Cluster, undisturbed: dict[str, list[Answer]]) -> None:
-    said, shown = json.loads(manage(cluster, "status", "--json")), cluster.status()
+    said, shown = json.loads(cluster.manage("status", "--json")), cluster.status()
     assert said.keys() == shown.keys()
     for key in ("frontends", "supervisor", "adapters"):
         assert said[key] == shown[key]
@@ -87,13 +79,13 @@ def test_status_is_the_same_by_both_ways(cluster: Cluster, undisturbed: dict[str
     assert said["router"]["policy"] == "random"
     text = json.dumps(said)
     assert str(cluster.folder) not in text
-    assert "replica 1" in manage(cluster, "status")
+    assert "replica 1" in cluster.manage("status")
     assert (cluster.folder / "cluster" / "admin.sock").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_rolling_restart(cluster: Cluster, undisturbed: dict[str, list[Answer]]) -> None:
     before = {each["id"]: each["epoch"] for each in cluster.replicas()}
-    found = ask_all(cluster.url, LONG, lambda: manage(cluster, "restart"))
+    found = ask_all(cluster.url, LONG, lambda: cluster.manage("restart"))
     assert_equal(undisturbed["long"], found)
     assert {each["id"]: each["epoch"] for each in cluster.wait_replicas(2)} == {
         replica: epoch + 1 for replica, epoch in before.items()
@@ -102,17 +94,17 @@ def test_a_rolling_restart(cluster: Cluster, undisturbed: dict[str, list[Answer]
 
 def test_scale_up_and_down(cluster: Cluster, undisturbed: dict[str, list[Answer]]) -> None:
     def scale() -> None:
-        manage(cluster, "scale", "3")
+        cluster.manage("scale", "3")
         assert [each["id"] for each in cluster.wait_replicas(3)] == [0, 1, 2]
-        manage(cluster, "remove", "0")
-        manage(cluster, "scale", "1")
+        cluster.manage("remove", "0")
+        cluster.manage("scale", "1")
 
     assert_equal(undisturbed["long"], ask_all(cluster.url, LONG, scale))
     assert [each["id"] for each in cluster.wait_replicas(1)] == [1]
     assert "last one" in refused(cluster, "remove", "1")
     assert "may be 1 to" in refused(cluster, "scale", "0")
     assert "no replica 7" in refused(cluster, "drain", "7")
-    manage(cluster, "scale", "2")
+    cluster.manage("scale", "2")
     cluster.wait_replicas(2)
 
 
@@ -128,7 +120,7 @@ def test_a_drain_and_a_move(cluster: Cluster, undisturbed: dict[str, list[Answer
         states = {each["id"]: each for each in cluster.replicas()}
         assert states[first]["state"] == "drained"
         assert states[first]["requests"] == 0
-        manage(cluster, "drain", str(first))  # again
+        cluster.manage("drain", str(first))  # again
         assert "may get work" in refused(cluster, "move", "x", str(first))
 
     assert_equal(undisturbed["long"], ask_all(cluster.url, LONG, move))
@@ -136,7 +128,7 @@ def test_a_drain_and_a_move(cluster: Cluster, undisturbed: dict[str, list[Answer
     # Another router remembers what drains.
     send(cluster.status()["router"]["pid"], signal.SIGKILL)
     wait_until(lambda: state_of(cluster, first) == "drained", "drained again")
-    manage(cluster, "restart")
+    cluster.manage("restart")
     cluster.wait_replicas(2)
     moved = cluster.status()["router"]["moved"].get("asked", 0)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from manylora import LLM, SamplingParams
-from manylora.config import CACHE_POLICIES, COLD_START_MODES, ConfigError
+from manylora.config import CACHE_POLICIES, ConfigError
 from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import read_answered
 from manylora.outputs import RequestOutput
@@ -47,7 +47,9 @@ TOGETHER: list[dict[str, dict[str, Any]]] = [
         "preemption (a small pool)": {"device_pool": "6MiB", "host_pool": "8MiB"},
         "`--copy-limit`": {"copy_limit": "1GB"},
         "`--scheduling-policy priority`": {"scheduling_policy": "priority"},
+        "`--cold-start block`, `layerwise`, `auto`": {"cold_start": "layerwise", "cold_start_stall": 1.0},
     },
+    {"`--merge`": {"merge": "manylora", "merge_minority": "mixed"}},
     {
         "`--fairness vtc`": {"fairness": "vtc"},
         "`--adapter-batch-limit`": {"adapter_batch_limit": "1:hard"},
@@ -57,8 +59,10 @@ TOGETHER: list[dict[str, dict[str, Any]]] = [
 ELSEWHERE = {"`--journal`, `--trace`", "`--load-format dummy`", "`--adapter-store`", "`--cuda-graphs`"}
 """The last needs GPUs."""
 REFUSED: dict[str, list[dict[str, Any]]] = {
-    "`--merge`": [{"merge": "merged"}],
-    "`--cold-start` other than `wait`": [{"cold_start": mode} for mode in COLD_START_MODES if mode != "wait"],
+    "`--cold-start cpu`, `--cpu-lora-workers`": [
+        {"cold_start": "cpu", "cpu_lora_workers": 1},
+        {"cold_start": "auto", "cpu_lora_workers": 1},
+    ],
 }
 
 
@@ -147,10 +151,10 @@ def test_what_is_refused(settings: dict[str, Any]) -> None:
 
 
 def test_a_refusal_is_one_line_and_exit_code_2() -> None:
-    ended = run_cli("serve", MODEL, "--device", "cpu", "-tp", "2", "--merge", "merged")
+    ended = run_cli("serve", MODEL, "--device", "cpu", "-tp", "2", "--cold-start", "cpu")
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert "--merge merged does not work with --tensor-parallel-size" in line
+    assert "--cold-start cpu does not work with --tensor-parallel-size" in line
 
 
 def test_the_page_names_these() -> None:

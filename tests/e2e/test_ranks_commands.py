@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from manylora import LLM, SamplingParams
+from manylora.engine.journal import read_answered
 from manylora.executor import build
 from manylora.executor.ranks.executor import RankedExecutor
 from manylora.executor.worker import Worker
@@ -16,7 +18,7 @@ from manylora.kernels.cuts import RankPlace
 from manylora.kernels.shapes import AdapterGeometry, PageShape
 from manylora.models.share import ModelShare
 from manylora.models.spec import ModelConfig
-from manylora.protocol import DeviceCommand, ReadAdapter, RunStep, SwapPages
+from manylora.protocol import DeviceCommand, ReadAdapter, RunStep, StepDone, StepResult, SwapPages
 from tests.e2e.process import MODEL
 
 FOLDER = Path(MODEL).parent / "adapters"
@@ -28,10 +30,21 @@ SMALL = {"device_pool": "7MiB", "host_pool": "9MiB", "max_batch_tokens": 16, "ma
 Commands = list[DeviceCommand]
 
 
-def commanded(policy: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[Commands, list[Any]]:
-    """While requests come one at a time; and the tokens."""
+def commanded(
+    policy: str, monkeypatch: pytest.MonkeyPatch, forced: Iterable[StepDone] | None = None, **settings: Any
+) -> tuple[Commands, list[Any]]:
+    """While requests come one at a time; and the tokens. ``forced``: of several ranks, what their steps are said
+    to have drawn, one after another."""
     said: Commands = []
     with monkeypatch.context() as patch:
+        if forced is not None:
+            ended, result = iter(forced), RankedExecutor._result
+
+            def drawn(self: Any, step: Any) -> StepResult:
+                found = result(self, step)
+                return StepResult(dataclasses.replace(found.done, tokens=next(ended).tokens), found.logprobs)
+
+            patch.setattr(RankedExecutor, "_result", drawn)
         for executor in (Worker, RankedExecutor):
             obey: Any = executor.obey
 
@@ -55,9 +68,13 @@ def commanded(policy: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> 
 
 
 @pytest.mark.parametrize("policy", ["lru", pytest.param("s-lora", marks=pytest.mark.long)])
-def test_sharded_adapters(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, expected = commanded(policy, monkeypatch)
-    two, tokens = commanded(policy, monkeypatch, tensor_parallel_size=2, lora_sharding="sharded")
+def test_sharded_adapters(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens are forced from one rank's journal, so that a draw of equals could not make them differ."""
+    one, expected = commanded(policy, monkeypatch, journal=str(tmp_path / "journal"))
+    _, entries = read_answered(tmp_path / "journal")
+    steps = [event for _, event, _ in entries if isinstance(event, StepDone)]
+    ranks: dict[str, Any] = {"tensor_parallel_size": 2, "lora_sharding": "sharded"}
+    two, tokens = commanded(policy, monkeypatch, steps, **ranks)
     assert tokens == expected
     assert two == one
     assert any(isinstance(command, SwapPages) for command in one) or policy == "s-lora"

@@ -8,8 +8,10 @@ from collections.abc import Sequence as Ordered
 from pathlib import Path
 from typing import Any
 
+from manylora.config import EngineSettings, PolicyConfig
 from manylora.executor.build import build_worker
 from manylora.executor.direct import DirectExecutor
+from manylora.executor.worker import Worker
 from manylora.protocol import (
     AdapterRead,
     CopyDone,
@@ -23,7 +25,7 @@ from manylora.protocol import (
     SwitchDone,
     Tier,
 )
-from manylora.types import BASE, SamplingParams
+from manylora.types import BASE, EngineInfo, SamplingParams
 from tests.executor.tiny import settings_for
 
 LATE = -1
@@ -50,7 +52,7 @@ class Rig:
     """A worker on a tiny model, and the pages that nobody holds."""
 
     def __init__(self, model: Path, cache: Path, *, pads_steps: bool | None = None, **settings: Any) -> None:
-        self.worker, self.policy, self.facts = build_worker(
+        self.worker, self.policy, self.facts = self.built(
             settings_for(model, **settings), registry_path=cache / "adapters.sqlite", pads_steps=pads_steps
         )
         self.direct = DirectExecutor(self.worker)
@@ -64,6 +66,9 @@ class Rig:
         self.num_copies = 0
         self.num_switches = 0
         self.merged = BASE
+
+    def built(self, settings: EngineSettings, **how: Any) -> tuple[Worker, PolicyConfig, EngineInfo]:
+        return build_worker(settings, **how)
 
     def connect(self) -> None:
         """Hear the worker's answers again, where others have heard them since."""

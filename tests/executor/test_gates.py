@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from manylora.memory import gates
 from manylora.memory.gates import layer_groups
 from manylora.models.layers import PostNormLayer, PreNormLayer
 from manylora.protocol import Await, RunStep, StepResult, SwapPages
+from tests.e2e.process import wait_until
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig
 
@@ -170,17 +171,73 @@ def test_a_copy_that_fails_spoils_its_own_rows_only(
     check(cold, files, 2, 3, 4)
 
 
+def test_a_step_commanded_before_the_failure_was_known_spoils_its_own_rows_only(
+    cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hand = Hand(cold, monkeypatch)
+    hand.broken = 1
+    command = bring(cold, 2, 8)
+    hand.let(LAYERS)
+    for sequence in (1, 2):
+        cold.open(sequence, PROMPT, adapter=2)
+    cold.open(3, PROMPT, adapter=1)
+    assert cold.run(awaiting(cold, command, 1, others=(3,))).done.spoilt == (1,)
+    assert cold.run(awaiting(cold, command, 2, others=(3,))).done.spoilt == (2,)
+    assert not cold.direct.wait_for(command).ok  # type: ignore[union-attr]
+    check(cold, files, 3)
+    cold.decode(2, 3)
+    assert 2 not in cold.worker._tables
+
+
+def test_a_rank_forgets_a_copy_when_it_is_told(cold: Rig, files: Files) -> None:
+    """When others have answered it, too: until then steps may await it."""
+    cold.worker._is_rank = True
+    command = bring(cold, 2, 8)
+    cold.open(1, PROMPT, adapter=2)
+    assert cold.run(awaiting(cold, command, 1)).done.spoilt == ()
+    cold.decode(4, 1)
+    cold.open(2, PROMPT, adapter=2)
+    result = cold.run(awaiting(cold, command, 2))
+    assert (result.done.ok, result.done.spoilt) == (True, ())
+    check(cold, files, 1, 2)
+    cold.worker.forget_copies([(command.copy, False)])
+    assert 2 not in cold.worker._tables
+    cold.open(3, PROMPT)
+    step = cold.command(cold.row(3))
+    step.awaits = (Await(command.copy, (3,)),)
+    assert not cold.run(step).done.ok
+
+
 def test_a_copy_that_is_late_spoils_its_rows_and_the_step_still_ends_after_its_answer(
     cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    passed = note_passes(monkeypatch)
+    check_late(cold, files, monkeypatch, lambda: bool(passed))
+
+
+def note_passes(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Grows when the host has passed a group, or waits for it no longer."""
+    passed: list[None] = []
+    whole = gates.Awaited._pass
+
+    def noting(*args: Any) -> None:
+        whole(*args)
+        passed.append(None)
+
+    monkeypatch.setattr(gates.Awaited, "_pass", noting)
+    return passed
+
+
+def check_late(cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch, is_late: Callable[[], bool]) -> None:
     monkeypatch.setattr(gates.Awaited.__init__, "__defaults__", (0.05,))
     hand = Hand(cold, monkeypatch)
     command = bring(cold, 2, 8)
     cold.open(1, PROMPT, adapter=2)
     cold.open(2, PROMPT, adapter=1)
     results = beside(cold, awaiting(cold, command, 1, others=(2,)))
+    wait_until(is_late, "a gate to be passed too early")
     with pytest.raises(queue.Empty):
-        results.get(timeout=0.3)
+        results.get(timeout=0.1)
     hand.let(LAYERS)
     result = results.get(timeout=30)
     assert (result.done.ok, result.done.spoilt) == (True, (1,))

@@ -33,8 +33,8 @@ MUTANTS = [
         "plan.wanted, plan.wanted | self._differs", "plan.wanted, plan.wanted",
     ),
     Mutant(
-        "a failed switch is left half done", MergedWeights.switch, "self._write(self._plan(BASE), pristine)",
-        "pass",
+        "a failed switch is left half done", MergedWeights.switch, "self._write(self._rows(BASE), pristine)",
+        "None",
     ),
     Mutant("a failed switch counts as done", MergedWeights._note, "if failed", "if False"),
     Mutant("skip -X", AdapterTables.pair, "correction(merged, own, self._geometry)", "own"),

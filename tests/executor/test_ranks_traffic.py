@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from tests.parity.checkpoints import write_checkpoint
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
-RANKS = (1, 8, 16, 128)
+RANKS = (1, 3, 8, 16, 32, 64, 128)
+STATED = {4: (5, 3), 7: (9, 5)}
+"""By the number of projections with adapters: S-LoRA's n in n (N - 1) B r / N elements on the wire (for all seven
+by its rule: one for a gather, two for a sum), and of how many it gathers what is added up here."""
 HIDDEN, LAYERS, TOKENS = 48, 2, 12
 
 
@@ -49,3 +53,11 @@ def test_bytes_are_those_stated(count: int, tmp_path: Path) -> None:
                 assert traffic.base_bytes == 4 * TOKENS * HIDDEN * (1 + 2 * LAYERS)
                 assert traffic.lora == groups * LAYERS
                 assert traffic.lora_bytes == 4 * TOKENS * rank * num_modules * LAYERS
+                if not num_modules:
+                    continue
+                # On the wire, as rings: a sum moves a rank's tensor 2 (N - 1) / N times, a gather half of that.
+                unit = Fraction((count - 1) * TOKENS * rank, count)
+                ours = Fraction(2 * (count - 1), count) * traffic.lora_bytes / 4 / LAYERS
+                stated, gathers = STATED[num_modules]
+                assert ours == 2 * num_modules * unit
+                assert ours - stated * unit == gathers * unit

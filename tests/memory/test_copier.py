@@ -72,7 +72,7 @@ class Bench:
         self.arena = Arena(NUM_PAGES, PAGE, torch.bfloat16, self.device)
         self.host = HostPool(NUM_HOST_PAGES, PAGE, torch.bfloat16, self.device, chunk_bytes=1)
         self.copier = Copier(self.arena, self.host, self.device)
-        self.into, self.out, _ = self.device.lanes
+        self.into, self.out, *_ = self.device.lanes
         generator = torch.Generator().manual_seed(0)
         for pool in (self.arena.run(0, NUM_PAGES), self.host.run(0, NUM_HOST_PAGES)):
             pool.copy_(torch.randint(0, 256, pool.shape, generator=generator, dtype=torch.uint8))

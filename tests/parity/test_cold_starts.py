@@ -27,7 +27,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_bench(tmp_path_factory, request.param)
 
 
-def check_cold(bench: Bench, mode: str, depth: int) -> None:
+def check_cold(bench: Bench, mode: str, depth: int, **others: Any) -> None:
     """Every adapter twice, in a pool that holds few of them, prompts in chunks, two samples each."""
     prompts = [
         random_tokens(i, 3 + 7 * (i % 4), bench.checkpoint.vocab_size) for i in range(len(bench.names))
@@ -37,11 +37,11 @@ def check_cold(bench: Bench, mode: str, depth: int) -> None:
     settings |= {"max_num_seqs": 4, "max_batch_tokens": 13}
     if mode in ("layerwise", "auto"):
         settings["cold_start_stall"] = 1.0
-    if mode in ("cpu", "auto"):
+    if mode in ("cpu", "auto") and "tensor_parallel_size" not in others:
         settings["cpu_lora_workers"] = 2 if depth == 1 else 1
     # Slow enough that none has landed before its step begins.
     settings["copy_limit"] = 2**22
-    with bench.llm(page_tokens=4, num_pages=2 * largest + 60, **settings) as llm:
+    with bench.llm(page_tokens=4, num_pages=2 * largest + 60, **settings, **others) as llm:
         # The first copy tells auto how slow they are.
         first = list(bench.checkpoint.adapters)[:1]
         bench.check(llm.generate(prompts[:1], greedy(NUM_TOKENS, n=2), first), NUM_TOKENS)

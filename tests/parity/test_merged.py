@@ -17,6 +17,7 @@ import transformers
 
 from manylora.config import MergeConfig, MergeTimes
 from manylora.executor import build
+from manylora.executor.ranks import start as ranks_start
 from manylora.policy.merging import state
 from manylora.protocol import EndSequence
 from manylora.types import BASE
@@ -147,16 +148,21 @@ CASES = [(family, mode) for family in sorted(FAMILIES) for mode in MODES]
     indirect=["family"],
 )
 def test_engines_of_every_mode(family: Bench, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_mode(family, mode, monkeypatch)
+
+
+def check_mode(family: Bench, mode: str, monkeypatch: pytest.MonkeyPatch, **others: Any) -> None:
     """Four requests of an adapter for one of each other and two of the base, more than may run at once."""
     hot = family.names[1]
     adapters = [*family.names, None, hot, hot, hot]
     prompts = [
         random_tokens(number, 2 + number % 7, family.checkpoint.vocab_size) for number in range(len(adapters))
     ]
-    monkeypatch.setattr(build, "measure_merging", lambda *args, steps_wait: MergeTimes(steps_wait))
+    for start in (build, ranks_start):
+        monkeypatch.setattr(start, "measure_merging", lambda *args, steps_wait: MergeTimes(steps_wait))
     if MODES[mode]["merge"] == "manylora":
         monkeypatch.setattr(state, "merge_policy", lambda config, times: EveryFewSteps(config.merge.is_mixed))
-    with family.llm(max_num_seqs=6, **MODES[mode]) as llm:
+    with family.llm(max_num_seqs=6, **MODES[mode], **others) as llm:
         outputs = llm.generate(prompts, greedy(8), adapter=adapters)
         figures = llm.metrics()
     family.check(outputs, 8)

@@ -10,7 +10,7 @@ from manylora.config import CACHE_POLICIES, CacheConfig, ColdStartConfig, CpuRat
 from tests.policy.device_model import DeviceModel
 from tests.policy.test_replica_properties import ReplicaMachine
 
-COUNTS = {"awaiting": 0, "spoilt": 0, "kv": 0, "served": 0}
+COUNTS = {"awaiting": 0, "spoilt": 0, "kv": 0, "served": 0, "reads": 0}
 """What all examples together have shown."""
 
 
@@ -77,6 +77,8 @@ class ColdStartMachine(ReplicaMachine):
     @rule(ends=st.booleans(), fails=st.booleans(), num_workers=st.sampled_from([2, 2, 2, 0]))
     def end_a_served_step(self, ends: bool, fails: bool, num_workers: int) -> None:
         """Before or after the copies that bring the adapters meanwhile, or with workers that die."""
+        for read in self.device.awaited_reads():
+            self.end_read_of(read, True)
         for copy in self.device.awaited():
             self.end_copy_of(copy, True, 0.001)
         if ends:
@@ -87,12 +89,25 @@ class ColdStartMachine(ReplicaMachine):
         self.feed(self.device.finish_step(ok=True, cpu_fails=fails and not ends))
 
     @precondition(lambda self: self.device.steps)
-    @rule(lands=st.sampled_from([True, True, True, False]))
-    def end_step(self, lands: bool) -> None:
-        """What it awaits has landed by then, or has failed."""
+    @rule()
+    def end_step_well(self) -> None:
+        """What it awaits has landed by then."""
+        for read in self.device.awaited_reads():
+            self.end_read_of(read, True)
         for copy in self.device.awaited():
-            self.end_copy_of(copy, lands, 0.001)
+            self.end_copy_of(copy, True, 0.001)
         self.feed(self.device.finish_step(ok=True))
+
+    @precondition(lambda self: self.device.steps and self.device.steps[0].command.awaits)
+    @rule(is_late=st.booleans())
+    def spoil_step(self, is_late: bool) -> None:
+        """What it awaits has failed, or has landed after the step was tired of waiting."""
+        late = tuple(wanted.copy for wanted in self.device.steps[0].command.awaits if is_late)
+        for read in self.device.awaited_reads():
+            self.end_read_of(read, is_late)
+        for copy in self.device.awaited():
+            self.end_copy_of(copy, is_late, 0.001)
+        self.feed(self.device.finish_step(ok=True, late=late))
 
     def teardown(self) -> None:
         super().teardown()
@@ -101,6 +116,7 @@ class ColdStartMachine(ReplicaMachine):
             COUNTS["spoilt"] += self.replica._residency.counters.spoilt_rows
             COUNTS["kv"] += self.device.num_awaited_kv
             COUNTS["served"] += self.device.num_served_steps
+            COUNTS["reads"] += self.device.num_awaited_reads
 
 
 ColdStartMachine.TestCase.settings = settings(

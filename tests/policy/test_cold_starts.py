@@ -13,11 +13,13 @@ from manylora.protocol import Abort, AdapterFreed, AdapterRead, AdapterRemoved, 
 from tests.policy.rig import Rig
 
 
-def cold_rig(mode: str = "layerwise", **settings: Any) -> Rig:
-    """Adapters 1 and 2 are served, and were never read."""
+def cold_rig(mode: str = "layerwise", follows: bool = False, **settings: Any) -> Rig:
+    """Adapters 1 and 2 are served, and were never read. ``follows``: copies may follow reads."""
     rig = Rig(**settings)
     rig.config = dataclasses.replace(rig.config, cold_start=ColdStartConfig(mode))
     rig.replica = Replica(rig.config)
+    if not follows:
+        rig.replica._residency.transfers._read_groups = 0
     rig.add(1)
     rig.add(2)
     return rig

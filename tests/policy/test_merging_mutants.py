@@ -66,9 +66,9 @@ def mutated(mutant: Mutant) -> Callable[..., Any]:
     source = textwrap.dedent(inspect.getsource(mutant.function))
     assert source.count(mutant.old) == 1, f"{mutant.old!r} is there once"
     source = source.replace(mutant.old, mutant.new).replace("@property\n", "")
-    names = dict(vars(sys.modules[mutant.function.__module__]))
-    exec(compile(source, mutant.name, "exec"), names)
-    function: Callable[..., Any] = names[mutant.function.__name__]
+    names, found = dict(vars(sys.modules[mutant.function.__module__])), dict[str, Any]()
+    exec(compile(source, mutant.name, "exec"), names, found)
+    function: Callable[..., Any] = found[mutant.function.__name__]
     return function
 
 

@@ -165,6 +165,19 @@ def check(queue: WaitingQueue, naive: Naive, count: int) -> None:
         assert min(queue.members(), key=queue.rank) is first
 
 
+def test_who_leads_is_asked_without_a_trace_at_levels_that_the_answer_looks_into() -> None:
+    """Client 1 would be charged for its urgent request before its other one is compared with client 2's."""
+    queue = waiting_queue(QueueConfig(**PRIORITY, **VTC))
+    urgent, other, of_2 = sequence_of(6, 1, priority=-1), sequence_of(1, 1), sequence_of(0, 2)
+    for sequence in (of_2, other, urgent):
+        queue.arrive(sequence)
+    assert queue.shares is not None
+    queue.shares.drew(of_2, 1)
+    assert queue.leading(2) == [urgent, of_2]
+    queue.remove(urgent)
+    assert queue.first() is other
+
+
 # ---------------------------------------------------------------- ten thousand in line
 
 

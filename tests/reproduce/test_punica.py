@@ -14,7 +14,7 @@ from manylora_lab.reproduce import punica_fig11
 from manylora_lab.reproduce.command import reproduce
 from manylora_lab.reproduce.experiment import Device, Setup
 from manylora_lab.reproduce.punica_fig7 import sgmv_bytes, sgmv_flop
-from manylora_lab.reproduce.punica_fig11 import BACKBONE, MIXED, SINGLE, RequestLoad
+from manylora_lab.reproduce.punica_fig11 import ALIKE, BACKBONE, MIXED, SINGLE, RequestLoad
 from manylora_lab.reproduce.registry import experiment
 
 from manylora.cli import main
@@ -143,7 +143,14 @@ def test_fig9_has_the_papers_figures_at_batch_64() -> None:
 def test_fig11(tmp_path: Path, device: Device) -> None:
     found = smoke(tmp_path, "punica-fig11", device)
     at = {(row["popularity"], row["system"]): row for row in found["rows"]}
-    assert len(at) == 4 * 3
+    assert len(at) == 4 * 3 + 3
+    for popularity in ("distinct", "uniform", "skewed"):
+        alike, single = at[popularity, ALIKE], at[popularity, SINGLE]
+        assert alike["requests"] == single["requests"] < at[popularity, MIXED]["requests"]
+        assert alike["output_tokens"] == single["output_tokens"]
+        ratio, _ = figures(found)[f"{alike['model']}: {MIXED} over {BACKBONE}, {popularity}"]
+        backbone = at[popularity, BACKBONE]["tokens_per_s"]
+        assert ratio == pytest.approx(alike["tokens_per_s"] / backbone, abs=1e-3)
     assert at["distinct", SINGLE]["mean_batch"] == at["distinct", BACKBONE]["mean_batch"] == 1
     for popularity in POPULARITIES:
         mixed = at[popularity, MIXED]
@@ -181,6 +188,10 @@ def test_fig11_has_the_papers_figures() -> None:
     assert found[f"llama-2-7b: tokens/s, {BACKBONE}, identical"] == (20, 1140)
     assert found[f"llama-2-13b: tokens/s, {BACKBONE}, identical"] == (20, 789)
     assert found[f"llama-2-7b: {MIXED} over {BACKBONE}, most"] == (6, 12)
+    part = punica_fig11._headline(rows, RequestLoad(1000, 50, 1, 0))
+    assert [figure.paper for figure in part if figure.metric.endswith(", most")] == [None, None], (
+        "not its requests"
+    )
 
 
 def test_fig10_has_the_papers_figure() -> None:

@@ -7,7 +7,15 @@ import math
 from random import Random
 
 import pytest
-from manylora_lab.reproduce.cells import BELADY, Cell, cell_adapter_pages, cell_replay, cell_stream, run_cell
+from manylora_lab.reproduce.cells import (
+    BELADY,
+    BELADY_SEEN,
+    Cell,
+    cell_adapter_pages,
+    cell_replay,
+    cell_stream,
+    run_cell,
+)
 from manylora_lab.reproduce.fastlibra_table_store import decisions
 from manylora_lab.sim.ablation import ABLATIONS, FEATURES, ablation, composed
 from manylora_lab.sim.belady import ForeseenReplay, Foresight
@@ -53,6 +61,38 @@ def test_foresight_knows_the_next_request_that_was_not_admitted() -> None:
     assert foresight._next_of(("piece", "shared")) == 105.0
     foresight.admitted("2-0")
     assert foresight._next_of(("piece", "shared")) == math.inf
+
+
+def test_of_adapters_that_nobody_asked_for_only_their_being_there_can_be_known() -> None:
+    stream = stream_of((1.0, 0, 0, 0, "a"), (2.0, 1, 1, 0, "b"), (4.0, 0, 0, 1, "c"))
+    foresight = Foresight(stream, of_unseen=False)
+    first, second, third = (Node(adapter, None, b"", 4) for adapter in (1, 2, 3))
+    unknown_s = foresight.next_need_s(third)
+    assert 4.0 < unknown_s < math.inf, "after what is known to be needed, before what is known not to be"
+    assert foresight.next_need_s(first) == foresight.next_need_s(second) == unknown_s
+    foresight.admitted("warm-2")
+    assert foresight.next_need_s(second) == unknown_s, "warming is not asking"
+    foresight.admitted("0-0")
+    assert foresight.next_need_s(first) == 4.0
+    foresight.admitted("0-1")
+    assert foresight.next_need_s(first) == math.inf
+    assert foresight._next_of(("piece", "b")) == 2.0, "of what conversations say all is known"
+
+
+def test_all_of_the_future_saves_reads_of_adapters_that_nobody_asked_for() -> None:
+    """Where the host holds a part of the adapters, and the device few."""
+    reads = {}
+    for name in (BELADY, BELADY_SEEN):
+        cell = Cell("chatbot", name, 0.5, 60, 60.0)
+        own = cell_replay(cell).replica._config
+        pages = sum(cell_adapter_pages(cell, cell_stream(cell)))
+        num_pages = 3 * own.max_model_len // own.page_tokens + pages // 8
+        replay = cell_replay(
+            cell, config=dataclasses.replace(own, num_pages=num_pages, num_host_pages=pages // 8)
+        )
+        replay.run()
+        reads[name] = replay.report("busy").counters.adapter_reads - len(cell_stream(cell).ranks)
+    assert 0 <= reads[BELADY] < reads[BELADY_SEEN], reads
 
 
 def test_it_keeps_every_invariant_and_drops_nothing_that_is_needed_before_what_is_not() -> None:

@@ -7,9 +7,9 @@ import itertools
 import pytest
 from manylora_lab.sim.analytical import AnalyticalCosts
 from manylora_lab.sim.hardware import Hardware, Interconnect, hardware_named
-from manylora_lab.sim.parallel import LORA_SHARDINGS, LoraSharding, ParallelCosts, adapter_pages, held_shape
+from manylora_lab.sim.parallel import ParallelCosts, adapter_pages, held_shape
 
-from manylora.config import ConfigError
+from manylora.config import LORA_SHARDINGS, ConfigError, LoraSharding
 from manylora.pricing.costs import StepWork
 from manylora.pricing.shapes import ALL_MODULES, ATTENTION_MODULES, ModelShape, shape_named
 

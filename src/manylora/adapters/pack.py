@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from manylora.adapters.jobs import NO_HELPERS, Helpers, run_all
+from manylora.adapters.jobs import NO_HELPERS, Helpers, Stages, run_all
 from manylora.adapters.peft import AdapterSpec, Side
 from manylora.adapters.tensorfile import StoredTensor, read_into
 from manylora.adapters.values import BITS, TORCH_DTYPES, all_finite, convert
@@ -46,6 +46,8 @@ uses, and takes under a millisecond, so that all threads end together."""
 
 
 WritePage = Callable[[int, torch.Tensor], None]
+WritePart = Callable[[int, int, np.ndarray], None]
+"""(page, first byte in it, contiguous bytes), which are valid during the call only."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,6 +88,12 @@ def layout_for(ranks: Sequence[int], scales: np.ndarray, geometry: AdapterGeomet
         records=records,
         scales=np.stack((scales, np.zeros_like(scales)), axis=1),
     )
+
+
+def pretended_layout(rank: int, geometry: AdapterGeometry) -> AdapterLayout:
+    """Of an adapter of this rank and scale 0 on all projections, which changes nothing."""
+    scales = np.zeros((len(geometry.projections), geometry.page.layers), np.float32)
+    return layout_for([rank] * len(scales), scales, geometry)
 
 
 def cell_offsets(layout: AdapterLayout, geometry: AdapterGeometry, pages: Sequence[int]) -> np.ndarray:
@@ -132,16 +140,45 @@ def load_into(
     pages: Sequence[torch.Tensor],
     check: Callable[[], None],
     helpers: Helpers = NO_HELPERS,
+    groups: Sequence[tuple[int, int]] = (),
+    arrived: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
     """Like ``load_adapter``, in place: ``pages[n]`` ``[layers, slab_elements]``, on the CPU, contiguous.
 
     Reads each tensor once. Every byte of the pages is written, whatever they held. ``check`` is called now
     and then, by any of the threads, and may raise to break off. No helper works on it after the call.
+    ``groups``: [first, end) of layers, to be written one after the other; ``arrived`` is told, by any of the
+    threads, when so many bytes of every page are there. A file that changes meanwhile is noticed at the end only.
     """
     if len(pages) != layout.num_pages:
         raise ValueError(f"the adapter takes {layout.num_pages} pages, got {len(pages)}")
     with _open(spec, layout, geometry, dtype) as loader:
-        loader.fill(0, pages, check, helpers)
+        loader.fill(0, pages, check, helpers, groups=groups, arrived=arrived)
+
+
+def load_parts(
+    spec: AdapterSpec,
+    layout: AdapterLayout,
+    geometry: AdapterGeometry,
+    dtype: torch.dtype,
+    write: WritePart,
+    arrived: Callable[[int], None],
+    groups: Sequence[tuple[int, int]],
+    helpers: Helpers = NO_HELPERS,
+) -> None:
+    """Like ``load_adapter``, by ``groups`` of layers: those of all pages, then the next ones."""
+    slab_bytes = geometry.page.slab_bytes
+    with _open(spec, layout, geometry, dtype) as loader:
+        for begin, end in groups:
+            size = (end - begin) * slab_bytes
+            count = max(1, min(WINDOW_BYTES // size, layout.num_pages))
+            window = torch.zeros((count, end - begin, geometry.slab_elements), dtype=dtype)
+            for first in range(0, layout.num_pages, count):
+                images = window[: layout.num_pages - first]
+                loader.fill(first, images, lambda: None, helpers, range(begin, end))
+                for number, image in enumerate(images, first):
+                    write(number, begin * slab_bytes, image.view(torch.uint8).numpy().reshape(-1))
+            arrived(end * slab_bytes)
 
 
 @contextmanager
@@ -212,11 +249,42 @@ class _Loader:
         self.bits = BITS[dtype].unsigned
 
     def fill(
-        self, first_page: int, pages: Iterable[torch.Tensor], check: Callable[[], None], helpers: Helpers
+        self,
+        first_page: int,
+        pages: Iterable[torch.Tensor],
+        check: Callable[[], None],
+        helpers: Helpers,
+        layers: range | None = None,
+        groups: Sequence[tuple[int, int]] = (),
+        arrived: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
-        """Write every byte of the adapter's pages from ``first_page`` on."""
+        """Write every byte of the adapter's pages from ``first_page`` on; of these ``layers``, where the pages
+        hold no others. ``groups``, ``arrived``: see ``load_into``."""
         images = [page.view(torch.uint8).numpy().view(self.bits) for page in pages]
+        layers = layers or range(self.geometry.page.layers)
+        groups = groups or [(layers.start, layers.stop)]
+        sides = [*self._sides(images, first_page)]
+        per_page, size = self.geometry.cells_per_page, self.geometry.cell_elements
+        slab_bytes = self.geometry.page.slab_bytes
+        stages = Stages[_Scratch](lambda count: arrived(groups[count - 1][1] * slab_bytes))
         jobs: list[_Job] = []
+        for stage, (begin, end) in enumerate(groups):
+            for index, side, layer_bytes, blocks in sides:
+                for run in _runs(
+                    self.spec.ranks[index], max(1, _JOB_BYTES // layer_bytes), range(begin, end)
+                ):
+                    job = partial(self._add, index, side, run, layers.start, blocks, check)
+                    jobs.append(stages.job(stage, job))
+            for number, image in enumerate(images, first_page):
+                used = max(0, min(per_page, self.layout.num_cells - number * per_page))
+                rest = image[begin - layers.start : end - layers.start, used * size :]
+                jobs.append(stages.job(stage, partial(_clear, rest)))
+        run_all(jobs, helpers, _Scratch)
+
+    def _sides(
+        self, images: Sequence[np.ndarray], first_page: int
+    ) -> Iterator[tuple[int, Side, int, list[_Block]]]:
+        """For each A and B that has a part in these images: its projection, its bytes in a layer, its parts."""
         for index, projection in enumerate(self.geometry.projections):
             first_a, first_b, rank, _ = self.layout.records[index].tolist()
             sides: tuple[tuple[Side, int, int], ...] = (
@@ -225,14 +293,7 @@ class _Loader:
             )
             for side, first, length in sides:
                 if blocks := self._blocks(images, first_page, first, rank, length):
-                    most_layers = max(1, _JOB_BYTES // (rank * length * self.dtype.itemsize))
-                    for layers in _runs(self.spec.ranks[index], most_layers):
-                        jobs.append(partial(self._add, index, side, layers, blocks, check))
-        per_page, size = self.geometry.cells_per_page, self.geometry.cell_elements
-        for number, image in enumerate(images, first_page):
-            used = max(0, min(per_page, self.layout.num_cells - number * per_page))
-            jobs.append(partial(_clear, image[:, used * size :]))
-        run_all(jobs, helpers, _Scratch)
+                    yield index, side, rank * length * self.dtype.itemsize, blocks
 
     def _blocks(
         self, images: Sequence[np.ndarray], first_page: int, first_cell: int, rank: int, length: int
@@ -260,16 +321,18 @@ class _Loader:
         index: int,
         side: Side,
         layers: range,
+        first_layer: int,
         blocks: Sequence[_Block],
         check: Callable[[], None],
         scratch: _Scratch,
     ) -> None:
-        """Write these layers of one projection's A or B; all have the same rank."""
+        """Write these layers of one projection's A or B; all have the same rank. Blocks begin with
+        ``first_layer``."""
         check()
         rank = self.spec.ranks[index][layers[0]]
         parts = []
         for row, column, values in blocks:
-            chosen = values[layers.start : layers.stop]
+            chosen = values[layers.start - first_layer : layers.stop - first_layer]
             present = max(0, rank - row)
             chosen[:, present:] = 0  # rows of other layers, whose rank is larger
             if present:
@@ -347,11 +410,11 @@ def _clear(values: np.ndarray, _: _Scratch) -> None:
     values[:] = 0
 
 
-def _runs(ranks: Sequence[int], most_layers: int) -> Iterator[range]:
-    """All layers, cut into runs of one rank, none longer than ``most_layers``."""
-    begin = 0
-    for layer in range(1, len(ranks) + 1):
-        if layer == len(ranks) or ranks[layer] != ranks[begin] or layer - begin == most_layers:
+def _runs(ranks: Sequence[int], most_layers: int, layers: range) -> Iterator[range]:
+    """The layers, cut into runs of one rank, none longer than ``most_layers``."""
+    begin = layers.start
+    for layer in range(begin + 1, layers.stop + 1):
+        if layer == layers.stop or ranks[layer] != ranks[begin] or layer - begin == most_layers:
             yield range(begin, layer)
             begin = layer
 

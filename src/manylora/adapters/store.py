@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from manylora.adapters.faults import FilesChanged
-from manylora.adapters.jobs import NO_HELPERS, Helpers, run_all
-from manylora.adapters.pack import AdapterLayout, WritePage, layout_of, load_adapter
+from manylora.adapters.jobs import NO_HELPERS, Helpers, Stages, run_all
+from manylora.adapters.pack import AdapterLayout, WritePage, WritePart, layout_of, load_adapter
 from manylora.adapters.packedfile import (
     RUN_BYTES,
     PackedFileReader,
@@ -44,6 +44,8 @@ from manylora.protocol import AdapterError
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
+_GROUP_RUN_BYTES = 2**20
+"""Read at a time where others wait for the first layers."""
 _WINDOW_BYTES, _WINDOW_PARTS = 8 * 2**20, 8
 """What goes on to a device is read so many bytes at a time: a part for each of some threads, which is still in a
 cache when it is handed over."""
@@ -87,8 +89,10 @@ class AdapterStore:
         pages: Sequence[torch.Tensor],
         check: Callable[[], None],
         helpers: Helpers = NO_HELPERS,
+        arrived: Callable[[int], None] | None = None,
     ) -> bool:
         """What ``load_into`` does, from a packed file. False: there is none to go by; the pages may hold anything.
+        ``arrived``: is told that so many bytes of every page are there, and sound.
 
         Raises FilesChanged, as reading the adapter's own files would, ValueError for another number of pages, and
         what ``check`` raises.
@@ -97,7 +101,7 @@ class AdapterStore:
             raise ValueError(f"the adapter takes {layout.num_pages} pages, got {len(pages)}")
 
         def read(file: PackedFileReader) -> None:
-            _fill(file, 0, [_bytes_of(page) for page in pages], check, helpers)
+            _fill(file, 0, [_bytes_of(page) for page in pages], check, helpers, arrived=arrived)
 
         return self._read(spec, layout, read)
 
@@ -123,6 +127,40 @@ class AdapterStore:
                 _fill(file, first, list(window[:num_pages]), check, helpers, _WINDOW_BYTES // _WINDOW_PARTS)
                 for number in range(num_pages):
                     write_page(first + number, images[number])
+
+        return self._read(spec, layout, read)
+
+    def read_parts(
+        self,
+        spec: AdapterSpec,
+        layout: AdapterLayout,
+        write: WritePart,
+        arrived: Callable[[int], None],
+        check: Callable[[], None],
+        helpers: Helpers = NO_HELPERS,
+    ) -> bool:
+        """What ``load_parts`` does, from a packed file, in parts of its own; see ``read``."""
+        page = self._geometry.page
+
+        def read(file: PackedFileReader) -> None:
+            runs = file.shape.runs(_GROUP_RUN_BYTES)
+            size = runs[0].end - runs[0].begin
+            count = max(1, min(_WINDOW_BYTES // size, layout.num_pages))
+            window = np.frombuffer(mmap.mmap(-1, count * size), np.uint8)
+            targets = window.reshape(count, size)
+            for first in range(0, len(runs), layout.num_pages):
+                part = runs[first : first + layout.num_pages]
+                for at in range(0, layout.num_pages, count):
+                    chosen = part[at : at + count]
+                    jobs = [
+                        partial(_read_run, file, run, target[: run.end - run.begin], check)
+                        for run, target in zip(chosen, targets)
+                    ]
+                    run_all(jobs, helpers, lambda: None)
+                    for run, target in zip(chosen, targets):
+                        write(run.page, run.begin, target[: run.end - run.begin])
+                arrived(part[0].end)
+            assert part[0].end == page.page_bytes
 
         return self._read(spec, layout, read)
 
@@ -264,6 +302,13 @@ class AdapterStore:
         return PackedShape(identity, layout.num_pages, self._geometry.page)
 
 
+def _read_run(
+    file: PackedFileReader, run: PackedRun, target: np.ndarray, check: Callable[[], None], _: None
+) -> None:
+    check()
+    file.read(run, target)
+
+
 def _fill(
     file: PackedFileReader,
     first_page: int,
@@ -271,17 +316,22 @@ def _fill(
     check: Callable[[], None],
     helpers: Helpers,
     run_bytes: int = RUN_BYTES,
+    arrived: Callable[[int], None] | None = None,
 ) -> None:
-    """Read page images from ``first_page`` on into bytes, their first layers first."""
-
-    def read(run: PackedRun, _: None) -> None:
-        check()
-        file.read(run, pages[run.page - first_page][run.begin : run.end])
-
-    mine = range(first_page, first_page + len(pages))
-    run_all(
-        (partial(read, run) for run in file.shape.runs(run_bytes) if run.page in mine), helpers, lambda: None
-    )
+    """Read page images from ``first_page`` on into bytes, their first layers first. ``arrived``: see
+    ``read_into``."""
+    runs = file.shape.runs(run_bytes if arrived is None else _GROUP_RUN_BYTES)
+    mine = [run for run in runs if first_page <= run.page < first_page + len(pages)]
+    ends = sorted({run.end for run in mine})
+    stages = Stages[None](lambda count: None if arrived is None else arrived(ends[count - 1]))
+    jobs = [
+        stages.job(
+            ends.index(run.end),
+            partial(_read_run, file, run, pages[run.page - first_page][run.begin : run.end], check),
+        )
+        for run in mine
+    ]
+    run_all(jobs, helpers, lambda: None)
 
 
 def _bytes_of(page: torch.Tensor) -> np.ndarray:

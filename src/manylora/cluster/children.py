@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<I")
 
+REFUSED = 2
+"""Exit code of a process whose settings cannot work: it has served nothing."""
 FENCED = 3
 """Exit code of a replica that must not serve any more: no death of its own."""
 

@@ -32,7 +32,7 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         tokenizer = load_tokenizer(launch.engine.model.model)
     except ConfigError as error:
         starter.say(Failed(str(error), is_user_error=True))
-        return 2
+        return children.REFUSED
 
     async def serve() -> int:
         from manylora.server.app import create_app

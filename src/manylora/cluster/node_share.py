@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from manylora.config import ConfigError, EngineSettings
+from manylora.config.cold_start import num_cores
 from manylora.devices.free_memory import free_bytes
 from manylora.memory.shares import cpu_pool_bytes, host_pool_bytes
 
@@ -46,7 +47,7 @@ class NodeShare:
             raise ConfigError(
                 "--replicas-per-gpu above 1 needs --device-pool: each takes most of a GPU otherwise"
             )
-        self._threads = max(1, len(os.sched_getaffinity(0)) // most)
+        self._cores = num_cores() // most
         self._settings = _shared_out(settings, most, "cuda" if self._gpus else "cpu")
 
     @property
@@ -54,16 +55,19 @@ class NodeShare:
         """How many fit here; None: any number."""
         return self._per_gpu * len(self._gpus) if self._gpus else None
 
-    @property
-    def settings(self) -> EngineSettings:
-        """One replica's."""
-        return self._settings
+    def settings(self, replica: int) -> EngineSettings:
+        """A replica's."""
+        scheduler = self._settings.scheduler
+        scheduler = dataclasses.replace(
+            scheduler, cold_start=scheduler.cold_start.share(replica, self._cores)
+        )
+        return dataclasses.replace(self._settings, scheduler=scheduler)
 
     def environment(self, replica: int) -> Mapping[str, str]:
         """What a replica's process is to have in its environment."""
         found = {}
         if "OMP_NUM_THREADS" not in os.environ:
-            found["OMP_NUM_THREADS"] = str(self._threads)
+            found["OMP_NUM_THREADS"] = str(max(1, self._cores))
         if self._gpus:
             found["CUDA_VISIBLE_DEVICES"] = self._gpus[replica // self._per_gpu % len(self._gpus)]
         return found

@@ -26,6 +26,7 @@ from manylora.cluster.folder import read_secret, step_file
 from manylora.cluster.last_step import StepNote
 from manylora.cluster.link import Hello, Link, LinkError, LinkRefused, Listener, bind, dial, why_strange
 from manylora.cluster.noting import StepNotingExecutor
+from manylora.cluster.recording import without_what_fails
 from manylora.config import ConfigError
 from manylora.engine.client import Delta, EngineDead, GenerationRequest
 from manylora.engine.driver import Driver
@@ -66,10 +67,11 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
     try:
         secret = read_secret(Path(launch.secret))
         wrap = None if note is None else lambda executor: StepNotingExecutor(executor, note)
-        driver = build_driver(launch.engine, wrap=wrap)
+        engine = launch.engine if launch.epoch == 1 else without_what_fails(launch.engine)
+        driver = build_driver(engine, wrap=wrap, has_all_adapters=False)
     except ConfigError as error:
         starter.say(Failed(str(error), is_user_error=True))
-        return 2
+        return children.REFUSED
     except Exception as error:
         log.exception("the replica could not start")
         starter.say(Failed(f"the replica could not start: {error}"))

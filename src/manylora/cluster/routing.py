@@ -15,6 +15,7 @@ from manylora.cluster.operations import Operations
 from manylora.cluster.switchboard import Switchboard
 from manylora.config import ConfigError, EngineSettings
 from manylora.engine.wire import Failed
+from manylora.main import warn_of_shares
 from manylora.protocol import AdapterError
 from manylora.types import why_reserved
 
@@ -29,7 +30,9 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         process = Switchboard(launch, adapter_log, _named_adapters(launch.engine))
     except ConfigError as error:
         starter.say(Failed(str(error), is_user_error=True))
-        return 2
+        return children.REFUSED
+    if launch.epoch == 1:
+        _warn_of_shares(launch, adapter_log)
 
     async def serve() -> int:
         stopped = asyncio.Event()
@@ -51,6 +54,16 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         return 0
 
     return asyncio.run(serve())
+
+
+def _warn_of_shares(launch: children.Launch, adapter_log: AdapterLog) -> None:
+    queue = launch.engine.scheduler.queue
+    if queue.fair_by == "key":
+        known = [str(place) for place in range(len(launch.http.api_keys))]
+    else:
+        listed = (each.name for each in adapter_log.current.values() if each.state == "listed")
+        known = [launch.engine.model.name, *listed]
+    warn_of_shares(queue, known)
 
 
 def _named_adapters(settings: EngineSettings) -> list[tuple[str, str]]:

@@ -100,7 +100,6 @@ class ReplicaPlace:
             self._set("running")
         elif isinstance(said, Failed):
             self.failed = said
-            log.error("replica %d: %s", self.id, said.message)
         else:
             self.failed = Failed(f"replica {self.id} ended while it was starting")
         code = await process.wait()
@@ -109,11 +108,11 @@ class ReplicaPlace:
         blamed = read_step(note)
         with contextlib.suppress(OSError):
             note.unlink()
-        is_crash = not self._is_ended and code not in (0, children.FENCED)
+        is_crash = not self._is_ended and code not in (0, children.REFUSED, children.FENCED)
         self._exited(messages.Exited(self.id, self.epoch, _why(code), is_crash, blamed))
 
     def _launch_of_epoch(self) -> children.Launch:
-        settings = self._node.settings
+        settings = self._node.settings(self.id)
         role = f"r{self.id}"
         journal, trace = settings.journal, settings.cache.trace
         if journal is not None:

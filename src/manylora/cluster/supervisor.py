@@ -68,7 +68,6 @@ def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOpti
         port = sock.getsockname()[1]
         path = default_folder(port) if cluster.cluster_dir is None else Path(cluster.cluster_dir)
         folder = Folder(path, is_lasting=cluster.cluster_dir is not None)
-        log.info("the cluster's folder is %s", path)
         launch = children.Launch(
             role="",
             id=0,
@@ -174,11 +173,16 @@ class _Supervisor:
         self._tell_table()
 
     def _exited(self, exited: messages.Exited) -> None:
+        slot = self._slots.get(exited.replica)
+        failed = None if slot is None else slot.failed
+        if failed is not None and not self._is_serving:
+            if not self._failed.done():
+                self._failed.set_result(failed)
+            return
+        if failed is not None:
+            log.error("replica %d: %s", exited.replica, failed.message)
         if self._link is not None:
             self._link.send(exited)
-        slot = self._slots.get(exited.replica)
-        if slot is not None and slot.failed is not None and not self._is_serving and not self._failed.done():
-            self._failed.set_result(slot.failed)
 
     def _tell_table(self) -> None:
         if self._link is None:
@@ -293,6 +297,7 @@ class _Supervisor:
             self._is_serving = True
             host, port = self._sock.getsockname()[:2]
             name = self._launch.engine.model.name
+            log.info("the cluster's folder is %s", self._launch.folder)
             log.info("serving %s on http://%s:%d", name, f"[{host}]" if ":" in host else host, port)
 
     # ------------------------------------------------------------ the end

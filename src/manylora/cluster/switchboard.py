@@ -13,7 +13,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,13 +21,11 @@ from manylora.cluster import children, messages
 from manylora.cluster.adapter_log import AdapterLog
 from manylora.cluster.link import Hello, Link, Listener, adopt, why_strange
 from manylora.cluster.members import FrontendMember, Members, ReplicaMember
-from manylora.cluster.names import journal_name
+from manylora.cluster.recording import open_of_router
 from manylora.cluster.rollout import Rollout
 from manylora.cluster.status import status
 from manylora.cluster.timing import Decisions
 from manylora.config import ConfigError
-from manylora.engine.journal import JournalWriter
-from manylora.engine.lines import LineFile
 from manylora.policy.router import Router
 from manylora.protocol import AdapterError, SetTimer, Timer
 from manylora.protocol.routing import (
@@ -62,6 +59,8 @@ log = logging.getLogger(__name__)
 SETTLE_S = 2.0
 """A router that takes another's place waits so long for replicas and front ends before it decides."""
 SOLVE_S = 2.0
+HINT_S = 5.0
+"""How much later than it may a router repeats a hint."""
 
 _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     messages.FRONTEND: msgspec.msgpack.Decoder(messages.ToRouterFromFrontend),
@@ -84,7 +83,8 @@ class Switchboard:
         self.table = messages.ProcessTable([], [], 0, launch.cluster.launcher)
         self.moved: collections.Counter[str] = collections.Counter()
         self.decisions = Decisions()
-        self.hint: ScaleHint | None = None
+        self._hint: ScaleHint | None = None
+        self._hint_s = 0.0
         self.registry = Rollout(adapter_log, self.members, self.tell, self.config.queue_timeout_s)
         self._model = launch.model
         self._supervisor: Link | None = None
@@ -105,13 +105,7 @@ class Switchboard:
         self._solver = SolverProcess(SOLVE_S) if solver_is_there() else None
         self._solving = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manylora-solving")
         self._listeners: list[asyncio.Queue[str]] = []
-        self._journal = self._trace = None
-        settings = launch.engine
-        if settings.journal is not None:
-            path = Path(journal_name(settings.journal, "router", launch.epoch))
-            self._journal = JournalWriter(path, self.config, settings.journal_part_bytes)
-        if settings.cache.trace is not None:
-            self._trace = LineFile(Path(journal_name(settings.cache.trace, "router", launch.epoch)), "trace")
+        self._journal, self._trace = open_of_router(launch.engine, self.config, launch.epoch)
         self._start_s = time.monotonic()
 
     async def start(self, secret: bytes, launch: children.Launch) -> None:
@@ -134,6 +128,12 @@ class Switchboard:
             self._trace.close()
         if self._solver is not None:
             self._solver.close()
+
+    @property
+    def hint(self) -> ScaleHint | None:
+        """What the router would have, as long as it has not stopped saying so: it does at most so often."""
+        is_fresh = time.monotonic() - self._hint_s <= self.config.scale_down_s + HINT_S
+        return self._hint if is_fresh else None
 
     # ------------------------------------------------------------ the machine
 
@@ -169,7 +169,7 @@ class Switchboard:
             case Solve():
                 self._solve(command)
             case ScaleHint():
-                self.hint = command
+                self._hint, self._hint_s = command, now
             case Routed():
                 if command.source is not None:
                     self.moved[command.reason] += 1

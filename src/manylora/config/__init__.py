@@ -19,6 +19,7 @@ from manylora.config.declaring import (
     parse_size,
     setting_of,
 )
+from manylora.config.lora_sharding import LORA_SHARDINGS, LoraSharding, lora_sharding_of
 from manylora.config.merging import MERGE_MODES, SETTING_MODES, MergeConfig, MergeTimes, StepTimes
 from manylora.config.policy import (
     ADMISSIONS,
@@ -47,6 +48,7 @@ __all__ = [
     "FIRST_STEP_S",
     "LARGEST_NUMBER",
     "LEAST_PRIORITY",
+    "LORA_SHARDINGS",
     "MERGE_MODES",
     "MOST_CPU_TOKENS",
     "MOST_PRIORITY",
@@ -60,6 +62,7 @@ __all__ = [
     "CpuRates",
     "EngineSettings",
     "HttpSettings",
+    "LoraSharding",
     "MergeConfig",
     "MergeTimes",
     "ModelSettings",
@@ -73,6 +76,7 @@ __all__ = [
     "check_rules",
     "check_workers",
     "is_import_name",
+    "lora_sharding_of",
     "num_cores",
     "option_of",
     "parse_size",

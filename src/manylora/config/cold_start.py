@@ -95,6 +95,10 @@ class ColdStartConfig(Section):
     rates: CpuRates = CpuRates()
     num_workers: Annotated[int, at_least(0)] = 0
     """How many processes there are: ``cpu_workers`` on this machine, as the policy gets it."""
+    reads_in_groups: bool = True
+    """Whether the executor can (``read_groups``)."""
+    cores_before: Annotated[int, at_least(0)] = 0
+    """How many of the last cores of this machine other engines' workers are bound to."""
 
     def __post_init__(self) -> None:
         check_rules(self)
@@ -111,6 +115,12 @@ class ColdStartConfig(Section):
         return _NUM_GROUPS[self.mode]
 
     @property
+    def read_groups(self) -> int:
+        """Groups of layers in which an adapter is read, for copies that follow the read and for steps that await
+        it; 0: in any order. The paper's modes begin when the adapter lies in host memory."""
+        return self.num_groups if self.mode in _STALLED and self.reads_in_groups else 0
+
+    @property
     def wanted_workers(self) -> int:
         """How many processes are to be started on this machine."""
         return self.workers_of(num_cores())
@@ -122,6 +132,15 @@ class ColdStartConfig(Section):
         if self.cpu_workers != _AUTO:
             return int(self.cpu_workers)
         return cores // 2 if cores >= LEAST_CORES else 0
+
+    def share(self, replica: int, cores: int) -> "ColdStartConfig":
+        """What one of several engines of a machine gets, ``cores`` being its share of these."""
+        count = self.workers_of(cores)
+        if count:
+            return dataclasses.replace(self, cpu_workers=str(count), cores_before=replica * count)
+        if self.mode == "cpu":
+            return ColdStartConfig("wait")
+        return dataclasses.replace(self, cpu_workers="0") if self.mode in _WITH_WORKERS else self
 
 
 def check_host_pool(config: ColdStartConfig, host_pool: int | None) -> None:

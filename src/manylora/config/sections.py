@@ -249,9 +249,10 @@ class EngineSettings(Section):
 
     def _check_parallel(self) -> None:
         """What does not work with several processes yet."""
+        cold_start = self.scheduler.cold_start
         for option, is_on in (
-            (f"--merge {self.scheduler.merge.mode}", self.scheduler.merge.is_on),
-            (f"--cold-start {self.scheduler.cold_start.mode}", self.scheduler.cold_start.num_groups > 0),
+            ("--cold-start cpu", cold_start.mode == "cpu"),
+            (f"--cpu-lora-workers {cold_start.cpu_workers}", cold_start.cpu_workers not in ("auto", "0")),
         ):
             if is_on:
                 raise ConfigError(f"{option} does not work with --tensor-parallel-size above 1 yet")

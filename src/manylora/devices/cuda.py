@@ -47,6 +47,11 @@ def cuda_is_available() -> bool:
     return torch.cuda.is_available()
 
 
+def launches_wait() -> bool:
+    """Whether each launch waits for its end, so that nothing on the device may wait for what comes later."""
+    return os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
+
+
 def visible_gpus() -> list[str]:
     """Those that this process may use, as CUDA_VISIBLE_DEVICES names them. Takes nothing of them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -66,7 +71,7 @@ class CudaDevice:
             built = "finds no GPU" if torch.version.cuda else "is built without CUDA"
             raise ConfigError(f"device cuda was asked for, but this torch ({torch.__version__}) {built}")
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
-        self.launches_wait = os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
+        self.launches_wait = launches_wait()
         self.name = f"cuda ({torch.cuda.get_device_name(self.torch_device)})"
         self._captures: _Captures | None = None
         self._num_writers = 0
@@ -248,18 +253,32 @@ class _CudaPageWriter:
         if self._num_writes == 0:
             self._stream.wait_event(self._issued)
         if turn == len(self._stages):
-            self._stages.append((torch.empty_like(image, pin_memory=True), torch.cuda.Event()))
-        staged, landed = self._stages[turn]
+            self._stages.append((_pinned(image.nbytes), torch.cuda.Event()))
+        memory, landed = self._stages[turn]
         landed.synchronize()
+        if memory.nbytes < image.nbytes:
+            memory = _pinned(image.nbytes)
+            self._stages[turn] = memory, landed
+        staged = memory[: image.nbytes].view(image.dtype).view(image.shape)
         copy_bytes(staged, image)
         with torch.cuda.stream(self._stream):
             target.copy_(staged, non_blocking=True)
             landed.record(self._stream)
         self._num_writes += 1
 
+    def landing(self) -> Callable[[], None]:
+        landed = torch.cuda.Event()
+        landed.record(self._stream)
+        device = self._stream.device
+        return lambda: torch.cuda.current_stream(device).wait_event(landed)
+
     def close(self) -> None:
         self._stream.synchronize()
         self._stages.clear()
+
+
+def _pinned(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 class _CudaCopyLane:

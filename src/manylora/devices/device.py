@@ -33,10 +33,14 @@ class PageWriter(Protocol):
     """Writes page images into the pool while steps run. Made on the step loop's thread, used by one other."""
 
     def write(self, target: torch.Tensor, image: torch.Tensor) -> None:
-        """Copy ``image`` (host, contiguous) to ``target`` (device, same shape and dtype).
+        """Copy ``image`` (host, contiguous) to ``target`` (device, same shape and dtype, contiguous).
 
         ``image`` may be reused at once. The write waits for all work issued before the writer was made.
         """
+
+    def landing(self) -> Callable[[], None]:
+        """Gives a function for the step loop's thread: work issued after it was called there waits for what was
+        written so far, without keeping that thread."""
 
     def close(self) -> None:
         """Return when every write has landed. Raises what went wrong on the way."""

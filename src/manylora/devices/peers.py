@@ -12,11 +12,11 @@ from typing import Literal, Protocol
 
 import torch
 
-Purpose = Literal["base", "lora", "sampling", "start"]
-"""What an exchange is for: the base's sums; what adapters add to them; logits and tokens; agreeing at the
-start."""
+Purpose = Literal["base", "lora", "sampling", "merging", "start"]
+"""What an exchange is for: the base's sums; what adapters add to them; logits and tokens; adapters' rows for a
+switch, and agreeing about it; agreeing at the start."""
 
-PURPOSES: tuple[Purpose, ...] = ("base", "lora", "sampling", "start")
+PURPOSES: tuple[Purpose, ...] = ("base", "lora", "sampling", "merging", "start")
 
 
 @dataclasses.dataclass
@@ -48,7 +48,7 @@ class Account:
 
 
 class Peers(Protocol):
-    """A rank's door to the others. Used by one thread."""
+    """A rank's door to the others. Used by one thread at a time."""
 
     rank: int
     count: int

@@ -82,7 +82,7 @@ def build_worker(
     folder = resolve_model(settings.model.model)
     config = read_model_config(folder)
     device = open_device(settings.model.device)
-    settings = _with_gates(settings, device)
+    settings = with_gates(settings, device.launches_wait)
     kind: Kind = "cuda" if device.torch_device.type == "cuda" else "cpu"
     dtype = resolve_dtype(settings.model.dtype, kind, config.dtype)
     page = config.page_shape(settings.cache.page_tokens, dtype.itemsize)
@@ -96,7 +96,7 @@ def build_worker(
     if pads_steps is None:
         pads_steps = device.captures and settings.cuda_graphs == "auto"
     merge = settings.scheduler.merge
-    _check_mixed(merge, dtype)
+    check_mixed(merge, dtype)
     is_small = kind == "cpu" and weight_bytes(config, dtype) <= SMALL_MODEL_BYTES
     ops = ops_for(
         device.torch_device,
@@ -117,7 +117,7 @@ def build_worker(
     activations = activation_bytes(config, dtype, limits.max_num_seqs, limits.max_batch_tokens)
     if pads_steps and device.captures:
         activations += GRAPH_BYTES
-    copy = _copy_of_weights(settings, decoder, device, activations)
+    copy = copy_of_weights(merge, asked_pool, decoder, device, activations)
     num_pages, num_host_pages = _num_pages(settings.cache, device, kind, page, activations, copy)
     limits = policy_limits(settings, config, kind, page, num_pages, num_host_pages)
     # One page more where steps are padded: what padding tokens write goes there.
@@ -158,17 +158,18 @@ def build_worker(
     return worker, limits, engine_info(settings, config, limits, device.name, dtype, copy.num_bytes)
 
 
-def _with_gates(settings: EngineSettings, device: Device) -> EngineSettings:
+def with_gates(settings: EngineSettings, launches_wait: bool) -> EngineSettings:
     """What the device can obey: where each launch waits for its end, no step waits for what comes later."""
     scheduler = settings.scheduler
-    if not device.launches_wait or not scheduler.cold_start.num_groups:
+    if not launches_wait or not scheduler.cold_start.num_groups:
         return settings
     _log.warning("--cold-start is wait, not %s: CUDA_LAUNCH_BLOCKING is set", scheduler.cold_start.mode)
     waiting = dataclasses.replace(scheduler, cold_start=ColdStartConfig("wait"))
     return dataclasses.replace(settings, scheduler=waiting)
 
 
-def _check_mixed(merge: MergeConfig, dtype: torch.dtype) -> None:
+def check_mixed(merge: MergeConfig, dtype: torch.dtype) -> None:
+    """Raises ConfigError where rows beside a merged adapter would see the rounding of its weights unasked."""
     if merge.is_mixed and dtype.itemsize < 4 and not merge.mixed_16bit:
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(
@@ -186,7 +187,7 @@ def _with_workers(
 ) -> ColdStartConfig:
     """Start the CPU workers; what the policy is to know of them."""
     try:
-        workers = start_workers(host, geometry, config.wanted_workers)
+        workers = start_workers(host, geometry, config.wanted_workers, config.cores_before)
     except OSError as error:
         raise ConfigError(f"CPU workers could not be started: {error}") from error
     worker.use_workers(workers)
@@ -195,37 +196,46 @@ def _with_workers(
     return dataclasses.replace(config, rates=rates, num_workers=workers.num_workers)
 
 
-class _Copy(NamedTuple):
+class CopyOfWeights(NamedTuple):
     """Where the copy of the base's weights goes that merging needs, and what it takes."""
 
     place: Literal["device", "host"] = "device"
     num_bytes: int = 0
+
+    def on_device(self, kind: Kind) -> int:
+        """What it takes of the memory that the device's pool is taken from."""
+        return self.num_bytes if self.place == "device" or kind == "cpu" else 0
+
+    def on_host(self, kind: Kind) -> int:
+        """What it takes of the memory that the host's pool is taken from."""
+        return self.num_bytes if self.place == "host" or kind == "cpu" else 0
 
     def made(self, decoder: Decoder, device: Device) -> Pristine:
         weights = [linear.weight for linear in decoder.linears]
         return DevicePristine(weights) if self.place == "device" else HostPristine(weights, device)
 
 
-def _copy_of_weights(settings: EngineSettings, decoder: Decoder, device: Device, activations: int) -> _Copy:
-    merge = settings.scheduler.merge
+def copy_of_weights(
+    merge: MergeConfig, asked_pool: int | None, decoder: Decoder, device: Device, activations: int
+) -> CopyOfWeights:
+    """The one that merging needs of this decoder, beside a pool on this device."""
     if not merge.is_on:
-        return _Copy()
+        return CopyOfWeights()
     size = pristine_bytes(linear.weight for linear in decoder.linears)
-    place = pristine_place(merge.copy, device, settings.cache.device_pool, activations, size)
+    place = pristine_place(merge.copy, device, asked_pool, activations, size)
     _log.info("a copy of the base's weights takes %s (%s)", in_mib(size), place)
-    return _Copy(place, size)
+    return CopyOfWeights(place, size)
 
 
 def _num_pages(
-    cache: CacheSettings, device: Device, kind: Kind, page: PageShape, activations: int, copy: _Copy
+    cache: CacheSettings, device: Device, kind: Kind, page: PageShape, activations: int, copy: CopyOfWeights
 ) -> tuple[int, int]:
     """Pages of the device's pool and of the host's."""
     size = page.page_bytes
-    of_device = copy.num_bytes if copy.place == "device" or kind == "cpu" else 0
-    of_host = copy.num_bytes if copy.place == "host" or kind == "cpu" else 0
-    num_pages = pool_pages(pool_bytes(device, cache.device_pool, activations, of_device), size)
+    num_pages = pool_pages(pool_bytes(device, cache.device_pool, activations, copy.on_device(kind)), size)
     promised = num_pages * size if kind == "cpu" else 0
-    num_host_pages = host_pool_pages(open_device("cpu"), cache.host_pool, kind, promised, size, of_host)
+    machine, of_copy = open_device("cpu"), copy.on_host(kind)
+    num_host_pages = host_pool_pages(machine, cache.host_pool, kind, promised, size, of_copy)
     _log.info(
         "the device's pool has %d pages (%s), the host's %d (%s)",
         num_pages,

@@ -139,8 +139,13 @@ class ColdStep:
         done.stall_s += self.stall_s
 
 
-def start_workers(host: HostPool, geometry: AdapterGeometry, num_workers: int) -> Workers:
-    """Processes that read the host's pool, which is lent. Raises OSError where the system gives none."""
+def start_workers(
+    host: HostPool, geometry: AdapterGeometry, num_workers: int, cores_before: int = 0
+) -> Workers:
+    """Processes that read the host's pool, which is lent. Raises OSError where the system gives none.
+
+    ``cores_before``: see ``ColdStartConfig``.
+    """
     assert host.descriptor is not None
     groups = geometry.groups
     dtype = str(host.dtype).removeprefix("torch.")
@@ -158,14 +163,13 @@ def start_workers(host: HostPool, geometry: AdapterGeometry, num_workers: int) -
         geometry.cell_elements,
         geometry.alignment,
     )
-    return Workers(shape, place, _cores(num_workers), LATE_S)
+    return Workers(shape, place, _cores(num_workers, cores_before), LATE_S)
 
 
-def _cores(num_workers: int) -> list[int]:
-    """The last ones that this process may use; none where it has fewer than two for itself."""
-    if num_cores() < num_workers + 1:
-        return []
-    return sorted(os.sched_getaffinity(0))[-num_workers:]
+def _cores(num_workers: int, before: int) -> list[int]:
+    """The last ones that this process may use, but for ``before``; none where that leaves no core for others."""
+    end = num_cores() - before
+    return sorted(os.sched_getaffinity(0))[end - num_workers : end] if end > num_workers else []
 
 
 class ColdRows:

@@ -1,22 +1,23 @@
 """What comes to the device beside the steps: copies with their gates, and the entries of what lands.
 
-Owns a gate from its copy's command on until no step can name it. Does not copy.
+Owns a gate from its copy's or its read's command on until no step can name it. Does not copy and does not read.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from manylora.adapters.pack import cell_offsets, layout_of
 from manylora.adapters.peft import AdapterSpec
+from manylora.executor.arrivals import Arrivals, DeviceArrivals, HostArrivals
 from manylora.executor.cold_rows import ColdStep
 from manylora.executor.reader import Landed
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.copier import Copier, one_line
-from manylora.memory.gates import Awaited, CopyGate, layer_groups
-from manylora.protocol import AdapterError, CopyDone, RunStep, SwapPages
+from manylora.memory.gates import NUM_ORDERS, Awaited, CopyGate, Filling, layer_groups
+from manylora.protocol import AdapterError, CopyDone, ReadAdapter, RunStep, SwapPages
 from manylora.types import AdapterId, CopyId
 
 
@@ -39,48 +40,65 @@ class Coming:
         self._geometry = geometry
         self._spec_of = spec_of
         self.landed: collections.deque[Landed] = collections.deque()
-        self._lost: collections.deque[AdapterId] = collections.deque()  # entered ahead, and did not land
+        self._ahead: dict[AdapterId, CopyId] = {}  # entered before they have landed, by which copy
         self._gates: dict[CopyId, CopyGate] = {}
-        self._commands: dict[CopyId, SwapPages] = {}  # of the gates
-        self._num_gates = 0
+        self._commands: dict[CopyId, SwapPages | ReadAdapter] = {}  # of the gates
+        self._num_gates = [0] * NUM_ORDERS
         self._answered: list[CopyId] = []  # at the last step's end
+        self._fillings: dict[AdapterId, Filling] = {}
+        self._read: list[tuple[AdapterId, Filling]] = []  # those that were answered at the last step's end
 
     def enter(self) -> None:
-        """Enter what has landed into the tables. It is among it before its ``done`` is heard of. So is what was
-        entered ahead and has not landed, among what is dropped."""
-        while self._lost:
-            self._tables.drop(self._lost.popleft())
+        """Enter what has landed into the tables. It is among it before its ``done`` is heard of."""
         while self.landed:
             landed = self.landed.popleft()
+            self._ahead.pop(landed.adapter, None)
             self._tables.put(landed.adapter, landed.layout, landed.offsets)
+
+    def leave(self, adapter: AdapterId) -> None:
+        """Drop the adapter's entry, landed or ahead."""
+        self.enter()
+        self._ahead.pop(adapter, None)
+        self._tables.drop(adapter)
 
     # ------------------------------------------------------------ copies
 
     def swap(self, command: SwapPages, tell: Callable[[CopyDone], None]) -> None:
         """Carries out SwapPages; ``tell`` gets the one answer."""
         gate: CopyGate | None = None
+        filling: Filling | None = None
         if command.groups:
-            self._num_gates += 1
             # In the order in which they land.
             groups = layer_groups(self._geometry.page.layers, command.groups)
             first = self._first_layer(command, command.first_group)
             later = [group for group in groups if group[0] >= first]
-            order = later + [group for group in groups if group[0] < first]
-            gate = self._gates[command.copy] = CopyGate(order, self._num_gates)
+            in_order = later + [group for group in groups if group[0] < first]
+            order = int(command.follows_read)
+            self._num_gates[order] += 1
+            gate = self._gates[command.copy] = CopyGate(in_order, self._num_gates[order], order)
             self._commands[command.copy] = command
 
-        def done(answer: CopyDone) -> None:
-            if command.groups and command.adapter is not None and not answer.ok:
-                self._lost.append(command.adapter)
-            tell(answer)
-
         try:
-            self._copier.start(command, self._landing(command), done, gate)
+            if command.follows_read:
+                filling = self._filling_of(command)
+            self._copier.start(command, self._landing(command), tell, gate, filling)
         except (AdapterError, RuntimeError, ValueError) as error:
             # Removed meanwhile, closed, or a wrong command: no thread will answer.
-            done(CopyDone(command.copy, False, error=one_line(error)))
+            tell(CopyDone(command.copy, False, error=one_line(error)))
             if gate is not None:
                 gate.answer(False)
+
+    def _filling_of(self, command: SwapPages) -> Filling:
+        filling = self._fillings.get(command.adapter) if command.adapter is not None else None
+        if filling is None or not command.groups:
+            raise ValueError(f"copy {command.copy} follows a read that there is not")
+        return filling
+
+    def _enter_ahead(self, landed: Landed, copy: CopyId) -> None:
+        """Steps that await the copy, or the read, look for it."""
+        self.enter()
+        self._ahead[landed.adapter] = copy
+        self._tables.put(landed.adapter, landed.layout, landed.offsets)
 
     def _landing(self, command: SwapPages) -> Callable[[], None]:
         """What to do on the copier's thread once the pages have landed."""
@@ -90,9 +108,7 @@ class Coming:
         pages = [destination for _, destination in command.pairs]
         landed = Landed.at(adapter, layout_of(self._spec_of(adapter), self._geometry), self._geometry, pages)
         if command.groups:
-            # Ahead: steps that await the copy look for it.
-            self.enter()
-            self._tables.put(adapter, landed.layout, landed.offsets)
+            self._enter_ahead(landed, command.copy)
 
         def note() -> None:
             self._spec_of(adapter)
@@ -100,6 +116,22 @@ class Coming:
                 self.landed.append(landed)
 
         return note
+
+    # ------------------------------------------------------------ reads
+
+    def read(self, command: ReadAdapter) -> Arrivals:
+        """What is to be told of a read in groups, before it starts. Raises AdapterError for an adapter that is not
+        known, ValueError for a wrong command."""
+        groups = layer_groups(self._geometry.page.layers, command.groups)
+        if command.tier == "host":
+            filling = self._fillings[command.adapter] = Filling()
+            return HostArrivals(groups, filling)
+        layout = layout_of(self._spec_of(command.adapter), self._geometry)
+        landed = Landed.at(command.adapter, layout, self._geometry, command.pages)
+        self._enter_ahead(landed, command.copy)
+        gate = self._gates[command.copy] = CopyGate(groups, 0)
+        self._commands[command.copy] = command
+        return DeviceArrivals(groups, gate)
 
     # ------------------------------------------------------------ steps
 
@@ -115,7 +147,11 @@ class Coming:
         found = ColdStep()
         for wanted in step.cpu:
             command, gate = self._commands[wanted.copy], self._gates[wanted.copy]
-            if command.adapter is None or not 0 < wanted.groups <= command.groups:
+            if (
+                isinstance(command, ReadAdapter)
+                or command.adapter is None
+                or not 0 < wanted.groups <= command.groups
+            ):
                 raise ValueError(f"copy {wanted.copy} brings no adapter in {wanted.groups} groups")
             layout = layout_of(self._spec_of(command.adapter), self._geometry)
             host_pages = [source for source, _ in command.pairs]
@@ -140,6 +176,22 @@ class Coming:
         """Before a step's end is told. A copy that was answered by the end before is forgotten: its answer
         was told before that end, which has been acted upon, so no step names it any more. Between both one may:
         what came before the answer is acted upon first."""
-        for copy in self._answered:
-            del self._gates[copy], self._commands[copy]
+        self.forget((copy, self._gates[copy].wait_answer()) for copy in self._answered)
         self._answered = [copy for copy, gate in self._gates.items() if gate.is_answered]
+        for adapter, filling in self._read:
+            if self._fillings.get(adapter) is filling:  # else it is read again
+                del self._fillings[adapter]
+        self._read = [
+            (adapter, filling) for adapter, filling in self._fillings.items() if filling.is_answered
+        ]
+
+    def forget(self, answered: Iterable[tuple[CopyId, bool]]) -> None:
+        """No step names these copies any more, each with whether it went well; what was entered ahead of one that
+        did not is dropped. Until then steps may name it, whose rows are spoilt."""
+        for copy, ok in answered:
+            del self._gates[copy]
+            adapter = self._commands.pop(copy).adapter
+            if adapter is not None and self._ahead.get(adapter) == copy:
+                del self._ahead[adapter]
+                if not ok:
+                    self._tables.drop(adapter)

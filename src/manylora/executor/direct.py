@@ -14,6 +14,7 @@ from manylora.protocol import (
     EndSequence,
     EvictAdapter,
     Executor,
+    ExecutorLost,
     ForgetAdapter,
     InspectAdapter,
     ReadAdapter,
@@ -50,6 +51,9 @@ class DirectExecutor:
             case CopyDone() | AdapterRead() | SwitchDone():
                 if ask_of(answer) in self._landed:  # else it was asked for by another
                     self._landed[ask_of(answer)].put(answer)
+            case ExecutorLost():
+                for waiting in list(self._landed.values()):
+                    waiting.put(answer)
 
     # ------------------------------------------------------------ steps
 
@@ -132,7 +136,9 @@ class DirectExecutor:
         return not self._landed[ask_of(command)].empty()
 
     def wait_for(self, command: ReadAdapter | SwapPages | SetMerged) -> DeviceEvent:
-        """The answer to what was begun."""
+        """The answer to what was begun. Raises RuntimeError where the executor is lost."""
         answer = self._landed[ask_of(command)].get(timeout=_ANSWER_S)
         del self._landed[ask_of(command)]
+        if isinstance(answer, ExecutorLost):
+            raise RuntimeError(answer.reason)
         return answer

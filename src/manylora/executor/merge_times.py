@@ -11,11 +11,11 @@ import logging
 import statistics
 import time
 from collections.abc import Iterator
+from typing import Protocol
 
 from manylora.config import MergeTimes, PolicyConfig, StepTimes
 from manylora.executor.direct import DirectExecutor
-from manylora.executor.worker import Worker
-from manylora.protocol import RunStep, SequenceStart, SetMerged, StepRow
+from manylora.protocol import Executor, RunStep, SequenceStart, SetMerged, StepRow
 from manylora.types import BASE, AdapterId, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -47,8 +47,15 @@ _MOST_S = 5.0
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 
 
+class Pretends(Executor, Protocol):
+    """An executor that steps can be measured on."""
+
+    def pretend_adapter(self, adapter: AdapterId, rank: int) -> bool:
+        """See Worker."""
+
+
 def measure_merging(
-    worker: Worker, limits: PolicyConfig, max_adapter_rank: int | None, steps_wait: bool
+    worker: Pretends, limits: PolicyConfig, max_adapter_rank: int | None, steps_wait: bool
 ) -> MergeTimes:
     """Switches and steps with pretended adapters, which change no number. Without times where the pool has no room
     for such an adapter, or something fails. Runs before the policy's first command, as ``warm_up`` does.
@@ -91,7 +98,7 @@ def measure_merging(
     return MergeTimes(steps_wait, merge_s, restore_s, tuple(steps))
 
 
-def measure_change(worker: Worker, limits: PolicyConfig, max_adapter_rank: int | None) -> float:
+def measure_change(worker: Pretends, limits: PolicyConfig, max_adapter_rank: int | None) -> float:
     """Median seconds of a switch from one adapter straight to another, both pretended. Raises RuntimeError where
     it fails. Runs before the policy's first command."""
     rank = min(RANK, max_adapter_rank or RANK)
@@ -132,7 +139,7 @@ class _Rig:
     """Gives a worker switches and steps, and tells what they took. All rows lie on the same pages: what they write
     is never read for a request."""
 
-    def __init__(self, worker: Worker, limits: PolicyConfig) -> None:
+    def __init__(self, worker: Pretends, limits: PolicyConfig) -> None:
         self.direct = DirectExecutor(worker)
         self._limits = limits
         self._merged: AdapterId = BASE

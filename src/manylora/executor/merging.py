@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from manylora.devices.device import Device, Elapsed
+from manylora.executor.ranked_merging import MergeRows, RankedMerging
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.ops import MergedLayer, MergePlan
 from manylora.kernels.shapes import AdapterGeometry
@@ -45,15 +46,18 @@ class MergedWeights:
         geometry: AdapterGeometry,
         device: Device,
         turns: Turns,
+        ranked: RankedMerging | None = None,
     ) -> None:
         """``pristine``: of the weights of ``decoder.linears``, in their order. ``turns``: of copies to the
-        device."""
+        device. ``ranked``: where the decoder is one rank's share."""
         self._linears = decoder.linears
         self._ops = decoder.ops
         self._pristine = pristine
         self._arena = arena
         self._tables = tables
         self._geometry = geometry
+        self._ranked = ranked
+        self._of_weights = geometry if ranked is None else ranked.geometry
         self._device = device
         self._turns = turns
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="manylora-merge")
@@ -88,22 +92,20 @@ class MergedWeights:
         RuntimeError where the weights are lost."""
         self.settle()
         elapsed, pristine, failed = self._device.measure(), self._pristine, ""
-        try:
-            plan = self._plan(command.adapter)
-        except KeyError:
-            plan, failed = self._plan(BASE), f"adapter {command.adapter} is not resident"
+        if command.adapter != BASE and command.adapter not in self._tables:
+            failed = f"adapter {command.adapter} is not resident"
+        failed = self._agreed(failed)
+        rows = self._rows(BASE if failed else command.adapter)
         if isinstance(pristine, HostPristine):
-            args = pristine, command, plan, failed, self._device.issued(), elapsed, tell
+            args = pristine, command, rows, failed, self._device.issued(), elapsed, tell
             self._beside = command.adapter, self._thread.submit(self._switch_beside, *args)
             return
-        try:
-            self._write(plan, pristine)
-        except Exception as error:
-            failed = self._failed(command, error)
-            try:
-                self._write(self._plan(BASE), pristine)
-            except Exception as lost:
-                self._broken = one_line(lost)
+        failed = self._tried(
+            command,
+            failed,
+            lambda: self._write(rows, pristine),
+            lambda: self._write(self._rows(BASE), pristine),
+        )
         self._note(command.adapter, failed)
         self._thread.submit(self._answer, command, elapsed(), failed, tell)
         self.settle()
@@ -116,6 +118,31 @@ class MergedWeights:
         self._thread.shutdown(wait=True)
         self._pristine.close()
 
+    def _tried(
+        self, command: SetMerged, failed: str, write: Callable[[], None], restore: Callable[[], None]
+    ) -> str:
+        """Write, and restore where that fails, here or on another rank. What went wrong, before it or in it."""
+        wrong = ""
+        try:
+            write()
+        except Exception as error:
+            wrong = self._failed(command, error)
+            self._restore(restore)
+        found = self._agreed(wrong)
+        if found and not wrong:
+            self._restore(restore)
+        return failed or found
+
+    def _restore(self, restore: Callable[[], None]) -> None:
+        try:
+            restore()
+        except Exception as lost:
+            self._broken = one_line(lost)
+
+    def _agreed(self, failed: str) -> str:
+        """What went wrong here, or on another rank."""
+        return failed if self._ranked is None else self._ranked.agree(failed)
+
     def _note(self, adapter: AdapterId, failed: str) -> None:
         self._merged, self._may_name = (BASE, None) if failed else (adapter, adapter)
 
@@ -125,7 +152,7 @@ class MergedWeights:
         self,
         pristine: HostPristine,
         command: SetMerged,
-        plan: MergePlan,
+        rows: MergeRows,
         failed: str,
         issued: object,
         elapsed: Elapsed,
@@ -133,16 +160,15 @@ class MergedWeights:
     ) -> str:
         """The whole switch, on a thread of its own: no step runs meanwhile. What went wrong, before it or in
         it."""
-        try:
+
+        def write() -> None:
             self._bring_back(pristine, issued)
-            self._write(plan, None)
+            self._write(rows, None)
             elapsed()()
-        except Exception as error:
-            failed = self._failed(command, error)
-            try:
-                self._bring_back(pristine, self._device.issued())
-            except Exception as lost:
-                self._broken = one_line(lost)
+
+        failed = self._tried(
+            command, failed, write, lambda: self._bring_back(pristine, self._device.issued())
+        )
         self._answer(command, elapsed(), failed, tell)
         return failed
 
@@ -152,7 +178,7 @@ class MergedWeights:
         for number, linear in enumerate(self._linears):
             group = linear.group
             for place, projection in enumerate(group.projections):
-                if self._differs[self._geometry.projections.index(projection)]:
+                if self._differs[self._of_weights.projections.index(projection)]:
                     rows.append(WeightRows(number, group.offsets[place], group.offsets[place + 1]))
         pristine.restore(rows, issued, self._turns)
         self._differs = np.zeros_like(self._differs)
@@ -174,23 +200,25 @@ class MergedWeights:
 
     # ------------------------------------------------------------ the weights
 
-    def _plan(self, adapter: AdapterId) -> MergePlan:
-        """Of the adapter's rows; the base's are none. Raises KeyError where it is not resident."""
+    def _rows(self, adapter: AdapterId) -> MergeRows:
+        """Of the adapter, which is resident; the base's are none."""
         count = len(self._geometry.projections)
         records = np.zeros((count, 4), np.int64)
         scales = np.zeros((count, 2, self._geometry.page.layers), np.float32)
         if adapter != BASE:
             (records,), (scales,) = self._tables.entries(np.array([self._tables.own_row(adapter)]))
-        return MergePlan(records[:, 2] > 0, records, scales, self._tables.cells, self._geometry)
+        plan = MergePlan(records[:, 2] > 0, records, scales, self._tables.cells, self._geometry)
+        pool = self._arena.pool
+        return MergeRows(plan, pool) if self._ranked is None else self._ranked.rows(plan, pool)
 
-    def _write(self, plan: MergePlan, pristine: DevicePristine | None) -> None:
+    def _write(self, rows: MergeRows, pristine: DevicePristine | None) -> None:
         """Issue a pass of the plan, which restores what else differs. None: the weights are pristine as they
         are."""
+        plan, pool = rows
         adapted, self._differs = plan.wanted, plan.wanted | self._differs
         plan = dataclasses.replace(plan, wanted=self._differs)
-        pool = self._arena.pool
         with torch.inference_mode():
-            for group in self._geometry.groups:
+            for group in self._of_weights.groups:
                 numbered = [(n, linear) for n, linear in enumerate(self._linears) if linear.group == group]
                 if not plan.parts(group, 0):
                     continue

@@ -12,12 +12,12 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from manylora.adapters.pack import layout_for
+from manylora.adapters.pack import pretended_layout
 from manylora.adapters.registry import Registry
 from manylora.adapters.store import AdapterStore
 from manylora.assist.workers import Workers
@@ -29,7 +29,9 @@ from manylora.executor.forward import EagerSteps, Forward, Outputs
 from manylora.executor.graphs import GraphLimits, Progress, Rehearse, StepGraphs
 from manylora.executor.inputs import InputBuilder, StepInputs
 from manylora.executor.inspections import Inspections
+from manylora.executor.joined import joined
 from manylora.executor.merging import MergedWeights
+from manylora.executor.ranked_merging import RankedMerging
 from manylora.executor.ranked_sampling import RankedSampling
 from manylora.executor.reader import AdapterReader
 from manylora.executor.sampler import Results, draw, most_likely
@@ -45,6 +47,7 @@ from manylora.memory.pristine import Pristine
 from manylora.models.decoder import Decoder
 from manylora.protocol import (
     DEVICE_COMMANDS,
+    AdapterError,
     AdapterRead,
     CopyPages,
     DeviceCommand,
@@ -65,7 +68,7 @@ from manylora.protocol import (
     VerifyAdapter,
     handlers,
 )
-from manylora.types import BASE, AdapterId, SequenceId, TokenLogprobs
+from manylora.types import BASE, AdapterId, CopyId, SequenceId
 
 _log = logging.getLogger(__name__)
 
@@ -118,6 +121,7 @@ class Worker:
         decoder is one rank's share of a model. The worker closes what it is given.
         """
         self._forward: Forward | None = Forward(decoder, arena, geometry, device, ranked)
+        self._is_rank = ranked is not None  # which copies are forgotten is told to all ranks alike
         self._graphs: StepGraphs | None = None
         self._arena = arena
         self._host = host
@@ -163,14 +167,19 @@ class Worker:
         """See Executor."""
         if self._in_flight:
             result = self._in_flight.popleft()()
-            self._coming.step_ended()
+            if not self._is_rank:
+                self._coming.step_ended()
             self._tell(result)
+
+    def forget_copies(self, answered: Sequence[tuple[CopyId, bool]]) -> None:
+        """Of one of several ranks: no step names these copies any more, each with whether it went well on all."""
+        self._coming.forget(answered)
 
     # ------------------------------------------------------------ merged weights
 
-    def use_merging(self, pristine: Pristine) -> None:
+    def use_merging(self, pristine: Pristine, ranked: RankedMerging | None = None) -> None:
         """Obey SetMerged from now on; before the first step and before ``use_graphs``. ``pristine``: of the
-        decoder's linears. The worker closes it."""
+        decoder's linears. ``ranked``: of one of several ranks. The worker closes ``pristine``."""
         assert self._forward is not None
         self._merging = MergedWeights(
             self._forward.decoder,
@@ -180,7 +189,14 @@ class Worker:
             self._geometry,
             self._device,
             self._copier.turns,
+            ranked,
         )
+
+    def settle_merged(self) -> None:
+        """Wait for a switch that goes on beside the step loop. Raises RuntimeError where the base's weights are
+        lost."""
+        if self._merging is not None:
+            self._merging.settle()
 
     def set_merged(self, command: SetMerged) -> None:
         """Carries out SetMerged. Raises RuntimeError where the base's weights are lost."""
@@ -360,28 +376,15 @@ class Worker:
             self._sequences.forget(expected)
             return self._failed(step, error, began)
         spoilt = () if awaited is None else awaited.spoilt()
-        # Parts are in the order of their batches: from there into the step's.
-        order = np.argsort(np.concatenate([part.rows for part in sampled])).tolist()
-        ids = [row for result in results for row in result.tokens]
-        drew = [ids[place] for place in order]
-        self._sequences.settle(expected, [tokens[0] for tokens in drew])
-        logprobs: dict[tuple[SequenceId, int], TokenLogprobs] = {}
-        if any(result.logprobs is not None for result in results):
-            told = [row for result in results for row in (result.logprobs or [()] * len(result.tokens))]
-            for sequence, place in zip(sampled_sequences, order):
-                logprobs |= {(sequence, i): item for i, item in enumerate(told[place]) if item is not None}
-        tokens = tuple(zip(sampled_sequences, map(tuple, drew)))
-        unsound: tuple[SequenceId, ...] = ()
-        if any(result.unsound for result in results):
-            begins = np.cumsum([0, *(len(result.tokens) for result in results)])
-            places = {begin + row for begin, result in zip(begins, results) for row in result.unsound}
-            unsound = tuple(sequence for sequence, place in zip(sampled_sequences, order) if place in places)
-        done = StepDone(step.step, True, tokens, self._step_s(began), unsound=unsound, spoilt=spoilt)
+        drawn = joined(results, [part.rows for part in sampled], sampled_sequences)
+        self._sequences.settle(expected, [tokens[0] for _, tokens in drawn.tokens])
+        seconds = self._step_s(began)
+        done = StepDone(step.step, True, drawn.tokens, seconds, unsound=drawn.unsound, spoilt=spoilt)
         if awaited is not None:
             done.stall_s = awaited.stall_s
         if cold is not None:
             cold.tell(done, self._workers)
-        return StepResult(done, logprobs)
+        return StepResult(done, drawn.logprobs)
 
     def _failed(self, step: RunStep, error: Exception, began: float) -> StepResult:
         _log.error("step %d failed", step.step, exc_info=error)
@@ -423,8 +426,7 @@ class Worker:
         """Enter an adapter of scale 0 on all projections, in pages that it does not have: steps with it compute
         what the base model does, by the kernels for adapters. Until ``evict_adapter``. False: the pool has no room
         for such an adapter."""
-        scales = np.zeros((len(self._geometry.projections), self._geometry.page.layers), np.float32)
-        layout = layout_for([rank] * len(scales), scales, self._geometry)
+        layout = pretended_layout(rank, self._geometry)
         if layout.num_pages > self._arena.num_pages:
             return False
         # All its cells lie where the pool begins.
@@ -434,15 +436,16 @@ class Worker:
     def read_adapter(self, command: ReadAdapter) -> None:
         """Carries out ReadAdapter."""
         try:
-            self._reader.start(self.inspections.find(command.adapter), command, self._tell)
-        except RuntimeError as error:
+            spec = self.inspections.find(command.adapter)
+            arrivals = self._coming.read(command) if command.groups and spec is not None else None
+            self._reader.start(spec, command, self._tell, arrivals)
+        except (AdapterError, RuntimeError, ValueError) as error:
             # Closed, or the device is broken: no thread will answer.
             self._tell(AdapterRead(command.adapter, False, one_line(error)))
 
     def evict_adapter(self, command: EvictAdapter) -> None:
         """Carries out EvictAdapter."""
-        self._coming.enter()
-        self._tables.drop(command.adapter)
+        self._coming.leave(command.adapter)
 
     def swap_pages(self, command: SwapPages) -> None:
         """Carries out SwapPages."""

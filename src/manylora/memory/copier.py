@@ -16,7 +16,7 @@ import torch
 
 from manylora.devices.device import CopyLane, Device
 from manylora.memory.arena import Arena
-from manylora.memory.gates import CopyGate, LandedWords
+from manylora.memory.gates import CopyGate, Filling, LandedWords
 from manylora.memory.host import HostPool
 from manylora.memory.pace import Pace
 from manylora.memory.turns import Turns
@@ -30,6 +30,7 @@ where the device's copy engines move them (``devices/staging``)."""
 _log = logging.getLogger(__name__)
 
 _CLOSING = "the engine is closing"
+_NOT_READ = "what it was to copy could not be read"
 
 
 class _Lane:
@@ -98,9 +99,13 @@ class Copier:
             True: lane("copy-in"),
             False: lane("copy-out"),
         }
-        # A stream of its own may get no turn of the device's copy engine while copies of pages never end.
         self.turns = Turns(device.copy_lane(behind=self._lanes[True].copies))
         """Of copies to the device, with whatever else goes there."""
+        # It waits for reads, which others need not. A stream of its own might get no turn of the device's copy
+        # engine while copies of pages never end.
+        behind = device.copy_lane(behind=self._lanes[True].copies)
+        pace = None if bytes_s is None else Pace(bytes_s)
+        self._following = _Lane("copy-read", behind, pace)
         self._settled = device.issued()
         self._closing = False
         self._words: LandedWords | None = None
@@ -123,6 +128,7 @@ class Copier:
         landed: Callable[[], None],
         done: Callable[[CopyDone], None],
         gate: CopyGate | None = None,
+        filling: Filling | None = None,
     ) -> None:
         """Copy: from the device, after everything issued so far. ``done`` is called once, from another thread.
 
@@ -130,13 +136,14 @@ class Copier:
         RuntimeError after ``close``; then neither is called.
 
         ``gate``: of a copy to the device, opened as its groups of layers land, and answered after ``done``.
+        ``filling``: of a copy with a gate, what is being read into its sources. It is answered after that.
         """
-        lane = self._lanes[command.to_device]
+        lane = self._lanes[command.to_device] if filling is None else self._following
         after = self._settled if command.to_device else self._device.issued()
         if command.to_device:
             self.turns.begin_copy()
         try:
-            lane.issuing.submit(self._issue, lane, command, after, landed, done, gate)
+            lane.issuing.submit(self._issue, lane, command, after, landed, done, gate, filling)
         except RuntimeError:
             self._count(command, landed=False)
             raise
@@ -144,7 +151,7 @@ class Copier:
     def close(self) -> None:
         """Break copies off, answer every one that is left, end the threads. Idempotent."""
         self._closing = True
-        for lane in self._lanes.values():
+        for lane in (*self._lanes.values(), self._following):
             lane.close()
 
     def _issue(
@@ -155,12 +162,16 @@ class Copier:
         landed: Callable[[], None],
         done: Callable[[CopyDone], None],
         gate: CopyGate | None,
+        filling: Filling | None,
     ) -> None:
         error, wait = "", None
         began = time.perf_counter()
         try:
             lane.copies.begin(after)
-            error = self._transfer(lane, command) if gate is None else self._land_groups(lane, command, gate)
+            if gate is None:
+                error = self._transfer(lane, command)
+            else:
+                error = self._land_groups(lane, command, gate, filling)
         except Exception as failure:
             error = one_line(failure)
         try:
@@ -171,9 +182,9 @@ class Copier:
         if error and gate is not None:
             self._give_up(lane, gate)
         paced_since = None if lane.pace is None else began
-        lane.answering.submit(self._answer, command, error, wait, landed, done, gate, paced_since)
+        lane.answering.submit(self._answer, command, error, wait, landed, done, gate, filling, paced_since)
 
-    def _land_groups(self, lane: _Lane, command: SwapPages, gate: CopyGate) -> str:
+    def _land_groups(self, lane: _Lane, command: SwapPages, gate: CopyGate, filling: Filling | None) -> str:
         """The same for a copy that steps may await: group by group of layers, each of which opens the gate."""
         sources, targets = np.array(command.pairs, dtype=np.int64).reshape(-1, 2).T
         _check(sources, self._host.num_pages)
@@ -182,13 +193,15 @@ class Copier:
         is_pinned = bool(sources.max(initial=0) < self._host.pages_pinned)
         page_bytes, slab_bytes = self._host.shape.page_bytes, self._host.shape.slab_bytes
         for first, end in gate.groups:
+            if filling is not None and not filling.wait_layers(end):
+                return _NOT_READ
             if self._closing:
                 return _CLOSING
             at, of = targets * page_bytes + first * slab_bytes, sources * page_bytes + first * slab_bytes
             lane.copy_pieces(arena, at, host, of, (end - first) * slab_bytes, at_once=is_pinned)
             gate.open(lane.copies.landing())
             if self._words is not None:
-                self._words.mark(lane.copies, gate.number, (first, end))
+                self._words.mark(lane.copies, gate, (first, end))
         return ""
 
     def _give_up(self, lane: _Lane, gate: CopyGate) -> None:
@@ -197,7 +210,7 @@ class Copier:
         if self._words is None:
             return
         try:
-            self._words.mark(lane.copies, gate.number, (0, max(end for _, end in gate.groups)))
+            self._words.mark(lane.copies, gate, (0, max(end for _, end in gate.groups)))
         except Exception:
             _log.exception("steps that await a failed copy are held up for some seconds")
 
@@ -223,6 +236,7 @@ class Copier:
         landed: Callable[[], None],
         done: Callable[[CopyDone], None],
         gate: CopyGate | None,
+        filling: Filling | None,
         paced_since: float | None,
     ) -> None:
         seconds = 0.0
@@ -230,6 +244,8 @@ class Copier:
             seconds = wait() if wait else 0.0
             if paced_since is not None:
                 seconds = time.perf_counter() - paced_since
+            if filling is not None and not filling.wait_answer():
+                error = error or _NOT_READ
             if not error:
                 landed()
         except Exception as failure:
@@ -237,7 +253,7 @@ class Copier:
         self._count(command, landed=not error)
         if error and gate is not None:
             gate.fail()
-        if error and error != _CLOSING:
+        if error and error not in (_CLOSING, _NOT_READ):
             _log.warning("copy %d failed: %s", command.copy, error)
         done(CopyDone(command.copy, not error, seconds, error))
         if gate is not None:

@@ -194,7 +194,7 @@ def _ranks(stats: EngineStats, info: EngineInfo) -> Iterator[Metric]:
     yield from (weights, pools, adapters)
     count = CounterMetricFamily(
         "manylora:collectives",
-        "Exchanges between ranks: sums of the base's, of what adapters' A give, logits and tokens.",
+        "Exchanges between ranks: sums of the base's, of what adapters' A give, logits and tokens, switches.",
         labels=["rank", "kind"],
     )
     size = CounterMetricFamily(
@@ -202,7 +202,7 @@ def _ranks(stats: EngineStats, info: EngineInfo) -> Iterator[Metric]:
     )
     for rank, traffic in enumerate(stats.traffic):
         said = traffic._asdict()
-        for kind in ("base", "lora", "sampling"):
+        for kind in ("base", "lora", "sampling", "merging"):
             count.add_metric([str(rank), kind], said[kind])
             size.add_metric([str(rank), kind], said[f"{kind}_bytes"])
     yield from (count, size)

@@ -212,12 +212,6 @@ def check_count(config: ModelConfig, count: int, most: int = MOST_RANKS) -> None
     raise ModelError(f"--tensor-parallel-size {count} does not fit the model: {why}; these do: {works}")
 
 
-def is_sharded_by(wanted: str, count: int) -> bool:
-    """How ``--lora-sharding`` is meant. ``auto``: two ranks replicate, which costs no exchange and a third more
-    bytes; more shard, since replicated adapters would take more than twice the memory."""
-    return wanted == "sharded" or (wanted == "auto" and count > 2)
-
-
 def _of_widths(group: ProjectionGroup, inputs: int, outputs: Sequence[range]) -> ProjectionGroup:
     projections = (
         Projection(p.module, inputs, len(columns))

@@ -20,7 +20,7 @@ from manylora.policy.residency import Residency
 from manylora.policy.sequences import LOADING, Scheduled, Sequence
 from manylora.policy.tree import LOADING as NODE_LOADING
 from manylora.policy.tree import RESIDENT, Node, path_to
-from manylora.protocol import Await, CopyDone, CpuRows, StepDone, SwapPages
+from manylora.protocol import AdapterRead, Await, CopyDone, CpuRows, StepDone, SwapPages
 from manylora.types import AdapterId, CopyId, SequenceId
 
 MOST_ALLOWED_S = 0.1
@@ -31,7 +31,8 @@ _NO_LIMIT = float("inf")
 
 @dataclasses.dataclass(slots=True)
 class _Copy:
-    """When a copy that was commanded at ``since_s`` is expected to land, and what it took, once that is known.
+    """When a copy that was commanded at ``since_s``, or a read that steps may await, is expected to land, and what
+    it took, once that is known.
     ``adapter``: which one it brings."""
 
     landing: Landing
@@ -39,6 +40,8 @@ class _Copy:
     num_pages: int
     since_s: float
     took_s: float | None = None
+    is_read: bool = False
+    """Whether it comes as it is read: by a copy that follows the read, or by the read itself."""
 
 
 class _Forecast(NamedTuple):
@@ -91,6 +94,9 @@ class ColdStarts:
         self._held = held
         self._copies: dict[CopyId, _Copy] = {}  # on their way to the device
         self._lane_free_s = 0.0  # when the last one that was answered had landed
+        self._reads: dict[AdapterId, Landing] = {}  # under way
+        # How those began whose adapters are still being read, from where is not known yet.
+        self._uncounted: dict[AdapterId, list[str]] = {}
         self._in_flight: dict[int, _Step] = {}
         self._steps_end_s = 0.0  # when the steps in flight are expected to have ended
         self._allowed_s = 0.0
@@ -117,6 +123,8 @@ class ColdStarts:
         for sequence in self._held.admitted if self._held.num_loading else ():
             root = self._residency.tree.node(sequence.adapter)
             move = self._residency.transfers.current(root)
+            if self._residency.transfers.is_read(sequence.adapter):
+                continue  # it comes as it is read
             if sequence.stage is LOADING and move is not None and move.copy is None and move.to_device:
                 landing = Landing(now, now + root.num_pages * self._residency.rates.page_in_s)
                 step_s = self._residency.rates.expected_step_s(sequence.num_remaining)
@@ -139,31 +147,70 @@ class ColdStarts:
         return groups if is_served else 0
 
     def _started(self, copies: Iterable[SwapPages], now: float) -> None:
-        """These were commanded, after those before."""
+        """These were commanded, after those before. What follows a read holds up no other copy."""
+        for read in self._residency.transfers.take_started_reads():
+            self._reads[read.node.adapter] = self._read_landing(read.node, now)
+            if read.copy is not None:
+                self._follow(read.copy, read.node.adapter, now)
         for command in copies:
-            if command.to_device:
+            if command.follows_read:
+                assert command.adapter is not None
+                self._follow(command.copy, command.adapter, now)
+            elif command.to_device:
                 landing = Landing(now, now, command.first_group)
                 self._copies[command.copy] = _Copy(landing, command.adapter, len(command.pairs), now)
         self._expect()
+
+    def _follow(self, number: CopyId, adapter: AdapterId, now: float) -> None:
+        """The copy lands with the adapter's read."""
+        self._copies[number] = _Copy(self._reads[adapter], adapter, 0, now, is_read=True)
 
     def _expect(self) -> None:
         """When those that are on their way land, one after another, by what is known now."""
         free_s = self._lane_free_s
         for copy in self._copies.values():
-            if copy.took_s is None:
+            if copy.took_s is None and not copy.is_read:
                 begin_s = max(copy.since_s, free_s)
                 free_s = begin_s + copy.num_pages * self._residency.rates.page_in_s
                 copy.landing = Landing(begin_s, free_s, copy.landing.first_group)
 
+    def _read_landing(self, node: Node, now: float) -> Landing:
+        return Landing(now, now + node.num_pages * self._residency.rates.page_read_s)
+
     def copy_ended(self, event: CopyDone) -> None:
         """A copy has been answered; it is remembered while a step that needs it is in flight."""
-        copy = self._copies.get(event.copy)
-        if copy is None:
+        self._ended(event.copy, event.copy_s)
+
+    def read_ended(self, event: AdapterRead, now: float) -> None:
+        """A read has been answered, before it is forgotten: what follows it lands now."""
+        read = self._residency.transfers.read_of(event.adapter)
+        landing = self._reads.pop(event.adapter, None)
+        if read is None or landing is None:
             return
-        copy.took_s = event.copy_s
-        self._lane_free_s = max(self._lane_free_s, copy.landing.begin_s + event.copy_s)
-        self._expect()
-        self._forget_unless_needed(event.copy)
+        for copy in self._copies.values():
+            if copy.is_read and copy.adapter == event.adapter and copy.took_s is None:
+                copy.landing = dataclasses.replace(landing, end_s=now)
+        if read.copy is not None:
+            self._ended(read.copy, event.read_s)
+        for mode in self._uncounted.pop(event.adapter, ()):
+            self._residency.counters.cold_start(mode, "store" if event.from_store else "files")
+
+    def _ended(self, number: CopyId, seconds: float) -> None:
+        copy = self._copies.get(number)
+        if copy is not None:
+            copy.took_s = seconds
+            if not copy.is_read:
+                self._lane_free_s = max(self._lane_free_s, copy.landing.begin_s + seconds)
+                self._expect()
+            self._forget_unless_needed(number)
+
+    def is_source_known(self, sequence: Sequence) -> bool:
+        """Whether it is known by now where the sequence's adapter came from; else ``read_ended`` counts its
+        start."""
+        if not self._residency.transfers.is_read(sequence.adapter):
+            return True
+        self._uncounted.setdefault(sequence.adapter, []).append(self.mode_of(sequence))
+        return False
 
     def _forget_unless_needed(self, copy: CopyId) -> None:
         if not any(copy in step.copies() for step in self._in_flight.values()):
@@ -177,11 +224,21 @@ class ColdStarts:
         for node in (self._residency.tree.node(sequence.adapter), *path_to(sequence.node)):
             if node.residence is RESIDENT or node.has_landed:
                 continue
-            move = self._residency.transfers.current(node)
-            if node.residence is not NODE_LOADING or move is None or move.copy is None or not move.to_device:
+            copy = self._copy_of(node)
+            if copy is None:
                 return None
-            found[move.copy] = None
+            found[copy] = None
         return list(found)
+
+    def _copy_of(self, node: Node) -> CopyId | None:
+        """The number of the copy, or the read, that is on its way with a loading node."""
+        if node.residence is not NODE_LOADING:
+            return None
+        move = self._residency.transfers.current(node)
+        if move is not None:
+            return move.copy if move.to_device else None
+        read = self._residency.transfers.read_of(node.adapter) if node.is_adapter else None
+        return None if read is None else read.copy
 
     # ------------------------------------------------------------ the decision
 
@@ -212,7 +269,7 @@ class ColdStarts:
             served = by_adapter.get(sequence.adapter)
             if served is not None:  # all rows of an adapter begin alike
                 ways = [way for way in ways if way.mode == "wait" or way.groups == served]
-            way = self._choose(ways, now)
+            way = self._choose(ways, now, self._most_alone_s(copies))
             if way.mode == "wait":
                 root = self._residency.tree.node(sequence.adapter)
                 self._waiting.setdefault(sequence.id, self._forecast(root, way))
@@ -239,15 +296,20 @@ class ColdStarts:
     def _has_others(self) -> bool:
         return len(self._held.admitted) > self._held.num_loading
 
-    def _choose(self, ways: list[Beginning], now: float) -> Beginning:
+    def _most_alone_s(self, copies: Iterable[CopyId]) -> float:
+        """For how long a step may stand still that holds up no other row. Requests that come meanwhile wait for
+        it, so not for a read that takes its time."""
+        is_read = any(self._copies[copy].is_read for copy in copies)
+        return MOST_ALLOWED_S if is_read else _NO_LIMIT
+
+    def _choose(self, ways: list[Beginning], now: float, most_alone_s: float) -> Beginning:
         mode = self._config.mode
+        # What a row of this step has cost already, this one may cost too.
+        allowed_s = self._stall_s + self._allowed_s if self._has_others() else most_alone_s
         if mode == "auto":
-            # What a row of this step has cost already, this one may cost too.
-            allowed_s = self._stall_s + self._allowed_s if self._has_others() else _NO_LIMIT
             return choose(ways, now, allowed_s)
         way = next((way for way in ways if way.mode == mode), ways[0])
-        may_stall = mode != "layerwise" or not self._has_others()
-        return way if may_stall or way.stall_s - self._stall_s <= self._allowed_s else ways[0]
+        return way if mode != "layerwise" or way.stall_s <= allowed_s else ways[0]
 
     def _ways(
         self, sequence: Sequence, copies: list[CopyId], rows: list[Scheduled], num_tokens: int, now: float
@@ -271,7 +333,10 @@ class ColdStarts:
             until_s = end_s(begin_s, step_s, num_groups, histories, adapters)
             answer_s = until_s + self._lessons.beyond_s(name)
             found.append(Beginning(name, answer_s, max(0.0, until_s - alone_s)))
-        served = self._served_tokens(sequence, num_tokens) if self._serves_cpu() and adapters else 0
+        may_serve = (
+            self._serves_cpu() and adapters and not self._residency.transfers.is_read(sequence.adapter)
+        )
+        served = self._served_tokens(sequence, num_tokens) if may_serve else 0
         if served > 0:
             root = self._residency.tree.node(sequence.adapter)
             busy_s = self._busy_s + self._busy_seconds(served, root)
@@ -424,13 +489,13 @@ class ColdStarts:
     def is_awaited(self, step: int, sequence: Sequence, node: Node) -> bool:
         """Whether the step awaits, for the sequence, the copy that brings the node's contents, or the CPU serves
         it meanwhile."""
-        move = self._residency.transfers.current(node)
+        copy = self._copy_of(node)
         needed = self._in_flight.get(step)
         return (
-            move is not None
+            copy is not None
             and needed is not None
             and (
-                any(w.copy == move.copy and sequence.id in w.sequences for w in needed.awaits)
-                or any(s.copy == move.copy and sequence.id in s.sequences for s in needed.cpu)
+                any(w.copy == copy and sequence.id in w.sequences for w in needed.awaits)
+                or any(s.copy == copy and sequence.id in s.sequences for s in needed.cpu)
             )
         )

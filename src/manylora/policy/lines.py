@@ -107,6 +107,12 @@ class Ranks:
             self._levels.drop(place.level)
             self._clients.pop(place.level, None)
 
+    def counter_fell(self, client: int) -> None:
+        """What was charged to it ahead has been given back: no rank of it may be above its counter."""
+        for ranking in self._clients.values():
+            if client in ranking:
+                ranking.put(client, self._rank(client))
+
     def first(self, newest: bool) -> Sequence | None:
         """The first of all."""
         level = self._levels.least()
@@ -115,7 +121,7 @@ class Ranks:
         returned = self._lines.get(LinePlace(level, False, 0))
         if returned is not None:
             return returned.first()
-        # Counters only grow, so that what a client is ranked by is never more than its counter.
+        # Counters only grow, but where ``counter_fell`` is told: no client is ranked by more than its counter.
         client = self._clients[level].least_by(self._rank)
         assert client is not None, "at a level without sequences that return new ones wait"
         return self.first_at(LinePlace(level, True, client), newest)

@@ -151,6 +151,8 @@ class RankedQueue(WaitingQueue):
         if self.shares is not None:
             for sequence, _, ahead in taken:
                 self.shares.give_back(sequence, ahead)
+            for client in {self.shares.client_of(sequence) for sequence, _, _ in taken}:
+                self._all.counter_fell(client)
         for sequence, place, _ in taken:
             self._enter(sequence, place)
         return [sequence for sequence, _, _ in taken]

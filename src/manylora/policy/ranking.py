@@ -25,6 +25,9 @@ class Ranking:
             heapq.heappush(self._heap, (*rank, number))
             self._shrink()
 
+    def __contains__(self, number: int) -> bool:
+        return number in self._ranks
+
     def rank(self, number: int) -> Rank:
         """Of a number that is there."""
         return self._ranks[number]

@@ -277,6 +277,8 @@ class Residency(NodeStates):
             elif node.host is NO_COPY:
                 assert node.is_adapter, "KV without a host copy cannot be brought back"
                 self.read(now, node, reason)
+            if self.transfers.may_follow(node.adapter) and node.is_adapter:
+                self.transfers.queue(node, to_device=True)
 
     def read(self, now: float, node: Node, reason: str) -> None:
         """Read an adapter from its source: to the host where it finds room, else to the device at once."""
@@ -338,13 +340,16 @@ class Residency(NodeStates):
                 self._land(node)
             else:
                 self._set_host(node, HELD, node.host_pages)
-                if node.residence is LOADING:
+                if node.residence is LOADING and self.transfers.current(node) is None:
                     self.transfers.queue(node, to_device=True)
             return None
         if not read.to_device:
-            pages = node.host_pages
+            pages, following = node.host_pages, self.transfers.current(node)
             self._set_host(node, NO_COPY, ())
-            self.lent.release(node, pages)
+            if following is None:
+                self.lent.release(node, pages)
+            else:
+                following.owns_host_pages = True
         return node if node.residence is LOADING else None
 
     def copy_ended(self, event: CopyDone) -> list[Node]:
@@ -375,7 +380,8 @@ class Residency(NodeStates):
         num_pages, to_device = sum(len(move.pages) for move in moves), moves[0].to_device
         self.counters.swaps_failed += not event.ok
         if event.ok:
-            self.rates.saw_copy(num_pages, event.copy_s, to_device)
+            if not moves[0].follows_read:  # what it took says more of the read
+                self.rates.saw_copy(num_pages, event.copy_s, to_device)
             self.counters.copied(num_pages, event.copy_s, to_device)
 
     def _saved(self, node: Node, ok: bool) -> None:

@@ -7,21 +7,24 @@ import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from manylora.config import (
     CACHE_POLICIES,
+    LORA_SHARDINGS,
     MERGE_MODES,
     SETTING_MODES,
     ColdStartConfig,
     ConfigError,
     EngineSettings,
+    LoraSharding,
     MergeConfig,
     MergeTimes,
     PolicyConfig,
     check_host_pool,
     check_workers,
     is_import_name,
+    lora_sharding_of,
     parse_size,
 )
 from manylora.flags import FLAGS, build_settings
@@ -33,14 +36,14 @@ from manylora.pricing.shapes import ATTENTION_MODULES, ModelShape, shape_named
 from manylora_lab.bench.picture import check_writable
 from manylora_lab.bench.provenance import Provenance
 from manylora_lab.sim.analytical import check_cards
-from manylora_lab.sim.belady import ForeseenReplay
+from manylora_lab.sim.belady import FORESIGHTS, ForeseenReplay
 from manylora_lab.sim.clairvoyant import Clairvoyant
 from manylora_lab.sim.cold import NOTHING_COLD, ColdCosts, assumed_cold, measured_cold
 from manylora_lab.sim.device import MergeCosts
 from manylora_lab.sim.hardware import Hardware, hardware_named
 from manylora_lab.sim.limits import recorded, reference, summarize_limits
 from manylora_lab.sim.merging import beside_pristine, measured_costs, measured_times, merge_times
-from manylora_lab.sim.parallel import LORA_SHARDINGS, LoraSharding, ParallelCosts, adapter_pages
+from manylora_lab.sim.parallel import ParallelCosts, adapter_pages
 from manylora_lab.sim.replay import Replay
 from manylora_lab.sim.shipped import find_profile
 from manylora_lab.sim.stated import described_costs
@@ -49,7 +52,6 @@ from manylora_lab.workloads.stream import Stream
 from manylora_lab.workloads.terms import suggestion
 
 REFERENCE = "cached"
-BELADY = "belady"
 _SHAPE = "llama-2-7b"
 _NO_CPU = "the profile does not tell it: measure it anew with manylora profile"
 _HOST_POOL_BYTES = {"cpu": 4 * 2**30, "cuda": 32 * 2**30}
@@ -87,7 +89,7 @@ class SimulateSettings:
     shape: str | None = None
     cards: int = 1
     tensor_parallel_size: int = 1
-    lora_sharding: str = "sharded"
+    lora_sharding: str = "auto"
     policies: str = "manylora"
     merge: str = "unmerged"
     store_bytes: int = 0
@@ -112,8 +114,8 @@ class SimulateSettings:
             raise ConfigError(
                 "--cards shares a model out ideally: it does not go with --tensor-parallel-size"
             )
-        if self.lora_sharding not in LORA_SHARDINGS:
-            known = ", ".join(LORA_SHARDINGS)
+        if self.lora_sharding not in ("auto", *LORA_SHARDINGS):
+            known = ", ".join(("auto", *LORA_SHARDINGS))
             raise ConfigError(f"--lora-sharding must be one of {known}, got {self.lora_sharding!r}")
         if self.out is not None:
             check_writable(self.out)
@@ -190,9 +192,10 @@ class SimulatedTarget:
 def run(settings: SimulateSettings, load: Callable[[], Stream]) -> int:
     """Simulate what ``load`` returns, print a line for each policy as it is done. Raises ConfigError."""
     target = target_of(settings)
-    if BELADY in policies_of(settings.policies) and modes_of(settings.merge) != ["unmerged"]:
+    foreseen = [name for name in policies_of(settings.policies) if name in FORESIGHTS]
+    if foreseen and modes_of(settings.merge) != ["unmerged"]:
         raise ConfigError(
-            "belady knows when adapters are needed, not when they are merged: leave --merge out"
+            f"{foreseen[0]} knows when adapters are needed, not when they are merged: leave --merge out"
         )
     configs = {
         name if mode == "unmerged" else f"{name}+{mode}": config_of(settings, name, target, mode)
@@ -245,10 +248,13 @@ def _simulated(
     watch = None if clairvoyant is None else lambda _now, command: clairvoyant.told(command)
     if name == REFERENCE:
         replay = reference(stream, config, target.costs, pages)
-    elif name == BELADY:
-        replay = ForeseenReplay(stream, config, target.costs, pages, settings.is_warm, copy_limit=limit)
+    elif name in FORESIGHTS:
+        of_unseen = FORESIGHTS[name]
+        replay = ForeseenReplay(
+            stream, config, target.costs, pages, settings.is_warm, of_unseen=of_unseen, copy_limit=limit
+        )
         replay.run()
-        of_policy = {"config": {**noted(config), "cache": BELADY}}
+        of_policy = {"config": {**noted(config), "cache": name}}
     elif settings.with_limits:
         replay, record = recorded(
             stream, config, target.costs, pages, settings.is_warm, watch, merge_costs, limit, cold
@@ -329,7 +335,7 @@ def policies_of(text: str) -> list[str]:
     for name in names:
         if is_import_name(name):
             find_cache(name)
-        elif name not in (*CACHE_POLICIES, BELADY):
+        elif name not in (*CACHE_POLICIES, *FORESIGHTS):
             hint = suggestion(name, CACHE_POLICIES) or f": use {', '.join(CACHE_POLICIES)} or all"
             raise ConfigError(f"cache policy {name!r} is not known{hint}")
     return list(dict.fromkeys(names))
@@ -361,7 +367,8 @@ def target_of(settings: SimulateSettings) -> SimulatedTarget:
 
 
 def _parallel_target(settings: SimulateSettings, hardware: Hardware, shape: ModelShape) -> SimulatedTarget:
-    size, sharding = settings.tensor_parallel_size, cast(LoraSharding, settings.lora_sharding)
+    size = settings.tensor_parallel_size
+    sharding = lora_sharding_of(settings.lora_sharding, size)
     costs = ParallelCosts(shape, hardware, size, sharding=sharding)
     name = f"{size} x {hardware.name}, tensor parallel, adapters {sharding} (assumed)"
     return SimulatedTarget(name, costs.shape, costs, None, costs.pool_bytes(), size, size, sharding)
@@ -391,7 +398,7 @@ def config_of(
     """The config that ``executor.build`` gives on such a device, but for what depends on free memory there."""
     given = {
         **{name: value for name, value in settings.engine.items() if _says_something(name, mode)},
-        "cache_policy": "manylora" if policy == BELADY else policy, "model": "simulated", "merge": mode,
+        "cache_policy": "manylora" if policy in FORESIGHTS else policy, "model": "simulated", "merge": mode,
     }  # fmt: skip
     if given.get("fair_by") == "key":
         raise ConfigError("--fair-by key: a workload's requests have no API keys; simulate --fair-by adapter")

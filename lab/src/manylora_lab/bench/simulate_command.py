@@ -54,7 +54,12 @@ _COSTS: tuple[Option, ...] = (
     ("--shape", str, "NAME", "with --hardware: of the model, such as llama-2-7b (the default)"),
     ("--cards", int, "N", "1, 2, 4 or 8 of them, ideally shared out (default: 1)"),
     ("--tensor-parallel-size", int, "N", "so many of --hardware, with what they exchange (default: 1)"),
-    ("--lora-sharding", str, "NAME", "of adapters among these: sharded (the default) or replicated"),
+    (
+        "--lora-sharding",
+        str,
+        "NAME",
+        "of adapters among these: sharded, replicated or auto (the default: as the engine)",
+    ),
 )
 
 
@@ -87,7 +92,8 @@ def add_parser(kinds: Any) -> None:
     add_options(parser.add_argument_group("the device"), _COSTS)
     parser.add_argument(
         "--policies", default="manylora", metavar="NAMES",
-        help="cache policies, such as manylora,lru, or all (default: manylora); belady knows the workload",
+        help="cache policies, such as manylora,lru, or all (default: manylora); belady knows the workload, "
+        "belady-seen that of adapters asked for before",
     )  # fmt: skip
     parser.add_argument(
         "--merge", default="unmerged", metavar="MODES",
@@ -138,7 +144,7 @@ def _simulate(args: argparse.Namespace) -> int:
         shape=args.shape,
         cards=1 if args.cards is None else args.cards,
         tensor_parallel_size=1 if args.tensor_parallel_size is None else args.tensor_parallel_size,
-        lora_sharding=args.lora_sharding or "sharded",
+        lora_sharding=args.lora_sharding or "auto",
         policies=args.policies,
         merge=args.merge,
         store_bytes=args.adapter_store_size,

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import signal
 import statistics
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from manylora.config import CACHE_POLICIES, CacheConfig, PolicyConfig
@@ -20,7 +20,7 @@ from manylora.pricing.shapes import ALL_MODULES, ATTENTION_MODULES, ModelShape, 
 from manylora.protocol import Command
 from manylora_lab.sim.ablation import ABLATIONS, ablation
 from manylora_lab.sim.analytical import AnalyticalCosts
-from manylora_lab.sim.belady import ForeseenReplay
+from manylora_lab.sim.belady import FORESIGHTS, ForeseenReplay
 from manylora_lab.sim.hardware import HARDWARE
 from manylora_lab.sim.limits import Recorder, reference, summarize_limits
 from manylora_lab.sim.replay import Outcome, Replay
@@ -47,16 +47,17 @@ MEASURED = "h200-profile"
 """A name in the place of a hardware: an H200, with costs from the profiles of it that come with manylora."""
 REFERENCE = "cached"
 """A name in the place of a policy: unlimited pages and all resident (``sim.limits.reference``); no bound."""
-BELADY = "belady"
-"""Likewise: ``manylora`` with the future in place of its estimates (``sim.belady``); no bound either. The names of
-``sim.ablation.ABLATIONS`` are ``manylora`` taken apart."""
+BELADY, BELADY_SEEN = FORESIGHTS
+"""Likewise: ``manylora`` with the future in place of its estimates (``sim.belady``), of all adapters or of those
+that were asked for; no bounds either. The names of ``sim.ablation.ABLATIONS`` are ``manylora`` taken apart."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cell:
     """``pool_like``: the hardware whose ratio of pool to weights limits the pool, where it is another.
 
-    ``policy``: or ``REFERENCE``, ``BELADY``, an ablation. ``is_warm``: every adapter was asked for once before.
+    ``policy``: or ``REFERENCE``, one of ``FORESIGHTS``, an ablation. ``is_warm``: every adapter was asked for once
+    before.
     ``sample_s``: how often the device's allocation is noted, in virtual seconds; 0: never. ``settle_s``: what
     comes before that moment is served, and counts nowhere. ``ranks``: instead of FastLibra's. ``is_whole``:
     adapters are on all seven projections. ``newcomers``: so many adapters take the place of others over time.
@@ -149,11 +150,24 @@ def cell_replay(
 ) -> Replay:
     """The cell, not yet run; with another config than its own, where one is given."""
     stream, own, costs, pages = _inputs(cell)
-    config = config or own
-    if cell.policy == BELADY:
-        return ForeseenReplay(stream, config, costs, pages, cell.is_warm, watch)
-    cache = ablation(cell.policy) if cell.policy in ABLATIONS else None
-    return Replay(stream, config, costs, pages, cell.is_warm, watch, cache=cache)
+    return policy_replay(cell.policy, stream, config or own, costs, pages, cell.is_warm, watch)
+
+
+def policy_replay(
+    policy: str,
+    stream: Stream,
+    config: PolicyConfig,
+    costs: StepCosts,
+    adapter_pages: Sequence[int],
+    is_warm: bool = True,
+    watch: Callable[[float, Command], None] | None = None,
+) -> Replay:
+    """The stream under the config's policy, or one of ``FORESIGHTS`` and ``ABLATIONS`` in its place."""
+    if policy in FORESIGHTS:
+        of_unseen = FORESIGHTS[policy]
+        return ForeseenReplay(stream, config, costs, adapter_pages, is_warm, watch, of_unseen=of_unseen)
+    cache = ablation(policy) if policy in ABLATIONS else None
+    return Replay(stream, config, costs, adapter_pages, is_warm, watch, cache=cache)
 
 
 def _inputs(cell: Cell) -> tuple[Stream, PolicyConfig, StepCosts, list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from manylora.config import LoraSharding
 from manylora.pricing.shapes import shape_named
 from manylora_lab.bench.closed_loop import LoopResult
 from manylora_lab.bench.kernels.settings import POPULARITIES
@@ -14,7 +15,7 @@ from manylora_lab.reproduce.punica_fig11 import AT_ONCE, BACKBONE, MIXED, SINGLE
 from manylora_lab.reproduce.punica_workload import LENGTHS_NOTE, RANK, text_requests
 from manylora_lab.reproduce.report import Headline, Row, ratio
 from manylora_lab.sim.hardware import HARDWARE
-from manylora_lab.sim.parallel import LoraSharding, ParallelCosts, adapter_pages
+from manylora_lab.sim.parallel import ParallelCosts, adapter_pages
 
 MODEL, HARDWARE_NAME, CARDS = "llama-2-70b", "a100-40", 8
 SHARDED = "mixed adapters, sharded"

@@ -1,9 +1,12 @@
-"""Belady's rule with costs, as a cache policy that knows the stream: for simulation alone.
+"""Belady's rule with costs, as cache policies that know the stream: for simulation alone.
 
 What is needed last leaves first, weighed by what it costs to have again: of two nodes that cost the same,
 Belady's choice; else the one that saves least for each second that its pages are kept. Everything else is
 ``manylora``'s, so that what lies between the two is what the value of nodes can still gain. No bound: what leaves
 also decides when requests are admitted, and greedy choices by cost are not the best ones.
+
+``belady`` knows all of the stream, ``belady-seen`` only of adapters that were asked for since it began: of others
+no policy can know more than that they are there, so what lies between the two is no policy's to gain.
 """
 
 from __future__ import annotations
@@ -22,19 +25,29 @@ from manylora.policy.tree import Node
 from manylora.policy.value import RealCost, RealHostCost, Value
 from manylora.pricing.costs import StepCosts
 from manylora.protocol import Admitted, ClientCommand
+from manylora.types import BASE, AdapterId
 from manylora_lab.sim.prompts import StreamTurns
 from manylora_lab.sim.replay import Replay, Watch
 from manylora_lab.workloads.stream import Stream, StreamRequest
 
 _LEAST_WAIT_S = 1e-3
 """What is needed now, or was before, is as if it were needed so soon."""
+_UNSEEN_S = 1e6
+"""From the stream's beginning until an adapter is needed of which nothing is known: after all that is known to be
+needed, and before what is known not to be."""
 
 
 class Foresight:
     """When adapters and pieces of conversations are needed next, by the stream's moments: those of requests that
-    were not admitted yet. A turn that waits for the reply before it counts from its own moment on."""
+    were not admitted yet. A turn that waits for the reply before it counts from its own moment on.
 
-    def __init__(self, stream: Stream) -> None:
+    ``of_unseen``: also of adapters that no request has named so far.
+    """
+
+    def __init__(self, stream: Stream, of_unseen: bool = True) -> None:
+        self._of_unseen = of_unseen
+        self._adapters: dict[int, AdapterId] = {}  # by conversation, which keeps to one
+        self._seen: set[AdapterId] = set()
         self.began_s = 0.0
         self.turns: StreamTurns | None = None
         self._next_turn: collections.Counter[int] = collections.Counter()
@@ -45,8 +58,10 @@ class Foresight:
         for request in stream.requests:
             if any(piece.tokens is not None for piece in request.prompt):
                 raise ConfigError(f"belady knows made-up prompts alone, and {stream.name} has texts")
-            if request.adapter is not None:
-                self._needs["adapter", request.adapter + 1].append(request)
+            adapter = BASE if request.adapter is None else request.adapter + 1
+            self._adapters[request.conversation] = adapter
+            if adapter != BASE:
+                self._needs["adapter", adapter].append(request)
             said[request.conversation].update(dict.fromkeys(piece.identity for piece in request.prompt))
             for identity in said[request.conversation]:
                 self._needs["piece", identity].append(request)
@@ -56,10 +71,13 @@ class Foresight:
         conversation, _, turn = name.rpartition("-")
         if conversation.isdigit():
             self._next_turn[int(conversation)] = int(turn) + 1
+            self._seen.add(self._adapters[int(conversation)])
 
     def next_need_s(self, node: Node) -> float:
         """When a request of the stream needs the node next; infinite where none does."""
         if node.parent is None:
+            if not self._of_unseen and node.adapter not in self._seen:
+                return self.began_s + _UNSEEN_S
             return self._next_of(("adapter", node.adapter))
         (token,) = array.array("q", node.key[-8:])
         identity = None if self.turns is None else self.turns.identity_of(token)
@@ -132,8 +150,13 @@ class Belady(Manylora):
         return OffloadWhatIsNeeded(rates, self._foresight)
 
 
+FORESIGHTS = {"belady": True, "belady-seen": False}
+"""Names in the place of a policy, and whether they know of adapters that no request has named so far."""
+
+
 class ForeseenReplay(Replay):
-    """A replay under ``Belady``, which hears of every admission. Raises ConfigError for streams with real text."""
+    """A replay under ``Belady``, which hears of every admission. ``of_unseen``: as ``Foresight`` has it. Raises
+    ConfigError for streams with real text."""
 
     def __init__(
         self,
@@ -144,9 +167,10 @@ class ForeseenReplay(Replay):
         is_warm: bool = True,
         watch: Watch | None = None,
         *,
+        of_unseen: bool = True,
         copy_limit: int | None = None,
     ) -> None:
-        self._foresight = Foresight(stream)
+        self._foresight = Foresight(stream, of_unseen)
         cache = Belady(self._foresight)
         super().__init__(
             stream, config, costs, adapter_pages, is_warm, watch, copy_limit=copy_limit, cache=cache

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Literal
 
-from manylora.config import ConfigError
+from manylora.config import ConfigError, LoraSharding
 from manylora.pricing.costs import StepWork
 from manylora.pricing.shapes import ATTENTION_MODULES, ModelShape
 from manylora_lab.sim.analytical import EAGER_LAUNCH_S, AnalyticalCosts
 from manylora_lab.sim.hardware import Hardware
-
-LoraSharding = Literal["sharded", "replicated"]
-LORA_SHARDINGS: tuple[LoraSharding, ...] = ("sharded", "replicated")
 
 COLUMN_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Modules whose outputs are shared out, those of one input together: their adapters' exchange is an all-gather."""

@@ -17,12 +17,24 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from manylora.adapters.pack import pretended_layout
 from manylora.adapters.registry import Registry
 from manylora.executor.inspections import Inspections
+from manylora.executor.ranked_merging import ELSEWHERE
 from manylora.executor.ranks.ring import RingWriter
 from manylora.executor.ranks.status import StatusReader
 from manylora.executor.ranks.watch import LOOK_S, STOPPED_LOOKS, is_stopped
-from manylora.executor.ranks.wire import Channel, End, Learn, RankFailed, StepAnswer, packed
+from manylora.executor.ranks.wire import (
+    Channel,
+    End,
+    ForgetCopies,
+    Learn,
+    Pretend,
+    RankFailed,
+    StepAnswer,
+    packed,
+)
+from manylora.kernels.shapes import AdapterGeometry
 from manylora.protocol import (
     AdapterRead,
     Ask,
@@ -40,10 +52,11 @@ from manylora.protocol import (
     StepDone,
     StepResult,
     SwapPages,
+    SwitchDone,
     VerifyAdapter,
     ask_of,
 )
-from manylora.types import AdapterId
+from manylora.types import AdapterId, CopyId
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +101,7 @@ class RankedExecutor:
     """``protocol.Executor`` on several ranks.
 
     ``step_timeout_s``: a step that takes longer, without the time that ranks spend on compiling, is lost with
-    them.
+    them. ``geometry``: of the first rank; ``num_pages``: of the device's pool.
     """
 
     def __init__(
@@ -99,7 +112,11 @@ class RankedExecutor:
         registry: Registry,
         inspections: Inspections,
         step_timeout_s: float,
+        geometry: AdapterGeometry,
+        num_pages: int,
     ) -> None:
+        self._geometry = geometry
+        self._num_pages = num_pages
         self._ranks = ranks
         self._ring = ring
         self._status = status
@@ -110,8 +127,11 @@ class RankedExecutor:
         self._writing = threading.Lock()
         self._changed = threading.Condition()
         self._steps: collections.deque[_Step] = collections.deque()  # oldest first
-        self._answers: dict[Ask, dict[int, AdapterRead | CopyDone]] = {}
+        self._answers: dict[Ask, dict[int, AdapterRead | CopyDone | SwitchDone]] = {}
         self._brings: dict[Ask, AdapterId] = {}  # what commands on their way bring to the device
+        self._awaitable: set[CopyId] = set()  # on their way: steps may await them
+        self._answered: list[tuple[CopyId, bool]] = []  # of those, told since the last step's end
+        self._answered_before: list[tuple[CopyId, bool]] = []
         self._lost: str | None = None
         self._is_closing = False
         self._ended_s = 0.0
@@ -127,7 +147,8 @@ class RankedExecutor:
         """See Executor."""
         self._tell = tell
         for thread in self._threads:
-            thread.start()
+            if thread.ident is None:
+                thread.start()
 
     def obey(self, command: DeviceCommand) -> None:
         """See Executor."""
@@ -147,6 +168,8 @@ class RankedExecutor:
                 return
             case ForgetAdapter():
                 self._inspections.forget(command.adapter)
+            case SwapPages() if command.groups:
+                self._awaitable.add(command.copy)
             case ReadAdapter(tier="device") | SwapPages(to_device=True):
                 if command.adapter is not None:
                     self._brings[ask_of(command)] = command.adapter
@@ -154,6 +177,13 @@ class RankedExecutor:
                 with self._changed:
                     self._steps.append(_Step(command.step, time.perf_counter()))
         self._write(command)
+
+    def pretend_adapter(self, adapter: AdapterId, rank: int) -> bool:
+        """See Worker."""
+        if pretended_layout(rank, self._geometry).num_pages > self._num_pages:
+            return False
+        self._write(Pretend(adapter, rank))
+        return True
 
     def wait_step(self) -> None:
         """See Executor."""
@@ -164,6 +194,11 @@ class RankedExecutor:
             self._changed.wait_for(lambda: self._lost or step.has_ended(len(self._ranks)))
             self._check()
             self._steps.popleft()
+            # As for one rank (``Coming.step_ended``), which alone does not know when others have answered.
+            forgotten, self._answered_before = self._answered_before, self._answered
+            self._answered = []
+        if forgotten:
+            self._write(ForgetCopies(tuple(forgotten)))
         self._tell(self._result(step))
 
     def close(self, *, frees: bool = True) -> None:
@@ -244,7 +279,7 @@ class RankedExecutor:
         match message:
             case StepAnswer():
                 self._hear_step(rank, message)
-            case AdapterRead() | CopyDone():
+            case AdapterRead() | CopyDone() | SwitchDone():
                 self._hear_landed(rank, message)
             case RankFailed():
                 self._lose(f"rank {rank} failed: {message.message}")
@@ -281,12 +316,19 @@ class RankedExecutor:
         result = next(answer.result for answer in step.answers.values() if answer.result is not None)
         now = time.perf_counter()
         seconds, self._ended_s = now - max(step.began, self._ended_s), now
-        done: StepDone = dataclasses.replace(result.done, device_s=seconds)
+        answers = step.answers.values()
+        spoilt = sorted({sequence for answer in answers for sequence in answer.spoilt})
+        done: StepDone = dataclasses.replace(
+            result.done,
+            device_s=seconds,
+            spoilt=tuple(spoilt),
+            stall_s=max(answer.stall_s for answer in answers),
+        )
         return StepResult(done, result.logprobs)
 
-    def _hear_landed(self, rank: int, answer: AdapterRead | CopyDone) -> None:
+    def _hear_landed(self, rank: int, answer: AdapterRead | CopyDone | SwitchDone) -> None:
         """One that fails on one rank is undone on all before the policy, which may give its pages away, hears
-        it."""
+        it; a copy that steps may await when none does any more."""
         ask = ask_of(answer)
         answers = self._answers.setdefault(ask, {})
         answers[rank] = answer
@@ -303,9 +345,24 @@ class RankedExecutor:
             reads = [one for one in every if isinstance(one, AdapterRead)]
             slowest, is_kept = max(one.read_s for one in reads), all(one.from_store for one in reads)
             self._tell(dataclasses.replace(worst, read_s=slowest, from_store=is_kept))
+        elif isinstance(worst, SwitchDone):
+            self._tell_switched([one for one in every if isinstance(one, SwitchDone)])
         else:
             slowest = max(one.copy_s for one in every if isinstance(one, CopyDone))
             self._tell(dataclasses.replace(worst, copy_s=slowest))
+            if worst.copy in self._awaitable:
+                self._awaitable.remove(worst.copy)
+                with self._changed:
+                    self._answered.append((worst.copy, worst.ok))
+
+    def _tell_switched(self, every: list[SwitchDone]) -> None:
+        """Ranks restore their weights together; one whose weights are lost says so where others may not."""
+        if len({one.ok for one in every}) > 1:
+            wrong = next(one for one in every if not one.ok)
+            self._lose(f"switch {wrong.switch} failed on some ranks: {wrong.error}")
+            return
+        first = next((one for one in every if one.error != ELSEWHERE), every[0])
+        self._tell(dataclasses.replace(first, switch_s=max(one.switch_s for one in every)))
 
     # ------------------------------------------------------------ trouble
 

@@ -33,6 +33,8 @@ from manylora.devices.group_peers import GroupPeers
 from manylora.devices.peers import PURPOSES
 from manylora.devices.preparation import PREPARATION
 from manylora.devices.select import open_device
+from manylora.executor.build import copy_of_weights
+from manylora.executor.ranked_merging import RankedMerging
 from manylora.executor.ranked_sampling import RankedSampling
 from manylora.executor.ranks.ring import RingReader
 from manylora.executor.ranks.status import StatusWriter
@@ -40,9 +42,11 @@ from manylora.executor.ranks.wire import (
     Begin,
     Channel,
     End,
+    ForgetCopies,
     Learn,
     Loaded,
     Pools,
+    Pretend,
     RankFailed,
     RankLoading,
     RankReady,
@@ -156,12 +160,13 @@ class _Rank:
             ranked=ranked,
         )
         device.release_memory()
-        held = 0
+        merge, asked, held = settings.scheduler.merge, settings.cache.device_pool, 0
+        own = None if asked is None else -(-asked // begin.count)
+        copy = copy_of_weights(merge, own, decoder, device, begin.activation_bytes)
         if begin.device == "cuda":
-            asked = settings.cache.device_pool
-            own = None if asked is None else -(-asked // begin.count)
-            held = pool_bytes(device, own, begin.activation_bytes)
-        channel.send(Loaded(share_bytes(decoder.config, ranked, dtype), held, device.name))
+            held = pool_bytes(device, own, begin.activation_bytes, copy.on_device("cuda"))
+        size = share_bytes(decoder.config, ranked, dtype)
+        channel.send(Loaded(size, held, device.name, copy.place, copy.num_bytes))
         pools = channel.receive()
         if not isinstance(pools, Pools):
             _leave()
@@ -190,6 +195,12 @@ class _Rank:
             copy_limit=None if limit is None else max(1, limit // begin.count),
             ranked=RankedSampling(self._peers, vocabs),
         )
+        if merge.is_on:
+            as_linears = ModelShare(config, share.place, is_sharded=False).geometry(
+                page_tokens, dtype.itemsize
+            )
+            merging = RankedMerging(self._peers, as_linears, decoder.linears)
+            worker.use_merging(copy._replace(place=pools.copy_place).made(decoder, device), merging)
         if begin.device == "cuda":
             warm_up(worker, limits, settings.adapters.max_adapter_rank)
         worker.connect(self._tell)
@@ -223,6 +234,10 @@ class _Rank:
                     self._run(worker, command)
                 case Learn():
                     worker.inspections.learn(command.adapter, AdapterSpec.from_json(command.spec))
+                case Pretend():
+                    worker.pretend_adapter(command.adapter, command.rank)
+                case ForgetCopies():
+                    worker.forget_copies(command.answered)
                 case End():
                     worker.close(frees=False)
                     return
@@ -230,6 +245,7 @@ class _Rank:
                     worker.obey(command)
 
     def _run(self, worker: Worker, step: RunStep) -> None:
+        worker.settle_merged()  # which exchanges, too
         before = self._peers.num_exchanges
         self._failed: StepResult | None = None
         worker.obey(step)
@@ -274,6 +290,8 @@ class _Rank:
                 zlib.crc32(said.encode()),
                 begun.num_exchanges,
                 result if tells else None,
+                done.spoilt,
+                done.stall_s,
             )
         )
 

@@ -8,6 +8,7 @@ so the policy decides as for one. Nothing is left behind: memory that is shared 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import selectors
@@ -23,11 +24,13 @@ import msgspec
 import torch
 
 from manylora.adapters.registry import Registry
-from manylora.config import ConfigError, EngineSettings, PolicyConfig
+from manylora.config import ConfigError, EngineSettings, PolicyConfig, lora_sharding_of
 from manylora.devices import cpu_peers
-from manylora.devices.cuda import cuda_is_available, visible_gpus
+from manylora.devices.cuda import cuda_is_available, launches_wait, visible_gpus
 from manylora.devices.select import open_device
+from manylora.executor.build import CopyOfWeights, check_mixed, with_gates
 from manylora.executor.inspections import Inspections
+from manylora.executor.merge_times import measure_merging
 from manylora.executor.ranks import ring, status
 from manylora.executor.ranks.executor import RankedExecutor, RankProcess
 from manylora.executor.ranks.wire import Begin, Channel, Loaded, Pools, RankFailed, RankLoading, RankReady
@@ -37,7 +40,7 @@ from manylora.kernels.cuts import RankPlace
 from manylora.memory.budget import host_pool_pages, in_mib, pool_bytes, pool_pages
 from manylora.models.config import read_model_config
 from manylora.models.load import resolve_dtype
-from manylora.models.share import ModelShare, check_count, is_sharded_by
+from manylora.models.share import ModelShare, check_count
 from manylora.models.source import resolve_model
 from manylora.types import EngineInfo, RankInfo
 
@@ -68,8 +71,11 @@ def build_ranks(
     config = read_model_config(resolve_model(settings.model.model))
     check_count(config, count)
     kind = _kind(settings.model.device, count)
+    settings = with_gates(settings, kind == "cuda" and launches_wait())
     dtype = resolve_dtype(settings.model.dtype, kind, config.dtype)
-    is_sharded = is_sharded_by(settings.lora_sharding, count)
+    check_mixed(settings.scheduler.merge, dtype)
+    sharding = lora_sharding_of(settings.lora_sharding, count)
+    is_sharded = sharding == "sharded"
     share = ModelShare(config, RankPlace(0, count), is_sharded)
     page_tokens = settings.cache.page_tokens
     page = share.whole_page(page_tokens, dtype.itemsize)
@@ -108,22 +114,35 @@ def build_ranks(
     )
     with contextlib.ExitStack() as undo:
         ranks, writer, reader = _start(begin, undo)
-        loaded = _hear_all(ranks, Loaded, progress)
-        pool = (
-            pool_bytes(machine, asked_pool, 0) if kind == "cpu" else count * min(o.pool_bytes for o in loaded)
-        )
-        num_pages = pool_pages(pool, page.page_bytes)
-        promised = num_pages * page.page_bytes if kind == "cpu" else 0
-        num_host_pages = host_pool_pages(machine, settings.cache.host_pool, kind, promised, page.page_bytes)
+        loaded: list[Loaded] = _hear_all(ranks, Loaded, progress)
+        is_on_host = any(one.copy_place == "host" for one in loaded)
+        copy = CopyOfWeights("host" if is_on_host else "device", sum(one.copy_bytes for one in loaded))
+        pool = count * min(one.pool_bytes for one in loaded)
+        if kind == "cpu":
+            pool = pool_bytes(machine, asked_pool, 0, copy.on_device(kind))
+        num_pages, size = pool_pages(pool, page.page_bytes), page.page_bytes
+        promised = num_pages * size if kind == "cpu" else 0
+        asked_host, of_copy = settings.cache.host_pool, copy.on_host(kind)
+        num_host_pages = host_pool_pages(machine, asked_host, kind, promised, size, of_copy)
         limits = policy_limits(settings, config, kind, page, num_pages, num_host_pages)
+        # Ranks do not forget reads together yet.
+        whole_reads = dataclasses.replace(limits.cold_start, reads_in_groups=False)
+        limits = dataclasses.replace(limits, cold_start=whole_reads)
         for rank in ranks:
-            rank.channel.send(Pools(limits))
+            rank.channel.send(Pools(limits, copy.place))
         _hear_all(ranks, RankReady, None)
         registry = Registry(whole, config.names.layer_prefix, registry_path)
         inspections = Inspections(registry, geometry, dtype, settings.adapters.max_adapter_rank)
-        executor = RankedExecutor(ranks, writer, reader, registry, inspections, settings.step_timeout_s)
+        executor = RankedExecutor(
+            ranks, writer, reader, registry, inspections, settings.step_timeout_s, geometry, num_pages
+        )
         undo.pop_all()
-    sharding = "sharded" if is_sharded else "replicated"
+        undo.callback(executor.close)
+        merge, max_rank = limits.merge, settings.adapters.max_adapter_rank
+        if merge.is_on:
+            times = measure_merging(executor, limits, max_rank, steps_wait=copy.place == "host")
+            limits = dataclasses.replace(limits, merge=dataclasses.replace(merge, times=times))
+        undo.pop_all()
     _log.info(
         "%d ranks, adapters %s; the pool has %d pages (%s), the host's %d (%s), 1/%d of each on every rank",
         count,
@@ -136,7 +155,11 @@ def build_ranks(
     )
     held = tuple(RankInfo(one.weight_bytes, page.page_bytes // count) for one in loaded)
     name = f"{loaded[0].device}, {count} ranks"
-    return executor, limits, engine_info(settings, config, limits, name, dtype, 0, held, sharding)
+    return (
+        executor,
+        limits,
+        engine_info(settings, config, limits, name, dtype, copy.num_bytes, held, sharding),
+    )
 
 
 def _kind(wanted: str, count: int) -> Kind:

@@ -61,7 +61,8 @@ class StatusReader:
             pinned, preparation_s, *rest = self._words[rank * _NUMBERS : (rank + 1) * _NUMBERS].tolist()
             hits, misses, num_bytes, *rest = map(int, rest)
             numbers = dict(zip(PURPOSES, zip(rest[::2], rest[1::2])))
-            traffic = RankTraffic(*numbers["base"], *numbers["lora"], *numbers["sampling"])
+            base, lora, sampling = numbers["base"], numbers["lora"], numbers["sampling"]
+            traffic = RankTraffic(*base, *lora, *sampling, *numbers["merging"])
             state = ExecutorState(int(pinned), preparation_s, hits, misses, num_bytes)
             found.append(RankStatus(state, traffic))
         return found

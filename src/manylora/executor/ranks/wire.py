@@ -17,7 +17,7 @@ import msgspec
 
 from manylora.config import EngineSettings, PolicyConfig
 from manylora.protocol import DEVICE_COMMANDS, AdapterRead, CopyDone, StepResult, SwitchDone
-from manylora.types import AdapterId
+from manylora.types import AdapterId, CopyId, SequenceId
 
 _LENGTH = struct.Struct("<I")
 
@@ -44,9 +44,11 @@ class Begin(msgspec.Struct, tag=True):
 
 
 class Pools(msgspec.Struct, tag=True):
-    """The second: what there is to work with, now that all weights are loaded."""
+    """The second: what there is to work with, now that all weights are loaded. ``copy_place``: where the copy of
+    the base's weights goes, if there is one."""
 
     limits: PolicyConfig
+    copy_place: Literal["device", "host"]
 
 
 class RankLoading(msgspec.Struct, tag=True):
@@ -58,11 +60,13 @@ class RankLoading(msgspec.Struct, tag=True):
 
 class Loaded(msgspec.Struct, tag=True):
     """Weights are loaded. ``pool_bytes``: what this rank's part of the pool may take, where that is its own to
-    say; ``device``: its name."""
+    say; ``device``: its name; ``copy_place``, ``copy_bytes``: of the copy of the base's weights."""
 
     weight_bytes: int
     pool_bytes: int
     device: str
+    copy_place: Literal["device", "host"]
+    copy_bytes: int
 
 
 class RankReady(msgspec.Struct, tag=True):
@@ -79,13 +83,16 @@ class RankFailed(msgspec.Struct, tag=True):
 class StepAnswer(msgspec.Struct, tag=True):
     """A step has ended here. ``done``: a number that is the same on all ranks where they have done the same:
     of the step's number, its rows, its exchanges in order, the tokens that it drew. ``num_exchanges``: how
-    many of the step's had begun. ``result``: from the first rank only, or where it is not ``ok``."""
+    many of the step's had begun. ``result``: from the first rank only, or where it is not ``ok``. ``spoilt``,
+    ``stall_s``: of its StepDone, by this rank's own copies."""
 
     step: int
     ok: bool
     done: int
     num_exchanges: int
     result: StepResult | None = None
+    spoilt: tuple[SequenceId, ...] = ()
+    stall_s: float = 0.0
 
 
 class Learn(msgspec.Struct, tag=True):
@@ -95,6 +102,19 @@ class Learn(msgspec.Struct, tag=True):
     spec: str
 
 
+class Pretend(msgspec.Struct, tag=True):
+    """A command: ``Worker.pretend_adapter``, for which there is room."""
+
+    adapter: AdapterId
+    rank: int
+
+
+class ForgetCopies(msgspec.Struct, tag=True):
+    """A command: no step awaits these copies any more, each with whether it went well on all ranks."""
+
+    answered: tuple[tuple[CopyId, bool], ...]
+
+
 class End(msgspec.Struct, tag=True):
     """A command: close and end."""
 
@@ -102,7 +122,7 @@ class End(msgspec.Struct, tag=True):
 _KINDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        *DEVICE_COMMANDS, Learn, End,
+        *DEVICE_COMMANDS, Learn, Pretend, ForgetCopies, End,
         Begin, Pools, RankLoading, Loaded, RankReady, RankFailed, StepAnswer, AdapterRead, CopyDone, SwitchDone,
     )
 }  # fmt: skip
