@@ -33,11 +33,21 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_again() -> Iterator[None]:
+    """What measures in this process freezes what is there, and lets all of it go afterwards."""
+    yield
+    if not gc.get_freeze_count():
+        pytest_collection_finish()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Adapter headers are remembered here, by subprocesses too, and not in the user's cache; matplotlib keeps its
-    list of fonts where it is, which takes seconds to make."""
+    list of fonts where it is, which takes seconds to make. What a process has compiled of our modules the next one
+    finds, whatever the environment says of that."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         patch.setenv("MPLCONFIGDIR", os.environ.get("MPLCONFIGDIR", str(users / "matplotlib")))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))

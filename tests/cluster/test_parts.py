@@ -19,6 +19,7 @@ from manylora.cluster.taken_request import TakenRequest
 from manylora.config import ConfigError
 from manylora.engine.client import RELEASED, Delta, GenerationRequest
 from manylora.engine.ledger import Ledger
+from manylora.policy.routing.hashing import prefix_hashes
 from manylora.protocol.routing import Assign
 from manylora.types import SamplingParams
 from tests.cluster.process import ADAPTERS
@@ -135,3 +136,18 @@ def test_only_the_present_attempts_next_tokens_are_taken() -> None:
     out = taken.take(Delta("id", 0, (9,), attempt=2, start=2, num_cached_tokens=3))
     assert out is not None
     assert out.num_cached_tokens == 0  # said already
+
+
+def test_the_router_is_told_what_replies_have_added_to_the_cache() -> None:
+    prompt = tuple(range(100))
+    asked = GenerationRequest("id", prompt, SamplingParams(max_tokens=99, n=2), cache_scope="mine")
+    taken = TakenRequest(asked, Ledger(asked, lambda: 0.0), 5, prefix_hashes(5, "mine", prompt), 8)
+    taken.assign(Assign("id", 1, 0, 1), epoch=1)
+    replies = tuple(range(200, 230)), tuple(range(300, 399))
+    for sample, reply in enumerate(replies):
+        taken.take(Delta("id", sample, reply, attempt=1, start=0, finish_reason="length"))
+    ended = taken.as_ended()
+    assert (ended.request, ended.output_tokens) == ("id", 64)
+    found = [prefix_hashes(5, "mine", (*prompt, *reply)) for reply in replies]
+    assert ended.blocks == found[0][1:] + found[1][1:]
+    assert [len(each) for each in found] == [2, 3]

@@ -68,19 +68,17 @@ def test_an_engine_that_stands_still_ends_the_server() -> None:
         assert "Traceback" not in server.log
 
 
-def test_an_engine_that_stands_still_for_a_moment_goes_on() -> None:
-    with Server("--device-pool", "32MiB", "--step-timeout", "30") as server:
-        server.wait_ready()
-        body = completion(max_tokens=300, ignore_eos=True, stream=True)
-        with server.http.stream("POST", "/v1/completions", json=body) as stream:
-            chunks = events(stream)
-            next(chunks)
-            with server.held():
-                time.sleep(1)
-                assert get(f"{server.url}/health").status_code == 200
-            *rest, last = chunks
-        assert last == "[DONE]"
-        assert not any("error" in chunk for chunk in rest)
+def test_an_engine_that_stands_still_for_a_moment_goes_on(server: Server) -> None:
+    body = completion(max_tokens=300, ignore_eos=True, stream=True)
+    with server.http.stream("POST", "/v1/completions", json=body) as stream:
+        chunks = events(stream)
+        next(chunks)
+        with server.held():
+            time.sleep(1)
+            assert get(f"{server.url}/health").status_code == 200
+        *rest, last = chunks
+    assert last == "[DONE]"
+    assert not any("error" in chunk for chunk in rest)
 
 
 def test_sigterm_while_the_engine_stands_still() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from manylora.engine.driver import Driver
@@ -44,4 +46,24 @@ def test_a_number_that_was_never_served_may_be_given_again(driver: Driver) -> No
     with pytest.raises(AdapterError, match="no good"):
         driver.add_adapter("a", "bad", adapter=5)
     assert driver.add_adapter("a", "1", adapter=5).id == 5
+    driver.close()
+
+
+def test_a_version_that_a_router_wants_kept_comes_without_a_request(driver: Driver) -> None:
+    driver.add_adapter("a", "1", adapter=5)
+    driver.add_adapter("b", "1", adapter=6)
+    driver.keep(5, True)
+    driver.keep(99, True)  # it is not served here
+
+    def tiers() -> dict[str, str]:
+        driver.stats().result(timeout=60)
+        return {load.name: load.state for load in driver.adapter_loads()}
+
+    deadline = time.monotonic() + 60
+    while tiers()["a"] != "resident" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert tiers() == {"a": "resident", "b": "absent"}
+    driver.keep(5, False)
+    driver.remove_adapter("a").result(timeout=60)
+    assert tiers() == {"b": "absent"}
     driver.close()

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from manylora.config import ColdStartConfig
+from manylora.config import ColdStartConfig, CpuRates
+from manylora.policy.cold_start import _KEEP
 from manylora.policy.replica import Replica
 from manylora.protocol import Abort, AdapterFreed, AdapterRead, AdapterRemoved, Ready, RunStep, StepDone
 from tests.policy.rig import Rig
@@ -181,3 +182,24 @@ def test_a_cold_row_with_one_token_left_and_history_on_its_way() -> None:
     finish(rig)
     assert rig.device.num_awaited_kv > before
     assert rig.tokens["b"] == rig.tokens["a"]
+
+
+@pytest.mark.parametrize(("cpu_s", "hidden"), [(0.004, 0.4), (0.2, 1.0)])
+def test_how_much_of_the_cpus_time_a_step_hides_is_learnt(cpu_s: float, hidden: float) -> None:
+    rig = cold_rig("cpu")
+    cold_start = ColdStartConfig("cpu", num_workers=2, rates=CpuRates(step_s=0.001))
+    rig.config = dataclasses.replace(rig.config, cold_start=cold_start)
+    rig.replica = Replica(rig.config)
+    rig.add(3)
+    rig.ask("a", 3, [1, 2, 3, 4, 5], 2)
+    rig.land_read()
+    assert rig.of(RunStep)[0].cpu
+    cold = rig.replica._cold
+    assert cold is not None
+    before = cold._beside
+    done = rig.device.finish_step(True)
+    done.device_s, done.stall_s, done.cpu_s = 0.011, 0.001, cpu_s
+    rig.feed(done)
+    assert cold._beside == pytest.approx(_KEEP * before + (1 - _KEEP) * hidden)
+    finish(rig)
+    rig.check_answers()

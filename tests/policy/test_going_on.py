@@ -54,6 +54,17 @@ def test_a_sample_that_is_aborted_before_the_prompt_is_computed_does_not_go_on()
     assert not rig.replica._requests
 
 
+def test_where_the_first_is_aborted_the_others_wait_for_its_pages_no_longer() -> None:
+    rig = Rig()
+    rig.feed(Arrive(request(n=3, max_tokens=8, prompt=tuple(range(2 * PAGE))), resume=((1,), (2,), (1, 2))))
+    assert rig.replica._requests["r"].unborn
+    rig.feed(Abort("r", 0))
+    assert not rig.replica._requests["r"].unborn
+    rig.settle()
+    ends = [(end.sample, end.reason) for end in rig.of(Finish)]
+    assert sorted(ends) == [(0, "abort"), (1, "length"), (2, "length")]
+
+
 def test_nothing_is_computed_for_one_whose_samples_have_all_ended() -> None:
     rig = Rig()
     rig.feed(Arrive(request(n=1), resume=((1, 2, 3, 4),)))

@@ -560,6 +560,14 @@ def test_a_switch_shows_the_difference(adds_s: float, scale: float) -> None:
     assert times.scale == pytest.approx(scale)
 
 
+def test_where_adapters_add_nothing_a_switch_shows_nothing() -> None:
+    times = StepSeconds(MergeTimes(steps=tuple(step._replace(unmerged_s=step.merged_s) for step in SIZES)))
+    for seconds, merged in ((0.007, BASE), (0.006, X)):
+        for _ in range(20):
+            times.saw_step(UNMERGED._replace(merged=merged), seconds)
+    assert times.scale == 1.0
+
+
 def test_switches_by_where_the_pristine_weights_are() -> None:
     device = StepSeconds(MergeTimes(False, 0.006, 0.007))
     host = StepSeconds(MergeTimes(True, 0.006, 0.249))

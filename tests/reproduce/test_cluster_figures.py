@@ -14,6 +14,7 @@ from manylora_lab.reproduce.caraserve_cells import (
     popularity,
     slo_s,
 )
+from manylora_lab.reproduce.dlora_clusters import over_dlora, within_objective
 from manylora_lab.reproduce.experiment import Setup
 from manylora_lab.reproduce.registry import experiment
 from manylora_lab.reproduce.report import ExperimentReport
@@ -73,6 +74,26 @@ def test_throughput_falls_with_adapters_only_where_batches_have_one() -> None:
     for system in ("peft", "vllm-uniform"):
         assert rows[system, 16] < 0.8 * rows["manylora", 16]
         assert rows[system, 16] < rows[system, 4]
+
+
+def test_latencies_compare_where_no_rate_is_beyond_the_objective() -> None:
+    rows = [
+        {
+            "model": "m",
+            "traffic": "maf1",
+            "system": system,
+            "rate_per_s": rate,
+            "latency_s_token": latency_s * rate,
+        }
+        for system, latency_s in (("dlora", 0.01), ("peft", 0.03), ("manylora", 0.005))
+        for rate in (4.0, 8.0)
+    ]
+    assert within_objective(rows, "latency_s_token", 0.5) is None
+    found = {figure.metric: figure.ours for figure in over_dlora(rows)}
+    assert found == {
+        "m, maf1, 8 requests/s: peft's latency a token over dlora's": pytest.approx(3.0),
+        "m, maf1, 8 requests/s: manylora's latency a token over dlora's": pytest.approx(0.5),
+    }
 
 
 LONG = ("dlora-fig2b", "dlora-fig9", "router-bound")

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from manylora.policy.routing.fleet import Fleet
-from manylora.policy.routing.hashing import BLOCK_BYTES, hash_number, hash_text, prefix_hashes
+from manylora.policy.routing.hashing import BLOCK_BYTES, hash_number, hash_text, prefix_hashes, reply_hashes
 from manylora.policy.routing.lengths import OutputLengths
 from manylora.policy.routing.load_index import LoadIndex
 from manylora.policy.routing.prefixes import Prefixes
@@ -136,5 +136,10 @@ def test_prompts_share_hashes_as_far_as_they_are_equal() -> None:
     other = prefix_hashes(1, "", [*tokens[: 2 * size - 1], -1, *tokens[2 * size :]])
     assert other[0] == hashes[0]
     assert not set(other[1:]) & set(hashes)
+    for length in (1, size - 1, size, size + 1, 2 * size):
+        prompt, reply = tokens[:length], tokens[length:]
+        further = reply_hashes(1, "", prompt, reply)
+        assert prefix_hashes(1, "", prompt) + further == hashes, "but for the last token"
+        assert prefix_hashes(1, "", prompt) + reply_hashes(1, "", prompt, reply[:-1]) == hashes[:2]
     for adapter, scope in ((2, ""), (1, "a")):
         assert not set(prefix_hashes(adapter, scope, tokens)) & set(hashes)

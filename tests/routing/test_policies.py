@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from manylora.config.routing import CaraServeParameters, read_parameters
 from manylora.policy.routing import ROUTING_POLICIES
 from manylora.policy.routing.caraserve import CaraServe
+from manylora.policy.routing.cost import steps_until_even
 from manylora.policy.routing.fleet import Fleet
 from manylora.policy.routing.manylora import CheapestReplica
 from manylora.policy.routing.requests import LiveRequest
@@ -17,6 +19,7 @@ from manylora.protocol import Timer
 from manylora.protocol.routing import (
     Asked,
     Assign,
+    Cancelled,
     Ended,
     Place,
     Progress,
@@ -392,13 +395,29 @@ def test_manylora_counts_what_those_that_run_wait_for_a_prompt() -> None:
     assert two_rows_and_none(StepPlane(0.01)).ask("a", prompt_tokens=110) == 1, "11 ms each"
 
 
-def test_manylora_counts_those_that_come_to_be_beyond_the_objective() -> None:
-    steep = StepPlane(0.01, 1e-5)
-    assert two_rows_and_none(steep).ask("a", prompt_tokens=10) == 0
-    crossed = {"slo_s": 0.01002, "late_s": 1.0}  # a step of two rows takes as much, one of three more
-    assert two_rows_and_none(steep, crossed).ask("a", prompt_tokens=10) == 1, "three requests would be late"
-    all_late = {"slo_s": 0.005, "late_s": 1.0}
-    assert two_rows_and_none(steep, all_late).ask("a", prompt_tokens=10) == 0, "one is late wherever it goes"
+def test_a_replica_s_load_counts_as_long_as_it_lasts() -> None:
+    assert steps_until_even(100, 100, 0) == 50, "nobody evens it out: half of its life with those there now"
+    assert steps_until_even(100, 100, 2) == 50, "after half a reply each replica has had one more"
+    assert steps_until_even(100, 100, 8) == pytest.approx(math.sqrt(50 * 100 / 8)), "between 12.5 and 50"
+    assert steps_until_even(1, 100, 8) == 0.5
+
+
+def test_manylora_keeps_a_conversation_where_more_run() -> None:
+    """Two more rows there cost half a second over 1,000 tokens, and its prompt elsewhere a third of one; but they
+    will not be two more for so long."""
+    rig = Rig(config_of("manylora", **LIVES))
+    for replica, count in ((0, 6), (1, 4)):
+        rig.tell(ReplicaUp(replica, 1, FACTS))
+        fill(rig, replica, count, prompt_tokens=10, max_tokens=1000)
+    rig.ask("long", prompt_tokens=10, max_tokens=1000)
+    rig.tell(Ended("long", 1000))
+    for replica in range(2):
+        rig.report(replica)
+    assert rig.ask("new", prompt_tokens=700, max_tokens=1000) == 1
+    rig.tell(Cancelled("new"))
+    chat = tuple(range(100, 110))
+    rig.router.fleet.prefixes.add(chat, rig.router.fleet.up[0])
+    assert rig.ask("turn", prompt_tokens=700, max_tokens=1000, prefix=chat) == 0
 
 
 def test_manylora_knows_kernels_that_pad() -> None:

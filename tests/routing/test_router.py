@@ -149,6 +149,53 @@ def test_an_end_is_final() -> None:
     assert rig.tell(Ended("a", 10)) == []
 
 
+def test_what_has_ended_is_taken_off_reports_from_before() -> None:
+    rig = Rig(config_of("most-idle"))
+    rig.up(FACTS)
+    replica = rig.router.fleet.up[0]
+    for name in "ab":
+        rig.ask(name, prompt_tokens=160)
+    counted = {"running": 2, "free_pages": 980, "kv_tokens": 320}
+    rig.report(0, **counted)
+    assert (replica.free_pages, replica.kv_tokens) == (980, 320)
+    rig.tell(Progress("a", 0, 32))
+    rig.tell(Ended("a", 40))
+    assert (replica.free_pages, replica.kv_tokens) == (992, 128), "192 of its tokens in 12 pages were known"
+    rig.report(0, **counted)
+    assert (replica.free_pages, replica.kv_tokens) == (992, 128), "this report was made before"
+    rig.report(0, running=1, free_pages=990, reclaimable_pages=10, kv_tokens=160)
+    assert (replica.free_pages, replica.spare_pages, replica.kv_tokens) == (1000, 990, 160), "this one after"
+    rig.report(0, running=2, kv_tokens=400)
+    assert replica.kv_tokens == 400, "what is more there is not the router's"
+
+
+def test_what_was_never_seen_and_has_ended_is_not_taken_off() -> None:
+    rig = Rig(config_of("most-idle"))
+    rig.up(FACTS)
+    replica = rig.router.fleet.up[0]
+    rig.ask("a", prompt_tokens=160)
+    assert (replica.kv_tokens, replica.waiting_tokens) == (160, 160)
+    rig.tell(Ended("a", 1))
+    assert (replica.free_pages, replica.kv_tokens, replica.waiting_tokens) == (1000, 0, 0)
+    rig.report(0, running=1, kv_tokens=160, free_pages=990)
+    assert (replica.free_pages, replica.kv_tokens) == (1001, 0), (
+        "it had come by then; a page to grow into counts"
+    )
+    rig.report(0)
+    assert (replica.free_pages, replica.kv_tokens) == (1000, 0)
+
+
+def test_a_reply_s_blocks_are_cached_where_it_ended() -> None:
+    rig = Rig(config_of("cache-aware"))
+    rig.up(FACTS, FACTS)
+    assert rig.ask("a", prompt_tokens=64, prefix=(1,)) == 0
+    rig.ask("b")
+    rig.tell(Ended("a", 130, (2, 3)))
+    rig.tell(Ended("nothing", 130, (4,)))
+    fleet = rig.router.fleet
+    assert fleet.prefixes.match((1, 2, 3, 4), 2) == [(fleet.up[0], 3)]
+
+
 # ---------------------------------------------------------------- attempts
 
 

@@ -27,7 +27,7 @@ from manylora.engine.mailboxes import Mailboxes
 from manylora.engine.wire import Deltas
 from manylora.policy.routing.hashing import prefix_hashes
 from manylora.protocol import AdapterError
-from manylora.protocol.routing import Assign, Cancelled, Ended, Refuse, ReplicaId, Withdraw, Withdrawn
+from manylora.protocol.routing import Assign, Cancelled, Refuse, ReplicaId, Withdraw, Withdrawn
 from manylora.types import BASE, AdapterCard, AdapterId, EngineInfo, RequestError, RequestId
 
 log = logging.getLogger(__name__)
@@ -166,8 +166,7 @@ class ClusterClient:
 
     def _end(self, found: TakenRequest) -> None:
         del self._open[found.asked.id]
-        positions = found.ledger.positions
-        self._tell_router().ended.append(Ended(found.asked.id, sum(positions) // len(positions)))
+        self._tell_router().ended.append(found.as_ended())
 
     def _refuse(self, found: TakenRequest, error: RequestError) -> None:
         """Each of its samples ends with the error."""

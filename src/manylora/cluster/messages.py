@@ -205,13 +205,14 @@ class DropAdapter(msgspec.Struct, tag=True):
     id: AdapterId
 
 
-class PlaceAdapter(msgspec.Struct, tag=True):
-    """Have this version on the device, as far as there is room."""
+class KeepAdapter(msgspec.Struct, tag=True):
+    """Keep a copy of this version on the device, as far as the share for such copies goes; or not any more."""
 
     id: AdapterId
+    is_kept: bool
 
 
-ToReplicaFromRouter = Lease | AskWhole | AddAdapter | DropAdapter | PlaceAdapter
+ToReplicaFromRouter = Lease | AskWhole | AddAdapter | DropAdapter | KeepAdapter
 
 # ---------------------------------------------------------------- front end -> replica
 

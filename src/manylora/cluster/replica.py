@@ -28,13 +28,13 @@ from manylora.cluster.link import Hello, Link, LinkError, LinkRefused, Listener,
 from manylora.cluster.noting import StepNotingExecutor
 from manylora.cluster.recording import without_what_fails
 from manylora.config import ConfigError
-from manylora.engine.client import Delta, EngineDead, GenerationRequest
+from manylora.engine.client import Delta, EngineDead
 from manylora.engine.driver import Driver
 from manylora.engine.wire import Deltas, Failed
 from manylora.main import build_driver
 from manylora.protocol import AdapterError, Status
 from manylora.protocol.routing import ReplicaReport
-from manylora.types import AdapterCard, AdapterId, RequestError, RequestId, SamplingParams
+from manylora.types import AdapterCard, AdapterId, RequestError, RequestId
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,6 @@ class _Replica:
         self._adapters: dict[AdapterId, AdapterCard | None] = {}
         self._work = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manylora-adapters")
         self._died = asyncio.Event()
-        self._num_placed = 0
 
     async def serve(self, starter: children.Starter) -> int:
         """See ``run``."""
@@ -293,18 +292,10 @@ class _Replica:
                 elif listing.id not in self._adapters:  # else the answer follows
                     self._adapters[listing.id] = None
                     self._work.submit(self._add, asyncio.get_running_loop(), listing, verify)
-            case messages.PlaceAdapter(adapter):
-                self._place(adapter)
+            case messages.KeepAdapter(adapter, is_kept):
+                self._driver.keep(adapter, is_kept)
             case messages.DropAdapter(adapter):
                 self._work.submit(self._drop, asyncio.get_running_loop(), adapter)
-
-    def _place(self, adapter: AdapterId) -> None:
-        """As with a request of one token, that nothing waits for."""
-        self._num_placed += 1
-        params = SamplingParams(max_tokens=1, temperature=0)
-        self._driver.submit(
-            GenerationRequest(f"place-{adapter}-{self._num_placed}", (0,), params, version=adapter)
-        )
 
     def _add(self, loop: asyncio.AbstractEventLoop, listing: messages.Listing, verify: bool) -> None:
         """On the thread for adapters."""

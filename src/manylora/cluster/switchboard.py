@@ -162,10 +162,9 @@ class Switchboard:
                 if (member := self.members.replicas.get(replica)) is not None:
                     member.link.send(messages.AskWhole())
             case Place(adapter, replica):
-                if (member := self.members.replicas.get(replica)) is not None:
-                    member.link.send(messages.PlaceAdapter(adapter))
-            case Unplace():
-                pass  # the replica's own cache policy says what leaves
+                self._keep(adapter, replica, True)
+            case Unplace(adapter, replica):
+                self._keep(adapter, replica, False)
             case Solve():
                 self._solve(command)
             case ScaleHint():
@@ -176,6 +175,10 @@ class Switchboard:
                 self._write_trace(now, f"{command.request}  attempt {command.attempt}", command)
             case Planned():
                 self._write_trace(now, f"plan {command.number}", command)
+
+    def _keep(self, adapter: AdapterId, replica: ReplicaId, is_kept: bool) -> None:
+        if (member := self.members.replicas.get(replica)) is not None:
+            member.link.send(messages.KeepAdapter(adapter, is_kept))
 
     def _order(self, command: Assign | Withdraw | Refuse) -> None:
         owner = self._owners.get(command.request)

@@ -6,7 +6,8 @@ import dataclasses
 
 from manylora.engine.client import RELEASED, Delta, GenerationRequest
 from manylora.engine.ledger import Ledger
-from manylora.protocol.routing import Asked, Assign, Held, Progress, ReplicaId
+from manylora.policy.routing.hashing import reply_hashes
+from manylora.protocol.routing import Asked, Assign, Ended, Held, Progress, ReplicaId
 from manylora.types import AdapterId
 
 PROGRESS_TOKENS = 32
@@ -64,6 +65,16 @@ class TakenRequest:
         """The same where a replica has it."""
         assert self.replica is not None
         return Held(self.as_asked(), self.replica, self.epoch)
+
+    def as_ended(self) -> Ended:
+        """What it is to know when all samples have ended."""
+        asked, replies = self.asked, self.ledger.tokens
+        blocks = [
+            block
+            for reply in replies
+            for block in reply_hashes(self.version, asked.cache_scope, asked.prompt, reply)
+        ]
+        return Ended(asked.id, sum(map(len, replies)) // len(replies), tuple(blocks))
 
     def assign(self, assign: Assign, epoch: int) -> GenerationRequest:
         """Another attempt begins: what its replica is to be sent."""

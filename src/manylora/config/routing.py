@@ -181,8 +181,6 @@ class ManyloraParameters(RouterParameters):
     balance_s: Seconds = setting(1.0, "how often moves are looked for")
     move_gain: Ratio = setting(3.0, "a move must save so many times what it costs")
     most_moves: Count = setting(4, "moves at one time")
-    slo_s: Number = setting(0.0, "the objective for the time per token; 0: none")
-    late_s: Number = setting(1.0, "what a request beyond the objective costs, in seconds")
 
 
 def parameter_lines(router: str, kind: type) -> list[str]:

@@ -15,7 +15,7 @@ from manylora.engine.loop import Loop
 from manylora.engine.ports import EnginePorts
 from manylora.engine.trace import TraceWriter
 from manylora.policy.replica import Replica
-from manylora.protocol import Abort, Executor, LetGo, Status
+from manylora.protocol import Abort, Executor, Keep, LetGo, Status
 from manylora.types import AdapterCard, AdapterId, EngineInfo, RequestId
 
 
@@ -68,6 +68,10 @@ class Driver(Loop):
     def withdraw(self, request: RequestId, attempt: int = 0) -> None:
         """Let an attempt at a request go after the steps in flight; see ``EngineClient.withdraw``."""
         self._inbox.put(LetGo(request, attempt))
+
+    def keep(self, adapter: AdapterId, is_kept: bool) -> None:
+        """Have a copy of the version stay on the device, or not any more; see ``Keep``."""
+        self._inbox.put(Keep(adapter, is_kept))
 
     def add_adapter(
         self, name: str, path: str, *, verify: bool = True, adapter: AdapterId | None = None

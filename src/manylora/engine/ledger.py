@@ -53,11 +53,16 @@ class Ledger:
         """How many tokens each sample has."""
         return tuple(len(tokens) for tokens in self._tokens)
 
+    @property
+    def tokens(self) -> tuple[tuple[int, ...], ...]:
+        """What each sample has."""
+        return tuple(map(tuple, self._tokens))
+
     def begin(self, attempt: int | None = None) -> GenerationRequest:
         """The next attempt, with all that there is of the request: to be given to an engine. ``attempt``: its
         number, where others number attempts."""
         self._attempt = self._attempt + 1 if attempt is None else attempt
-        resume = tuple(tuple(tokens) for tokens in self._tokens) if any(self._tokens) else ()
+        resume = self.tokens if any(self._tokens) else ()
         return dataclasses.replace(
             self._request,
             resume=resume,

@@ -57,7 +57,5 @@ class KvTurns:
         return below
 
     def forget(self, node: Node) -> None:
-        """A KV node without children is in the tree no more."""
-        turn = self._of.pop(node, None)
-        if turn is not None:
-            turn.pop()
+        """A KV node without children is in the tree no more, where turns are ``kept``."""
+        self._of.pop(node).pop()

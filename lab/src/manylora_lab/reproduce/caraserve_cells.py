@@ -114,8 +114,6 @@ def lines_of(kernel: Kernel) -> RankLines:
 
 def router_of(case: ServersCase) -> RouterConfig:
     """The scheduler with its parameters."""
-    if case.scheduler == "manylora":
-        return RouterConfig(case.scheduler, (("slo_s", str(slo_s())),))
     if case.scheduler != "caraserve":
         return RouterConfig(case.scheduler)
     lines = lines_of(case.kernel)

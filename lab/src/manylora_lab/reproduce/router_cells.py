@@ -138,8 +138,6 @@ def settings_of(router: str) -> tuple[tuple[str, str], ...]:
     """The parameters of a router in these figures."""
     if router == "caraserve":
         return tuple(caraserve_settings())
-    if router in ("manylora", CLAIRVOYANT):
-        return (("slo_s", repr(slo_s())),)
     return ()
 
 

@@ -23,7 +23,6 @@ from manylora.protocol.routing import (
     Asked,
     AskReport,
     Assign,
-    Ended,
     Fence,
     Listed,
     Place,
@@ -360,7 +359,7 @@ class VirtualCluster:
             return
         ended, following = found
         if self._router is not None:
-            self._put(now + self._wire_s, _NEWS, Ended(finish.request, ended.num_tokens))
+            self._put(now + self._wire_s, _NEWS, ended.as_ended())
         if following is not None:
             self._put(now + self.members[loop.place].costs.answer_s, _NEWS, following)
 

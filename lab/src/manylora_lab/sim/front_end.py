@@ -11,9 +11,9 @@ import math
 from collections.abc import Sequence
 
 from manylora.config import ConfigError, PolicyConfig, QueueConfig
-from manylora.policy.routing.hashing import prefix_hashes
+from manylora.policy.routing.hashing import prefix_hashes, reply_hashes
 from manylora.protocol import Admitted, ClientCommand, Emit, Finish, Ready, Reject
-from manylora.protocol.routing import Asked, Assign, ReplicaId
+from manylora.protocol.routing import Asked, Assign, Ended, ReplicaId
 from manylora.types import BASE, Request, RequestId
 from manylora_lab.sim.prompts import StreamTurns, client_name, request_of
 from manylora_lab.sim.replay import Outcome
@@ -52,6 +52,12 @@ class OpenRequest:
         """The tokens that were accepted; a simulated device counts on from the prompt's last."""
         first = self.request.prompt[-1] + 1
         return tuple(range(first, first + self.num_tokens))
+
+    def as_ended(self) -> Ended:
+        """What a router is told of its end."""
+        request = self.request
+        blocks = reply_hashes(request.adapter, request.cache_scope, request.prompt, self.generated)
+        return Ended(request.id, self.num_tokens, blocks)
 
 
 class FrontEnd:

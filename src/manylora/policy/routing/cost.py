@@ -5,6 +5,7 @@ There is one loop, and it is written out: it runs some twenty times for every re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from manylora.policy.routing.fleet import Fleet
@@ -20,22 +21,23 @@ def cheapest(
     request: LiveRequest,
     candidates: Sequence[ReplicaState],
     blocks: Mapping[ReplicaState, int],
-    slo_s: float = 0.0,
-    late_s: float = 0.0,
 ) -> ReplicaState | None:
     """The candidate that costs least, of equal ones the first; None where none can ever hold the request.
 
     ``blocks``: of the prompt, that a replica is believed to have. The cost is the time until the first token (the
     wait, the prefill, the adapter), the value of pages that are pushed out, what those that run wait for its
     prompt, and what decode steps take longer for all that run, this request included, as long as it is expected
-    to run. With an objective ``slo_s`` for these steps each request that comes to be beyond it costs ``late_s``
-    besides.
+    to run: at first with those that are there now, and from ``steps_until_even`` on with as many as on all
+    replicas in the mean.
     """
     best, least_s = None, float("inf")
     remaining = view.remaining_tokens(request)
+    mean_rows, mean_kv_tokens = view.mean_rows, view.mean_kv_tokens
+    soon = steps_until_even(remaining, view.lengths.mean, mean_rows)
+    later = remaining - soon
     samples, num_tokens = request.samples, request.num_tokens
     kv_tokens = samples * num_tokens
-    adapter, adapter_pages = request.adapter, request.adapter_pages
+    adapter, adapter_pages, rank = request.adapter, request.adapter_pages, request.rank
     shape: Shape | None = None
     fits, kv_pages = False, 0
     for replica in candidates:
@@ -44,10 +46,11 @@ def cheapest(
             fits, kv_pages = request.can_ever_fit(shape), request.pages_now(shape[1])
         if not fits:
             continue
-        num_computed, pages, rows = num_tokens, kv_pages, replica.rows
+        num_computed, pages, rows, token_s = num_tokens, kv_pages, replica.rows, replica.token_s
         if replica in blocks:
             num_computed = max(num_tokens - blocks[replica] * BLOCK_TOKENS, 1)
-        cost_s = num_computed * replica.token_s
+        is_full = rows + samples > replica.max_seqs
+        cost_s = num_computed * token_s
         is_new = adapter != BASE and adapter not in replica.adapters
         if is_new:
             tier = replica.residency.get(adapter, NOWHERE)
@@ -55,31 +58,45 @@ def cheapest(
                 pages += adapter_pages
                 page_s = replica.page_in_s + replica.page_read_s if tier == NOWHERE else replica.page_in_s
                 cost_s += adapter_pages * page_s
-        if rows + samples > replica.max_seqs or pages > replica.free_pages:
+        if is_full or pages > replica.free_pages:
             cost_s += wait_s(view, replica, samples, pages)
         else:
-            cost_s += replica.waiting_tokens * replica.token_s
-        if pages > replica.spare_pages:
-            cost_s += (pages - max(replica.spare_pages, 0)) * replica.page_price_s
+            cost_s += replica.waiting_tokens * token_s
+        new_pages = pages - (num_tokens - num_computed) // shape[1]
+        if new_pages > replica.spare_pages:
+            cost_s += (new_pages - max(replica.spare_pages, 0)) * replica.page_price_s
+        added = samples
+        if is_full:  # all slots are taken then
+            rows = min(rows, replica.max_seqs)
+            added = min(samples, replica.max_seqs - rows)
+        cost_s += rows * num_computed * token_s  # they stand still meanwhile
         if cost_s >= least_s:
             continue
         # By the plane that bounds a step now: within it, each row, token and page adds the same.
         now_s, plane = replica.step_now or replica.present_step()
         _, row_s, kv_token_s, adapter_s, adapter_page_s, rank_s, padded_s = plane
-        then_s = now_s + kv_tokens * kv_token_s + request.rank * rank_s
+        added_s = kv_tokens * kv_token_s + rank * rank_s + added * row_s
         if is_new:
-            then_s += adapter_s + adapter_pages * adapter_page_s
-        added = min(samples, max(replica.max_seqs - rows, 0))  # else all slots are taken then
-        rows = min(rows, replica.max_seqs)
-        then_s += added * row_s
+            added_s += adapter_s + adapter_pages * adapter_page_s
         if padded_s:
             largest = replica.rank_max
-            padded = (rows + added) * max(largest, request.rank) - rows * largest
-            then_s += padded * padded_s
-        cost_s += (rows * (then_s - now_s) + samples * then_s) * remaining
-        cost_s += rows * num_computed * replica.token_s  # they stand still meanwhile
-        if slo_s and then_s > slo_s:
-            cost_s += late_s * (samples if now_s > slo_s else samples + rows)
+            added_s += ((rows + added) * max(largest, rank) - rows * largest) * padded_s
+            row_s += largest * padded_s
+        uneven_s = (rows - mean_rows) * row_s + (replica.kv_tokens - mean_kv_tokens) * kv_token_s
+        cost_s += added_s * (rows * soon + mean_rows * later)
+        cost_s += samples * ((now_s + added_s) * remaining - uneven_s * later)
         if cost_s < least_s:
             best, least_s = replica, cost_s
     return best
+
+
+def steps_until_even(remaining: float, output_tokens: float, mean_rows: float) -> float:
+    """For how many of a request's steps its replica has more or less to do than others, as it has now.
+
+    Were that not evened out, those that run would end, one by one, and half of the request's life would be spent
+    with them. If all requests went where there is least to do, it would be even as soon as every replica has had
+    one more: those are as many steps as a reply has tokens, over the sequences of a replica. What else the
+    router looks at keeps it between the two; this is their geometric mean.
+    """
+    half = remaining / 2
+    return min(half, math.sqrt(half * output_tokens / max(mean_rows, 1.0)))

@@ -29,7 +29,8 @@ from manylora.types import BASE, AdapterId, RequestId
 
 class Fleet:
     """``up``: all replicas that are up, by id; ``open_ids``: those that may get work, ascending; ``by_load``:
-    these by their sequences. ``now``: the moment of the event that is handled."""
+    these by their sequences. ``num_rows``, ``num_kv_tokens``: the sequences of all that are up, and the positions
+    that they attend to. ``now``: the moment of the event that is handled."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
@@ -43,6 +44,7 @@ class Fleet:
         self._sizes: dict[tuple[int, int], tuple[int, int]] = {}  # one tuple for equal adapters
         self._homes: dict[AdapterId, tuple[ReplicaId, ...]] = {}
         self._shapes: collections.Counter[Shape] = collections.Counter()  # of those that do not drain
+        self.num_rows = self.num_kv_tokens = 0
         self.version = 0  # one more whenever a replica comes or goes
         self._known_shapes: dict[Shape, Shape] = {}  # of all that ever were up
 
@@ -84,6 +86,16 @@ class Fleet:
         """Whether any replica ever was up."""
         return bool(self._known_shapes)
 
+    @property
+    def mean_rows(self) -> float:
+        """Sequences of a replica, in the mean of all that are up."""
+        return self.num_rows / (len(self.up) or 1)
+
+    @property
+    def mean_kv_tokens(self) -> float:
+        """Positions that these attend to."""
+        return self.num_kv_tokens / (len(self.up) or 1)
+
     def remaining_tokens(self, request: LiveRequest) -> float:
         """Tokens that each of the request's samples is expected to give yet."""
         return self.lengths.remaining(
@@ -118,10 +130,10 @@ class Fleet:
 
     def take(self, replica: ReplicaState, request: LiveRequest) -> int:
         """The request is assigned to the replica; returns the assignment's number."""
-        rows = replica.rows
+        rows, kv_tokens = replica.rows, replica.kv_tokens
         cached = self.num_cached(replica, request)
         number = replica.take(request, cached)
-        self._move_load(replica, rows)
+        self._recount(replica, rows, kv_tokens)
         if request.adapter != BASE and replica.adapters[request.adapter] == 1:
             self._note_home(request.adapter, replica.id, True)
         self.prefixes.add(request.prefix, replica)
@@ -129,23 +141,26 @@ class Fleet:
 
     def hold(self, replica: ReplicaState, request: LiveRequest) -> None:
         """The replica has the request already, by another router's assignment."""
-        rows = replica.rows
+        rows, kv_tokens = replica.rows, replica.kv_tokens
         replica.hold(request)
-        self._move_load(replica, rows)
+        self._recount(replica, rows, kv_tokens)
         if request.adapter != BASE and replica.adapters[request.adapter] == 1:
             self._note_home(request.adapter, replica.id, True)
         self.prefixes.add(request.prefix, replica)
 
     def drop(self, replica: ReplicaState, request: LiveRequest) -> None:
         """The request is not on the replica any more."""
-        rows = replica.rows
+        rows, kv_tokens = replica.rows, replica.kv_tokens
         replica.drop(request)
-        self._move_load(replica, rows)
+        self._recount(replica, rows, kv_tokens)
         adapter = request.adapter
         if adapter != BASE and adapter not in replica.adapters and adapter not in replica.residency:
             self._note_home(adapter, replica.id, False)
 
-    def _move_load(self, replica: ReplicaState, rows: int) -> None:
+    def _recount(self, replica: ReplicaState, rows: int, kv_tokens: int) -> None:
+        """The replica had so many until now."""
+        self.num_rows += replica.rows - rows
+        self.num_kv_tokens += replica.kv_tokens - kv_tokens
         if replica.is_open:
             self.by_load.remove(rows, replica.id)
             self.by_load.add(replica.rows, replica.id)
@@ -170,6 +185,7 @@ class Fleet:
             self._forget_shape(replica.shape)
         for adapter in replica.residency:
             self._note_home(adapter, replica.id, False)
+        self.num_kv_tokens -= replica.kv_tokens
         replica.end()
         self.version += 1
         del self.up[replica.id]
@@ -215,8 +231,9 @@ class Fleet:
 
     def hear(self, replica: ReplicaState, report: ReplicaReport) -> list[RequestId]:
         """Take a newer report; returns the requests whose assignments it has seen."""
-        was_open = replica.is_open
+        was_open, kv_tokens = replica.is_open, replica.kv_tokens
         seen = replica.hear(report, self.now)
+        self.num_kv_tokens += replica.kv_tokens - kv_tokens
         replica.trust()
         if replica.is_open and not was_open:
             self._open(replica)

@@ -39,6 +39,15 @@ def prefix_hashes(adapter: AdapterId, cache_scope: str, tokens: Sequence[int]) -
     return tuple(found)
 
 
+def reply_hashes(
+    adapter: AdapterId, cache_scope: str, prompt: Sequence[int], reply: Sequence[int]
+) -> tuple[int, ...]:
+    """Likewise for the full blocks that a reply has made after those of the prompt. No step computes its last
+    token."""
+    all_blocks = prefix_hashes(adapter, cache_scope, (*prompt, *reply[:-1]))
+    return all_blocks[len(prompt) // BLOCK_TOKENS :]
+
+
 def prefix_root(adapter: AdapterId, cache_scope: bytes) -> int:
     """What stands before the first block."""
     return _digest(adapter.to_bytes(8, "little", signed=True) + cache_scope)

@@ -72,14 +72,18 @@ def check_accounts(replica: ReplicaState) -> None:
     assert replica.adapter_pages == sum(adapters.values())
     numbers = list(replica.unseen)
     assert numbers == sorted(numbers)
-    for number, (name, _, _) in replica.unseen.items():
-        assert replica.requests[name].number == number
-    pages = sum(pages for _, pages, _ in replica.unseen.values())
-    tokens = sum(tokens for _, _, tokens in replica.unseen.values())
-    assert replica.spare_pages == replica.report.free_pages - pages
-    assert replica.free_pages == replica.spare_pages + replica.report.reclaimable_pages
-    assert replica.waiting_tokens == replica.report.waiting_tokens + tokens
-    assert replica.kv_tokens == replica.report.kv_tokens + tokens
+    for number, taken in replica.unseen.items():
+        request = replica.requests[taken.request]
+        assert (request.number, request.samples) == (number, taken.rows)
+    unseen, gone, report = replica.unseen.values(), replica.gone, replica.report
+    pages = sum(taken.pages for taken in unseen)
+    assert replica.spare_pages == report.free_pages - pages
+    assert replica.waiting_tokens == report.waiting_tokens + sum(taken.waiting_tokens for taken in unseen)
+    # Some of what has gone is in the report no more.
+    freed = replica.free_pages - replica.spare_pages - report.reclaimable_pages
+    assert 0 <= freed <= sum(taken.pages for taken in gone)
+    freed = report.kv_tokens + sum(taken.kv_tokens for taken in unseen) - replica.kv_tokens
+    assert 0 <= freed <= sum(taken.kv_tokens for taken in gone)
 
 
 def check_homes(fleet: Fleet, replica: ReplicaState) -> None:
@@ -92,6 +96,8 @@ def check_indexes(fleet: Fleet) -> None:
     """Indexes hold what is there, and nothing else."""
     is_open = sorted(replica.id for replica in fleet.up.values() if replica.is_open)
     assert fleet.open_ids == is_open
+    assert fleet.num_rows == sum(replica.rows for replica in fleet.up.values())
+    assert fleet.num_kv_tokens == sum(replica.kv_tokens for replica in fleet.up.values())
     by_load = sorted((replica.rows, replica.id) for replica in fleet.up.values() if replica.is_open)
     assert list(fleet.by_load.ascending()) == [replica for _, replica in by_load]
     for adapter, homes in fleet.all_homes().items():

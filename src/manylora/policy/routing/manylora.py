@@ -37,14 +37,7 @@ class CheapestReplica(RoutingPolicy):
         homes: Sequence[ReplicaId] = ()
         if request.adapter != BASE:
             homes = self._ring.homes(view, request.adapter, self.num_homes(view.now, request.adapter))
-        best = cheapest(
-            view,
-            request,
-            self._candidates(view, request, homes, blocks),
-            blocks,
-            self._given.slo_s,
-            self._given.late_s,
-        )
+        best = cheapest(view, request, self._candidates(view, request, homes, blocks), blocks)
         if best is None:  # none of these can ever hold it
             best = next((view.up[n] for n in view.open_ids if view.fits_ever(view.up[n], request)), None)
         if best is None:

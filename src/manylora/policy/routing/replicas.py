@@ -2,13 +2,28 @@
 
 Owns the accounting: each assignment has a number, a report says which of them it has seen, and what it has not
 seen counts on top of it, so that a burst within one report's delay does not all go to the replica that was idle.
+Likewise what has ended since counts no more, so that a conversation's next turn does not find its replica laden
+with the last one.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from manylora.policy.routing.requests import LiveRequest, Shape
 from manylora.protocol.routing import NOWHERE, ON_DEVICE, ReplicaFacts, ReplicaReport, StepPlane
 from manylora.types import BASE, AdapterId, RequestId
+
+
+class Taken(NamedTuple):
+    """What a request takes of a replica. ``waiting_tokens``: of its prompt, to be computed; ``kv_tokens``: that it
+    attends to."""
+
+    request: RequestId
+    rows: int
+    pages: int
+    waiting_tokens: int
+    kv_tokens: int
 
 
 class ReplicaState:
@@ -18,12 +33,13 @@ class ReplicaState:
     how many requests each adapter has here; ``ranks``: and each rank. ``is_open``: whether it may get new work.
 
     What is reserved for unseen assignments is taken off ``free_pages`` (empty or reclaimable) and ``spare_pages``
-    (empty), and is in ``waiting_tokens`` (prompts to be computed) and ``kv_tokens``. ``num_changes``: how often
-    requests or reports have come; ``step_now``: what ``present_step`` has found, until then.
+    (empty), and is in ``waiting_tokens`` (prompts to be computed) and ``kv_tokens``. ``unseen``: these, by number;
+    ``gone``: what has left since the last report, and what that still counted, oldest first. ``num_changes``: how
+    often requests or reports have come; ``step_now``: what ``present_step`` has found, until then.
     """
 
     __slots__ = (
-        "adapter_pages", "adapters", "drains_from_s", "epoch", "facts", "free_pages", "has_gap", "id",
+        "adapter_pages", "adapters", "drains_from_s", "epoch", "facts", "free_pages", "gone", "has_gap", "id",
         "is_exhausted", "is_open", "is_reserved", "is_suspect", "is_up", "kv_tokens", "max_seqs",
         "num_assigned", "num_changes", "page_in_s", "page_price_s", "page_read_s", "rank_sum", "ranks", "report",
         "reported_s", "requests",
@@ -52,7 +68,8 @@ class ReplicaState:
         self.residency: dict[AdapterId, int] = {}
         self.num_assigned = 0
         self.num_changes = 0
-        self.unseen: dict[int, tuple[RequestId, int, int]] = {}  # number: request, pages, tokens
+        self.unseen: dict[int, Taken] = {}
+        self.gone: list[Taken] = []
         self.report = ReplicaReport(replica, epoch, 0, 0, 0, 0, facts.num_pages)
         self.free_pages = self.spare_pages = facts.num_pages
         self.waiting_tokens = self.kv_tokens = 0
@@ -96,10 +113,12 @@ class ReplicaState:
         the assignment's number."""
         self.num_assigned += 1
         self._note_change()
-        pages = self.pages_for(request)
-        num_tokens = max(request.num_tokens - num_cached, 1)
-        self.unseen[self.num_assigned] = request.id, pages, num_tokens
-        self._reserve(pages, num_tokens)
+        num_tokens = request.num_tokens
+        taken = Taken(
+            request.id, request.samples, self.pages_for(request), max(num_tokens - num_cached, 1), num_tokens
+        )
+        self.unseen[self.num_assigned] = taken
+        self._reserve(taken)
         self._add(request)
         return self.num_assigned
 
@@ -123,9 +142,16 @@ class ReplicaState:
         """The request is not here any more."""
         del self.requests[request.id]
         self._note_change()
-        unseen = self.unseen.pop(request.number, None)
-        if unseen is not None:
-            self._reserve(-unseen[1], -unseen[2])
+        taken = self.unseen.pop(request.number, None)
+        if taken is not None:
+            self._reserve(taken, -1)
+        else:
+            num_tokens = request.num_tokens
+            taken = Taken(
+                request.id, request.samples, -(-num_tokens // self.facts.page_tokens), 0, num_tokens
+            )
+            self._free(taken)
+        self.gone.append(taken)
         self.rows -= request.samples
         self.rank_sum -= request.rank
         self.ranks[request.rank] -= 1
@@ -141,11 +167,16 @@ class ReplicaState:
         self.num_changes += 1
         self.step_now = None
 
-    def _reserve(self, pages: int, num_tokens: int) -> None:
-        self.free_pages -= pages
-        self.spare_pages -= pages
-        self.waiting_tokens += num_tokens
-        self.kv_tokens += num_tokens
+    def _reserve(self, taken: Taken, times: int = 1) -> None:
+        self.free_pages -= times * taken.pages
+        self.spare_pages -= times * taken.pages
+        self.waiting_tokens += times * taken.waiting_tokens
+        self.kv_tokens += times * taken.kv_tokens
+
+    def _free(self, taken: Taken) -> None:
+        """It was in the last report. Its pages may be had, though what they hold can be reused."""
+        self.free_pages += taken.pages
+        self.kv_tokens -= taken.kv_tokens
 
     # ------------------------------------------------------------ reports
 
@@ -161,15 +192,22 @@ class ReplicaState:
         for number in list(self.unseen):
             if number > report.seen_upto:
                 break
-            seen.append(self.unseen.pop(number)[0])
-        pages = tokens = 0
-        for _, unseen_pages, unseen_tokens in self.unseen.values():
-            pages += unseen_pages
-            tokens += unseen_tokens
-        self.spare_pages = report.free_pages - pages
-        self.free_pages = report.free_pages + report.reclaimable_pages - pages
-        self.waiting_tokens = report.waiting_tokens + tokens
-        self.kv_tokens = report.kv_tokens + tokens
+            seen.append(self.unseen.pop(number).request)
+        self.spare_pages = report.free_pages
+        self.free_pages = report.free_pages + report.reclaimable_pages
+        self.waiting_tokens = report.waiting_tokens
+        self.kv_tokens = report.kv_tokens
+        # Sequences that the report counts and the router does not: the last that have left.
+        too_many = report.running + report.waiting - self.rows
+        for taken in self.unseen.values():
+            self._reserve(taken)
+            too_many += taken.rows
+        still = len(self.gone)
+        while still and too_many > 0:
+            still -= 1
+            too_many -= self.gone[still].rows
+            self._free(self.gone[still])
+        del self.gone[:still]
         self.page_price_s = report.page_price_s
         self.token_s = report.token_s or self.facts.token_s
         self.page_in_s = report.page_in_s or self.facts.page_in_s

@@ -27,11 +27,11 @@ class HomeRing:
         if self._version != view.version:
             self._build(view)
         found: list[ReplicaId] = []
-        total = len(self._points)
+        replicas, up = self._replicas, view.up
         place = bisect_right(self._points, hash_number(adapter))
-        for step in range(total):
-            replica = self._replicas[(place + step) % total]
-            if replica not in found and view.up[replica].is_open:
+        for step in range(place - len(replicas), place):  # round the ring
+            replica = replicas[step]
+            if replica not in found and up[replica].is_open:
                 found.append(replica)
                 if len(found) == count:
                     break
