@@ -142,9 +142,8 @@ class ColdStarts:
         first = dataclasses.replace(landing, first_group=groups % num_groups)
         served_s = end_s(now, step_s, num_groups, (), (first,), cpu._replace(groups=groups))
         awaited_s = end_s(now, step_s, num_groups, (), (landing,))
-        lessons = self._lessons
-        is_served = served_s + lessons.beyond_s("cpu") < awaited_s + lessons.beyond_s("layerwise")
-        return groups if is_served else 0
+        gain_s = awaited_s + self._lessons.beyond_s("layerwise") - served_s - self._lessons.beyond_s("cpu")
+        return groups if gain_s > 0 else 0
 
     def _started(self, copies: Iterable[SwapPages], now: float) -> None:
         """These were commanded, after those before. What follows a read holds up no other copy."""
@@ -290,8 +289,8 @@ class ColdStarts:
 
     def _forecast(self, node: Node, way: Beginning) -> _Forecast:
         """Of the step that is being composed."""
-        has_seen = self._residency.rates.has_copied
-        return _Forecast(node, way.mode, self._composed_s, way.answer_s, not has_seen)
+        is_guess = not self._residency.rates.has_copied
+        return _Forecast(node, way.mode, self._composed_s, way.answer_s, is_guess)
 
     def _has_others(self) -> bool:
         return len(self._held.admitted) > self._held.num_loading
@@ -407,8 +406,7 @@ class ColdStarts:
         if first is not None or waited:
             begun = None
             if first is not None:
-                way, node = self._chosen[first.id], self._residency.tree.node(first.adapter)
-                begun = self._forecast(node, way)
+                begun = self._forecast(self._residency.tree.node(first.adapter), self._chosen[first.id])
             self._in_flight[step] = _Step(
                 awaits, cpu, begun, waited, self._stall_s, self._num_served, self._busy_s
             )
