@@ -5,6 +5,7 @@ for torch's products unless they ask for more: matrices are tiny, and a core bel
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,17 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("MPLCONFIGDIR", os.environ.get("MPLCONFIGDIR", str(users / "matplotlib")))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kept_loops() -> None:
+    """Loops for the CPU are compiled before the first test: else engines have a compiler beside them at first."""
+    if importlib.util.find_spec("numba") is not None:
+        from manylora.kernels import compiled
+        from manylora.kernels.cpu_compiled import CompiledOps
+
+        if not compiled.are_kept():
+            CompiledOps()
 
 
 @pytest.fixture(scope="module")

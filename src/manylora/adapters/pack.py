@@ -36,6 +36,9 @@ times, little beside the pool."""
 _TILE_ELEMENTS = 16384
 """What is transposed at a time: a line of the processor's cache is used up while it is there."""
 
+_MOST_PLAIN_RANK = 16
+"""A matrix of so few columns stays in the processor's cache as a whole."""
+
 _MOST_DIRECT_RANK = 32
 """Larger matrices are transposed beside the pages first: a tile of theirs is so narrow that writing it to memory
 outside the cache costs more than another copy (at rank 64 a quarter more, at 16 a tenth less)."""
@@ -421,7 +424,7 @@ def _runs(ranks: Sequence[int], most_layers: int, layers: range) -> Iterator[ran
 
 def _copy_tiled(source: np.ndarray, target: np.ndarray) -> None:
     """Copy matrices [layers, rows, length]; the source may be a transposed view."""
-    is_transposed = source.strides[-1] != source.itemsize
-    tile = max(1, _TILE_ELEMENTS // source.shape[1]) if is_transposed else source.shape[2]
+    is_narrow = source.strides[-1] <= _MOST_PLAIN_RANK * source.itemsize
+    tile = source.shape[2] if is_narrow else max(1, _TILE_ELEMENTS // source.shape[1])
     for at in range(0, source.shape[2], tile):
         target[:, :, at : at + tile] = source[:, :, at : at + tile]

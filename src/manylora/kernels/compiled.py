@@ -323,3 +323,12 @@ def gate(gate_up: np.ndarray, out: np.ndarray, bits: np.ndarray) -> None:
             # sigmoid from exp(-|g|), which cannot overflow.
             top = np.float32(1.0) if g >= 0 else row[i]
             row[i] = g * top / (np.float32(1.0) + row[i]) * gate_up[t, width + i]
+
+
+def are_kept() -> bool:
+    """Whether an earlier run has compiled the loops for this machine, as they are now, and kept them on disk."""
+    try:
+        loops = (attend, add_lora, store_kv, rotate_in_place, add_norm, gate)
+        return all(loop._cache._cache_file._load_index() for loop in loops)
+    except (AttributeError, OSError, ValueError):  # Numba's own affairs
+        return False

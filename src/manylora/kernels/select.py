@@ -41,9 +41,9 @@ def ops_for(device: torch.device, *, compiled: bool = False, attention: Attentio
         from manylora.kernels.cpu import CpuOps
 
         if compiled and importlib.util.find_spec("numba") is not None:
-            from manylora.kernels.cpu_compiled import CompiledOps
+            from manylora.kernels.coming_loops import ComingOps
 
-            return CompiledOps()
+            return ComingOps()
 
         return CpuOps()
     if device.type == "cuda":

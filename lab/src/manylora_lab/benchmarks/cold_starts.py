@@ -2,10 +2,11 @@
 
 One worker of Llama-2-7B's shape with dummy weights serves an engine for each mode. Parts: ``ranks`` (by rank and
 mode: adapter in the pool, in host memory, in the adapter store, only in its files; one request at a time, 64
-prompt tokens, one token out), ``decode`` (32 decoding rows beside a request with a cold adapter of rank 64 every
-100 ms), ``gates`` (what gates cost steps that await nothing: captured with and without), ``rates`` (copies to the
-device in layer groups and in whole pages, in turns). Only the captures that these steps need are made. From the
-repository's root:
+prompt tokens, one token out), ``reads`` (adapters that were never read, with copies that follow reads and
+without, in turns), ``decode`` (32 decoding rows beside a request with a cold adapter of rank 64 every 100 ms),
+``gates`` (what gates cost steps that await nothing: captured with and without), ``rates`` (copies to the device in
+layer groups and in whole pages, in turns). Only the captures that these steps need are made. From the repository's
+root:
 
     python -m manylora_lab.benchmarks.cold_starts --out cold.json --commit "$(git rev-parse --short HEAD)"
 
@@ -48,6 +49,7 @@ MIXED_TOKENS = (64, 96, 128)
 """Of the captured steps: a prompt, and one beside 32 decoding rows."""
 DECODING = 32
 COLD_RANK, COLD_EVERY_S = 64, 0.1
+READ_TURNS = 7
 RATE_BYTES, RATE_ROUNDS = 320 * 2**20, 6
 
 
@@ -61,14 +63,14 @@ def pages_of(rig: EngineRig, rank: int) -> int:
     return rig.shape.adapter_pages(rank, rig.policy.page_tokens, ALL_MODULES) + 1
 
 
-def opened(rig: EngineRig, rank: int, mode: str, rows: int = 1) -> EngineTarget:
-    """An engine with room for two adapters of this rank and so many sequences, in this mode."""
+def opened(rig: EngineRig, rank: int, cold_start: ColdStartConfig, rows: int = 1) -> EngineTarget:
+    """An engine with room for two adapters of this rank and so many sequences."""
     room = rows * -(-2 * rig.policy.max_model_len // rig.policy.page_tokens) if rows > 1 else 16
     return rig.open(
         adapters_of(rig, rank),
         num_pages=min(2 * pages_of(rig, rank) + room, rig.policy.num_pages),
         max_model_len=128 if rows == 1 else rig.policy.max_model_len,
-        cold_start=ColdStartConfig(mode),
+        cold_start=cold_start,
     )
 
 
@@ -108,7 +110,7 @@ async def _first_tokens(
         for name in names:
             await ask(name, kind)
 
-    target = opened(rig, rank, mode)
+    target = opened(rig, rank, ColdStartConfig(mode))
     await target.generate(rig.call(PROMPT, 1, None))
     await ask_each("files, page cache" if reads_files or report.args.no_store else "store, page cache")
     for _ in range(TOY_ROUNDS if rig.is_toy else ROUNDS):
@@ -122,7 +124,7 @@ async def _first_tokens(
         await _wait_kept(rig)
     elif packed := _packed(rig, rank):
         # Another engine knows nothing of what the host pool holds.
-        target = opened(rig, rank, mode)
+        target = opened(rig, rank, ColdStartConfig(mode))
         await target.generate(rig.call(PROMPT, 1, None))
         for name in names:
             stays = max(drop(path) for path in packed)
@@ -165,6 +167,49 @@ async def _wait_kept(rig: EngineRig) -> None:
         found = now
 
 
+# ---------------------------------------------------------------- reads
+
+
+async def reads(rig: EngineRig, report: RunReport) -> None:
+    """Milliseconds to the first token where the adapter was never read, with copies that follow reads and steps
+    that await them, and without: engines in turn, each of which knows nothing of what others have read."""
+    for rank in report.args.ranks:
+        if not report.has(8.0 + rank / 10, f"reads of rank {rank}"):
+            continue
+        names = list(adapters_of(rig, rank))
+        taken: dict[bool, list[float]] = {}
+        stalled = {False: 0.0, True: 0.0}
+        for turn in range(TOY_ROUNDS + 1 if rig.is_toy else READ_TURNS):
+            for follows in (False, True) if turn % 2 else (True, False):
+                cold_start = ColdStartConfig("layerwise", reads_in_groups=follows)
+                target = opened(rig, rank, cold_start)
+                for _ in range(3):
+                    await target.generate(rig.call(PROMPT, 1, None))
+                for name in names:
+                    began_s = time.monotonic()
+                    answer = await target.generate(rig.call(PROMPT, 1, name))
+                    if answer.error is not None or answer.first_s is None:
+                        raise RuntimeError(answer.error)
+                    if turn or report.args.no_store:  # by the first turn the store has them
+                        taken.setdefault(follows, []).append(1e3 * (answer.first_s - began_s))
+                    await asyncio.sleep(PAUSE_S)
+                stalled[follows] += (await target.counters())["cold_start_stall_s"]
+                await target.close()
+            if not turn and not report.args.no_store:
+                await _wait_kept(rig)
+        for follows, each in sorted(taken.items()):
+            apart = statistics.median(each) / statistics.median(taken[False])
+            source = "files" if report.args.no_store else "store"
+            report.note(
+                "reads",
+                {
+                    "rank": rank, "source": source, "follows": follows, "ms": statistics.median(each),
+                    "least_ms": min(each), "most_ms": max(each), "count": len(each), "over_not_following": apart,
+                    "stall_s": stalled[follows],
+                },
+            )  # fmt: skip
+
+
 # ---------------------------------------------------------------- beside decoding rows
 
 
@@ -180,7 +225,8 @@ async def decode(rig: EngineRig, report: RunReport) -> None:
         ("warm", names[:1]),
         *((mode, names) for mode in ("wait", *report.args.modes)),
     ):
-        target = opened(rig, COLD_RANK, "wait" if mode in ("none", "warm") else mode, rows + 4)
+        cold_start = ColdStartConfig("wait" if mode in ("none", "warm") else mode)
+        target = opened(rig, COLD_RANK, cold_start, rows + 4)
         for name in chosen:  # into the host pool
             await target.generate(rig.call(PROMPT, 1, name))
         running = [asyncio.create_task(target.generate(rig.call(PROMPT, length, None))) for _ in range(rows)]
@@ -231,7 +277,7 @@ async def gates(rig: EngineRig, report: RunReport) -> None:
             policy.max_num_seqs, policy.max_batch_tokens, policy.max_model_len, None, False, 8 * has_gates
         )
         rig.worker.use_graphs(limits, policy.num_pages)
-        target = opened(rig, 16, "wait")
+        target = opened(rig, 16, ColdStartConfig())
         taken = []
         for turn in range(60):
             began_s = time.monotonic()
@@ -278,7 +324,7 @@ async def rates(rig: EngineRig, report: RunReport) -> None:
 # ---------------------------------------------------------------- the command
 
 PARTS: dict[str, Callable[[EngineRig, RunReport], Coroutine[Any, Any, None]]] = {
-    part.__name__: part for part in (rates, ranks, decode, gates)
+    part.__name__: part for part in (rates, ranks, reads, decode, gates)
 }
 
 
