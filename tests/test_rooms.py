@@ -112,7 +112,8 @@ LAB_ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "reproduce": (
         {"bench", "sim", "workloads"},
         BOTTOM
-        | {"adapters", "devices", "engine", "flags", "kernels", "policy", "pricing", "solving", "warmup"},
+        | {"adapters", "assist", "devices", "engine", "executor", "flags", "kernels", "memory", "policy"}
+        | {"pricing", "solving", "warmup"},
     ),
     "commands": ({"bench", "reproduce", "workloads"}, set()),
 }

@@ -120,6 +120,9 @@ class Counters:
     cold_start_hidden_s: float = 0.0
     cold_start_expected_s: float = 0.0
     """What ``cold_start_stall_s`` was expected to be, of steps that await copies or the CPU."""
+    cold_answer_s: float = 0.0
+    """From the decision how a cold request begins to the end of its first step; beside it what was expected."""
+    cold_answer_expected_s: float = 0.0
     spoilt_rows: int = 0
     cpu_lora_s: float = 0.0
 
@@ -137,6 +140,11 @@ class Counters:
         self.cold_start_expected_s += expected_s
         self.cold_start_hidden_s += hidden_s
         self.cpu_lora_s += cpu_s
+
+    def cold_answered(self, expected_s: float, took_s: float) -> None:
+        """The first step of a cold request has ended."""
+        self.cold_answer_expected_s += expected_s
+        self.cold_answer_s += took_s
 
     def switched(self, ok: bool, seconds: float, to_base: bool) -> None:
         """A change of the adapter that is merged has taken effect, or failed."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from manylora.assist.workers import HandedStep
 from manylora.protocol import Await, CpuRows, RunStep, SwapPages
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig
@@ -139,3 +141,69 @@ def test_rows_of_a_copy_that_nobody_brings_fail_and_harm_none(cold: Rig, files: 
     step = cold.command(cold.row(1))
     step.cpu = (CpuRows(99, (1,), 8),)
     assert not cold.run(step).done.ok
+
+
+@pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
+def test_a_worker_that_dies_at_any_product_spoils_its_own_rows_only(
+    cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch, place: float
+) -> None:
+    """It is gone before the product's rows are there; another one serves the next step."""
+    workers = cold.worker._workers
+    assert workers is not None
+    monkeypatch.setattr(workers, "_num_deaths", 0)
+    posted, num_products, post, begin = 0, 0, HandedStep.post, workers.begin
+
+    def count_and_begin(lengths: Any, jobs: Any, *more: Any) -> HandedStep | None:
+        nonlocal num_products
+        num_products = len(jobs)
+        return begin(lengths, jobs, *more)
+
+    def kill_and_post(step: HandedStep) -> None:
+        nonlocal posted
+        if posted == round(place * (num_products - 1)):
+            step.given[0].process.kill()
+            step.given[0].process.wait()
+        posted += 1
+        post(step)
+
+    monkeypatch.setattr(workers, "begin", count_and_begin)
+    monkeypatch.setattr(HandedStep, "post", kill_and_post)
+    command = bring(cold, 2, 8)
+    cold.open(1, PROMPT, adapter=2)
+    cold.open(2, PROMPT, adapter=1)
+    step, others = served(cold, command, (1,)), cold.command(cold.row(2))
+    result = cold.run(RunStep(step.step, step.starts + others.starts, step.rows + others.rows, cpu=step.cpu))
+    assert (result.done.ok, result.done.spoilt) == (True, (1,))
+    assert cold.direct.wait_for(command).ok  # type: ignore[union-attr]
+    monkeypatch.setattr(HandedStep, "post", post)
+    cold.direct.end_sequence(1)
+    del cold.sequences[1]
+    cold.direct.evict_adapter(2)
+    assert workers.wait_ready(30)
+    again = bring(cold, 2, 8)
+    cold.open(4, PROMPT, adapter=2)
+    assert cold.run(served(cold, again, (4,))).done.spoilt == ()
+    assert cold.direct.wait_for(again).ok  # type: ignore[union-attr]
+    cold.decode(3, 2, 4)
+    check(cold, files, 2, 4)
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_a_copy_that_fails_beside_the_cpu_leaves_its_rows_alone(
+    cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch, broken: int
+) -> None:
+    """At the first, the middle and the last group: the CPU has read none of it."""
+    hand = Hand(cold, monkeypatch)
+    hand.broken = broken
+    command = bring(cold, 2, 8)
+    cold.open(1, PROMPT, adapter=2)
+    result = cold.run(served(cold, command, (1,)))
+    assert (result.done.ok, result.done.spoilt, result.done.unsound) == (True, (), ())
+    hand.let(LAYERS)
+    assert not cold.direct.wait_for(command).ok  # type: ignore[union-attr]
+    hand.broken, hand.num_landed, hand._is_first = None, 0, True
+    hand.let(LAYERS)
+    again = bring(cold, 2, 8)
+    assert cold.direct.wait_for(again).ok  # type: ignore[union-attr]
+    cold.decode(3, 1)
+    check(cold, files, 1)

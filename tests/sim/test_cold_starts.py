@@ -190,7 +190,8 @@ def test_a_short_prompt_over_a_slow_link(mode: str) -> None:
     shape = shape_named("llama-2-7b")
     requests = tuple(StreamRequest(1.0 * n, n, n, 0, (Piece(n, 16),), 2) for n in range(20))
     stream = Stream("cold", requests, (64,) * 20)
-    costs, cold = AnalyticalCosts(shape, HARDWARE["a10"]), assumed_cold(shape, ATTENTION_MODULES)
+    costs = AnalyticalCosts(shape, HARDWARE["a10"])
+    cold = assumed_cold(shape, ATTENTION_MODULES, HARDWARE["a10"])
     page_bytes = shape.page_bytes(16)
     pages = [shape.adapter_pages(64, 16)] * 20
     config = PolicyConfig(
@@ -207,7 +208,14 @@ def test_a_short_prompt_over_a_slow_link(mode: str) -> None:
     if mode == "auto":
         assert _TTFT["cpu"] < 0.9 * _TTFT["layerwise"] < _TTFT["wait"]
         assert ttft_s < 1.05 * min(_TTFT.values())
-        assert replay.report("busy").counters.cold_starts.get("cpu/host", 0) > 10
+        counters = replay.report("busy").counters
+        assert counters.cold_starts.get("cpu/host", 0) > 10
+        # Of those that are asked for at once, to be warm, reads take turns that nobody foresees.
+        before = replay.counters_at_start
+        took_s = counters.cold_answer_s - before.cold_answer_s
+        assert counters.cold_answer_expected_s - before.cold_answer_expected_s == pytest.approx(
+            took_s, rel=0.25
+        )
 
 
 _TTFT: dict[str, float] = {}

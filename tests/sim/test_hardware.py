@@ -42,7 +42,7 @@ def test_the_measured_card_is_what_the_results_say() -> None:
 
 def test_nobody_is_nameless() -> None:
     assert all(hardware.name == name and hardware.source for name, hardware in HARDWARE.items())
-    with pytest.raises(ConfigError, match="'h300' is not known: use a10, a100-40"):
+    with pytest.raises(ConfigError, match="'h300' is not known: use a10, a10-caraserve, a100-40"):
         hardware_named("h300")
 
 

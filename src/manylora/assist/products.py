@@ -26,6 +26,9 @@ class CpuProducts:
         kind = np.dtype(np.float32 if board.shape.itemsize == 4 else np.uint16)
         whole = place.pool_bytes // kind.itemsize // place.piece * place.piece
         self._pieces = np.frombuffer(memory, kind, whole).reshape(-1, place.piece)
+        # A new matrix of some 100 KiB would come from the system each time, page by page.
+        self._gathered = np.empty(0, kind)
+        self._widened = np.empty(0, np.uint32)
 
     def compute(self, orders: Orders, cells: list[np.ndarray], layer: int, number: int) -> None:
         """One job's rows of this worker."""
@@ -47,25 +50,35 @@ class CpuProducts:
         if rank == 0:
             into[:] = 0
             return
-        a = self._matrix(cells, first_a, rank, x.shape[1], layer)
-        b = self._matrix(cells, first_b, rank, part.out_features, layer)
-        shrunk = x @ a.T
+        shrunk = x @ self._matrix(cells, first_a, rank, x.shape[1], layer).T
         shrunk *= np.float32(part.scales[own.adapter][layer])
-        into[:] = shrunk @ b
+        into[:] = shrunk @ self._matrix(cells, first_b, rank, part.out_features, layer)
 
     def _matrix(self, cells: np.ndarray, first: int, rank: int, elements: int, layer: int) -> np.ndarray:
-        """float32 ``[rank, elements]``, whose cells begin at ``first`` of the adapter's."""
+        """float32 ``[rank, elements]``, whose cells begin at ``first`` of the adapter's; until the next one."""
         place = self._place
         count = -(-elements // place.cell_elements) * rank
         begins = (cells[first : first + count] + layer * place.slab_elements) // place.piece
-        pieces = begins[:, None] + np.arange(place.cell_elements // place.piece)
-        return as_float32(self._pieces[pieces.reshape(-1)].reshape(rank, -1)[:, :elements], self._dtype)
+        pieces = (begins[:, None] + np.arange(place.cell_elements // place.piece)).reshape(-1)
+        size = pieces.size * place.piece
+        if size > self._gathered.size:
+            self._gathered = np.empty(size, self._gathered.dtype)
+            self._widened = np.empty(size, np.uint32)
+        rows = self._gathered[:size].reshape(-1, place.piece)
+        # All of them lie in the pool; any other mode fills a copy first.
+        np.take(self._pieces, pieces, axis=0, out=rows, mode="clip")
+        into = self._widened[: rank * elements].reshape(rank, elements)
+        return as_float32(rows.reshape(rank, -1)[:, :elements], self._dtype, into)
 
 
-def as_float32(values: np.ndarray, dtype: str) -> np.ndarray:
-    """16-bit numbers (uint16) as what they are of."""
+def as_float32(values: np.ndarray, dtype: str, into: np.ndarray | None = None) -> np.ndarray:
+    """16-bit numbers (uint16) as what they are of, in the memory of ``into`` (uint32), if given."""
     if dtype == "float32":
         return values
+    if into is None:
+        into = np.empty(values.shape, np.uint32)
     if dtype == "float16":
-        return values.view(np.float16).astype(np.float32)
-    return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        into.view(np.float32)[:] = values.view(np.float16)
+    else:
+        np.left_shift(values, 16, out=into, dtype=np.uint32, casting="unsafe")
+    return into.view(np.float32)

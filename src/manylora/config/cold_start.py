@@ -38,23 +38,28 @@ def num_cores() -> int:
 @dataclasses.dataclass(frozen=True, slots=True)
 class CpuRates:
     """What the CPU takes for the LoRA of a step's cold rows, of one worker, as measured before serving; no user's
-    to give. A step costs ``step_s`` for its hand-overs, each adapter that it reads ``byte_s`` a byte, and each
-    token ``token_byte_s`` for each byte of its adapter. ``slice_tokens``: as many tokens as one worker takes
-    before another one helps."""
+    to give. A step costs ``step_s`` for its hand-overs and ``token_s`` for each token whose inputs and results go
+    to and fro; each adapter that a worker reads ``byte_s`` a byte, and each token of it ``token_byte_s`` for each
+    byte of its adapter. ``slice_tokens``: as many tokens as one worker takes before another one helps."""
 
     step_s: Annotated[float, at_least(0), FINITE] = 0.002
     byte_s: Annotated[float, at_least(0), FINITE] = 2e-10
     token_byte_s: Annotated[float, at_least(0), FINITE] = 1e-11
     slice_tokens: Annotated[int, at_least(1)] = 16
+    token_s: Annotated[float, at_least(0), FINITE] = 0.0
 
     def num_busy(self, num_tokens: int, num_workers: int) -> int:
         """How many workers so many tokens are cut for (CaraServe §4.2)."""
         return max(1, min(num_workers, -(-num_tokens // self.slice_tokens)))
 
-    def seconds(self, num_tokens: int, adapter_bytes: int, num_workers: int) -> float:
-        """For the tokens of one adapter, in slices for the workers."""
+    def busy_s(self, num_tokens: int, adapter_bytes: int, num_workers: int) -> float:
+        """How long the busiest worker computes for the tokens of one adapter."""
         share = -(-num_tokens // self.num_busy(num_tokens, num_workers))
-        return self.step_s + adapter_bytes * (self.byte_s + share * self.token_byte_s)
+        return adapter_bytes * (self.byte_s + share * self.token_byte_s)
+
+    def besides_s(self, num_tokens: int) -> float:
+        """What a step with so many tokens on the CPU takes for these besides."""
+        return self.step_s + num_tokens * self.token_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -204,6 +204,8 @@ class EngineStats:
     cold_start_stall_s: float = 0.0
     cold_start_hidden_s: float = 0.0
     cold_start_expected_s: float = 0.0
+    cold_answer_s: float = 0.0
+    cold_answer_expected_s: float = 0.0
     cpu_lora_s: float = 0.0
     spoilt_rows: int = 0
     steps: int = 0

@@ -150,7 +150,8 @@ def build_worker(
         if kind == "cuda":
             warm_up(worker, limits, max_rank, rehearse)
     if host.descriptor is not None:
-        limits = dataclasses.replace(limits, cold_start=_with_workers(worker, cold_start, host, geometry))
+        cold_start = _with_workers(worker, cold_start, host, geometry, device.torch_device)
+        limits = dataclasses.replace(limits, cold_start=cold_start)
     if merge.is_on:
         times = measure_merging(worker, limits, max_rank, steps_wait=copy.place == "host")
         limits = dataclasses.replace(limits, merge=dataclasses.replace(merge, times=times))
@@ -178,7 +179,11 @@ def check_mixed(merge: MergeConfig, dtype: torch.dtype) -> None:
 
 
 def _with_workers(
-    worker: Worker, config: ColdStartConfig, host: HostPool, geometry: AdapterGeometry
+    worker: Worker,
+    config: ColdStartConfig,
+    host: HostPool,
+    geometry: AdapterGeometry,
+    device: torch.device,
 ) -> ColdStartConfig:
     """Start the CPU workers; what the policy is to know of them."""
     try:
@@ -186,7 +191,7 @@ def _with_workers(
     except OSError as error:
         raise ConfigError(f"CPU workers could not be started: {error}") from error
     worker.use_workers(workers)
-    rates = measure_workers(workers, geometry, host)
+    rates = measure_workers(workers, geometry, host, device)
     _log.info("%d CPU workers serve cold requests, %d tokens each", workers.num_workers, rates.slice_tokens)
     return dataclasses.replace(config, rates=rates, num_workers=workers.num_workers)
 

@@ -220,7 +220,7 @@ class ColdRows:
             return False
         rows = x.index_select(0, self._rows).cpu()
         target = self._step.rows(self.num_tokens, group.in_features)
-        target[:] = _as_numbers(rows)
+        target[:] = as_numbers(rows)
         self._step.post()
         return True
 
@@ -291,7 +291,7 @@ def _without(segments: LoraSegments, cold: list[int]) -> LoraSegments | None:
     )
 
 
-def _as_numbers(rows: torch.Tensor) -> np.ndarray:
+def as_numbers(rows: torch.Tensor) -> np.ndarray:
     """As the board has them."""
     if rows.dtype is torch.float32:
         return np.asarray(rows.numpy())

@@ -9,10 +9,12 @@ import statistics
 import time
 
 import numpy as np
+import torch
 
 from manylora.assist.orders import Product, ProductPart
 from manylora.assist.workers import Workers, WorkersFailed
 from manylora.config import MOST_CPU_TOKENS, CpuRates
+from manylora.executor.cold_rows import as_numbers
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.host import HostPool
 
@@ -21,14 +23,17 @@ READY_S = 10.0
 RANK = 16
 TOKENS = (4, 32, 128)
 REPEATS = 3
+_CPU = torch.device("cpu")
 _SLICE_TIMES = 2.0
 """A core takes so many tokens that their arithmetic takes as long as this many hand-overs and readings."""
 
 
-def measure_workers(workers: Workers, geometry: AdapterGeometry, host: HostPool) -> CpuRates:
+def measure_workers(
+    workers: Workers, geometry: AdapterGeometry, host: HostPool, device: torch.device
+) -> CpuRates:
     """Of one core, in the geometry's first group; what is assumed, where the workers do not answer or the host's
     pool has too little room."""
-    timed = TimedProduct(geometry, RANK)
+    timed = TimedProduct(geometry, RANK, device)
     if timed.num_pages > host.num_pages or not workers.wait_ready(READY_S):
         return CpuRates()
     seconds: dict[int, tuple[float, float]] = {}
@@ -41,19 +46,24 @@ def measure_workers(workers: Workers, geometry: AdapterGeometry, host: HostPool)
     num_bytes = timed.num_bytes
     token_byte_s = max(busy[TOKENS[-1]] - busy[TOKENS[0]], 1e-9) / ((TOKENS[-1] - TOKENS[0]) * num_bytes)
     byte_s = max(busy[TOKENS[0]] / num_bytes - TOKENS[0] * token_byte_s, 0.0)
-    handover_s = max(min(whole - alone for alone, whole in seconds.values()), 0.0)
-    num_jobs = sum(len(groups) for groups in geometry.layers)
+    besides = {tokens: max(whole - alone, 0.0) for tokens, (alone, whole) in seconds.items()}
+    handover_s = min(besides.values())
+    to_and_fro_s = max(besides[TOKENS[-1]] - handover_s, 0.0) / TOKENS[-1]
+    # Rows and results of other products are narrower or wider.
+    widths = [group.in_features + group.offsets[-1] for groups in geometry.layers for group in groups]
+    token_s = to_and_fro_s * sum(widths) / timed.width
     fixed_tokens = (byte_s * num_bytes + handover_s) / (token_byte_s * num_bytes)
     slice_tokens = int(min(max(_SLICE_TIMES * fixed_tokens, 1), MOST_CPU_TOKENS))
     workers.slice_tokens = slice_tokens
-    return CpuRates(num_jobs * handover_s, byte_s, token_byte_s, slice_tokens)
+    return CpuRates(len(widths) * handover_s, byte_s, token_byte_s, slice_tokens, token_s)
 
 
 class TimedProduct:
     """The first group's product of an adapter of ``rank`` whose rows lie one after the other in pages that hold
-    nothing. ``num_bytes``: of its rows in one layer."""
+    nothing, for rows of ``device``. ``num_bytes``: of the adapter's rows in one layer; ``width``: of a token's
+    inputs and results."""
 
-    def __init__(self, geometry: AdapterGeometry, rank: int) -> None:
+    def __init__(self, geometry: AdapterGeometry, rank: int, device: torch.device = _CPU) -> None:
         group = geometry.groups[0]
         parts, first = [], 0
         for place, projection in enumerate(group.projections):
@@ -65,24 +75,32 @@ class TimedProduct:
             first += of_a + of_b
         self.num_pages = -(-first // geometry.cells_per_page)
         self.num_bytes = first * geometry.cell_elements * geometry.itemsize
-        self._product = Product(group.in_features, group.offsets[-1], parts)
+        self.width = group.in_features + group.offsets[-1]
+        self._device = device
+        self._dtype = torch.float32 if geometry.itemsize == 4 else torch.bfloat16
+        self.product = Product(group.in_features, group.offsets[-1], parts)
         page, cell = np.divmod(np.arange(first, dtype=np.int64), geometry.cells_per_page)
-        self._offsets = np.asarray(page * geometry.page_elements + cell * geometry.cell_elements)
+        self.offsets = np.asarray(page * geometry.page_elements + cell * geometry.cell_elements)
 
     def seconds(self, workers: Workers, tokens: int, num_busy: int = 1) -> tuple[float, float]:
-        """Of one job that so many workers share: of the busiest one, and until its results are taken; medians.
-        Raises WorkersFailed."""
+        """Of one job that so many workers share: of the busiest one, and until its results are on the device;
+        medians. Raises WorkersFailed."""
         busy, whole = [], []
-        product = self._product
+        product = self.product
         workers.slice_tokens = -(-tokens // num_busy)
+        x = torch.zeros(tokens, product.in_features, dtype=self._dtype, device=self._device)
+        y = torch.zeros(tokens, product.width, dtype=self._dtype, device=self._device)
+        rows = torch.arange(tokens, device=self._device)
         for _ in range(REPEATS + 1):
-            step = workers.begin([tokens], [(0, 0)], [product], [self._offsets])
+            step = workers.begin([tokens], [(0, 0)], [product], [self.offsets])
             if step is None:
                 raise WorkersFailed("no CPU worker is free")
             began = time.perf_counter()
-            step.rows(tokens, product.in_features)[:] = 0
+            # As ColdRows does it.
+            step.rows(tokens, product.in_features)[:] = as_numbers(x.index_select(0, rows).cpu())
             step.post()
-            step.take(tokens, product.width)
+            found = step.take(tokens, product.width)
+            y.index_add_(0, rows, torch.from_numpy(found.copy()).to(y.device, y.dtype))
             whole.append(time.perf_counter() - began)
             busy.append(step.busy_s())
             step.end()

@@ -57,6 +57,16 @@ _COUNTERS = (
         "Time that steps were expected to stand still for cold requests.",
     ),
     (
+        "manylora:cold_start_answer_seconds",
+        "cold_answer_s",
+        "Time from the decision how cold requests begin to the end of their first steps.",
+    ),
+    (
+        "manylora:cold_start_expected_answer_seconds",
+        "cold_answer_expected_s",
+        "What this time was expected to be.",
+    ),
+    (
         "manylora:cpu_lora_seconds",
         "cpu_lora_s",
         "Time that CPU workers computed for cold requests, the busiest one of each step.",

@@ -7,6 +7,7 @@ computes a group's adapters, part of this is hidden by the group's own work. Kno
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -63,6 +64,15 @@ def end_s(
             end = max(end, landing.group_s(number, num_groups))
         end += served_s if is_served else group_s
     return end
+
+
+def boundary_s(begin_s: float, ready_s: float, step_s: float) -> float:
+    """When the first step begins that may have what is ready at ``ready_s``, where steps of ``step_s`` follow one
+    another from ``begin_s`` on."""
+    late_s = ready_s - begin_s
+    return (
+        begin_s if late_s <= 0 else ready_s if step_s <= 0 else begin_s + math.ceil(late_s / step_s) * step_s
+    )
 
 
 def split(begin_s: float, step_s: float, num_groups: int, adapter: Landing, cpu: CpuShare) -> int:

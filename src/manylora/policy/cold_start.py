@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from manylora.config import MOST_CPU_TOKENS, PolicyConfig
 from manylora.policy.batching import StepPlan
-from manylora.policy.cold_forecast import Beginning, CpuShare, Landing, choose, end_s, split
+from manylora.policy.cold_forecast import Beginning, CpuShare, Landing, boundary_s, choose, end_s, split
+from manylora.policy.cold_lessons import ColdLessons
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import LOADING, Scheduled, Sequence
@@ -24,33 +26,46 @@ from manylora.types import AdapterId, CopyId, SequenceId
 MOST_ALLOWED_S = 0.1
 """What steps may stand still for at once, however long none did."""
 
-_KEEP = 0.9
-_FIRST_BESIDE = 0.5
-"""About the share of a step in which the base's products run, beside which the CPU computes."""
 _NO_LIMIT = float("inf")
 
 
 @dataclasses.dataclass(slots=True)
 class _Copy:
-    """When a copy, or a read that steps may await, is expected to land, and what it took, once that is known.
+    """When a copy that was commanded at ``since_s``, or a read that steps may await, is expected to land, and what
+    it took, once that is known.
     ``adapter``: which one it brings."""
 
     landing: Landing
     adapter: AdapterId | None
+    num_pages: int
+    since_s: float
     took_s: float | None = None
     is_read: bool = False
     """Whether it comes as it is read: by a copy that follows the read, or by the read itself."""
 
 
+class _Forecast(NamedTuple):
+    """The end of a step as it was expected when it was decided, at ``made_s``: of a row that began in ``mode``.
+    ``is_guess``: no copy had been seen then."""
+
+    node: Node
+    mode: str
+    made_s: float
+    answer_s: float
+    is_guess: bool
+
+
 @dataclasses.dataclass(slots=True)
 class _Step:
-    """What a step in flight needs, how it began, and what was expected of it."""
+    """What a step in flight needs, and what was expected of it. ``waited``: of rows that waited until now."""
 
     awaits: tuple[Await, ...]
     cpu: tuple[CpuRows, ...]
-    begun: Node
-    mode: str
+    begun: _Forecast | None
+    waited: list[_Forecast]
     stall_s: float
+    num_served: int
+    """Tokens that the CPU serves."""
     busy_s: float
     """Of the CPU, without its hand-overs."""
 
@@ -78,6 +93,7 @@ class ColdStarts:
         self._residency = residency
         self._held = held
         self._copies: dict[CopyId, _Copy] = {}  # on their way to the device
+        self._lane_free_s = 0.0  # when the last one that was answered had landed
         self._reads: dict[AdapterId, Landing] = {}  # under way
         # How those began whose adapters are still being read, from where is not known yet.
         self._uncounted: dict[AdapterId, list[str]] = {}
@@ -85,12 +101,14 @@ class ColdStarts:
         self._steps_end_s = 0.0  # when the steps in flight are expected to have ended
         self._allowed_s = 0.0
         self._num_workers = config.cold_start.num_workers
-        self._cpu_scale = 1.0  # what the CPU took, over what its rates say
-        self._beside = _FIRST_BESIDE  # the share of a step's own time that hides the CPU's
+        self._lessons = ColdLessons(config.cold_start.rates)
+        self._waiting: dict[
+            SequenceId, _Forecast
+        ] = {}  # what was expected when these were first left to wait
         # Of the step that is being composed:
+        self._composed_s = 0.0
         self._chosen: dict[SequenceId, Beginning] = {}
-        self._cpu_s = 0.0
-        self._cpu_tokens = 0
+        self._busy_s = 0.0
         self._num_served = 0
         self._stall_s = 0.0
 
@@ -110,31 +128,50 @@ class ColdStarts:
             if sequence.stage is LOADING and move is not None and move.copy is None and move.to_device:
                 landing = Landing(now, now + root.num_pages * self._residency.rates.page_in_s)
                 step_s = self._residency.rates.expected_step_s(sequence.num_remaining)
-                cpu = self._share(0, self._cpu_seconds(sequence.num_remaining, root))
-                groups = split(now, step_s, self._config.num_groups, landing, cpu)
+                num_tokens = sequence.num_remaining
+                cpu = self._share(0, num_tokens, self._busy_seconds(num_tokens, root))
+                groups = self._split(now, step_s, landing, cpu)
                 self._residency.transfers.order(sequence.adapter, groups % self._config.num_groups)
+
+    def _split(self, now: float, step_s: float, landing: Landing, cpu: CpuShare) -> int:
+        """In how many groups the CPU is to serve; 0 where to await the copy is expected to answer sooner."""
+        num_groups = self._config.num_groups
+        groups = split(now, step_s, num_groups, landing, cpu)
+        if groups == 0 or self._config.mode != "auto":
+            return groups
+        first = dataclasses.replace(landing, first_group=groups % num_groups)
+        served_s = end_s(now, step_s, num_groups, (), (first,), cpu._replace(groups=groups))
+        awaited_s = end_s(now, step_s, num_groups, (), (landing,))
+        gain_s = awaited_s + self._lessons.beyond_s("layerwise") - served_s - self._lessons.beyond_s("cpu")
+        return groups if gain_s > 0 else 0
 
     def _started(self, copies: Iterable[SwapPages], now: float) -> None:
         """These were commanded, after those before. What follows a read holds up no other copy."""
-        before = (copy for copy in self._copies.values() if copy.took_s is None and not copy.is_read)
-        free_s = max([now, *(copy.landing.end_s for copy in before)])
         for read in self._residency.transfers.take_started_reads():
             self._reads[read.node.adapter] = self._read_landing(read.node, now)
             if read.copy is not None:
-                self._copies[read.copy] = _Copy(
-                    self._reads[read.node.adapter], read.node.adapter, is_read=True
-                )
+                self._follow(read.copy, read.node.adapter, now)
         for command in copies:
             if command.follows_read:
                 assert command.adapter is not None
-                self._copies[command.copy] = _Copy(
-                    self._reads[command.adapter], command.adapter, is_read=True
-                )
+                self._follow(command.copy, command.adapter, now)
             elif command.to_device:
-                until_s = free_s + len(command.pairs) * self._residency.rates.page_in_s
-                landing = Landing(free_s, until_s, command.first_group)
-                self._copies[command.copy] = _Copy(landing, command.adapter)
-                free_s = until_s
+                landing = Landing(now, now, command.first_group)
+                self._copies[command.copy] = _Copy(landing, command.adapter, len(command.pairs), now)
+        self._expect()
+
+    def _follow(self, number: CopyId, adapter: AdapterId, now: float) -> None:
+        """The copy lands with the adapter's read."""
+        self._copies[number] = _Copy(self._reads[adapter], adapter, 0, now, is_read=True)
+
+    def _expect(self) -> None:
+        """When those that are on their way land, one after another, by what is known now."""
+        free_s = self._lane_free_s
+        for copy in self._copies.values():
+            if copy.took_s is None and not copy.is_read:
+                begin_s = max(copy.since_s, free_s)
+                free_s = begin_s + copy.num_pages * self._residency.rates.page_in_s
+                copy.landing = Landing(begin_s, free_s, copy.landing.first_group)
 
     def _read_landing(self, node: Node, now: float) -> Landing:
         return Landing(now, now + node.num_pages * self._residency.rates.page_read_s)
@@ -161,6 +198,9 @@ class ColdStarts:
         copy = self._copies.get(number)
         if copy is not None:
             copy.took_s = seconds
+            if not copy.is_read:
+                self._lane_free_s = max(self._lane_free_s, copy.landing.begin_s + seconds)
+                self._expect()
             self._forget_unless_needed(number)
 
     def is_source_known(self, sequence: Sequence) -> bool:
@@ -208,8 +248,9 @@ class ColdStarts:
         """
         self._started(started, now)
         self._chosen = {}
-        self._cpu_s = self._stall_s = 0.0
-        self._cpu_tokens, self._num_served = MOST_CPU_TOKENS, 0
+        self._composed_s = now
+        self._busy_s = self._stall_s = 0.0
+        self._num_served = 0
         by_adapter: dict[AdapterId, int] = {}  # in how many groups the CPU serves it in this step
         for sequence in self._held.admitted if self._held.num_loading else ():
             if (
@@ -229,12 +270,14 @@ class ColdStarts:
                 ways = [way for way in ways if way.mode == "wait" or way.groups == served]
             way = self._choose(ways, now, self._most_alone_s(copies))
             if way.mode == "wait":
+                root = self._residency.tree.node(sequence.adapter)
+                self._waiting.setdefault(sequence.id, self._forecast(root, way))
                 continue
+            self._waiting.pop(sequence.id, None)
             if way.groups:
                 num_tokens = self._served_tokens(sequence, num_tokens)
-                self._cpu_tokens -= num_tokens
-                self._num_served += 1
-                self._cpu_s += self._cpu_seconds(num_tokens, self._residency.tree.node(sequence.adapter))
+                self._num_served += num_tokens
+                self._busy_s += self._busy_seconds(num_tokens, self._residency.tree.node(sequence.adapter))
             by_adapter[sequence.adapter] = way.groups
             self._chosen[sequence.id] = way
             self._allowed_s -= max(0.0, way.stall_s - self._stall_s) if self._has_others() else 0.0
@@ -243,6 +286,11 @@ class ColdStarts:
             is_last = num_tokens == sequence.num_remaining
             plan.rows.append((sequence, num_tokens, 1 + sequence.num_unborn_forks if is_last else 0))
             plan.budget -= num_tokens
+
+    def _forecast(self, node: Node, way: Beginning) -> _Forecast:
+        """Of the step that is being composed."""
+        is_guess = not self._residency.rates.has_copied
+        return _Forecast(node, way.mode, self._composed_s, way.answer_s, is_guess)
 
     def _has_others(self) -> bool:
         return len(self._held.admitted) > self._held.num_loading
@@ -267,31 +315,37 @@ class ColdStarts:
     ) -> list[Beginning]:
         """How the sequence may begin; to wait comes first."""
         mode, num_groups = self._config.mode, self._config.num_groups
+        rates = self._residency.rates
         num_prefill = num_tokens + sum(count for _, count, _ in rows if count > 1)
         begin_s = max(now, self._steps_end_s)
-        step_s = self._residency.rates.expected_step_s(num_prefill)
+        step_s = rates.expected_step_s(num_prefill)
         coming = [(c.landing.as_of(now), c.adapter) for c in map(self._copies.__getitem__, copies)]
         histories = [landing for landing, adapter in coming if adapter is None]
         adapters = [landing for landing, adapter in coming if adapter is not None]
         landed_s = max(landing.end_s for landing in (*histories, *adapters))
-        found = [Beginning("wait", max(begin_s, landed_s) + step_s, 0.0)]
+        # Where others go on, one of their steps is on its way when it has landed.
+        starts_s = boundary_s(begin_s, landed_s, rates.expected_step_s(0) if rows else 0.0)
+        found = [Beginning("wait", starts_s + step_s + self._lessons.beyond_s("wait"), 0.0)]
+        alone_s = begin_s + step_s
         if mode != "cpu":
-            until_s = end_s(begin_s, step_s, num_groups, histories, adapters)
             name = "layerwise" if mode == "auto" else mode
-            found.append(Beginning(name, until_s, max(0.0, until_s - begin_s - step_s)))
+            until_s = end_s(begin_s, step_s, num_groups, histories, adapters)
+            answer_s = until_s + self._lessons.beyond_s(name)
+            found.append(Beginning(name, answer_s, max(0.0, until_s - alone_s)))
         may_serve = (
             self._serves_cpu() and adapters and not self._residency.transfers.is_read(sequence.adapter)
         )
         served = self._served_tokens(sequence, num_tokens) if may_serve else 0
         if served > 0:
             root = self._residency.tree.node(sequence.adapter)
-            seconds = self._cpu_s + self._cpu_seconds(served, root)
+            busy_s = self._busy_s + self._busy_seconds(served, root)
             for groups in {num_groups, adapters[0].first_group or num_groups}:
-                share = self._share(groups, seconds)
+                share = self._share(groups, self._num_served + served, busy_s)
                 until_s = end_s(begin_s, step_s, num_groups, histories, adapters, share)
                 # A prompt that the CPU's memory cuts goes on when the adapter is there.
                 answer_s = until_s if served == sequence.num_remaining else max(until_s, landed_s) + step_s
-                found.append(Beginning("cpu", answer_s, max(0.0, until_s - begin_s - step_s), groups))
+                answer_s += self._lessons.beyond_s("cpu")
+                found.append(Beginning("cpu", answer_s, max(0.0, until_s - alone_s), groups))
         if mode == "cpu" and len(found) > 2:
             found = [found[0], min(found[1:], key=lambda way: way.groups)]
         return found
@@ -307,27 +361,15 @@ class ColdStarts:
         if sequence.has_drawn:
             return 0
         most = sequence.num_remaining - (sequence.num_unborn_forks > 0)
-        return min(num_tokens, most, self._cpu_tokens)
+        return min(num_tokens, most, MOST_CPU_TOKENS - self._num_served)
 
-    def _cpu_seconds(self, num_tokens: int, root: Node) -> float:
-        rates = self._config.rates
-        seconds = rates.seconds(num_tokens, root.num_pages * self._page_bytes, self._num_workers)
-        return rates.step_s + self._cpu_scale * (seconds - rates.step_s)
+    def _busy_seconds(self, num_tokens: int, root: Node) -> float:
+        return self._lessons.busy_s(num_tokens, root.num_pages * self._page_bytes, self._num_workers)
 
-    def _share(self, groups: int, seconds: float) -> CpuShare:
-        return CpuShare(groups, seconds, self._beside)
-
-    def _learn_cpu(self, event: StepDone, step: _Step) -> None:
-        if event.cpu_workers >= 0:
-            self._num_workers = event.cpu_workers
-        own_s = event.device_s - event.stall_s
-        if event.cpu_s > 0 and own_s > 0 and not step.awaits:
-            hidden_s = self._config.rates.step_s + event.cpu_s - event.stall_s
-            hidden = min(max(hidden_s / own_s, 0.0), 1.0)
-            self._beside = _KEEP * self._beside + (1 - _KEEP) * hidden
-        if event.cpu_s > 0 and step.busy_s > 0:
-            seen = min(max(self._cpu_scale * event.cpu_s / step.busy_s, 0.01), 100.0)
-            self._cpu_scale = _KEEP * self._cpu_scale + (1 - _KEEP) * seen
+    def _share(self, groups: int, num_tokens: int, busy_s: float) -> CpuShare:
+        """``num_tokens``: of all cold rows of the step; all layers keep the workers busy for ``busy_s``."""
+        seconds = self._config.rates.besides_s(num_tokens) + busy_s
+        return CpuShare(groups, seconds, self._lessons.beside)
 
     # ------------------------------------------------------------ steps
 
@@ -358,10 +400,16 @@ class ColdStarts:
                     wanted.setdefault(copy, []).append(sequence.id)
         awaits = tuple(Await(copy, tuple(sequences)) for copy, sequences in wanted.items())
         cpu = tuple(CpuRows(copy, tuple(of), groups) for (copy, groups), of in served.items())
-        if first is not None:
-            mode, begun = self._chosen[first.id].mode, self._residency.tree.node(first.adapter)
-            busy_s = self._cpu_s - self._num_served * self._config.rates.step_s
-            self._in_flight[step] = _Step(awaits, cpu, begun, mode, self._stall_s, busy_s)
+        waited = [self._waiting.pop(row[0].id) for row in rows if row[0].id in self._waiting]
+        if not self._held.num_loading:
+            self._waiting.clear()  # of those that were aborted
+        if first is not None or waited:
+            begun = None
+            if first is not None:
+                begun = self._forecast(self._residency.tree.node(first.adapter), self._chosen[first.id])
+            self._in_flight[step] = _Step(
+                awaits, cpu, begun, waited, self._stall_s, self._num_served, self._busy_s
+            )
         return awaits, cpu
 
     def step_ended(
@@ -375,23 +423,37 @@ class ColdStarts:
             self._allowed_s = min(MOST_ALLOWED_S, self._allowed_s + max(0.0, spare_s))
         step = self._in_flight.pop(event.step, None)
         if step is not None:
-            took_s = beside_s = 0.0
-            awaited = {wanted.copy for wanted in step.awaits}
-            for number in sorted(step.copies()):
-                copy = self._copies.get(number)
-                if copy is not None and copy.took_s is not None:
-                    took_s += copy.took_s if number in awaited else 0.0
-                    beside_s += copy.took_s if number not in awaited else 0.0
-                    self._forget_unless_needed(number)
-            hidden_s = beside_s + max(0.0, took_s - event.stall_s)
-            if step.cpu:
-                self._learn_cpu(event, step)
-                self._residency.lent.step_ended(event.step)
-            self._residency.counters.stalled(event.stall_s, step.stall_s, hidden_s, event.cpu_s)
-            stood, expected = 1e3 * event.stall_s, 1e3 * step.stall_s
-            told = f"{step.mode}: stood still {stood:.1f} ms, {expected:.1f} expected"
-            self._residency.note("begin", step.begun, told)
+            self._tell(event, step, now)
         return self._settle(rows, set(event.spoilt), step, now) if event.ok else rows
+
+    def _tell(self, event: StepDone, step: _Step, now: float) -> None:
+        """What came of the step, beside what was expected of it."""
+        took_s = beside_s = 0.0
+        awaited = {wanted.copy for wanted in step.awaits}
+        for number in sorted(step.copies()):
+            copy = self._copies.get(number)
+            if copy is not None and copy.took_s is not None:
+                took_s += copy.took_s if number in awaited else 0.0
+                beside_s += copy.took_s if number not in awaited else 0.0
+                self._forget_unless_needed(number)
+        if step.cpu:
+            self._residency.lent.step_ended(event.step)
+            self._num_workers = event.cpu_workers if event.cpu_workers >= 0 else self._num_workers
+            own_s = event.device_s - event.stall_s
+            if event.cpu_s > 0 and not step.awaits:
+                self._lessons.served(step.num_served, step.busy_s, event.cpu_s, own_s, event.stall_s)
+        if step.begun is not None:
+            hidden_s = beside_s + max(0.0, took_s - event.stall_s)
+            self._residency.counters.stalled(event.stall_s, step.stall_s, hidden_s, event.cpu_s)
+        for forecast in (*((step.begun,) if step.begun else ()), *step.waited):
+            expected_s, answer_s = forecast.answer_s - forecast.made_s, now - forecast.made_s
+            self._residency.counters.cold_answered(expected_s, answer_s)
+            if event.ok and not event.spoilt and not forecast.is_guess:
+                self._lessons.answered(forecast.mode, expected_s, answer_s)
+            told = f"{forecast.mode}: ended after {1e3 * answer_s:.1f} ms, {1e3 * expected_s:.1f} expected"
+            if forecast is step.begun:
+                told += f"; stood still {1e3 * event.stall_s:.1f} ms, {1e3 * step.stall_s:.1f} expected"
+            self._residency.note("begin", forecast.node, told)
 
     def _settle(
         self, rows: list[Scheduled], spoilt: set[SequenceId], step: _Step | None, now: float

@@ -44,6 +44,11 @@ class Rates:
         rows = self.step_rows
         return 1.0 if rows < 1.0 else _MOST_HELD_UP if rows > _MOST_HELD_UP else rows
 
+    @property
+    def has_copied(self) -> bool:
+        """Whether a copy to the device has been seen."""
+        return self._num_copies[True] > 0
+
     def learnt(self) -> tuple[float, float, float]:
         """Seconds of a prompt's token, of a page from the host, and of an adapter's page that is read; 0 where
         none was seen."""

@@ -185,9 +185,10 @@ class Replica(RequestLives):
         self._wake(now)
 
     def _copy_done(self, event: CopyDone, now: float) -> None:
+        nodes = self._residency.copy_ended(event)
         if self._cold is not None:
             self._cold.copy_ended(event)
-        for node in self._residency.copy_ended(event):
+        for node in nodes:
             if node.is_dropped:
                 continue
             # The host's copy is not to be trusted either: KV is computed again, an adapter read again.

@@ -154,7 +154,7 @@ class SimulatedTarget:
             self.shape, self.tensor_parallel_size, self.sharding, rank, page_tokens, self.modules
         )
 
-    def cold_start(self, config: ColdStartConfig, host_bytes: int) -> ColdStartConfig:
+    def cold_start(self, config: ColdStartConfig, host_bytes: int, copy_limit: int | None) -> ColdStartConfig:
         """As an engine there gives it to its policy. Raises ConfigError where the CPU cannot serve."""
         check_host_pool(config, host_bytes)
         if self.cold is None:
@@ -163,7 +163,8 @@ class SimulatedTarget:
             return config
         num_workers = config.workers_of(self.cold.cores)
         check_workers(config, self.cold.cores)
-        return dataclasses.replace(config, rates=self.cold.rates, num_workers=num_workers)
+        rates = self.cold.told(self.costs, copy_limit)
+        return dataclasses.replace(config, rates=rates, num_workers=num_workers)
 
     def cold_costs(self, config: PolicyConfig, store_bytes: int) -> ColdCosts:
         """What cold starts take, with a store of so many bytes. Raises ConfigError where it was not measured."""
@@ -349,7 +350,7 @@ def target_of(settings: SimulateSettings) -> SimulatedTarget:
             return _parallel_target(settings, hardware, shape)
         costs = described_costs(shape, hardware, settings.cards)
         name = f"{cards}{hardware.name} (assumed)"
-        cold = assumed_cold(shape, ATTENTION_MODULES)
+        cold = assumed_cold(shape, ATTENTION_MODULES, hardware)
         return SimulatedTarget(name, shape, costs, None, costs.pool_bytes(), cold=cold)
     assert settings.profile is not None
     profile = find_profile(settings.profile)
@@ -431,7 +432,7 @@ def config_of(
         merge=merge,
         max_prefills_per_step=scheduler.max_prefills,
         kept_share=scheduler.kept_share,
-        cold_start=target.cold_start(scheduler.cold_start, host_bytes),
+        cold_start=target.cold_start(scheduler.cold_start, host_bytes, copy_limit(settings)),
     )
 
 

@@ -33,7 +33,8 @@ _Work = tuple[int, ...]
 
 
 class LoggedStep(NamedTuple):
-    """One step. ``began_s``: on ``time.monotonic``; ``took_s``: of the call, as the engine's loop saw it.
+    """One step. ``began_s``: on ``time.monotonic``; ``took_s``: of the call, as the engine's loop saw it,
+    but for what the step stood still for copies and the CPU.
 
     ``gap_s``: since the end of the step before; None where no row of that one went on, so that the engine may
     have waited for work. ``num_new``: sequences that it took up. ``idle_s``: since the end of the step before,
@@ -106,7 +107,7 @@ class StepLogger(LentExecutor):
         self._issuing = 0  # a step
         self._begun: dict[Ask, _Begun] = {}
         # Plain tuples of numbers: the garbage collector looks through anything else again and again.
-        self._steps: list[tuple[_Timing, tuple[int, int], _Work, float, float, tuple[int, int]]] = []
+        self._steps: list[tuple[_Timing, tuple[int, int], _Work, float, float, tuple[int, int], float]] = []
         self._copies: list[tuple[float, float, float, bool, int]] = []
         self._reads: list[tuple[float, float, float, bool, int]] = []
 
@@ -114,8 +115,8 @@ class StepLogger(LentExecutor):
         """All so far."""
         return StepLog(
             [
-                LoggedStep(*timing, *counts, StepWork(*work), cpu_s, idle_s, ranks)
-                for timing, counts, work, cpu_s, idle_s, ranks in self._steps
+                LoggedStep(began_s, took_s - stall_s, gap_s, *counts, StepWork(*work), cpu_s, idle_s, ranks)
+                for (began_s, took_s, gap_s), counts, work, cpu_s, idle_s, ranks, stall_s in self._steps
             ],
             [LoggedTransfer(*copy) for copy in self._copies],
             [LoggedTransfer(*read) for read in self._reads],
@@ -158,7 +159,8 @@ class StepLogger(LentExecutor):
             case StepResult():
                 issued = self._in_flight.pop(event.done.step)
                 if event.done.step != self._issuing:  # else nothing ran
-                    self._note_step(issued, self._clock(), time.thread_time() - issued.cpu_s)
+                    cpu_s = time.thread_time() - issued.cpu_s
+                    self._note_step(issued, self._clock(), cpu_s, event.done.stall_s)
             case CopyDone():
                 self._note_transfer(self._copies, event, event.copy_s)
             case AdapterRead():
@@ -171,7 +173,7 @@ class StepLogger(LentExecutor):
         ranks = [self._adapter_ranks.get(self._adapter_of[row.sequence], 0) for row in step.rows]
         return sum(ranks), len(ranks) * max(ranks, default=0)
 
-    def _note_step(self, issued: _Issued, ended_s: float, cpu_s: float) -> None:
+    def _note_step(self, issued: _Issued, ended_s: float, cpu_s: float, stall_s: float) -> None:
         step, work, began_s, _, ranks = issued
         rows = {row.sequence for row in step.rows}
         gap_s, idle_s = None, math.inf
@@ -184,7 +186,8 @@ class StepLogger(LentExecutor):
                 gap_s = idle_s
         self._before = rows
         timing = (began_s, ended_s - began_s, gap_s)
-        self._steps.append((timing, (len(step.rows), len(step.starts)), tuple(work), cpu_s, idle_s, ranks))
+        counts = len(step.rows), len(step.starts)
+        self._steps.append((timing, counts, tuple(work), cpu_s, idle_s, ranks, stall_s))
 
     def _note_transfer(
         self,

@@ -15,13 +15,14 @@ from typing import Any
 
 import msgspec
 
-from manylora.config import ConfigError, PolicyConfig
+from manylora.config import ConfigError, PolicyConfig, num_cores
 from manylora.pricing.costs import IDLE_S, StepCosts, StepWork
 from manylora.pricing.fit import fit_profile
 from manylora.pricing.profile import Profile
 from manylora_lab.benchmarks.chat_runs import REAL, TOY, ChatScale, RateLoad
 from manylora_lab.benchmarks.plot_reality import compare, draw, lines_of, work_of
 from manylora_lab.benchmarks.run_report import RunReport, replace
+from manylora_lab.sim.cold import ColdCosts
 from manylora_lab.sim.replay import Outcome, Replay
 from manylora_lab.sim.summary import summarize
 from manylora_lab.workloads.stream import Stream
@@ -102,16 +103,27 @@ class AsItWas(Noted):
         return num_bytes * self._reads[to_device] or self._costs.read_s(num_bytes, to_device)
 
 
-def simulate(stream: Stream, policy: PolicyConfig, noted: Noted, adapter_pages: Sequence[int]) -> Run:
-    """The same stream in virtual time."""
-    replayed = Replay(stream, policy, noted, adapter_pages)
+def cold_of(policy: PolicyConfig, cores: int) -> ColdCosts:
+    """What cold starts take, as the engine measured it before it served."""
+    cold_start = policy.cold_start
+    return ColdCosts(cold_start.rates, cold_start.num_workers, cores)
+
+
+def simulate(
+    stream: Stream, policy: PolicyConfig, noted: Noted, adapter_pages: Sequence[int], cores: int
+) -> Run:
+    """The same stream in virtual time, on a machine of so many cores."""
+    replayed = Replay(stream, policy, noted, adapter_pages, cold=cold_of(policy, cores))
     if isinstance(noted, AsItWas):
         noted.now = lambda: replayed.now
     began_s = time.perf_counter()
     replayed.run()
     real_s = time.perf_counter() - began_s
     end_s = max(outcome.end_s for outcome in replayed.outcomes)
+    counters = replayed.report("busy").counters
     return {
+        "cold_starts": counters.cold_starts,
+        "cold_start_stall_s": counters.cold_start_stall_s,
         **summarize(replayed),
         **{f"{part}_ms": _mean_ms(replayed.outcomes, f"{part}_s") for part in ("queue", "adapter", "kv")},
         "num_steps": len(noted.seconds),
@@ -166,8 +178,9 @@ class RealityReport(RunReport):
         policy = msgspec.convert(self.values["policy"], PolicyConfig)
         for run, log in zip(self.values["runs"], self.logs, strict=True):
             stream = RateLoad(run["trace_rate"], run["rate_scale"], run["rounds"]).stream(scale)
-            run["simulated"] = simulate(stream, policy, Noted(costs), run["adapter_pages"])
-            run["as_it_was"] = simulate(stream, policy, AsItWas(costs, log), run["adapter_pages"])
+            pages, cores = run["adapter_pages"], self.values.get("cores", num_cores())
+            run["simulated"] = simulate(stream, policy, Noted(costs), pages, cores)
+            run["as_it_was"] = simulate(stream, policy, AsItWas(costs, log), pages, cores)
         self.values["profile"] = {
             "machine": profile.machine, "model": str(profile.model), "format": profile.format,
             "commit": profile.commit, "fit_error": dataclasses.asdict(costs.held_out),

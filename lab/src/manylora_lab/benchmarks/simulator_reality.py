@@ -9,7 +9,8 @@ From the repository's root:
     python -m manylora_lab.benchmarks.simulator_reality --device cuda --rates "10x2,5x2,20*0.6" --out reality.json
 
 ``cuda``: Llama-2-7B's shape, dummy weights, 100 adapters of rank 32 or 64, one pool of 12.6 GiB. ``cpu``: the
-demo model's shape on one thread, the traces' lengths divided. Beside ``--out`` are written its picture (.png), the
+demo model's shape on one thread, the traces' lengths divided. ``--cold-start`` and ``--copy-limit`` hold for the
+engine, the profile and the simulation alike. Beside ``--out`` are written its picture (.png), the
 steps (.log.json.gz) and the profile (.profile.json). ``--again`` simulates an earlier report's streams anew, with
 no engine. Each stream is simulated a second time 'as it was': with the speed that the engine had in every five
 seconds of it, and what its reads took; that tells the simulator's error from the machine's changes of speed.
@@ -26,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from manylora.config import CACHE_POLICIES, ConfigError
+from manylora.config import CACHE_POLICIES, COLD_START_MODES, ConfigError, num_cores
 from manylora.pricing.costs import StepWork
 from manylora.pricing.fit import fit_profile
 from manylora.pricing.profile import Profile, save_profile
@@ -52,6 +53,8 @@ ENGINES = {
     "toy": {**ON_CPU, "max_num_seqs": 8, "device_pool": "16MiB", "host_pool": "8MiB"},
 }  # fmt: skip
 """The worker's own settings, for the profile: what is served has the limits of the scale."""
+GIVEN = ("host_pool", "cold_start", "copy_limit", "cpu_lora_workers")
+"""Settings of the worker that the command may change."""
 AFTER_S = 60.0
 """About what comes after the last stream takes."""
 REQUEST_FIELDS = (
@@ -112,7 +115,7 @@ def compare(args: argparse.Namespace, loads: Sequence[RateLoad]) -> None:
     """Open the worker, serve, profile, simulate; say what is done and when."""
     kind = "toy" if args.toy else args.device
     settings = {**ENGINES[kind], "cache_policy": args.policy}
-    settings |= {"host_pool": args.host_pool} if args.host_pool else {}
+    settings |= {name: value for name in GIVEN if (value := getattr(args, name)) is not None}
     model = None if args.model is None else Path(args.model)
     with EngineRig(SHAPES["llama-2-7b"] if kind == "cuda" else DEMO, settings, model) as rig:
         machine = machine_name(rig.info.device)
@@ -121,7 +124,7 @@ def compare(args: argparse.Namespace, loads: Sequence[RateLoad]) -> None:
             find_profile(args.profile).expect(shape, machine)
         chat = Chat(rig, SCALES[kind])
         policy = dataclasses.asdict(rig.policy) | chat.limits
-        about = {"kind": kind, "cache_policy": args.policy, "policy": policy}
+        about = {"kind": kind, "cache_policy": args.policy, "policy": policy, "cores": num_cores()}
         report = RealityReport(args, machine, **about, ceilings=ceilings(rig.device))
         asyncio.run(chat.rehearse())
         report.say("rehearsed")
@@ -197,6 +200,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--profile-budget", type=float, default=60.0, metavar="S", help="for watching the engine"
     )
     parser.add_argument("--host-pool", help="size (default: 48GiB on cuda, 32MiB)")
+    parser.add_argument(
+        "--cold-start", choices=COLD_START_MODES, help="how cold requests begin (default: wait)"
+    )
+    parser.add_argument("--copy-limit", metavar="SIZE", help="most bytes a second that copies move")
+    parser.add_argument("--cpu-lora-workers", metavar="N", help="for --cold-start cpu and auto")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     try:

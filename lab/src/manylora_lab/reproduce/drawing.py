@@ -246,6 +246,33 @@ class Matrix:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Distributions:
+    """A row of panels for each field, a column for each value of ``column``; a line for each of ``series``: the
+    share of all that lies below. A row has a list for each field: its values at the ``quantiles`` of the report's
+    settings, in percent."""
+
+    panels: Sequence[Panel]
+    series: str
+    column: str
+
+    def __call__(self, report: ExperimentReport, path: Path) -> None:
+        """Draw it."""
+        columns = _values(report.rows, self.column)
+        shares = [quantile / 100 for quantile in report.settings["quantiles"]]
+        size = (max(7.0, 3.2 * len(columns) + 1), 2.6 * len(self.panels))
+        with _figure(report, path, len(self.panels), len(columns), size) as drawn:
+            for place, value in enumerate(columns):
+                for axis, (field, label) in zip(drawn.axes[:, place], self.panels, strict=True):
+                    for row in _where(report.rows, self.column, value):
+                        if row[field]:
+                            axis.plot(row[field], shares, label=row[self.series], linewidth=1)
+                    axis.set_xlabel(label, fontsize=8)
+                    axis.grid(alpha=0.3)
+                drawn.axes[0, place].set_title(str(value), fontsize=9)
+            drawn.legend_below()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Roofline:
     """``y`` over ``x``, a line for each value of ``series``, under the roof of bandwidth and arithmetic, which the
     report's settings have as ``bytes_per_s`` and ``flops``."""

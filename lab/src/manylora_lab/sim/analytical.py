@@ -84,6 +84,7 @@ class AnalyticalCosts:
         self._adapter_token_byte_s = 2 / shape.itemsize * flop_s
         self._copy_base_s = copy_base_s
         self._copy_byte_s = 1 / (cards * hardware.sustained_link_bytes_s)
+        self._load_byte_s = 1 / (cards * hardware.sustained_load_bytes_s)
         self._read_base_s = read_base_s
         self._read_byte_s = 1 / read_bytes_s
 
@@ -105,8 +106,8 @@ class AnalyticalCosts:
         return self._between_s
 
     def copy_s(self, num_bytes: int, to_device: bool = True, /) -> float:
-        """See StepCosts; both ways alike."""
-        return self._copy_base_s + num_bytes * self._copy_byte_s
+        """See StepCosts; both ways alike, but for a loader that is slower than the link."""
+        return self._copy_base_s + num_bytes * (self._load_byte_s if to_device else self._copy_byte_s)
 
     def read_s(self, num_bytes: int, to_device: bool = False, /) -> float:
         """See StepCosts; both tiers alike."""

@@ -16,8 +16,10 @@ from manylora.pricing.profile import Profile
 from manylora.pricing.shapes import ModelShape
 from manylora.protocol import RunStep
 from manylora.types import AdapterId, CopyId
+from manylora_lab.sim.hardware import Hardware
 
 _ASSUMED = CpuRates()
+_MANY = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,7 +28,8 @@ class ColdCosts:
 
     ``rates``: of one of ``num_workers`` workers. The machine has ``cores``, of which the engine keeps one and each
     read that is under way takes one. ``beside``: the share of a step's own time that hides the CPU's.
-    ``result_token_bytes``: what crosses the link for each token that the CPU serves, over all layers.
+    ``result_token_bytes``: what crosses the link for each token that the CPU serves, over all layers, at
+    ``result_bytes_s`` beside copies that leave the link room; None: as a copy does, in turns with these.
     ``group_shares``: of a step's time, by layer groups; empty: even. ``store_bytes``: what the adapter store holds
     at most, 0: there is none; ``store_read``: seconds, and seconds a byte, of a read from it.
     """
@@ -36,6 +39,7 @@ class ColdCosts:
     cores: int = 16
     beside: float = 0.5
     result_token_bytes: int = 0
+    result_bytes_s: float | None = None
     group_shares: tuple[float, ...] = ()
     store_bytes: int = 0
     store_read: tuple[float, float] = (0.0, 0.0)
@@ -45,12 +49,23 @@ class ColdCosts:
             raise ConfigError(f"a machine has at least 1 core, got {self.cores}")
         if not 0 <= self.beside <= 1:
             raise ConfigError(f"beside must lie between 0 and 1, got {self.beside}")
+        if self.result_bytes_s is not None and self.result_bytes_s <= 0:
+            raise ConfigError(f"result_bytes_s must be more than 0, got {self.result_bytes_s}")
 
     def busy_s(self, served: Iterable[tuple[int, int]], num_reading: int) -> float:
         """Of the busiest worker, for (tokens, bytes) of each adapter, without hand-overs."""
         workers = max(1, min(self.num_workers, self.cores - 1 - num_reading))
-        rates = self.rates
-        return sum(rates.seconds(tokens, size, workers) - rates.step_s for tokens, size in served)
+        return sum(self.rates.busy_s(tokens, size, workers) for tokens, size in served)
+
+    def told(self, costs: StepCosts, copy_limit: int | None = None) -> CpuRates:
+        """The rates as an engine on this machine would have measured them: with what a token's results take."""
+        if self.result_bytes_s is not None:
+            token_s = self.result_token_bytes / self.result_bytes_s
+        else:
+            # In turns with the copy of the adapter.
+            whole_s = link_s(costs, _MANY * self.result_token_bytes, copy_limit) - costs.copy_s(0)
+            token_s = 2 * max(whole_s, 0.0) / _MANY
+        return dataclasses.replace(self.rates, token_s=token_s)
 
 
 NOTHING_COLD = ColdCosts()
@@ -165,9 +180,10 @@ _GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj")
 _STORE_READ = (1e-3, 1 / 2.8e9)
 
 
-def assumed_cold(shape: ModelShape, modules: tuple[str, ...]) -> ColdCosts:
+def assumed_cold(shape: ModelShape, modules: tuple[str, ...], hardware: Hardware) -> ColdCosts:
     """Assumed, of a host of 16 cores: 20 us for each hand-over, 8 GB/s and 100 GFLOP/s a core in 16 bits, 2.8 GB/s
-    from a store in the page cache."""
+    from a store in the page cache. Results cross the hardware's link, also where adapters come slower."""
+    is_link = hardware.loader_bytes_s is None
     num_products = shape.layers * sum(any(name in modules for name in group) for group in _GROUPS)
     # A number of an adapter is used by each token for two operations.
     token_byte_s = 2 / shape.itemsize / _CORE_FLOPS
@@ -176,6 +192,7 @@ def assumed_cold(shape: ModelShape, modules: tuple[str, ...]) -> ColdCosts:
         rates,
         cores=ASSUMED_CORES,
         result_token_bytes=_result_token_bytes(shape, modules),
+        result_bytes_s=None if is_link else hardware.sustained_link_bytes_s,
         store_read=_STORE_READ,
     )
 

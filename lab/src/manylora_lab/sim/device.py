@@ -190,21 +190,25 @@ class SimulatedDevice:
 
     def _cpu(self, step: RunStep, begin: float) -> tuple[float, float]:
         """Of the step's rows that the CPU serves: what its busiest worker computes, and how long they take with
-        hand-overs and the way of results to the device. Results take turns with a copy that is on its way, and
-        copies that are commanded later begin so much later."""
+        hand-overs and the way of results to the device. Unless the link has room for both, results take turns
+        with a copy that is on its way, and copies that are commanded later begin so much later."""
         cold = self._cold
         tokens = {row.sequence: row.num_tokens for row in step.rows}
-        served, num_bytes = [], 0.0
+        served, num_bytes, num_tokens = [], 0.0, 0
         for rows in step.cpu:
             count = sum(tokens[sequence] for sequence in rows.sequences)
+            num_tokens += count
             part = rows.groups / self._landings.groups(rows.copy)
             served.append((count, int(part * self._sequences[rows.sequences[0]][1])))
             num_bytes += part * count * cold.result_token_bytes
         busy_s = cold.busy_s(served, sum(free_at > begin for free_at in self._readers_free_at))
+        besides_s = cold.rates.besides_s(num_tokens)
+        if cold.result_bytes_s is not None:
+            return busy_s, besides_s + busy_s + num_bytes / cold.result_bytes_s
         back_s = link_s(self._costs, int(num_bytes), self._copy_limit) if num_bytes else 0.0
         is_shared = self._lane_free_at[True] > begin
         self._lane_free_at[True] = max(self._lane_free_at[True], begin) + back_s
-        return busy_s, cold.rates.step_s + busy_s + back_s * (1 + is_shared)
+        return busy_s, besides_s + busy_s + back_s * (1 + is_shared)
 
     def wait(self, now: float, seconds: float) -> None:
         """The device computes nothing for so long, after the steps issued so far."""

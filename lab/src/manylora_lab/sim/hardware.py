@@ -8,6 +8,7 @@ was written: each value was recalled, and all but the A10's arithmetic were comp
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from manylora.config import ConfigError
 
@@ -71,11 +72,16 @@ class Hardware:
     """Steps and switches take this, and the card's rates hold for copies alone (``sim.stated``)."""
     interconnect: Interconnect | None = None
     """Between the cards of one host; None where no description is known."""
+    loader_bytes_s: float | None = None
+    """What adapters and KV reach the card at where it is not the link that bounds them, but an engine's way of
+    loading: an assumption. None: the link's."""
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "memory_bytes_s", "flops", "link_bytes_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} of {self.name} must be more than 0, got {getattr(self, name)}")
+        if self.loader_bytes_s is not None and not 0 < self.loader_bytes_s < float("inf"):
+            raise ConfigError(f"loader_bytes_s of {self.name} must be more than 0, got {self.loader_bytes_s}")
         for name in ("memory_efficiency", "flops_efficiency", "link_efficiency", "adapter_efficiency"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(
@@ -99,8 +105,13 @@ class Hardware:
 
     @property
     def sustained_link_bytes_s(self) -> float:
-        """What copies of pages run at, one way."""
+        """What the link carries, one way: copies of pages, where no loader bounds them."""
         return self.link_bytes_s * self.link_efficiency
+
+    @property
+    def sustained_load_bytes_s(self) -> float:
+        """What copies of pages to the card run at."""
+        return min(self.loader_bytes_s or math.inf, self.sustained_link_bytes_s)
 
 
 _VENDOR = "vendor data sheet, recalled; efficiencies assumed"
@@ -113,6 +124,11 @@ NVLINK_3 = Interconnect("NVLink 3, 300 GB/s each way", _EXCHANGE_S, _LINK_SHARE 
 NVLINK_4 = Interconnect("NVLink 4, 450 GB/s each way", _EXCHANGE_S, _LINK_SHARE * 450e9)
 PCIE_4 = Interconnect("PCIe 4 x16, 32 GB/s each way", _EXCHANGE_S, _LINK_SHARE * 32e9)
 """Peaks are the data sheets', recalled; what of them an exchange gets is assumed."""
+
+CARASERVE_LOADER_BYTES_S = 4e9
+"""Assumed, of CaraServe's baselines: its text has "a few to tens of milliseconds" for adapters of up to 100 MiB
+(§2.3), and loads that take 20 % of the time of requests at 9 requests a second, each of which would take 22 ms
+at least."""
 
 NPU_MEMORY_BYTES_S = 1.2e12
 """Assumed: the FastLibra paper names no bandwidth, and no model. What follows from that is in
@@ -135,6 +151,12 @@ HARDWARE: dict[str, Hardware] = {
     hardware.name: hardware
     for hardware in (
         Hardware("a10", 24 * GIB, 600e9, 125e12, 32e9, _VENDOR, interconnect=PCIE_4),
+        Hardware(
+            "a10-caraserve", 24 * GIB, 600e9, 125e12, 32e9,
+            f"{_VENDOR}; adapters reach the card at an assumed {CARASERVE_LOADER_BYTES_S / 1e9:g} GB/s, whatever "
+            "the link carries",
+            interconnect=PCIE_4, loader_bytes_s=CARASERVE_LOADER_BYTES_S,
+        ),
         Hardware("a100-40", 40 * GIB, 1555e9, 312e12, 32e9, _VENDOR + " (SXM)", interconnect=NVLINK_3),
         Hardware("a100-80", 80 * GIB, 2039e9, 312e12, 32e9, _VENDOR + " (SXM)", interconnect=NVLINK_3),
         Hardware("h100", 80 * GIB, 3350e9, 989.4e12, 64e9, _VENDOR + " (SXM)", interconnect=NVLINK_4),
