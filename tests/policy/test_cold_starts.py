@@ -213,9 +213,9 @@ def test_nothing_is_learnt_of_a_served_step_that_fails() -> None:
     rig = served_rig()
     cold = rig.replica._cold
     assert cold is not None
-    before = cold._beside, cold._cpu_scale, cold._num_workers
+    before = dict(vars(cold._lessons)), cold._num_workers
     rig.feed(rig.device.finish_step(False))
-    assert (cold._beside, cold._cpu_scale, cold._num_workers) == before
+    assert (vars(cold._lessons), cold._num_workers) == before
     finish(rig)
 
 
