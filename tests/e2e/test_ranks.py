@@ -261,9 +261,9 @@ def inject(rank):
     from manylora.protocol import AdapterRead
     reader = rank._worker._reader
     start, failed = reader.start, []
-    def started(spec, command, tell):
+    def started(spec, command, tell, *following):
         if failed:
-            return start(spec, command, tell)
+            return start(spec, command, tell, *following)
         failed.append(command)
         tell(AdapterRead(command.adapter, False, "a disk of one rank"))
     reader.start = started
