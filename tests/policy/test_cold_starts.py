@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -214,7 +214,7 @@ def test_nothing_is_learnt_of_a_served_step_that_fails() -> None:
     rig = served_rig()
     cold = rig.replica._cold
     assert cold is not None
-    before = copy.deepcopy(vars(cold._lessons)), cold._num_workers
+    before = deepcopy(vars(cold._lessons)), cold._num_workers
     rig.feed(rig.device.finish_step(False))
     assert (vars(cold._lessons), cold._num_workers) == before
     finish(rig)
