@@ -332,7 +332,9 @@ class AsyncLLM:
 class LLM:
     """An engine in this process for plain scripts: ``AsyncLLM`` behind blocking calls.
 
-    Starts threads, never processes. ``close()``, ``with`` or garbage collection free everything.
+    Starts threads; processes only for ``tensor_parallel_size`` above 1 (its ranks), for the CPU's workers of
+    ``cold_start``, and on CUDA, while it opens, to compile kernels. ``close()``, ``with`` or garbage collection
+    free everything.
     """
 
     def __init__(

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from manylora.kernels import compiled
 from manylora.kernels.coming_loops import ComingOps
 from manylora.kernels.cpu_compiled import CompiledOps
+from manylora.kernels.select import ops_for
 from tests.e2e.process import wait_until
 from tests.executor.conftest import Files, files  # noqa: F401  # a fixture
 from tests.executor.drive import Rig
@@ -113,3 +115,11 @@ def test_the_compiler_ends_with_the_process_that_started_it(tmp_path: Path) -> N
     assert process.stdin is not None
     process.stdin.close()
     assert process.wait(120) == 1
+
+
+def test_only_those_who_ask_get_a_compiler_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "are_kept", lambda: False)
+    assert type(ops_for(torch.device("cpu"), compiled=True)) is CompiledOps
+    beside = ops_for(torch.device("cpu"), compiled=True, waits=False)
+    assert isinstance(beside, ComingOps)
+    beside.close()

@@ -65,7 +65,7 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
     try:
         wrap = None if note is None else lambda executor: StepNotingExecutor(executor, note)
         engine = launch.engine if launch.epoch == 1 else without_what_fails(launch.engine)
-        driver = build_driver(engine, wrap=wrap, has_all_adapters=False)
+        driver = build_driver(engine, wrap=wrap, has_all_adapters=False, waits_for_loops=False)
     except ConfigError as error:
         starter.say(Failed(str(error), is_user_error=True))
         return children.REFUSED

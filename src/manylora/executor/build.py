@@ -69,13 +69,15 @@ def build_worker(
     capture_progress: Progress | None = None,
     registry_path: Path | None = None,
     pads_steps: bool | None = None,
+    waits_for_loops: bool = True,
 ) -> tuple[Worker, PolicyConfig, EngineInfo]:
     """Load the model and take the pools' memory.
 
     ``progress(done_bytes, total_bytes)``: called while weights load; ``capture_progress(done, total)``: while
     decoding steps are captured. ``registry_path``: the cache of adapter headers, by default in the user's cache
     directory. ``pads_steps``: whether decoding steps run at fixed sizes; None: where the device can capture them
-    and the settings allow it. Raises ConfigError or ModelError, in one line.
+    and the settings allow it. ``waits_for_loops``: until those of a CPU are compiled; else torch serves until a
+    process beside has compiled them. Raises ConfigError or ModelError, in one line.
     """
     cold_start = settings.scheduler.cold_start
     check_workers(cold_start, num_cores())
@@ -101,6 +103,7 @@ def build_worker(
     ops = ops_for(
         device.torch_device,
         compiled=is_small and dtype is torch.float32,
+        waits=waits_for_loops,
         attention=attention_shape(config, dtype, limits.max_model_len),
     )
     _log.info("running on %s with %s kernels", device.name, ops.name)

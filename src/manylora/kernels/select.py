@@ -30,10 +30,17 @@ def compiling_ahead(
         ahead.close()
 
 
-def ops_for(device: torch.device, *, compiled: bool = False, attention: AttentionShape | None = None) -> Ops:
+def ops_for(
+    device: torch.device,
+    *,
+    compiled: bool = False,
+    waits: bool = True,
+    attention: AttentionShape | None = None,
+) -> Ops:
     """The operations to serve with on the device; Triton and Numba are imported only where they are wanted.
 
     ``compiled``: on a CPU, loops over the pool in float32 that run on one thread each, where Numba is there.
+    ``waits``: until they are compiled; else torch serves until a process beside has compiled them.
     ``attention``: the heads of the one model that will be served, for which the faster kernels are chosen on CUDA
     and compiled now; None: choices that hold for any.
     """
@@ -41,6 +48,10 @@ def ops_for(device: torch.device, *, compiled: bool = False, attention: Attentio
         from manylora.kernels.cpu import CpuOps
 
         if compiled and importlib.util.find_spec("numba") is not None:
+            if waits:
+                from manylora.kernels.cpu_compiled import CompiledOps
+
+                return CompiledOps()
             from manylora.kernels.coming_loops import ComingOps
 
             return ComingOps()
