@@ -10,7 +10,16 @@ import pytest
 
 from manylora.config import ColdStartConfig, CpuRates
 from manylora.policy.replica import Replica
-from manylora.protocol import Abort, AdapterFreed, AdapterRead, AdapterRemoved, Ready, RunStep, StepDone
+from manylora.protocol import (
+    Abort,
+    AdapterFreed,
+    AdapterRead,
+    AdapterRemoved,
+    Ready,
+    RunStep,
+    StepDone,
+    SwapPages,
+)
 from tests.policy.rig import Rig
 
 
@@ -238,3 +247,30 @@ def test_a_request_whose_copy_fails_while_the_cpu_serves_it_waits_for_another() 
     finish(rig)
     rig.check_answers()
     assert len(rig.tokens["a"]) == 2
+
+
+@pytest.mark.parametrize("missed_s", [0.0, 10.0])
+def test_layers_are_split_where_the_cpu_is_expected_to_gain(missed_s: float) -> None:
+    """``missed_s``: by how much requests that the CPU served had their answers later than expected."""
+    rig = cold_rig("auto")
+    rates = CpuRates(step_s=1e-4, byte_s=1e-9, token_byte_s=0.0)
+    cold_start = ColdStartConfig("auto", num_workers=2, rates=rates, variant="split")
+    rig.config = dataclasses.replace(rig.config, cold_start=cold_start)
+    rig.replica = Replica(rig.config)
+    rig.replica._residency.transfers._read_groups = 0  # so that it lies on the host first
+    rig.replica._residency.rates.page_in_s = 0.01
+    cold = rig.replica._cold
+    assert cold is not None
+    cold._lessons._beyond_s["cpu"] = missed_s
+    rig.add(1)
+    rig.ask("a", 1, [1, 2, 3, 4, 5], 2)
+    rig.land_read()
+    (copy,) = rig.of(SwapPages)
+    (step,) = rig.of(RunStep)
+    if missed_s:
+        assert (copy.first_group, step.cpu) == (0, ())
+    else:
+        assert 0 < copy.first_group < copy.groups
+        assert [served.groups in (copy.first_group, copy.groups) for served in step.cpu] == [True]
+    finish(rig)
+    rig.check_answers()
