@@ -70,9 +70,11 @@ def boundary_s(begin_s: float, ready_s: float, step_s: float) -> float:
     """When the first step begins that may have what is ready at ``ready_s``, where steps of ``step_s`` follow one
     another from ``begin_s`` on."""
     late_s = ready_s - begin_s
-    return (
-        begin_s if late_s <= 0 else ready_s if step_s <= 0 else begin_s + math.ceil(late_s / step_s) * step_s
-    )
+    if late_s <= 0:
+        return begin_s
+    if step_s <= 0:
+        return ready_s
+    return begin_s + math.ceil(late_s / step_s) * step_s
 
 
 def split(begin_s: float, step_s: float, num_groups: int, adapter: Landing, cpu: CpuShare) -> int:

@@ -32,8 +32,7 @@ _NO_LIMIT = float("inf")
 @dataclasses.dataclass(slots=True)
 class _Copy:
     """When a copy that was commanded at ``since_s``, or a read that steps may await, is expected to land, and what
-    it took, once that is known.
-    ``adapter``: which one it brings."""
+    it took, once that is known. ``adapter``: which one it brings."""
 
     landing: Landing
     adapter: AdapterId | None
@@ -102,9 +101,8 @@ class ColdStarts:
         self._allowed_s = 0.0
         self._num_workers = config.cold_start.num_workers
         self._lessons = ColdLessons(config.cold_start.rates)
-        self._waiting: dict[
-            SequenceId, _Forecast
-        ] = {}  # what was expected when these were first left to wait
+        # What was expected when these were first left to wait.
+        self._waiting: dict[SequenceId, _Forecast] = {}
         # Of the step that is being composed:
         self._composed_s = 0.0
         self._chosen: dict[SequenceId, Beginning] = {}
