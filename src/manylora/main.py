@@ -83,10 +83,10 @@ def build_driver(
         # A policy that is not there, or a path that cannot be written, must not, either.
         find_cache(settings.cache.policy.policy)
         if settings.journal is not None:
-            _open("journal", settings.journal, lambda path: path.open("a").close())
+            open_output("journal", settings.journal, lambda path: path.open("a").close())
         trace = None
         if settings.cache.trace is not None:
-            trace = _open("trace", settings.cache.trace, TraceWriter)
+            trace = open_output("trace", settings.cache.trace, TraceWriter)
             undo.callback(trace.close)
         try:
             progress = Bar("loading weights") if shows_progress else None
@@ -108,7 +108,9 @@ def build_driver(
         journal = None
         if settings.journal is not None:
             rotate = settings.journal_part_bytes
-            journal = _open("journal", settings.journal, lambda path: JournalWriter(path, config, rotate))
+            journal = open_output(
+                "journal", settings.journal, lambda path: JournalWriter(path, config, rotate)
+            )
             undo.callback(journal.close)
         driver = Driver(
             config,
@@ -126,7 +128,8 @@ def build_driver(
     return driver
 
 
-def _open(what: str, path: str, opened: Callable[[Path], _Writer]) -> _Writer:
+def open_output(what: str, path: str, opened: Callable[[Path], _Writer]) -> _Writer:
+    """What ``opened`` gives; raises ConfigError, in one line, where the file cannot be written."""
     try:
         return opened(Path(path))
     except (OSError, ValueError) as error:

@@ -14,6 +14,7 @@ from manylora.config import ConfigError, EngineSettings
 from manylora.config.routing import RouterConfig
 from manylora.engine.journal import JournalWriter
 from manylora.engine.lines import LineFile
+from manylora.main import open_output
 
 log = logging.getLogger(__name__)
 
@@ -35,12 +36,11 @@ def _opened(what: str, path: str | None, epoch: int, opened: Callable[[Path], _F
         return None
     name = journal_name(path, "router", epoch)
     try:
-        return opened(Path(name))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
+        return open_output(what, name, opened)
+    except ConfigError as error:
         if epoch == 1:
-            raise ConfigError(f"cannot write the {what} {name}: {reason}") from error
-        log.warning("the router keeps no %s: it cannot write %s: %s", what, name, reason)
+            raise
+        log.warning("the router keeps no %s: %s", what, error)
         return None
 
 
