@@ -107,7 +107,7 @@ def test_a_drain_and_a_move(cluster: Cluster, undisturbed: dict[str, list[Answer
         # By the socket itself: a command's process may come when the streams have ended.
         def have_begun() -> bool:
             requests = {each["id"]: each["requests"] for each in cluster.replicas()}
-            return requests[first] or requests[second] == len(LONG)
+            return bool(requests[first]) or requests[second] == len(LONG)
 
         wait_until(have_begun, "requests on the first replica, or all on the other")
         question = {"do": "drain", "replica": first, "migrate": True}

@@ -52,7 +52,7 @@ def replicas_of(cluster: Cluster, node: RayNode) -> list[int]:
 
 def environment_of(process: psutil.Process) -> dict[str, str]:
     try:
-        return process.environ()
+        return dict(process.environ())
     except psutil.Error:  # it has ended
         return {}
 
