@@ -32,7 +32,7 @@ from manylora_lab.benchmarks.cluster_rig import (
     RANKS,
     Facts,
     Row,
-    Served,
+    ServedStream,
     cores,
     facts_of,
     numbers,
@@ -58,7 +58,7 @@ _ROWS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class LoadPart:
     """``load``: the share of the peak. ``stream``: made from a rate, a duration and a seed. ``metric``: by which
     routers are ordered; less is better."""
 
@@ -114,14 +114,14 @@ def _punica(rate: float, duration_s: float, seed: int) -> Stream:
 
 
 PARTS = {
-    "pair": Part(("round-robin", "manylora"), 2, 0.3, _plain, "ttft_mean_ms"),
-    "caraserve-fig20": Part(
+    "pair": LoadPart(("round-robin", "manylora"), 2, 0.3, _plain, "ttft_mean_ms"),
+    "caraserve-fig20": LoadPart(
         ("caraserve", "most-idle", "first-fit", "random", "manylora"), 2, 0.5, _caraserve, "tpot_mean_ms"
     ),
-    "dlora-fig11": Part(
+    "dlora-fig11": LoadPart(
         ("dlora", "dlora-proactive", "dlora-rr", "manylora"), 2, 0.5, _dlora, "latency_ms_token"
     ),
-    "punica-fig13": Part(
+    "punica-fig13": LoadPart(
         ("punica", "punica-consolidate", "most-idle", "manylora"), 4, 0.6, _punica, "replica_seconds",
         args=("--max-num-seqs", "8"),
     ),
@@ -248,7 +248,7 @@ def run_part(report: RunReport, name: str, found: Sequence[Profile], duration_s:
     for router in part.routers:
         settings = router_settings(router, found[0], slo_s)
         args = [word for key, value in settings for word in ("--router-set", f"{router}.{key}={value}")]
-        served: Served = serve(stream, part.replicas, ("--router", router, *args, *part.args))
+        served: ServedStream = serve(stream, part.replicas, ("--router", router, *args, *part.args))
         simulated, sets = simulate(stream, facts, router, settings, part.replicas, costs, slo_s)
         real = numbers(served, slo_s)
         real |= of_sets(served.working_sets, duration_s, most)

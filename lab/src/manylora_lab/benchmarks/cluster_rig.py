@@ -44,7 +44,7 @@ _TOKENS = re.compile(r'vllm:generation_tokens_total\{.*replica="(\d+)"')
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Served:
+class ServedStream:
     """What a stream measured. ``tokens``: that each replica generated; ``working_sets``: moments, and how many
     requests each replica had."""
 
@@ -115,7 +115,7 @@ def facts_of(replicas: int, args: Sequence[str]) -> Facts:
     return Facts(policy, router, [each.num_pages for each in found])
 
 
-def serve(stream: Stream, replicas: int, args: Sequence[str]) -> Served:
+def serve(stream: Stream, replicas: int, args: Sequence[str]) -> ServedStream:
     """The stream on a cluster of its own, which has served some requests of the base before."""
     with tempfile.TemporaryDirectory() as name, _started(Path(name), replicas, args) as url:
         return asyncio.run(_serve(url, stream, replicas))
@@ -154,7 +154,7 @@ async def _rehearse(url: str) -> None:
     await target.close()
 
 
-async def _serve(url: str, stream: Stream, replicas: int) -> Served:
+async def _serve(url: str, stream: Stream, replicas: int) -> ServedStream:
     await _rehearse(url)
     target = await HttpTarget.connect(url, needs_ids=False)
     sets: list[tuple[float, tuple[int, ...]]] = []
@@ -171,7 +171,7 @@ async def _serve(url: str, stream: Stream, replicas: int) -> Served:
     for name, grown in found.engine.items():
         if matched := _TOKENS.match(name):
             tokens[int(matched[1])] += grown
-    return Served(found.results, tokens, sets)
+    return ServedStream(found.results, tokens, sets)
 
 
 async def _sample(url: str, sets: list[tuple[float, tuple[int, ...]]]) -> None:
@@ -186,7 +186,7 @@ async def _sample(url: str, sets: list[tuple[float, tuple[int, ...]]]) -> None:
         await client.close()
 
 
-def numbers(served: Served, slo_s: float | None = None) -> Row:
+def numbers(served: ServedStream, slo_s: float | None = None) -> Row:
     """Under the names of ``summarize_cluster``, as far as they are compared."""
     results = served.results
     tokens = sum(result.reply_tokens for result in results)
