@@ -83,11 +83,24 @@ def test_verdicts() -> None:
 
 def test_other_delays_may_have_fewer_routers_and_no_clairvoyant() -> None:
     args = argparse.Namespace(
-        seeds=[7], loads=[0.5], delays=[0.2, 0.05], workloads=["agent"], routers=["manylora", "punica"],
-        delayed_routers=["manylora"],
+        seeds=[7], loads=[0.5], delays=[0.2, 0.05], workloads=["agent"],
+        routers=["manylora", "punica", "random"], delayed_routers=["manylora", "random"],
     )  # fmt: skip
     runs = [(run.delay_s, run.router) for run in all_cells(FILES, args)]
-    assert runs == [(0.05, "manylora"), (0.05, "punica"), (0.05, CLAIRVOYANT), (0.2, "manylora")]
+    assert runs == [
+        *((0.05, name) for name in ("manylora", "punica", "random", CLAIRVOYANT)),
+        (0.2, "manylora"),
+    ]
+
+
+def test_what_reads_no_reports_counts_with_every_delay() -> None:
+    rows = [
+        {**row("random", 80.0, 0.5), "delay_s": 0.05},
+        row("manylora", 90.0, 0.6),
+        row("punica", 99.0, 0.6),
+    ]
+    (cell,) = judged(rows)
+    assert (cell["delay_s"], cell["best_ttft"], cell["is_ttft_kept"]) == (0.0, "random", False)
 
 
 def test_all_routers_are_judged() -> None:

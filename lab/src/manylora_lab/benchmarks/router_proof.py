@@ -67,6 +67,8 @@ ROUTERS = (
     "manylora", "cache-aware", "caraserve", "most-idle", "dlora", "round-robin", "dlora-proactive", "dlora-rr",
     "random", "punica", "first-fit", "punica-consolidate",
 )  # fmt: skip
+BLIND = ("round-robin", "random")
+"""They read no reports, so a run with one delay is a run with any."""
 DURATION_S = {"chatbot": 120.0, "agent": 12.0, "functions": 120.0, "servegen": 120.0}
 """Agents ask so briefly that a load of theirs is hundreds of requests a second: 120 s of them take minutes a
 run."""
@@ -149,9 +151,10 @@ def measure(cell: ProofRun) -> dict[str, Any]:
 
 def all_cells(files: tuple[str, str], args: argparse.Namespace) -> Iterator[ProofRun]:
     """The most important first: all workloads and loads at the usual delay, then the other delays, then more
-    seeds. ``CLAIRVOYANT`` runs beside the usual delay alone, ``delayed_routers`` beside the others."""
+    seeds. ``CLAIRVOYANT`` and ``BLIND`` run with the usual delay alone, ``delayed_routers`` with the others."""
     usual = (DELAYS_S[0], [*args.routers, CLAIRVOYANT])
-    others = [(delay, args.delayed_routers or args.routers) for delay in args.delays if delay != DELAYS_S[0]]
+    read = [router for router in args.delayed_routers or args.routers if router not in BLIND]
+    others = [(delay, read) for delay in args.delays if delay != DELAYS_S[0]]
     for seed, (delay, routers) in itertools.product(args.seeds, [usual, *others]):
         for load, workload, router in itertools.product(args.loads, args.workloads, routers):
             yield ProofRun(workload, load, delay, seed, router, files)
@@ -167,6 +170,9 @@ def judged(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         cell = cells.setdefault((row["workload"], row["load"], row["delay_s"]), {})
         cell.setdefault(row["router"], {})[row["seed"]] = row
+    for (workload, load, _), cell in cells.items():
+        usual = cells.get((workload, load, DELAYS_S[0]), {})
+        cell |= {router: usual[router] for router in BLIND if router in usual}
     found = []
     for (workload, load, delay), by_router in cells.items():
         known = by_router.pop(CLAIRVOYANT, {})
