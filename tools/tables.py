@@ -291,7 +291,8 @@ def router_proof(record: Record) -> str:
                 f"{cell['attainment']:.3f}; {cell['best_attainment']:.3f} (`{cell['best_met']}`)",
                 cell["is_attainment_kept"],
             ),
-            f"{cell['bound_ttft_ms']:,.0f}", f"{cell.get('clairvoyant_ttft_ms', float('nan')):,.0f}",
+            f"{cell['bound_ttft_ms']:,.0f}",
+            f"{cell['clairvoyant_ttft_ms']:,.0f}" if "clairvoyant_ttft_ms" in cell else "-",
         )
         for cell in _cells(record)
         if cell["delay_s"] == 0.05
