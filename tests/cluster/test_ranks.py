@@ -96,8 +96,8 @@ def test_a_replica_is_fenced_with_its_ranks(cluster: Cluster, single: dict[str, 
 
 
 def test_no_rank_is_left(cluster: Cluster) -> None:
-    """The last of this file: of a replica that is stopped, as are its ranks, which cannot end by themselves; and of
-    all at the end."""
+    """Of a replica that is stopped, as are its ranks, which cannot end by themselves; then of all. The last that
+    uses this cluster."""
     replica, *others = [[each["pid"], *ranks_of(each["pid"])] for each in cluster.replicas()]
     for pid in replica:
         send(pid, signal.SIGSTOP)

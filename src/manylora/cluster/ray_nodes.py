@@ -81,8 +81,8 @@ class RayNodes:
             )
         if self.uses_gpus and per_gpu > 1 and self._ranks > 1:
             raise ConfigError(
-                "--replicas-per-gpu above 1 does not work with --tensor-parallel-size above 1 on Ray, which shares "
-                "out parts of one GPU only"
+                "--replicas-per-gpu above 1 does not work with --tensor-parallel-size above 1 on Ray, which gives "
+                "parts of one GPU only"
             )
         if self.uses_gpus and per_gpu > 1 and settings.cache.device_pool is None:
             raise ConfigError(
