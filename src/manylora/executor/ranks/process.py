@@ -34,6 +34,7 @@ from manylora.devices.peers import PURPOSES
 from manylora.devices.preparation import PREPARATION
 from manylora.devices.select import open_device
 from manylora.executor.build import copy_of_weights
+from manylora.executor.graphs import Bucket, GraphLimits
 from manylora.executor.ranked_merging import RankedMerging
 from manylora.executor.ranked_sampling import RankedSampling
 from manylora.executor.ranks.ring import RingReader
@@ -106,11 +107,12 @@ def main(file: int) -> int:
 
 
 class _Begun(NamedTuple):
-    """A step on its way: its rows, its exchanges, and a checksum of all exchanges until its last. ``issued``: of
-    the device."""
+    """A step on its way: its rows, the bucket that it was captured for, its exchanges, and a checksum of all
+    exchanges until its last. ``issued``: of the device."""
 
     step: int
     num_rows: int
+    bucket: Bucket | None
     num_exchanges: int
     digest: int
     issued: object
@@ -185,7 +187,7 @@ class _Rank:
         ]
         self._worker = worker = Worker(
             decoder,
-            Arena(limits.num_pages, page, dtype, device),
+            Arena(limits.num_pages + begin.pads_steps, page, dtype, device),
             HostPool(limits.num_host_pages, page, dtype, device),
             geometry,
             device,
@@ -201,8 +203,11 @@ class _Rank:
             )
             merging = RankedMerging(self._peers, as_linears, decoder.linears)
             worker.use_merging(copy._replace(place=pools.copy_place).made(decoder, device), merging)
+        max_rank = settings.adapters.max_adapter_rank
+        if begin.pads_steps:
+            worker.use_graphs(GraphLimits.of(limits, max_rank), limits.num_pages, peers=self._peers)
         if begin.device == "cuda":
-            warm_up(worker, limits, settings.adapters.max_adapter_rank)
+            warm_up(worker, limits, max_rank)
         worker.connect(self._tell)
         channel.send(RankReady())
 
@@ -252,6 +257,7 @@ class _Rank:
         begun = _Begun(
             step.step,
             len(step.rows),
+            worker.bucket,
             self._peers.num_exchanges - before,
             self._peers.digest,
             self._device.issued(),
@@ -281,7 +287,8 @@ class _Rank:
         self._say_status()
         done = result.done
         drew = [(sequence, tokens[0]) for sequence, tokens in done.tokens]
-        said = f"{done.step} {done.ok} {begun.num_rows} {begun.num_exchanges} {begun.digest} {drew}"
+        size = f"{begun.num_rows} {begun.bucket}"
+        said = f"{done.step} {done.ok} {size} {begun.num_exchanges} {begun.digest} {drew}"
         tells = self._number == 0 or not done.ok
         self._channel.send(
             StepAnswer(
