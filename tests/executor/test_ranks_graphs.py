@@ -108,14 +108,22 @@ def test_tokens_and_exchanges(
     rig.worker.close()
 
 
-def test_more_tokens_than_any_bucket(
-    made: Callable[[str], RankedRig], files: Files, threaded_ranks: list[RankThread]
+def test_what_was_not_captured_before_serving(
+    made: Callable[[str], RankedRig],
+    files: Files,
+    threaded_ranks: list[RankThread],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Run eagerly, on all ranks; nothing is captured for it."""
+    """Runs eagerly, on all ranks: more tokens, and a class of ranks that one rank would capture now."""
+    monkeypatch.setattr(graphs, "RANK_CLASSES", (8, 16))
+    monkeypatch.setattr(graphs, "COMMON_RANK", 8)
     rig = made("sharded")
     buckets = check_alike(threaded_ranks)
+    assert {bucket.max_rank for bucket in buckets} == {0, 8}
     rig.open(1, list(range(1, 39)), adapter=1)
     rig.decode(3, 1)
+    rig.open(2, PROMPTS[2][1], adapter=2)  # of rank 9
+    rig.decode(2, 1, 2)
     assert check_alike(threaded_ranks) == buckets
     check(rig, files)
     rig.worker.close()
