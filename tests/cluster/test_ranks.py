@@ -75,7 +75,7 @@ def test_a_rank_dies_under_open_streams(cluster: Cluster, single: dict[str, list
 
     assert_equal(single["long"], cluster.ask_all(LONG, kill))
     assert len(lost) == 3
-    cluster.wait_gone(lost, 10.0)
+    cluster.wait_gone(lost, 30.0)
     epochs = {each["id"]: each["epoch"] for each in cluster.wait_replicas(2)}
     assert sorted(epochs.values()) == [1, 2]
     assert [len(ranks) for ranks in ranks_of_all(cluster).values()] == [2, 2]
@@ -91,7 +91,7 @@ def test_a_replica_is_fenced_with_its_ranks(cluster: Cluster, single: dict[str, 
         send(stopped[0], signal.SIGSTOP)
 
     assert_equal(single["long"], cluster.ask_all(LONG, stop))
-    cluster.wait_gone(stopped, 10.0)
+    cluster.wait_gone(stopped, 30.0)
     cluster.wait_replicas(2)
 
 
@@ -101,11 +101,11 @@ def test_no_rank_is_left(cluster: Cluster) -> None:
     replica, *others = [[each["pid"], *ranks_of(each["pid"])] for each in cluster.replicas()]
     for pid in replica:
         send(pid, signal.SIGSTOP)
-    cluster.wait_gone(replica, 20.0)
+    cluster.wait_gone(replica, 30.0)
     pids = [*cluster.pids(), *others[0]]
     cluster.process.send_signal(signal.SIGTERM)
     assert cluster.wait_exit() == 0
-    cluster.wait_gone(pids, 10.0)
+    cluster.wait_gone(pids, 30.0)
 
 
 @pytest.mark.long
@@ -116,4 +116,4 @@ def test_no_rank_outlives_the_supervisor(tmp_path: Path) -> None:
         pids = [*cluster.pids(), *(rank for ranks in ranks_of_all(cluster).values() for rank in ranks)]
         cluster.process.send_signal(signal.SIGKILL)
         cluster.process.wait()
-        cluster.wait_gone(pids, 20.0)
+        cluster.wait_gone(pids, 30.0)
