@@ -8,17 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.process import (
-    ADAPTERS,
-    Answer,
-    Cluster,
-    ask_all,
-    assert_equal,
-    long_bodies,
-    mixed_bodies,
-    send,
-)
-from tests.e2e.process import Server
+from tests.cluster.process import ADAPTERS, Answer, Cluster, ask_all, long_bodies, mixed_bodies, send
+from tests.cluster.rounding import assert_equal, assert_undisturbed
+from tests.e2e.process import TIMEOUT_S, Server
 from tests.e2e.test_ranks import ranks_of
 
 MIXED = mixed_bodies(12)
@@ -66,18 +58,23 @@ def test_metrics_have_every_rank_of_every_replica(cluster: Cluster) -> None:
 
 def test_a_rank_dies_under_open_streams(cluster: Cluster, single: dict[str, list[Answer]]) -> None:
     """Its replica dies of it, with the other rank; its requests go on elsewhere, and another takes its place."""
+    before = {each["id"]: each["epoch"] for each in cluster.wait_replicas(2)}
     lost: list[int] = []
+    killed: list[int] = []
 
     def kill() -> None:
-        victim = cluster.busiest()["pid"]
-        lost.extend([victim, *ranks_of(victim)])
-        send(lost[-1], signal.SIGKILL)
+        victim = cluster.busiest()
+        killed.append(victim["id"])
+        ranks = ranks_of(victim["pid"])
+        assert len(ranks) == 2
+        lost.extend([victim["pid"], *ranks])
+        send(ranks[1], signal.SIGKILL)
 
-    assert_equal(single["long"], cluster.ask_all(LONG, kill))
-    assert len(lost) == 3
-    cluster.wait_gone(lost, 30.0)
-    epochs = {each["id"]: each["epoch"] for each in cluster.wait_replicas(2)}
-    assert sorted(epochs.values()) == [1, 2]
+    assert_undisturbed(cluster, single["long"], kill, "lost", lambda: cluster.wait_replicas(2))
+    cluster.wait_gone(lost, TIMEOUT_S)
+    after = {each["id"]: each["epoch"] for each in cluster.wait_replicas(2)}
+    assert after.keys() == before.keys()
+    assert all(after[replica] > before[replica] for replica in killed)
     assert [len(ranks) for ranks in ranks_of_all(cluster).values()] == [2, 2]
 
 
@@ -91,7 +88,7 @@ def test_a_replica_is_fenced_with_its_ranks(cluster: Cluster, single: dict[str, 
         send(stopped[0], signal.SIGSTOP)
 
     assert_equal(single["long"], cluster.ask_all(LONG, stop))
-    cluster.wait_gone(stopped, 30.0)
+    cluster.wait_gone(stopped, TIMEOUT_S)
     cluster.wait_replicas(2)
 
 
@@ -101,11 +98,11 @@ def test_no_rank_is_left(cluster: Cluster) -> None:
     replica, *others = [[each["pid"], *ranks_of(each["pid"])] for each in cluster.replicas()]
     for pid in replica:
         send(pid, signal.SIGSTOP)
-    cluster.wait_gone(replica, 30.0)
+    cluster.wait_gone(replica, TIMEOUT_S)
     pids = [*cluster.pids(), *others[0]]
     cluster.process.send_signal(signal.SIGTERM)
     assert cluster.wait_exit() == 0
-    cluster.wait_gone(pids, 30.0)
+    cluster.wait_gone(pids, TIMEOUT_S)
 
 
 @pytest.mark.long
@@ -116,4 +113,4 @@ def test_no_rank_outlives_the_supervisor(tmp_path: Path) -> None:
         pids = [*cluster.pids(), *(rank for ranks in ranks_of_all(cluster).values() for rank in ranks)]
         cluster.process.send_signal(signal.SIGKILL)
         cluster.process.wait()
-        cluster.wait_gone(pids, 30.0)
+        cluster.wait_gone(pids, TIMEOUT_S)
