@@ -58,13 +58,16 @@ def test_nothing_joins_a_static_batch() -> None:
 
 
 def test_a_static_batch_computes_every_row_until_its_longest_ends() -> None:
-    asked = [TextRequest(*each) for each in ((5, 8, 3), (5, 4, 7), (6, 4, 2))]
+    asked = [TextRequest(*each) for each in ((5, 8, 3), (5, 2, 7), (6, 4, 2))]
     gate, requests = static(asked, is_backbone=False)
     assert [request.output_tokens for request in requests] == [7, 7, 2]
     loop = Watched(requests, gate)
     steps = loop.run().num_steps
     assert steps == 9
     assert [len(running) for running, _ in loop.steps[-steps:]] == [2] * 7 + [1] * 2
+    assert [request.output_tokens for request in static(asked, True, most_tokens=9)[1]] == [3, 7, 2], (
+        "a context ends"
+    )
     assert {request.adapter for request in static(asked, is_backbone=True)[1]} == {None}
     assert [len(gate.join()) for gate, _ in [static([TextRequest(1, 2, 2)] * 33, False)]] == [32]
 

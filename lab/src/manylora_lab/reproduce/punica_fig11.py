@@ -156,8 +156,11 @@ def gated(
     ]
 
 
-def static(requests: list[TextRequest], is_backbone: bool) -> tuple[StaticGate, list[LoopRequest]]:
-    """The gate before an engine of static batches, and the requests, each as long as its batch's longest."""
+def static(
+    requests: list[TextRequest], is_backbone: bool, most_tokens: int = MOST_TOKENS
+) -> tuple[StaticGate, list[LoopRequest]]:
+    """The gate before an engine of static batches, and the requests, each as long as its batch's longest, or as a
+    context of ``most_tokens`` allows."""
     batches: list[list[int]] = []
     for number, request in enumerate(requests):
         is_alike = bool(batches) and requests[batches[-1][0]].model == request.model
@@ -165,20 +168,19 @@ def static(requests: list[TextRequest], is_backbone: bool) -> tuple[StaticGate, 
             batches[-1].append(number)
         else:
             batches.append([number])
-    return StaticGate(batches), [
-        LoopRequest(
-            None if is_backbone else requests[number].model,
-            requests[number].prompt_tokens,
-            max(requests[other].output_tokens for other in batch),
-        )
-        for batch in batches
-        for number in batch
-    ]
+    padded = []
+    for batch in batches:
+        longest = max(requests[number].output_tokens for number in batch)
+        for number in batch:
+            one = requests[number]
+            output = max(one.output_tokens, min(longest, most_tokens - one.prompt_tokens))
+            padded.append(LoopRequest(None if is_backbone else one.model, one.prompt_tokens, output))
+    return StaticGate(batches), padded
 
 
-def _gate(run: PunicaRun, requests: list[TextRequest]) -> tuple[Gate, list[LoopRequest]]:
+def _gate(run: PunicaRun, load: RequestLoad, requests: list[TextRequest]) -> tuple[Gate, list[LoopRequest]]:
     if run.system in (STATIC, STATIC_BACKBONE):
-        return static(requests, run.system == STATIC_BACKBONE)
+        return static(requests, run.system == STATIC_BACKBONE, MOST_TOKENS // load.divisor)
     return gated(requests, run.system in (MIXED, ALIKE), run.system == BACKBONE)
 
 
@@ -208,7 +210,7 @@ def _simulate(arguments: tuple[PunicaRun, RequestLoad]) -> LoopResult:
     costs = AnalyticalCosts(shape, HARDWARE[HARDWARE_NAME])
     adapter_pages = shape.adapter_pages(RANK, PAGE_TOKENS, shape.modules)
     asked = load.requests(one)
-    return _counted(simulated(costs, *_gate(one, asked), adapter_pages), asked)
+    return _counted(simulated(costs, *_gate(one, load, asked), adapter_pages), asked)
 
 
 def _counted(result: LoopResult, requests: list[TextRequest]) -> LoopResult:
@@ -237,7 +239,7 @@ def _measure(
                 for number in range(repeats):
                     for done, one in enumerate(mine):
                         asked = load.requests(one)
-                        gate, requests = _gate(one, asked)
+                        gate, requests = _gate(one, load, asked)
                         repeated[one].append(_counted(loop.run(requests, gate), asked))
                         setup.show(f"{model}, repeat {number + 1}: {done + 1} of {len(mine)} runs done")
                 found |= {one: _median(results) for one, results in repeated.items()}
