@@ -20,6 +20,7 @@ import msgspec
 
 from manylora._version import VERSION
 from manylora.cluster import children, messages
+from manylora.cluster.credentials import Credentials, credentials_of
 from manylora.cluster.digests import adapter_digest
 from manylora.cluster.facts import facts_of
 from manylora.cluster.folder import step_file
@@ -63,6 +64,7 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         log.warning("the replica cannot note its steps: %s", error.strerror)
         note = None
     try:
+        credentials = credentials_of(launch.secret, launch.cluster.tls, launch.host)
         wrap = None if note is None else lambda executor: StepNotingExecutor(executor, note)
         engine = launch.engine if launch.epoch == 1 else without_what_fails(launch.engine)
         driver = build_driver(engine, wrap=wrap, has_all_adapters=False, waits_for_loops=False)
@@ -80,7 +82,7 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         children.leave(0)
 
     starter.watch(stop, lambda: children.end_after(children.ORPHAN_S))
-    return asyncio.run(_Replica(launch, driver).serve(starter))
+    return asyncio.run(_Replica(launch, credentials, driver).serve(starter))
 
 
 class _Lease:
@@ -144,9 +146,9 @@ class _Open:
 
 
 class _Replica:
-    def __init__(self, launch: children.Launch, driver: Driver) -> None:
+    def __init__(self, launch: children.Launch, credentials: Credentials, driver: Driver) -> None:
         self._launch = launch
-        self._secret = launch.secret
+        self._credentials = credentials
         self._driver = driver
         self._name = f"replica {launch.id} (epoch {launch.epoch})"
         self._hello = Hello(messages.REPLICA, launch.id, launch.epoch, os.getpid(), VERSION, launch.model)
@@ -177,8 +179,9 @@ class _Replica:
         self._driver.start(deliver, died, is_watched=True)
         listener = Listener(
             bind(self._launch.host),
-            self._secret,
+            self._credentials,
             self._launch.epoch,
+            self._launch.cluster.silence_s,
             lambda role: _from_frontend if role == messages.FRONTEND else None,
             self._judge,
             self._serve_frontend,
@@ -253,7 +256,7 @@ class _Replica:
         """Keep a link to the router, whichever it is."""
         while True:
             try:
-                link = await dial(self._launch.router, self._secret, self._hello, _from_router)
+                link = await dial(self._launch.router, self._credentials, self._hello, _from_router)
             except LinkRefused as error:
                 log.error("%s is not wanted: %s", self._name, error)
                 children.leave(children.FENCED)
