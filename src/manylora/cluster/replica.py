@@ -20,6 +20,7 @@ import msgspec
 
 from manylora._version import VERSION
 from manylora.cluster import children, messages
+from manylora.cluster.adapter_cache import AdapterCache
 from manylora.cluster.credentials import Credentials, credentials_of
 from manylora.cluster.digests import adapter_digest
 from manylora.cluster.facts import facts_of
@@ -27,6 +28,7 @@ from manylora.cluster.folder import step_file
 from manylora.cluster.last_step import StepNote
 from manylora.cluster.link import Hello, Link, LinkError, LinkRefused, Listener, bind, dial, why_strange
 from manylora.cluster.noting import StepNotingExecutor
+from manylora.cluster.pulling import Source, pull
 from manylora.cluster.recording import without_what_fails
 from manylora.config import ConfigError
 from manylora.engine.client import Delta, EngineDead
@@ -65,6 +67,9 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         note = None
     try:
         credentials = credentials_of(launch.secret, launch.cluster.tls, launch.host)
+        options, cache = launch.cluster, None
+        if options.adapter_cache is not None:
+            cache = AdapterCache(Path(options.adapter_cache), options.adapter_cache_size)
         wrap = None if note is None else lambda executor: StepNotingExecutor(executor, note)
         engine = launch.engine if launch.epoch == 1 else without_what_fails(launch.engine)
         driver = build_driver(engine, wrap=wrap, has_all_adapters=False, waits_for_loops=False)
@@ -82,7 +87,7 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         children.leave(0)
 
     starter.watch(stop, lambda: children.end_after(children.ORPHAN_S))
-    return asyncio.run(_Replica(launch, credentials, driver).serve(starter))
+    return asyncio.run(_Replica(launch, credentials, cache, driver).serve(starter))
 
 
 class _Lease:
@@ -146,12 +151,17 @@ class _Open:
 
 
 class _Replica:
-    def __init__(self, launch: children.Launch, credentials: Credentials, driver: Driver) -> None:
+    def __init__(
+        self, launch: children.Launch, credentials: Credentials, cache: AdapterCache | None, driver: Driver
+    ) -> None:
         self._launch = launch
         self._credentials = credentials
         self._driver = driver
         self._name = f"replica {launch.id} (epoch {launch.epoch})"
         self._hello = Hello(messages.REPLICA, launch.id, launch.epoch, os.getpid(), VERSION, launch.model)
+        puller = msgspec.structs.replace(self._hello, role=messages.PULLER)
+        self._source = Source(launch.router, credentials, puller)
+        self._cache = cache
         self._lease = _Lease(launch.cluster.lease)
         self._seen = _Seen()
         self._open: dict[RequestId, _Open] = {}
@@ -300,13 +310,17 @@ class _Replica:
     def _add(self, loop: asyncio.AbstractEventLoop, listing: messages.Listing, verify: bool) -> None:
         """On the thread for adapters."""
         try:
-            if listing.digest and adapter_digest(Path(listing.path)) != listing.digest:
-                raise AdapterError(f"the files in {listing.path} are not those that were loaded")
-            card = self._driver.add_adapter(listing.name, listing.path, verify=verify, adapter=listing.id)
+            path = listing.path
+            if self._cache is not None:
+                path = str(pull(self._source, self._cache, listing))
+            elif listing.digest and adapter_digest(Path(path)) != listing.digest:
+                raise AdapterError(f"the files in {path} are not those that were loaded")
+            card = self._driver.add_adapter(listing.name, path, verify=verify, adapter=listing.id)
             self._adapters[listing.id] = card
             answer = messages.AdapterReady(listing.id, card)
         except AdapterError as error:
             del self._adapters[listing.id]
+            self._let_files_go(listing.id)
             answer = messages.AdapterReady(listing.id, None, RequestError(error.status, str(error)))
         except EngineDead as error:
             answer = messages.AdapterReady(listing.id, None, RequestError(503, str(error)))
@@ -323,9 +337,15 @@ class _Replica:
 
         def tell(done: concurrent.futures.Future[None]) -> None:
             self._adapters.pop(adapter, None)
+            self._work.submit(self._let_files_go, adapter)
             loop.call_soon_threadsafe(self._say, gone)
 
         freed.add_done_callback(tell)
+
+    def _let_files_go(self, adapter: AdapterId) -> None:
+        """On the thread for adapters."""
+        if self._cache is not None:
+            self._cache.release(adapter)
 
     def _say(self, message: messages.ToRouterFromReplica) -> None:
         """To the router that there is now."""

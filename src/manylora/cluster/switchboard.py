@@ -18,6 +18,7 @@ import msgspec
 from manylora.cluster import children, messages
 from manylora.cluster.adapter_log import AdapterLog
 from manylora.cluster.credentials import credentials_of
+from manylora.cluster.files import serve_files
 from manylora.cluster.link import Hello, Link, Listener, adopt, why_strange
 from manylora.cluster.members import FrontendMember, Members, ReplicaMember
 from manylora.cluster.recording import open_of_router
@@ -66,6 +67,7 @@ _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     messages.FRONTEND: msgspec.msgpack.Decoder(messages.ToRouterFromFrontend),
     messages.REPLICA: msgspec.msgpack.Decoder(messages.ToRouterFromReplica),
     messages.NEWCOMER: msgspec.msgpack.Decoder(messages.ToRouterFromFrontend),
+    messages.PULLER: msgspec.msgpack.Decoder(messages.ToRouterFromPuller),
     messages.SUPERVISOR: msgspec.msgpack.Decoder(messages.ToRouterFromSupervisor),
 }
 
@@ -271,6 +273,8 @@ class Switchboard:
             await self._serve_frontend(link)
         elif link.peer.role == messages.NEWCOMER:
             await self._serve_newcomer(link)
+        elif link.peer.role == messages.PULLER:
+            await serve_files(link, self.registry)
         else:
             await self._serve_supervisor(link)
 

@@ -87,6 +87,15 @@ class ClusterOptions(Section):
     cluster_tls_ca: File | None = setting(
         None, "authorities: the other side of a link must have a certificate of theirs", "FILE"
     )
+    adapter_cache: Annotated[str, Rule("a folder's path", str.strip)] | None = setting(
+        None,
+        "a folder on each machine, for its replicas alone, into which they copy adapters' files from the router's "
+        "machine; without it they read them where they lie",
+        "DIR",
+    )
+    adapter_cache_size: Count | None = setting(
+        None, "most that --adapter-cache takes of a machine's disk (default: 50GiB)", is_size=True
+    )
     frontends: Annotated[int, between(1, MOST_FRONTENDS)] = setting(
         1, "processes that speak HTTP, on one port"
     )
@@ -123,6 +132,8 @@ class ClusterOptions(Section):
             raise ConfigError("--ray-address needs --launcher ray")
         if self.launcher == "local" and self.insecure_ray:
             raise ConfigError("--insecure-ray needs --launcher ray")
+        if self.adapter_cache is None and self.adapter_cache_size is not None:
+            raise ConfigError("--adapter-cache-size needs --adapter-cache")
         self.router_config()
         _ = self.tls
 

@@ -1,8 +1,10 @@
-"""A cluster whose links are encrypted, a front end that joins it over a cable, and those that are not let in."""
+"""A cluster as on several machines: its links are encrypted, a front end joins it over a cable, and replicas have
+adapters' files from the router alone."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import shutil
 import signal
 import socket
 from collections.abc import Iterator
@@ -10,10 +12,20 @@ from pathlib import Path
 
 import pytest
 
+from manylora.cluster.digests import adapter_digest
 from manylora.config.cluster import TlsFiles
 from tests.cluster.cable import Cable, cable_to
 from tests.cluster.certificates import authority, certificate, options
-from tests.cluster.process import Cluster, ask_all, assert_equal, long_bodies, mixed_bodies, send
+from tests.cluster.process import (
+    ADAPTERS,
+    NAMES,
+    Cluster,
+    ask_all,
+    assert_equal,
+    long_bodies,
+    mixed_bodies,
+    send,
+)
 from tests.cluster.test_bad_input import refused
 from tests.cluster.test_joining import joins
 from tests.cluster.test_joining import refused as refused_to_join
@@ -35,8 +47,11 @@ def port() -> int:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, port: int, files: TlsFiles) -> Iterator[Cluster]:
-    args = ("--replicas", "2", "--lease", "3", "--cluster-port", str(port), *options(files))
-    with Cluster(*args, folder=tmp_path_factory.mktemp("cluster")) as started:
+    folder = tmp_path_factory.mktemp("cluster")
+    shutil.copytree(ADAPTERS, folder / "adapters")
+    places = ("--adapter-dir", str(folder / "adapters"), "--adapter-cache", str(folder / "cache"))
+    args = ("--replicas", "2", "--lease", "3", "--cluster-port", str(port), *places, *options(files))
+    with Cluster(*args, folder=folder) as started:
         started.wait_ready()
         started.wait_replicas(2)
         yield started
@@ -57,6 +72,27 @@ def joined(cluster: Cluster, cable: tuple[Cable, int], files: TlsFiles) -> Itera
 
 def test_answers_are_the_same_from_both(cluster: Cluster, joined: Server) -> None:
     assert_equal(ask_all(cluster.url, MIXED), ask_all(joined.url, MIXED))
+
+
+def test_replicas_have_the_files_from_the_router(cluster: Cluster) -> None:
+    """Those that start when the files have gone from where they were loaded serve what the cache has."""
+    source, cache = cluster.folder / "adapters", cluster.folder / "cache"
+    shutil.copytree(source / NAMES[0], source / "late")
+    body = {"lora_name": "late", "lora_path": str(source / "late")}
+    assert cluster.post("/v1/load_lora_adapter", body).status_code == 200
+    held = {each.name for each in cache.iterdir()} - {"lock"}
+    assert held == {adapter_digest(each) for each in source.iterdir()}
+    assert all(each.stat().st_mode & 0o777 == 0o700 for each in (cache, *map(cache.joinpath, held)))
+    bodies = [*MIXED, {**MIXED[0], "model": "late"}]
+    before = ask_all(cluster.url, bodies)
+    shutil.rmtree(source)
+    pids = [each["pid"] for each in cluster.replicas()]
+    for pid in pids:
+        send(pid, signal.SIGKILL)
+    wait_until(lambda: not {each["pid"] for each in cluster.replicas()} & {*pids}, "the next replicas")
+    cluster.wait_replicas(2)
+    assert_equal(before, ask_all(cluster.url, bodies))
+    source.mkdir()
 
 
 @pytest.mark.long
