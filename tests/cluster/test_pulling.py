@@ -22,7 +22,7 @@ from manylora.cluster.digests import ADAPTER_FILES, adapter_digest
 from manylora.cluster.files import serve_files
 from manylora.cluster.link import Hello, Link, Listener, bind
 from manylora.cluster.members import Members
-from manylora.cluster.pulling import Source, pull
+from manylora.cluster.pulling import FileSource, pull
 from manylora.cluster.rollout import Rollout
 from manylora.config import ConfigError
 from manylora.protocol import AdapterError
@@ -51,8 +51,8 @@ class Altered:
         self._change = change
 
     def send(self, message: Any) -> None:
-        if isinstance(message, messages.Piece):
-            message = messages.Piece(self._change(message.data))
+        if isinstance(message, messages.FilePiece):
+            message = messages.FilePiece(self._change(message.data))
         self._link.send(message)
 
 
@@ -84,7 +84,7 @@ class Machines:
             listener = Listener(sock, GOOD, 1, 60.0, lambda role: _from_puller, lambda hello: None, serve)
             await listener.start()
             hello = Hello(messages.PULLER, 0, 1, 1, VERSION, "model")
-            source = Source(listener.address, GOOD, hello)
+            source = FileSource(listener.address, GOOD, hello)
             found = []
             for machine, number in asked:
                 cache = self.caches[machine]

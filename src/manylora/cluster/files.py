@@ -29,7 +29,7 @@ async def serve_files(link: Link, registry: Rollout) -> None:
             else:
                 path = folder / ADAPTER_FILES[message.file]
                 num_bytes = min(message.num_bytes, messages.PIECE_BYTES)
-                answer = messages.Piece(await asyncio.to_thread(_read, path, message.offset, num_bytes))
+                answer = messages.FilePiece(await asyncio.to_thread(_read, path, message.offset, num_bytes))
         except AdapterError as error:
             answer = messages.NoFiles(RequestError(error.status, str(error)))
         except (OSError, IndexError, ValueError, OverflowError) as error:

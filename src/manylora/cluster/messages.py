@@ -266,7 +266,7 @@ class Files(msgspec.Struct, tag=True):
     sizes: list[int]
 
 
-class Piece(msgspec.Struct, tag=True):
+class FilePiece(msgspec.Struct, tag=True):
     """The bytes; fewer where the file ends before."""
 
     data: bytes
@@ -278,7 +278,7 @@ class NoFiles(msgspec.Struct, tag=True):
     error: RequestError
 
 
-ToPullerFromRouter = Files | Piece | NoFiles
+ToPullerFromRouter = Files | FilePiece | NoFiles
 
 # ---------------------------------------------------------------- front end -> replica
 

@@ -27,10 +27,10 @@ PATIENCE_S = 10.0
 _REDIAL_S = 0.1
 
 _from_router = msgspec.msgpack.Decoder(messages.ToPullerFromRouter)
-_Answer = TypeVar("_Answer", messages.Files, messages.Piece)
+_Answer = TypeVar("_Answer", messages.Files, messages.FilePiece)
 
 
-class Source(NamedTuple):
+class FileSource(NamedTuple):
     """Where files come from: the router, whichever it is at the moment."""
 
     address: tuple[str, int]
@@ -38,7 +38,7 @@ class Source(NamedTuple):
     hello: Hello
 
 
-def pull(source: Source, cache: AdapterCache, listing: messages.Listing) -> Path:
+def pull(source: FileSource, cache: AdapterCache, listing: messages.Listing) -> Path:
     """The folder in the cache that has a version's files, and keeps them until ``cache.release``. Blocks: for a
     thread of its own. Raises AdapterError."""
     try:
@@ -56,7 +56,7 @@ def pull(source: Source, cache: AdapterCache, listing: messages.Listing) -> Path
 class _Pull:
     """One version's way over links that may end."""
 
-    def __init__(self, source: Source, cache: AdapterCache, adapter: AdapterId) -> None:
+    def __init__(self, source: FileSource, cache: AdapterCache, adapter: AdapterId) -> None:
         self._source = source
         self._cache = cache
         self._id = adapter
@@ -89,7 +89,7 @@ class _Pull:
             for offset in range(0, size, messages.PIECE_BYTES):
                 num_bytes = min(messages.PIECE_BYTES, size - offset)
                 ask = messages.AskPiece(self._id, number, offset, num_bytes)
-                piece = await self._ask(ask, messages.Piece)
+                piece = await self._ask(ask, messages.FilePiece)
                 if len(piece.data) != num_bytes:
                     raise AdapterError("the adapter's files have become shorter while they were copied")
                 file.write(piece.data)

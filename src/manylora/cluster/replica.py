@@ -28,7 +28,7 @@ from manylora.cluster.folder import step_file
 from manylora.cluster.last_step import StepNote
 from manylora.cluster.link import Hello, Link, LinkError, LinkRefused, Listener, bind, dial, why_strange
 from manylora.cluster.noting import StepNotingExecutor
-from manylora.cluster.pulling import Source, pull
+from manylora.cluster.pulling import FileSource, pull
 from manylora.cluster.recording import without_what_fails
 from manylora.config import ConfigError
 from manylora.engine.client import Delta, EngineDead
@@ -160,7 +160,7 @@ class _Replica:
         self._name = f"replica {launch.id} (epoch {launch.epoch})"
         self._hello = Hello(messages.REPLICA, launch.id, launch.epoch, os.getpid(), VERSION, launch.model)
         puller = msgspec.structs.replace(self._hello, role=messages.PULLER)
-        self._source = Source(launch.router, credentials, puller)
+        self._source = FileSource(launch.router, credentials, puller)
         self._cache = cache
         self._lease = _Lease(launch.cluster.lease)
         self._seen = _Seen()
