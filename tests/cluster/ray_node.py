@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
+import psutil
+
 from tests.e2e import sessions
 from tests.e2e.process import environment
 
@@ -52,6 +54,15 @@ def main(folder: str, head: str | None = None) -> None:
     node = Node(params, head=head is None, shutdown_at_exit=True, spawn_reaper=False)
     print(node.gcs_address, flush=True)
     signal.pause()
+
+
+def ray_folders(pid: int) -> list[str]:
+    """Where a process of a Ray of manylora's own has its files, as long as it runs."""
+    try:
+        found = psutil.Process(pid).environ().get("RAY_TMPDIR")
+    except psutil.Error:
+        return []
+    return [found] if found else []
 
 
 class RayNode:

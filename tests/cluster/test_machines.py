@@ -18,14 +18,13 @@ from tests.cluster.cable import Cable, cable_to
 from tests.cluster.certificates import authority, certificate, options
 from tests.cluster.process import (
     ADAPTERS,
-    NAMES,
     Cluster,
     ask_all,
-    assert_equal,
     long_bodies,
     mixed_bodies,
     send,
 )
+from tests.cluster.rounding import assert_equal
 from tests.cluster.test_bad_input import refused
 from tests.cluster.test_joining import joins
 from tests.cluster.test_joining import refused as refused_to_join
@@ -33,6 +32,8 @@ from tests.e2e.process import Server, free_port, wait_until
 
 MIXED = mixed_bodies(20)
 LONG = long_bodies(8, 300)
+LATE = sorted(folder.name for folder in ADAPTERS.iterdir())[-1]
+"""An adapter that no request of these names: loaded later."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def port() -> int:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, port: int, files: TlsFiles) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("cluster")
-    shutil.copytree(ADAPTERS, folder / "adapters")
+    shutil.copytree(ADAPTERS, folder / "adapters", ignore=lambda where, names: [LATE])
     places = ("--adapter-dir", str(folder / "adapters"), "--adapter-cache", str(folder / "cache"))
     args = ("--replicas", "2", "--lease", "3", "--cluster-port", str(port), *places, *options(files))
     with Cluster(*args, folder=folder) as started:
@@ -77,13 +78,13 @@ def test_answers_are_the_same_from_both(cluster: Cluster, joined: Server) -> Non
 def test_replicas_have_the_files_from_the_router(cluster: Cluster) -> None:
     """Those that start when the files have gone from where they were loaded serve what the cache has."""
     source, cache = cluster.folder / "adapters", cluster.folder / "cache"
-    shutil.copytree(source / NAMES[0], source / "late")
-    body = {"lora_name": "late", "lora_path": str(source / "late")}
+    shutil.copytree(ADAPTERS / LATE, source / LATE)
+    body = {"lora_name": LATE, "lora_path": str(source / LATE)}
     assert cluster.post("/v1/load_lora_adapter", body).status_code == 200
     held = {each.name for each in cache.iterdir()} - {"lock"}
     assert held == {adapter_digest(each) for each in source.iterdir()}
     assert all(each.stat().st_mode & 0o777 == 0o700 for each in (cache, *map(cache.joinpath, held)))
-    bodies = [*MIXED, {**MIXED[0], "model": "late"}]
+    bodies = [*MIXED, {**MIXED[0], "model": LATE}]
     before = ask_all(cluster.url, bodies)
     shutil.rmtree(source)
     pids = [each["pid"] for each in cluster.replicas()]

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -94,6 +94,18 @@ def children_of(pid: int) -> list[int]:
         with contextlib.suppress(OSError):
             children += map(int, listed.read_text().split())
     return sorted(children)
+
+
+def shared_files(pids: Iterable[int]) -> set[Path]:
+    """What processes have open or mapped in /dev/shm, by names that are there."""
+    found: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found |= {*Path(f"/proc/{pid}/maps").read_text().split()}
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    found.add(os.readlink(link))
+    return {Path(name) for name in found if name.startswith("/dev/shm/") and Path(name).exists()}
 
 
 def handles(pid: int, number: signal.Signals) -> bool:
