@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from manylora_lab.bench.closed_loop import BatchGate, ClosedLoop, Gate, LoopRequest, StaticGate, dummy_loop
+from manylora_lab.bench.closed_loop import (
+    BatchGate,
+    ClosedLoop,
+    LoopGate,
+    LoopRequest,
+    StaticGate,
+    dummy_loop,
+)
 from manylora_lab.bench.dummies import DEMO
 from manylora_lab.reproduce.punica_fig11 import static
 from manylora_lab.reproduce.punica_loop import SimulatedLoop
@@ -75,7 +82,7 @@ def test_a_static_batch_computes_every_row_until_its_longest_ends() -> None:
 class Watched(SimulatedLoop):
     """Notes every step's adapters, and those of the sequences that start in it."""
 
-    def __init__(self, requests: list[LoopRequest], gate: Gate) -> None:
+    def __init__(self, requests: list[LoopRequest], gate: LoopGate) -> None:
         self.steps: list[tuple[list[AdapterId], list[AdapterId]]] = []
         self._adapters: dict[SequenceId, AdapterId] = {}
         super().__init__(requests, gate, CONFIG, DeviceCosts(), adapter_pages=4)

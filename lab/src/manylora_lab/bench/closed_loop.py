@@ -42,7 +42,7 @@ class LoopRequest:
     output_tokens: int
 
 
-class Gate(Protocol):
+class LoopGate(Protocol):
     """What holds requests back, which are called by their numbers."""
 
     @property
@@ -73,11 +73,11 @@ class BatchGate:
 
     @property
     def is_done(self) -> bool:
-        """See Gate."""
+        """See LoopGate."""
         return self._num_joined == len(self._models) and not self._running
 
     def join(self) -> Sequence[int]:
-        """See Gate."""
+        """See LoopGate."""
         first = self._num_joined
         if first == len(self._models) or len(self._running) >= self._at_once:
             return ()
@@ -90,7 +90,7 @@ class BatchGate:
         return (first,)
 
     def leave(self, request: int) -> None:
-        """See Gate."""
+        """See LoopGate."""
         self._running.remove(request)
 
 
@@ -103,11 +103,11 @@ class StaticGate:
 
     @property
     def is_done(self) -> bool:
-        """See Gate."""
+        """See LoopGate."""
         return not self._batches and not self._running
 
     def join(self) -> Sequence[int]:
-        """See Gate."""
+        """See LoopGate."""
         if self._running or not self._batches:
             return ()
         batch = self._batches.popleft()
@@ -115,7 +115,7 @@ class StaticGate:
         return batch
 
     def leave(self, request: int) -> None:
-        """See Gate."""
+        """See LoopGate."""
         self._running.remove(request)
 
 
@@ -137,7 +137,7 @@ class ClosedLoop:
         self._driver = driver
         self._num_runs = 0
         self._asked: Sequence[GenerationRequest] = ()
-        self._gate: Gate = BatchGate((), 0, True)
+        self._gate: LoopGate = BatchGate((), 0, True)
         self._ended = threading.Event()
         self._error: str | None = None
         driver.start(self._deliver, self._died)
@@ -151,7 +151,7 @@ class ClosedLoop:
         """Run these, mixed, for what only a first run costs: kernels to compile, adapters to read."""
         self.run(requests, BatchGate([0] * len(requests), self._driver.info.max_num_seqs, True))
 
-    def run(self, requests: Sequence[LoopRequest], gate: Gate) -> LoopResult:
+    def run(self, requests: Sequence[LoopRequest], gate: LoopGate) -> LoopResult:
         """All requests to their ends; prompts are random and never those of an earlier run. Raises ConfigError."""
         self._num_runs += 1
         self._asked = [self._request(number, request) for number, request in enumerate(requests)]

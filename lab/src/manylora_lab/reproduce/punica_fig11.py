@@ -7,7 +7,7 @@ import dataclasses
 
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.pricing.shapes import ModelShape, shape_named
-from manylora_lab.bench.closed_loop import BatchGate, Gate, LoopRequest, LoopResult, StaticGate
+from manylora_lab.bench.closed_loop import BatchGate, LoopGate, LoopRequest, LoopResult, StaticGate
 from manylora_lab.bench.kernels.settings import POPULARITIES
 from manylora_lab.reproduce.cells import HOST_POOL_BYTES, PAGE_TOKENS, in_parallel
 from manylora_lab.reproduce.drawing import BarPanels
@@ -178,14 +178,16 @@ def static(
     return StaticGate(batches), padded
 
 
-def _gate(run: PunicaRun, load: RequestLoad, requests: list[TextRequest]) -> tuple[Gate, list[LoopRequest]]:
+def _gate(
+    run: PunicaRun, load: RequestLoad, requests: list[TextRequest]
+) -> tuple[LoopGate, list[LoopRequest]]:
     if run.system in (STATIC, STATIC_BACKBONE):
         return static(requests, run.system == STATIC_BACKBONE, MOST_TOKENS // load.divisor)
     return gated(requests, run.system in (MIXED, ALIKE), run.system == BACKBONE)
 
 
 def simulated(
-    costs: AnalyticalCosts, gate: Gate, requests: list[LoopRequest], adapter_pages: int
+    costs: AnalyticalCosts, gate: LoopGate, requests: list[LoopRequest], adapter_pages: int
 ) -> LoopResult:
     """The loop on an engine that has all of the card's pool, its own cache policy and the paper's batch; a static
     batch's prompts are one step."""

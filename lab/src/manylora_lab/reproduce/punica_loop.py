@@ -9,7 +9,7 @@ from manylora.policy.replica import Replica
 from manylora.pricing.costs import StepCosts
 from manylora.protocol import AdapterAdded, Arrive, ClientCommand, Command, Emit, Finish, Reject, RunStep
 from manylora.types import BASE, Request, SamplingParams
-from manylora_lab.bench.closed_loop import Gate, LoopRequest, LoopResult
+from manylora_lab.bench.closed_loop import LoopGate, LoopRequest, LoopResult
 from manylora_lab.sim.device import SimulatedDevice
 from manylora_lab.sim.loop import VirtualLoop
 
@@ -25,7 +25,7 @@ class SimulatedLoop(VirtualLoop):
     def __init__(
         self,
         requests: Sequence[LoopRequest],
-        gate: Gate,
+        gate: LoopGate,
         config: PolicyConfig,
         costs: StepCosts,
         adapter_pages: int,
