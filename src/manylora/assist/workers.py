@@ -139,9 +139,11 @@ class Workers:
         jobs: list[tuple[int, int]],
         products: list[Product],
         cells: list[np.ndarray],
+        *,
+        shrinks_only: bool = False,
     ) -> HandedStep | None:
         """Hand a step over: ``lengths`` rows of each adapter, whose cells lie at ``cells`` (int64). None where no
-        worker is free to take it."""
+        worker is free to take it. ``shrinks_only``: see ``Orders``."""
         self._replace_dead()
         free = self._free()
         if not free:
@@ -151,7 +153,9 @@ class Workers:
         shares = cut(lengths, self.slice_tokens, len(free))
         given = []
         for worker, slices in zip(free, shares):
-            orders = Orders(self._num_steps, sum(lengths), self._num_jobs, jobs, products, packed, slices)
+            orders = Orders(
+                self._num_steps, sum(lengths), self._num_jobs, jobs, products, packed, slices, shrinks_only
+            )
             try:
                 worker.give(orders)
             except OSError:
