@@ -225,9 +225,9 @@ FIG15 = _figure(
     "§7.3",
     "Cards share a model ideally: nothing is exchanged, and each loads its part.",
     "Four A100 of 80 GB have room for every adapter of the run beside 70B, so none would ever come from the host "
-    "but under s-lora. The paper's servers keep adapters in host memory (§2.3, §3) and load one as it is asked for; "
-    "of 70B's memory it says nothing. So the pool is held to 64 requests with their adapters, about as many as the "
-    "A10's has room for beside 7B.",
+    "but under s-lora. The paper's servers keep adapters in host memory (§2.3, §3) and load one as it is asked "
+    "for; of 70B's memory it says nothing. So the pool is held to 64 requests with their adapters, about as many "
+    "as the A10's has room for beside 7B.",
 )
 
 # ---------------------------------------------------------------- 11
