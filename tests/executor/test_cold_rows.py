@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,23 +28,27 @@ from tests.executor.test_gates import (
 
 @pytest.fixture(scope="module")
 def shared(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    made = served_by_cpu(files, tmp_path_factory.mktemp("cold"))
+    yield made
+    made.worker.close()
+
+
+def served_by_cpu(files: Files, folder: Path, **settings: Any) -> Rig:
     made = Rig(
-        files.model,
-        tmp_path_factory.mktemp("cold"),
-        num_pages=900,
-        page_bytes=3072,
-        cold_start="cpu",
-        cpu_workers="1",
+        files.model, folder, num_pages=900, page_bytes=3072, cold_start="cpu", cpu_workers="1", **settings
     )
     assert made.worker._workers is not None
     assert made.worker._workers.wait_ready(30)
-    yield keep_on_host(made, files)
-    made.worker.close()
+    return keep_on_host(made, files)
 
 
 @pytest.fixture
 def cold(shared: Rig) -> Iterator[Rig]:
     yield shared
+    forget_all(shared)
+
+
+def forget_all(shared: Rig) -> None:
     for sequence in list(shared.sequences):
         shared.direct.end_sequence(sequence)
         del shared.sequences[sequence]
@@ -246,10 +251,9 @@ def test_adapters_without_rank_on_some_projections_beside_each_other(cold: Rig, 
     cold.open(1, PROMPT, adapter=2)
     cold.open(2, PROMPT, adapter=3)
     parts = [served(cold, commands[0], (1, 4)), served(cold, commands[1], (2,))]
-    step = RunStep(
-        parts[0].step, *(sum((getattr(part, name) for part in parts), ()) for name in ("starts", "rows"))
-    )
-    step.cpu = parts[0].cpu + parts[1].cpu
+    first, second = parts
+    step = RunStep(first.step, first.starts + second.starts, first.rows + second.rows)
+    step.cpu = first.cpu + second.cpu
     result = cold.run(step)
     assert (result.done.ok, result.done.spoilt, result.done.unsound) == (True, (), ())
     for command in commands:

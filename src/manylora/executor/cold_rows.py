@@ -8,10 +8,11 @@ row is cold.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from manylora.assist.board import BoardShape
 from manylora.assist.orders import LentPool, Product, ProductPart
 from manylora.assist.workers import HandedStep, Workers, WorkersFailed
 from manylora.config import MOST_CPU_TOKENS, num_cores
+from manylora.executor.inputs import StepInputs
+from manylora.executor.queued import DeviceHandover
 from manylora.kernels.expanding import matrix, pieces_of
 from manylora.kernels.ops import LoraSegments
 from manylora.kernels.shapes import AdapterGeometry, Projection, ProjectionGroup
@@ -58,7 +61,7 @@ class ColdStep:
         self.first_layer = 0
         self.shrinks_only = False
         self.stall_s = 0.0
-        """How long the thread has waited, at gates and for the CPU."""
+        """How long the thread has waited at gates, and it or the device for the CPU."""
         self.cpu_s = 0.0
         """How long the CPU computed, its busiest worker."""
         self._late_s = late_s
@@ -84,17 +87,19 @@ class ColdStep:
     def begin(
         self,
         workers: Workers | None,
-        segments: LoraSegments | None,
-        names: Sequence[AdapterId],
+        handover: DeviceHandover | None,
+        inputs: StepInputs,
         geometry: AdapterGeometry,
         device: torch.device,
     ) -> ColdRows | None:
-        """Hand the step over to the workers; None where none takes it. ``names``: adapters of the segments."""
+        """Hand the step over to the workers; None where none takes it. ``handover``: where the device posts and
+        takes."""
+        segments, names = inputs.lora, inputs.lora_adapters
         chosen = [place for place, name in enumerate(names) if name in self.adapters]
         if workers is not None and segments is not None and chosen:
             adapters = [self.adapters[names[place]] for place in chosen]
             kind = ShrunkRows if self.shrinks_only else ColdRows
-            rows = kind(segments, chosen, adapters, self.first_layer, geometry, device)
+            rows = kind(segments, chosen, adapters, self.first_layer, geometry, device, handover)
             if rows.begin(workers):
                 self._rows = rows
                 return rows
@@ -130,15 +135,30 @@ class ColdStep:
                     self._late.update(adapter.rows.sequences)
                 self.stall_s += time.monotonic() - began
 
-    def end(self) -> None:
-        """The step has been issued, or has failed."""
-        if self._rows is None:
+    @contextlib.contextmanager
+    def launching(self, workers: Workers | None) -> Iterator[None]:
+        """Around the step's launch; one that fails has ended."""
+        try:
+            yield
+        except BaseException:
+            self._launched()
+            self.end(workers)
+            raise
+        self._launched()
+
+    def _launched(self) -> None:
+        if self._rows is not None:
+            self._rows.launched()
+
+    def end(self, workers: Workers | None) -> None:
+        """Wait until the device has taken what the CPU found."""
+        if self._rows is None or workers is None:
             return
+        self.cpu_s, waited_s = self._rows.end(workers)
+        self.stall_s += waited_s
         if self._rows.has_failed:
             for adapter in self.adapters.values():
                 self._late.update(adapter.rows.sequences)
-        self.cpu_s, waited_s = self._rows.end()
-        self.stall_s += waited_s
 
     def tell(self, done: StepDone, workers: Workers | None) -> None:
         """Add what became of these rows to what is told of the step."""
@@ -198,6 +218,7 @@ class ColdRows:
         num_layers: int,
         geometry: AdapterGeometry,
         device: torch.device,
+        handover: DeviceHandover | None = None,
     ) -> None:
         """``chosen``: the segments of the adapters, in their order."""
         self.num_layers = num_layers
@@ -207,7 +228,9 @@ class ColdRows:
         self._adapters = adapters
         self._geometry = geometry
         self._segments, self._chosen = segments, chosen
+        self._handover = handover
         self._step: HandedStep | None = None
+        self._taken: tuple[Callable[[], bool], Callable[[], np.ndarray]] | None = None
         starts, lengths = segments.start[chosen].tolist(), segments.length[chosen].tolist()
         self._lengths: list[int] = lengths
         self.num_tokens = sum(lengths)
@@ -218,13 +241,20 @@ class ColdRows:
 
     def begin(self, workers: Workers) -> bool:
         """Hand the step over; False where no worker takes it, or there is no room for so many rows."""
+        if self._handover is not None and self._handover.is_busy:
+            return False
         products = list(self._products.values())
         widest = max((product.width for product in products), default=0)
         if self.num_tokens > workers.shape.num_tokens or widest > workers.shape.out_features:
             return False
         cells = [adapter.offsets for adapter in self._adapters]
         self._step = workers.begin(self._lengths, self._jobs, products, cells, shrinks_only=self.shrinks_only)
-        return self._step is not None
+        if self._step is None:
+            return False
+        if self._handover is not None:
+            given = [worker.number for worker in self._step.given]
+            self._handover.begin(self._step.job, len(self._jobs), given)
+        return True
 
     # ------------------------------------------------------------ as the decoder goes
 
@@ -232,35 +262,61 @@ class ColdRows:
         """Show the workers what they need of x ``[T, in]``; False where no adapter of theirs is on this group."""
         if self.has_failed or self._step is None or group.name not in self._products:
             return False
-        rows = x.index_select(0, self._rows).cpu()
+        rows = x.index_select(0, self._rows)
+        if self._handover is not None:
+            self._step.job += 1
+            self._handover.post(rows, self._step.job)
+            return True
         target = self._step.rows(self.num_tokens, group.in_features)
-        target[:] = as_numbers(rows)
+        target[:] = as_numbers(rows.cpu())
         self._step.post()
         return True
 
     def add(self, y: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup) -> None:
         """Add what they have computed to y ``[T, sum(out)]``. Where they fail the rows are worth nothing."""
         assert self._step is not None
+        width = self._products[group.name].width
+        if self._handover is not None:
+            found = self._handover.take(self.num_tokens, width, self._step.job)
+            self._add(y, found, pool, layer, group)
+            return
         try:
-            found = self._step.take(self.num_tokens, self._products[group.name].width)
+            results = self._step.take(self.num_tokens, width)
         except WorkersFailed:
             self.has_failed = True
             return
         # A copy: the next job's results go where these lie.
-        self._add(y, torch.from_numpy(found.copy()).to(y.device), pool, layer, group)
+        self._add(y, torch.from_numpy(results.copy()).to(y.device), pool, layer, group)
 
     def _add(
         self, y: torch.Tensor, found: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup
     ) -> None:
         y.index_add_(0, self._rows, found.to(y.dtype))
 
-    def end(self) -> tuple[float, float]:
-        """The step has been issued, or has failed: seconds that the workers computed, and that it waited for
-        them."""
-        if self._step is None:
-            return 0.0, 0.0
+    def launched(self) -> None:
+        """All of the step has been, or it has failed."""
+        assert self._step is not None
+        if self._handover is not None:
+            self._taken = self._handover.issued()
+            return
         self._step.end()
-        return self._step.busy_s(), self._step.waited_s
+        self._seconds = self._step.busy_s(), self._step.waited_s
+
+    def end(self, workers: Workers) -> tuple[float, float]:
+        """Wait until all has been taken: seconds that the workers computed, and that the step waited for them."""
+        if self._handover is None or self._step is None or self._taken is None:
+            return self._seconds
+        has_passed, told = self._taken
+        is_well = self._step.wait(has_passed)
+        waited_ns, is_late = told().tolist()
+        self.has_failed = not is_well or bool(is_late)
+        seconds = self._step.busy_s(), waited_ns / 1e9
+        if self.has_failed:
+            workers.failed(self._step)
+        else:
+            self._step.end()
+        self._handover.end()
+        return seconds
 
     # ------------------------------------------------------------ what the workers are told
 
