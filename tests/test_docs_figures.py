@@ -252,6 +252,17 @@ def test_a_table_is_written_by_its_function(site: Path, monkeypatch: pytest.Monk
     assert main(["--check"], site) == 0
 
 
+def test_the_table_of_a_router_s_speed() -> None:
+    times = {"p50": 40.4, "p99": 58.6, "p999": 190.0}
+    row = {
+        "router": "manylora", "replicas": 1000, "adapters": 100_000, "asked_us": times, "asked_cpu_us": times,
+        "report_us_per_changed_adapter": {"p99": 2.61},
+    }  # fmt: skip
+    lines = TABLES["router-speed"]({"rows": [row, {**row, "memory_mib": 87.4}]}).splitlines()
+    assert lines[2] == "| `manylora` | 1,000 x 100,000 | 40 | 59 | 190 | 59 | 2.6 | - |"
+    assert lines[3].endswith("| 2.6 | 87 |")
+
+
 def test_a_page_may_be_written_as_a_whole(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PAGES, "docs/results/whole.md", ("one.json", lambda record: f"# {record['word']}\n"))
     page = site / "docs" / "results" / "whole.md"

@@ -276,6 +276,81 @@ def _change(change: float, interval: Sequence[float]) -> str:
     return f"{100 * change:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
 
 
+def router_proof(record: Record) -> str:
+    """Cells with reports as old as usual: ours, the best other's and its name, the bound, perfect knowledge."""
+    header = (
+        "workload, load", "seeds", "mean TTFT: ours; the best other's, ms", "change, %",
+        "attainment: ours; the best other's", "bound, ms", "`clairvoyant`, ms",
+    )  # fmt: skip
+    lines = [
+        (
+            f"{cell['workload']}, {cell['load']:g}", _range(cell["seeds"]),
+            f"{cell['ttft_ms']:,.0f}; {cell['best_ttft_ms']:,.0f} (`{cell['best_ttft']}`)",
+            _kept(f"{100 * cell['ttft_change']:+.0f}", cell["is_ttft_kept"]),
+            _kept(
+                f"{cell['attainment']:.3f}; {cell['best_attainment']:.3f} (`{cell['best_met']}`)",
+                cell["is_attainment_kept"],
+            ),
+            f"{cell['bound_ttft_ms']:,.0f}",
+            f"{cell['clairvoyant_ttft_ms']:,.0f}" if "clairvoyant_ttft_ms" in cell else "-",
+        )
+        for cell in _cells(record)
+        if cell["delay_s"] == 0.05
+    ]  # fmt: skip
+    return table(header, lines)
+
+
+def router_proof_delays(record: Record) -> str:
+    """The same cells with reports of other ages: the change of mean TTFT, and both attainments."""
+    cells = {(cell["workload"], cell["load"], cell["delay_s"]): cell for cell in _cells(record)}
+    delays = sorted({delay for _, _, delay in cells} - {0.05})
+    lines = []
+    for workload, load in dict.fromkeys((workload, load) for workload, load, _ in cells):
+        line = [f"{workload}, {load:g}"]
+        for delay in delays:
+            cell = cells.get((workload, load, delay))
+            if cell is None:
+                line.append("not run")
+                continue
+            change = _kept(f"{100 * cell['ttft_change']:+.0f} %", cell["is_ttft_kept"])
+            met = f"{cell['attainment']:.3f}; {cell['best_attainment']:.3f}"
+            line.append(f"{change}; {_kept(met, cell['is_attainment_kept'])} ({_range(cell['seeds'])})")
+        lines.append(line)
+    return table(("workload, load", *(f"{1e3 * delay:,.0f} ms old" for delay in delays)), lines)
+
+
+def _cells(record: Record) -> list[Row]:
+    order = list(dict.fromkeys(cell["workload"] for cell in record["cells"]))
+    return sorted(record["cells"], key=lambda cell: (order.index(cell["workload"]), cell["load"]))
+
+
+def _range(seeds: Sequence[int]) -> str:
+    return f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+
+
+def _kept(text: str, is_kept: bool) -> str:
+    """What does not hold is printed bold."""
+    return text if is_kept else f"**{text}**"
+
+
+def router_speed(record: Record) -> str:
+    """What a decision takes by the clock, a report for each adapter in it, and what the router has allocated."""
+    lines = [
+        (
+            f"`{row['router']}`", f"{row['replicas']:,} x {row['adapters']:,}",
+            *(f"{row['asked_us'][which]:.0f}" for which in ("p50", "p99", "p999")),
+            f"{row['asked_cpu_us']['p99']:.0f}", f"{row['report_us_per_changed_adapter']['p99']:.1f}",
+            f"{row['memory_mib']:.0f}" if "memory_mib" in row else "-",
+        )
+        for row in record["rows"]
+    ]  # fmt: skip
+    header = (
+        "router", "replicas x adapters", "decision, us: p50", "p99", "p99.9", "p99 by CPU time",
+        "a report, us for each changed adapter: p99", "MiB",
+    )  # fmt: skip
+    return table(header, lines)
+
+
 TABLES: dict[str, Callable[[Record], str]] = {
     "seeds": seeds,
     "ablation": ablation,
@@ -291,6 +366,9 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "chat-policies": chat_policies,
     "reality-rates": reality_rates,
     "reality-runs": reality_runs,
+    "router-proof": router_proof,
+    "router-proof-delays": router_proof_delays,
+    "router-speed": router_speed,
 }
 
 PAGES: dict[str, tuple[str, Callable[[Record], str]]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import random
 import statistics
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 from manylora_lab.benchmarks import router_proof
-from manylora_lab.benchmarks.router_proof import ROUTERS, ProofRun, judged, measure, summary
+from manylora_lab.benchmarks.router_proof import ROUTERS, ProofRun, all_cells, judged, measure, summary
 from manylora_lab.reproduce.router_cells import CLAIRVOYANT, mean_flow_s
 
 from manylora.policy.routing import ROUTING_POLICIES
@@ -73,10 +74,33 @@ def test_verdicts() -> None:
     assert cell["is_attainment_kept"]
     assert cell["is_better"]
     assert not cell["is_near_bound"]
+    assert cell["clairvoyant_ttft_ms"] == 1.0
     assert summary([cell])["better_by_15_percent_of_these"] == 1
     (worse,) = judged([row("manylora", 116.0, 0.9), row("punica", 110.0, 1.0)])
     assert not any(worse[name] for name in ("is_ttft_kept", "is_attainment_kept", "is_better"))
     assert judged([row("punica", 1.0, 1.0)]) == []
+
+
+def test_other_delays_may_have_fewer_routers_and_no_clairvoyant() -> None:
+    args = argparse.Namespace(
+        seeds=[7], loads=[0.5], delays=[0.2, 0.05], workloads=["agent"],
+        routers=["manylora", "punica", "random"], delayed_routers=["manylora", "random"],
+    )  # fmt: skip
+    runs = [(run.delay_s, run.router) for run in all_cells(FILES, args)]
+    assert runs == [
+        *((0.05, name) for name in ("manylora", "punica", "random", CLAIRVOYANT)),
+        (0.2, "manylora"),
+    ]
+
+
+def test_what_reads_no_reports_counts_with_every_delay() -> None:
+    rows = [
+        {**row("random", 80.0, 0.5), "delay_s": 0.05},
+        row("manylora", 90.0, 0.6),
+        row("punica", 99.0, 0.6),
+    ]
+    (cell,) = judged(rows)
+    assert (cell["delay_s"], cell["best_ttft"], cell["is_ttft_kept"]) == (0.0, "random", False)
 
 
 def test_all_routers_are_judged() -> None:

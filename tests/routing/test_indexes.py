@@ -8,6 +8,7 @@ import pytest
 
 from manylora.policy.routing.fleet import Fleet
 from manylora.policy.routing.hashing import BLOCK_BYTES, hash_number, hash_text, prefix_hashes, reply_hashes
+from manylora.policy.routing.kinds import ReplicaKind
 from manylora.policy.routing.lengths import OutputLengths
 from manylora.policy.routing.load_index import LoadIndex
 from manylora.policy.routing.prefixes import Prefixes
@@ -37,7 +38,7 @@ def test_loads_are_in_order() -> None:
 
 
 def state(replica: int) -> ReplicaState:
-    return ReplicaState(replica, 1, FACTS, shape_of(FACTS), 0.0)
+    return ReplicaState(replica, 1, FACTS, shape_of(FACTS), ReplicaKind(FACTS), 0.0)
 
 
 def test_prefixes_find_the_longest_and_forget_evictions() -> None:

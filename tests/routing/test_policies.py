@@ -23,6 +23,7 @@ from manylora.protocol.routing import (
     Ended,
     Place,
     Progress,
+    ReplicaDown,
     ReplicaUp,
     Solve,
     Solved,
@@ -418,6 +419,53 @@ def test_manylora_keeps_a_conversation_where_more_run() -> None:
     chat = tuple(range(100, 110))
     rig.router.fleet.prefixes.add(chat, rig.router.fleet.up[0])
     assert rig.ask("turn", prompt_tokens=700, max_tokens=1000, prefix=chat) == 0
+
+
+def test_replicas_of_one_kind_are_equally_fast() -> None:
+    """What one of them has learnt from its last prompts is not what makes it another's better."""
+    rig = rig_of("manylora", 2)
+    rig.report(0, token_s=3e-4)
+    rig.report(1, token_s=1e-4)
+    assert [rig.router.fleet.up[replica].kind.token_s for replica in range(2)] == [pytest.approx(2e-4)] * 2
+    assert rig.ask("a", prompt_tokens=1000) == 0, "of equal ones the lowest id"
+    rig.tell(ReplicaDown(0, 1))
+    assert rig.router.fleet.up[1].kind.token_s == pytest.approx(1e-4), "it counts as long as it is up"
+    rig.tell(ReplicaUp(2, 1, FACTS))
+    assert rig.router.fleet.up[2].kind.token_s == pytest.approx(1e-4), "a new one is known already"
+    rig.tell(ReplicaUp(3, 1, dataclasses.replace(FACTS, numerics="float16 on another")))
+    assert rig.router.fleet.up[3].kind.token_s == FACTS.token_s, "of another device nothing is known"
+
+
+def rows_of_adapters(*adapters: tuple[int, ...]) -> Rig:
+    """Replicas 0, 1, ... have a request of each of these adapters; steps take 1 ms more for each adapter."""
+    rig = Rig(config_of("manylora", **LIVES))
+    rig.list_adapters(8, 8, 8, num_pages=0)
+    for replica, names in enumerate(adapters):
+        rig.tell(ReplicaUp(replica, 1, dataclasses.replace(FACTS, planes=(StepPlane(0.01, adapter_s=1e-3),))))
+        for number, adapter in enumerate(names):
+            name = f"{replica}-{number}"
+            assert rig.ask(name, adapter=adapter, prompt_tokens=1) == replica
+            rig.accept(name)
+        rig.report(replica, waiting_tokens=10**6)  # the next go elsewhere
+    return rig
+
+
+def test_an_adapter_that_runs_there_runs_for_half_of_a_request_s_life() -> None:
+    """That saves 50 steps a millisecond, for the request and for the other."""
+    for waiting_tokens, expected in ((900, 0), (1100, 1)):
+        rig = rows_of_adapters((1,), (2,))
+        rig.report(0, waiting_tokens=waiting_tokens)
+        rig.report(1)
+        assert rig.ask("a", adapter=1, prompt_tokens=1) == expected
+
+
+def test_more_adapters_are_evened_out_like_more_rows() -> None:
+    """One more is 50 ms over 50 steps, and after these replica 0 has no more than replica 1."""
+    for waiting_tokens, expected in ((400, 1), (600, 0)):
+        rig = rows_of_adapters((1, 2), (1, 1))
+        rig.report(0)
+        rig.report(1, waiting_tokens=waiting_tokens)
+        assert rig.ask("a", adapter=3, prompt_tokens=1) == expected
 
 
 def test_manylora_knows_kernels_that_pad() -> None:

@@ -9,6 +9,7 @@ import pytest
 from manylora.config import ConfigError
 from manylora.config.routing import RouterConfig, split_setting
 from manylora.policy.router import Router
+from manylora.policy.routing.kinds import ReplicaKind
 from manylora.policy.routing.lone import CLEARED_TOKENS
 from manylora.policy.routing.replicas import ReplicaState
 from manylora.policy.routing.requests import INNOCENT_DEATHS, LiveRequest, shape_of
@@ -449,7 +450,7 @@ def test_a_report_of_what_is_no_adapter_or_no_tier_changes_nothing() -> None:
 def test_a_step_takes_the_longest_of_its_planes() -> None:
     planes = (StepPlane(0.02, 1e-4), StepPlane(0.01, 1e-3, 1e-6, 1e-3, 1e-4))
     facts = dataclasses.replace(FACTS, planes=planes)
-    replica = ReplicaState(0, 1, facts, shape_of(facts), 0.0)
+    replica = ReplicaState(0, 1, facts, shape_of(facts), ReplicaKind(facts), 0.0)
     assert replica.present_step()[1] is planes[0]
     assert replica.step_s == pytest.approx(0.0201)
     for number in range(9):

@@ -305,6 +305,7 @@ class World:
             self.random.randrange(900), is_full or machine.seq == 1, tuple(residency.items()),
             tuple(1000 * self.random.randrange(3) + block for block in range(self.random.randrange(3))),
             self.random.choice([0.0, 0.01]), self.random.random() < 0.2,
+            self.random.choice([0.0, 5e-4, 2e-3]), page_read_s=self.random.choice([0.0, 0.03]),
         )  # fmt: skip
         if is_late or self.random.random() < 0.5:
             self.links.append(news)

@@ -189,20 +189,27 @@ class Operations:
         names = [name for name in router.requests() if name == request or name.startswith(f"{request}-")]
         if not names:
             raise Refusal(f"there is no request {request!r}")
-        for name in names:
-            self._board.tell(MoveAsked(name, replica))
-        left = set(names)
+        left, there, asked = set(names), set[str](), set[str]()
 
-        def are_there() -> bool:
-            live = set(router.requests())
-            left.difference_update(name for name in names if name not in live or name in known.requests)
+        def have_moved() -> bool:
+            """Asks for those that can be let go by now."""
+            for name in [name for name in left - asked if router.can_leave(name)]:
+                asked.add(name)
+                self._board.tell(MoveAsked(name, replica))
+            there.update(
+                name for name in left if name in known.requests and not known.requests[name].is_withdrawing
+            )
+            left.intersection_update(router.requests())
+            left.difference_update(there)
             return not left
 
-        if not await self._until(are_there, MOVE_S):
+        if not await self._until(have_moved, MOVE_S):
             raise Refusal(
                 f"{len(left)} of {len(names)} requests have not moved: the replica may have no room"
             )
-        return len(names)
+        if not there:
+            raise Refusal(f"the request {request!r} ended before it could move")
+        return len(there)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

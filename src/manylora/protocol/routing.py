@@ -46,7 +46,8 @@ class ReplicaFacts:
 
     ``max_seqs``: sequences that run at once; ``adapter_pages``: device pages that adapters may take; ``token_s``:
     one token of a prompt; ``page_in_s``: one page from the host to the device; ``page_read_s``: one page of an
-    adapter from its files; ``numerics``: replicas of one such class compute equal tokens.
+    adapter from its files; ``numerics``: replicas of one such class compute equal tokens. Where the seconds are
+    equal too, replicas are of one kind.
     """
 
     num_pages: int

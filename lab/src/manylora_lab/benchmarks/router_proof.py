@@ -67,6 +67,8 @@ ROUTERS = (
     "manylora", "cache-aware", "caraserve", "most-idle", "dlora", "round-robin", "dlora-proactive", "dlora-rr",
     "random", "punica", "first-fit", "punica-consolidate",
 )  # fmt: skip
+BLIND = ("round-robin", "random")
+"""They read no reports, so a run with one delay is a run with any."""
 DURATION_S = {"chatbot": 120.0, "agent": 12.0, "functions": 120.0, "servegen": 120.0}
 """Agents ask so briefly that a load of theirs is hundreds of requests a second: 120 s of them take minutes a
 run."""
@@ -149,14 +151,12 @@ def measure(cell: ProofRun) -> dict[str, Any]:
 
 def all_cells(files: tuple[str, str], args: argparse.Namespace) -> Iterator[ProofRun]:
     """The most important first: all workloads and loads at the usual delay, then the other delays, then more
-    seeds."""
-    routers = [*args.routers, CLAIRVOYANT]
-    delays = [(load, DELAYS_S[0]) for load in args.loads]
-    delays += [(load, delay) for delay in args.delays if delay != DELAYS_S[0] for load in args.loads]
-    for seed, (load, delay), workload, router in itertools.product(
-        args.seeds, delays, args.workloads, routers
-    ):
-        if router != CLAIRVOYANT or delay == DELAYS_S[0]:
+    seeds. ``CLAIRVOYANT`` and ``BLIND`` run with the usual delay alone, ``delayed_routers`` with the others."""
+    usual = (DELAYS_S[0], [*args.routers, CLAIRVOYANT])
+    read = [router for router in args.delayed_routers or args.routers if router not in BLIND]
+    others = [(delay, read) for delay in args.delays if delay != DELAYS_S[0]]
+    for seed, (delay, routers) in itertools.product(args.seeds, [usual, *others]):
+        for load, workload, router in itertools.product(args.loads, args.workloads, routers):
             yield ProofRun(workload, load, delay, seed, router, files)
 
 
@@ -164,23 +164,31 @@ def all_cells(files: tuple[str, str], args: argparse.Namespace) -> Iterator[Proo
 
 
 def judged(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each cell that ran with our router and some other: means over the seeds that all of them have."""
+    """Of each cell that ran with our router and some other: means over the seeds that all of them have. What
+    perfect knowledge gives stands beside cells of the usual delay."""
     cells: dict[tuple[str, float, float], dict[str, dict[int, dict[str, Any]]]] = {}
     for row in rows:
-        if row["router"] != CLAIRVOYANT:
-            cell = cells.setdefault((row["workload"], row["load"], row["delay_s"]), {})
-            cell.setdefault(row["router"], {})[row["seed"]] = row
+        cell = cells.setdefault((row["workload"], row["load"], row["delay_s"]), {})
+        cell.setdefault(row["router"], {})[row["seed"]] = row
+    for (workload, load, _), cell in cells.items():
+        usual = cells.get((workload, load, DELAYS_S[0]), {})
+        cell |= {router: usual[router] for router in BLIND if router in usual}
     found = []
     for (workload, load, delay), by_router in cells.items():
-        seeds = sorted(set.intersection(*(set(each) for each in by_router.values())))
+        known = by_router.pop(CLAIRVOYANT, {})
+        seeds = sorted(set.intersection(*(set(each) for each in by_router.values()))) if by_router else []
         if seeds and len(by_router) > 1 and "manylora" in by_router:
             means = {
                 router: {name: statistics.fmean(by_seed[seed][name] for seed in seeds) for name in _JUDGED}
                 for router, by_seed in by_router.items()
             }
-            found.append(
-                {"workload": workload, "load": load, "delay_s": delay, "seeds": seeds, **_verdict(means)}
-            )
+            verdict = {
+                "workload": workload, "load": load, "delay_s": delay, "seeds": seeds, **_verdict(means)
+            }  # fmt: skip
+            if known.keys() >= set(seeds):
+                known_ms = statistics.fmean(known[seed]["ttft_mean_ms"] for seed in seeds)
+                verdict["clairvoyant_ttft_ms"] = round(known_ms, 2)
+            found.append(verdict)
     return found
 
 
@@ -232,6 +240,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--delays", nargs="+", type=float, default=list(DELAYS_S))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--routers", nargs="+", default=list(ROUTERS), choices=ROUTERS)
+    parser.add_argument(
+        "--delayed-routers",
+        nargs="+",
+        choices=ROUTERS,
+        help="with other delays than the usual 50 ms, only these",
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--time-budget", type=float, default=float("inf"), metavar="SECONDS")
     add_flags(parser)

@@ -30,7 +30,7 @@ def balance(view: Fleet, most_moves: int, least_ratio: float) -> list[Relocation
         if not view.fits_ever(target, request) or not target.has_room(request):
             continue
         cached = min(view.num_cached(target, request), request.num_tokens - 1)
-        prefill_s = (request.num_tokens - cached) * target.token_s
+        prefill_s = (request.num_tokens - cached) * target.kind.token_s
         cost_s = prefill_s + load_s(target, request.adapter, request.adapter_pages)
         gain_s = gap_s
         if request.num_generated:
@@ -41,7 +41,7 @@ def balance(view: Fleet, most_moves: int, least_ratio: float) -> list[Relocation
                     request.id, request.attempt, source.id, target.id, "balance", gain_s, least_ratio * cost_s
                 )
             )
-            gap_s -= prefill_s + request.num_tokens * source.token_s
+            gap_s -= prefill_s + request.num_tokens * source.kind.token_s
     return moves
 
 

@@ -12,7 +12,7 @@ from manylora.policy.routing.fleet import Fleet
 from manylora.policy.routing.queueing import wait_s
 from manylora.policy.routing.replicas import ReplicaState
 from manylora.policy.routing.requests import LiveRequest, Shape
-from manylora.protocol.routing import BLOCK_TOKENS, NOWHERE, ON_DEVICE
+from manylora.protocol.routing import BLOCK_TOKENS, NOWHERE, ON_DEVICE, StepPlane
 from manylora.types import BASE
 
 
@@ -27,12 +27,12 @@ def cheapest(
     ``blocks``: of the prompt, that a replica is believed to have. The cost is the time until the first token (the
     wait, the prefill, the adapter), the value of pages that are pushed out, what those that run wait for its
     prompt, and what decode steps take longer for all that run, this request included, as long as it is expected
-    to run: at first with those that are there now, and from ``steps_until_even`` on with as many as on all
-    replicas in the mean.
+    to run: at first with those that are there now, and from ``steps_until_even`` on with what all replicas have
+    in the mean. Its adapter makes steps longer as long as no other request there has it.
     """
     best, least_s = None, float("inf")
     remaining = view.remaining_tokens(request)
-    mean_rows, mean_kv_tokens = view.mean_rows, view.mean_kv_tokens
+    mean_rows, mean_kv_tokens, mean_adapters, mean_adapter_pages, mean_ranks = view.mean_load
     soon = steps_until_even(remaining, view.lengths.mean, mean_rows)
     later = remaining - soon
     samples, num_tokens = request.samples, request.num_tokens
@@ -40,23 +40,26 @@ def cheapest(
     adapter, adapter_pages, rank = request.adapter, request.adapter_pages, request.rank
     shape: Shape | None = None
     fits, kv_pages = False, 0
+    plane: StepPlane | None = None
+    row_s = padded_s = own_s = adapter_all_s = even_s = 0.0
     for replica in candidates:
         if replica.shape is not shape:
             shape = replica.shape
             fits, kv_pages = request.can_ever_fit(shape), request.pages_now(shape[1])
         if not fits:
             continue
-        num_computed, pages, rows, token_s = num_tokens, kv_pages, replica.rows, replica.token_s
+        num_computed, pages, rows, kind = num_tokens, kv_pages, replica.rows, replica.kind
+        token_s = kind.token_s
         if replica in blocks:
             num_computed = max(num_tokens - blocks[replica] * BLOCK_TOKENS, 1)
         is_full = rows + samples > replica.max_seqs
         cost_s = num_computed * token_s
-        is_new = adapter != BASE and adapter not in replica.adapters
-        if is_new:
+        num_alike = replica.adapters.get(adapter, 0)
+        if adapter != BASE and not num_alike:
             tier = replica.residency.get(adapter, NOWHERE)
             if tier != ON_DEVICE:
                 pages += adapter_pages
-                page_s = replica.page_in_s + replica.page_read_s if tier == NOWHERE else replica.page_in_s
+                page_s = kind.page_in_s + kind.page_read_s if tier == NOWHERE else kind.page_in_s
                 cost_s += adapter_pages * page_s
         if is_full or pages > replica.free_pages:
             cost_s += wait_s(view, replica, samples, pages)
@@ -73,18 +76,23 @@ def cheapest(
         if cost_s >= least_s:
             continue
         # By the plane that bounds a step now: within it, each row, token and page adds the same.
-        now_s, plane = replica.step_now or replica.present_step()
-        _, row_s, kv_token_s, adapter_s, adapter_page_s, rank_s, padded_s = plane
-        added_s = kv_tokens * kv_token_s + rank * rank_s + added * row_s
-        if is_new:
-            added_s += adapter_s + adapter_pages * adapter_page_s
+        now_s, bounding = replica.step_now or replica.present_step()
+        if bounding is not plane:
+            plane = bounding
+            base_s, row_s, kv_token_s, adapter_s, adapter_page_s, rank_s, padded_s = plane
+            own_s = kv_tokens * kv_token_s + rank * rank_s
+            adapter_all_s = 0.0 if adapter == BASE else adapter_s + adapter_pages * adapter_page_s
+            even_s = base_s + mean_rows * row_s + mean_kv_tokens * kv_token_s + mean_ranks * rank_s
+            even_s += mean_adapters * adapter_s + mean_adapter_pages * adapter_page_s
+        # As long as no other has its adapter: each of those that do is as likely to end last as this one.
+        added_s = own_s + added * row_s + adapter_all_s / (1 + num_alike)
+        later_s = even_s
         if padded_s:
             largest = replica.rank_max
             added_s += ((rows + added) * max(largest, rank) - rows * largest) * padded_s
-            row_s += largest * padded_s
-        uneven_s = (rows - mean_rows) * row_s + (replica.kv_tokens - mean_kv_tokens) * kv_token_s
+            later_s += mean_rows * largest * padded_s
         cost_s += added_s * (rows * soon + mean_rows * later)
-        cost_s += samples * ((now_s + added_s) * remaining - uneven_s * later)
+        cost_s += samples * (now_s * soon + later_s * later + added_s * remaining)
         if cost_s < least_s:
             best, least_s = replica, cost_s
     return best

@@ -11,10 +11,11 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping
 
 from manylora.config.routing import RouterConfig
+from manylora.policy.routing.kinds import KindKey, ReplicaKind, kind_key
 from manylora.policy.routing.lengths import OutputLengths
 from manylora.policy.routing.load_index import LoadIndex
 from manylora.policy.routing.prefixes import Prefixes
-from manylora.policy.routing.replicas import ReplicaState
+from manylora.policy.routing.replicas import ReplicaLoad, ReplicaState
 from manylora.policy.routing.requests import LiveRequest, Shape, shape_of
 from manylora.protocol.routing import (
     BLOCK_TOKENS,
@@ -29,8 +30,8 @@ from manylora.types import BASE, AdapterId, RequestId
 
 class Fleet:
     """``up``: all replicas that are up, by id; ``open_ids``: those that may get work, ascending; ``by_load``:
-    these by their sequences. ``num_rows``, ``num_kv_tokens``: the sequences of all that are up, and the positions
-    that they attend to. ``now``: the moment of the event that is handled."""
+    these by their sequences. ``load``: of all that are up together. ``now``: the moment of the event that is
+    handled."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
@@ -44,9 +45,10 @@ class Fleet:
         self._sizes: dict[tuple[int, int], tuple[int, int]] = {}  # one tuple for equal adapters
         self._homes: dict[AdapterId, tuple[ReplicaId, ...]] = {}
         self._shapes: collections.Counter[Shape] = collections.Counter()  # of those that do not drain
-        self.num_rows = self.num_kv_tokens = 0
+        self.load = ReplicaLoad()
         self.version = 0  # one more whenever a replica comes or goes
         self._known_shapes: dict[Shape, Shape] = {}  # of all that ever were up
+        self._kinds: dict[KindKey, ReplicaKind] = {}  # likewise
 
     # ------------------------------------------------------------ what policies ask
 
@@ -87,14 +89,13 @@ class Fleet:
         return bool(self._known_shapes)
 
     @property
-    def mean_rows(self) -> float:
-        """Sequences of a replica, in the mean of all that are up."""
-        return self.num_rows / (len(self.up) or 1)
-
-    @property
-    def mean_kv_tokens(self) -> float:
-        """Positions that these attend to."""
-        return self.num_kv_tokens / (len(self.up) or 1)
+    def mean_load(self) -> ReplicaLoad:
+        """Of a replica, in the mean of all that are up."""
+        count = len(self.up) or 1
+        rows, kv_tokens, adapters, adapter_pages, rank_sum = self.load
+        return ReplicaLoad(
+            rows / count, kv_tokens / count, adapters / count, adapter_pages / count, rank_sum / count
+        )
 
     def remaining_tokens(self, request: LiveRequest) -> float:
         """Tokens that each of the request's samples is expected to give yet."""
@@ -130,10 +131,10 @@ class Fleet:
 
     def take(self, replica: ReplicaState, request: LiveRequest) -> int:
         """The request is assigned to the replica; returns the assignment's number."""
-        rows, kv_tokens = replica.rows, replica.kv_tokens
+        before = replica.load
         cached = self.num_cached(replica, request)
         number = replica.take(request, cached)
-        self._recount(replica, rows, kv_tokens)
+        self._recount(replica, before)
         if request.adapter != BASE and replica.adapters[request.adapter] == 1:
             self._note_home(request.adapter, replica.id, True)
         self.prefixes.add(request.prefix, replica)
@@ -141,29 +142,40 @@ class Fleet:
 
     def hold(self, replica: ReplicaState, request: LiveRequest) -> None:
         """The replica has the request already, by another router's assignment."""
-        rows, kv_tokens = replica.rows, replica.kv_tokens
+        before = replica.load
         replica.hold(request)
-        self._recount(replica, rows, kv_tokens)
+        self._recount(replica, before)
         if request.adapter != BASE and replica.adapters[request.adapter] == 1:
             self._note_home(request.adapter, replica.id, True)
         self.prefixes.add(request.prefix, replica)
 
     def drop(self, replica: ReplicaState, request: LiveRequest) -> None:
         """The request is not on the replica any more."""
-        rows, kv_tokens = replica.rows, replica.kv_tokens
+        before = replica.load
         replica.drop(request)
-        self._recount(replica, rows, kv_tokens)
+        self._recount(replica, before)
         adapter = request.adapter
         if adapter != BASE and adapter not in replica.adapters and adapter not in replica.residency:
             self._note_home(adapter, replica.id, False)
 
-    def _recount(self, replica: ReplicaState, rows: int, kv_tokens: int) -> None:
-        """The replica had so many until now."""
-        self.num_rows += replica.rows - rows
-        self.num_kv_tokens += replica.kv_tokens - kv_tokens
+    def _recount(self, replica: ReplicaState, before: ReplicaLoad) -> None:
+        """The replica had this load until now."""
+        self._reload(before, replica.load)
         if replica.is_open:
-            self.by_load.remove(rows, replica.id)
+            self.by_load.remove(int(before.rows), replica.id)
             self.by_load.add(replica.rows, replica.id)
+
+    def _reload(self, before: ReplicaLoad, now: ReplicaLoad) -> None:
+        if now == before:
+            return
+        total = self.load
+        self.load = ReplicaLoad(
+            total.rows + now.rows - before.rows,
+            total.kv_tokens + now.kv_tokens - before.kv_tokens,
+            total.adapters + now.adapters - before.adapters,
+            total.adapter_pages + now.adapter_pages - before.adapter_pages,
+            total.rank_sum + now.rank_sum - before.rank_sum,
+        )
 
     # ------------------------------------------------------------ replicas
 
@@ -172,7 +184,8 @@ class Fleet:
         # One tuple for equal shapes: requests remember the last that they were asked about.
         shape = shape_of(facts, self.config.across_numerics)
         shape = self._known_shapes.setdefault(shape, shape)
-        state = self.up[replica] = ReplicaState(replica, epoch, facts, shape, self.now)
+        kind = self._kinds.setdefault(kind_key(facts), ReplicaKind(facts))
+        state = self.up[replica] = ReplicaState(replica, epoch, facts, shape, kind, self.now)
         self._shapes[shape] += 1
         self.version += 1
         self._open(state)
@@ -185,7 +198,7 @@ class Fleet:
             self._forget_shape(replica.shape)
         for adapter in replica.residency:
             self._note_home(adapter, replica.id, False)
-        self.num_kv_tokens -= replica.kv_tokens
+        self._reload(replica.load, ReplicaLoad())
         replica.end()
         self.version += 1
         del self.up[replica.id]
@@ -231,9 +244,9 @@ class Fleet:
 
     def hear(self, replica: ReplicaState, report: ReplicaReport) -> list[RequestId]:
         """Take a newer report; returns the requests whose assignments it has seen."""
-        was_open, kv_tokens = replica.is_open, replica.kv_tokens
+        was_open, before = replica.is_open, replica.load
         seen = replica.hear(report, self.now)
-        self.num_kv_tokens += replica.kv_tokens - kv_tokens
+        self._reload(before, replica.load)
         replica.trust()
         if replica.is_open and not was_open:
             self._open(replica)

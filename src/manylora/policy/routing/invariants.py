@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from manylora.policy.routing.fleet import Fleet
+from manylora.policy.routing.kinds import Learnt, kind_key, learnt_of
 from manylora.policy.routing.lone import LoneRuns
 from manylora.policy.routing.queue import RouterQueue
-from manylora.policy.routing.replicas import ReplicaState
+from manylora.policy.routing.replicas import ReplicaLoad, ReplicaState
 from manylora.policy.routing.requests import LiveRequest
 from manylora.types import BASE, RequestId
 
@@ -34,6 +36,7 @@ def check(
         check_accounts(replica)
         check_homes(fleet, replica)
     check_indexes(fleet)
+    check_kinds(fleet)
     lone.check(fleet)
 
 
@@ -92,12 +95,26 @@ def check_homes(fleet: Fleet, replica: ReplicaState) -> None:
         assert replica.id in fleet.homes(adapter), f"adapter {adapter} of {replica.id} has no home"
 
 
+def check_kinds(fleet: Fleet) -> None:
+    """A kind has the mean of what its replicas have learnt, and they have what their reports say."""
+    for kind in {replica.kind for replica in fleet.up.values()}:
+        alike = [replica for replica in fleet.up.values() if replica.kind is kind]
+        told = alike[0].facts
+        for replica in alike:
+            assert replica.learnt == learnt_of(replica.report)
+            assert kind_key(replica.facts) == kind_key(told)
+        for place, name in enumerate(Learnt._fields):
+            learnt = [replica.learnt[place] for replica in alike if replica.learnt[place]]
+            expected = sum(learnt) / len(learnt) if learnt else getattr(told, name)
+            assert math.isclose(getattr(kind, name), expected, rel_tol=1e-6), name
+
+
 def check_indexes(fleet: Fleet) -> None:
     """Indexes hold what is there, and nothing else."""
     is_open = sorted(replica.id for replica in fleet.up.values() if replica.is_open)
     assert fleet.open_ids == is_open
-    assert fleet.num_rows == sum(replica.rows for replica in fleet.up.values())
-    assert fleet.num_kv_tokens == sum(replica.kv_tokens for replica in fleet.up.values())
+    loads = [replica.load for replica in fleet.up.values()]
+    assert fleet.load == tuple(map(sum, zip(*loads))) if loads else fleet.load == ReplicaLoad()
     by_load = sorted((replica.rows, replica.id) for replica in fleet.up.values() if replica.is_open)
     assert list(fleet.by_load.ascending()) == [replica for _, replica in by_load]
     for adapter, homes in fleet.all_homes().items():

@@ -27,7 +27,9 @@ def build_programme(view: Fleet, replicas: Sequence[ReplicaState], number: int, 
         live = list(replica.requests.values())
         page_tokens = replica.facts.page_tokens
         taken = sum(request.pages_now(page_tokens) for request in live) + replica.adapter_pages
-        places.append(ProgrammeReplica(replica.id, max(replica.free_pages, 0) + taken, replica.page_in_s))
+        places.append(
+            ProgrammeReplica(replica.id, max(replica.free_pages, 0) + taken, replica.kind.page_in_s)
+        )
         step_s = replica.step_s
         for request in live:
             adapters[request.adapter] = request.adapter_pages
@@ -39,7 +41,7 @@ def build_programme(view: Fleet, replicas: Sequence[ReplicaState], number: int, 
                     request.adapter,
                     request.pages_now(page_tokens),
                     view.remaining_tokens(request) * step_s,
-                    request.num_tokens * replica.token_s,
+                    request.num_tokens * replica.kind.token_s,
                 )
             )
     eta_s = eta_steps * max(replica.step_s for replica in replicas)

@@ -14,7 +14,7 @@ def load_s(replica: ReplicaState, adapter: AdapterId, num_pages: int) -> float:
     tier = replica.tier_of(adapter)
     if tier == ON_DEVICE:
         return 0.0
-    page_s = replica.page_in_s + (replica.page_read_s if tier == NOWHERE else 0.0)
+    page_s = replica.kind.page_in_s + (replica.kind.page_read_s if tier == NOWHERE else 0.0)
     return num_pages * page_s
 
 
@@ -32,7 +32,9 @@ class QueueBySteps:
         found = self._known.get(replica.id)
         if found is None or found[0] is not replica or found[1] != replica.num_changes:
             steps = sum(each.samples * view.remaining_tokens(each) for each in replica.requests.values())
-            seconds = steps * replica.step_s / replica.max_seqs + replica.waiting_tokens * replica.token_s
+            seconds = (
+                steps * replica.step_s / replica.max_seqs + replica.waiting_tokens * replica.kind.token_s
+            )
             found = self._known[replica.id] = replica, replica.num_changes, seconds
         return found[2]
 
@@ -50,7 +52,7 @@ def queue_by_batches_s(replica: ReplicaState, parameters: DloraParameters) -> fl
 def wait_s(view: Fleet, replica: ReplicaState, rows: int, pages: int) -> float:
     """Until a request of so many sequences, which needs so many pages, would begin: the prompts before it, and
     the requests that must end first where no slot or no page is left for it."""
-    seconds = replica.waiting_tokens * replica.token_s
+    seconds = replica.waiting_tokens * replica.kind.token_s
     too_many = replica.rows + rows - replica.max_seqs
     too_large = pages - replica.free_pages
     if too_many > 0 or too_large > 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from manylora.policy.routing.kinds import NOTHING, Learnt, ReplicaKind, learnt_of
 from manylora.policy.routing.requests import LiveRequest, Shape
 from manylora.protocol.routing import NOWHERE, ON_DEVICE, ReplicaFacts, ReplicaReport, StepPlane
 from manylora.types import BASE, AdapterId, RequestId
@@ -26,6 +27,17 @@ class Taken(NamedTuple):
     kv_tokens: int
 
 
+class ReplicaLoad(NamedTuple):
+    """What decode steps are made of: ``rows``, the positions that these attend to, distinct ``adapters`` and their
+    pages, and the ranks of all rows."""
+
+    rows: float = 0
+    kv_tokens: float = 0
+    adapters: float = 0
+    adapter_pages: float = 0
+    rank_sum: float = 0
+
+
 class ReplicaState:
     """One epoch of a replica.
 
@@ -35,23 +47,27 @@ class ReplicaState:
     What is reserved for unseen assignments is taken off ``free_pages`` (empty or reclaimable) and ``spare_pages``
     (empty), and is in ``waiting_tokens`` (prompts to be computed) and ``kv_tokens``. ``unseen``: these, by number;
     ``gone``: what has left since the last report, and what that still counted, oldest first. ``num_changes``: how
-    often requests or reports have come; ``step_now``: what ``present_step`` has found, until then.
+    often requests or reports have come; ``step_now``: what ``present_step`` has found, until then. ``kind``: how
+    fast prompts, copies and reads are on replicas like this one; ``learnt``: what it has learnt of that itself.
     """
 
     __slots__ = (
         "adapter_pages", "adapters", "drains_from_s", "epoch", "facts", "free_pages", "gone", "has_gap", "id",
-        "is_exhausted", "is_open", "is_reserved", "is_suspect", "is_up", "kv_tokens", "max_seqs",
-        "num_assigned", "num_changes", "page_in_s", "page_price_s", "page_read_s", "rank_sum", "ranks", "report",
-        "reported_s", "requests",
-        "residency", "rows", "seq", "shape", "spare_pages", "step_now", "token_s", "unseen", "waiting_tokens",
+        "is_exhausted", "is_open", "is_reserved", "is_suspect", "is_up", "kind", "kv_tokens", "learnt", "max_seqs",
+        "num_assigned", "num_changes", "page_price_s", "rank_sum", "ranks", "report", "reported_s", "requests",
+        "residency", "rows", "seq", "shape", "spare_pages", "step_now", "unseen", "waiting_tokens",
     )  # fmt: skip
 
-    def __init__(self, replica: int, epoch: int, facts: ReplicaFacts, shape: Shape, now: float) -> None:
+    def __init__(
+        self, replica: int, epoch: int, facts: ReplicaFacts, shape: Shape, kind: ReplicaKind, now: float
+    ) -> None:
         self.id = replica
         self.epoch = epoch
         self.facts = facts
         self.max_seqs = facts.max_seqs
         self.shape = shape
+        self.kind = kind
+        self.learnt = NOTHING
         self.is_open = self.is_up = True
         self.is_suspect = False
         self.is_reserved = False
@@ -75,15 +91,17 @@ class ReplicaState:
         self.waiting_tokens = self.kv_tokens = 0
         self.is_exhausted = False
         self.page_price_s = 0.0
-        self.token_s = facts.token_s
-        self.page_in_s = facts.page_in_s
-        self.page_read_s = facts.page_read_s
         self.step_now: tuple[float, StepPlane] | None = None
 
     @property
     def rank_max(self) -> int:
         """The largest rank among its requests, 0 without any."""
         return max(self.ranks, default=0)
+
+    @property
+    def load(self) -> ReplicaLoad:
+        """What it has now."""
+        return ReplicaLoad(self.rows, self.kv_tokens, len(self.adapters), self.adapter_pages, self.rank_sum)
 
     def tier_of(self, adapter: AdapterId) -> int:
         """Where the adapter is, or will be when what was assigned has come."""
@@ -209,10 +227,13 @@ class ReplicaState:
             self._free(self.gone[still])
         del self.gone[:still]
         self.page_price_s = report.page_price_s
-        self.token_s = report.token_s or self.facts.token_s
-        self.page_in_s = report.page_in_s or self.facts.page_in_s
-        self.page_read_s = report.page_read_s or self.facts.page_read_s
+        self._learn(learnt_of(report))
         return seen
+
+    def _learn(self, learnt: Learnt) -> None:
+        """Of a kind whatever its replicas have learnt counts together."""
+        self.kind.note(self.learnt, learnt)
+        self.learnt = learnt
 
     def set_tier(self, adapter: AdapterId, tier: int) -> None:
         """The replica has said where it has an adapter."""
@@ -255,6 +276,7 @@ class ReplicaState:
     def end(self) -> None:
         """This epoch is over."""
         self.is_open = self.is_up = False
+        self._learn(NOTHING)
 
     # ------------------------------------------------------------ seconds
 
@@ -265,8 +287,8 @@ class ReplicaState:
         if found is None:
             rows = min(max(self.rows, 1), self.max_seqs)
             kv_tokens, num_adapters, adapter_pages = self.kv_tokens, len(self.adapters), self.adapter_pages
-            longest, bounding = -1.0, self.facts.planes[0]
-            for plane in self.facts.planes:
+            longest, bounding = -1.0, self.kind.planes[0]
+            for plane in self.kind.planes:
                 base, row, kv_token, adapter, page, rank, padded = plane
                 seconds = base + rows * row + kv_tokens * kv_token
                 seconds += num_adapters * adapter + adapter_pages * page + self.rank_sum * rank
