@@ -73,6 +73,8 @@ HERE = {
 """In every cluster of this file."""
 ELSEWHERE = {
     "adapters loaded, replaced and unloaded": "test_operations.py::test_adapters_come_and_go",
+    "encrypted links (`--cluster-tls-cert`)": "test_machines.py::test_answers_are_the_same_from_both",
+    "`--adapter-cache`": "test_machines.py::test_replicas_have_the_files_from_the_router",
     "prompts of one body": "test_beside.py::test_cold_starts_on_the_cpu_a_shared_store_and_turns",
     "`--load-format dummy`": "test_beside.py::test_random_weights_are_the_same_everywhere",
 }

@@ -30,11 +30,12 @@ from manylora.config import (
 )
 from manylora.devices.device import Device
 from manylora.devices.select import open_device
-from manylora.executor.cold_rows import start_workers
+from manylora.executor.cold_rows import LATE_S, start_workers
 from manylora.executor.cpu_times import measure_workers
 from manylora.executor.graphs import MAX_BYTES as GRAPH_BYTES
 from manylora.executor.graphs import GraphLimits, Progress
 from manylora.executor.merge_times import measure_merging
+from manylora.executor.queued import device_handover
 from manylora.executor.shards import SMALL_MODEL_BYTES, Shards
 from manylora.executor.sizes import (
     Kind,
@@ -46,6 +47,7 @@ from manylora.executor.sizes import (
 )
 from manylora.executor.warm_up import warm_up
 from manylora.executor.worker import Worker
+from manylora.kernels.ops import Ops
 from manylora.kernels.select import compiling_ahead, ops_for
 from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
 from manylora.memory.arena import Arena
@@ -92,7 +94,7 @@ def build_worker(
         if plan.kind == "cuda":
             warm_up(worker, limits, max_rank, rehearse)
     if host.descriptor is not None:
-        cold_start = _with_workers(worker, limits.cold_start, host, plan.geometry, device.torch_device)
+        cold_start = _with_workers(worker, limits.cold_start, host, plan.geometry, device, decoder.ops)
         limits = dataclasses.replace(limits, cold_start=cold_start)
     if limits.merge.is_on:
         times = measure_merging(worker, limits, max_rank, steps_wait=copy.place == "host")
@@ -223,15 +225,16 @@ def _with_workers(
     config: ColdStartConfig,
     host: HostPool,
     geometry: AdapterGeometry,
-    device: torch.device,
+    device: Device,
+    ops: Ops,
 ) -> ColdStartConfig:
     """Start the CPU workers; what the policy is to know of them."""
     try:
         workers = start_workers(host, geometry, config.wanted_workers, config.cores_before)
     except OSError as error:
         raise ConfigError(f"CPU workers could not be started: {error}") from error
-    worker.use_workers(workers)
-    rates = measure_workers(workers, geometry, host, device)
+    worker.use_workers(workers, device_handover(workers.board, ops, device, LATE_S))
+    rates = measure_workers(workers, geometry, host, device.torch_device)
     _log.info("%d CPU workers serve cold requests, %d tokens each", workers.num_workers, rates.slice_tokens)
     return dataclasses.replace(config, rates=rates, num_workers=workers.num_workers)
 

@@ -33,6 +33,7 @@ from manylora.executor.inputs import InputBuilder, StepInputs
 from manylora.executor.inspections import Inspections
 from manylora.executor.joined import joined
 from manylora.executor.merging import MergedWeights
+from manylora.executor.queued import DeviceHandover
 from manylora.executor.ranked_merging import RankedMerging
 from manylora.executor.ranked_sampling import RankedSampling
 from manylora.executor.reader import AdapterReader
@@ -131,6 +132,7 @@ class Worker:
         self._tables = AdapterTables(device, geometry)
         self._merging: MergedWeights | None = None
         self._workers: Workers | None = None
+        self._handover: DeviceHandover | None = None
         self._shards = shards
         self._parts = [
             _Part(
@@ -214,10 +216,9 @@ class Worker:
 
     # ------------------------------------------------------------ steps
 
-    def use_workers(self, workers: Workers) -> None:
-        """Have these compute the rows of ``RunStep.cpu`` from now on; before the first step. The worker closes
-        them."""
-        self._workers = workers
+    def use_workers(self, workers: Workers, handover: DeviceHandover | None) -> None:
+        """Have these compute the rows of ``RunStep.cpu``; before the first step. The worker closes both."""
+        self._workers, self._handover = workers, handover
 
     def use_graphs(
         self,
@@ -336,12 +337,9 @@ class Worker:
 
     def _run_cold(self, part: _Part, inputs: StepInputs, awaited: Awaited | None, cold: ColdStep) -> Outputs:
         """A step some of whose rows are the CPU's, eagerly."""
-        device = self._device.torch_device
-        rows = cold.begin(self._workers, inputs.lora, inputs.lora_adapters, self._geometry, device)
-        try:
+        rows = cold.begin(self._workers, self._handover, inputs, self._geometry, self._device.torch_device)
+        with cold.launching(self._workers):
             return part.eager.run(inputs, cold.before_layer(awaited), rows)
-        finally:
-            cold.end()
 
     def _finish(
         self,
@@ -355,6 +353,8 @@ class Worker:
     ) -> StepResult:
         """``sampled_sequences``: the sequences of the rows that drew, in the step's order, as ``expected``."""
         try:
+            if cold is not None:
+                cold.end(self._workers)
             results = [part.read() for part in sampled]
         except Exception as error:
             self._sequences.forget(expected)
@@ -468,8 +468,9 @@ class Worker:
             self._device.synchronize()
         except RuntimeError:
             _log.exception("the device failed before it was closed")
-        if self._shards is not None:
-            self._shards.close()
+        for held in (self._handover, self._shards):
+            if held is not None:
+                held.close()
         self._forward = self._graphs = None
         self._parts = []
         self._tables.close()
