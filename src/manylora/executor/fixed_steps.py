@@ -1,6 +1,6 @@
 """From limits to steps at fixed sizes, captured where the device can: room in the tables first, then the captures.
 
-Of one rank or of several, which differ in who decides what is captured, and when.
+Of one rank, which may capture more while it serves, or of several, which may not.
 """
 
 from __future__ import annotations
