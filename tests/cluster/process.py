@@ -133,10 +133,6 @@ class Cluster(Server):
     def wait_gone(self, pids: list[int], within_s: float) -> None:
         wait_until(lambda: not any(map(is_running, pids)), f"gone: {pids}\n{self.log}", within_s)
 
-    def __exit__(self, *args: Any) -> None:
-        self._pids += children_of(self.process.pid)
-        super().__exit__(*args)
-
 
 @dataclasses.dataclass
 class Answer:

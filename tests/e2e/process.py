@@ -20,6 +20,8 @@ from typing import Any
 
 import httpx
 
+from tests.e2e import sessions
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = str(REPOSITORY / "demo" / "model")
 BASE = "demo"
@@ -134,13 +136,12 @@ class Server:
         """``words``: the command, where it is not to serve the model."""
         words = words or ("serve", model, "--served-model-name", BASE)
         self._log = tempfile.TemporaryFile(mode="w+b")  # noqa: SIM115  (closed by __exit__)
-        self.process = subprocess.Popen(
+        self.process = sessions.started(
             command(*words, "--port", "0", *args),
             env=environment(**(env or {})),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            start_new_session=True,
         )
         self._pids = [self.process.pid]
         self.url = ""
@@ -207,10 +208,7 @@ class Server:
         if kind is not None:
             print(f"---- log of the server, pid {self.process.pid}\n{self.log}", file=sys.stderr)
         self.http.close()
-        for pid in {*self._pids, *children_of(self.process.pid)}:
-            if pid == self.process.pid or is_running(pid):
-                _kill(pid)
-        self.process.wait()
+        sessions.end(self.process)
         self._log.close()
 
     # ------------------------------------------------------------ requests
@@ -266,13 +264,6 @@ RUNNING = f'vllm:num_requests_running{{model_name="{BASE}"}}'
 WAITING = f'vllm:num_requests_waiting{{model_name="{BASE}"}}'
 PAGES_RUNNING = 'manylora:pages{tier="device",use="running"}'
 PAGES_ADAPTERS = 'manylora:pages{tier="device",use="adapters"}'
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def completion(**changes: Any) -> Json:

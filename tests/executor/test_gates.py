@@ -53,6 +53,35 @@ class Hand:
         self.allowed.release(count)
 
 
+class Layers:
+    """Which layers have begun, and which have results."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._began: list[int] = []
+        for kind in (PreNormLayer, PostNormLayer):
+            whole = kind.__call__
+
+            def noting(layer, *args, whole=whole):  # type: ignore[no-untyped-def]
+                self._began.append(layer.attention.qkv.layer)
+                result = whole(layer, *args)
+                self._ended.put(layer.attention.qkv.layer)
+                return result
+
+            monkeypatch.setattr(kind, "__call__", noting)
+
+    def check_begun(self, count: int) -> None:
+        """Those before have begun, and none ends."""
+        with pytest.raises(queue.Empty):
+            self._ended.get(timeout=0.05)
+        assert self._began == list(range(count)), "layers from there on have not begun"
+
+    def check_ended(self, first: int, end: int | None = None) -> None:
+        """These end now, in order."""
+        for layer in range(first, first + 1 if end is None else end):
+            assert self._ended.get(timeout=30) == layer
+
+
 @pytest.fixture
 def cold(files: Files, tmp_path: Path) -> Iterator[Rig]:
     made = Rig(files.model, tmp_path, num_pages=200, page_bytes=3072)
@@ -112,27 +141,14 @@ def test_a_layer_begins_when_its_group_has_landed_and_not_before(
     cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch, groups: int
 ) -> None:
     hand = Hand(cold, monkeypatch)
-    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-    began: list[int] = []
-    for kind in (PreNormLayer, PostNormLayer):
-        whole = kind.__call__
-
-        def noting(layer, *args, whole=whole):  # type: ignore[no-untyped-def]
-            began.append(layer.attention.qkv.layer)
-            result = whole(layer, *args)
-            ended.put(layer.attention.qkv.layer)
-            return result
-
-        monkeypatch.setattr(kind, "__call__", noting)
+    layers = Layers(monkeypatch)
     command = bring(cold, 2, groups)
     cold.open(1, PROMPT, adapter=2)
     results = beside(cold, awaiting(cold, command, 1))
     for first, end in layer_groups(LAYERS, groups):
-        with pytest.raises(queue.Empty):
-            ended.get(timeout=0.05)
-        assert began == list(range(first)), "layers from this group on have not begun"
+        layers.check_begun(first)
         hand.let(1)
-        assert [ended.get(timeout=30) for _ in range(first, end)] == list(range(first, end))
+        layers.check_ended(first, end)
     result = results.get(timeout=30)
     assert (result.done.ok, result.done.spoilt) == (True, ())
     assert result.done.stall_s > 0

@@ -6,9 +6,12 @@ Owns a gate from its copy's or its read's command on until no step can name it. 
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Callable, Iterable
 
-from manylora.adapters.pack import cell_offsets, layout_of
+import numpy as np
+
+from manylora.adapters.pack import cell_offsets, layout_of, pages_of_b
 from manylora.adapters.peft import AdapterSpec
 from manylora.executor.arrivals import Arrivals, DeviceArrivals, HostArrivals
 from manylora.executor.cold_rows import ColdStep
@@ -75,7 +78,8 @@ class Coming:
             in_order = later + [group for group in groups if group[0] < first]
             order = int(command.follows_read)
             self._num_gates[order] += 1
-            gate = self._gates[command.copy] = CopyGate(in_order, self._num_gates[order], order)
+            ahead = self._of_b(command) if command.brings_b_first else None
+            gate = self._gates[command.copy] = CopyGate(in_order, self._num_gates[order], order, ahead)
             self._commands[command.copy] = command
 
         try:
@@ -87,6 +91,14 @@ class Coming:
             tell(CopyDone(command.copy, False, error=one_line(error)))
             if gate is not None:
                 gate.answer(False)
+
+    def _of_b(self, command: SwapPages) -> np.ndarray | None:
+        """Which pages of the adapter's hold rows of B; None where all do, or it was removed meanwhile."""
+        assert command.adapter is not None
+        with contextlib.suppress(AdapterError):
+            found = pages_of_b(layout_of(self._spec_of(command.adapter), self._geometry), self._geometry)
+            return None if found.all() else found
+        return None
 
     def _filling_of(self, command: SwapPages) -> Filling:
         filling = self._fillings.get(command.adapter) if command.adapter is not None else None
