@@ -73,7 +73,7 @@ def test_the_cpu_does_a_part(bench: Bench, monkeypatch: pytest.MonkeyPatch, vari
     whole = build._with_workers
 
     def told(*given: Any) -> ColdStartConfig:
-        return dataclasses.replace(whole(*given), variant=variant)
+        return dataclasses.replace(whole(*given), variant=variant)  # type: ignore[arg-type]
 
     served: list[bool] = []
     begin = cold_rows.ColdRows.begin
