@@ -125,9 +125,6 @@ def build_ranks(
         asked_host, of_copy = settings.cache.host_pool, copy.on_host(kind)
         num_host_pages = host_pool_pages(machine, asked_host, kind, promised, size, of_copy)
         limits = policy_limits(settings, config, kind, page, num_pages, num_host_pages)
-        # Ranks do not forget reads together yet.
-        whole_reads = dataclasses.replace(limits.cold_start, reads_in_groups=False)
-        limits = dataclasses.replace(limits, cold_start=whole_reads)
         for rank in ranks:
             rank.channel.send(Pools(limits, copy.place))
         _hear_all(ranks, RankReady, None)
