@@ -22,11 +22,13 @@ from manylora.adapters.registry import Registry
 from manylora.adapters.store import AdapterStore
 from manylora.assist.workers import Workers
 from manylora.devices.device import Device
+from manylora.devices.peers import Peers
 from manylora.devices.preparation import PREPARATION
 from manylora.executor.cold_rows import ColdStep
 from manylora.executor.coming import Coming
+from manylora.executor.fixed_steps import landed_words, steps_of_fixed_sizes
 from manylora.executor.forward import EagerSteps, Forward, Outputs
-from manylora.executor.graphs import GraphLimits, Progress, Rehearse, StepGraphs
+from manylora.executor.graphs import Bucket, GraphLimits, Progress, Rehearse, StepGraphs
 from manylora.executor.inputs import InputBuilder, StepInputs
 from manylora.executor.inspections import Inspections
 from manylora.executor.joined import joined
@@ -42,7 +44,7 @@ from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.arena import Arena
 from manylora.memory.copier import Copier, one_line
-from manylora.memory.gates import Awaited, LandedWords
+from manylora.memory.gates import Awaited
 from manylora.memory.host import HostPool
 from manylora.memory.pristine import Pristine
 from manylora.models.decoder import Decoder
@@ -72,10 +74,6 @@ from manylora.protocol import (
 from manylora.types import BASE, AdapterId, CopyId, SequenceId
 
 _log = logging.getLogger(__name__)
-
-
-_MOST_CELLS = 2**22
-"""Cells that the table has room for from the start: 32 MiB."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -228,40 +226,26 @@ class Worker:
         scratch_page: int,
         progress: Progress | None = None,
         rehearse: Rehearse | None = None,
+        peers: Peers | None = None,
     ) -> None:
         """Run decoding steps at fixed sizes from now on, captured where the device can; before the first step.
 
-        ``scratch_page``: a page of the device's pool that holds no data. Where this cannot be, it only logs.
+        ``scratch_page``: a page of the device's pool that holds no data. ``peers``: of one of several ranks. Where
+        this cannot be, it only logs. Raises CapturingFailed.
         """
         assert self._forward is not None
         words = None
         if limits.num_groups and self._device.captures:
-            words = self._landed_words(limits.num_groups)
-        try:
-            graphs = StepGraphs(
-                self._forward, self._tables, self._geometry, self._device, limits, scratch_page, words
-            )
-        except ValueError as error:
-            _log.warning("decoding steps run eagerly: %s", error)
-            return
-        if self._device.captures:
-            # A table that moves must be captured again: make room for all that the pool can hold, within reason,
-            # and for as much again where they are entered beside a merged adapter.
-            num_cells = self._arena.num_pages * self._geometry.cells_per_page
-            self._tables.reserve(min(num_cells * (1 + limits.has_second_scales), _MOST_CELLS))
-            if rehearse is not None:
-                decoder = self._forward.decoder.rehearsal()
-                rehearse(*graphs.rehearsals(Forward(decoder, self._arena, self._geometry, self._device)))
-            graphs.capture_all(progress)
-        self._graphs = graphs
+            words = landed_words(self._device, self._geometry.page.layers, limits.num_groups)
+        if words is not None:
+            self._copier.tell_landed(words)
+        steps = self._forward, self._tables, limits, scratch_page, words
+        self._graphs = steps_of_fixed_sizes(*steps, progress=progress, rehearse=rehearse, peers=peers)
 
-    def _landed_words(self, num_groups: int) -> LandedWords | None:
-        if not self._device.can_mark():
-            _log.warning("captured steps wait for whole copies: the driver writes no numbers in streams")
-            return None
-        words = LandedWords(self._geometry.page.layers, num_groups, self._device)
-        self._copier.tell_landed(words)
-        return words
+    @property
+    def bucket(self) -> Bucket | None:
+        """What the last step that was issued ran in; None: eagerly."""
+        return None if self._graphs is None else self._graphs.ran
 
     def run_step(self, step: RunStep) -> None:
         """Carries out RunStep. Raises RuntimeError where the base's weights are lost."""
