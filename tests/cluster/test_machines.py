@@ -52,7 +52,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, port: int, files: TlsFiles
     folder = tmp_path_factory.mktemp("cluster")
     shutil.copytree(ADAPTERS, folder / "adapters", ignore=lambda where, names: [LATE])
     places = ("--adapter-dir", str(folder / "adapters"), "--adapter-cache", str(folder / "cache"))
-    args = ("--replicas", "2", "--lease", "3", "--cluster-port", str(port), *places, *options(files))
+    args = ("--replicas", "2", "--lease", "15", "--cluster-port", str(port), *places, *options(files))
     with Cluster(*args, folder=folder) as started:
         started.wait_ready()
         started.wait_replicas(2)
