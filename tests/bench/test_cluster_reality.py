@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from manylora_lab.benchmarks.cluster_reality import PARTS, beside, of_sets, order, peak_per_s, simulate
-from manylora_lab.benchmarks.cluster_rig import RANKS, Facts
+from manylora_lab.benchmarks.cluster_rig import ADAPTERS, Facts
 from manylora_lab.sim.shipped import find_profile
 
 from manylora.config import CacheConfig, PolicyConfig
@@ -29,9 +29,9 @@ def test_a_parts_stream_is_simulated(name: str) -> None:
     costs = fit_profile(find_profile("cpu-demo"))
     peak = peak_per_s([costs, costs], part.stream(20.0, 30.0, 1), 8)
     stream = part.stream(part.load * peak, 2.0, 1)
-    assert {request.adapter for request in stream.requests} <= set(range(len(RANKS)))
+    assert {request.adapter for request in stream.requests} <= set(range(len(ADAPTERS)))
     assert max(request.new_tokens + request.output_tokens for request in stream.requests) < 1024
-    facts = Facts(POLICY, RouterConfig(), [2] * len(RANKS))
+    facts = Facts(POLICY, RouterConfig(), (8,) * len(ADAPTERS), [2] * len(ADAPTERS))
     router = part.routers[-1]
     row, sets = simulate(stream, facts, router, [], part.replicas, [costs], 0.1)
     assert sum(row["shares"]) == pytest.approx(1.0)

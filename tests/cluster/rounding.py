@@ -98,22 +98,32 @@ class _Parting:
 
 
 def _judge(parted: Sequence[_Parting]) -> None:
-    """Ask the model itself about the place of each."""
+    """Ask the model itself about the place of each. Its own answers, from which the tokens are, may part from both
+    before that place: it is asked for all at once, and for each alone."""
     folders = {folder.name: folder for folder in ADAPTERS.iterdir()}
     named = {name: str(folder) for name, folder in folders.items()}
     with LLM(MODEL, named, device="cpu", dtype="float32", device_pool="48MiB", host_pool="16MiB") as llm:
-        prompts = [each.body["prompt"] for each in parted]
-        outputs = llm.generate(prompts, [each.params for each in parted], [each.adapter for each in parted])
+        asked = [(each.body["prompt"], each.params, each.adapter) for each in parted]
+        prompts, params, adapters = map(list, zip(*asked, strict=True))
+        together = llm.generate(prompts, params, adapters)
+        alone = [llm.generate([prompt], [each], [adapter])[0] for prompt, each, adapter in asked]
         eos_ids = tuple(llm.info.eos_ids)
     tokenizer, reference = Tokenizer.from_folder(MODEL), Reference(Path(MODEL), folders)
-    for each, output in zip(parted, outputs, strict=True):
-        tokens = list(output.outputs[each.index].token_ids)
-        ends = (len(tokenizer.decode(tokens[: place + 1])) for place in range(len(tokens)))
-        parting = next((place for place, end in enumerate(ends) if end > each.common), len(tokens) - 1)
-        # A character may be of several tokens.
-        places = range(max(0, parting - 3), min(parting + 2, len(tokens)))
-        prompt = list(output.prompt_token_ids)
-        assert any(_is_close(reference, each, prompt, tokens, place, eos_ids) for place in places), each
+    for each, outputs in zip(parted, zip(together, alone, strict=True), strict=True):
+        found = (
+            _is_close(reference, each, list(output.prompt_token_ids), tokens, place, eos_ids)
+            for output in outputs
+            for tokens in [list(output.outputs[each.index].token_ids)]
+            for place in _places(tokenizer, tokens, each.common)
+        )
+        assert any(found), each
+
+
+def _places(tokenizer: Tokenizer, tokens: list[int], common: int) -> range:
+    """Of the tokens at which texts may part after so many characters: a character may be of several."""
+    ends = (len(tokenizer.decode(tokens[: place + 1])) for place in range(len(tokens)))
+    parting = next((place for place, end in enumerate(ends) if end > common), len(tokens) - 1)
+    return range(max(0, parting - 3), min(parting + 2, len(tokens)))
 
 
 def _is_close(

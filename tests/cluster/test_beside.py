@@ -19,6 +19,7 @@ from tests.e2e.process import TIMEOUT_S, Server, assert_error, children_of, get,
 PAGE = Path(__file__).parents[2] / "docs" / "cluster.md"
 KEYS = ("--api-key", "alpha", "--api-key", "beta")
 SMALL = ("--device-pool", "6MiB", "--host-pool", "8MiB")
+RANKS = ("--tensor-parallel-size", "2", "--device", "cpu")
 BOTH = ("--router", "round-robin")
 """Where each replica must have some of the requests."""
 COLD = "`--cold-start block`, `layerwise`, `cpu`, `auto`"
@@ -57,7 +58,13 @@ CELLS: dict[str, list[tuple[str, ...]]] = {
     "`--copy-limit`": [("--copy-limit", "100MB", *SMALL)],
     "`--journal`, `--trace`": [("--journal", "JOURNAL", "--trace", "TRACE")],
     "`--api-key`": [KEYS],
+    "`--tensor-parallel-size` above 1": [
+        RANKS,
+        (*RANKS, "--lora-sharding", "sharded", "--merge", "manylora"),
+        (*RANKS, "--cold-start", "auto", "--cold-start-stall", "1", *SMALL),
+    ],
 }
+"""The last also: ``test_ranks.py``."""
 HERE = {
     "`cache_salt`",
     "`n` > 1, sampling with a seed, stop strings, log-probabilities, streams",
@@ -71,7 +78,6 @@ ELSEWHERE = {
     "prompts of one body": "test_beside.py::test_cold_starts_on_the_cpu_a_shared_store_and_turns",
     "`--load-format dummy`": "test_beside.py::test_random_weights_are_the_same_everywhere",
 }
-REFUSED = {"`--tensor-parallel-size` above 1": "test_bad_input.py::test_what_does_not_go_together"}
 NOT_ANYWHERE = {"structured output": {"response_format": {"type": "json_object"}}}
 """Refused with 400 by a single server, too."""
 
@@ -223,5 +229,5 @@ def test_what_is_refused() -> None:
 def test_the_page_names_these() -> None:
     section = PAGE.read_text().split("## With other features")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (.+?) \| (.+?) \|$", section, re.MULTILINE)[1:]
-    assert {row[0] for row in rows} == {*CELLS, *HERE, *ELSEWHERE, *REFUSED, *NOT_ANYWHERE}
-    assert {name for name, said in rows if said.startswith("refused")} == {*REFUSED, *NOT_ANYWHERE}
+    assert {row[0] for row in rows} == {*CELLS, *HERE, *ELSEWHERE, *NOT_ANYWHERE}
+    assert {name for name, said in rows if said.startswith("refused")} == {*NOT_ANYWHERE}

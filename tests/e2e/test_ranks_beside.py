@@ -55,8 +55,14 @@ TOGETHER: list[dict[str, dict[str, Any]]] = [
     },
 ]
 """Rows of the table that one engine has together."""
-ELSEWHERE = {"`--journal`, `--trace`", "`--load-format dummy`", "`--adapter-store`", "`--cuda-graphs`"}
-"""The last needs GPUs."""
+ELSEWHERE = {
+    "`--journal`, `--trace`",
+    "`--load-format dummy`",
+    "`--adapter-store`",
+    "`--replicas`",
+    "`--cuda-graphs`",
+}
+"""Replicas: ``tests/cluster/test_ranks.py``. The last needs GPUs."""
 REFUSED: dict[str, list[dict[str, Any]]] = {
     "`--cold-start cpu`, `--cpu-lora-workers`": [
         {"cold_start": "cpu", "cpu_lora_workers": 1},

@@ -59,8 +59,6 @@ def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOpti
     engine = dataclasses.replace(engine, scheduler=scheduler)
     if cluster.launcher == "ray":
         check_ray()
-    if engine.tensor_parallel_size > 1:
-        raise ConfigError("--tensor-parallel-size works with one replica only")
     sock = _bind(http, cluster)  # first: a taken port must not cost a model load
     folder = None
     try:

@@ -29,7 +29,7 @@ from manylora.pricing.profile import Profile
 from manylora.solving.process import solving
 from manylora_lab.bench.simulate_cluster import merged_step_s
 from manylora_lab.benchmarks.cluster_rig import (
-    RANKS,
+    ADAPTERS,
     Facts,
     Row,
     ServedStream,
@@ -74,12 +74,12 @@ class LoadPart:
 
 
 def _on_demo(stream: Stream) -> Stream:
-    """With the demo's adapters in place of the stream's."""
+    """With the demo's adapters in place of the stream's; their ranks are the cluster's to say."""
     requests = (
-        dataclasses.replace(each, adapter=None if each.adapter is None else each.adapter % len(RANKS))
+        dataclasses.replace(each, adapter=None if each.adapter is None else each.adapter % len(ADAPTERS))
         for each in stream.requests
     )
-    return dataclasses.replace(stream, requests=tuple(requests), ranks=RANKS)
+    return dataclasses.replace(stream, requests=tuple(requests), ranks=(1,) * len(ADAPTERS))
 
 
 def _plain(rate: float, duration_s: float, seed: int) -> Stream:
@@ -89,18 +89,18 @@ def _plain(rate: float, duration_s: float, seed: int) -> Stream:
     requests = []
     for number, moment in enumerate(poisson(rate, duration_s, random.Random(f"{seed} times"))):
         prompt, output = lengths(source)
-        adapter = source.randrange(len(RANKS))
+        adapter = source.randrange(len(ADAPTERS))
         requests.append(StreamRequest(moment, adapter, number, 0, (Piece(number, prompt),), output))
-    return Stream("plain", tuple(requests), RANKS)
+    return _on_demo(Stream("plain", tuple(requests), (1,) * len(ADAPTERS)))
 
 
 def _caraserve(rate: float, duration_s: float, seed: int) -> Stream:
-    case = caraserve_cells.ServersCase("mbgmv", "random", 2, len(RANKS), rate, duration_s, seed)
+    case = caraserve_cells.ServersCase("mbgmv", "random", 2, len(ADAPTERS), rate, duration_s, seed)
     return _on_demo(caraserve_cells.stream_of(case))
 
 
 def _dlora(rate: float, duration_s: float, seed: int) -> Stream:
-    case = dlora_cells.DloraCase("rr", len(RANKS), rate, duration_s, 2, seed, "maf2", length_scale=LENGTHS)
+    case = dlora_cells.DloraCase("rr", len(ADAPTERS), rate, duration_s, 2, seed, "maf2", length_scale=LENGTHS)
     return _on_demo(dlora_cells.stream_of(case))
 
 
@@ -167,6 +167,7 @@ def simulate(
     ]
     config = dataclasses.replace(facts.router, policy=router, settings=tuple(settings))
     with solving() as solve:
+        stream = dataclasses.replace(stream, ranks=facts.ranks)
         cluster = VirtualCluster(stream, members, config, is_warm=False, solve=solve)
         cluster.run()
     found = summarize_cluster(cluster, slo_s)
