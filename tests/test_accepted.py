@@ -82,7 +82,7 @@ SIZES = {
 """With the least that each may be."""
 CHOICES = {
     "device": ("auto", "cpu", "cuda"), "dtype": ("auto", "float32", "float16", "bfloat16"),
-    "load_format": ("auto", "dummy"), "cuda_graphs": ("auto", "off"), "metrics_key": ("required", "open"),
+    "load_format": ("auto", "dummy"), "cuda_graphs": ("auto", "on", "off"), "metrics_key": ("required", "open"),
     "scheduling_policy": ("fcfs", "priority"), "fairness": ("none", "vtc"), "fair_by": ("adapter", "key"),
     "cold_start": COLD_START_MODES, "lora_sharding": ("auto", "sharded", "replicated"),
     "merge": MERGE_MODES, "merge_copy": ("auto", "device", "host"), "merge_minority": ("wait", "unmerge", "mixed"),

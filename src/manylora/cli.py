@@ -20,6 +20,7 @@ from manylora._version import VERSION
 from manylora.aliases import ALIASES
 from manylora.cluster.command import add_cluster
 from manylora.config import ConfigError, option_of
+from manylora.config.cluster import TLS_OPTIONS
 from manylora.extensions import LAB, AddParser, find_commands
 from manylora.flags import (
     CLUSTER_ALIASES,
@@ -180,6 +181,9 @@ def _add_frontend(commands: Any) -> None:
     frontend.add_argument(
         "--secret-file", required=True, metavar="FILE", help="the secret of the cluster's folder"
     )
+    for flag in CLUSTER_FLAGS:
+        if flag.option in TLS_OPTIONS:
+            add_flag(frontend, flag)
     add_settings(frontend, _HTTP_FLAGS)
     frontend.set_defaults(run=_frontend)
 

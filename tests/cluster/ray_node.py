@@ -11,11 +11,13 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import TracebackType
 
-from tests.e2e.process import environment, is_running, wait_until
+import psutil
+
+from tests.e2e import sessions
+from tests.e2e.process import environment
 
 RAY = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -54,6 +56,15 @@ def main(folder: str, head: str | None = None) -> None:
     signal.pause()
 
 
+def ray_folders(pid: int) -> list[str]:
+    """Where a process of a Ray of manylora's own has its files, as long as it runs."""
+    try:
+        found = psutil.Process(pid).environ().get("RAY_TMPDIR")
+    except psutil.Error:
+        return []
+    return [found] if found else []
+
+
 class RayNode:
     """A node as a group of processes."""
 
@@ -68,13 +79,8 @@ class RayNode:
         repository = Path(__file__).resolve().parents[2]
         found = environment(**RAY, **env)
         found["PYTHONPATH"] += f":{repository}"
-        self.process = subprocess.Popen(
-            args,
-            env=found,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
+        self.process = sessions.started(
+            args, env=found, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
         assert self.process.stdout is not None
         self.address: str = self.process.stdout.readline().strip()
@@ -82,14 +88,7 @@ class RayNode:
 
     def pids(self) -> list[int]:
         """All processes of its session."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                if os.getsid(int(path.name)) == self.process.pid and is_running(int(path.name)):
-                    found.append(int(path.name))
-            except (OSError, ValueError):
-                continue
-        return found
+        return sessions.pids_of({self.process.pid})
 
     def kill(self) -> list[int]:
         """End all of it at once, as a machine ends."""
@@ -105,9 +104,7 @@ class RayNode:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        while pids := self.kill():
-            time.sleep(0.1)
-            wait_until(lambda pids=pids: not any(map(is_running, pids)), "the node's end")
+        sessions.end(self.process)
 
 
 if __name__ == "__main__":

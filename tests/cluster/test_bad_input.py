@@ -69,8 +69,17 @@ def test_a_start_says_one_line() -> None:
     assert "--replicas must be" in refused("--replicas", "1000000000")
 
 
+RANKS = ("--replicas", "2", "--tensor-parallel-size")
+
+
 def test_what_does_not_go_together() -> None:
-    assert "one replica only" in refused("--replicas", "2", "--tensor-parallel-size", "2")
+    line = refused(*RANKS, "2", "--cold-start", "cpu")
+    assert "--cold-start cpu does not work with --tensor-parallel-size above 1" in line
+
+
+@pytest.mark.long
+def test_ranks_that_do_not_fit_the_model() -> None:
+    assert "--tensor-parallel-size 3 does not fit the model" in refused(*RANKS, "3", "--device", "cpu")
 
 
 RAY = ("--replicas", "2", "--launcher", "ray")

@@ -12,11 +12,14 @@ from pathlib import Path
 import pytest
 
 from manylora.cluster.admin_link import ask
-from tests.cluster.process import Cluster, assert_equal, long_bodies, mixed_bodies, send
+from tests.cluster.process import Answer, Cluster, long_bodies, mixed_bodies, send
 from tests.cluster.replays import replay_all
+from tests.cluster.rounding import assert_equal, assert_undisturbed
 from tests.e2e.process import MODEL, assert_error, wait_until
 
 LONG = long_bodies(8, 300)
+LONGER = long_bodies(8, 900)
+"""None has ended before something is done to all of them."""
 MIXED = mixed_bodies(8)
 QUEUE_TIMEOUT_S = 3.0
 
@@ -64,7 +67,7 @@ def test_the_only_replica_dies_and_stays_away(cluster: Cluster, model: Path) -> 
         send(dead[0], signal.SIGKILL)
 
     began_s = time.monotonic()
-    found = cluster.ask_all(LONG, kill)
+    found = cluster.ask_all(LONGER, kill)
     assert all(answer.error["code"] == 503 for answer in found), found
     assert all("no replica" in answer.error["message"] for answer in found)
     assert_error(cluster.complete(), 503, "no replica")
@@ -98,19 +101,22 @@ def test_the_number_of_replicas_follows_the_load(autoscale: str, tmp_path: Path)
         cluster.wait_ready()
         cluster.wait_replicas(1)
 
-        def watch() -> None:
-            wait_until(lambda: cluster.status()["scale_hint"]["delta"] == 1, "a hint to grow")
+        def has_grown() -> bool:
             if autoscale == "on":
-                cluster.wait_replicas(2)
+                return [each["state"] for each in cluster.replicas()] == ["running"] * 2
+            return bool(cluster.metrics()["manylora:scale_hint"] == 1)
 
-        found = cluster.ask_all(bodies, watch)
-        assert not any(answer.error for answer in found)
-        assert cluster.metrics()["manylora:scale_hint"] >= 0
+        found: list[Answer] = []
+        while not found or not has_grown():  # a fast machine needs more than these for a hint
+            wave = cluster.ask_all(bodies)
+            assert not any(answer.error for answer in wave)
+            assert_equal(found, wave[: len(found)])
+            found = wave[:4]
         if autoscale == "on":
             cluster.wait_replicas(1)
         else:
             assert len(cluster.replicas()) == 1
-        assert_equal(found[:4], cluster.ask_all(bodies[:4]))
+        assert_equal(found, cluster.ask_all(bodies[:4]))
         wait_until(lambda: cluster.status()["scale_hint"]["delta"] <= 0, "no hint to grow")
 
 
@@ -130,5 +136,8 @@ def test_handing_over_without_waiting(router: str, tmp_path: Path) -> None:
             (said,) = ask(tmp_path / "cluster", question)
             assert "is empty" in said
 
-        assert_equal(before, cluster.ask_all(LONG, move))
-        assert cluster.status()["router"]["moved"]["drain"] > 0
+        def again() -> None:
+            cluster.manage("restart")
+            cluster.wait_replicas(2)
+
+        assert_undisturbed(cluster, before, move, "drain", again)

@@ -24,7 +24,6 @@ import httpx
 import pytest
 
 from manylora.config.routing import ROUTERS
-from tests.cluster import rounding
 from tests.cluster.process import (
     ADAPTERS,
     NAMES,
@@ -36,6 +35,7 @@ from tests.cluster.process import (
     send,
 )
 from tests.cluster.replays import replay_all
+from tests.cluster.rounding import assert_equal
 from tests.e2e.process import BASE, Server, assert_error, children_of, is_running, wait_until
 
 pytestmark = pytest.mark.long
@@ -75,8 +75,7 @@ def assert_same(which: str, found: list[Answer], numbers: Sequence[int] | None =
     if numbers is None:
         numbers = range(len(found))
     wanted = undisturbed(which)
-    bodies = [BODIES[which][number] for number in numbers]
-    parted = rounding.assert_same(bodies, [wanted[number] for number in numbers], found)
+    parted = assert_equal([wanted[number] for number in numbers], found)
     print(f"{len(found)} answers, {parted} choices parted by rounding")
 
 
@@ -101,6 +100,7 @@ def running(
         assert sum(replay_all(folder).values()) > 100
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("router", ROUTERS)
 def test_every_router_gives_a_single_servers_answers(router: str, tmp_path: Path) -> None:
     with running(tmp_path, "--router", router, *SETTINGS.get(router, ()), replicas=2) as cluster:
@@ -155,7 +155,7 @@ def test_the_router_dies_and_new_requests_wait(tmp_path: Path) -> None:
         found = cluster.ask_all(LONG, kill)
         assert_same("long", found)
         assert_same("mixed", later)
-        assert cluster.status()["router"]["epoch"] == 2
+        assert cluster.status()["router"]["epoch"] > 1
 
 
 def test_a_front_end_dies_alone(tmp_path: Path) -> None:
@@ -171,19 +171,17 @@ def test_a_front_end_dies_alone(tmp_path: Path) -> None:
 
         with concurrent.futures.ThreadPoolExecutor(len(SOME)) as threads:
             doing = [threads.submit(one, number) for number in range(len(SOME))]
-            wait_until(lambda: sum(each["requests"] for each in cluster.replicas()) > 20, "requests")
+            wait_until(lambda: all(each["requests"] for each in cluster.replicas()), "requests")
             send(cluster.status()["frontends"][0]["pid"], signal.SIGKILL)
             for each in doing:
                 each.result()
         kept = {number: answer for number, answer in ends.items() if answer is not None}
         assert kept
         assert_same("some", list(kept.values()), list(kept))
-        wait_until(
-            lambda: not any(each["running"] or each["requests"] for each in cluster.replicas()),
-            "nothing running",
-        )
+        cluster.wait_idle()
 
 
+@pytest.mark.timeout(900)
 def test_everything_changes_at_once(tmp_path: Path) -> None:
     """200 loads, replacements and unloads from two front ends, beside scaling, drains and a rolling restart."""
     root = tmp_path / "adapters"

@@ -15,9 +15,9 @@ from manylora.cluster.digests import adapter_digest
 from manylora.cluster.folder import Folder, read_secret
 from manylora.cluster.last_step import StepNote, read_step
 from manylora.cluster.names import journal_name
-from manylora.cluster.node_share import NodeShare
+from manylora.cluster.node_share import NodeShare, with_share
 from manylora.cluster.taken_request import TakenRequest
-from manylora.config import CacheSettings, ConfigError, EngineSettings, ModelSettings
+from manylora.config import CacheSettings, ConfigError, EngineSettings, ModelSettings, SchedulerSettings
 from manylora.config.cold_start import ColdStartConfig
 from manylora.engine.client import RELEASED, Delta, GenerationRequest
 from manylora.engine.ledger import Ledger
@@ -171,6 +171,32 @@ def test_gpus_are_given_by_number_and_shared_where_that_is_asked_for(monkeypatch
     without_pool = EngineSettings(ModelSettings(MODEL, device="cuda"))
     with pytest.raises(ConfigError, match="needs --device-pool"):
         NodeShare(without_pool, 4, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("per_gpu", "count", "expected"),
+    [(1, 2, ["3,5", "7,8"]), (2, 4, ["3,5", "3,5", "7,8", "7,8"])],
+)
+def test_a_replica_gets_a_gpu_for_each_of_its_ranks(
+    per_gpu: int, count: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7,8,9")
+    model, cache = ModelSettings(MODEL, device="cuda"), CacheSettings(device_pool=2**30)
+    settings = EngineSettings(model, cache=cache, tensor_parallel_size=2)
+    node = NodeShare(settings, count, count, per_gpu)
+    assert node.most_replicas == count
+    found = [node.environment(replica)["CUDA_VISIBLE_DEVICES"] for replica in range(count)]
+    assert found == expected
+    # The number of a replica may be larger, where others have been removed.
+    assert node.environment(count + 1) == node.environment(1)
+    with pytest.raises(ConfigError, match=f"{count + 1} replicas need 6 GPUs, and there are 5"):
+        NodeShare(settings, count + 1, count + 1, per_gpu)
+
+
+def test_ranks_have_no_cpu_workers() -> None:
+    scheduler = SchedulerSettings(cold_start=ColdStartConfig("auto"))
+    settings = EngineSettings(ModelSettings(MODEL), scheduler=scheduler, tensor_parallel_size=2)
+    assert with_share(settings, (None, 0), 1, 64).scheduler.cold_start.wanted_workers == 0
 
 
 @pytest.mark.parametrize(

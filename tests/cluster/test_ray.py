@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,17 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.process import (
-    ADAPTERS,
-    Answer,
-    Cluster,
-    ask_all,
-    assert_equal,
-    long_bodies,
-    mixed_bodies,
-    send,
-)
-from tests.e2e.process import Server, is_running, wait_until
+from tests.cluster.process import ADAPTERS, Answer, Cluster, ask_all, long_bodies, mixed_bodies, send
+from tests.cluster.ray_node import ray_folders
+from tests.cluster.rounding import assert_equal, assert_undisturbed
+from tests.e2e.process import Server, is_running, shared_files, wait_until
 
 MIXED = mixed_bodies(20)
 LONG = long_bodies(12, 300)
@@ -53,30 +46,31 @@ def test_answers_are_a_single_servers(single: dict[str, list[Answer]], cluster: 
 def test_every_listener_is_on_the_loopback(cluster: Cluster) -> None:
     listening = []
     for process in psutil.Process(cluster.process.pid).children(recursive=True):
-        listening += [each.laddr.ip for each in process.net_connections("tcp") if each.status == "LISTEN"]
+        with contextlib.suppress(psutil.Error):  # Ray ends some by itself
+            found = process.net_connections("tcp")
+            listening += [each.laddr.ip for each in found if each.status == "LISTEN"]
     assert len(listening) > 8
     assert {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
 
 
 def test_an_actor_dies_under_open_streams(single: dict[str, list[Answer]], cluster: Cluster) -> None:
-    found = ask_all(cluster.url, LONG, lambda: send(cluster.busiest()["pid"], signal.SIGKILL))
-    assert_equal(single["long"], found)
-    assert cluster.status()["router"]["moved"]["lost"] > 0
-    assert sorted(each["epoch"] for each in cluster.wait_replicas(2)) == [1, 2]
+    before = sum(each["epoch"] for each in cluster.replicas())
+
+    def kill() -> None:
+        send(cluster.busiest()["pid"], signal.SIGKILL)
+
+    assert_undisturbed(cluster, single["long"], kill, "lost", lambda: cluster.wait_replicas(2))
+    assert sum(each["epoch"] for each in cluster.wait_replicas(2)) > before
 
 
 def test_nothing_is_left(cluster: Cluster) -> None:
     """The last of this file."""
     pids = [each.pid for each in psutil.Process(cluster.process.pid).children(recursive=True)]
-    folders = {Path(folder) for pid in pids for folder in _ray_folders(pid)}
+    folders = {Path(folder) for pid in pids for folder in ray_folders(pid)}
     assert len(folders) == 1
+    shared = shared_files(pids)
     cluster.process.send_signal(signal.SIGTERM)
     assert cluster.wait_exit() == 0
-    wait_until(lambda: not any(map(is_running, pids)), f"the end of {pids}\n{cluster.log}", 10.0)
+    wait_until(lambda: not any(map(is_running, pids)), f"the end of {pids}\n{cluster.log}")
     assert not folders.pop().exists()
-    assert not [name for name in os.listdir("/dev/shm") if "plasma" in name or "ray" in name]
-
-
-def _ray_folders(pid: int) -> list[str]:
-    found = psutil.Process(pid).environ().get("RAY_TMPDIR")
-    return [found] if found else []
+    assert not [path for path in shared if path.exists()]

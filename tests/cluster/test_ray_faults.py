@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.process import Answer, Cluster, ask_all, assert_equal, long_bodies, send
+from tests.cluster.process import Answer, Cluster, ask_all, long_bodies, send
 from tests.cluster.ray_node import RAY, RayNode
-from tests.e2e.process import MODEL, command, environment, wait_until
+from tests.cluster.rounding import assert_equal
+from tests.e2e.process import MODEL, TIMEOUT_S, command, environment, wait_until
 
 pytestmark = pytest.mark.long
 LONG = [{**body, "temperature": 0.0} for body in long_bodies(12, 400)]
@@ -49,6 +50,13 @@ def replicas_of(cluster: Cluster, node: RayNode) -> list[int]:
     return [each["pid"] for each in cluster.replicas() if each["pid"] in node.pids()]
 
 
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    try:
+        return dict(process.environ())
+    except psutil.Error:  # it has ended
+        return {}
+
+
 def undisturbed(cluster: Cluster) -> list[Answer]:
     return ask_all(cluster.url, LONG)
 
@@ -65,7 +73,7 @@ def test_a_node_is_killed(root: Path, head: RayNode, tmp_path: Path) -> None:
 
         found = ask_all(cluster.url, LONG, kill)
         assert_equal(before, found)
-        assert cluster.status()["router"]["moved"]["lost"] > 0
+        assert cluster.moved("lost") > 0
         cluster.wait_replicas(2)
         assert len(replicas_of(cluster, head)) == 2
 
@@ -105,7 +113,7 @@ def test_the_head_is_killed(root: Path, head: RayNode, tmp_path: Path) -> None:
         pids = cluster.pids()
         cluster.process.send_signal(signal.SIGTERM)
         assert cluster.wait_exit() == 0
-        cluster.wait_gone([*pids, left], 15.0)
+        cluster.wait_gone([*pids, left], TIMEOUT_S)
 
 
 def test_what_speaks_to_ray_dies(head: RayNode, tmp_path: Path) -> None:
@@ -116,7 +124,7 @@ def test_what_speaks_to_ray_dies(head: RayNode, tmp_path: Path) -> None:
         (driver,) = (
             each
             for each in psutil.Process(cluster.process.pid).children()
-            if each.environ().get("RAY_DEDUP_LOGS")
+            if "RAY_DEDUP_LOGS" in environment_of(each)
         )
 
         def kill() -> None:
@@ -127,7 +135,7 @@ def test_what_speaks_to_ray_dies(head: RayNode, tmp_path: Path) -> None:
         wait_until(lambda: "Ray is there again" in cluster.log, "another process for Ray")
         assert [each["pid"] for each in cluster.wait_replicas(2)] == pids
         send(pids[0], signal.SIGKILL)
-        wait_until(lambda: cluster.replicas()[0]["epoch"] == 2, "the next epoch")
+        wait_until(lambda: cluster.replicas()[0]["epoch"] > 1, "the next epoch")
         cluster.wait_replicas(2)
 
 

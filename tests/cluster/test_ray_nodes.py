@@ -19,9 +19,13 @@ SECOND = msgspec.structs.replace(FIRST, id="b", address="10.0.0.2", free_bytes=8
 
 
 def nodes(
-    *found: RayNodeFacts, device: Literal["auto", "cpu", "cuda"] = "cpu", most: int = 4, per_gpu: int = 1
+    *found: RayNodeFacts,
+    device: Literal["auto", "cpu", "cuda"] = "cpu",
+    most: int = 4,
+    per_gpu: int = 1,
+    ranks: int = 1,
 ) -> RayNodes:
-    settings = EngineSettings(model=ModelSettings(MODEL, device=device))
+    settings = EngineSettings(model=ModelSettings(MODEL, device=device), tensor_parallel_size=ranks)
     return RayNodes(found, "digest", settings, most=most, at_start=2, per_gpu=per_gpu)
 
 
@@ -46,6 +50,16 @@ def test_gpus_are_counted() -> None:
     assert (found.most, found.gpus_each) == (4, 1)
     with pytest.raises(ConfigError, match="--device-pool"):
         nodes(one, device="cuda", per_gpu=2)
+
+
+def test_the_gpus_of_a_replica_are_of_one_node() -> None:
+    three, four = (msgspec.structs.replace(SECOND, id=str(count), gpus=count) for count in (3, 4))
+    found = nodes(three, four, device="cuda", ranks=2)
+    assert (found.most, found.gpus_each) == (3, 2)
+    with pytest.raises(ConfigError, match="2 replicas need 8 GPUs, 4 of one node each, and Ray has 7"):
+        nodes(three, four, device="cuda", ranks=4)
+    with pytest.raises(ConfigError, match="--replicas-per-gpu"):
+        nodes(four, device="cuda", ranks=2, per_gpu=2)
 
 
 def test_a_replica_gets_its_share_of_its_node() -> None:

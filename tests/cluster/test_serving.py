@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.process import Answer, Cluster, ask_all, assert_equal, long_bodies, mixed_bodies, send
+from tests.cluster.process import Answer, Cluster, ask_all, long_bodies, mixed_bodies, send
 from tests.cluster.replays import replay_all
-from tests.e2e.process import Server, events
+from tests.cluster.rounding import assert_equal, assert_undisturbed
+from tests.e2e.process import TIMEOUT_S, Server, events, wait_until
 
 LEASE_S = 3.0
 MIXED = mixed_bodies(60)
@@ -61,12 +61,18 @@ def test_answers_are_a_single_servers(cluster: Cluster, single: dict[str, list[A
 
 
 def test_a_replica_dies_under_open_streams(cluster: Cluster, single: dict[str, list[Answer]]) -> None:
-    cluster.wait_replicas(2)
-    found = ask_all(cluster.url, LONG, lambda: send(cluster.busiest()["pid"], signal.SIGKILL))
-    assert_equal(single["long"], found)
-    assert cluster.status()["router"]["moved"]["lost"] > 0
-    epochs = {each["id"]: each["epoch"] for each in cluster.wait_replicas(2)}
-    assert sorted(epochs.values()) == [1, 2]
+    before = {each["id"]: each["epoch"] for each in cluster.wait_replicas(2)}
+    killed: list[int] = []
+
+    def kill() -> None:
+        busiest = cluster.busiest()
+        killed.append(busiest["id"])
+        send(busiest["pid"], signal.SIGKILL)
+
+    assert_undisturbed(cluster, single["long"], kill, "lost", lambda: cluster.wait_replicas(2))
+    after = {each["id"]: each["epoch"] for each in cluster.wait_replicas(2)}
+    assert after.keys() == before.keys()
+    assert all(after[replica] > before[replica] for replica in killed)
 
 
 def test_a_stopped_replica_is_fenced(cluster: Cluster, single: dict[str, list[Answer]]) -> None:
@@ -80,7 +86,7 @@ def test_a_stopped_replica_is_fenced(cluster: Cluster, single: dict[str, list[An
 
     found = ask_all(cluster.url, LONG, stop)
     assert_equal(single["long"], found)
-    cluster.wait_gone(stopped, 10.0)
+    cluster.wait_gone(stopped, TIMEOUT_S)
     cluster.wait_replicas(2)
 
 
@@ -97,44 +103,52 @@ def test_the_router_dies_under_open_streams(cluster: Cluster, single: dict[str, 
     send(cluster.status()["router"]["pid"], signal.SIGKILL)
     assert_equal(single["mixed"][:8], ask_all(cluster.url, MIXED[:8]))
     after = cluster.status()["router"]
-    assert after["epoch"] == before["epoch"] + 2
-    assert [each["state"] for each in cluster.replicas()] == ["running", "running"]
+    assert after["epoch"] >= before["epoch"] + 2
+    cluster.wait_replicas(2)
 
 
 def test_a_client_that_leaves_frees_its_request(cluster: Cluster) -> None:
     body = {**LONG[0], "max_tokens": 900, "n": 1}
     with cluster.http.stream("POST", "/v1/completions", json=body) as response:
         next(events(response))
-    until_s = time.monotonic() + 30.0
-    while any(each["requests"] or each["running"] for each in cluster.replicas()):
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
+    cluster.wait_idle()
 
 
 def test_a_front_end_dies(cluster: Cluster, single: dict[str, list[Answer]]) -> None:
     """Its streams end with it; replicas drop them, and the other front end's go on."""
     first = cluster.status()["frontends"][0]
     send(first["pid"], signal.SIGKILL)
-    until_s = time.monotonic() + 30.0
-    while True:
+
+    def is_replaced() -> bool:
         states = {each["pid"]: each["state"] for each in cluster.status()["frontends"]}
-        if first["pid"] not in states and list(states.values()) == ["running", "running"]:
-            break
-        assert time.monotonic() < until_s, states
-        time.sleep(0.1)
+        return first["pid"] not in states and list(states.values()) == ["running", "running"]
+
+    wait_until(is_replaced, "another front end")
     assert_equal(single["mixed"][:8], ask_all(cluster.url, MIXED[:8]))
-    assert not any(each["requests"] for each in cluster.replicas())
+    cluster.wait_idle()
 
 
 def test_metrics_have_every_replica(cluster: Cluster) -> None:
-    metrics = cluster.metrics()
+    cluster.wait_replicas(2)
+    metrics: dict[str, float] = {}
+
+    def has_loaded(replica: str) -> bool:
+        # For routers of others: which adapters are there, in use or not.
+        loaded = [name for name in metrics if name.startswith("vllm:lora_adapter_loaded{adapter_name=")]
+        return any('level="gpu"' in name and f'replica="{replica}"' in name for name in loaded)
+
+    def have_both_loaded() -> bool:
+        metrics.update(cluster.metrics())
+        if not all(map(has_loaded, ("0", "1"))):
+            ask_all(cluster.url, MIXED[:16])  # one may have served nothing yet
+            return False
+        return True
+
+    wait_until(have_both_loaded, "adapters on both replicas")
     for replica in ("0", "1"):
         assert metrics[f'manylora:replica_state{{replica="{replica}",state="running"}}'] == 1
         assert f'vllm:num_requests_running{{model_name="demo",replica="{replica}"}}' in metrics
-        # For routers of others: which adapters are there, in use or not.
         assert f'vllm:num_gpu_loaded_lora_adapters{{model_name="demo",replica="{replica}"}}' in metrics
-        loaded = [name for name in metrics if name.startswith("vllm:lora_adapter_loaded{adapter_name=")]
-        assert any('level="gpu"' in name and f'replica="{replica}"' in name for name in loaded), loaded
     for name in (
         "stale_tokens_total",
         "recomputed_tokens_total",
@@ -146,11 +160,12 @@ def test_metrics_have_every_replica(cluster: Cluster) -> None:
 
 def test_its_end_is_in_order(cluster: Cluster) -> None:
     """The last of this file: all processes go, and what journals hold replays."""
+    cluster.wait_replicas(2)
     pids = cluster.pids()
     assert len(pids) == 6
     cluster.process.send_signal(signal.SIGTERM)
     assert cluster.wait_exit() == 0
-    cluster.wait_gone(pids, 10.0)
+    cluster.wait_gone(pids, TIMEOUT_S)
     assert not (cluster.folder / "cluster" / "admin.sock").exists()
     replayed = replay_all(cluster.folder)
     assert {path.name for path in replayed} >= {"journal.router", "journal.r0.e1", "journal.r1.e1"}

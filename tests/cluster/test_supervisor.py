@@ -9,16 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.process import (
-    ADAPTERS,
-    NAMES,
-    Cluster,
-    ask_all,
-    asking,
-    assert_equal,
-    long_bodies,
-    mixed_bodies,
-)
+from tests.cluster.process import ADAPTERS, NAMES, Cluster, ask_all, asking, long_bodies, mixed_bodies
+from tests.cluster.ray_node import ray_folders
+from tests.cluster.rounding import assert_equal
 from tests.e2e.process import free_port, is_running, wait_until
 
 MIXED = mixed_bodies(8)
@@ -36,7 +29,7 @@ def test_the_supervisor_dies_and_comes_back(tmp_path: Path, launcher: tuple[str,
         assert first.load("late", ADAPTERS / NAMES[0]).status_code == 200
         before = ask_all(first.url, MIXED)
         old = psutil.Process(first.process.pid).children(recursive=True)
-        folders = {each.environ().get("RAY_TMPDIR") for each in old} - {None}
+        folders = {folder for each in old for folder in ray_folders(each.pid)}
 
         async def die() -> None:
             """Each stream ends: as it should, or with its connection, or with an error."""
@@ -55,6 +48,6 @@ def test_the_supervisor_dies_and_comes_back(tmp_path: Path, launcher: tuple[str,
             served = {each["id"] for each in second.http.get("/v1/models").json()["data"]}
             assert {"late", *NAMES} <= served
             wait_until(lambda: not any(is_running(each.pid) for each in old), "the end of what was left")
-            assert not any(Path(str(folder)).exists() for folder in folders)
+            assert not any(Path(folder).exists() for folder in folders)
             second.process.send_signal(signal.SIGTERM)
             assert second.wait_exit() == 0

@@ -13,12 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import httpx
+
+from tests.e2e import sessions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = str(REPOSITORY / "demo" / "model")
@@ -94,6 +96,18 @@ def children_of(pid: int) -> list[int]:
     return sorted(children)
 
 
+def shared_files(pids: Iterable[int]) -> set[Path]:
+    """What processes have open or mapped in /dev/shm, by names that are there."""
+    found: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found |= {*Path(f"/proc/{pid}/maps").read_text().split()}
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    found.add(os.readlink(link))
+    return {Path(name) for name in found if name.startswith("/dev/shm/") and Path(name).exists()}
+
+
 def handles(pid: int, number: signal.Signals) -> bool:
     """Whether a process has a handler of its own for a signal."""
     try:
@@ -122,13 +136,12 @@ class Server:
         """``words``: the command, where it is not to serve the model."""
         words = words or ("serve", model, "--served-model-name", BASE)
         self._log = tempfile.TemporaryFile(mode="w+b")  # noqa: SIM115  (closed by __exit__)
-        self.process = subprocess.Popen(
+        self.process = sessions.started(
             command(*words, "--port", "0", *args),
             env=environment(**(env or {})),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            start_new_session=True,
         )
         self._pids = [self.process.pid]
         self.url = ""
@@ -195,10 +208,7 @@ class Server:
         if kind is not None:
             print(f"---- log of the server, pid {self.process.pid}\n{self.log}", file=sys.stderr)
         self.http.close()
-        for pid in {*self._pids, *children_of(self.process.pid)}:
-            if pid == self.process.pid or is_running(pid):
-                _kill(pid)
-        self.process.wait()
+        sessions.end(self.process)
         self._log.close()
 
     # ------------------------------------------------------------ requests
@@ -254,13 +264,6 @@ RUNNING = f'vllm:num_requests_running{{model_name="{BASE}"}}'
 WAITING = f'vllm:num_requests_waiting{{model_name="{BASE}"}}'
 PAGES_RUNNING = 'manylora:pages{tier="device",use="running"}'
 PAGES_ADAPTERS = 'manylora:pages{tier="device",use="adapters"}'
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def completion(**changes: Any) -> Json:

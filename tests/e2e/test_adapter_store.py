@@ -79,6 +79,8 @@ def test_in_process(root: Path, store: Path) -> None:
             found = [out.outputs[0].token_ids for out in llm.generate(prompts, params, list(NAMES))]
             if more:
                 wait_until(lambda: len(packed(store)) == len(NAMES), "packed files")
+                size = sum(file.stat().st_size for file in packed(store))
+                wait_until(lambda: llm.metrics()[BYTES] == size, "bytes of packed files")
             return [list(ids) for ids in found], llm.metrics()
 
     expected, without = tokens()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from manylora import LLM, SamplingParams
-from tests.e2e.process import BASE, MODEL, Server, is_running, run_cli, wait_until
+from tests.e2e.process import BASE, MODEL, Server, is_running, run_cli, shared_files, wait_until
 
 NAMES = ("finnish", "shakespeare", "german")
 PROMPT = "The first word of the day is"
@@ -66,32 +66,33 @@ def test_workers_serve_die_and_end_with_their_server(adapters: Path, expected: l
         for _ in range(2):
             assert answers(server) == expected
         assert begun(server.metrics(), "cpu") > len(NAMES)
-        assert server.metrics()[SECONDS] > 0
+        wait_until(lambda: server.metrics()[SECONDS] > 0, "workers' seconds")
         for _ in range(3):
             killed = workers(server)[0]
             os.kill(killed, signal.SIGKILL)
             while killed in workers(server) or (OFF not in server.log and len(workers(server)) < 2):
                 assert answers(server) == expected
         assert answers(server) == expected
-        assert not workers(server)
+        wait_until(lambda: not workers(server), "no workers")
         assert server.log.count(OFF) == 1
         before = begun(server.metrics(), "cpu")
         assert answers(server) == expected
         assert begun(server.metrics(), "cpu") == before
         server.process.send_signal(signal.SIGTERM)
         assert server.wait_exit() == 0
-        assert not list(of_group(server.process.pid))
+        wait_until(lambda: not list(of_group(server.process.pid)), "processes gone")
 
 
 @pytest.mark.parametrize(
     "end", ["SIGTERM", "SIGINT to the group", "a crash of the engine", "a crash of both"]
 )
 def test_no_worker_and_no_shared_memory_is_left(end: str, adapters: Path) -> None:
-    files = set(os.listdir("/dev/shm"))
     with Server(*POOLS, *CPU, *named(adapters)) as server:
         server.wait_ready()
         assert len(workers(server)) == 2
         answers(server)
+        # What they share lies in files without a name, which the system frees with the last process.
+        assert not shared_files(pid for pid, _ in of_group(server.process.pid))
         match end:
             case "SIGTERM":
                 server.process.send_signal(signal.SIGTERM)
@@ -104,8 +105,6 @@ def test_no_worker_and_no_shared_memory_is_left(end: str, adapters: Path) -> Non
                 server.process.kill()
         server.process.wait()
         wait_until(lambda: not list(of_group(server.process.pid)), "processes gone")
-        # What they shared lies in files without a name, which the system frees with the last process.
-        assert set(os.listdir("/dev/shm")) <= files
 
 
 def test_auto_from_a_file(adapters: Path, expected: list[str], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -82,8 +83,10 @@ def test_prompts_of_one_body_are_refused_together(tight: Server) -> None:
 def test_of_many_requests_some_are_refused_and_the_others_answered(tight: Server) -> None:
     expected = tight.text(max_tokens=100, ignore_eos=True)
     body = {"max_tokens": 100, "ignore_eos": True}
-    answers = tight.complete_all([body] * 20)
-    refused = [answer for answer in answers if answer.status_code != 200]
+    for _ in range(5):  # they may come one after the other
+        answers = tight.complete_all([body] * 20)
+        if refused := [answer for answer in answers if answer.status_code != 200]:
+            break
     assert 0 < len(refused) <= 17
     for answer in answers:
         if answer.status_code == 200:
@@ -131,8 +134,9 @@ def test_connections_beyond_the_limit(tight: Server) -> None:
 
         def is_refused() -> bool:
             nonlocal answer
-            answer = get(f"{tight.url}/health")
-            return answer.status_code == 503
+            with contextlib.suppress(httpx.TransportError):  # it closes, whatever the client still sends
+                answer = get(f"{tight.url}/health")
+            return answer is not None and answer.status_code == 503
 
         wait_until(is_refused, "a refused connection")
         assert answer is not None

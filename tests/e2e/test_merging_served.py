@@ -48,12 +48,12 @@ def asked_in(phase: int) -> list[Asked]:
 
 def phases(server: Server, seconds: float) -> dict[Asked, set[str]]:
     """All answers by what was asked; each client has one request under way."""
-    ends_s, answers = time.monotonic() + seconds, dict[Asked, set[str]]()
+    began_s, answers = time.monotonic(), dict[Asked, set[str]]()
 
     def client(number: int) -> None:
         turn = number
-        while (left_s := ends_s - time.monotonic()) > 0:
-            asked = asked_in(int((seconds - left_s) / PHASE_S))[turn % 40]
+        while (passed_s := time.monotonic() - began_s) < seconds or len(answers) < 10:
+            asked = asked_in(int(passed_s / PHASE_S))[turn % 40]
             answers.setdefault(asked, set()).add(server.text(**body(asked)))
             turn += 7
 
@@ -97,6 +97,8 @@ def check_phases(mode: str, seconds: float, folder: Path, expected: dict[Asked, 
     with Server(*args) as server:
         server.wait_ready()
         answers = phases(server, seconds)
+        while not server.gauge(MERGED):  # on a machine that has done little in so short a time
+            answers |= phases(server, seconds)
         figures = server.wait_quiet()
         server.process.send_signal(signal.SIGTERM)
         assert server.wait_exit() == 0
@@ -135,7 +137,13 @@ def test_a_merged_adapter_is_unloaded_and_loaded_anew(folder: Path, expected: di
         with concurrent.futures.ThreadPoolExecutor(20) as threads:
             long = [threads.submit(server.text, **body((name, PROMPTS[0]), 120)) for name in (first, second)]
             gauge = f'manylora:merged_adapter{{adapter_name="{first}"}}'
-            wait_until(lambda: server.metrics().get(gauge) == 1, "a merged adapter")
+
+            def is_merged() -> bool:
+                if all(each.done() for each in long):  # too soon to be seen
+                    server.text(**body((first, PROMPTS[0])))
+                return server.metrics().get(gauge) == 1
+
+            wait_until(is_merged, "a merged adapter")
             others = [threads.submit(server.text, **body((second, prompt))) for prompt in PROMPTS]
             with server.held():
                 removing = threads.submit(server.unload, first)
@@ -150,7 +158,7 @@ def test_a_merged_adapter_is_unloaded_and_loaded_anew(folder: Path, expected: di
             assert [each.result() for each in again] == [expected[NAMES[2], prompt] for prompt in PROMPTS]
             before = server.gauge(MERGED)
             assert before > 1
-            last = [body((name, PROMPTS[1]), 120) for name in (first, second)]
+            last = [body((name, PROMPTS[1]), 300) for name in (first, second)]
             running = [threads.submit(server.complete, **each) for each in last]
             wait_until(lambda: server.gauge(MERGED) > before + 1, "switches that go on")
             server.process.send_signal(signal.SIGTERM)

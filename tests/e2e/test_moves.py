@@ -116,7 +116,7 @@ def test_a_request_that_moves_is_answered_as_if_it_had_not(least_moves: int) -> 
             here, there = first._connected(), other._connected()
             judge = Judge(here.info.eos_ids)
             moving = MovingEngines([here, there], seed=least_moves, most_moves=3)
-            while moving.moves.total() < least_moves:
+            while moving.moves.total() < least_moves or len(moving.moves) < 3:
                 requests = [asked(rng, num_requests + number) for number in range(16)]
                 num_requests += len(requests)
                 found = await answers(here, first.tokenizer, requests)
@@ -144,8 +144,8 @@ def test_a_request_that_moves_is_answered_as_if_it_had_not(least_moves: int) -> 
             assert num_parted <= max(1, num_seeded / 1000)
             assert set(moving.moves) == {"no token", "some tokens", "last token"}, moving.moves
             for engine in (here, there):
-                stats = await engine.stats()
-                assert stats.num_running == stats.num_waiting == stats.pages_running == 0
+                while (stats := await engine.stats()).num_running + stats.num_waiting + stats.pages_running:
+                    await asyncio.sleep(0.05)  # a step may be in flight
             print(moving.moves, num_requests, num_seeded, num_parted)
 
     asyncio.run(scenario())

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +55,14 @@ TOGETHER: list[dict[str, dict[str, Any]]] = [
     },
 ]
 """Rows of the table that one engine has together."""
-ELSEWHERE = {"`--journal`, `--trace`", "`--load-format dummy`", "`--adapter-store`", "`--cuda-graphs`"}
-"""The last needs GPUs."""
+ELSEWHERE = {
+    "`--journal`, `--trace`",
+    "`--load-format dummy`",
+    "`--adapter-store`",
+    "`--replicas`",
+    "`--cuda-graphs`",
+}
+"""Replicas: ``tests/cluster/test_ranks.py``. The last needs GPUs."""
 REFUSED: dict[str, list[dict[str, Any]]] = {
     "`--cold-start cpu`, `--cpu-lora-workers`": [
         {"cold_start": "cpu", "cpu_lora_workers": 1},
@@ -123,19 +128,20 @@ def test_an_adapter_store(tmp_path: Path) -> None:
     """Read from the adapters' files, then from the store, of which each rank has its own packed files."""
     ranks: dict[str, Any] = {"tensor_parallel_size": 2, "lora_sharding": "sharded"}
     adapters = {NAMES[0]: str(FOLDER / NAMES[0])}
-    found = []
-    for _ in range(2):
+    for expected_hits in (0, 1):
         with LLM(
             MODEL, adapters, dtype="float32", device="cpu", adapter_store=str(tmp_path / "store"), **ranks
         ) as llm:
             (output,) = llm.generate(PROMPTS[:1], GREEDY, adapter=NAMES[0])
             wait_until(lambda: len(list((tmp_path / "store").glob("*.packed"))) == 2, "packed files")
-            time.sleep(0.3)  # ranks say how they stand some times a second
-            figures = llm.metrics()
-        hits = [number for name, number in figures.items() if name.startswith("manylora:adapter_store_hits")]
-        found.append((output.outputs[0].token_ids, *hits))
-    wanted = expected()[0].outputs[0].token_ids
-    assert found == [(wanted, 0), (wanted, 1)]
+
+            def hits(llm: LLM = llm) -> list[float]:
+                figures = llm.metrics().items()
+                return [number for name, number in figures if name.startswith("manylora:adapter_store_hits")]
+
+            # Ranks say how they stand some times a second.
+            wait_until(lambda hits=hits, wanted=expected_hits: hits() == [wanted], "what was found")
+        assert output.outputs[0].token_ids == expected()[0].outputs[0].token_ids
 
 
 def test_random_weights_are_those_of_one_process() -> None:

@@ -20,7 +20,7 @@ from manylora.executor.fixed import FixedAttention, fixed_attention
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.ops import Ops
 from manylora.kernels.shapes import PageShape
-from manylora.kernels.triton.gate import pass_gate
+from manylora.kernels.triton.gate import await_words, pass_gate
 from manylora.kernels.triton.operations import TritonOps
 from manylora.memory import gates
 from manylora.memory.gates import NUM_ORDERS, CopyGate, LandedWords, layer_groups
@@ -61,6 +61,11 @@ class GatedOps(CpuOps):
         self, landed: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor, is_first: bool
     ) -> None:
         pass_gate(landed, wanted, told, is_first)
+
+    def await_words(
+        self, words: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor, is_first: bool
+    ) -> None:
+        await_words(words, wanted, told, is_first)
 
 
 def made(files: Files, folder: Path, monkeypatch: pytest.MonkeyPatch, ops: Ops) -> Rig:

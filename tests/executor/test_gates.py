@@ -13,7 +13,7 @@ import pytest
 from manylora.memory import gates
 from manylora.memory.gates import layer_groups
 from manylora.models.layers import PostNormLayer, PreNormLayer
-from manylora.protocol import Await, RunStep, StepResult, SwapPages
+from manylora.protocol import Await, ReadAdapter, RunStep, StepResult, SwapPages
 from tests.e2e.process import wait_until
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig
@@ -51,6 +51,35 @@ class Hand:
 
     def let(self, count: int) -> None:
         self.allowed.release(count)
+
+
+class Layers:
+    """Which layers have begun, and which have results."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._began: list[int] = []
+        for kind in (PreNormLayer, PostNormLayer):
+            whole = kind.__call__
+
+            def noting(layer, *args, whole=whole):  # type: ignore[no-untyped-def]
+                self._began.append(layer.attention.qkv.layer)
+                result = whole(layer, *args)
+                self._ended.put(layer.attention.qkv.layer)
+                return result
+
+            monkeypatch.setattr(kind, "__call__", noting)
+
+    def check_begun(self, count: int) -> None:
+        """Those before have begun, and none ends."""
+        with pytest.raises(queue.Empty):
+            self._ended.get(timeout=0.05)
+        assert self._began == list(range(count)), "layers from there on have not begun"
+
+    def check_ended(self, first: int, end: int | None = None) -> None:
+        """These end now, in order."""
+        for layer in range(first, first + 1 if end is None else end):
+            assert self._ended.get(timeout=30) == layer
 
 
 @pytest.fixture
@@ -112,27 +141,14 @@ def test_a_layer_begins_when_its_group_has_landed_and_not_before(
     cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch, groups: int
 ) -> None:
     hand = Hand(cold, monkeypatch)
-    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-    began: list[int] = []
-    for kind in (PreNormLayer, PostNormLayer):
-        whole = kind.__call__
-
-        def noting(layer, *args, whole=whole):  # type: ignore[no-untyped-def]
-            began.append(layer.attention.qkv.layer)
-            result = whole(layer, *args)
-            ended.put(layer.attention.qkv.layer)
-            return result
-
-        monkeypatch.setattr(kind, "__call__", noting)
+    layers = Layers(monkeypatch)
     command = bring(cold, 2, groups)
     cold.open(1, PROMPT, adapter=2)
     results = beside(cold, awaiting(cold, command, 1))
     for first, end in layer_groups(LAYERS, groups):
-        with pytest.raises(queue.Empty):
-            ended.get(timeout=0.05)
-        assert began == list(range(first)), "layers from this group on have not begun"
+        layers.check_begun(first)
         hand.let(1)
-        assert [ended.get(timeout=30) for _ in range(first, end)] == list(range(first, end))
+        layers.check_ended(first, end)
     result = results.get(timeout=30)
     assert (result.done.ok, result.done.spoilt) == (True, ())
     assert result.done.stall_s > 0
@@ -200,12 +216,51 @@ def test_a_rank_forgets_a_copy_when_it_is_told(cold: Rig, files: Files) -> None:
     result = cold.run(awaiting(cold, command, 2))
     assert (result.done.ok, result.done.spoilt) == (True, ())
     check(cold, files, 1, 2)
-    cold.worker.forget_copies([(command.copy, False)])
+    cold.worker.forget_copies([(command.copy, False)], [])
     assert 2 not in cold.worker._tables
     cold.open(3, PROMPT)
     step = cold.command(cold.row(3))
     step.awaits = (Await(command.copy, (3,)),)
     assert not cold.run(step).done.ok
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_rank_keeps_what_it_has_read_if_all_ranks_have(cold: Rig, files: Files, ok: bool) -> None:
+    """Another rank's read may fail when this one's has landed."""
+    cold.worker._is_rank = True
+    read = ReadAdapter(2, tuple(cold.take(len(cold.on_host[2]))), "device", 8, 99)
+    cold.direct.begin(read)
+    cold.open(1, PROMPT, adapter=2)
+    step = cold.command(cold.row(1))
+    step.awaits = (Await(99, (1,)),)
+    assert cold.run(step).done.spoilt == ()
+    assert cold.direct.wait_for(read).ok  # type: ignore[union-attr]
+    cold.decode(3, 1)
+    check(cold, files, 1)
+    cold.worker.forget_copies([(99, ok)], [])
+    assert (2 in cold.worker._tables) == ok
+
+
+def test_a_rank_forgets_a_read_when_it_is_told(cold: Rig, files: Files) -> None:
+    """Until then copies may follow it, though it has been answered here."""
+    cold.worker._is_rank = True
+    host = cold.take_host(len(cold.on_host[2]))
+    read = ReadAdapter(2, tuple(host), "host", 8)
+    cold.direct.begin(read)
+    assert cold.direct.wait_for(read).ok  # type: ignore[union-attr]
+    cold.open(1, PROMPT)
+    cold.decode(2, 1)
+    pairs = tuple(zip(host, cold.take(len(host))))
+    copy = SwapPages(1, True, pairs, 2, 8, follows_read=True)
+    cold.direct.begin(copy)
+    cold.open(2, PROMPT, adapter=2)
+    assert cold.run(awaiting(cold, copy, 2)).done.spoilt == ()
+    assert cold.direct.wait_for(copy).ok  # type: ignore[union-attr]
+    check(cold, files, 1, 2)
+    cold.worker.forget_copies([], [2])
+    again = SwapPages(2, True, pairs, 2, 8, follows_read=True)
+    cold.direct.begin(again)
+    assert not cold.direct.wait_for(again).ok  # type: ignore[union-attr]
 
 
 def test_a_copy_that_is_late_spoils_its_rows_and_the_step_still_ends_after_its_answer(

@@ -72,6 +72,11 @@ def test_entries_survive_their_neighbours(operations: list[tuple[bool, int, int]
         else:
             tables.drop(adapter)
             assert (tables.version > version) == (held.pop(adapter, None) is not None)
+    check_entries(tables, held)
+
+
+def check_entries(tables: AdapterTables, held: dict[int, tuple[AdapterLayout, np.ndarray]]) -> None:
+    """Each is what its layout and its cells say."""
     adapters = sorted(held)
     assert all(adapter in tables for adapter in adapters)
     records, scales = tables.entries(tables.rows(adapters))
@@ -82,6 +87,32 @@ def test_entries_survive_their_neighbours(operations: list[tuple[bool, int, int]
         assert (tables.cells[base : base + len(offsets)].numpy() == offsets).all()
         shifted = expected.records + np.array([base, base, 0, 0])
         assert (records[index] == np.where(expected.records[:, 2:3] > 0, shifted, 0)).all()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6), st.integers(4, 2500)), min_size=1, max_size=40)
+)
+def test_a_fixed_table_stays_where_it_is(operations: list[tuple[int, int, int]]) -> None:
+    """And has room for all that it was made for, however entries come and go; what is more is refused."""
+    tables = AdapterTables(CpuDevice(), GEOMETRY)
+    tables.fix(room := 6000)
+    cells = tables.cells
+    held: dict[int, tuple[AdapterLayout, np.ndarray]] = {}
+    for step, (is_put, adapter, num_cells) in enumerate(operations):
+        held.pop(adapter, None)
+        if not is_put:
+            tables.drop(adapter)
+            continue
+        entry = layout(num_cells, step), np.random.default_rng(step).integers(0, 2**50, num_cells)
+        if sum(len(offsets) for _, offsets in held.values()) + num_cells > room:
+            with pytest.raises(RuntimeError, match="no room"):
+                tables.put(adapter, *entry)
+            assert adapter not in tables
+        else:
+            tables.put(adapter, *entry)
+            held[adapter] = entry
+        assert tables.cells is cells
+        check_entries(tables, held)
 
 
 def placed(adapter: int) -> tuple[AdapterLayout, np.ndarray]:

@@ -74,16 +74,19 @@ def test_sums_through_nccl_eager_and_in_a_graph(tmp_path: Path) -> None:
         assert ((total.double() - parts[0] - parts[1]).abs() <= most).all(), way
 
 
+@pytest.mark.parametrize("graphs", ["off", "on"])
 @pytest.mark.parametrize("sharding", ["sharded", "replicated"])
-def test_prompts_and_decoding_give_the_tokens_of_one_gpu(sharding: str) -> None:
+def test_prompts_and_decoding_give_the_tokens_of_one_gpu(sharding: str, graphs: str) -> None:
+    """Eager steps, and captured ones with NCCL's exchanges in them."""
     fixed: dict[str, Any] = {"device": "cuda", "dtype": "float32", "device_pool": "1GiB"}
-    ranks: dict[str, Any] = {"tensor_parallel_size": 2, "lora_sharding": sharding}
+    ranks: dict[str, Any] = {"tensor_parallel_size": 2, "lora_sharding": sharding, "cuda_graphs": graphs}
     assert tokens(**fixed, **ranks) == tokens(**fixed)
 
 
+@pytest.mark.parametrize("graphs", ["off", "on"])
 @pytest.mark.parametrize(
     ("number", "words"), [(signal.SIGKILL, "rank 1 has died"), (signal.SIGSTOP, "rank 1 has been stopped")]
 )
-def test_a_rank_that_is_lost(number: signal.Signals, words: str) -> None:
-    (line,) = asked(lambda rank: os.kill(rank, number), device="cuda")
+def test_a_rank_that_is_lost(number: signal.Signals, words: str, graphs: str) -> None:
+    (line,) = asked(lambda rank: os.kill(rank, number), device="cuda", cuda_graphs=graphs)
     assert words in line

@@ -14,9 +14,13 @@ from manylora.policy.cold_forecast import GAIN, Beginning, CpuShare, Landing, ch
 TINY = 1e-9
 seconds = st.floats(0, 10, allow_nan=False)
 landings = st.builds(
-    lambda begin, length, first: Landing(begin, begin + length, first), seconds, seconds, st.integers(0, 7)
+    lambda begin, length, first, ahead: Landing(begin, begin + length, first, ahead),
+    seconds,
+    seconds,
+    st.integers(0, 7),
+    st.sampled_from([0.0, 0.0, 0.55, 1.0]),
 )
-shares = st.builds(CpuShare, st.integers(0, 8), seconds, st.floats(0, 1))
+shares = st.builds(CpuShare, st.integers(0, 8), seconds, st.floats(0, 1), st.booleans())
 GROUPS = 8
 
 
@@ -51,6 +55,20 @@ def test_what_the_cpu_serves_waits_for_no_adapter(
     whole = CpuShare(GROUPS, cpu_s)
     ends = {end_s(begin_s, step_s, GROUPS, (), (landing,), whole) for landing in (adapter, other)}
     assert len(ends) == 1
+
+
+@given(seconds, seconds, landings, st.floats(0, 1))
+def test_what_the_cpu_shrinks_waits_for_what_comes_ahead_and_no_more(
+    begin_s: float, step_s: float, adapter: Landing, ahead: float
+) -> None:
+    """A CPU that takes no time ends the step no later than to await the copy would, nor sooner than B is there."""
+    landing = dataclasses.replace(adapter, first_group=0, ahead=ahead)
+    shrinks = CpuShare(GROUPS, 0.0, shrinks_only=True)
+    end = end_s(begin_s, step_s, GROUPS, (), (landing,), shrinks)
+    assert end <= end_s(begin_s, step_s, GROUPS, (), (landing,)) + TINY
+    b_end_s = landing.begin_s + (landing.end_s - landing.begin_s) * (ahead or 1.0)
+    assert end >= max(begin_s + step_s, b_end_s + step_s / GROUPS) - TINY
+    assert end >= end_s(begin_s, step_s, GROUPS, (), (landing,), CpuShare(GROUPS, 0.0)) - TINY
 
 
 @given(seconds, seconds, landings, seconds)

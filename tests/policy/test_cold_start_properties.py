@@ -27,7 +27,7 @@ class ColdStartMachine(ReplicaMachine):
         pipeline_depth=st.sampled_from([1, 2]),
         cold_start=st.sampled_from(["block", "layerwise", "layerwise", "cpu", "auto"]),
         stall=st.sampled_from([0.02, 1.0]),
-        variant=st.sampled_from(["whole", "split"]),
+        variant=st.sampled_from(["whole", "split", "shrink", "best"]),
         step_s=st.sampled_from([0.0, 0.5]),
     )
     def start(

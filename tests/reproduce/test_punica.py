@@ -14,7 +14,15 @@ from manylora_lab.reproduce import punica_fig11
 from manylora_lab.reproduce.command import reproduce
 from manylora_lab.reproduce.experiment import Device, Setup
 from manylora_lab.reproduce.punica_fig7 import sgmv_bytes, sgmv_flop
-from manylora_lab.reproduce.punica_fig11 import ALIKE, BACKBONE, MIXED, SINGLE, RequestLoad
+from manylora_lab.reproduce.punica_fig11 import (
+    ALIKE,
+    BACKBONE,
+    MIXED,
+    SINGLE,
+    STATIC,
+    STATIC_BACKBONE,
+    RequestLoad,
+)
 from manylora_lab.reproduce.registry import experiment
 
 from manylora.cli import main
@@ -143,7 +151,7 @@ def test_fig9_has_the_papers_figures_at_batch_64() -> None:
 def test_fig11(tmp_path: Path, device: Device) -> None:
     found = smoke(tmp_path, "punica-fig11", device)
     at = {(row["popularity"], row["system"]): row for row in found["rows"]}
-    assert len(at) == 4 * 3 + 3
+    assert len(at) == 4 * 5 + 3
     for popularity in ("distinct", "uniform", "skewed"):
         alike, single = at[popularity, ALIKE], at[popularity, SINGLE]
         assert alike["requests"] == single["requests"] < at[popularity, MIXED]["requests"]
@@ -159,6 +167,11 @@ def test_fig11(tmp_path: Path, device: Device) -> None:
         assert mixed["all_tokens_per_s"] > mixed["tokens_per_s"]
     # With one adapter nobody has to wait for another one's end.
     assert at["identical", MIXED]["mean_batch"] == at["identical", SINGLE]["mean_batch"]
+    for system in (STATIC, STATIC_BACKBONE):
+        row = at["identical", system]
+        assert row["output_tokens"] == at["identical", MIXED]["output_tokens"], "what was asked for counts"
+        # Rows of a batch whose ends differ are computed for nothing.
+        assert 1 < row["mean_batch"] < row["requests"]
     assert all(paper is None for _, paper in figures(found).values()), "lengths are not the paper's"
 
 
@@ -171,6 +184,10 @@ def test_fig11_simulated_is_the_same_again_and_mixing_pays(tmp_path: Path) -> No
         assert at[popularity, MIXED] > 1.5 * at[popularity, SINGLE]
     assert at["identical", MIXED] == at["identical", SINGLE]
     assert all(at[popularity, BACKBONE] >= at[popularity, SINGLE] for popularity in POPULARITIES)
+    assert all(at[popularity, STATIC_BACKBONE] >= at[popularity, STATIC] for popularity in POPULARITIES)
+
+
+SPEEDS = {MIXED: 120.0, SINGLE: 10.0, BACKBONE: 20.0, STATIC: 8.0, STATIC_BACKBONE: 12.0}
 
 
 def test_fig11_has_the_papers_figures() -> None:
@@ -178,7 +195,7 @@ def test_fig11_has_the_papers_figures() -> None:
         {"model": model, "popularity": popularity, "system": system, "tokens_per_s": speed}
         for model in ("llama-2-7b", "llama-2-13b")
         for popularity in POPULARITIES
-        for system, speed in ((MIXED, 120.0), (SINGLE, 10.0), (BACKBONE, 20.0))
+        for system, speed in SPEEDS.items()
     ]
     headline = punica_fig11._headline(rows, RequestLoad(1000, 1000, 1, 0))
     found = {figure.metric: (figure.ours, figure.paper) for figure in headline}
@@ -188,8 +205,11 @@ def test_fig11_has_the_papers_figures() -> None:
     assert found[f"llama-2-7b: tokens/s, {BACKBONE}, identical"] == (20, 1140)
     assert found[f"llama-2-13b: tokens/s, {BACKBONE}, identical"] == (20, 789)
     assert found[f"llama-2-7b: {MIXED} over {BACKBONE}, most"] == (6, 12)
+    assert found[f"llama-2-7b: {MIXED} over {STATIC}, most"] == (15, None)
+    assert found[f"llama-2-7b: {MIXED} over {STATIC}, identical"] == (15, None)
+    assert found[f"llama-2-13b: {MIXED} over {STATIC_BACKBONE}, identical"] == (10, None)
     part = punica_fig11._headline(rows, RequestLoad(1000, 50, 1, 0))
-    assert [figure.paper for figure in part if figure.metric.endswith(", most")] == [None, None], (
+    assert [figure.paper for figure in part if figure.metric.endswith(", most")] == [None] * 6, (
         "not its requests"
     )
 

@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from manylora_lab.bench.closed_loop import BatchGate, ClosedLoop, LoopRequest, dummy_loop
+from manylora_lab.bench.closed_loop import (
+    BatchGate,
+    ClosedLoop,
+    LoopGate,
+    LoopRequest,
+    StaticGate,
+    dummy_loop,
+)
 from manylora_lab.bench.dummies import DEMO
+from manylora_lab.reproduce.punica_fig11 import static
 from manylora_lab.reproduce.punica_loop import SimulatedLoop
-from manylora_lab.reproduce.punica_workload import text_requests
+from manylora_lab.reproduce.punica_workload import TextRequest, text_requests
 
 from manylora.config import ConfigError, PolicyConfig
 from manylora.pricing.costs import DeviceCosts
@@ -23,9 +31,9 @@ CONFIG = PolicyConfig(
 
 def test_anybody_joins_a_mixed_batch_up_to_its_size() -> None:
     gate = BatchGate([7, 8, 9], at_once=2, is_mixed=True)
-    assert [gate.join(), gate.join(), gate.join()] == [0, 1, None]
+    assert [gate.join(), gate.join(), gate.join()] == [(0,), (1,), ()]
     gate.leave(1)
-    assert [gate.join(), gate.join()] == [2, None]
+    assert [gate.join(), gate.join()] == [(2,), ()]
     assert not gate.is_done
     gate.leave(0)
     gate.leave(2)
@@ -34,19 +42,47 @@ def test_anybody_joins_a_mixed_batch_up_to_its_size() -> None:
 
 def test_one_model_a_batch_first_come_first_served() -> None:
     gate = BatchGate([7, 7, 8, 7], at_once=4, is_mixed=False)
-    assert [gate.join(), gate.join(), gate.join()] == [0, 1, None]
+    assert [gate.join(), gate.join(), gate.join()] == [(0,), (1,), ()]
     gate.leave(0)
-    assert gate.join() is None, "the fourth does not pass the third"
+    assert not gate.join(), "the fourth does not pass the third"
     gate.leave(1)
-    assert [gate.join(), gate.join()] == [2, None]
+    assert [gate.join(), gate.join()] == [(2,), ()]
     gate.leave(2)
-    assert gate.join() == 3
+    assert gate.join() == (3,)
+
+
+def test_nothing_joins_a_static_batch() -> None:
+    gate = StaticGate([[0, 1], [2]])
+    assert [gate.join(), gate.join()] == [[0, 1], ()]
+    gate.leave(0)
+    assert not gate.join()
+    gate.leave(1)
+    assert gate.join() == [2]
+    assert not gate.is_done
+    gate.leave(2)
+    assert gate.is_done
+    assert not gate.join()
+
+
+def test_a_static_batch_computes_every_row_until_its_longest_ends() -> None:
+    asked = [TextRequest(*each) for each in ((5, 8, 3), (5, 2, 7), (6, 4, 2))]
+    gate, requests = static(asked, is_backbone=False)
+    assert [request.output_tokens for request in requests] == [7, 7, 2]
+    loop = Watched(requests, gate)
+    steps = loop.run().num_steps
+    assert steps == 9
+    assert [len(running) for running, _ in loop.steps[-steps:]] == [2] * 7 + [1] * 2
+    assert [request.output_tokens for request in static(asked, True, most_tokens=9)[1]] == [3, 7, 2], (
+        "a context ends"
+    )
+    assert {request.adapter for request in static(asked, is_backbone=True)[1]} == {None}
+    assert [len(gate.join()) for gate, _ in [static([TextRequest(1, 2, 2)] * 33, False)]] == [32]
 
 
 class Watched(SimulatedLoop):
     """Notes every step's adapters, and those of the sequences that start in it."""
 
-    def __init__(self, requests: list[LoopRequest], gate: BatchGate) -> None:
+    def __init__(self, requests: list[LoopRequest], gate: LoopGate) -> None:
         self.steps: list[tuple[list[AdapterId], list[AdapterId]]] = []
         self._adapters: dict[SequenceId, AdapterId] = {}
         super().__init__(requests, gate, CONFIG, DeviceCosts(), adapter_pages=4)

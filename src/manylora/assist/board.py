@@ -16,6 +16,7 @@ import numpy as np
 _LINE_WORDS = 8
 """A cache line: no worker's words share one with another's."""
 _ALIGNMENT = 4096
+_FOR_EVER = 2**62
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,15 +51,20 @@ class BoardShape:
 class Board:
     """A mapping of it. ``posted``: jobs that the engine has laid out so far, of all steps. Of each worker
     ``done``: jobs that it has computed or left, ``busy_ns``: how long its jobs took, both of all steps;
-    ``step``: the last step that it has nothing more to do with."""
+    ``step``: the last step that it has nothing more to do with. A device may post in the engine's place."""
 
     def __init__(self, descriptor: int, shape: BoardShape) -> None:
         self.shape = shape
         # The views below keep the mapping.
         memory = mmap.mmap(descriptor, shape.num_bytes)
+        self.memory = np.frombuffer(memory, np.uint8)
+        """All of it, for a device that reads and writes it too."""
         words = np.frombuffer(memory, np.int64, _LINE_WORDS * (1 + shape.num_workers)).reshape(
             -1, _LINE_WORDS
         )
+        self.posted_word = words[0, :1]
+        self.done_words = words[1:]
+        """Int64 [workers, ...], of which the first ones are ``done``."""
         self._head = words[0]
         self._done, self._busy_ns, self._step = words[1:, 0], words[1:, 1], words[1:, 2]
         kind = np.dtype(np.float32 if shape.itemsize == 4 else np.uint16)
@@ -98,6 +104,10 @@ class Board:
 
     def note_done(self, worker: int, count: int) -> None:
         self._done[worker] = count
+
+    def release(self, worker: int) -> None:
+        """Of one that is dead: nothing waits for it any more."""
+        self._done[worker] = _FOR_EVER
 
     def busy_ns(self, worker: int) -> int:
         return int(self._busy_ns[worker])

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -112,6 +113,7 @@ class Workers:
         core = self._cores[number % len(self._cores)] if self._cores else -1
         worker = _Worker(number, core, self._descriptor, self.shape, self._place)
         self.board.note_step(number, 0)
+        self.board.note_done(number, 0)
         return worker
 
     @property
@@ -139,9 +141,11 @@ class Workers:
         jobs: list[tuple[int, int]],
         products: list[Product],
         cells: list[np.ndarray],
+        *,
+        shrinks_only: bool = False,
     ) -> HandedStep | None:
         """Hand a step over: ``lengths`` rows of each adapter, whose cells lie at ``cells`` (int64). None where no
-        worker is free to take it."""
+        worker is free to take it. ``shrinks_only``: see ``Orders``."""
         self._replace_dead()
         free = self._free()
         if not free:
@@ -151,7 +155,9 @@ class Workers:
         shares = cut(lengths, self.slice_tokens, len(free))
         given = []
         for worker, slices in zip(free, shares):
-            orders = Orders(self._num_steps, sum(lengths), self._num_jobs, jobs, products, packed, slices)
+            orders = Orders(
+                self._num_steps, sum(lengths), self._num_jobs, jobs, products, packed, slices, shrinks_only
+            )
             try:
                 worker.give(orders)
             except OSError:
@@ -202,6 +208,7 @@ class Workers:
     def _end_all(self) -> None:
         for worker in self._workers:
             worker.end()
+            self.board.release(worker.number)
         self._workers = []
 
     def close(self) -> None:
@@ -224,7 +231,8 @@ class HandedStep:
         """How long the caller's thread has waited for results."""
         self._workers = workers
         self._board = workers.board
-        self._job = first_job
+        self.job = first_job
+        """The number of the last one that was posted."""
         self._until = until
         self._busy_ns = [self._board.busy_ns(worker.number) for worker in given]
 
@@ -234,13 +242,13 @@ class HandedStep:
 
     def post(self) -> None:
         """The next job's rows are there."""
-        self._job += 1
-        self._board.post(self._job)
+        self.job += 1
+        self._board.post(self.job)
 
     def take(self, num_tokens: int, features: int) -> np.ndarray:
         """Wait for the job's results: a view, until the next ``post``. Raises WorkersFailed."""
         began = looked = time.monotonic()
-        board, job = self._board, self._job
+        board, job = self._board, self.job
         waiting = [worker for worker in self.given if board.done(worker.number) < job]
         while waiting:
             now = time.monotonic()
@@ -255,6 +263,24 @@ class HandedStep:
             waiting = [worker for worker in waiting if board.done(worker.number) < job]
         self.waited_s += time.monotonic() - began
         return board.results(num_tokens, features)
+
+    def wait(self, has_passed: Callable[[], bool]) -> bool:
+        """Of a step whose jobs the device posts and takes: wait until it has gone through all of them. Whether no
+        worker died; one that did is waited for no longer, by the device either."""
+        began = looked = time.monotonic()
+        dead: set[int] = set()
+        while not has_passed():
+            now = time.monotonic()
+            time.sleep(0 if now - began < _SPIN_S else _PAUSE_S)
+            if now - looked > _LOOK_S:
+                looked = now
+                for worker in self.given:
+                    # One may have ended after it had done its part.
+                    is_done = self._board.done(worker.number) >= self.job
+                    if worker.number not in dead and not is_done and not worker.is_alive:
+                        dead.add(worker.number)
+                        self._board.release(worker.number)
+        return not dead
 
     def end(self) -> None:
         """No job of it will be posted any more."""

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from manylora.cluster import messages
+from manylora.cluster.credentials import Credentials
 from manylora.cluster.link import Hello, Link, LinkError, dial
 from manylora.cluster.replica_link import ReplicaLink
 from manylora.cluster.taken_request import TakenRequest
@@ -57,14 +58,14 @@ class ClusterClient:
         self,
         info: EngineInfo,
         router: tuple[str, int],
-        secret: bytes,
+        credentials: Credentials,
         hello: Hello,
         max_waiting: int,
         queue_timeout_s: float,
     ) -> None:
         self._info = info
         self._router_address = router
-        self._secret = secret
+        self._credentials = credentials
         self._hello = hello
         self._max_waiting = max_waiting
         self._queue_timeout_s = queue_timeout_s
@@ -232,7 +233,7 @@ class ClusterClient:
         self._tell_router().asked.append(found.as_asked())
 
     def _link_to(self, endpoint: messages.Endpoint) -> ReplicaLink:
-        return ReplicaLink(endpoint, self._secret, self._hello, self._hear_replica, self._lose_replica)
+        return ReplicaLink(endpoint, self._credentials, self._hello, self._hear_replica, self._lose_replica)
 
     def _see_endpoints(self, endpoints: list[messages.Endpoint]) -> None:
         up = {each.id: each for each in endpoints}
@@ -265,7 +266,7 @@ class ClusterClient:
     async def _follow_router(self) -> None:
         while True:
             try:
-                link = await dial(self._router_address, self._secret, self._hello, _from_router)
+                link = await dial(self._router_address, self._credentials, self._hello, _from_router)
             except LinkError:
                 await asyncio.sleep(_REDIAL_S)
                 continue

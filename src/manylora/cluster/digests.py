@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 _CHUNK_BYTES = 1 << 20
-_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def model_digest(folder: Path) -> str:
@@ -27,7 +27,7 @@ def adapter_digest(folder: Path) -> str:
     """Of what is read of an adapter's folder, whole. "" where that cannot be read."""
     state = hashlib.sha256()
     try:
-        for name in _ADAPTER_FILES:
+        for name in ADAPTER_FILES:
             with (folder / name).open("rb") as file:
                 state.update(f"{name} {os.fstat(file.fileno()).st_size}\0".encode())
                 while chunk := file.read(_CHUNK_BYTES):

@@ -14,8 +14,8 @@ from prometheus_client.registry import Collector
 
 from manylora.cluster.client import ClusterClient, ReplicaStats
 from manylora.cluster.status import STATES
-from manylora.engine.client import EngineBusy, EngineSilent
-from manylora.metrics.engine import EngineCollector
+from manylora.engine.client import EngineBusy, EngineSilent, EngineStats
+from manylora.metrics.engine import EngineCollector, busy_pages, lora_requests
 from manylora.metrics.requests import Metrics
 from manylora.protocol import AdapterError
 from manylora.protocol.routing import ReplicaId
@@ -32,6 +32,7 @@ class _Replicas(Collector):
         self._base = base
         self._info = info
         self._engines: dict[ReplicaId, EngineCollector] = {}
+        self._stats: list[EngineStats] = []
         self._status: dict[str, Any] = {}
 
     def update(self, replicas: Sequence[ReplicaStats], status: dict[str, Any]) -> None:
@@ -42,6 +43,7 @@ class _Replicas(Collector):
             engine.update(each.stats)
             engines[each.replica] = engine
         self._engines, self._status = engines, status
+        self._stats = [each.stats for each in replicas if each.stats is not None]
 
     def collect(self) -> Iterator[Metric]:
         """See prometheus_client."""
@@ -54,9 +56,40 @@ class _Replicas(Collector):
                 for sample in family.samples:
                     labels = sample.labels | {"replica": str(replica)}
                     merged.samples.append(sample._replace(labels=labels))
+        for family in _of_all(self._stats, self._info, self._status):
+            if (each := families.setdefault(family.name, family)) is not family:
+                each.samples[:0] = family.samples
         yield from families.values()
         if self._status:
             yield from _of_router(self._status)
+
+
+def _of_all(replicas: Sequence[EngineStats], info: EngineInfo, status: dict[str, Any]) -> Iterator[Metric]:
+    """The cluster as one server, for routers that read one series of a server."""
+    # Later than each replica's: llm-d goes by the latest.
+    yield lora_requests(
+        (load for stats in replicas for load in stats.adapters), len(replicas) * info.max_num_seqs
+    )
+    waiting = sum(stats.num_waiting for stats in replicas)
+    pages = sum(stats.pages_total for stats in replicas)
+    for name, text, value in (
+        (
+            "running",
+            "Requests in running batches, of all replicas.",
+            sum(each.num_running for each in replicas),
+        ),
+        (
+            "waiting",
+            "Requests waiting for admission at replicas, and those on none.",
+            waiting + (status["router"]["waiting"] if status else 0),
+        ),
+    ):
+        yield GaugeMetricFamily(f"manylora:cluster_requests_{name}", text, value=value)
+    yield GaugeMetricFamily(
+        "manylora:cluster_kv_usage_perc",
+        "Share (0 to 1) of all replicas' pools held by running requests and their adapters.",
+        value=sum(map(busy_pages, replicas)) / max(pages, 1),
+    )
 
 
 def _of_router(status: dict[str, Any]) -> Iterator[Metric]:

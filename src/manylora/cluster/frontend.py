@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.client import ClusterClient
+from manylora.cluster.credentials import credentials_of
 from manylora.cluster.exposition import ClusterPage, cluster_route
 from manylora.cluster.link import Hello
 from manylora.config import ConfigError, EngineSettings, HttpSettings
@@ -29,6 +30,7 @@ ORPHAN_S = 5.0
 def run(launch: children.Launch, starter: children.Starter) -> int:
     """Until it is told to stop."""
     try:
+        credentials = credentials_of(launch.secret, launch.cluster.tls)
         tokenizer = load_tokenizer(launch.engine.model.model)
     except ConfigError as error:
         starter.say(Failed(str(error), is_user_error=True))
@@ -38,7 +40,7 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
     client = ClusterClient(
         launch.info,
         launch.router,
-        launch.secret,
+        credentials,
         Hello(messages.FRONTEND, launch.id, launch.epoch, os.getpid(), VERSION, launch.model),
         launch.http.max_waiting,
         launch.cluster.queue_timeout,

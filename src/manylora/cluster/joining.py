@@ -21,12 +21,13 @@ import msgspec
 from manylora._version import VERSION
 from manylora.cluster import messages
 from manylora.cluster.client import ClusterClient
+from manylora.cluster.credentials import Credentials, credentials_of
 from manylora.cluster.digests import model_digest
 from manylora.cluster.folder import read_secret
 from manylora.cluster.frontend import serve_clients
 from manylora.cluster.link import Hello, LinkError, LinkRefused, dial
 from manylora.config import ConfigError, HttpSettings
-from manylora.config.cluster import MOST_FRONTENDS
+from manylora.config.cluster import MOST_FRONTENDS, tls_files
 from manylora.main import bind, check_model, configure_logging, load_tokenizer, run_loop
 from manylora.models.source import resolve_model
 from manylora.signals import stop_signals
@@ -45,10 +46,12 @@ def run_frontend(args: argparse.Namespace, http: HttpSettings) -> int:
     """Serve until told to stop; the exit code. Raises ConfigError where the cluster cannot be joined."""
     configure_logging()
     secret = read_secret(Path(args.secret_file))
+    files = tls_files(args.cluster_tls_cert, args.cluster_tls_key, args.cluster_tls_ca)
+    credentials = credentials_of(secret, files)
     router = _address(args.connect)
     sock = bind(http)
     try:
-        joining, info = asyncio.run(_join(router, secret))
+        joining, info = asyncio.run(_join(router, credentials))
         engine = joining.engine
         if args.model is not None:
             model = dataclasses.replace(engine.model, model=args.model, served_model_name=engine.model.name)
@@ -61,7 +64,7 @@ def run_frontend(args: argparse.Namespace, http: HttpSettings) -> int:
         client = ClusterClient(
             info,
             router,
-            secret,
+            credentials,
             Hello(messages.FRONTEND, number, 1, os.getpid(), VERSION, joining.model),
             http.max_waiting,
             joining.queue_timeout_s,
@@ -77,13 +80,13 @@ def run_frontend(args: argparse.Namespace, http: HttpSettings) -> int:
         sock.close()
 
 
-async def _join(router: tuple[str, int], secret: bytes) -> tuple[messages.Joining, EngineInfo]:
+async def _join(router: tuple[str, int], credentials: Credentials) -> tuple[messages.Joining, EngineInfo]:
     """What the cluster serves, once it does. Raises ConfigError."""
     hello = Hello(messages.NEWCOMER, 0, 1, os.getpid(), VERSION, "")
     until_s = time.monotonic() + JOIN_S
     while True:
         try:
-            link = await dial(router, secret, hello, _decoder)
+            link = await dial(router, credentials, hello, _decoder)
         except LinkRefused as error:
             raise ConfigError(f"the cluster does not want this front end: {error}") from error
         except LinkError as error:

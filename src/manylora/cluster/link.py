@@ -1,8 +1,9 @@
 """Framed msgpack between two processes of a cluster, each of which has proved that it knows the cluster's secret.
 
-Owns framing, its bounds, and the handshake. Does not know what messages mean. A frame is a length of four bytes
-and msgpack; a length over the bound ends the link before anything is allocated for it. Nothing but msgpack into
-declared records is ever read.
+Owns framing, its bounds, the handshake, and the end of a link whose other side is silent. Does not know what
+messages mean. A frame is a length of four bytes and msgpack; a length over the bound ends the link before anything
+is allocated for it. Nothing but msgpack into declared records is ever read. A frame of no bytes is a beat: it says
+that its side lives. With a certificate all of it goes through TLS.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import logging
 import secrets
 import socket
-from collections.abc import Awaitable, Callable
-from typing import Any
+import ssl
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, SupportsIndex
 
 import msgspec
 
 from manylora._version import VERSION
+from manylora.cluster.credentials import Credentials, why_broken
 from manylora.config import ConfigError
 from manylora.engine.frames import LENGTH, encoder, frame
+
+log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 64 * 2**20
 MAX_UNSENT_BYTES = 64 * 2**20
@@ -29,6 +35,11 @@ HANDSHAKE_BYTES = 4096
 MOST_STRANGERS = 64
 """Connections of a listener that have not proved themselves yet; more are closed at once."""
 NONCE_BYTES = 32
+BEAT_S = 0.5
+"""Between two beats of a side that has nothing else to say."""
+FULL_S = 1.0
+"""A listener that may open no more files looks again so much later."""
+_BEAT = LENGTH.pack(0)
 
 
 class LinkError(Exception):
@@ -63,10 +74,22 @@ class _Proof(msgspec.Struct):
 
 
 class _Welcome(msgspec.Struct):
-    """``refused``: why not, or nothing. ``epoch``: the listener's."""
+    """``refused``: why not, or nothing. ``epoch``: the listener's. ``silence_s``: see ``Listener``."""
 
     refused: str
     epoch: int
+    silence_s: float
+
+
+class _Reader(asyncio.StreamReader):
+    """``has_news``: something has come since that was last looked at."""
+
+    has_news = False
+
+    def feed_data(self, data: Iterable[SupportsIndex]) -> None:
+        """See StreamReader."""
+        self.has_news = True
+        super().feed_data(data)
 
 
 class Link:
@@ -74,18 +97,38 @@ class Link:
 
     def __init__(
         self,
-        reader: asyncio.StreamReader,
+        reader: _Reader,
         writer: asyncio.StreamWriter,
         decoder: msgspec.msgpack.Decoder[Any],
         peer: Hello,
-        epoch: int,
+        welcome: _Welcome,
     ) -> None:
         self._reader = reader
         self._writer = writer
         self._decoder = decoder
         self.peer = peer
-        self.epoch = epoch
+        self.epoch = welcome.epoch
         self.is_open = True
+        self._most_silent_beats = welcome.silence_s / BEAT_S
+        self._silent_beats = 0
+        self._has_said = False
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(BEAT_S, self._beat)
+
+    def _beat(self) -> None:
+        """Say that this side lives, and see whether the other does. Silence is counted in beats, so that a process
+        which stood still itself reads what has come meanwhile before it judges."""
+        self._silent_beats = 0 if self._reader.has_news else self._silent_beats + 1
+        self._reader.has_news = False
+        if self._silent_beats > self._most_silent_beats:
+            log.warning("the link of %s %d is silent, and ends", self.peer.role, self.peer.id)
+            self.abort()
+        if self._writer.transport.is_closing():
+            return
+        if not self._has_said:
+            self._writer.write(_BEAT)
+        self._has_said = False
+        self._timer = self._loop.call_later(BEAT_S, self._beat)
 
     def send(self, message: msgspec.Struct) -> None:
         """Hand a message over; dropped where the link has ended. A peer that does not read loses the link."""
@@ -96,11 +139,14 @@ class Link:
             self.abort()
             return
         self._writer.write(frame(message))
+        self._has_said = True
 
     async def receive(self) -> Any | None:
         """The next message; None when the link has ended, by whichever side or by what is no message."""
         try:
-            return self._decoder.decode(await _read(self._reader, MAX_FRAME_BYTES))
+            while not (body := await _read(self._reader, MAX_FRAME_BYTES)):
+                pass
+            return self._decoder.decode(body)
         except (LinkError, msgspec.MsgspecError):
             self.abort()
             return None
@@ -108,11 +154,13 @@ class Link:
     def close(self) -> None:
         """End the link when what was handed over has gone."""
         self.is_open = False
+        self._timer.cancel()
         self._writer.close()
 
     def abort(self) -> None:
         """End the link now."""
         self.is_open = False
+        self._timer.cancel()
         self._writer.transport.abort()
 
 
@@ -149,6 +197,8 @@ async def _read(reader: asyncio.StreamReader, most: int) -> bytes:
         if length > most:
             raise LinkError(f"a frame of {length} bytes, of at most {most}")
         return await reader.readexactly(length)
+    except ssl.SSLError as error:
+        raise LinkError(f"the other side ends TLS: {why_broken(error)}") from error
     except (asyncio.IncompleteReadError, OSError) as error:
         raise LinkError("the other side has gone") from error
 
@@ -159,25 +209,37 @@ def _sign(secret: bytes, side: bytes, hello: bytes, nonce: bytes) -> bytes:
 
 
 async def dial(
-    address: tuple[str, int], secret: bytes, hello: Hello, decoder: msgspec.msgpack.Decoder[Any]
+    address: tuple[str, int], credentials: Credentials, hello: Hello, decoder: msgspec.msgpack.Decoder[Any]
 ) -> Link:
     """A link to the listener at ``address``. Raises LinkError; LinkRefused where asking again will not help."""
+    loop = asyncio.get_running_loop()
+    limit_s = None if credentials.dialling is None else HANDSHAKE_S
+    reader = _Reader()
     try:
         async with asyncio.timeout(HANDSHAKE_S):
-            reader, writer = await asyncio.open_connection(*address)
+            transport, protocol = await loop.create_connection(
+                lambda: asyncio.StreamReaderProtocol(reader),
+                *address,
+                ssl=credentials.dialling,
+                ssl_handshake_timeout=limit_s,
+                ssl_shutdown_timeout=limit_s,
+            )
+            writer = asyncio.StreamWriter(transport, protocol, reader, loop)
             try:
-                return await _introduce(reader, writer, secret, hello, decoder)
+                return await _introduce(reader, writer, credentials.secret, hello, decoder)
             except BaseException:
-                writer.transport.abort()
+                transport.abort()
                 raise
     except TimeoutError as error:
         raise LinkError(f"{address[0]}:{address[1]} does not answer") from error
+    except ssl.SSLError as error:
+        raise LinkError(f"{address[0]}:{address[1]}: {why_broken(error)}") from error
     except OSError as error:
         raise LinkError(f"{address[0]}:{address[1]}: {error.strerror or error}") from error
 
 
 async def _introduce(
-    reader: asyncio.StreamReader,
+    reader: _Reader,
     writer: asyncio.StreamWriter,
     secret: bytes,
     hello: Hello,
@@ -187,7 +249,13 @@ async def _introduce(
     said = encoder.encode(hello)
     writer.write(LENGTH.pack(len(said)) + said)
     try:
-        challenge = msgspec.msgpack.decode(await _read(reader, HANDSHAKE_BYTES), type=_Challenge)
+        first = await _read(reader, HANDSHAKE_BYTES)
+    except LinkError as error:
+        raise LinkError(
+            f"{error}: one of the two may use TLS and the other not, or not take its certificate"
+        ) from error
+    try:
+        challenge = msgspec.msgpack.decode(first, type=_Challenge)
         if not hmac.compare_digest(challenge.proof, _sign(secret, b"listener", said, challenge.nonce)):
             raise LinkError("the other side does not know the cluster's secret")
         writer.write(frame(_Proof(_sign(secret, b"dialler", said, challenge.nonce))))
@@ -197,7 +265,7 @@ async def _introduce(
     if welcome.refused:
         raise LinkRefused(welcome.refused)
     _keep_small_frames_quick(writer)
-    return Link(reader, writer, decoder, hello, welcome.epoch)
+    return Link(reader, writer, decoder, hello, welcome)
 
 
 class Listener:
@@ -207,21 +275,25 @@ class Listener:
     def __init__(
         self,
         sock: socket.socket,
-        secret: bytes,
+        credentials: Credentials,
         epoch: int,
+        silence_s: float,
         decoder_of: Callable[[str], msgspec.msgpack.Decoder[Any] | None],
         judge: Callable[[Hello], str | None],
         serve: Callable[[Link], Awaitable[None]],
     ) -> None:
-        """``decoder_of``: of what a role says; None: there is no such role."""
+        """``silence_s``: a link ends, at both sides, when nothing has come over it for so long; ``decoder_of``: of
+        what a role says; None: there is no such role."""
         self._sock = sock
-        self._secret = secret
+        self._secret = credentials.secret
+        self._tls = credentials.listening
         self._epoch = epoch
+        self._silence_s = silence_s
         self._decoder_of = decoder_of
         self._judge = judge
         self._serve = serve
         self._num_strangers = 0
-        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -230,51 +302,89 @@ class Listener:
 
     async def start(self) -> None:
         """Accept from now on."""
-        self._server = await asyncio.start_server(self._meet, sock=self._sock)
+        self._sock.listen()
+        self._sock.setblocking(False)
+        self._spawn(self._accept())
 
-    def close(self) -> None:
-        """Accept no more."""
-        if self._server is not None:
-            self._server.close()
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = None
-        if self._num_strangers < MOST_STRANGERS:
-            self._num_strangers += 1
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
             try:
-                async with asyncio.timeout(HANDSHAKE_S):
-                    link = await self._examine(reader, writer)
-            except (LinkError, TimeoutError, msgspec.MsgspecError, OSError):
-                pass
-            finally:
-                self._num_strangers -= 1
+                sock, _ = await loop.sock_accept(self._sock)
+            except ConnectionError:
+                continue  # it has gone already
+            except OSError as error:
+                log.warning("links cannot be accepted: %s", error.strerror)
+                await asyncio.sleep(FULL_S)
+                continue
+            if self._num_strangers < MOST_STRANGERS:
+                self._num_strangers += 1
+                self._spawn(self._meet(sock))
+            else:
+                sock.close()
+
+    async def _meet(self, sock: socket.socket) -> None:
+        link = None
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                link = await self._examine(*await self._open(sock))
+        except (LinkError, TimeoutError, msgspec.MsgspecError, OSError):
+            pass
+        finally:
+            self._num_strangers -= 1
         if link is None:
-            if not writer.is_closing():  # one that was told why may read it
-                writer.transport.abort()
             return
         try:
             await self._serve(link)
         finally:
             link.close()
 
-    async def _examine(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Link | None:
+    async def _open(self, sock: socket.socket) -> tuple[_Reader, asyncio.StreamWriter]:
+        """Streams over a connection, after TLS has been agreed on."""
+        loop = asyncio.get_running_loop()
+        limit_s = None if self._tls is None else HANDSHAKE_S
+        reader = _Reader()
+        transport, protocol = await loop.connect_accepted_socket(
+            lambda: asyncio.StreamReaderProtocol(reader),
+            sock,
+            ssl=self._tls,
+            ssl_handshake_timeout=limit_s,
+            ssl_shutdown_timeout=limit_s,
+        )
+        return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+    async def _examine(self, reader: _Reader, writer: asyncio.StreamWriter) -> Link | None:
+        """None: the other side was told why it is not wanted. Raises what says that it is no peer."""
+        try:
+            return await self._agree(reader, writer)
+        except BaseException:
+            writer.transport.abort()
+            raise
+
+    async def _agree(self, reader: _Reader, writer: asyncio.StreamWriter) -> Link | None:
         said = await _read(reader, HANDSHAKE_BYTES)
         hello = msgspec.msgpack.decode(said, type=Hello)
         nonce = secrets.token_bytes(NONCE_BYTES)
         writer.write(frame(_Challenge(nonce, _sign(self._secret, b"listener", said, nonce))))
         proof = msgspec.msgpack.decode(await _read(reader, HANDSHAKE_BYTES), type=_Proof)
         if not hmac.compare_digest(proof.proof, _sign(self._secret, b"dialler", said, nonce)):
-            return None
+            raise LinkError("the other side does not know the cluster's secret")
         decoder = self._decoder_of(hello.role)
         refused = f"there is no role {hello.role!r}" if decoder is None else self._judge(hello)
-        writer.write(frame(_Welcome(refused or "", self._epoch)))
+        welcome = _Welcome(refused or "", self._epoch, self._silence_s)
+        writer.write(frame(welcome))
         if refused or decoder is None:
             with contextlib.suppress(OSError):
                 await writer.drain()
             writer.close()
             return None
         _keep_small_frames_quick(writer)
-        return Link(reader, writer, decoder, hello, self._epoch)
+        return Link(reader, writer, decoder, hello, welcome)
 
 
 def _keep_small_frames_quick(writer: asyncio.StreamWriter) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import asyncio.subprocess
 import contextlib
 import os
+import signal
 import socket
 import struct
 import sys
@@ -36,7 +37,7 @@ class Started(Protocol):
         """Tell it to end in order; a second time: now."""
 
     def kill(self) -> None:
-        """End it, stopped or not."""
+        """End it, and what it has started, stopped or not."""
 
     async def wait(self) -> int:
         """Wait for its end; its exit code, negative for a signal."""
@@ -137,9 +138,10 @@ class LocalProcess:
         self.tell(messages.StopChild())
 
     def kill(self) -> None:
-        """See Started."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        """See Started. With all that it has started, which may be stopped, too."""
+        if self._process.returncode is None:  # later the number may be another's
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     async def wait(self) -> int:
         """See Started."""

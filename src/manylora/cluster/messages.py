@@ -31,6 +31,8 @@ from manylora.types import AdapterCard, AdapterId, EngineInfo, RequestError, Req
 ROUTER, SUPERVISOR, FRONTEND, REPLICA = "router", "supervisor", "frontend", "replica"
 NEWCOMER = "newcomer"
 """The role of a front end that was started by hand, for as long as it does not know what the cluster serves."""
+PULLER = "puller"
+"""The role of a replica on the link by which it gets adapters' files."""
 RAY = "ray"
 """The role of the process that speaks to Ray: it has no link."""
 
@@ -231,6 +233,52 @@ class KeepAdapter(msgspec.Struct, tag=True):
 
 
 ToReplicaFromRouter = Lease | AskWhole | AddAdapter | DropAdapter | KeepAdapter
+
+# ---------------------------------------------------------------- a replica that pulls <-> router
+
+
+class AskFiles(msgspec.Struct, tag=True):
+    """Which files does this version have?"""
+
+    id: AdapterId
+
+
+PIECE_BYTES = 256 * 1024
+"""No piece has more."""
+
+
+class AskPiece(msgspec.Struct, tag=True):
+    """These bytes of one of its files, by the file's place in the order of a digest."""
+
+    id: AdapterId
+    file: int
+    offset: int
+    num_bytes: int
+
+
+ToRouterFromPuller = AskFiles | AskPiece
+
+
+class Files(msgspec.Struct, tag=True):
+    """The version's digest, and the size of each file."""
+
+    digest: str
+    sizes: list[int]
+
+
+class FilePiece(msgspec.Struct, tag=True):
+    """The bytes; fewer where the file ends before."""
+
+    data: bytes
+
+
+class NoFiles(msgspec.Struct, tag=True):
+    """They cannot be had."""
+
+    error: RequestError
+
+
+ToPullerFromRouter = Files | FilePiece | NoFiles
 
 # ---------------------------------------------------------------- front end -> replica
 

@@ -1,4 +1,4 @@
-"""What a replica gets of the machine that it runs on: its share of memory and of CPU threads, its GPU."""
+"""What a replica gets of the machine that it runs on: its share of memory and of CPU threads, its GPUs."""
 
 from __future__ import annotations
 
@@ -32,14 +32,13 @@ class NodeShare:
 
     def __init__(self, settings: EngineSettings, most: int, num_at_start: int, per_gpu: int) -> None:
         """Raises ConfigError where there are too few GPUs."""
+        self._ranks = settings.tensor_parallel_size
         self._gpus = [] if settings.model.device == "cpu" else gpus()
         self._per_gpu = per_gpu
-        if settings.model.device == "cuda" and num_at_start > per_gpu * len(self._gpus):
-            raise ConfigError(
-                f"{num_at_start} replicas need {-(-num_at_start // per_gpu)} GPUs, and there are "
-                f"{len(self._gpus)}"
-            )
-        if self._gpus and num_at_start > per_gpu * len(self._gpus):
+        needed = gpus_needed(num_at_start, self._ranks, per_gpu)
+        if settings.model.device == "cuda" and needed > len(self._gpus):
+            raise ConfigError(f"{num_at_start} replicas need {needed} GPUs, and there are {len(self._gpus)}")
+        if self._gpus and needed > len(self._gpus):
             raise ConfigError(
                 f"{num_at_start} replicas do not fit on {len(self._gpus)} GPUs: --replicas-per-gpu shares them, "
                 "--device cpu does without"
@@ -52,22 +51,33 @@ class NodeShare:
         self._pools = shared_pools(settings, free_bytes(), most, "cuda" if self._gpus else "cpu")
 
     @property
+    def _room(self) -> int:
+        """For so many replicas there are GPUs."""
+        return self._per_gpu * (len(self._gpus) // self._ranks)
+
+    @property
     def most_replicas(self) -> int | None:
         """How many fit here; None: any number."""
-        return self._per_gpu * len(self._gpus) if self._gpus else None
+        return self._room if self._gpus else None
 
     def share(self, settings: EngineSettings, replica: int) -> EngineSettings:
         """A replica's settings with its own pools and CPU workers."""
         return with_share(settings, self._pools, replica, self._cores)
 
     def environment(self, replica: int) -> Mapping[str, str]:
-        """What a replica's process is to have in its environment."""
+        """What a replica's process is to have in its environment; its ranks share the threads and the GPUs."""
         found = {}
         if "OMP_NUM_THREADS" not in os.environ:
             found["OMP_NUM_THREADS"] = str(max(1, self._cores))
         if self._gpus:
-            found["CUDA_VISIBLE_DEVICES"] = self._gpus[replica // self._per_gpu % len(self._gpus)]
+            first = self._ranks * (replica % self._room // self._per_gpu)
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus[first : first + self._ranks])
         return found
+
+
+def gpus_needed(replicas: int, ranks: int, per_gpu: int) -> int:
+    """How many GPUs so many replicas of so many ranks take where ``per_gpu`` replicas share each."""
+    return ranks * -(-replicas // per_gpu)
 
 
 def shared_pools(
@@ -88,6 +98,8 @@ def with_share(
 ) -> EngineSettings:
     """The same settings with these pools, and with the CPU workers of a replica that has so many cores."""
     scheduler = settings.scheduler
+    if settings.tensor_parallel_size > 1:
+        cores = 0  # ranks have no CPU workers
     return dataclasses.replace(
         settings,
         cache=dataclasses.replace(settings.cache, device_pool=pools[0], host_pool=pools[1]),

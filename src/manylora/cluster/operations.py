@@ -189,12 +189,16 @@ class Operations:
         names = [name for name in router.requests() if name == request or name.startswith(f"{request}-")]
         if not names:
             raise Refusal(f"there is no request {request!r}")
-        for name in names:
-            self._board.tell(MoveAsked(name, replica))
-        left, there = set(names), set[str]()
+        left, there, asked = set(names), set[str](), set[str]()
 
         def have_moved() -> bool:
-            there.update(name for name in left if name in known.requests)
+            """Asks for those that can be let go by now."""
+            for name in [name for name in left - asked if router.can_leave(name)]:
+                asked.add(name)
+                self._board.tell(MoveAsked(name, replica))
+            there.update(
+                name for name in left if name in known.requests and not known.requests[name].is_withdrawing
+            )
             left.intersection_update(router.requests())
             left.difference_update(there)
             return not left

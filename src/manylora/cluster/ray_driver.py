@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from manylora.cluster import children, messages
+from manylora.cluster.node_share import gpus_needed
 from manylora.cluster.ray_actor import ReplicaActor
 from manylora.cluster.ray_nodes import RayNodeFacts, RayNodes, measure
 from manylora.config import ConfigError
@@ -137,8 +138,9 @@ class _Driver:
             nodes.append(node)
             asked.append(task.remote(node, launch.engine.model.model, self._work_dir))
         if launch.engine.model.device == "cuda" and not nodes:
-            needed = -(-launch.cluster.num_at_start // launch.cluster.replicas_per_gpu)
-            raise ConfigError(f"{launch.cluster.num_at_start} replicas need {needed} GPUs, and Ray has 0")
+            count, per_gpu = launch.cluster.num_at_start, launch.cluster.replicas_per_gpu
+            needed = gpus_needed(count, launch.engine.tensor_parallel_size, per_gpu)
+            raise ConfigError(f"{count} replicas need {needed} GPUs, and Ray has 0")
         found = []
         for node, answer in zip(nodes, asked, strict=True):
             try:

@@ -10,7 +10,7 @@ import msgspec
 
 from manylora._version import VERSION
 from manylora.cluster.digests import model_digest
-from manylora.cluster.node_share import shared_pools, with_share
+from manylora.cluster.node_share import gpus_needed, shared_pools, with_share
 from manylora.config import ConfigError, EngineSettings
 from manylora.config.cold_start import num_cores
 from manylora.devices.free_memory import free_bytes
@@ -59,6 +59,7 @@ class RayNodes:
         """``most``: replicas, at any time; ``at_start``: replicas that there must be room for."""
         self._nodes = {node.id: node for node in nodes}
         self._most = most
+        self._ranks = settings.tensor_parallel_size
         self._per_gpu = per_gpu
         self._settings = settings
         if not nodes:
@@ -73,8 +74,15 @@ class RayNodes:
             if node.model != model:
                 raise ConfigError(f"the model on node {node.address} is another one: its files differ")
         if self.most is not None and at_start > self.most:
+            needed = gpus_needed(at_start, self._ranks, per_gpu)
+            together = f", {self._ranks} of one node each" if self._ranks > 1 else ""
             raise ConfigError(
-                f"{at_start} replicas need {-(-at_start // per_gpu)} GPUs, and Ray has {self.num_gpus}"
+                f"{at_start} replicas need {needed} GPUs{together}, and Ray has {self.num_gpus}"
+            )
+        if self.uses_gpus and per_gpu > 1 and self._ranks > 1:
+            raise ConfigError(
+                "--replicas-per-gpu above 1 does not work with --tensor-parallel-size above 1 on Ray, which gives "
+                "parts of one GPU only"
             )
         if self.uses_gpus and per_gpu > 1 and settings.cache.device_pool is None:
             raise ConfigError(
@@ -93,18 +101,22 @@ class RayNodes:
     @property
     def most(self) -> int | None:
         """Replicas that there is room for; None: any number."""
-        return self.num_gpus * self._per_gpu if self.uses_gpus else None
+        return sum(map(self._room, self._nodes.values())) if self.uses_gpus else None
+
+    def _room(self, node: RayNodeFacts) -> int:
+        """For so many replicas the node has GPUs: those of one lie on one node."""
+        return self._per_gpu * (node.gpus // self._ranks)
 
     @property
     def gpus_each(self) -> float:
         """What Ray is to keep for a replica."""
-        return 1 / self._per_gpu if self.uses_gpus else 0
+        return self._ranks / self._per_gpu if self.uses_gpus else 0
 
     def share(self, settings: EngineSettings, node: str, replica: int) -> tuple[EngineSettings, int]:
         """A replica's settings with what is its own on that node, and its CPU threads. Without GPUs all may come
         to be on one node, when the others are gone: the share is for so many."""
         found = self._nodes.get(node) or min(self._nodes.values(), key=lambda each: each.free_bytes)
-        count = min(self._most, max(1, found.gpus) * self._per_gpu) if self.uses_gpus else self._most
+        count = min(self._most, max(1, self._room(found))) if self.uses_gpus else self._most
         kind: Literal["cpu", "cuda"] = "cuda" if self.uses_gpus else "cpu"
         pools = shared_pools(settings, found.free_bytes, count, kind)
         cores = found.threads // count

@@ -20,12 +20,15 @@ import msgspec
 
 from manylora._version import VERSION
 from manylora.cluster import children, messages
+from manylora.cluster.adapter_cache import AdapterCache
+from manylora.cluster.credentials import Credentials, credentials_of
 from manylora.cluster.digests import adapter_digest
 from manylora.cluster.facts import facts_of
 from manylora.cluster.folder import step_file
 from manylora.cluster.last_step import StepNote
 from manylora.cluster.link import Hello, Link, LinkError, LinkRefused, Listener, bind, dial, why_strange
 from manylora.cluster.noting import StepNotingExecutor
+from manylora.cluster.pulling import FileSource, pull
 from manylora.cluster.recording import without_what_fails
 from manylora.config import ConfigError
 from manylora.engine.client import Delta, EngineDead
@@ -63,6 +66,10 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         log.warning("the replica cannot note its steps: %s", error.strerror)
         note = None
     try:
+        credentials = credentials_of(launch.secret, launch.cluster.tls, launch.host)
+        options, cache = launch.cluster, None
+        if options.adapter_cache is not None:
+            cache = AdapterCache(Path(options.adapter_cache), options.adapter_cache_size)
         wrap = None if note is None else lambda executor: StepNotingExecutor(executor, note)
         engine = launch.engine if launch.epoch == 1 else without_what_fails(launch.engine)
         driver = build_driver(engine, wrap=wrap, has_all_adapters=False, waits_for_loops=False)
@@ -80,7 +87,7 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         children.leave(0)
 
     starter.watch(stop, lambda: children.end_after(children.ORPHAN_S))
-    return asyncio.run(_Replica(launch, driver).serve(starter))
+    return asyncio.run(_Replica(launch, credentials, cache, driver).serve(starter))
 
 
 class _Lease:
@@ -144,12 +151,17 @@ class _Open:
 
 
 class _Replica:
-    def __init__(self, launch: children.Launch, driver: Driver) -> None:
+    def __init__(
+        self, launch: children.Launch, credentials: Credentials, cache: AdapterCache | None, driver: Driver
+    ) -> None:
         self._launch = launch
-        self._secret = launch.secret
+        self._credentials = credentials
         self._driver = driver
         self._name = f"replica {launch.id} (epoch {launch.epoch})"
         self._hello = Hello(messages.REPLICA, launch.id, launch.epoch, os.getpid(), VERSION, launch.model)
+        puller = msgspec.structs.replace(self._hello, role=messages.PULLER)
+        self._source = FileSource(launch.router, credentials, puller)
+        self._cache = cache
         self._lease = _Lease(launch.cluster.lease)
         self._seen = _Seen()
         self._open: dict[RequestId, _Open] = {}
@@ -177,8 +189,9 @@ class _Replica:
         self._driver.start(deliver, died, is_watched=True)
         listener = Listener(
             bind(self._launch.host),
-            self._secret,
+            self._credentials,
             self._launch.epoch,
+            self._launch.cluster.silence_s,
             lambda role: _from_frontend if role == messages.FRONTEND else None,
             self._judge,
             self._serve_frontend,
@@ -253,7 +266,7 @@ class _Replica:
         """Keep a link to the router, whichever it is."""
         while True:
             try:
-                link = await dial(self._launch.router, self._secret, self._hello, _from_router)
+                link = await dial(self._launch.router, self._credentials, self._hello, _from_router)
             except LinkRefused as error:
                 log.error("%s is not wanted: %s", self._name, error)
                 children.leave(children.FENCED)
@@ -297,13 +310,17 @@ class _Replica:
     def _add(self, loop: asyncio.AbstractEventLoop, listing: messages.Listing, verify: bool) -> None:
         """On the thread for adapters."""
         try:
-            if listing.digest and adapter_digest(Path(listing.path)) != listing.digest:
-                raise AdapterError(f"the files in {listing.path} are not those that were loaded")
-            card = self._driver.add_adapter(listing.name, listing.path, verify=verify, adapter=listing.id)
+            path = listing.path
+            if self._cache is not None:
+                path = str(pull(self._source, self._cache, listing))
+            elif listing.digest and adapter_digest(Path(path)) != listing.digest:
+                raise AdapterError(f"the files in {path} are not those that were loaded")
+            card = self._driver.add_adapter(listing.name, path, verify=verify, adapter=listing.id)
             self._adapters[listing.id] = card
             answer = messages.AdapterReady(listing.id, card)
         except AdapterError as error:
             del self._adapters[listing.id]
+            self._let_files_go(listing.id)
             answer = messages.AdapterReady(listing.id, None, RequestError(error.status, str(error)))
         except EngineDead as error:
             answer = messages.AdapterReady(listing.id, None, RequestError(503, str(error)))
@@ -320,9 +337,15 @@ class _Replica:
 
         def tell(done: concurrent.futures.Future[None]) -> None:
             self._adapters.pop(adapter, None)
+            self._work.submit(self._let_files_go, adapter)
             loop.call_soon_threadsafe(self._say, gone)
 
         freed.add_done_callback(tell)
+
+    def _let_files_go(self, adapter: AdapterId) -> None:
+        """On the thread for adapters."""
+        if self._cache is not None:
+            self._cache.release(adapter)
 
     def _say(self, message: messages.ToRouterFromReplica) -> None:
         """To the router that there is now."""

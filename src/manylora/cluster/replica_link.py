@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from manylora.cluster import messages
+from manylora.cluster.credentials import Credentials
 from manylora.cluster.link import Hello, Link, LinkError, LinkRefused, dial
 
 DIAL_S = 2.0
@@ -25,14 +26,14 @@ class ReplicaLink:
     def __init__(
         self,
         endpoint: messages.Endpoint,
-        secret: bytes,
+        credentials: Credentials,
         hello: Hello,
         hear: Callable[[Any], None],
         lost: Callable[[ReplicaLink], None],
     ) -> None:
         self.endpoint = endpoint
         self.is_lost = False
-        self._secret = secret
+        self._credentials = credentials
         self._hello = hello
         self._hear = hear
         self._lost = lost
@@ -91,7 +92,7 @@ class ReplicaLink:
         address = self.endpoint.host, self.endpoint.port
         while True:
             try:
-                link = await dial(address, self._secret, self._hello, _from_replica)
+                link = await dial(address, self._credentials, self._hello, _from_replica)
             except LinkRefused:
                 return None
             except LinkError:

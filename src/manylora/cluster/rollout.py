@@ -135,6 +135,25 @@ class Rollout:
         frontend.revision = max(frontend.revision, revision)
         self.pulse()
 
+    async def digested(self, adapter: AdapterId) -> messages.Listing:
+        """A version with its digest: those of the start have none until one is asked for. Raises AdapterError."""
+        listing = self._of(adapter)
+        if not listing.digest:
+            digest = await asyncio.to_thread(adapter_digest, Path(listing.path))
+            listing = self._of(adapter)  # others may have asked meanwhile
+            if not digest:
+                raise AdapterError(f"the files in {listing.path} cannot be read", status=404)
+            if not listing.digest:
+                listing = msgspec.structs.replace(listing, digest=digest)
+                self._append(listing)
+        return listing
+
+    def _of(self, adapter: AdapterId) -> messages.Listing:
+        listing = self._log.current.get(adapter)
+        if listing is None:
+            raise AdapterError("the adapter is not there any more", status=404)
+        return listing
+
     def pulse(self) -> None:
         """Something has changed that may be waited for."""
         self._change.set()

@@ -20,6 +20,7 @@ import msgspec
 
 from manylora._version import VERSION
 from manylora.cluster import children, messages
+from manylora.cluster.credentials import credentials_of
 from manylora.cluster.digests import model_digest
 from manylora.cluster.folder import SECRET, Folder, default_folder, read_secret, was_left
 from manylora.cluster.link import Hello, Link, LinkError, bind, dial
@@ -28,7 +29,7 @@ from manylora.cluster.node_share import NodeShare
 from manylora.cluster.ray_launcher import RayLauncher, check_ray
 from manylora.cluster.slots import ReplicaPlace, raise_if_failed
 from manylora.config import ConfigError, EngineSettings, HttpSettings
-from manylora.config.cluster import ClusterOptions
+from manylora.config.cluster import TLS_OPTIONS, ClusterOptions
 from manylora.engine.wire import Failed
 from manylora.inspection import check_named_adapters
 from manylora.main import bind as bind_http
@@ -58,8 +59,6 @@ def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOpti
     engine = dataclasses.replace(engine, scheduler=scheduler)
     if cluster.launcher == "ray":
         check_ray()
-    if engine.tensor_parallel_size > 1:
-        raise ConfigError("--tensor-parallel-size works with one replica only")
     sock = _bind(http, cluster)  # first: a taken port must not cost a model load
     folder = None
     try:
@@ -69,6 +68,8 @@ def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOpti
         port = sock.getsockname()[1]
         path = default_folder(port) if cluster.cluster_dir is None else Path(cluster.cluster_dir)
         folder = Folder(path, is_lasting=cluster.cluster_dir is not None)
+        secret = read_secret(folder.secret_path)
+        credentials_of(secret, cluster.tls, cluster.cluster_host)
         launch = children.Launch(
             role="",
             id=0,
@@ -77,7 +78,7 @@ def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOpti
             http=http,
             cluster=cluster,
             folder=str(path),
-            secret=read_secret(folder.secret_path),
+            secret=secret,
             router=(cluster.cluster_host, 0),
             model=model_digest(Path(resolve_model(engine.model.model))),
             host=cluster.cluster_host,
@@ -125,7 +126,7 @@ class _Supervisor:
         self._launcher = launcher
         self._router_sock = bind(launch.host, launch.cluster.cluster_port)
         self._launch = msgspec.structs.replace(launch, router=self._router_sock.getsockname()[:2])
-        self._secret = launch.secret
+        self._credentials = credentials_of(launch.secret, launch.cluster.tls)
         self._slots: dict[ReplicaId, ReplicaPlace] = {}
         self._epochs: dict[ReplicaId, int] = {}  # the last of each place that is no more
         self._frontends: dict[int, Started] = {}
@@ -252,7 +253,7 @@ class _Supervisor:
         hello = Hello(messages.SUPERVISOR, 0, 1, os.getpid(), VERSION, self._launch.model)
         while not self._is_stopping:
             try:
-                link = await dial(self._launch.router, self._secret, hello, _from_router)
+                link = await dial(self._launch.router, self._credentials, hello, _from_router)
             except LinkError:
                 await asyncio.sleep(0.1)
                 continue
@@ -332,9 +333,10 @@ class _Supervisor:
             name = self._launch.engine.model.name
             log.info("the cluster's folder is %s", self._launch.folder)
             log.info(
-                "front ends join by: manylora frontend --connect %s:%d --secret-file %s",
+                "front ends join by: manylora frontend --connect %s:%d --secret-file %s%s",
                 *self._launch.router,
                 Path(self._launch.folder) / SECRET,
+                "".join(f" {option} FILE" for option in TLS_OPTIONS if self._launch.cluster.tls),
             )
             log.info("serving %s on http://%s:%d", name, f"[{host}]" if ":" in host else host, port)
 

@@ -17,6 +17,8 @@ import msgspec
 
 from manylora.cluster import children, messages
 from manylora.cluster.adapter_log import AdapterLog
+from manylora.cluster.credentials import credentials_of
+from manylora.cluster.files import serve_files
 from manylora.cluster.link import Hello, Link, Listener, adopt, why_strange
 from manylora.cluster.members import FrontendMember, Members, ReplicaMember
 from manylora.cluster.recording import open_of_router
@@ -65,6 +67,7 @@ _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     messages.FRONTEND: msgspec.msgpack.Decoder(messages.ToRouterFromFrontend),
     messages.REPLICA: msgspec.msgpack.Decoder(messages.ToRouterFromReplica),
     messages.NEWCOMER: msgspec.msgpack.Decoder(messages.ToRouterFromFrontend),
+    messages.PULLER: msgspec.msgpack.Decoder(messages.ToRouterFromPuller),
     messages.SUPERVISOR: msgspec.msgpack.Decoder(messages.ToRouterFromSupervisor),
 }
 
@@ -88,6 +91,7 @@ class Switchboard:
         self._hint_s = 0.0
         self.registry = Rollout(adapter_log, self.members, self.tell, self.config.queue_timeout_s)
         self._model = launch.model
+        self._credentials = credentials_of(launch.secret, launch.cluster.tls, launch.router[0])
         self._engine = launch.engine
         self._supervisor: Link | None = None
         self._owners: dict[RequestId, tuple[FrontendMember, AdapterId]] = {}
@@ -114,7 +118,13 @@ class Switchboard:
         self._loop = asyncio.get_running_loop()
         self.registry.take_over()
         listener = Listener(
-            adopt(launch.descriptor), launch.secret, self.epoch, _decoders.get, self._judge, self._serve
+            adopt(launch.descriptor),
+            self._credentials,
+            self.epoch,
+            launch.cluster.silence_s,
+            _decoders.get,
+            self._judge,
+            self._serve,
         )
         await listener.start()
         if self._held_back is not None:
@@ -263,6 +273,8 @@ class Switchboard:
             await self._serve_frontend(link)
         elif link.peer.role == messages.NEWCOMER:
             await self._serve_newcomer(link)
+        elif link.peer.role == messages.PULLER:
+            await serve_files(link, self.registry)
         else:
             await self._serve_supervisor(link)
 

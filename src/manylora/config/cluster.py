@@ -2,7 +2,7 @@
 
 import dataclasses
 import ipaddress
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from manylora.config.declaring import ConfigError, Count, Section, check_rules, setting
 from manylora.config.policy import is_import_name
@@ -13,6 +13,7 @@ MOST_REPLICAS = 1024
 MOST_FRONTENDS = 64
 
 Replicas = Annotated[int, between(1, MOST_REPLICAS)]
+File = Annotated[str, Rule("a file's path", str.strip)]
 _LEASE = "seconds that a replica may serve without word from the router, and after which it is given up"
 
 
@@ -21,6 +22,27 @@ def _is_address(text: str) -> bool:
         return not ipaddress.ip_address(text).is_unspecified
     except ValueError:
         return False
+
+
+class TlsFiles(NamedTuple):
+    """Of this machine's certificate, its key, and the authorities whose certificates are believed: all PEM."""
+
+    cert: str
+    key: str
+    ca: str
+
+
+TLS_OPTIONS = ("--cluster-tls-cert", "--cluster-tls-key", "--cluster-tls-ca")
+
+
+def tls_files(*paths: str | None) -> TlsFiles | None:
+    """All of them or none. Raises ConfigError."""
+    given = [path for path in paths if path is not None]
+    if not given:
+        return None
+    if len(given) < len(paths):
+        raise ConfigError(f"{', '.join(TLS_OPTIONS)} go together")
+    return TlsFiles(*given)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +76,25 @@ class ClusterOptions(Section):
     )
     cluster_port: Annotated[int, between(0, 65535)] = setting(
         0, "the port of the router, for front ends that join; 0 for any"
+    )
+    cluster_tls_cert: File | None = setting(
+        None,
+        "encrypt links between the cluster's processes: this machine's certificate, for the address by which "
+        "others reach it",
+        "FILE",
+    )
+    cluster_tls_key: File | None = setting(None, "its key, which only its owner may read", "FILE")
+    cluster_tls_ca: File | None = setting(
+        None, "authorities: the other side of a link must have a certificate of theirs", "FILE"
+    )
+    adapter_cache: Annotated[str, Rule("a folder's path", str.strip)] | None = setting(
+        None,
+        "a folder on each machine, for its replicas alone, into which they copy adapters' files from the router's "
+        "machine; without it they read them where they lie",
+        "DIR",
+    )
+    adapter_cache_size: Count | None = setting(
+        None, "most that --adapter-cache takes of a machine's disk (default: 50GiB)", is_size=True
     )
     frontends: Annotated[int, between(1, MOST_FRONTENDS)] = setting(
         1, "processes that speak HTTP, on one port"
@@ -91,7 +132,15 @@ class ClusterOptions(Section):
             raise ConfigError("--ray-address needs --launcher ray")
         if self.launcher == "local" and self.insecure_ray:
             raise ConfigError("--insecure-ray needs --launcher ray")
+        if self.adapter_cache is None and self.adapter_cache_size is not None:
+            raise ConfigError("--adapter-cache-size needs --adapter-cache")
         self.router_config()
+        _ = self.tls
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """None: links are not encrypted. Raises ConfigError."""
+        return tls_files(self.cluster_tls_cert, self.cluster_tls_key, self.cluster_tls_ca)
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -101,6 +150,11 @@ class ClusterOptions(Section):
         else:
             low = self.replicas if self.max_replicas is None else min(self.replicas, self.max_replicas)
         return low, max(self.replicas, low) if self.max_replicas is None else self.max_replicas
+
+    @property
+    def silence_s(self) -> float:
+        """After which a link ends: later than the router gives a silent replica up."""
+        return self.lease + 1.0
 
     @property
     def num_at_start(self) -> int:

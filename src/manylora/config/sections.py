@@ -217,10 +217,10 @@ class EngineSettings(Section):
         "each group of projections), replicated (one of A and B whole in each, no exchange) or auto (replicated "
         "with two processes, else sharded)",
     )
-    cuda_graphs: Literal["auto", "off"] = setting(
+    cuda_graphs: Literal["auto", "on", "off"] = setting(
         "auto",
-        "auto captures decoding steps at start-up, which spares the host their launches; off launches every "
-        "kernel each time",
+        "auto captures decoding steps at start-up, which spares the host their launches, but not with "
+        "--tensor-parallel-size above 1; on captures them there, too; off launches every kernel each time",
     )
     step_timeout_s: Seconds = setting(
         300.0,

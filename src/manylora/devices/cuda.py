@@ -144,6 +144,9 @@ class CudaDevice:
     def can_mark(self) -> bool:
         return can_write(self.torch_device)
 
+    def mark(self, word: torch.Tensor, number: int) -> None:
+        write_by_stream(word, number, torch.cuda.current_stream(self.torch_device))
+
     def pin(self, memory: torch.Tensor) -> None:
         # Taken here first: inside the driver, which holds its locks meanwhile, steps would wait for it.
         address, size = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)

@@ -152,7 +152,11 @@ class Device(Protocol):
         then the copies of both run in the order in which they were begun."""
 
     def can_mark(self) -> bool:
-        """Whether lanes can tell kernels that run what has landed."""
+        """Whether lanes can tell kernels that run what has landed, and ``mark`` works."""
+
+    def mark(self, word: torch.Tensor, number: int) -> None:
+        """Once all work issued so far has ended ``word``, int64 [1], on the device or pinned, holds the number,
+        also for another process that looks for it meanwhile."""
 
     launches_wait: bool
     """Whether each launch waits for its end, so that nothing on the device may wait for what comes later."""

@@ -6,8 +6,10 @@ what they are for is the callers' business.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import zlib
+from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -15,6 +17,9 @@ import torch
 Purpose = Literal["base", "lora", "sampling", "merging", "start"]
 """What an exchange is for: the base's sums; what adapters add to them; logits and tokens; adapters' rows for a
 switch, and agreeing about it; agreeing at the start."""
+
+Exchange = tuple[Purpose, int]
+"""And the bytes that a rank puts into it."""
 
 PURPOSES: tuple[Purpose, ...] = ("base", "lora", "sampling", "merging", "start")
 
@@ -36,15 +41,34 @@ class Account:
         self.num_exchanges = 0
         self.digest = 0
         self.traffic: dict[Purpose, Traffic] = {purpose: Traffic() for purpose in PURPOSES}
+        self._listed: list[Exchange] | None = None
 
     def note(self, tensor: torch.Tensor, purpose: Purpose) -> None:
         """An exchange of this tensor begins."""
-        self.num_exchanges += 1
-        size = tensor.numel() * tensor.itemsize
-        self.digest = zlib.crc32(f"{purpose} {size}".encode(), self.digest)
-        traffic = self.traffic[purpose]
-        traffic.count += 1
-        traffic.num_bytes += size
+        exchange = purpose, tensor.numel() * tensor.itemsize
+        if self._listed is None:
+            self.note_all([exchange])
+        else:
+            self._listed.append(exchange)
+
+    def note_all(self, exchanges: Sequence[Exchange]) -> None:
+        """See Peers."""
+        for purpose, size in exchanges:
+            self.num_exchanges += 1
+            self.digest = zlib.crc32(f"{purpose} {size}".encode(), self.digest)
+            traffic = self.traffic[purpose]
+            traffic.count += 1
+            traffic.num_bytes += size
+
+    @contextlib.contextmanager
+    def listed(self, exchanges: list[Exchange]) -> Iterator[None]:
+        """See Peers."""
+        exchanges.clear()
+        self._listed = exchanges
+        try:
+            yield
+        finally:
+            self._listed = None
 
 
 class Peers(Protocol):
@@ -70,6 +94,13 @@ class Peers(Protocol):
 
     def broadcast(self, tensor: torch.Tensor, purpose: Purpose) -> None:
         """In place: the first rank's tensor; contiguous."""
+
+    def listed(self, exchanges: list[Exchange]) -> contextlib.AbstractContextManager[None]:
+        """Exchanges meanwhile are put into the list, in place of what is there, and not counted: those of a
+        captured step, whose replays run no code that would count them."""
+
+    def note_all(self, exchanges: Sequence[Exchange]) -> None:
+        """Count these, which a replay makes."""
 
     def close(self) -> None:
         """No more exchanges. Idempotent."""

@@ -16,8 +16,9 @@ import torch
 
 
 def write_by_stream(word: torch.Tensor, number: int, stream: torch.cuda.Stream) -> None:
-    """``word``, int64 [1] on the device, holds the number when all that the stream was given before has ended and
-    can be seen everywhere on the device. The calling thread has used the device before. Raises RuntimeError."""
+    """``word``, int64 [1] on the device or in pinned memory, holds the number when all that the stream was given
+    before has ended and can be seen everywhere on the device. The calling thread has used the device before.
+    Raises RuntimeError."""
     status = _driver().cuStreamWriteValue64_v2(
         ctypes.c_void_p(stream.cuda_stream),
         ctypes.c_uint64(word.data_ptr()),

@@ -16,7 +16,7 @@ import torch
 
 from manylora.adapters.registry import Registry
 from manylora.adapters.store import AdapterStore
-from manylora.adapters.storefolder import open_store_folder
+from manylora.adapters.storefolder import StoreFolder, open_store_folder
 from manylora.config import (
     CacheSettings,
     ColdStartConfig,
@@ -30,11 +30,12 @@ from manylora.config import (
 )
 from manylora.devices.device import Device
 from manylora.devices.select import open_device
-from manylora.executor.cold_rows import start_workers
+from manylora.executor.cold_rows import LATE_S, start_workers
 from manylora.executor.cpu_times import measure_workers
 from manylora.executor.graphs import MAX_BYTES as GRAPH_BYTES
 from manylora.executor.graphs import GraphLimits, Progress
 from manylora.executor.merge_times import measure_merging
+from manylora.executor.queued import device_handover
 from manylora.executor.shards import SMALL_MODEL_BYTES, Shards
 from manylora.executor.sizes import (
     Kind,
@@ -46,6 +47,7 @@ from manylora.executor.sizes import (
 )
 from manylora.executor.warm_up import warm_up
 from manylora.executor.worker import Worker
+from manylora.kernels.ops import Ops
 from manylora.kernels.select import compiling_ahead, ops_for
 from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
 from manylora.memory.arena import Arena
@@ -79,86 +81,123 @@ def build_worker(
     and the settings allow it. ``waits_for_loops``: until those of a CPU are compiled; else torch serves until a
     process beside has compiled them. Raises ConfigError or ModelError, in one line.
     """
-    cold_start = settings.scheduler.cold_start
-    check_workers(cold_start, num_cores())
+    plan = _planned(settings)
+    settings, device, max_rank = plan.settings, plan.device, plan.settings.adapters.max_adapter_rank
+    store_folder = open_store_folder(settings.adapters)
+    if pads_steps is None:
+        pads_steps = device.captures and settings.cuda_graphs != "off"
+    decoder = _loaded(plan, progress, waits_for_loops)
+    worker, host, limits, copy = _with_pools(plan, decoder, store_folder, registry_path, pads_steps)
+    with compiling_ahead(device.torch_device) as rehearse:
+        if pads_steps:
+            worker.use_graphs(GraphLimits.of(limits, max_rank), limits.num_pages, capture_progress, rehearse)
+        if plan.kind == "cuda":
+            warm_up(worker, limits, max_rank, rehearse)
+    if host.descriptor is not None:
+        cold_start = _with_workers(worker, limits.cold_start, host, plan.geometry, device, decoder.ops)
+        limits = dataclasses.replace(limits, cold_start=cold_start)
+    if limits.merge.is_on:
+        times = measure_merging(worker, limits, max_rank, steps_wait=copy.place == "host")
+        limits = dataclasses.replace(limits, merge=dataclasses.replace(limits.merge, times=times))
+    return worker, limits, engine_info(settings, plan.config, limits, device.name, plan.dtype, copy.num_bytes)
+
+
+class _Plan(NamedTuple):
+    """What follows from settings and config.json alone. ``settings``: as the device can obey them; ``limits``: for
+    the largest pool that there could be; ``is_small``: the model is one for a CPU's own kernels."""
+
+    settings: EngineSettings
+    folder: Path
+    config: ModelConfig
+    device: Device
+    kind: Kind
+    dtype: torch.dtype
+    page: PageShape
+    geometry: AdapterGeometry
+    limits: PolicyConfig
+    is_small: bool
+
+
+def _planned(settings: EngineSettings) -> _Plan:
+    """Raises ConfigError or ModelError for all that can be refused before weights are read."""
+    check_workers(settings.scheduler.cold_start, num_cores())
     folder = resolve_model(settings.model.model)
     config = read_model_config(folder)
     device = open_device(settings.model.device)
     settings = with_gates(settings, device.launches_wait)
     kind: Kind = "cuda" if device.torch_device.type == "cuda" else "cpu"
     dtype = resolve_dtype(settings.model.dtype, kind, config.dtype)
+    check_mixed(settings.scheduler.merge, dtype)
     page = config.page_shape(settings.cache.page_tokens, dtype.itemsize)
     geometry = _geometry(page, config)
     asked_pool = settings.cache.device_pool
     # No pool can be larger than what is free before the weights are there.
     most_pages = pool_pages(device.free_bytes() if asked_pool is None else asked_pool, page.page_bytes)
     limits = policy_limits(settings, config, kind, page, most_pages)
-
-    store_folder = open_store_folder(settings.adapters)
-    if pads_steps is None:
-        pads_steps = device.captures and settings.cuda_graphs == "auto"
-    merge = settings.scheduler.merge
-    check_mixed(merge, dtype)
     is_small = kind == "cpu" and weight_bytes(config, dtype) <= SMALL_MODEL_BYTES
+    return _Plan(settings, folder, config, device, kind, dtype, page, geometry, limits, is_small)
+
+
+def _loaded(plan: _Plan, progress: Callable[[int, int], None] | None, waits_for_loops: bool) -> Decoder:
+    """The decoder, with its weights."""
+    device, dtype, max_positions = plan.device.torch_device, plan.dtype, plan.limits.max_model_len
     ops = ops_for(
-        device.torch_device,
-        compiled=is_small and dtype is torch.float32,
+        device,
+        compiled=plan.is_small and dtype is torch.float32,
         waits=waits_for_loops,
-        attention=attention_shape(config, dtype, limits.max_model_len),
+        attention=attention_shape(plan.config, dtype, max_positions),
     )
-    _log.info("running on %s with %s kernels", device.name, ops.name)
+    _log.info("running on %s with %s kernels", plan.device.name, ops.name)
     decoder = load_model(
-        folder,
+        plan.folder,
         ops=ops,
-        device=device.torch_device,
+        device=device,
         dtype=dtype,
-        load_format=settings.model.load_format,
-        max_positions=limits.max_model_len,
+        load_format=plan.settings.model.load_format,
+        max_positions=max_positions,
         progress=progress,
     )
-    device.release_memory()
-    activations = activation_bytes(config, dtype, limits.max_num_seqs, limits.max_batch_tokens)
+    plan.device.release_memory()
+    return decoder
+
+
+def _with_pools(
+    plan: _Plan,
+    decoder: Decoder,
+    store_folder: StoreFolder | None,
+    registry_path: Path | None,
+    pads_steps: bool,
+) -> tuple[Worker, HostPool, PolicyConfig, CopyOfWeights]:
+    """The worker with its pools, what the policy may use of them, and the copy of the base's weights."""
+    settings, device, page, dtype = plan.settings, plan.device, plan.page, plan.dtype
+    cache, merge = settings.cache, settings.scheduler.merge
+    num_seqs, batch_tokens = plan.limits.max_num_seqs, plan.limits.max_batch_tokens
+    activations = activation_bytes(plan.config, dtype, num_seqs, batch_tokens)
     if pads_steps and device.captures:
         activations += GRAPH_BYTES
-    copy = copy_of_weights(merge, asked_pool, decoder, device, activations)
-    num_pages, num_host_pages = _num_pages(settings.cache, device, kind, page, activations, copy)
-    limits = policy_limits(settings, config, kind, page, num_pages, num_host_pages)
+    copy = copy_of_weights(merge, cache.device_pool, decoder, device, activations)
+    num_pages, num_host_pages = _num_pages(cache, device, plan.kind, page, activations, copy)
+    limits = policy_limits(settings, plan.config, plan.kind, page, num_pages, num_host_pages)
     # One page more where steps are padded: what padding tokens write goes there.
     arena = Arena(num_pages + pads_steps, page, dtype, device)
-    check_host_pool(cold_start, num_host_pages)
-    host = HostPool(num_host_pages, page, dtype, device, is_lent=cold_start.wanted_workers > 0)
-    registry = Registry(geometry, decoder.layer_prefix, registry_path)
+    check_host_pool(limits.cold_start, num_host_pages)
+    host = HostPool(num_host_pages, page, dtype, device, is_lent=limits.cold_start.wanted_workers > 0)
     num_threads = torch.get_num_threads()
-    shards = Shards(num_threads) if is_small and num_threads > 1 and not pads_steps else None
-    max_rank = settings.adapters.max_adapter_rank
-    store = None if store_folder is None else AdapterStore(store_folder, geometry, dtype)
     worker = Worker(
-        decoder, arena, host, geometry, device, registry, max_rank, shards, store, settings.cache.copy_limit
+        decoder,
+        arena,
+        host,
+        plan.geometry,
+        device,
+        Registry(plan.geometry, decoder.layer_prefix, registry_path),
+        settings.adapters.max_adapter_rank,
+        Shards(num_threads) if plan.is_small and num_threads > 1 and not pads_steps else None,
+        None if store_folder is None else AdapterStore(store_folder, plan.geometry, dtype),
+        cache.copy_limit,
     )
     if merge.is_on:
         worker.use_merging(copy.made(decoder, device))
-    graph_limits = None
-    if pads_steps:
-        graph_limits = GraphLimits(
-            limits.max_num_seqs,
-            limits.max_batch_tokens,
-            limits.max_model_len,
-            max_rank,
-            merge.is_mixed,
-            limits.cold_start.num_groups,
-        )
-    with compiling_ahead(device.torch_device) as rehearse:
-        if graph_limits is not None:
-            worker.use_graphs(graph_limits, num_pages, capture_progress, rehearse)
-        if kind == "cuda":
-            warm_up(worker, limits, max_rank, rehearse)
-    if host.descriptor is not None:
-        cold_start = _with_workers(worker, cold_start, host, geometry, device.torch_device)
-        limits = dataclasses.replace(limits, cold_start=cold_start)
-    if merge.is_on:
-        times = measure_merging(worker, limits, max_rank, steps_wait=copy.place == "host")
-        limits = dataclasses.replace(limits, merge=dataclasses.replace(merge, times=times))
-    return worker, limits, engine_info(settings, config, limits, device.name, dtype, copy.num_bytes)
+    return worker, host, limits, copy
 
 
 def with_gates(settings: EngineSettings, launches_wait: bool) -> EngineSettings:
@@ -186,15 +225,16 @@ def _with_workers(
     config: ColdStartConfig,
     host: HostPool,
     geometry: AdapterGeometry,
-    device: torch.device,
+    device: Device,
+    ops: Ops,
 ) -> ColdStartConfig:
     """Start the CPU workers; what the policy is to know of them."""
     try:
         workers = start_workers(host, geometry, config.wanted_workers, config.cores_before)
     except OSError as error:
         raise ConfigError(f"CPU workers could not be started: {error}") from error
-    worker.use_workers(workers)
-    rates = measure_workers(workers, geometry, host, device)
+    worker.use_workers(workers, device_handover(workers.board, ops, device, LATE_S))
+    rates = measure_workers(workers, geometry, host, device.torch_device)
     _log.info("%d CPU workers serve cold requests, %d tokens each", workers.num_workers, rates.slice_tokens)
     return dataclasses.replace(config, rates=rates, num_workers=workers.num_workers)
 

@@ -6,9 +6,12 @@ Owns a gate from its copy's or its read's command on until no step can name it. 
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Callable, Iterable
 
-from manylora.adapters.pack import cell_offsets, layout_of
+import numpy as np
+
+from manylora.adapters.pack import cell_offsets, layout_of, pages_of_b
 from manylora.adapters.peft import AdapterSpec
 from manylora.executor.arrivals import Arrivals, DeviceArrivals, HostArrivals
 from manylora.executor.cold_rows import ColdStep
@@ -52,7 +55,8 @@ class Coming:
         """Enter what has landed into the tables. It is among it before its ``done`` is heard of."""
         while self.landed:
             landed = self.landed.popleft()
-            self._ahead.pop(landed.adapter, None)
+            if self._ahead.get(landed.adapter) not in self._gates:  # else it may fail on another rank
+                self._ahead.pop(landed.adapter, None)
             self._tables.put(landed.adapter, landed.layout, landed.offsets)
 
     def leave(self, adapter: AdapterId) -> None:
@@ -75,7 +79,8 @@ class Coming:
             in_order = later + [group for group in groups if group[0] < first]
             order = int(command.follows_read)
             self._num_gates[order] += 1
-            gate = self._gates[command.copy] = CopyGate(in_order, self._num_gates[order], order)
+            ahead = self._of_b(command) if command.brings_b_first else None
+            gate = self._gates[command.copy] = CopyGate(in_order, self._num_gates[order], order, ahead)
             self._commands[command.copy] = command
 
         try:
@@ -87,6 +92,14 @@ class Coming:
             tell(CopyDone(command.copy, False, error=one_line(error)))
             if gate is not None:
                 gate.answer(False)
+
+    def _of_b(self, command: SwapPages) -> np.ndarray | None:
+        """Which pages of the adapter's hold rows of B; None where all do, or it was removed meanwhile."""
+        assert command.adapter is not None
+        with contextlib.suppress(AdapterError):
+            found = pages_of_b(layout_of(self._spec_of(command.adapter), self._geometry), self._geometry)
+            return None if found.all() else found
+        return None
 
     def _filling_of(self, command: SwapPages) -> Filling:
         filling = self._fillings.get(command.adapter) if command.adapter is not None else None
@@ -185,9 +198,12 @@ class Coming:
             (adapter, filling) for adapter, filling in self._fillings.items() if filling.is_answered
         ]
 
-    def forget(self, answered: Iterable[tuple[CopyId, bool]]) -> None:
+    def forget(self, answered: Iterable[tuple[CopyId, bool]], reads: Iterable[AdapterId] = ()) -> None:
         """No step names these copies any more, each with whether it went well; what was entered ahead of one that
-        did not is dropped. Until then steps may name it, whose rows are spoilt."""
+        did not is dropped. Until then steps may name it, whose rows are spoilt. No copy follows the last read of
+        the adapters ``reads``."""
+        for name in reads:
+            self._fillings.pop(name, None)
         for copy, ok in answered:
             del self._gates[copy]
             adapter = self._commands.pop(copy).adapter

@@ -50,12 +50,21 @@ def measure_workers(
     handover_s = min(besides.values())
     to_and_fro_s = max(besides[TOKENS[-1]] - handover_s, 0.0) / TOKENS[-1]
     # Rows and results of other products are narrower or wider.
-    widths = [group.in_features + group.offsets[-1] for groups in geometry.layers for group in groups]
-    token_s = to_and_fro_s * sum(widths) / timed.width
+    products = [group for groups in geometry.layers for group in groups]
+    of_inputs = to_and_fro_s * sum(group.in_features for group in products) / timed.width
+    of_results = to_and_fro_s * sum(group.offsets[-1] for group in products) / timed.width
     fixed_tokens = (byte_s * num_bytes + handover_s) / (token_byte_s * num_bytes)
     slice_tokens = int(min(max(_SLICE_TIMES * fixed_tokens, 1), MOST_CPU_TOKENS))
     workers.slice_tokens = slice_tokens
-    return CpuRates(len(widths) * handover_s, byte_s, token_byte_s, slice_tokens, token_s)
+    return CpuRates(
+        len(products) * handover_s,
+        byte_s,
+        token_byte_s,
+        slice_tokens,
+        of_inputs + of_results,
+        geometry.b_share,
+        of_inputs,
+    )
 
 
 class TimedProduct:

@@ -79,9 +79,9 @@ class Forward:
         self.decoder = decoder
         self.ranked = ranked
         self._greedy = greedy if ranked is None else ranked.greedy
-        self._arena = arena
-        self._geometry = geometry
-        self._device = device
+        self.arena = arena
+        self.geometry = geometry
+        self.device = device
         self.pending = device.zeros((PENDING_ENTRIES,), torch.int64)
 
     def compute(
@@ -113,7 +113,7 @@ class Forward:
             before_layer=before_layer,
             cold=cold,
         )
-        logits = self.decoder.forward(batch, self._arena.pool)
+        logits = self.decoder.forward(batch, self.arena.pool)
         best = self._greedy(logits)
         self.redraw(numbers.pending_index, best.tokens)
         return Outputs(logits, best, token_ids[numbers.sample_index], numbers.pending_index)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from manylora.config import PolicyConfig
 from manylora.devices.device import Device, Tensors
 from manylora.executor.best import Best
 from manylora.executor.fixed import FixedAttention, FixedLora, fixed_attention, fixed_lora, has_fixed_plans
@@ -80,10 +81,22 @@ class GraphLimits:
     has_second_scales: bool = False
     num_groups: int = 0
 
+    @classmethod
+    def of(cls, limits: PolicyConfig, max_adapter_rank: int | None) -> GraphLimits:
+        """Of the steps that a policy with these limits composes."""
+        return cls(
+            limits.max_num_seqs,
+            limits.max_batch_tokens,
+            limits.max_model_len,
+            max_adapter_rank,
+            limits.merge.is_mixed,
+            limits.cold_start.num_groups,
+        )
+
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Prepared:
-    """A bucket's plans, on padding, and what runs a step of it."""
+class Prepared:
+    """A bucket's plans, on padding, and what runs a step of it. Nothing of it has run."""
 
     attention: FixedAttention
     lora: FixedLora | None
@@ -93,7 +106,7 @@ class _Prepared:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Captured:
+class Captured:
     attention: FixedAttention
     lora: FixedLora | None
     cells: torch.Tensor | None
@@ -104,6 +117,11 @@ def bucket_sizes(most: int) -> list[int]:
     """Rows that steps are padded to, ascending, up to ``most``: finer where a row more costs more."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32)]
     return [*[size for size in sizes if size < most], most]
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without what a device says at length."""
+    return str(error).strip().partition("\n")[0]
 
 
 class StepGraphs:
@@ -139,11 +157,13 @@ class StepGraphs:
         self._mirror = device.mirror(3 * most_tokens + 2 * limits.max_num_seqs + NUMBERS)
         self._gates = step_gates(forward.decoder.ops, words, device)
         self._attention: dict[tuple[int, int], FixedAttention] = {}
-        self._captured: dict[Bucket, _Captured] = {}
+        self._captured: dict[Bucket, Captured] = {}
         self._is_full = False
         self._segments: LoraSegments | None = None
         self._rank = 0
         self._num_scales = 1
+        self.ran: Bucket | None = None
+        """What the last step ran in; None: eagerly."""
 
     def capture_all(self, progress: Progress | None = None) -> None:
         """Capture what steps are likely to ask for, the largest first. ``progress(done, total)``.
@@ -206,6 +226,7 @@ class StepGraphs:
     def run(self, inputs: StepInputs, awaited: Awaited | None = None) -> Outputs | None:
         """The step's outputs, of its M drawing rows first; None where it is not one for a bucket. ``awaited``:
         what has to land before its layers begin."""
+        self.ran = None
         bucket = self._bucket(inputs)
         captured = None if bucket is None else self._get(bucket)
         if bucket is None or captured is None:
@@ -224,6 +245,7 @@ class StepGraphs:
         if awaited is not None:
             awaited.all(but_marked=gates is not None)
         outputs = captured.replay()
+        self.ran = bucket
         if awaited is not None and gates is not None:
             awaited.passes_on_device(gates.told())
         return outputs
@@ -291,7 +313,7 @@ class StepGraphs:
 
     # ------------------------------------------------------------ captures
 
-    def _get(self, bucket: Bucket) -> _Captured | None:
+    def _get(self, bucket: Bucket) -> Captured | None:
         """What was captured for the bucket, now if need be; None where nothing more is captured."""
         captured = self._captured.get(bucket)
         if captured is not None and (captured.lora is None or captured.cells is self._tables.cells):
@@ -300,33 +322,36 @@ class StepGraphs:
         self._captured.pop(bucket, None)
         if self._is_full:
             return None
-        if self._device.captured_bytes() >= MAX_BYTES:
-            self._stop(f"captures hold {MAX_BYTES >> 20} MiB")
-            return None
         try:
             with torch.inference_mode():
                 captured = self._capture(bucket)
         except RuntimeError as error:
-            self._stop(str(error).strip().partition("\n")[0])
+            self._is_full = True
+            count, why = len(self._captured), first_line(error)
+            _log.warning("steps other than the %d captured ones run eagerly: %s", count, why)
             return None
         self._captured[bucket] = captured
         return captured
 
-    def _stop(self, why: str) -> None:
-        self._is_full = True
-        _log.warning("steps other than the %d captured ones run eagerly: %s", len(self._captured), why)
+    def _capture(self, bucket: Bucket) -> Captured:
+        """Raises RuntimeError where that cannot be."""
+        prepared = self._with_room(bucket)
+        return self._replaying(prepared, self._device.capture(prepared.run))
 
-    def _capture(self, bucket: Bucket) -> _Captured:
-        prepared = self._prepared(bucket, self._forward)
-        replay = self._device.capture(prepared.run)
+    def _with_room(self, bucket: Bucket) -> Prepared:
+        """Raises RuntimeError where there is no room for another capture."""
+        if self._device.captured_bytes() >= MAX_BYTES:
+            raise RuntimeError(f"captures hold {MAX_BYTES >> 20} MiB")
+        return self._prepared(bucket, self._forward)
 
+    def _replaying(self, prepared: Prepared, replay: Callable[[], Tensors]) -> Captured:
         def outputs() -> Outputs:
             logits, best, last = replay()
             return Outputs(logits, Best.within(best), last, prepared.pending_index)
 
-        return _Captured(prepared.attention, prepared.lora, prepared.cells, outputs)
+        return Captured(prepared.attention, prepared.lora, prepared.cells, outputs)
 
-    def _prepared(self, bucket: Bucket, forward: Forward) -> _Prepared:
+    def _prepared(self, bucket: Bucket, forward: Forward) -> Prepared:
         ops, device, geometry = self._forward.decoder.ops, self._device.torch_device, self._geometry
         tokens, rows = bucket.num_tokens, bucket.num_rows
         attention = self._attention.get((tokens, rows))
@@ -352,4 +377,4 @@ class StepGraphs:
         if lora is not None:
             lora.fill(None, tokens)
         self._send(None, bucket)
-        return _Prepared(attention, lora, cells, numbers.pending_index, run)
+        return Prepared(attention, lora, cells, numbers.pending_index, run)

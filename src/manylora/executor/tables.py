@@ -90,6 +90,7 @@ class AdapterTables:
         self.cells = torch.zeros(_FIRST_CELLS, dtype=torch.int64, device=device.torch_device)
         self.merged: AdapterId = BASE
         self.version = 0
+        self._is_fixed = False
 
     def __contains__(self, adapter: AdapterId) -> bool:
         return adapter in self._held
@@ -162,19 +163,27 @@ class AdapterTables:
             self.cells = cells
             self._ranges.grow(num_cells)
 
+    def fix(self, num_cells: int) -> None:
+        """From now on the cell table stays where it is, with room for so many; at least for what all adapters that
+        are resident at a time have. Before the first entry."""
+        self.reserve(num_cells)
+        self._is_fixed = True
+
     def _enter(self, placed: Placed) -> _Held:
-        layout, offsets = placed.layout, placed.offsets
-        first = 0
+        first = self._take_cells(len(placed.offsets)) if len(placed.offsets) else 0
+        return self._written(_Held(self._take_row(), first, placed))
+
+    def _written(self, held: _Held) -> _Held:
+        """An entry, now that it is one."""
+        layout, offsets = held.placed.layout, held.placed.offsets
         if len(offsets):
-            first = self._take_cells(len(offsets))
-            self._device.send(offsets, self.cells[first : first + len(offsets)])
-        row = self._take_row()
+            self._device.send(offsets, self.cells[held.first : held.first + len(offsets)])
         records = layout.records.copy()
-        records[records[:, 2] > 0, :2] += first
-        self._records[row] = records
-        self._scales[row] = layout.scales
+        records[records[:, 2] > 0, :2] += held.first
+        self._records[held.row] = records
+        self._scales[held.row] = layout.scales
         self.version += 1
-        return _Held(row, first, placed)
+        return held
 
     def _leave(self, held: _Held) -> None:
         self._free_rows.append(held.row)
@@ -185,9 +194,27 @@ class AdapterTables:
     def _take_cells(self, count: int) -> int:
         first = self._ranges.take(count)
         while first is None:
-            self.reserve(2 * self._ranges.capacity)
+            if self._is_fixed:
+                self._close_up(count)
+            else:
+                self.reserve(2 * self._ranges.capacity)
             first = self._ranges.take(count)
         return first
+
+    def _close_up(self, count: int) -> None:
+        """Have all entries lie one after the other, so that what is free is one piece. Raises RuntimeError where
+        that is fewer than so many cells. Steps that were issued before read the table as it was."""
+        capacity, end = self._ranges.capacity, 0
+        for entries in (self._held, self._paired):
+            for adapter, held in entries.items():
+                if held.first != end:
+                    entries[adapter] = self._written(dataclasses.replace(held, first=end))
+                end += len(held.placed.offsets)
+        self._ranges = RangeAllocator(capacity)
+        if end:
+            self._ranges.take(end)
+        if capacity - end < count:
+            raise RuntimeError(f"the table of {capacity} cells has no room for {count} more")
 
     def _take_row(self) -> int:
         if not self._free_rows:

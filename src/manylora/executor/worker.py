@@ -22,15 +22,18 @@ from manylora.adapters.registry import Registry
 from manylora.adapters.store import AdapterStore
 from manylora.assist.workers import Workers
 from manylora.devices.device import Device
+from manylora.devices.peers import Peers
 from manylora.devices.preparation import PREPARATION
 from manylora.executor.cold_rows import ColdStep
 from manylora.executor.coming import Coming
+from manylora.executor.fixed_steps import landed_words, steps_of_fixed_sizes
 from manylora.executor.forward import EagerSteps, Forward, Outputs
-from manylora.executor.graphs import GraphLimits, Progress, Rehearse, StepGraphs
+from manylora.executor.graphs import Bucket, GraphLimits, Progress, Rehearse, StepGraphs
 from manylora.executor.inputs import InputBuilder, StepInputs
 from manylora.executor.inspections import Inspections
 from manylora.executor.joined import joined
 from manylora.executor.merging import MergedWeights
+from manylora.executor.queued import DeviceHandover
 from manylora.executor.ranked_merging import RankedMerging
 from manylora.executor.ranked_sampling import RankedSampling
 from manylora.executor.reader import AdapterReader
@@ -41,7 +44,7 @@ from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.arena import Arena
 from manylora.memory.copier import Copier, one_line
-from manylora.memory.gates import Awaited, LandedWords
+from manylora.memory.gates import Awaited
 from manylora.memory.host import HostPool
 from manylora.memory.pristine import Pristine
 from manylora.models.decoder import Decoder
@@ -71,10 +74,6 @@ from manylora.protocol import (
 from manylora.types import BASE, AdapterId, CopyId, SequenceId
 
 _log = logging.getLogger(__name__)
-
-
-_MOST_CELLS = 2**22
-"""Cells that the table has room for from the start: 32 MiB."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -133,6 +132,7 @@ class Worker:
         self._tables = AdapterTables(device, geometry)
         self._merging: MergedWeights | None = None
         self._workers: Workers | None = None
+        self._handover: DeviceHandover | None = None
         self._shards = shards
         self._parts = [
             _Part(
@@ -171,9 +171,9 @@ class Worker:
                 self._coming.step_ended()
             self._tell(result)
 
-    def forget_copies(self, answered: Sequence[tuple[CopyId, bool]]) -> None:
-        """Of one of several ranks: no step names these copies any more, each with whether it went well on all."""
-        self._coming.forget(answered)
+    def forget_copies(self, answered: Sequence[tuple[CopyId, bool]], reads: Sequence[AdapterId]) -> None:
+        """Of one of several ranks: see ``Coming.forget``."""
+        self._coming.forget(answered, reads)
 
     # ------------------------------------------------------------ merged weights
 
@@ -216,10 +216,9 @@ class Worker:
 
     # ------------------------------------------------------------ steps
 
-    def use_workers(self, workers: Workers) -> None:
-        """Have these compute the rows of ``RunStep.cpu`` from now on; before the first step. The worker closes
-        them."""
-        self._workers = workers
+    def use_workers(self, workers: Workers, handover: DeviceHandover | None) -> None:
+        """Have these compute the rows of ``RunStep.cpu``; before the first step. The worker closes both."""
+        self._workers, self._handover = workers, handover
 
     def use_graphs(
         self,
@@ -227,40 +226,26 @@ class Worker:
         scratch_page: int,
         progress: Progress | None = None,
         rehearse: Rehearse | None = None,
+        peers: Peers | None = None,
     ) -> None:
         """Run decoding steps at fixed sizes from now on, captured where the device can; before the first step.
 
-        ``scratch_page``: a page of the device's pool that holds no data. Where this cannot be, it only logs.
+        ``scratch_page``: a page of the device's pool that holds no data. ``peers``: of one of several ranks. Where
+        this cannot be, it only logs. Raises CapturingFailed.
         """
         assert self._forward is not None
         words = None
         if limits.num_groups and self._device.captures:
-            words = self._landed_words(limits.num_groups)
-        try:
-            graphs = StepGraphs(
-                self._forward, self._tables, self._geometry, self._device, limits, scratch_page, words
-            )
-        except ValueError as error:
-            _log.warning("decoding steps run eagerly: %s", error)
-            return
-        if self._device.captures:
-            # A table that moves must be captured again: make room for all that the pool can hold, within reason,
-            # and for as much again where they are entered beside a merged adapter.
-            num_cells = self._arena.num_pages * self._geometry.cells_per_page
-            self._tables.reserve(min(num_cells * (1 + limits.has_second_scales), _MOST_CELLS))
-            if rehearse is not None:
-                decoder = self._forward.decoder.rehearsal()
-                rehearse(*graphs.rehearsals(Forward(decoder, self._arena, self._geometry, self._device)))
-            graphs.capture_all(progress)
-        self._graphs = graphs
+            words = landed_words(self._device, self._geometry.page.layers, limits.num_groups)
+        if words is not None:
+            self._copier.tell_landed(words)
+        steps = self._forward, self._tables, limits, scratch_page, words
+        self._graphs = steps_of_fixed_sizes(*steps, progress=progress, rehearse=rehearse, peers=peers)
 
-    def _landed_words(self, num_groups: int) -> LandedWords | None:
-        if not self._device.can_mark():
-            _log.warning("captured steps wait for whole copies: the driver writes no numbers in streams")
-            return None
-        words = LandedWords(self._geometry.page.layers, num_groups, self._device)
-        self._copier.tell_landed(words)
-        return words
+    @property
+    def bucket(self) -> Bucket | None:
+        """What the last step that was issued ran in; None: eagerly."""
+        return None if self._graphs is None else self._graphs.ran
 
     def run_step(self, step: RunStep) -> None:
         """Carries out RunStep. Raises RuntimeError where the base's weights are lost."""
@@ -352,12 +337,9 @@ class Worker:
 
     def _run_cold(self, part: _Part, inputs: StepInputs, awaited: Awaited | None, cold: ColdStep) -> Outputs:
         """A step some of whose rows are the CPU's, eagerly."""
-        device = self._device.torch_device
-        rows = cold.begin(self._workers, inputs.lora, inputs.lora_adapters, self._geometry, device)
-        try:
+        rows = cold.begin(self._workers, self._handover, inputs, self._geometry, self._device.torch_device)
+        with cold.launching(self._workers):
             return part.eager.run(inputs, cold.before_layer(awaited), rows)
-        finally:
-            cold.end()
 
     def _finish(
         self,
@@ -371,6 +353,8 @@ class Worker:
     ) -> StepResult:
         """``sampled_sequences``: the sequences of the rows that drew, in the step's order, as ``expected``."""
         try:
+            if cold is not None:
+                cold.end(self._workers)
             results = [part.read() for part in sampled]
         except Exception as error:
             self._sequences.forget(expected)
@@ -484,8 +468,9 @@ class Worker:
             self._device.synchronize()
         except RuntimeError:
             _log.exception("the device failed before it was closed")
-        if self._shards is not None:
-            self._shards.close()
+        for held in (self._handover, self._shards):
+            if held is not None:
+                held.close()
         self._forward = self._graphs = None
         self._parts = []
         self._tables.close()

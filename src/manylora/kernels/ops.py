@@ -143,7 +143,7 @@ class ColdProducts(Protocol):
     def post(self, x: torch.Tensor, layer: int, group: ProjectionGroup) -> bool:
         """Begin with the rows' products; whether there are any."""
 
-    def add(self, y: torch.Tensor, group: ProjectionGroup) -> None:
+    def add(self, y: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup) -> None:
         """Wait for what was begun last, and add it to y ``[T, sum(out)]`` in place."""
 
 

@@ -192,15 +192,16 @@ class Copier:
         host, arena = self._host.run(0, self._host.num_pages), self._arena.run(0, self._arena.num_pages)
         is_pinned = bool(sources.max(initial=0) < self._host.pages_pinned)
         page_bytes, slab_bytes = self._host.shape.page_bytes, self._host.shape.slab_bytes
-        for first, end in gate.groups:
+        for number, (first, end) in enumerate(gate.groups):
             if filling is not None and not filling.wait_layers(end):
                 return _NOT_READ
             if self._closing:
                 return _CLOSING
-            at, of = targets * page_bytes + first * slab_bytes, sources * page_bytes + first * slab_bytes
+            pages, offset = gate.pages(number), first * slab_bytes
+            at, of = targets[pages] * page_bytes + offset, sources[pages] * page_bytes + offset
             lane.copy_pieces(arena, at, host, of, (end - first) * slab_bytes, at_once=is_pinned)
             gate.open(lane.copies.landing())
-            if self._words is not None:
+            if self._words is not None and number >= gate.num_ahead:
                 self._words.mark(lane.copies, gate, (first, end))
         return ""
 

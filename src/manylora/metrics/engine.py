@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from manylora.engine.client import EngineStats
+from manylora.engine.client import AdapterLoad, EngineStats
 from manylora.types import EngineInfo
 
 _TIERS = ("device", "host")
@@ -103,7 +103,7 @@ class EngineCollector(Collector):
             counter.add_metric([self._base], getattr(stats, field))
             yield counter
         yield from self._load(stats)
-        yield self._lora_requests(stats)
+        yield lora_requests(stats.adapters, self._info.max_num_seqs)
         yield from _residency(stats, self._base)
         yield from _pages(stats)
         yield from _invalid(stats)
@@ -117,9 +117,6 @@ class EngineCollector(Collector):
             yield from _ranks(stats, self._info)
 
     def _load(self, stats: EngineStats) -> Iterator[Metric]:
-        busy_pages = stats.pages_running + sum(
-            load.num_pages for load in stats.adapters if load.running and load.state == "resident"
-        )
         gauges = (
             ("vllm:num_requests_running", "Requests in the running batch.", stats.num_running),
             ("vllm:num_requests_waiting", "Requests waiting for admission.", stats.num_waiting),
@@ -127,7 +124,7 @@ class EngineCollector(Collector):
                 "vllm:kv_cache_usage_perc",
                 "Share (0 to 1) of the pool held by running requests and their adapters. History and idle "
                 "adapters give way, so they count as free.",
-                busy_pages / max(stats.pages_total, 1),
+                busy_pages(stats) / max(stats.pages_total, 1),
             ),
             (
                 "manylora:adapter_store_bytes",
@@ -148,18 +145,26 @@ class EngineCollector(Collector):
         info.add_metric([*map(str, shape), self._info.cache_policy], 1)
         yield info
 
-    def _lora_requests(self, stats: EngineStats) -> Metric:
-        """The gauge in vLLM's form: names in labels, the time as the value. There are no adapter slots to report,
-        so ``max_lora`` is how many adapters can run at once."""
-        gauge = GaugeMetricFamily(
-            "vllm:lora_requests_info",
-            "Adapters of running and waiting requests; the value is the Unix time.",
-            labels=["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
-        )
-        waiting = ",".join(load.name for load in stats.adapters if load.waiting)
-        running = ",".join(load.name for load in stats.adapters if load.running)
-        gauge.add_metric([str(self._info.max_num_seqs), waiting, running], time.time())
-        return gauge
+
+def lora_requests(loads: Iterable[AdapterLoad], most: int) -> Metric:
+    """The gauge in vLLM's form: names in labels, the time as the value. There are no adapter slots to report, so
+    ``max_lora`` is how many adapters can run at once: ``most``."""
+    gauge = GaugeMetricFamily(
+        "vllm:lora_requests_info",
+        "Adapters of running and waiting requests; the value is the Unix time.",
+        labels=["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
+    )
+    loads = list(loads)
+    waiting = ",".join(dict.fromkeys(load.name for load in loads if load.waiting))
+    running = ",".join(dict.fromkeys(load.name for load in loads if load.running))
+    gauge.add_metric([str(most), waiting, running], time.time())
+    return gauge
+
+
+def busy_pages(stats: EngineStats) -> int:
+    """Pages that running requests and their adapters hold: the others give way."""
+    adapters = (load.num_pages for load in stats.adapters if load.running and load.state == "resident")
+    return stats.pages_running + sum(adapters)
 
 
 def _cold_starts(stats: EngineStats) -> Metric:

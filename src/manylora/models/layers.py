@@ -68,7 +68,7 @@ class LoraLinear:
         has_posted = cold.post(x, self.layer, self.group)
         y = step.ops.lora_summands(x, self.weight, self.bias, step.pool, self.layer, self.group, cold.lora)
         if has_posted:
-            cold.add(y.product, self.group)
+            cold.add(y.product, step.pool, self.layer, self.group)
         return y
 
 

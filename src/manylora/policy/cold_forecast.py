@@ -14,16 +14,27 @@ from typing import NamedTuple
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Landing:
-    """A copy that moves from ``begin_s`` to ``end_s``, its groups of layers from ``first_group`` on first."""
+    """A copy that moves from ``begin_s`` to ``end_s``, its groups of layers from ``first_group`` on first.
+    ``ahead``: the share of it that comes in all groups before the rest, B of an adapter; 0: none does."""
 
     begin_s: float
     end_s: float
     first_group: int = 0
+    ahead: float = 0.0
 
     def group_s(self, number: int, num_groups: int) -> float:
         """When that group, from 0, has landed."""
         place = (number - self.first_group) % num_groups + 1
-        return self.begin_s + (self.end_s - self.begin_s) * place / num_groups
+        return self._at(self.ahead * num_groups + (1 - self.ahead) * place, num_groups)
+
+    def ahead_s(self, number: int, num_groups: int) -> float:
+        """When what comes ahead of that group has landed; all of it, where nothing does."""
+        if not self.ahead:
+            return self.group_s(number, num_groups)
+        return self._at(self.ahead * (number + 1), num_groups)
+
+    def _at(self, place: float, num_places: int) -> float:
+        return self.begin_s + (self.end_s - self.begin_s) * place / num_places
 
     def as_of(self, now: float) -> Landing:
         """What is expected where it has not been answered by ``now``: one that is late goes on for as long as it
@@ -34,11 +45,13 @@ class Landing:
 
 class CpuShare(NamedTuple):
     """The CPU computes adapters in the first ``groups`` groups; in all of them it would take ``seconds``. Of it
-    a group's own work hides as much as the share ``beside`` of itself."""
+    a group's own work hides as much as the share ``beside`` of itself. ``shrinks_only``: the group reads what
+    comes ahead of it."""
 
     groups: int
     seconds: float
     beside: float = 1.0
+    shrinks_only: bool = False
 
 
 NO_CPU = CpuShare(0, 0.0)
@@ -62,6 +75,8 @@ def end_s(
         is_served = number < cpu.groups
         for landing in histories if is_served else (*histories, *adapters):
             end = max(end, landing.group_s(number, num_groups))
+        for landing in adapters if is_served and cpu.shrinks_only else ():
+            end = max(end, landing.ahead_s(number, num_groups))
         end += served_s if is_served else group_s
     return end
 
@@ -90,12 +105,18 @@ def split(begin_s: float, step_s: float, num_groups: int, adapter: Landing, cpu:
 
 class Beginning(NamedTuple):
     """One way for a cold row to begin: when it is expected to have its answer, for how long the step stands still
-    for it, and in how many groups the CPU serves."""
+    for it, in how many groups the CPU serves, and whether the device expands what it has shrunk."""
 
     mode: str
     answer_s: float
     stall_s: float
     groups: int = 0
+    shrinks_only: bool = False
+
+    @property
+    def of_cpu(self) -> tuple[int, bool]:
+        """What the CPU does."""
+        return self.groups, self.shrinks_only
 
 
 GAIN = 0.01

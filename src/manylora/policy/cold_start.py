@@ -13,13 +13,22 @@ from typing import NamedTuple
 
 from manylora.config import MOST_CPU_TOKENS, PolicyConfig
 from manylora.policy.batching import StepPlan
-from manylora.policy.cold_forecast import Beginning, CpuShare, Landing, boundary_s, choose, end_s, split
+from manylora.policy.cold_copies import ComingCopies
+from manylora.policy.cold_forecast import (
+    NO_CPU,
+    Beginning,
+    CpuShare,
+    Landing,
+    boundary_s,
+    choose,
+    end_s,
+    split,
+)
 from manylora.policy.cold_lessons import ColdLessons
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import LOADING, Scheduled, Sequence
-from manylora.policy.tree import LOADING as NODE_LOADING
-from manylora.policy.tree import RESIDENT, Node, path_to
+from manylora.policy.tree import Node, path_to
 from manylora.protocol import AdapterRead, Await, CopyDone, CpuRows, StepDone, SwapPages
 from manylora.types import AdapterId, CopyId, SequenceId
 
@@ -27,20 +36,6 @@ MOST_ALLOWED_S = 0.1
 """What steps may stand still for at once, however long none did."""
 
 _NO_LIMIT = float("inf")
-
-
-@dataclasses.dataclass(slots=True)
-class _Copy:
-    """When a copy that was commanded at ``since_s``, or a read that steps may await, is expected to land, and what
-    it took, once that is known. ``adapter``: which one it brings."""
-
-    landing: Landing
-    adapter: AdapterId | None
-    num_pages: int
-    since_s: float
-    took_s: float | None = None
-    is_read: bool = False
-    """Whether it comes as it is read: by a copy that follows the read, or by the read itself."""
 
 
 class _Forecast(NamedTuple):
@@ -67,6 +62,12 @@ class _Step:
     """Tokens that the CPU serves."""
     busy_s: float
     """Of the CPU, without its hand-overs."""
+    num_groups: int
+    """Of layers."""
+
+    def is_whole(self) -> bool:
+        """Whether the CPU serves all layers."""
+        return all(rows.groups == self.num_groups and not rows.shrinks_only for rows in self.cpu)
 
     def copies(self) -> set[CopyId]:
         """Those that it awaits, and those whose adapters the CPU serves meanwhile."""
@@ -91,9 +92,7 @@ class ColdStarts:
         self._page_bytes = config.page_bytes
         self._residency = residency
         self._held = held
-        self._copies: dict[CopyId, _Copy] = {}  # on their way to the device
-        self._lane_free_s = 0.0  # when the last one that was answered had landed
-        self._reads: dict[AdapterId, Landing] = {}  # under way
+        self._copies = ComingCopies(residency, config.cold_start.rates.b_share)
         # How those began whose adapters are still being read, from where is not known yet.
         self._uncounted: dict[AdapterId, list[str]] = {}
         self._in_flight: dict[int, _Step] = {}
@@ -114,7 +113,7 @@ class ColdStarts:
 
     def order_copies(self) -> None:
         """Have copies of adapters that are about to start bring first what the CPU is not to serve, where layers
-        are split between both."""
+        are split between both, or it shrinks only."""
         if not self._serves_cpu() or self._config.variant == "whole":
             return
         now = self._steps_end_s
@@ -126,53 +125,37 @@ class ColdStarts:
             if sequence.stage is LOADING and move is not None and move.copy is None and move.to_device:
                 landing = Landing(now, now + root.num_pages * self._residency.rates.page_in_s)
                 step_s = self._residency.rates.expected_step_s(sequence.num_remaining)
-                num_tokens = sequence.num_remaining
-                cpu = self._share(0, num_tokens, self._busy_seconds(num_tokens, root))
-                groups = self._split(now, step_s, landing, cpu)
-                self._residency.transfers.order(sequence.adapter, groups % self._config.num_groups)
+                order = self._order(now, step_s, landing, sequence.num_remaining, root)
+                self._residency.transfers.order(sequence.adapter, *order)
 
-    def _split(self, now: float, step_s: float, landing: Landing, cpu: CpuShare) -> int:
-        """In how many groups the CPU is to serve; 0 where to await the copy is expected to answer sooner."""
-        num_groups = self._config.num_groups
-        groups = split(now, step_s, num_groups, landing, cpu)
-        if groups == 0 or self._config.mode != "auto":
-            return groups
-        first = dataclasses.replace(landing, first_group=groups % num_groups)
-        served_s = end_s(now, step_s, num_groups, (), (first,), cpu._replace(groups=groups))
-        awaited_s = end_s(now, step_s, num_groups, (), (landing,))
-        gain_s = awaited_s + self._lessons.beyond_s("layerwise") - served_s - self._lessons.beyond_s("cpu")
-        return groups if gain_s > 0 else 0
+    def _order(
+        self, now: float, step_s: float, landing: Landing, num_tokens: int, root: Node
+    ) -> tuple[int, bool]:
+        """Which group comes first, and whether B does before A: as answers soonest of what the variant has, and of
+        awaiting the copy in the order of every copy, where there is a choice."""
+        num_groups, variant = self._config.num_groups, self._config.variant
+        busy_s = self._busy_seconds(num_tokens, root)
+        whole = self._share(num_groups, num_tokens, busy_s)
+        ways: list[tuple[Landing, CpuShare]] = []
+        if variant != "shrink":
+            groups = split(now, step_s, num_groups, landing, whole)
+            first = dataclasses.replace(landing, first_group=groups % num_groups)
+            ways.append((first, whole._replace(groups=groups)))
+        if variant != "split":
+            ahead = dataclasses.replace(landing, ahead=self._config.rates.b_share)
+            ways.append(
+                (ahead, self._share(num_groups, num_tokens, self._shrunk_s(busy_s), shrinks_only=True))
+            )
 
-    def _started(self, copies: Iterable[SwapPages], now: float) -> None:
-        """These were commanded, after those before. What follows a read holds up no other copy."""
-        for read in self._residency.transfers.take_started_reads():
-            self._reads[read.node.adapter] = self._read_landing(read.node, now)
-            if read.copy is not None:
-                self._follow(read.copy, read.node.adapter, now)
-        for command in copies:
-            if command.follows_read:
-                assert command.adapter is not None
-                self._follow(command.copy, command.adapter, now)
-            elif command.to_device:
-                landing = Landing(now, now, command.first_group)
-                self._copies[command.copy] = _Copy(landing, command.adapter, len(command.pairs), now)
-        self._expect()
+        def expected_s(way: tuple[Landing, CpuShare]) -> float:
+            return end_s(now, step_s, num_groups, (), way[:1], way[1])
 
-    def _follow(self, number: CopyId, adapter: AdapterId, now: float) -> None:
-        """The copy lands with the adapter's read."""
-        self._copies[number] = _Copy(self._reads[adapter], adapter, 0, now, is_read=True)
-
-    def _expect(self) -> None:
-        """When those that are on their way land, one after another, by what is known now."""
-        free_s = self._lane_free_s
-        for copy in self._copies.values():
-            if copy.took_s is None and not copy.is_read:
-                begin_s = max(copy.since_s, free_s)
-                free_s = begin_s + copy.num_pages * self._residency.rates.page_in_s
-                copy.landing = Landing(begin_s, free_s, copy.landing.first_group)
-
-    def _read_landing(self, node: Node, now: float) -> Landing:
-        return Landing(now, now + node.num_pages * self._residency.rates.page_read_s)
+        best = min(ways, key=expected_s)
+        if self._config.mode == "auto":
+            awaited_s = expected_s((landing, NO_CPU)) + self._lessons.beyond_s("layerwise")
+            if awaited_s <= expected_s(best) + self._lessons.beyond_s("cpu"):
+                return 0, False
+        return best[0].first_group, best[1].shrinks_only
 
     def copy_ended(self, event: CopyDone) -> None:
         """A copy has been answered; it is remembered while a step that needs it is in flight."""
@@ -181,24 +164,15 @@ class ColdStarts:
     def read_ended(self, event: AdapterRead, now: float) -> None:
         """A read has been answered, before it is forgotten: what follows it lands now."""
         read = self._residency.transfers.read_of(event.adapter)
-        landing = self._reads.pop(event.adapter, None)
-        if read is None or landing is None:
+        if read is None or not self._copies.read_ended(event.adapter, now):
             return
-        for copy in self._copies.values():
-            if copy.is_read and copy.adapter == event.adapter and copy.took_s is None:
-                copy.landing = dataclasses.replace(landing, end_s=now)
         if read.copy is not None:
             self._ended(read.copy, event.read_s)
         for mode in self._uncounted.pop(event.adapter, ()):
             self._residency.counters.cold_start(mode, "store" if event.from_store else "files")
 
     def _ended(self, number: CopyId, seconds: float) -> None:
-        copy = self._copies.get(number)
-        if copy is not None:
-            copy.took_s = seconds
-            if not copy.is_read:
-                self._lane_free_s = max(self._lane_free_s, copy.landing.begin_s + seconds)
-                self._expect()
+        if self._copies.ended(number, seconds):
             self._forget_unless_needed(number)
 
     def is_source_known(self, sequence: Sequence) -> bool:
@@ -211,31 +185,7 @@ class ColdStarts:
 
     def _forget_unless_needed(self, copy: CopyId) -> None:
         if not any(copy in step.copies() for step in self._in_flight.values()):
-            del self._copies[copy]
-
-    def _coming(self, sequence: Sequence) -> list[CopyId] | None:
-        """The copies that bring what the sequence waits for; None where something does not come by a copy that is
-        on its way."""
-        assert sequence.node is not None
-        found: dict[CopyId, None] = {}
-        for node in (self._residency.tree.node(sequence.adapter), *path_to(sequence.node)):
-            if node.residence is RESIDENT or node.has_landed:
-                continue
-            copy = self._copy_of(node)
-            if copy is None:
-                return None
-            found[copy] = None
-        return list(found)
-
-    def _copy_of(self, node: Node) -> CopyId | None:
-        """The number of the copy, or the read, that is on its way with a loading node."""
-        if node.residence is not NODE_LOADING:
-            return None
-        move = self._residency.transfers.current(node)
-        if move is not None:
-            return move.copy if move.to_device else None
-        read = self._residency.transfers.read_of(node.adapter) if node.is_adapter else None
-        return None if read is None else read.copy
+            self._copies.forget(copy)
 
     # ------------------------------------------------------------ the decision
 
@@ -244,12 +194,13 @@ class ColdStarts:
 
         One whose copies failed or were late before waits for them. ``started``: copies that begin before the step.
         """
-        self._started(started, now)
+        self._copies.started(started, now)
         self._chosen = {}
         self._composed_s = now
         self._busy_s = self._stall_s = 0.0
         self._num_served = 0
-        by_adapter: dict[AdapterId, int] = {}  # in how many groups the CPU serves it in this step
+        by_adapter: dict[AdapterId, tuple[int, bool]] = {}  # what the CPU does of it in this step
+        of_cpu: tuple[int, bool] | None = None  # and of any
         for sequence in self._held.admitted if self._held.num_loading else ():
             if (
                 sequence.stage is not LOADING
@@ -257,7 +208,7 @@ class ColdStarts:
                 or self._held.is_in_flight(sequence)
             ):
                 continue
-            copies = self._coming(sequence)
+            copies = self._copies.of_sequence(sequence)
             room = len(sequence.pages) * self._page_tokens - sequence.num_scheduled
             num_tokens = min(sequence.num_remaining, plan.budget, room)
             if not copies or num_tokens <= 0:
@@ -265,7 +216,9 @@ class ColdStarts:
             ways = self._ways(sequence, copies, plan.rows, num_tokens, now)
             served = by_adapter.get(sequence.adapter)
             if served is not None:  # all rows of an adapter begin alike
-                ways = [way for way in ways if way.mode == "wait" or way.groups == served]
+                ways = [way for way in ways if way.mode == "wait" or way.of_cpu == served]
+            elif of_cpu is not None:  # and all that the CPU serves
+                ways = [way for way in ways if not way.groups or way.of_cpu == of_cpu]
             way = self._choose(ways, now, self._most_alone_s(copies))
             if way.mode == "wait":
                 root = self._residency.tree.node(sequence.adapter)
@@ -275,8 +228,10 @@ class ColdStarts:
             if way.groups:
                 num_tokens = self._served_tokens(sequence, num_tokens)
                 self._num_served += num_tokens
-                self._busy_s += self._busy_seconds(num_tokens, self._residency.tree.node(sequence.adapter))
-            by_adapter[sequence.adapter] = way.groups
+                busy_s = self._busy_seconds(num_tokens, self._residency.tree.node(sequence.adapter))
+                self._busy_s += self._shrunk_s(busy_s) if way.shrinks_only else busy_s
+                of_cpu = way.of_cpu
+            by_adapter[sequence.adapter] = way.of_cpu
             self._chosen[sequence.id] = way
             self._allowed_s -= max(0.0, way.stall_s - self._stall_s) if self._has_others() else 0.0
             self._stall_s = max(self._stall_s, way.stall_s)
@@ -336,17 +291,24 @@ class ColdStarts:
         served = self._served_tokens(sequence, num_tokens) if may_serve else 0
         if served > 0:
             root = self._residency.tree.node(sequence.adapter)
-            busy_s = self._busy_s + self._busy_seconds(served, root)
-            for groups in {num_groups, adapters[0].first_group or num_groups}:
-                share = self._share(groups, self._num_served + served, busy_s)
+            busy_s = self._busy_seconds(served, root)
+            num_served = self._num_served + served
+            whole = self._share(num_groups, num_served, self._busy_s + busy_s)
+            shares = [whole]
+            if adapters[0].first_group:
+                shares.append(whole._replace(groups=adapters[0].first_group))
+            if adapters[0].ahead:
+                busy_s = self._busy_s + self._shrunk_s(busy_s)
+                shares.append(self._share(num_groups, num_served, busy_s, shrinks_only=True))
+            for share in shares:
                 until_s = end_s(begin_s, step_s, num_groups, histories, adapters, share)
                 # A prompt that the CPU's memory cuts goes on when the adapter is there.
                 answer_s = until_s if served == sequence.num_remaining else max(until_s, landed_s) + step_s
                 answer_s += self._lessons.beyond_s("cpu")
-                found.append(Beginning("cpu", answer_s, max(0.0, until_s - alone_s), groups))
-        if mode == "cpu" and len(found) > 2:
-            found = [found[0], min(found[1:], key=lambda way: way.groups)]
-        return found
+                stall_s = max(0.0, until_s - alone_s)
+                found.append(Beginning("cpu", answer_s, stall_s, share.groups, share.shrinks_only))
+        # As the variant asks, where the copy comes so.
+        return [found[0], found[-1]] if mode == "cpu" and len(found) > 1 else found
 
     # ------------------------------------------------------------ the CPU
 
@@ -364,10 +326,14 @@ class ColdStarts:
     def _busy_seconds(self, num_tokens: int, root: Node) -> float:
         return self._lessons.busy_s(num_tokens, root.num_pages * self._page_bytes, self._num_workers)
 
-    def _share(self, groups: int, num_tokens: int, busy_s: float) -> CpuShare:
+    def _share(self, groups: int, num_tokens: int, busy_s: float, shrinks_only: bool = False) -> CpuShare:
         """``num_tokens``: of all cold rows of the step; all layers keep the workers busy for ``busy_s``."""
-        seconds = self._config.rates.besides_s(num_tokens) + busy_s
-        return CpuShare(groups, seconds, self._lessons.beside)
+        seconds = self._config.rates.besides_s(num_tokens, shrinks_only) + busy_s
+        return CpuShare(groups, seconds, self._lessons.beside, shrinks_only)
+
+    def _shrunk_s(self, busy_s: float) -> float:
+        """Of what keeps workers busy, what they need to shrink only."""
+        return busy_s * (1 - self._config.rates.b_share)
 
     # ------------------------------------------------------------ steps
 
@@ -383,21 +349,21 @@ class ColdStarts:
         expected_s = self._residency.rates.expected_step_s(num_prefill)
         self._steps_end_s = max(now, self._steps_end_s) + expected_s
         wanted: dict[CopyId, list[int]] = {}
-        served: dict[tuple[CopyId, int], list[int]] = {}
+        served: dict[tuple[CopyId, tuple[int, bool]], list[int]] = {}
         first: Sequence | None = None
         for sequence, _, _ in rows:
             if sequence.stage is not LOADING:
                 continue
             first = first or sequence
-            groups = self._chosen[sequence.id].groups
-            for copy in self._coming(sequence) or ():
-                if groups and self._copies[copy].adapter is not None:
-                    served.setdefault((copy, groups), []).append(sequence.id)
+            way = self._chosen[sequence.id]
+            for copy in self._copies.of_sequence(sequence) or ():
+                if way.groups and self._copies[copy].adapter is not None:
+                    served.setdefault((copy, way.of_cpu), []).append(sequence.id)
                     self._residency.lent.lend(self._residency.tree.node(sequence.adapter), step)
                 else:
                     wanted.setdefault(copy, []).append(sequence.id)
         awaits = tuple(Await(copy, tuple(sequences)) for copy, sequences in wanted.items())
-        cpu = tuple(CpuRows(copy, tuple(of), groups) for (copy, groups), of in served.items())
+        cpu = tuple(CpuRows(copy, tuple(of), *of_cpu) for (copy, of_cpu), of in served.items())
         waited = [self._waiting.pop(row[0].id) for row in rows if row[0].id in self._waiting]
         if not self._held.num_loading:
             self._waiting.clear()  # of those that were aborted
@@ -405,8 +371,10 @@ class ColdStarts:
             begun = None
             if first is not None:
                 begun = self._forecast(self._residency.tree.node(first.adapter), self._chosen[first.id])
+            num_groups = self._config.num_groups
+            busy_s = self._busy_s * max((rows.groups for rows in cpu), default=0) / num_groups
             self._in_flight[step] = _Step(
-                awaits, cpu, begun, waited, self._stall_s, self._num_served, self._busy_s
+                awaits, cpu, begun, waited, self._stall_s, self._num_served, busy_s, num_groups
             )
         return awaits, cpu
 
@@ -437,8 +405,9 @@ class ColdStarts:
         if step.cpu:
             self._residency.lent.step_ended(event.step)
             self._num_workers = event.cpu_workers if event.cpu_workers >= 0 else self._num_workers
-            own_s = event.device_s - event.stall_s
             if event.cpu_s > 0 and not step.awaits:
+                # Where some layers await the copy, what the step stood still for says nothing of the CPU.
+                own_s = event.device_s - event.stall_s if step.is_whole() else 0.0
                 self._lessons.served(step.num_served, step.busy_s, event.cpu_s, own_s, event.stall_s)
         if step.begun is not None:
             hidden_s = beside_s + max(0.0, took_s - event.stall_s)
@@ -485,7 +454,7 @@ class ColdStarts:
     def is_awaited(self, step: int, sequence: Sequence, node: Node) -> bool:
         """Whether the step awaits, for the sequence, the copy that brings the node's contents, or the CPU serves
         it meanwhile."""
-        copy = self._copy_of(node)
+        copy = self._copies.of_node(node)
         needed = self._in_flight.get(step)
         return (
             copy is not None

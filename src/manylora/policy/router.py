@@ -148,6 +148,11 @@ class Router:
         """All that are live, oldest first."""
         return tuple(self._requests)
 
+    def can_leave(self, request: RequestId) -> bool:
+        """Whether a move of the request can begin."""
+        found = self._requests.get(request)
+        return found is not None and found.can_leave
+
     # ------------------------------------------------------------ requests
 
     def _asked(self, asked: Asked) -> None:
@@ -360,7 +365,7 @@ class Router:
 
     def _withdraw(self, request: LiveRequest, target: ReplicaId | None, reason: str) -> bool:
         """Have its replica let the request go, if that has it and was not told yet."""
-        if request.replica is None or not request.is_accepted or request.is_withdrawing:
+        if request.replica is None or not request.can_leave:
             return False
         self._commands.append(Withdraw(request.id, request.attempt, request.replica))
         request.withdraw(target, reason)

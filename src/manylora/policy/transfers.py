@@ -61,7 +61,7 @@ class Transfers:
         self._num_moves: collections.Counter[AdapterId] = collections.Counter()
         self._reads: dict[AdapterId, Read] = {}
         self._started_reads: list[Read] = []
-        self._first_groups: dict[AdapterId, int] = {}
+        self._orders: dict[AdapterId, tuple[int, bool]] = {}
 
     # ------------------------------------------------------------ copies
 
@@ -74,9 +74,10 @@ class Transfers:
         if to_device:
             self.pages_coming += len(node.pages)
 
-    def order(self, adapter: AdapterId, first_group: int) -> None:
-        """The adapter's copy, if the next ``flush`` starts one, brings its layer groups from there on first."""
-        self._first_groups[adapter] = first_group
+    def order(self, adapter: AdapterId, first_group: int, brings_b_first: bool = False) -> None:
+        """The adapter's copy, if the next ``flush`` starts one, brings its layer groups from there on first, or
+        the pages that hold rows of B."""
+        self._orders[adapter] = first_group, brings_b_first
 
     def current(self, node: Node) -> Move | None:
         """The node's newest part of a copy that has not ended, if the node still goes its way."""
@@ -91,7 +92,7 @@ class Transfers:
         if not self._queued:
             return []
         queued, self._queued = self._queued, []
-        first_groups, self._first_groups = self._first_groups, {}
+        orders, self._orders = self._orders, {}
         started = []
         for to_device in (False, True):
             batch: list[Move] = []
@@ -99,15 +100,21 @@ class Transfers:
                 if move.to_device is not to_device:
                     continue
                 if move.node.is_adapter:
-                    first_group = first_groups.get(move.node.adapter, 0) if to_device else 0
-                    started.append(self._start([move], move.node.adapter, first_group))
+                    order = orders.get(move.node.adapter, (0, False)) if to_device else (0, False)
+                    started.append(self._start([move], move.node.adapter, *order))
                 else:
                     batch.append(move)
             for first in range(0, len(batch), MOST_PAGES_A_COPY):
                 started.append(self._start(batch[first : first + MOST_PAGES_A_COPY], None))
         return started
 
-    def _start(self, moves: list[Move], adapter: AdapterId | None, first_group: int = 0) -> SwapPages:
+    def _start(
+        self,
+        moves: list[Move],
+        adapter: AdapterId | None,
+        first_group: int = 0,
+        brings_b_first: bool = False,
+    ) -> SwapPages:
         self._num_copies += 1
         self._copies[self._num_copies] = moves
         to_device = moves[0].to_device
@@ -120,7 +127,9 @@ class Transfers:
         follows_read = to_device and adapter is not None and self.is_read(adapter)
         for move in moves:
             move.copy, move.follows_read = self._num_copies, follows_read
-        return SwapPages(self._num_copies, to_device, pairs, adapter, groups, first_group, follows_read)
+        return SwapPages(
+            self._num_copies, to_device, pairs, adapter, groups, first_group, follows_read, brings_b_first
+        )
 
     def copy_ended(self, copy: CopyId) -> list[Move]:
         """The copy's parts, in order, none of a copy that is not known; each is to be ended by ``end``."""

@@ -1,20 +1,22 @@
 """A closed loop against an engine in this process: so many requests at once, first come first served.
 
-Owns which request joins the batch next (``BatchGate``); the simulator's loop uses it too. The policy is the
-engine's own; a gate only holds requests back before it, as the front of a system would that batches in this way.
+Owns which requests join the batch next (``BatchGate``, ``StaticGate``); the simulator's loop uses them too. The
+policy is the engine's own; a gate only holds requests back before it, as the front of a system would that batches
+in this way.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from manylora.config import ConfigError
 from manylora.engine.client import Delta, GenerationRequest
@@ -40,9 +42,27 @@ class LoopRequest:
     output_tokens: int
 
 
+class LoopGate(Protocol):
+    """What holds requests back, which are called by their numbers."""
+
+    @property
+    def is_done(self) -> bool:
+        """All have joined and ended."""
+        ...
+
+    def join(self) -> Sequence[int]:
+        """Those that run from now on; none where none may."""
+        ...
+
+    def leave(self, request: int) -> None:
+        """The request has ended."""
+        ...
+
+
 class BatchGate:
-    """First come first served, at most ``at_once`` running. ``models``: of each request; unless ``is_mixed``, only
-    requests of one model run together, and the first in line of another waits until all of them have ended."""
+    """First come first served, one at a time, at most ``at_once`` running. ``models``: of each request; unless
+    ``is_mixed``, only requests of one model run together, and the first in line of another waits until all of them
+    have ended."""
 
     def __init__(self, models: Sequence[int], at_once: int, is_mixed: bool) -> None:
         self._models = models
@@ -53,24 +73,49 @@ class BatchGate:
 
     @property
     def is_done(self) -> bool:
-        """All have joined and ended."""
+        """See LoopGate."""
         return self._num_joined == len(self._models) and not self._running
 
-    def join(self) -> int | None:
-        """The next request, which runs from now on; None where none may."""
+    def join(self) -> Sequence[int]:
+        """See LoopGate."""
         first = self._num_joined
         if first == len(self._models) or len(self._running) >= self._at_once:
-            return None
+            return ()
         # All that run are of one model, unless they may be mixed.
         other = next(iter(self._running), first)
         if not self._is_mixed and self._models[other] != self._models[first]:
-            return None
+            return ()
         self._num_joined += 1
         self._running.add(first)
-        return first
+        return (first,)
 
     def leave(self, request: int) -> None:
-        """The request has ended."""
+        """See LoopGate."""
+        self._running.remove(request)
+
+
+class StaticGate:
+    """Whole batches, which nothing joins: the next one once all of a batch have ended."""
+
+    def __init__(self, batches: Iterable[Sequence[int]]) -> None:
+        self._batches = collections.deque(batches)
+        self._running: set[int] = set()
+
+    @property
+    def is_done(self) -> bool:
+        """See LoopGate."""
+        return not self._batches and not self._running
+
+    def join(self) -> Sequence[int]:
+        """See LoopGate."""
+        if self._running or not self._batches:
+            return ()
+        batch = self._batches.popleft()
+        self._running.update(batch)
+        return batch
+
+    def leave(self, request: int) -> None:
+        """See LoopGate."""
         self._running.remove(request)
 
 
@@ -85,14 +130,14 @@ class LoopResult:
 
 
 class ClosedLoop:
-    """Hands one request over after every step at most, so that a step has at most one new prompt."""
+    """Asks a gate after every step what to hand over."""
 
     def __init__(self, driver: Driver) -> None:
         """Takes over ``driver``, not yet started."""
         self._driver = driver
         self._num_runs = 0
         self._asked: Sequence[GenerationRequest] = ()
-        self._gate = BatchGate((), 0, True)
+        self._gate: LoopGate = BatchGate((), 0, True)
         self._ended = threading.Event()
         self._error: str | None = None
         driver.start(self._deliver, self._died)
@@ -106,7 +151,7 @@ class ClosedLoop:
         """Run these, mixed, for what only a first run costs: kernels to compile, adapters to read."""
         self.run(requests, BatchGate([0] * len(requests), self._driver.info.max_num_seqs, True))
 
-    def run(self, requests: Sequence[LoopRequest], gate: BatchGate) -> LoopResult:
+    def run(self, requests: Sequence[LoopRequest], gate: LoopGate) -> LoopResult:
         """All requests to their ends; prompts are random and never those of an earlier run. Raises ConfigError."""
         self._num_runs += 1
         self._asked = [self._request(number, request) for number, request in enumerate(requests)]
@@ -155,8 +200,7 @@ class ClosedLoop:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        number = self._gate.join()
-        if number is not None:
+        for number in self._gate.join():
             self._driver.submit(self._asked[number])
 
     def _died(self, reason: str) -> None:

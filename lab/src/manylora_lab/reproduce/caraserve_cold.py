@@ -62,7 +62,8 @@ NOTES = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ColdCase:
-    """One run. ``functions``: adapters, as popular as functions of a trace; None: each request has its own."""
+    """One run. ``functions``: adapters, as popular as functions of a trace; None: each request has its own.
+    ``held``: the cards' pool has room for so many requests with their adapters; None: for what memory holds."""
 
     system: System
     loader: Loader
@@ -74,6 +75,7 @@ class ColdCase:
     hardware: str = "a10"
     cards: int = 1
     seed: int = 0
+    held: int | None = None
 
     @property
     def shape(self) -> ModelShape:
@@ -127,6 +129,8 @@ def config_of(case: ColdCase, stream: Stream, cold: ColdCosts) -> PolicyConfig:
     adapter_pages = case.shape.adapter_pages(case.rank, PAGE_TOKENS, MODULES)
     all_pages = adapter_pages * len(stream.ranks) + _KV_PAGES * len(stream.requests)
     num_pages = costs_of(case).pool_bytes() // page_bytes
+    if case.held is not None:
+        num_pages = min(num_pages, case.held * (adapter_pages + _KV_PAGES))
     mode = {"cached": "wait", "s-lora": "block"}.get(case.system, case.system)
     has_workers = mode in ("cpu", "auto")
     return PolicyConfig(

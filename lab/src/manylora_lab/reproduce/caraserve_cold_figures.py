@@ -39,7 +39,8 @@ _TheirSystems = tuple[float, float, float]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ColdLoad:
-    """``paper``: by metric, what its text has over cached: of OnDmd, S-LoRA and CaraServe."""
+    """``paper``: by metric, what its text has over cached: of OnDmd, S-LoRA and CaraServe. ``held``: see
+    ``ColdCase``."""
 
     name: str
     rate: float
@@ -48,6 +49,7 @@ class ColdLoad:
     model: str = "llama-2-7b"
     hardware: str = "a10"
     cards: int = 1
+    held: int | None = None
     paper: dict[str, _TheirSystems] = dataclasses.field(default_factory=dict)
 
 
@@ -71,7 +73,7 @@ LOADS = {
     ),
     15: (
         ColdLoad("13B on 2 a10", 6.0, model="llama-2-13b", cards=2),
-        ColdLoad("70B on 4 a100-80", 6.0, model="llama-2-70b", hardware="a100-80", cards=4),
+        ColdLoad("70B on 4 a100-80", 6.0, model="llama-2-70b", hardware="a100-80", cards=4, held=64),
     ),
 }  # fmt: skip
 """By the figure."""
@@ -88,7 +90,7 @@ def _cases(setup: Setup, loads: Sequence[ColdLoad]) -> dict[ColdCase, ColdLoad]:
     return {
         ColdCase(
             system, loader, load.rate, load.rank, duration_s, load.functions, load.model, load.hardware,
-            load.cards, setup.seed,
+            load.cards, setup.seed, load.held,
         ): load
         for load in loads
         for loader in LOADERS
@@ -222,6 +224,10 @@ FIG15 = _figure(
     "The same with larger models on several cards",
     "§7.3",
     "Cards share a model ideally: nothing is exchanged, and each loads its part.",
+    "Four A100 of 80 GB have room for every adapter of the run beside 70B, so none would ever come from the host "
+    "but under s-lora. The paper's servers keep adapters in host memory (§2.3, §3) and load one as it is asked "
+    "for; of 70B's memory it says nothing. So the pool is held to 64 requests with their adapters, about as many "
+    "as the A10's has room for beside 7B.",
 )
 
 # ---------------------------------------------------------------- 11

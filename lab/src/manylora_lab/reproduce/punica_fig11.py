@@ -7,7 +7,7 @@ import dataclasses
 
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.pricing.shapes import ModelShape, shape_named
-from manylora_lab.bench.closed_loop import BatchGate, LoopRequest, LoopResult
+from manylora_lab.bench.closed_loop import BatchGate, LoopGate, LoopRequest, LoopResult, StaticGate
 from manylora_lab.bench.kernels.settings import POPULARITIES
 from manylora_lab.reproduce.cells import HOST_POOL_BYTES, PAGE_TOKENS, in_parallel
 from manylora_lab.reproduce.drawing import BarPanels
@@ -23,7 +23,8 @@ HARDWARE_NAME = "a100-80"
 MIXED, SINGLE, BACKBONE = "mixed adapters", "one adapter a batch", "one adapter a batch, backbone"
 ALIKE = "mixed adapters, as many requests"
 """Where systems that batch one adapter run a part of the requests: mixed adapters on that part, beside them."""
-SYSTEMS = (MIXED, SINGLE, BACKBONE)
+STATIC, STATIC_BACKBONE = "one adapter a static batch", "one adapter a static batch, backbone"
+SYSTEMS = (MIXED, SINGLE, BACKBONE, STATIC, STATIC_BACKBONE)
 PAPER_MIXED = {"llama-2-7b": 1044.0, "llama-2-13b": 693.0}
 """§7.2: Punica, tokens per second, "consistently ... regardless of workloads"."""
 PAPER_BACKBONE = {"llama-2-7b": 1140.0, "llama-2-13b": 789.0}
@@ -37,8 +38,10 @@ NOTES = (
     "benchmarks/bench_textgen_lora.py drives every system. The engine's own policy is unchanged.",
     f"{SINGLE}: the same engine; who is first in line joins only those of its adapter, else waits until they "
     f"have ended. {BACKBONE}: the same without the adapters' arithmetic and loading, as the paper lets vLLM run.",
-    "The paper's other baselines (HuggingFace Transformers, DeepSpeed, FasterTransformer), whose batches also "
-    "wait for their longest request, are left out.",
+    f"{STATIC}: as the paper's HuggingFace Transformers and DeepSpeed with PEFT; {STATIC_BACKBONE}: as its "
+    "FasterTransformer. Neighbours in line of one adapter are a batch, of 32 at most. Nothing joins it, and "
+    "every row is computed until the longest has ended (section 5.4, Figure 6); of a row's tokens those that "
+    "were asked for count. Prompts are not padded and caches not copied, which those systems do.",
     "Ratios are of the same requests: where systems that batch one adapter run a part of them, mixed adapters run "
     f"it too ({ALIKE}).",
     "Tokens per second are generated ones (tokens_per_s); all_tokens_per_s counts prompts too, as the published "
@@ -153,21 +156,49 @@ def gated(
     ]
 
 
-def _gate(run: PunicaRun, requests: list[TextRequest]) -> tuple[BatchGate, list[LoopRequest]]:
+def static(
+    requests: list[TextRequest], is_backbone: bool, most_tokens: int = MOST_TOKENS
+) -> tuple[StaticGate, list[LoopRequest]]:
+    """The gate before an engine of static batches, and the requests, each as long as its batch's longest, or as a
+    context of ``most_tokens`` allows."""
+    batches: list[list[int]] = []
+    for number, request in enumerate(requests):
+        is_alike = bool(batches) and requests[batches[-1][0]].model == request.model
+        if is_alike and len(batches[-1]) < AT_ONCE:
+            batches[-1].append(number)
+        else:
+            batches.append([number])
+    padded = []
+    for batch in batches:
+        longest = max(requests[number].output_tokens for number in batch)
+        for number in batch:
+            one = requests[number]
+            output = max(one.output_tokens, min(longest, most_tokens - one.prompt_tokens))
+            padded.append(LoopRequest(None if is_backbone else one.model, one.prompt_tokens, output))
+    return StaticGate(batches), padded
+
+
+def _gate(
+    run: PunicaRun, load: RequestLoad, requests: list[TextRequest]
+) -> tuple[LoopGate, list[LoopRequest]]:
+    if run.system in (STATIC, STATIC_BACKBONE):
+        return static(requests, run.system == STATIC_BACKBONE, MOST_TOKENS // load.divisor)
     return gated(requests, run.system in (MIXED, ALIKE), run.system == BACKBONE)
 
 
 def simulated(
-    costs: AnalyticalCosts, gate: BatchGate, requests: list[LoopRequest], adapter_pages: int
+    costs: AnalyticalCosts, gate: LoopGate, requests: list[LoopRequest], adapter_pages: int
 ) -> LoopResult:
-    """The loop on an engine that has all of the card's pool, its own cache policy and the paper's batch."""
+    """The loop on an engine that has all of the card's pool, its own cache policy and the paper's batch; a static
+    batch's prompts are one step."""
+    num_prompts = AT_ONCE if isinstance(gate, StaticGate) else 1
     page_bytes = costs.shape.page_bytes(PAGE_TOKENS)
     config = PolicyConfig(
         num_pages=costs.pool_bytes() // page_bytes,
         page_tokens=PAGE_TOKENS,
         max_model_len=MOST_TOKENS,
         max_num_seqs=AT_ONCE,
-        max_batch_tokens=MOST_TOKENS + AT_ONCE,
+        max_batch_tokens=num_prompts * MOST_TOKENS + AT_ONCE,
         num_host_pages=HOST_POOL_BYTES // page_bytes,
         page_bytes=page_bytes,
         cache=CacheConfig(),
@@ -180,7 +211,13 @@ def _simulate(arguments: tuple[PunicaRun, RequestLoad]) -> LoopResult:
     shape = shape_named(one.model)
     costs = AnalyticalCosts(shape, HARDWARE[HARDWARE_NAME])
     adapter_pages = shape.adapter_pages(RANK, PAGE_TOKENS, shape.modules)
-    return simulated(costs, *_gate(one, load.requests(one)), adapter_pages)
+    asked = load.requests(one)
+    return _counted(simulated(costs, *_gate(one, load, asked), adapter_pages), asked)
+
+
+def _counted(result: LoopResult, requests: list[TextRequest]) -> LoopResult:
+    """With the tokens that were asked for: a static batch computes more."""
+    return dataclasses.replace(result, output_tokens=sum(request.output_tokens for request in requests))
 
 
 def _measure(
@@ -203,8 +240,9 @@ def _measure(
                 repeated: dict[PunicaRun, list[LoopResult]] = {one: [] for one in mine}
                 for number in range(repeats):
                     for done, one in enumerate(mine):
-                        gate, requests = _gate(one, load.requests(one))
-                        repeated[one].append(loop.run(requests, gate))
+                        asked = load.requests(one)
+                        gate, requests = _gate(one, load, asked)
+                        repeated[one].append(_counted(loop.run(requests, gate), asked))
                         setup.show(f"{model}, repeat {number + 1}: {done + 1} of {len(mine)} runs done")
                 found |= {one: _median(results) for one, results in repeated.items()}
                 machine = loop.machine
@@ -253,13 +291,23 @@ def _headline(rows: list[Row], load: RequestLoad) -> list[Headline]:
         name = f"{model}: tokens/s, {BACKBONE}, identical"
         figures.append(Headline(name, at[model, "identical", BACKBONE], stated))
         times = {
-            p: ratio(at.get((model, p, ALIKE), at[model, p, MIXED]), at[model, p, BACKBONE])
-            for p in POPULARITIES
+            system: {
+                p: ratio(at.get((model, p, ALIKE), at[model, p, MIXED]), at[model, p, system])
+                for p in POPULARITIES
+            }
+            for system in (BACKBONE, STATIC_BACKBONE, STATIC)
         }
-        figures += [Headline(f"{model}: {MIXED} over {BACKBONE}, {p}", times[p]) for p in POPULARITIES]
-        most = max(value for value in times.values() if value is not None)
-        stated = PAPER_TIMES if is_papers and model in PAPER_MIXED and load.slow == load.total else None
-        figures.append(Headline(f"{model}: {MIXED} over {BACKBONE}, most", most, stated))
+        figures += [
+            Headline(f"{model}: {MIXED} over {BACKBONE}, {p}", times[BACKBONE][p]) for p in POPULARITIES
+        ]
+        for system, each in times.items():
+            most = max(value for value in each.values() if value is not None)
+            is_stated = is_papers and model in PAPER_MIXED and load.slow == load.total
+            stated = PAPER_TIMES if is_stated and system == BACKBONE else None
+            figures.append(Headline(f"{model}: {MIXED} over {system}, most", most, stated))
+        for system in (STATIC, STATIC_BACKBONE):
+            name = f"{model}: {MIXED} over {system}, identical"
+            figures.append(Headline(name, times[system]["identical"]))
     return figures
 
 

@@ -9,7 +9,7 @@ from manylora.policy.replica import Replica
 from manylora.pricing.costs import StepCosts
 from manylora.protocol import AdapterAdded, Arrive, ClientCommand, Command, Emit, Finish, Reject, RunStep
 from manylora.types import BASE, Request, SamplingParams
-from manylora_lab.bench.closed_loop import BatchGate, LoopRequest, LoopResult
+from manylora_lab.bench.closed_loop import LoopGate, LoopRequest, LoopResult
 from manylora_lab.sim.device import SimulatedDevice
 from manylora_lab.sim.loop import VirtualLoop
 
@@ -19,13 +19,13 @@ _WARM_TOKENS = 8
 class SimulatedLoop(VirtualLoop):
     """One run. Every adapter is asked for once before it starts, so that all are in the host's memory at least.
 
-    As ``bench.closed_loop`` does, it hands at most one request over after every step.
+    As ``bench.closed_loop`` does, it asks the gate after every step what to hand over.
     """
 
     def __init__(
         self,
         requests: Sequence[LoopRequest],
-        gate: BatchGate,
+        gate: LoopGate,
         config: PolicyConfig,
         costs: StepCosts,
         adapter_pages: int,
@@ -64,13 +64,12 @@ class SimulatedLoop(VirtualLoop):
         )
 
     def _hand_over(self) -> None:
-        number = self._gate.join()
-        if number is None:
-            return
-        asked = self._requests[number]
-        adapter = BASE if asked.adapter is None else asked.adapter + 1
-        request = self._request(str(number), adapter, asked.prompt_tokens, asked.output_tokens)
-        self._put(self.now, Arrive(request))
+        joining = self._gate.join()
+        for place, number in enumerate(joining, 1):
+            asked = self._requests[number]
+            adapter = BASE if asked.adapter is None else asked.adapter + 1
+            request = self._request(str(number), adapter, asked.prompt_tokens, asked.output_tokens)
+            self._put(self.now, Arrive(request, more=place < len(joining)))
 
     def _request(self, name: str, adapter: int, prompt_tokens: int, output_tokens: int) -> Request:
         first = self._num_tokens

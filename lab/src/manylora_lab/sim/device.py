@@ -137,11 +137,11 @@ class SimulatedDevice:
         drawn = []
         decodes, prefill, pairs, kv, token_bytes = len(step.rows), 0, 0, 0, 0
         adapters: dict[AdapterId, int] = {}
-        served = {name for rows in step.cpu for name in rows.sequences if self._is_whole(rows)}
+        read = {name: self._read_share(rows) for rows in step.cpu for name in rows.sequences}
         for number, first, num_tokens, num_samples, _ in step.rows:
             adapter, num_bytes, token_at_0 = sequences[number]
-            if number in served:
-                num_bytes = 0
+            if number in read:
+                num_bytes = int(read[number] * num_bytes)
             end = first + num_tokens
             kv += end
             if num_tokens > 1:
@@ -184,9 +184,12 @@ class SimulatedDevice:
             done.cpu_s, done.cpu_workers = busy_s, self._cold.num_workers
         return self._steps_end, done
 
-    def _is_whole(self, rows: CpuRows) -> bool:
-        """Whether the CPU serves all layers of these rows."""
-        return rows.groups == self._landings.groups(rows.copy)
+    def _read_share(self, rows: CpuRows) -> float:
+        """Which share of their adapter the device reads for rows that the CPU serves: none where it serves all
+        layers; where it serves some, what a step reads of adapters is all the same."""
+        if rows.shrinks_only:
+            return self._cold.rates.b_share
+        return float(rows.groups < self._landings.groups(rows.copy))
 
     def _cpu(self, step: RunStep, begin: float) -> tuple[float, float]:
         """Of the step's rows that the CPU serves: what its busiest worker computes, and how long they take with
@@ -199,8 +202,13 @@ class SimulatedDevice:
             count = sum(tokens[sequence] for sequence in rows.sequences)
             num_tokens += count
             part = rows.groups / self._landings.groups(rows.copy)
-            served.append((count, int(part * self._sequences[rows.sequences[0]][1])))
-            num_bytes += part * count * cold.result_token_bytes
+            adapter_bytes = self._sequences[rows.sequences[0]][1]
+            if rows.shrinks_only:
+                served.append((count, int((1 - cold.rates.b_share) * adapter_bytes)))
+                num_bytes += count * cold.shrunk_share * adapter_bytes
+            else:
+                served.append((count, int(part * adapter_bytes)))
+                num_bytes += part * count * cold.result_token_bytes
         busy_s = cold.busy_s(served, sum(free_at > begin for free_at in self._readers_free_at))
         besides_s = cold.rates.besides_s(num_tokens)
         if cold.result_bytes_s is not None:
@@ -266,7 +274,10 @@ class SimulatedDevice:
         if command.groups:
             self._landings.forget(now, self._steps_end)
             begun_s = self._lane_free_at[to_device] - seconds
-            self._landings.begun(command.copy, begun_s, seconds, command.groups, command.first_group, end)
+            ahead = (self._cold.ahead or self._cold.rates.b_share) if command.brings_b_first else 0.0
+            self._landings.begun(
+                command.copy, begun_s, seconds, command.groups, command.first_group, end, ahead
+            )
         return end, CopyDone(command.copy, True, seconds)
 
     def _follow(self, command: SwapPages, seconds: float, now: float) -> Answer:

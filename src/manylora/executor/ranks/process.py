@@ -33,7 +33,8 @@ from manylora.devices.group_peers import GroupPeers
 from manylora.devices.peers import PURPOSES
 from manylora.devices.preparation import PREPARATION
 from manylora.devices.select import open_device
-from manylora.executor.build import copy_of_weights
+from manylora.executor.build import CopyOfWeights, copy_of_weights
+from manylora.executor.graphs import Bucket, GraphLimits
 from manylora.executor.ranked_merging import RankedMerging
 from manylora.executor.ranked_sampling import RankedSampling
 from manylora.executor.ranks.ring import RingReader
@@ -62,11 +63,12 @@ from manylora.memory.arena import Arena
 from manylora.memory.budget import pool_bytes
 from manylora.memory.host import HostPool
 from manylora.models.config import read_model_config
-from manylora.models.decoder import RankedModel
+from manylora.models.decoder import Decoder, RankedModel
 from manylora.models.errors import ModelError
 from manylora.models.load import load_model, resolve_dtype, share_bytes
 from manylora.models.share import ModelShare
 from manylora.models.source import resolve_model
+from manylora.models.spec import ModelConfig
 from manylora.protocol import DeviceEvent, ExecutorState, RunStep, StepResult
 
 _log = logging.getLogger(__name__)
@@ -106,11 +108,12 @@ def main(file: int) -> int:
 
 
 class _Begun(NamedTuple):
-    """A step on its way: its rows, its exchanges, and a checksum of all exchanges until its last. ``issued``: of
-    the device."""
+    """A step on its way: its rows, the bucket that it was captured for, its exchanges, and a checksum of all
+    exchanges until its last. ``issued``: of the device."""
 
     step: int
     num_rows: int
+    bucket: Bucket | None
     num_exchanges: int
     digest: int
     issued: object
@@ -122,13 +125,21 @@ def _peers(begin: Begin, device: Device) -> SharedPeers | GroupPeers:
     return GroupPeers(begin.peers_file, begin.rank, begin.count, device.torch_device)
 
 
+class _OwnModel(NamedTuple):
+    """A rank's share of the model, with its weights. ``config``: of the whole."""
+
+    config: ModelConfig
+    ranked: RankedModel
+    dtype: torch.dtype
+    decoder: Decoder
+
+
 class _Rank:
     """Raises ConfigError and ModelError where the settings are at fault."""
 
     def __init__(self, begin: Begin, channel: Channel) -> None:
         self._channel = channel
         self._number = begin.rank
-        settings = begin.settings
         torch.set_num_threads(begin.num_threads)
         self._device = device = open_device(begin.device)
         self._peers = _peers(begin, device)
@@ -140,6 +151,25 @@ class _Rank:
             os.close(file)
         threading.Thread(target=self._beat, args=(begin.parent,), daemon=True).start()
 
+        loaded = self._loaded(begin)
+        channel.send(self._sizes(begin, loaded))
+        pools = channel.receive()
+        if not isinstance(pools, Pools):
+            _leave()
+        threading.Thread(target=self._end_with_driver, daemon=True).start()
+        self._worker = worker = self._made(begin, loaded, pools)
+        max_rank = begin.settings.adapters.max_adapter_rank
+        if begin.pads_steps:
+            worker.use_graphs(
+                GraphLimits.of(pools.limits, max_rank), pools.limits.num_pages, peers=self._peers
+            )
+        if begin.device == "cuda":
+            warm_up(worker, pools.limits, max_rank)
+        worker.connect(self._tell)
+        channel.send(RankReady())
+
+    def _loaded(self, begin: Begin) -> _OwnModel:
+        settings, device = begin.settings, self._device
         folder = resolve_model(settings.model.model)
         config = read_model_config(folder)
         share = ModelShare(config, RankPlace(begin.rank, begin.count), begin.is_sharded)
@@ -160,51 +190,47 @@ class _Rank:
             ranked=ranked,
         )
         device.release_memory()
-        merge, asked, held = settings.scheduler.merge, settings.cache.device_pool, 0
+        return _OwnModel(config, ranked, dtype, decoder)
+
+    def _sizes(self, begin: Begin, loaded: _OwnModel) -> Loaded:
+        """What the driver's process is to know of them. Raises ConfigError where there is no room."""
+        device, asked, held = self._device, begin.settings.cache.device_pool, 0
         own = None if asked is None else -(-asked // begin.count)
-        copy = copy_of_weights(merge, own, decoder, device, begin.activation_bytes)
+        merge = begin.settings.scheduler.merge
+        copy = copy_of_weights(merge, own, loaded.decoder, device, begin.activation_bytes)
         if begin.device == "cuda":
             held = pool_bytes(device, own, begin.activation_bytes, copy.on_device("cuda"))
-        size = share_bytes(decoder.config, ranked, dtype)
-        channel.send(Loaded(size, held, device.name, copy.place, copy.num_bytes))
-        pools = channel.receive()
-        if not isinstance(pools, Pools):
-            _leave()
-        threading.Thread(target=self._end_with_driver, daemon=True).start()
+        size = share_bytes(loaded.decoder.config, loaded.ranked, loaded.dtype)
+        return Loaded(size, held, device.name, copy.place, copy.num_bytes)
 
-        page_tokens = settings.cache.page_tokens
-        page = share.page_shape(page_tokens, dtype.itemsize)
-        geometry = share.geometry(page_tokens, dtype.itemsize)
+    def _made(self, begin: Begin, loaded: _OwnModel, pools: Pools) -> Worker:
+        settings, device, limits = begin.settings, self._device, pools.limits
+        decoder, dtype, share = loaded.decoder, loaded.dtype, loaded.ranked.share
+        lies = settings.cache.page_tokens, dtype.itemsize
+        page, geometry = share.page_shape(*lies), share.geometry(*lies)
         limit = settings.cache.copy_limit
         registry_path = None if begin.registry_path is None else Path(begin.registry_path)
-        limits = pools.limits
         store_folder = open_store_folder(settings.adapters)
-        vocabs = [
-            ModelShare(config, RankPlace(rank, begin.count), begin.is_sharded).vocab
-            for rank in range(begin.count)
-        ]
-        self._worker = worker = Worker(
+        places = [RankPlace(rank, begin.count) for rank in range(begin.count)]
+        vocabs = [ModelShare(loaded.config, place, begin.is_sharded).vocab for place in places]
+        worker = Worker(
             decoder,
-            Arena(limits.num_pages, page, dtype, device),
+            # One page more where steps are padded: what padding tokens write goes there.
+            Arena(limits.num_pages + begin.pads_steps, page, dtype, device),
             HostPool(limits.num_host_pages, page, dtype, device),
             geometry,
             device,
-            Registry(share.whole_geometry(page_tokens, dtype.itemsize), decoder.layer_prefix, registry_path),
+            Registry(share.whole_geometry(*lies), decoder.layer_prefix, registry_path),
             settings.adapters.max_adapter_rank,
             store=None if store_folder is None else AdapterStore(store_folder, geometry, dtype),
             copy_limit=None if limit is None else max(1, limit // begin.count),
             ranked=RankedSampling(self._peers, vocabs),
         )
-        if merge.is_on:
-            as_linears = ModelShare(config, share.place, is_sharded=False).geometry(
-                page_tokens, dtype.itemsize
-            )
+        if settings.scheduler.merge.is_on:
+            as_linears = ModelShare(loaded.config, share.place, is_sharded=False).geometry(*lies)
             merging = RankedMerging(self._peers, as_linears, decoder.linears)
-            worker.use_merging(copy._replace(place=pools.copy_place).made(decoder, device), merging)
-        if begin.device == "cuda":
-            warm_up(worker, limits, settings.adapters.max_adapter_rank)
-        worker.connect(self._tell)
-        channel.send(RankReady())
+            worker.use_merging(CopyOfWeights(pools.copy_place).made(decoder, device), merging)
+        return worker
 
     def _progress(self) -> Any:
         """The first rank's, now and then."""
@@ -237,7 +263,7 @@ class _Rank:
                 case Pretend():
                     worker.pretend_adapter(command.adapter, command.rank)
                 case ForgetCopies():
-                    worker.forget_copies(command.answered)
+                    worker.forget_copies(command.answered, command.reads)
                 case End():
                     worker.close(frees=False)
                     return
@@ -252,6 +278,7 @@ class _Rank:
         begun = _Begun(
             step.step,
             len(step.rows),
+            worker.bucket,
             self._peers.num_exchanges - before,
             self._peers.digest,
             self._device.issued(),
@@ -281,7 +308,8 @@ class _Rank:
         self._say_status()
         done = result.done
         drew = [(sequence, tokens[0]) for sequence, tokens in done.tokens]
-        said = f"{done.step} {done.ok} {begun.num_rows} {begun.num_exchanges} {begun.digest} {drew}"
+        size = f"{begun.num_rows} {begun.bucket}"
+        said = f"{done.step} {done.ok} {size} {begun.num_exchanges} {begun.digest} {drew}"
         tells = self._number == 0 or not done.ok
         self._channel.send(
             StepAnswer(

@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -29,6 +29,7 @@ from manylora.devices import cpu_peers
 from manylora.devices.cuda import cuda_is_available, launches_wait, visible_gpus
 from manylora.devices.select import open_device
 from manylora.executor.build import CopyOfWeights, check_mixed, with_gates
+from manylora.executor.graphs import MAX_BYTES as GRAPH_BYTES
 from manylora.executor.inspections import Inspections
 from manylora.executor.merge_times import measure_merging
 from manylora.executor.ranks import ring, status
@@ -37,11 +38,13 @@ from manylora.executor.ranks.wire import Begin, Channel, Loaded, Pools, RankFail
 from manylora.executor.shards import SMALL_MODEL_BYTES
 from manylora.executor.sizes import Kind, activation_bytes, engine_info, policy_limits, weight_bytes
 from manylora.kernels.cuts import RankPlace
+from manylora.kernels.shapes import AdapterGeometry, PageShape
 from manylora.memory.budget import host_pool_pages, in_mib, pool_bytes, pool_pages
 from manylora.models.config import read_model_config
 from manylora.models.load import resolve_dtype
 from manylora.models.share import ModelShare, check_count
 from manylora.models.source import resolve_model
+from manylora.models.spec import ModelConfig
 from manylora.types import EngineInfo, RankInfo
 
 _log = logging.getLogger(__name__)
@@ -67,6 +70,53 @@ def build_ranks(
     ``progress(done_bytes, total_bytes)``: called while the first rank's weights load; the other arguments as of
     ``build_worker``.
     """
+    plan = _planned(settings)
+    settings, count, merge = plan.settings, plan.num_ranks, plan.settings.scheduler.merge
+    with contextlib.ExitStack() as undo:
+        ranks, writer, reader = _start(_begin(plan, registry_path), undo)
+        loaded: list[Loaded] = _hear_all(ranks, Loaded, progress)
+        limits, copy = _sized(plan, loaded)
+        for rank in ranks:
+            rank.channel.send(Pools(limits, copy.place))
+        _hear_all(ranks, RankReady, None)
+        registry = Registry(plan.whole, plan.config.names.layer_prefix, registry_path)
+        max_rank = settings.adapters.max_adapter_rank
+        inspections = Inspections(registry, plan.geometry, plan.dtype, max_rank)
+        step_timeout_s, num_pages = settings.step_timeout_s, limits.num_pages
+        executor = RankedExecutor(
+            ranks, writer, reader, registry, inspections, step_timeout_s, plan.geometry, num_pages
+        )
+        undo.pop_all()
+        undo.callback(executor.close)
+        if merge.is_on:
+            times = measure_merging(executor, limits, max_rank, steps_wait=copy.place == "host")
+            limits = dataclasses.replace(limits, merge=dataclasses.replace(merge, times=times))
+        undo.pop_all()
+    held = tuple(RankInfo(one.weight_bytes, limits.page_bytes // count) for one in loaded)
+    name = f"{loaded[0].device}, {count} ranks"
+    sizes = copy.num_bytes, held, plan.sharding
+    return executor, limits, engine_info(settings, plan.config, limits, name, plan.dtype, *sizes)
+
+
+class _Plan(NamedTuple):
+    """What follows from settings and config.json alone, for all ranks. ``settings``: as the devices can obey them;
+    ``page``, ``whole``: of all ranks together; ``geometry``: of the first rank's part of adapters; ``limits``: for
+    the largest pool that there could be."""
+
+    settings: EngineSettings
+    config: ModelConfig
+    kind: Kind
+    num_ranks: int
+    dtype: torch.dtype
+    sharding: Literal["sharded", "replicated"]
+    page: PageShape
+    whole: AdapterGeometry
+    geometry: AdapterGeometry
+    limits: PolicyConfig
+
+
+def _planned(settings: EngineSettings) -> _Plan:
+    """Raises ConfigError or ModelError for all that can be refused before a rank is started."""
     count = settings.tensor_parallel_size
     config = read_model_config(resolve_model(settings.model.model))
     check_count(config, count)
@@ -75,36 +125,53 @@ def build_ranks(
     dtype = resolve_dtype(settings.model.dtype, kind, config.dtype)
     check_mixed(settings.scheduler.merge, dtype)
     sharding = lora_sharding_of(settings.lora_sharding, count)
-    is_sharded = sharding == "sharded"
-    share = ModelShare(config, RankPlace(0, count), is_sharded)
-    page_tokens = settings.cache.page_tokens
-    page = share.whole_page(page_tokens, dtype.itemsize)
+    share = ModelShare(config, RankPlace(0, count), sharding == "sharded")
+    lies = settings.cache.page_tokens, dtype.itemsize
+    page = share.whole_page(*lies)
     try:
-        whole, geometry = (
-            share.whole_geometry(page_tokens, dtype.itemsize),
-            share.geometry(page_tokens, dtype.itemsize),
-        )
+        whole, geometry = share.whole_geometry(*lies), share.geometry(*lies)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    machine, asked_pool = open_device("cpu"), settings.cache.device_pool
-    most_bytes = asked_pool
+    most_bytes = settings.cache.device_pool
     if most_bytes is None:
-        most_bytes = machine.free_bytes() if kind == "cpu" else count * _LARGEST_GPU_BYTES
+        most_bytes = open_device("cpu").free_bytes() if kind == "cpu" else count * _LARGEST_GPU_BYTES
     limits = policy_limits(settings, config, kind, page, pool_pages(most_bytes, page.page_bytes))
+    return _Plan(settings, config, kind, count, dtype, sharding, page, whole, geometry, limits)
+
+
+def pads_steps(settings: EngineSettings, kind: Kind) -> bool:
+    """Whether ranks run steps at fixed sizes and capture them: where that is asked for, since it was never seen to
+    run on several GPUs."""
+    if kind == "cpu" or settings.cuda_graphs != "on":
+        return False
+    if settings.scheduler.merge.is_mixed:
+        # Entries beside a merged adapter may be more than a table has room for that must stay where it is.
+        _log.warning("steps of several ranks are not captured with --merge-minority mixed")
+        return False
+    return True
+
+
+def _begin(plan: _Plan, registry_path: Path | None) -> Begin:
+    """What every rank is to build, but for what is its own."""
+    config, dtype, limits = plan.config, plan.dtype, plan.limits
     # Of the whole model, as are the kernels that are chosen by it.
-    num_seqs, batch_tokens = limits.max_num_seqs, limits.max_batch_tokens
-    is_small = kind == "cpu" and weight_bytes(config, dtype) <= SMALL_MODEL_BYTES
-    begin = Begin(
-        settings=settings,
-        device=kind,
+    is_small = plan.kind == "cpu" and weight_bytes(config, dtype) <= SMALL_MODEL_BYTES
+    is_padded, activations = pads_steps(plan.settings, plan.kind), 0
+    if plan.kind == "cuda":
+        activations = activation_bytes(config, dtype, limits.max_num_seqs, limits.max_batch_tokens)
+        activations += GRAPH_BYTES if is_padded else 0
+    return Begin(
+        settings=plan.settings,
+        device=plan.kind,
         rank=0,
-        count=count,
-        is_sharded=is_sharded,
+        count=plan.num_ranks,
+        is_sharded=plan.sharding == "sharded",
         is_compiled=is_small and dtype is torch.float32,
+        pads_steps=is_padded,
         max_positions=limits.max_model_len,
-        activation_bytes=activation_bytes(config, dtype, num_seqs, batch_tokens) if kind == "cuda" else 0,
-        num_threads=max(1, torch.get_num_threads() // count),
-        log_level=_log_level(),
+        activation_bytes=activations,
+        num_threads=max(1, torch.get_num_threads() // plan.num_ranks),
+        log_level=logging.getLogger("manylora").getEffectiveLevel(),
         ring_file=-1,
         peers_file=-1,
         status_file=-1,
@@ -112,54 +179,34 @@ def build_ranks(
         parent=os.getpid(),
         registry_path=None if registry_path is None else str(registry_path),
     )
-    with contextlib.ExitStack() as undo:
-        ranks, writer, reader = _start(begin, undo)
-        loaded: list[Loaded] = _hear_all(ranks, Loaded, progress)
-        is_on_host = any(one.copy_place == "host" for one in loaded)
-        copy = CopyOfWeights("host" if is_on_host else "device", sum(one.copy_bytes for one in loaded))
-        pool = count * min(one.pool_bytes for one in loaded)
-        if kind == "cpu":
-            pool = pool_bytes(machine, asked_pool, 0, copy.on_device(kind))
-        num_pages, size = pool_pages(pool, page.page_bytes), page.page_bytes
-        promised = num_pages * size if kind == "cpu" else 0
-        asked_host, of_copy = settings.cache.host_pool, copy.on_host(kind)
-        num_host_pages = host_pool_pages(machine, asked_host, kind, promised, size, of_copy)
-        limits = policy_limits(settings, config, kind, page, num_pages, num_host_pages)
-        # Ranks do not forget reads together yet.
-        whole_reads = dataclasses.replace(limits.cold_start, reads_in_groups=False)
-        limits = dataclasses.replace(limits, cold_start=whole_reads)
-        for rank in ranks:
-            rank.channel.send(Pools(limits, copy.place))
-        _hear_all(ranks, RankReady, None)
-        registry = Registry(whole, config.names.layer_prefix, registry_path)
-        inspections = Inspections(registry, geometry, dtype, settings.adapters.max_adapter_rank)
-        executor = RankedExecutor(
-            ranks, writer, reader, registry, inspections, settings.step_timeout_s, geometry, num_pages
-        )
-        undo.pop_all()
-        undo.callback(executor.close)
-        merge, max_rank = limits.merge, settings.adapters.max_adapter_rank
-        if merge.is_on:
-            times = measure_merging(executor, limits, max_rank, steps_wait=copy.place == "host")
-            limits = dataclasses.replace(limits, merge=dataclasses.replace(merge, times=times))
-        undo.pop_all()
+
+
+def _sized(plan: _Plan, loaded: list[Loaded]) -> tuple[PolicyConfig, CopyOfWeights]:
+    """What the policy may use, now that the ranks' weights are loaded; where the copy of the base's weights goes.
+    Raises ConfigError."""
+    machine, cache, count = open_device("cpu"), plan.settings.cache, plan.num_ranks
+    is_on_host = any(one.copy_place == "host" for one in loaded)
+    copy = CopyOfWeights("host" if is_on_host else "device", sum(one.copy_bytes for one in loaded))
+    pool = count * min(one.pool_bytes for one in loaded)
+    if plan.kind == "cpu":
+        pool = pool_bytes(machine, cache.device_pool, 0, copy.on_device("cpu"))
+    size = plan.page.page_bytes
+    num_pages = pool_pages(pool, size)
+    promised = num_pages * size if plan.kind == "cpu" else 0
+    of_copy = copy.on_host(plan.kind)
+    num_host_pages = host_pool_pages(machine, cache.host_pool, plan.kind, promised, size, of_copy)
+    limits = policy_limits(plan.settings, plan.config, plan.kind, plan.page, num_pages, num_host_pages)
     _log.info(
         "%d ranks, adapters %s; the pool has %d pages (%s), the host's %d (%s), 1/%d of each on every rank",
         count,
-        sharding,
+        plan.sharding,
         num_pages,
-        in_mib(num_pages * page.page_bytes),
+        in_mib(num_pages * size),
         num_host_pages,
-        in_mib(num_host_pages * page.page_bytes),
+        in_mib(num_host_pages * size),
         count,
     )
-    held = tuple(RankInfo(one.weight_bytes, page.page_bytes // count) for one in loaded)
-    name = f"{loaded[0].device}, {count} ranks"
-    return (
-        executor,
-        limits,
-        engine_info(settings, config, limits, name, dtype, copy.num_bytes, held, sharding),
-    )
+    return limits, copy
 
 
 def _kind(wanted: str, count: int) -> Kind:
@@ -173,10 +220,6 @@ def _kind(wanted: str, count: int) -> Kind:
             f"--tensor-parallel-size {count} needs as many GPUs, and {len(visible_gpus())} can be seen here"
         )
     return "cuda"
-
-
-def _log_level() -> int:
-    return logging.getLogger("manylora").getEffectiveLevel()
 
 
 def _start(

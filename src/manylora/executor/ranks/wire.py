@@ -31,6 +31,7 @@ class Begin(msgspec.Struct, tag=True):
     count: int
     is_sharded: bool
     is_compiled: bool
+    pads_steps: bool
     max_positions: int
     activation_bytes: int
     num_threads: int
@@ -82,8 +83,8 @@ class RankFailed(msgspec.Struct, tag=True):
 
 class StepAnswer(msgspec.Struct, tag=True):
     """A step has ended here. ``done``: a number that is the same on all ranks where they have done the same:
-    of the step's number, its rows, its exchanges in order, the tokens that it drew. ``num_exchanges``: how
-    many of the step's had begun. ``result``: from the first rank only, or where it is not ``ok``. ``spoilt``,
+    of the step's number, its rows, its bucket, its exchanges in order, the tokens that it drew. ``num_exchanges``:
+    how many of the step's had begun. ``result``: from the first rank only, or where it is not ``ok``. ``spoilt``,
     ``stall_s``: of its StepDone, by this rank's own copies."""
 
     step: int
@@ -110,9 +111,11 @@ class Pretend(msgspec.Struct, tag=True):
 
 
 class ForgetCopies(msgspec.Struct, tag=True):
-    """A command: no step awaits these copies any more, each with whether it went well on all ranks."""
+    """A command: no step awaits these copies any more, each with whether it went well on all ranks, and no copy
+    follows the last reads of these adapters."""
 
     answered: tuple[tuple[CopyId, bool], ...]
+    reads: tuple[AdapterId, ...]
 
 
 class End(msgspec.Struct, tag=True):

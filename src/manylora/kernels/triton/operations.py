@@ -29,7 +29,7 @@ from manylora.kernels.triton.compiling import report_compilation
 from manylora.kernels.triton.decode_table import DecodeTable
 from manylora.kernels.triton.dependent import launch_options
 from manylora.kernels.triton.elementwise import rms_norm_kernel, silu_mul_kernel, write_kv_kernel
-from manylora.kernels.triton.gate import pass_gate
+from manylora.kernels.triton.gate import await_words, pass_gate
 from manylora.kernels.triton.lora import AdaptedLinears, TritonFixedLora, lora_kernels_on
 from manylora.kernels.triton.lora_launch import LoraKernels, LoraPlan
 from manylora.kernels.triton.merging import merge_linears
@@ -226,6 +226,12 @@ class TritonOps:
     ) -> None:
         """See ``executor.gated``."""
         pass_gate(landed, wanted, told, is_first)
+
+    def await_words(
+        self, words: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor, is_first: bool
+    ) -> None:
+        """See ``executor.queued``."""
+        await_words(words, wanted, told, is_first)
 
     # ---- small operations ------------------------------------------------------------------------------
 

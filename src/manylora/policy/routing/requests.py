@@ -92,6 +92,11 @@ class LiveRequest:
     def accept(self) -> None:
         self.is_accepted = True
 
+    @property
+    def can_leave(self) -> bool:
+        """Whether its replica has said that it has it, and was not told to let it go."""
+        return self.replica is not None and self.is_accepted and not self.is_withdrawing
+
     def withdraw(self, target: ReplicaId | None, reason: str) -> None:
         """Its replica is to let it go; ``target``: which is to have it then, None: whichever is chosen then."""
         self.is_withdrawing = True

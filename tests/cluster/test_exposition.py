@@ -1,0 +1,61 @@
+"""What a cluster shows to routers that take it for one server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from manylora.cluster.client import ReplicaStats
+from manylora.cluster.exposition import _Replicas
+from manylora.engine.client import AdapterLoad, EngineStats
+from manylora.metrics.requests import Metrics
+from manylora.types import EngineInfo
+
+INFO = EngineInfo("demo", 512, 1024, (0,), 100, 16, 4096, "cpu", "float32", 8, 256)
+STATUS: dict[str, Any] = {
+    "router": {"decisions": {"buckets": [(None, 0)], "sum_s": 0.0}, "moved": {}, "waiting": 4},
+    "frontends": [],
+    "replicas": [],
+    "scale_hint": {"delta": 0},
+}
+
+
+def load(name: str, running: int, waiting: int) -> AdapterLoad:
+    return AdapterLoad(name, "resident", 3, 8, running, waiting)
+
+
+def families(replicas: list[ReplicaStats], status: dict[str, Any]) -> dict[str, list[Any]]:
+    """Of the page, as a scraper reads it: samples by family, in order."""
+    collector = _Replicas("demo", INFO)
+    collector.update(replicas, status)
+    page = Metrics("demo", INFO, collector).page().decode()
+    types = [line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")]
+    assert len(types) == len(set(types))  # a second one makes Go's parser give the page up
+    return {family.name: family.samples for family in text_string_to_metric_families(page)}
+
+
+def test_a_cluster_is_one_server_to_llm_d() -> None:
+    """Its scorer reads the series of adapters whose value is the largest, and the first one of any other name."""
+    left = EngineStats(2, 1, 100, pages_running=20, adapters=(load("a", 1, 0), load("b", 0, 1)))
+    right = EngineStats(3, 0, 100, pages_running=10, adapters=(load("a", 2, 0), load("c", 1, 1)))
+    found = families([ReplicaStats(0, left), ReplicaStats(1, right), ReplicaStats(2, None)], STATUS)
+    series = found["vllm:lora_requests_info"]
+    latest = max(series, key=lambda sample: sample.value)
+    assert latest is series[0]
+    assert latest.labels == {
+        "max_lora": "16", "running_lora_adapters": "a,c", "waiting_lora_adapters": "b,c",
+    }  # fmt: skip
+    assert [sample.labels.get("replica") for sample in series] == [None, "0", "1", "2"]
+    assert [sample.value for sample in found["manylora:cluster_requests_running"]] == [5]
+    assert [sample.value for sample in found["manylora:cluster_requests_waiting"]] == [5]
+    assert [sample.value for sample in found["manylora:cluster_kv_usage_perc"]] == [(20 + 10 + 3 * 3) / 200]
+    per_replica = found["vllm:num_requests_running"]
+    assert {sample.labels["replica"]: sample.value for sample in per_replica} == {"0": 2, "1": 3, "2": 0}
+
+
+def test_a_cluster_without_replicas_or_router() -> None:
+    found = families([], {})
+    (only,) = found["vllm:lora_requests_info"]
+    assert only.labels == {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    assert found["manylora:cluster_kv_usage_perc"][0].value == 0
