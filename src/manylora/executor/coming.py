@@ -55,7 +55,8 @@ class Coming:
         """Enter what has landed into the tables. It is among it before its ``done`` is heard of."""
         while self.landed:
             landed = self.landed.popleft()
-            self._ahead.pop(landed.adapter, None)
+            if self._ahead.get(landed.adapter) not in self._gates:  # else it may fail on another rank
+                self._ahead.pop(landed.adapter, None)
             self._tables.put(landed.adapter, landed.layout, landed.offsets)
 
     def leave(self, adapter: AdapterId) -> None:
@@ -197,9 +198,12 @@ class Coming:
             (adapter, filling) for adapter, filling in self._fillings.items() if filling.is_answered
         ]
 
-    def forget(self, answered: Iterable[tuple[CopyId, bool]]) -> None:
+    def forget(self, answered: Iterable[tuple[CopyId, bool]], reads: Iterable[AdapterId] = ()) -> None:
         """No step names these copies any more, each with whether it went well; what was entered ahead of one that
-        did not is dropped. Until then steps may name it, whose rows are spoilt."""
+        did not is dropped. Until then steps may name it, whose rows are spoilt. No copy follows the last read of
+        the adapters ``reads``."""
+        for name in reads:
+            self._fillings.pop(name, None)
         for copy, ok in answered:
             del self._gates[copy]
             adapter = self._commands.pop(copy).adapter

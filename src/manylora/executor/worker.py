@@ -171,9 +171,9 @@ class Worker:
                 self._coming.step_ended()
             self._tell(result)
 
-    def forget_copies(self, answered: Sequence[tuple[CopyId, bool]]) -> None:
-        """Of one of several ranks: no step names these copies any more, each with whether it went well on all."""
-        self._coming.forget(answered)
+    def forget_copies(self, answered: Sequence[tuple[CopyId, bool]], reads: Sequence[AdapterId]) -> None:
+        """Of one of several ranks: see ``Coming.forget``."""
+        self._coming.forget(answered, reads)
 
     # ------------------------------------------------------------ merged weights
 

@@ -263,7 +263,7 @@ class _Rank:
                 case Pretend():
                     worker.pretend_adapter(command.adapter, command.rank)
                 case ForgetCopies():
-                    worker.forget_copies(command.answered)
+                    worker.forget_copies(command.answered, command.reads)
                 case End():
                     worker.close(frees=False)
                     return

@@ -206,9 +206,7 @@ def _sized(plan: _Plan, loaded: list[Loaded]) -> tuple[PolicyConfig, CopyOfWeigh
         in_mib(num_host_pages * size),
         count,
     )
-    # Ranks do not forget reads together yet.
-    whole_reads = dataclasses.replace(limits.cold_start, reads_in_groups=False)
-    return dataclasses.replace(limits, cold_start=whole_reads), copy
+    return limits, copy
 
 
 def _kind(wanted: str, count: int) -> Kind:
