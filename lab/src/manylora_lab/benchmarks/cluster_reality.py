@@ -43,6 +43,7 @@ from manylora_lab.benchmarks.run_report import RunReport, run_parser
 from manylora_lab.reproduce import caraserve_cells, dlora_cells, punica_fig13
 from manylora_lab.sim.cluster import Member, VirtualCluster
 from manylora_lab.sim.cluster_summary import summarize_cluster
+from manylora_lab.sim.shipped import find_profile
 from manylora_lab.workloads.arrivals import poisson
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 from manylora_lab.workloads.synthetic import independent
@@ -270,6 +271,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = run_parser(__doc__)
     parser.add_argument("--parts", default=",".join(PARTS), help="names with commas between")
     parser.add_argument("--duration", type=float, default=40.0, metavar="S", help="of each stream")
+    parser.add_argument(
+        "--profile", help="a shipped profile or a file, for all cores, instead of measuring them"
+    )
     parser.add_argument("--profile-budget", type=float, default=25.0, metavar="S")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
@@ -278,9 +282,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
     duration_s, budget_s = (4.0, 2.0) if args.toy else (args.duration, args.profile_budget)
     report = RunReport(args, args.seed, "cpu", cores=len(cores()), duration_s=duration_s)
-    with tempfile.TemporaryDirectory() as folder:
-        found = profiles(Path(folder), 64, budget_s)
-    report.say("profiled")
+    if args.profile is not None:
+        found = [find_profile(args.profile)] * len(cores())
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            found = profiles(Path(folder), 64, budget_s)
+        report.say("profiled")
     for name in names:
         run_part(report, name, found, duration_s, args.seed)
     report.save()

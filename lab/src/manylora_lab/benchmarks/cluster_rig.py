@@ -76,9 +76,12 @@ def profiles(folder: Path, most_seqs: int, budget_s: float) -> list[Profile]:
         words = [sys.executable, "-m", "manylora", "profile", *args]
         with _bound({core}):
             running.append((out, subprocess.Popen(words, env=_environment(), stdout=subprocess.DEVNULL)))
-    for _, process in running:
-        if process.wait():
+    try:
+        if any(process.wait() for _, process in running):
             raise SystemExit("a profile could not be measured")
+    finally:
+        for _, process in running:
+            process.kill()
     return [load_profile(out) for out, _ in running]
 
 
