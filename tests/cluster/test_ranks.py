@@ -114,3 +114,28 @@ def test_no_rank_outlives_the_supervisor(tmp_path: Path) -> None:
         cluster.process.send_signal(signal.SIGKILL)
         cluster.process.wait()
         cluster.wait_gone(pids, TIMEOUT_S)
+
+
+@pytest.mark.long
+def test_replicas_on_ray(tmp_path: Path, single: dict[str, list[Answer]]) -> None:
+    """An actor that is killed takes its ranks with it; so does the end of all."""
+    with Cluster(*RANKS, "--launcher", "ray", "--ray-address", "local", folder=tmp_path) as cluster:
+        cluster.wait_ready()
+        cluster.wait_replicas(2)
+        before = ranks_of_all(cluster)
+        assert [len(ranks) for ranks in before.values()] == [2, 2]
+        killed: list[int] = []
+
+        def kill() -> None:
+            victim = cluster.busiest()
+            killed.append(victim["id"])
+            send(victim["pid"], signal.SIGKILL)
+
+        assert_undisturbed(cluster, single["long"], kill, "lost", lambda: cluster.wait_replicas(2))
+        cluster.wait_gone([rank for replica in killed for rank in before.get(replica, [])], TIMEOUT_S)
+        cluster.wait_replicas(2)
+        after = [rank for ranks in ranks_of_all(cluster).values() for rank in ranks]
+        assert len(after) == 4
+        cluster.process.send_signal(signal.SIGTERM)
+        assert cluster.wait_exit() == 0
+        cluster.wait_gone(after, TIMEOUT_S)

@@ -64,7 +64,9 @@ class RankedGraphs(StepGraphs):
         except RuntimeError as error:
             why = first_line(error)
             if not num_runs:
-                raise CapturingFailed(f"a step could not be run to be captured: {why}") from error
+                raise CapturingFailed(
+                    f"a step could not be run to be captured, and --cuda-graphs auto does without: {why}"
+                ) from error
         if not self._all(replay is not None) or replay is None:
             raise RuntimeError(why)
         made = replay

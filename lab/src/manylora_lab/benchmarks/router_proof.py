@@ -232,7 +232,9 @@ def _by_commit(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]
 def main(argv: Sequence[str] | None = None) -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--store", type=Path, required=True, help="runs that have ended; others are added")
+    parser.add_argument(
+        "--store", type=Path, required=True, help="runs that have ended; those that are asked for are added"
+    )
     parser.add_argument("--conversation", required=True, help="Azure's conversation trace of 2023, CSV")
     parser.add_argument("--servegen", required=True, help="ServeGen's clients, a folder or CSV of rates")
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
@@ -252,9 +254,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     recording, began = Provenance.of(args, ", ".join(map(str, args.seeds))), time.monotonic()
-    rows = [json.loads(line) for line in args.store.read_text().splitlines()] if args.store.exists() else []
+    stored = [json.loads(line) for line in args.store.read_text().splitlines()] if args.store.exists() else []
+    asked = {cell.key: cell for cell in all_cells((args.conversation, args.servegen), args)}
+    rows = [row for row in stored if row["key"] in asked]
     done = {row["key"] for row in rows}
-    left = [cell for cell in all_cells((args.conversation, args.servegen), args) if cell.key not in done]
+    left = [cell for key, cell in asked.items() if key not in done]
     cells = iter(left)
     with ProcessPoolExecutor(args.workers) as pool, args.store.open("a") as store:
         running = {pool.submit(measure, cell) for cell in itertools.islice(cells, args.workers)}
@@ -275,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         report = {
             "benchmark": "router_proof", "commit": recording.commit,
             "slo_tpot_s": slo_s(), "replicas": REPLICAS,
-            "durations_s": DURATION_S, "asked_runs": len(left) + len(done), "runs": len(rows),
+            "durations_s": DURATION_S, "asked_runs": len(asked), "runs": len(rows),
             "summary": summary(verdicts), "cells": verdicts, "rows": _by_commit(rows),
         }  # fmt: skip
         report["provenance"] = recording.provenance()
