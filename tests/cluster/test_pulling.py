@@ -219,6 +219,29 @@ def test_routers_that_die_meanwhile(machines: Machines) -> None:
     assert machines.num_links == 1 + 1 + 3
 
 
+def test_asking_for_what_is_not_there(machines: Machines) -> None:
+    """Nothing but these files, in pieces that are bounded; the link goes on."""
+    known = machines.listing(0).id
+    asked: list[messages.ToRouterFromPuller] = [messages.AskFiles(999)]
+    asked += [
+        messages.AskPiece(*each)
+        for each in ((999, 0, 0, 1), (known, 2, 0, 1), (known, 0, -1, 1), (known, 0, 0, -5))
+    ]
+    asked += [messages.AskPiece(known, 1, 2**62, 10), messages.AskPiece(known, 1, 0, 2**40)]
+    answers: list[Any] = []
+
+    class Asking:
+        async def receive(self) -> Any:
+            return asked[len(answers)] if len(answers) < len(asked) else None
+
+        def send(self, message: Any) -> None:
+            answers.append(message)
+
+    asyncio.run(serve_files(Asking(), machines.registry))  # type: ignore[arg-type]
+    assert [type(each) for each in answers[:5]] == [messages.NoFiles] * 5
+    assert [len(each.data) for each in answers[5:]] == [0, messages.PIECE_BYTES]
+
+
 def test_what_is_in_use_stays(tmp_path: Path) -> None:
     machines = Machines(tmp_path, most_bytes=NUM_BYTES + 1000)
     machines.pull((0, 0))

@@ -139,7 +139,7 @@ def test_what_speaks_to_ray_dies(head: RayNode, tmp_path: Path) -> None:
         cluster.wait_replicas(2)
 
 
-def test_models_that_differ(root: Path, head: RayNode, tmp_path: Path) -> None:
+def test_models_that_differ(root: Path, tmp_path: Path) -> None:
     """The second node has another model under the same name."""
     os.symlink(MODEL, tmp_path / "model")
     other = tmp_path / "other"
@@ -148,7 +148,7 @@ def test_models_that_differ(root: Path, head: RayNode, tmp_path: Path) -> None:
         os.symlink(path, other / "model" / path.name)
     (other / "model" / "generation_config.json").unlink(missing_ok=True)
     (other / "model" / "generation_config.json").write_text('{"eos_token_id": 1}')
-    with RayNode(root, head, HOME=str(other)):
+    with RayNode(root, HOME=str(tmp_path)) as head, RayNode(root, head, HOME=str(other)):
         result = subprocess.run(
             command("serve", "~/model", "--port", "0", "--replicas", "2", "--launcher", "ray", "--ray-address",
                     head.address, "--cluster-dir", str(tmp_path / "cluster")),

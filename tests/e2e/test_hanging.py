@@ -195,7 +195,7 @@ def test_clients_that_read_nothing_do_not_hold_up_the_end() -> None:
 def test_sighup_drains_unless_it_is_ignored(is_ignored: bool) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
     try:
-        server = Server("--device-pool", "32MiB")
+        server = Server("--device-pool", "32MiB", "--drain-timeout", "60")
     finally:
         signal.signal(signal.SIGHUP, before)
     with server:

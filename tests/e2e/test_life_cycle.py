@@ -39,7 +39,7 @@ def as_json(event: Json | str) -> Json:
 
 
 def test_sigterm_lets_a_stream_end_and_refuses_new_requests() -> None:
-    with Server("--device-pool", "32MiB") as server:
+    with Server("--device-pool", "32MiB", "--drain-timeout", "60") as server:
         server.wait_ready()
         body = completion(max_tokens=400, ignore_eos=True, stream=True)
         with server.http.stream("POST", "/v1/completions", json=body) as stream:

@@ -132,7 +132,8 @@ def test_a_merged_adapter_is_unloaded_and_loaded_anew(folder: Path, expected: di
     """Its requests run to their end, others are untouched, and its name answers with the new weights. Then the
     server is told to end while switches go on."""
     first, second = NAMES[:2]
-    with Server("--adapter-dir", str(folder), *SMALL, "--merge", "merged", "--merge-starve", "0.1") as server:
+    merging = ("--merge", "merged", "--merge-starve", "0.1", "--drain-timeout", "60")
+    with Server("--adapter-dir", str(folder), *SMALL, *merging) as server:
         server.wait_ready()
         with concurrent.futures.ThreadPoolExecutor(20) as threads:
             long = [threads.submit(server.text, **body((name, PROMPTS[0]), 120)) for name in (first, second)]

@@ -7,6 +7,7 @@ what it was asked for when the host goes on.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -16,8 +17,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from manylora.assist.board import BoardShape, new_board
 from manylora.assist.workers import HandedStep
-from manylora.executor.queued import DeviceHandover
+from manylora.devices.cpu import CpuDevice
+from manylora.executor.queued import DeviceHandover, device_handover
 from manylora.kernels.triton.gate import await_words
 from manylora.protocol import RunStep
 from tests.assist.test_workers import IN, OUTS, Pool, workers
@@ -115,6 +118,43 @@ def test_a_worker_that_dies_or_is_slow_at_any_product_spoils_its_own_rows_only(
     assert cold.direct.wait_for(again).ok  # type: ignore[union-attr]
     cold.decode(3, 2, 4)
     check(cold, files, 2, 4)
+
+
+def test_each_product_waits_for_its_own_job_of_those_that_compute_it(cold: Rig) -> None:
+    """A kernel that waited for the job before would mostly find the right results, too."""
+    handover = handover_of(cold)
+    handover.begin(40, 3, [0])
+    assert handover._wanted.tolist() == [[handover._late_ns, job] for job in (41, 42, 43)]
+    handover.end()
+    descriptor, board = new_board(BoardShape(4, 8, 8, 8, "float32"))
+    os.close(descriptor)
+    several = device_handover(board, GatedOps(), CpuDevice(), 1.0)
+    assert several is not None
+    several.begin(7, 2, [1, 3])
+    assert several._wanted.tolist() == [[10**9, 0, 8, 0, 8, 0], [10**9, 0, 9, 0, 9, 0]]
+    several.close()
+
+
+@pytest.mark.parametrize("fault", ["refuses", "is lost"])
+def test_a_device_that_cannot_write_there_leaves_it_to_the_host(
+    fault: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned: list[int] = []
+
+    def mark(self: CpuDevice, word: torch.Tensor, number: int) -> None:
+        if fault == "refuses":
+            raise RuntimeError("the driver does not write a number in a stream: error 1")
+
+    monkeypatch.setattr(CpuDevice, "mark", mark)
+    monkeypatch.setattr(CpuDevice, "pin", lambda self, memory: pinned.append(memory.nbytes))
+    monkeypatch.setattr(CpuDevice, "unpin", lambda self, memory: pinned.remove(memory.nbytes))
+    descriptor, board = new_board(BoardShape(2, 8, 8, 8, "float32"))
+    os.close(descriptor)
+    with caplog.at_level(logging.WARNING):
+        assert device_handover(board, GatedOps(), CpuDevice(), 1.0) is None
+    assert not pinned
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("the host hands rows to CPU workers: ")
 
 
 def test_a_step_that_finds_the_workers_busy_waits_for_the_copy(cold: Rig, files: Files) -> None:

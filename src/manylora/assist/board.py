@@ -63,6 +63,8 @@ class Board:
             -1, _LINE_WORDS
         )
         self.posted_word = words[0, :1]
+        self.trial_word = words[0, 2:3]
+        """Says nothing to anyone."""
         self.done_words = words[1:]
         """Int64 [workers, ...], of which the first ones are ``done``."""
         self._head = words[0]

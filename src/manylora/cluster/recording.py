@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
@@ -26,38 +25,41 @@ def open_of_router(
 ) -> tuple[JournalWriter | None, LineFile | None]:
     """The router's own journal and trace, as far as they are wanted, and as far as a router that takes another's
     place can write them. Raises ConfigError where the first one cannot."""
+
+    def opened(what: str, path: str | None, make: Callable[[Path], _File]) -> _File | None:
+        name = None if path is None else journal_name(path, "router", epoch)
+        return _opened("router", what, name, make, is_first=epoch == 1)
+
     rotate = settings.journal_part_bytes
-    journal = _opened("journal", settings.journal, epoch, lambda path: JournalWriter(path, config, rotate))
-    return journal, _opened("trace", settings.cache.trace, epoch, lambda path: LineFile(path, "trace"))
-
-
-def _opened(what: str, path: str | None, epoch: int, opened: Callable[[Path], _File]) -> _File | None:
-    if path is None:
-        return None
-    name = journal_name(path, "router", epoch)
-    try:
-        return open_output(what, name, opened)
-    except ConfigError as error:
-        if epoch == 1:
-            raise
-        log.warning("the router keeps no %s: %s", what, error)
-        return None
+    journal = opened("journal", settings.journal, lambda path: JournalWriter(path, config, rotate))
+    return journal, opened("trace", settings.cache.trace, lambda path: LineFile(path, "trace"))
 
 
 def without_what_fails(settings: EngineSettings) -> EngineSettings:
     """The settings of a replica that takes another's place, without files that it could not write."""
-    journal = _if_writable("journal", settings.journal)
-    trace = _if_writable("trace", settings.cache.trace)
+    journal = _opened("replica", "journal", settings.journal, _tried)
+    trace = _opened("replica", "trace", settings.cache.trace, _tried)
     return dataclasses.replace(
         settings, journal=journal, cache=dataclasses.replace(settings.cache, trace=trace)
     )
 
 
-def _if_writable(what: str, path: str | None) -> str | None:
+def _opened(
+    whose: str, what: str, path: str | None, opened: Callable[[Path], _File], *, is_first: bool = False
+) -> _File | None:
+    """None where it is not wanted, or cannot be written, which a line of the log says; the first one of its place
+    raises ConfigError instead."""
     if path is None:
         return None
-    with contextlib.suppress(OSError, ValueError):
-        Path(path).open("a").close()
-        return path
-    log.warning("the replica keeps no %s: it cannot write %s", what, path)
-    return None
+    try:
+        return open_output(what, path, opened)
+    except ConfigError as error:
+        if is_first:
+            raise
+        log.warning("the %s keeps no %s: %s", whose, what, error)
+        return None
+
+
+def _tried(path: Path) -> str:
+    path.open("a").close()
+    return str(path)

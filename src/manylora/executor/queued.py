@@ -36,10 +36,15 @@ def device_handover(board: Board, ops: Ops, device: Device, late_s: float) -> De
     """None where the host has to hand rows over."""
     if not isinstance(ops, AwaitsWords) or not device.can_mark():
         return None
+    found: DeviceHandover | None = None
     try:
-        return DeviceHandover(board, ops, device, late_s)
-    except RuntimeError as error:
+        found = DeviceHandover(board, ops, device, late_s)
+        found.try_out()
+        return found
+    except (RuntimeError, ValueError) as error:
         _log.warning("the host hands rows to CPU workers: %s", str(error).partition("\n")[0])
+        if found is not None:
+            found.close()
         return None
 
 
@@ -58,10 +63,23 @@ class DeviceHandover:
         self._posted = torch.from_numpy(board.posted_word)
         self._done = torch.from_numpy(board.done_words)
         self._told = device.zeros((2,), torch.int64)
+        # Rows of ``_wanted`` begin at multiples of 16 bytes: kernels are compiled anew for what does not.
+        self._width = 2 * (1 + len(self._done) // 2)
+
+    def try_out(self) -> None:
+        """Before the first step: have the device write a word there, and wait for none. Raises what went wrong."""
+        trial = torch.from_numpy(self._board.trial_word)
+        self._device.mark(trial, 1)
+        nothing = self._device.zeros((self._width,), torch.int64)
+        for is_first in (True, False):  # each is a kernel of its own, to be compiled now
+            self._ops.await_words(self._done, nothing, self._told, is_first)
+        self._device.synchronize()
+        if int(trial) != 1:
+            raise RuntimeError("numbers that the device writes do not arrive in the host's memory")
 
     def begin(self, first_job: int, num_jobs: int, workers: Sequence[int]) -> None:
         """A step of these jobs, given to these workers."""
-        wanted = np.zeros((num_jobs, 1 + len(self._done)), np.int64)
+        wanted = np.zeros((num_jobs, self._width), np.int64)
         wanted[:, 0] = self._late_ns
         wanted[:, 1 + np.array(workers)] = first_job + 1 + np.arange(num_jobs)[:, None]
         self._wanted = self._device.upload(wanted)
