@@ -279,12 +279,12 @@ def _change(change: float, interval: Sequence[float]) -> str:
 def router_proof(record: Record) -> str:
     """Cells with reports as old as usual: ours, the best other's and its name, the bound, perfect knowledge."""
     header = (
-        "workload, load", "seeds", "mean TTFT: ours; the best other's, ms", "change, %",
+        "workload, load", "seeds", "others", "mean TTFT: ours; the best other's, ms", "change, %",
         "attainment: ours; the best other's", "bound, ms", "`clairvoyant`, ms",
     )  # fmt: skip
     lines = [
         (
-            f"{cell['workload']}, {cell['load']:g}", _range(cell["seeds"]),
+            f"{cell['workload']}, {cell['load']:g}", _range(cell["seeds"]), f"{len(cell['routers']) - 1}",
             f"{cell['ttft_ms']:,.0f}; {cell['best_ttft_ms']:,.0f} (`{cell['best_ttft']}`)",
             _kept(f"{100 * cell['ttft_change']:+.0f}", cell["is_ttft_kept"]),
             _kept(
