@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import math
 import os
 import random
 import subprocess
@@ -320,6 +321,25 @@ def test_what_is_measured() -> None:
     # The second request's step has no answer yet.
     assert recording.answers["step", 2] == [MeasuredAnswer(None, 0.0)]
     assert simulation_difference(PATIENT, by_hand()) is None
+
+
+def test_a_timer_may_be_due_when_a_recording_ends() -> None:
+    """The loop tells it after what else has come; a timer that was due before a step ended is a lost one."""
+    hasty = dataclasses.replace(PATIENT, cache=CacheConfig(interval_s=2.5))
+    first = Arrive(Request("first", 0, (1, 2, 3), PARAMS))
+    events: list[tuple[float, Event]] = [
+        (5.0, first), (6.0, Abort("nobody")), (7.0, StepDone(1, True, ((1, (4,)),))),
+    ]  # fmt: skip
+    overtaking: list[tuple[float, Event]] = [(7.6, Abort("nobody")), (7.7, Abort("nobody"))]
+    told = list(recorded_commands(hasty, [*events, *overtaking]))
+    assert measured(told).answers["timer", 0] == [MeasuredAnswer(None, math.inf)]
+    assert simulation_difference(hasty, told) is None
+
+    lost = list(recorded_commands(hasty, [*events[:2], (7.6, events[2][1]), *overtaking[1:]]))
+    assert measured(lost).answers["timer", 0] == [MeasuredAnswer(None)]
+    difference = simulation_difference(hasty, lost)
+    assert difference is not None
+    assert difference.what.startswith("here comes Timer()")
 
 
 def test_a_difference_reads_like_this() -> None:

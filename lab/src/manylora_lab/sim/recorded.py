@@ -16,6 +16,8 @@ from manylora.policy.replica import Replica
 from manylora.protocol import Ask, Command, Event, RunStep, SetTimer, StepDone, Timer, ask_of
 from manylora_lab.sim.loop import VirtualLoop
 
+_TIMER: Ask = ("timer", 0)
+
 
 class Told(NamedTuple):
     """An event, when the replica was told, and what it commanded."""
@@ -57,7 +59,7 @@ def measured(told: Sequence[Told]) -> Recording:
     asked_s: dict[Ask, float] = {}
     steps_end = _steps_end(told)
     in_flight: collections.deque[float] = collections.deque()  # when they end
-    before = 0.0
+    before = step_ended_s = 0.0
     for number, (now, event, commands) in enumerate(told):
         late_s = _gap(max(before, due[number], in_flight[0] if in_flight else 0.0), now)
         before = now
@@ -66,8 +68,10 @@ def measured(told: Sequence[Told]) -> Recording:
             given.append(MeasuredAnswer(event, due[number], late_s))
         elif asked in asked_s:
             answers[asked][-1] = MeasuredAnswer(event, _gap(asked_s.pop(asked), due[number]), late_s)
-        if isinstance(event, StepDone) and in_flight:
-            in_flight.popleft()
+        if isinstance(event, StepDone):
+            step_ended_s = now
+            if in_flight:
+                in_flight.popleft()
         for command in commands:
             asks = ask_of(command)
             if asks is None:
@@ -76,6 +80,9 @@ def measured(told: Sequence[Told]) -> Recording:
             if isinstance(command, RunStep) and command.step in steps_end:
                 in_flight.append(steps_end[command.step])
             answers[asks].append(MeasuredAnswer(None))
+    if step_ended_s <= asked_s.get(_TIMER, math.inf) < before:
+        # Due, it waits until nothing else has come; the recording ends before that.
+        answers[_TIMER][-1] = MeasuredAnswer(None, math.inf)
     return Recording(given, answers)
 
 
@@ -200,7 +207,7 @@ class RecordedLoop(VirtualLoop):
         return max(self.now, due, self._waits_until()) + late_s, event
 
     def _set_timer(self, command: SetTimer) -> None:
-        answer = self._recorded.answer(("timer", 0))
+        answer = self._recorded.answer(_TIMER)
         self._timer = Timer()
         self._recorded.late_s[id(self._timer)] = answer.late_s
         self._put(command.at + answer.took_s, self._timer)
