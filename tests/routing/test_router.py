@@ -362,9 +362,13 @@ def test_a_request_moves_where_somebody_wants_it() -> None:
     rig.up(FACTS, FACTS)
     assert rig.ask("a") == 0
     assert rig.tell(MoveAsked("a", 1)) == [], "its replica is not known to have it"
+    assert not rig.router.can_leave("a")
+    assert not rig.router.can_leave("b"), "there is none"
     rig.accept("a")
+    assert rig.router.can_leave("a")
     assert rig.tell(MoveAsked("a", 0)) == rig.tell(MoveAsked("a", 7)) == rig.tell(MoveAsked("b", 1)) == []
     assert rig.tell(MoveAsked("a", 1)) == [Withdraw("a", 1, 0)]
+    assert not rig.router.can_leave("a"), "it was told to already"
     assert target_of(rig.tell(Withdrawn("a", 1, (3,))), "a") == 1
 
 
