@@ -116,6 +116,12 @@ class Cluster(Server):
         """How many requests went from one replica to another for this reason, by the present router."""
         return int(self.status()["router"]["moved"].get(reason, 0))
 
+    def kill_busiest(self) -> Json:
+        """As by SIGKILL; the replica, which has ended then."""
+        replica = self.busiest()
+        send(replica["pid"], signal.SIGKILL)
+        return replica
+
     def ask_all(self, bodies: list[Json], meanwhile: Callable[[], object] | None = None) -> list[Answer]:
         """See ``ask_all``."""
         return ask_all(self.url, bodies, meanwhile, self.headers)

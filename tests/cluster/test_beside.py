@@ -195,9 +195,7 @@ def test_merging_while_replicas_change(tmp_path: Path, single: dict[str, list[An
         wait_up(cluster)
         assert_equal(single["mixed"], cluster.ask_all(BODIES))
         wait_counted(cluster, "manylora:merge_switches_total", 'to="merged"', replicas=2)
-        assert_equal(
-            single["long"], cluster.ask_all(LONG, lambda: send(cluster.busiest()["pid"], signal.SIGKILL))
-        )
+        assert_equal(single["long"], cluster.ask_all(LONG, cluster.kill_busiest))
 
 
 @pytest.mark.long
@@ -207,7 +205,7 @@ def test_a_cell(args: tuple[str, ...], tmp_path: Path, single: dict[str, list[An
     with started(tmp_path, *args) as cluster:
         wait_up(cluster)
         assert_equal(single["mixed"], cluster.ask_all(BODIES))
-        found = cluster.ask_all(LONG, lambda: send(cluster.busiest()["pid"], signal.SIGKILL))
+        found = cluster.ask_all(LONG, cluster.kill_busiest)
         assert_equal(single["long"], found)
 
 

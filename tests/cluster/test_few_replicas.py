@@ -50,7 +50,7 @@ def test_the_only_replica_dies_and_comes_back(tmp_path: Path) -> None:
         cluster.wait_replicas(1)
         before = cluster.ask_all(LONG)
         for _ in range(2):
-            after = cluster.ask_all(LONG, lambda: send(cluster.busiest()["pid"], signal.SIGKILL))
+            after = cluster.ask_all(LONG, cluster.kill_busiest)
             assert_equal(before, after)
             cluster.wait_replicas(1)
 

@@ -100,7 +100,7 @@ def test_replicas_have_the_files_from_the_router(cluster: Cluster) -> None:
 @pytest.mark.long
 def test_a_replica_dies(cluster: Cluster, joined: Server) -> None:
     before = ask_all(joined.url, LONG)
-    assert_equal(before, ask_all(joined.url, LONG, lambda: send(cluster.busiest()["pid"], signal.SIGKILL)))
+    assert_equal(before, ask_all(joined.url, LONG, cluster.kill_busiest))
     cluster.wait_replicas(2)
 
 

@@ -285,7 +285,7 @@ def test_the_clusters_disk_is_full(small_disk: Path, tmp_path: Path) -> None:
         assert cluster.load("before", root / NAMES[0]).status_code == 200
         fill(small_disk)
         assert_error(cluster.load("full", root / NAMES[0]), 503, "registry")
-        found = cluster.ask_all(SOME, lambda: send(cluster.busiest()["pid"], signal.SIGKILL))
+        found = cluster.ask_all(SOME, cluster.kill_busiest)
         assert_same("some", found)
         cluster.wait_replicas(2)
         send(cluster.status()["router"]["pid"], signal.SIGKILL)
@@ -326,7 +326,7 @@ def test_few_descriptors(tmp_path: Path) -> None:
         for first in range(0, 120, 40):
             found += cluster.ask_all(LONG[first : first + 40])
         assert_same("long", found)
-        found = cluster.ask_all(LONG[:40], lambda: send(cluster.busiest()["pid"], signal.SIGKILL))
+        found = cluster.ask_all(LONG[:40], cluster.kill_busiest)
         assert_same("long", found)
         cluster.wait_replicas(2)
 
@@ -348,7 +348,7 @@ def test_clocks_that_differ(tmp_path: Path) -> None:
     shifting.mkdir()
     (shifting / "sitecustomize.py").write_text(CLOCKS)
     with running(tmp_path, replicas=2, python_path=str(shifting)) as cluster:
-        assert_same("some", cluster.ask_all(SOME, lambda: send(cluster.busiest()["pid"], signal.SIGKILL)))
+        assert_same("some", cluster.ask_all(SOME, cluster.kill_busiest))
         cluster.wait_replicas(2)
         assert_same("some", cluster.ask_all(SOME, lambda: send(cluster.busiest()["pid"], signal.SIGSTOP)))
         cluster.wait_replicas(2)
@@ -420,7 +420,7 @@ def test_strangers_at_every_port(tmp_path: Path) -> None:
 
         with concurrent.futures.ThreadPoolExecutor(4) as threads:
             annoying = [threads.submit(annoy, seed) for seed in range(4)]
-            found = cluster.ask_all(SOME, lambda: send(cluster.busiest()["pid"], signal.SIGKILL))
+            found = cluster.ask_all(SOME, cluster.kill_busiest)
             has_ended.set()
             for each in annoying:
                 each.result()

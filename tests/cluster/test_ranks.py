@@ -127,9 +127,7 @@ def test_replicas_on_ray(tmp_path: Path, single: dict[str, list[Answer]]) -> Non
         killed: list[int] = []
 
         def kill() -> None:
-            victim = cluster.busiest()
-            killed.append(victim["id"])
-            send(victim["pid"], signal.SIGKILL)
+            killed.append(cluster.kill_busiest()["id"])
 
         assert_undisturbed(cluster, single["long"], kill, "lost", lambda: cluster.wait_replicas(2))
         cluster.wait_gone([rank for replica in killed for rank in before.get(replica, [])], TIMEOUT_S)

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.process import ADAPTERS, Answer, Cluster, ask_all, long_bodies, mixed_bodies, send
+from tests.cluster.process import ADAPTERS, Answer, Cluster, ask_all, long_bodies, mixed_bodies
 from tests.cluster.ray_node import ray_folders
 from tests.cluster.rounding import assert_equal, assert_undisturbed
 from tests.e2e.process import Server, is_running, shared_files, wait_until
@@ -57,7 +57,7 @@ def test_an_actor_dies_under_open_streams(single: dict[str, list[Answer]], clust
     before = sum(each["epoch"] for each in cluster.replicas())
 
     def kill() -> None:
-        send(cluster.busiest()["pid"], signal.SIGKILL)
+        cluster.kill_busiest()
 
     assert_undisturbed(cluster, single["long"], kill, "lost", lambda: cluster.wait_replicas(2))
     assert sum(each["epoch"] for each in cluster.wait_replicas(2)) > before

@@ -65,9 +65,7 @@ def test_a_replica_dies_under_open_streams(cluster: Cluster, single: dict[str, l
     killed: list[int] = []
 
     def kill() -> None:
-        busiest = cluster.busiest()
-        killed.append(busiest["id"])
-        send(busiest["pid"], signal.SIGKILL)
+        killed.append(cluster.kill_busiest()["id"])
 
     assert_undisturbed(cluster, single["long"], kill, "lost", lambda: cluster.wait_replicas(2))
     after = {each["id"]: each["epoch"] for each in cluster.wait_replicas(2)}
