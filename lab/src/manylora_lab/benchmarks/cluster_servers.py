@@ -43,7 +43,7 @@ class Scale:
     moves: int
     drained: int
     longest: int
-    """Tokens of a stream that is moved, if nobody ends it before."""
+    """Tokens of a stream that is moved, unless it is ended before."""
     processes: int
     start_s: float
 
