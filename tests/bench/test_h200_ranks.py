@@ -11,7 +11,7 @@ import pytest
 from manylora_lab.bench.dummies import DEMO
 from manylora_lab.benchmarks import exchange_runs, h200_ranks, ranked_cells
 from manylora_lab.benchmarks.h200_ranks import KINDS, ORDER, adapter_share, cells_of
-from manylora_lab.benchmarks.ranked_cells import Cell
+from manylora_lab.benchmarks.ranked_cells import RankedCell
 
 from manylora.executor.ranks.start import build_ranks
 from manylora.flags import build_settings
@@ -116,7 +116,7 @@ def test_a_ranks_bytes_of_an_adapter_are_the_engines(sharding: str, tmp_path: Pa
     from manylora.warmup.random_adapters import write_random_adapters
 
     model = write_model(tmp_path / "model", DEMO, POSITIONS)
-    cell = Cell("llama-3-8b", 2, sharding, "off", (16,))
+    cell = RankedCell("llama-3-8b", 2, sharding, "off", (16,))
     settings = build_settings({**ON_CPU, **cell.settings(), "model": str(model)})[0]
     executor, policy, _ = build_ranks(settings, registry_path=tmp_path / "registry.sqlite")
     try:

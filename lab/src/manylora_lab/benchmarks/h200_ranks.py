@@ -2,8 +2,8 @@
 
 Dummy weights in bfloat16, contexts of 256 tokens, 64 adapters of rank 16 on all projections. ``exchanges``: how
 the GPUs are linked, and what sums take by size, launched and in a CUDA graph. Then, for each shape, an engine of
-one rank and of two. ``steps``: decoding of the base, of one adapter for all rows, and of 64, beside a floor (a rank's
-bytes at the measured bandwidth, and its exchanges at their measured times); ``offline``: requests at once.
+one rank and of two. ``steps``: decoding of the base, of one adapter for all rows, and of 64, beside a floor (a
+rank's bytes at the measured bandwidth, and its exchanges at their measured times); ``offline``: requests at once.
 
 Each engine is a process of its own, which is ended when it is late. What failed is in the record as a text, and
 the rest goes on; where captures with ranks fail, without them. What engines said is in ``OUT.log``.
@@ -33,7 +33,7 @@ import numpy as np
 from manylora.pricing.shapes import SHAPES, ModelShape
 from manylora_lab.bench.dummies import DEMO
 from manylora_lab.benchmarks import exchange_runs, ranked_cells
-from manylora_lab.benchmarks.ranked_cells import Cell
+from manylora_lab.benchmarks.ranked_cells import RankedCell
 from manylora_lab.benchmarks.run_report import Row, RunReport, run_parser
 from manylora_lab.benchmarks.step_rig import step_bytes
 
@@ -56,7 +56,7 @@ SAID = (" captured ", "WARNING", "ERROR")
 TAIL = 12
 
 
-def cells_of(shapes: Sequence[str], kinds: Sequence[str]) -> Iterator[Cell]:
+def cells_of(shapes: Sequence[str], kinds: Sequence[str]) -> Iterator[RankedCell]:
     """The most important first."""
     for chosen in ROUNDS:
         for shape in shapes:
@@ -65,7 +65,7 @@ def cells_of(shapes: Sequence[str], kinds: Sequence[str]) -> Iterator[Cell]:
                 fits = SHAPES[shape].weight_bytes / count < ONE_GPU_BYTES
                 if kind in kinds and fits and (graphs == "on" or shape == FIRST):
                     ranks = (16, 64) if graphs == "on" and shape == FIRST else (16,)
-                    yield Cell(shape, count, sharding, graphs, ranks)
+                    yield RankedCell(shape, count, sharding, graphs, ranks)
 
 
 class RanksRun:
@@ -86,7 +86,7 @@ class RanksRun:
         for row in rows:
             self.report.note("exchanges", row)
 
-    def cells(self, cells: Sequence[Cell]) -> None:
+    def cells(self, cells: Sequence[RankedCell]) -> None:
         """All for which there is time; without captures where these fail."""
         waiting = list(cells)
         while waiting:
@@ -98,7 +98,7 @@ class RanksRun:
             if not has_begun and cell.count > 1 and cell.graphs == "on":
                 waiting = [*dict.fromkeys(one.eager() if one.count > 1 else one for one in (cell, *waiting))]
 
-    def cell(self, cell: Cell) -> bool:
+    def cell(self, cell: RankedCell) -> bool:
         """Its rows into the record; whether there was at least one of its steps or requests."""
         began_s, number = time.monotonic(), 0
         left_s = self.report.left_s()
@@ -142,7 +142,7 @@ class RanksRun:
         names = [json.loads(line)[0] for line in lines]
         return "steps" in names or "offline" in names
 
-    def _note(self, cell: Cell, part: str, row: Row) -> None:
+    def _note(self, cell: RankedCell, part: str, row: Row) -> None:
         if part == "left_out":
             self.report.values["left_out"].append(f"{cell.name}: {row['what']}")
             return
@@ -157,7 +157,7 @@ class RanksRun:
             row |= self._floor(cell, row)
         self.report.note(part, head | row)
 
-    def _floor(self, cell: Cell, row: Row) -> Row:
+    def _floor(self, cell: RankedCell, row: Row) -> Row:
         """Milliseconds: the bytes that a rank must read, each once, and the exchanges counted, by the group's own
         sum of as many bytes."""
         shape = DEMO if self._is_toy else SHAPES[cell.shape]
@@ -182,7 +182,7 @@ class RanksRun:
         return float(np.interp(num_bytes, [row["bytes"] for row in rows], times)) / 1e3
 
 
-def adapter_share(shape: ModelShape, rank: int, cell: Cell) -> float:
+def adapter_share(shape: ModelShape, rank: int, cell: RankedCell) -> float:
     """Bytes of an adapter on all projections that a rank holds."""
     whole = shape.itemsize * shape.layers * rank
     total = 0.0

@@ -38,7 +38,7 @@ STEPS_S, OFFLINE_S = 3.0, 20.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Cell:
+class RankedCell:
     """``sharding``: empty with one rank. ``graphs``: as ``--cuda-graphs``. ``ranks_of_adapters``: the first is
     measured in all parts, others in steps alone."""
 
@@ -53,9 +53,9 @@ class Cell:
         cut = f" {self.sharding}" if self.sharding else ""
         return f"{self.shape} x{self.count}{cut}{' eager' if self.graphs == 'off' else ''}"
 
-    def eager(self) -> Cell:
+    def eager(self) -> RankedCell:
         """The same without captures."""
-        return Cell(self.shape, self.count, self.sharding, "off", self.ranks_of_adapters[:1])
+        return RankedCell(self.shape, self.count, self.sharding, "off", self.ranks_of_adapters[:1])
 
     def settings(self) -> Row:
         found: Row = {"tensor_parallel_size": self.count, "cuda_graphs": self.graphs}
@@ -161,7 +161,9 @@ def exchanged(before: tuple[RankTraffic, ...], after: tuple[RankTraffic, ...], n
     return {"exchanged": per_step, "ranks_alike": len(set(every)) == 1}
 
 
-def run_cell(cell: Cell, is_toy: bool, parts: list[str], rows: Path, ends_s: float, num_steps: int) -> None:
+def run_cell(
+    cell: RankedCell, is_toy: bool, parts: list[str], rows: Path, ends_s: float, num_steps: int
+) -> None:
     """All of it, the more important part first."""
     first, *others = cell.ranks_of_adapters
     with EngineRig.of(cell.shape, is_toy, SIZES, **cell.settings()) as rig:
@@ -179,7 +181,7 @@ def main() -> None:
     """The process of a cell: what it is to do is its one argument."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     given = json.loads(sys.argv[1])
-    cell = Cell(**{**given["cell"], "ranks_of_adapters": tuple(given["cell"]["ranks_of_adapters"])})
+    cell = RankedCell(**{**given["cell"], "ranks_of_adapters": tuple(given["cell"]["ranks_of_adapters"])})
     rows, num_steps = Path(given["rows"]), given["num_steps"]
     run_cell(cell, given["is_toy"], given["parts"], rows, given["ends_s"], num_steps)
 
