@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from manylora.cluster import messages
+from manylora.cluster import messages, node_share
 from manylora.cluster.adapter_log import AdapterLog
 from manylora.cluster.digests import adapter_digest
 from manylora.cluster.folder import Folder, read_secret
@@ -55,6 +55,26 @@ def test_a_folder_that_others_may_use_is_refused(tmp_path: Path) -> None:
     short.chmod(0o600)
     with pytest.raises(ConfigError, match="16 bytes"):
         read_secret(short)
+
+
+@pytest.mark.parametrize(
+    ("on_machine", "in_container", "found"),
+    [(2, 2, ["0", "1"]), (0, 2, ["0", "1"]), (8, 2, ["0", "1"]), (1, 0, ["0"]), (0, 0, [])],
+)
+def test_gpus_are_those_that_a_container_has(
+    on_machine: int, in_container: int, found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_share, "_GPUS", tmp_path / "gpus")
+    monkeypatch.setattr(node_share, "_DEVICES", tmp_path / "dev")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for number in range(on_machine):
+        (tmp_path / "gpus" / f"0000:{number}").mkdir(parents=True)
+    for number in range(in_container):
+        (tmp_path / "dev" / f"nvidia{number + 3}").mkdir(parents=True)
+    (tmp_path / "dev" / "nvidiactl").mkdir(parents=True)
+    assert node_share.gpus() == found
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 7")
+    assert node_share.gpus() == ["5", "7"]
 
 
 def listing(number: int, name: str, state: str = "listed") -> messages.Listing:

@@ -13,7 +13,7 @@ from manylora.config.cold_start import num_cores
 from manylora.devices.free_memory import free_bytes
 from manylora.memory.shares import cpu_pool_bytes, host_pool_bytes
 
-_GPUS = Path("/proc/driver/nvidia/gpus")
+_GPUS, _DEVICES = Path("/proc/driver/nvidia/gpus"), Path("/dev")
 
 
 def gpus() -> list[str]:
@@ -21,10 +21,9 @@ def gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip()]
-    try:
-        return [str(number) for number, _ in enumerate(_GPUS.iterdir())]
-    except OSError:
-        return []
+    # A container may have one of them alone, or see in one the GPUs of the whole machine.
+    counts = [len(list(_GPUS.glob("*"))), len(list(_DEVICES.glob("nvidia[0-9]*")))]
+    return [str(number) for number in range(min(filter(None, counts), default=0))]
 
 
 class NodeShare:

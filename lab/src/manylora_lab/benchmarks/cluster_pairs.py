@@ -30,7 +30,9 @@ from manylora_lab.bench.provenance import ROOT, Provenance, add_flags
 from manylora_lab.benchmarks.pairs import interval
 
 STREAMS, PROMPT_WORDS, GENERATE, ADAPTERS, ALONE = 64, 32, 128, 8, 24
-START_S = 120.0
+START_S, END_S = 120.0, 30.0
+_TOLD = 4000
+"""Characters of a log, its last."""
 DEMO = ROOT / "demo"
 NAMES = sorted(folder.name for folder in (DEMO / "adapters").iterdir())[:ADAPTERS]
 
@@ -38,24 +40,36 @@ NAMES = sorted(folder.name for folder in (DEMO / "adapters").iterdir())[:ADAPTER
 @contextlib.contextmanager
 def server(folder: Path, *args: str) -> Iterator[str]:
     """``manylora serve`` on the demo; its address."""
+    demo = (str(DEMO / "model"), "--served-model-name", "demo", "--adapter-dir", str(DEMO / "adapters"))
+    with serving(folder, *demo, "--device", "cpu", *args) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *args: str, start_s: float = START_S, **more: str) -> Iterator[str]:
+    """``manylora serve`` with these words; its address, when it has one. ``folder``: where its log lies. ``more``:
+    of its environment. Raises SystemExit where it has none within ``start_s``."""
     log = folder / "log"
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "manylora", "serve", str(DEMO / "model"), "--served-model-name", "demo",
-             "--adapter-dir", str(DEMO / "adapters"), "--device", "cpu", "--port", "0", *args],
-            env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, stdin=subprocess.DEVNULL, stdout=file,
+            [sys.executable, "-m", "manylora", "serve", *args, "--port", "0"],
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **more}, stdin=subprocess.DEVNULL, stdout=file,
             stderr=file,
         )  # fmt: skip
     try:
-        until_s = time.monotonic() + START_S
+        until_s = time.monotonic() + start_s
         while (found := re.search(r"on (http://[\d.]+:\d+)", log.read_text())) is None:
             if process.poll() is not None or time.monotonic() > until_s:
-                raise SystemExit(f"the server does not start:\n{log.read_text()}")
+                raise SystemExit(f"the server does not start:\n{log.read_text()[-_TOLD:]}")
             time.sleep(0.1)
         yield found[1]
     finally:
         process.terminate()
-        process.wait(30)
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:  # its children end with it
+            process.kill()
+            process.wait()
 
 
 def body(seed: int, number: int, max_tokens: int) -> bytes:

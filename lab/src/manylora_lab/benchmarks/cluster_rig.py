@@ -27,7 +27,7 @@ from manylora_lab.bench.http_target import HttpTarget
 from manylora_lab.bench.provenance import ROOT
 from manylora_lab.bench.replay import ReplaySettings, RequestResult
 from manylora_lab.bench.serve import measure
-from manylora_lab.benchmarks.cluster_pairs import DEMO, server
+from manylora_lab.benchmarks.cluster_pairs import DEMO, START_S, server
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
 Row = dict[str, Any]
@@ -124,18 +124,27 @@ def serve(stream: Stream, replicas: int, args: Sequence[str]) -> ServedStream:
 def _started(folder: Path, replicas: int, args: Sequence[str]) -> Iterator[str]:
     given = ("--replicas", str(replicas), "--cluster-dir", str(folder / "cluster"), *SETTINGS, *args)
     with server(folder, *given) as url:
-        status = asyncio.run(_status(url))
-        while [each["state"] for each in status["replicas"]] != ["running"] * replicas:
-            time.sleep(0.1)
-            status = asyncio.run(_status(url))
         places = cores()
-        for number, each in enumerate(status["replicas"]):
+        for number, each in enumerate(running(url, replicas)):
             for thread in Path(f"/proc/{each['pid']}/task").iterdir():
                 os.sched_setaffinity(int(thread.name), {places[number % len(places)]})
         yield url
 
 
-async def _status(url: str) -> Row:
+def running(url: str, replicas: int, most_s: float = START_S) -> list[Row]:
+    """Each of them, when all run. Raises SystemExit where they do not within ``most_s``."""
+    until_s = time.monotonic() + most_s
+    while True:
+        found: list[Row] = asyncio.run(status_of(url))["replicas"]
+        if [each["state"] for each in found] == ["running"] * replicas:
+            return found
+        if time.monotonic() > until_s:
+            raise SystemExit(f"not all of {replicas} replicas run: {[each['state'] for each in found]}")
+        time.sleep(0.1)
+
+
+async def status_of(url: str) -> Row:
+    """What ``GET /cluster`` says."""
     client = HttpClient(url)
     try:
         found: Row = json.loads(await client.fetch("/cluster"))
