@@ -15,9 +15,11 @@ from manylora.protocol import (
     EvictAdapter,
     Executor,
     ExecutorLost,
+    ExecutorState,
     ForgetAdapter,
     InspectAdapter,
     ReadAdapter,
+    ReportState,
     RunStep,
     SetMerged,
     StepResult,
@@ -40,6 +42,7 @@ class DirectExecutor:
         self._results: dict[int, StepResult] = {}
         self._landed: dict[Ask, queue.SimpleQueue[DeviceEvent]] = {}
         self._checked: queue.SimpleQueue[AdapterChecked] = queue.SimpleQueue()
+        self._states: queue.SimpleQueue[ExecutorState] = queue.SimpleQueue()
         executor.connect(self._hear)
 
     def _hear(self, answer: DeviceEvent) -> None:
@@ -48,6 +51,8 @@ class DirectExecutor:
                 self._results[answer.done.step] = answer
             case AdapterChecked():
                 self._checked.put(answer)
+            case ExecutorState():
+                self._states.put(answer)
             case CopyDone() | AdapterRead() | SwitchDone():
                 if ask_of(answer) in self._landed:  # else it was asked for by another
                     self._landed[ask_of(answer)].put(answer)
@@ -79,6 +84,11 @@ class DirectExecutor:
     def end_sequence(self, sequence: SequenceId) -> None:
         """Forget a sequence."""
         self._executor.obey(EndSequence(sequence))
+
+    def state(self) -> ExecutorState:
+        """How the executor stands."""
+        self._executor.obey(ReportState())
+        return self._states.get(timeout=_ANSWER_S)
 
     # ------------------------------------------------------------ adapters and copies
 

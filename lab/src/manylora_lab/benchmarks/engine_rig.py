@@ -1,5 +1,5 @@
-"""A whole engine for a run: a model's shape with dummy weights, adapters, and a worker that is lent to one engine
-after the other.
+"""A whole engine for a run: a model's shape with dummy weights, adapters, and a worker (or several ranks) that is
+lent to one engine after the other.
 
 Owns how a run is set up. What is served, and what is computed of it, is each run's own; ``run_report`` has how it
 is written down.
@@ -23,6 +23,8 @@ from manylora.config import MergeConfig, parse_size
 from manylora.engine.driver import Driver
 from manylora.engine.journal import JournalWriter
 from manylora.executor.build import build_worker
+from manylora.executor.ranks.start import build_ranks
+from manylora.executor.worker import Worker
 from manylora.flags import build_settings
 from manylora.models.config import read_model_config
 from manylora.pricing.shapes import SHAPES, ModelShape
@@ -81,11 +83,11 @@ class EngineRig:
         began_s = time.monotonic()
         given = build_settings(self.settings)[0]
         given = dataclasses.replace(given, scheduler=dataclasses.replace(given.scheduler, merge=merging))
-        self.worker, self.policy, self.info = build_worker(
-            given, registry_path=self.folder / "registry.sqlite"
-        )
+        build = build_ranks if given.tensor_parallel_size > 1 else build_worker
+        self.executor: Executor
+        self.executor, self.policy, self.info = build(given, registry_path=self.folder / "registry.sqlite")
         self.build_s = round(time.monotonic() - began_s, 2)
-        self.noted = NotingExecutor(self.worker)
+        self.noted = NotingExecutor(self.executor)
         """The last engine's."""
         self._num_prompts = 0
 
@@ -112,10 +114,16 @@ class EngineRig:
 
     def close(self) -> None:
         """Give the device's memory back; the files stay until the context ends."""
-        self.worker.close()
+        self.executor.close()
         gc.collect()
         if self.device == "cuda":
             torch.cuda.empty_cache()
+
+    @property
+    def worker(self) -> Worker:
+        """The executor, where it is one process: this one."""
+        assert isinstance(self.executor, Worker)
+        return self.executor
 
     @property
     def device(self) -> str:
@@ -140,14 +148,14 @@ class EngineRig:
         journal: Path | None = None,
         **limits: Any,
     ) -> EngineTarget:
-        """A new engine on the worker. ``limits``: of its policy. ``executor``: in place of ``noted``."""
+        """A new engine on the executor. ``limits``: of its policy. ``executor``: in place of ``noted``."""
         policy = dataclasses.replace(self.policy, **limits)
         info = dataclasses.replace(
             self.info, num_pages=policy.num_pages, max_num_seqs=policy.max_num_seqs,
             max_model_len=policy.max_model_len,
         )  # fmt: skip
         if executor is None:
-            executor = self.noted = NotingExecutor(self.worker)
+            executor = self.noted = NotingExecutor(self.executor)
         record = None if journal is None else JournalWriter(journal, policy)
         driver = Driver(policy, executor, info, journal=record)
         for name, path in adapters.items():
@@ -179,15 +187,15 @@ STEP_TOKENS = (64, 128, 192, 256, 320, 384, 512, 1024, 2048, 10**9)
 
 
 class NotingExecutor(LentExecutor):
-    """The worker for one engine, with the moments of what passes."""
+    """The executor for one engine, with the moments of what passes."""
 
-    def __init__(self, worker: Executor) -> None:
-        super().__init__(worker)
+    def __init__(self, executor: Executor) -> None:
+        super().__init__(executor)
         self._issued: dict[int, tuple[int, int, float]] = {}  # rows, tokens, when; then the host's seconds
         self.steps: list[tuple[int, int, float, float]] = []
         """Rows, tokens, seconds, and of them the host's."""
         self.moments: list[tuple[str, float]] = []
-        """What was asked of the worker and answered by it, and when."""
+        """What was asked of the executor and answered by it, and when."""
 
     def begins(self, command: DeviceCommand) -> None:
         """See LentExecutor."""

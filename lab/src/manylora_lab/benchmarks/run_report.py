@@ -97,12 +97,16 @@ class RunReport:
 
     def has(self, seconds: float, what: str) -> bool:
         """Whether so much time is left; else it is said what is left out. A toy takes a tenth of it."""
-        left_s = self.args.time_budget - (time.monotonic() - self._began_s)
-        is_left: bool = left_s >= (seconds / 10 if self.args.toy else seconds)
+        is_left: bool = self.left_s() >= (seconds / 10 if self.args.toy else seconds)
         if not is_left:
             self.values["left_out"].append(what)
             self.say(f"no time left for {what}")
         return is_left
+
+    def left_s(self) -> float:
+        """Of the time budget, in seconds."""
+        left_s: float = self.args.time_budget - (time.monotonic() - self._began_s)
+        return left_s
 
     def note(self, part: str, row: Row) -> None:
         """One row more of the part."""

@@ -153,11 +153,14 @@ class StepRig:
         depth: int,
         between: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
-        """Milliseconds of the later steps: between the ends of two, median and mean, and to issue one."""
+        """Milliseconds of the later steps: between the ends of two, median and mean, and to issue one.
+        ``pair_ms``: half the median from an end to the next but one, since ranks may answer two at once."""
         found = self.run(self.decoding(starts, steps), depth, between)
         ends = [one.ended_s for one in found[5 : len(found) - depth + 1]]
         gaps = [after - before for before, after in itertools.pairwise(ends)]
+        pairs = [after - before for before, after in zip(ends, ends[2:])]
         return {
-            "wall_ms": 1e3 * statistics.median(gaps), "mean_ms": 1e3 * statistics.mean(gaps),
+            "wall_ms": 1e3 * statistics.median(gaps), "pair_ms": 1e3 * statistics.median(pairs) / 2,
+            "mean_ms": 1e3 * statistics.mean(gaps),
             "issue_ms": 1e3 * statistics.median(one.issue_s for one in found[5:]),
         }  # fmt: skip

@@ -1,0 +1,204 @@
+"""What several ranks' exchanges take by size, and how the GPUs of a host are linked. No engine is here.
+
+Two processes, one a GPU, exchange through ``GroupPeers`` as ranks do (a toy: two on the CPU, through gloo). Each
+operation is timed as launched one after the other and, on GPUs, as captured in a CUDA graph: the group's sum and
+gather themselves, and ``add_up``, which is what the engine asks for. Of both ranks the longer time counts. Run by
+``h200_ranks``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed
+
+from manylora.devices.group_peers import GroupPeers
+from manylora.executor.ranks.start import ENVIRONMENT
+from manylora_lab.benchmarks.run_report import Row, copy_bandwidth, replace
+
+COUNT = 2
+SIZES = tuple(2**power for power in range(13, 27))
+"""Bytes of a rank's tensor: 8 KiB to 64 MiB."""
+TOY_SIZES = (2**13, 2**16)
+CAPTURED, REPLAYS = 20, 10
+"""Operations in a graph, and how often it is replayed."""
+RANKS_S = 90.0
+"""After which the ranks are ended."""
+
+
+# ---------------------------------------------------------------- a rank
+
+
+def rank_main(file: int, rank: int, out: Path, is_toy: bool) -> None:
+    """One of the processes: its times go into ``out``."""
+    device = torch.device("cpu") if is_toy else torch.device("cuda", rank)
+    if not is_toy:
+        torch.cuda.set_device(device)
+    found: Row = {"bandwidth_bytes_per_s": copy_bandwidth(device.type)}
+    if not is_toy and rank == 0:
+        found["peer_copy_bytes_per_s"] = peer_copy_bandwidth()
+    out.write_text(json.dumps(found))
+    peers = GroupPeers(file, rank, COUNT, device)
+    found["exchanges"] = [
+        row for size in (TOY_SIZES if is_toy else SIZES) for row in times(peers, size, device)
+    ]
+    replace(out, json.dumps(found).encode())
+    os._exit(0)  # NCCL's own end waits for graphs and for the other rank
+
+
+def times(peers: GroupPeers, size: int, device: torch.device) -> list[Row]:
+    """Microseconds of each operation on tensors of so many bytes."""
+    tensor = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+    planes = torch.zeros(COUNT * size // 2, dtype=torch.bfloat16, device=device)
+    operations: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: torch.distributed.all_reduce(tensor),
+        "all_gather": lambda: torch.distributed.all_gather_into_tensor(planes, tensor),
+        "add_up": lambda: peers.add_up(tensor, "base"),
+    }
+    rows = []
+    for name, operation in operations.items():
+        row: Row = {"operation": name, "bytes": size, "eager_us": eager_us(operation, device)}
+        if device.type == "cuda":
+            try:
+                row["graph_us"] = graph_us(operation)
+            except RuntimeError as error:
+                row["error"] = str(error).partition("\n")[0]
+        rows.append(row)
+    return rows
+
+
+def eager_us(operation: Callable[[], object], device: torch.device) -> float:
+    """Launched back to back."""
+    for _ in range(5):
+        operation()
+    repeats = CAPTURED if device.type == "cpu" else CAPTURED * REPLAYS
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began_s = time.perf_counter()
+    for _ in range(repeats):
+        operation()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return 1e6 * (time.perf_counter() - began_s) / repeats
+
+
+def graph_us(operation: Callable[[], object]) -> float:
+    """Captured back to back, and replayed."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has threads that look at events
+        for _ in range(CAPTURED):
+            operation()
+    begin, end = torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(REPLAYS):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return 1e3 * float(begin.elapsed_time(end)) / (CAPTURED * REPLAYS)
+
+
+def peer_copy_bandwidth() -> float:
+    """Bytes a second of a large copy from the first GPU to the second."""
+    source = torch.zeros(2**30, dtype=torch.uint8, device="cuda:0")
+    target = torch.zeros(2**30, dtype=torch.uint8, device="cuda:1")
+    for _ in range(2):
+        target.copy_(source)
+    torch.cuda.synchronize(0)
+    torch.cuda.synchronize(1)
+    began_s = time.perf_counter()
+    for _ in range(10):
+        target.copy_(source)
+    torch.cuda.synchronize(0)
+    torch.cuda.synchronize(1)
+    return 10 * 2**30 / (time.perf_counter() - began_s)
+
+
+# ---------------------------------------------------------------- both of them
+
+
+def measure(is_toy: bool) -> Row:
+    """The link, and the longer time of two ranks; what failed as ``exchanges_error``."""
+    found: Row = {} if is_toy else topology()
+    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile() as meeting:
+        outs = [Path(scratch) / str(rank) for rank in range(COUNT)]
+        codes = ended(meeting.fileno(), outs, is_toy)
+        told = [json.loads(out.read_text()) for out in outs if out.exists()]
+    if any(codes):
+        found["exchanges_error"] = f"exit codes {codes} (None: it did not end)"
+    if told:
+        found["bandwidth_bytes_per_s"] = min(one["bandwidth_bytes_per_s"] for one in told)
+        found |= {name: value for name, value in told[0].items() if name == "peer_copy_bytes_per_s"}
+    every = [one.get("exchanges", []) for one in told]
+    found["exchanges"] = [longer(rows) for rows in zip(*every, strict=False)] if len(told) == COUNT else []
+    return found
+
+
+def ended(meeting: int, outs: Sequence[Path], is_toy: bool) -> list[int | None]:
+    """Exit codes of the ranks' processes, none of which goes on."""
+    kind = ["toy"] if is_toy else []
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", __name__, str(meeting), str(rank), str(out), *kind],
+            pass_fds=(meeting,),
+            env={**os.environ, **ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank, out in enumerate(outs)
+    ]
+    ends_s, codes = time.monotonic() + RANKS_S, []
+    for rank in ranks:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            rank.wait(max(0.0, ends_s - time.monotonic()))
+        codes.append(rank.poll())
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
+    return codes
+
+
+def longer(rows: Sequence[Row]) -> Row:
+    """Of one operation, with the bandwidth of the wire that its bytes make: for a sum as a ring moves them."""
+    row = dict(rows[0])
+    wire = (2 if row["operation"] != "all_gather" else COUNT) * (COUNT - 1) / COUNT * row["bytes"]
+    for name in ("eager", "graph"):
+        if all(f"{name}_us" in one for one in rows):
+            longest = max(one[f"{name}_us"] for one in rows)
+            row[f"{name}_us"] = round(longest, 2)
+            row[f"{name}_bus_gb_per_s"] = round(wire / longest / 1e3, 3)
+    return row
+
+
+def topology() -> Row:
+    """What the system says of the link, and whether each GPU reaches the other's memory."""
+    pairs = [(0, 1), (1, 0)]
+    return {
+        "gpus": [torch.cuda.get_device_name(number) for number in range(COUNT)],
+        "can_access_peer": [torch.cuda.can_device_access_peer(*pair) for pair in pairs],
+        "topology": said_by("nvidia-smi", "topo", "-m"),
+        "nvlink": said_by("nvidia-smi", "nvlink", "-s"),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
+    }
+
+
+def said_by(*command: str) -> list[str]:
+    """Lines."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [str(error)]
+    return [line.rstrip() for line in (done.stdout + done.stderr).splitlines()]
+
+
+if __name__ == "__main__":
+    rank_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:] == ["toy"])
