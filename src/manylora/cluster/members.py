@@ -20,7 +20,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 @dataclasses.dataclass(slots=True, eq=False)
 class ReplicaMember:
     """An epoch of a replica. ``answers``: what it said of each adapter version that it was asked to serve, at
-    last; ``pauses``: of those that it could not have, how long it was not asked again, and until when."""
+    last; ``pauses``: of those that it could not have, how long it was not asked again, and until when;
+    ``told``: of those, what the router has been told."""
 
     id: ReplicaId
     epoch: int
@@ -30,6 +31,7 @@ class ReplicaMember:
     answers: dict[AdapterId, messages.AdapterReady] = dataclasses.field(default_factory=dict)
     asked: set[AdapterId] = dataclasses.field(default_factory=set)
     pauses: dict[AdapterId, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    told: set[AdapterId] = dataclasses.field(default_factory=set)
     report: ReplicaReport | None = None
     heard_s: float = dataclasses.field(default_factory=time.monotonic)
     residency: dict[AdapterId, int] = dataclasses.field(default_factory=dict)

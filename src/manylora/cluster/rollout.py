@@ -23,7 +23,7 @@ from manylora.cluster.adapter_log import AdapterLog
 from manylora.cluster.digests import adapter_digest
 from manylora.cluster.members import FrontendMember, Members, ReplicaMember
 from manylora.protocol import AdapterError
-from manylora.protocol.routing import Listed, RouterEvent, Unlisted
+from manylora.protocol.routing import Listed, ReplicaId, RouterEvent, Unlisted
 from manylora.types import AdapterId, RequestError
 
 log = logging.getLogger(__name__)
@@ -132,17 +132,34 @@ class Rollout:
             replica.hear_answer(message)
         self.pulse()
 
-    def lacks(self, replica: ReplicaMember) -> list[messages.Listing]:
+    def _lacking(self, replica: ReplicaMember) -> list[messages.Listing]:
         """What is listed, and the replica has said that it cannot have."""
         found = (self._log.current.get(adapter) for adapter in replica.pauses)
         return [each for each in found if each is not None and each.state in ("listed", "leaving")]
+
+    def lacks(self, replica: ReplicaMember) -> tuple[AdapterId, ...]:
+        """The versions that requests may name and the replica cannot serve; the log has what is new."""
+        found = self._lacking(replica)
+        for listing in found:
+            if listing.id not in replica.told:
+                why = replica.why_not(listing.id)
+                log.warning("replica %d is without adapter %r: %s", replica.id, listing.name, why)
+        replica.told = {listing.id for listing in found}
+        return tuple(sorted(replica.told))
+
+    def names_lacking(self) -> dict[ReplicaId, list[str]]:
+        """What each replica cannot serve, for people."""
+        return {
+            each.id: sorted(listing.name for listing in self._lacking(each))
+            for each in self._members.replicas.values()
+        }
 
     async def retry(self) -> None:
         """Replicas are asked again for what they lack: files may come late."""
         while True:
             await asyncio.sleep(RETRY_S)
             for replica in self._members.replicas.values():
-                for listing in self.lacks(replica):
+                for listing in self._lacking(replica):
                     if listing.state == "listed":
                         replica.ask_again(listing)
 

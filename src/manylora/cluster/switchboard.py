@@ -321,7 +321,7 @@ class Switchboard:
         is_last = all(slot.id in up or slot.id == member.id for slot in self.table.slots)
         self.registry.settle(member, is_last=is_last)
         if not self._is_up(member):
-            self.tell(ReplicaUp(member.id, member.epoch, member.facts, self._lacks(member, frozenset())))
+            self.tell(ReplicaUp(member.id, member.epoch, member.facts, self.registry.lacks(member)))
             if not self._is_up(member):
                 return
             member.link.send(messages.AskWhole())
@@ -329,23 +329,10 @@ class Switchboard:
             self._settle_if_all_are_there()
         for each in self.members.replicas.values():
             if self._is_up(each) and each.has_answered:
-                before = up[each.id].lacks
-                if (lacks := self._lacks(each, before)) != tuple(sorted(before)):
+                lacks = self.registry.lacks(each)
+                if lacks != tuple(sorted(up[each.id].lacks)):
                     self.tell(Lacks(each.id, each.epoch, lacks))
         self._tell_endpoints()
-
-    def _lacks(self, member: ReplicaMember, before: frozenset[AdapterId]) -> tuple[AdapterId, ...]:
-        """What the replica cannot serve; the log has what is new of that."""
-        lacks = self.registry.lacks(member)
-        for listing in lacks:
-            if listing.id not in before:
-                log.warning(
-                    "replica %d is without adapter %r: %s",
-                    member.id,
-                    listing.name,
-                    member.why_not(listing.id),
-                )
-        return tuple(sorted(each.id for each in lacks))
 
     async def _serve_supervisor(self, link: Link) -> None:
         self._supervisor = link
@@ -506,8 +493,5 @@ class Switchboard:
             hint=self.hint,
             moved=dict(self.moved),
             decisions=self.decisions,
-            lacks={
-                each.id: sorted(listing.name for listing in self.registry.lacks(each))
-                for each in self.members.replicas.values()
-            },
+            lacks=self.registry.names_lacking(),
         )

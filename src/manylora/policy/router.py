@@ -334,11 +334,6 @@ class Router:
                 self._lone.remove(request)
                 self._assign(request, replica)
 
-    def _why_stranded(self, request: LiveRequest) -> str:
-        if self._fleet.lacking(request.adapter):
-            return "no replica that is up can hold the request and has its adapter"
-        return "no replica that can hold the request is up"
-
     # ------------------------------------------------------------ moves
 
     def _move(self, event: MoveAsked) -> None:
@@ -413,25 +408,22 @@ class Router:
         self._epochs[event.replica] = event.epoch
         replica = self._fleet.add(event.replica, event.epoch, event.facts)
         self._fleet.note_lacks(replica, event.lacks)
-        self._may_serve = True
         self._requeue_stranded()
 
     def _lacks(self, event: Lacks) -> None:
-        """What waits for an adapter may have a replica now; what is on one that has lost its adapter goes on
-        elsewhere."""
-        replica = self._fleet.up.get(event.replica)
-        if replica is None or replica.epoch != event.epoch:
+        """What waits for an adapter may have a replica now; what has none any more goes on elsewhere."""
+        if (replica := self._fleet.up.get(event.replica)) is None or replica.epoch != event.epoch:
             return
         self._fleet.note_lacks(replica, event.adapters)
-        lost = [request for request in replica.requests.values() if request.adapter in replica.lacks]
-        for request in sorted(lost, key=lambda request: request.key):
-            self._take_off(request, "lost")
-            self._wait(request)
-        self._may_serve = True
+        for request in list(replica.requests.values()):
+            if request.adapter in replica.lacks:
+                self._take_off(request, "lost")
+                self._wait(request)
         self._requeue_stranded()
 
     def _requeue_stranded(self) -> None:
-        """Requests that were set aside may have a replica now, or be known never to."""
+        """Requests that wait or were set aside may have a replica now, or be known never to."""
+        self._may_serve = True
         for request in list(self._stranded.values()):
             if self._fleet.is_any_right(request):
                 del self._stranded[request.id]
@@ -501,7 +493,7 @@ class Router:
                 self._empty(replica)
         for request in list(self._stranded.values()):
             if request.gap_s is not None and now - request.gap_s >= config.queue_timeout_s:
-                self._refuse(request, 503, self._why_stranded(request))
+                self._refuse(request, 503, self._fleet.why_none(request))
         self._carry_out(self._policy.on_timer(fleet))
         hint = self._scaling.tick(fleet, self.num_waiting)
         if hint is not None:

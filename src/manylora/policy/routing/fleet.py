@@ -91,6 +91,12 @@ class Fleet:
         staying = (replica for replica in self.up.values() if replica.drains_from_s is None)
         return any(self.fits_ever(replica, request) for replica in staying)
 
+    def why_none(self, request: LiveRequest) -> str:
+        """Why there is none, for people."""
+        if request.adapter in self._lacking:
+            return "no replica that is up can hold the request and has its adapter"
+        return "no replica that can hold the request is up"
+
     def lacking(self, adapter: AdapterId) -> frozenset[ReplicaId]:
         """Replicas that are up and cannot serve the adapter."""
         if adapter not in self._lacking:
