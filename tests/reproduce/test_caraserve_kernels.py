@@ -9,14 +9,17 @@ import torch
 from manylora_lab.bench.kernels.pool import exact_lora
 from manylora_lab.bench.kernels.rig import errors
 from manylora_lab.reproduce.caraserve_kernels import (
+    FIG9,
     KERNELS,
+    PAPER_R2,
+    RANKS,
     ROWS_AN_ADAPTER,
     RankedBatch,
     adapters_of,
     batches_of,
     case_of,
     choice_of,
-    fits_of,
+    fit_of,
 )
 from manylora_lab.reproduce.lora_rig import LoraRig
 
@@ -56,16 +59,42 @@ def test_lines_are_held_against_points_that_they_do_not_know() -> None:
         {"kernel": "bgmv", "rank_padded": units, "rank_sum": (7 * units) % 11, "us": 50 + 0.5 * units}
         for units in range(10, 200, 7)
     ]
-    found = fits_of(rows, "bgmv", "rank_padded")
+    found = fit_of(rows, "bgmv", ("rank_padded",))
     assert found is not None
-    line, held_out = found
-    assert line.slope_s == pytest.approx(0.5e-6, rel=1e-3)
-    assert line.base_s == pytest.approx(50e-6, rel=1e-3)
-    assert held_out > 0.999
-    other = fits_of(rows, "bgmv", "rank_sum")
+    assert found.slopes_ns == pytest.approx([500.0], rel=1e-3)
+    assert found.base_us == pytest.approx(50.0, rel=1e-3)
+    assert found.r2 > 0.999
+    other = fit_of(rows, "bgmv", ("rank_sum",))
     assert other is not None
-    assert other[1] < 0.5
-    assert fits_of(rows[:2], "bgmv", "rank_padded") is None
+    assert other.r2 < 0.5
+    assert fit_of(rows[:2], "bgmv", ("rank_padded",)) is None
+    assert fit_of([{**row, "rank_max": 8} for row in rows], "bgmv", ("rank_padded", "rank_max")) is None
+
+
+def test_the_largest_rank_stands_beside_the_papers_measures() -> None:
+    batches = batches_of((8, 16, 32, 64), RANKS, 4, 0)
+    rows = [
+        {
+            "kernel": "mbgmv", "rank_sum": batch.rank_sum, "rank_padded": batch.rank_padded,
+            "rank_max": max(batch.ranks), "us": 2 + 0.004 * batch.rank_sum + 0.1 * max(batch.ranks),
+        }
+        for batch in batches
+    ]  # fmt: skip
+    both = fit_of(rows, "mbgmv", ("rank_sum", "rank_max"))
+    assert both is not None
+    assert (both.base_us, *both.slopes_ns) == pytest.approx((2, 4, 100), rel=1e-3)
+    assert both.r2 > 0.999
+    line = fit_of(rows, "mbgmv", ("rank_sum",))
+    assert line is not None
+    assert line.r2 < 0.9
+    told = {each.metric: each for each in FIG9.headline[0](rows)}
+    assert told["mbgmv over the sum of ranks: R2 on points held out"].paper == PAPER_R2
+    assert told["mbgmv over the sum of ranks: R2 on points held out"].ours == line.r2
+    assert told["mbgmv over the sum of ranks, the largest rank beside: R2 on points held out"].ours == both.r2
+    assert (
+        told["mbgmv over the sum of ranks, the largest rank beside: ns a unit of that"].ours
+        == both.slopes_ns[1]
+    )
 
 
 def test_the_router_chooses_as_figure_5_says() -> None:
