@@ -241,6 +241,21 @@ def test_a_locked_database_is_left_alone(
     assert other.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
+def test_two_that_make_the_database_at_once_wait_for_each_other(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ranks of one model start together."""
+    path = tmp_path / "x.sqlite"
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    other.execute("CREATE TABLE what_it_makes (x)")
+    monkeypatch.setattr(time, "sleep", lambda _: other.execute("COMMIT"))
+    cache = registry(path)
+    assert cache.inspect(adapter).rank == 4
+    assert not caplog.records
+    assert path.with_name("x.sqlite-wal").exists()
+
+
 def test_a_read_only_database_is_read(
     adapter: Path, tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,7 +70,8 @@ class Hand:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer each, as in real models."""
     monkeypatch.setattr(packedfile, "_PIECE_BYTES", 1024)
-    monkeypatch.setattr(store, "_GROUP_RUN_BYTES", 1024)
+    monkeypatch.setattr(store, "RUN_BYTES", 1024)
+    monkeypatch.setattr(store, "_PART_BYTES", 1024)
 
 
 def started(files: Files, tmp_path: Path, source: Source = "files") -> Rig:

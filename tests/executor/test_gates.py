@@ -99,13 +99,15 @@ def keep_on_host(made: Rig, files: Files) -> Rig:
     return made
 
 
-def bring(rig: Rig, adapter: int, groups: int) -> SwapPages:
-    """Begin to copy the adapter; non-finite bytes lie where it goes."""
+def bring(rig: Rig, adapter: int, groups: int, before: Callable[[], None] = lambda: None) -> SwapPages:
+    """Begin to copy the adapter; non-finite bytes lie where it goes. ``before`` that the device has nothing to
+    do."""
     rig.num_copies += 1
     pages = rig.take(len(rig.on_host[adapter]))
     for page in pages:
         rig.worker._arena.page(page).fill_(float("nan"))
     rig.worker._device.synchronize()
+    before()
     command = SwapPages(rig.num_copies, True, tuple(zip(rig.on_host[adapter], pages)), adapter, groups)
     rig.direct.begin(command)
     return command
@@ -290,7 +292,7 @@ def check_late(cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch, is_late
     cold.open(1, PROMPT, adapter=2)
     cold.open(2, PROMPT, adapter=1)
     results = beside(cold, awaiting(cold, command, 1, others=(2,)))
-    wait_until(is_late, "a gate to be passed too early")
+    wait_until(is_late, "a gate to be passed too early", 20)
     with pytest.raises(queue.Empty):
         results.get(timeout=0.1)
     hand.let(LAYERS)

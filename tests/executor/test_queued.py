@@ -62,6 +62,8 @@ def cold(queued: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
 
     monkeypatch.setattr(HandedStep, "take", refuse)
     yield queued
+    while queued.worker._in_flight:  # of a test that failed
+        queued.worker.wait_step()
     forget_all(queued)
 
 

@@ -18,14 +18,16 @@ from tests.executor.test_captured_gates import (  # noqa: F401  # tests
     words_of,
 )
 from tests.executor.test_gates import (  # noqa: F401  # tests
+    LAYERS,
     PROMPT,
     Hand,
     awaiting,
     bring,
     check,
+    check_late,
     keep_on_host,
+    note_passes,
     test_a_copy_that_fails_spoils_its_own_rows_only,
-    test_a_copy_that_is_late_spoils_its_rows_and_the_step_still_ends_after_its_answer,
     test_a_step_that_awaits_what_nobody_brings_fails_and_harms_none,
     test_closing_while_a_step_waits,
     test_two_copies_two_adapters_and_kv_in_one_step,
@@ -94,13 +96,14 @@ def test_a_lane_that_cannot_tell_holds_a_step_up_for_its_bound(
     gated.decode(1, 9)  # what a step loads when it first runs may wait for the device
     monkeypatch.setattr(type(words_of(gated)), "mark", lambda *_: None)
     monkeypatch.setattr("manylora.memory.gates.Awaited.__init__.__defaults__", (0.2,))
-    lane = gated.worker._copier._lanes[True].copies
-    with torch.cuda.stream(lane.stream):  # type: ignore[attr-defined]
-        torch.cuda._sleep(4_000_000_000)  # type: ignore[no-untyped-call]  # the copy is not answered before the step
+    hand = Hand(gated, monkeypatch)
     command = bring(gated, 2, 8)
     gated.open(1, PROMPT, adapter=2)
     gated.open(2, PROMPT, adapter=1)
-    done = gated.run(awaiting(gated, command, 1, others=(2,))).done
+    step = awaiting(gated, command, 1, others=(2,))
+    gated.direct.issue_step(step)
+    hand.let(LAYERS)
+    done = gated.finish(step).done
     assert (done.ok, done.spoilt) == (True, (1,))
     assert 0.19 < done.stall_s < 5
     gated.decode(3, 2)
@@ -139,14 +142,35 @@ def test_the_same_bits_as_a_step_that_begins_when_all_is_there(
     rig.worker.close()
 
 
+def test_a_copy_that_is_late_spoils_its_rows_and_the_step_still_ends_after_its_answer(
+    cold: Rig,
+    files: Files,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passed, graphs = note_passes(monkeypatch), cold.worker._graphs
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def is_late() -> bool:
+        """As the device tells where it waits, beside its work; else the host."""
+        if graphs is None:
+            return bool(passed)
+        with torch.cuda.stream(stream):
+            return bool(graphs._gates._told[1])  # type: ignore[union-attr]
+
+    check_late(cold, files, monkeypatch, is_late)
+
+
 @pytest.mark.parametrize("groups", [1, 2, 8])
 def test_a_step_behind_a_busy_device(cold: Rig, files: Files, groups: int) -> None:  # noqa: F811
     """The lane's stream is kept busy, so that without the gate the step would run long before the copy."""
     lane = cold.worker._copier._lanes[True].copies
-    for turn in range(4):
+
+    def keep_busy() -> None:
         with torch.cuda.stream(lane.stream):  # type: ignore[attr-defined]
             torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]
-        command = bring(cold, 2, groups)
+
+    for turn in range(4):
+        command = bring(cold, 2, groups, keep_busy)
         cold.open(turn, [turn, *PROMPT], adapter=2)
         assert cold.run(awaiting(cold, command, turn)).done.spoilt == ()
         assert cold.direct.has_landed(command)

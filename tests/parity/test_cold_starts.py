@@ -89,6 +89,13 @@ def test_the_cpu_does_a_part(bench: Bench, monkeypatch: pytest.MonkeyPatch, vari
     assert variant == "best" or any(served) == (variant == "shrink")
 
 
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_copies_that_follow_reads(bench: Bench, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    """The laboratory's, too."""
+    monkeypatch.setattr(ColdStartConfig, "host_read_groups", ColdStartConfig.read_groups)
+    check_cold(bench, "layerwise", depth)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_whole_step_waits(bench: Bench, depth: int) -> None:
     check_cold(bench, "block", depth)

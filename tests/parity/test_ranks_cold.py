@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from manylora.config import ColdStartConfig
 from manylora.executor.ranks.executor import RankedExecutor
 from manylora.protocol import DeviceCommand, ReadAdapter, RunStep, SwapPages
 from tests.parity.conftest import make_bench
@@ -44,6 +45,7 @@ def test_reads_by_layer_groups(
         obey(self, command)
 
     monkeypatch.setattr(RankedExecutor, "obey", noting)
+    monkeypatch.setattr(ColdStartConfig, "host_read_groups", ColdStartConfig.read_groups)
     bench = make_bench(tmp_path_factory, "ranks-12-1")
     settings: dict[str, Any] = {"cold_start": "layerwise", "cold_start_stall": 1.0, "host_pool": host_pool}
     settings |= {"tensor_parallel_size": 2, "lora_sharding": "sharded", "max_num_seqs": 2}

@@ -29,6 +29,7 @@ class ColdStartMachine(ReplicaMachine):
         stall=st.sampled_from([0.02, 1.0]),
         variant=st.sampled_from(["whole", "split", "shrink", "best"]),
         step_s=st.sampled_from([0.0, 0.5]),
+        follows=st.booleans(),
     )
     def start(
         self,
@@ -43,6 +44,7 @@ class ColdStartMachine(ReplicaMachine):
         stall: float,
         variant: str,
         step_s: float,
+        follows: bool,
     ) -> None:
         cache = CacheConfig(policy, adapter_share=0.5, tau_s=2.0, window_s=8.0)
         config = PolicyConfig(
@@ -61,6 +63,7 @@ class ColdStartMachine(ReplicaMachine):
                 variant=variant,  # type: ignore[arg-type]
                 rates=CpuRates(step_s=step_s),
                 num_workers=2 if cold_start in ("cpu", "auto") else 0,
+                reads_in_groups=follows,
             ),
         )
         self.begin(config, DeviceModel(page_tokens, pipeline_depth))

@@ -26,10 +26,8 @@ from tests.policy.rig import Rig
 def cold_rig(mode: str = "layerwise", follows: bool = False, **settings: Any) -> Rig:
     """Adapters 1 and 2 are served, and were never read. ``follows``: copies may follow reads."""
     rig = Rig(**settings)
-    rig.config = dataclasses.replace(rig.config, cold_start=ColdStartConfig(mode))
+    rig.config = dataclasses.replace(rig.config, cold_start=ColdStartConfig(mode, reads_in_groups=follows))
     rig.replica = Replica(rig.config)
-    if not follows:
-        rig.replica._residency.transfers._read_groups = 0
     rig.add(1)
     rig.add(2)
     return rig
@@ -258,7 +256,6 @@ def variant_rig(
     cold_start = ColdStartConfig(mode, num_workers=2, rates=rates, variant=variant)
     rig.config = dataclasses.replace(rig.config, cold_start=cold_start)
     rig.replica = Replica(rig.config)
-    rig.replica._residency.transfers._read_groups = 0  # so that it lies on the host first
     rig.replica._residency.rates.page_in_s = 0.01
     cold = rig.replica._cold
     assert cold is not None

@@ -24,8 +24,10 @@ from manylora.protocol.routing import (
     Ended,
     Fence,
     Held,
+    Lacks,
     Listed,
     MoveAsked,
+    Place,
     Progress,
     Refuse,
     ReplicaDown,
@@ -64,6 +66,11 @@ class Machine:
     """The attempt of each request."""
     adapters: dict[int, int] = dataclasses.field(default_factory=dict)
     told: dict[int, int] = dataclasses.field(default_factory=dict)
+    lacks: set[int] = dataclasses.field(default_factory=set)
+
+
+def up(replica: int, machine: Machine) -> ReplicaUp:
+    return ReplicaUp(replica, machine.epoch, machine.facts, tuple(sorted(machine.lacks)))
 
 
 @dataclasses.dataclass
@@ -177,6 +184,9 @@ class World:
             case AskReport():
                 assert command.replica in self.believed
                 self.report(command.replica, is_full=True, is_late=True)
+            case Place():
+                machine = self.believed[command.replica]
+                assert command.adapter not in machine.lacks, "it cannot have the adapter"
             case Solve():
                 self.solve(command)
 
@@ -191,6 +201,7 @@ class World:
             assert client.is_withdrawing, "one owner"
             assert self.drops or client.is_let_go, "the last one has let go"
         self.check_fit(machine.facts, client.asked)
+        assert client.asked.adapter not in machine.lacks, "nothing goes where its adapter is not"
         key = command.replica, machine.epoch
         self.numbers[key] += 1
         assert command.number == self.numbers[key]
@@ -238,7 +249,7 @@ class World:
         acts = [
             *[self.ask] * 4, *[self.deliver] * 6, *[self.report_any] * 3, *[self.generate] * 2, *[self.tick] * 4,
             *[self.start] * 3, self.finish, self.cancel, self.kill, self.hang, self.drain, self.change_list,
-            self.ask_again, self.babble,
+            self.ask_again, self.babble, self.lack,
         ]  # fmt: skip
         self.change_list()
         self.start()
@@ -352,7 +363,24 @@ class World:
         if replica in self.believed:
             self.forget(replica)
         self.believed[replica] = machine
-        self.tell(ReplicaUp(replica, machine.epoch, machine.facts))
+        machine.lacks = self.some_adapters()
+        self.tell(up(replica, machine))
+
+    def some_adapters(self) -> set[int]:
+        return {adapter for adapter in ADAPTERS if self.random.random() < 0.15}
+
+    def lack(self) -> None:
+        """A replica has adapters that it had not, or the other way round; it drops what it has of these."""
+        if not self.believed:
+            return
+        replica = self.random.choice(sorted(self.believed))
+        machine = self.believed[replica]
+        machine.lacks = self.some_adapters()
+        for name, client in self.clients.items():
+            if client.machine is machine and client.asked.adapter in machine.lacks:
+                machine.held.pop(name, None)
+                client.replica = None
+        self.tell(Lacks(replica, machine.epoch, tuple(sorted(machine.lacks))))
 
     def kill(self) -> None:
         if alive := self.alive():
@@ -393,12 +421,13 @@ class World:
         said: list[Any] = [
             Ended("nothing"), Cancelled("nothing"), Accepted("nothing", 1), Progress("nothing", 0, 1),
             Withdrawn("nothing", 1), ReplicaDown(9, 1), Drain(9), Unlisted(99), Solved(99),
-            MoveAsked("nothing", 0), ReplicaReport(9, 1, 1, 0, 0, 0, 1), Unlisted(0),
+            MoveAsked("nothing", 0), ReplicaReport(9, 1, 1, 0, 0, 0, 1), Unlisted(0), Lacks(9, 1, (1,)),
         ]  # fmt: skip
         known = [(replica, machine) for replica, machine in sorted(self.machines.items())]
         if known:
             replica, machine = self.random.choice(known)
-            said.append(ReplicaUp(replica, machine.epoch, machine.facts))
+            said.append(up(replica, machine))
+            said.append(Lacks(replica, machine.epoch - 1, (1, 2)))
             said.append(ReplicaReport(replica, machine.epoch - 1, 1, 0, 0, 0, 1))
         if self.clients:
             name = self.random.choice(sorted(self.clients))
@@ -424,7 +453,7 @@ class World:
             self.tell(Listed(adapter, *ADAPTERS[adapter]))
         for replica, machine in self.believed.copy().items():
             machine.seen = 0
-            self.tell(ReplicaUp(replica, machine.epoch, machine.facts))
+            self.tell(up(replica, machine))
         names = sorted(self.clients)
         self.random.shuffle(names)
         for name in names:
@@ -450,7 +479,7 @@ class World:
             if replica in self.believed:
                 self.forget(replica)
             self.believed[replica] = machine
-            self.tell(ReplicaUp(replica, machine.epoch, machine.facts))
+            self.tell(up(replica, machine))
         for _ in range(200):
             if not self.clients:
                 break

@@ -154,7 +154,8 @@ class PackedFileReader:
         self._direct = direct
         if os.fstat(file).st_size != shape.file_bytes:
             raise Unusable("it is not as long as it should be")
-        self._cached = None if direct is None else cached_pages(file)
+        cached = None if direct is None else cached_pages(file)
+        self._cached = None if cached is None or cached.all() else cached
         self._sums = shape.sums_in(os.pread(file, shape.header_bytes, 0)).tolist()
 
     def read(self, run: PackedRun, target: np.ndarray) -> None:

@@ -15,6 +15,7 @@ import os
 import sqlite3
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from manylora.protocol import AdapterError
 FORMAT_VERSION = 2
 """Part of every key: raise it when AdapterSpec or what inspection accepts changes."""
 
-_BUSY_TIMEOUT_S = 2.0
+_BUSY_TIMEOUT_S, _BUSY_POLL_S = 2.0, 0.01
 _TABLE = f"specs_{FORMAT_VERSION}"
 _CREATE = f"""CREATE TABLE IF NOT EXISTS {_TABLE} (
     path BLOB NOT NULL, model TEXT NOT NULL, stamps TEXT NOT NULL, spec TEXT NOT NULL,
@@ -157,7 +158,7 @@ class Registry:
         )
         self._connection = connection
         try:
-            connection.execute("PRAGMA journal_mode = WAL")
+            _change_to_wal(connection)
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute(_CREATE)
             self._writable = True
@@ -194,6 +195,20 @@ class Registry:
         if not self._warned:
             _log.warning("the adapter cache %s is not usable (%s); going on without it", self._path, error)
         self._warned = True
+
+
+def _change_to_wal(connection: sqlite3.Connection) -> None:
+    """Wait for others that use the database: to this change SQLite does not apply a connection's timeout."""
+    until_s = time.monotonic() + _BUSY_TIMEOUT_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            is_busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+            if not is_busy or time.monotonic() >= until_s:
+                raise
+        time.sleep(_BUSY_POLL_S)
 
 
 def _all_stamps(files: Iterable[Path]) -> str:

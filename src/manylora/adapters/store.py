@@ -44,8 +44,8 @@ from manylora.protocol import AdapterError
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_GROUP_RUN_BYTES = 2**20
-"""Read at a time where others wait for the first layers."""
+_PART_BYTES = 2**20
+"""Read at a time where a device waits for the first layers."""
 _WINDOW_BYTES, _WINDOW_PARTS = 8 * 2**20, 8
 """What goes on to a device is read so many bytes at a time: a part for each of some threads, which is still in a
 cache when it is handed over."""
@@ -100,8 +100,13 @@ class AdapterStore:
         if len(pages) != layout.num_pages:
             raise ValueError(f"the adapter takes {layout.num_pages} pages, got {len(pages)}")
 
+        # No smaller where others wait for the first layers: threads that share the interpreter wait for each other
+        # at every run.
+        page_bytes = self._geometry.page.page_bytes
+        run_bytes = RUN_BYTES if arrived is None else min(RUN_BYTES, page_bytes // 2)
+
         def read(file: PackedFileReader) -> None:
-            _fill(file, 0, [_bytes_of(page) for page in pages], check, helpers, arrived=arrived)
+            _fill(file, 0, [_bytes_of(page) for page in pages], check, helpers, run_bytes, arrived)
 
         return self._read(spec, layout, read)
 
@@ -143,7 +148,7 @@ class AdapterStore:
         page = self._geometry.page
 
         def read(file: PackedFileReader) -> None:
-            runs = file.shape.runs(_GROUP_RUN_BYTES)
+            runs = file.shape.runs(_PART_BYTES)
             size = runs[0].end - runs[0].begin
             count = max(1, min(_WINDOW_BYTES // size, layout.num_pages))
             window = np.frombuffer(mmap.mmap(-1, count * size), np.uint8)
@@ -315,12 +320,12 @@ def _fill(
     pages: Sequence[np.ndarray],
     check: Callable[[], None],
     helpers: Helpers,
-    run_bytes: int = RUN_BYTES,
+    run_bytes: int,
     arrived: Callable[[int], None] | None = None,
 ) -> None:
-    """Read page images from ``first_page`` on into bytes, their first layers first. ``arrived``: see
-    ``read_into``."""
-    runs = file.shape.runs(run_bytes if arrived is None else _GROUP_RUN_BYTES)
+    """Read page images from ``first_page`` on into bytes, their first layers first, so many bytes of a page at a
+    time. ``arrived``: see ``read_into``."""
+    runs = file.shape.runs(run_bytes)
     mine = [run for run in runs if first_page <= run.page < first_page + len(pages)]
     ends = sorted({run.end for run in mine})
     stages = Stages[None](lambda count: None if arrived is None else arrived(ends[count - 1]))

@@ -357,7 +357,8 @@ class ClusterClient:
                 self._listings.pop(listing.id, None)
             else:
                 self._listings[listing.id] = listing
-        listed = (each for each in self._listings.values() if each.state == "listed")
+        # One of the start that no replica has served yet has no rank.
+        listed = (each for each in self._listings.values() if each.state == "listed" and each.rank)
         self._names = {each.name: each for each in listed}
 
     async def adapters(self) -> tuple[AdapterCard, ...]:

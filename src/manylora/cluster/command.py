@@ -93,6 +93,8 @@ def _table(status: dict[str, Any]) -> str:
             f"{each['reclaimable_pages']} of {each['pages']} pages free, "
             f"{each['adapters_on_device']} + {each['adapters_on_host']} adapters"
         )
+        if each["adapters_lacking"]:
+            lines.append(f"             without {', '.join(each['adapters_lacking'])}, which it cannot have")
     lines.append(f"{status['adapters']['listed']} adapters, revision {status['adapters']['revision']}")
     if hint["delta"]:
         lines.append(f"{hint['delta']:+d} replicas would do: {hint['reason']}")

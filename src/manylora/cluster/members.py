@@ -13,10 +13,15 @@ from manylora.cluster.link import Link
 from manylora.protocol.routing import ReplicaFacts, ReplicaId, ReplicaReport
 from manylora.types import AdapterId
 
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Before a replica is asked again for an adapter that it could not have; each pause is twice the last."""
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ReplicaMember:
-    """An epoch of a replica. ``answers``: what it said of each adapter version that it was asked to serve."""
+    """An epoch of a replica. ``answers``: what it said of each adapter version that it was asked to serve, at
+    last; ``pauses``: of those that it could not have, how long it was not asked again, and until when;
+    ``told``: of those, what the router has been told."""
 
     id: ReplicaId
     epoch: int
@@ -25,6 +30,8 @@ class ReplicaMember:
     address: tuple[str, int] = ("", 0)
     answers: dict[AdapterId, messages.AdapterReady] = dataclasses.field(default_factory=dict)
     asked: set[AdapterId] = dataclasses.field(default_factory=set)
+    pauses: dict[AdapterId, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    told: set[AdapterId] = dataclasses.field(default_factory=set)
     report: ReplicaReport | None = None
     heard_s: float = dataclasses.field(default_factory=time.monotonic)
     residency: dict[AdapterId, int] = dataclasses.field(default_factory=dict)
@@ -35,6 +42,28 @@ class ReplicaMember:
             self.asked.add(listing.id)
             self.link.send(messages.AddAdapter(listing, verify))
 
+    def hear_answer(self, answer: messages.AdapterReady) -> None:
+        """It serves the version, or says why not."""
+        if answer.id not in self.asked:
+            return
+        self.answers[answer.id] = answer
+        last_s, _ = self.pauses.pop(answer.id, (FIRST_PAUSE_S / 2, 0.0))
+        if answer.card is None:
+            pause_s = min(2 * last_s, LONGEST_PAUSE_S)
+            self.pauses[answer.id] = pause_s, time.monotonic() + pause_s
+
+    def why_not(self, adapter: AdapterId) -> str:
+        """Why it does not serve a version, as far as it has said so."""
+        answer = self.answers.get(adapter)
+        return "?" if answer is None or answer.error is None else answer.error.message
+
+    def ask_again(self, listing: messages.Listing) -> None:
+        """Have it serve a version that it could not have, if the pause is over and it was not asked since."""
+        pause_s, until_s = self.pauses[listing.id]
+        if time.monotonic() >= until_s:
+            self.pauses[listing.id] = pause_s, float("inf")
+            self.link.send(messages.AddAdapter(listing, verify=False))
+
     def drop(self, adapter: AdapterId) -> None:
         """Have it give a version up; AdapterGone follows."""
         self.link.send(messages.DropAdapter(adapter))
@@ -43,6 +72,7 @@ class ReplicaMember:
         """It holds nothing of the version any more."""
         self.asked.discard(adapter)
         self.answers.pop(adapter, None)
+        self.pauses.pop(adapter, None)
 
     @property
     def has_answered(self) -> bool:

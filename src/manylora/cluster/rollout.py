@@ -23,10 +23,13 @@ from manylora.cluster.adapter_log import AdapterLog
 from manylora.cluster.digests import adapter_digest
 from manylora.cluster.members import FrontendMember, Members, ReplicaMember
 from manylora.protocol import AdapterError
-from manylora.protocol.routing import Listed, RouterEvent, Unlisted
+from manylora.protocol.routing import Listed, ReplicaId, RouterEvent, Unlisted
 from manylora.types import AdapterId, RequestError
 
 log = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+"""How often it is looked whether a replica is to be asked again."""
 
 
 class Rollout:
@@ -101,22 +104,21 @@ class Rollout:
             replica.ask(listing, verify=False)
         self.pulse()
 
-    def settle(self, replica: ReplicaMember) -> None:
-        """The replica has said of all whether it serves them: learn what these are."""
+    def settle(self, replica: ReplicaMember, *, is_last: bool) -> None:
+        """The replica has said of all whether it serves them: learn what these are. Those that none has served are
+        skipped where it ``is_last``, and no other is still to come up."""
         learnt, bad = [], []
         for adapter, answer in replica.answers.items():
             listing = self._log.current.get(adapter)
-            if listing is None or listing.state != "listed":
+            if listing is None or listing.state != "listed" or listing.rank:
                 continue
-            if answer.card is None:
-                if listing.rank:
-                    continue  # others serve it: to be seen in the replica's own log
-                reason = answer.error.message if answer.error is not None else "?"
-                log.warning("adapter %r in %s is skipped: %s", listing.name, listing.path, reason)
-                bad.append(msgspec.structs.replace(listing, state="gone"))
-            elif not listing.rank:
+            if answer.card is not None:
                 card = answer.card
                 learnt.append(msgspec.structs.replace(listing, rank=card.rank, num_pages=card.num_pages))
+            elif is_last:
+                why = replica.why_not(adapter)
+                log.warning("adapter %r in %s is skipped: %s", listing.name, listing.path, why)
+                bad.append(msgspec.structs.replace(listing, state="gone"))
         if learnt or bad:
             self._append(*learnt, *bad)
             for each in learnt:
@@ -126,9 +128,40 @@ class Rollout:
         """A replica has done what it was asked for."""
         if isinstance(message, messages.AdapterGone):
             replica.forget(message.id)
-        elif message.id in replica.asked:
-            replica.answers[message.id] = message
+        else:
+            replica.hear_answer(message)
         self.pulse()
+
+    def _lacking(self, replica: ReplicaMember) -> list[messages.Listing]:
+        """What is listed, and the replica has said that it cannot have."""
+        found = (self._log.current.get(adapter) for adapter in replica.pauses)
+        return [each for each in found if each is not None and each.state in ("listed", "leaving")]
+
+    def lacks(self, replica: ReplicaMember) -> tuple[AdapterId, ...]:
+        """The versions that requests may name and the replica cannot serve; the log has what is new."""
+        found = self._lacking(replica)
+        for listing in found:
+            if listing.id not in replica.told:
+                why = replica.why_not(listing.id)
+                log.warning("replica %d is without adapter %r: %s", replica.id, listing.name, why)
+        replica.told = {listing.id for listing in found}
+        return tuple(sorted(replica.told))
+
+    def names_lacking(self) -> dict[ReplicaId, list[str]]:
+        """What each replica cannot serve, for people."""
+        return {
+            each.id: sorted(listing.name for listing in self._lacking(each))
+            for each in self._members.replicas.values()
+        }
+
+    async def retry(self) -> None:
+        """Replicas are asked again for what they lack: files may come late."""
+        while True:
+            await asyncio.sleep(RETRY_S)
+            for replica in self._members.replicas.values():
+                for listing in self._lacking(replica):
+                    if listing.state == "listed":
+                        replica.ask_again(listing)
 
     def hear_revision(self, frontend: FrontendMember, revision: int) -> None:
         """A front end goes by this revision now."""

@@ -13,7 +13,7 @@ from manylora.cluster import messages
 from manylora.cluster.members import Members, ReplicaMember
 from manylora.cluster.timing import Decisions
 from manylora.policy.router import Router
-from manylora.protocol.routing import ON_DEVICE, ON_HOST, ScaleHint
+from manylora.protocol.routing import ON_DEVICE, ON_HOST, ReplicaId, ScaleHint
 
 STATES = ("starting", "running", "suspect", "draining", "drained", "waiting", "stopping")
 """What a replica may be: coming up; serving; silent; letting go of its requests; empty, and to stay so; about to
@@ -45,8 +45,9 @@ def status(
     hint: ScaleHint | None,
     moved: dict[str, int],
     decisions: Decisions,
+    lacks: dict[ReplicaId, list[str]],
 ) -> dict[str, Any]:
-    """The whole of it, as JSON has it."""
+    """The whole of it, as JSON has it. ``lacks``: names of adapters that a replica cannot serve."""
     frontends = []
     started = {child.id for child in table.frontends}
     joined = [
@@ -67,7 +68,7 @@ def status(
         )
     return {
         "replicas": [
-            _replica(slot, state_of(slot, router), router, members.replicas.get(slot.id))
+            _replica(slot, state_of(slot, router), router, members.replicas.get(slot.id), lacks)
             for slot in sorted(table.slots, key=lambda slot: slot.id)
         ],
         "router": {
@@ -89,7 +90,13 @@ def status(
     }
 
 
-def _replica(slot: messages.Slot, state: str, router: Router, member: ReplicaMember | None) -> dict[str, Any]:
+def _replica(
+    slot: messages.Slot,
+    state: str,
+    router: Router,
+    member: ReplicaMember | None,
+    lacks: dict[ReplicaId, list[str]],
+) -> dict[str, Any]:
     found: dict[str, Any] = {"id": slot.id, "pid": slot.pid, "epoch": slot.epoch, "state": state}
     known = router.fleet.up.get(slot.id)
     if member is not None and member.epoch != slot.epoch:
@@ -107,5 +114,6 @@ def _replica(slot: messages.Slot, state: str, router: Router, member: ReplicaMem
         "reclaimable_pages": report.reclaimable_pages if report else 0,
         "adapters_on_device": sum(tier == ON_DEVICE for tier in tiers),
         "adapters_on_host": sum(tier == ON_HOST for tier in tiers),
+        "adapters_lacking": lacks.get(slot.id, []) if member is not None else [],
         "heard_s_ago": round(time.monotonic() - member.heard_s, 3) if member is not None else None,
     }

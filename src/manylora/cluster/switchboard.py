@@ -37,6 +37,7 @@ from manylora.protocol.routing import (
     Cancelled,
     Ended,
     Fence,
+    Lacks,
     Place,
     Planned,
     Progress,
@@ -117,6 +118,7 @@ class Switchboard:
         """Listen, and take over what another router has left."""
         self._loop = asyncio.get_running_loop()
         self.registry.take_over()
+        self._spawn(self.registry.retry())
         listener = Listener(
             adopt(launch.descriptor),
             self._credentials,
@@ -315,14 +317,21 @@ class Switchboard:
             or self.members.replicas.get(member.id) is not member
         ):
             return
+        up = self.router.fleet.up
+        is_last = all(slot.id in up or slot.id == member.id for slot in self.table.slots)
+        self.registry.settle(member, is_last=is_last)
         if not self._is_up(member):
-            self.registry.settle(member)
-            self.tell(ReplicaUp(member.id, member.epoch, member.facts))
+            self.tell(ReplicaUp(member.id, member.epoch, member.facts, self.registry.lacks(member)))
             if not self._is_up(member):
                 return
             member.link.send(messages.AskWhole())
             self._is_served.set()
             self._settle_if_all_are_there()
+        for each in self.members.replicas.values():
+            if self._is_up(each) and each.has_answered:
+                lacks = self.registry.lacks(each)
+                if lacks != tuple(sorted(up[each.id].lacks)):
+                    self.tell(Lacks(each.id, each.epoch, lacks))
         self._tell_endpoints()
 
     async def _serve_supervisor(self, link: Link) -> None:
@@ -484,4 +493,5 @@ class Switchboard:
             hint=self.hint,
             moved=dict(self.moved),
             decisions=self.decisions,
+            lacks=self.registry.names_lacking(),
         )

@@ -100,8 +100,8 @@ class ColdStartConfig(Section):
     rates: CpuRates = CpuRates()
     num_workers: Annotated[int, at_least(0)] = 0
     """How many processes there are: ``cpu_workers`` on this machine, as the policy gets it."""
-    reads_in_groups: bool = True
-    """Whether the executor can (``read_groups``)."""
+    reads_in_groups: bool = False
+    """Whether adapters are read to host memory in groups too (``host_read_groups``); no user's to give."""
     cores_before: Annotated[int, at_least(0)] = 0
     """How many of the last cores of this machine other engines' workers are bound to."""
 
@@ -121,9 +121,14 @@ class ColdStartConfig(Section):
 
     @property
     def read_groups(self) -> int:
-        """Groups of layers in which an adapter is read, for copies that follow the read and for steps that await
-        it; 0: in any order. The paper's modes begin when the adapter lies in host memory."""
-        return self.num_groups if self.mode in _STALLED and self.reads_in_groups else 0
+        """Groups of layers in which an adapter is read straight to the device, for steps that await it; 0: in any
+        order. The paper's modes begin when it is there."""
+        return self.num_groups if self.mode in _STALLED else 0
+
+    @property
+    def host_read_groups(self) -> int:
+        """The same of reads to host memory, for copies that follow them."""
+        return self.read_groups if self.reads_in_groups else 0
 
     @property
     def wanted_workers(self) -> int:

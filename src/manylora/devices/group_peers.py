@@ -1,7 +1,8 @@
 """Exchanges between ranks through a process group of torch: NCCL between GPUs, gloo where there are none.
 
 What is small is gathered and added up here, in the order of the ranks and in float32; what is large is left to the
-group's own sum, which is the same bits on every rank, in an order of its own. Owns the group, one a process.
+group's own sum, which is the same bits on every rank, in an order of its own. So is everything that two GPUs
+add up: a sum of two has one order and is rounded once. Owns the group, one a process.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ class GroupPeers(Account):
     def __init__(self, file: int, rank: int, count: int, device: torch.device) -> None:
         super().__init__(rank, count)
         self._device = device
-        store = FileStore(f"/proc/self/fd/{file}", count)
         is_cuda = device.type == "cuda"
+        self._gathered_bytes = 0 if is_cuda and count == 2 else GATHERED_BYTES
+        store = FileStore(f"/proc/self/fd/{file}", count)
         torch.distributed.init_process_group(
             "nccl" if is_cuda else "gloo",
             store=store,
@@ -37,7 +39,7 @@ class GroupPeers(Account):
     def add_up(self, tensor: torch.Tensor, purpose: Purpose) -> None:
         self.note(tensor, purpose)
         flat = self._here(tensor)
-        if flat.numel() * flat.itemsize > GATHERED_BYTES:
+        if flat.numel() * flat.itemsize > self._gathered_bytes:
             torch.distributed.all_reduce(flat)
             tensor.copy_(flat)
             return

@@ -23,6 +23,7 @@ from manylora.assist.board import BoardShape
 from manylora.assist.orders import LentPool, Product, ProductPart
 from manylora.assist.workers import HandedStep, Workers, WorkersFailed
 from manylora.config import MOST_CPU_TOKENS, num_cores
+from manylora.devices.device import Device
 from manylora.executor.inputs import StepInputs
 from manylora.executor.queued import DeviceHandover
 from manylora.kernels.expanding import matrix, pieces_of
@@ -90,7 +91,7 @@ class ColdStep:
         handover: DeviceHandover | None,
         inputs: StepInputs,
         geometry: AdapterGeometry,
-        device: torch.device,
+        device: Device,
     ) -> ColdRows | None:
         """Hand the step over to the workers; None where none takes it. ``handover``: where the device posts and
         takes."""
@@ -217,7 +218,7 @@ class ColdRows:
         adapters: Sequence[ColdAdapter],
         num_layers: int,
         geometry: AdapterGeometry,
-        device: torch.device,
+        device: Device,
         handover: DeviceHandover | None = None,
     ) -> None:
         """``chosen``: the segments of the adapters, in their order."""
@@ -235,7 +236,7 @@ class ColdRows:
         self._lengths: list[int] = lengths
         self.num_tokens = sum(lengths)
         places = np.concatenate([np.arange(start, start + length) for start, length in zip(starts, lengths)])
-        self._rows = torch.from_numpy(places.astype(np.int64)).to(device)
+        self._rows = device.upload(places.astype(np.int64))
         self._products = self._describe()
         self._jobs = self._in_order()
 

@@ -67,6 +67,10 @@ class Bucket:
     max_rank: int
     num_scales: int = 1
 
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_tokens == self.num_rows
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GraphLimits:
@@ -166,7 +170,7 @@ class StepGraphs:
         """What the last step ran in; None: eagerly."""
 
     def capture_all(self, progress: Progress | None = None) -> None:
-        """Capture what steps are likely to ask for, the largest first. ``progress(done, total)``.
+        """Capture what steps are likely to ask for. ``progress(done, total)``.
 
         Stops with one warning where the device refuses or its memory is short: other steps run eagerly.
         """
@@ -211,13 +215,14 @@ class StepGraphs:
         return [0, *(rank for rank in self._ranks if rank <= COMMON_RANK)]
 
     def _ahead_of_time(self) -> list[Bucket]:
-        """What is captured at the start, the largest first."""
+        """What is captured at the start: decoding steps, which gain most where there is no room for all, and of
+        each kind the largest first, whose memory the others use again."""
         kinds = [(rank, 1) for rank in self._common_ranks]
         if self._limits.has_second_scales:
             kinds += [(rank, 2) for rank in self._common_ranks if rank]
         sizes = [*((size, size) for size in self._sizes), *map(self._mixed_size, self._mixed)]
         wanted = {Bucket(*size, *kind) for kind in kinds for size in sizes}
-        return sorted(wanted, key=dataclasses.astuple, reverse=True)
+        return sorted(wanted, key=lambda each: (each.is_decoding, dataclasses.astuple(each)), reverse=True)
 
     @property
     def num_captured(self) -> int:
@@ -278,7 +283,7 @@ class StepGraphs:
 
     def _gates_of(self, bucket: Bucket) -> StepGates | None:
         """None where the bucket's steps have none."""
-        return None if bucket.num_tokens == bucket.num_rows else self._gates
+        return None if bucket.is_decoding else self._gates
 
     def _send(self, inputs: StepInputs | None, bucket: Bucket, awaited: Awaited | None = None) -> None:
         """All numbers of the step one after the other, as ``_numbers`` cuts them; None: nothing but padding, and

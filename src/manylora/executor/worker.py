@@ -337,7 +337,7 @@ class Worker:
 
     def _run_cold(self, part: _Part, inputs: StepInputs, awaited: Awaited | None, cold: ColdStep) -> Outputs:
         """A step some of whose rows are the CPU's, eagerly."""
-        rows = cold.begin(self._workers, self._handover, inputs, self._geometry, self._device.torch_device)
+        rows = cold.begin(self._workers, self._handover, inputs, self._geometry, self._device)
         with cold.launching(self._workers):
             return part.eager.run(inputs, cold.before_layer(awaited), rows)
 

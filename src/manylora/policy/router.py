@@ -29,6 +29,7 @@ from manylora.protocol.routing import (
     Ended,
     Fence,
     Held,
+    Lacks,
     Listed,
     MoveAsked,
     Planned,
@@ -118,6 +119,8 @@ class Router:
                 self._fleet.list_adapter(event.adapter, event.rank, event.num_pages)
             case Unlisted():
                 self._fleet.unlist_adapter(event.adapter)
+            case Lacks():
+                self._lacks(event)
             case Solved():
                 self._carry_out(self._policy.on_solved(self._fleet, event))
         if self._may_serve:
@@ -209,7 +212,7 @@ class Router:
             self._refuse(request, 503, f"{request.deaths} replicas have died with the request {request.id}")
         elif request.failures >= self._config.max_attempts:
             self._refuse(request, 503, f"the request was tried {request.failures} times in vain")
-        elif self._fleet.knows_shapes and not self._fleet.is_any_shape_right(request, ever=True):
+        elif self._fleet.knows_shapes and not self._fleet.is_any_shape_right(request):
             self._refuse(request, 400, "no replica can ever hold the request")
         else:
             return False
@@ -292,8 +295,8 @@ class Router:
         return True
 
     def _is_stranded(self, request: LiveRequest) -> bool:
-        """Set the request aside if no replica that is up can hold it: it must not stand before others."""
-        if self._fleet.is_any_shape_right(request):
+        """Set the request aside if no replica that is up can serve it: it must not stand before others."""
+        if self._fleet.is_any_right(request):
             return False
         request.strand(self._fleet.now)
         self._stranded[request.id] = request
@@ -403,17 +406,29 @@ class Router:
         if before is not None:
             self._lose(before, is_crash=False)
         self._epochs[event.replica] = event.epoch
-        self._fleet.add(event.replica, event.epoch, event.facts)
-        self._may_serve = True
+        replica = self._fleet.add(event.replica, event.epoch, event.facts)
+        self._fleet.note_lacks(replica, event.lacks)
+        self._requeue_stranded()
+
+    def _lacks(self, event: Lacks) -> None:
+        """What waits for an adapter may have a replica now; what has none any more goes on elsewhere."""
+        if (replica := self._fleet.up.get(event.replica)) is None or replica.epoch != event.epoch:
+            return
+        self._fleet.note_lacks(replica, event.adapters)
+        for request in list(replica.requests.values()):
+            if request.adapter in replica.lacks:
+                self._take_off(request, "lost")
+                self._wait(request)
         self._requeue_stranded()
 
     def _requeue_stranded(self) -> None:
-        """Another shape of replica is up: requests that were set aside may fit now, or be known never to."""
+        """Requests that wait or were set aside may have a replica now, or be known never to."""
+        self._may_serve = True
         for request in list(self._stranded.values()):
-            if self._fleet.is_any_shape_right(request):
+            if self._fleet.is_any_right(request):
                 del self._stranded[request.id]
                 self._wait(request)
-            elif not self._fleet.is_any_shape_right(request, ever=True):
+            elif not self._fleet.is_any_shape_right(request):
                 self._refuse(request, 400, "no replica can ever hold the request")
 
     def _report(self, report: ReplicaReport) -> None:
@@ -478,7 +493,7 @@ class Router:
                 self._empty(replica)
         for request in list(self._stranded.values()):
             if request.gap_s is not None and now - request.gap_s >= config.queue_timeout_s:
-                self._refuse(request, 503, "no replica that can hold the request is up")
+                self._refuse(request, 503, self._fleet.why_none(request))
         self._carry_out(self._policy.on_timer(fleet))
         hint = self._scaling.tick(fleet, self.num_waiting)
         if hint is not None:

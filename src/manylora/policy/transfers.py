@@ -47,11 +47,13 @@ class Read:
 class Transfers:
     """Parts of copies by node, copies by number, reads by adapter."""
 
-    def __init__(self, num_groups: int = 0, read_groups: int = 0) -> None:
+    def __init__(self, num_groups: int = 0, read_groups: int = 0, host_read_groups: int = 0) -> None:
         """``num_groups``: of layers, in which copies to the device land that steps may await; 0: none does.
-        ``read_groups``: those in which adapters are read, so that copies may follow; 0: none does."""
+        ``read_groups``: those in which adapters are read to the device; ``host_read_groups``: to the host, so that
+        copies may follow; 0: none does."""
         self._num_groups = num_groups
         self._read_groups = read_groups
+        self._host_read_groups = host_read_groups
         self.pages_coming = 0
         """Device pages that copies in flight, or queued, write."""
         self._queued: list[Move] = []
@@ -157,7 +159,7 @@ class Transfers:
 
     def read(self, node: Node, to_device: bool) -> ReadAdapter:
         """Start to read an adapter into the pages that its node has in that tier."""
-        groups, copy = self._read_groups, None
+        groups, copy = self._read_groups if to_device else self._host_read_groups, None
         if to_device and groups:
             self._num_copies += 1
             copy = self._num_copies
@@ -176,7 +178,7 @@ class Transfers:
     def may_follow(self, adapter: AdapterId) -> bool:
         """Whether the adapter is being read to the host in groups, which a copy may follow."""
         read = self._reads.get(adapter)
-        return self._read_groups > 0 and read is not None and not read.to_device
+        return self._host_read_groups > 0 and read is not None and not read.to_device
 
     def read_of(self, adapter: AdapterId) -> Read | None:
         """The adapter's read, if it is under way."""

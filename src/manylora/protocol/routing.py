@@ -140,11 +140,21 @@ class Cancelled:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplicaUp:
-    """A replica serves. One that was down comes back with a higher epoch only."""
+    """A replica serves. One that was down comes back with a higher epoch only. ``lacks``: see Lacks."""
 
     replica: ReplicaId
     epoch: int
     facts: ReplicaFacts
+    lacks: tuple[AdapterId, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lacks:
+    """Of the adapters that are listed the replica of this epoch serves all but these, from now on."""
+
+    replica: ReplicaId
+    epoch: int
+    adapters: tuple[AdapterId, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -246,7 +256,7 @@ class Solved:
 
 RouterEvent = (
     Asked | Held | Accepted | Progress | Ended | Cancelled | ReplicaUp | ReplicaReport | ReplicaDown | Drain
-    | MoveAsked | Withdrawn | Listed | Unlisted | Solved | Timer
+    | MoveAsked | Withdrawn | Listed | Unlisted | Lacks | Solved | Timer
 )  # fmt: skip
 """What a router is told."""
 

@@ -1,8 +1,10 @@
 """How long it takes to read an adapter, of Llama-2-7B's shape (host memory is pinned where there is a GPU).
 
-Two parts. ``helpers``: from its file (in the page cache) into the host pool's pages, by the number of helping
+Three parts. ``helpers``: from its file (in the page cache) into the host pool's pages, by the number of helping
 threads, alone and beside a thread that computes in Python for 1.5 ms and sleeps for 5, as a step loop does;
-``python_ms`` is what reads make of its 1.5. ``store``: see ``store_reads``. From the repository's root:
+``python_ms`` is what reads make of its 1.5. ``store``: see ``store_reads``. ``runs``: packed files out of the page
+cache, by the bytes that are read at a time and by the number of threads that help, in turns. From the repository's
+root:
 
     python -m manylora_lab.benchmarks.adapter_reads
     python -m manylora_lab.benchmarks.adapter_reads --parts store --device cuda --folder /mnt/nvme --out reads.json
@@ -12,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -27,7 +31,7 @@ from typing import Any
 
 import torch
 
-from manylora.adapters import pack
+from manylora.adapters import pack, store
 from manylora.adapters.jobs import Helpers
 from manylora.adapters.pack import layout_of, load_into
 from manylora.adapters.peft import AdapterSpec, inspect_adapter
@@ -49,7 +53,8 @@ ADAPTERS = ((16, "bfloat16"), (64, "bfloat16"), (16, "float32"))
 HELPERS = (0, 1, 2, 3, 4, 6, 8, 12)
 JOB_BYTES = (2**18, 2**19, 2**21, 2**22)
 PYTHON_S, SLEEP_S = 1.5e-3, 5e-3
-PARTS = ("helpers", "store")
+PARTS = ("helpers", "store", "runs")
+RUN_BYTES, RUN_HELPERS = (2**20, 2**21, 2**22, 2**23), (3, 7)
 RANKS = (16, 64, 128)
 SETTLE_S = 0.1
 
@@ -159,10 +164,40 @@ def measure_store(
         rig = store_reads.StoreRig(folder / f"packed-{rank}", geometry, device, torch.bfloat16, num_pages)
         try:
             time.sleep(SETTLE_S)  # what has just been written changes no more
-            runs.append({"rank": rank, **store_reads.measure(rig, spec, args.repeats)})
+            found: dict[str, Any] = {"rank": rank}
+            if "store" in args.parts:
+                found |= store_reads.measure(rig, spec, args.repeats)
+            if "runs" in args.parts:
+                found["runs"] = measure_runs(rig, spec, args.repeats)
+            runs.append(found)
         finally:
             rig.close()
     return runs
+
+
+def measure_runs(rig: store_reads.StoreRig, spec: AdapterSpec, repeats: int) -> list[dict[str, Any]]:
+    """Milliseconds of reads from the store to the host, out of the page cache."""
+    store_reads.fetch(next(rig.folder.glob("*.packed"), None) or rig.keep(spec))
+    taken: dict[tuple[int, int], list[float]] = {}
+    before, many = store.RUN_BYTES, rig.helpers
+    for turn in range(repeats + 1):
+        for run_bytes, helpers in itertools.product(RUN_BYTES, RUN_HELPERS):
+            store.RUN_BYTES, rig.helpers = run_bytes, dataclasses.replace(many, count=helpers)
+            seconds = rig.read(True, "host", spec)
+            if turn:  # the first one warms
+                taken.setdefault((run_bytes, helpers), []).append(1e3 * seconds)
+    store.RUN_BYTES, rig.helpers = before, many
+    found = []
+    for (run_bytes, helpers), each in taken.items():
+        row = {
+            "run_bytes": run_bytes,
+            "helpers": helpers,
+            "ms": statistics.median(each),
+            "least_ms": min(each),
+        }
+        print(f"  runs of {run_bytes / 2**20:.0f} MiB, {helpers} helpers: {row['ms']:.1f} ms", flush=True)
+        found.append(row)
+    return found
 
 
 def main() -> None:
@@ -170,10 +205,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--helpers", type=json.loads, default=list(HELPERS), help="a list")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help="of the part store")
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help="of store and runs")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--folder", help="where files are written: on the disk to be measured")
-    parser.add_argument("--out", help="write what the part store found to this file")
+    parser.add_argument("--out", help="write what store and runs found to this file")
     add_flags(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -185,7 +220,7 @@ def main() -> None:
         geometry = adapter_geometry(PageShape(32, 16, 32, 128, 2), config.layer_groups)
         if "helpers" in args.parts:
             measure_helpers(folder, config, geometry, device, args)
-        if "store" in args.parts:
+        if {"store", "runs"} & {*args.parts}:
             runs = measure_store(folder, config, geometry, device, args)
             if args.out:
                 record = {"device": device.name, "runs": runs, "provenance": provenance.provenance()}

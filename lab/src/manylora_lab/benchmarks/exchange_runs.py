@@ -69,7 +69,7 @@ def times(peers: GroupPeers, size: int, device: torch.device) -> list[Row]:
         row: Row = {"operation": name, "bytes": size, "eager_us": eager_us(operation, device)}
         if device.type == "cuda":
             try:
-                row["graph_us"] = graph_us(operation)
+                row |= graph_times(operation)
             except RuntimeError as error:
                 row["error"] = str(error).partition("\n")[0]
         rows.append(row)
@@ -91,8 +91,9 @@ def eager_us(operation: Callable[[], object], device: torch.device) -> float:
     return 1e6 * (time.perf_counter() - began_s) / repeats
 
 
-def graph_us(operation: Callable[[], object]) -> float:
-    """Captured back to back, and replayed."""
+def graph_times(operation: Callable[[], object]) -> Row:
+    """Captured back to back, and replayed; and the memory that one holds in a graph."""
+    free_bytes, _ = torch.cuda.mem_get_info()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has threads that look at events
         for _ in range(CAPTURED):
@@ -106,7 +107,11 @@ def graph_us(operation: Callable[[], object]) -> float:
         graph.replay()
     end.record()
     end.synchronize()
-    return 1e3 * float(begin.elapsed_time(end)) / (CAPTURED * REPLAYS)
+    held_bytes = free_bytes - torch.cuda.mem_get_info()[0]
+    return {
+        "graph_us": 1e3 * float(begin.elapsed_time(end)) / (CAPTURED * REPLAYS),
+        "graph_kib": held_bytes / CAPTURED / 1024,
+    }
 
 
 def peer_copy_bandwidth() -> float:

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from manylora.adapters.jobs import Helpers
 from manylora.adapters.pack import layout_of
 from manylora.adapters.pagecache import cached_pages
 from manylora.adapters.peft import WEIGHTS_NAME, AdapterSpec
@@ -127,6 +128,15 @@ class StoreRig:
         if not answers[0].ok:
             raise RuntimeError(answers[0].error)
         return seconds
+
+    @property
+    def helpers(self) -> Helpers:
+        """Of reads from the store."""
+        return self._readers[True]._store_helpers
+
+    @helpers.setter
+    def helpers(self, helpers: Helpers) -> None:
+        self._readers[True]._store_helpers = helpers
 
     @property
     def hits(self) -> int:

@@ -7,12 +7,13 @@ in their unallocated memory, over the mean rate at which it is asked for. Number
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from manylora.types import AdapterId
 
 Copy = tuple[AdapterId, int]
 """An adapter, and the place of a replica in the sequences below."""
+NOTHING: Mapping[AdapterId, Collection[int]] = {}
 
 
 class _Bursts:
@@ -78,13 +79,15 @@ def plan_copies(
     sizes: Mapping[AdapterId, int],
     loads: Mapping[AdapterId, float],
     request_pages: float,
+    barred: Mapping[AdapterId, Collection[int]] = NOTHING,
 ) -> list[Copy]:
     """Copies to preload, in order: each of the adapter that tolerates least, on the replica without it that has
     most unallocated memory (of equal ones the first), until that would make the least tolerance smaller; this
     last copy is not made.
 
     ``free``: unallocated pages of each replica; ``reserve``: how many of them copies may take; ``holders``: the
-    replicas that have an adapter; ``loads``: requests a second, all above 0; ``request_pages``: of a mean request.
+    replicas that have an adapter; ``loads``: requests a second, all above 0; ``request_pages``: of a mean request;
+    ``barred``: replicas that cannot have an adapter.
     """
     if not loads:
         return []
@@ -96,7 +99,9 @@ def plan_copies(
         places = [
             place
             for place in range(len(left))
-            if place not in bursts.holders[adapter] and size <= left[place]
+            if place not in bursts.holders[adapter]
+            and size <= left[place]
+            and place not in barred.get(adapter, ())
         ]
         if not places:
             return copies

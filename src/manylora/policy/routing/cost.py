@@ -46,7 +46,7 @@ def cheapest(
         if replica.shape is not shape:
             shape = replica.shape
             fits, kv_pages = request.can_ever_fit(shape), request.pages_now(shape[1])
-        if not fits:
+        if not fits or adapter in replica.lacks:
             continue
         num_computed, pages, rows, kind = num_tokens, kv_pages, replica.rows, replica.kind
         token_s = kind.token_s

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from manylora.config.routing import RouterConfig
 from manylora.policy.routing.kinds import KindKey, ReplicaKind, kind_key
@@ -45,6 +45,7 @@ class Fleet:
         self._sizes: dict[tuple[int, int], tuple[int, int]] = {}  # one tuple for equal adapters
         self._homes: dict[AdapterId, tuple[ReplicaId, ...]] = {}
         self._shapes: collections.Counter[Shape] = collections.Counter()  # of those that do not drain
+        self._lacking: collections.Counter[AdapterId] = collections.Counter()  # replicas that are up
         self.load = ReplicaLoad()
         self.version = 0  # one more whenever a replica comes or goes
         self._known_shapes: dict[Shape, Shape] = {}  # of all that ever were up
@@ -66,12 +67,12 @@ class Fleet:
         return self.up[self.open_ids[place % len(self.open_ids)]]
 
     def can_take(self, replica: ReplicaState | None, request: LiveRequest) -> bool:
-        """Whether the replica is open and can hold the request to its end, were it alone there."""
+        """Whether the replica is open and can serve the request to its end, were it alone there."""
         return replica is not None and replica.is_open and self.fits_ever(replica, request)
 
     def fits_ever(self, replica: ReplicaState, request: LiveRequest) -> bool:
-        """Whether the replica can hold the request to its end, were it alone there."""
-        return request.can_ever_fit(replica.shape)
+        """Whether the replica has the request's adapter, and can hold it to its end, were it alone there."""
+        return request.adapter not in replica.lacks and request.can_ever_fit(replica.shape)
 
     def num_cached(self, replica: ReplicaState, request: LiveRequest) -> int:
         """Tokens of the request's prompt that the replica's prefix cache is believed to have."""
@@ -79,9 +80,28 @@ class Fleet:
             return 0
         return BLOCK_TOKENS * self.prefixes.cached_blocks(request.prefix, replica)
 
-    def is_any_shape_right(self, request: LiveRequest, ever: bool = False) -> bool:
-        """Whether some replica that is up and does not drain could hold the request; or ``ever`` could."""
-        return any(request.can_ever_fit(shape) for shape in (self._known_shapes if ever else self._shapes))
+    def is_any_shape_right(self, request: LiveRequest) -> bool:
+        """Whether some replica that ever was up could hold the request."""
+        return any(map(request.can_ever_fit, self._known_shapes))
+
+    def is_any_right(self, request: LiveRequest) -> bool:
+        """Whether some replica that is up and does not drain could serve the request."""
+        if request.adapter not in self._lacking:
+            return any(map(request.can_ever_fit, self._shapes))
+        staying = (replica for replica in self.up.values() if replica.drains_from_s is None)
+        return any(self.fits_ever(replica, request) for replica in staying)
+
+    def why_none(self, request: LiveRequest) -> str:
+        """Why there is none, for people."""
+        if request.adapter in self._lacking:
+            return "no replica that is up can hold the request and has its adapter"
+        return "no replica that can hold the request is up"
+
+    def lacking(self, adapter: AdapterId) -> frozenset[ReplicaId]:
+        """Replicas that are up and cannot serve the adapter."""
+        if adapter not in self._lacking:
+            return frozenset()
+        return frozenset(replica.id for replica in self.up.values() if adapter in replica.lacks)
 
     @property
     def knows_shapes(self) -> bool:
@@ -198,10 +218,19 @@ class Fleet:
             self._forget_shape(replica.shape)
         for adapter in replica.residency:
             self._note_home(adapter, replica.id, False)
+        self.note_lacks(replica, ())
         self._reload(replica.load, ReplicaLoad())
         replica.end()
         self.version += 1
         del self.up[replica.id]
+
+    def note_lacks(self, replica: ReplicaState, lacks: Iterable[AdapterId]) -> None:
+        """The replica serves all adapters but these."""
+        before = replica.lacks
+        replica.note_lacks(lacks)
+        self._lacking.update(replica.lacks - before)
+        self._lacking.subtract(before - replica.lacks)
+        self._lacking = +self._lacking  # of counts above 0
 
     def drain(self, replica: ReplicaState, since_s: float) -> None:
         """The replica gets no more work; it counts as draining since that moment."""

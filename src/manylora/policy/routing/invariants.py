@@ -54,12 +54,12 @@ def check_owner(
     if request.replica is not None:
         owner = fleet.up[request.replica]
         assert owner.requests.get(request.id) is request
-        assert request.can_ever_fit(owner.shape), f"{request.id} can never be held by {owner.id}"
+        assert fleet.fits_ever(owner, request), f"{request.id} can never be served by {owner.id}"
         assert request.attempt >= 1
     else:
         assert not request.is_withdrawing
         assert request.target is None
-    assert not is_aside or not fleet.is_any_shape_right(request)
+    assert not is_aside or not fleet.is_any_right(request)
     assert request.num_generated == sum(request.positions)
 
 
@@ -117,6 +117,9 @@ def check_indexes(fleet: Fleet) -> None:
     assert fleet.load == tuple(map(sum, zip(*loads))) if loads else fleet.load == ReplicaLoad()
     by_load = sorted((replica.rows, replica.id) for replica in fleet.up.values() if replica.is_open)
     assert list(fleet.by_load.ascending()) == [replica for _, replica in by_load]
+    for adapter in set(fleet.adapters).union(*(replica.lacks for replica in fleet.up.values())):
+        lacking = {replica.id for replica in fleet.up.values() if adapter in replica.lacks}
+        assert fleet.lacking(adapter) == lacking
     for adapter, homes in fleet.all_homes().items():
         assert homes == tuple(sorted(set(homes)))
         for home in homes:

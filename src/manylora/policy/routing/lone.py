@@ -47,9 +47,11 @@ class LoneRuns:
     def replica_for(self, fleet: Fleet, request: LiveRequest) -> ReplicaState | None:
         """An empty replica, now kept for the request; None where there is none yet."""
         kept = self._kept.get(request.id)
-        if kept is not None and fleet.up[kept].drains_from_s is not None:
-            self.leave(fleet, request)
-            kept = None
+        if kept is not None:
+            replica = fleet.up[kept]
+            if replica.drains_from_s is not None or not fleet.fits_ever(replica, request):
+                self.leave(fleet, request)
+                kept = None
         if kept is None:
             can = [fleet.up[name] for name in fleet.open_ids if fleet.fits_ever(fleet.up[name], request)]
             if not can:

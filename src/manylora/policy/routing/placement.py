@@ -99,10 +99,15 @@ class Placement:
                 if place not in holders[adapter]:
                     holders[adapter].append(place)
                     free[place] -= sizes[adapter]
+        barred = {
+            adapter: {places[name] for name in lacking if name in places}
+            for adapter in loads
+            if (lacking := view.lacking(adapter))
+        }
         page_tokens = view.up[view.open_ids[0]].facts.page_tokens
         request_pages = max((self._prompt_tokens + view.lengths.mean) / page_tokens, 1.0)
         wishes: list[Placed] = []
-        for adapter, place in plan_copies(free, reserve, holders, sizes, loads, request_pages):
+        for adapter, place in plan_copies(free, reserve, holders, sizes, loads, request_pages, barred):
             replica = view.open_ids[place]
             self._copies.setdefault(adapter, {})[replica] = view.up[replica].epoch
             wishes.append(Place(adapter, replica))

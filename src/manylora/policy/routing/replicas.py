@@ -8,6 +8,7 @@ with the last one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from manylora.policy.routing.kinds import NOTHING, Learnt, ReplicaKind, learnt_of
@@ -42,7 +43,8 @@ class ReplicaState:
     """One epoch of a replica.
 
     ``requests``: those that are assigned to it, oldest assignment first; ``rows``: their sequences. ``adapters``:
-    how many requests each adapter has here; ``ranks``: and each rank. ``is_open``: whether it may get new work.
+    how many requests each adapter has here; ``ranks``: and each rank. ``is_open``: whether it may get new work;
+    ``lacks``: adapters that it cannot serve.
 
     What is reserved for unseen assignments is taken off ``free_pages`` (empty or reclaimable) and ``spare_pages``
     (empty), and is in ``waiting_tokens`` (prompts to be computed) and ``kv_tokens``. ``unseen``: these, by number;
@@ -53,9 +55,9 @@ class ReplicaState:
 
     __slots__ = (
         "adapter_pages", "adapters", "drains_from_s", "epoch", "facts", "free_pages", "gone", "has_gap", "id",
-        "is_exhausted", "is_open", "is_reserved", "is_suspect", "is_up", "kind", "kv_tokens", "learnt", "max_seqs",
-        "num_assigned", "num_changes", "page_price_s", "rank_sum", "ranks", "report", "reported_s", "requests",
-        "residency", "rows", "seq", "shape", "spare_pages", "step_now", "unseen", "waiting_tokens",
+        "is_exhausted", "is_open", "is_reserved", "is_suspect", "is_up", "kind", "kv_tokens", "lacks", "learnt",
+        "max_seqs", "num_assigned", "num_changes", "page_price_s", "rank_sum", "ranks", "report", "reported_s",
+        "requests", "residency", "rows", "seq", "shape", "spare_pages", "step_now", "unseen", "waiting_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -81,6 +83,7 @@ class ReplicaState:
         self.ranks: dict[int, int] = {}
         self.adapters: dict[AdapterId, int] = {}
         self.adapter_pages = 0
+        self.lacks: frozenset[AdapterId] = frozenset()
         self.residency: dict[AdapterId, int] = {}
         self.num_assigned = 0
         self.num_changes = 0
@@ -241,6 +244,10 @@ class ReplicaState:
             self.residency.pop(adapter, None)
         else:
             self.residency[adapter] = tier
+
+    def note_lacks(self, lacks: Iterable[AdapterId]) -> None:
+        """It serves all adapters but these."""
+        self.lacks = frozenset(lacks)
 
     # ------------------------------------------------------------ life
 
