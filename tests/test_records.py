@@ -179,7 +179,7 @@ def check_command(command: str, commit: str) -> None:
         if "run_parser" in source:
             source += source_at(commit, "lab/src/manylora_lab/benchmarks/run_report.py") or ""
         if path == "tools/long_tests.py":
-            source += '"--timeout"'  # pytest's, to which it hands on what it does not know
+            source += '"--timeout" "--durations"'  # pytest's, to which it hands on what it does not know
         if "bench.provenance" in source:
             for package in ("src/manylora", "lab/src/manylora_lab"):
                 source += source_at(commit, f"{package}/bench/provenance.py") or ""
