@@ -58,6 +58,8 @@ SETTINGS = {
 """Of routers that ask for some."""
 
 
+LAUNCHERS = {"local": (), "ray": ("--launcher", "ray", "--ray-address", "local")}
+on_both = pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
 BODIES = {"mixed": MIXED, "long": LONG, "some": SOME}
 
 
@@ -101,14 +103,18 @@ def running(
 
 
 @pytest.mark.timeout(900)
+@on_both
 @pytest.mark.parametrize("router", ROUTERS)
-def test_every_router_gives_a_single_servers_answers(router: str, tmp_path: Path) -> None:
-    with running(tmp_path, "--router", router, *SETTINGS.get(router, ()), replicas=2) as cluster:
+def test_every_router_gives_a_single_servers_answers(
+    router: str, launcher: tuple[str, ...], tmp_path: Path
+) -> None:
+    with running(tmp_path, *launcher, "--router", router, *SETTINGS.get(router, ()), replicas=2) as cluster:
         assert_same("mixed", cluster.ask_all(MIXED))
 
 
-def test_three_replicas_die_within_200_streams(tmp_path: Path) -> None:
-    with running(tmp_path) as cluster:
+@on_both
+def test_three_replicas_die_within_200_streams(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    with running(tmp_path, *launcher) as cluster:
         dead: list[int] = []
 
         def kill() -> None:
@@ -125,9 +131,10 @@ def test_three_replicas_die_within_200_streams(tmp_path: Path) -> None:
         cluster.wait_replicas(3)
 
 
-def test_a_replica_is_stopped_for_20_seconds(tmp_path: Path) -> None:
+@on_both
+def test_a_replica_is_stopped_for_20_seconds(launcher: tuple[str, ...], tmp_path: Path) -> None:
     """It is given up, and killed as it stands; what a signal would have woken is no more."""
-    with running(tmp_path, replicas=2) as cluster:
+    with running(tmp_path, *launcher, replicas=2) as cluster:
         pids: list[int] = []
 
         def stop() -> None:
@@ -143,8 +150,9 @@ def test_a_replica_is_stopped_for_20_seconds(tmp_path: Path) -> None:
         cluster.wait_replicas(2)
 
 
-def test_the_router_dies_and_new_requests_wait(tmp_path: Path) -> None:
-    with running(tmp_path, replicas=2) as cluster:
+@on_both
+def test_the_router_dies_and_new_requests_wait(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    with running(tmp_path, *launcher, replicas=2) as cluster:
         later: list[Answer] = []
 
         def kill() -> None:
@@ -158,9 +166,10 @@ def test_the_router_dies_and_new_requests_wait(tmp_path: Path) -> None:
         assert cluster.status()["router"]["epoch"] > 1
 
 
-def test_a_front_end_dies_alone(tmp_path: Path) -> None:
+@on_both
+def test_a_front_end_dies_alone(launcher: tuple[str, ...], tmp_path: Path) -> None:
     """Its own clients' connections end; the other's streams are untouched, replicas have no more than these."""
-    with running(tmp_path, "--frontends", "2", replicas=2) as cluster:
+    with running(tmp_path, *launcher, "--frontends", "2", replicas=2) as cluster:
         for _ in range(5):  # the system may give one of the two all connections, or none
             ends = _ends_as_a_front_end_dies(cluster)
             kept = {number: answer for number, answer in ends.items() if answer is not None}
@@ -193,12 +202,13 @@ def _ends_as_a_front_end_dies(cluster: Cluster) -> dict[int, Answer | None]:
 
 
 @pytest.mark.timeout(900)
-def test_everything_changes_at_once(tmp_path: Path) -> None:
+@on_both
+def test_everything_changes_at_once(launcher: tuple[str, ...], tmp_path: Path) -> None:
     """200 loads, replacements and unloads from two front ends, beside scaling, drains and a rolling restart."""
     root = tmp_path / "adapters"
     shutil.copytree(ADAPTERS, root)
     args = ("--frontends", "2", "--adapter-dir", str(root), "--max-replicas", "4", "--min-replicas", "1")
-    with running(tmp_path, *args, replicas=2) as cluster:
+    with running(tmp_path, *launcher, *args, replicas=2) as cluster:
         texts = {cluster.text(model=name, max_tokens=24): name for name in NAMES[:2]}
         assert len(texts) == 2
         has_ended = threading.Event()
@@ -277,11 +287,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def test_the_clusters_disk_is_full(small_disk: Path, tmp_path: Path) -> None:
+@on_both
+def test_the_clusters_disk_is_full(launcher: tuple[str, ...], small_disk: Path, tmp_path: Path) -> None:
     """Requests are served, replicas and routers come back; only adapters cannot be loaded, which is said."""
     root = tmp_path / "adapters"
     shutil.copytree(ADAPTERS, root)
-    with running(small_disk, "--adapter-dir", str(root), replicas=2, journal=False) as cluster:
+    with running(small_disk, *launcher, "--adapter-dir", str(root), replicas=2, journal=False) as cluster:
         assert cluster.load("before", root / NAMES[0]).status_code == 200
         fill(small_disk)
         assert_error(cluster.load("full", root / NAMES[0]), 503, "registry")

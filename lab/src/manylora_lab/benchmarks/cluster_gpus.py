@@ -7,9 +7,9 @@ adapters of rank 16 on all projections: ``manylora serve`` alone; the same with 
 ``--replicas 2``, behind one front end and behind two.
 
 ``load``: so many streams for each GPU at once, 128 tokens of prompt and 128 generated, each with its next request
-as soon as one has ended, from client processes: tokens a second within a window, after a warm-up. Two replicas
-are to give at least 1.9 times what one gives. ``lone``: one request after the other on a server that does nothing
-else, and the time to its first token: the median is to be at most 1 ms later through the router.
+as soon as one has ended, from client processes: tokens a second within a window, after a rehearsal and a warm-up.
+Two replicas are to give at least 1.9 times what one gives. ``lone``: one request after the other on a server that
+does nothing else, and the time to its first token: the median is to be at most 1 ms later through the router.
 
 ``moves``: a stream of some context on one of two replicas; its longest pause between tokens after a
 ``manylora cluster move``, less the usual time between them, is what the move costs the client; and again as it
@@ -25,7 +25,6 @@ through the host. ``even_bytes_per_s``: the bandwidth at which sending them woul
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -34,6 +33,8 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
@@ -49,6 +50,7 @@ from manylora_lab.benchmarks.cluster_servers import (
     REAL,
     TOY,
     Case,
+    Scale,
     Server,
     Servers,
     prompt_of,
@@ -88,13 +90,8 @@ class Drive:
     end_s: float
 
 
-def drive(work: Drive) -> Driven:
-    """In a process of its own."""
-    allow_many_connections()
-    return asyncio.run(_drive(work))
-
-
-async def _drive(work: Drive) -> Driven:
+async def drive(work: Drive) -> Driven:
+    """See Drive."""
     target = HttpTarget(work.access)
     found = Driven(0.0, 0, [], [])
     tokens = 0.0
@@ -105,7 +102,7 @@ async def _drive(work: Drive) -> Driven:
         while time.monotonic() < work.end_s and len(found.errors) < work.streams:
             number = next(numbers)
             name = work.names[(work.number + place + number) % len(work.names)]
-            seed = f"{work.number} {place} {number}"
+            seed = f"{work.begin_s} {work.number} {place} {number}"
             call = TargetRequest(prompt_of(seed, work.prompt, work.vocab_size), work.output, name)
             began_s = time.monotonic()
             result = await target.generate(call)
@@ -135,21 +132,23 @@ def within(result: TargetResult, begin_s: float, end_s: float) -> float:
     return inside * result.num_tokens / len(moments)
 
 
-def load(server: Server, servers: Servers, vocab_size: int) -> Row:
+def load(server: Server, scale: Scale, names: tuple[str | None, ...], vocab_size: int) -> Row:
     """Many streams at once, for a while."""
-    scale, engines = servers.scale, server.case.engines
+    engines = server.case.engines
     count = min(scale.processes * engines, max(1, (os.cpu_count() or 1) - 1))
     streams = scale.streams * engines
-    lead_s = 2.0 + 0.2 * count  # processes have started by then
-    begin_s = time.monotonic() + lead_s + scale.warm_s
-    work = [
-        Drive(
-            server.access, number, streams // count + (number < streams % count), tuple(servers.names), vocab_size,
-            scale.prompt, scale.output, begin_s, begin_s + scale.window_s,
-        )
-        for number in range(count)
-    ]  # fmt: skip
-    found = in_processes(drive, work, lead_s + scale.warm_s + scale.window_s + 2 * _ANSWER_S)
+    begin_s = 0.0
+
+    def work(number: int) -> Drive:
+        nonlocal begin_s
+        begin_s = begin_s or time.monotonic() + scale.warm_s
+        own = streams // count + (number < streams % count)
+        return Drive(
+            server.access, number, own, names, vocab_size, scale.prompt, scale.output, begin_s,
+            begin_s + scale.window_s,
+        )  # fmt: skip
+
+    found = in_processes(count, work, scale.warm_s + scale.window_s + 2 * _ANSWER_S)
     first_s = [first_s for each in found for first_s in each.first_s]
     errors = [error for each in found for error in each.errors]
     return {
@@ -161,20 +160,41 @@ def load(server: Server, servers: Servers, vocab_size: int) -> Row:
     }  # fmt: skip
 
 
-def in_processes(do: Callable[[Drive], Driven], work: Sequence[Drive], most_s: float) -> list[Driven]:
-    """Each in a process of its own; none is left. Raises TimeoutError."""
+def in_processes(count: int, work: Callable[[int], Drive], most_s: float) -> list[Driven]:
+    """Of so many processes; what each does is asked for when all run. None is left. Raises TimeoutError, and
+    EOFError where one has ended."""
     context = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(len(work), context)
-    try:
+    with contextlib.ExitStack() as stack:
+        pipes = []
+        for _ in range(count):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=drive_as_told, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            stack.callback(process.join)
+            stack.callback(process.kill)
+            stack.callback(mine.close)
+            pipes.append(mine)
+        for pipe in pipes:
+            heard(pipe, _ANSWER_S)
+        for number, pipe in enumerate(pipes):
+            pipe.send(work(number))
         until_s = time.monotonic() + most_s
-        tasks = [pool.submit(do, each) for each in work]
-        return [task.result(max(0.0, until_s - time.monotonic())) for task in tasks]
-    finally:
-        left = list((pool._processes or {}).values())
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in left:
-            process.kill()
-            process.join()
+        return [heard(pipe, until_s - time.monotonic()) for pipe in pipes]
+
+
+def heard(pipe: Connection, most_s: float) -> Any:
+    """The next message. Raises TimeoutError, and EOFError."""
+    if not pipe.poll(max(0.0, most_s)):
+        raise TimeoutError("a client process has not answered")
+    return pipe.recv()
+
+
+def drive_as_told(pipe: Connection) -> None:
+    """A process's whole life."""
+    allow_many_connections()
+    pipe.send("ready")
+    pipe.send(asyncio.run(drive(pipe.recv())))
 
 
 # ---------------------------------------------------------------- one at a time
@@ -243,20 +263,28 @@ class Run:
     def case(self, case: Case, parts: Sequence[str], environment: Mapping[str, str]) -> None:
         """What is asked of one server."""
         report, scale, vocab_size = self._report, self._servers.scale, self._shape.vocab
-        seconds = 40.0 + 2 * scale.window_s
+        seconds = 60.0 + scale.window_s
         if not report.has(seconds, case.name):
             return
         with self.part(case.name), self._servers.started(case, environment) as server:
             report.note("starts", {"case": case.name, "seconds": server.start_s})
             if "load" in parts:
                 with self.part(f"{case.name}: load"):
-                    report.note("load", load(server, self._servers, vocab_size))
+                    names = tuple(self._servers.names)
+                    load(server, self._rehearsal(), names, vocab_size)
+                    report.note("load", load(server, scale, names, vocab_size))
             if "lone" in parts:
                 with self.part(f"{case.name}: lone"):
                     report.note("lone", asyncio.run(lone(server, self._servers, vocab_size)))
             compared(report)
             if "moves" in parts and case.replicas == 2 and case.frontends == 1:
                 self.moves(server)
+
+    def _rehearsal(self) -> Scale:
+        scale = self._servers.scale
+        is_first = not self._report.values.get("load")
+        seconds = scale.rehearse_s if is_first else scale.rehearse_s / 5
+        return dataclasses.replace(scale, warm_s=0.0, window_s=seconds)
 
     def moves(self, server: Server) -> None:
         """See the module."""
@@ -293,7 +321,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     scale, shape = (TOY, DEMO) if args.toy else (REAL, SHAPES[args.shape])
     if args.streams is not None:
         scale = dataclasses.replace(scale, streams=args.streams)
-    report = RunReport(args, "the prompts' own numbers", shape=shape.name, asked={
+    report = RunReport(args, "the prompts' numbers, and the moment of a load's start", shape=shape.name, asked={
         "ratio_to_one_replica": ASKED_RATIO, "first_token_later_ms": ASKED_LATER_MS,
     })  # fmt: skip
     environment: dict[str, str] = {}

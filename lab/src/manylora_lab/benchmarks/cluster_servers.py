@@ -36,6 +36,8 @@ class Scale:
     streams: int
     prompt: int
     output: int
+    rehearse_s: float
+    """Of the first server, where kernels may be compiled; of others a fifth."""
     warm_s: float
     window_s: float
     lone: int
@@ -50,12 +52,12 @@ class Scale:
 
 REAL = Scale(
     engine={**ON_GPU, "max_model_len": 20_480, "device_pool": "40GiB", "host_pool": "4GiB"},
-    adapters=8, streams=64, prompt=128, output=128, warm_s=6.0, window_s=12.0, lone=150,
+    adapters=8, streams=64, prompt=128, output=128, rehearse_s=25.0, warm_s=5.0, window_s=12.0, lone=150,
     contexts=(1024, 4096, 16_384), moves=5, drained=16, longest=2048, processes=6, start_s=240.0,
 )  # fmt: skip
 TOY = Scale(
     engine={**ON_CPU, "max_model_len": 1024, "device_pool": "48MiB"},
-    adapters=3, streams=4, prompt=16, output=16, warm_s=0.5, window_s=1.5, lone=6,
+    adapters=3, streams=4, prompt=16, output=16, rehearse_s=1.0, warm_s=0.5, window_s=1.5, lone=6,
     contexts=(64, 256), moves=1, drained=4, longest=700, processes=1, start_s=120.0,
 )  # fmt: skip
 
