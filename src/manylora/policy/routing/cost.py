@@ -38,6 +38,7 @@ def cheapest(
     samples, num_tokens = request.samples, request.num_tokens
     kv_tokens = samples * num_tokens
     adapter, adapter_pages, rank = request.adapter, request.adapter_pages, request.rank
+    lacking = view.lacking(adapter)
     shape: Shape | None = None
     fits, kv_pages = False, 0
     plane: StepPlane | None = None
@@ -46,7 +47,7 @@ def cheapest(
         if replica.shape is not shape:
             shape = replica.shape
             fits, kv_pages = request.can_ever_fit(shape), request.pages_now(shape[1])
-        if not fits or adapter in replica.lacks:
+        if not fits or (lacking and replica.id in lacking):
             continue
         num_computed, pages, rows, kind = num_tokens, kv_pages, replica.rows, replica.kind
         token_s = kind.token_s
