@@ -119,7 +119,8 @@ def test_what_a_record_says_beside_its_provenance_is_the_same() -> None:
             if "commit" in at:
                 assert entry["commit"].startswith(at["commit"]), path.name
             if "gpu" in entry["machine"] and "device" in record:
-                assert entry["machine"]["gpu"] in record["device"] or record["device"] == "cuda"
+                names = set(entry["machine"]["gpu"].split(", "))  # of all that the command could see
+                assert record["device"] == "cuda" or all(name in record["device"] for name in names)
             if "torch" in record and "torch" in entry["versions"]:
                 assert entry["versions"]["torch"].partition("+")[0] == record["torch"].partition("+")[0]
 

@@ -43,9 +43,9 @@ def state(replica: int) -> ReplicaState:
 
 def test_prefixes_find_the_longest_and_forget_evictions() -> None:
     prefixes, first, second, third = Prefixes(1000), state(0), state(1), state(2)
-    prefixes.add((1, 2, 3, 4), first)
-    prefixes.add((1, 2), second)
-    prefixes.add((1, 9), third)
+    assert prefixes.add((1, 2, 3, 4), first) == 0
+    assert prefixes.add((1, 2), second) == 0
+    assert prefixes.add((1, 9), third) == 0
     assert prefixes.match((1, 2, 3, 4, 5), 4) == [(first, 4), (second, 2), (third, 1)]
     assert prefixes.match((1, 2, 3, 4, 5), 2) == [(first, 4), (second, 2)]
     assert prefixes.match((7, 2), 4) == []
@@ -55,7 +55,7 @@ def test_prefixes_find_the_longest_and_forget_evictions() -> None:
     second.suspect()
     first.end()
     assert prefixes.match((1, 2, 3, 4), 4) == [(third, 1)]
-    prefixes.add((1, 2), third)
+    assert prefixes.add((1, 2), third) == 1, "what it has of the prompt's beginning"
     second.trust()
     assert prefixes.match((1, 2), 4) == [(third, 2), (second, 2)], "what is down is forgotten"
 

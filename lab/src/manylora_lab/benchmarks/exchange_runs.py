@@ -93,6 +93,7 @@ def eager_us(operation: Callable[[], object], device: torch.device) -> float:
 
 def graph_times(operation: Callable[[], object]) -> Row:
     """Captured back to back, and replayed; and the memory that one holds in a graph."""
+    torch.cuda.empty_cache()
     free_bytes, _ = torch.cuda.mem_get_info()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has threads that look at events

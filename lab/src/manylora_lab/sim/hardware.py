@@ -118,7 +118,7 @@ _VENDOR = "vendor data sheet, recalled; efficiencies assumed"
 
 _EXCHANGE_S = 20e-6
 """Of a small NCCL exchange within a host, assumed: public threads tell of 20 us and more for all-reduces of 72 KiB
-to 2 MiB over NVLink."""
+to 2 MiB over NVLink. Two H200 take 6 us in a graph (docs/results/ranks_h200.json)."""
 _LINK_SHARE = 0.8
 NVLINK_3 = Interconnect("NVLink 3, 300 GB/s each way", _EXCHANGE_S, _LINK_SHARE * 300e9)
 NVLINK_4 = Interconnect("NVLink 4, 450 GB/s each way", _EXCHANGE_S, _LINK_SHARE * 450e9)

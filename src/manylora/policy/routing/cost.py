@@ -38,7 +38,7 @@ def cheapest(
     samples, num_tokens = request.samples, request.num_tokens
     kv_tokens = samples * num_tokens
     adapter, adapter_pages, rank = request.adapter, request.adapter_pages, request.rank
-    lacking = view.lacking(adapter)
+    has_adapter, lacking = adapter != BASE, view.lacking(adapter)
     shape: Shape | None = None
     fits, kv_pages = False, 0
     plane: StepPlane | None = None
@@ -47,16 +47,17 @@ def cheapest(
         if replica.shape is not shape:
             shape = replica.shape
             fits, kv_pages = request.can_ever_fit(shape), request.pages_now(shape[1])
-        if not fits or (lacking and replica.id in lacking):
+        if not fits or replica.id in lacking:
             continue
         num_computed, pages, rows, kind = num_tokens, kv_pages, replica.rows, replica.kind
-        token_s = kind.token_s
+        token_s, reused_pages = kind.token_s, 0
         if replica in blocks:
             num_computed = max(num_tokens - blocks[replica] * BLOCK_TOKENS, 1)
+            reused_pages = (num_tokens - num_computed) // shape[1]
         is_full = rows + samples > replica.max_seqs
         cost_s = num_computed * token_s
         num_alike = replica.adapters.get(adapter, 0)
-        if adapter != BASE and not num_alike:
+        if has_adapter and not num_alike:
             tier = replica.residency.get(adapter, NOWHERE)
             if tier != ON_DEVICE:
                 pages += adapter_pages
@@ -66,7 +67,7 @@ def cheapest(
             cost_s += wait_s(view, replica, samples, pages)
         else:
             cost_s += replica.waiting_tokens * token_s
-        new_pages = pages - (num_tokens - num_computed) // shape[1]
+        new_pages = pages - reused_pages
         if new_pages > replica.spare_pages:
             cost_s += (new_pages - max(replica.spare_pages, 0)) * replica.page_price_s
         added = samples
@@ -82,7 +83,7 @@ def cheapest(
             plane = bounding
             base_s, row_s, kv_token_s, adapter_s, adapter_page_s, rank_s, padded_s = plane
             own_s = kv_tokens * kv_token_s + rank * rank_s
-            adapter_all_s = 0.0 if adapter == BASE else adapter_s + adapter_pages * adapter_page_s
+            adapter_all_s = adapter_s + adapter_pages * adapter_page_s if has_adapter else 0.0
             even_s = base_s + mean_rows * row_s + mean_kv_tokens * kv_token_s + mean_ranks * rank_s
             even_s += mean_adapters * adapter_s + mean_adapter_pages * adapter_page_s
         # As long as no other has its adapter: each of those that do is as likely to end last as this one.

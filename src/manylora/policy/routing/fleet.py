@@ -152,12 +152,11 @@ class Fleet:
     def take(self, replica: ReplicaState, request: LiveRequest) -> int:
         """The request is assigned to the replica; returns the assignment's number."""
         before = replica.load
-        cached = self.num_cached(replica, request)
+        cached = BLOCK_TOKENS * self.prefixes.add(request.prefix, replica)
         number = replica.take(request, cached)
         self._recount(replica, before)
         if request.adapter != BASE and replica.adapters[request.adapter] == 1:
             self._note_home(request.adapter, replica.id, True)
-        self.prefixes.add(request.prefix, replica)
         return number
 
     def hold(self, replica: ReplicaState, request: LiveRequest) -> None:

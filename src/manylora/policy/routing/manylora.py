@@ -71,7 +71,9 @@ class CheapestReplica(RoutingPolicy):
             first = request.key[1] % len(holders)
             holders = (holders[first:] + holders[:first])[:most]
         names = dict.fromkeys((*homes, *holders, *view.by_load.least(self._given.idle_candidates)))
-        up = view.up
-        found = list(blocks)
-        found += [up[name] for name in names if up[name].is_open and up[name] not in blocks]
+        up, found = view.up, list(blocks)
+        for name in names:
+            replica = up[name]
+            if replica.is_open and replica not in blocks:
+                found.append(replica)
         return found

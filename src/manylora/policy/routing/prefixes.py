@@ -25,14 +25,17 @@ class Prefixes:
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
-    def add(self, prefix: Sequence[int], replica: ReplicaState) -> None:
-        """A prompt of these blocks was sent there."""
+    def add(self, prefix: Sequence[int], replica: ReplicaState) -> int:
+        """A prompt of these blocks was sent there; returns how many of its first ones were there already."""
         young, old = self._young, self._old
         alone = (replica,)
+        num_there, is_there = 0, True
         for block in prefix:
             holders = young.get(block)
             if holders is None:
                 holders = old.pop(block, None) if old else None
+            is_there = is_there and holders is not None and replica in holders
+            num_there += is_there
             if not holders:
                 young[block] = alone
             elif holders[-1] is not replica:
@@ -42,6 +45,7 @@ class Prefixes:
                 young[block] = holders
         if len(young) > self._most_young:
             self._old, self._young = young, {}
+        return num_there
 
     def evict(self, blocks: Sequence[int], replica: ReplicaState) -> None:
         """The replica has lost these blocks."""

@@ -292,13 +292,14 @@ class ReplicaState:
         the plane that bounds it."""
         found = self.step_now
         if found is None:
-            rows = min(max(self.rows, 1), self.max_seqs)
+            rows = self.rows if 0 < self.rows <= self.max_seqs else min(max(self.rows, 1), self.max_seqs)
             kv_tokens, num_adapters, adapter_pages = self.kv_tokens, len(self.adapters), self.adapter_pages
+            rank_sum = self.rank_sum
             longest, bounding = -1.0, self.kind.planes[0]
             for plane in self.kind.planes:
                 base, row, kv_token, adapter, page, rank, padded = plane
                 seconds = base + rows * row + kv_tokens * kv_token
-                seconds += num_adapters * adapter + adapter_pages * page + self.rank_sum * rank
+                seconds += num_adapters * adapter + adapter_pages * page + rank_sum * rank
                 if padded:
                     seconds += rows * self.rank_max * padded
                 if seconds > longest:
