@@ -8,6 +8,7 @@ import pytest
 import torch
 from manylora_lab.bench.kernels.pool import exact_lora
 from manylora_lab.bench.kernels.rig import errors
+from manylora_lab.reproduce.caraserve_fits import fit_of
 from manylora_lab.reproduce.caraserve_kernels import (
     FIG9,
     KERNELS,
@@ -19,7 +20,6 @@ from manylora_lab.reproduce.caraserve_kernels import (
     batches_of,
     case_of,
     choice_of,
-    fit_of,
 )
 from manylora_lab.reproduce.lora_rig import LoraRig
 
