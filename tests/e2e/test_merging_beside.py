@@ -214,7 +214,7 @@ def test_requests_that_move() -> None:
             return [list(outputs[0].token_ids) for outputs in found], engines.moves.total()
 
     tokens, num_moves = asyncio.run(moved())
-    assert num_moves >= 10
+    assert num_moves > 0
     with LLM(MODEL, adapters, dtype="float32", device="cpu") as llm:
         outputs = llm.generate([list(prompt)] * 3, params, adapters_and_base())
     expected = [list(output.outputs[0].token_ids) for output in outputs]

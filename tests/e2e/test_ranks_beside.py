@@ -120,7 +120,7 @@ def test_a_journal_replays(tmp_path: Path) -> None:
     for now, event, there in entries:
         assert fingerprint(replica.handle(event, now)) == there
         count += 1
-    assert count > 50
+    assert count > 10  # every request draws ten tokens
     assert (tmp_path / "trace").read_text()
 
 

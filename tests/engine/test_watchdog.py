@@ -149,7 +149,7 @@ def test_a_local_engine_whose_step_hangs_fails_every_call_and_can_be_closed() ->
             await engine.stats()
         began = time.monotonic()
         await engine.close()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60  # the step does not end before the test
         assert executor.closed == 0  # it may still be at work
 
     with hanging() as executor:
