@@ -2,7 +2,7 @@
 
 From the repository's root, to take them from a record of ``caraserve-fig9`` on a device:
 
-    python -m manylora_lab.reproduce.caraserve_fits docs/results/caraserve-fig9.json
+    python -m manylora_lab.reproduce.caraserve_fits docs/results/caraserve-fig9-h200.json
 """
 
 from __future__ import annotations
