@@ -333,6 +333,38 @@ def _kept(text: str, is_kept: bool) -> str:
     return text if is_kept else f"**{text}**"
 
 
+def router_attainment(record: Record) -> str:
+    """Cells whose attainment does not hold: how many meet the objective, by how many ran with them."""
+    cells: dict[tuple[Any, ...], list[Row]] = {}
+    for row in record["rows"]:
+        cells.setdefault((row["workload"], row["load"], row["delay_s"], row["seed"]), []).append(row)
+    lines = []
+    for (workload, load, delay, seed), (ours, other) in cells.items():
+        bands = zip(_by_company(ours), _by_company(other))
+        lines.append(
+            (
+                f"{workload}, {load:g}, {1e3 * delay:,.0f} ms", f"{seed}", f"{ours['requests']:,}",
+                f"{ours['met']}; {other['met']} (`{other['router']}`)",
+                *(f"{mine}; {theirs}" for mine, theirs in bands),
+            )
+        )  # fmt: skip
+    header = (
+        "workload, load, age of reports", "seed", "requests", "within: ours; the best other's",
+        "of those with fewer than 10", "with 10 to 20", "with 20 and more",
+    )  # fmt: skip
+    return table(header, lines)
+
+
+def _by_company(row: Row) -> list[str]:
+    """Below 10 sequences, below 20, and the rest."""
+    found = [[0, 0], [0, 0], [0, 0]]
+    for band in row["by_company"]:
+        place = min(band["from"] // 10, 2)
+        found[place][0] += band["met"]
+        found[place][1] += band["requests"]
+    return [f"{met} of {requests:,}" for met, requests in found]
+
+
 def router_speed(record: Record) -> str:
     """What a decision takes by the clock, a report for each adapter in it, and what the router has allocated."""
     lines = [
@@ -368,6 +400,7 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "reality-runs": reality_runs,
     "router-proof": router_proof,
     "router-proof-delays": router_proof_delays,
+    "router-attainment": router_attainment,
     "router-speed": router_speed,
 }
 

@@ -45,7 +45,7 @@ def test_only_cells_that_do_not_hold_are_run() -> None:
         "best_met": "random",
     }
     record = {"cells": [{**cell, "is_attainment_kept": False}, {**cell, "is_attainment_kept": True}]}
-    assert runs_of(record, FILES) == [
+    assert runs_of([record, record], FILES) == [
         ProofRun("agent", 0.5, 0.2, seed, router, FILES)
         for seed in (2, 3)
         for router in ("manylora", "random")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import torch
 from manylora_lab.bench.kernels.pool import exact_lora
 from manylora_lab.bench.kernels.rig import errors
+from manylora_lab.bench.provenance import ROOT
+from manylora_lab.reproduce.caraserve_fits import device_lines, fit_of, papers_lines
 from manylora_lab.reproduce.caraserve_kernels import (
     FIG9,
     KERNELS,
@@ -19,7 +22,6 @@ from manylora_lab.reproduce.caraserve_kernels import (
     batches_of,
     case_of,
     choice_of,
-    fit_of,
 )
 from manylora_lab.reproduce.lora_rig import LoraRig
 
@@ -95,6 +97,11 @@ def test_the_largest_rank_stands_beside_the_papers_measures() -> None:
         told["mbgmv over the sum of ranks, the largest rank beside: ns a unit of that"].ours
         == both.slopes_ns[1]
     )
+
+
+def test_the_lines_that_ship_are_those_of_the_record() -> None:
+    record = json.loads((ROOT / "docs/results/caraserve-fig9-h200.json").read_text())
+    assert device_lines() == papers_lines(record["rows"])
 
 
 def test_the_router_chooses_as_figure_5_says() -> None:

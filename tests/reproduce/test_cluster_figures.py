@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 
 import pytest
 from manylora_lab.reproduce.caraserve_cells import (
     DECODE_LINES,
+    MEASURED,
+    MODULES,
+    PRINTED,
     SCHEDULERS,
+    DeviceServerCosts,
     ServerCosts,
+    ServersCase,
     lines_of,
     popularity,
     slo_s,
+    speed_of,
 )
+from manylora_lab.reproduce.caraserve_cells import stream_of as servers_stream
+from manylora_lab.reproduce.caraserve_fits import PAPERS_LINES, device_lines
 from manylora_lab.reproduce.dlora_clusters import over_dlora, within_objective
 from manylora_lab.reproduce.experiment import Setup
 from manylora_lab.reproduce.registry import experiment
@@ -23,6 +32,7 @@ from manylora_lab.sim.systems import UNIFORM_ROUTER, System, WholeModels, member
 
 from manylora.config.routing import RouterConfig
 from manylora.pricing.costs import DeviceCosts, StepWork
+from manylora.pricing.shapes import shape_named
 from tests.sim.test_replay import COSTS, config_of, request, stream_of
 
 
@@ -33,7 +43,11 @@ def smoke(name: str) -> ExperimentReport:
 
 
 def test_rank_aware_routing_keeps_more_within_the_objective() -> None:
-    rows = {(row["kernel"], row["scheduler"]): row["slo_attainment"] for row in smoke("caraserve-fig19").rows}
+    rows = {
+        (row["kernel"], row["scheduler"]): row["slo_attainment"]
+        for row in smoke("caraserve-fig19").rows
+        if row["times"] == PRINTED
+    }
     assert set(rows) == {(kernel, name) for kernel in ("mbgmv", "bgmv") for name in SCHEDULERS}
     for kernel in ("mbgmv", "bgmv"):
         assert rows[kernel, "caraserve"] > rows[kernel, "first-fit"]
@@ -51,6 +65,30 @@ def test_the_schedulers_lines_are_the_servers(kernel: str) -> None:
     other = lines.mbgmv if kernel == "bgmv" else lines.bgmv
     assert other.r2 < line.r2
     assert ServerCosts("bgmv").step_s(StepWork(1, 0, 1)) * 1.5 == pytest.approx(slo_s(), rel=1e-3)
+
+
+@pytest.mark.parametrize("kernel", ["bgmv", "mbgmv"])
+def test_measured_servers_take_the_devices_lines(kernel: str) -> None:
+    """A launch for each of the 96 projections, over units of rank, beside the profile's step."""
+    costs, line = DeviceServerCosts(kernel), device_lines()[kernel]  # type: ignore[arg-type]
+    work, units = StepWork(8, 0, 512), 8 * 64
+    num_bytes = units * shape_named("llama-2-7b").adapter_bytes(1, MODULES)
+    lora_us = 1e6 * (costs.step_s(work._replace(adapter_bytes=num_bytes)) - costs.step_s(work))
+    assert lora_us == pytest.approx(96 * (line.base_us + 1e-3 * line.slopes_ns[0] * units), rel=1e-6)
+    assert set(device_lines()) == set(PAPERS_LINES)
+    lines = lines_of(kernel, MEASURED)  # type: ignore[arg-type]
+    assert (lines.bgmv if kernel == "bgmv" else lines.mbgmv).r2 > 0.9
+
+
+def test_requests_come_sooner_on_faster_servers() -> None:
+    assert speed_of(PRINTED) == 1
+    case = ServersCase("bgmv", "random", 2, 100, 8.0, 5.0)
+    printed, measured = servers_stream(case), servers_stream(dataclasses.replace(case, times=MEASURED))
+    assert [each.arrival_s for each in measured.requests] == [
+        each.arrival_s / speed_of(MEASURED) for each in printed.requests
+    ]
+    assert [each.prompt for each in measured.requests] == [each.prompt for each in printed.requests]
+    assert slo_s(MEASURED) == pytest.approx(slo_s() / speed_of(MEASURED))
 
 
 def test_the_tail_goes_on_from_the_busiest() -> None:

@@ -34,7 +34,7 @@ _MAGIC = b"MLorPack"
 _FIXED = struct.Struct("<8sIII")  # magic, format, bytes of the identity, pieces
 _PIECE_BYTES = MOST_BYTES
 RUN_BYTES = 8 * MOST_BYTES
-"""Read at a time: enough that threads seldom wait for each other, little enough that all end together (measured)."""
+"""Read at a time: enough that threads seldom wait for each other, little enough that all end together."""
 
 _CRC_BYTES = 4
 _SYNC_BYTES = 16 * 2**20

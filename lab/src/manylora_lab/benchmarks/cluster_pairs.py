@@ -6,6 +6,9 @@ Both stay up and take turns with the same requests over HTTP: 64 streams at once
 32 words of prompt and 128 generated tokens, greedy; then 24 requests of one token, one after the other, for the
 time to the first token. A pair gives the ratio of the rates and the difference of the median times; shown are
 medians of the pairs with bootstrap 95 % intervals. All texts must be equal.
+
+``--tls FOLDER``: a cluster of one whose links are encrypted beside one whose links are not. The folder has ca.crt,
+link.crt and link.key for 127.0.0.1, as docs/cluster.md makes them.
 """
 
 from __future__ import annotations
@@ -113,16 +116,22 @@ async def turn(url: str, seed: int) -> tuple[float, float, list[str]]:
     return STREAMS * GENERATE / seconds, first_s, [text for _, text in [*answers, *alone]]
 
 
-def measure(pairs: int, args: list[str]) -> dict[str, Any]:
+def measure(pairs: int, args: list[str], tls: Path | None) -> dict[str, Any]:
     """The pairs; the first one warms up and is left out."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        (folder / "one").mkdir()
-        cluster = ("--replicas", "1", "--cluster-dir", str(folder / "cluster"))
-        urls = [
-            stack.enter_context(server(folder / "one", *args)),
-            stack.enter_context(server(folder, *cluster, *args)),
-        ]
+        first: list[str] = []
+        second = ["--replicas", "1", "--cluster-dir", str(folder / "second" / "cluster")]
+        if tls is not None:
+            first = ["--replicas", "1", "--cluster-dir", str(folder / "first" / "cluster")]
+            files = {"cert": "link.crt", "key": "link.key", "ca": "ca.crt"}
+            second += [
+                word for name, file in files.items() for word in (f"--cluster-tls-{name}", str(tls / file))
+            ]
+        urls = []
+        for name, words in (("first", first), ("second", second)):
+            (folder / name).mkdir()
+            urls.append(stack.enter_context(server(folder / name, *words, *args)))
         found, differing = [], 0
         for seed in range(pairs + 1):
             turns = (0, 1) if seed % 2 else (1, 0)  # neither is always first
@@ -148,11 +157,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--serve-args", nargs="*", default=[], help="more of `manylora serve`, for both")
+    parser.add_argument("--tls", type=Path, metavar="FOLDER", help="compare encrypted links with plain ones")
     parser.add_argument("--out", type=Path)
     add_flags(parser)
     args = parser.parse_args()
     recording = Provenance.of(args, "the pair's number")
-    found = measure(args.pairs, args.serve_args)
+    found = measure(args.pairs, args.serve_args, args.tls)
     print(
         json.dumps({name: found[name] for name in found if name.endswith(("median", "interval", "differ"))})
     )

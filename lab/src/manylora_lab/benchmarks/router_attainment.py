@@ -2,10 +2,10 @@
 
 From the repository's root:
 
-    python -m manylora_lab.benchmarks.router_attainment --record docs/results/router_proof_seed2.json \
+    python -m manylora_lab.benchmarks.router_attainment --records docs/results/router_proof_seed2.json \
         --conversation AzureLLMInferenceTrace_conv.csv.gz --servegen SERVEGEN --out router_attainment.json
 
-Each such cell of the record is run again under both routers, which gives the record's attainment. A request's
+Each such cell of the records is run again under both routers, which gives the same attainment. A request's
 company is how many sequences its replica was between their first and last tokens with, itself among them, in the
 mean of its own time between these. The objective is the same for all, so it says how few must run beside a
 request that meets it; how many requests have so little company is what routers differ in.
@@ -73,27 +73,32 @@ def examine(run: ProofRun) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def runs_of(record: dict[str, Any], files: tuple[str, str]) -> list[ProofRun]:
+def runs_of(records: Sequence[dict[str, Any]], files: tuple[str, str]) -> list[ProofRun]:
     """Of each cell whose attainment does not hold, under our router and under the best other."""
-    return [
+    found = [
         ProofRun(cell["workload"], cell["load"], cell["delay_s"], seed, router, files)
+        for record in records
         for cell in record["cells"]
         if not cell["is_attainment_kept"]
         for seed in cell["seeds"]
         for router in ("manylora", cell["best_met"])
     ]
+    return list(dict.fromkeys(found))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--record", type=Path, required=True, help="what router_proof has written")
+    parser.add_argument(
+        "--records", type=Path, nargs="+", required=True, help="what router_proof has written"
+    )
     parser.add_argument("--conversation", required=True, help="Azure's conversation trace of 2023, CSV")
     parser.add_argument("--servegen", required=True, help="ServeGen's clients, a folder or CSV of rates")
     add_flags(parser)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
-    runs = runs_of(json.loads(args.record.read_text()), (args.conversation, args.servegen))
+    records = [json.loads(path.read_text()) for path in args.records]
+    runs = runs_of(records, (args.conversation, args.servegen))
     recording = Provenance.of(args, ", ".join(map(str, sorted({run.seed for run in runs}))))
     rows = []
     for run in runs:

@@ -12,7 +12,8 @@ from manylora.config.routing import RouterConfig
 from manylora.pricing.costs import StepWork
 from manylora.pricing.ranks import RankedStep, RankLines, fit_rank_lines
 from manylora.pricing.shapes import shape_named
-from manylora_lab.reproduce.cells import PAGE_TOKENS
+from manylora_lab.reproduce.caraserve_fits import device_lines
+from manylora_lab.reproduce.cells import PAGE_TOKENS, measured_costs
 from manylora_lab.reproduce.report import Row
 from manylora_lab.sim.analytical import AnalyticalCosts
 from manylora_lab.sim.cluster import Member, VirtualCluster
@@ -37,6 +38,10 @@ _A10 = HARDWARE["a10"]
 _BATCHES, _LARGEST_BATCH = 400, 32
 _KV_TOKENS = 64
 MERGED_STEP_S = 0.024
+LAUNCHES = 96
+"""Projections of a step with adapters on q, k and v: three in each of 32 layers."""
+PRINTED, MEASURED = "printed", "measured"
+"""Whose steps servers take: the paper's A10, or an H200's."""
 DECODE_LINES = {"bgmv": (3.906e-6, 31.8e-3), "mbgmv": (2.344e-6, 33.5e-3)}
 """Seconds for each unit of rank, and besides: from the four latencies printed in the paper's Figure 5. Its
 objective there, 36 ms, is 1.5 times a merged step."""
@@ -45,12 +50,15 @@ NOTES = (
     "Simulated: the engine's own policy on an A10 with Llama-2-7B. A decode step takes what the latencies printed "
     "in the paper's Figure 5 say: 31.8 ms and 3.91 us for each unit of rows times the largest rank (BGMV), or "
     "33.5 ms and 2.34 us for each of the sum of ranks (MBGMV); prompts by the card's data sheet.",
+    "Measured: the same on an H200. A step takes what the shipped profile of Llama-2-7B says, and with adapters "
+    f"{LAUNCHES} launches more, each by the lines of `caraserve-fig9` there; requests come faster, by as much "
+    "as a step with a merged adapter is shorter.",
     "bgmv: every row reads as much as the step's largest adapter has; mbgmv: every row reads its own.",
     "Functions: the 100 busiest of the Azure Functions trace at hand, and beyond them a tail that falls with "
     f"rank**-{TAIL}; each has an adapter of a rank drawn from {', '.join(map(str, RANKS))} (the paper does not "
     "say). Arrivals are a Poisson process. Lengths are log-normal with Alpaca's means and spread (20 and 60 "
     "tokens, from words, assumed 4/3 tokens each).",
-    "The objective is 36 ms, as in that figure: 1.5 times a step with a merged adapter.",
+    "The objective is 36 ms, as in that figure, and measured as there 1.5 times a step with a merged adapter.",
     "CaraServe's coefficients are fitted to steps of the simulated server itself. Adapters come from the host's "
     "memory at the link's rate. Reports are 50 ms old.",
 )
@@ -58,7 +66,7 @@ NOTES = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServersCase:
-    """One run. ``rate``: requests a second of all functions."""
+    """One run. ``rate``: requests a second of all functions, on the paper's servers; ``times``: whose steps."""
 
     kernel: Kernel
     scheduler: str
@@ -68,11 +76,12 @@ class ServersCase:
     duration_s: float
     seed: int = 0
     most_requests: int | None = None
+    times: str = PRINTED
 
 
 class ServerCosts(AnalyticalCosts):
-    """Of one server: a step with adapters takes ``DECODE_LINES``, which have attention in them, and what prompts
-    take beyond the weights."""
+    """Of one of the paper's servers: a step with adapters takes ``DECODE_LINES``, which have attention in them,
+    and what prompts take beyond the weights."""
 
     def __init__(self, kernel: Kernel) -> None:
         link = _A10.sustained_link_bytes_s
@@ -89,14 +98,47 @@ class ServerCosts(AnalyticalCosts):
         return self._base_s + work.adapter_bytes * self._byte_s + beyond_s
 
 
-def slo_s() -> float:
+class DeviceServerCosts(AnalyticalCosts):
+    """Of a server with the device whose lines ship: its profile's steps, and LoRA's launches by the lines."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        hardware = HARDWARE["h200"]
+        link = hardware.sustained_link_bytes_s
+        super().__init__(_SHAPE, hardware, read_bytes_s=link, read_base_s=2e-3, reads_at_once=1)
+        line = device_lines()["mbgmv" if kernel == "mbgmv" else "bgmv"]
+        self._lora_s = 1e-6 * LAUNCHES * line.base_us
+        self._byte_s = 1e-9 * LAUNCHES * line.slopes_ns[0] / _SHAPE.adapter_bytes(1, MODULES)
+        self._steps = measured_costs("llama-2-7b")
+
+    def step_s(self, work: StepWork, /) -> float:
+        """See StepCosts."""
+        seconds = self._steps.step_s(work._replace(adapter_bytes=0, num_adapters=0, adapter_token_bytes=0))
+        return seconds + self._lora_s + work.adapter_bytes * self._byte_s if work.adapter_bytes else seconds
+
+
+def costs_of(kernel: Kernel, times: str) -> AnalyticalCosts:
+    """Of one server."""
+    return ServerCosts(kernel) if times == PRINTED else DeviceServerCosts(kernel)
+
+
+def merged_step_s(times: str) -> float:
+    """A decode step of one row whose adapter is merged."""
+    return costs_of("bgmv", times).step_s(StepWork(1, 0, _KV_TOKENS))
+
+
+def slo_s(times: str = PRINTED) -> float:
     """The objective for the time between tokens."""
-    return SLO_TIMES * MERGED_STEP_S
+    return SLO_TIMES * merged_step_s(times)
 
 
-def lines_of(kernel: Kernel) -> RankLines:
+def speed_of(times: str) -> float:
+    """How many times as fast as the paper's servers these are."""
+    return merged_step_s(PRINTED) / merged_step_s(times)
+
+
+def lines_of(kernel: Kernel, times: str = PRINTED) -> RankLines:
     """The scheduler's lines, fitted to steps of the simulated server with this kernel."""
-    costs, source = ServerCosts(kernel), random.Random(0)
+    costs, source = costs_of(kernel, times), random.Random(0)
     decodes = []
     for _ in range(_BATCHES):
         ranks = source.choices(RANKS, k=source.randint(1, _LARGEST_BATCH))
@@ -116,12 +158,13 @@ def router_of(case: ServersCase) -> RouterConfig:
     """The scheduler with its parameters."""
     if case.scheduler != "caraserve":
         return RouterConfig(case.scheduler)
-    lines = lines_of(case.kernel)
+    lines = lines_of(case.kernel, case.times)
     decode = lines.mbgmv if case.kernel == "mbgmv" else lines.bgmv
     values: dict[str, Any] = {
         "kernel": "mbgmv" if case.kernel == "mbgmv" else "bgmv",
         "decode_slope_s": decode.slope_s, "decode_base_s": decode.base_s,
-        "prefill_slope_s": lines.prefill.slope_s, "prefill_base_s": lines.prefill.base_s, "slo_s": slo_s(),
+        "prefill_slope_s": lines.prefill.slope_s, "prefill_base_s": lines.prefill.base_s,
+        "slo_s": slo_s(case.times),
     }  # fmt: skip
     return RouterConfig(case.scheduler, tuple((key, str(value)) for key, value in values.items()))
 
@@ -134,9 +177,11 @@ def popularity(functions: int) -> list[float]:
 
 
 def stream_of(case: ServersCase) -> Stream:
-    """The same for every kernel and scheduler."""
+    """The same for every kernel and scheduler, on faster servers sooner."""
     seed = case.seed
+    speed = speed_of(case.times)
     moments = parse_process("gamma(1)")(case.rate, case.duration_s, random.Random(f"{seed} times"))
+    moments = [moment / speed for moment in moments]
     if case.most_requests is not None:
         moments = moments[: case.most_requests]
     weights = list(itertools.accumulate(popularity(case.functions)))
@@ -153,7 +198,7 @@ def stream_of(case: ServersCase) -> Stream:
 
 def measure(case: ServersCase) -> Row:
     """Simulate; equal cases give equal rows, but for the time of decisions."""
-    costs, stream = ServerCosts(case.kernel), stream_of(case)
+    costs, stream = costs_of(case.kernel, case.times), stream_of(case)
     page_bytes = _SHAPE.page_bytes(PAGE_TOKENS)
     config = PolicyConfig(
         num_pages=costs.pool_bytes() // page_bytes,
@@ -168,7 +213,7 @@ def measure(case: ServersCase) -> Row:
     member = Member(config, costs, pages, kernel=case.kernel)
     cluster = VirtualCluster(stream, [member] * case.servers, router_of(case), is_warm=False)
     cluster.run()
-    found = summarize_cluster(cluster, slo_s())
+    found = summarize_cluster(cluster, slo_s(case.times))
     fields = (
         "slo_attainment", "tpot_mean_ms", "tpot_p50_ms", "tpot_p99_ms", "time_per_token_mean_ms", "ttft_mean_ms",
         "ttft_p99_ms", "done_per_s", "busy_share", "adapter_loads", "decision_mean_us", "decision_p99_us",

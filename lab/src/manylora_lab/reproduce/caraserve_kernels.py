@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
 import random
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from manylora.config.routing import RouterConfig
 from manylora.policy.router import Router
-from manylora.pricing.fit import nonnegative_least_squares
 from manylora.protocol.routing import Asked, Assign, Held, Listed, ReplicaFacts, ReplicaUp, StepPlane
 from manylora_lab.reproduce.caraserve_cells import DECODE_LINES
+from manylora_lab.reproduce.caraserve_fits import MEASURES, PAPERS_LINES, fit_of
 from manylora_lab.reproduce.drawing import BarPanels, LinePanels, Points
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
 from manylora_lab.reproduce.report import Headline, Row, ratio
@@ -33,11 +30,7 @@ KERNELS = ("bgmv", "mbgmv", "ours")
 RANKS = (8, 16, 32, 64, 128)
 ROWS_AN_ADAPTER = 4
 HIDDEN = 4096
-HELD_OUT = 3
-"""Every third point is kept out of the fits."""
 PAPER_R2 = 0.96
-MEASURES = {"rank_padded": "rows times the largest rank", "rank_sum": "the sum of ranks"}
-"""What the paper's lines go over, and rows' fields."""
 
 NOTES = (
     "One projection from 4,096 to 4,096, of which a decode step of Llama-2-7B with adapters on q, k and v has 96; "
@@ -158,46 +151,16 @@ def _figure4(rows: list[Row]) -> list[Headline]:
     return figures
 
 
-class Fit(NamedTuple):
-    """``base_us``, and ``slopes_ns`` for a unit of each field; ``r2``: of the points that it does not know."""
-
-    base_us: float
-    slopes_ns: tuple[float, ...]
-    r2: float
-
-
-def fit_of(rows: Sequence[Row], kernel: str, fields: Sequence[str]) -> Fit | None:
-    """Least squares through two thirds of a kernel's points, with nothing negative, to four digits; None where
-    there are too few points, or a field is the same in all."""
-    mine = [
-        (tuple(float(row[field]) for field in fields), row["us"]) for row in rows if row["kernel"] == kernel
-    ]
-    fitted, held_out = [point for place, point in enumerate(mine) if place % HELD_OUT], mine[::HELD_OUT]
-    if len(held_out) < 2 or any(len(set(units)) < 2 for units in zip(*(units for units, _ in fitted))):
-        return None
-    features = np.array([(1.0, *units) for units, _ in fitted])
-    found = nonnegative_least_squares(features, np.array([us for _, us in fitted]))
-    base_us, *slopes = (float(f"{value:.4g}") for value in found.tolist())
-    mean_us = statistics.fmean(us for _, us in held_out)
-    around = sum((us - mean_us) ** 2 for _, us in held_out)
-    missed = sum((us - base_us - sum(map(operator.mul, slopes, units))) ** 2 for units, us in held_out)
-    return Fit(base_us, tuple(round(1e3 * slope, 4) for slope in slopes), round(1 - missed / around, 4))
-
-
 def _figure9(rows: list[Row]) -> list[Headline]:
     """The paper's two lines, and ours: the same with the largest rank beside."""
-    paper: dict[tuple[str, tuple[str, ...]], float] = {
-        ("bgmv", ("rank_padded",)): PAPER_R2,
-        ("mbgmv", ("rank_sum",)): PAPER_R2,
-    }
     figures = []
     for kernel, measure, beside in itertools.product(KERNELS, MEASURES, ((), ("rank_max",))):
-        fields = (measure, *beside)
-        fit = fit_of(rows, kernel, fields)
+        fit = fit_of(rows, kernel, (measure, *beside))
         if fit is None:
             continue
         over = f"{kernel} over {MEASURES[measure]}" + (", the largest rank beside" if beside else "")
-        figures.append(Headline(f"{over}: R2 on points held out", fit.r2, paper.get((kernel, fields))))
+        is_papers = PAPERS_LINES.get(kernel) == measure and not beside
+        figures.append(Headline(f"{over}: R2 on points held out", fit.r2, PAPER_R2 if is_papers else None))
         figures.append(Headline(f"{over}: ns a unit", fit.slopes_ns[0]))
         if beside:
             figures.append(Headline(f"{over}: ns a unit of that", fit.slopes_ns[1]))

@@ -185,12 +185,13 @@ def cell_adapter_pages(cell: Cell, stream: Stream) -> list[int]:
 def cell_costs(cell: Cell) -> StepCosts:
     """What things take on the cell's cards."""
     if cell.hardware == MEASURED:
-        return _fitted(cell.model).on_cards(cell.cards)
+        return measured_costs(cell.model).on_cards(cell.cards)
     return AnalyticalCosts(shape_named(cell.model), HARDWARE[cell.hardware], cell.cards)
 
 
 @functools.cache
-def _fitted(model: str) -> FittedCosts:
+def measured_costs(model: str) -> FittedCosts:
+    """By the profile of an H200 that ships."""
     profile = find_profile(f"h200-{model}")
     profile.expect(shape_named(model))
     return fit_profile(profile)

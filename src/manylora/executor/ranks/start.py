@@ -53,8 +53,8 @@ ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1",
     "NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_MIXING_SUPPORT": "0",
 }  # fmt: skip
-"""What every rank runs with: no multicast between GPUs; and captured exchanges without memory and ordering of their
-own, which they do not need, since a rank issues all its exchanges on one stream."""
+"""What every rank runs with: no multicast between GPUs; and captured exchanges without memory and ordering of
+their own, which they do not need, since a rank issues all its exchanges on one stream."""
 
 
 _LARGEST_GPU_BYTES = 2**40
