@@ -92,6 +92,8 @@ def test_the_whole_as_a_toy(tmp_path: Path) -> None:
     for row in found["load"]:
         assert row["errors"] == 0
         assert row["tokens_per_s"] > 0
+        replicas = [f"replica {number}" for number in range(row["replicas"] or 0)]
+        assert list(row["busy_cores"]) == (["router", "front end 0", *replicas] if replicas else [])
     assert set(found["ratio_to_one_replica"]) == set(found["first_token_later_ms"]) == set(names)
     assert [row["context"] for row in found["moves"]] == [*TOY.contexts, TOY.contexts[1]]
     for row in found["moves"]:

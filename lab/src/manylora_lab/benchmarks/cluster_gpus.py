@@ -25,6 +25,7 @@ through the host. ``even_bytes_per_s``: the bandwidth at which sending them woul
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -53,6 +54,7 @@ from manylora_lab.benchmarks.cluster_servers import (
     Scale,
     Server,
     Servers,
+    busy_cores,
     prompt_of,
     times_ms,
 )
@@ -137,18 +139,22 @@ def load(server: Server, scale: Scale, names: tuple[str | None, ...], vocab_size
     engines = server.case.engines
     count = min(scale.processes * engines, max(1, (os.cpu_count() or 1) - 1))
     streams = scale.streams * engines
+    watching: list[concurrent.futures.Future[dict[str, float]]] = []
     begin_s = 0.0
 
     def work(number: int) -> Drive:
         nonlocal begin_s
-        begin_s = begin_s or time.monotonic() + scale.warm_s
+        if not watching:
+            begin_s = time.monotonic() + scale.warm_s
+            watching.append(pool.submit(busy_cores, server, begin_s, scale.window_s))
         own = streams // count + (number < streams % count)
         return Drive(
             server.access, number, own, names, vocab_size, scale.prompt, scale.output, begin_s,
             begin_s + scale.window_s,
         )  # fmt: skip
 
-    found = in_processes(count, work, scale.warm_s + scale.window_s + 2 * _ANSWER_S)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        found = in_processes(count, work, scale.warm_s + scale.window_s + 2 * _ANSWER_S)
     first_s = [first_s for each in found for first_s in each.first_s]
     errors = [error for each in found for error in each.errors]
     return {
@@ -156,7 +162,7 @@ def load(server: Server, scale: Scale, names: tuple[str | None, ...], vocab_size
         "streams": streams, "client_processes": count, "window_s": scale.window_s,
         "tokens_per_s": sum(each.tokens for each in found) / scale.window_s,
         "requests": sum(each.requests for each in found), **times_ms("ttft", first_s),
-        "errors": len(errors), "first_errors": errors[:3],
+        "busy_cores": watching[0].result(), "errors": len(errors), "first_errors": errors[:3],
     }  # fmt: skip
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
+import os
 import random
 import statistics
 import tempfile
@@ -18,7 +20,7 @@ from manylora.warmup.random_adapters import write_random_adapters
 from manylora_lab.bench.dummies import write_model
 from manylora_lab.bench.http_target import Access
 from manylora_lab.benchmarks.cluster_pairs import serving
-from manylora_lab.benchmarks.cluster_rig import running
+from manylora_lab.benchmarks.cluster_rig import running, status_of
 from manylora_lab.benchmarks.engine_rig import ON_CPU, ON_GPU
 from manylora_lab.benchmarks.run_report import Row
 
@@ -145,6 +147,26 @@ class Server:
 def prompt_of(seed: str, length: int, vocab_size: int) -> tuple[int, ...]:
     """Token ids that no other prompt has."""
     return tuple(random.Random(seed).choices(range(_FIRST_ID, vocab_size), k=length))
+
+
+def busy_cores(server: Server, begin_s: float, window_s: float) -> dict[str, float]:
+    """How many cores each process of a cluster kept busy within the window, in the mean; waits for its end."""
+    if server.case.replicas is None:
+        return {}
+    status = asyncio.run(status_of(server.url))
+    pids = {"router": status["router"]["pid"]}
+    for name, processes in (("front end", status["frontends"]), ("replica", status["replicas"])):
+        pids |= {f"{name} {each['id']}": each["pid"] for each in processes}
+    time.sleep(max(0.0, begin_s - time.monotonic()))
+    before = {name: cpu_seconds(pid) for name, pid in pids.items()}
+    time.sleep(window_s)
+    return {name: round((cpu_seconds(pid) - before[name]) / window_s, 2) for name, pid in pids.items()}
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of all threads of a process, until now."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def times_ms(name: str, seconds: Sequence[float]) -> Row:
