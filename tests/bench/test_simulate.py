@@ -173,7 +173,7 @@ def test_tensor_parallelism(count: int, wanted: str, sharding: str, tmp_path: Pa
     """What is exchanged takes time."""
     given = ("--hardware", "h200", "--shape", "llama-2-70b")
     ideal = report_of(tmp_path, *given, "--cards", count)
-    parallel = report_of(tmp_path, *given, "--tensor-parallel-size", count, "--lora-sharding", wanted)
+    parallel = report_of(tmp_path, *given, "-tp", count, "--lora-sharding", wanted)
     assert parallel["device"] == f"{count} x h200, tensor parallel, adapters {sharding} (assumed)"
     tpot_ms = [report["results"]["manylora"]["tpot_mean_ms"] for report in (ideal, parallel)]
     assert tpot_ms[0] < tpot_ms[1] < 2 * tpot_ms[0]
@@ -199,8 +199,8 @@ def test_tensor_parallelism(count: int, wanted: str, sharding: str, tmp_path: Pa
         (("--hardware", "a10", "--tensor-parallel-size", "3"), "shared by 1, 2, 4, 8, 16, 32, not by 3"),
         (("--hardware", "a10", "--tensor-parallel-size", "2", "--cards", "2"), "--cards shares a model out"),
         (
-            ("--hardware", "a10", "--lora-sharding", "half"),
-            "must be one of auto, sharded, replicated, got 'half'",
+            ("--hardware", "a10", "-tp", "2", "--lora-sharding", "replicated", "--fully-sharded-loras"),
+            "are one setting and were given different values",
         ),
         (("--hardware", "fastlibra-npu", "--tensor-parallel-size", "2"), "is not described"),
         (("--hardware", "a10", "--device", "cpu"), "--device is compared with a profile's"),
@@ -208,6 +208,11 @@ def test_tensor_parallelism(count: int, wanted: str, sharding: str, tmp_path: Pa
         ((*MEASURED, "--model", "/nosuch"), "not a model folder"),
         (("--hardware", "a10", "--policies", "manylara"), "did you mean manylora?"),
         (("--hardware", "a10", "--policies", "manylora,"), "cache policy '' is not known"),
+        (
+            ("--hardware", "a10", "--adapter-store-size", "0"),
+            "--adapter-store-size must be at least 1, got 0",
+        ),
+        (("--hardware", "a10", "--adapter-store", " "), "--adapter-store must be a folder's path"),
         ((*MEASURED, "--device-pool", "1MiB"), "holds no page"),
         ((*MEASURED, "--device-pool", "64MiB"), "the workload does not fit"),
         ((*MEASURED, "--out", "/nosuch/x.json"), "no such folder"),

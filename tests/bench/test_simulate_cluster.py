@@ -170,7 +170,9 @@ def test_help_of_a_router(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("args", "why"),
     [
-        (("--replicas", 0), "--replicas must be at least 1, got 0"),
+        (("--replicas", 0), "--replicas must be between 1 and 1024, got 0"),
+        (("--replicas", 10**9), "--replicas must be between 1 and 1024, got 1000000000"),
+        (("--replicas", 2, "--journals", Path(__file__)), "cannot write journals"),
         (("--replicas", 2, "--router", "punika"), "router 'punika' is not known"),
         (
             ("--replicas", 2, "--router", "caraserve", "--slo-tpot", 1),

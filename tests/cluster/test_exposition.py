@@ -14,7 +14,11 @@ from manylora.types import EngineInfo
 
 INFO = EngineInfo("demo", 512, 1024, (0,), 100, 16, 4096, "cpu", "float32", 8, 256)
 STATUS: dict[str, Any] = {
-    "router": {"decisions": {"buckets": [(None, 0)], "sum_s": 0.0}, "moved": {}, "waiting": 4},
+    "router": {
+        "decisions": {"buckets": [(None, 0)], "sum_s": 0.0},
+        "moved": {"plan": 2, "lost": 1},
+        "waiting": 4,
+    },
     "frontends": [],
     "replicas": [],
     "scale_hint": {"delta": 0},
@@ -50,6 +54,8 @@ def test_a_cluster_is_one_server_to_llm_d() -> None:
     assert [sample.value for sample in found["manylora:cluster_requests_running"]] == [5]
     assert [sample.value for sample in found["manylora:cluster_requests_waiting"]] == [5]
     assert [sample.value for sample in found["manylora:cluster_kv_usage_perc"]] == [(20 + 10 + 3 * 3) / 200]
+    moved = {sample.labels["reason"]: sample.value for sample in found["manylora:requests_moved"]}
+    assert moved == {"asked": 0, "drain": 0, "lost": 1, "plan": 2}
     per_replica = found["vllm:num_requests_running"]
     assert {sample.labels["replica"]: sample.value for sample in per_replica} == {"0": 2, "1": 3, "2": 0}
 

@@ -88,16 +88,20 @@ def test_scale_up_and_down(cluster: Cluster, undisturbed: dict[str, list[Answer]
     def scale() -> None:
         cluster.manage("scale", "3")
         assert [each["id"] for each in cluster.wait_replicas(3)] == [0, 1, 2]
-        cluster.manage("remove", "0")
+        cluster.manage("remove", "1")
+        cluster.manage("drain", "0", "--migrate")
+        assert "last one that serves" in refused(cluster, "remove", "2")
         cluster.manage("scale", "1")
 
     assert_equal(undisturbed["long"], ask_all(cluster.url, LONG, scale))
-    assert [each["id"] for each in cluster.wait_replicas(1)] == [1]
-    assert "last one" in refused(cluster, "remove", "1")
+    assert [each["id"] for each in cluster.wait_replicas(1)] == [2]
+    assert "last one" in refused(cluster, "remove", "2")
     assert "may be 1 to" in refused(cluster, "scale", "0")
     assert "no replica 7" in refused(cluster, "drain", "7")
-    cluster.manage("scale", "2")
-    cluster.wait_replicas(2)
+    cluster.manage("drain", "2")
+    cluster.manage("scale", "2")  # what was drained serves again
+    assert [each["id"] for each in cluster.wait_replicas(2)] == [0, 2]
+    assert cluster.replicas()[1]["epoch"] == 2
 
 
 def test_a_drain_and_a_move(cluster: Cluster, undisturbed: dict[str, list[Answer]]) -> None:

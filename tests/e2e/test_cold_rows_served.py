@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from manylora import LLM, SamplingParams
+from manylora.config.cold_start import num_cores
 from tests.e2e.process import BASE, MODEL, Server, is_running, run_cli, shared_files, wait_until
 
 NAMES = ("finnish", "shakespeare", "german")
@@ -125,7 +126,7 @@ def test_auto_from_a_file(adapters: Path, expected: list[str], tmp_path: Path) -
         (("--cold-start", "cpu", "--cpu-lora-workers", "0"), "--cpu-lora-workers of at least 1"),
         (("--cold-start", "cpu", "--cpu-lora-workers", "1.5"), "auto or a whole number"),
         ((*CPU, "--host-pool", "0"), "needs a host pool"),
-        (("--cold-start", "wait", "--cpu-lora-workers", "2"), "needs --cold-start cpu or auto"),
+        (("--cold-start", "cpu", "--replicas", str(num_cores())), "auto is 0 on 1 cores"),
         ((*CPU, "--merge", "merged"), "does not go with --merge merged"),
     ],
 )

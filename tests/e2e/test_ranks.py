@@ -254,7 +254,7 @@ FAILS_TO_COPY = """
 def inject(rank):
     from manylora.memory.gates import CopyGate
     copier, fails, now = rank._worker._copier, {1: 0, 3: 2, 5: 3}, [None, 0]
-    land, lane, whole = copier._land_groups, copier._following.copies, CopyGate.pass_group
+    land, lane, whole = copier._land_groups, copier._lanes[True].copies, CopyGate.pass_group
     copy = lane.copy_pieces
     def landing(lane, command, gate, *others):
         now[:] = fails.get(gate.number), 0
@@ -376,8 +376,8 @@ def test_a_read_that_fails_on_one_rank_is_undone_on_all(
 def test_a_copy_that_fails_on_one_rank_spoils_its_rows_on_all(
     injecting: Callable[[str], None], sharding: str
 ) -> None:
-    """Steps await copies, which follow reads, whose first, middle or last group of layers does not come on one
-    rank, or late: the request begins again."""
+    """Steps await copies whose first, middle or last group of layers does not come on one rank, or late: the
+    request begins again."""
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     names = sorted(path.name for path in Path(GERMAN).parent.iterdir() if path.is_dir())[:4]
     adapters = {name: str(Path(GERMAN).parent / name) for name in names}

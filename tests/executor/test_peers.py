@@ -18,7 +18,7 @@ SIZES = [(1,), (3, 5), (GATHERED_BYTES // 4 + 7,), (AREA_BYTES // 2 + 9,)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 RANK = f"""
-import sys, torch
+import os, socket, sys, torch
 from tests.executor.test_peers import SIZES, DTYPES, own
 shared, group, rank, out = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 from manylora.devices.cpu_peers import SharedPeers
@@ -26,6 +26,8 @@ from manylora.devices.group_peers import GroupPeers
 found = {{}}
 kinds = {{"shared": SharedPeers(shared, rank, {COUNT})}}
 kinds["group"] = GroupPeers(group, rank, {COUNT}, torch.device("cpu"))
+others = socket.socketpair()
+os.dup2(others[0].fileno(), group)  # the descriptor is closed, and its number another's
 for kind, peers in kinds.items():
     for size in SIZES:
         for dtype in DTYPES:
@@ -41,6 +43,7 @@ for kind, peers in kinds.items():
     peers.broadcast(drawn, "sampling")
     found[kind, "broadcast"] = drawn
     found[kind, "account"] = (peers.num_exchanges, peers.digest, peers.traffic)
+found["looked"] = torch.distributed.distributed_c10d._get_default_store().check(["what nobody has said"])
 torch.save(found, out)
 """
 
@@ -66,6 +69,8 @@ def test_three_processes(tmp_path: Path) -> None:
         assert [rank.wait(60) for rank in ranks] == [0] * COUNT
     os.close(file)
     found = [torch.load(tmp_path / str(rank), weights_only=False) for rank in range(COUNT)]
+    # A thread of NCCL looks into where ranks met once a second, long after the descriptor was closed.
+    assert [one["looked"] for one in found] == [False] * COUNT
     for kind in ("shared", "group"):
         for size in SIZES:
             for dtype in DTYPES:

@@ -32,7 +32,6 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 _PROBE = b"\0" * 4096
-_DEFAULT_BYTES = 50 * 2**30
 
 
 class NoRoom(Exception):
@@ -246,7 +245,7 @@ def open_store_folder(settings: AdapterSettings) -> StoreFolder | None:
     """The folder that these name, if any. Raises ConfigError."""
     if settings.store is None:
         return None
-    return StoreFolder(Path(settings.store), settings.store_bytes or _DEFAULT_BYTES)
+    return StoreFolder(Path(settings.store), settings.most_store_bytes)
 
 
 def _open_folder(path: Path) -> int:

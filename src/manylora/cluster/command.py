@@ -18,12 +18,12 @@ WATCH_S = 1.0
 def add_cluster(commands: Any) -> None:
     """The parser."""
     cluster = commands.add_parser("cluster", help="look at a cluster on this machine, and change it")
+    _add_place(cluster, None, 8000)
     actions = cluster.add_subparsers(metavar="ACTION", required=True)
 
     def action(name: str, text: str) -> argparse.ArgumentParser:
         parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
-        parser.add_argument("--cluster-dir", metavar="DIR", help="as given to serve")
-        parser.add_argument("--port", type=int, default=8000, help="else: the server's port (default: 8000)")
+        _add_place(parser, argparse.SUPPRESS, argparse.SUPPRESS)  # before the action or after it
         parser.set_defaults(run=_run, action=name)
         return parser
 
@@ -41,6 +41,12 @@ def add_cluster(commands: Any) -> None:
     move.add_argument("request", help="its id, or the answer's")
     move.add_argument("replica", type=int)
     action("trace", "print each decision of the router as it is taken")
+
+
+def _add_place(parser: argparse.ArgumentParser, folder: str | None, port: int | str) -> None:
+    """Which cluster it is, with these defaults."""
+    parser.add_argument("--cluster-dir", metavar="DIR", default=folder, help="as given to serve")
+    parser.add_argument("--port", type=int, default=port, help="else: the server's port (default: 8000)")
 
 
 def _run(args: argparse.Namespace) -> int:

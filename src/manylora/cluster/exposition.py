@@ -23,6 +23,8 @@ from manylora.server.errors import ApiError, unavailable
 from manylora.types import EngineInfo
 
 _STATUS_S = 2.0
+_MOVES = ("asked", "drain", "lost")
+"""Why requests move under any router: shown before one has."""
 
 
 class _Replicas(Collector):
@@ -105,7 +107,7 @@ def _of_router(status: dict[str, Any]) -> Iterator[Metric]:
     moved = CounterMetricFamily(
         "manylora:requests_moved", "Requests that went from one replica to another.", labels=["reason"]
     )
-    for reason, count in sorted(router["moved"].items()):
+    for reason, count in sorted((dict.fromkeys(_MOVES, 0) | router["moved"]).items()):
         moved.add_metric([reason], count)
     yield moved
     for name, text in (

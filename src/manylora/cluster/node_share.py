@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from manylora.config import ConfigError, EngineSettings
+from manylora.config import ConfigError, EngineSettings, check_workers
 from manylora.config.cold_start import num_cores
 from manylora.devices.free_memory import free_bytes
 from manylora.memory.shares import cpu_pool_bytes, host_pool_bytes
@@ -30,7 +30,7 @@ class NodeShare:
     """Measured once, for at most ``most`` replicas."""
 
     def __init__(self, settings: EngineSettings, most: int, num_at_start: int, per_gpu: int) -> None:
-        """Raises ConfigError where there are too few GPUs."""
+        """Raises ConfigError where there are too few GPUs, or cores for CPU workers."""
         self._ranks = settings.tensor_parallel_size
         self._gpus = [] if settings.model.device == "cpu" else gpus()
         self._per_gpu = per_gpu
@@ -47,6 +47,7 @@ class NodeShare:
                 "--replicas-per-gpu above 1 needs --device-pool: each takes most of a GPU otherwise"
             )
         self._cores = num_cores() // most
+        check_workers(settings.scheduler.cold_start, self._cores)
         self._pools = shared_pools(settings, free_bytes(), most, "cuda" if self._gpus else "cpu")
 
     @property

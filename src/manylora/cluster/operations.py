@@ -66,6 +66,11 @@ class Operations:
         self._asked -= there
         return there | self._asked
 
+    def _is_drained(self, replica: ReplicaId) -> bool:
+        """Whether it was drained, and is to stay so."""
+        slot = self._slot(replica)
+        return slot is not None and slot.drains_to == "stay"
+
     def _is_up(self, replica: ReplicaId, epoch: int) -> bool:
         known = self._board.router.fleet.up.get(replica)
         return known is not None and known.epoch >= epoch
@@ -112,7 +117,13 @@ class Operations:
     # ------------------------------------------------------------ scaling
 
     async def scale(self, count: int) -> None:
-        """So many replicas; returns when they run, and no others. Raises Refusal."""
+        """So many replicas; returns when they run, and no others. Drained ones end first, and those that are
+        still wanted are started anew, to serve again. Raises Refusal."""
+        await self._resize(count)
+        drained = [replica for replica in self._staying() if self._is_drained(replica)]
+        await asyncio.gather(*(self._start_anew(replica) for replica in drained))
+
+    async def _resize(self, count: int) -> None:
         options, most = self._options, self._board.table.most
         low = 1 if options.min_replicas is None else options.min_replicas
         high = MOST_REPLICAS if options.max_replicas is None else options.max_replicas
@@ -120,7 +131,8 @@ class Operations:
             raise Refusal(f"{count} replicas are asked for, and there may be {low} to {high}")
         if most is not None and count > most:
             raise Refusal(f"{count} replicas are asked for, and this machine has GPUs for {most}")
-        staying, used = self._staying(), self._used()
+        staying = sorted(self._staying(), key=self._is_drained)
+        used = self._used()
         if count < len(staying):
             await asyncio.gather(*(self._remove(replica) for replica in staying[count:]))
         elif count > len(staying):
@@ -134,8 +146,8 @@ class Operations:
         """Its requests go elsewhere, then it ends for good. Raises Refusal."""
         if self._slot(replica) is None:
             raise Refusal(f"there is no replica {replica}")
-        if self._staying() == [replica]:
-            raise Refusal(f"replica {replica} is the last one: end the server instead")
+        if not any(other != replica and not self._is_drained(other) for other in self._staying()):
+            raise Refusal(f"replica {replica} is the last one that serves: end the server instead")
         await self._remove(replica)
 
     async def _remove(self, replica: ReplicaId) -> None:
@@ -162,7 +174,7 @@ class Operations:
 
     async def _scale_by_itself(self, count: int) -> None:
         try:
-            await self.scale(count)
+            await self._resize(count)
         except Refusal as error:
             log.info("the number of replicas stays: %s", error)
 

@@ -107,10 +107,6 @@ class ColdStartConfig(Section):
 
     def __post_init__(self) -> None:
         check_rules(self)
-        if self.stall != _STALL and self.mode not in _STALLED:
-            raise ConfigError("--cold-start-stall needs --cold-start layerwise or auto")
-        if self.cpu_workers != _AUTO and self.mode not in _WITH_WORKERS:
-            raise ConfigError("--cpu-lora-workers needs --cold-start cpu or auto")
         if self.mode == "cpu" and self.cpu_workers != _AUTO and self.wanted_workers == 0:
             raise ConfigError("--cold-start cpu needs --cpu-lora-workers of at least 1")
 

@@ -69,6 +69,9 @@ class ModelSettings(Section):
         return self.served_model_name or self.model
 
 
+_STORE_BYTES = 50 * 2**30
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterSettings(Section):
     """Adapters served from the start, by name, and what may be loaded later."""
@@ -102,6 +105,11 @@ class AdapterSettings(Section):
         check_rules(self)
         if self.store is None and self.store_bytes is not None:
             raise ConfigError("--adapter-store-size needs --adapter-store")
+
+    @property
+    def most_store_bytes(self) -> int:
+        """What the store takes of the disk at most, if the disk has room."""
+        return self.store_bytes or _STORE_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

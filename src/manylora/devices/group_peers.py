@@ -7,6 +7,8 @@ add up: a sum of two has one order and is rounded once. Owns the group, one a pr
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed
 from torch._C._distributed_c10d import FileStore
@@ -27,7 +29,9 @@ class GroupPeers(Account):
         self._device = device
         is_cuda = device.type == "cuda"
         self._gathered_bytes = 0 if is_cuda and count == 2 else GATHERED_BYTES
-        store = FileStore(f"/proc/self/fd/{file}", count)
+        # The path of a descriptor that is never closed: a thread of NCCL opens it once a second, and would open
+        # whatever has the number by then.
+        store = FileStore(f"/proc/self/fd/{os.dup(file)}", count)
         torch.distributed.init_process_group(
             "nccl" if is_cuda else "gloo",
             store=store,

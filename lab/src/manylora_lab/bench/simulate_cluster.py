@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.config import ConfigError, PolicyConfig, is_import_name
+from manylora.config.cluster import MOST_REPLICAS
 from manylora.config.routing import (
     ROUTERS,
     CaraServeParameters,
@@ -78,8 +79,8 @@ class ClusterSettings:
     plot: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise ConfigError(f"--replicas must be at least 1, got {self.replicas}")
+        if not 1 <= self.replicas <= MOST_REPLICAS:
+            raise ConfigError(f"--replicas must be between 1 and {MOST_REPLICAS}, got {self.replicas}")
         if not 0 <= self.report_delay_s < math.inf:
             raise ConfigError(f"--report-delay must be a number of seconds from 0, got {self.report_delay_s}")
         if self.each.with_limits:
@@ -91,6 +92,10 @@ class ClusterSettings:
 def run_cluster(settings: ClusterSettings, load: Callable[[], Stream]) -> int:
     """Simulate what ``load`` returns, print a line for each router as it is done. Raises ConfigError."""
     targets = _targets(settings.each)
+    if len(targets) > settings.replicas:
+        raise ConfigError(
+            f"--replicas {settings.replicas} is fewer than the {len(targets)} kinds that are named"
+        )
     slo_s = slo_of(settings.slo_tpot, targets[0].costs)
     routers = _routers(settings, targets[0], slo_s)
     modes = {
@@ -105,6 +110,8 @@ def run_cluster(settings: ClusterSettings, load: Callable[[], Stream]) -> int:
     cases = [(router, name) for router in routers for name in configs]
     if settings.journals is not None and len(cases) > 1:
         raise ConfigError("--journals are of one router with one cache policy")
+    if settings.journals is not None:
+        _make(settings.journals)
     notes = _notes(settings, configs, targets, routers)
     recording = Provenance("the workload's (--seed)")
     stream = load()
@@ -289,6 +296,14 @@ def _member(
     )  # fmt: skip
 
 
+def _make(folder: Path) -> None:
+    """A folder for journals. Raises ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write journals to {folder}: {error.strerror}") from error
+
+
 @contextlib.contextmanager
 def _journals(
     folder: Path | None, router: RouterConfig, members: Sequence[Member]
@@ -298,7 +313,6 @@ def _journals(
         yield None
         return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         writers: dict[int | None, JournalWriter] = {}
         if len(members) > 1:
             writers[None] = JournalWriter(folder / "router", router)

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from manylora.config import ConfigError, parse_size
+from manylora.config import AdapterSettings, ConfigError
+from manylora.flags import FLAGS, convert
 from manylora.options import add_settings, settings_of
 from manylora_lab.bench.options import (
     Option,
@@ -46,6 +47,9 @@ FLAG_NAMES = (
 )  # fmt: skip
 """Settings of the engine that a simulation knows."""
 
+_CARDS = ("tensor_parallel_size", "lora_sharding")
+"""Those of them that say what is simulated, not how it is served."""
+
 _COSTS: tuple[Option, ...] = (
     ("--profile", str, "NAME", "measured: a shipped profile, or a file that manylora profile wrote"),
     ("--model", str, "MODEL", "a local folder: refuse a profile of another model"),
@@ -53,13 +57,6 @@ _COSTS: tuple[Option, ...] = (
     ("--hardware", str, "NAME", "assumed, instead: " + ", ".join(HARDWARE)),
     ("--shape", str, "NAME", "with --hardware: of the model, such as llama-2-7b (the default)"),
     ("--cards", int, "N", "1, 2, 4 or 8 of them, ideally shared out (default: 1)"),
-    ("--tensor-parallel-size", int, "N", "so many of --hardware, with what they exchange (default: 1)"),
-    (
-        "--lora-sharding",
-        str,
-        "NAME",
-        "of adapters among these: sharded, replicated or auto (the default: as the engine)",
-    ),
 )
 
 
@@ -104,8 +101,13 @@ def add_parser(kinds: Any) -> None:
         "--cold", action="store_true", help="adapters were never asked for before (default: once each)"
     )
     parser.add_argument(
-        "--adapter-store-size", type=parse_size, default=0, metavar="SIZE",
-        help="an adapter store of so much, empty at first (default: none)",
+        "--adapter-store",
+        metavar="DIR",
+        help="an adapter store, empty at first; nothing is read or written there",
+    )
+    parser.add_argument(
+        "--adapter-store-size", metavar="SIZE",
+        help="an adapter store of so much, empty at first (default: none; with --adapter-store 50GiB)",
     )  # fmt: skip
     parser.add_argument(
         "--limits",
@@ -124,7 +126,7 @@ def add_parser(kinds: Any) -> None:
     cluster.add_argument("--journals", type=Path, metavar="DIR", help="write the router's and each replica's")
     cluster.add_argument("--plot", type=Path, metavar="FILE", help="a picture of the routers")
     engine = parser.add_argument_group("settings of the engine, as for manylora serve on such a device")
-    add_settings(engine, FLAG_NAMES)
+    add_settings(engine, (*FLAG_NAMES, *_CARDS))
     parser.set_defaults(run=_simulate)
 
 
@@ -136,6 +138,10 @@ def _simulate(args: argparse.Namespace) -> int:
     if args.router_help is not None:
         print(help_of(args.router_help))
         return 0
+    given = settings_of(args, (*FLAG_NAMES, *_CARDS))
+    cards = {
+        flag.name: convert(flag, given.pop(flag.name)) for flag in FLAGS if flag.name in given.keys() & _CARDS
+    }
     settings = SimulateSettings(
         profile=args.profile,
         model=args.model,
@@ -143,14 +149,13 @@ def _simulate(args: argparse.Namespace) -> int:
         hardware=args.hardware,
         shape=args.shape,
         cards=1 if args.cards is None else args.cards,
-        tensor_parallel_size=1 if args.tensor_parallel_size is None else args.tensor_parallel_size,
-        lora_sharding=args.lora_sharding or "auto",
+        **cards,
         policies=args.policies,
         merge=args.merge,
-        store_bytes=args.adapter_store_size,
+        store_bytes=_store_bytes(args),
         is_warm=not args.cold,
         with_limits=args.limits,
-        engine=settings_of(args, FLAG_NAMES),
+        engine=given,
         out=args.out,
     )
     if args.replicas is None:
@@ -170,3 +175,14 @@ def _simulate(args: argparse.Namespace) -> int:
         plot=args.plot,
     )
     return run_cluster(cluster, lambda: stream_of(args))
+
+
+def _store_bytes(args: argparse.Namespace) -> int:
+    """Of the adapter store; 0: none. Raises ConfigError."""
+    store = {"adapter_store": args.adapter_store, "adapter_store_size": args.adapter_store_size}
+    given = {
+        flag.field: convert(flag, store[flag.name]) for flag in FLAGS if store.get(flag.name) is not None
+    }
+    if not given:
+        return 0
+    return AdapterSettings(**{"store": "simulated", **given}).most_store_bytes
