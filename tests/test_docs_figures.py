@@ -93,6 +93,15 @@ def test_every_figure_of_readme_can_be_made_again_by_one_line(capsys: pytest.Cap
     assert re.fullmatch(r"\( git worktree add --detach \S+ [0-9a-f]{7,40} && cd \S+ && .* \)\n", printed)
 
 
+def test_the_figure_that_contributing_names_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    names = re.findall(
+        r"tools\.figures --(?:list|command) ([a-z][\w-]*)", (ROOT / "CONTRIBUTING.md").read_text()
+    )
+    assert names
+    for name in names:
+        assert main(["--command", name]) == 0, capsys.readouterr().err
+
+
 def test_a_line_for_a_shell(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = site / "README.md"
     markers = (

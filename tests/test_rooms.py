@@ -40,7 +40,8 @@ ROOMS: dict[str, set[str]] = {
     "solving": {"config", "protocol", "types"},
     "cluster": BOTTOM
     | {"_version", "adapters.sources", "devices.free_memory", "engine", "inspection", "main", "memory.shares"}
-    | {"metrics", "models.errors", "models.source", "policy", "server", "signals", "solving", "text"},
+    | {"metrics", "models.errors", "models.source", "policy", "pricing", "server", "signals", "solving"}
+    | {"text"},
     "warmup": BOTTOM | {"engine", "flags", "kernels", "main", "models", "progress"},
     "aliases": {"config"},
     "flags": {"aliases", "config", "rules"},
@@ -54,7 +55,7 @@ ROOMS: dict[str, set[str]] = {
     "outputs": set(),
     "llm": BOTTOM
     | {"arguments", "exits", "feeding", "flags", "text", "engine", "main", "metrics", "outputs"},
-    "inspection": BOTTOM | {"adapters", "kernels", "models"},
+    "inspection": BOTTOM | {"adapters", "kernels", "models", "pricing"},
     "cli": {
         "_version",
         "aliases",
@@ -65,6 +66,7 @@ ROOMS: dict[str, set[str]] = {
         "main",
         "inspection",
         "options",
+        "policy.routing",
         "progress",
         "signals",
     }
@@ -101,6 +103,7 @@ LAB_ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "kernels",
             "devices",
             "flags",
+            "inspection",
             "main",
             "memory",
             "models",

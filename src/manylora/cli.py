@@ -143,12 +143,18 @@ def _add_serve(commands: Any) -> None:
     cluster = serve.add_argument_group("several replicas behind one port")
     for flag in CLUSTER_FLAGS:
         add_flag(cluster, flag)
+    cluster.add_argument("--router-help", metavar="NAME", help="name a router's parameters, and end")
     for name, of in CLUSTER_ALIASES.items():
         cluster.add_argument(option_of(name), dest=name, help=f"vLLM: the same as {option_of(of)}")
     serve.set_defaults(run=_serve)
 
 
 def _serve(args: argparse.Namespace) -> int:
+    if args.router_help is not None:
+        from manylora.policy.routing import router_help
+
+        print(router_help(args.router_help))
+        return 0
     settings = read_config_file(args.config) if args.config else {}
     names = ("model", *(flag.name for flag in FLAGS), *(alias.name for alias in ALIASES))
     names += (*(flag.name for flag in CLUSTER_FLAGS), *CLUSTER_ALIASES)

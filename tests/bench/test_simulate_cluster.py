@@ -66,6 +66,7 @@ def test_results_by_router_and_in_them_by_replica(tmp_path: Path, capsys: pytest
         for each in (result, *result["replicas"]):
             assert all(each[name] is not None for name in NUMBERS)
         assert result["decision_p99_us"] > 0
+        assert all(replica["decision_mean_us"] > 0 for replica in result["replicas"] if replica["requests"])
         loads = [replica["adapter_loads"] for replica in result["replicas"]]
         assert sum(loads) == result["adapter_loads"]
     counts = [replica["requests"] for replica in report["results"]["round-robin"]["replicas"]]

@@ -34,6 +34,7 @@ from tests.cluster.process import (
     mixed_bodies,
     send,
 )
+from tests.cluster.profiles import objective
 from tests.cluster.replays import replay_all
 from tests.cluster.rounding import assert_equal
 from tests.e2e.process import BASE, Server, assert_error, children_of, is_running, wait_until
@@ -43,20 +44,6 @@ pytestmark = pytest.mark.long
 MIXED = mixed_bodies(500)
 LONG = long_bodies(200, 200)
 SOME = long_bodies(40, 300)
-CARASERVE = {
-    "decode_slope_s": 1e-4,
-    "decode_base_s": 5e-3,
-    "prefill_slope_s": 1e-3,
-    "prefill_base_s": 5e-3,
-    "slo_s": 0.1,
-}
-SETTINGS = {
-    "caraserve": tuple(
-        word for key, value in CARASERVE.items() for word in ("--router-set", f"caraserve.{key}={value}")
-    )
-}
-"""Of routers that ask for some."""
-
 
 LAUNCHERS = {"local": (), "ray": ("--launcher", "ray", "--ray-address", "local")}
 on_both = pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
@@ -108,7 +95,8 @@ def running(
 def test_every_router_gives_a_single_servers_answers(
     router: str, launcher: tuple[str, ...], tmp_path: Path
 ) -> None:
-    with running(tmp_path, *launcher, "--router", router, *SETTINGS.get(router, ()), replicas=2) as cluster:
+    settings = objective(tmp_path) if router == "caraserve" else ()
+    with running(tmp_path, *launcher, "--router", router, *settings, replicas=2) as cluster:
         assert_same("mixed", cluster.ask_all(MIXED))
 
 

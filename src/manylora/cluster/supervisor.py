@@ -27,6 +27,7 @@ from manylora.cluster.link import Hello, Link, LinkError, bind, dial
 from manylora.cluster.local import Launcher, LocalLauncher, Started
 from manylora.cluster.node_share import NodeShare
 from manylora.cluster.ray_launcher import RayLauncher, check_ray
+from manylora.cluster.router_options import with_profile
 from manylora.cluster.slots import ReplicaPlace, raise_if_failed
 from manylora.config import ConfigError, EngineSettings, HttpSettings
 from manylora.config.cluster import TLS_OPTIONS, ClusterOptions
@@ -64,6 +65,7 @@ def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOpti
     try:
         check_model(engine.model.model)
         check_named_adapters(engine)
+        cluster = with_profile(cluster, engine)
         Router(cluster.router_config())  # a policy that is not there, or lacks settings
         port = sock.getsockname()[1]
         path = default_folder(port) if cluster.cluster_dir is None else Path(cluster.cluster_dir)

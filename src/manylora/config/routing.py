@@ -5,6 +5,7 @@ flags and journals know one form. Times in seconds.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Annotated, Literal, TypeVar
 
@@ -17,6 +18,18 @@ ROUTERS = (
     "dlora-proactive", "dlora", "cache-aware", "manylora",
 )  # fmt: skip
 
+OBJECTIVE = "seconds, or a multiple of the merged step as 1.5x"
+
+
+def is_objective(text: str) -> bool:
+    """Whether it is one, for the time between tokens."""
+    try:
+        return 0 < float(text.removesuffix("x")) < math.inf
+    except ValueError:
+        return False
+
+
+Objective = Annotated[str, Rule(OBJECTIVE, is_objective)]
 Share = Annotated[float, between(0, 1)]
 Ratio = Annotated[float, at_least(1), FINITE]
 Number = Annotated[float, at_least(0), FINITE]

@@ -28,11 +28,11 @@ from manylora.executor.build import build_worker
 from manylora.executor.reader import READERS
 from manylora.executor.worker import Worker
 from manylora.flags import build_settings
+from manylora.inspection import shape_of
 from manylora.models.config import ModelConfig, ModelError, read_model_config
 from manylora.models.source import resolve_model
 from manylora.pricing.fit import FittedCosts, fit_profile
 from manylora.pricing.profile import FORMAT, Profile, save_profile
-from manylora.pricing.shapes import ModelShape
 from manylora.types import EngineInfo
 from manylora.warmup.random_adapters import write_random_adapters
 from manylora_lab.bench.picture import check_writable
@@ -347,23 +347,6 @@ def _rehearse(settings: ProfileSettings, rig: ProfileRig, policy: PolicyConfig, 
 
 
 # ---------------------------------------------------------------- what is measured
-
-
-def shape_of(config: ModelConfig, name: str, itemsize: int) -> ModelShape:
-    """The model's sizes."""
-    return ModelShape(
-        name=name,
-        layers=config.num_layers,
-        hidden=config.hidden_size,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        intermediate=config.intermediate_size,
-        vocab=config.vocab_size,
-        itemsize=itemsize,
-        is_gated=all(layer.mlp.is_gated for layer in config.layers),
-        is_tied=config.tie_embeddings,
-    )
 
 
 def machine_name(device: str) -> str:

@@ -13,16 +13,17 @@ from typing import Any
 from manylora.config import ConfigError, PolicyConfig, is_import_name
 from manylora.config.cluster import MOST_REPLICAS
 from manylora.config.routing import (
+    OBJECTIVE,
     ROUTERS,
     CaraServeParameters,
     RouterConfig,
-    parameter_lines,
+    is_objective,
     read_parameters,
     split_setting,
 )
 from manylora.engine.journal import JournalWriter
 from manylora.policy.routing import find_router
-from manylora.pricing.costs import StepCosts, StepWork
+from manylora.pricing.caraserve import caraserve_settings, slo_of
 from manylora.solving.process import solver_is_there, solving
 from manylora_lab.bench.cluster_picture import draw_routers
 from manylora_lab.bench.picture import check_plot
@@ -44,7 +45,6 @@ from manylora_lab.sim.cluster_summary import summarize_cluster
 from manylora_lab.workloads.stream import Stream
 from manylora_lab.workloads.terms import suggestion
 
-_SLO_CONTEXT = 512
 _COLUMNS = (
     ("TTFT ms", "{ttft_mean_ms:.1f}"),
     ("p99", "{ttft_p99_ms:.1f}"),
@@ -58,8 +58,6 @@ _COLUMNS = (
     ("us a choice", "{decision_mean_us:.0f}"),
 )
 _LEAST_WIDTH = 9
-_FROM_PROFILE = ("decode_slope_s", "decode_base_s", "prefill_slope_s", "prefill_base_s", "slo_s")
-"""CaraServe's coefficients, which a profile has, and its objective, which ``--slo-tpot`` gives."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,6 +81,8 @@ class ClusterSettings:
             raise ConfigError(f"--replicas must be between 1 and {MOST_REPLICAS}, got {self.replicas}")
         if not 0 <= self.report_delay_s < math.inf:
             raise ConfigError(f"--report-delay must be a number of seconds from 0, got {self.report_delay_s}")
+        if self.slo_tpot is not None and not is_objective(self.slo_tpot):
+            raise ConfigError(f"--slo-tpot must be {OBJECTIVE}, got {self.slo_tpot!r}")
         if self.each.with_limits:
             raise ConfigError("--limits are those of one replica: leave out --replicas")
         if self.plot is not None:
@@ -169,35 +169,6 @@ def run_cluster(settings: ClusterSettings, load: Callable[[], Stream]) -> int:
     return 0
 
 
-def help_of(name: str) -> str:
-    """The parameters of a routing policy, a line each. Raises ConfigError."""
-    if name == "all" or "," in name:
-        raise ConfigError(f"--router-help takes the name of one router, got {name!r}")
-    (policy,) = _names(name)
-    return "\n".join(parameter_lines(policy, find_router(policy).parameters))
-
-
-def merged_step_s(costs: StepCosts) -> float:
-    """A decode step of one row of 512 positions whose adapter is merged: without any beside the weights."""
-    return costs.step_s(StepWork(1, 0, _SLO_CONTEXT))
-
-
-def slo_of(text: str | None, costs: StepCosts) -> float | None:
-    """The objective for the time between tokens, in seconds. Raises ConfigError."""
-    if text is None:
-        return None
-    is_multiple = text.endswith("x")
-    try:
-        value = float(text.removesuffix("x"))
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ConfigError(
-            f"--slo-tpot must be seconds, or a multiple of the merged step as 1.5x, got {text!r}"
-        )
-    return value * merged_step_s(costs) if is_multiple else value
-
-
 # ---------------------------------------------------------------- what the settings say
 
 
@@ -241,29 +212,10 @@ def _routers(
     found = {}
     for name, pairs in given.items():
         if find_router(name).parameters is CaraServeParameters:
-            pairs = [*pairs, *_of_profile(name, pairs, target, slo_s)]
+            pairs = [*pairs, *caraserve_settings(name, pairs, target.profile, slo_s)]
         read_parameters(name, find_router(name).parameters, pairs)
         found[name] = RouterConfig(name, tuple(pairs))
     return found
-
-
-def _of_profile(
-    router: str, pairs: Sequence[tuple[str, str]], target: SimulatedTarget, slo_s: float | None
-) -> list[tuple[str, str]]:
-    """What CaraServe has from the profile and from the objective."""
-    for key, _ in pairs:
-        if key in _FROM_PROFILE:
-            raise ConfigError(f"{router}.{key} comes from --profile, and slo_s from --slo-tpot")
-    lines = None if target.profile is None else target.profile.ranks
-    if lines is None:
-        raise ConfigError(
-            f"router {router} needs a --profile with its steps by rank: write one with manylora profile"
-        )
-    if slo_s is None:
-        raise ConfigError(f"router {router} needs --slo-tpot")
-    decode = lines.mbgmv if dict(pairs).get("kernel") == "mbgmv" else lines.bgmv
-    values = (decode.slope_s, decode.base_s, lines.prefill.slope_s, lines.prefill.base_s, slo_s)
-    return [(key, repr(value)) for key, value in zip(_FROM_PROFILE, values)]
 
 
 def _notes(

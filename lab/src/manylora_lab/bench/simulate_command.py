@@ -131,12 +131,13 @@ def add_parser(kinds: Any) -> None:
 
 
 def _simulate(args: argparse.Namespace) -> int:
+    from manylora.policy.routing import router_help
     from manylora_lab.bench.simulate import SimulateSettings, run
-    from manylora_lab.bench.simulate_cluster import ClusterSettings, help_of, run_cluster
+    from manylora_lab.bench.simulate_cluster import ClusterSettings, run_cluster
     from manylora_lab.sim.cluster import REPORT_DELAY_S
 
     if args.router_help is not None:
-        print(help_of(args.router_help))
+        print(router_help(args.router_help))
         return 0
     given = settings_of(args, (*FLAG_NAMES, *_CARDS))
     cards = {

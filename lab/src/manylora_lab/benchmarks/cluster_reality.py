@@ -23,11 +23,11 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from manylora.pricing.caraserve import caraserve_settings, merged_step_s
 from manylora.pricing.costs import StepWork
 from manylora.pricing.fit import FittedCosts, fit_profile
-from manylora.pricing.profile import Profile
+from manylora.pricing.profile import Profile, save_profile
 from manylora.solving.process import solving
-from manylora_lab.bench.simulate_cluster import merged_step_s
 from manylora_lab.benchmarks.cluster_rig import (
     ADAPTERS,
     Facts,
@@ -48,6 +48,7 @@ from manylora_lab.workloads.arrivals import poisson
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 from manylora_lab.workloads.synthetic import independent
 
+_KERNEL = ("kernel", "mbgmv")
 COMPARED = ("ttft_mean_ms", "output_tokens_per_s")
 ASKED = 0.15
 CLOSE = 0.05
@@ -145,17 +146,26 @@ def peak_per_s(costs: Sequence[FittedCosts], stream: Stream, rows: int) -> float
 
 
 def router_settings(router: str, profile: Profile, slo_s: float) -> list[tuple[str, str]]:
-    """What CaraServe's scheduler has from a profile; nothing for others."""
+    """What CaraServe's scheduler has in simulation; nothing for others. Raises ConfigError."""
     if router != "caraserve":
         return []
-    lines = profile.ranks
-    if lines is None:
-        raise SystemExit("the profile has no steps by rank, which caraserve needs")
-    values = {
-        "decode_slope_s": lines.mbgmv.slope_s, "decode_base_s": lines.mbgmv.base_s,
-        "prefill_slope_s": lines.prefill.slope_s, "prefill_base_s": lines.prefill.base_s, "slo_s": slo_s,
-    }  # fmt: skip
-    return [("kernel", "mbgmv"), *((name, repr(value)) for name, value in values.items())]
+    return [_KERNEL, *caraserve_settings(router, [_KERNEL], profile, slo_s)]
+
+
+def router_args(router: str, profile: Profile, slo_s: float, folder: Path) -> list[str]:
+    """The same of a real one."""
+    if router != "caraserve":
+        return []
+    path = folder / "profile.json"
+    save_profile(profile, path)
+    return [
+        "--router-set",
+        f"{router}.{'='.join(_KERNEL)}",
+        "--slo-tpot",
+        repr(slo_s),
+        "--profile",
+        str(path),
+    ]
 
 
 def simulate(
@@ -249,8 +259,9 @@ def run_part(report: RunReport, name: str, found: Sequence[Profile], duration_s:
     rows = []
     for router in part.routers:
         settings = router_settings(router, found[0], slo_s)
-        args = [word for key, value in settings for word in ("--router-set", f"{router}.{key}={value}")]
-        served: ServedStream = serve(stream, part.replicas, ("--router", router, *args, *part.args))
+        with tempfile.TemporaryDirectory() as folder:
+            args = router_args(router, found[0], slo_s, Path(folder))
+            served: ServedStream = serve(stream, part.replicas, ("--router", router, *args, *part.args))
         simulated, sets = simulate(stream, facts, router, settings, part.replicas, costs, slo_s)
         real = numbers(served, slo_s)
         real |= of_sets(served.working_sets, duration_s, most)

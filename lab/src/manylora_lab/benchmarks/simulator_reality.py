@@ -28,12 +28,13 @@ from pathlib import Path
 import torch
 
 from manylora.config import CACHE_POLICIES, COLD_START_MODES, ConfigError, num_cores
+from manylora.inspection import shape_of
 from manylora.pricing.costs import StepWork
 from manylora.pricing.fit import fit_profile
 from manylora.pricing.profile import Profile, save_profile
 from manylora.pricing.shapes import SHAPES
 from manylora_lab.bench.dummies import DEMO
-from manylora_lab.bench.profile import Profiler, ProfileSettings, describe, machine_name, shape_of
+from manylora_lab.bench.profile import Profiler, ProfileSettings, describe, machine_name
 from manylora_lab.bench.replay import ReplaySettings, warm_adapters
 from manylora_lab.bench.serve import measure
 from manylora_lab.bench.step_log import StepLog, StepLogger

@@ -7,6 +7,7 @@ Decides nothing itself: ``policy.router`` and ``policy.replica`` do.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import heapq
 import math
@@ -98,10 +99,14 @@ class Member:
 
 @dataclasses.dataclass(slots=True)
 class RouterTimes:
-    """Real seconds that the router took. ``asked_s``: for each request that came; ``solved_s``: that a solver
-    took for each programme, which are not the router's."""
+    """Real seconds that the router took. ``asked_s``: for each request that came; ``chosen_s``: those of the ones
+    that went to a replica at once, by replica; ``solved_s``: that a solver took for each programme, which are not
+    the router's."""
 
     asked_s: list[float] = dataclasses.field(default_factory=list)
+    chosen_s: dict[int, list[float]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(list)
+    )
     solved_s: list[float] = dataclasses.field(default_factory=list)
     total_s: float = 0.0
     num_events: int = 0
@@ -376,6 +381,9 @@ class VirtualCluster:
         self.times.num_events += 1
         if type(event) is Asked:
             self.times.asked_s.append(took_s)
+            for command in commands:
+                if isinstance(command, Assign):
+                    self.times.chosen_s[command.replica].append(took_s)
         if self._journal is not None:
             self._journal(None, self.now, event, commands)
         for command in commands:

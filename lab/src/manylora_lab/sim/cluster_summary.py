@@ -18,7 +18,8 @@ def summarize_cluster(cluster: VirtualCluster, slo_tpot_s: float | None = None) 
     ``slo_attainment``: the share of requests of more than one token, dropped ones included, whose time between
     tokens is within the objective. ``busy_share``: of the time until the last end, in which steps ran.
     ``adapter_loads``: admissions that did not find their adapter on the device. ``recomputed_tokens``: of moved
-    requests. All but the time of decisions depends on nothing but the inputs.
+    requests. ``decision_mean_us``: for each request that came; of a replica for each that went there at once. All
+    but the time of decisions depends on nothing but the inputs.
     """
     front = cluster.front
     counters = [loop.report("busy").counters for loop in cluster.loops]
@@ -35,9 +36,9 @@ def summarize_cluster(cluster: VirtualCluster, slo_tpot_s: float | None = None) 
                 "busy_share": _share(loop.busy_s, end_s),
                 "moves": front.moved_from[place],
                 "recomputed_tokens": front.recomputed_on[place],
+                **_decisions(cluster.times.chosen_s.get(place)),
             }
         )
-    times = np.array(cluster.times.asked_s or [0.0])
     return {
         **_numbers(front.outcomes, grown, slo_tpot_s),
         "merging": merging_of(counters),
@@ -48,8 +49,7 @@ def summarize_cluster(cluster: VirtualCluster, slo_tpot_s: float | None = None) 
         "solves": cluster.num_solves,
         "solve_mean_ms": round(1e3 * float(np.mean(cluster.times.solved_s or [0.0])), 3),
         "router_s": round(cluster.times.total_s, 3),
-        "decision_mean_us": round(1e6 * float(times.mean()), 2),
-        "decision_p99_us": round(1e6 * float(np.percentile(times, 99)), 2),
+        **_decisions(cluster.times.asked_s),
         "replicas": replicas,
     }
 
@@ -80,6 +80,14 @@ def _numbers(
         "slo_attainment": slo_attainment(outcomes, slo_tpot_s),
         "adapter_loads": sum(each["adapter_hits_host"] + each["adapter_misses"] for each in counts),
         "dropped": len(outcomes) - len(served),
+    }
+
+
+def _decisions(seconds: Sequence[float] | None) -> dict[str, float]:
+    times = 1e6 * np.array(seconds or [0.0])
+    return {
+        "decision_mean_us": round(float(times.mean()), 2),
+        "decision_p99_us": round(float(np.percentile(times, 99)), 2),
     }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 
 from manylora.config import ConfigError, is_import_name
+from manylora.config.routing import ROUTERS, parameter_lines
 from manylora.policy.routing.cache_aware import CacheAware
 from manylora.policy.routing.caraserve import CaraServe
 from manylora.policy.routing.dlora import Dlora
@@ -44,3 +45,10 @@ def find_router(name: str) -> type[RoutingPolicy]:
     if not (isinstance(found, type) and issubclass(found, RoutingPolicy)):
         raise ConfigError(f"router {name!r} is no subclass of manylora's RoutingPolicy")
     return found
+
+
+def router_help(name: str) -> str:
+    """The parameters of a routing policy, a line each. Raises ConfigError."""
+    if name not in ROUTERS and not is_import_name(name):
+        raise ConfigError(f"router {name!r} is not known: use {', '.join(ROUTERS)}")
+    return "\n".join(parameter_lines(name, find_router(name).parameters))
