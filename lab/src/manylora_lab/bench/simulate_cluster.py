@@ -40,6 +40,7 @@ from manylora_lab.bench.simulate import (
     target_of,
     with_times,
 )
+from manylora_lab.sim.belady import FORESIGHTS
 from manylora_lab.sim.cluster import EAGER_ADAPTERS, REPORT_DELAY_S, Journal, Member, VirtualCluster
 from manylora_lab.sim.cluster_summary import summarize_cluster
 from manylora_lab.sim.replay import difference_of
@@ -92,6 +93,9 @@ class ClusterSettings:
 
 def run_cluster(settings: ClusterSettings, load: Callable[[], Stream]) -> int:
     """Simulate what ``load`` returns, print a line for each router as it is done. Raises ConfigError."""
+    foreseen = [name for name in policies_of(settings.each.policies) if name in FORESIGHTS]
+    if foreseen:
+        raise ConfigError(f"{foreseen[0]} knows what one replica is asked for: leave out --replicas")
     targets = _targets(settings.each)
     if len(targets) > settings.replicas:
         raise ConfigError(
