@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from manylora.config import ConfigError, PolicyConfig, is_import_name
+from manylora.config import ConfigError, PolicyConfig, QueueConfig, is_import_name
 from manylora.config.cluster import MOST_REPLICAS
 from manylora.config.routing import (
     OBJECTIVE,
@@ -42,6 +42,7 @@ from manylora_lab.bench.simulate import (
 )
 from manylora_lab.sim.cluster import EAGER_ADAPTERS, REPORT_DELAY_S, Journal, Member, VirtualCluster
 from manylora_lab.sim.cluster_summary import summarize_cluster
+from manylora_lab.sim.replay import difference_of
 from manylora_lab.workloads.stream import Stream
 from manylora_lab.workloads.terms import suggestion
 
@@ -155,6 +156,7 @@ def run_cluster(settings: ClusterSettings, load: Callable[[], Stream]) -> int:
             "router": {"policy": router, "settings": dict(routers[router].settings)},
             **summarize_cluster(cluster, slo_s),
         }
+        _add_service(result, cluster, configs[name][0].queue)
         report["results"][label] = result
         drawn[label] = cluster
         print(_line(label, width, [_cell(form, result) for _, form in _COLUMNS]), flush=True)
@@ -167,6 +169,13 @@ def run_cluster(settings: ClusterSettings, load: Callable[[], Stream]) -> int:
         except OSError as error:
             raise ConfigError(f"cannot write {settings.each.out}: {error.strerror}") from error
     return 0
+
+
+def _add_service(result: dict[str, Any], cluster: VirtualCluster, queue: QueueConfig) -> None:
+    """How unequally clients were served, by all replicas together and by each."""
+    result["service_difference"] = difference_of(cluster.front.outcomes, queue)
+    for place, replica in enumerate(result["replicas"]):
+        replica["service_difference"] = difference_of(cluster.front.served.get(place, ()), queue)
 
 
 # ---------------------------------------------------------------- what the settings say
