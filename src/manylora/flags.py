@@ -275,6 +275,8 @@ def split_cluster(*layers: Mapping[str, Any]) -> tuple[ClusterOptions | None, li
                 continue
             if own == "launcher" and isinstance(value, str):
                 value = _LAUNCHERS.get(value, value)
+            if own == "slo_tpot" and type(value) in (int, float):  # as a file has it
+                value = str(value)
             held = convert(dataclasses.replace(flags[own], name=name), value)
             if held is None:
                 continue

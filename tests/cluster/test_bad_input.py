@@ -53,6 +53,7 @@ def refused(*args: str, **env: str) -> str:
         ({"replicas": "2", "ray_address": "auto"}, "--ray-address needs --launcher ray"),
         ({"replicas": "2", "router_set": ["punica.max_batch=3"]}, "is not of --router"),
         ({"replicas": "2", "data_parallel_size": "3"}, "one setting"),
+        ({"replicas": "2", "slo_tpot": -1}, "--slo-tpot must be seconds, or a multiple"),
         ({"replicas": "2", "slo_tpot": "soon"}, "--slo-tpot must be seconds, or a multiple"),
         ({"replicas": "2", "slo_tpot": "0x"}, "--slo-tpot must be seconds, or a multiple"),
     ],
@@ -67,6 +68,7 @@ def test_one_replica_alone_is_no_cluster() -> None:
     assert split_cluster({}) == (None, [{}])
     found, rest = split_cluster({"replicas": 2}, {"router": "punica", "port": "1"})
     assert found == ClusterOptions(replicas=2, router="punica")
+    assert split_cluster({"slo_tpot": 0.05})[0] == ClusterOptions(slo_tpot="0.05")
     assert rest == [{}, {"port": "1"}]
 
 
