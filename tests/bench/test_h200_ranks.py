@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manylora_lab.bench.dummies import DEMO
+from manylora_lab.bench.dummies import DEMO, write_model
 from manylora_lab.benchmarks import exchange_runs, h200_ranks, ranked_cells
+from manylora_lab.benchmarks.engine_rig import ON_CPU, POSITIONS
 from manylora_lab.benchmarks.h200_ranks import KINDS, ORDER, adapter_share, cells_of
 from manylora_lab.benchmarks.ranked_cells import RankedCell
 
-from manylora.executor.ranks.start import build_ranks
 from manylora.flags import build_settings
+from manylora.inspection import check_adapter
+from manylora.models.config import read_model_config
+from manylora.warmup.random_adapters import write_random_adapters
 
 
 def record(folder: Path, *args: str) -> dict[str, Any]:
@@ -108,20 +111,10 @@ def test_the_order_is_by_importance() -> None:
 @pytest.mark.parametrize("sharding", ["sharded", "replicated"])
 def test_a_ranks_bytes_of_an_adapter_are_the_engines(sharding: str, tmp_path: Path) -> None:
     """Within the slack of cells (5 %), on the demo's shape."""
-    from manylora_lab.bench.dummies import write_model
-    from manylora_lab.benchmarks.engine_rig import ON_CPU, POSITIONS
-
-    from manylora.executor.direct import DirectExecutor
-    from manylora.models.config import read_model_config
-    from manylora.warmup.random_adapters import write_random_adapters
-
     model = write_model(tmp_path / "model", DEMO, POSITIONS)
+    (path,) = write_random_adapters(tmp_path, read_model_config(model), "float32", (16,), 1)
     cell = RankedCell("llama-3-8b", 2, sharding, "off", (16,))
     settings = build_settings({**ON_CPU, **cell.settings(), "model": str(model)})[0]
-    executor, policy, _ = build_ranks(settings, registry_path=tmp_path / "registry.sqlite")
-    try:
-        (path,) = write_random_adapters(tmp_path, read_model_config(model), "float32", (16,), 1)
-        pages = DirectExecutor(executor).add_adapter(1, str(path)).num_pages
-    finally:
-        executor.close()
-    assert 1 <= pages * policy.page_bytes / 2 / adapter_share(DEMO, 16, cell) < 1.05
+    pages = json.loads(check_adapter(settings, str(path), as_json=True))["pages_per_rank"][0]
+    page_bytes = DEMO.page_bytes(settings.cache.page_tokens) / 2
+    assert 1 <= pages * page_bytes / adapter_share(DEMO, 16, cell) < 1.05

@@ -80,6 +80,7 @@ def test_one_replica_is_as_without_a_router(tmp_path: Path) -> None:
     for name in ("ttft_mean_ms", "tpot_p99_ms", "prefix_hit", "adapter_reads", "pages_in", "ttft_queue_ms"):
         assert one[name] == alone[name], name
     assert one["config"] == alone["config"]
+    assert one.keys() > alone.keys()
 
 
 def test_policies_modes_parameters_and_several_kinds(tmp_path: Path) -> None:

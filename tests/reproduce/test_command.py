@@ -38,6 +38,12 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Setup]:
     return asked
 
 
+def test_where_no_folder_is_named_it_is_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", "caraserve-fig5", "--smoke"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"caraserve-fig5.json", "caraserve-fig5.png"}
+
+
 def test_a_folder_that_cannot_be_written_is_refused_before_the_work(
     runs: list[Setup], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

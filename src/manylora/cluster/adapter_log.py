@@ -36,12 +36,13 @@ class AdapterLog:
         self.revision = 0
         self._last_id = BASE
         try:
+            path.touch(0o600)  # what SQLite writes beside it has its mode
             self._file = sqlite3.connect(path, isolation_level=None)
             self._file.execute("PRAGMA journal_mode=WAL")
             self._file.execute(_TABLE)
             for row in self._file.execute(f"SELECT {', '.join(_FIELDS)} FROM log ORDER BY revision, id"):
                 self._apply(Listing(*row))
-        except sqlite3.Error as error:
+        except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"cannot use the registry {path}: {error}") from error
 
     def new_id(self) -> AdapterId:

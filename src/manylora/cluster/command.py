@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from manylora.cluster.admin_link import NotThere, ask
-from manylora.cluster.folder import default_folder
+from manylora.cluster.folder import default_folder, is_in_use
 from manylora.config import ConfigError
 
 WATCH_S = 1.0
+NEXT_S, AGAIN_S = 10.0, 0.1
+"""How long the next router is waited for where one has died, and how often it is looked for."""
 
 
 def add_cluster(commands: Any) -> None:
@@ -56,7 +59,7 @@ def _run(args: argparse.Namespace) -> int:
     question |= {name: getattr(args, name) for name in names if hasattr(args, name)}
     try:
         if args.action == "trace":
-            for line in ask(folder, question):
+            for line in _ask(folder, question):
                 print(line, end="", flush=True)
             return 0
         while True:
@@ -74,8 +77,21 @@ def _run(args: argparse.Namespace) -> int:
         return 0
 
 
+def _ask(folder: Path, question: dict[str, Any]) -> Iterator[str]:
+    """As ``ask``; where a router has just died the next one is waited for."""
+    until_s = time.monotonic() + NEXT_S
+    while True:
+        try:
+            yield from ask(folder, question)
+            return
+        except NotThere:
+            if time.monotonic() > until_s or not is_in_use(folder):
+                raise
+        time.sleep(AGAIN_S)
+
+
 def _answer(folder: Path, question: dict[str, Any]) -> dict[str, Any]:
-    for line in ask(folder, question):
+    for line in _ask(folder, question):
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise ConfigError(answer["error"])

@@ -11,6 +11,7 @@ import secrets
 import shutil
 import stat
 import tempfile
+import time
 from pathlib import Path
 
 from manylora.config import ConfigError
@@ -18,6 +19,7 @@ from manylora.config import ConfigError
 SECRET = "secret"
 """The file's name."""
 _SECRET_BYTES = 32
+_TRIES, _TRY_S = 5, 0.02
 _LEAST_SECRET_BYTES = 16
 _MOST_SECRET_BYTES = 4096
 
@@ -62,16 +64,25 @@ class Folder:
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f"cannot use the cluster's folder {path}: {error.strerror}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        if not self._take():
             os.close(self._lock)
-            raise ConfigError(f"another cluster uses the folder {path}") from error
+            raise ConfigError(f"another cluster uses the folder {path}")
         try:
             self._make_secret()
         except BaseException:
             self.close()
             raise
+
+    def _take(self) -> bool:
+        """Whether no other has the lock; a process that only looks has it for a moment."""
+        for _ in range(_TRIES):
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                time.sleep(_TRY_S)
+            else:
+                return True
+        return False
 
     def _make_secret(self) -> None:
         try:
@@ -96,6 +107,18 @@ class Folder:
         else:
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
+
+
+def is_in_use(folder: Path) -> bool:
+    """Whether a cluster has the folder whose supervisor lives."""
+    try:
+        with (folder / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def was_left(folder: Path) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from manylora.config import ConfigError, PolicyConfig, is_import_name
+from manylora.config import ConfigError, PolicyConfig, QueueConfig, is_import_name
 from manylora.config.cluster import MOST_REPLICAS
 from manylora.config.routing import (
     OBJECTIVE,
@@ -40,8 +40,10 @@ from manylora_lab.bench.simulate import (
     target_of,
     with_times,
 )
+from manylora_lab.sim.belady import FORESIGHTS
 from manylora_lab.sim.cluster import EAGER_ADAPTERS, REPORT_DELAY_S, Journal, Member, VirtualCluster
 from manylora_lab.sim.cluster_summary import summarize_cluster
+from manylora_lab.sim.replay import difference_of
 from manylora_lab.workloads.stream import Stream
 from manylora_lab.workloads.terms import suggestion
 
@@ -91,6 +93,9 @@ class ClusterSettings:
 
 def run_cluster(settings: ClusterSettings, load: Callable[[], Stream]) -> int:
     """Simulate what ``load`` returns, print a line for each router as it is done. Raises ConfigError."""
+    foreseen = [name for name in policies_of(settings.each.policies) if name in FORESIGHTS]
+    if foreseen:
+        raise ConfigError(f"{foreseen[0]} knows what one replica is asked for: leave out --replicas")
     targets = _targets(settings.each)
     if len(targets) > settings.replicas:
         raise ConfigError(
@@ -155,6 +160,7 @@ def run_cluster(settings: ClusterSettings, load: Callable[[], Stream]) -> int:
             "router": {"policy": router, "settings": dict(routers[router].settings)},
             **summarize_cluster(cluster, slo_s),
         }
+        _add_service(result, cluster, configs[name][0].queue)
         report["results"][label] = result
         drawn[label] = cluster
         print(_line(label, width, [_cell(form, result) for _, form in _COLUMNS]), flush=True)
@@ -167,6 +173,13 @@ def run_cluster(settings: ClusterSettings, load: Callable[[], Stream]) -> int:
         except OSError as error:
             raise ConfigError(f"cannot write {settings.each.out}: {error.strerror}") from error
     return 0
+
+
+def _add_service(result: dict[str, Any], cluster: VirtualCluster, queue: QueueConfig) -> None:
+    """How unequally clients were served, by all replicas together and by each."""
+    result["service_difference"] = difference_of(cluster.front.outcomes, queue)
+    for place, replica in enumerate(result["replicas"]):
+        replica["service_difference"] = difference_of(cluster.front.served.get(place, ()), queue)
 
 
 # ---------------------------------------------------------------- what the settings say

@@ -25,7 +25,9 @@ def add_parser(commands: Any) -> None:
     reproduce.add_argument(
         "--device", choices=("sim", "cpu", "cuda"), help="where (default: the experiment's)"
     )
-    reproduce.add_argument("--out", metavar="DIR", help="write NAME.json and NAME.png here")
+    reproduce.add_argument(
+        "--out", metavar="DIR", default=".", help="write NAME.json and NAME.png here (default: this folder)"
+    )
     reproduce.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
     reproduce.add_argument("--workers", type=int, default=0, help="processes (default: one a core)")
     reproduce.add_argument(
@@ -48,8 +50,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.list:
         print_list()
         return 0
-    if args.name is None or args.out is None:
-        raise ConfigError("reproduce needs a NAME and --out DIR; --list names the experiments")
+    if args.name is None:
+        raise ConfigError("reproduce needs a NAME; --list names the experiments")
     if args.workers < 0:
         raise ConfigError(f"--workers must be at least 0, got {args.workers}")
     scale: Literal["full", "quick", "smoke"] = "smoke" if args.smoke else "quick" if args.quick else "full"

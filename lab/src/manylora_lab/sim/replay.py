@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from manylora.config import ConfigError, PolicyConfig
+from manylora.config import ConfigError, PolicyConfig, QueueConfig
 from manylora.policy.caches.policy import CachePolicy
 from manylora.policy.replica import Replica
 from manylora.pricing.costs import StepCosts
@@ -76,6 +76,25 @@ class Outcome:
         return (self.end_s - self.first_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
 
 
+def difference_of(outcomes: Iterable[Outcome], queue: QueueConfig) -> dict[str, float] | None:
+    """Of service between adapters that both had requests waiting (``service``), by the weights and shares."""
+    of_input, of_output, of_cached = queue.weights
+    served = (
+        Served(
+            client_name(outcome.request.adapter),
+            outcome.handed_s,
+            outcome.handed_s + outcome.queue_s,
+            outcome.first_s,
+            outcome.end_s,
+            of_input * (outcome.prompt_tokens - outcome.num_cached) + of_cached * outcome.num_cached,
+            of_output * outcome.num_tokens,
+        )
+        for outcome in outcomes
+        if not outcome.is_dropped
+    )
+    return service_difference(served, queue.shares)
+
+
 class Replay(VirtualLoop):
     """One run. ``advance`` hands over one event; ``run`` all of them.
 
@@ -139,22 +158,8 @@ class Replay(VirtualLoop):
             raise RuntimeError(f"only timers come, if anything, and {num_waiting} requests wait")
 
     def service_difference(self) -> dict[str, float] | None:
-        """Between adapters that both had requests waiting (``service``), by the queue's weights and shares."""
-        of_input, of_output, of_cached = self._queue.weights
-        served = (
-            Served(
-                client_name(outcome.request.adapter),
-                outcome.handed_s,
-                outcome.handed_s + outcome.queue_s,
-                outcome.first_s,
-                outcome.end_s,
-                of_input * (outcome.prompt_tokens - outcome.num_cached) + of_cached * outcome.num_cached,
-                of_output * outcome.num_tokens,
-            )
-            for outcome in self.outcomes
-            if not outcome.is_dropped
-        )
-        return service_difference(served, self._shares)
+        """See ``difference_of``."""
+        return difference_of(self.outcomes, self._queue)
 
     # ------------------------------------------------------------ events and commands
 
